@@ -1,0 +1,1 @@
+"""Console commands: each module's `main` is a script of pyproject.toml."""

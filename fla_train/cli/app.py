@@ -1,0 +1,81 @@
+"""What every Hydra command shares: composing the config, reporting faults in plain lines, exit codes.
+
+Exit codes: 0 done, 1 the work failed, 2 the request was wrong (nothing was started).
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig
+
+CONFIG_PATH = "pkg://fla_train.configs"
+
+
+def compose(config_name: str, overrides: Sequence[str] = ()) -> DictConfig:
+    """Compose `configs/<config_name>.yaml` with Hydra overrides.
+
+    Raises:
+        ValueError: naming every override that does not fit, with Hydra's reason for each.
+    """
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_module("fla_train.configs", version_base="1.3"):
+        try:
+            return hydra.compose(config_name, overrides=list(overrides))
+        except Exception as failure:
+            faults = [f"{o}: {reason}" for o in overrides if (reason := _reason(config_name, o))]
+            # Faults that show only in combination have no single override to blame.
+            raise ValueError("\n  ".join(faults) if faults else _one_line(failure)) from failure
+
+
+def _reason(config_name: str, override: str) -> str | None:
+    try:
+        hydra.compose(config_name, overrides=[override])
+    except Exception as failure:
+        return _one_line(failure)
+    return None
+
+
+def _one_line(failure: Exception) -> str:
+    """The last cause of a chained Hydra / OmegaConf error, without its `full_key:` trailer."""
+    while failure.__cause__ is not None:
+        failure = failure.__cause__
+    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
+    kept = [line for line in lines if not line.startswith(("full_key:", "object_type=", "reference_type="))]
+    return " ".join(kept) or type(failure).__name__
+
+
+def fail(message: object, code: int = 2) -> int:
+    """Print one `error:` line to stderr and return the exit code."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+def run_hydra(config_name: str, register: Callable[[], None], task: Callable[[DictConfig], int | None]) -> None:
+    """Entry of a console command: `register()` the schemas, compose from `sys.argv`, run `task(config)`, exit.
+
+    A `ValueError` is the user's fault and prints one line; with `FLA_TRAIN_TRACEBACK=1` it is raised instead.
+    """
+    register()
+    flags = [a for a in sys.argv[1:] if a.startswith("-")]
+    overrides = [a for a in sys.argv[1:] if not a.startswith("-")]
+    if not flags:  # sweeps and Hydra's own flags (--help, --cfg, -m) go straight to Hydra
+        try:
+            compose(config_name, overrides)
+        except ValueError as fault:
+            sys.exit(fail(fault))
+        GlobalHydra.instance().clear()
+
+    def guarded(config: DictConfig) -> None:
+        try:
+            code = task(config)
+        except ValueError as fault:
+            if os.environ.get("FLA_TRAIN_TRACEBACK"):
+                raise
+            code = fail(fault)
+        if code:
+            sys.exit(code)
+
+    hydra.main(version_base="1.3", config_path=CONFIG_PATH, config_name=config_name)(guarded)()
