@@ -1,0 +1,64 @@
+"""Typed settings of `fla-eval`. The YAML files configs/eval.yaml and configs/suite/ explain every key."""
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+
+@dataclass
+class PerplexityConfig:
+    """Loss against context length and position, see `fla_train.eval.perplexity`."""
+
+    sets: dict[str, str] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096])
+    bucket: int = 512
+    documents: int = 64
+    scan: int = 20_000
+    text_column: str = "text"
+    chunk: int = 1024
+    batch_size: int = 4
+
+
+@dataclass
+class SuiteConfig:
+    """One thing to run: a perplexity sweep, lm-eval tasks, or both."""
+
+    name: str = MISSING
+    perplexity: PerplexityConfig | None = None
+    tasks: list[str] = field(default_factory=list)
+    include_path: str | None = None
+    num_fewshot: int | None = None
+    limit: int | None = None
+    batch_size: str = "8"  # a number, or auto
+    max_length: int | None = None
+
+
+@dataclass
+class EvalConfig:
+    """What `fla-eval` takes."""
+
+    checkpoint: str | None = None
+    output: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    suite: SuiteConfig = field(default_factory=SuiteConfig)
+
+
+def suite_faults(suite: SuiteConfig) -> list[str]:
+    """Every setting that cannot work, one line each; empty when all is well."""
+    faults = []
+    if suite.perplexity is None and not suite.tasks:
+        faults.append("the suite is empty: give suite.tasks=[...] or choose suite=perplexity")
+    if suite.batch_size != "auto" and not (suite.batch_size.isdigit() and int(suite.batch_size) > 0):
+        faults.append(f"suite.batch_size={suite.batch_size} must be an integer of at least 1, or auto")
+    for key in ("limit", "max_length"):
+        value = getattr(suite, key)
+        if value is not None and value < 1:
+            faults.append(f"suite.{key}={value} must be at least 1")
+    if suite.perplexity is not None:
+        for key in ("bucket", "documents", "scan", "chunk", "batch_size"):
+            if (value := getattr(suite.perplexity, key)) < 1:
+                faults.append(f"suite.perplexity.{key}={value} must be at least 1")
+        if not suite.perplexity.lengths or min(suite.perplexity.lengths) < 1:
+            faults.append("suite.perplexity.lengths must hold integers of at least 1")
+    return faults

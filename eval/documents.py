@@ -1,0 +1,79 @@
+"""Held-out documents as token ids: a run's own validation split, or files of FineWeb's shape."""
+
+import heapq
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from omegaconf import OmegaConf
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from fla_train.data import DataConfig, PreparedData, prepare
+from fla_train.data.shards import check_sizes, documents_file, tokens_file
+from fla_train.data.sources import open_source
+from fla_train.data.tokenizers import encode
+
+ENCODE_BATCH = 64
+
+
+def run_data(run: Path | None) -> PreparedData:
+    """The prepared data that a run was trained on, prepared again if the cache lost it.
+
+    Raises:
+        ValueError: there is no run folder, or its config names no data.
+    """
+    config = run / "config.yaml" if run else None
+    if config is None or not config.is_file():
+        raise ValueError(
+            "the checkpoint lies in no run folder, so its validation split is unknown: name documents with "
+            "'suite.perplexity.sets={name: file.parquet}'"
+        )
+    node = OmegaConf.merge(OmegaConf.structured(DataConfig), OmegaConf.load(config).data)
+    return prepare(OmegaConf.to_object(node), log=lambda line: None, progress=False)
+
+
+def validation_documents(prepared: PreparedData) -> Iterator[np.ndarray]:
+    """Each document of the validation split as [tokens], without the end-of-sequence token that ends it.
+
+    Raises:
+        ValueError: a shard is missing or cut short.
+    """
+    manifest, folder = prepared.manifest, prepared.folder / "validation"
+    check_sizes(prepared.folder, manifest, "validation")
+    dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
+    separator = int(manifest["settings"]["append_eos"])
+    for number in range(len(manifest["splits"]["validation"]["shards"])):
+        tokens = np.memmap(folder / tokens_file(number), dtype=dtype, mode="r")
+        start = 0
+        for end in np.fromfile(folder / documents_file(number), dtype="<u8").tolist():
+            yield tokens[start : end - separator]
+            start = end
+
+
+def file_documents(
+    path: str, tokenizer: PreTrainedTokenizerBase, text_column: str = "text"
+) -> Iterator[np.ndarray]:
+    """Each document of parquet or JSON-lines files as [tokens], without special tokens.
+
+    Raises:
+        ValueError: missing or corrupt files, or no such column.
+    """
+    source = open_source(DataConfig(source="local", path=path, text_column=text_column))
+    texts = (document["text"] for document in source.documents())
+    while batch := list(islice(texts, ENCODE_BATCH)):
+        yield from (np.asarray(ids, dtype=np.int64) for ids in encode(tokenizer, batch))
+
+
+def longest(
+    documents: Iterable[np.ndarray], count: int, length: int, scan: int, progress: bool
+) -> list[list[int]]:
+    """The `count` longest of the first `scan` documents, each cut to `length + 1` tokens.
+
+    Lengths beyond the cut do not count, so of the documents that reach it the first `count` are taken, in
+    order.
+    """
+    scanned = tqdm(islice(documents, scan), desc="reading documents", unit="document", disable=not progress)
+    cut = (document[: length + 1] for document in scanned)
+    return [document.tolist() for document in heapq.nlargest(count, cut, key=len)]

@@ -1,0 +1,179 @@
+"""Loss against position: documents read in chunks, the state carried through the cache, memory constant in
+length.
+
+Targets of a document are counted from 0; target i is predicted from a prefix token and the i tokens before
+it. A *bucket* is a range of targets. All results follow from one table, the summed loss of each document in
+each bucket.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+Z95 = 1.96
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Mean loss (nats per token) over documents, and what its spread says.
+
+    Attributes:
+        loss: mean over documents of each one's mean loss.
+        stderr: normal standard error over documents; None for a single one.
+        documents: how many.
+    """
+
+    loss: float
+    stderr: float | None
+    documents: int
+
+    @classmethod
+    def of(cls, losses: np.ndarray) -> "Estimate":
+        """From one mean loss per document, shape [D], D >= 1."""
+        n = len(losses)
+        return cls(float(losses.mean()), float(losses.std(ddof=1) / math.sqrt(n)) if n > 1 else None, n)
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95% confidence interval of the perplexity."""
+        if self.stderr is None:
+            return None
+        return math.exp(self.loss - Z95 * self.stderr), math.exp(self.loss + Z95 * self.stderr)
+
+
+@dataclass(frozen=True)
+class LossTable:
+    """Summed losses by document and bucket.
+
+    Attributes:
+        edges: bucket j holds the targets edges[j] <= i < edges[j + 1]; edges[0] = 0.
+        sums: [D, len(edges) - 1] float64, nats; NaN where the document does not fill the bucket.
+    """
+
+    edges: tuple[int, ...]
+    sums: np.ndarray
+
+    def up_to(self, length: int) -> Estimate | None:
+        """The first `length` targets (an edge) of every document that has them; None if none has."""
+        cumulative = self.sums[:, : self.edges.index(length)].sum(axis=1)
+        losses = cumulative[~np.isnan(cumulative)] / length
+        return Estimate.of(losses) if len(losses) else None
+
+    def by_position(self, length: int) -> list[tuple[int, int, Estimate]]:
+        """(start, end, estimate) of each bucket below `length`, over the documents that reach `length`.
+
+        The same documents stand behind every point, so the curve shows the model and not the choice of
+        documents.
+        """
+        last = self.edges.index(length)
+        sums = self.sums[~np.isnan(self.sums[:, last - 1]), :last]
+        bounds = list(zip(self.edges, self.edges[1:], strict=False))[:last]
+        return [(a, b, Estimate.of(sums[:, j] / (b - a))) for j, (a, b) in enumerate(bounds)]
+
+
+def bucket_edges(lengths: Sequence[int], bucket: int) -> tuple[int, ...]:
+    """0, every multiple of `bucket` up to the longest length, and the lengths themselves.
+
+    Raises:
+        ValueError: no lengths, or numbers below 1.
+    """
+    if not lengths or min(lengths) < 1 or bucket < 1:
+        raise ValueError(
+            "suite.perplexity.lengths and suite.perplexity.bucket must hold integers of at least 1"
+        )
+    return tuple(sorted({0, *lengths, *range(bucket, max(lengths) + 1, bucket)}))
+
+
+def loss_table(
+    model: PreTrainedModel,
+    documents: Sequence[Sequence[int]],
+    edges: Sequence[int],
+    *,
+    prefix: Sequence[int] = (),
+    chunk: int = 1024,
+    batch_size: int = 4,
+    progress: bool = False,
+) -> LossTable:
+    """Run `model` over `documents` and sum the losses by bucket.
+
+    Args:
+        model: any causal language model with a cache; in eval mode.
+        documents: token ids; one shorter than the first bucket gets a row of NaN.
+        edges: see `LossTable`.
+        prefix: tokens before each document (usually the separator). Without any, a document's first token is
+            context only and target 0 is its second.
+        chunk: tokens per forward; memory is proportional to `batch_size * chunk * vocab_size`.
+        batch_size: documents read side by side.
+        progress: show a progress bar over tokens.
+
+    Raises:
+        ValueError: a chunk or batch size below 1.
+    """
+    if chunk < 1 or batch_size < 1:
+        raise ValueError("suite.perplexity.chunk and suite.perplexity.batch_size must be at least 1")
+    edges = tuple(edges)
+    rows = [_filled([*prefix, *document], edges) for document in documents]
+    sums = np.full((len(rows), len(edges) - 1), np.nan)
+    longest_first = sorted(
+        range(len(rows)), key=lambda d: -len(rows[d])
+    )  # a batch holds documents of like length
+    with tqdm(
+        total=sum(max(len(row) - 1, 0) for row in rows),
+        unit="token",
+        unit_scale=True,
+        desc="loss",
+        disable=not progress,
+    ) as bar:
+        for start in range(0, len(rows), batch_size):
+            members = [d for d in longest_first[start : start + batch_size] if len(rows[d]) > 1]
+            if not members:
+                break
+            summed = _batch_sums(model, [rows[d] for d in members], edges, chunk, bar)  # [members, buckets]
+            for d, row in zip(members, summed.tolist(), strict=True):
+                full = edges.index(len(rows[d]) - 1)
+                sums[d, :full] = row[:full]
+    return LossTable(edges, sums)
+
+
+def _filled(ids: list[int], edges: tuple[int, ...]) -> list[int]:
+    """`ids` cut so that its targets end on an edge: what no full bucket needs is not computed."""
+    targets = max(edge for edge in edges if edge <= max(len(ids) - 1, 0))
+    return ids[: targets + 1]
+
+
+@torch.inference_mode()
+def _batch_sums(
+    model: PreTrainedModel, rows: list[list[int]], edges: tuple[int, ...], chunk: int, bar: tqdm
+) -> Tensor:
+    """Loss sums [B, buckets], float64 on the CPU. Rows are padded on the right: no target sees that."""
+    device = model.get_input_embeddings().weight.device
+    length = max(map(len, rows))
+    ids = torch.zeros(len(rows), length, dtype=torch.long)  # [B, T + 1]
+    for row, tokens in zip(ids, rows, strict=True):
+        row[: len(tokens)] = torch.tensor(tokens)
+    bounds = torch.tensor(edges[1:])
+    sums = torch.zeros(len(rows), len(bounds), dtype=torch.float64)
+    cache = None
+    for start in range(0, length - 1, chunk):
+        stop = min(start + chunk, length - 1)
+        output = model(ids[:, start:stop].to(device), past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        logits = output.logits  # [B, C, vocab]
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        targets = ids[:, start + 1 : stop + 1].to(device)
+        losses = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none")  # [B * C]
+        buckets = torch.bucketize(torch.arange(start, stop), bounds, right=True)
+        sums.index_add_(1, buckets, losses.double().cpu().view(len(rows), -1))
+        bar.update(sum(max(0, min(stop, len(tokens) - 1) - start) for tokens in rows))
+    return sums

@@ -1,0 +1,68 @@
+"""`fla-export`: copy a run's exported model somewhere, or push it to the Hugging Face Hub.
+
+fla-export checkpoint=runs/my-run output=my-model
+fla-export checkpoint=runs/my-run hub.repo_id=user/my-model hub.private=true
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+from fla_train.cli.app import fail, run_hydra
+
+
+@dataclass
+class HubConfig:
+    """Where on the Hub."""
+
+    repo_id: str | None = None
+    private: bool = False
+    revision: str | None = None
+
+
+@dataclass
+class ExportConfig:
+    """Schema of configs/export.yaml."""
+
+    checkpoint: str | None = None
+    output: str | None = None
+    hub: HubConfig = field(default_factory=HubConfig)
+
+
+def register() -> None:
+    ConfigStore.instance().store(name="export_schema", node=ExportConfig)
+
+
+def task(config: DictConfig) -> int:
+    from fla_train.hub import copy_export, push, resolve_checkpoint  # heavy, and not needed for --help
+
+    settings: ExportConfig = OmegaConf.to_object(config)
+    if not settings.checkpoint:
+        raise ValueError("give checkpoint=RUN: a run folder or an exported folder")
+    if not (settings.output or settings.hub.repo_id):
+        raise ValueError("nothing to do: give output=DIR, hub.repo_id=user/model, or both")
+    folder = resolve_checkpoint(settings.checkpoint)
+    if not isinstance(folder, Path):
+        raise ValueError(f"{folder} is on the Hub already: give a run folder or an exported folder")
+    if settings.output:
+        folder = copy_export(folder, settings.output)
+        print(f"exported to {folder}")
+    if settings.hub.repo_id:
+        try:
+            address = push(
+                folder, settings.hub.repo_id, private=settings.hub.private, revision=settings.hub.revision
+            )
+        except ConnectionError as failure:
+            return fail(failure, code=1)
+        print(f"pushed {folder} to {address}")
+    return 0
+
+
+def main() -> None:
+    run_hydra("export", register, task)
+
+
+if __name__ == "__main__":
+    main()

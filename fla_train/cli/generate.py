@@ -1,0 +1,86 @@
+"""`fla-generate`: continue a prompt and print the text as it comes.
+
+fla-generate checkpoint=runs/my-run prompt="def main(" max_new_tokens=200 temperature=0.8 top_p=0.95 seed=1
+"""
+
+import sys
+from dataclasses import dataclass
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+from fla_train.cli.app import run_hydra
+
+
+@dataclass
+class GenerateConfig:
+    """Schema of configs/generate.yaml."""
+
+    checkpoint: str | None = None
+    prompt: str = ""
+    max_new_tokens: int = 200
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+
+
+def register() -> None:
+    ConfigStore.instance().store(name="generate_schema", node=GenerateConfig)
+
+
+def faults(config: GenerateConfig) -> list[str]:
+    """Every setting that cannot work, one line each."""
+    checks = {
+        "give checkpoint=RUN: a run folder, an exported folder, or a Hub name": config.checkpoint is not None,
+        "max_new_tokens must be at least 1": config.max_new_tokens >= 1,
+        "temperature must be at least 0 (0: always the likeliest token)": config.temperature >= 0,
+        "top_k must be at least 0 (0: off)": config.top_k >= 0,
+        "top_p must be above 0 and at most 1 (1: off)": 0 < config.top_p <= 1,
+    }
+    return [line for line, fine in checks.items() if not fine]
+
+
+def task(config: DictConfig) -> int:
+    settings: GenerateConfig = OmegaConf.to_object(config)
+    if found := faults(settings):
+        raise ValueError("\n  ".join(found))
+    import torch  # heavy, and not needed for --help or a faulty request
+
+    from fla_train.hub import load_model, pick_device, pick_dtype
+    from fla_train.hub.generate import stream
+
+    model, tokenizer = load_model(
+        settings.checkpoint, pick_device(settings.device), pick_dtype(settings.dtype)
+    )
+    torch.manual_seed(settings.seed)
+    stream(
+        model,
+        tokenizer,
+        settings.prompt,
+        max_new_tokens=settings.max_new_tokens,
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+    )
+    return 0
+
+
+def quoted(argument: str) -> str:
+    """`prompt=TEXT` with TEXT quoted for Hydra, whose grammar gives commas, brackets and quotes a meaning."""
+    key, _, text = argument.partition("=")
+    if key != "prompt":
+        return argument
+    slashes = len(text) - len(text.rstrip("\\"))
+    return "prompt='" + text.replace("\\'", "\\\\\\'").replace("'", "\\'") + "\\" * slashes + "'"
+
+
+def main() -> None:
+    sys.argv[1:] = map(quoted, sys.argv[1:])
+    run_hydra("generate", register, task)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""`fla-prepare`: tokenize a corpus once, for every run that will read it.
+
+fla-prepare data=local data.path=corpus/ data.tokenizer.name=bpe data.tokenizer.vocab_size=32000
+"""
+
+from dataclasses import dataclass, field
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+from fla_train.cli.app import run_hydra
+from fla_train.data.config import DataConfig
+
+
+@dataclass
+class PrepareConfig:
+    """Schema of configs/prepare.yaml."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+
+
+def register() -> None:
+    ConfigStore.instance().store(name="prepare_schema", node=PrepareConfig)
+
+
+def task(config: DictConfig) -> int:
+    from fla_train.data.prepare import prepare  # heavy, and not needed for --help or a faulty override
+
+    prepared = prepare(OmegaConf.to_object(config).data)
+    for line in prepared.describe():
+        print(f"data: {line}")
+    print(f"data: ready in {prepared.folder}")
+    return 0
+
+
+def main() -> None:
+    run_hydra("prepare", register, task)

@@ -1,0 +1,85 @@
+"""Fixed-length token sequences from prepared shards, in an order that is a pure function of (seed, index)."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fla_train.data import shards
+from fla_train.data.permutation import permute
+
+
+class TokenDataset:
+    """The split's token stream cut into consecutive, non-overlapping sequences; a shorter tail is left out.
+
+    Index `i` is place `i % len` of epoch `i // len`; `seed` gives each epoch its own order. With `seed=None`
+    the order is that of the stream.
+
+    Args:
+        folder: a prepared folder (`PreparedData.folder`).
+        split: "train" or "validation".
+        seq_len: tokens per sequence.
+
+    Raises:
+        ValueError: if the manifest is corrupt, a shard is missing or cut short, or no sequence fits.
+    """
+
+    def __init__(self, folder: str | Path, split: str, seq_len: int, seed: int | None = None):
+        self.folder = Path(folder)
+        self.split = split
+        self.seq_len = seq_len
+        self.seed = seed
+        manifest = shards.read_manifest(self.folder)
+        if split not in manifest["splits"]:
+            raise ValueError(f"{self.folder} has no split '{split}'; it has {', '.join(manifest['splits'])}")
+        shards.check_sizes(self.folder, manifest, split)
+        entry = manifest["splits"][split]
+        self._dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
+        # [shards + 1]: where each shard begins in the stream
+        self._starts = np.cumsum([0] + [shard["tokens"] for shard in entry["shards"]])
+        self._len = entry["tokens"] // seq_len
+        if self._len == 0:
+            raise ValueError(
+                f"the {split} split of {self.folder} has {entry['tokens']} tokens, fewer than one sequence "
+                f"of {seq_len}; use shorter sequences, more data or another data.validation_fraction"
+            )
+        self._maps: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        """Sequences per epoch."""
+        return self._len
+
+    def sequences(self, indices: np.ndarray) -> torch.Tensor:
+        """Sequences `indices` (int64, >= 0, any epoch). Returns [n, seq_len] int64."""
+        out = np.empty((len(indices), self.seq_len), dtype=np.int64)
+        for row, position in zip(out, self.positions(indices), strict=True):
+            self._read(int(position) * self.seq_len, row)
+        return torch.from_numpy(out)
+
+    def positions(self, indices: np.ndarray) -> np.ndarray:
+        """[n] int64: which sequence of the stream each index is."""
+        epochs, within = np.divmod(np.asarray(indices, dtype=np.int64), self._len)
+        if self.seed is None:
+            return within
+        out = np.empty_like(within)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            out[chosen] = permute(within[chosen], self._len, self.seed, int(epoch))
+        return out
+
+    def _read(self, start: int, out: np.ndarray) -> None:
+        """Fill `out` with the stream's tokens from `start` on, across shard borders."""
+        filled = 0
+        number = int(np.searchsorted(self._starts, start, side="right")) - 1
+        while filled < len(out):
+            offset = start + filled - int(self._starts[number])
+            piece = self._shard(number)[offset : offset + len(out) - filled]
+            out[filled : filled + len(piece)] = piece
+            filled += len(piece)
+            number += 1
+
+    def _shard(self, number: int) -> np.ndarray:
+        if number not in self._maps:
+            path = self.folder / self.split / shards.tokens_file(number)
+            self._maps[number] = np.memmap(path, dtype=self._dtype, mode="r")
+        return self._maps[number]

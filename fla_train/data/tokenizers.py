@@ -1,0 +1,159 @@
+"""Tokenizers: bytes, a byte-level BPE trained on the corpus, or whatever `AutoTokenizer` loads."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoTokenizer,
+    GPT2Tokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from fla_train.data.config import TokenizerConfig
+from fla_train.data.sentencepiece import from_sentencepiece
+
+PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+
+
+def load_tokenizer(config: TokenizerConfig, train_texts: Iterable[str] = ()) -> PreTrainedTokenizerBase:
+    """The tokenizer that `config` names; `train_texts` is read only by "bpe".
+
+    Raises:
+        ValueError: if it cannot be found or loaded, or if there is no text to train on.
+    """
+    match config.name:
+        case "bytes":
+            return _byte_tokenizer()
+        case "bpe":
+            return _train_bpe(train_texts, config.vocab_size, config.train_bytes)
+    return _pretrained(config.name, config.eos_token)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    """Token ids of each text. None are special: `</s>` in a text stays text and ends no document."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return tokenizer(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    before = backend.encode_special_tokens
+    backend.encode_special_tokens = True
+    try:
+        return [e.ids for e in backend.encode_batch_fast(texts, add_special_tokens=False)]
+    finally:
+        backend.encode_special_tokens = before
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """sha256 of what decides the ids: the saved backend, or the vocabulary of a tokenizer without one."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    content = backend.to_str() if backend else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
+    return hashlib.sha256(f"{content}{special}".encode()).hexdigest()
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Raise `ValueError` if the tokenizer has an id for which a model of `vocab_size` has no embedding."""
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens but model.vocab_size={vocab_size}; "
+            f"set model.vocab_size={-(-len(tokenizer) // 64) * 64} or choose a smaller tokenizer"
+        )
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
+    """256 bytes after the special tokens: byte b has id b + 3."""
+    symbols = _byte_symbols()
+    vocab = {PAD: 0, BOS: 1, EOS: 2} | {symbols[b]: b + 3 for b in range(256)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return _wrap(backend)
+
+
+def _train_bpe(texts: Iterable[str], vocab_size: int, train_bytes: int) -> PreTrainedTokenizerFast:
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = iter(texts)
+    first = list(islice(texts, 1))
+    if not first:
+        raise ValueError("the corpus has no training document to train the bpe tokenizer on; see data.path")
+
+    def limited():
+        left = train_bytes
+        for part in (first, texts):
+            for text in part:
+                if left <= 0:
+                    return
+                left -= len(text.encode("utf-8"))
+                yield text
+
+    backend.train_from_iterator(limited(), trainer)
+    return _wrap(backend)
+
+
+def _wrap(backend: tokenizers.Tokenizer) -> PreTrainedTokenizerFast:
+    for token in (PAD, BOS, EOS):
+        backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _byte_symbols() -> list[str]:
+    """The character that stands for each byte in a byte-level BPE: its own if printable, else 256 + n."""
+    symbols, spare = [], 256
+    for byte in range(256):
+        if 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255:
+            symbols.append(chr(byte))
+        else:
+            symbols.append(chr(spare))
+            spare += 1
+    return symbols
+
+
+def _pretrained(name: str, eos_token: str | None) -> PreTrainedTokenizerBase:
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    path = Path(name).expanduser()
+    if looks_local and not path.is_dir():
+        raise ValueError(
+            f"data.tokenizer.name={name}: no such folder; give a folder, a Hub name, bytes or bpe"
+        )
+    try:
+        tokenizer = _load_folder(path) if path.is_dir() else AutoTokenizer.from_pretrained(name)
+    except Exception as failure:
+        reason = " ".join(str(failure).split())[:200]
+        raise ValueError(
+            f"data.tokenizer.name={name}: cannot be loaded ({reason}); give a folder with tokenizer.json, "
+            "tokenizer.model or vocab.json + merges.txt, a Hub name that is cached or reachable, bytes or bpe"
+        ) from failure
+    if eos_token is not None:
+        if eos_token not in tokenizer.get_vocab():
+            raise ValueError(f"data.tokenizer.eos_token={eos_token} is not in the vocabulary of {name}")
+        tokenizer.eos_token = eos_token
+    return tokenizer
+
+
+def _load_folder(folder: Path) -> PreTrainedTokenizerBase:
+    """By AutoTokenizer, unless the folder holds bare vocabulary files and nothing for it to go by."""
+    if not any(folder.glob("*config.json")) and not (folder / "tokenizer.json").exists():
+        if (folder / "tokenizer.model").exists():
+            return from_sentencepiece(folder / "tokenizer.model")
+        if (folder / "merges.txt").exists():
+            return GPT2Tokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)

@@ -1,0 +1,158 @@
+"""The model card (README.md) of an exported checkpoint."""
+
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedModel
+
+LOADING = """\
+## Use
+
+The model class lives in the package `fla-train` (`pip install fla-train`); importing `fla_train.models`
+registers it with the Auto classes. No remote code is involved.
+
+```python
+import fla_train.models
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+checkpoint = "user/model"  # the name on the Hub, or the folder this card lies in
+model = AutoModelForCausalLM.from_pretrained(checkpoint)
+tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+inputs = tokenizer("The state of a linear RNN", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
+```
+"""
+CITATIONS = """\
+@inproceedings{siems2025deltaproduct,
+  title     = {DeltaProduct: Increasing the Expressivity of DeltaNet Through Products of Householders},
+  author    = {Siems, Julien and Carstensen, Timur and Zela, Arber and Hutter, Frank and Pontil, Massimiliano
+               and Grazzi, Riccardo},
+  year      = {2025},
+  note      = {arXiv:2502.10297}
+}
+@inproceedings{grazzi2025unlocking,
+  title     = {Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues},
+  author    = {Grazzi, Riccardo and Siems, Julien and Franke, J{\\"o}rg K.H. and Zela, Arber and Hutter, Frank
+               and Pontil, Massimiliano},
+  year      = {2025},
+  note      = {arXiv:2411.12537}
+}
+@inproceedings{yang2024parallelizing,
+  title     = {Parallelizing Linear Transformers with the Delta Rule over Sequence Length},
+  author    = {Yang, Songlin and Wang, Bailin and Zhang, Yu and Shen, Yikang and Kim, Yoon},
+  year      = {2024},
+  note      = {arXiv:2406.06484}
+}
+@misc{yang2025expressive,
+  title     = {Toward More Expressive yet Scalable RNNs: DeltaNet and Its Variants},
+  author    = {Yang, Songlin},
+  year      = {2025},
+  note      = {Slides}
+}
+"""
+
+
+TRAINING_FILE = "training.json"  # the CardInfo of an export
+
+
+@dataclass(frozen=True)
+class CardInfo:
+    """What training knows and the weights do not; it goes into README.md and, as JSON, into training.json.
+
+    Attributes:
+        name: title of the card, for example the run's name.
+        data: the training data in a few words, for example `stdlib` or `HuggingFaceFW/fineweb sample-100BT`.
+        tokenizer: the tokenizer's name.
+        step: optimizer steps done.
+        tokens: training tokens seen.
+        seq_len: training sequence length in tokens.
+        losses: final losses in nats per token by name, for example `{"train": 2.31, "validation": 2.40}`.
+        config: the resolved training config as YAML.
+        commit: the commit of the code that trained it.
+    """
+
+    name: str = "delta-product language model"
+    data: str | None = None
+    tokenizer: str | None = None
+    step: int | None = None
+    tokens: int | None = None
+    seq_len: int | None = None
+    losses: dict[str, float] = field(default_factory=dict)
+    config: str | None = None
+    commit: str | None = None
+
+
+def count_parameters(model: PreTrainedModel) -> dict[str, int]:
+    """Parameters counted the usual ways.
+
+    Returns:
+        `total` (every stored parameter; a tied matrix once), `embedding_once` (input and output embedding
+        counted as one matrix: the count that papers give) and `without_embeddings` (neither of the two).
+    """
+    head = model.get_output_embeddings()
+    table = model.get_input_embeddings().weight
+    total = sum(p.numel() for p in model.parameters())
+    untied_head = 0 if head is None or head.weight is table else head.weight.numel()
+    return {
+        "total": total,
+        "embedding_once": total - untied_head,
+        "without_embeddings": total - untied_head - table.numel(),
+    }
+
+
+def render_card(model: PreTrainedModel, info: CardInfo) -> str:
+    """README.md of an export: front matter, what it is, how it was trained, how to load it, what to cite."""
+    counts = count_parameters(model)
+    parts = [
+        _front_matter(model, info),
+        f"# {info.name}\n",
+        f"A language model of type `{model.config.model_type}`, trained with `fla_train`.\n",
+        _table(
+            {
+                "parameters": f"{counts['total']:,}",
+                "input and output embedding counted once": f"{counts['embedding_once']:,}",
+                "without embeddings": f"{counts['without_embeddings']:,}",
+                "vocabulary": f"{model.config.vocab_size:,}",
+                **_architecture(model),
+            }
+        ),
+        "## Training\n",
+        _table(
+            {
+                "data": info.data,
+                "tokenizer": info.tokenizer,
+                "optimizer steps": _thousands(info.step),
+                "training tokens": _thousands(info.tokens),
+                "sequence length": _thousands(info.seq_len),
+                **{f"final {name} loss (nats per token)": f"{v:.4f}" for name, v in info.losses.items()},
+                "code": info.commit,
+            }
+        ),
+        LOADING,
+    ]
+    if info.config:
+        parts.append(
+            f"<details><summary>Training configuration</summary>\n\n```yaml\n{info.config}```\n\n</details>\n"
+        )
+    parts.append(f"## Citation\n\n```bibtex\n{CITATIONS}```\n")
+    return "\n".join(parts)
+
+
+def _front_matter(model: PreTrainedModel, info: CardInfo) -> str:
+    tags = ["linear-rnn", "fla-train", model.config.model_type.replace("_", "-")]
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:"]
+    return "\n".join([*lines, *(f"- {tag}" for tag in tags), "---", ""])
+
+
+def _architecture(model: PreTrainedModel) -> dict[str, object]:
+    names = ("hidden_size", "num_hidden_layers", "num_heads", "head_dim", "num_householder")
+    flags = ("use_forget_gate", "allow_neg_eigval", "use_output_gate", "tie_word_embeddings")
+    return {name: getattr(model.config, name, None) for name in names + flags}
+
+
+def _table(rows: dict[str, object]) -> str:
+    shown = [f"| {name} | {value} |" for name, value in rows.items() if value is not None]
+    return "\n".join(["| | |", "|---|---|", *shown, ""]) if shown else "Not recorded.\n"
+
+
+def _thousands(value: int | None) -> str | None:
+    return None if value is None else f"{value:,}"

@@ -1,0 +1,171 @@
+"""Write a model as a folder that `AutoModelForCausalLM.from_pretrained` loads: complete or absent."""
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from fla_train.hub.card import TRAINING_FILE, CardInfo, render_card
+
+
+def export_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: str | Path,
+    card: CardInfo | None = None,
+    *,
+    state_dict: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
+    validate: bool = True,
+) -> Path:
+    """Write weights, config, tokenizer, generation config and model card to `folder`.
+
+    Everything is written to a hidden folder beside it, loaded back and compared, and then renamed: `folder`
+    is complete or absent. The model, its mode and the random state are left as they were.
+
+    Args:
+        model: the module itself, without the wrappers of accelerate or DeepSpeed.
+        tokenizer: saved along; None writes no tokenizer.
+        folder: destination; an earlier export there is replaced.
+        card: what the model card says about training.
+        state_dict: weights to write instead of the model's own (fp32 masters, say).
+        dtype: floating-point weights are stored in it.
+        validate: load the folder back and compare logits with the model's before the rename.
+
+    Returns:
+        `folder` as a path.
+
+    Raises:
+        ValueError: `folder` holds something that is not an export, or what loads back is not what was
+            written.
+    """
+    folder = Path(folder)
+    _require_replaceable(folder)
+    card = card or CardInfo()
+    weights = _weights(model, model.state_dict() if state_dict is None else state_dict, dtype)
+    with _written_aside(folder) as aside:
+        save_torch_state_dict(weights, aside, metadata={"format": "pt"})
+        config = copy.deepcopy(model.config)
+        config.architectures, config.dtype = [type(model).__name__], dtype
+        if tokenizer is not None:
+            tokenizer.save_pretrained(aside)
+            special = _special_tokens(tokenizer)
+            config.update(special)
+            GenerationConfig(**special).save_pretrained(aside)
+        config.save_pretrained(aside)
+        (aside / TRAINING_FILE).write_text(json.dumps(asdict(card), indent=2) + "\n")
+        (aside / "README.md").write_text(render_card(model, card))
+        if validate:
+            _compare(model, weights, aside, dtype)
+    return folder
+
+
+def copy_export(source: Path, folder: str | Path) -> Path:
+    """Copy an exported model to `folder`, complete or absent; an earlier export there is replaced.
+
+    Raises:
+        ValueError: `folder` holds something that is not an export, or is `source` itself.
+    """
+    folder = Path(folder)
+    _require_replaceable(folder)
+    if folder.resolve() == source.resolve():
+        raise ValueError(f"{folder} is the exported model itself: give another output")
+    with _written_aside(folder) as aside:
+        shutil.copytree(source, aside, dirs_exist_ok=True)
+    return folder
+
+
+def _require_replaceable(folder: Path) -> None:
+    if folder.is_file() or (
+        folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file()
+    ):
+        raise ValueError(f"{folder} exists and is not an exported model: give another folder")
+
+
+def _weights(model: PreTrainedModel, state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The state dict in `dtype`, without tied copies (gathered masters share no storage with them)."""
+    in_fp32 = tuple(model._keep_in_fp32_modules_strict or ())  # decay parameters: bf16 would change the model
+
+    def cast(name: str, tensor: Tensor) -> Tensor:
+        narrow = tensor.is_floating_point() and not (dtype.itemsize < 4 and name.endswith(in_fp32))
+        return tensor.detach().to(dtype) if narrow else tensor.detach()
+
+    return {name: cast(name, t) for name, t in state.items() if name not in model.all_tied_weights_keys}
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
+    eos = tokenizer.eos_token_id
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos
+    return {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": eos, "pad_token_id": pad}
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Silence the bar with which transformers loads weights, even those that load in no time."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+@contextmanager
+def _written_aside(folder: Path) -> Iterator[Path]:
+    """Yield a hidden folder that replaces `folder` if the block succeeds and vanishes if it fails."""
+    aside = folder.with_name(f".writing-{folder.name}")
+    replaced = folder.with_name(f".replaced-{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)  # what a killed process left
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        shutil.rmtree(replaced, ignore_errors=True)
+        if folder.exists():
+            os.replace(folder, replaced)
+        os.replace(aside, folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@torch.no_grad()
+def _compare(model: PreTrainedModel, weights: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
+    """Check that `folder` loads completely and computes what `model` computes with `weights`.
+
+    Raises:
+        ValueError: with the missing keys or the difference of the logits.
+    """
+    device = model.get_input_embeddings().weight.device
+    cuda = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda), no_progress_bars():
+        loaded, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report[kind]:
+            raise ValueError(f"the export does not load back: {kind} {sorted(map(str, report[kind]))[:5]}")
+    loaded = loaded.to(device).eval()
+    ids = torch.arange(16, device=device).reshape(2, 8) * 7919 % model.config.vocab_size  # [B, T], scattered
+    was_training = model.training
+    model.eval()
+    try:
+        arguments = {"input_ids": ids, "use_cache": False}
+        expected = torch.func.functional_call(model, weights, (), arguments).logits.float()
+    finally:
+        model.train(was_training)
+    difference = (loaded(**arguments).logits.float() - expected).abs().max().item()
+    # Same weights and same code: equal to the bit where kernels are deterministic. The slack admits autotuned
+    # ones.
+    if not difference <= 1e-2 * expected.abs().max().item():
+        raise ValueError(
+            f"the export loads back but its logits differ by {difference:.3g}; nothing was written"
+        )

@@ -1,0 +1,128 @@
+"""Find a checkpoint by run folder, export folder or Hub name, and load it."""
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+import fla_train.models  # noqa: F401  registers the model with the Auto classes
+from fla_train.hub.card import TRAINING_FILE
+from fla_train.hub.export import no_progress_bars
+
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+STEP = re.compile(r"step-(\d+)")
+FALLBACK_LENGTH = 2048
+REMEDY = "give a run folder with an export in hf/, an exported folder, or a Hub name such as user/model"
+
+
+def resolve_checkpoint(checkpoint: str | Path) -> Path | str:
+    """The folder (or Hub name) that `from_pretrained` should load.
+
+    Args:
+        checkpoint: a run folder (its newest `hf/step-*` is taken), an exported folder, or a Hub name.
+
+    Raises:
+        ValueError: nothing loadable is there; says what to give instead.
+    """
+    path, name = Path(checkpoint).expanduser(), str(checkpoint)
+    if (path / "config.json").is_file():
+        return path
+    if path.is_dir():
+        exports = {int(m[1]): p for p in _exports(path) if (m := STEP.fullmatch(p.name))}
+        if not exports:
+            raise ValueError(f"no exported model in {path}: {REMEDY}")
+        return exports[max(exports)]
+    if HUB_NAME.fullmatch(name) and not path.parent.is_dir():
+        return name
+    raise ValueError(f"{name} does not exist: {REMEDY}")
+
+
+def _exports(folder: Path) -> list[Path]:
+    return [
+        p
+        for pattern in ("hf/step-*", "step-*")
+        for p in folder.glob(pattern)
+        if (p / "config.json").is_file()
+    ]
+
+
+def run_folder(checkpoint: Path | str) -> Path | None:
+    """The run folder that a resolved checkpoint lies in (`<run>/hf/step-*`), or None."""
+    path = Path(checkpoint).absolute()
+    inside = path.is_dir() and STEP.fullmatch(path.name) and path.parent.name == "hf"
+    return path.parent.parent if inside else None
+
+
+def training_record(model: PreTrainedModel) -> dict:
+    """What training.json of the loaded export says (the fields of `CardInfo`); empty for any other model."""
+    record = Path(model.config.name_or_path) / TRAINING_FILE
+    return json.loads(record.read_text()) if record.is_file() else {}
+
+
+def trained_length(model: PreTrainedModel) -> int:
+    """Tokens per training sequence: as the export records it, else `max_position_embeddings`, else 2048."""
+    recorded = training_record(model).get("seq_len")
+    return recorded or getattr(model.config, "max_position_embeddings", None) or FALLBACK_LENGTH
+
+
+def document_prefix(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The token that stands before a document: at most one.
+
+    Models trained here saw documents ended by EOS and never a BOS, so theirs is EOS. Others get BOS, else
+    EOS.
+    """
+    ids = [tokenizer.bos_token_id, tokenizer.eos_token_id]
+    if training_record(model):
+        ids.reverse()
+    return [token for token in ids if token is not None][:1]
+
+
+def load_model(
+    checkpoint: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model, in eval mode, and its tokenizer.
+
+    Args:
+        checkpoint: what `resolve_checkpoint` takes.
+        device: where to put the model.
+        dtype: of the weights; None keeps the stored one.
+
+    Raises:
+        ValueError: no such checkpoint, or its files are missing or damaged.
+    """
+    source = resolve_checkpoint(checkpoint)
+    try:
+        with no_progress_bars():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                source, dtype=dtype or "auto", output_loading_info=True
+            )
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (SafetensorError, OSError, ValueError, RuntimeError) as failure:
+        raise ValueError(_explain(source, failure)) from failure
+    if report["missing_keys"]:
+        raise ValueError(
+            f"{source} lacks weights: {', '.join(sorted(report['missing_keys'])[:3])}: export it again"
+        )
+    return model.to(device).eval(), tokenizer
+
+
+def _explain(source: Path | str, failure: Exception) -> str:
+    """One line for a checkpoint that does not load; names the weights file that is cut short, if one is."""
+    if isinstance(source, str):
+        return (
+            f"cannot load {source}: no such folder here, and the Hub did not give it ({_first_line(failure)})"
+        )
+    for file in sorted(source.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as damage:
+            return f"{file} is damaged or cut short ({_first_line(damage)}): export or download it again"
+    return f"cannot load {source}: {_first_line(failure)}"
+
+
+def _first_line(failure: Exception) -> str:
+    return next((line.strip() for line in str(failure).splitlines() if line.strip()), type(failure).__name__)

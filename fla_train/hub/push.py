@@ -1,0 +1,67 @@
+"""Upload an exported folder to the Hugging Face Hub."""
+
+from pathlib import Path
+
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+HTTPError = HfHubHTTPError.__bases__[0]  # of the HTTP library that this huggingface_hub uses: httpx or httpx2
+
+
+def push(
+    folder: str | Path,
+    repo_id: str,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    token: str | None = None,
+    endpoint: str | None = None,
+) -> str:
+    """Create the model repository if it is new, and upload `folder` as one commit.
+
+    Args:
+        folder: an exported model; it is only read.
+        repo_id: `user/name`.
+        private: whether a new repository is private.
+        revision: branch to commit to, created if it is new; None is the default branch.
+        token: access token; None takes the logged-in one (`hf auth login` or HF_TOKEN).
+        endpoint: address of the Hub; None is the client's default.
+
+    Returns:
+        The commit's address.
+
+    Raises:
+        ValueError: `repo_id` is no valid name, or there is no token.
+        ConnectionError: no network, or the Hub refused; one line with the remedy.
+    """
+    folder = Path(folder)
+    token = token or get_token()
+    if token is None:
+        raise ValueError(f"no Hub token: run `hf auth login` or set HF_TOKEN; the model is safe in {folder}")
+    api = HfApi(endpoint=endpoint, token=token)
+    try:
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        message = f"Upload {folder.name} with fla-train"
+        commit = api.upload_folder(
+            repo_id=repo_id, folder_path=folder, revision=revision, commit_message=message
+        )
+    except HFValidationError as fault:
+        raise ValueError(
+            f"hub.repo_id={repo_id} is not a name of the form user/model: {_line(fault)}"
+        ) from fault
+    except HfHubHTTPError as refusal:
+        raise ConnectionError(
+            f"the Hub refused {repo_id}: {_line(refusal)}; the model is safe in {folder}"
+        ) from refusal
+    except (HTTPError, OSError, RuntimeError) as failure:  # RuntimeError: from hf_xet, which uploads weights
+        remedy = f"the model is safe in {folder}, push it later with `fla-export checkpoint={folder}"
+        raise ConnectionError(
+            f"cannot reach the Hub at {api.endpoint} ({_line(failure)}): {remedy} hub.repo_id={repo_id}`"
+        ) from failure
+    return str(commit.commit_url)
+
+
+def _line(failure: Exception) -> str:
+    return " ".join(str(failure).split()) or type(failure).__name__

@@ -1,0 +1,158 @@
+"""`DeltaProductConfig`: one configuration for the four models (the table in docs/architecture.md), and its
+Hydra schema.
+
+The annotated fields of the class are the only list of settings there is: transformers makes the constructor
+from them, `model_schema` makes the typed Hydra node, `build_config` checks a composed node against them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+HYBRID_KEYS = ("layers", "num_heads", "num_kv_heads", "window_size", "rope_theta")
+
+
+class DeltaProductConfig(PreTrainedConfig):
+    """Configuration of DeltaNet, Gated DeltaNet, DeltaProduct and Gated DeltaProduct language models.
+
+    Field names follow flash-linear-attention. `num_householder` is the papers' n_h, the number of generalized
+    Householder steps per token. `intermediate_size=None` becomes `256 * ceil(int(hidden_size * hidden_ratio *
+    2/3) / 256)`. `attn` turns some layers into softmax attention: `{"layers": [3, 7], "num_heads": 8,
+    "num_kv_heads": 8, "window_size": None, "rope_theta": 10000.0}`, of which the first two keys are required.
+    `backend` chooses the operator's backend; it belongs to the machine, so `save_pretrained` does not write
+    it.
+
+    Raises:
+        ValueError: listing every fault at once.
+    """
+
+    model_type = "delta_product"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    vocab_size: int = 32000
+    hidden_size: int = 1024
+    num_hidden_layers: int = 24
+    num_heads: int = 8
+    head_dim: int = 128
+    expand_v: float = 1.0
+    num_householder: int = 1
+    use_forget_gate: bool = False
+    use_output_gate: bool = False
+    allow_neg_eigval: bool = True
+    use_short_conv: bool = True
+    conv_size: int = 4
+    hidden_ratio: float = 4.0
+    intermediate_size: int | None = None
+    hidden_act: str = "silu"
+    norm_eps: float = 1e-6
+    attn: dict[str, Any] | None = None
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+    backend: str = "auto"
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if faults := self._faults():
+            raise ValueError(f"model config: {'; '.join(faults)}")
+        if self.intermediate_size is None:
+            self.intermediate_size = 256 * math.ceil(int(self.hidden_size * self.hidden_ratio * 2 / 3) / 256)
+        if self.attn is not None:
+            defaults = {"num_kv_heads": None, "window_size": None, "rope_theta": 10000.0}
+            self.attn = defaults | dict(self.attn)
+            self.attn["layers"] = sorted(self.attn["layers"])
+            self.attn["num_kv_heads"] = self.attn["num_kv_heads"] or self.attn["num_heads"]
+        super().__post_init__(**kwargs)
+
+    @property
+    def head_v_dim(self) -> int:
+        """Channels of a value head, V."""
+        return int(self.head_dim * self.expand_v)
+
+    def is_attention_layer(self, layer: int) -> bool:
+        """Whether layer `layer` is softmax attention instead of the recurrence."""
+        return self.attn is not None and layer in self.attn["layers"]
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What `save_pretrained` writes: everything but the machine's choice of backend."""
+        return {key: value for key, value in super().to_diff_dict().items() if key != "backend"}
+
+    def _faults(self) -> list[str]:
+        at_least_one = (
+            "vocab_size hidden_size num_hidden_layers num_heads head_dim num_householder conv_size "
+            "max_position_embeddings intermediate_size"
+        )
+        faults = [
+            f"{name} must be an integer >= 1, got {value!r}"
+            for name in at_least_one.split()
+            if (value := getattr(self, name)) is not None and (not isinstance(value, int) or value < 1)
+        ]
+        faults += [
+            f"{name} must be > 0, got {value!r}"
+            for name in ("expand_v", "hidden_ratio", "norm_eps", "initializer_range")
+            if not (value := getattr(self, name)) > 0
+        ]
+        if self.hidden_act not in ACT2FN:
+            faults.append(f"hidden_act {self.hidden_act!r} is unknown, use 'silu'")
+        if faults or self.attn is None:
+            return faults
+        return self._hybrid_faults(self.attn)
+
+    def _hybrid_faults(self, attn: Mapping[str, Any]) -> list[str]:
+        faults = [
+            f"attn.{key} is unknown, use {', '.join(HYBRID_KEYS)}" for key in attn if key not in HYBRID_KEYS
+        ]
+        faults += [f"attn.{key} is required" for key in ("layers", "num_heads") if attn.get(key) is None]
+        if faults:
+            return faults
+        heads, kv_heads = attn["num_heads"], attn.get("num_kv_heads") or attn["num_heads"]
+        outside = [layer for layer in attn["layers"] if not 0 <= layer < self.num_hidden_layers]
+        if outside:
+            faults.append(f"attn.layers {outside} do not exist, layers are 0..{self.num_hidden_layers - 1}")
+        if heads < 1 or self.hidden_size % (2 * heads):
+            faults.append(
+                f"attn.num_heads {heads} must give an even hidden_size / num_heads ({self.hidden_size})"
+            )
+        if kv_heads < 1 or heads % kv_heads:
+            faults.append(f"attn.num_kv_heads {kv_heads} must divide attn.num_heads {heads}")
+        if (window := attn.get("window_size")) is not None and window < 1:
+            faults.append(f"attn.window_size must be >= 1 or null, got {window}")
+        return faults
+
+
+def config_fields() -> dict[str, dataclasses.Field]:
+    """The model's own settings by name, without those every transformers config has."""
+    inherited = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    return {f.name: f for f in dataclasses.fields(DeltaProductConfig) if f.name not in inherited}
+
+
+def model_schema() -> type:
+    """A dataclass with the fields, types and defaults of `DeltaProductConfig`, for Hydra's `model` node."""
+    return dataclasses.make_dataclass(
+        "ModelSchema",
+        [
+            (name, Any if name == "attn" else f.type, dataclasses.field(default=f.default))
+            for name, f in config_fields().items()
+        ],
+    )
+
+
+def build_config(node: Mapping[str, Any]) -> DeltaProductConfig:
+    """The config of a composed `model` node (a plain dict: `OmegaConf.to_container(config.model,
+    resolve=True)`).
+
+    Raises:
+        ValueError: for unknown keys, or for settings that do not fit together.
+    """
+    if unknown := sorted(set(node) - set(config_fields())):
+        raise ValueError(
+            f"model config: unknown {', '.join(unknown)}; known are {', '.join(config_fields())}"
+        )
+    return DeltaProductConfig(**node)

@@ -1,0 +1,91 @@
+"""What all layers of one forward pass share: padding, document boundaries and the position in the stream."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fla_train.models.configuration import DeltaProductConfig
+
+
+@dataclass(frozen=True)
+class SequenceContext:
+    """One call's layout of its T new tokens, after `seen` tokens in the cache."""
+
+    seen: int
+    keep: Tensor | None = None  # [B, T] bool, False at padding; None: no padding
+    cu_seqlens: Tensor | None = None  # [S + 1] packed documents
+    offsets: Tensor | None = None  # [T] distance from the document's start, with cu_seqlens
+    visible: Tensor | None = None  # [B or 1, 1, T, keys] bool for attention layers; None: plain causal
+
+    @classmethod
+    def build(
+        cls,
+        config: DeltaProductConfig,
+        tokens: Tensor,
+        attention_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        seen: int,
+    ) -> "SequenceContext":
+        """Derive the layout for tokens [B, T, ...] without waiting for the device.
+
+        Args:
+            attention_mask: [B, seen + T], 0 at padding.
+            cu_seqlens: [S + 1] bounds of the documents packed in one row (B = 1).
+
+        Raises:
+            ValueError: when the arguments contradict each other.
+        """
+        batch, length = tokens.shape[:2]
+        keep = segments = offsets = visible = None
+        if attention_mask is not None:
+            if attention_mask.shape != (batch, seen + length):
+                raise ValueError(
+                    f"attention_mask has shape {list(attention_mask.shape)}, "
+                    f"expected [batch, seen + new tokens] = {[batch, seen + length]}"
+                )
+            keep = attention_mask[:, seen:].bool()
+        if cu_seqlens is not None:
+            if batch != 1 or seen:
+                raise ValueError(
+                    "cu_seqlens packs documents in one row from its start: batch 1, no filled cache"
+                )
+            position = torch.arange(length, device=tokens.device)
+            cu_seqlens = cu_seqlens.to(tokens.device)
+            segments = torch.searchsorted(cu_seqlens[1:], position, right=True)
+            offsets = position - cu_seqlens[segments]
+        if config.attn is not None:
+            visible = _visible(
+                length, seen, config.attn["window_size"], attention_mask, segments, tokens.device
+            )
+        return cls(seen, keep, cu_seqlens, offsets, visible)
+
+
+def _visible(
+    length: int,
+    seen: int,
+    window: int | None,
+    attention_mask: Tensor | None,
+    segments: Tensor | None,
+    device: torch.device,
+) -> Tensor | None:
+    """Which keys each new token may attend to, or None where plain causality says it all.
+
+    Keys are the new tokens after what the cache kept: all `seen` tokens, or the last window - 1 of them.
+    """
+    past = seen if window is None else min(seen, window - 1)
+    if past == 0 and attention_mask is None and segments is None and (window is None or window >= length):
+        return None
+    query = torch.arange(length, device=device)[:, None]
+    key = torch.arange(-past, length, device=device)[None, :]
+    visible = key <= query
+    if window is not None:
+        visible = visible & (key > query - window)
+    if segments is not None:
+        visible = visible & (segments[:, None] == segments[None, :])
+    visible = visible[None, None]
+    if attention_mask is not None:
+        # A padded query sees itself, so that no row of the softmax is empty.
+        unpadded = attention_mask[:, seen - past :].bool()[:, None, None, :]
+        visible = (visible & unpadded) | (key == query)
+    return visible

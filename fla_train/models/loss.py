@@ -1,0 +1,94 @@
+"""Cross-entropy of a linear head in token chunks: the [tokens, vocabulary] logits never exist as a whole."""
+
+import torch
+from torch import Tensor
+
+IGNORE = -100  # label of a position that is not a target, as in torch and transformers
+CHUNK_ELEMENTS = 2**25  # logits held at once; 128 MiB in fp32
+
+
+def shift_labels(labels: Tensor) -> Tensor:
+    """The target of each position: labels [B, T] moved one to the left, IGNORE at the end."""
+    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+
+
+def count_targets(labels: Tensor) -> Tensor:
+    """Targets in labels [B, T] after the shift, a scalar; summed over a global batch, `num_items_in_batch`."""
+    return (labels[:, 1:] != IGNORE).sum()
+
+
+def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """-log softmax(hidden @ weight^T)[target] for each row, in fp32 and without gradients; 0 at IGNORE.
+
+    Args:
+        hidden: [M, D]; weight: [vocabulary, D]; targets: [M] int64.
+    """
+    head = weight.to(hidden.dtype)
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        chunks = _chunks(hidden, targets, weight.shape[0])
+        return torch.cat([_pick(_log_probabilities(h, head), t) for h, t in chunks])
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Sum over the rows of -log softmax(hidden @ weight^T)[target], a scalar in fp32 (fp64 for fp64 input).
+
+    Gradients are computed in the forward pass, while a chunk's logits are at hand, so the head costs three
+    matmuls and its logits are never recomputed. Matmuls run in the dtype of `hidden`; log-sum-exp and the
+    weight's gradient in fp32.
+
+    Args:
+        hidden: [M, D]; weight: [vocabulary, D]; targets: [M] int64, IGNORE where there is none.
+    """
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        return _LinearCrossEntropy.apply(hidden, weight, targets)
+    return token_losses(hidden, weight, targets).sum()
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        head = weight.to(hidden.dtype)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=wide)
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        start = 0
+        with torch.autocast(hidden.device.type, enabled=False):
+            for h, t in _chunks(hidden, targets, weight.shape[0]):
+                log_probs = _log_probabilities(h, head)
+                total += _pick(log_probs, t).sum()
+                # d(sum of losses) / d(logits) = softmax - onehot(target), 0 for rows without a target.
+                slope = log_probs.exp_()
+                slope.scatter_add_(1, t.clamp(min=0)[:, None], slope.new_full((len(t), 1), -1.0))
+                slope = slope.mul_((t != IGNORE)[:, None]).to(hidden.dtype)
+                torch.mm(slope, head, out=grad_hidden[start : start + len(h)])
+                grad_weight += slope.t() @ h
+                start += len(h)
+        ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_total: Tensor) -> tuple[Tensor, Tensor, None]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return (
+            grad_hidden * grad_total.to(grad_hidden.dtype),
+            grad_weight * grad_total.to(grad_weight.dtype),
+            None,
+        )
+
+
+def _chunks(hidden: Tensor, targets: Tensor, vocabulary: int) -> list[tuple[Tensor, Tensor]]:
+    rows = max(1, CHUNK_ELEMENTS // vocabulary)
+    return list(zip(hidden.split(rows), targets.split(rows), strict=True))
+
+
+def _log_probabilities(hidden: Tensor, head: Tensor) -> Tensor:
+    """log softmax of a chunk's logits, [m, vocabulary] in fp32 (fp64 for fp64 input)."""
+    return torch.log_softmax(hidden @ head.t(), -1, dtype=torch.promote_types(hidden.dtype, torch.float32))
+
+
+def _pick(log_probs: Tensor, targets: Tensor) -> Tensor:
+    """-log_probs[i, targets[i]] for each row, 0 at IGNORE."""
+    chosen = log_probs.gather(1, targets.clamp(min=0)[:, None])[:, 0]
+    return -chosen.masked_fill(targets == IGNORE, 0.0)

@@ -1,0 +1,136 @@
+"""The token mixer of all four models: projections, short convolutions, the delta-product operator, output
+norm."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fla_train.kernels.delta_product import delta_product, delta_product_step
+from fla_train.models.configuration import DeltaProductConfig
+from fla_train.models.context import SequenceContext
+from fla_train.models.layers import RMSNorm, ShortConvolution
+
+
+class DeltaProductMixer(nn.Module):
+    """(Gated) DeltaProduct over [B, T, hidden_size] (arXiv 2502.10297, section 3; n_h = 1 is (Gated)
+    DeltaNet).
+
+        q, k, v = silu(conv(W x));  beta = sigmoid(W_b x), doubled for eigenvalues in [-1, 1]
+        g       = -exp(A_log) softplus(W_a x + dt_bias)                    with the forget gate
+        y       = W_o rmsnorm(delta_product(q, k, v, beta, g)) [* silu(W_g x) before W_o, with the output
+        gate]
+
+    Keys and row order are flash-linear-attention's: the rows of `k_proj` are (N, H, K), of `v_proj` (N, H,
+    V), of `b_proj` (N, H), so the operator's layout is a view of each projection.
+    """
+
+    def __init__(self, config: DeltaProductConfig) -> None:
+        super().__init__()
+        self.config = config
+        steps, heads = config.num_householder, config.num_heads
+        key_size, value_size = heads * config.head_dim, heads * config.head_v_dim
+
+        def linear(rows: int) -> nn.Linear:
+            return nn.Linear(config.hidden_size, rows, bias=False)
+
+        self.q_proj, self.k_proj = linear(key_size), linear(steps * key_size)
+        self.v_proj, self.b_proj = linear(steps * value_size), linear(steps * heads)
+        if config.use_forget_gate:
+            self.a_proj = linear(heads)
+            self.A_log = nn.Parameter(torch.empty(heads))
+            self.dt_bias = nn.Parameter(torch.empty(heads))
+            self.A_log._no_weight_decay = self.dt_bias._no_weight_decay = True
+        if config.use_short_conv:
+            self.q_conv1d = ShortConvolution(key_size, config.conv_size)
+            self.k_conv1d = ShortConvolution(steps * key_size, config.conv_size)
+            self.v_conv1d = ShortConvolution(steps * value_size, config.conv_size)
+        self.g_proj = linear(value_size) if config.use_output_gate else None
+        self.o_norm = RMSNorm(config.head_v_dim, config.norm_eps)
+        self.o_proj = nn.Linear(value_size, config.hidden_size, bias=False)
+        self.beta_max = 2.0 if config.allow_neg_eigval else 1.0
+
+    def forward(self, x: Tensor, context: SequenceContext, cache: dict[str, Tensor] | None = None) -> Tensor:
+        """Mix x [B, T, hidden_size]; `cache` is this layer's dict of a `DeltaProductCache`, updated in place.
+
+        Padding changes nothing: its rows enter the convolutions as zeros, and beta = 0, g = 0 leave the state
+        alone.
+        """
+        if context.keep is not None:
+            x = x * context.keep[..., None].to(x.dtype)
+        steps, heads = self.config.num_householder, self.config.num_heads
+        q = self._convolve("q", x, context, cache).unflatten(-1, (heads, self.config.head_dim))
+        k = self._convolve("k", x, context, cache).unflatten(-1, (steps, heads, self.config.head_dim))
+        v = self._convolve("v", x, context, cache).unflatten(-1, (steps, heads, self.config.head_v_dim))
+        beta, g = self.gates(x, context.keep)
+
+        o = self._recur(q, k, v, beta, g, context, cache)  # [B, T, H, V]
+        gate = None if self.g_proj is None else self.g_proj(x).view_as(o)
+        return self.o_proj(self.o_norm(o, gate).flatten(-2))
+
+    def gates(self, x: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Step sizes beta [B, T, N, H] in [0, beta_max], log decays g [B, T, H] <= 0 (or None), both fp32."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        logits = self.b_proj(x).to(wide).unflatten(-1, (self.config.num_householder, self.config.num_heads))
+        beta = self.beta_max * torch.sigmoid(logits)
+        g = None
+        if self.config.use_forget_gate:
+            rate = F.softplus(self.a_proj(x).to(wide) + self.dt_bias.to(wide))
+            g = -self.A_log.to(wide).exp() * rate
+        if keep is not None:
+            beta = beta * keep[..., None, None]
+            g = g if g is None else g * keep[..., None]
+        return beta, g
+
+    def _convolve(
+        self, name: str, x: Tensor, context: SequenceContext, cache: dict[str, Tensor] | None
+    ) -> Tensor:
+        """SiLU of the convolved projection `name` of x; its last inputs go to the cache as `{name}_conv`."""
+        y = getattr(self, f"{name}_proj")(x)
+        if not self.config.use_short_conv:
+            return F.silu(y)
+        past = None if cache is None else cache.get(f"{name}_conv")
+        y, state = getattr(self, f"{name}_conv1d")(y, past, context.offsets)
+        if cache is not None:
+            cache[f"{name}_conv"] = state.contiguous()
+        return y
+
+    def _recur(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        beta: Tensor,
+        g: Tensor | None,
+        context: SequenceContext,
+        cache: dict[str, Tensor] | None,
+    ) -> Tensor:
+        """The operator on one layer's sequence, by a single step where one token follows a state."""
+        state = None if cache is None else cache.get("state")
+        if state is not None and q.shape[1] == 1:
+            g_now = None if g is None else g[:, 0]
+            o, cache["state"] = delta_product_step(
+                q[:, 0],
+                k[:, 0],
+                v[:, 0],
+                beta[:, 0],
+                g_now,
+                state=state,
+                qk_l2norm=True,
+                backend=self.config.backend,
+            )
+            return o[:, None]
+        o, final = delta_product(
+            q,
+            k,
+            v,
+            beta,
+            g,
+            initial_state=state,
+            output_final_state=cache is not None,
+            cu_seqlens=context.cu_seqlens,
+            qk_l2norm=True,
+            backend=self.config.backend,
+        )
+        if cache is not None:
+            cache["state"] = final
+        return o

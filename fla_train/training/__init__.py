@@ -1,0 +1,1 @@
+"""The trainer: typed config, launcher, DeepSpeed engine, loop, checkpoints, metrics."""

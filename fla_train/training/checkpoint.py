@@ -1,0 +1,223 @@
+"""Checkpoints that are complete or absent.
+
+    checkpoints/.writing-step-0000100/    while it is written; never read
+    checkpoints/step-0000100/
+        manifest.json                     step, world size, versions; size and sha256 of every other file
+        state.json                        TrainState
+        rng-0.pt rng-1.pt ...             random states, one file per rank
+        deepspeed/                        weights and the ZeRO-2 partition of each rank
+
+Every rank calls `save` and `load`. Rank 0 checksums, flushes and renames, so a kill at any moment leaves
+either the whole new checkpoint or only the ones before it.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import random
+import shutil
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+DEEPSPEED_TAG = "deepspeed"
+WRITING = ".writing-"
+DELETING = ".deleting-"
+VERSIONS = ("torch", "deepspeed", "accelerate", "transformers")
+
+
+@dataclass
+class TrainState:
+    """What a run needs besides weights and optimizer to go on where it was."""
+
+    step: int = 0  # optimizer steps taken, skipped ones included
+    sequences: int = 0  # training sequences consumed by all ranks: the position in the data
+    tokens: int = 0  # the same in tokens
+    skipped_steps: int = 0  # steps without an update, because the loss or a gradient was not finite
+    skipped_in_row: int = 0
+    wandb_id: str | None = None
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step:07d}"
+
+
+def save(engine, state: TrainState, folder: Path, *, keep: int) -> Path:
+    """Write `folder/step-XXXXXXX` from all ranks; rank 0 then deletes all but the newest `keep` (0: none)."""
+    rank = dist.get_rank()
+    final = folder / folder_name(state.step)
+    writing = folder / (WRITING + final.name)
+    if rank == 0:
+        shutil.rmtree(writing, ignore_errors=True)
+        writing.mkdir(parents=True)
+    dist.barrier()
+    engine.save_checkpoint(str(writing), tag=DEEPSPEED_TAG, save_latest=False)
+    torch.save(random_states(), writing / f"rng-{rank}.pt")
+    dist.barrier()
+    if rank == 0:
+        _write_json(writing / STATE, asdict(state))
+        _write_manifest(writing, state)
+        remove(final)  # the remains of a corrupt one of the same step
+        os.rename(writing, final)
+        _fsync(folder)
+        if keep:
+            for old in checkpoints(folder)[:-keep]:
+                remove(old)
+    dist.barrier()
+    return final
+
+
+def load(engine, folder: Path) -> TrainState:
+    """Bring `engine` and this rank's random states to where `folder` was written; the inverse of `save`."""
+    path, _ = engine.load_checkpoint(str(folder), tag=DEEPSPEED_TAG)
+    assert path is not None, f"DeepSpeed found nothing in {folder}"
+    set_random_states(torch.load(folder / f"rng-{dist.get_rank()}.pt", weights_only=False))
+    return read_state(folder)
+
+
+def read_state(folder: Path) -> TrainState:
+    return TrainState(**json.loads((folder / STATE).read_text()))
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Checkpoint folders, oldest first; not verified."""
+    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+
+
+def find_fault(checkpoint: Path) -> str | None:
+    """Why a checkpoint can't be used, or None when every file is as its manifest says."""
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text())
+        files = manifest["files"].items()
+    except (OSError, ValueError, KeyError):
+        return f"{MANIFEST} is missing or unreadable"
+    for name, entry in files:
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != entry["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
+        if _sha256(path) != entry["sha256"]:
+            return f"{name} has a wrong checksum"
+    return None
+
+
+def choose(resume: str, folder: Path, world_size: int) -> Path | None:
+    """The checkpoint to start from, by `trainer.resume` (auto, none or a path); None: the beginning.
+
+    Raises:
+        ValueError: `none` where checkpoints exist, a path that does not verify, another number of processes.
+    """
+    present = checkpoints(folder)
+    if resume == "none":
+        if present:
+            raise ValueError(
+                f"{folder} holds {present[-1].name} and trainer.resume=none would write over it: "
+                "use trainer.resume=auto to go on, or another run.dir"
+            )
+        return None
+    if resume != "auto":
+        if fault := find_fault(Path(resume)):
+            raise ValueError(f"trainer.resume={resume} is not an intact checkpoint: {fault}")
+        later = [path.name for path in present if path.name > Path(resume).resolve().name]
+        if later:  # resume=auto would later take them for this run's
+            raise ValueError(
+                f"{folder} holds {later[-1]}, which comes after {resume}: delete it or give another run.dir"
+            )
+        return _same_world(Path(resume), world_size)
+    for checkpoint in reversed(present):
+        fault = find_fault(checkpoint)
+        if fault is None:
+            return _same_world(checkpoint, world_size)
+        logger.warning("checkpoint %s is corrupt (%s): trying the one before it", checkpoint, fault)
+    if present:
+        raise ValueError(f"no checkpoint in {folder} is intact: delete the folder to start again")
+    return None
+
+
+def clean(folder: Path) -> None:
+    """Delete what a killed run left half-written or half-deleted. Only with the run's lock held."""
+    for pattern in (WRITING, DELETING):
+        for path in folder.glob(pattern + "*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def remove(checkpoint: Path) -> None:
+    """Delete a checkpoint; renamed first, so that a kill leaves no folder that looks like one."""
+    if checkpoint.exists():
+        doomed = checkpoint.with_name(DELETING + checkpoint.name)
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.rename(checkpoint, doomed)
+        shutil.rmtree(doomed)
+
+
+def random_states() -> dict:
+    """Random states of Python, numpy, torch and this rank's GPU."""
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_random_states(states: dict) -> None:
+    """Inverse of `random_states`."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _same_world(checkpoint: Path, world_size: int) -> Path:
+    saved = json.loads((checkpoint / MANIFEST).read_text())["world_size"]
+    if saved != world_size:
+        raise ValueError(
+            f"{checkpoint} was written by {saved} processes and can't be resumed by {world_size}: "
+            f"use launch.num_processes={saved}"
+        )
+    return checkpoint
+
+
+def _write_manifest(folder: Path, state: TrainState) -> None:
+    files = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        files[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        _fsync(path)
+    manifest = {
+        "step": state.step,
+        "tokens": state.tokens,
+        "world_size": dist.get_world_size(),
+        "versions": {name: version(name) for name in VERSIONS},
+        "files": files,
+    }
+    _write_json(folder / MANIFEST, manifest)
+    for path in [*folder.rglob("*"), folder]:
+        if path.is_dir():
+            _fsync(path)
+
+
+def _write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    _fsync(path)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,150 @@
+"""From a composed config to a finished run: check, prepare the data, print the plan, start the workers."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from fla_train.data import PreparedData, check_vocabulary, prepare
+from fla_train.kernels.delta_product.check import check_backend
+from fla_train.training import checkpoint
+from fla_train.training.plan import Plan, make_plan, plan_lines
+from fla_train.training.runfolder import RunFolder, new_run_dir, write_environment
+from fla_train.training.schedule import warmup_steps
+from fla_train.training.schema import TrainConfig, load_config, to_yaml
+from fla_train.training.supervise import choose_port, run_workers
+from fla_train.training.validate import resolve_device, validate
+
+# What may differ between a run and its resumption: where data is kept and cut, and this machine's backend.
+FREE_KEYS = ("data.cache_dir", "data.shard_tokens", "model.backend")
+
+
+class TrainingFailed(RuntimeError):
+    """Training started and did not finish; the message is one line."""
+
+
+def launch(config: TrainConfig) -> None:
+    """Run `config` on this machine, from the checks to the summary.
+
+    Raises:
+        ValueError: the config, the data, the port or the run folder does not allow it; nothing was started.
+        TrainingFailed: a worker failed; the others have been stopped.
+    """
+    validate(config)
+    config = resolve(config)
+    data = prepare(config.data, log=_say)
+    check_vocabulary(data.tokenizer(), config.model["vocab_size"])
+    plan = make_plan(config, data)
+    if config.dry_run:
+        _say(to_yaml(config))
+    for line in plan_lines(config, plan):
+        _say(line)
+    if config.dry_run:
+        return
+    if config.trainer.check_backend:
+        _check_backend(config)
+    _train(config, data, plan)
+
+
+def resolve(config: TrainConfig) -> TrainConfig:
+    """`config` with every "auto" and null that stands for a derived value replaced by it; run.dir stays."""
+    device = resolve_device(config)
+    precision = config.trainer.precision
+    if precision == "auto":
+        precision = "bf16" if device == "cuda" else "fp32"
+    warmup = warmup_steps(config.schedule, config.trainer.max_steps)
+    return replace(
+        config,
+        launch=replace(config.launch, device=device),
+        trainer=replace(config.trainer, precision=precision),
+        schedule=replace(config.schedule, warmup_steps=warmup),
+    )
+
+
+def _train(config: TrainConfig, data: PreparedData, plan: Plan) -> None:
+    port = choose_port(config.launch)
+    root = Path(config.run.dir) if config.run.dir else new_run_dir(_label(config))
+    config = replace(config, run=replace(config.run, dir=str(root)))
+    folder = RunFolder(root)
+    folder.create()
+    main_machine = config.launch.machine_rank == 0
+    inherited = (folder.lock(),) if main_machine else ()  # descriptors; closed when this process ends
+    resume = checkpoint.choose(config.trainer.resume, folder.checkpoints, config.launch.num_processes)
+    if resume is not None:
+        _check_same_run(config, resume)
+    if main_machine:
+        checkpoint.clean(folder.checkpoints)
+        write_environment(folder, config.launch.device)
+        (folder.root / "plan.json").write_text(json.dumps(asdict(plan), indent=2) + "\n")
+    config_file = folder.config(config.launch.machine_rank)
+    config_file.write_text(to_yaml(config))
+    _say(f"run          {root}" + (f", from {resume}" if resume else ""))
+    with folder.log.open("a") as log:
+        log.writelines(line + "\n" for line in plan_lines(config, plan))
+    arguments = [str(config_file), str(data.folder), *([str(resume)] if resume else [])]
+    failure = run_workers(arguments, config.launch, port=port, inherited=inherited)
+    if failure is not None:
+        raise TrainingFailed(f"rank {failure.rank}: {failure.line} (details in {folder.log})")
+
+
+def _label(config: TrainConfig) -> str:
+    """A run's name from its model: householder count, gate, width."""
+    model = config.model
+    gate = "gated-" if model["use_forget_gate"] else ""
+    kind = "delta-net" if model["num_householder"] == 1 else f"delta-product{model['num_householder']}"
+    return f"{gate}{kind}-{model['hidden_size']}x{model['num_hidden_layers']}"
+
+
+def _check_same_run(config: TrainConfig, resume: Path) -> None:
+    """Refuse to go on from a checkpoint of another model or another stream of tokens.
+
+    Raises:
+        ValueError: naming each key that differs and the value to use.
+    """
+    file = resume.resolve().parents[1] / "config.yaml"
+    if not file.is_file():
+        return
+    before, now = dict(_identity(load_config(file))), dict(_identity(config))
+    changed = [f"{key}={now.get(key)} (was {before[key]})" for key in before if now.get(key) != before[key]]
+    if changed:
+        raise ValueError(
+            f"{resume} belongs to another run: {', '.join(changed)}; restore them or use another run.dir"
+        )
+
+
+def _identity(config: TrainConfig) -> Iterator[tuple[str, object]]:
+    """Keys that fix the weights' shapes and the stream of tokens."""
+    yield "seed", config.seed
+    yield "trainer.seq_len", config.trainer.seq_len
+    yield "trainer.global_batch_tokens", config.trainer.global_batch_tokens
+    for group, values in (("model", config.model), ("data", asdict(config.data))):
+        for key, value in values.items():
+            if f"{group}.{key}" not in FREE_KEYS:
+                yield f"{group}.{key}", value
+
+
+def _check_backend(config: TrainConfig) -> None:
+    """Refuse to train with kernels that disagree with the fp64 reference on this machine.
+
+    Raises:
+        ValueError: with the report's verdict, and how to go on all the same.
+    """
+    model = config.model
+    report = check_backend(
+        model["backend"],
+        config.launch.device,
+        torch.bfloat16 if config.trainer.precision == "bf16" else torch.float32,
+        head_dims=(model["head_dim"], int(model["head_dim"] * model["expand_v"])),
+    )
+    if not report.ok:
+        raise ValueError(
+            f"backend check failed: {report.summary()}; set another model.backend, or "
+            "trainer.check_backend=false to train all the same"
+        )
+    _say(f"backend      {report.summary()}")
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

@@ -1,0 +1,115 @@
+"""metrics.jsonl, the source of truth of a run, and wandb and tensorboard as views of it."""
+
+import json
+import os
+from pathlib import Path
+from typing import Protocol
+
+from fla_train.training.schema import LoggerConfig
+
+# `step`, `tokens`, and training keys (loss, lr, grad_norm, tokens_per_second, ...) or validation keys.
+Record = dict[str, float | int | bool | None]
+
+
+class Sink(Protocol):
+    """Takes the records of a run in order of steps."""
+
+    def log(self, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsFile:
+    """Appends records to metrics.jsonl, one JSON object a line, each flushed at once."""
+
+    def __init__(self, path: Path, resumed_step: int):
+        truncate(path, resumed_step)
+        self._stream = path.open("a")
+
+    def log(self, record: Record) -> None:
+        self._stream.write(json.dumps(record) + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class Wandb:
+    """A W&B run; offline unless asked otherwise. `id` continues an earlier one."""
+
+    def __init__(self, config: LoggerConfig, folder: Path, settings: dict, run_id: str | None):
+        try:
+            import wandb
+        except ImportError:
+            raise ValueError(
+                "wandb is not installed: pip install wandb, or set logger.wandb.mode=disabled"
+            ) from None
+        self._run = wandb.init(
+            project=config.wandb.project,
+            name=config.wandb.name or folder.name,
+            mode=config.wandb.mode,
+            dir=str(folder),
+            id=run_id,
+            resume="allow",
+            config=settings,
+        )
+        self.id: str = self._run.id
+
+    def log(self, record: Record) -> None:
+        values = {key: value for key, value in record.items() if key != "step" and value is not None}
+        self._run.log(values, step=int(record["step"]))
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Tensorboard:
+    """Event files in `folder`."""
+
+    def __init__(self, folder: Path, resumed_step: int):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ValueError(
+                "tensorboard is not installed: pip install tensorboard, or set logger.tensorboard=false"
+            ) from None
+        self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)
+
+    def log(self, record: Record) -> None:
+        for key, value in record.items():
+            if key != "step" and value is not None:
+                self._writer.add_scalar(key, value, record["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """The records of a metrics.jsonl; a last line cut short by a kill is left out."""
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    return records
+
+
+def last_losses(path: Path) -> tuple[float | None, float | None]:
+    """The last finite training and validation losses, nats per token; None where there is none."""
+    last: dict[str, float | None] = {"loss": None, "validation_loss": None}
+    for record in read_metrics(path):
+        for key in last:
+            if record.get(key) is not None:
+                last[key] = record[key]
+    return last["loss"], last["validation_loss"]
+
+
+def truncate(path: Path, step: int) -> None:
+    """Drop the records after `step`, which a resumed run writes again. The file is replaced in one move."""
+    if not path.exists():
+        return
+    kept = [record for record in read_metrics(path) if record["step"] <= step]
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    os.replace(aside, path)

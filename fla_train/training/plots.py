@@ -1,0 +1,60 @@
+"""Loss curves as PNG. Several runs in one: `python -m fla_train.training.plots out.png runs/a runs/b`."""
+
+import json
+import sys
+from pathlib import Path
+
+from fla_train.training.metrics import read_metrics
+
+
+def plot_losses(runs: list[Path], out: Path) -> Path:
+    """Training loss (line), validation loss (points) and the data's unigram entropy (dashes) of run folders.
+
+    The horizontal axis is training tokens, so that runs with other batches compare.
+
+    Raises:
+        ValueError: a folder holds no training losses.
+    """
+    from matplotlib.figure import Figure  # no pyplot: no global state, no display
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    entropies = {}
+    for number, run in enumerate(runs):
+        metrics = run / "metrics.jsonl"
+        records = read_metrics(metrics) if metrics.is_file() else []
+        train = [r for r in records if r.get("loss") is not None]
+        if not train:
+            raise ValueError(f"{run} has no training losses to plot")
+        color = f"C{number}"
+        axes.plot([r["tokens"] for r in train], [r["loss"] for r in train], color=color, lw=1, label=run.name)
+        validation = [r for r in records if "validation_loss" in r]
+        axes.plot(
+            [r["tokens"] for r in validation],
+            [r["validation_loss"] for r in validation],
+            color=color,
+            ls="none",
+            marker="o",
+            ms=4,
+            label=f"{run.name}, validation",
+        )
+        if (entropy := unigram_entropy(run)) is not None:
+            entropies[round(entropy, 4)] = entropy
+    for entropy in entropies.values():
+        axes.axhline(entropy, color="gray", ls="--", lw=1, label=f"unigram entropy {entropy:.2f}")
+    axes.set(xlabel="training tokens", ylabel="loss [nats per token]")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=120)
+    return out
+
+
+def unigram_entropy(run: Path) -> float | None:
+    """Entropy of the validation tokens' frequencies (nats per token), from plan.json."""
+    plan = run / "plan.json"
+    return json.loads(plan.read_text()).get("unigram_entropy") if plan.is_file() else None
+
+
+if __name__ == "__main__":
+    print(plot_losses([Path(run) for run in sys.argv[2:]], Path(sys.argv[1])))

@@ -1,0 +1,126 @@
+"""The typed config of `fla-train`: what `configs/train.yaml` may hold, and with which types.
+
+Values, units and defaults stand with a comment in the YAML files; the dataclasses give Hydra the types, so an
+unknown key or a wrong type fails before anything starts.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from fla_train.data.config import DataConfig
+from fla_train.models.configuration import model_schema
+
+
+@dataclass
+class OptimizerConfig:
+    name: str = MISSING
+    lr: float = MISSING
+    weight_decay: float = MISSING
+    beta1: float = MISSING
+    beta2: float = MISSING
+    eps: float = MISSING
+    max_grad_norm: float = MISSING
+
+
+@dataclass
+class ScheduleConfig:
+    name: str = MISSING
+    warmup_steps: int | None = None
+    min_ratio: float = MISSING
+
+
+@dataclass
+class TrainerConfig:
+    max_steps: int = MISSING
+    seq_len: int = MISSING
+    global_batch_tokens: int = MISSING
+    micro_batch_size: int = MISSING
+    precision: str = MISSING
+    activation_checkpointing: bool = MISSING
+    log_every: int = MISSING
+    eval_every: int = MISSING
+    eval_tokens: int = MISSING
+    checkpoint_every: int = MISSING
+    keep_checkpoints: int = MISSING
+    export_every: int = MISSING
+    resume: str = MISSING
+    max_skipped_steps: int = MISSING
+    check_backend: bool = MISSING
+
+
+@dataclass
+class LaunchConfig:
+    device: str = MISSING
+    num_processes: int = MISSING
+    num_machines: int = MISSING
+    machine_rank: int = MISSING
+    main_process_ip: str = MISSING
+    main_process_port: int | None = None
+
+
+@dataclass
+class WandbConfig:
+    mode: str = MISSING
+    project: str = MISSING
+    name: str | None = None
+
+
+@dataclass
+class LoggerConfig:
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    tensorboard: bool = MISSING
+
+
+@dataclass
+class RunConfig:
+    dir: str | None = None
+
+
+@dataclass
+class TrainConfig:
+    """Root of `train.yaml`. `model` holds the fields of `DeltaProductConfig`, typed by `model_schema`."""
+
+    model: Any = MISSING
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    seed: int = MISSING
+    dry_run: bool = MISSING
+
+
+def register() -> None:
+    """Put the schemas that `train.yaml` merges in Hydra's ConfigStore."""
+    store = ConfigStore.instance()
+    store.store(name="train_schema", node=TrainConfig)
+    store.store(name="model_schema", node=model_schema(), package="model")
+
+
+def to_config(node: DictConfig | dict) -> TrainConfig:
+    """A composed node, or the plain content of a `config.yaml`, as dataclasses; `model` becomes a plain dict.
+
+    Raises:
+        ValueError: a mandatory value is missing.
+    """
+    if isinstance(node, DictConfig):
+        if missing := OmegaConf.missing_keys(node):
+            raise ValueError(f"these keys need a value: {', '.join(sorted(missing))}")
+        node = OmegaConf.to_container(node, resolve=True)
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), node))
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """The content of `config.yaml`; `load_config` is the inverse."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def load_config(path: Path) -> TrainConfig:
+    """Read a run's `config.yaml`."""
+    return to_config(OmegaConf.to_container(OmegaConf.load(path)))

@@ -1,0 +1,151 @@
+"""Start this machine's workers, and stop all of them when one fails or the launcher is told to stop."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fla_train.training.schema import LaunchConfig
+
+POLL = 0.1  # seconds between looks at the workers
+GRACE = 1.0  # seconds in which the others' failures are gathered, to name the first one
+STOP_WAIT = 5.0  # seconds between asking a worker to stop and killing it
+DEFAULT_PORT = 29500
+
+
+@dataclass
+class Failure:
+    """The first worker that failed."""
+
+    rank: int
+    line: str
+
+
+def choose_port(launch: LaunchConfig) -> int:
+    """The port that rank 0 will listen on: the given one, or a free one on a single machine.
+
+    Raises:
+        ValueError: this is machine 0 and the given port is in use.
+    """
+    several = launch.num_machines > 1
+    port = launch.main_process_port or (DEFAULT_PORT if several else 0)
+    if launch.machine_rank > 0:
+        return port
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("" if several else launch.main_process_ip, port))
+        except OSError as error:
+            raise ValueError(
+                f"launch.main_process_port={port} on {launch.main_process_ip} is taken ({error.strerror}): "
+                "give a free port, or null for any free one"
+            ) from None
+        return probe.getsockname()[1]
+
+
+def run_workers(
+    arguments: Sequence[str], launch: LaunchConfig, *, port: int, inherited: Sequence[int] = ()
+) -> Failure | None:
+    """Run `python -m fla_train.training.worker ARGUMENTS` for each rank of this machine until all have ended.
+
+    Args:
+        inherited: descriptors the workers keep open; the run's lock is held as long as one of them lives.
+
+    Returns:
+        None when all succeeded, else the first failure; by then no worker is left.
+
+    Raises:
+        KeyboardInterrupt: on SIGINT or SIGTERM, after the workers have been stopped.
+    """
+    local = launch.num_processes // launch.num_machines
+    first = launch.machine_rank * local
+    with tempfile.TemporaryDirectory(prefix="fla-train-") as errors:
+        error_files = {first + i: Path(errors, f"rank-{first + i}.json") for i in range(local)}
+        workers: dict[int, subprocess.Popen] = {}
+        previous = signal.signal(signal.SIGTERM, _interrupt)
+        try:
+            for i, (rank, error_file) in enumerate(error_files.items()):
+                environment = os.environ | {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(i),
+                    "WORLD_SIZE": str(launch.num_processes),
+                    "LOCAL_WORLD_SIZE": str(local),
+                    "MASTER_ADDR": launch.main_process_ip,
+                    "MASTER_PORT": str(port),
+                    "FLA_TRAIN_LAUNCHER": str(os.getpid()),
+                    "FLA_TRAIN_ERROR_FILE": str(error_file),
+                    "TOKENIZERS_PARALLELISM": "false",
+                }
+                environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // local)))
+                if launch.device == "cpu":
+                    environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+                command = [sys.executable, "-m", "fla_train.training.worker", *arguments]
+                # Their own session: Ctrl-C reaches the launcher only, which then stops them in order.
+                workers[rank] = subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                    pass_fds=inherited,
+                )
+            failed = _wait(workers)
+            if failed is None:
+                return None
+            time.sleep(GRACE)
+            return _first_failure(workers, error_files, failed)
+        finally:
+            _stop(workers)
+            signal.signal(signal.SIGTERM, previous)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _wait(workers: dict[int, subprocess.Popen]) -> int | None:
+    """The first rank seen to have failed, or None once all have ended well."""
+    while True:
+        codes = {rank: worker.poll() for rank, worker in workers.items()}
+        for rank, code in codes.items():
+            if code not in (None, 0):
+                return rank
+        if all(code == 0 for code in codes.values()):
+            return None
+        time.sleep(POLL)
+
+
+def _first_failure(
+    workers: dict[int, subprocess.Popen], error_files: dict[int, Path], failed: int
+) -> Failure:
+    """The earliest reported failure. A killed rank reports nothing, and makes the others fail."""
+    code = workers[failed].poll()
+    if code is not None and code < 0:
+        return Failure(failed, f"was killed by {signal.Signals(-code).name}")
+    reports = {rank: json.loads(f.read_text()) for rank, f in error_files.items() if f.is_file()}
+    for rank, worker in workers.items():
+        if (worker.poll() or 0) < 0:
+            return Failure(rank, f"was killed by {signal.Signals(-worker.poll()).name}")
+    if not reports:
+        return Failure(failed, f"ended with exit code {code}")
+    rank = min(reports, key=lambda r: reports[r]["time"])
+    return Failure(rank, reports[rank]["line"])
+
+
+def _stop(workers: dict[int, subprocess.Popen]) -> None:
+    for worker in workers.values():
+        if worker.poll() is None:
+            worker.terminate()
+    deadline = time.monotonic() + STOP_WAIT
+    for worker in workers.values():
+        try:
+            worker.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            worker.wait()

@@ -1,0 +1,62 @@
+"""One rank of a run: `python -m fla_train.training.worker CONFIG DATA [CHECKPOINT]`, started by the launcher.
+
+Stdout and stderr go to train.log; rank 0 keeps the terminal for progress. A failure is written to the file
+that FLA_TRAIN_ERROR_FILE names, for the launcher to show.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_launcher() -> None:
+    """Have the kernel kill this process when the launcher dies, even by kill -9 (Linux)."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(os.environ["FLA_TRAIN_LAUNCHER"]):  # it died before the call above
+        os._exit(1)
+
+
+def report(failure: BaseException) -> None:
+    """Leave the failure as one line for the launcher, and whole in train.log."""
+    traceback.print_exc()
+    line = " ".join(str(failure).split()) or type(failure).__name__
+    expected = isinstance(failure, ValueError) or type(failure).__name__ == "TrainingStopped"
+    content = {"time": time.time(), "line": line if expected else f"{type(failure).__name__}: {line}"}
+    Path(os.environ["FLA_TRAIN_ERROR_FILE"]).write_text(json.dumps(content))
+
+
+def main() -> None:
+    die_with_launcher()
+    config_path, data_path, *rest = map(Path, sys.argv[1:])
+    from fla_train.training.console import redirect_output
+
+    console = redirect_output(config_path.parent / "train.log")
+    try:
+        from fla_train.data import open_prepared
+        from fla_train.training.loop import Trainer
+        from fla_train.training.schema import load_config
+
+        Trainer(load_config(config_path), open_prepared(data_path), rest[0] if rest else None, console).run()
+    except BaseException as failure:
+        report(failure)
+        if console.isatty():
+            console.write("\n")  # below the bar
+        sys.stderr.flush()
+        os._exit(1)  # without waiting for communication threads that wait for the other ranks
+    console.flush()
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

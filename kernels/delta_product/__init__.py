@@ -1,0 +1,18 @@
+"""The one operator of fla_train: the (gated) delta-product recurrence over sequences, and one decoding step of it."""
+
+from fla_train.kernels.delta_product.check import CheckReport, check_backend
+from fla_train.kernels.delta_product.contract import (
+    BACKENDS,
+    delta_product,
+    delta_product_step,
+    resolve_backend,
+)
+
+__all__ = [
+    "BACKENDS",
+    "CheckReport",
+    "check_backend",
+    "delta_product",
+    "delta_product_step",
+    "resolve_backend",
+]

@@ -1,0 +1,208 @@
+"""Does a backend compute the right numbers on this machine? Forward, final state and every gradient are compared with
+the recurrence in float64, on a few small cases that reach each branch of a kernel. Takes seconds.
+
+`fla-doctor` prints the report, and training refuses to start on a failed one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from fla_train.kernels.delta_product.contract import compute_dtype, delta_product, resolve_backend
+from torch import Tensor
+
+DIFFERENTIABLE = ("q", "k", "v", "beta", "g", "initial_state")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison. `beta` and `alpha` (the forget gate, exp(g)) are drawn uniformly from their ranges."""
+
+    name: str
+    tokens: int
+    substeps: int
+    beta: tuple[float, float] = (0.0, 2.0)
+    alpha: tuple[float, float] | None = None  # None: no gate
+    closed_every: int = 0  # every so many tokens a gate of exactly zero, g = -inf; 0: never
+    initial_state: bool = False
+    documents: tuple[int, ...] | None = None  # cu_seqlens
+    qk_l2norm: bool = True
+
+
+# Few different (substeps, gated, packed) combinations, because a compiled backend pays for each of them.
+CASES = (
+    Case("delta net, beta near 0", tokens=97, substeps=1, beta=(0.0, 0.01), qk_l2norm=False),
+    Case("gated delta net, open gates", tokens=131, substeps=1, alpha=(0.98, 1.0), initial_state=True),
+    Case("delta product, beta near 2", tokens=67, substeps=2, beta=(1.9, 2.0), initial_state=True),
+    Case("gated delta product", tokens=131, substeps=3, alpha=(0.7, 1.0)),
+    Case("gated delta product, closing gates", tokens=67, substeps=3, alpha=(0.0, 0.2), closed_every=5),
+    Case("packed documents", 131, 2, alpha=(0.7, 1.0), initial_state=True, documents=(0, 0, 1, 66, 66, 131)),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor of one case: its relative RMS error |x - reference| / |reference|, and what is allowed."""
+
+    case: str
+    tensor: str  # "o", "final_state", or "d" + the name of an input
+    error: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.tolerance  # False for NaN
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    backend: str
+    device: str
+    dtype: torch.dtype
+    rows: tuple[Row, ...]
+    failure: str | None = None  # what the backend raised, if it did
+
+    @property
+    def ok(self) -> bool:
+        return self.failure is None and all(row.ok for row in self.rows)
+
+    def summary(self) -> str:
+        """One line: the verdict, and the comparison that came closest to its tolerance or went beyond it."""
+        head = f"{self.backend} on {self.device} in {str(self.dtype).removeprefix('torch.')}"
+        if self.failure is not None:
+            return f"{head}: FAILED, {self.failure}"
+        worst = max(
+            self.rows, key=lambda row: torch.tensor(row.error / row.tolerance).nan_to_num(torch.inf).item()
+        )
+        failed = sum(not row.ok for row in self.rows)
+        verdict = f"FAILED {failed} of {len(self.rows)}" if failed else f"ok, {len(self.rows)}"
+        return (
+            f"{head}: {verdict} comparisons, worst {worst.tensor} {worst.error:.1e} of {worst.tolerance:.1e} "
+            f"allowed ({worst.case})"
+        )
+
+
+def check_backend(
+    backend: str = "auto",
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    *,
+    cases: Sequence[Case] = CASES,
+    head_dims: tuple[int, int] = (64, 64),
+) -> CheckReport:
+    """Compare a backend with the float64 recurrence.
+
+    Args:
+        backend: as in `delta_product`.
+        device: where the backend runs; the reference always runs on the CPU.
+        dtype: of q, k and v. It sets the tolerances.
+        cases: what to compare.
+        head_dims: K and V; compiled backends differ by them, so pass those of the model.
+
+    Raises:
+        ValueError: for a backend that is unknown or cannot run on `device`. Whatever the backend itself raises is
+            caught and becomes the report's `failure`.
+    """
+    device = torch.device(device)
+    backend = resolve_backend(backend, device)
+    rows: list[Row] = []
+    failure = None
+    for seed, case in enumerate(cases):
+        inputs = make_inputs(case, dtype, head_dims, seed)
+        reference = evaluate({name: _to(x, "cpu", torch.float64) for name, x in inputs.items()}, "recurrent")
+        try:
+            results = evaluate({name: _to(x, device) for name, x in inputs.items()}, backend)
+        except Exception as fault:  # a compiler or launch failure of any kind is this function's finding
+            message = str(fault).strip().splitlines() or [""]
+            failure = f"{case.name}: {type(fault).__name__}: {message[0]}"
+            break
+        rows += [
+            Row(
+                case.name, name, relative_rms(results[name], expected), _tolerance(name, backend, dtype, case)
+            )
+            for name, expected in reference.items()
+        ]
+    return CheckReport(backend, str(device), dtype, tuple(rows), failure)
+
+
+def make_inputs(
+    case: Case, dtype: torch.dtype, head_dims: tuple[int, int], seed: int, heads: int = 2
+) -> dict[str, object]:
+    """Arguments of `delta_product` for a case, on the CPU; q, k, v in `dtype`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def uniform(low: float, high: float, *shape: int) -> Tensor:
+        return low + (high - low) * torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+    key_dim, value_dim = head_dims
+    batch = 2 if case.documents is None else 1
+    q = normal(batch, case.tokens, heads, key_dim)
+    k = normal(batch, case.tokens, case.substeps, heads, key_dim)
+    if not case.qk_l2norm:
+        q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    v = normal(batch, case.tokens, case.substeps, heads, value_dim)
+    beta = uniform(*case.beta, batch, case.tokens, case.substeps, heads)
+    g = state = None
+    if case.alpha is not None:
+        g = uniform(*case.alpha, batch, case.tokens, heads).log()
+        if case.closed_every:
+            g[:, case.closed_every :: case.closed_every] = -torch.inf
+    if case.initial_state:
+        sequences = batch if case.documents is None else len(case.documents) - 1
+        state = normal(sequences, heads, key_dim, value_dim)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    beta, g, state = (x if x is None else x.to(compute_dtype(q)) for x in (beta, g, state))
+    cu_seqlens = None if case.documents is None else torch.tensor(case.documents, dtype=torch.int32)
+    return dict(
+        q=q, k=k, v=v, beta=beta, g=g, initial_state=state, cu_seqlens=cu_seqlens, qk_l2norm=case.qk_l2norm
+    )  # fmt: skip
+
+
+def evaluate(inputs: dict[str, object], backend: str, seed: int = 0) -> dict[str, Tensor]:
+    """o, final_state, and as dq, dk, ... the gradients of <o, a> + <final_state, b> with random a and b (by `seed`)."""
+    leaves = {
+        name: inputs[name].detach().clone().requires_grad_()
+        for name in DIFFERENTIABLE
+        if inputs.get(name) is not None
+    }
+    o, state = delta_product(**{**inputs, **leaves}, output_final_state=True, backend=backend)
+    generator = torch.Generator().manual_seed(seed)
+    loss = 0.0
+    for x in (o, state):
+        weights = torch.randn(x.shape, generator=generator).bfloat16()  # the same numbers in every dtype
+        loss = loss + (x * weights.to(x)).sum(dtype=compute_dtype(o))
+    gradients = torch.autograd.grad(loss, list(leaves.values()))
+    return dict(
+        o=o.detach(),
+        final_state=state.detach(),
+        **{f"d{name}": grad for name, grad in zip(leaves, gradients, strict=True)},
+    )
+
+
+def relative_rms(x: Tensor, reference: Tensor) -> float:
+    """|x - reference| / |reference| in float64; NaN if `x` holds one."""
+    x, reference = x.detach().double().cpu(), reference.detach().double().cpu()
+    return ((x - reference).norm() / reference.norm().clamp(min=1e-30)).item()
+
+
+def _to(value: object, device: torch.device | str, dtype: torch.dtype | None = None) -> object:
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(device, dtype if value.is_floating_point() else None)
+
+
+def _tolerance(tensor: str, backend: str, dtype: torch.dtype, case: Case) -> float:
+    """About twice the error of a sound implementation, a few percent of that of a wrong one."""
+    if dtype == torch.float64:
+        return 1e-9
+    if dtype == torch.float32:
+        return 1e-3 if backend == "triton" else 1e-4  # its products may run in TF32x3
+    if tensor in ("o", "final_state"):
+        return 5e-3
+    if tensor in ("dbeta", "dg"):
+        # Differences of large sums where gates close: the operands' rounding shows.
+        return 5e-2 if case.closed_every else 1.5e-2
+    return 8e-3

@@ -1,0 +1,265 @@
+"""The operator by chunks in plain PyTorch: matrix products over whole chunks, a short serial pass for the states.
+
+With M = N * C sub-steps r of a chunk, their tokens t(r), G the running sum of log decays inside the chunk, S the state
+before it, and D[t, t'] = exp(G_t - G_t') for t' <= t (else 0), the errors X that the delta rule corrects solve a
+unit-triangular system (the UT transform of arXiv 2406.06484, section 3, and 2412.06464, section 3.3):
+
+    A = tril(K K^T * D, -1)        X = (I + A diag(beta))^-1 (V - exp(G) K S)        U = beta X          [M, .]
+    O  = scale (exp(G) Q S + P U)   P = Q K^T * D                                                   [C, .]
+    S' = exp(G_C) S + (exp(G_C - G) K)^T U
+
+Only X and S' depend on S. The gradients below follow from these lines; with dW the gradient of V - exp(G) K S they use
+
+    dV = dW      dA diag(beta) = -tril(dW X^T, -1)      dg_t = sum_{t' >= t} (q dq - v dv)_t' + <dS', S'>
+
+none of which divides by beta or by a decay. Everything is computed in float32 (float64 for float64 inputs).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from fla_train.kernels.delta_product.contract import L2NORM_EPS, compute_dtype
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+SUBSTEPS = 64  # per chunk; the fastest on CPUs for head dims 32 to 128, and memory grows with it
+LOG_ZERO = -800.0  # exp of it is 0 even in float64; stands for -inf, of which differences would be NaN
+
+
+def chunked_delta_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    *,
+    scale: float,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    qk_l2norm: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """`delta_product` on validated inputs; shapes and dtypes as there. Gradients of first order only."""
+    layout = _Layout.of(q.shape[1], k.shape[2], cu_seqlens)
+    o, state = _ChunkedDeltaProduct.apply(q, k, v, beta, g, initial_state, scale, qk_l2norm, layout)
+    return o, state if output_final_state else None
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How tokens fall into chunks, and chunks into sequences.
+
+    States live in one list of slots: a sequence of c chunks owns c + 1 neighbouring slots (an empty one owns a single
+    slot, which is its initial and its final state), and a chunk leads from its slot to the next.
+    """
+
+    size: int  # tokens per chunk
+    slots: list[int]  # for each chunk, the slot of the state it starts from
+    first: list[int]  # for each sequence, its first and last slot
+    last: list[int]
+    rows: Tensor | None  # [T] where each token goes among size * len(slots) rows; None: in order from row 0
+
+    @staticmethod
+    def of(tokens: int, substeps: int, cu_seqlens: Tensor | None) -> "_Layout":
+        size = min(tokens, max(1, SUBSTEPS // substeps))
+        lengths = [tokens] if cu_seqlens is None else cu_seqlens.diff().tolist()
+        slots, first, last, rows = [], [], [], []
+        for length in lengths:
+            chunks, start = -(-length // size), len(slots) + len(first)
+            rows.append(torch.arange(length) + len(slots) * size)
+            first.append(start)
+            last.append(start + chunks)
+            slots.extend(range(start, start + chunks))
+        ordered = len(lengths) == 1
+        return _Layout(size, slots, first, last, None if ordered else torch.cat(rows).to(cu_seqlens.device))
+
+    def pack(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """[B, T, N, H, D] -> [chunks, B * H, size * N, D], zeros where a chunk has no token."""
+        batch, tokens, substeps, heads, dim = x.shape
+        total = self.size * len(self.slots)
+        if self.rows is not None:
+            x = x.new_zeros(batch, total, substeps, heads, dim).index_copy_(1, self.rows, x)
+        elif total > tokens:
+            x = F.pad(x, (0, 0) * 3 + (0, total - tokens))
+        x = x.view(batch, len(self.slots), self.size, substeps, heads, dim).permute(1, 0, 4, 2, 3, 5)
+        return x.to(dtype, copy=True, memory_format=torch.contiguous_format).view(
+            len(self.slots), batch * heads, self.size * substeps, dim
+        )
+
+    def unpack(self, x: Tensor, like: Tensor) -> Tensor:
+        """The inverse of `pack`, in the dtype and first four axes of `like` [B, T, N, H, .]."""
+        batch, tokens, substeps, heads = like.shape[:4]
+        x = x.view(len(self.slots), batch, heads, self.size, substeps, x.shape[-1]).permute(1, 0, 3, 4, 2, 5)
+        x = x.to(like.dtype, copy=True, memory_format=torch.contiguous_format).flatten(1, 2)
+        return x[:, :tokens] if self.rows is None else x.index_select(1, self.rows)
+
+    def before(self, states: Tensor) -> Tensor:
+        """For each chunk, the state that it starts from."""
+        return states[:-1] if len(self.first) == 1 else states[self.slots]
+
+    def after(self, states: Tensor) -> Tensor:
+        """For each chunk, the state that it ends in."""
+        return states[1:] if len(self.first) == 1 else states[[slot + 1 for slot in self.slots]]
+
+
+class _Chunks:
+    """What the chunks hold besides their states; the backward pass builds it anew instead of keeping it.
+
+    Shapes are given without their leading axes [chunks, B * H].
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        beta: Tensor,
+        g: Tensor | None,
+        qk_l2norm: bool,
+        layout: _Layout,
+    ):
+        dtype = compute_dtype(q)
+        self.substeps = k.shape[2]
+        self.q = layout.pack(q.unsqueeze(2), dtype)  # [C, K]
+        self.k = layout.pack(k, dtype)  # [M, K]
+        self.v = layout.pack(v, dtype)  # [M, V]
+        self.beta = layout.pack(beta.unsqueeze(-1), dtype)  # [M, 1]
+        if qk_l2norm:
+            self.q_rnorm, self.k_rnorm = _reciprocal_norm(self.q), _reciprocal_norm(self.k)  # [C, 1], [M, 1]
+            self.q, self.k = self.q * self.q_rnorm, self.k * self.k_rnorm
+        if g is None:
+            total = self.q.new_zeros(*self.q.shape[:3], 1, dtype=torch.float64)
+        else:
+            total = layout.pack(g[:, :, None, :, None], torch.float64).clamp(min=LOG_ZERO).cumsum(2)
+        # The sums are kept in float64, lest a token behind a closed gate lose the digits of its own small decay.
+        end = total[:, :, -1:]
+        self.from_start = total.exp().to(dtype)  # [C, 1]
+        self.to_end = (end - total).exp().to(dtype)  # [C, 1]
+        self.across = end.exp().to(dtype)  # [1, 1]
+        future = total.new_ones(total.shape[2], total.shape[2], dtype=torch.bool).triu(1)
+        self.pairs = (total - total.mT).to(dtype).masked_fill_(future, -torch.inf).exp_()  # [C, C]: D
+
+        self.A = self.decayed(self.k @ self.k.mT).tril_(-1)  # [M, M]
+        self.P = self.decayed(self.q @ self.k.mT)  # [C, M]
+
+    def by_substep(self, x: Tensor) -> Tensor:
+        """[C, 1] -> [M, 1]."""
+        return x if self.substeps == 1 else x.repeat_interleave(self.substeps, dim=2)
+
+    def decayed(self, x: Tensor) -> Tensor:
+        """Multiply [C or M, M] by D in place, one factor per pair of tokens."""
+        size = self.pairs.shape[-1]
+        blocks = x.view(*x.shape[:2], size, -1, size, self.substeps)
+        blocks *= self.pairs[:, :, :, None, :, None]
+        return x
+
+
+class _ChunkedDeltaProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, beta, g, initial_state, scale, qk_l2norm, layout):
+        with torch.autocast(q.device.type, enabled=False):
+            chunks = _Chunks(q, k, v, beta, g, qk_l2norm, layout)
+            identity = torch.eye(chunks.A.shape[-1], dtype=chunks.A.dtype, device=q.device)
+            inverse = torch.linalg.solve_triangular(
+                chunks.A * chunks.beta.mT, identity, upper=False, unitriangular=True
+            )
+            X = inverse @ chunks.v
+            reads = inverse @ (chunks.by_substep(chunks.from_start) * chunks.k)  # [M, K]: X -= reads @ S
+            writes = chunks.by_substep(chunks.to_end) * chunks.beta * chunks.k  # [M, K]: S' += writes^T X
+
+            sequences, heads = len(layout.first), X.shape[1]
+            states = X.new_zeros(len(layout.slots) + sequences, heads, q.shape[-1], v.shape[-1])
+            if initial_state is not None:
+                states[layout.first] = initial_state.reshape(sequences, *states.shape[1:])
+            for c, slot in enumerate(layout.slots):
+                X[c].baddbmm_(reads[c], states[slot], alpha=-1)
+                torch.mul(states[slot], chunks.across[c], out=states[slot + 1])
+                states[slot + 1].baddbmm_(writes[c].mT, X[c])
+
+            o = chunks.from_start * (chunks.q @ layout.before(states))
+            o += chunks.P @ (chunks.beta * X)
+            o *= scale
+            final_state = states[layout.last].reshape(-1, q.shape[2], *states.shape[2:])
+        ctx.save_for_backward(q, k, v, beta, g, initial_state, inverse, X, states)
+        ctx.scale, ctx.qk_l2norm, ctx.layout = scale, qk_l2norm, layout
+        ctx.set_materialize_grads(False)
+        return layout.unpack(o, like=q.unsqueeze(2)).squeeze(2), final_state
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_o, d_final_state):
+        q, k, v, beta, g, initial_state, inverse, X, states = ctx.saved_tensors
+        layout = ctx.layout
+        with torch.autocast(q.device.type, enabled=False):
+            chunks = _Chunks(q, k, v, beta, g, ctx.qk_l2norm, layout)
+            from_start, to_end = chunks.by_substep(chunks.from_start), chunks.by_substep(chunks.to_end)
+            d_o = X.new_zeros(*q.shape[:3], X.shape[-1]) if d_o is None else d_o
+            d_o = layout.pack(d_o.unsqueeze(2), X.dtype).mul_(ctx.scale)
+            d_o_start = chunks.from_start * d_o
+
+            # Back through the states. Only dU of each chunk and dS before it depend on dS' behind it.
+            dU = chunks.P.mT @ d_o
+            writes = to_end * chunks.k
+            reads = chunks.beta * (inverse @ (from_start * chunks.k))
+            d_states = torch.zeros_like(states)
+            d_states[layout.slots] = chunks.q.mT @ d_o_start
+            if d_final_state is not None:
+                d_states[layout.last] = d_final_state.reshape(-1, *states.shape[1:])
+            for c, slot in reversed(list(enumerate(layout.slots))):
+                dU[c].baddbmm_(writes[c], d_states[slot + 1])
+                d_states[slot].addcmul_(d_states[slot + 1], chunks.across[c])
+                d_states[slot].baddbmm_(reads[c].mT, dU[c], alpha=-1)
+            S, dS = layout.before(states), layout.after(d_states)
+
+            U = chunks.beta * X
+            dV = inverse.mT @ (chunks.beta * dU)
+            dA_beta = (dV @ X.mT).neg_().tril_(-1)
+            d_beta = (dU * X).sum(-1, keepdim=True) + (chunks.A * dA_beta).sum(-2).unsqueeze(-1)
+            dA = chunks.decayed(dA_beta.mul_(chunks.beta.mT))
+            dP = chunks.decayed(d_o @ U.mT)
+            dQ = d_o_start @ S.mT
+            dQ += dP @ chunks.k
+            dK = to_end * (U @ dS.mT)
+            dK -= from_start * (dV @ S.mT)
+            dK += dP.mT @ chunks.q
+            dK += (dA + dA.mT) @ chunks.k
+
+            d_g = None
+            if g is not None:
+                by_token = (chunks.q * dQ).sum(-1) - _per_token(chunks.v * dV, chunks.substeps)
+                later = by_token.flip(-1).cumsum(-1).flip(-1)  # [chunks, B * H, C]
+                d_g = later + (dS * layout.after(states)).sum((-2, -1)).unsqueeze(-1)
+                d_g = layout.unpack(d_g.unsqueeze(-1), like=g.unsqueeze(2))[:, :, 0, :, 0]
+                d_g = d_g.masked_fill(g <= LOG_ZERO, 0.0)
+            if ctx.qk_l2norm:
+                dQ = _normalised_backward(dQ, chunks.q, chunks.q_rnorm)
+                dK = _normalised_backward(dK, chunks.k, chunks.k_rnorm)
+            d_initial = None
+            if initial_state is not None:
+                d_initial = d_states[layout.first].reshape(initial_state.shape)
+        return (
+            layout.unpack(dQ, like=q.unsqueeze(2)).squeeze(2),
+            layout.unpack(dK, like=k),
+            layout.unpack(dV, like=v),
+            layout.unpack(d_beta, like=beta.unsqueeze(-1)).squeeze(-1),
+            d_g,
+            d_initial,
+            None,
+            None,
+            None,
+        )
+
+
+def _per_token(x: Tensor, substeps: int) -> Tensor:
+    """Sum [M, D] over the features and the sub-steps of each token -> [C]."""
+    return x.view(*x.shape[:2], -1, substeps * x.shape[-1]).sum(-1)
+
+
+def _reciprocal_norm(x: Tensor) -> Tensor:
+    return torch.rsqrt(x.square().sum(-1, keepdim=True) + L2NORM_EPS)
+
+
+def _normalised_backward(grad: Tensor, normalised: Tensor, rnorm: Tensor) -> Tensor:
+    """Gradient of x from that of x * rnorm(x)."""
+    return rnorm * (grad - normalised * (normalised * grad).sum(-1, keepdim=True))

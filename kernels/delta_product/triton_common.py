@@ -1,0 +1,108 @@
+"""What the Triton kernels of `delta_product` share: where a chunk lies, tile loads and stores, the chunk's gates.
+
+A chunk holds C = M // N tokens, that is at most M = 64 sub-steps: sub-step r of a chunk belongs to its token r // N,
+and k, v, beta are addressed by sub-step as [B * T * N, H, ...]. Rows past the end of a segment (or past C * N where N
+does not divide M) load as zeros, which makes them neutral, and are never stored.
+
+Per-step scalars that the kernels read often are kept with the heads leading ([H, B * T] and [H, B * T * N], fp32), so
+that a chunk's are contiguous. Gates are in units of log2 and cumulative inside the chunk: G_i = sum_{j <= i} log2 a_j.
+"""
+
+import triton
+import triton.language as tl
+
+CHUNK = tl.constexpr(64)  # sub-steps per chunk: the row count of a Hopper matrix instruction
+
+
+@triton.jit
+def chunk_span(i_c, cu_seqlens, chunk_offsets, chunk_segment, T, NT, C: tl.constexpr, PACKED: tl.constexpr):
+    """First token and number of tokens of chunk `i_c`; none (<= 0) for the spare chunks of a packed row's table."""
+    if PACKED:
+        i_s = tl.load(chunk_segment + i_c)
+        i_first = tl.load(chunk_offsets + i_s)
+        i_start = tl.load(cu_seqlens + i_s).to(tl.int64) + (i_c - i_first).to(tl.int64) * C
+        i_end = tl.load(cu_seqlens + i_s + 1).to(tl.int64)
+    else:
+        i_s = i_c // NT
+        i_start = i_s.to(tl.int64) * T + (i_c - i_s * NT) * C
+        i_end = (i_s + 1).to(tl.int64) * T
+    return i_start, tl.minimum(i_end - i_start, C).to(tl.int32)
+
+
+@triton.jit
+def segment_span(i_s, cu_seqlens, chunk_offsets, T, NT, PACKED: tl.constexpr):
+    """First token, number of tokens and first chunk of segment `i_s`."""
+    if PACKED:
+        i_start = tl.load(cu_seqlens + i_s).to(tl.int64)
+        length = (tl.load(cu_seqlens + i_s + 1).to(tl.int64) - i_start).to(tl.int32)
+        i_chunk = tl.load(chunk_offsets + i_s).to(tl.int64)
+    else:
+        i_start = i_s.to(tl.int64) * T
+        length = T
+        i_chunk = i_s.to(tl.int64) * NT
+    return i_start, length, i_chunk
+
+
+@triton.jit
+def load_rows(p, n_rows, i_col, COLS: tl.constexpr, STRIDE: tl.constexpr, R: tl.constexpr, BC: tl.constexpr):
+    """Tile [R, BC] at columns `i_col`.. of a matrix with COLS columns and row stride STRIDE; zeros outside."""
+    o_r = tl.arange(0, R)
+    o_c = i_col + tl.arange(0, BC)
+    mask = (o_r < n_rows)[:, None] & (o_c < COLS)[None, :]
+    return tl.load(p + o_r[:, None] * STRIDE + o_c[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(
+    p, b_x, n_rows, i_col, COLS: tl.constexpr, STRIDE: tl.constexpr, R: tl.constexpr, BC: tl.constexpr
+):
+    """The inverse of `load_rows`."""
+    o_r = tl.arange(0, R)
+    o_c = i_col + tl.arange(0, BC)
+    mask = (o_r < n_rows)[:, None] & (o_c < COLS)[None, :]
+    tl.store(p + o_r[:, None] * STRIDE + o_c[None, :], b_x.to(p.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_scalars(p, i_h, n_total, i_row, n_rows, R: tl.constexpr):
+    """[R] fp32 scalars of head `i_h` from a [H, n_total] table, zeros past `n_rows`."""
+    o_r = tl.arange(0, R)
+    return tl.load(p + i_h.to(tl.int64) * n_total + i_row + o_r, mask=o_r < n_rows, other=0.0)
+
+
+@triton.jit
+def load_gates(gc, i_h, n_total, i_t, n_t, N: tl.constexpr, M: tl.constexpr, BC: tl.constexpr):
+    """Cumulative log2 gates of a chunk: by sub-step [M], by token [BC], and of its last token."""
+    p_g = gc + i_h.to(tl.int64) * n_total + i_t
+    o_tau = tl.arange(0, M) // N
+    o_t = tl.arange(0, BC)
+    b_gm = tl.load(p_g + o_tau, mask=o_tau < n_t, other=0.0)
+    b_gt = tl.load(p_g + o_t, mask=o_t < n_t, other=0.0)
+    return b_gm, b_gt, tl.load(p_g + n_t - 1)
+
+
+@triton.jit
+def chunk_factors(
+    gc, rq, rk, scale, i_h, n_total, i_t, n_t,
+    N: tl.constexpr, M: tl.constexpr, BC: tl.constexpr, GATED: tl.constexpr, L2NORM: tl.constexpr,
+):  # fmt: skip
+    """Norms, gates and scale folded into one factor per row, so that raw k and q are the operands.
+
+    Returns the factors of k where it reads the state [M] and where it writes it [M], of q [BC], and the decay of the
+    state over the chunk.
+    """
+    b_read = tl.full((M,), 1.0, tl.float32)
+    b_write = tl.full((M,), 1.0, tl.float32)
+    b_query = tl.full((BC,), 1.0, tl.float32) * scale
+    decay = 1.0
+    if L2NORM:
+        b_read = load_scalars(rk, i_h, n_total * N, i_t * N, n_t * N, M)
+        b_write = b_read
+        b_query *= load_scalars(rq, i_h, n_total, i_t, n_t, BC)
+    if GATED:
+        b_gm, b_gt, g_last = load_gates(gc, i_h, n_total, i_t, n_t, N, M, BC)
+        b_read *= tl.exp2(b_gm)
+        b_write *= tl.exp2(g_last - b_gm)
+        b_query *= tl.exp2(b_gt)
+        decay = tl.exp2(g_last)
+    return b_read, b_write, b_query, decay

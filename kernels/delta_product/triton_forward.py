@@ -1,0 +1,185 @@
+"""Forward kernels of `delta_product`.
+
+With G the chunk's cumulative gates, tau(r) = r // N the token of sub-step r, S the state at the chunk's start and
+D = diag(beta), one chunk of the recurrence is (WY form, arXiv 2406.06484 and 2412.06464, written for N sub-steps)
+
+    A  = tril(K K^T .* exp(G_tau(r) - G_tau(s)), -1)     X = (I + A D)^-1          independent of the state
+    P  = scale * (Q K^T) .* exp(G_i - G_tau(s)), tau(s) <= i
+    E  = X (V - exp(G_tau) .* (K S))                     the prediction errors
+    O  = scale * exp(G_i) .* (Q S) + P D E
+    S' = exp(G_C) S + K^T (exp(G_C - G_tau) .* D E)
+
+Taking E instead of U = D E as the unknown keeps every formula of the backward free of a division by beta.
+`prepare_kernel` computes X, P and the scalars for all chunks at once; `state_kernel` walks each sequence and holds the
+state transposed, [V, K], so that each product's left operand is the accumulator of the one before.
+"""
+
+import triton
+import triton.language as tl
+from fla_train.kernels.delta_product.triton_common import (
+    chunk_factors,
+    chunk_span,
+    load_rows,
+    load_scalars,
+    segment_span,
+    store_rows,
+)
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# Floor of one token's log2 decay: 2^-50 forgets more than fp32 resolves, and G - G' never becomes inf - inf.
+MIN_LOG2_DECAY = tl.constexpr(-50.0)
+
+
+@triton.jit
+def split_diagonal(b_a, B: tl.constexpr, R: tl.constexpr):
+    """[B, 2R, 2R] -> its diagonal blocks [2B, R, R] and its lower left blocks [B, R, R]."""
+    b_a = tl.permute(tl.reshape(b_a, (B, 2, R, 2, R)), (0, 2, 4, 3, 1))
+    b_top, b_bottom = tl.split(b_a)  # [B, R, R, 2]
+    b_11, _ = tl.split(b_top)
+    b_21, b_22 = tl.split(b_bottom)
+    b_diagonal = tl.reshape(tl.permute(tl.join(b_11, b_22), (0, 3, 1, 2)), (2 * B, R, R))
+    return b_diagonal, b_21
+
+
+@triton.jit
+def merge_inverses(b_x, b_21, B: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr):
+    """Inverses [2B, R, R] of the diagonal blocks and the blocks below [B, R, R] -> inverses [B, 2R, 2R]."""
+    b_x = tl.permute(tl.reshape(b_x, (B, 2, R, R)), (0, 2, 3, 1))
+    b_1, b_2 = tl.split(b_x)
+    b_below = -tl.dot(tl.dot(b_2, b_21, input_precision=PRECISION), b_1, input_precision=PRECISION)
+    b_x = tl.join(tl.join(b_1, tl.zeros_like(b_1)), tl.join(b_below, b_2))  # [B, R, R, column, row]
+    return tl.reshape(tl.permute(b_x, (0, 4, 1, 3, 2)), (B, 2 * R, 2 * R))
+
+
+@triton.jit
+def unit_lower_inverse(b_l, PRECISION: tl.constexpr):
+    """(I + L)^-1 of a strictly lower triangular L [64, 64], in fp32.
+
+    16 x 16 blocks by masked doubling, X <- X - X L_w X with L_w the blocks of width w below the diagonal ones, which
+    equals substitution and never forms a power of L (those overflow for correlated keys and beta near 2); then two
+    levels of block merges.
+    """
+    b_2, b_21_wide = split_diagonal(tl.reshape(b_l, (1, 64, 64)), 1, 32)
+    b_4, b_21 = split_diagonal(b_2, 2, 16)
+    o_r = tl.arange(0, 16)[None, :, None]
+    o_c = tl.arange(0, 16)[None, None, :]
+    below = (o_r == o_c + 1) & (o_c % 2 == 0)
+    b_x = tl.where(o_r == o_c, 1.0, 0.0) - tl.where(below, b_4, 0.0)
+    for level in tl.static_range(1, 4):
+        below = ((o_r >> level) == (o_c >> level) + 1) & ((o_c >> level) % 2 == 0)
+        b_w = tl.where(below, b_4, 0.0)
+        b_x -= tl.dot(tl.dot(b_x, b_w, input_precision=PRECISION), b_x, input_precision=PRECISION)
+    b_x = merge_inverses(b_x, b_21, 2, 16, PRECISION)
+    return tl.reshape(merge_inverses(b_x, b_21_wide, 1, 32, PRECISION), (64, 64))
+
+
+@triton.jit(do_not_specialize=["T", "NT"])
+def prepare_kernel(
+    q, k, beta, g,  # [tokens, H, K], [tokens * N, H, K], [tokens * N, H], [tokens, H]
+    x, p,  # out [tokens * N, H, M] and [tokens, H, M], operand dtype
+    gc, rq, rk, bh,  # out [H, tokens], [H, tokens], [H, tokens * N], [H, tokens * N], fp32
+    cu_seqlens, chunk_offsets, chunk_segment, scale, eps, n_total, T, NT,
+    H: tl.constexpr, K: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
+    M: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+    GATED: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, INVERSE_PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Per chunk and head: X, P, the cumulative gates, the reciprocal norms, and beta with heads leading."""
+    i_h = tl.program_id(1)
+    i_t, n_t = chunk_span(tl.program_id(0), cu_seqlens, chunk_offsets, chunk_segment, T, NT, C, PACKED)
+    if n_t <= 0:
+        return
+    i_m, n_m = i_t * N, n_t * N
+    o_t, o_m = tl.arange(0, BC), tl.arange(0, M)
+    o_tau = o_m // N
+
+    b_k = load_rows(k + (i_m * H + i_h) * K, n_m, 0, K, H * K, M, BK).to(OPERAND)
+    b_q = load_rows(q + (i_t * H + i_h) * K, n_t, 0, K, H * K, BC, BK).to(OPERAND)
+    b_beta = tl.load(beta + (i_m + o_m) * H + i_h, mask=o_m < n_m, other=0.0)
+    p_m = i_h.to(tl.int64) * n_total * N + i_m + o_m
+    p_t = i_h.to(tl.int64) * n_total + i_t + o_t
+    tl.store(bh + p_m, b_beta, mask=o_m < n_m)
+
+    b_rk = tl.full((M,), 1.0, tl.float32)
+    b_rq = tl.full((BC,), 1.0, tl.float32)
+    if L2NORM:
+        b_rk = tl.rsqrt(tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1) + eps)
+        b_rq = tl.rsqrt(tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1) + eps)
+        tl.store(rk + p_m, b_rk, mask=o_m < n_m)
+        tl.store(rq + p_t, b_rq, mask=o_t < n_t)
+    b_p = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * b_rk[:, None] * (b_rq * scale)[None, :]
+    b_a = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION) * b_rk[:, None] * (b_rk * b_beta)[None, :]
+    lower = o_m[:, None] > o_m[None, :]
+    seen = o_tau[:, None] <= o_t[None, :]
+    if GATED:
+        b_g = tl.load(g + (i_t + o_t) * H + i_h, mask=o_t < n_t, other=0.0) * LOG2E
+        b_g = tl.maximum(b_g, MIN_LOG2_DECAY)
+        # Masked sums rather than two scans: sub-steps of one token get bit-identical values.
+        b_gt = tl.sum(tl.where(o_t[:, None] <= o_t[None, :], b_g[:, None], 0.0), 0)
+        b_gm = tl.sum(tl.where(o_t[:, None] <= o_tau[None, :], b_g[:, None], 0.0), 0)
+        tl.store(gc + p_t, b_gt, mask=o_t < n_t)
+        b_p *= tl.exp2(tl.where(seen, b_gt[None, :] - b_gm[:, None], 0.0))
+        b_a *= tl.exp2(tl.where(lower, b_gm[:, None] - b_gm[None, :], 0.0))
+    store_rows(p + (i_t * H + i_h) * M, tl.trans(tl.where(seen, b_p, 0.0)), n_t, 0, M, H * M, BC, M)
+    b_x = unit_lower_inverse(tl.where(lower, b_a, 0.0), INVERSE_PRECISION)
+    store_rows(x + (i_m * H + i_h) * M, b_x, n_m, 0, M, H * M, M, M)
+
+
+@triton.jit(do_not_specialize=["T", "NT"])
+def state_kernel(
+    q, k, v,  # [tokens, H, K], [tokens * N, H, K], [tokens * N, H, V]
+    x, p, gc, rq, rk, bh,  # from prepare_kernel
+    o, states,  # out [tokens, H, V]; out [chunks, H, V, K], the state at each chunk's start, operand dtype
+    initial_state, final_state,  # [segments, H, K, V] fp32, in and out
+    cu_seqlens, chunk_offsets, scale, n_total, T, NT,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
+    M: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    GATED: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, STORE_FINAL: tl.constexpr, STORE_STATES: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Per segment, head and block of V: the state and the output, chunk after chunk.
+
+    Blocks of V are neighbours in the grid: they share q, k, X and P through the L2 cache.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_v = (tl.program_id(0) % NV) * BV
+    i_h = (tl.program_id(0) // NV) % H
+    i_s = tl.program_id(0) // (NV * H)
+    i_start, length, i_chunk = segment_span(i_s, cu_seqlens, chunk_offsets, T, NT, PACKED)
+
+    o_k, o_v = tl.arange(0, BK), i_v + tl.arange(0, BV)
+    m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
+    p_s = (i_s.to(tl.int64) * H + i_h) * K * V + o_k[None, :] * V + o_v[:, None]
+    b_s = tl.zeros((BV, BK), tl.float32)  # S^T
+    if HAS_INITIAL:
+        b_s += tl.load(initial_state + p_s, mask=m_s, other=0.0)
+
+    for i_c in range(0, tl.cdiv(length, C)):
+        i_t, n_t = i_start + i_c * C, tl.minimum(length - i_c * C, C)
+        i_m, n_m = i_t * N, n_t * N
+        b_sc = b_s.to(OPERAND)
+        if STORE_STATES:
+            store_rows(states + ((i_chunk + i_c) * H + i_h) * V * K + i_v * K, b_sc, V - i_v, 0, K, K, BV, BK)
+        b_k = load_rows(k + (i_m * H + i_h) * K, n_m, 0, K, H * K, M, BK).to(OPERAND)
+        b_q = load_rows(q + (i_t * H + i_h) * K, n_t, 0, K, H * K, BC, BK).to(OPERAND)
+        b_v = load_rows(v + (i_m * H + i_h) * V, n_m, i_v, V, H * V, M, BV).to(tl.float32)
+        b_x = load_rows(x + (i_m * H + i_h) * M, n_m, 0, M, H * M, M, M).to(OPERAND)
+        b_p = load_rows(p + (i_t * H + i_h) * M, n_t, 0, M, H * M, BC, M).to(OPERAND)
+        b_beta = load_scalars(bh, i_h, n_total * N, i_m, n_m, M)
+
+        b_read, b_write, b_query, decay = chunk_factors(
+            gc, rq, rk, scale, i_h, n_total, i_t, n_t, N, M, BC, GATED, L2NORM
+        )
+
+        b_w = tl.dot(b_sc, tl.trans(b_k), input_precision=PRECISION)  # [BV, M]
+        b_w = tl.trans(b_v) - b_w * b_read[None, :]
+        b_e = tl.dot(b_w.to(OPERAND), tl.trans(b_x), input_precision=PRECISION)
+        b_o = tl.dot(b_sc, tl.trans(b_q), input_precision=PRECISION) * b_query[None, :]  # [BV, BC]
+        b_u = (b_e * b_beta[None, :]).to(OPERAND)
+        b_o = tl.dot(b_u, tl.trans(b_p), b_o, input_precision=PRECISION)
+        b_u = (b_e * (b_beta * b_write)[None, :]).to(OPERAND)
+        b_s = tl.dot(b_u, b_k, b_s * decay, input_precision=PRECISION)
+        store_rows(o + (i_t * H + i_h) * V, tl.trans(b_o), n_t, i_v, V, H * V, BC, BV)
+    if STORE_FINAL:
+        tl.store(final_state + p_s, b_s, mask=m_s)

@@ -1,0 +1,130 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fla_train.data import BatchPlan, MicroBatches, TokenDataset, prepare, sequential_batches
+from fla_train.data.shards import verify
+from tests.data.test_prepare import read
+
+
+@pytest.fixture
+def prepared(local):
+    return prepare(local, log=lambda line: None, progress=False)
+
+
+@pytest.mark.parametrize("seq_len", [1, 7, 64, 6000])  # 6000: longer than a shard
+def test_sequences_are_slices_of_the_stream(prepared, seq_len):
+    stream = torch.tensor(read(prepared, "train")[0])
+    dataset = TokenDataset(prepared.folder, "train", seq_len)
+    assert len(dataset) == len(stream) // seq_len
+    assert len(prepared.manifest["splits"]["train"]["shards"]) > 2
+    whole = dataset.sequences(np.arange(len(dataset)))
+    assert whole.dtype == torch.int64
+    assert torch.equal(whole, stream[: len(dataset) * seq_len].view(-1, seq_len))
+
+
+def test_shuffled_epochs_hold_each_sequence_once(prepared):
+    ordered = TokenDataset(prepared.folder, "train", 64)
+    shuffled = TokenDataset(prepared.folder, "train", 64, seed=1)
+    n = len(shuffled)
+    epochs = [shuffled.positions(np.arange(e * n, (e + 1) * n)) for e in range(3)]
+    for positions in epochs:
+        assert sorted(positions) == list(range(n))
+    assert len({tuple(p) for p in epochs}) == 3
+    across = np.array([n - 1, n, 3 * n - 1, 0])  # several epochs in one request, in any order
+    expected = [epochs[0][-1], epochs[1][0], epochs[2][-1], epochs[0][0]]
+    assert torch.equal(shuffled.sequences(across), ordered.sequences(np.array(expected)))
+    assert not np.array_equal(
+        TokenDataset(prepared.folder, "train", 64, seed=2).positions(np.arange(n)), epochs[0]
+    )
+
+
+def test_a_step_is_the_same_set_however_it_is_cut():
+    for step in (0, 3):
+        expected = list(range(step * 24, (step + 1) * 24))
+        for world, micro in [(1, 24), (1, 1), (2, 3), (4, 6), (3, 2)]:
+            plans = [BatchPlan(24, micro, rank, world) for rank in range(world)]
+            assert all(p.indices(step).shape == (p.accumulation, micro) for p in plans)
+            # In order of micro-batch, then rank: the order of the stream.
+            assert np.stack([p.indices(step) for p in plans], axis=1).ravel().tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "world"), [(24, 5, 1), (24, 8, 2), (4, 8, 1), (0, 1, 1), (4, 0, 1)]
+)
+def test_impossible_batches(batch, micro, world):
+    with pytest.raises(ValueError, match="global batch"):
+        BatchPlan(batch, micro, 0, world)
+
+
+def test_micro_batches_in_order_and_resumed(prepared):
+    dataset = TokenDataset(prepared.folder, "train", 16, seed=3)
+    plan = BatchPlan(12, 2, 1, 2)
+    state = torch.get_rng_state()
+    with MicroBatches(dataset, plan, 0, 5) as batches:
+        whole = list(batches)
+    assert torch.equal(torch.get_rng_state(), state)
+    expected = [dataset.sequences(row) for step in range(5) for row in plan.indices(step)]
+    assert torch.equal(torch.stack(whole), torch.stack(expected))
+    with MicroBatches(dataset, plan, 2) as batches:  # no end: runs on over the epochs
+        resumed = [next(batches) for _ in range(9)]
+    assert torch.equal(torch.stack(resumed), torch.stack(whole[6:15]))
+    with pytest.raises(StopIteration):
+        next(batches)
+    assert not batches._thread.is_alive()
+
+
+def test_an_error_in_the_background_is_raised_in_front(prepared, monkeypatch):
+    dataset = TokenDataset(prepared.folder, "train", 16)
+
+    def broken(indices):
+        raise OSError("disk gone")
+
+    monkeypatch.setattr(dataset, "sequences", broken)
+    with MicroBatches(dataset, BatchPlan(2, 2)) as batches, pytest.raises(OSError, match="disk gone"):
+        next(batches)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_sequential_batches_cover_the_split_once(prepared, world):
+    dataset = TokenDataset(prepared.folder, "validation", 32)
+    rows = [
+        row
+        for rank in range(world)
+        for batch in sequential_batches(dataset, 4, rank=rank, world=world)
+        for row in batch.tolist()
+    ]
+    assert sorted(rows) == sorted(dataset.sequences(np.arange(len(dataset))).tolist())
+    first = torch.cat(list(sequential_batches(dataset, 4, limit=6)))
+    assert torch.equal(first, dataset.sequences(np.arange(6)))
+
+
+def test_damaged_shards(prepared):
+    path = prepared.folder / "train" / "tokens-00001.bin"
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-2])
+    remedy = r".*delete .* and run fla-prepare again"
+    with pytest.raises(
+        ValueError, match=rf"tokens-00001\.bin has {len(raw) - 2} bytes instead of {len(raw)}{remedy}"
+    ):
+        TokenDataset(prepared.folder, "train", 16)
+    TokenDataset(prepared.folder, "validation", 16)  # whole
+    path.write_bytes(bytes([raw[0] ^ 1]) + raw[1:])
+    TokenDataset(prepared.folder, "train", 16)
+    with pytest.raises(ValueError, match=rf"tokens-00001\.bin is corrupt{remedy}"):
+        verify(prepared.folder)
+    path.unlink()
+    with pytest.raises(ValueError, match=rf"tokens-00001\.bin is missing{remedy}"):
+        TokenDataset(prepared.folder, "train", 16)
+
+
+def test_too_short_or_unknown_splits(prepared, local):
+    with pytest.raises(ValueError, match="fewer than one sequence of 1000000"):
+        TokenDataset(prepared.folder, "train", 10**6)
+    with pytest.raises(ValueError, match="no split 'test'"):
+        TokenDataset(prepared.folder, "test", 16)
+    none = prepare(replace(local, validation_fraction=0.0), log=lambda line: None, progress=False)
+    with pytest.raises(ValueError, match=r"0 tokens.*data\.validation_fraction"):
+        TokenDataset(none.folder, "validation", 16)

@@ -1,0 +1,286 @@
+import hashlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from fla_train.data import DataConfig, TokenizerConfig, data_faults, open_prepared, prepare
+from fla_train.data.shards import verify
+from tests.data.conftest import write_jsonl, write_parquet
+
+
+def quiet(config, log=lambda line: None):
+    return prepare(config, log=log, progress=False)
+
+
+def read(prepared, split):
+    """(tokens, document ends in the split's stream), read without the library."""
+    folder, dtype = prepared.folder / split, "<u2" if prepared.manifest["dtype"] == "uint16" else "<u4"
+    tokens = [np.fromfile(f, dtype) for f in sorted(folder.glob("tokens-*.bin"))]
+    starts = np.cumsum([0] + [len(t) for t in tokens])
+    ends = [
+        np.fromfile(f, "<u8").astype(np.int64) + start
+        for f, start in zip(sorted(folder.glob("documents-*.bin")), starts, strict=False)
+    ]
+    return np.concatenate(tokens).tolist(), np.concatenate(ends).tolist()
+
+
+def expected_bytes(documents, fraction, split):
+    """What the byte tokenizer must yield, by the definition: [b + 3 for each byte] + eos, split by sha1."""
+    out, ends, size = [], [], 0
+    for document in documents:
+        raw = document["text"].encode()
+        held_out = int(hashlib.sha1(raw).hexdigest()[:16], 16) < fraction * 2**64
+        if raw and held_out == (split == "validation"):
+            out += [b + 3 for b in raw] + [2]
+            size += len(raw)
+            ends.append(len(out))
+    return out, ends, size
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_shards_equal_a_naive_tokenization(local, documents, split):
+    prepared = quiet(local)
+    tokens, ends, size = expected_bytes(documents, 0.2, split)
+    assert read(prepared, split) == (tokens, ends)
+    entry = prepared.manifest["splits"][split]
+    assert (entry["tokens"], entry["documents"], entry["text_bytes"]) == (len(tokens), len(ends), size)
+    assert len(entry["shards"]) > 1
+    assert prepared.manifest["empty_documents"] == 1
+    counts = Counter(tokens)
+    entropy = -math.fsum(n / len(tokens) * math.log(n / len(tokens)) for n in counts.values())
+    assert entry["unigram_entropy"] == pytest.approx(entropy, abs=1e-12)
+    verify(prepared.folder)
+
+
+def test_layouts_give_the_same_tokens(tmp_path, local, corpus, documents):
+    write_jsonl(tmp_path / "a.jsonl.gz", documents)
+    mirror = tmp_path / "mirror"
+    write_parquet(mirror / "sample" / "10BT" / "000_00000.parquet", documents)
+    (mirror / "README.md").write_text(
+        "---\nconfigs:\n- config_name: sample-10BT\n"
+        "  data_files:\n  - split: train\n    path: sample/10BT/*\n---\n"
+    )
+    whole = quiet(local)
+    gz = quiet(replace(local, path=str(tmp_path / "a.jsonl.gz")))
+    hub = quiet(replace(local, source="hub", path=str(mirror), name="sample-10BT"))
+    assert len({p.folder for p in (whole, gz, hub)}) == 3
+    for split in ("train", "validation"):
+        assert read(whole, split) == read(gz, split) == read(hub, split)
+
+
+def test_stdlib(tmp_path):
+    config = DataConfig(max_documents=40, validation_fraction=0.3, cache_dir=str(tmp_path))
+    config.tokenizer = TokenizerConfig(name="bpe", vocab_size=400)
+    prepared = quiet(config)
+    again = quiet(replace(config, cache_dir=str(tmp_path / "b")))
+    for file in sorted(p.relative_to(prepared.folder) for p in prepared.folder.rglob("*") if p.is_file()):
+        assert (prepared.folder / file).read_bytes() == (again.folder / file).read_bytes(), file
+    splits = {s: prepared.manifest["splits"][s]["documents"] for s in ("train", "validation")}
+    assert sum(splits.values()) + prepared.manifest["empty_documents"] == 40
+    assert min(splits.values()) > 3
+    tokenizer = prepared.tokenizer()
+    texts = {}
+    for split in splits:
+        tokens, ends = read(prepared, split)
+        bounds = zip([0, *ends], ends, strict=False)
+        texts[split] = {tokenizer.decode(tokens[a : b - 1]) for a, b in bounds}
+        assert {tokens[b - 1] for b in ends} == {tokenizer.eos_token_id}
+    assert not texts["train"] & texts["validation"]
+    assert any("import" in text for text in texts["train"])
+
+
+def test_caps_and_separators(local, documents):
+    few = quiet(replace(local, max_documents=10, validation_fraction=0.0))
+    assert read(few, "train")[0] == expected_bytes(documents[:10], 0.0, "train")[0]
+    assert few.manifest["splits"]["validation"] == {
+        "documents": 0,
+        "tokens": 0,
+        "text_bytes": 0,
+        "unigram_entropy": None,
+        "shards": [],
+    }
+    tokens, ends, _ = expected_bytes(documents, 0.0, "train")
+    capped = quiet(replace(local, max_tokens=2000, validation_fraction=0.0))
+    stop = next(end for end in ends if end >= 2000)  # the document that reaches the cap stays whole
+    assert read(capped, "train")[0] == tokens[:stop]
+    bare = quiet(replace(local, append_eos=False, validation_fraction=0.0))
+    assert read(bare, "train")[0] == [t for t in tokens if t != 2]
+
+
+def test_reuse_and_rebuild(local, corpus, documents):
+    lines = []
+    first = quiet(local, lines.append)
+    assert len(lines) == 1
+    stamp = (first.folder / "manifest.json").stat().st_mtime_ns
+    assert quiet(local, lines.append).folder == first.folder
+    assert len(lines) == 1
+    assert (first.folder / "manifest.json").stat().st_mtime_ns == stamp
+    assert quiet(replace(local, shard_tokens=10**6)).folder == first.folder  # same tokens
+    for change in (
+        {"validation_fraction": 0.3},
+        {"max_tokens": 10},
+        {"append_eos": False},
+        {"max_documents": 9},
+    ):
+        assert quiet(replace(local, **change)).folder != first.folder
+    bpe = replace(local, tokenizer=TokenizerConfig(name="bpe", vocab_size=280))
+    assert quiet(bpe).folder != first.folder
+    write_parquet(corpus / "000_00001.parquet", documents[71:])
+    assert quiet(local).folder != first.folder
+
+
+def test_uint32_for_large_vocabularies(tmp_path, local):
+    vocab = {f"w{i}": i for i in range(70_000)} | {"<eos>": 70_000}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>").save_pretrained(tmp_path / "large")
+    write_jsonl(tmp_path / "words.jsonl", [{"text": "w65535 w65536"}, {"text": "w69999"}])
+    large = replace(local, path=str(tmp_path / "words.jsonl"), validation_fraction=0.0)
+    large = quiet(replace(large, tokenizer=TokenizerConfig(name=str(tmp_path / "large"))))
+    assert large.manifest["dtype"] == "uint32"
+    assert read(large, "train") == ([65535, 65536, 70_000, 69_999, 70_000], [3, 5])
+
+
+def test_faults_leave_nothing_behind(tmp_path, local, corpus):
+    (corpus / "b.jsonl").write_text('{"text": "a"}\n{"text": "\\ud800", "id": "odd"}\n')
+    with pytest.raises(ValueError, match=r"document odd: not valid Unicode.*repair"):
+        quiet(local)
+    assert not [p for p in (tmp_path / "cache").iterdir() if p.is_dir()]
+    (corpus / "b.jsonl").unlink()
+    with pytest.raises(ValueError, match="no training document"):
+        quiet(replace(local, validation_fraction=1 - 1e-12))
+    quiet(local).tokenizer().save_pretrained(tmp_path / "t")
+    (tmp_path / "t" / "tokenizer_config.json").unlink()
+    with pytest.raises(ValueError, match=r"no end-of-sequence token; set data\.tokenizer\.eos_token"):
+        quiet(replace(local, tokenizer=TokenizerConfig(name=str(tmp_path / "t"))))
+
+
+def test_all_faulty_settings_are_named_together():
+    config = DataConfig(source="hub", validation_fraction=1.0, max_tokens=0)
+    config.tokenizer = TokenizerConfig(name="bpe", vocab_size=10)
+    with pytest.raises(ValueError) as failure:
+        quiet(config)
+    for key in ("data.path", "validation_fraction", "max_tokens", "vocab_size"):
+        assert key in str(failure.value)
+    assert data_faults(DataConfig(path="x")) == ["data.path is set but data.source=stdlib does not use it"]
+    assert data_faults(DataConfig(source="web"))
+    assert not data_faults(DataConfig())
+
+
+SLOW = """
+import json, sys, time
+from fla_train.data import DataConfig, TokenizerConfig, prepare
+from fla_train.data import shards
+settings = json.loads(sys.argv[1])
+tokenizer = TokenizerConfig(**settings.pop("tokenizer"))
+write = shards.ShardWriter.add
+def slow(self, ids, size):
+    write(self, ids, size)
+    if self.documents == 30:
+        print("writing", flush=True)
+        time.sleep(float(sys.argv[2]))
+shards.ShardWriter.add = slow
+print(prepare(DataConfig(tokenizer=tokenizer, **settings), progress=False).folder, flush=True)
+"""
+
+
+def start(config, seconds):
+    return subprocess.Popen(
+        [sys.executable, "-c", SLOW, json.dumps(asdict(config)), str(seconds)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for(process, text):
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"never said {text!r}")
+
+
+def test_kill_leaves_nothing_that_is_picked_up(tmp_path, local, documents):
+    process = start(local, 60)
+    wait_for(process, "writing")
+    folders = [p for p in (tmp_path / "cache").iterdir() if p.is_dir()]
+    assert [p.name.startswith(".building-") for p in folders] == [True]
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    began = time.monotonic()
+    prepared = quiet(local)  # the lock died with its process
+    assert time.monotonic() - began < 10
+    assert read(prepared, "train")[0] == expected_bytes(documents, 0.2, "train")[0]
+    assert [p for p in (tmp_path / "cache").iterdir() if p.is_dir()] == [prepared.folder]
+
+
+def test_a_second_builder_waits_for_the_first(local):
+    process = start(local, 1.5)
+    wait_for(process, "writing")
+    lines = []
+    prepared = quiet(local, lines.append)
+    assert process.wait() == 0
+    assert process.stdout.read().split()[-1] == str(prepared.folder)
+    assert len(lines) == 1
+    assert "waiting for it" in lines[0]
+
+
+def test_threads_of_one_process_are_kept_apart_too(local):
+    folders = []
+    threads = [threading.Thread(target=lambda: folders.append(quiet(local).folder)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(folders) == 3
+    assert len(set(folders)) == 1
+    verify(folders[0])
+
+
+def test_unwritable_cache(tmp_path, local):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"data\.cache_dir"):
+        quiet(replace(local, cache_dir=str(tmp_path / "file" / "cache")))
+
+
+def test_cache_from_the_environment(tmp_path, local, monkeypatch):
+    monkeypatch.setenv("FLA_TRAIN_CACHE", str(tmp_path / "env"))
+    assert quiet(replace(local, cache_dir=None)).folder.parent == tmp_path / "env" / "data"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda m: m.write_text(m.read_text()[:-30]), r"manifest\.json is corrupt.*run fla-prepare again"),
+        (lambda m: m.write_text("[]"), r"manifest\.json is corrupt"),
+        (
+            lambda m: m.write_text(m.read_text().replace('"shards"', '"sards"')),
+            r"manifest\.json is incomplete",
+        ),
+        (lambda m: m.write_text(m.read_text().replace('"format": 1', '"format": 99')), "has format 99"),
+        (lambda m: m.unlink(), r"manifest\.json does not exist.*run fla-prepare"),
+    ],
+)
+def test_damaged_manifest(local, damage, message):
+    folder = quiet(local).folder
+    damage(folder / "manifest.json")
+    with pytest.raises(ValueError, match=message):
+        open_prepared(folder)
+
+
+def test_describe(local, documents):
+    lines = quiet(local).describe()
+    tokens, ends, size = expected_bytes(documents, 0.2, "train")
+    assert lines[0] == "local, vocabulary 259 (bytes)"
+    assert f"train: {len(ends)} documents, {len(tokens):,} tokens, {size / len(tokens):.2f} bytes" in lines[1]

@@ -1,0 +1,128 @@
+import gzip
+from dataclasses import replace
+
+import datasets
+import pytest
+
+from fla_train.data import DataConfig
+from fla_train.data.sources import open_source
+from tests.data.conftest import write_jsonl, write_parquet
+
+
+def texts(config):
+    return [d["text"] for d in open_source(config).documents()]
+
+
+def test_stdlib_is_real_source_text_and_the_same_every_time():
+    first, second = open_source(DataConfig()), open_source(DataConfig())
+    assert first.description == second.description
+    documents = list(first.documents())
+    assert documents == list(first.documents()) == list(second.documents())
+    names = [d["id"] for d in documents]
+    assert names == sorted(names)
+    assert "argparse.py" in names
+    assert not any("site-packages" in name for name in names)
+    import argparse
+
+    with open(argparse.__file__, encoding="utf-8", newline="") as file:
+        assert documents[names.index("argparse.py")]["text"] == file.read()
+
+
+@pytest.mark.parametrize("layout", ["one parquet", "folder", "glob", "jsonl", "jsonl.gz"])
+def test_local_layouts_hold_the_same_documents(tmp_path, local, corpus, documents, layout):
+    path = {
+        "one parquet": tmp_path / "one.parquet",
+        "folder": corpus,
+        "glob": f"{corpus}/*.parquet",
+        "jsonl": tmp_path / "a.jsonl",
+        "jsonl.gz": tmp_path / "a.jsonl.gz",
+    }[layout]
+    if layout == "one parquet":
+        write_parquet(path, documents)
+    elif layout.startswith("jsonl"):
+        write_jsonl(path, documents)
+    found = list(open_source(replace(local, path=str(path))).documents())
+    assert found == [{"text": d["text"], "id": d["id"]} for d in documents]
+
+
+def test_hub_stream_of_a_local_copy(tmp_path, local, documents):
+    """The layout of HuggingFaceFW/fineweb: a README that names configurations, and their parquet files."""
+    root = tmp_path / "HuggingFaceFW" / "fineweb"
+    write_parquet(root / "sample" / "10BT" / "000_00000.parquet", documents[:50])
+    write_parquet(root / "sample" / "10BT" / "001_00000.parquet", documents[50:])
+    write_parquet(root / "data" / "CC-MAIN-2013-20" / "000_00000.parquet", documents[:3])
+    (root / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: data/*/*\n"
+        "- config_name: sample-10BT\n  data_files:\n  - split: train\n    path: sample/10BT/*\n---\n"
+    )
+    hub = replace(local, source="hub", path=str(root), name="sample-10BT")
+    assert texts(hub) == [d["text"] for d in documents]
+    assert texts(replace(hub, name="default")) == [d["text"] for d in documents[:3]]
+    with pytest.raises(ValueError, match=r"fineweb \(no-such\).*data.name"):
+        texts(replace(hub, name="no-such"))
+    with pytest.raises(ValueError, match=r"no column 'content'.*data.text_column"):
+        texts(replace(hub, text_column="content"))
+
+
+def test_hub_offline_says_what_to_do(local, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"HuggingFaceFW/no-such-set.*local copy"):
+        texts(replace(local, source="hub", path="HuggingFaceFW/no-such-set", name=None))
+
+
+def test_description_follows_content_not_place(tmp_path, local, corpus, documents):
+    moved = tmp_path / "elsewhere"
+    corpus.rename(moved)
+    before = open_source(replace(local, path=str(moved))).description
+    moved.rename(corpus)
+    assert open_source(local).description == before
+    write_parquet(corpus / "000_00001.parquet", [*documents[70:-1], {**documents[-1], "text": "y" * 3000}])
+    assert open_source(local).description != before
+
+
+def test_missing_id_and_null_text(tmp_path, local):
+    write_parquet(tmp_path / "a.parquet", [{"text": "a"}, {"text": None}])
+    found = list(open_source(replace(local, path=str(tmp_path / "a.parquet"))).documents())
+    assert found == [{"text": "a", "id": "a.parquet row 1"}, {"text": "", "id": "a.parquet row 2"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.parquet", b"PAR1 not parquet", r"a\.parquet: not a readable parquet file.*fetch it again"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', r"a\.jsonl, line 2: not JSON.*repair"),
+        ("a.jsonl", b'{"text": "a"}\n[1]\n', r"a\.jsonl, line 2: not a JSON object"),
+        (
+            "a.jsonl",
+            b'{"body": "a"}\n',
+            r"a\.jsonl, line 1: no column 'text' \(it has body\); set data.text_column",
+        ),
+        ("a.jsonl", b'{"text": 3}\n', r"a\.jsonl line 1: 'text' is int, not text"),
+        ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl, line 1: not JSON"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999)[:-12], r"a\.jsonl\.gz: cannot be read.*fetch"),
+        ("a.txt", b"text", r"no file ending in \.parquet"),
+    ],
+)
+def test_faulty_files_are_named_with_the_remedy(tmp_path, local, name, content, message):
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        texts(replace(local, path=str(tmp_path / "bad")))
+
+
+def test_corrupt_row_group_is_named(local, corpus):
+    path = corpus / "000_00000.parquet"
+    raw = bytearray(path.read_bytes())
+    for at in range(len(raw) // 3, len(raw) // 3 + 400):  # well before the footer
+        raw[at] ^= 0xFF
+    path.write_bytes(raw)
+    with pytest.raises(ValueError, match=r"000_00000\.parquet, row group \d+: cannot be read"):
+        texts(local)
+
+
+def test_missing_path_and_wrong_column_type(tmp_path, local):
+    with pytest.raises(ValueError, match="no such file or folder"):
+        open_source(replace(local, path=str(tmp_path / "nope")))
+    write_parquet(tmp_path / "n.parquet", [{"text": ["a"]}])
+    with pytest.raises(ValueError, match=r"holds list.*not text"):
+        texts(replace(local, path=str(tmp_path / "n.parquet")))

@@ -1,0 +1,104 @@
+import json
+
+import pytest
+from transformers import AutoTokenizer, ByT5Tokenizer
+
+from fla_train.data import TokenizerConfig, check_vocabulary
+from fla_train.data.tokenizers import encode, fingerprint, load_tokenizer
+
+TEXTS = [
+    "plain",
+    " two  spaces\n\n\tand é 日本 😀",
+    "<eos></s><pad><bos>",
+    "\x00\x7f\u00ad\ufffd\r\n",
+    "a" * 5000,
+]
+TRAINING = ["the state of the delta rule is a matrix; the gate decays it\n"] * 50 + TEXTS
+
+
+def make(kind, tmp_path):
+    if kind == "bytes":
+        return load_tokenizer(TokenizerConfig(name="bytes"))
+    bpe = load_tokenizer(TokenizerConfig(name="bpe", vocab_size=300), TRAINING)
+    if kind == "bpe":
+        return bpe
+    bpe.save_pretrained(tmp_path / "saved")
+    if kind == "folder":
+        return load_tokenizer(TokenizerConfig(name=str(tmp_path / "saved")))
+    saved = json.loads((tmp_path / "saved" / "tokenizer.json").read_text())
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    if kind == "bare tokenizer.json":
+        (bare / "tokenizer.json").write_text(json.dumps(saved))
+        return load_tokenizer(TokenizerConfig(name=str(bare), eos_token="<eos>"))
+    vocab = saved["model"]["vocab"] | {"<|endoftext|>": len(saved["model"]["vocab"])}
+    (bare / "vocab.json").write_text(json.dumps(vocab))
+    (bare / "merges.txt").write_text("\n".join(" ".join(pair) for pair in saved["model"]["merges"]))
+    return load_tokenizer(TokenizerConfig(name=str(bare)))
+
+
+KINDS = ["bytes", "bpe", "folder", "bare tokenizer.json", "bare vocab.json"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_round_trip_and_reload(kind, tmp_path):
+    tokenizer = make(kind, tmp_path)
+    ids = encode(tokenizer, TEXTS)
+    assert [tokenizer.decode(i) for i in ids] == TEXTS
+    special = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
+    assert tokenizer.eos_token_id is not None
+    assert not special & {i for document in ids for i in document}  # text that looks like <eos> is text
+    tokenizer.save_pretrained(tmp_path / "again")
+    again = AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert encode(again, TEXTS) == ids
+    assert fingerprint(again) == fingerprint(tokenizer)
+    assert again.eos_token_id == tokenizer.eos_token_id
+    assert again("plain")["input_ids"] == ids[0]  # adds nothing by itself
+
+
+def test_bytes_are_bytes():
+    tokenizer = make("bytes", None)
+    assert len(tokenizer) == 259
+    everything = "".join(chr(c) for c in [*range(0x250), 0x65E5, 0x1F600])
+    [ids] = encode(tokenizer, [everything])
+    assert ids == [b + 3 for b in everything.encode()]
+
+
+def test_bpe_is_deterministic_and_obeys_its_size():
+    one, two = (load_tokenizer(TokenizerConfig(name="bpe", vocab_size=290), iter(TRAINING)) for _ in range(2))
+    assert fingerprint(one) == fingerprint(two)
+    assert len(one) == 290
+    assert len(encode(one, [TRAINING[0]])[0]) < len(TRAINING[0])
+    other = load_tokenizer(TokenizerConfig(name="bpe", vocab_size=290, train_bytes=60), TRAINING)
+    assert fingerprint(other) != fingerprint(one)
+
+
+def test_slow_tokenizer(tmp_path):
+    ByT5Tokenizer().save_pretrained(tmp_path / "byt5")
+    tokenizer = load_tokenizer(TokenizerConfig(name=str(tmp_path / "byt5")))
+    assert encode(tokenizer, ["ab</s>"]) == [[b + 3 for b in b"ab</s>"]]
+    assert fingerprint(tokenizer) != fingerprint(make("bytes", None))
+
+
+def test_faults(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="no such folder"):
+        load_tokenizer(TokenizerConfig(name=str(tmp_path / "nope")))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"no-such/tokenizer: cannot be loaded.*Hub name"):
+        load_tokenizer(TokenizerConfig(name="no-such/tokenizer"))
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="bad: cannot be loaded"):
+        load_tokenizer(TokenizerConfig(name=str(tmp_path / "bad")))
+    with pytest.raises(ValueError, match="no training document"):
+        load_tokenizer(TokenizerConfig(name="bpe"), [])
+    make("bpe", tmp_path).save_pretrained(tmp_path / "bpe")
+    with pytest.raises(ValueError, match="eos_token=<nope> is not in the vocabulary"):
+        load_tokenizer(TokenizerConfig(name=str(tmp_path / "bpe"), eos_token="<nope>"))
+
+
+def test_check_vocabulary():
+    tokenizer = make("bytes", None)
+    check_vocabulary(tokenizer, 259)
+    with pytest.raises(ValueError, match=r"259 tokens but model.vocab_size=258; set model.vocab_size=320"):
+        check_vocabulary(tokenizer, 258)

@@ -1,0 +1,31 @@
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from fla_train.data.config import TokenizerConfig
+from fla_train.data.tokenizers import load_tokenizer
+from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+
+SIZE = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerBase:
+    return load_tokenizer(TokenizerConfig(name="bytes"))
+
+
+@pytest.fixture(params=["untied", "tied", "llama"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    """Random weights; transformers' Llama stands for models that are not ours."""
+    if request.param == "llama":
+        return LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **SIZE))
+    return delta_product(tie_word_embeddings=request.param == "tied")
+
+
+def delta_product(**settings: object) -> DeltaProductForCausalLM:
+    shape = {"num_heads": 2, "head_dim": 16, "num_householder": 2, "use_forget_gate": True}
+    return DeltaProductForCausalLM(DeltaProductConfig(**SIZE, **shape, **settings))
+
+
+@pytest.fixture
+def small_model() -> DeltaProductForCausalLM:
+    return delta_product()

@@ -1,0 +1,143 @@
+"""An export is complete or absent, loads through the Auto classes, and computes what the model computed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from fla_train.hub import CardInfo, copy_export, export_model
+from fla_train.hub import export as export_module
+from fla_train.hub.card import count_parameters
+
+IDS = torch.tensor([[5, 7, 300, 11, 2, 9]])
+
+
+def test_auto_classes_load_equal_logits(model: PreTrainedModel, tokenizer, tmp_path: Path) -> None:
+    folder = export_model(model, tokenizer, tmp_path / "export")
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(loaded) is type(model) and loaded.dtype == torch.float32
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, loaded.get_parameter(name)), name
+    with torch.no_grad():
+        assert torch.equal(model.eval()(IDS).logits, loaded.eval()(IDS).logits)
+    text = "naïve text, 日本"
+    again = AutoTokenizer.from_pretrained(folder)
+    assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert loaded.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert loaded.generation_config.pad_token_id == tokenizer.pad_token_id
+
+
+def test_given_weights_are_written_in_place_of_the_models_own(model: PreTrainedModel, tmp_path: Path) -> None:
+    # As ZeRO gathers them: fp32 masters of a bf16 model, tied tensors in separate storage.
+    masters = {name: t.clone() for name, t in model.state_dict().items()}
+    model.to(torch.bfloat16)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        export_model(model, None, tmp_path / "export", state_dict=masters)
+    )
+    for name, tensor in masters.items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+def test_bf16_export_keeps_decay_parameters_wide(small_model, tmp_path: Path) -> None:
+    folder = export_model(small_model, None, tmp_path / "export", dtype=torch.bfloat16)
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded.lm_head.weight.dtype == torch.bfloat16
+    assert torch.equal(loaded.model.layers[0].attn.A_log, small_model.model.layers[0].attn.A_log)
+
+
+def test_training_goes_on_as_if_nothing_had_happened(small_model, tokenizer, tmp_path: Path) -> None:
+    small_model.train()
+    state = torch.get_rng_state()
+    export_model(small_model, tokenizer, tmp_path / "export")
+    assert small_model.training and torch.equal(torch.get_rng_state(), state)
+    assert small_model.config.architectures is None and small_model.config.eos_token_id is None
+
+
+def test_an_interrupted_export_leaves_the_former_one(
+    small_model, tokenizer, tmp_path: Path, monkeypatch
+) -> None:
+    folder = tmp_path / "export"
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(export_module, "render_card", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            export_model(small_model, tokenizer, folder)
+        assert list(tmp_path.iterdir()) == []
+    export_model(small_model, tokenizer, folder, CardInfo(step=1))
+    with monkeypatch.context() as patched:
+        patched.setattr(export_module, "render_card", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            export_model(small_model, tokenizer, folder, CardInfo(step=2))
+    assert list(tmp_path.iterdir()) == [folder]
+    assert json.loads((folder / "training.json").read_text())["step"] == 1
+    (tmp_path / ".writing-export").mkdir()  # what a killed process leaves
+    export_model(small_model, tokenizer, folder, CardInfo(step=2))
+    assert list(tmp_path.iterdir()) == [folder]
+    assert json.loads((folder / "training.json").read_text())["step"] == 2
+
+
+def test_an_export_that_does_not_load_back_is_refused(small_model, tmp_path: Path) -> None:
+    weights = dict(small_model.state_dict())
+    del weights["model.norm.weight"]
+    with pytest.raises(ValueError, match=r"missing_keys \['model.norm.weight'\]"):
+        export_model(small_model, None, tmp_path / "export", state_dict=weights)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_other_things_is_not_replaced(small_model, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("dear")
+    with pytest.raises(ValueError, match="not an exported model"):
+        export_model(small_model, None, tmp_path)
+    assert (tmp_path / "thesis.tex").read_text() == "dear"
+
+
+def test_copy(small_model, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    source = export_model(small_model, tokenizer, tmp_path / "export")
+    copy = copy_export(source, tmp_path / "copy")
+    assert {f.name: f.read_bytes() for f in source.iterdir()} == {
+        f.name: f.read_bytes() for f in copy.iterdir()
+    }
+    with pytest.raises(ValueError, match="another output"):
+        copy_export(source, source)
+
+
+def test_card(small_model, tokenizer, tmp_path: Path) -> None:
+    info = CardInfo(
+        name="tiny run",
+        data="stdlib",
+        tokens=123456,
+        seq_len=64,
+        losses={"validation": 2.34567},
+        config="seed: 0\n",
+    )
+    card = (export_model(small_model, tokenizer, tmp_path / "export", info) / "README.md").read_text()
+    front = yaml.safe_load(card.split("---")[1])
+    assert front["pipeline_tag"] == "text-generation" and front["library_name"] == "transformers"
+    table = 320 * 32
+    total = sum(p.numel() for p in small_model.parameters())
+    for expected in (
+        f"| parameters | {total:,} |",
+        f"| without embeddings | {total - 2 * table:,} |",
+        "| training tokens | 123,456 |",
+        "| final validation loss (nats per token) | 2.3457 |",
+        "import fla_train.models",
+        "seed: 0",
+    ):
+        assert expected in card
+    assert card.count("title     = {") == 4
+
+
+def test_parameters_counted_three_ways(model: PreTrainedModel) -> None:
+    table = 320 * 32
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    counts = count_parameters(model)
+    backbone = sum(p.numel() for p in model.model.parameters()) - table
+    assert counts["without_embeddings"] == backbone
+    assert counts["embedding_once"] == backbone + table
+    assert counts["total"] == backbone + table * (1 if tied else 2)

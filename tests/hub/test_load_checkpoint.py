@@ -1,0 +1,111 @@
+"""Finding and loading checkpoints; what goes wrong says in one line what to do."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fla_train.hub import CardInfo, export_model, load_model, pick_device, pick_dtype, resolve_checkpoint
+from fla_train.hub.load import document_prefix, run_folder, trained_length
+
+
+@pytest.fixture
+def run(small_model, tokenizer, tmp_path: Path) -> Path:
+    for step in ("step-0000900", "step-0001000", "step-10000000"):
+        export_model(small_model, tokenizer, tmp_path / "run/hf" / step, CardInfo(seq_len=77), validate=False)
+    (tmp_path / "run/hf/step-20000000").mkdir()  # no config.json: not an export
+    return tmp_path / "run"
+
+
+def test_resolve(run: Path) -> None:
+    newest = run / "hf/step-10000000"
+    assert resolve_checkpoint(run) == newest
+    assert resolve_checkpoint(run / "hf") == newest
+    assert resolve_checkpoint(str(run / "hf/step-0000900")) == run / "hf/step-0000900"
+    assert resolve_checkpoint("some-user/some.model-1b") == "some-user/some.model-1b"
+    assert run_folder(newest) == run
+    assert run_folder("some-user/some.model-1b") is None
+
+
+@pytest.mark.parametrize("name", ["absent", "./user/model", "/user/model", "a/b/c", "user/"])
+def test_resolve_what_is_not_there(name: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="does not exist: give a run folder"):
+        resolve_checkpoint(name)
+
+
+def test_resolve_a_path_that_only_looks_like_a_hub_name(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(ValueError, match="runs/first does not exist"):
+        resolve_checkpoint("runs/first")
+    (tmp_path / "runs/first").mkdir()
+    with pytest.raises(ValueError, match="no exported model in runs/first"):
+        resolve_checkpoint("runs/first")
+
+
+def test_load(run: Path, small_model) -> None:
+    model, tokenizer = load_model(run, dtype=torch.float64)
+    assert not model.training and model.dtype == torch.float64
+    assert torch.equal(model.lm_head.weight, small_model.lm_head.weight.double())
+    assert trained_length(model) == 77
+    assert document_prefix(model, tokenizer) == [tokenizer.eos_token_id]
+
+
+def test_document_prefix_of_other_models(small_model, tokenizer) -> None:
+    assert document_prefix(small_model, tokenizer) == [tokenizer.bos_token_id]
+    tokenizer.bos_token = None
+    assert document_prefix(small_model, tokenizer) == [tokenizer.eos_token_id]
+    tokenizer.eos_token = None
+    assert document_prefix(small_model, tokenizer) == []
+
+
+def one_line(failure: pytest.ExceptionInfo) -> str:
+    message = str(failure.value)
+    assert "\n" not in message
+    return message
+
+
+def test_weights_cut_short(run: Path) -> None:
+    weights = run / "hf/step-10000000/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(ValueError) as failure:
+        load_model(run)
+    assert f"{weights} is damaged or cut short" in one_line(failure)
+
+
+def test_weights_missing(run: Path) -> None:
+    (run / "hf/step-10000000/model.safetensors").unlink()
+    with pytest.raises(ValueError) as failure:
+        load_model(run)
+    assert "no file named" in one_line(failure)
+
+
+def test_a_weight_missing_is_not_drawn_at_random(run: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = run / "hf/step-10000000/model.safetensors"
+    tensors = load_file(weights)
+    del tensors["model.norm.weight"]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks weights: model\.norm\.weight"):
+        load_model(run)
+
+
+def test_a_hub_name_without_network() -> None:
+    with pytest.raises(ValueError) as failure:
+        load_model("some-user/absent-model")
+    assert "the Hub did not give it" in one_line(failure)
+
+
+def test_device_and_dtype_by_name() -> None:
+    assert pick_device("cpu") == "cpu"
+    assert pick_dtype("bfloat16") == torch.bfloat16 and pick_dtype("auto") is None
+    with pytest.raises(ValueError, match="device=nonsense cannot be used here"):
+        pick_device("nonsense")
+    if not torch.cuda.is_available():
+        assert pick_device("auto") == "cpu"
+        with pytest.raises(ValueError, match="try device=cpu"):
+            pick_device("cuda")
+    with pytest.raises(ValueError, match="dtype=int8 must be one of"):
+        pick_dtype("int8")

@@ -1,0 +1,167 @@
+"""The definition itself: against matrices written out, transformers' recurrence, and numerical gradients."""
+
+import pytest
+import torch
+from fla_train.kernels.delta_product import delta_product, delta_product_step
+from torch import Tensor
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
+
+from tests.kernels.helpers import assert_agrees, differentiable, documents_of, random_inputs
+
+
+def by_matrices(inputs: dict, scale: float) -> tuple[Tensor, Tensor]:
+    """S_t = A_t S_{t-1} + B_t with the transition matrix of each token formed explicitly, head by head."""
+    q, k, v, beta, g = (inputs[name] for name in ("q", "k", "v", "beta", "g"))
+    if inputs["qk_l2norm"]:
+        q, k = (x / (x.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    batch, tokens, substeps, heads, key_dim = k.shape
+    o = torch.empty(batch, tokens, heads, v.shape[-1], dtype=q.dtype)
+    final = torch.empty(batch, heads, key_dim, v.shape[-1], dtype=q.dtype)
+    for b in range(batch):
+        for h in range(heads):
+            S = torch.zeros(key_dim, v.shape[-1], dtype=q.dtype)
+            S = S if inputs["initial_state"] is None else inputs["initial_state"][b, h]
+            for t in range(tokens):
+                A = torch.eye(key_dim, dtype=q.dtype) * (1.0 if g is None else g[b, t, h].exp())
+                B = torch.zeros_like(S)
+                for j in range(substeps):
+                    key, step = k[b, t, j, h], beta[b, t, j, h]
+                    householder = torch.eye(key_dim, dtype=q.dtype) - step * torch.outer(key, key)
+                    A, B = householder @ A, householder @ B + step * torch.outer(key, v[b, t, j, h])
+                S = A @ S + B
+                o[b, t, h] = scale * (S.T @ q[b, t, h])
+            final[b, h] = S
+    return o, final
+
+
+@pytest.mark.parametrize("substeps", [1, 2, 3])
+@pytest.mark.parametrize("alpha", [None, (0.3, 1.0)])
+@pytest.mark.parametrize("initial_state", [False, True])
+def test_equals_the_product_of_transition_matrices(substeps, alpha, initial_state):
+    inputs = random_inputs(9, substeps, alpha=alpha, initial_state=initial_state)
+    o, state = delta_product(**inputs, scale=0.7, output_final_state=True, backend="recurrent")
+    expected_o, expected_state = by_matrices(inputs, 0.7)
+    torch.testing.assert_close(o, expected_o, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(state, expected_state, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("qk_l2norm", [False, True])
+def test_one_substep_equals_transformers_recurrence(qk_l2norm):
+    inputs = random_inputs(21, alpha=(0.5, 1.0), initial_state=True, qk_l2norm=qk_l2norm, dtype=torch.float32)
+    o, state = delta_product(**inputs, output_final_state=True, backend="recurrent")
+    expected = torch_recurrent_gated_delta_rule(
+        inputs["q"],
+        inputs["k"][:, :, 0],
+        inputs["v"][:, :, 0],
+        inputs["g"],
+        inputs["beta"][:, :, 0],
+        initial_state=inputs["initial_state"],
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=qk_l2norm,
+    )
+    torch.testing.assert_close(o, expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state, expected[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("documents", [None, (0, 0, 1, 4)])
+def test_gradients_are_numerically_right(documents):
+    inputs = random_inputs(
+        4,
+        2,
+        key_dim=3,
+        value_dim=2,
+        alpha=(0.3, 0.9),
+        initial_state=True,
+        beta=(0.1, 1.9),
+        documents=documents,
+    )
+    leaves = differentiable(inputs)
+
+    def call(*_: Tensor) -> tuple[Tensor, Tensor]:
+        return delta_product(**inputs, output_final_state=True, backend="recurrent")
+
+    # gradcheck perturbs its arguments in place, and `inputs` holds the same tensors.
+    assert torch.autograd.gradcheck(call, leaves)
+
+
+def test_a_closed_gate_forgets_everything_without_nan():
+    inputs = random_inputs(7, 2, alpha=(0.5, 1.0), initial_state=True)
+    inputs["g"][:, 3] = -torch.inf
+    leaves = differentiable(inputs)
+    o, state = delta_product(**inputs, output_final_state=True, backend="recurrent")
+    gradients = dict(
+        zip(
+            ["q", "k", "v", "beta", "g", "h0"],
+            torch.autograd.grad(o[:, 3:].sum() + state.sum(), leaves),
+            strict=True,
+        )
+    )
+    assert all(x.isfinite().all() for x in gradients.values())
+    assert not gradients["g"][:, :4].any() and not gradients["h0"].any() and not gradients["k"][:, :3].any()
+    assert gradients["g"][:, 4:].all()
+    later = {name: x[:, 3:] if name in ("q", "k", "v", "beta") else x for name, x in inputs.items()}
+    later.update(
+        g=torch.cat([torch.zeros_like(inputs["g"][:, :1]), inputs["g"][:, 4:]], 1), initial_state=None
+    )
+    torch.testing.assert_close(delta_product(**later, backend="recurrent")[0], o[:, 3:])
+
+
+@pytest.mark.parametrize("backend", ["recurrent", "chunked"])
+@pytest.mark.parametrize("alpha", [None, (0.3, 1.0)])
+def test_packed_documents_equal_separate_calls(backend, alpha):
+    inputs = random_inputs(
+        70, 2, alpha=alpha, initial_state=True, documents=(0, 0, 1, 40, 40, 41, 70, 70), seed=3
+    )
+    o, state = delta_product(**inputs, output_final_state=True, backend=backend)
+    parts = [
+        delta_product(**call, output_final_state=True, backend="recurrent") for call in documents_of(inputs)
+    ]
+    torch.testing.assert_close(o, torch.cat([o for o, _ in parts], 1))
+    lengths = inputs["cu_seqlens"].diff()
+    torch.testing.assert_close(state[lengths > 0], torch.cat([state for _, state in parts]))
+    assert torch.equal(state[lengths == 0], inputs["initial_state"][lengths == 0])
+
+
+@pytest.mark.parametrize("backend", ["recurrent", "chunked"])
+def test_two_halves_chained_by_the_state_equal_the_whole(backend):
+    inputs = random_inputs(101, 3, alpha=(0.9, 1.0), initial_state=True)
+    o, state = delta_product(**inputs, output_final_state=True, backend=backend)
+
+    def part(span: slice, before: Tensor) -> tuple[Tensor, Tensor]:
+        cut = {name: x[:, span] for name, x in inputs.items() if name in ("q", "k", "v", "beta", "g")}
+        return delta_product(
+            **cut, initial_state=before, output_final_state=True, qk_l2norm=True, backend=backend
+        )
+
+    o1, middle = part(slice(0, 37), inputs["initial_state"])
+    o2, end = part(slice(37, None), middle)
+    torch.testing.assert_close(torch.cat([o1, o2], 1), o)
+    torch.testing.assert_close(end, state)
+
+
+@pytest.mark.parametrize("substeps", [1, 3])
+@pytest.mark.parametrize("alpha", [None, (0.3, 1.0)])
+def test_steps_equal_the_sequence(substeps, alpha):
+    inputs = random_inputs(12, substeps, alpha=alpha, initial_state=True)
+    expected = delta_product(**inputs, scale=0.3, output_final_state=True, backend="recurrent")
+    state, outputs = inputs["initial_state"], []
+    for t in range(12):
+        gate = None if alpha is None else inputs["g"][:, t]
+        before = state.clone()
+        tensors = [inputs[name][:, t] for name in ("q", "k", "v", "beta")]
+        o, after = delta_product_step(*tensors, gate, state=state, scale=0.3, qk_l2norm=True)
+        assert torch.equal(state, before), "the step must leave the state it was given as it was"
+        state = after
+        outputs.append(o)
+    torch.testing.assert_close(torch.stack(outputs, 1), expected[0])
+    torch.testing.assert_close(state, expected[1])
+
+
+def test_bfloat16_is_computed_in_float32():
+    inputs = random_inputs(33, 2, alpha=(0.9, 1.0), dtype=torch.bfloat16)
+    o, state = delta_product(**inputs, output_final_state=True, backend="recurrent")
+    exact = {name: x.float() if name in ("q", "k", "v") else x for name, x in inputs.items()}
+    expected_o, expected_state = delta_product(**exact, output_final_state=True, backend="recurrent")
+    assert o.dtype == torch.bfloat16 and state.dtype == torch.float32
+    assert torch.equal(o, expected_o.bfloat16())
+    assert_agrees({"state": state}, {"state": expected_state}, 1e-7)

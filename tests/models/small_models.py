@@ -1,0 +1,31 @@
+"""Configurations of the small models that the tests of this folder build."""
+
+import pytest
+
+from fla_train.models import DeltaProductConfig
+
+HYBRID = {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "window_size": 5}
+VARIANTS = {
+    "delta_net": {"num_householder": 1, "use_forget_gate": False, "allow_neg_eigval": False},
+    "gated_delta_product": {"use_output_gate": True, "expand_v": 2.0},
+    "without_conv": {"num_householder": 3, "use_short_conv": False},
+    "hybrid": {"attn": HYBRID},
+    "hybrid_full_attention": {"attn": HYBRID | {"window_size": None}},
+}
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def small_config(variant: str = "gated_delta_product", **overrides) -> DeltaProductConfig:
+    fields = {
+        "vocab_size": 31,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_heads": 2,
+        "head_dim": 8,
+        "num_householder": 2,
+        "use_forget_gate": True,
+        "intermediate_size": 24,
+        "initializer_range": 0.3,
+        "backend": "recurrent",
+    }
+    return DeltaProductConfig(**(fields | VARIANTS[variant] | overrides))

@@ -1,0 +1,188 @@
+"""The config's checks, its Hydra schema, the YAML files, and the accounting that goes with them."""
+
+import dataclasses
+
+import pytest
+import torch
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from small_models import every_variant, small_config
+
+from fla_train.cli.app import compose
+from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM, build_config, model_schema
+from fla_train.models.accounting import (
+    count_parameters,
+    flops_per_token,
+    state_bytes_per_sequence,
+    training_memory_bytes,
+)
+
+
+def test_all_faults_are_reported_together():
+    with pytest.raises(ValueError) as fault:
+        DeltaProductConfig(num_heads=0, norm_eps=-1.0, hidden_act="nope", conv_size=2.5)
+    for part in ("num_heads must be", "norm_eps must be", "hidden_act 'nope'", "conv_size must be"):
+        assert part in str(fault.value)
+    assert "\n" not in str(fault.value)
+
+
+@pytest.mark.parametrize(
+    ("attn", "message"),
+    [
+        ({"layers": [9], "num_heads": 4}, r"attn.layers \[9\] do not exist, layers are 0..1"),
+        ({"layers": [0], "num_heads": 5}, "attn.num_heads 5"),
+        ({"layers": [0], "num_heads": 4, "num_kv_heads": 3}, "attn.num_kv_heads 3 must divide"),
+        ({"layers": [0], "num_heads": 4, "window_size": 0}, "attn.window_size must be >= 1"),
+        ({"layers": [0], "num_heads": 4, "window": 3}, "attn.window is unknown"),
+        ({"layers": [0]}, "attn.num_heads is required"),
+    ],
+)
+def test_hybrid_faults(attn, message):
+    with pytest.raises(ValueError, match=message):
+        small_config("hybrid", attn=attn)
+
+
+def test_unknown_keys_are_refused():
+    with pytest.raises(ValueError, match="unknown head_dims, hiden_size"):
+        build_config({"hiden_size": 3, "head_dims": 3, "num_heads": 2})
+
+
+def test_intermediate_size_follows_the_rule():
+    assert DeltaProductConfig().intermediate_size == 2816
+    assert DeltaProductConfig(hidden_size=2048).intermediate_size == 5632
+    assert DeltaProductConfig(intermediate_size=100).intermediate_size == 100
+
+
+def test_schema_has_the_fields_and_defaults_of_the_config():
+    schema, config = model_schema()(), DeltaProductConfig(intermediate_size=None)
+    fields = {f.name: getattr(schema, f.name) for f in dataclasses.fields(schema)}
+    assert fields.pop("intermediate_size") is None
+    assert fields == {name: getattr(config, name) for name in fields}
+    assert {"num_householder", "attn", "backend", "eos_token_id"} <= set(fields)
+
+
+def compose_model(*overrides: str) -> DictConfig:
+    """The `model` node as a command composes it: the schema under the YAML files under the overrides."""
+    store = ConfigStore.instance()
+    store.store(name="model_schema", node=model_schema(), package="model")
+    defaults = ["model_schema", "cli", {"model": "gated_delta_product/tiny"}, "_self_"]
+    store.store(name="model_test", node={"defaults": defaults})
+    return compose("model_test", overrides).model
+
+
+def config_of(*overrides: str) -> DeltaProductConfig:
+    return build_config(OmegaConf.to_container(compose_model(*overrides), resolve=True))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "millions"),
+    [
+        (["model=delta_net/340m"], 340),
+        (["model=delta_net/340m", "model.num_heads=12"], 392),
+        (["model=delta_product/340m"], 392),
+        (["model=delta_product/340m", "model.num_householder=3"], 443),
+        (["model=gated_delta_product/340m"], 393),
+        (["model=delta_net/1.3b"], 1300),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_the_papers_parameter_counts(overrides, millions):
+    """Counts of arXiv 2502.10297 (340M class) and of the 1.3B class: embedding once, no output gate."""
+    count = count_parameters(config_of(*overrides))
+    assert abs(count.embedding_once / (millions * 1e6) - 1) < 0.01
+    assert count.total == count.with_untied_head == count.embedding_once + count.embedding
+
+
+@pytest.mark.parametrize("size", ["tiny", "340m", "1.3b"])
+@pytest.mark.parametrize(
+    ("variant", "householder", "gate"),
+    [
+        ("delta_net", 1, False),
+        ("gated_delta_net", 1, True),
+        ("delta_product", 2, False),
+        ("gated_delta_product", 2, True),
+    ],
+)
+def test_every_variant_and_size_composes(variant, size, householder, gate):
+    node = compose_model(f"model={variant}/{size}")
+    assert set(node) == {f.name for f in dataclasses.fields(model_schema())}
+    config = config_of(f"model={variant}/{size}")
+    assert (config.num_householder, config.use_forget_gate) == (householder, gate)
+    assert config.allow_neg_eigval and not config.use_output_gate
+
+
+def test_hydra_refuses_unknown_keys_and_wrong_types():
+    with pytest.raises(ValueError, match="Key 'hiden_size' not in"):
+        compose_model("model.hiden_size=3")
+    with pytest.raises(ValueError, match="could not be converted to Integer"):
+        compose_model("model.num_heads=many")
+
+
+def test_hybrid_layers_can_be_given_on_the_command_line():
+    assert config_of("model.attn={layers:[1],num_heads:2}").attn == {
+        "layers": [1],
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "window_size": None,
+        "rope_theta": 10000.0,
+    }
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@every_variant
+def test_count_equals_the_module_built_on_meta(variant, tied):
+    config = small_config(variant, tie_word_embeddings=tied)
+    with torch.device("meta"):
+        model = DeltaProductForCausalLM(config)
+    count = count_parameters(model)
+    assert count == count_parameters(config)
+    assert count.total == sum(p.numel() for p in model.parameters())
+
+
+def test_flops_by_hand():
+    """Hidden 4, MLP 8, one head of K = V = 2, n_h = 2, vocabulary 10, one layer, width-4 convolutions."""
+    config = DeltaProductConfig(
+        vocab_size=10,
+        hidden_size=4,
+        num_hidden_layers=1,
+        num_heads=1,
+        head_dim=2,
+        num_householder=2,
+        intermediate_size=8,
+    )
+    matmul_weights = 4 * (2 + 4 + 4 + 2) + 2 * 4 + 3 * 4 * 8 + 10 * 4
+    convolution = 6 * 4 * (2 + 4 + 4)
+    m = 64
+    forward = 2 * (2 * m * 4 + 16 + m * m / 3) + 8 + 2 * m * 4
+    backward = 2 * (40 + 12 * m + 4 * m) + 16 + 12 * m + 8 * m
+    expected = 6 * matmul_weights + convolution + forward + backward
+    assert flops_per_token(config, 128) == pytest.approx(expected)
+    assert flops_per_token(config, 4096) == flops_per_token(config, 128)
+
+
+def test_attention_flops_count_visible_keys():
+    full = small_config("hybrid_full_attention")
+    windowed = small_config("hybrid")  # window 5
+    positions = range(1, 65)
+    difference = 12 * 16 * sum(t - min(t, 5) for t in positions) / 64
+    assert flops_per_token(full, 64) - flops_per_token(windowed, 64) == pytest.approx(difference)
+
+
+@every_variant
+@torch.no_grad()
+def test_state_bytes_equal_what_the_cache_holds(variant):
+    config = small_config(variant)
+    model = DeltaProductForCausalLM(config).eval()
+    cache = model(torch.ones(2, 9, dtype=torch.long), use_cache=True).past_key_values
+    assert cache.memory_bytes() == 2 * state_bytes_per_sequence(config, context=9, element_size=4)
+
+
+def test_training_memory_shards_gradients_and_optimizer():
+    config = DeltaProductConfig(num_householder=2)
+    one = training_memory_bytes(config, tokens_per_device=4096)
+    eight = training_memory_bytes(config, tokens_per_device=4096, num_devices=8)
+    assert one.parameters == eight.parameters == 4 * count_parameters(config).total
+    assert eight.gradients * 8 == one.gradients and eight.optimizer * 8 == one.optimizer
+    assert one.total == one.parameters + one.gradients + one.optimizer + one.activations
+    checkpointed = training_memory_bytes(config, tokens_per_device=4096, gradient_checkpointing=True)
+    assert checkpointed.activations < one.activations / 4

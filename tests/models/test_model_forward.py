@@ -1,0 +1,277 @@
+"""The parallel forward: an independent block, padding, packing, caching, checkpointing and the loss."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_models import every_variant, small_config
+
+from fla_train.models import DeltaProductForCausalLM, count_targets
+
+EXACT = {"rtol": 1e-9, "atol": 1e-9}
+ROTARY = {"rtol": 1e-4, "atol": 1e-5}  # fp32 angles at other absolute positions
+
+
+def tolerance(variant: str) -> dict[str, float]:
+    return ROTARY if variant.startswith("hybrid") else EXACT
+
+
+def oracle_block(state: dict[str, torch.Tensor], config, x: torch.Tensor) -> torch.Tensor:
+    """One block on x [T, hidden], token by token and head by head, straight from the equations."""
+    heads, n, k, v = config.num_heads, config.num_householder, config.head_dim, int(8 * config.expand_v)
+    length = len(x)
+
+    def rms(y, weight):
+        return weight * y / torch.sqrt((y * y).mean(-1, keepdim=True) + config.norm_eps)
+
+    def silu(y):
+        return y / (1 + torch.exp(-y))
+
+    def convolved(y, name):
+        if not config.use_short_conv:
+            return silu(y)
+        taps = state[f"attn.{name}_conv1d.weight"][:, 0]
+        out = torch.zeros_like(y)
+        for t in range(length):
+            for w in range(config.conv_size):
+                source = t - (config.conv_size - 1 - w)
+                if source >= 0:
+                    out[t] += taps[:, w] * y[source]
+        return silu(out)
+
+    h = rms(x, state["attn_norm.weight"])
+    q, keys, values = (convolved(h @ state[f"attn.{c}_proj.weight"].T, c) for c in "qkv")
+    mixed = torch.zeros(length, heads * v, dtype=x.dtype)
+    for head in range(heads):
+        memory = torch.zeros(k, v, dtype=x.dtype)
+        for t in range(length):
+            if config.use_forget_gate:
+                a = h[t] @ state["attn.a_proj.weight"][head] + state["attn.dt_bias"][head]
+                memory = memory * torch.exp(-torch.exp(state["attn.A_log"][head]) * torch.log1p(torch.exp(a)))
+            for j in range(n):
+                row = j * heads + head
+                key = keys[t, row * k : (row + 1) * k]
+                key = key / torch.sqrt((key * key).sum() + 1e-6)
+                beta = 1 / (1 + torch.exp(-h[t] @ state["attn.b_proj.weight"][row]))
+                beta = beta * (2 if config.allow_neg_eigval else 1)
+                memory = (torch.eye(k, dtype=x.dtype) - beta * torch.outer(key, key)) @ memory
+                memory = memory + beta * torch.outer(key, values[t, row * v : (row + 1) * v])
+            query = q[t, head * k : (head + 1) * k]
+            query = query / torch.sqrt((query * query).sum() + 1e-6)
+            mixed[t, head * v : (head + 1) * v] = rms(
+                memory.T @ query / math.sqrt(k), state["attn.o_norm.weight"]
+            )
+    if config.use_output_gate:
+        mixed = mixed * silu(h @ state["attn.g_proj.weight"].T)
+    x = x + mixed @ state["attn.o_proj.weight"].T
+    h = rms(x, state["mlp_norm.weight"])
+    up = silu(h @ state["mlp.gate_proj.weight"].T) * (h @ state["mlp.up_proj.weight"].T)
+    return x + up @ state["mlp.down_proj.weight"].T
+
+
+@pytest.mark.parametrize("backend", ["recurrent", "chunked"])
+@pytest.mark.parametrize("variant", ["delta_net", "gated_delta_product", "without_conv"])
+@torch.no_grad()
+def test_logits_equal_the_equations(build, tokens, variant, backend):
+    model = build(variant, backend=backend)
+    for parameter in model.parameters():  # norm weights of 1 would hide a forgotten one
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    state = model.state_dict()
+    for row, logits in zip(tokens, model(tokens).logits, strict=True):
+        x = state["model.embeddings.weight"][row]
+        for layer in range(2):
+            prefix = f"model.layers.{layer}."
+            block = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
+            x = oracle_block(block, model.config, x)
+        x = state["model.norm.weight"] * x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6)
+        torch.testing.assert_close(logits, x @ state["lm_head.weight"].T, rtol=1e-8, atol=1e-8)
+
+
+@every_variant
+@torch.no_grad()
+def test_padding_on_either_side_changes_nothing(build, tokens, variant):
+    model = build(variant)
+    lengths = [19, 11, 4]
+    alone = [model(row[None, :n]).logits[0] for row, n in zip(tokens, lengths, strict=True)]
+    mask = torch.arange(19)[None, :] < torch.tensor(lengths)[:, None]
+    right = torch.where(mask, tokens, 0)
+    left = torch.stack([row.roll(19 - n) for row, n in zip(right, lengths, strict=True)])
+    padded_right = model(right, attention_mask=mask.long()).logits
+    padded_left = model(left, attention_mask=mask.flip(1).long()).logits
+    for i, n in enumerate(lengths):
+        torch.testing.assert_close(padded_right[i, :n], alone[i], **tolerance(variant))
+        torch.testing.assert_close(padded_left[i, 19 - n :], alone[i], **tolerance(variant))
+
+
+@torch.no_grad()
+def test_padding_leaves_the_cache_of_the_real_tokens(build, tokens):
+    model = build()
+    row = tokens[:1, :7]
+    expected = model(row, use_cache=True).past_key_values
+    for padded, mask in ((F.pad(row, (5, 0)), F.pad(torch.ones(1, 7), (5, 0))),):
+        found = model(padded, attention_mask=mask, use_cache=True).past_key_values
+        for ours, reference in zip(found.layers, expected.layers, strict=True):
+            for name in reference:
+                torch.testing.assert_close(ours[name], reference[name], **EXACT)
+    right_mask = F.pad(torch.ones(1, 7), (0, 5))
+    found = model(F.pad(row, (0, 5)), attention_mask=right_mask, use_cache=True).past_key_values
+    for ours, reference in zip(found.layers, expected.layers, strict=True):
+        torch.testing.assert_close(ours["state"], reference["state"], **EXACT)
+
+
+@every_variant
+def test_packed_documents_equal_separate_ones_with_gradients(build, tokens, variant):
+    model = build(variant)
+    pieces = [tokens[0, :8], tokens[1, :1], tokens[2, :13]]
+    cu_seqlens = torch.tensor([0, 8, 8, 9, 22])  # the second document is empty
+    packed = model(torch.cat(pieces)[None], cu_seqlens=cu_seqlens).logits[0]
+    separate = torch.cat([model(piece[None]).logits[0] for piece in pieces])
+    torch.testing.assert_close(packed, separate, **tolerance(variant))
+    probe = torch.randn_like(packed)
+    ours = torch.autograd.grad((packed * probe).sum(), list(model.parameters()))
+    expected = torch.autograd.grad((separate * probe).sum(), list(model.parameters()))
+    for a, b in zip(ours, expected, strict=True):
+        assert (a - b).norm() <= tolerance(variant)["rtol"] * b.norm() + 1e-12
+
+
+@every_variant
+@pytest.mark.parametrize(
+    "cuts", [list(range(1, 19)), [7], [1, 9], [2, 3, 17]], ids=["steps", "7", "1+8", "mixed"]
+)
+@torch.no_grad()
+def test_pieces_through_the_cache_equal_the_parallel_forward(build, tokens, variant, cuts):
+    model = build(variant)
+    whole, cache, pieces = model(tokens).logits, None, []
+    for piece in tokens.tensor_split(cuts, dim=1):
+        outputs = model(piece, past_key_values=cache, use_cache=True)
+        cache = outputs.past_key_values
+        pieces.append(outputs.logits)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, **tolerance(variant))
+    assert cache.get_seq_length() == 19
+
+
+@torch.no_grad()
+def test_cache_memory_is_constant_and_fp32(build, tokens):
+    model = build().float()
+    cache = model(tokens[:, :4], use_cache=True).past_key_values
+    before = cache.memory_bytes()
+    for step in range(4, 19):
+        model(tokens[:, step : step + 1], past_key_values=cache)
+    assert cache.memory_bytes() == before
+    half = model.to(torch.bfloat16)(tokens, use_cache=True).past_key_values
+    assert {layer["state"].dtype for layer in half.layers} == {torch.float32}
+
+
+@every_variant
+def test_gradient_checkpointing_gives_the_same_gradients(build, tokens, variant):
+    model = build(variant).train()
+    model(tokens, labels=tokens).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    calls = []
+    model.model.layers[0].attn.register_forward_pre_hook(lambda *_: calls.append(1))
+    model.gradient_checkpointing_enable()
+    model(tokens, labels=tokens, use_cache=True).loss.backward()
+    assert len(calls) == 2  # the block did run again
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, expected[name]), name
+
+
+@every_variant
+def test_every_parameter_gets_a_gradient(build, tokens, variant):
+    model = build(variant)
+    model(tokens, labels=tokens).loss.backward()
+    assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+def test_loss_equals_cross_entropy_of_the_logits(build, tokens):
+    model = build()
+    labels = tokens.clone()
+    labels[0, :6] = -100
+    labels[2, 10:] = -100
+    outputs = model(tokens, labels=labels, logits_to_keep=0)
+    expected = F.cross_entropy(
+        outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
+    )
+    torch.testing.assert_close(outputs.loss, expected, **EXACT)
+    assert count_targets(labels) == (labels[:, 1:] != -100).sum()
+    assert model(tokens, labels=labels).logits is None
+
+
+def test_uneven_micro_batches_sum_to_the_whole_batch(build, tokens):
+    model = build()
+    labels = tokens.clone()
+    labels[0, 2:] = -100
+    labels[1, :9] = -100
+    model(tokens, labels=labels).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    items = count_targets(labels)
+    for rows in (slice(0, 1), slice(1, 3)):
+        model(tokens[rows], labels=labels[rows], num_items_in_batch=items).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], **EXACT)
+
+
+def test_a_batch_without_targets_has_loss_zero(build, tokens):
+    model = build()
+    loss = model(tokens, labels=torch.full_like(tokens, -100)).loss
+    loss.backward()
+    assert loss == 0 and all(not p.grad.any() for p in model.parameters())
+
+
+def test_token_losses_are_those_of_the_logits(build, tokens):
+    model = build()
+    logits = model(tokens).logits[:, :-1].detach()
+    expected = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
+    torch.testing.assert_close(model.token_losses(tokens), expected, **EXACT)
+
+
+@torch.no_grad()
+def test_logits_to_keep(build, tokens):
+    model = build()
+    whole = model(tokens).logits
+    torch.testing.assert_close(model(tokens, logits_to_keep=2).logits, whole[:, -2:], **EXACT)
+    picked = model(tokens, logits_to_keep=torch.tensor([0, 5])).logits
+    torch.testing.assert_close(picked, whole[:, [0, 5]], **EXACT)
+
+
+@pytest.mark.parametrize(("negative", "top"), [(True, 2.0), (False, 1.0)])
+def test_gates_stay_in_their_ranges_in_fp32(build, negative, top):
+    model = build(allow_neg_eigval=negative).float()
+    mixer = model.model.layers[0].attn
+    x = 30 * torch.randn(4, 50, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        beta, g = mixer.gates(x)
+    assert beta.dtype == g.dtype == torch.float32
+    assert beta.shape == (4, 50, 2, 2) and g.shape == (4, 50, 2)
+    assert 0 <= beta.min() < 0.05 and 0.95 * top < beta.max() <= top
+    assert g.max() <= 0 and g.isfinite().all()
+    keep = torch.zeros(4, 50, dtype=torch.bool)
+    assert not any(gate.any() for gate in mixer.gates(x, keep))
+
+
+def test_autocast_stays_close_to_fp32_and_keeps_states_wide(tokens):
+    torch.manual_seed(0)
+    config = small_config(initializer_range=0.05)
+    model = DeltaProductForCausalLM(config)
+    exact = model(tokens, labels=tokens).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = model(tokens, labels=tokens, logits_to_keep=0, use_cache=True)
+    assert outputs.loss.dtype == torch.float32 and outputs.logits.dtype == torch.bfloat16
+    assert {layer["state"].dtype for layer in outputs.past_key_values.layers} == {torch.float32}
+    torch.testing.assert_close(outputs.loss, exact, rtol=5e-3, atol=0)
+    outputs.loss.backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_contradicting_arguments_are_refused(build, tokens):
+    model = build()
+    cache = model(tokens, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"attention_mask has shape \[3, 19\].*\[3, 20\]"):
+        model(tokens[:, :1], past_key_values=cache, attention_mask=torch.ones(3, 19))
+    with pytest.raises(ValueError, match="batch 1"):
+        model(tokens, cu_seqlens=torch.tensor([0, 19]))
+    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
+        model()

@@ -1,0 +1,128 @@
+"""`model.generate` of transformers against loops over the parallel forward."""
+
+import itertools
+
+import pytest
+import torch
+from small_models import every_variant
+from transformers import DynamicCache
+
+from fla_train.models import DeltaProductCache
+
+GREEDY = {"do_sample": False, "max_new_tokens": 9, "pad_token_id": 0}
+
+
+def argmax_loop(model, prompt: torch.Tensor, steps: int = 9) -> torch.Tensor:
+    """Greedy continuation of one prompt [T], the whole sequence anew at each step and no cache."""
+    for _ in range(steps):
+        prompt = torch.cat([prompt, model(prompt[None], use_cache=False).logits[0, -1:].argmax(-1)])
+    return prompt[-steps:]
+
+
+@every_variant
+@torch.no_grad()
+def test_greedy_generation_of_a_left_padded_batch(build, tokens, variant):
+    model = build(variant)
+    lengths = [12, 7, 1]
+    prompts = torch.zeros(3, 12, dtype=torch.long)
+    mask = torch.zeros(3, 12, dtype=torch.long)
+    for i, n in enumerate(lengths):
+        prompts[i, 12 - n :], mask[i, 12 - n :] = tokens[i, :n], 1
+    generated = model.generate(prompts, attention_mask=mask, **GREEDY)[:, 12:]
+    for i, n in enumerate(lengths):
+        assert torch.equal(generated[i], argmax_loop(model, tokens[i, :n]))
+
+
+@torch.no_grad()
+def test_greedy_generation_without_padding_and_without_cache(build, tokens):
+    model = build()
+    expected = torch.stack([argmax_loop(model, row[:6]) for row in tokens])
+    assert torch.equal(model.generate(tokens[:, :6], **GREEDY)[:, 6:], expected)
+    assert torch.equal(model.generate(tokens[:, :6], use_cache=False, **GREEDY)[:, 6:], expected)
+
+
+@torch.no_grad()
+def test_generation_reads_only_new_tokens(build, tokens):
+    """Each step after the prompt must run one token, or decoding is not constant-time."""
+    model, lengths = build(), []
+    model.model.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    model.generate(tokens[:, :6], **GREEDY)
+    assert lengths == [6] + [1] * 8
+
+
+@torch.no_grad()
+def test_generation_continues_from_a_given_cache(build, tokens):
+    model = build()
+    cache = DeltaProductCache(2)
+    first = model.generate(tokens[:, :6], past_key_values=cache, **(GREEDY | {"max_new_tokens": 3}))
+    assert cache.get_seq_length() == 8
+    second = model.generate(first, past_key_values=cache, **(GREEDY | {"max_new_tokens": 6}))
+    assert torch.equal(second[:, 6:], torch.stack([argmax_loop(model, row[:6]) for row in tokens]))
+
+
+@torch.no_grad()
+def test_chunked_prefill_of_generate(build, tokens):
+    model = build()
+    found = model.generate(tokens, past_key_values=DeltaProductCache(2), prefill_chunk_size=4, **GREEDY)
+    assert torch.equal(found[:, 19:], torch.stack([argmax_loop(model, row) for row in tokens]))
+
+
+@pytest.mark.parametrize("variant", ["gated_delta_product", "hybrid"])
+@torch.no_grad()
+def test_beam_search_with_the_cache_equals_beam_search_without(build, tokens, variant):
+    model = build(variant)
+    settings = GREEDY | {"num_beams": 4, "num_return_sequences": 2}
+    cached = model.generate(tokens[:, :5], **settings)
+    assert torch.equal(cached, model.generate(tokens[:, :5], use_cache=False, **settings))
+
+
+@torch.no_grad()
+def test_wide_beam_search_finds_the_best_of_all_continuations(build):
+    model = build(vocab_size=6)
+    prompt = torch.tensor([[1, 4, 2]])
+    continuations = torch.tensor(list(itertools.product(range(6), repeat=3)))
+    sequences = torch.cat([prompt.expand(len(continuations), -1), continuations], 1)
+    best = sequences[model.token_losses(sequences)[:, 2:].sum(1).argmin()]
+    found = model.generate(prompt, num_beams=36, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert torch.equal(found[0], best)
+
+
+@torch.no_grad()
+def test_reordered_cache_continues_the_chosen_sequences(build, tokens):
+    model = build("hybrid")
+    cache = model(tokens[:, :10], use_cache=True).past_key_values
+    order = torch.tensor([2, 2, 0])
+    cache.reorder_cache(order)
+    found = model(tokens[order, 10:11], past_key_values=cache).logits[:, -1]
+    expected = model(tokens[order, :11]).logits[:, -1]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def test_batch_selection_and_repetition(build, tokens):
+    model = build()
+    cache = model(tokens[:, :10], use_cache=True).past_key_values
+    cache.batch_select_indices(torch.tensor([1]))
+    cache.batch_repeat_interleave(2)
+    found = model(tokens[[1, 1], 10:11], past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(found, model(tokens[[1, 1], :11]).logits[:, -1])
+
+
+@torch.no_grad()
+def test_an_empty_cache_of_transformers_is_replaced_and_a_filled_one_refused(build, tokens):
+    model = build()
+    outputs = model(tokens, past_key_values=DynamicCache(), use_cache=True)
+    assert isinstance(outputs.past_key_values, DeltaProductCache)
+    filled = DynamicCache()
+    filled.update(torch.zeros(3, 1, 4, 8), torch.zeros(3, 1, 4, 8), 0)
+    with pytest.raises(TypeError, match="expected a DeltaProductCache"):
+        model(tokens, past_key_values=filled)
+
+
+@torch.no_grad()
+def test_sampling_with_return_of_scores(build, tokens):
+    model = build()
+    outputs = model.generate(
+        tokens[:, :5], max_new_tokens=4, do_sample=True, return_dict_in_generate=True, output_scores=True
+    )
+    assert outputs.sequences.shape == (3, 9) and len(outputs.scores) == 4

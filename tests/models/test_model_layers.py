@@ -1,0 +1,140 @@
+"""RMSNorm, short convolution, rotary attention and the chunked loss against plain formulas."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_models import small_config
+
+from fla_train.models import loss as loss_module
+from fla_train.models.attention import HybridAttention
+from fla_train.models.context import SequenceContext
+from fla_train.models.layers import RMSNorm, ShortConvolution
+from fla_train.models.loss import linear_cross_entropy, token_losses
+
+
+def norm(size: int) -> RMSNorm:
+    layer = RMSNorm(size, 1e-6)
+    torch.nn.init.uniform_(layer.weight, 0.5, 2.0)
+    return layer
+
+
+def test_rms_norm_formula_with_and_without_gate():
+    layer, x, gate = norm(12).double(), *torch.randn(2, 3, 5, 12, dtype=torch.float64)
+    expected = layer.weight * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    torch.testing.assert_close(layer(x), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(layer(x, gate), expected * gate * torch.sigmoid(gate), rtol=1e-12, atol=1e-12)
+
+
+def test_rms_norm_computes_in_fp32_and_returns_what_matmuls_use():
+    layer, x = norm(64).to(torch.bfloat16), 100 * torch.randn(4, 64).to(torch.bfloat16)
+    exact = layer.weight.double() * x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    assert torch.equal(layer(x), exact.to(torch.bfloat16))  # one rounding, at the end
+    with torch.autocast("cpu", torch.bfloat16):
+        assert norm(64)(torch.randn(4, 64)).dtype == torch.bfloat16
+
+
+def convolution(channels: int, width: int = 4) -> ShortConvolution:
+    layer = ShortConvolution(channels, width).double()
+    torch.nn.init.normal_(layer.weight)
+    return layer
+
+
+@pytest.mark.parametrize(("length", "width"), [(9, 4), (2, 4), (1, 4), (7, 1)])
+def test_convolution_equals_conv1d(length, width):
+    layer, x = convolution(6, width), torch.randn(2, length, 6, dtype=torch.float64)
+    padded = F.pad(x.transpose(1, 2), (width - 1, 0))
+    expected = F.silu(F.conv1d(padded, layer.weight, groups=6)).transpose(1, 2)
+    y, state = layer(x)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(state, padded[:, :, length:])
+
+
+@pytest.mark.parametrize("cuts", [[4], [1, 2, 3], [8], [2, 8]])
+def test_convolution_continues_from_its_state(cuts):
+    layer, x = convolution(5), torch.randn(2, 9, 5, dtype=torch.float64)
+    whole, last = layer(x)
+    state, pieces = None, []
+    for piece in x.tensor_split(cuts, dim=1):
+        y, state = layer(piece, state)
+        pieces.append(y)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-12, atol=1e-12)
+    assert torch.equal(state, last)
+
+
+def test_convolution_resets_at_documents():
+    layer, x = convolution(5), torch.randn(1, 10, 5, dtype=torch.float64)
+    offsets = torch.tensor([0, 1, 0, 0, 1, 2, 3, 4, 5, 6])
+    separate = torch.cat([layer(x[:, a:b])[0] for a, b in ((0, 2), (2, 3), (3, 10))], 1)
+    torch.testing.assert_close(layer(x, offsets=offsets)[0], separate, rtol=1e-12, atol=1e-12)
+
+
+def brute_force_attention(layer: HybridAttention, x: torch.Tensor, allowed) -> torch.Tensor:
+    """Scores one by one; rotation as multiplication of complex numbers."""
+    heads, kv_heads, d = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    length, half = x.shape[0], d // 2
+
+    def rotated(y, position):
+        z = torch.complex(y[:half], y[half:])
+        freq = layer.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
+        return z * torch.polar(torch.ones_like(freq), position * freq)
+
+    q = (x @ layer.q_proj.weight.T).view(length, heads, d)
+    k = (x @ layer.k_proj.weight.T).view(length, kv_heads, d)
+    v = (x @ layer.v_proj.weight.T).view(length, kv_heads, d)
+    out = torch.zeros(length, heads, d, dtype=x.dtype)
+    for i in range(length):
+        for h in range(heads):
+            g = h // (heads // kv_heads)
+            keys = [j for j in range(i + 1) if allowed(i, j)]
+            scores = [(rotated(q[i, h], i) * rotated(k[j, g], j).conj()).real.sum() / d**0.5 for j in keys]
+            for weight, j in zip(torch.stack(scores).softmax(0), keys, strict=True):
+                out[i, h] += weight * v[j, g]
+    return out.flatten(1) @ layer.o_proj.weight.T
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("packed", [False, True])
+def test_attention_equals_brute_force(window, packed):
+    attn = {"layers": [0], "num_heads": 4, "num_kv_heads": 2, "window_size": window, "rope_theta": 100.0}
+    config = small_config(attn=attn)
+    layer = HybridAttention(config).double()
+    x = torch.randn(1, 9, 16, dtype=torch.float64)
+    cu_seqlens = torch.tensor([0, 4, 9]) if packed else None
+    context = SequenceContext.build(config, x, None, cu_seqlens, 0)
+    document = [0] * 4 + [int(packed)] * 5
+
+    def allowed(i, j):
+        return document[i] == document[j] and (window is None or i - j < window)
+
+    torch.testing.assert_close(
+        layer(x, context)[0], brute_force_attention(layer, x[0], allowed), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 200, 2**25])
+def test_loss_and_gradients_equal_cross_entropy(monkeypatch, chunk_elements):
+    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", chunk_elements)
+    hidden = torch.randn(13, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(29, 8, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 29, (13,))
+    targets[[2, 7, 12]] = -100
+    ours = linear_cross_entropy(hidden, weight, targets)
+    gradients = torch.autograd.grad(0.37 * ours, (hidden, weight))
+    reference = F.cross_entropy(hidden @ weight.T, targets, ignore_index=-100, reduction="sum")
+    expected = torch.autograd.grad(0.37 * reference, (hidden, weight))
+    torch.testing.assert_close(ours, reference, rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-12)
+    each = F.cross_entropy(hidden @ weight.T, targets, ignore_index=-100, reduction="none")
+    torch.testing.assert_close(token_losses(hidden, weight, targets), each.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_loss_keeps_its_logarithm_in_fp32_for_bf16_input():
+    hidden, weight = torch.randn(64, 32).to(torch.bfloat16), torch.randn(500, 32)
+    targets = torch.randint(0, 500, (64,))
+    logits = (hidden @ weight.to(torch.bfloat16).T).double()
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = token_losses(hidden, weight, targets)
+    assert losses.dtype == torch.float32
+    torch.testing.assert_close(
+        losses.double(), F.cross_entropy(logits, targets, reduction="none"), rtol=1e-5, atol=1e-5
+    )

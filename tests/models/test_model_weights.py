@@ -1,0 +1,158 @@
+"""Names, initialisation, saving and loading of the weights."""
+
+import copy
+import math
+
+import pytest
+import torch
+from small_models import every_variant, small_config
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+import fla_train.models
+from fla_train.models import DeltaProductForCausalLM, DeltaProductModel
+from fla_train.models.configuration import config_fields
+
+
+def test_state_dict_is_the_layout_of_flash_linear_attention():
+    model = DeltaProductForCausalLM(small_config(num_hidden_layers=1, expand_v=1.5))
+    hidden, vocab, mlp, heads, n, k, v = 16, 31, 24, 2, 2, 8, 12
+    expected = {
+        "model.embeddings.weight": (vocab, hidden),
+        "model.layers.0.attn_norm.weight": (hidden,),
+        "model.layers.0.attn.q_proj.weight": (heads * k, hidden),
+        "model.layers.0.attn.k_proj.weight": (n * heads * k, hidden),
+        "model.layers.0.attn.v_proj.weight": (n * heads * v, hidden),
+        "model.layers.0.attn.b_proj.weight": (n * heads, hidden),
+        "model.layers.0.attn.a_proj.weight": (heads, hidden),
+        "model.layers.0.attn.A_log": (heads,),
+        "model.layers.0.attn.dt_bias": (heads,),
+        "model.layers.0.attn.q_conv1d.weight": (heads * k, 1, 4),
+        "model.layers.0.attn.k_conv1d.weight": (n * heads * k, 1, 4),
+        "model.layers.0.attn.v_conv1d.weight": (n * heads * v, 1, 4),
+        "model.layers.0.attn.g_proj.weight": (heads * v, hidden),
+        "model.layers.0.attn.o_norm.weight": (v,),
+        "model.layers.0.attn.o_proj.weight": (hidden, heads * v),
+        "model.layers.0.mlp_norm.weight": (hidden,),
+        "model.layers.0.mlp.gate_proj.weight": (mlp, hidden),
+        "model.layers.0.mlp.up_proj.weight": (mlp, hidden),
+        "model.layers.0.mlp.down_proj.weight": (hidden, mlp),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (vocab, hidden),
+    }
+    assert {name: tuple(t.shape) for name, t in model.state_dict().items()} == expected
+
+
+def test_hybrid_attention_keys_are_those_of_flash_linear_attention():
+    model = DeltaProductForCausalLM(small_config("hybrid"))
+    keys = {name for name in model.state_dict() if name.startswith("model.layers.1.attn.")}
+    assert keys == {f"model.layers.1.attn.{p}_proj.weight" for p in "qkvo"}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@every_variant
+def test_save_and_load_keep_every_parameter(tmp_path, build, tokens, variant, tied):
+    model = build(variant, tie_word_embeddings=tied).float()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is DeltaProductForCausalLM
+    assert (loaded.lm_head.weight is loaded.model.embeddings.weight) == tied
+    saved, found = dict(model.named_parameters()), dict(loaded.named_parameters())
+    assert saved.keys() == found.keys()
+    assert [name for name in saved if not torch.equal(saved[name], found[name])] == []
+    loaded.config.backend = model.config.backend
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.eval()(tokens).logits, model(tokens).logits)
+
+
+def test_config_survives_saving_but_the_backend_stays_behind(tmp_path):
+    config = small_config("hybrid", eos_token_id=2)
+    config.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert loaded.backend == "auto" and config.backend == "recurrent"
+    loaded.backend = "recurrent"
+    for name in config_fields():
+        assert getattr(loaded, name) == getattr(config, name), name
+
+
+def test_auto_model_loads_the_backbone(tmp_path, build):
+    model = build().float()
+    model.save_pretrained(tmp_path)
+    backbone = AutoModel.from_pretrained(tmp_path)
+    assert type(backbone) is DeltaProductModel
+    for name, parameter in backbone.named_parameters():
+        assert torch.equal(parameter, model.model.get_parameter(name)), name
+
+
+def test_loading_in_bf16_keeps_the_gate_parameters_in_fp32(tmp_path, build):
+    build().float().save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    mixer = loaded.model.layers[0].attn
+    assert mixer.A_log.dtype == mixer.dt_bias.dtype == torch.float32
+    assert mixer.q_proj.weight.dtype == torch.bfloat16
+
+
+def wide_config():
+    return small_config(
+        hidden_size=128, num_heads=64, head_dim=4, initializer_range=0.02, num_hidden_layers=1
+    )
+
+
+def assert_initialised(model: DeltaProductForCausalLM) -> None:
+    for name, parameter in model.named_parameters():
+        assert parameter.isfinite().all(), name
+        if parameter.dim() >= 2:
+            assert abs(parameter.mean()) < 0.003 and abs(parameter.std() - 0.02) < 0.003, name
+        elif name.endswith("norm.weight"):
+            assert (parameter == 1).all(), name
+    mixer = model.model.layers[0].attn
+    a, dt = mixer.A_log.exp(), torch.nn.functional.softplus(mixer.dt_bias)
+    assert 0 < a.min() and a.max() <= 16 and 5 < a.mean() < 11  # U(0, 16), 64 draws
+    log_dt = dt.log()  # U(log 1e-3, log 1e-1)
+    assert math.log(1e-3) - 1e-3 <= log_dt.min() and log_dt.max() <= math.log(1e-1) + 1e-3
+    assert -5.1 < log_dt.mean() < -4.1
+
+
+def test_fresh_parameters_follow_the_stated_distributions():
+    torch.manual_seed(0)
+    assert_initialised(DeltaProductForCausalLM(wide_config()))
+
+
+def test_parameters_made_on_meta_are_all_initialised():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(wide_config())
+    assert all(p.is_meta for p in model.parameters())
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, math.nan)
+    torch.manual_seed(0)
+    model.init_weights()
+    assert_initialised(model)
+
+
+def test_loading_does_not_draw_again(tmp_path):
+    """Every parameter set to a value that initialisation never gives must come back."""
+    model = DeltaProductForCausalLM(wide_config())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.25)
+    model.save_pretrained(tmp_path)
+    for name, parameter in AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters():
+        assert (parameter == 7.25).all(), name
+
+
+def test_gate_parameters_ask_for_no_weight_decay():
+    model = DeltaProductForCausalLM(small_config())
+    marked = {
+        name.split(".")[-1] for name, p in model.named_parameters() if getattr(p, "_no_weight_decay", False)
+    }
+    assert marked == {"A_log", "dt_bias"}
+
+
+def test_two_models_with_one_seed_are_equal(build):
+    first, second = build(), build()
+    assert all(map(torch.equal, first.parameters(), second.parameters()))
+    assert copy.deepcopy(first).config.to_dict() == first.config.to_dict()
+
+
+def test_importing_the_package_registers_the_auto_classes():
+    assert AutoConfig.for_model("delta_product").__class__ is fla_train.models.DeltaProductConfig

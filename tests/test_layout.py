@@ -1,0 +1,133 @@
+"""The shape of the project: packages, dependency arrows, what the wheel claims (docs/architecture.md)."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+TOP_LEVEL = {"configs", "docs", "eval", "fla_train", "kernels", "scripts", "tests"}
+FOLDERS = {
+    "fla_train": "fla_train",
+    "kernels": "fla_train.kernels",
+    "eval": "fla_train.eval",
+    "configs": "fla_train.configs",
+}
+
+# A package may import itself and the packages named here, directly; nothing else of fla_train.
+ARROWS = {
+    "kernels": set(),
+    "models": {"kernels"},
+    "hub": {"models", "kernels"},
+    "data": set(),
+    "training": {"data", "hub", "models", "kernels", "configs"},
+    "eval": {"data", "hub", "models", "kernels", "configs"},
+    "cli": {"training", "eval", "data", "hub", "models", "kernels", "configs"},
+    "configs": set(),
+}
+KERNEL_IMPORTS = {"torch", "triton", "fla_train"}
+MODEL_IMPORTS = {"torch", "transformers", "fla_train"}
+
+
+def tracked() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    return [Path(line) for line in listed.stdout.splitlines() if (ROOT / line).exists()]
+
+
+def python_files(folder: str) -> list[Path]:
+    base = ROOT / folder if folder in {"kernels", "eval", "configs"} else ROOT / "fla_train" / folder
+    return sorted(base.rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """Absolute names of the modules that a file imports anywhere, relative imports resolved."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    package = list(parts[:-1]) if parts[0] == "fla_train" else ["fla_train", *parts[:-1]]
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            names |= {f"{stem}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_top_level_folders_are_those_of_the_design() -> None:
+    folders = {
+        path.parts[0] for path in tracked() if len(path.parts) > 1 and not path.parts[0].startswith(".")
+    }
+    assert folders <= TOP_LEVEL, f"unexpected top-level folders: {sorted(folders - TOP_LEVEL)}"
+    assert not (ROOT / "kernels" / "__init__.py").exists(), (
+        "kernels/ must stay a namespace: see docs/architecture.md"
+    )
+
+
+def test_every_package_is_listed_for_the_wheel() -> None:
+    found = set()
+    for folder, name in FOLDERS.items():
+        for path in [ROOT / folder, *(p for p in (ROOT / folder).rglob("*") if p.is_dir())]:
+            if any(path.glob("*.py")) or path == ROOT / folder:
+                found.add(".".join([name, *path.relative_to(ROOT / folder).parts]))
+    assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == found
+
+
+@pytest.mark.parametrize("package", sorted(ARROWS))
+def test_dependencies_point_one_way(package: str) -> None:
+    allowed = ARROWS[package] | {package}
+    for path in python_files(package):
+        used = {
+            name.split(".")[1] for name in imported(path) if name.startswith("fla_train.") and name.count(".")
+        }
+        used -= {"__version__"}
+        assert used <= allowed, f"{path.relative_to(ROOT)} imports {sorted(used - allowed)}"
+
+
+@pytest.mark.parametrize(("package", "allowed"), [("kernels", KERNEL_IMPORTS), ("models", MODEL_IMPORTS)])
+def test_outside_imports_of_the_lower_layers(package: str, allowed: set[str]) -> None:
+    for path in python_files(package):
+        outside = {name.split(".")[0] for name in imported(path)} - sys.stdlib_module_names - allowed
+        assert not outside, f"{path.relative_to(ROOT)} imports {sorted(outside)}"
+
+
+def test_modules_stay_small() -> None:
+    for path in tracked():
+        if path.suffix == ".py":
+            lines = len((ROOT / path).read_text().splitlines())
+            assert lines <= 400, f"{path} has {lines} lines: split it"
+
+
+def test_wheel_claims_only_fla_train(tmp_path: Path) -> None:
+    # A copy, so that setuptools' build folder does not land in the checkout.
+    source = tmp_path / "source"
+    for path in tracked():
+        if path.parts[0] in {*FOLDERS, "pyproject.toml", "README.md", "LICENSE"}:
+            (source / path).parent.mkdir(parents=True, exist_ok=True)
+            (source / path).write_bytes((ROOT / path).read_bytes())
+    build = "import setuptools.build_meta as b, sys; print(b.build_wheel(sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path)], cwd=source, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {n.split("/")[0] for n in names if ".dist-info" not in n} == {"fla_train"}
+    yaml = {str(p.relative_to(ROOT / "configs")) for p in (ROOT / "configs").rglob("*.yaml")}
+    assert yaml == {
+        n.removeprefix("fla_train/configs/") for n in names if n.endswith(".yaml") and "/configs/" in n
+    }
+    for script in PYPROJECT["project"]["scripts"].values():
+        assert script.split(":")[0].replace(".", "/") + ".py" in names, f"no module behind {script}"

@@ -1,0 +1,55 @@
+"""The README's commands work: ```bash fences are run in order in one folder (training made small by `debug=smoke`),
+```sh fences need more hardware, data or a network, so their configs are composed and checked."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fla_train.cli import app
+from fla_train.cli import eval as eval_command
+from fla_train.cli import export as export_command
+from fla_train.cli import train as train_command
+
+ROOT = Path(__file__).resolve().parent.parent
+REGISTER = {"train": train_command.register, "eval": eval_command.register, "export": export_command.register}
+
+
+def commands(fence: str) -> list[list[str]]:
+    blocks = re.findall(rf"^```{fence}\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
+    return [shlex.split(line, comments=True) for block in blocks for line in block.splitlines() if line.strip()]
+
+
+@pytest.mark.slow
+def test_the_tour_runs_in_order(tmp_path: Path) -> None:
+    tour = commands("bash")
+    assert [words[0] for words in tour] == [
+        "fla-doctor", "fla-train", "fla-prepare", "fla-train", "fla-eval", "fla-generate"
+    ]  # fmt: skip
+    for words in tour:
+        module = words[0].replace("fla-", "fla_train.cli.")
+        extra = ["debug=smoke"] if words[0] == "fla-train" else []
+        done = subprocess.run(
+            [sys.executable, "-m", module, *words[1:], *extra], cwd=tmp_path, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert list(tmp_path.glob("runs/first/eval/*/table.md"))
+
+
+@pytest.mark.parametrize("words", commands("sh"), ids=" ".join)
+def test_the_other_commands_compose(words: list[str]) -> None:
+    command = words[0].removeprefix("fla-")
+    # A sweep's lists are Hydra's business; each of their values is an ordinary override.
+    overrides = [re.sub(r"=(?!\[)([^,]*),.*", r"=\1", word) for word in words[1:] if word != "-m"]
+    REGISTER[command]()
+    app.compose(command, overrides)
+
+
+def test_every_console_command_is_in_the_readme() -> None:
+    text = (ROOT / "README.md").read_text()
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    for command in re.findall(r"^(fla-[a-z]+) =", pyproject, re.M):
+        assert command in text, f"{command} is not in README.md"

@@ -1,0 +1,59 @@
+"""A corpus, a model and run settings small enough that a run costs little more than its imports."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fla_train.cli.app import compose
+from fla_train.training.schema import TrainConfig, register, to_config
+
+WORDS = "the state of a linear recurrence forgets what its gate closes on and keeps what a key wrote".split()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """300 documents of random words, as jsonl of FineWeb's shape."""
+    folder = tmp_path_factory.mktemp("corpus")
+    draw = random.Random(0)
+    with (folder / "documents.jsonl").open("w") as file:
+        for number in range(300):
+            text = " ".join(draw.choices(WORDS, k=draw.randint(20, 60)))
+            file.write(json.dumps({"id": f"doc-{number}", "text": text}) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def overrides(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Hydra overrides of a run of 12 steps."""
+    return [
+        "data=local",
+        f"data.path={corpus}",
+        f"data.cache_dir={tmp_path_factory.mktemp('cache')}",
+        "data.tokenizer.name=bytes",
+        "data.validation_fraction=0.1",
+        "model.vocab_size=320",
+        "model.hidden_size=32",
+        "model.num_hidden_layers=2",
+        "model.num_heads=2",
+        "model.head_dim=16",
+        "trainer.max_steps=12",
+        "trainer.seq_len=32",
+        "trainer.global_batch_tokens=256",
+        "trainer.micro_batch_size=2",
+        "trainer.eval_every=4",
+        "trainer.eval_tokens=256",
+        "trainer.checkpoint_every=3",
+        "trainer.check_backend=false",
+        "optimizer.lr=1e-2",
+        "logger=none",
+    ]
+
+
+@pytest.fixture(scope="session")
+def make_config(overrides: list[str]) -> Callable[..., TrainConfig]:
+    """`make_config("trainer.max_steps=3", ...)` composes the run's config as the command does."""
+    register()
+    return lambda *more: to_config(compose("train", [*overrides, *more]))

@@ -1,0 +1,61 @@
+import pytest
+import torch
+
+from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+from fla_train.training.optimizer import build_optimizer, parameter_groups
+from fla_train.training.schema import OptimizerConfig
+
+SETTINGS = OptimizerConfig(
+    "adamw", 1e-2, weight_decay=0.5, beta1=0.9, beta2=0.95, eps=1e-8, max_grad_norm=1.0
+)
+
+
+@pytest.fixture
+def model() -> DeltaProductForCausalLM:
+    return DeltaProductForCausalLM(
+        DeltaProductConfig(
+            vocab_size=32,
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_heads=2,
+            head_dim=8,
+            use_forget_gate=True,
+            use_output_gate=True,
+        )
+    )
+
+
+def test_matrices_are_decayed_and_the_rest_is_not(model: DeltaProductForCausalLM):
+    names = {id(p): name for name, p in model.named_parameters()}
+    decayed, undecayed = ({names[id(p)] for p in group["params"]} for group in parameter_groups(model, 0.5))
+    assert decayed | undecayed == set(names.values())
+    assert not decayed & undecayed
+    assert "lm_head.weight" in decayed
+    assert "model.embeddings.weight" in undecayed
+    for name in decayed:
+        assert name.endswith("weight") and not name.endswith("norm.weight")
+    for ending in ("A_log", "dt_bias"):
+        assert any(name.endswith(ending) for name in undecayed)
+
+
+def test_a_step_without_gradient_decays_exactly_the_decayed(model: DeltaProductForCausalLM):
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = build_optimizer(model, SETTINGS)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    after = dict(model.named_parameters())
+    torch.testing.assert_close(after["lm_head.weight"], before["lm_head.weight"] * (1 - 1e-2 * 0.5))
+    for name, value in after.items():
+        if name.endswith(("A_log", "dt_bias", "norm.weight", "embeddings.weight")):
+            assert torch.equal(value, before[name]), name
+
+
+def test_a_tied_head_is_an_embedding():
+    config = DeltaProductConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_heads=2, head_dim=8, tie_word_embeddings=True
+    )
+    model = DeltaProductForCausalLM(config)
+    decayed, undecayed = parameter_groups(model, 0.5)
+    assert all(p is not model.lm_head.weight for p in decayed["params"])
+    assert sum(p is model.lm_head.weight for p in undecayed["params"]) == 1

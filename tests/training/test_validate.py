@@ -1,0 +1,66 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fla_train.training.schema import TrainConfig
+from fla_train.training.validate import accumulation_steps, validate
+
+Make = Callable[..., TrainConfig]
+
+
+def test_the_example_config_has_no_fault(make_config: Make):
+    config = make_config()
+    validate(config)
+    assert accumulation_steps(config) == 256 // (32 * 2)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.global_batch_tokens=300", "use 256 or 320"),
+        ("trainer.global_batch_tokens=10", "use 64"),
+        ("launch.num_processes=3", "use 192 or 384"),
+        ("trainer.precision=fp8", "trainer.precision=fp8 is not one of auto, bf16, fp32"),
+        ("schedule.warmup_steps=13", "longer than the run: use at most trainer.max_steps=12"),
+        ("trainer.max_steps=0", "trainer.max_steps=0 must be at least 1"),
+        ("trainer.seq_len=1", "use at least 2"),
+        ("optimizer.lr=-1", "optimizer.lr=-1.0 must not be negative"),
+        ("optimizer.beta2=1.5", r"optimizer.beta2=1.5 must lie in \[0, 1\]"),
+        ("trainer.resume=/no/such/checkpoint", "is no checkpoint folder"),
+        ("launch.machine_rank=1", r"launch.machine_rank=1 must lie in 0..0"),
+        ("launch.main_process_port=70000", "must lie in 1..65535"),
+        ("data.path=null", "needs data.path"),
+        ("model.num_heads=0", "num_heads must be an integer >= 1"),
+    ],
+)
+def test_each_fault_is_named_with_what_would_do(make_config: Make, override: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        validate(make_config(override))
+
+
+def test_all_faults_are_reported_together(make_config: Make):
+    with pytest.raises(ValueError) as caught:
+        validate(make_config("trainer.precision=fp8", "optimizer.beta1=2", "data.shard_tokens=0"))
+    for part in ("trainer.precision", "optimizer.beta1", "data.shard_tokens"):
+        assert part in str(caught.value)
+
+
+def test_several_machines_need_a_shared_folder_and_an_even_split(make_config: Make):
+    with pytest.raises(ValueError) as caught:
+        validate(make_config("launch.num_machines=2", "launch.num_processes=1"))
+    assert "needs run.dir" in str(caught.value)
+    assert "not a multiple of launch.num_machines=2" in str(caught.value)
+
+
+def test_a_gpu_is_asked_for_where_there_is_none(make_config: Make, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"no usable GPU: use launch.device=cpu"):
+        validate(make_config("launch.device=cuda"))
+
+
+def test_more_gpus_are_asked_for_than_there_are(make_config: Make, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=r"asks for 2 GPUs .* has 1: use launch.num_processes=1"):
+        validate(make_config("launch.num_processes=2"))
