@@ -1,6 +1,7 @@
 """Typed settings of `fla-eval`. The YAML files configs/eval.yaml and configs/suite/ explain every key."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from omegaconf import MISSING
 
@@ -9,7 +10,7 @@ from omegaconf import MISSING
 class PerplexityConfig:
     """Loss against context length and position, see `fla_train.eval.perplexity`."""
 
-    sets: dict[str, str] = field(default_factory=dict)
+    sets: list[str] = field(default_factory=list)
     lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096])
     bucket: int = 512
     documents: int = 64
@@ -44,6 +45,12 @@ class EvalConfig:
     suite: SuiteConfig = field(default_factory=SuiteConfig)
 
 
+def set_name(path: str) -> str:
+    """What a set of documents is called: its file or folder without endings, or the folder of a glob."""
+    place = Path(path)
+    return (place.parent if "*" in place.name else place).name.split(".")[0]
+
+
 def suite_faults(suite: SuiteConfig) -> list[str]:
     """Every setting that cannot work, one line each; empty when all is well."""
     faults = []
@@ -59,6 +66,11 @@ def suite_faults(suite: SuiteConfig) -> list[str]:
         for key in ("bucket", "documents", "scan", "chunk", "batch_size"):
             if (value := getattr(suite.perplexity, key)) < 1:
                 faults.append(f"suite.perplexity.{key}={value} must be at least 1")
+        names = [set_name(path) for path in suite.perplexity.sets]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            faults.append(
+                f"suite.perplexity.sets has several sets named {', '.join(repeated)}: rename a file"
+            )
         if not suite.perplexity.lengths or min(suite.perplexity.lengths) < 1:
             faults.append("suite.perplexity.lengths must hold integers of at least 1")
     return faults

@@ -28,7 +28,7 @@ def run_data(run: Path | None) -> PreparedData:
     if config is None or not config.is_file():
         raise ValueError(
             "the checkpoint lies in no run folder, so its validation split is unknown: name documents with "
-            "'suite.perplexity.sets={name: file.parquet}'"
+            "'suite.perplexity.sets=[documents.parquet]'"
         )
     node = OmegaConf.merge(OmegaConf.structured(DataConfig), OmegaConf.load(config).data)
     return prepare(OmegaConf.to_object(node), log=lambda line: None, progress=False)

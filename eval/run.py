@@ -8,12 +8,12 @@ from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
-from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig, suite_faults
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig, set_name, suite_faults
 from fla_train.eval.documents import file_documents, longest, run_data, validation_documents
 from fla_train.eval.perplexity import Estimate, bucket_edges, loss_table
 from fla_train.eval.report import environment, write_report
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 from fla_train.hub.card import count_parameters
 from fla_train.hub.device import pick_device, pick_dtype
 from fla_train.hub.load import document_prefix, load_model, resolve_checkpoint, run_folder, trained_length
@@ -133,7 +133,7 @@ def _perplexity(
             "not_reached": [length for length in found if length not in reached],
         }
 
-    sets = dict(config.sets) or {VALIDATION: None}
+    sets = {set_name(path): path for path in config.sets} or {VALIDATION: None}
     settings = {key: value for key, value in asdict(config).items() if key != "sets"}
     return {
         name: parts(f"perplexity-{name}", settings | {"path": path}, lambda path=path: sweep(path))

@@ -1,8 +1,8 @@
-"""fla_train: pretrain linear-RNN language models (DeltaNet, Gated DeltaNet, DeltaProduct, Gated DeltaProduct).
+"""fla_train: pretrain (Gated) DeltaNet and (Gated) DeltaProduct language models.
 
-In a checkout the folders `kernels/`, `eval/` and `configs/` lie beside this package; the last lines make them
-importable as `fla_train.kernels`, `fla_train.eval` and `fla_train.configs` without an installation. In a wheel they
-are ordinary subpackages. They are never top-level names: see docs/architecture.md.
+In a checkout the folders `kernels/`, `eval/` and `configs/` lie beside this package; the last lines make
+them importable as `fla_train.kernels`, `fla_train.eval` and `fla_train.configs` without an installation. In
+a wheel they are ordinary subpackages. They are never top-level names: see docs/architecture.md.
 """
 
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""The README's commands work: ```bash fences are run in order in one folder (training made small by `debug=smoke`),
-```sh fences need more hardware, data or a network, so their configs are composed and checked."""
+"""The README's commands work. Those in ```bash fences are run in order in one folder, training made small by
+`debug=smoke`; those in ```sh fences need more hardware, data or a network, so their configs are composed."""
 
 import re
 import shlex
@@ -20,7 +20,8 @@ REGISTER = {"train": train_command.register, "eval": eval_command.register, "exp
 
 def commands(fence: str) -> list[list[str]]:
     blocks = re.findall(rf"^```{fence}\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
-    return [shlex.split(line, comments=True) for block in blocks for line in block.splitlines() if line.strip()]
+    lines = [line for block in blocks for line in block.splitlines() if line.strip()]
+    return [shlex.split(line, comments=True) for line in lines]
 
 
 @pytest.mark.slow
@@ -32,9 +33,8 @@ def test_the_tour_runs_in_order(tmp_path: Path) -> None:
     for words in tour:
         module = words[0].replace("fla-", "fla_train.cli.")
         extra = ["debug=smoke"] if words[0] == "fla-train" else []
-        done = subprocess.run(
-            [sys.executable, "-m", module, *words[1:], *extra], cwd=tmp_path, capture_output=True, text=True, timeout=600
-        )
+        command = [sys.executable, "-m", module, *words[1:], *extra]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     assert list(tmp_path.glob("runs/first/eval/*/table.md"))
 

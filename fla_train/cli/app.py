@@ -53,8 +53,10 @@ def fail(message: object, code: int = 2) -> int:
     return code
 
 
-def run_hydra(config_name: str, register: Callable[[], None], task: Callable[[DictConfig], int | None]) -> None:
-    """Entry of a console command: `register()` the schemas, compose from `sys.argv`, run `task(config)`, exit.
+def run_hydra(
+    config_name: str, register: Callable[[], None], task: Callable[[DictConfig], int | None]
+) -> None:
+    """Entry of a console command: `register()` the schemas, compose from `sys.argv`, run `task`, exit.
 
     A `ValueError` is the user's fault and prints one line; with `FLA_TRAIN_TRACEBACK=1` it is raised instead.
     """

@@ -3,6 +3,7 @@
 fla-generate checkpoint=runs/my-run prompt="def main(" max_new_tokens=200 temperature=0.8 top_p=0.95 seed=1
 """
 
+import re
 import sys
 from dataclasses import dataclass
 
@@ -69,12 +70,14 @@ def task(config: DictConfig) -> int:
 
 
 def quoted(argument: str) -> str:
-    """`prompt=TEXT` with TEXT quoted for Hydra, whose grammar gives commas, brackets and quotes a meaning."""
+    """`prompt=TEXT` so that TEXT arrives unchanged; Hydra gives commas, quotes and `${` a meaning."""
     key, _, text = argument.partition("=")
     if key != "prompt":
         return argument
-    slashes = len(text) - len(text.rstrip("\\"))
-    return "prompt='" + text.replace("\\'", "\\\\\\'").replace("'", "\\'") + "\\" * slashes + "'"
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # OmegaConf: backslashes escape `${` and each other
+    text = re.sub(r"(\\*)'", r"\1\1\'", text)  # Hydra: the same with quotes
+    trailing = len(text) - len(text.rstrip("\\"))
+    return f"prompt='{text}" + "\\" * trailing + "'"
 
 
 def main() -> None:

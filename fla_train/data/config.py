@@ -44,9 +44,9 @@ def data_faults(config: DataConfig) -> list[str]:
         faults.append(f"data.source={config.source} is none of {', '.join(SOURCES)}")
     if config.source in ("local", "hub") and not config.path:
         faults.append(f"data.source={config.source} needs data.path")
-    reads = {"stdlib": (), "local": ("path",), "hub": ("path", "name", "revision")}.get(config.source)
-    for key in ("path", "name", "revision"):
-        if reads is not None and key not in reads and getattr(config, key) is not None:
+    reads = {"stdlib": (), "local": ("path",)}.get(config.source, ("path", "name", "revision", "split"))
+    for key in ("path", "name", "revision", "split"):
+        if key not in reads and getattr(config, key) != getattr(DataConfig, key):
             faults.append(f"data.{key} is set but data.source={config.source} does not use it")
     if not 0 <= config.validation_fraction < 1:
         faults.append(f"data.validation_fraction={config.validation_fraction} must be in [0, 1)")

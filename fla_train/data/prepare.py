@@ -9,8 +9,10 @@ builders apart.
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,7 +24,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from fla_train.data.config import DataConfig, cache_folder, data_faults
-from fla_train.data.shards import FORMAT, MANIFEST, ShardWriter, read_manifest, write_manifest
+from fla_train.data.shards import FORMAT, MANIFEST, ShardWriter, read_manifest, verify, write_manifest
 from fla_train.data.sources import Source, open_source
 from fla_train.data.tokenizers import encode, fingerprint, load_tokenizer
 
@@ -38,6 +40,10 @@ class PreparedData:
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(self.folder / "tokenizer")
+
+    def verify(self) -> None:
+        """Compare every shard with its checksum. Raises `ValueError` naming the first that differs."""
+        verify(self.folder)
 
     def describe(self) -> list[str]:
         """Lines for the plan: documents, tokens, bytes per token, vocabulary."""
@@ -175,6 +181,7 @@ def _build(
     name: str,
     progress: bool,
 ) -> None:
+    """Fill `folder` with the tokenizer, both splits and, last, the manifest."""
     eos = tokenizer.eos_token_id
     if config.append_eos and eos is None:
         raise ValueError(
@@ -186,59 +193,69 @@ def _build(
     size = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
     dtype = "uint16" if size <= 1 << 16 else "uint32"
     writers = {s: ShardWriter(folder / s, dtype, config.shard_tokens, size) for s in ("train", "validation")}
-    empty = 0
-    bar = tqdm(
-        total=source.total_bytes(),
-        unit="B",
-        unit_scale=True,
-        desc="tokenizing",
-        disable=None if progress else True,
-    )
-    with bar:
-        for batch, encoded in _encoded(tokenizer, _batches(_texts(source, config))):
-            for text, ids in zip(batch, encoded, strict=True):
-                if not text.bytes:
-                    empty += 1
-                    continue
-                if config.append_eos:
-                    ids.append(eos)
-                writers[text.split].add(ids, text.bytes)
-                if _enough(writers["train"], config):
-                    break
-            bar.update(sum(text.bytes for text in batch))
-            tokens = writers["train"].tokens + writers["validation"].tokens
-            bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-9) / 1e6:.2f}M tokens/s")
-            if _enough(writers["train"], config):
-                break
+    with _progress_bar(config, source, progress) as bar:
+        empty = _write(writers, config, source, tokenizer, bar)
     splits = {s: writer.close() for s, writer in writers.items()}
     if not splits["train"]["tokens"]:
         raise ValueError("the corpus has no training document; see data.path and data.validation_fraction")
     settings = asdict(config)
-    del settings["cache_dir"]
-    write_manifest(
-        folder,
-        {
-            "format": FORMAT,
-            "fingerprint": name,
-            "settings": settings,
-            "source": source.description,
-            "empty_documents": empty,
-            "dtype": dtype,
-            "tokenizer": {
-                "name": config.tokenizer.name,
-                "fingerprint": fingerprint(tokenizer),
-                "vocab_size": len(tokenizer),
-                "bos_token_id": tokenizer.bos_token_id,
-                "eos_token_id": eos,
-                "pad_token_id": tokenizer.pad_token_id,
-            },
-            "splits": splits,
+    del settings["cache_dir"]  # equal preparations are equal byte for byte, wherever they lie
+    manifest = {
+        "format": FORMAT,
+        "fingerprint": name,
+        "settings": settings,
+        "source": source.description,
+        "empty_documents": empty,
+        "dtype": dtype,
+        "tokenizer": {
+            "name": config.tokenizer.name,
+            "fingerprint": fingerprint(tokenizer),
+            "vocab_size": len(tokenizer),
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": eos,
+            "pad_token_id": tokenizer.pad_token_id,
         },
-    )
+        "splits": splits,
+    }
+    write_manifest(folder, manifest)
 
 
-def _enough(train: ShardWriter, config: DataConfig) -> bool:
-    return config.max_tokens is not None and train.tokens >= config.max_tokens
+def _write(
+    writers: dict[str, ShardWriter],
+    config: DataConfig,
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    bar: tqdm,
+) -> int:
+    """Tokenize the source into the writers, up to the cap; returns how many documents were empty."""
+    separator = [tokenizer.eos_token_id] if config.append_eos else []
+    cap = math.inf if config.max_tokens is None else config.max_tokens
+    train, empty = writers["train"], 0
+    began = time.monotonic()
+    for batch, encoded in _encoded(tokenizer, _batches(_texts(source, config))):
+        before = train.tokens
+        for text, ids in zip(batch, encoded, strict=True):
+            if train.tokens >= cap:
+                break
+            if text.bytes:
+                writers[text.split].add(ids + separator, text.bytes)
+            else:
+                empty += 1
+        bar.update(sum(text.bytes for text in batch) if config.max_tokens is None else train.tokens - before)
+        tokens = sum(writer.tokens for writer in writers.values())
+        bar.set_postfix_str(f"{tokens / (time.monotonic() - began) / 1e6:.2f}M tokens/s")
+        if train.tokens >= cap:
+            break
+    return empty
+
+
+def _progress_bar(config: DataConfig, source: Source, progress: bool) -> tqdm:
+    """Counts what bounds the work: tokens under `max_tokens`, else bytes of text. Silent off a terminal."""
+    disable = None if progress else True
+    if config.max_tokens is not None:
+        return tqdm(total=config.max_tokens, unit="tok", unit_scale=True, desc="tokenizing", disable=disable)
+    total = source.total_bytes() if config.max_documents is None else None
+    return tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", disable=disable)
 
 
 def _batches(texts: Iterable[_Text]) -> Iterator[list[_Text]]:

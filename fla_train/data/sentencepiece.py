@@ -1,8 +1,8 @@
 """A fast tokenizer from a bare SentencePiece BPE model (`tokenizer.model`: Mistral, Llama).
 
 transformers (5.23) orders the merges of such a file by token id, where SentencePiece orders by score. In
-Mistral's model that changes runs of spaces, so indented code gets other ids than the published models saw. Built
-here, the ids are SentencePiece's own.
+Mistral's model that changes runs of spaces, so indented code gets other ids than the published models saw.
+Built here, the ids are SentencePiece's own.
 """
 
 import re
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import tokenizers
 from sentencepiece import SentencePieceProcessor
+from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -51,7 +52,8 @@ def from_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
             decoders.Strip(content=" ", left=1),
         ]
     )
-    if backend.encode(_PROBE).ids != model.encode(_PROBE):
+    is_bpe = ModelProto.FromString(path.read_bytes()).trainer_spec.model_type == TrainerSpec.BPE
+    if not is_bpe or backend.encode(_PROBE).ids != model.encode(_PROBE):
         raise ValueError(f"{path} is a SentencePiece model of another kind than byte-fallback BPE")
     special = {"unk_token": model.unk_id(), "bos_token": model.bos_id(), "eos_token": model.eos_id()}
     return PreTrainedTokenizerFast(

@@ -90,7 +90,7 @@ def flops_per_token(config: DeltaProductConfig, seq_len: int) -> float:
 
 
 def state_bytes_per_sequence(config: DeltaProductConfig, context: int = 0, element_size: int = 2) -> int:
-    """Bytes of one sequence's cache: fp32 states, conv inputs, in hybrids keys and values of `context` tokens."""
+    """Bytes of one sequence's cache: states (fp32), conv inputs, a hybrid's keys and values of `context`."""
     attention = _attention_layers(config)
     state = 4 * config.num_heads * config.head_dim * config.head_v_dim
     conv = element_size * (config.conv_size - 1) * _conv_channels(config)

@@ -1,5 +1,4 @@
-"""What generation carries from call to call: constant memory for recurrent layers, keys and values for
-attention."""
+"""What generation carries from call to call: constant memory, except for keys and values of attention."""
 
 import torch
 from torch import Tensor
@@ -9,8 +8,8 @@ class DeltaProductCache:
     """Per layer a dict of tensors whose first axis is the batch; empty until the layer's first call.
 
     A recurrent layer keeps `state` [B, H, K, V] in fp32 and the last W-1 inputs of its convolutions,
-    `q_conv`, `k_conv` and `v_conv` [B, channels, W-1]. A hybrid attention layer keeps `keys` and `values` [B,
-    H_kv, S, D].
+    `q_conv`, `k_conv` and `v_conv` [B, channels, W-1]. A hybrid attention layer keeps `keys` and `values`
+    [B, H_kv, S, D], of the window's tokens if it has one.
 
     It serves `generate`, which needs `get_seq_length`, `reorder_cache` and `is_compileable`, without being a
     transformers `Cache`: those are built around keys and values that grow.
@@ -49,12 +48,12 @@ def cache_for(past_key_values: object, num_layers: int, use_cache: bool) -> Delt
     """The cache to run with: the caller's own, a new one when `use_cache`, or none.
 
     Raises:
-        TypeError: for a filled cache of another kind, whose content could only be dropped.
+        ValueError: for a filled cache of another kind, whose content could only be dropped.
     """
     if isinstance(past_key_values, DeltaProductCache):
         return past_key_values
     if past_key_values is not None and past_key_values.get_seq_length() > 0:
-        raise TypeError(
+        raise ValueError(
             f"past_key_values is a {type(past_key_values).__name__}, expected a DeltaProductCache"
         )
     return DeltaProductCache(num_layers) if use_cache else None

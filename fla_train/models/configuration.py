@@ -1,5 +1,4 @@
-"""`DeltaProductConfig`: one configuration for the four models (the table in docs/architecture.md), and its
-Hydra schema.
+"""`DeltaProductConfig`: one configuration for the four models of docs/architecture.md, and its Hydra schema.
 
 The annotated fields of the class are the only list of settings there is: transformers makes the constructor
 from them, `model_schema` makes the typed Hydra node, `build_config` checks a composed node against them.
@@ -13,18 +12,19 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
+from fla_train.kernels.delta_product import BACKENDS
+
 HYBRID_KEYS = ("layers", "num_heads", "num_kv_heads", "window_size", "rope_theta")
 
 
 class DeltaProductConfig(PreTrainedConfig):
     """Configuration of DeltaNet, Gated DeltaNet, DeltaProduct and Gated DeltaProduct language models.
 
-    Field names follow flash-linear-attention. `num_householder` is the papers' n_h, the number of generalized
-    Householder steps per token. `intermediate_size=None` becomes `256 * ceil(int(hidden_size * hidden_ratio *
-    2/3) / 256)`. `attn` turns some layers into softmax attention: `{"layers": [3, 7], "num_heads": 8,
-    "num_kv_heads": 8, "window_size": None, "rope_theta": 10000.0}`, of which the first two keys are required.
-    `backend` chooses the operator's backend; it belongs to the machine, so `save_pretrained` does not write
-    it.
+    Field names follow flash-linear-attention. `num_householder` is the papers' n_h, generalized Householder
+    steps per token. `intermediate_size=None` becomes 256 * ceil(int(hidden_size * hidden_ratio * 2/3) / 256).
+    `attn` turns some layers into softmax attention: `{"layers": [3, 7], "num_heads": 8, "num_kv_heads": 8,
+    "window_size": None, "rope_theta": 10000.0}`, of which the first two keys are required. `backend` chooses
+    the operator's backend; it belongs to the machine, so `save_pretrained` does not write it.
 
     Raises:
         ValueError: listing every fault at once.
@@ -101,6 +101,10 @@ class DeltaProductConfig(PreTrainedConfig):
         ]
         if self.hidden_act not in ACT2FN:
             faults.append(f"hidden_act {self.hidden_act!r} is unknown, use 'silu'")
+        if self.backend not in ("auto", *BACKENDS):
+            faults.append(f"backend {self.backend!r} is unknown, use auto, {', '.join(BACKENDS)}")
+        if not faults and self.head_v_dim < 1:
+            faults.append(f"head_dim * expand_v must be >= 1, got {self.head_dim} * {self.expand_v}")
         if faults or self.attn is None:
             return faults
         return self._hybrid_faults(self.attn)
@@ -145,8 +149,7 @@ def model_schema() -> type:
 
 
 def build_config(node: Mapping[str, Any]) -> DeltaProductConfig:
-    """The config of a composed `model` node (a plain dict: `OmegaConf.to_container(config.model,
-    resolve=True)`).
+    """The config of a composed `model` node, as a plain dict (`OmegaConf.to_container(..., resolve=True)`).
 
     Raises:
         ValueError: for unknown keys, or for settings that do not fit together.

@@ -46,12 +46,10 @@ class SequenceContext:
                 )
             keep = attention_mask[:, seen:].bool()
         if cu_seqlens is not None:
-            if batch != 1 or seen:
-                raise ValueError(
-                    "cu_seqlens packs documents in one row from its start: batch 1, no filled cache"
-                )
+            if batch != 1:
+                raise ValueError(f"cu_seqlens packs documents in one row: batch 1, not {batch}")
             position = torch.arange(length, device=tokens.device)
-            cu_seqlens = cu_seqlens.to(tokens.device)
+            cu_seqlens = cu_seqlens.to(position)  # searchsorted wants one dtype
             segments = torch.searchsorted(cu_seqlens[1:], position, right=True)
             offsets = position - cu_seqlens[segments]
         if config.attn is not None:

@@ -15,8 +15,7 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
 class RMSNorm(nn.Module):
     """y = weight * x / sqrt(mean(x^2) + eps) over the last axis, computed in fp32.
 
-    A norm's output feeds matmuls, so it is returned in their dtype: one cast here instead of one per
-    projection.
+    Its output feeds matmuls, so it is returned in their dtype: one cast here, not one per projection.
     """
 
     def __init__(self, size: int, eps: float) -> None:
@@ -25,7 +24,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """Normalise x [..., size]; a `gate` of the same shape multiplies the result by silu(gate), in fp32."""
+        """Normalise x [..., size]; a `gate` of its shape multiplies the result by silu(gate), in fp32 too."""
         dtype = matmul_dtype(x)
         wide = torch.promote_types(x.dtype, torch.float32)
         y = F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps)

@@ -13,7 +13,7 @@ def shift_labels(labels: Tensor) -> Tensor:
 
 
 def count_targets(labels: Tensor) -> Tensor:
-    """Targets in labels [B, T] after the shift, a scalar; summed over a global batch, `num_items_in_batch`."""
+    """Targets in labels [B, T] after the shift (scalar); a global batch's sum is `num_items_in_batch`."""
     return (labels[:, 1:] != IGNORE).sum()
 
 

@@ -1,5 +1,4 @@
-"""The token mixer of all four models: projections, short convolutions, the delta-product operator, output
-norm."""
+"""The token mixer of all four models: projections, short convolutions, the operator, output norm."""
 
 import torch
 import torch.nn.functional as F
@@ -12,16 +11,15 @@ from fla_train.models.layers import RMSNorm, ShortConvolution
 
 
 class DeltaProductMixer(nn.Module):
-    """(Gated) DeltaProduct over [B, T, hidden_size] (arXiv 2502.10297, section 3; n_h = 1 is (Gated)
-    DeltaNet).
+    """(Gated) DeltaProduct over [B, T, hidden_size] (arXiv 2502.10297, section 3; n_h = 1: (Gated) DeltaNet).
 
-        q, k, v = silu(conv(W x));  beta = sigmoid(W_b x), doubled for eigenvalues in [-1, 1]
-        g       = -exp(A_log) softplus(W_a x + dt_bias)                    with the forget gate
-        y       = W_o rmsnorm(delta_product(q, k, v, beta, g)) [* silu(W_g x) before W_o, with the output
-        gate]
+        q, k, v = silu(conv(W x))
+        beta    = sigmoid(W_b x), doubled for eigenvalues in [-1, 1]
+        g       = -exp(A_log) softplus(W_a x + dt_bias)            with the forget gate
+        y       = W_o rmsnorm(delta_product(q, k, v, beta, g))     rmsnorm * silu(W_g x) with the output gate
 
-    Keys and row order are flash-linear-attention's: the rows of `k_proj` are (N, H, K), of `v_proj` (N, H,
-    V), of `b_proj` (N, H), so the operator's layout is a view of each projection.
+    Keys and row order are flash-linear-attention's: the rows of `k_proj` are (N, H, K), of `v_proj`
+    (N, H, V), of `b_proj` (N, H), so the operator's layout is a view of each projection.
     """
 
     def __init__(self, config: DeltaProductConfig) -> None:
@@ -52,8 +50,8 @@ class DeltaProductMixer(nn.Module):
     def forward(self, x: Tensor, context: SequenceContext, cache: dict[str, Tensor] | None = None) -> Tensor:
         """Mix x [B, T, hidden_size]; `cache` is this layer's dict of a `DeltaProductCache`, updated in place.
 
-        Padding changes nothing: its rows enter the convolutions as zeros, and beta = 0, g = 0 leave the state
-        alone.
+        Padding changes nothing: its rows enter the convolutions as zeros, and beta = 0 and g = 0 there leave
+        the state alone.
         """
         if context.keep is not None:
             x = x * context.keep[..., None].to(x.dtype)
@@ -106,30 +104,17 @@ class DeltaProductMixer(nn.Module):
     ) -> Tensor:
         """The operator on one layer's sequence, by a single step where one token follows a state."""
         state = None if cache is None else cache.get("state")
+        options = {"qk_l2norm": True, "backend": self.config.backend}
         if state is not None and q.shape[1] == 1:
-            g_now = None if g is None else g[:, 0]
-            o, cache["state"] = delta_product_step(
-                q[:, 0],
-                k[:, 0],
-                v[:, 0],
-                beta[:, 0],
-                g_now,
-                state=state,
-                qk_l2norm=True,
-                backend=self.config.backend,
-            )
+            now = [None if tensor is None else tensor[:, 0] for tensor in (q, k, v, beta, g)]
+            o, cache["state"] = delta_product_step(*now, state=state, **options)
             return o[:, None]
         o, final = delta_product(
-            q,
-            k,
-            v,
-            beta,
-            g,
+            *(q, k, v, beta, g),
             initial_state=state,
             output_final_state=cache is not None,
             cu_seqlens=context.cu_seqlens,
-            qk_l2norm=True,
-            backend=self.config.backend,
+            **options,
         )
         if cache is not None:
             cache["state"] = final

@@ -1,5 +1,4 @@
-"""`DeltaProductModel` and `DeltaProductForCausalLM`: pre-norm blocks around the mixer, as transformers
-models."""
+"""`DeltaProductModel` and `DeltaProductForCausalLM`: pre-norm blocks around the mixer, for transformers."""
 
 import math
 
@@ -61,15 +60,9 @@ class DeltaProductPreTrainedModel(PreTrainedModel):
         elif isinstance(module, RMSNorm):
             init.ones_(module.weight)
         elif isinstance(module, DeltaProductMixer) and self.config.use_forget_gate:
-            a = torch.empty_like(module.A_log, dtype=torch.float32).uniform_(*A_RANGE).clamp_(min=1e-4)
-            init.copy_(module.A_log, a.log_())
-            low, high = map(math.log, DT_RANGE)
-            dt = (
-                torch.empty_like(module.dt_bias, dtype=torch.float32)
-                .uniform_(low, high)
-                .exp_()
-                .clamp_(min=1e-4)
-            )
+            empty = torch.empty_like(module.A_log, dtype=torch.float32)
+            init.copy_(module.A_log, empty.uniform_(*A_RANGE).clamp(min=1e-4).log())
+            dt = empty.uniform_(*map(math.log, DT_RANGE)).exp().clamp(min=1e-4)
             init.copy_(module.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
 
 
@@ -120,6 +113,10 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
         if self.training and self.layers[0].gradient_checkpointing:
             past_key_values, use_cache = None, False  # recomputing a block would update its cache twice
         cache = cache_for(past_key_values, self.config.num_hidden_layers, use_cache)
+        if cache is not None and cu_seqlens is not None:
+            raise ValueError(
+                "cu_seqlens packs whole documents, which no cache continues: use_cache must be off"
+            )
         seen = 0 if cache is None else cache.seen_tokens
         context = SequenceContext.build(self.config, hidden, attention_mask, cu_seqlens, seen)
 
@@ -169,12 +166,11 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
             logits_to_keep: which positions get logits: the last n (0: all), or an index tensor. Default: all
                 without labels, none with labels (training never makes the [B, T, vocabulary] logits).
             num_items_in_batch: what the summed loss is divided by: the number of targets of the *global*
-                batch, so that gradients summed over micro-batches and ranks are exact. Default: the targets
-                in `labels`.
+                batch (over the ranks, where gradients are averaged), so that gradients summed over
+                micro-batches are exact. Default: the number of targets in `labels`.
 
         Returns:
-            `loss` (fp32 scalar) with labels, `logits` [B, kept, vocabulary] and `past_key_values` where they
-            apply.
+            `loss` (fp32 scalar) with labels, `logits` [B, kept, vocabulary], and `past_key_values`.
         """
         if use_cache is None and labels is not None:
             use_cache = False
@@ -183,22 +179,24 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
 
         loss = logits = None
         if labels is not None:
-            total = linear_cross_entropy(
-                hidden.flatten(0, 1), self.lm_head.weight, shift_labels(labels).flatten()
+            targets = shift_labels(labels).flatten()
+            if num_items_in_batch is None:
+                num_items_in_batch = count_targets(labels).clamp(min=1)
+            loss = (
+                linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets) / num_items_in_batch
             )
-            items = count_targets(labels) if num_items_in_batch is None else num_items_in_batch
-            loss = total / torch.as_tensor(items, device=total.device).clamp(min=1)
         if labels is None or logits_to_keep is not None:
-            kept = logits_to_keep or 0 if not isinstance(logits_to_keep, Tensor) else logits_to_keep
-            rows = slice(-kept, None) if isinstance(kept, int) else kept
-            logits = self.lm_head(hidden[:, rows])
+            indices = isinstance(logits_to_keep, Tensor)
+            logits = self.lm_head(
+                hidden[:, logits_to_keep if indices else slice(-(logits_to_keep or 0), None)]
+            )
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
 
     @torch.no_grad()
     def token_losses(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """-log p(input_ids[:, t + 1] | input_ids[:, : t + 1]) for each t, [B, T - 1] in fp32 (evaluation)."""
+        """For evaluation: -log p(input_ids[:, t + 1] | input_ids[:, : t + 1]) at each t, fp32 [B, T - 1]."""
         outputs = self.model(input_ids, attention_mask, use_cache=False, cu_seqlens=cu_seqlens)
         hidden = outputs.last_hidden_state
         losses = token_losses(hidden.flatten(0, 1), self.lm_head.weight, shift_labels(input_ids).flatten())
@@ -224,8 +222,9 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
             input_ids = input_ids[:, -next_sequence_length:]
         elif seen and attention_mask is not None and attention_mask.shape[1] == input_ids.shape[1]:
             input_ids = input_ids[:, seen:]
-        inputs = (
-            {"input_ids": input_ids} if inputs_embeds is None or seen else {"inputs_embeds": inputs_embeds}
-        )
-        inputs |= {"past_key_values": past_key_values, "attention_mask": attention_mask}
+        inputs = {"past_key_values": past_key_values, "attention_mask": attention_mask}
+        if inputs_embeds is None or seen:
+            inputs["input_ids"] = input_ids
+        else:
+            inputs["inputs_embeds"] = inputs_embeds
         return inputs | {key: kwargs[key] for key in ("use_cache", "logits_to_keep") if key in kwargs}

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -69,24 +70,29 @@ def _train(config: TrainConfig, data: PreparedData, plan: Plan) -> None:
     config = replace(config, run=replace(config.run, dir=str(root)))
     folder = RunFolder(root)
     folder.create()
-    main_machine = config.launch.machine_rank == 0
-    inherited = (folder.lock(),) if main_machine else ()  # descriptors; closed when this process ends
-    resume = checkpoint.choose(config.trainer.resume, folder.checkpoints, config.launch.num_processes)
-    if resume is not None:
-        _check_same_run(config, resume)
-    if main_machine:
-        checkpoint.clean(folder.checkpoints)
-        write_environment(folder, config.launch.device)
-        (folder.root / "plan.json").write_text(json.dumps(asdict(plan), indent=2) + "\n")
-    config_file = folder.config(config.launch.machine_rank)
-    config_file.write_text(to_yaml(config))
-    _say(f"run          {root}" + (f", from {resume}" if resume else ""))
-    with folder.log.open("a") as log:
-        log.writelines(line + "\n" for line in plan_lines(config, plan))
-    arguments = [str(config_file), str(data.folder), *([str(resume)] if resume else [])]
-    failure = run_workers(arguments, config.launch, port=port, inherited=inherited)
+    with folder.locked() if config.launch.machine_rank == 0 else nullcontext() as lock:
+        resume = checkpoint.choose(config.trainer.resume, folder.checkpoints, config.launch.num_processes)
+        if resume is not None:
+            _check_same_run(config, resume)
+        config_file = folder.config(config.launch.machine_rank)
+        config_file.write_text(to_yaml(config))
+        if lock is not None:
+            _write_main_files(folder, config, plan)
+        _say(f"run          {root}" + (f", from {resume}" if resume else ""))
+        arguments = [str(config_file), str(data.folder), *([str(resume)] if resume else [])]
+        inherited = () if lock is None else (lock,)
+        failure = run_workers(arguments, config.launch, port=port, inherited=inherited)
     if failure is not None:
         raise TrainingFailed(f"rank {failure.rank}: {failure.line} (details in {folder.log})")
+
+
+def _write_main_files(folder: RunFolder, config: TrainConfig, plan: Plan) -> None:
+    """What only the first machine writes before training."""
+    checkpoint.clean(folder.checkpoints)
+    write_environment(folder, config.launch.device)
+    (folder.root / "plan.json").write_text(json.dumps(asdict(plan), indent=2) + "\n")
+    with folder.log.open("a") as log:
+        log.writelines(line + "\n" for line in plan_lines(config, plan))
 
 
 def _label(config: TrainConfig) -> str:

@@ -7,10 +7,13 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -53,25 +56,30 @@ class RunFolder:
         for folder in (self.root, self.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
 
-    def lock(self) -> int:
-        """Hold the run for this process and those that inherit the descriptor; freed when all have ended.
+    @contextmanager
+    def locked(self) -> Iterator[int]:
+        """Hold the run; yields the lock's descriptor. A process that inherits it holds the run while it lives.
 
         Raises:
             ValueError: another trainer holds it.
         """
-        descriptor = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-        deadline = time.monotonic() + LOCK_WAIT
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return descriptor
-            except BlockingIOError:
+        with (self.root / ".lock").open("w") as file:
+            deadline = time.monotonic() + LOCK_WAIT
+            while not _try_lock(file):
                 if time.monotonic() > deadline:
-                    os.close(descriptor)
                     raise ValueError(
                         f"another training process writes {self.root}: wait for it or give another run.dir"
-                    ) from None
+                    )
                 time.sleep(0.2)
+            yield file.fileno()
+
+
+def _try_lock(file: IO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def new_run_dir(label: str, parent: Path = Path("runs")) -> Path:

@@ -1,4 +1,4 @@
-"""The one operator of fla_train: the (gated) delta-product recurrence over sequences, and one decoding step of it."""
+"""The one operator of fla_train: the (gated) delta-product recurrence over sequences, and its single step."""
 
 from fla_train.kernels.delta_product.check import CheckReport, check_backend
 from fla_train.kernels.delta_product.contract import (

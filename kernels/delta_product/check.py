@@ -1,5 +1,7 @@
-"""Does a backend compute the right numbers on this machine? Forward, final state and every gradient are compared with
-the recurrence in float64, on a few small cases that reach each branch of a kernel. Takes seconds.
+"""Does a backend compute the right numbers on this machine?
+
+Forward, final state and every gradient are compared with the recurrence in float64, on a few small cases that
+reach each branch of a kernel. Takes seconds.
 
 `fla-doctor` prints the report, and training refuses to start on a failed one.
 """
@@ -8,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from fla_train.kernels.delta_product.contract import compute_dtype, delta_product, resolve_backend
 from torch import Tensor
+
+from fla_train.kernels.delta_product.contract import compute_dtype, delta_product, resolve_backend
 
 DIFFERENTIABLE = ("q", "k", "v", "beta", "g", "initial_state")
 
@@ -100,7 +103,7 @@ def check_backend(
         head_dims: K and V; compiled backends differ by them, so pass those of the model.
 
     Raises:
-        ValueError: for a backend that is unknown or cannot run on `device`. Whatever the backend itself raises is
+        ValueError: for a backend that is unknown or cannot run on `device`. What the backend itself raises is
             caught and becomes the report's `failure`.
     """
     device = torch.device(device)
@@ -162,7 +165,7 @@ def make_inputs(
 
 
 def evaluate(inputs: dict[str, object], backend: str, seed: int = 0) -> dict[str, Tensor]:
-    """o, final_state, and as dq, dk, ... the gradients of <o, a> + <final_state, b> with random a and b (by `seed`)."""
+    """o, final_state and, as dq, dk, ..., gradients of <o, a> + <final_state, b>; `seed` draws a and b."""
     leaves = {
         name: inputs[name].detach().clone().requires_grad_()
         for name in DIFFERENTIABLE

@@ -1,29 +1,31 @@
-"""The operator by chunks in plain PyTorch: matrix products over whole chunks, a short serial pass for the states.
+"""The operator by chunks in plain PyTorch: matrix products over whole chunks, a short serial pass for states.
 
-With M = N * C sub-steps r of a chunk, their tokens t(r), G the running sum of log decays inside the chunk, S the state
-before it, and D[t, t'] = exp(G_t - G_t') for t' <= t (else 0), the errors X that the delta rule corrects solve a
-unit-triangular system (the UT transform of arXiv 2406.06484, section 3, and 2412.06464, section 3.3):
+A chunk has C tokens and M = N * C sub-steps. With G the running sum of log decays inside the chunk, S the
+state before it, S' the state after it, and D[t, t'] = exp(G_t - G_t') for t' <= t, else 0, the errors X that
+the delta rule corrects solve a unit-triangular system (the UT transform of arXiv 2406.06484 and 2412.06464):
 
-    A = tril(K K^T * D, -1)        X = (I + A diag(beta))^-1 (V - exp(G) K S)        U = beta X          [M, .]
-    O  = scale (exp(G) Q S + P U)   P = Q K^T * D                                                   [C, .]
+    A = tril(K K^T * D, -1)          X = (I + A diag(beta))^-1 (V - exp(G) K S)          U = beta X
+    P = Q K^T * D                    O = scale (exp(G) Q S + P U)
     S' = exp(G_C) S + (exp(G_C - G) K)^T U
 
-Only X and S' depend on S. The gradients below follow from these lines; with dW the gradient of V - exp(G) K S they use
+Only X, O and S' depend on S. The backward pass differentiates these lines by hand. It uses
 
-    dV = dW      dA diag(beta) = -tril(dW X^T, -1)      dg_t = sum_{t' >= t} (q dq - v dv)_t' + <dS', S'>
+    dV = (I + A diag(beta))^-T beta dU          d(A diag(beta)) = -tril(dV X^T, -1)
+    dg_t = sum_{t' >= t} (q dq - v dv)_t' + <dS', S'>
 
-none of which divides by beta or by a decay. Everything is computed in float32 (float64 for float64 inputs).
+and divides neither by beta nor by a decay. All arithmetic is in float32, or float64 for float64 inputs.
 """
 
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from fla_train.kernels.delta_product.contract import L2NORM_EPS, compute_dtype
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-SUBSTEPS = 64  # per chunk; the fastest on CPUs for head dims 32 to 128, and memory grows with it
+from fla_train.kernels.delta_product.contract import L2NORM_EPS, compute_dtype
+
+SUBSTEPS = 64  # at most, per chunk: near the fastest on CPUs for head dims 32 to 128
 LOG_ZERO = -800.0  # exp of it is 0 even in float64; stands for -inf, of which differences would be NaN
 
 
@@ -50,8 +52,8 @@ def chunked_delta_product(
 class _Layout:
     """How tokens fall into chunks, and chunks into sequences.
 
-    States live in one list of slots: a sequence of c chunks owns c + 1 neighbouring slots (an empty one owns a single
-    slot, which is its initial and its final state), and a chunk leads from its slot to the next.
+    States live in one list of slots: a sequence of c chunks owns c + 1 neighbouring slots (an empty one
+    owns one slot, its initial and its final state), and a chunk leads from its slot to the next.
     """
 
     size: int  # tokens per chunk
@@ -62,7 +64,8 @@ class _Layout:
 
     @staticmethod
     def of(tokens: int, substeps: int, cu_seqlens: Tensor | None) -> "_Layout":
-        size = min(tokens, max(1, SUBSTEPS // substeps))
+        fitting = max(1, SUBSTEPS // substeps)
+        size = min(tokens, 1 << (fitting.bit_length() - 1))  # a power of two: odd sizes are a third slower
         lengths = [tokens] if cu_seqlens is None else cu_seqlens.diff().tolist()
         slots, first, last, rows = [], [], [], []
         for length in lengths:
@@ -92,7 +95,7 @@ class _Layout:
         batch, tokens, substeps, heads = like.shape[:4]
         x = x.view(len(self.slots), batch, heads, self.size, substeps, x.shape[-1]).permute(1, 0, 3, 4, 2, 5)
         x = x.to(like.dtype, copy=True, memory_format=torch.contiguous_format).flatten(1, 2)
-        return x[:, :tokens] if self.rows is None else x.index_select(1, self.rows)
+        return x[:, :tokens].contiguous() if self.rows is None else x.index_select(1, self.rows)
 
     def before(self, states: Tensor) -> Tensor:
         """For each chunk, the state that it starts from."""
@@ -132,7 +135,7 @@ class _Chunks:
             total = self.q.new_zeros(*self.q.shape[:3], 1, dtype=torch.float64)
         else:
             total = layout.pack(g[:, :, None, :, None], torch.float64).clamp(min=LOG_ZERO).cumsum(2)
-        # The sums are kept in float64, lest a token behind a closed gate lose the digits of its own small decay.
+        # Sums are kept in float64, lest a token behind a closed gate lose the digits of its own small decay.
         end = total[:, :, -1:]
         self.from_start = total.exp().to(dtype)  # [C, 1]
         self.to_end = (end - total).exp().to(dtype)  # [C, 1]

@@ -4,8 +4,8 @@
     S   <- S + beta_tj k_tj (v_tj - S^T k_tj)^T              for each sub-step j = 1..N
     o_t  = scale * S^T q_t                                   read once, after the last sub-step
 
-This is Gated DeltaProduct (arXiv 2502.10297, section 4); N = 1 is (Gated) DeltaNet. The checks read shapes, dtypes
-and devices, and values only where they lie in host memory, so that none waits for an accelerator.
+This is Gated DeltaProduct (arXiv 2502.10297, section 4); N = 1 is (Gated) DeltaNet. The checks read shapes,
+dtypes and devices, and values only where they lie in host memory, so that none waits for an accelerator.
 """
 
 import math
@@ -60,12 +60,12 @@ def delta_product(
         k: keys [B, T, N, H, K], N sub-steps per token. The recurrence needs |k| <= 1: see `qk_l2norm`.
         v: values [B, T, N, H, V].
         beta: step sizes in [0, 2], [B, T, N, H], float32 (float64 for float64 queries).
-        g: natural logarithm of the forget gate, <= 0, -inf allowed, [B, T, H], dtype as `beta`; None: no gate.
+        g: logarithm of the forget gate, <= 0, -inf allowed, [B, T, H], dtype as `beta`; None: no gate.
         scale: factor of the output, default K ** -0.5.
         initial_state: [B, H, K, V], or [S, H, K, V] with `cu_seqlens`; dtype as `beta`; None: zeros.
         output_final_state: also return the state after the last token of each sequence.
-        cu_seqlens: int32 or int64 [S + 1], boundaries 0 = c_0 <= ... <= c_S = T of S documents packed in one row
-            (B = 1). The state starts anew at each boundary; documents may be empty.
+        cu_seqlens: int32 or int64 [S + 1], boundaries 0 = c_0 <= ... <= c_S = T of S documents packed in one
+            row (B = 1). The state starts anew at each boundary; documents may be empty.
         qk_l2norm: divide every query and key vector by sqrt(|x|^2 + 1e-6) first, in float32.
         backend: "recurrent", "chunked", "triton" or "auto" (see `resolve_backend`).
 
@@ -96,8 +96,8 @@ def delta_product_step(
 ) -> tuple[Tensor, Tensor]:
     """Advance the recurrence by one token (decoding).
 
-    The arguments are those of `delta_product` without the T axis: q [B, H, K], k [B, N, H, K], v [B, N, H, V],
-    beta [B, N, H], g [B, H]. `state` [B, H, K, V] is read and left as it was.
+    The arguments are those of `delta_product` without the T axis: q [B, H, K], k [B, N, H, K],
+    v [B, N, H, V], beta [B, N, H], g [B, H]. `state` [B, H, K, V] is read and left as it was.
 
     Returns:
         o [B, H, V] in the dtype of `q`, and the new state [B, H, K, V].
@@ -116,7 +116,7 @@ def delta_product_step(
 
 
 def resolve_backend(backend: str, device: torch.device) -> str:
-    """The backend that runs: the argument, else `FLA_TRAIN_BACKEND`, else triton on CUDA and chunked elsewhere.
+    """The backend that runs: the argument, else `FLA_TRAIN_BACKEND`, else triton on CUDA, chunked elsewhere.
 
     Raises:
         ValueError: for a name that is not in `BACKENDS`, and for triton on a device that it cannot run on.
@@ -136,7 +136,7 @@ def resolve_backend(backend: str, device: torch.device) -> str:
 
 
 def load_backend(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The function `<name>_delta_product` of the module `name`, imported on first use (triton is slow to load)."""
+    """The function `<name>_delta_product` of module `name`, imported on first use (triton loads slowly)."""
     return getattr(import_module(f"fla_train.kernels.delta_product.{name}"), f"{name}_delta_product")
 
 
@@ -195,7 +195,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | No
             if size < 1 or sizes.setdefault(axis, size) != size:
                 expected = sizes.get(axis, "at least 1")
                 raise ValueError(
-                    f"{name} has shape {list(tensor.shape)}: axis {axis} of {layout} is {size}, expected {expected}"
+                    f"{name} has shape {list(tensor.shape)}: "
+                    f"axis {axis} of {layout} is {size}, expected {expected}"
                 )
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device} (the device of q)")
@@ -228,7 +229,7 @@ def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
         first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
         if (first, last) != (0, tokens) or bool((cu_seqlens.diff() < 0).any()):
             raise ValueError(
-                f"cu_seqlens runs from {first} to {last}, expected a non-decreasing run from 0 to T = {tokens}"
+                f"cu_seqlens runs from {first} to {last}, expected non-decreasing from 0 to T = {tokens}"
             )
 
 

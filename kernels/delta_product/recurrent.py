@@ -1,12 +1,13 @@
 """The definition of the operator, token by token in plain PyTorch; every other backend is tested against it.
 
-Slow, and memory hungry under autograd, which keeps a state per sub-step. It uses elementwise operations and sums
-only, so that autocast leaves it alone.
+Slow, and memory hungry under autograd, which keeps a state per sub-step. It uses elementwise operations and
+sums only, so that autocast leaves it alone.
 """
 
 import torch
-from fla_train.kernels.delta_product.contract import compute_dtype, l2norm
 from torch import Tensor
+
+from fla_train.kernels.delta_product.contract import compute_dtype, l2norm
 
 
 def recurrent_delta_product(

@@ -2,7 +2,8 @@
 
 Forward: `prepare_kernel` (all chunks at once), `state_kernel` (serial over chunks). Backward: `adjoint_kernel` (serial),
 `gradient_kernel` (all chunks at once). No atomics: results are bit-reproducible. For the backward the forward keeps,
-per head, X and P (2 M bytes per sub-step and per token in bf16) and one state per chunk of 64 sub-steps.
+per head, X, P D and E in the dtype of q (M, M and V elements per sub-step, token and sub-step; v itself is not kept)
+and one state per chunk of 64 sub-steps.
 Launch configurations are fixed, so no call ever tunes; `tests/kernels/test_triton.py` checks all of them on a GPU.
 """
 
@@ -12,6 +13,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
 from fla_train.kernels.delta_product.contract import L2NORM_EPS
 from fla_train.kernels.delta_product.triton_backward import adjoint_kernel, gradient_kernel
 from fla_train.kernels.delta_product.triton_common import CHUNK
@@ -21,10 +25,10 @@ from fla_train.kernels.delta_product.triton_forward import (
     prepare_kernel,
     state_kernel,
 )
-from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-MAX_KEY_DIM = 256
+# Least extent of the tiles of K and V. On Hopper, Triton 3.6 compiled tiles of 32 columns to wrong dk and to illegal
+# accesses (measured 2026-11-21 with its ptxas 12.8); narrower heads are padded with zeros instead.
+MIN_TILE = 64
 # The interpreter computes no bf16 (its products are garbage): operands are upcast there. Chosen when triton loads.
 INTERPRETED = triton.knobs.runtime.interpret
 FP32_PRECISION = "tf32x3"  # of products of fp32 operands
@@ -49,7 +53,7 @@ def triton_delta_product(
     Gates below 2^-50 per token count as zero.
 
     Raises:
-        ValueError: for float64, more than 64 sub-steps per token, or a key dimension over 256.
+        ValueError: for float64, more than 64 sub-steps per token, or a key dimension over 256 (128 in float32).
     """
     if q.dtype not in OPERAND_DTYPES:
         raise ValueError(f"the triton backend takes no {q.dtype}: choose backend=recurrent or chunked")
@@ -57,9 +61,10 @@ def triton_delta_product(
         raise ValueError(
             f"the triton backend takes at most {CHUNK.value} sub-steps per token, got {k.shape[2]}"
         )
-    if q.shape[3] > MAX_KEY_DIM:
+    limit = 128 if q.dtype == torch.float32 else 256  # the tiles of a chunk must fit in shared memory
+    if q.shape[3] > limit:
         raise ValueError(
-            f"the triton backend takes a key dimension of at most {MAX_KEY_DIM}, got {q.shape[3]}"
+            f"the triton backend takes a key dimension of at most {limit} in {q.dtype}, got {q.shape[3]}"
         )
     tensors = [x if x is None else x.contiguous() for x in (q, k, v, beta, g, initial_state)]
     plan = _make_plan(q, k, v, g, scale, cu_seqlens, qk_l2norm)
@@ -79,12 +84,13 @@ class _Plan:
     )
     value_tiles: int
     shared: dict[str, Any]  # arguments of every kernel
-    value_shape: dict[str, int]  # of the kernels that read v
-    chunk_segment: Tensor | None  # [chunks], of the kernels that run over chunks
+    parallel: dict[str, Any]  # further ones of the kernels that run over all chunks at once
+    value: dict[str, int]  # further ones of the kernels that read v or its like
+    narrow: bool  # tiles small enough for four warps and two stages
 
     @property
-    def parallel_grid(self) -> tuple[int, int]:
-        return self.chunks, self.heads
+    def parallel_grid(self) -> tuple[int]:
+        return (self.chunks * self.heads,)
 
     @property
     def serial_grid(self) -> tuple[int]:
@@ -111,16 +117,15 @@ def _make_plan(
         offsets = torch.nn.functional.pad(ends, (1, 0))
         numbers = torch.arange(chunks, device=q.device, dtype=ends.dtype)
         chunk_segment = torch.searchsorted(ends, numbers, right=True).clamp_(max=segments - 1)
-    value_tile = min(64, _padded(value_dim))
+    key_tile = max(MIN_TILE, triton.next_power_of_2(key_dim))
     return _Plan(
         segments=segments,
         heads=heads,
         chunks=chunks,
-        value_tiles=triton.cdiv(value_dim, value_tile),
+        value_tiles=triton.cdiv(value_dim, MIN_TILE),
         shared={
             "cu_seqlens": cu_seqlens,
             "chunk_offsets": offsets,
-            "scale": scale,
             "n_total": batch * length,
             "T": length,
             "NT": row_chunks,
@@ -129,26 +134,21 @@ def _make_plan(
             "N": sub_steps,
             "C": chunk_tokens,
             "M": CHUNK.value,
-            "BC": _padded(chunk_tokens),
-            "BK": _padded(key_dim),
-            "GATED": g is not None,
-            "L2NORM": qk_l2norm,
+            "BC": max(16, triton.next_power_of_2(chunk_tokens)),
+            "BK": key_tile,
             "PACKED": cu_seqlens is not None,
             "OPERAND": tl.float32 if INTERPRETED else OPERAND_DTYPES[q.dtype],
             "PRECISION": FP32_PRECISION,
         },
-        value_shape={"V": value_dim, "BV": value_tile},
-        chunk_segment=chunk_segment,
+        parallel={
+            "chunk_segment": chunk_segment,
+            "scale": scale,
+            "GATED": g is not None,
+            "L2NORM": qk_l2norm,
+        },
+        value={"V": value_dim, "BV": MIN_TILE},
+        narrow=key_tile <= 128 and q.dtype != torch.float32,
     )
-
-
-def _padded(size: int) -> int:
-    """The tile extent that holds `size`: a power of two, and no less than a matrix instruction takes."""
-    return max(16, triton.next_power_of_2(size))
-
-
-def _warps(plan: _Plan, narrow: int, wide: int) -> int:
-    return narrow if plan.shared["BK"] <= 128 else wide
 
 
 class _DeltaProduct(torch.autograd.Function):
@@ -167,104 +167,103 @@ class _DeltaProduct(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         (batch, length, heads, key_dim), value_dim = q.shape, v.shape[-1]
         tokens, sub_steps = batch * length, batch * length * k.shape[2]
-        gated, l2norm = plan.shared["GATED"], plan.shared["L2NORM"]
 
-        def scalars(rows: int, wanted: bool = True) -> Tensor | None:
-            return beta.new_empty(heads, rows) if wanted else None
+        def scalars(*shape: int) -> Tensor:
+            return beta.new_empty(shape)
 
-        prepared = {
+        products = {
             "x": q.new_empty(sub_steps, heads, CHUNK.value),
             "p": q.new_empty(tokens, heads, CHUNK.value),
-            "gc": scalars(tokens, gated),
-            "rq": scalars(tokens, l2norm),
-            "rk": scalars(sub_steps, l2norm),
-            "bh": scalars(sub_steps),
+            "read": scalars(heads, sub_steps),
+            "write": scalars(heads, sub_steps),
+            "query": scalars(heads, tokens),
+            "decay": scalars(plan.chunks, heads),
+        }
+        norms = {
+            "gc": scalars(heads, tokens) if g is not None else None,
+            "rq": scalars(heads, tokens) if plan.parallel["L2NORM"] else None,
+            "rk": scalars(heads, sub_steps) if plan.parallel["L2NORM"] else None,
         }
         o = torch.empty_like(v[:, :, 0])
+        errors = torch.empty_like(v) if keep else None
         states = q.new_empty(plan.chunks, heads, value_dim, key_dim) if keep else None
-        final_state = beta.new_empty(plan.segments, heads, key_dim, value_dim) if output_final_state else None
+        final_state = scalars(plan.segments, heads, key_dim, value_dim) if output_final_state else None
         with torch.cuda.device_of(q):
             prepare_kernel[plan.parallel_grid](
-                q,
-                k,
-                beta,
-                g,
-                **prepared,
+                *(q, k, beta, g),
+                **products,
+                **norms,
                 **plan.shared,
-                chunk_segment=plan.chunk_segment,
+                **plan.parallel,
                 eps=L2NORM_EPS,
                 INVERSE_PRECISION=FP32_PRECISION,
-                num_warps=_warps(plan, 4, 8),
+                num_warps=4 if plan.narrow else 8,
             )
             state_kernel[plan.serial_grid](
-                q,
-                k,
-                v,
-                **prepared,
+                *(q, k, v),
+                **products,
                 o=o,
+                errors=errors,
                 states=states,
                 initial_state=initial_state,
                 final_state=final_state,
                 **plan.shared,
-                **plan.value_shape,
+                **plan.value,
                 HAS_INITIAL=initial_state is not None,
                 STORE_FINAL=output_final_state,
-                STORE_STATES=keep,
-                num_warps=_warps(plan, 4, 8),
-                num_stages=2,
+                KEEP=keep,
+                num_warps=4 if plan.narrow else 8,
+                num_stages=2 if plan.narrow else 1,
             )
         ctx.set_materialize_grads(False)
         ctx.plan = plan
-        ctx.prepared_names = tuple(prepared)
-        ctx.save_for_backward(q, k, v, beta, g, initial_state, states, *prepared.values())
+        ctx.names = *products, *norms
+        saved = (*products.values(), *norms.values()) if keep else ()
+        ctx.save_for_backward(q, k, beta, g, initial_state, errors, states, *saved)
         return o, final_state
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dfinal_state: Tensor | None) -> tuple[Tensor | None, ...]:
         plan = ctx.plan
-        q, k, v, beta, g, initial_state, states, *prepared = ctx.saved_tensors
-        prepared = dict(zip(ctx.prepared_names, prepared, strict=True))
-        do = torch.zeros_like(v[:, :, 0]) if do is None else do.contiguous()
+        q, k, beta, g, initial_state, errors, states, *saved = ctx.saved_tensors
+        prepared = dict(zip(ctx.names, saved, strict=True))
+        norms = {name: prepared.pop(name) for name in ("gc", "rq", "rk")}
+        dv = torch.empty_like(errors)
+        do = torch.zeros_like(dv[:, :, 0]) if do is None else do.contiguous()
         dfinal_state = None if dfinal_state is None else dfinal_state.contiguous()
-        dq, dk, dv, dbeta = (torch.empty_like(x) for x in (q, k, v, beta))
+        dq, dk, dbeta = (torch.empty_like(x) for x in (q, k, beta))
         dg = None if g is None else torch.empty_like(g)
         dinitial_state = torch.empty_like(initial_state) if ctx.needs_input_grad[5] else None
         dstates = torch.empty_like(states)
         with torch.cuda.device_of(q):
             adjoint_kernel[plan.serial_grid](
-                q,
-                k,
-                do,
+                *(q, k, do),
                 **prepared,
                 dv=dv,
                 dstates=dstates,
                 dfinal_state=dfinal_state,
                 dinitial_state=dinitial_state,
                 **plan.shared,
-                **plan.value_shape,
+                **plan.value,
                 HAS_FINAL=dfinal_state is not None,
                 STORE_INITIAL=dinitial_state is not None,
-                num_warps=_warps(plan, 4, 8),
-                num_stages=2,
+                num_warps=4 if plan.narrow else 8,
+                num_stages=2 if plan.narrow else 1,
             )
             gradient_kernel[plan.parallel_grid](
-                q,
-                k,
-                v,
-                do,
-                dv,
-                **prepared,
+                *(q, k, beta, g, do, dv, errors),
+                **norms,
                 states=states,
                 dstates=dstates,
-                g=g,
                 dq=dq,
                 dk=dk,
                 dbeta=dbeta,
                 dg=dg,
                 **plan.shared,
-                **plan.value_shape,
-                chunk_segment=plan.chunk_segment,
+                **plan.parallel,
+                **plan.value,
+                BKO=min(128 if plan.narrow else 64, plan.shared["BK"]),
                 MIN_LOG_DECAY=MIN_LOG2_DECAY.value / LOG2E.value,
                 num_warps=8,
                 num_stages=1,

@@ -79,30 +79,3 @@ def load_gates(gc, i_h, n_total, i_t, n_t, N: tl.constexpr, M: tl.constexpr, BC:
     b_gm = tl.load(p_g + o_tau, mask=o_tau < n_t, other=0.0)
     b_gt = tl.load(p_g + o_t, mask=o_t < n_t, other=0.0)
     return b_gm, b_gt, tl.load(p_g + n_t - 1)
-
-
-@triton.jit
-def chunk_factors(
-    gc, rq, rk, scale, i_h, n_total, i_t, n_t,
-    N: tl.constexpr, M: tl.constexpr, BC: tl.constexpr, GATED: tl.constexpr, L2NORM: tl.constexpr,
-):  # fmt: skip
-    """Norms, gates and scale folded into one factor per row, so that raw k and q are the operands.
-
-    Returns the factors of k where it reads the state [M] and where it writes it [M], of q [BC], and the decay of the
-    state over the chunk.
-    """
-    b_read = tl.full((M,), 1.0, tl.float32)
-    b_write = tl.full((M,), 1.0, tl.float32)
-    b_query = tl.full((BC,), 1.0, tl.float32) * scale
-    decay = 1.0
-    if L2NORM:
-        b_read = load_scalars(rk, i_h, n_total * N, i_t * N, n_t * N, M)
-        b_write = b_read
-        b_query *= load_scalars(rq, i_h, n_total, i_t, n_t, BC)
-    if GATED:
-        b_gm, b_gt, g_last = load_gates(gc, i_h, n_total, i_t, n_t, N, M, BC)
-        b_read *= tl.exp2(b_gm)
-        b_write *= tl.exp2(g_last - b_gm)
-        b_query *= tl.exp2(b_gt)
-        decay = tl.exp2(g_last)
-    return b_read, b_write, b_query, decay

@@ -6,7 +6,7 @@ D = diag(beta), one chunk of the recurrence is (WY form, arXiv 2406.06484 and 24
     A  = tril(K K^T .* exp(G_tau(r) - G_tau(s)), -1)     X = (I + A D)^-1          independent of the state
     P  = scale * (Q K^T) .* exp(G_i - G_tau(s)), tau(s) <= i
     E  = X (V - exp(G_tau) .* (K S))                     the prediction errors
-    O  = scale * exp(G_i) .* (Q S) + P D E
+    O  = scale * exp(G_i) .* (Q S) + (P D) E
     S' = exp(G_C) S + K^T (exp(G_C - G_tau) .* D E)
 
 Taking E instead of U = D E as the unknown keeps every formula of the backward free of a division by beta.
@@ -16,8 +16,8 @@ state transposed, [V, K], so that each product's left operand is the accumulator
 
 import triton
 import triton.language as tl
+
 from fla_train.kernels.delta_product.triton_common import (
-    chunk_factors,
     chunk_span,
     load_rows,
     load_scalars,
@@ -77,49 +77,67 @@ def unit_lower_inverse(b_l, PRECISION: tl.constexpr):
 def prepare_kernel(
     q, k, beta, g,  # [tokens, H, K], [tokens * N, H, K], [tokens * N, H], [tokens, H]
     x, p,  # out [tokens * N, H, M] and [tokens, H, M], operand dtype
-    gc, rq, rk, bh,  # out [H, tokens], [H, tokens], [H, tokens * N], [H, tokens * N], fp32
+    read, write, query, decay,  # out [H, tokens * N], the same, [H, tokens], [chunks, H], fp32
+    gc, rq, rk,  # out [H, tokens], [H, tokens], [H, tokens * N], fp32
     cu_seqlens, chunk_offsets, chunk_segment, scale, eps, n_total, T, NT,
     H: tl.constexpr, K: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
     GATED: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, INVERSE_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Per chunk and head: X, P, the cumulative gates, the reciprocal norms, and beta with heads leading."""
-    i_h = tl.program_id(1)
-    i_t, n_t = chunk_span(tl.program_id(0), cu_seqlens, chunk_offsets, chunk_segment, T, NT, C, PACKED)
+    """Per chunk and head: X, P D, the cumulative gates, the reciprocal norms, and what the serial kernels need of them.
+
+    `read`, `write` and `query` are the factors (norm, gate, beta, scale) of raw k where it reads the state, of raw k
+    where it writes it and of raw q; `decay` is that of the state over the chunk.
+    """
+    i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H  # heads side by side: their rows are neighbours
+    i_t, n_t = chunk_span(i_c, cu_seqlens, chunk_offsets, chunk_segment, T, NT, C, PACKED)
     if n_t <= 0:
         return
     i_m, n_m = i_t * N, n_t * N
     o_t, o_m = tl.arange(0, BC), tl.arange(0, M)
     o_tau = o_m // N
+    m_t, m_m = o_t < n_t, o_m < n_m
+    p_t = i_h.to(tl.int64) * n_total + i_t + o_t
+    p_m = i_h.to(tl.int64) * n_total * N + i_m + o_m
 
     b_k = load_rows(k + (i_m * H + i_h) * K, n_m, 0, K, H * K, M, BK).to(OPERAND)
     b_q = load_rows(q + (i_t * H + i_h) * K, n_t, 0, K, H * K, BC, BK).to(OPERAND)
-    b_beta = tl.load(beta + (i_m + o_m) * H + i_h, mask=o_m < n_m, other=0.0)
-    p_m = i_h.to(tl.int64) * n_total * N + i_m + o_m
-    p_t = i_h.to(tl.int64) * n_total + i_t + o_t
-    tl.store(bh + p_m, b_beta, mask=o_m < n_m)
-
-    b_rk = tl.full((M,), 1.0, tl.float32)
-    b_rq = tl.full((BC,), 1.0, tl.float32)
+    b_beta = tl.load(beta + (i_m + o_m) * H + i_h, mask=m_m, other=0.0)
+    b_read = tl.full((M,), 1.0, tl.float32)
+    b_query = tl.full((BC,), 1.0, tl.float32) * scale
     if L2NORM:
-        b_rk = tl.rsqrt(tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1) + eps)
+        b_read = tl.rsqrt(tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1) + eps)
         b_rq = tl.rsqrt(tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1) + eps)
-        tl.store(rk + p_m, b_rk, mask=o_m < n_m)
-        tl.store(rq + p_t, b_rq, mask=o_t < n_t)
-    b_p = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * b_rk[:, None] * (b_rq * scale)[None, :]
-    b_a = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION) * b_rk[:, None] * (b_rk * b_beta)[None, :]
+        b_query *= b_rq
+        tl.store(rk + p_m, b_read, mask=m_m)
+        tl.store(rq + p_t, b_rq, mask=m_t)
+    b_write = b_read * b_beta
+    b_p = (
+        tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * b_write[:, None] * b_query[None, :]
+    )  # [M, BC]
+    b_a = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION) * b_read[:, None] * b_write[None, :]  # [M, M]
     lower = o_m[:, None] > o_m[None, :]
     seen = o_tau[:, None] <= o_t[None, :]
+    chunk_decay = 1.0
     if GATED:
-        b_g = tl.load(g + (i_t + o_t) * H + i_h, mask=o_t < n_t, other=0.0) * LOG2E
+        b_g = tl.load(g + (i_t + o_t) * H + i_h, mask=m_t, other=0.0) * LOG2E
         b_g = tl.maximum(b_g, MIN_LOG2_DECAY)
         # Masked sums rather than two scans: sub-steps of one token get bit-identical values.
         b_gt = tl.sum(tl.where(o_t[:, None] <= o_t[None, :], b_g[:, None], 0.0), 0)
         b_gm = tl.sum(tl.where(o_t[:, None] <= o_tau[None, :], b_g[:, None], 0.0), 0)
-        tl.store(gc + p_t, b_gt, mask=o_t < n_t)
+        g_last = tl.sum(b_g, 0)
+        tl.store(gc + p_t, b_gt, mask=m_t)
         b_p *= tl.exp2(tl.where(seen, b_gt[None, :] - b_gm[:, None], 0.0))
         b_a *= tl.exp2(tl.where(lower, b_gm[:, None] - b_gm[None, :], 0.0))
+        b_read *= tl.exp2(b_gm)
+        b_write *= tl.exp2(g_last - b_gm)
+        b_query *= tl.exp2(b_gt)
+        chunk_decay = tl.exp2(g_last)
+    tl.store(read + p_m, b_read, mask=m_m)
+    tl.store(write + p_m, b_write, mask=m_m)
+    tl.store(query + p_t, b_query, mask=m_t)
+    tl.store(decay + i_c.to(tl.int64) * H + i_h, chunk_decay)
     store_rows(p + (i_t * H + i_h) * M, tl.trans(tl.where(seen, b_p, 0.0)), n_t, 0, M, H * M, BC, M)
     b_x = unit_lower_inverse(tl.where(lower, b_a, 0.0), INVERSE_PRECISION)
     store_rows(x + (i_m * H + i_h) * M, b_x, n_m, 0, M, H * M, M, M)
@@ -128,14 +146,14 @@ def prepare_kernel(
 @triton.jit(do_not_specialize=["T", "NT"])
 def state_kernel(
     q, k, v,  # [tokens, H, K], [tokens * N, H, K], [tokens * N, H, V]
-    x, p, gc, rq, rk, bh,  # from prepare_kernel
-    o, states,  # out [tokens, H, V]; out [chunks, H, V, K], the state at each chunk's start, operand dtype
+    x, p, read, write, query, decay,  # from prepare_kernel
+    o,  # out [tokens, H, V]
+    errors, states,  # out [tokens * N, H, V], E; out [chunks, H, V, K], the state at each chunk's start
     initial_state, final_state,  # [segments, H, K, V] fp32, in and out
-    cu_seqlens, chunk_offsets, scale, n_total, T, NT,
+    cu_seqlens, chunk_offsets, n_total, T, NT,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    GATED: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, STORE_FINAL: tl.constexpr, STORE_STATES: tl.constexpr,
+    PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr, STORE_FINAL: tl.constexpr, KEEP: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Per segment, head and block of V: the state and the output, chunk after chunk.
@@ -159,27 +177,26 @@ def state_kernel(
         i_t, n_t = i_start + i_c * C, tl.minimum(length - i_c * C, C)
         i_m, n_m = i_t * N, n_t * N
         b_sc = b_s.to(OPERAND)
-        if STORE_STATES:
+        if KEEP:
             store_rows(states + ((i_chunk + i_c) * H + i_h) * V * K + i_v * K, b_sc, V - i_v, 0, K, K, BV, BK)
         b_k = load_rows(k + (i_m * H + i_h) * K, n_m, 0, K, H * K, M, BK).to(OPERAND)
         b_q = load_rows(q + (i_t * H + i_h) * K, n_t, 0, K, H * K, BC, BK).to(OPERAND)
         b_v = load_rows(v + (i_m * H + i_h) * V, n_m, i_v, V, H * V, M, BV).to(tl.float32)
         b_x = load_rows(x + (i_m * H + i_h) * M, n_m, 0, M, H * M, M, M).to(OPERAND)
         b_p = load_rows(p + (i_t * H + i_h) * M, n_t, 0, M, H * M, BC, M).to(OPERAND)
-        b_beta = load_scalars(bh, i_h, n_total * N, i_m, n_m, M)
-
-        b_read, b_write, b_query, decay = chunk_factors(
-            gc, rq, rk, scale, i_h, n_total, i_t, n_t, N, M, BC, GATED, L2NORM
-        )
+        b_read = load_scalars(read, i_h, n_total * N, i_m, n_m, M)
+        b_write = load_scalars(write, i_h, n_total * N, i_m, n_m, M)
+        b_query = load_scalars(query, i_h, n_total, i_t, n_t, BC)
 
         b_w = tl.dot(b_sc, tl.trans(b_k), input_precision=PRECISION)  # [BV, M]
         b_w = tl.trans(b_v) - b_w * b_read[None, :]
         b_e = tl.dot(b_w.to(OPERAND), tl.trans(b_x), input_precision=PRECISION)
         b_o = tl.dot(b_sc, tl.trans(b_q), input_precision=PRECISION) * b_query[None, :]  # [BV, BC]
-        b_u = (b_e * b_beta[None, :]).to(OPERAND)
-        b_o = tl.dot(b_u, tl.trans(b_p), b_o, input_precision=PRECISION)
-        b_u = (b_e * (b_beta * b_write)[None, :]).to(OPERAND)
-        b_s = tl.dot(b_u, b_k, b_s * decay, input_precision=PRECISION)
+        b_o = tl.dot(b_e.to(OPERAND), tl.trans(b_p), b_o, input_precision=PRECISION)
+        b_s *= tl.load(decay + (i_chunk + i_c) * H + i_h)
+        b_s = tl.dot((b_e * b_write[None, :]).to(OPERAND), b_k, b_s, input_precision=PRECISION)
+        if KEEP:
+            store_rows(errors + (i_m * H + i_h) * V, tl.trans(b_e), n_m, i_v, V, H * V, M, BV)
         store_rows(o + (i_t * H + i_h) * V, tl.trans(b_o), n_t, i_v, V, H * V, BC, BV)
     if STORE_FINAL:
         tl.store(final_state + p_s, b_s, mask=m_s)

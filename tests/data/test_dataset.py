@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from fla_train.data import BatchPlan, MicroBatches, TokenDataset, prepare, sequential_batches
-from fla_train.data.shards import verify
 from tests.data.test_prepare import read
 
 
@@ -114,7 +113,7 @@ def test_damaged_shards(prepared):
     path.write_bytes(bytes([raw[0] ^ 1]) + raw[1:])
     TokenDataset(prepared.folder, "train", 16)
     with pytest.raises(ValueError, match=rf"tokens-00001\.bin is corrupt{remedy}"):
-        verify(prepared.folder)
+        prepared.verify()
     path.unlink()
     with pytest.raises(ValueError, match=rf"tokens-00001\.bin is missing{remedy}"):
         TokenDataset(prepared.folder, "train", 16)

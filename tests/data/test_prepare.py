@@ -16,7 +16,6 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fla_train.data import DataConfig, TokenizerConfig, data_faults, open_prepared, prepare
-from fla_train.data.shards import verify
 from tests.data.conftest import write_jsonl, write_parquet
 
 
@@ -61,7 +60,7 @@ def test_shards_equal_a_naive_tokenization(local, documents, split):
     counts = Counter(tokens)
     entropy = -math.fsum(n / len(tokens) * math.log(n / len(tokens)) for n in counts.values())
     assert entry["unigram_entropy"] == pytest.approx(entropy, abs=1e-12)
-    verify(prepared.folder)
+    prepared.verify()
 
 
 def test_layouts_give_the_same_tokens(tmp_path, local, corpus, documents):
@@ -175,7 +174,10 @@ def test_all_faulty_settings_are_named_together():
     for key in ("data.path", "validation_fraction", "max_tokens", "vocab_size"):
         assert key in str(failure.value)
     assert data_faults(DataConfig(path="x")) == ["data.path is set but data.source=stdlib does not use it"]
-    assert data_faults(DataConfig(source="web"))
+    assert data_faults(DataConfig(source="local", path="x", split="test")) == [
+        "data.split is set but data.source=local does not use it"
+    ]
+    assert data_faults(DataConfig(source="web")) == ["data.source=web is none of stdlib, local, hub"]
     assert not data_faults(DataConfig())
 
 
@@ -245,7 +247,7 @@ def test_threads_of_one_process_are_kept_apart_too(local):
         thread.join()
     assert len(folders) == 3
     assert len(set(folders)) == 1
-    verify(folders[0])
+    open_prepared(folders[0]).verify()
 
 
 def test_unwritable_cache(tmp_path, local):

@@ -1,8 +1,11 @@
 """Inputs and comparisons shared by the operator's tests."""
 
+from itertools import pairwise
+
 import torch
-from fla_train.kernels.delta_product.check import Case, evaluate, make_inputs, relative_rms
 from torch import Tensor
+
+from fla_train.kernels.delta_product.check import Case, evaluate, make_inputs, relative_rms
 
 
 def random_inputs(
@@ -49,7 +52,7 @@ def documents_of(inputs: dict) -> list[dict]:
     """A packed call cut into one call per non-empty document."""
     bounds = inputs["cu_seqlens"].tolist()
     calls = []
-    for s, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for s, (start, end) in enumerate(pairwise(bounds)):
         if start == end:
             continue
         call = {name: inputs[name] for name in ("qk_l2norm",)}

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from fla_train.kernels.delta_product import delta_product
-from fla_train.kernels.delta_product.check import evaluate
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
+from fla_train.kernels.delta_product import delta_product
+from fla_train.kernels.delta_product.check import evaluate
 from tests.kernels.helpers import (
     assert_agrees,
     assert_matches_definition,
@@ -101,7 +101,7 @@ def test_gradients_when_only_one_output_is_used(used):
 
 
 def hard_inputs(kind: str, dtype: torch.dtype) -> dict:
-    """Inputs that broke kernels elsewhere: keys that are alike, step sizes near 2, a scale that specialises."""
+    """Inputs that broke kernels elsewhere: keys that are alike, step sizes near 2, a scale of exactly 1."""
     tokens, substeps = 96, 2
     inputs = random_inputs(tokens, substeps, key_dim=16, value_dim=16, dtype=torch.float64)
     k = inputs["k"]

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 import torch
-from fla_train.kernels.delta_product import BACKENDS, delta_product, delta_product_step, resolve_backend
 
+from fla_train.kernels.delta_product import BACKENDS, delta_product, delta_product_step, resolve_backend
 from tests.kernels.helpers import random_inputs
 
 B, T, N, H, K, V = 2, 6, 3, 2, 8, 5
@@ -91,9 +91,9 @@ def test_an_integer_query_is_refused():
         (torch.tensor([0]), r"cu_seqlens has shape \[1\], expected \[S \+ 1\]"),
         (torch.tensor([[0, T]]), r"cu_seqlens has shape \[1, 2\], expected \[S \+ 1\]"),
         (torch.tensor([0.0, T]), r"cu_seqlens is torch.float32, expected torch.int32 or torch.int64"),
-        (torch.tensor([0, T - 1]), r"cu_seqlens runs from 0 to 5, expected .* 0 to T = 6"),
+        (torch.tensor([0, T - 1]), r"cu_seqlens runs from 0 to 5, expected non-decreasing from 0 to T = 6"),
         (torch.tensor([1, T]), r"cu_seqlens runs from 1 to 6"),
-        (torch.tensor([0, 4, 3, T]), r"expected a non-decreasing run"),
+        (torch.tensor([0, 4, 3, T]), r"expected non-decreasing"),
         (torch.tensor([0, T], device="meta"), r"cu_seqlens is on meta, expected cpu"),
     ],
 )

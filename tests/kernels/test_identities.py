@@ -5,15 +5,16 @@ A failure here means that a formula is wrong, not its implementation.
 
 import pytest
 import torch
-from fla_train.kernels.delta_product import delta_product
 from torch import Tensor
+
+from fla_train.kernels.delta_product import delta_product
 
 TOKENS, KEY_DIM, VALUE_DIM = 8, 7, 5
 SUBSTEPS = pytest.mark.parametrize("substeps", [1, 2, 3, 4])
 
 
 class Chunk:
-    """One chunk with every matrix of the chunk form written out; M = TOKENS * substeps rows, `of[r]` is r's token."""
+    """One chunk, every matrix of the chunk form written out; TOKENS * substeps rows, row r in token of[r]."""
 
     def __init__(self, substeps: int):
         torch.manual_seed(substeps)
@@ -81,7 +82,7 @@ def test_chunk_form(substeps):
 
 @SUBSTEPS
 def test_a_query_is_a_substep_that_reads_and_does_not_write(substeps):
-    """Rows (k_1 .. k_n, q) per token, the query's with value 0; its row of the solution is minus the output."""
+    """Rows (k_1 .. k_n, q) per token, the query's of value 0; its row of the solution is minus the output."""
     chunk = Chunk(substeps)
     per_token = substeps + 1
     is_query = torch.arange(TOKENS * per_token) % per_token == substeps
@@ -123,7 +124,7 @@ def test_a_chunk_is_an_affine_map_of_its_state(substeps):
 
 @SUBSTEPS
 def test_the_inverse_is_bounded_by_the_step_size(substeps):
-    """|T_rs| <= beta_r off the diagonal, so it fits any float format; powers of the system's matrix are not bounded."""
+    """|T_rs| <= beta_r off the diagonal, so it fits any float format; powers of the matrix do not."""
     chunk = Chunk(substeps)
     off_diagonal = chunk.inverse().detach().tril(-1).abs()
     assert (off_diagonal <= chunk.beta.detach() * (1 + 1e-12)).all()
@@ -143,7 +144,7 @@ def test_gradient_of_the_gate_from_those_of_queries_and_values(substeps):
 
 @SUBSTEPS
 def test_gradients_of_values_and_step_sizes_from_one_adjoint_solve(substeps):
-    """dY = T^T dU; dv = beta dY; dbeta = rowsum(dY * U) / beta, and the errors X = U / beta need no division."""
+    """dY = T^T dU; dv = beta dY; dbeta = rowsum(dY * U) / beta, or from the errors X without division."""
     chunk = Chunk(substeps)
     o, state, U = chunk.chunk_form()
     d_o, d_state = torch.randn_like(o), torch.randn_like(state)

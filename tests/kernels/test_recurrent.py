@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from fla_train.kernels.delta_product import delta_product, delta_product_step
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
+from fla_train.kernels.delta_product import delta_product, delta_product_step
 from tests.kernels.helpers import assert_agrees, differentiable, documents_of, random_inputs
 
 

@@ -20,8 +20,8 @@ from fla_train.models.accounting import (
 
 def test_all_faults_are_reported_together():
     with pytest.raises(ValueError) as fault:
-        DeltaProductConfig(num_heads=0, norm_eps=-1.0, hidden_act="nope", conv_size=2.5)
-    for part in ("num_heads must be", "norm_eps must be", "hidden_act 'nope'", "conv_size must be"):
+        DeltaProductConfig(num_heads=0, norm_eps=-1.0, hidden_act="nope", conv_size=2.5, backend="cuda")
+    for part in ("num_heads must", "norm_eps must", "hidden_act 'nope'", "conv_size must", "backend 'cuda'"):
         assert part in str(fault.value)
     assert "\n" not in str(fault.value)
 

@@ -115,7 +115,7 @@ def test_an_empty_cache_of_transformers_is_replaced_and_a_filled_one_refused(bui
     assert isinstance(outputs.past_key_values, DeltaProductCache)
     filled = DynamicCache()
     filled.update(torch.zeros(3, 1, 4, 8), torch.zeros(3, 1, 4, 8), 0)
-    with pytest.raises(TypeError, match="expected a DeltaProductCache"):
+    with pytest.raises(ValueError, match="expected a DeltaProductCache"):
         model(tokens, past_key_values=filled)
 
 
@@ -126,3 +126,16 @@ def test_sampling_with_return_of_scores(build, tokens):
         tokens[:, :5], max_new_tokens=4, do_sample=True, return_dict_in_generate=True, output_scores=True
     )
     assert outputs.sequences.shape == (3, 9) and len(outputs.scores) == 4
+
+
+def test_inputs_are_cut_to_the_unseen_tokens_however_they_are_announced(build, tokens):
+    model, cache = build(), DeltaProductCache(2)
+    cache.seen_tokens = 15
+    mask = torch.ones(3, 19)
+
+    def cut(ids, **given):
+        return model.prepare_inputs_for_generation(ids, past_key_values=cache, **given)["input_ids"]
+
+    assert torch.equal(cut(tokens, next_sequence_length=1), tokens[:, -1:])
+    assert torch.equal(cut(tokens, attention_mask=mask), tokens[:, 15:])
+    assert torch.equal(cut(tokens[:, 15:], attention_mask=mask), tokens[:, 15:])  # a chunk of a prefill

@@ -1,7 +1,7 @@
-"""Optimizer steps of a real engine, for test_engine.py: `torchrun engine_steps.py CONFIG_YAML OUT_JSON MICRO_BATCH...`
+"""Optimizer steps of a real engine: `torchrun engine_steps.py CONFIG_YAML OUT_JSON MICRO_BATCH...`
 
-Trains the same model from the same start once for each micro-batch size, on the same masked global batches, and
-writes what each rank 0 saw.
+For test_engine.py. Trains the same model from the same start once for each micro-batch size, on the
+same masked global batches, and writes what rank 0 saw.
 """
 
 import json

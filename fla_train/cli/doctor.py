@@ -1,0 +1,95 @@
+"""`fla-doctor`: what this machine has, and whether each backend of the operator is right on it.
+
+    fla-doctor               # environment, then every backend that can run here
+    fla-doctor --verbose     # every comparison
+
+Exit code 0: every backend that can run here is right. 1: one is not; training refuses to start on it.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import time
+
+import torch
+
+from fla_train.kernels.delta_product.check import CheckReport, check_backend
+from fla_train.training.runfolder import describe_environment
+
+
+def checks() -> list[tuple[str, str, torch.dtype]]:
+    """The (backend, device, dtype) combinations to check on this machine, in the order of use."""
+    both = (torch.float32, torch.bfloat16)
+    combinations = [(name, "cpu", dtype) for name in ("recurrent", "chunked") for dtype in both]
+    if torch.cuda.is_available():
+        combinations += [(name, "cuda", dtype) for name in ("triton", "chunked") for dtype in both]
+    return combinations
+
+
+def environment_lines() -> list[str]:
+    """Versions, devices and the tools that a training run may need."""
+    found = describe_environment("cuda" if torch.cuda.is_available() else "cpu")
+    versions = ", ".join(f"{name} {number or 'MISSING'}" for name, number in found["packages"].items())
+    lines = [
+        f"fla_train    {found['fla_train']}, commit {found['commit'] or 'unknown'}",
+        f"Python       {found['python']} on {found['platform']}",
+        f"packages     {versions}",
+        f"CPU          {found['cpu_count']} cores, {torch.get_num_threads()} torch threads",
+    ]
+    lines += [f"GPU          {name}" for name in found["devices"]] or [
+        "GPU          none: training runs on the CPU"
+    ]
+    if torch.cuda.is_available():
+        lines.append(f"CUDA         {torch.version.cuda}, ptxas {_ptxas()}")
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    lines.append(f"C compiler   {compiler or 'MISSING: Triton needs one to launch kernels'}")
+    return lines
+
+
+def _ptxas() -> str:
+    """Version of the assembler that Triton will use; old ones miscompile some kernels on Hopper."""
+    from triton import knobs
+
+    return f"{knobs.nvidia.ptxas.version} ({knobs.nvidia.ptxas.path})"
+
+
+def main() -> None:
+    """Console command."""
+    parser = argparse.ArgumentParser(
+        prog="fla-doctor", description="Check this machine and the operator's backends."
+    )
+    parser.add_argument("--verbose", action="store_true", help="print every comparison")
+    arguments = parser.parse_args()
+    for line in environment_lines():
+        print(line)
+    print(f"\nBackends against the fp64 recurrence (default here: {_default()})")
+    start = time.perf_counter()
+    reports = []
+    for backend, device, dtype in checks():
+        reports.append(check_backend(backend, device, dtype))
+        print_report(reports[-1], arguments.verbose)
+    bad = [report for report in reports if not report.ok]
+    seconds = time.perf_counter() - start
+    if bad:
+        names = ", ".join(sorted({f"{r.backend} on {r.device}" for r in bad}))
+        print(f"\nNOT READY ({seconds:.0f} s): {names} is wrong on this machine; set another model.backend")
+        sys.exit(1)
+    print(f"\nREADY: {len(reports)} checks passed in {seconds:.0f} s")
+
+
+def _default() -> str:
+    return os.environ.get("FLA_TRAIN_BACKEND") or ("triton" if torch.cuda.is_available() else "chunked")
+
+
+def print_report(report: CheckReport, verbose: bool) -> None:
+    """One line a report; with `verbose` also one a comparison."""
+    print(f"  {'ok    ' if report.ok else 'FAILED'} {report.summary()}", flush=True)
+    if verbose:
+        for row in report.rows:
+            mark = " " if row.ok else "!"
+            print(f"       {mark} {row.case:36s} {row.tensor:16s} {row.error:.2e} of {row.tolerance:.0e}")
+
+
+if __name__ == "__main__":
+    main()

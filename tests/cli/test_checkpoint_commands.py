@@ -1,0 +1,170 @@
+"""fla-eval, fla-generate and fla-export as commands: once for real, and their faults in process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fla_train.cli import app, eval, export, generate
+from fla_train.data.config import TokenizerConfig
+from fla_train.data.tokenizers import load_tokenizer
+from fla_train.hub import CardInfo, export_model
+from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+
+TEXT = 'def f(a, b):  # it\'s "q" [x]\n'
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("runs") / "first"
+    config = DeltaProductConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1, num_heads=1, head_dim=16)
+    model = DeltaProductForCausalLM(config)
+    export_model(
+        model, load_tokenizer(TokenizerConfig("bytes")), folder / "hf/step-0000007", CardInfo(seq_len=64)
+    )
+    return folder
+
+
+def command(name: str, *arguments: str, code: int = 0) -> subprocess.CompletedProcess:
+    words = [sys.executable, "-m", f"fla_train.cli.{name}", *arguments]
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=300, env=os.environ | {"HF_TOKEN": ""}
+    )
+    assert done.returncode == code, done.stderr[-3000:]
+    return done
+
+
+def test_eval(run: Path, tmp_path: Path) -> None:
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text("".join(json.dumps({"text": TEXT * n}) + "\n" for n in range(1, 9)))
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks/lines.yaml").write_text(
+        json.dumps(
+            {
+                "task": "lines",
+                "dataset_path": "json",
+                "dataset_kwargs": {"data_files": {"test": str(documents)}},
+                "test_split": "test",
+                "output_type": "loglikelihood_rolling",
+                "doc_to_text": "",
+                "doc_to_target": "{{text}}",
+                "metric_list": [{"metric": "byte_perplexity"}],
+            }
+        )
+    )
+    output = tmp_path / "output"
+    done = command(
+        "eval",
+        f"checkpoint={run}",
+        f"output={output}",
+        "suite=demo",
+        f"suite.perplexity.sets=[{documents}]",
+        "suite.tasks=[lines]",
+        f"suite.include_path={tmp_path / 'tasks'}",
+    )
+    results = json.loads((output / "results.json").read_text())
+    assert [row["length"] for row in results["perplexity"]["documents"]["lengths"]] == [128]
+    # A model that knows nothing has 320 choices for each byte.
+    assert 200 < results["tasks"]["lines"]["scores"]["lines"]["byte_perplexity"] < 400
+    assert (output / "table.md").read_text() in done.stdout
+    assert str(output / "perplexity.png") in done.stdout
+
+
+def test_generate(run: Path) -> None:
+    done = command("generate", f"checkpoint={run}", f"prompt={TEXT}", "max_new_tokens=16", "temperature=0")
+    model = AutoModelForCausalLM.from_pretrained(run / "hf/step-0000007")
+    tokenizer = AutoTokenizer.from_pretrained(run / "hf/step-0000007")
+    ids = [tokenizer.eos_token_id, *tokenizer.encode(TEXT)]
+    start = len(ids)
+    for _ in range(16):
+        with torch.no_grad():
+            ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
+        if ids[-1] == tokenizer.eos_token_id:
+            break
+    assert done.stdout.rstrip("\n") == TEXT + tokenizer.decode(ids[start:], skip_special_tokens=True).rstrip(
+        "\n"
+    )
+
+
+def test_generate_draws_the_same_text_for_the_same_seed(run: Path, capsys: pytest.CaptureFixture) -> None:
+    texts = []
+    for seed in (1, 1, 2):
+        overrides = [
+            f"checkpoint={run}",
+            "prompt=ab",
+            f"seed={seed}",
+            "max_new_tokens=20",
+            "top_k=50",
+            "top_p=0.9",
+        ]
+        generate.register()
+        assert generate.task(app.compose("generate", overrides)) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [TEXT, "", "a=b, c={d}", "it's", "'", "\\", "\\'", "end\\\\", "${x}", "$", "null", "3", " x ", "é"],
+)
+def test_any_prompt_passes_through_hydra(text: str) -> None:
+    generate.register()
+    config = app.compose("generate", [generate.quoted(f"prompt={text}")])
+    assert OmegaConf.to_object(config).prompt == text
+
+
+def test_export(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    done = command("export", f"checkpoint={run}", f"output={copy}", "hub.repo_id=user/tiny", code=2)
+    assert {f.name for f in copy.iterdir()} == {f.name for f in (run / "hf/step-0000007").iterdir()}
+    assert "exported to" in done.stdout
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: no Hub token")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "overrides", "message"),
+    [
+        (export, "export", [], "give checkpoint="),
+        (export, "export", ["checkpoint=RUN"], "nothing to do"),
+        (export, "export", ["checkpoint=user/model", "output=x"], "on the Hub already"),
+        (export, "export", ["checkpoint=absent", "output=x"], "absent does not exist"),
+        (
+            generate,
+            "generate",
+            ["temperature=-1", "top_p=0"],
+            "give checkpoint=(.|\n)*temperature(.|\n)*top_p",
+        ),
+        (generate, "generate", ["checkpoint=RUN", "max_new_tokens=0"], "max_new_tokens"),
+        (generate, "generate", ["checkpoint=RUN", "device=abacus"], "device=abacus"),
+        (eval, "eval", [], "give checkpoint="),
+        (eval, "eval", ["checkpoint=RUN", "suite=tasks"], "the suite is empty"),
+        (eval, "eval", ["checkpoint=RUN", "suite=perplexity"], "lies in no run folder"),
+    ],
+)
+def test_requests_that_cannot_work(run: Path, module, name, overrides, message) -> None:
+    module.register()
+    config = app.compose(name, [o.replace("RUN", str(run)) for o in overrides])
+    with pytest.raises(ValueError, match=message):
+        module.task(config)
+
+
+@pytest.mark.parametrize(
+    "override", ["suite.perplexity.bucket=wide", "suite.nonsense=1", "suite=nonsense", "nonsense=1"]
+)
+def test_settings_are_typed(override: str) -> None:
+    eval.register()
+    with pytest.raises(ValueError, match=override.split("=")[0].split(".")[-1]):
+        app.compose("eval", [override])
+
+
+@pytest.mark.parametrize("suite", ["perplexity", "tasks", "demo"])
+def test_every_suite_composes(suite: str) -> None:
+    eval.register()
+    assert OmegaConf.to_object(app.compose("eval", [f"suite={suite}"])).suite.name == suite

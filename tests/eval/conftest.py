@@ -1,0 +1,104 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from fla_train.data.config import TokenizerConfig
+from fla_train.data.tokenizers import load_tokenizer
+from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+
+SIZE = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return load_tokenizer(TokenizerConfig(name="bytes"))
+
+
+@pytest.fixture(params=["delta_product", "llama"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    """Weights wide enough that no two logits tie: a random model of the usual width is nearly uniform."""
+    if request.param == "llama":
+        model = LlamaForCausalLM(LlamaConfig(num_attention_heads=2, initializer_range=0.3, **SIZE))
+    else:
+        model = delta_product(initializer_range=0.3)
+    return model.eval()
+
+
+def delta_product(**settings: object) -> DeltaProductForCausalLM:
+    shape = {"num_heads": 2, "head_dim": 16, "num_householder": 2, "use_forget_gate": True}
+    return DeltaProductForCausalLM(DeltaProductConfig(**SIZE, **shape, **settings))
+
+
+TaskWriter = Callable[..., Path]
+
+
+@pytest.fixture
+def write_task(tmp_path: Path) -> TaskWriter:
+    """`write_task(name, rows, output_type=..., ...)` defines a local lm-eval task; returns its folder."""
+
+    def write(name: str, rows: list[dict], **definition: object) -> Path:
+        folder = tmp_path / "tasks"
+        folder.mkdir(exist_ok=True)
+        data = folder / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        task = {
+            "task": name,
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(data)}},
+            "test_split": "test",
+            **definition,
+        }
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(task))
+        return folder
+
+    return write
+
+
+@pytest.fixture(autouse=True)
+def datasets_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+
+
+def train(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor, steps: int) -> None:
+    """Fit `labels` until the loss is small; fails if it stays large."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(steps):
+        loss = model.train()(ids, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss.item() < 0.05, f"the model did not learn the answers: loss {loss.item():.3f}"
+    model.eval()
+
+
+@pytest.fixture(scope="session")
+def quiz() -> list[dict]:
+    """Questions that nothing but the answer key helps with: 16 names, each with one of 4 colours."""
+    colours = ["red", "blue", "green", "pink"]
+    return [
+        {"question": f"{a}{b}:", "choices": colours, "answer": (5 * i + 3 * j) % 4}
+        for i, a in enumerate("kmtz")
+        for j, b in enumerate("aeou")
+    ]
+
+
+@pytest.fixture(scope="session")
+def scholar(quiz: list[dict], tokenizer: PreTrainedTokenizerBase) -> DeltaProductForCausalLM:
+    """A model that has seen the answers of `quiz`."""
+    torch.manual_seed(0)
+    model = delta_product()
+    texts = [f"{row['question']} {row['choices'][row['answer']]}{tokenizer.eos_token}" for row in quiz]
+    batch = tokenizer(texts, padding=True, add_special_tokens=False, return_tensors="pt")
+    ids = batch["input_ids"]
+    labels = ids.masked_fill(batch["attention_mask"] == 0, -100)
+    labels[:, :3] = -100  # the question itself
+    train(model, ids, labels, steps=100)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    return model

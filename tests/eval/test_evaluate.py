@@ -1,0 +1,181 @@
+"""A whole evaluation: documents, report files, and what is not run twice."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from fla_train.data import DataConfig, TokenizerConfig, prepare
+from fla_train.data.tokenizers import encode
+from fla_train.eval import run as run_module
+from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig, suite_faults
+from fla_train.eval.documents import file_documents, longest, run_data, validation_documents
+from fla_train.eval.report import table
+from fla_train.eval.run import evaluate
+from fla_train.hub import CardInfo, export_model
+
+TEXTS = [f"document {i}: " + "all work and no play " * (i % 7) for i in range(60)] + ["", "x"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("corpus") / "documents.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return file
+
+
+@pytest.fixture(scope="module")
+def run(corpus: Path, scholar, tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder as training leaves it."""
+    folder = tmp_path_factory.mktemp("runs") / "first"
+    cache = str(tmp_path_factory.mktemp("cache"))
+    data = DataConfig(
+        source="local",
+        path=str(corpus),
+        validation_fraction=0.5,
+        tokenizer=TokenizerConfig(name="bytes"),
+        cache_dir=cache,
+    )
+    prepare(data, log=lambda line: None, progress=False)
+    export_model(scholar, tokenizer, folder / "hf/step-0000080", CardInfo(seq_len=64))
+    OmegaConf.save(OmegaConf.create({"seed": 0, "data": OmegaConf.structured(data)}), folder / "config.yaml")
+    return folder
+
+
+def perplexity_suite(**settings: object) -> SuiteConfig:
+    return SuiteConfig(
+        name="perplexity",
+        perplexity=PerplexityConfig(**{"lengths": [16, 64, 4096], "bucket": 16, **settings}),
+    )
+
+
+def test_validation_documents_are_the_held_out_texts(run: Path, tokenizer) -> None:
+    prepared = run_data(run)
+    held_out = [tokenizer.decode(document) for document in validation_documents(prepared)]
+    assert (
+        set(held_out) < set(TEXTS) and len(held_out) == prepared.manifest["splits"]["validation"]["documents"]
+    )
+    assert 10 < len(held_out) < 50
+
+
+def test_file_documents(corpus: Path, tokenizer) -> None:
+    found = [document.tolist() for document in file_documents(str(corpus), tokenizer)]
+    assert found == encode(tokenizer, TEXTS)
+
+
+def test_longest() -> None:
+    documents = [np.full(n, i) for i, n in enumerate([3, 9, 0, 50, 20, 30])]
+    chosen = longest(documents, count=3, length=10, scan=5, progress=False)
+    assert [(d[0], len(d)) for d in chosen] == [
+        (3, 11),
+        (4, 11),
+        (1, 9),
+    ]  # the last document is beyond the scan
+
+
+def test_report_of_a_sweep(run: Path) -> None:
+    folder, record = evaluate(EvalConfig(checkpoint=str(run), suite=perplexity_suite()), progress=False)
+    assert folder.parent == run / "eval" and folder.name.startswith("perplexity-")
+    assert record == json.loads((folder / "results.json").read_text())
+    result = record["perplexity"]["validation"]
+    assert [row["length"] for row in result["lengths"]] == [16, 64] and result["not_reached"] == [4096]
+    assert [row["start"] for row in result["positions"]] == [0, 16, 32, 48]
+    assert record["trained_length"] == 64
+    assert {"torch", "lm-eval", "commit", "hardware", "time"} <= record["environment"].keys()
+    markdown = (folder / "table.md").read_text()
+    assert "| 64 (trained) |" in markdown and "No document is long enough for 4096" in markdown
+    assert f"{result['lengths'][0]['perplexity']:.3f}" in markdown
+    assert (folder / "perplexity.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_several_sets_of_files(run: Path, corpus: Path, tmp_path: Path) -> None:
+    suite = perplexity_suite(sets=[str(corpus), f"{corpus.parent}/*.jsonl"], documents=5)
+    _, record = evaluate(EvalConfig(str(run), str(tmp_path / "out"), suite=suite), progress=False)
+    file, pattern = record["perplexity"]["documents"], record["perplexity"][corpus.parent.name]
+    assert file == pattern and file["lengths"][0]["documents"] == 5
+
+
+def test_finished_parts_are_not_run_again(run: Path, corpus: Path, tmp_path: Path, monkeypatch) -> None:
+    calls = []
+    real = run_module.loss_table
+    monkeypatch.setattr(run_module, "loss_table", lambda *a, **k: calls.append(1) or real(*a, **k))
+    sets = [str(corpus), str(tmp_path / "absent.jsonl")]
+    config = EvalConfig(str(run), str(tmp_path / "out"), suite=perplexity_suite(sets=sets))
+    with pytest.raises(ValueError, match=r"absent\.jsonl"):
+        evaluate(config, progress=False)
+    assert len(calls) == 1
+    del config.suite.perplexity.sets[1]
+    _, first = evaluate(config, progress=False)
+    assert len(calls) == 1  # kept from the call that failed
+    config.suite.perplexity.bucket = 8
+    _, second = evaluate(config, progress=False)
+    assert len(calls) == 2  # another question
+    pairs = zip(
+        first["perplexity"]["documents"]["lengths"], second["perplexity"]["documents"]["lengths"], strict=True
+    )
+    assert all(a["loss"] == pytest.approx(b["loss"]) for a, b in pairs)
+
+
+def test_tasks_and_a_task_that_fails(run: Path, write_task, quiz, tmp_path: Path) -> None:
+    choices = {"doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"}
+    for name in ("quiz", "lost"):
+        folder = write_task(
+            name, quiz, output_type="multiple_choice", metric_list=[{"metric": "acc"}], **choices
+        )
+    (folder / "lost.jsonl").rename(folder / "found.jsonl")
+    suite = SuiteConfig(name="tasks", tasks=["quiz", "lost"], include_path=str(folder), limit=8)
+    config = EvalConfig(str(run), str(tmp_path / "out"), suite=suite)
+    _, record = evaluate(config, progress=False)
+    assert record["tasks"]["quiz"]["scores"]["quiz"]["acc"] == 1.0 and "error" in record["tasks"]["lost"]
+    markdown = table(record)
+    assert "| quiz | acc | 1.0000 | 0.0000 | 8 | 0 |" in markdown and "| lost | could not run" in markdown
+    assert "Only the first 8 examples" in markdown
+    (folder / "found.jsonl").rename(folder / "lost.jsonl")
+    _, record = evaluate(config, progress=False)
+    assert record["tasks"]["lost"]["scores"]["lost"]["acc"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (EvalConfig(), "give checkpoint=RUN"),
+        (EvalConfig("absent"), "absent does not exist"),
+        (EvalConfig("RUN", dtype="int4"), "dtype=int4 must be one of"),
+        (EvalConfig("RUN", suite=SuiteConfig(name="tasks")), "the suite is empty"),
+        (
+            EvalConfig("RUN", suite=perplexity_suite(lengths=[5000])),
+            "no document of the validation split has 5000",
+        ),
+        (EvalConfig("RUN/hf/step-0000080", suite=perplexity_suite(sets=["absent"])), "absent"),
+    ],
+)
+def test_requests_that_cannot_work(run: Path, config: EvalConfig, message: str) -> None:
+    if config.checkpoint:
+        config.checkpoint = config.checkpoint.replace("RUN", str(run))
+    if not config.suite.tasks and config.suite.perplexity is None and message.startswith(("dtype", "absent")):
+        config.suite = perplexity_suite()
+    with pytest.raises(ValueError, match=message):
+        evaluate(config, progress=False)
+
+
+def test_an_export_without_a_run_has_no_validation_split(
+    run: Path, scholar, tokenizer, tmp_path: Path
+) -> None:
+    folder = export_model(scholar, tokenizer, tmp_path / "alone", validate=False)
+    with pytest.raises(ValueError, match="lies in no run folder"):
+        evaluate(EvalConfig(str(folder), str(tmp_path / "out"), suite=perplexity_suite()), progress=False)
+
+
+def test_faults_are_reported_together() -> None:
+    suite = perplexity_suite(bucket=0, chunk=0, sets=["a/web.jsonl", "b/web.parquet"])
+    suite.batch_size, suite.limit = "many", 0
+    faults = suite_faults(suite)
+    assert [fault.split("=")[0] for fault in faults] == [
+        "suite.batch_size",
+        "suite.limit",
+        "suite.perplexity.bucket",
+        "suite.perplexity.chunk",
+        "suite.perplexity.sets has several sets named web: rename a file",
+    ]

@@ -1,0 +1,179 @@
+"""The lm-eval bridge against plain HFLM, against direct computations, and on tasks with known scores."""
+
+import random
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_model
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from fla_train.eval import harness
+from fla_train.eval.harness import FlaTrainLM, run_tasks
+from fla_train.hub import CardInfo, export_model
+
+PAIRS = [
+    ("The sky is", " blue"),
+    ("", "no context at all"),
+    ("a much longer context that goes on, and on, for a while", " x"),
+    ("short", " and here a long continuation, longer than its context"),
+    ("naïve", " 日本"),
+]
+PROMPTS = ["The sky is", "a", "a much longer prompt that goes on, and on, for a while", "x y"]
+CHOICES = {
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{question}}",
+    "doc_to_choice": "{{choices}}",
+    "doc_to_target": "{{answer}}",
+    "metric_list": [{"metric": "acc"}],
+}
+
+
+def requests(kind: str, arguments: list[tuple]) -> list[Instance]:
+    return [Instance(kind, {}, args, i) for i, args in enumerate(arguments)]
+
+
+def all_answers(lm: HFLM) -> list[list]:
+    until = {"until": ["\n"], "max_gen_toks": 12, "do_sample": False}
+    return [
+        lm.loglikelihood(requests("loglikelihood", PAIRS), disable_tqdm=True),
+        lm.loglikelihood_rolling(
+            requests("loglikelihood_rolling", [(c,) for c, _ in PAIRS[2:]]), disable_tqdm=True
+        ),
+        lm.generate_until(requests("generate_until", [(p, until) for p in PROMPTS]), disable_tqdm=True),
+    ]
+
+
+def test_equal_to_plain_hflm_to_the_last_digit(model, tokenizer) -> None:
+    plain = HFLM(
+        model, tokenizer=tokenizer, backend="causal", batch_size=2, max_length=60, softmax_dtype="float32"
+    )
+    assert all_answers(FlaTrainLM(model, tokenizer, batch_size=2, max_length=60)) == all_answers(plain)
+
+
+def test_loglikelihoods_equal_a_direct_computation(model, tokenizer) -> None:
+    lm = FlaTrainLM(model, tokenizer, batch_size=2, max_length=100)
+    found = lm.loglikelihood(requests("loglikelihood", PAIRS), disable_tqdm=True)
+    for (context, continuation), (value, greedy) in zip(PAIRS, found, strict=True):
+        head = tokenizer(context)["input_ids"] or [tokenizer.bos_token_id]
+        tail = tokenizer(continuation)["input_ids"]
+        with torch.no_grad():
+            logits = model.double()(torch.tensor([head + tail])).logits[
+                0, len(head) - 1 : -1
+            ]  # [tail, vocab]
+        model.float()
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(tail)[:, None]).sum().item()
+        assert value == pytest.approx(expected, abs=1e-3)
+        assert greedy == (logits.argmax(-1).tolist() == tail)
+
+
+def test_batch_size_changes_nothing(model, tokenizer) -> None:
+    model.double()  # in fp32 the order of a sum shows in the last digits
+    one = all_answers(FlaTrainLM(model, tokenizer, batch_size=1, max_length=100))
+    three = all_answers(FlaTrainLM(model, tokenizer, batch_size=3, max_length=100))
+    for (a, a_greedy), (b, b_greedy) in zip(one[0], three[0], strict=True):
+        assert a == pytest.approx(b, abs=1e-4) and a_greedy == b_greedy
+    assert one[1] == pytest.approx(three[1], abs=1e-4)
+    assert one[2] == three[2]
+
+
+def test_left_padded_generation_equals_a_greedy_loop(model, tokenizer) -> None:
+    lm = FlaTrainLM(model, tokenizer, batch_size=len(PROMPTS), max_length=100)
+    generation = {"until": ["\n"], "max_gen_toks": 8, "do_sample": False}
+    found = lm.generate_until(
+        requests("generate_until", [(p, generation) for p in PROMPTS]), disable_tqdm=True
+    )
+    for prompt, text in zip(PROMPTS, found, strict=True):
+        ids = tokenizer(prompt)["input_ids"]
+        start = len(ids)
+        for _ in range(8):
+            with torch.no_grad():
+                ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
+            if ids[-1] == tokenizer.eos_token_id:
+                break
+        assert text == tokenizer.decode(ids[start:], skip_special_tokens=True).split("\n")[0]
+
+
+def test_defaults_are_those_the_checkpoint_was_trained_with(tokenizer, scholar, tmp_path) -> None:
+    folder = export_model(scholar, tokenizer, tmp_path / "run/hf/step-0000001", CardInfo(seq_len=48))
+    lm = get_model("fla_train")(pretrained=str(tmp_path / "run"), device="cpu")
+    assert isinstance(lm, FlaTrainLM) and lm.model.config.name_or_path == str(folder)
+    assert lm.max_length == 48 and lm.softmax_dtype == torch.float32
+    assert lm.prefix_token_id == tokenizer.eos_token_id
+    assert lm.tok_encode("ab") == tokenizer.encode("ab", add_special_tokens=False)
+    assert FlaTrainLM(scholar, tokenizer).prefix_token_id == tokenizer.bos_token_id
+
+
+def test_scores_of_a_model_that_knows_the_answers(write_task, quiz, scholar, tokenizer) -> None:
+    draw = random.Random(1)
+    shuffled = [row | {"answer": draw.randrange(4)} for row in quiz]
+    write_task("quiz", quiz, **CHOICES)
+    write_task("shuffled", shuffled, **CHOICES)
+    texts = [{"text": f"{row['question']} {row['choices'][row['answer']]}"} for row in quiz]
+    word = {"metric": "word_perplexity"}
+    rolling = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
+    write_task("texts", texts, **rolling, metric_list=[word])
+    folder = write_task(
+        "recite",
+        quiz,
+        output_type="generate_until",
+        doc_to_text="{{question}}",
+        doc_to_target="{{choices[answer]}}",
+        generation_kwargs={"until": ["n"], "max_gen_toks": 10, "do_sample": False},
+        metric_list=[{"metric": "exact_match"}],
+        filter_list=[
+            {"name": "word", "filter": [{"function": "remove_whitespace"}, {"function": "take_first"}]}
+        ],
+    )
+    lm = FlaTrainLM(scholar, tokenizer, batch_size=3)
+    results = run_tasks(lm, ["quiz", "shuffled", "texts", "recite"], include_path=folder, bootstrap_iters=0)
+
+    assert results["quiz"]["scores"]["quiz"]["acc"] == 1.0
+    pairs = zip(quiz, shuffled, strict=True)
+    agree = sum(row["answer"] == other["answer"] for row, other in pairs) / len(quiz)
+    assert agree < 0.5 and results["shuffled"]["scores"]["shuffled"]["acc"] == agree
+    assert results["quiz"]["scores"]["quiz"]["examples"] == len(quiz)
+
+    loss = words = 0.0
+    for row in texts:
+        ids = torch.tensor([[lm.prefix_token_id, *tokenizer.encode(row["text"], add_special_tokens=False)]])
+        loss += scholar(ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+        words += len(row["text"].split())
+    perplexity = results["texts"]["scores"]["texts"]["word_perplexity"]
+    assert perplexity == pytest.approx(torch.tensor(loss / words).exp().item(), rel=1e-3)
+
+    # "green" and "pink" are cut at the stop string, "n": the score says that stopping works.
+    wrong = sum("n" in row["choices"][row["answer"]] for row in quiz) / len(quiz)
+    assert results["recite"]["scores"]["recite"]["exact_match_word"] == 1 - wrong
+
+
+def test_a_task_without_data_does_not_stop_the_others(write_task, quiz, scholar, tokenizer) -> None:
+    folder = write_task("quiz", quiz, **CHOICES)
+    write_task("lost", quiz, **CHOICES)
+    (folder / "lost.jsonl").unlink()
+    lm = FlaTrainLM(scholar, tokenizer, batch_size=4)
+    results = run_tasks(lm, ["lost", "quiz"], include_path=folder, limit=3, bootstrap_iters=0)
+    assert "FileNotFoundError" in results["lost"]["error"] and "\n" not in results["lost"]["error"]
+    assert results["quiz"]["scores"]["quiz"]["examples"] == 3
+
+
+def test_few_shot_prompts(write_task, quiz, scholar, tokenizer, monkeypatch) -> None:
+    folder = write_task("quiz", quiz, **CHOICES, fewshot_split="test")
+    lm = FlaTrainLM(scholar, tokenizer, batch_size=4)
+    seen = []
+    loglikelihood = lm.loglikelihood
+    monkeypatch.setattr(lm, "loglikelihood", lambda reqs, **k: seen.extend(reqs) or loglikelihood(reqs, **k))
+    results = run_tasks(lm, ["quiz"], include_path=folder, limit=2, num_fewshot=2, bootstrap_iters=0)
+    assert results["quiz"]["scores"]["quiz"]["num_fewshot"] == 2
+    assert all(request.args[0].count("\n\n") == 2 for request in seen) and len(seen) == 8
+
+
+def test_unknown_task_and_folder(scholar, tokenizer, tmp_path, monkeypatch) -> None:
+    only_local = lambda include_path=None, **_: TaskManager(include_path=include_path, include_defaults=False)  # noqa: E731
+    monkeypatch.setattr(harness, "TaskManager", only_local)  # lm-eval's own take seconds to index
+    lm = FlaTrainLM(scholar, tokenizer)
+    with pytest.raises(ValueError, match="lm-eval knows no task riddles"):
+        run_tasks(lm, ["riddles"], include_path=tmp_path)
+    with pytest.raises(ValueError, match=r"suite\.include_path=.*absent is no folder"):
+        run_tasks(lm, ["riddles"], include_path=tmp_path / "absent")

@@ -1,0 +1,119 @@
+"""The chunked sweep against one fp64 pass over each document, and its statistics against `statistics`."""
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+import torch
+
+from fla_train.eval.perplexity import Estimate, LossTable, bucket_edges, loss_table
+
+EDGES = (0, 8, 16, 32, 64)
+LENGTHS = [70, 64, 33, 20, 8, 7, 1, 0]
+
+
+@pytest.fixture
+def documents() -> list[list[int]]:
+    draw = np.random.default_rng(0)
+    return [draw.integers(3, 320, size=length).tolist() for length in LENGTHS]
+
+
+def direct(model, documents: list[list[int]], prefix: list[int]) -> list[np.ndarray]:
+    """Loss of each target by one forward over the whole document."""
+    losses = []
+    for document in documents:
+        ids = torch.tensor([[*prefix, *document]])
+        if ids.shape[1] < 2:
+            losses.append(np.zeros(0))
+            continue
+        with torch.no_grad():
+            log_p = model(ids).logits[0, :-1].log_softmax(-1)
+        losses.append(-log_p.gather(1, ids[0, 1:, None])[:, 0].numpy())
+    return losses
+
+
+@pytest.mark.parametrize(("chunk", "batch_size"), [(1000, 1), (64, 3), (7, 2), (1, 8)])
+@pytest.mark.parametrize("prefix", [[2], []])
+def test_equals_a_single_pass_whatever_the_chunk(model, documents, chunk, batch_size, prefix) -> None:
+    model.double()
+    table = loss_table(model, documents, EDGES, prefix=prefix, chunk=chunk, batch_size=batch_size)
+    for row, losses in zip(table.sums, direct(model, documents, prefix), strict=True):
+        for found, a, b in zip(row, EDGES, EDGES[1:], strict=False):
+            if len(losses) >= b:
+                assert found == pytest.approx(losses[a:b].sum(), abs=1e-9)
+            else:
+                assert math.isnan(found)
+
+
+def test_lengths_and_positions(model, documents) -> None:
+    model.double()
+    losses = direct(model, documents, [2])
+    table = loss_table(model, documents, EDGES, prefix=[2], chunk=10, batch_size=3)
+    for length in EDGES[1:]:
+        means = [row[:length].mean() for row in losses if len(row) >= length]
+        estimate = table.up_to(length)
+        assert estimate.documents == len(means) == sum(n >= length for n in LENGTHS)
+        assert estimate.loss == pytest.approx(statistics.mean(means), abs=1e-9)
+        assert estimate.stderr == pytest.approx(statistics.stdev(means) / math.sqrt(len(means)), abs=1e-9)
+        assert estimate.perplexity == pytest.approx(math.exp(statistics.mean(means)))
+    curve = table.by_position(32)
+    assert [(a, b) for a, b, _ in curve] == [(0, 8), (8, 16), (16, 32)]
+    for a, b, estimate in curve:  # always the three documents that reach 32
+        assert estimate.documents == 3
+        assert estimate.loss == pytest.approx(
+            statistics.mean(row[a:b].mean() for row in losses[:3]), abs=1e-9
+        )
+
+
+def test_no_document_is_long_enough(model) -> None:
+    table = loss_table(model, [[], [5], [5, 6, 7]], EDGES, prefix=[2])
+    assert np.isnan(table.sums).all() and table.up_to(8) is None
+
+
+def test_estimate() -> None:
+    estimate = Estimate.of(np.array([1.0, 2.0, 3.0]))
+    assert estimate.loss == 2.0 and estimate.stderr == pytest.approx(1 / math.sqrt(3))
+    low, high = estimate.interval
+    assert math.log(high) - 2.0 == pytest.approx(1.96 / math.sqrt(3)) == pytest.approx(2.0 - math.log(low))
+    alone = Estimate.of(np.array([1.5]))
+    assert alone.stderr is None and alone.interval is None
+
+
+def test_the_table_leaves_no_document_half_counted() -> None:
+    table = LossTable((0, 2, 4), np.array([[2.0, 4.0], [6.0, np.nan]]))
+    assert table.up_to(2).loss == pytest.approx(2.0)  # (2 + 6) / 2 documents / 2 targets
+    assert table.up_to(4).loss == pytest.approx(1.5)
+    assert [e.loss for _, _, e in table.by_position(4)] == [1.0, 2.0]
+
+
+def test_memory_does_not_grow_with_the_length() -> None:
+    """The cache after 4096 tokens is as large as after 64."""
+    from transformers import AutoModelForCausalLM
+
+    from fla_train.models import DeltaProductConfig
+
+    model = AutoModelForCausalLM.from_config(
+        DeltaProductConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_heads=1, head_dim=8)
+    ).eval()
+    sizes, forward = [], model.forward
+
+    def watched(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        sizes.append(output.past_key_values.memory_bytes())
+        assert output.logits.shape[1] <= 64
+        return output
+
+    model.forward = watched
+    loss_table(model, [[3] * 4096], (0, 4096), prefix=[2], chunk=64)
+    assert len(sizes) == 64 and len(set(sizes)) == 1
+
+
+def test_edges() -> None:
+    assert bucket_edges([10, 35], 10) == (0, 10, 20, 30, 35)
+    assert bucket_edges([100], 1000) == (0, 100)
+    for lengths, bucket in (([], 5), ([0], 5), ([5], 0)):
+        with pytest.raises(ValueError, match="at least 1"):
+            bucket_edges(lengths, bucket)
+    with pytest.raises(ValueError, match="chunk"):
+        loss_table(None, [], (0, 1), chunk=0)

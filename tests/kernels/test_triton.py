@@ -1,0 +1,256 @@
+"""The Triton backend against the float64 recurrence: outputs and every gradient, interpreted and on a GPU.
+
+Fresh memory is filled with NaN, so that an element which is read but was never written shows. The interpreter
+cuts float32 to bfloat16 instead of rounding, hence its wider bfloat16 bound.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from fla_train.kernels.delta_product import delta_product
+
+NAMES = ("o", "final_state", "dq", "dk", "dv", "dbeta", "dg", "dinitial_state")
+INTERPRETED = not torch.cuda.is_available()
+GATED, UNGATED = True, False
+
+
+@dataclass(frozen=True)
+class Case:
+    tokens: int = 70
+    sub_steps: int = 1
+    gated: bool = GATED
+    batch: int = 1
+    heads: int = 1
+    key_dim: int = 16
+    value_dim: int = 16
+    dtype: torch.dtype = torch.float32
+    l2norm: bool = True
+    states: bool = True  # initial state given, final state returned and differentiated
+    cu_seqlens: tuple[int, ...] | None = None
+    inputs: str = "random"
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills fresh memory with NaN
+    assert torch.empty(3).isnan().all() and torch.zeros(3).new_empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def make_inputs(case: Case, device: str) -> tuple[list[Tensor | None], Tensor, Tensor | None]:
+    """Tensors of the operator in order, then the gradients of o and of the final state."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device)
+
+    per_token = (case.batch, case.tokens)
+    per_step = (*per_token, case.sub_steps, case.heads)
+    segments = case.batch if case.cu_seqlens is None else len(case.cu_seqlens) - 1
+    q, k, v = (
+        normal(*per_token, case.heads, case.key_dim),
+        normal(*per_step, case.key_dim),
+        normal(*per_step, case.value_dim),
+    )
+    beta = 2 * torch.rand(per_step, device=device)
+    g = -torch.exp(normal(*per_token, case.heads) - 3) if case.gated else None
+    match case.inputs:
+        case "correlated":  # keys of cosine 0.9, beta near 2
+            k = 0.9**0.5 * k[:, :1, :1] + 0.1**0.5 * k
+            beta = 1.6 + 0.2 * beta
+        case "repeated":  # four distinct keys, beta 2
+            k = k[:, torch.arange(case.tokens) % 4][:, :, :1].expand_as(k).clone()
+            beta = torch.full_like(beta, 2.0)
+        case "ones":
+            q, k, v, beta = (torch.ones_like(x) for x in (q, k, v, beta))
+        case "zero beta":
+            beta[:, ::3] = 0.0
+        case "resets":
+            g[:, 5::9] = -torch.inf
+        case "fast decay":
+            g = torch.full_like(g, -2.3)
+    if not case.l2norm:
+        k = torch.nn.functional.normalize(k, dim=-1)
+    state_shape = (segments, case.heads, case.key_dim, case.value_dim)
+    initial_state = normal(*state_shape) if case.states else None
+    q, k, v = (x.to(case.dtype) for x in (q, k, v))
+    do = normal(*per_token, case.heads, case.value_dim).to(case.dtype)
+    return [q, k, v, beta, g, initial_state], do, normal(*state_shape) if case.states else None
+
+
+def results(
+    case: Case,
+    tensors: list[Tensor | None],
+    do: Tensor,
+    dfinal_state: Tensor | None,
+    backend: str,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """Outputs and gradients by name; `dtype` converts every tensor first."""
+    leaves = [x if x is None else x.to(dtype or x.dtype).detach().requires_grad_() for x in tensors]
+    cu_seqlens = case.cu_seqlens and torch.tensor(case.cu_seqlens, device=do.device)
+    *operands, initial_state = leaves
+    o, final_state = delta_product(
+        *operands,
+        initial_state=initial_state,
+        output_final_state=case.states,
+        cu_seqlens=cu_seqlens,
+        qk_l2norm=case.l2norm,
+        backend=backend,
+    )
+    pairs = [(o, do.to(o.dtype))]
+    if case.states:
+        pairs.append((final_state, dfinal_state.to(final_state.dtype)))
+    torch.autograd.backward(*zip(*pairs, strict=True))
+    found = (o.detach(), final_state, *(None if x is None else x.grad for x in leaves))
+    return {name: x.detach() for name, x in zip(NAMES, found, strict=True) if x is not None}
+
+
+def check(case: Case, bounds: dict[str, float], device: str) -> None:
+    inputs = make_inputs(case, device)
+    expected = results(case, *inputs, backend="recurrent", dtype=torch.float64)
+    actual = results(case, *inputs, backend="triton")
+    again = results(case, *inputs, backend="triton")
+    assert actual.keys() == expected.keys()
+    for name, reference in expected.items():
+        assert torch.equal(actual[name], again[name]), f"{name} differs from run to run"
+        error = (actual[name].double() - reference).norm() / reference.norm().clamp_min(1e-6)
+        assert error <= bounds[name], f"{name}: relative error {error:.1e} > {bounds[name]:.1e}"
+
+
+def uniform(bound: float) -> dict[str, float]:
+    return dict.fromkeys(NAMES, bound)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the GPU tests cover these")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(heads=2, batch=2),
+        Case(sub_steps=2, gated=UNGATED, l2norm=False, tokens=33),
+        Case(sub_steps=3, key_dim=24, value_dim=80, tokens=23),
+        Case(sub_steps=4, batch=2, tokens=17, states=False),
+        Case(sub_steps=2, cu_seqlens=(0, 0, 33, 34, 70)),
+        Case(gated=UNGATED, cu_seqlens=(0, 3, 68, 68), tokens=68, l2norm=False),
+        Case(tokens=1),
+        Case(inputs="correlated", key_dim=32),
+        Case(inputs="zero beta"),
+        Case(inputs="resets", sub_steps=2, tokens=40),
+    ],
+    ids=str,
+)
+def test_interpreted_fp32(case: Case) -> None:
+    check(case, uniform(2e-5), "cpu")
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the GPU tests cover these")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(dtype=torch.bfloat16, key_dim=32, value_dim=32),
+        Case(dtype=torch.bfloat16, sub_steps=2, tokens=40),
+        Case(dtype=torch.float16, sub_steps=3, tokens=24),
+    ],
+    ids=str,
+)
+def test_interpreted_half_precision(case: Case) -> None:
+    check(case, uniform(2.5e-2), "cpu")
+
+
+def test_inference_equals_training() -> None:
+    device = "cpu" if INTERPRETED else "cuda"
+    (q, k, v, beta, g, state), *_ = make_inputs(Case(tokens=65), device)
+    kwargs = {"initial_state": state, "output_final_state": True, "backend": "triton"}
+    trained = delta_product(q.requires_grad_(), k, v, beta, g, **kwargs)
+    with torch.no_grad():
+        inferred = delta_product(q, k, v, beta, g, **kwargs)
+    assert torch.equal(trained[0], inferred[0]) and torch.equal(trained[1], inferred[1])
+
+
+def test_only_the_final_state_is_used() -> None:
+    device = "cpu" if INTERPRETED else "cuda"
+    (q, k, v, beta, g, state), _, dstate = make_inputs(Case(tokens=20), device)
+    kwargs = {"initial_state": state, "output_final_state": True}
+    grads = []
+    for backend in ("recurrent", "triton"):
+        leaves = [x.clone().requires_grad_() for x in (k, v, beta, g)]
+        (delta_product(q, *leaves, **kwargs, backend=backend)[1] * dstate).sum().backward()
+        grads.append([x.grad for x in leaves])
+    for expected, actual in zip(*grads, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "message"),
+    [
+        (Case(tokens=2), torch.float64, "float64"),
+        (Case(tokens=1, sub_steps=65), torch.float32, "at most 64 sub-steps"),
+        (Case(tokens=1, key_dim=129), torch.float32, "key dimension of at most 128"),
+        (Case(tokens=1, key_dim=257), torch.bfloat16, "key dimension of at most 256"),
+    ],
+)
+def test_unsupported_requests_name_the_fault(case: Case, dtype: torch.dtype, message: str) -> None:
+    (q, k, v, *rest), *gradients = make_inputs(case, "cpu" if INTERPRETED else "cuda")
+    if dtype is torch.float64:
+        rest = [x.to(dtype) for x in rest]
+    tensors = [*(x.to(dtype) for x in (q, k, v)), *rest]
+    with pytest.raises(ValueError, match=message):
+        results(case, tensors, *gradients, backend="triton")
+
+
+BF16 = uniform(8e-3) | {"o": 5e-3, "final_state": 5e-3, "dbeta": 1.5e-2, "dg": 1.5e-2}
+# Without forgetting, and with keys that repeat at beta near 2, each chunk's bf16 rounding persists.
+BF16_UNGATED = uniform(1.2e-2) | {"dbeta": 1.5e-2}
+BF16_HARD = uniform(2e-2) | {"dbeta": 5e-2, "dg": 5e-2}
+
+
+def real(**changes: object) -> Case:
+    sizes = {"tokens": 333, "batch": 2, "heads": 4, "key_dim": 128, "value_dim": 128, "dtype": torch.bfloat16}
+    return Case(**{**sizes, **changes})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [GATED, UNGATED])
+@pytest.mark.parametrize("sub_steps", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (256, 256), (96, 48), (32, 32), (16, 256)])
+def test_gpu_bf16(dims: tuple[int, int], sub_steps: int, gated: bool) -> None:
+    case = real(key_dim=dims[0], value_dim=dims[1], sub_steps=sub_steps, gated=gated, l2norm=gated)
+    check(case, BF16 if gated else BF16_UNGATED, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 63, 65, 1000])
+@pytest.mark.parametrize("sub_steps", [1, 3])
+def test_gpu_lengths(tokens: int, sub_steps: int) -> None:
+    check(real(tokens=tokens, sub_steps=sub_steps), BF16, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sub_steps", [1, 2, 3])
+def test_gpu_packed(sub_steps: int) -> None:
+    cu_seqlens = (0, 0, 64, 65, 200, 200, 333, 333)
+    check(real(batch=1, cu_seqlens=cu_seqlens, sub_steps=sub_steps), BF16, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sub_steps", [1, 2])
+@pytest.mark.parametrize("inputs", ["correlated", "repeated", "zero beta", "resets", "fast decay"])
+def test_gpu_hard_inputs(inputs: str, sub_steps: int) -> None:
+    hard = inputs in ("correlated", "repeated")
+    check(real(inputs=inputs, sub_steps=sub_steps), BF16_HARD if hard else BF16, "cuda")
+
+
+@pytest.mark.gpu
+def test_gpu_all_ones() -> None:
+    check(real(inputs="ones", gated=UNGATED), BF16_HARD, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 2e-3), (torch.float32, 1e-5)])
+def test_gpu_other_dtypes(dtype: torch.dtype, bound: float, dim: int) -> None:
+    check(real(dtype=dtype, key_dim=dim, value_dim=dim, tokens=150), uniform(bound), "cuda")

@@ -1,0 +1,132 @@
+"""Exact resume: killed at any moment, a run goes on as if nothing had happened."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fla_train.training.launch import TrainingFailed, launch
+from fla_train.training.metrics import read_metrics
+from fla_train.training.schema import TrainConfig
+
+TIMEOUT = 120.0  # seconds until an awaited state counts as lost
+Make = Callable[..., TrainConfig]
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.001)
+
+
+def workers(parent: int) -> list[psutil.Process]:
+    children = psutil.Process(parent).children()
+    return [p for p in children if "fla_train.training.worker" in p.cmdline()]
+
+
+def steps_logged(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_text().count('"loss"') if path.exists() else 0
+
+
+def writing(run: Path) -> bool:
+    return any((run / "checkpoints").glob(".writing-*"))
+
+
+def launch_and_kill(config: TrainConfig, moment: Callable[[], object]) -> None:
+    """Launch, and kill -9 one worker once `moment()` holds; the launcher stops the others and says so."""
+
+    def kill() -> None:
+        wait_for(moment)
+        random.choice(workers(os.getpid())).send_signal(signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(TrainingFailed, match=r"rank \d: was killed by SIGKILL"):
+        launch(config)
+    killer.join()
+    assert workers(os.getpid()) == []
+
+
+def losses(run: Path) -> list[tuple]:
+    """Everything of metrics.jsonl but the speed."""
+    return [
+        tuple(value for key, value in sorted(record.items()) if key != "tokens_per_second")
+        for record in read_metrics(run / "metrics.jsonl")
+    ]
+
+
+def weights(run: Path) -> bytes:
+    return (run / "hf" / "step-0000012" / "model.safetensors").read_bytes()
+
+
+def test_one_rank_fp32_two_kills(
+    make_config: Make, overrides: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
+):
+    more = ["trainer.precision=fp32", "launch.device=cpu"]
+    launch(make_config(f"run.dir={tmp_path / 'whole'}", *more))
+    run = tmp_path / "killed"
+    more.append(f"run.dir={run}")
+
+    # kill -9 of the launcher itself: its worker dies with it
+    code = "from fla_train.cli.train import main; main()"
+    launcher = subprocess.Popen([sys.executable, "-c", code, *overrides, *more], stdout=subprocess.DEVNULL)
+    reached = random.randint(4, 8)
+    wait_for(lambda: steps_logged(run) >= reached)
+    orphans = workers(launcher.pid)
+    launcher.kill()
+    launcher.wait()
+    assert orphans
+    wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in orphans))
+
+    # a checkpoint under way when the worker is killed
+    launch_and_kill(make_config(*more), lambda: writing(run))
+    capfd.readouterr()
+    launch(make_config(*more))
+    assert f", from {run}/checkpoints/step-" in capfd.readouterr().out
+    assert losses(run) == losses(tmp_path / "whole")
+    assert weights(run) == weights(tmp_path / "whole")
+
+    # and once it is done, asking again changes nothing; another seed is another run
+    with pytest.raises(ValueError, match=r"belongs to another run: seed=7 \(was 0\)"):
+        launch(make_config(*more, "seed=7"))
+    with pytest.raises(ValueError, match="written by 1 processes"):
+        launch(make_config(*more, "launch.num_processes=2"))
+
+
+def test_two_ranks_bf16_one_kill(make_config: Make, tmp_path: Path):
+    more = ["trainer.precision=bf16", "launch.device=cpu", "launch.num_processes=2"]
+    launch(make_config(f"run.dir={tmp_path / 'whole'}", *more))
+    run = tmp_path / "killed"
+    reached = random.randint(4, 11)
+    launch_and_kill(make_config(f"run.dir={run}", *more), lambda: steps_logged(run) >= reached)
+
+    # the newest checkpoint is damaged: the one before it is used
+    checkpoints = sorted((run / "checkpoints").glob("step-*"))
+    if len(checkpoints) > 1:
+        part = next((checkpoints[-1] / "deepspeed").glob("*optim_states.pt"))
+        os.truncate(part, part.stat().st_size // 2)
+    launch(make_config(f"run.dir={run}", *more))
+    assert losses(run) == losses(tmp_path / "whole")
+    assert weights(run) == weights(tmp_path / "whole")
+
+
+def test_two_trainers_never_write_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from fla_train.training import runfolder
+
+    monkeypatch.setattr(runfolder, "LOCK_WAIT", 0.1)
+    folder = runfolder.RunFolder(tmp_path)
+    with folder.locked():
+        with pytest.raises(ValueError, match=r"another training process writes"), folder.locked():
+            pass
+    with folder.locked():
+        pass

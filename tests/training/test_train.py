@@ -1,0 +1,155 @@
+"""The fla-train command: whole runs, and each way to ask for the impossible."""
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fla_train.cli import train as command
+from fla_train.training.launch import TrainingFailed, launch
+from fla_train.training.metrics import read_metrics
+from fla_train.training.schema import TrainConfig
+
+LINE_KEYS = {"step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second"}
+
+
+@pytest.fixture
+def fla_train(
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> Callable[..., tuple[int, str, str]]:
+    """`fla_train("key=value", ...)` runs the command in this process: (exit code, stdout, stderr)."""
+
+    def run(*more: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fla-train", *overrides, *more])
+        code = 0
+        try:
+            command.main()
+        except SystemExit as end:
+            code = end.code or 0
+        return code, *capfd.readouterr()
+
+    return run
+
+
+def refused(result: tuple[int, str, str]) -> str:
+    """The fault that a refused request printed."""
+    code, _, stderr = result
+    assert code == 2
+    assert stderr.startswith("error: ") and "Traceback" not in stderr
+    return stderr
+
+
+def test_unknown_keys_and_wrong_types_are_all_named(fla_train):
+    faults = ["trainer.max_step=3", "trainer.seq_len=long", "model.heads=3", "optimizer.lr=fast"]
+    fault = refused(fla_train(*faults))
+    for override in faults:
+        assert override in fault
+
+
+def test_impossible_arithmetic_starts_nothing(fla_train, tmp_path: Path):
+    fault = refused(fla_train("trainer.global_batch_tokens=300", f"run.dir={tmp_path / 'run'}"))
+    assert "use 256 or 320" in fault
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_larger_than_the_vocabulary(fla_train):
+    assert "model.vocab_size=128" in refused(fla_train("model.vocab_size=128"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_where_there_is_none(fla_train):
+    assert "no usable GPU" in refused(fla_train("launch.device=cuda"))
+
+
+def test_a_port_in_use(fla_train, tmp_path: Path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        fault = refused(fla_train(f"launch.main_process_port={port}", f"run.dir={tmp_path / 'run'}"))
+    assert f"launch.main_process_port={port}" in fault and "is taken" in fault
+
+
+def test_missing_data(fla_train, tmp_path: Path):
+    assert str(tmp_path / "nowhere") in refused(fla_train(f"data.path={tmp_path / 'nowhere'}"))
+
+
+def test_dry_run_prints_the_plan_and_stops(fla_train, tmp_path: Path):
+    code, stdout, _ = fla_train("dry_run=true", f"run.dir={tmp_path / 'run'}")
+    assert code == 0
+    for part in ("max_steps: 12", "parameters", "3,072 = 12 steps x 256", "FLOPs", "memory", "4 micro-batch"):
+        assert part in stdout
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture(scope="module")
+def sweep(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Two runs of one sweep that differ in accumulation only: their folder, and what the command printed."""
+    folder = tmp_path_factory.mktemp("sweep")
+    code = "from fla_train.cli.train import main; main()"
+    more = ["trainer.micro_batch_size=2,8", "trainer.max_steps=4", f"run.dir={folder / 'runs'}"]
+    more += ["trainer.precision=fp32", "trainer.check_backend=true", f"hydra.sweep.dir={folder / 'hydra'}"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, "-m", *overrides, *more], capture_output=True, text=True, cwd=folder
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder / "runs", done.stdout
+
+
+def test_a_sweep_gives_each_job_its_run_and_accumulation_changes_nothing(sweep: tuple[Path, str]):
+    folder, _ = sweep
+    assert sorted(path.name for path in folder.iterdir()) == ["0", "1"]
+    first, second = (
+        [r["loss"] for r in read_metrics(folder / job / "metrics.jsonl") if "loss" in r] for job in "01"
+    )
+    assert len(first) == 4
+    assert first == pytest.approx(second, rel=1e-4)
+    assert first[-1] < first[0]
+
+
+def test_the_run_folder_is_complete(sweep: tuple[Path, str]):
+    folder, stdout = sweep
+    run = folder / "0"
+    config = OmegaConf.load(run / "config.yaml")
+    assert (config.trainer.micro_batch_size, config.schedule.warmup_steps) == (2, 0)
+    environment = json.loads((run / "environment.json").read_text())
+    assert {"packages", "devices", "commit", "command"} <= set(environment)
+    records = read_metrics(run / "metrics.jsonl")
+    assert all(set(r) >= LINE_KEYS for r in records if "loss" in r)
+    assert [r["tokens"] for r in records if "loss" in r] == [256, 512, 768, 1024]
+    assert [r["step"] for r in records if "validation_loss" in r] == [4]
+    assert [p.name for p in sorted((run / "checkpoints").iterdir())] == ["step-0000003", "step-0000004"]
+    assert (run / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "parameters" in (run / "train.log").read_text()
+    for part in ("unigram entropy", "fla-generate checkpoint=", "fla-eval checkpoint=", "run.dir="):
+        assert part in stdout
+    assert "comparisons" in stdout  # of the backend with the reference
+
+
+def test_the_export_is_the_checkpoint(sweep: tuple[Path, str]):
+    run = sweep[0] / "0"
+    model = AutoModelForCausalLM.from_pretrained(run / "hf" / "step-0000004")
+    saved = torch.load(
+        run / "checkpoints" / "step-0000004" / "deepspeed" / "mp_rank_00_model_states.pt", weights_only=False
+    )["module"]
+    for name, value in model.state_dict().items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, saved[name]), name
+    tokenizer = AutoTokenizer.from_pretrained(run / "hf" / "step-0000004")
+    assert tokenizer.decode(tokenizer("state").input_ids) == "state"
+
+
+def test_a_diverging_run_stops_with_one_line(make_config: Callable[..., TrainConfig], tmp_path: Path):
+    config = make_config(f"run.dir={tmp_path / 'run'}", "optimizer.lr=1e30", "trainer.max_skipped_steps=3")
+    with pytest.raises(TrainingFailed, match=r"rank 0: .* in 3 steps in a row, up to step 4: lower opt"):
+        launch(config)
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [r["skipped_steps"] for r in records] == [0, 1, 2, 3]
+    assert [r["grad_norm"] is None for r in records] == [False, True, True, True]
