@@ -143,7 +143,9 @@ def _scores(results: dict, task: str) -> dict[str, float | int]:
     for key, value in results["results"][task].items():
         metric, _, filtered = key.partition(",")
         if filtered and isinstance(value, int | float):
-            scores[metric if filtered == "none" else f"{metric}_{filtered}"] = value
+            base = metric.removesuffix("_stderr")
+            kind = "" if filtered == "none" else f"_{filtered}"
+            scores[base + kind + metric[len(base) :]] = value
     scores["examples"] = results["n-samples"].get(task, {}).get("effective", 0)
     scores["num_fewshot"] = results["n-shot"].get(task, 0)
     return scores

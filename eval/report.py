@@ -101,7 +101,7 @@ def _task_table(tasks: dict[str, dict]) -> str:
             continue
         for task, scores in result["scores"].items():
             for metric, value in scores.items():
-                if metric in ("examples", "num_fewshot") or "_stderr" in metric:
+                if metric in ("examples", "num_fewshot") or metric.endswith("_stderr"):
                     continue
                 error = scores.get(f"{metric}_stderr")
                 cells = (task, metric, f"{value:.4f}", "" if error is None else f"{error:.4f}")

@@ -35,3 +35,7 @@ def task(config: DictConfig) -> int:
 
 def main() -> None:
     run_hydra("prepare", register, task)
+
+
+if __name__ == "__main__":
+    main()

@@ -176,7 +176,7 @@ class Trainer:
             )
             module: nn.Module = self.engine.module
             # ZeRO's parameters are views of one flat buffer, which a safetensors file may not share.
-            weights = {name: t.detach().to("cpu", copy=True) for name, t in module.state_dict().items()}
+            weights = {name: t.detach().clone() for name, t in module.state_dict().items()}
             folder = self.folder.export(self.state.step)
             path = export_model(module, self.data.tokenizer(), folder, card, state_dict=weights)
             self._say(f"step {self.state.step:,}: exported {path}")
@@ -203,12 +203,15 @@ class Trainer:
         if self.saved_step != self.state.step:
             self._save()
         export = self.folder.export(self.state.step)
-        if not export.is_dir():
+        missing = not export.is_dir()
+        dist.barrier()  # all ranks have looked before rank 0 writes it
+        if missing:
             self._export()
         if self.rank == 0:
             for sink in self.sinks:
                 sink.close()
-            plot_losses([self.folder.root], self.folder.loss_plot)
+            if last_losses(self.folder.metrics)[0] is not None:
+                plot_losses([self.folder.root], self.folder.loss_plot)
             self.console.close()
             for line in self._summary(export):
                 self.console.line(line)

@@ -58,7 +58,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[int]:
-        """Hold the run; yields the lock's descriptor. A process that inherits it holds the run while it lives.
+        """Hold the run; yields the lock's descriptor. A process that inherits it holds the run too.
 
         Raises:
             ValueError: another trainer holds it.

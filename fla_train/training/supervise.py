@@ -84,6 +84,8 @@ def run_workers(
                     "TOKENIZERS_PARALLELISM": "false",
                 }
                 environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // local)))
+                # Threads that spin while they wait slow a shared CPU down several times over.
+                environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
                 if launch.device == "cpu":
                     environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
                 command = [sys.executable, "-m", "fla_train.training.worker", *arguments]

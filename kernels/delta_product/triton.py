@@ -1,10 +1,10 @@
 """The Triton backend of `delta_product`: launches of its four kernels and their autograd function.
 
-Forward: `prepare_kernel` (all chunks at once), `state_kernel` (serial over chunks). Backward: `adjoint_kernel` (serial),
-`gradient_kernel` (all chunks at once). No atomics: results are bit-reproducible. For the backward the forward keeps,
-per head, X, P D and E in the dtype of q (M, M and V elements per sub-step, token and sub-step; v itself is not kept)
-and one state per chunk of 64 sub-steps.
-Launch configurations are fixed, so no call ever tunes; `tests/kernels/test_triton.py` checks all of them on a GPU.
+Forward: `prepare_kernel` (all chunks at once), then `state_kernel` (serial over chunks). Backward:
+`adjoint_kernel` (serial), then `gradient_kernel` (all chunks at once). There are no atomics, so results are
+reproducible to the bit. For the backward the forward keeps, in the dtype of q: X and E per sub-step (M and V
+elements a head; v itself is not kept), P D per token (M elements), and one state per chunk of M = 64 steps.
+Launch configurations are fixed, so no call ever tunes; the tests marked `gpu` check them.
 """
 
 from dataclasses import dataclass
@@ -26,10 +26,12 @@ from fla_train.kernels.delta_product.triton_forward import (
     state_kernel,
 )
 
-# Least extent of the tiles of K and V. On Hopper, Triton 3.6 compiled tiles of 32 columns to wrong dk and to illegal
-# accesses (measured 2026-11-21 with its ptxas 12.8); narrower heads are padded with zeros instead.
+# Least extent of the tiles of K and V. On Hopper, Triton 3.6 compiled tiles of 32 columns to wrong dk and to
+# illegal accesses (measured 2026-11-21 with its ptxas 12.8); narrower heads are padded with zeros instead.
 MIN_TILE = 64
-# The interpreter computes no bf16 (its products are garbage): operands are upcast there. Chosen when triton loads.
+# Least rows of the tiles of q, for the same reason: 16 gave irreproducible dk where V <= 64.
+MIN_TOKENS = 32
+# The interpreter's bf16 products are garbage, so it gets fp32 operands.
 INTERPRETED = triton.knobs.runtime.interpret
 FP32_PRECISION = "tf32x3"  # of products of fp32 operands
 OPERAND_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -48,12 +50,12 @@ def triton_delta_product(
     cu_seqlens: Tensor | None,
     qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """`delta_product` on validated inputs; shapes, dtypes and results as there, differentiable in every tensor.
+    """`delta_product` on validated inputs; shapes and results as there, differentiable in every tensor.
 
     Gates below 2^-50 per token count as zero.
 
     Raises:
-        ValueError: for float64, more than 64 sub-steps per token, or a key dimension over 256 (128 in float32).
+        ValueError: for float64, over 64 sub-steps per token, or a key dimension over 256 (128 in float32).
     """
     if q.dtype not in OPERAND_DTYPES:
         raise ValueError(f"the triton backend takes no {q.dtype}: choose backend=recurrent or chunked")
@@ -79,9 +81,7 @@ class _Plan:
 
     segments: int  # sequences: batch rows, or packed documents
     heads: int
-    chunks: (
-        int  # over all segments; for a packed row an upper bound, so that the host need not read cu_seqlens
-    )
+    chunks: int  # over all segments; for a packed row an upper bound, since reading cu_seqlens would wait
     value_tiles: int
     shared: dict[str, Any]  # arguments of every kernel
     parallel: dict[str, Any]  # further ones of the kernels that run over all chunks at once
@@ -134,7 +134,7 @@ def _make_plan(
             "N": sub_steps,
             "C": chunk_tokens,
             "M": CHUNK.value,
-            "BC": max(16, triton.next_power_of_2(chunk_tokens)),
+            "BC": max(MIN_TOKENS, triton.next_power_of_2(chunk_tokens)),
             "BK": key_tile,
             "PACKED": cu_seqlens is not None,
             "OPERAND": tl.float32 if INTERPRETED else OPERAND_DTYPES[q.dtype],
@@ -184,7 +184,7 @@ class _DeltaProduct(torch.autograd.Function):
             "rq": scalars(heads, tokens) if plan.parallel["L2NORM"] else None,
             "rk": scalars(heads, sub_steps) if plan.parallel["L2NORM"] else None,
         }
-        o = torch.empty_like(v[:, :, 0])
+        o = v.new_empty(batch, length, heads, value_dim)
         errors = torch.empty_like(v) if keep else None
         states = q.new_empty(plan.chunks, heads, value_dim, key_dim) if keep else None
         final_state = scalars(plan.segments, heads, key_dim, value_dim) if output_final_state else None
@@ -230,7 +230,7 @@ class _DeltaProduct(torch.autograd.Function):
         prepared = dict(zip(ctx.names, saved, strict=True))
         norms = {name: prepared.pop(name) for name in ("gc", "rq", "rk")}
         dv = torch.empty_like(errors)
-        do = torch.zeros_like(dv[:, :, 0]) if do is None else do.contiguous()
+        do = torch.zeros_like(dv[:, :, 0]).contiguous() if do is None else do.contiguous()
         dfinal_state = None if dfinal_state is None else dfinal_state.contiguous()
         dq, dk, dbeta = (torch.empty_like(x) for x in (q, k, beta))
         dg = None if g is None else torch.empty_like(g)

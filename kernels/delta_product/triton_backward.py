@@ -1,14 +1,23 @@
-"""Backward kernels of `delta_product`; notation of `triton_forward`, U = D E, d a gradient, tau(r) = r // N.
+"""Backward kernels of `delta_product`; notation of `triton_forward`, d a gradient, tau(r) = r // N.
 
-    dE = D (exp(G_C - G_tau) .* (K dS') + P^T dO)    dV = X^T dE                        serial: `adjoint_kernel`
+Serial, `adjoint_kernel`:
+
+    dE = D (exp(G_C - G_tau) .* (K dS') + P^T dO)
+    dV = X^T dE
     dS = exp(G_C) dS' + Q^T (scale * exp(G) .* dO) - K^T (exp(G_tau) .* dV)
-    dP = dO U^T                                      dA = -tril(dV U^T, -1)             parallel: `gradient_kernel`
-    dQ = scale * exp(G) .* (dO S^T) + (dP .* dP/d(QK^T)) K
-    dK = exp(G_C - G_tau) .* (U dS'^T) - exp(G_tau) .* (dV S^T) + (dP ..)^T Q + (dA .. + (dA ..)^T) K
 
-dA is the adjoint of the solve, so X^T dX X^T is never formed. dbeta sums what is linear in beta: the columns of
-dP .* P and dA .* A (without their beta) and k . (E dS'^T). Each log gate gets the sum of the products it scales; rows
-and columns take the same numbers, so that the terms which cancel do so to fp32 rounding.
+All chunks at once, `gradient_kernel`, with U = D E:
+
+    dP = dO U^T
+    dA = -tril(dV U^T, -1)
+    dQ = scale * exp(G) .* (dO S^T) + dP' K
+    dK = exp(G_C - G_tau) .* (U dS'^T) - exp(G_tau) .* (dV S^T) + dP'^T Q + (dA' + dA'^T) K
+
+dS' is the gradient of the state after the chunk; dP' and dA' are dP and dA times the factors that lie between
+Q K^T and P, and between K K^T and A. dA is the adjoint of the solve, so X^T dX X^T is never formed. dbeta
+sums what is linear in beta: the columns of dP .* P and dA .* A (without their beta) and k . (E dS'^T). Each
+log gate gets the sum of the products it scales; rows and columns take the same numbers, so that the terms
+which cancel do so to fp32 rounding.
 """
 
 import triton
@@ -28,7 +37,7 @@ from fla_train.kernels.delta_product.triton_common import (
 def adjoint_kernel(
     q, k, do,  # [tokens, H, K], [tokens * N, H, K], [tokens, H, V]
     x, p, read, write, query, decay,  # from prepare_kernel
-    dv, dstates,  # out [tokens * N, H, V]; out [chunks, H, V, K], the gradient of the state at each chunk's end
+    dv, dstates,  # out [tokens * N, H, V]; [chunks, H, V, K], the gradient of the state at each chunk's end
     dfinal_state, dinitial_state,  # [segments, H, K, V] fp32, in and out
     cu_seqlens, chunk_offsets, n_total, T, NT,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
@@ -95,8 +104,9 @@ def gradient_kernel(
 ):  # fmt: skip
     """Per chunk and head: dq, dk, dbeta and dg.
 
-    A first pass over V yields dA, dP and every inner product (k . dk, q . dq and their parts) that dbeta, dg and the
-    norms take; with those known, dq and dk follow in blocks of BKO columns, each stored as soon as it is summed.
+    A first pass over V yields dA, dP and every inner product (k . dk, q . dq and their parts) that dbeta, dg
+    and the norms take; with those known, dq and dk follow in blocks of BKO columns, each stored as soon as it
+    is summed.
     """
     i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H  # heads side by side: their rows are neighbours
     i_t, n_t = chunk_span(i_c, cu_seqlens, chunk_offsets, chunk_segment, T, NT, C, PACKED)

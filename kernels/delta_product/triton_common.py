@@ -1,11 +1,11 @@
-"""What the Triton kernels of `delta_product` share: where a chunk lies, tile loads and stores, the chunk's gates.
+"""What the Triton kernels of `delta_product` share: where a chunk lies, loads and stores of tiles, gates.
 
-A chunk holds C = M // N tokens, that is at most M = 64 sub-steps: sub-step r of a chunk belongs to its token r // N,
-and k, v, beta are addressed by sub-step as [B * T * N, H, ...]. Rows past the end of a segment (or past C * N where N
-does not divide M) load as zeros, which makes them neutral, and are never stored.
+A chunk holds C = M // N tokens, that is at most M = 64 sub-steps: sub-step r of a chunk belongs to its token
+r // N, and k, v, beta are addressed by sub-step as [B * T * N, H, ...]. Rows past the end of a segment, or
+past C * N where N does not divide M, load as zeros, which makes them neutral, and are never stored.
 
-Per-step scalars that the kernels read often are kept with the heads leading ([H, B * T] and [H, B * T * N], fp32), so
-that a chunk's are contiguous. Gates are in units of log2 and cumulative inside the chunk: G_i = sum_{j <= i} log2 a_j.
+Scalars per row are kept with the heads leading, [H, B * T] and [H, B * T * N] in fp32, so that a chunk's are
+contiguous. Gates are in units of log2 and cumulative inside the chunk: G_i = sum_{j <= i} log2 a_j.
 """
 
 import triton
@@ -16,7 +16,7 @@ CHUNK = tl.constexpr(64)  # sub-steps per chunk: the row count of a Hopper matri
 
 @triton.jit
 def chunk_span(i_c, cu_seqlens, chunk_offsets, chunk_segment, T, NT, C: tl.constexpr, PACKED: tl.constexpr):
-    """First token and number of tokens of chunk `i_c`; none (<= 0) for the spare chunks of a packed row's table."""
+    """First token and number of tokens of chunk `i_c`; none (<= 0) for a packed row's spare chunks."""
     if PACKED:
         i_s = tl.load(chunk_segment + i_c)
         i_first = tl.load(chunk_offsets + i_s)
@@ -45,7 +45,7 @@ def segment_span(i_s, cu_seqlens, chunk_offsets, T, NT, PACKED: tl.constexpr):
 
 @triton.jit
 def load_rows(p, n_rows, i_col, COLS: tl.constexpr, STRIDE: tl.constexpr, R: tl.constexpr, BC: tl.constexpr):
-    """Tile [R, BC] at columns `i_col`.. of a matrix with COLS columns and row stride STRIDE; zeros outside."""
+    """Tile [R, BC] from column `i_col` of a matrix with COLS columns and row stride STRIDE; zeros outside."""
     o_r = tl.arange(0, R)
     o_c = i_col + tl.arange(0, BC)
     mask = (o_r < n_rows)[:, None] & (o_c < COLS)[None, :]
@@ -72,10 +72,11 @@ def load_scalars(p, i_h, n_total, i_row, n_rows, R: tl.constexpr):
 
 @triton.jit
 def load_gates(gc, i_h, n_total, i_t, n_t, N: tl.constexpr, M: tl.constexpr, BC: tl.constexpr):
-    """Cumulative log2 gates of a chunk: by sub-step [M], by token [BC], and of its last token."""
+    """Cumulative log2 gates of a chunk: by sub-step [M], by token [BC], and of its last token.
+
+    Rows past the end repeat the last token, so that no difference of gates is positive (0 * 2^large is NaN).
+    """
     p_g = gc + i_h.to(tl.int64) * n_total + i_t
-    o_tau = tl.arange(0, M) // N
-    o_t = tl.arange(0, BC)
-    b_gm = tl.load(p_g + o_tau, mask=o_tau < n_t, other=0.0)
-    b_gt = tl.load(p_g + o_t, mask=o_t < n_t, other=0.0)
+    b_gm = tl.load(p_g + tl.minimum(tl.arange(0, M) // N, n_t - 1))
+    b_gt = tl.load(p_g + tl.minimum(tl.arange(0, BC), n_t - 1))
     return b_gm, b_gt, tl.load(p_g + n_t - 1)

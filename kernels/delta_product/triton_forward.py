@@ -1,17 +1,19 @@
 """Forward kernels of `delta_product`.
 
-With G the chunk's cumulative gates, tau(r) = r // N the token of sub-step r, S the state at the chunk's start and
-D = diag(beta), one chunk of the recurrence is (WY form, arXiv 2406.06484 and 2412.06464, written for N sub-steps)
+With G the chunk's cumulative gates, tau(r) = r // N the token of sub-step r, S the state at the chunk's start
+and D = diag(beta), one chunk of the recurrence is (WY form, arXiv 2406.06484 and 2412.06464, for N sub-steps
+per token)
 
-    A  = tril(K K^T .* exp(G_tau(r) - G_tau(s)), -1)     X = (I + A D)^-1          independent of the state
+    A  = tril(K K^T .* exp(G_tau(r) - G_tau(s)), -1)     X = (I + A D)^-1        independent of the state
     P  = scale * (Q K^T) .* exp(G_i - G_tau(s)), tau(s) <= i
     E  = X (V - exp(G_tau) .* (K S))                     the prediction errors
     O  = scale * exp(G_i) .* (Q S) + (P D) E
     S' = exp(G_C) S + K^T (exp(G_C - G_tau) .* D E)
 
-Taking E instead of U = D E as the unknown keeps every formula of the backward free of a division by beta.
-`prepare_kernel` computes X, P and the scalars for all chunks at once; `state_kernel` walks each sequence and holds the
-state transposed, [V, K], so that each product's left operand is the accumulator of the one before.
+Taking E instead of D E as the unknown keeps every formula of the backward free of a division by beta.
+`prepare_kernel` computes X, P D and the row factors for all chunks at once; `state_kernel` walks each
+sequence and holds the state transposed, [V, K], so that each product's left operand is the accumulator of the
+one before.
 """
 
 import triton
@@ -55,9 +57,9 @@ def merge_inverses(b_x, b_21, B: tl.constexpr, R: tl.constexpr, PRECISION: tl.co
 def unit_lower_inverse(b_l, PRECISION: tl.constexpr):
     """(I + L)^-1 of a strictly lower triangular L [64, 64], in fp32.
 
-    16 x 16 blocks by masked doubling, X <- X - X L_w X with L_w the blocks of width w below the diagonal ones, which
-    equals substitution and never forms a power of L (those overflow for correlated keys and beta near 2); then two
-    levels of block merges.
+    16 x 16 blocks by masked doubling, X <- X - X L_w X with L_w the blocks of width w below the diagonal
+    ones, which equals substitution and never forms a power of L (those overflow for correlated keys and beta
+    near 2); then two levels of block merges.
     """
     b_2, b_21_wide = split_diagonal(tl.reshape(b_l, (1, 64, 64)), 1, 32)
     b_4, b_21 = split_diagonal(b_2, 2, 16)
@@ -85,10 +87,10 @@ def prepare_kernel(
     GATED: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, INVERSE_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Per chunk and head: X, P D, the cumulative gates, the reciprocal norms, and what the serial kernels need of them.
+    """Per chunk and head: X, P D, the cumulative gates, the reciprocal norms, and the factors made of them.
 
-    `read`, `write` and `query` are the factors (norm, gate, beta, scale) of raw k where it reads the state, of raw k
-    where it writes it and of raw q; `decay` is that of the state over the chunk.
+    `read`, `write` and `query` are the factors (norm, gate, beta, scale) of raw k where it reads the state,
+    of raw k where it writes it and of raw q; `decay` is that of the state over the chunk.
     """
     i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H  # heads side by side: their rows are neighbours
     i_t, n_t = chunk_span(i_c, cu_seqlens, chunk_offsets, chunk_segment, T, NT, C, PACKED)

@@ -1,5 +1,6 @@
 """The lm-eval bridge against plain HFLM, against direct computations, and on tasks with known scores."""
 
+import math
 import random
 
 import pytest
@@ -127,7 +128,7 @@ def test_scores_of_a_model_that_knows_the_answers(write_task, quiz, scholar, tok
         ],
     )
     lm = FlaTrainLM(scholar, tokenizer, batch_size=3)
-    results = run_tasks(lm, ["quiz", "shuffled", "texts", "recite"], include_path=folder, bootstrap_iters=0)
+    results = run_tasks(lm, ["quiz", "shuffled", "texts", "recite"], include_path=folder, bootstrap_iters=9)
 
     assert results["quiz"]["scores"]["quiz"]["acc"] == 1.0
     pairs = zip(quiz, shuffled, strict=True)
@@ -145,7 +146,10 @@ def test_scores_of_a_model_that_knows_the_answers(write_task, quiz, scholar, tok
 
     # "green" and "pink" are cut at the stop string, "n": the score says that stopping works.
     wrong = sum("n" in row["choices"][row["answer"]] for row in quiz) / len(quiz)
-    assert results["recite"]["scores"]["recite"]["exact_match_word"] == 1 - wrong
+    recited = results["recite"]["scores"]["recite"]
+    assert recited["exact_match_word"] == 1 - wrong
+    spread = math.sqrt(wrong * (1 - wrong) / (len(quiz) - 1))
+    assert recited["exact_match_word_stderr"] == pytest.approx(spread)
 
 
 def test_a_task_without_data_does_not_stop_the_others(write_task, quiz, scholar, tokenizer) -> None:

@@ -164,7 +164,7 @@ def test_interpreted_half_precision(case: Case) -> None:
 def test_inference_equals_training() -> None:
     device = "cpu" if INTERPRETED else "cuda"
     (q, k, v, beta, g, state), *_ = make_inputs(Case(tokens=65), device)
-    kwargs = {"initial_state": state, "output_final_state": True, "backend": "triton"}
+    kwargs = {"initial_state": state, "output_final_state": True, "qk_l2norm": True, "backend": "triton"}
     trained = delta_product(q.requires_grad_(), k, v, beta, g, **kwargs)
     with torch.no_grad():
         inferred = delta_product(q, k, v, beta, g, **kwargs)
@@ -174,7 +174,7 @@ def test_inference_equals_training() -> None:
 def test_only_the_final_state_is_used() -> None:
     device = "cpu" if INTERPRETED else "cuda"
     (q, k, v, beta, g, state), _, dstate = make_inputs(Case(tokens=20), device)
-    kwargs = {"initial_state": state, "output_final_state": True}
+    kwargs = {"initial_state": state, "output_final_state": True, "qk_l2norm": True}
     grads = []
     for backend in ("recurrent", "triton"):
         leaves = [x.clone().requires_grad_() for x in (k, v, beta, g)]
@@ -203,8 +203,8 @@ def test_unsupported_requests_name_the_fault(case: Case, dtype: torch.dtype, mes
 
 
 BF16 = uniform(8e-3) | {"o": 5e-3, "final_state": 5e-3, "dbeta": 1.5e-2, "dg": 1.5e-2}
-# Without forgetting, and with keys that repeat at beta near 2, each chunk's bf16 rounding persists.
-BF16_UNGATED = uniform(1.2e-2) | {"dbeta": 1.5e-2}
+# Rounding to bf16 persists without forgetting and in small heads, most with keys that repeat at beta near 2.
+BF16_LOOSE = uniform(1.2e-2) | {"dbeta": 1.5e-2}
 BF16_HARD = uniform(2e-2) | {"dbeta": 5e-2, "dg": 5e-2}
 
 
@@ -219,7 +219,7 @@ def real(**changes: object) -> Case:
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (256, 256), (96, 48), (32, 32), (16, 256)])
 def test_gpu_bf16(dims: tuple[int, int], sub_steps: int, gated: bool) -> None:
     case = real(key_dim=dims[0], value_dim=dims[1], sub_steps=sub_steps, gated=gated, l2norm=gated)
-    check(case, BF16 if gated else BF16_UNGATED, "cuda")
+    check(case, BF16 if gated and dims[0] >= 64 else BF16_LOOSE, "cuda")
 
 
 @pytest.mark.gpu

@@ -46,6 +46,7 @@ def launch_and_kill(config: TrainConfig, moment: Callable[[], object]) -> None:
     """Launch, and kill -9 one worker once `moment()` holds; the launcher stops the others and says so."""
 
     def kill() -> None:
+        wait_for(lambda: workers(os.getpid()))  # by now what an earlier kill left has been cleaned away
         wait_for(moment)
         random.choice(workers(os.getpid())).send_signal(signal.SIGKILL)
 

@@ -153,3 +153,12 @@ def test_a_diverging_run_stops_with_one_line(make_config: Callable[..., TrainCon
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [r["skipped_steps"] for r in records] == [0, 1, 2, 3]
     assert [r["grad_norm"] is None for r in records] == [False, True, True, True]
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_is_exported(make_config: Callable[..., TrainConfig], tmp_path: Path):
+    launch(make_config(f"run.dir={tmp_path}", "launch.device=cuda", "trainer.precision=bf16"))
+    losses = [r["loss"] for r in read_metrics(tmp_path / "metrics.jsonl") if "loss" in r]
+    assert len(losses) == 12 and losses[-1] < losses[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf" / "step-0000012")
+    assert next(model.parameters()).dtype == torch.float32
