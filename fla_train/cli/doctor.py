@@ -11,20 +11,49 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
 
 import torch
 
-from fla_train.kernels.delta_product.check import CheckReport, check_backend
+from fla_train.kernels.delta_product.check import CASES, CheckReport, check_backend
 from fla_train.training.runfolder import describe_environment
 
+Combination = tuple[str, str, torch.dtype]  # backend, device, dtype of q, k and v
+COMPILERS = min(12, os.cpu_count() or 1)  # processes
 
-def checks() -> list[tuple[str, str, torch.dtype]]:
+
+def checks() -> list[Combination]:
     """The (backend, device, dtype) combinations to check on this machine, in the order of use."""
     both = (torch.float32, torch.bfloat16)
     combinations = [(name, "cpu", dtype) for name in ("recurrent", "chunked") for dtype in both]
     if torch.cuda.is_available():
         combinations += [(name, "cuda", dtype) for name in ("triton", "chunked") for dtype in both]
     return combinations
+
+
+def run_checks(combinations: Sequence[Combination], processes: int = COMPILERS) -> Iterator[CheckReport]:
+    """The reports in order. Compiling takes the time of Triton's cases, so each has a process of its own."""
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        compiled = {
+            combination: [pool.submit(check_backend, *combination, cases=[case]) for case in CASES]
+            for combination in combinations
+            if combination[0] == "triton"
+        }
+        for combination in combinations:
+            if combination in compiled:
+                yield merge([future.result() for future in compiled[combination]])
+            else:
+                yield check_backend(*combination)
+
+
+def merge(parts: Sequence[CheckReport]) -> CheckReport:
+    """One report of the reports on several cases."""
+    rows = tuple(row for part in parts for row in part.rows)
+    failure = next((part.failure for part in parts if part.failure), None)
+    return replace(parts[0], rows=rows, failure=failure)
 
 
 def environment_lines() -> list[str]:
@@ -66,9 +95,9 @@ def main() -> None:
     print(f"\nBackends against the fp64 recurrence (default here: {_default()})")
     start = time.perf_counter()
     reports = []
-    for backend, device, dtype in checks():
-        reports.append(check_backend(backend, device, dtype))
-        print_report(reports[-1], arguments.verbose)
+    for report in run_checks(checks()):
+        reports.append(report)
+        print_report(report, arguments.verbose)
     bad = [report for report in reports if not report.ok]
     seconds = time.perf_counter() - start
     if bad:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from fla_train.data import PreparedData, check_vocabulary, prepare
-from fla_train.kernels.delta_product.check import check_backend
+from fla_train.kernels.delta_product.check import check_backend, model_cases
 from fla_train.training import checkpoint
 from fla_train.training.plan import Plan, make_plan, plan_lines
 from fla_train.training.runfolder import RunFolder, new_run_dir, write_environment
@@ -142,6 +142,7 @@ def _check_backend(config: TrainConfig) -> None:
         model["backend"],
         config.launch.device,
         torch.bfloat16 if config.trainer.precision == "bf16" else torch.float32,
+        cases=model_cases(model["num_householder"], model["use_forget_gate"]),
         head_dims=(model["head_dim"], int(model["head_dim"] * model["expand_v"])),
     )
     if not report.ok:

@@ -7,7 +7,7 @@ reach each branch of a kernel. Takes seconds.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,13 +34,19 @@ class Case:
 
 # Few different (substeps, gated, packed) combinations, because a compiled backend pays for each of them.
 CASES = (
-    Case("delta net, beta near 0", tokens=97, substeps=1, beta=(0.0, 0.01), qk_l2norm=False),
-    Case("gated delta net, open gates", tokens=131, substeps=1, alpha=(0.98, 1.0), initial_state=True),
-    Case("delta product, beta near 2", tokens=67, substeps=2, beta=(1.9, 2.0), initial_state=True),
-    Case("gated delta product", tokens=131, substeps=3, alpha=(0.7, 1.0)),
-    Case("gated delta product, closing gates", tokens=67, substeps=3, alpha=(0.0, 0.2), closed_every=5),
+    Case("beta near 0", tokens=97, substeps=1, beta=(0.0, 0.01), qk_l2norm=False),
+    Case("open gates", tokens=131, substeps=1, alpha=(0.98, 1.0), initial_state=True),
+    Case("beta near 2", tokens=67, substeps=2, beta=(1.9, 2.0), initial_state=True),
+    Case("mixed gates", tokens=131, substeps=3, alpha=(0.7, 1.0)),
+    Case("closing gates", tokens=67, substeps=3, alpha=(0.0, 0.2), closed_every=5),
     Case("packed documents", 131, 2, alpha=(0.7, 1.0), initial_state=True, documents=(0, 0, 1, 66, 66, 131)),
 )
+
+
+def model_cases(substeps: int, gated: bool) -> tuple[Case, ...]:
+    """What a model with n_h = `substeps` meets in training, so that no other kernels are compiled."""
+    cases = (case for case in CASES if (case.alpha is not None) == gated and case.documents is None)
+    return tuple(replace(case, substeps=substeps, qk_l2norm=True) for case in cases)
 
 
 @dataclass(frozen=True)
@@ -198,14 +204,15 @@ def _to(value: object, device: torch.device | str, dtype: torch.dtype | None = N
 
 
 def _tolerance(tensor: str, backend: str, dtype: torch.dtype, case: Case) -> float:
-    """About twice the error of a sound implementation, a few percent of that of a wrong one."""
+    """Two to three times the rounding error of a sound backend on these cases, and a small part of the error of
+    a wrong one. How accurate a sound one must be is the business of tests/kernels."""
     if dtype == torch.float64:
         return 1e-9
     if dtype == torch.float32:
         return 1e-3 if backend == "triton" else 1e-4  # its products may run in TF32x3
     if tensor in ("o", "final_state"):
-        return 5e-3
+        return 1e-2
     if tensor in ("dbeta", "dg"):
         # Differences of large sums where gates close: the operands' rounding shows.
-        return 5e-2 if case.closed_every else 1.5e-2
-    return 8e-3
+        return 5e-2 if case.closed_every else 3e-2
+    return 1.5e-2

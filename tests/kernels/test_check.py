@@ -71,9 +71,7 @@ def test_what_a_backend_raises_is_reported(monkeypatch):
 
     report = faulty(monkeypatch, out_of_resources)
     assert not report.ok
-    assert report.summary().endswith(
-        "FAILED, delta net, beta near 0: RuntimeError: out of resource: shared memory"
-    )
+    assert report.summary().endswith("FAILED, beta near 0: RuntimeError: out of resource: shared memory")
 
 
 def test_an_impossible_request_is_the_callers_fault():

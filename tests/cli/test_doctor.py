@@ -1,0 +1,54 @@
+"""`fla-doctor`: the verdict follows the checks, and checks spread over processes are the same checks."""
+
+import pytest
+import torch
+
+from fla_train.cli import doctor
+from fla_train.kernels.delta_product import contract
+from fla_train.kernels.delta_product.check import CASES, CheckReport, check_backend
+from fla_train.kernels.delta_product.recurrent import recurrent_delta_product
+
+
+def test_a_sound_machine_is_ready(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["fla-doctor", "--verbose"])
+    monkeypatch.setattr(doctor, "checks", lambda: [("chunked", "cpu", torch.float32)])
+    doctor.main()
+    out = capsys.readouterr().out
+    assert "READY: 1 checks passed" in out
+    assert f"torch {torch.__version__}" in out
+    assert all(case.name in out for case in CASES)
+
+
+def test_a_wrong_backend_is_named_and_fails(monkeypatch, capsys):
+    def wrong(**arguments):
+        return recurrent_delta_product(**arguments | {"scale": 1.1 * arguments["scale"]})
+
+    backends = {"chunked": wrong, "recurrent": recurrent_delta_product}
+    monkeypatch.setattr(contract, "load_backend", backends.__getitem__)
+    monkeypatch.setattr("sys.argv", ["fla-doctor"])
+    monkeypatch.setattr(doctor, "checks", lambda: [(name, "cpu", torch.float32) for name in backends])
+    with pytest.raises(SystemExit) as stop:
+        doctor.main()
+    assert stop.value.code == 1
+    out = capsys.readouterr().out
+    assert "NOT READY" in out
+    assert "chunked on cpu is wrong" in out
+
+
+def test_merged_reports_hold_every_row_and_the_first_failure():
+    parts = [check_backend("chunked", "cpu", torch.float32, cases=[case]) for case in CASES[:2]]
+    merged = doctor.merge(parts)
+    assert merged.ok
+    assert merged.rows == parts[0].rows + parts[1].rows
+    broken = CheckReport("chunked", "cpu", torch.float32, (), "does not compile")
+    assert doctor.merge([*parts, broken]).failure == "does not compile"
+
+
+@pytest.mark.slow
+def test_triton_cases_run_in_processes(monkeypatch):
+    """Without a GPU the interpreter stands in."""
+    monkeypatch.setattr(doctor, "CASES", CASES[:1])
+    (report,) = doctor.run_checks([("triton", "cpu", torch.float32)], processes=1)
+    assert report.backend == "triton"
+    assert report.ok, report.summary()
+    assert {row.case for row in report.rows} == {CASES[0].name}
