@@ -1,52 +1,7 @@
 """The report of an evaluation: results.json, table.md and figures in one folder."""
 
 import json
-import platform
-import subprocess
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
-
-import torch
-
-import fla_train
-
-PACKAGES = ("torch", "transformers", "lm-eval", "datasets")
-
-
-def environment(device: str, dtype: torch.dtype) -> dict[str, str | None]:
-    """Versions, hardware, commit and time, so that a number can be traced."""
-    hardware = (
-        torch.cuda.get_device_name(device)
-        if device.startswith("cuda")
-        else platform.processor() or platform.machine()
-    )
-    return {
-        "fla_train": fla_train.__version__,
-        "commit": _commit(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in PACKAGES},
-        "device": device,
-        "hardware": hardware,
-        "dtype": str(dtype).removeprefix("torch."),
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def _commit() -> str | None:
-    """The checkout's commit, with `+` if tracked files differ from it; None outside a checkout."""
-    root = Path(fla_train.__file__).resolve().parent.parent
-    if not (root / ".git").exists():
-        return None
-    git = ["git", "-C", str(root)]
-    try:
-        head = subprocess.run(
-            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        changed = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True).returncode
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return head + "+" * bool(changed)
 
 
 def write_report(folder: Path, record: dict) -> None:
@@ -76,7 +31,8 @@ def table(record: dict) -> str:
             )
     env = record["environment"]
     parts.append(
-        f"{env['hardware']}, {env['dtype']}, torch {env['torch']}, commit {env['commit'] or 'unknown'}\n"
+        f"{env['hardware']}, {env['dtype']}, torch {env['packages']['torch']}, "
+        f"commit {env['commit'] or 'unknown'}\n"
     )
     return "\n".join(parts)
 

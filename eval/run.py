@@ -13,10 +13,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig, set_name, suite_faults
 from fla_train.eval.documents import file_documents, longest, run_data, validation_documents
 from fla_train.eval.perplexity import Estimate, bucket_edges, loss_table
-from fla_train.eval.report import environment, write_report
-from fla_train.hub.card import count_parameters
+from fla_train.eval.report import write_report
 from fla_train.hub.device import pick_device, pick_dtype
+from fla_train.hub.environment import describe_environment
 from fla_train.hub.load import document_prefix, load_model, resolve_checkpoint, run_folder, trained_length
+from fla_train.models.accounting import count_parameters
 
 VALIDATION = "validation"
 
@@ -42,16 +43,20 @@ def evaluate(config: EvalConfig, progress: bool = True) -> tuple[Path, dict]:
     source = resolve_checkpoint(config.checkpoint)
     device = pick_device(config.device)
     model, tokenizer = load_model(source, device, pick_dtype(config.dtype))
-    folder = Path(config.output) if config.output else _default_folder(source, config.suite.name)
-    started = time.time()
+    folder = Path(config.output).expanduser() if config.output else _default_folder(source, config.suite.name)
+    started, count = time.time(), count_parameters(model)
     record = {
         "checkpoint": str(source),
-        "model": {"type": model.config.model_type, **count_parameters(model)},
+        "model": {
+            "type": model.config.model_type,
+            "parameters": count.total,
+            "parameters_embedding_once": count.embedding_once,
+        },
         "trained_length": trained_length(model),
         "suite": asdict(config.suite),
         "perplexity": {},
         "tasks": {},
-        "environment": environment(device, model.dtype),
+        "environment": {**describe_environment(device), "dtype": str(model.dtype).removeprefix("torch.")},
     }
     parts = Parts(
         folder / "parts",
@@ -77,7 +82,7 @@ class Parts:
     def __call__(self, name: str, settings: dict, work: Callable[[], dict]) -> dict:
         """The result of `work()`, or of the earlier call with equal `settings`; a failure is not kept."""
         file = self.folder / (re.sub(r"[^\w.-]", "_", name) + ".json")
-        request = json.loads(json.dumps(self.identity | settings))
+        request = json.loads(json.dumps(self.identity | {"part": name} | settings))
         if file.is_file():
             kept = json.loads(file.read_text())
             if kept["request"] == request:

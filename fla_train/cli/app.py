@@ -11,6 +11,8 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
+from fla_train.cli.help import help_text
+
 CONFIG_PATH = "pkg://fla_train.configs"
 
 
@@ -59,25 +61,31 @@ def run_hydra(
     """Entry of a console command: `register()` the schemas, compose from `sys.argv`, run `task`, exit.
 
     A `ValueError` is the user's fault and prints one line; with `FLA_TRAIN_TRACEBACK=1` it is raised instead.
+    In a sweep (`-m`) the other jobs still run, and the exit code is the highest of all.
     """
-    register()
     flags = [a for a in sys.argv[1:] if a.startswith("-")]
     overrides = [a for a in sys.argv[1:] if not a.startswith("-")]
-    if not flags:  # sweeps and Hydra's own flags (--help, --cfg, -m) go straight to Hydra
+    if {"-h", "--help"} & set(flags):
+        print(help_text(config_name, overrides))
+        return
+    register()
+    if not flags:  # sweeps and Hydra's own flags (--cfg, -m) go straight to Hydra
         try:
             compose(config_name, overrides)
         except ValueError as fault:
             sys.exit(fail(fault))
         GlobalHydra.instance().clear()
 
+    codes: list[int] = []
+
     def guarded(config: DictConfig) -> None:
         try:
-            code = task(config)
+            codes.append(task(config) or 0)
         except ValueError as fault:
             if os.environ.get("FLA_TRAIN_TRACEBACK"):
                 raise
-            code = fail(fault)
-        if code:
-            sys.exit(code)
+            codes.append(fail(fault))
 
     hydra.main(version_base="1.3", config_path=CONFIG_PATH, config_name=config_name)(guarded)()
+    if code := max(codes, default=0):  # a job of a sweep that failed did not keep the others from running
+        sys.exit(code)

@@ -18,8 +18,8 @@ from multiprocessing import get_context
 
 import torch
 
+from fla_train.hub.environment import describe_environment
 from fla_train.kernels.delta_product.check import CASES, CheckReport, check_backend
-from fla_train.training.runfolder import describe_environment
 
 Combination = tuple[str, str, torch.dtype]  # backend, device, dtype of q, k and v
 COMPILERS = min(12, os.cpu_count() or 1)  # processes

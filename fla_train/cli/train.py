@@ -1,5 +1,7 @@
 """`fla-train`: compose the config, print the plan, train. `fla-train debug=smoke` tries it out."""
 
+import sys
+
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -23,16 +25,19 @@ def train(node: DictConfig) -> int:
     except TrainingFailed as failure:
         return fail(failure, 1)
     except KeyboardInterrupt:
-        return fail(
-            "interrupted; the same command with this run.dir goes on from the last checkpoint", INTERRUPTED
-        )
+        fail("interrupted; the same command with this run.dir goes on from the last checkpoint")
+        sys.exit(INTERRUPTED)  # ends a sweep too
     return 0
+
+
+def register() -> None:
+    from fla_train.training.schema import register  # heavy, and not needed for --help
+
+    register()
 
 
 def main() -> None:
     """Console command."""
-    from fla_train.training.schema import register
-
     run_hydra("train", register, train)
 
 

@@ -60,7 +60,6 @@ class MicroBatches:
 
     Args:
         end_step: the first step not served; None for no end.
-        pin_memory: hand over page-locked tensors, for asynchronous copies to a GPU.
     """
 
     def __init__(
@@ -71,11 +70,9 @@ class MicroBatches:
         end_step: int | None = None,
         *,
         depth: int = 4,
-        pin_memory: bool = False,
     ):
         self._dataset, self._plan = dataset, plan
         self._steps = (start_step, end_step)
-        self._pin = pin_memory
         self._queue: queue.Queue[torch.Tensor | Exception | None] = queue.Queue(maxsize=depth)
         self._stop = threading.Event()
         self._finished = False
@@ -115,8 +112,7 @@ class MicroBatches:
         try:
             while end is None or step < end:
                 for indices in self._plan.indices(step):
-                    batch = self._dataset.sequences(indices)
-                    if not self._put(batch.pin_memory() if self._pin else batch):
+                    if not self._put(self._dataset.sequences(indices)):
                         return
                 step += 1
             self._put(None)

@@ -24,9 +24,9 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from fla_train.data.config import DataConfig, cache_folder, data_faults
-from fla_train.data.shards import FORMAT, MANIFEST, ShardWriter, read_manifest, verify, write_manifest
+from fla_train.data.shards import FORMAT, MANIFEST, ShardWriter, read_manifest, sync, verify, write_manifest
 from fla_train.data.sources import Source, open_source
-from fla_train.data.tokenizers import encode, fingerprint, load_tokenizer
+from fla_train.data.tokenizers import encode, fingerprint, ids_needed, load_tokenizer
 
 _BATCH_BYTES = 4 << 20  # text handed to the tokenizer at once: enough to keep every core busy
 
@@ -136,6 +136,7 @@ def _complete_or_absent(building: Path, final: Path) -> Iterator[Path]:
         building.mkdir()
         yield building
         os.rename(building, final)
+        sync(final.parent)
     except OSError as failure:
         raise _unwritable(final, failure) from failure
     finally:
@@ -189,8 +190,9 @@ def _build(
             "set data.tokenizer.eos_token, or data.append_eos=false"
         )
     tokenizer.save_pretrained(folder / "tokenizer")
-    # Ids can exceed len(tokenizer) where a vocabulary has holes.
-    size = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
+    for file in (folder / "tokenizer").iterdir():
+        sync(file)
+    size = ids_needed(tokenizer)
     dtype = "uint16" if size <= 1 << 16 else "uint32"
     writers = {s: ShardWriter(folder / s, dtype, config.shard_tokens, size) for s in ("train", "validation")}
     with _progress_bar(config, source, progress) as bar:

@@ -108,6 +108,15 @@ def _sync_and_close(file: BinaryIO) -> None:
     file.close()
 
 
+def sync(path: Path) -> None:
+    """Have the disk hold a file's content, or a folder's entries, before what is written next."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def unigram_entropy(counts: np.ndarray) -> float | None:
     """Entropy in nats per token of the empirical distribution `counts / sum`; None without tokens."""
     total = int(counts.sum())
@@ -121,6 +130,8 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     with (folder / MANIFEST).open("wb") as file:
         file.write(json.dumps(manifest, indent=2).encode())
         _sync_and_close(file)
+    for part in (*(path for path in folder.iterdir() if path.is_dir()), folder):
+        sync(part)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

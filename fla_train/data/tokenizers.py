@@ -56,12 +56,18 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(f"{content}{special}".encode()).hexdigest()
 
 
+def ids_needed(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Its largest id + 1: more than `len(tokenizer)` where the vocabulary has holes."""
+    return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
+
+
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
     """Raise `ValueError` if the tokenizer has an id for which a model of `vocab_size` has no embedding."""
-    if len(tokenizer) > vocab_size:
+    needed = ids_needed(tokenizer)
+    if needed > vocab_size:
         raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens but model.vocab_size={vocab_size}; "
-            f"set model.vocab_size={-(-len(tokenizer) // 64) * 64} or choose a smaller tokenizer"
+            f"the tokenizer has {needed} tokens but model.vocab_size={vocab_size}; "
+            f"set model.vocab_size={-(-needed // 64) * 64} or choose a smaller tokenizer"
         )
 
 

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel
 
+from fla_train.models.accounting import count_parameters
+
 LOADING = """\
 ## Use
 
@@ -81,36 +83,18 @@ class CardInfo:
     commit: str | None = None
 
 
-def count_parameters(model: PreTrainedModel) -> dict[str, int]:
-    """Parameters counted the usual ways.
-
-    Returns:
-        `total` (every stored parameter; a tied matrix once), `embedding_once` (input and output embedding
-        counted as one matrix: the count that papers give) and `without_embeddings` (neither of the two).
-    """
-    head = model.get_output_embeddings()
-    table = model.get_input_embeddings().weight
-    total = sum(p.numel() for p in model.parameters())
-    untied_head = 0 if head is None or head.weight is table else head.weight.numel()
-    return {
-        "total": total,
-        "embedding_once": total - untied_head,
-        "without_embeddings": total - untied_head - table.numel(),
-    }
-
-
 def render_card(model: PreTrainedModel, info: CardInfo) -> str:
     """README.md of an export: front matter, what it is, how it was trained, how to load it, what to cite."""
-    counts = count_parameters(model)
+    count = count_parameters(model)
     parts = [
         _front_matter(model, info),
         f"# {info.name}\n",
         f"A language model of type `{model.config.model_type}`, trained with `fla_train`.\n",
         _table(
             {
-                "parameters": f"{counts['total']:,}",
-                "input and output embedding counted once": f"{counts['embedding_once']:,}",
-                "without embeddings": f"{counts['without_embeddings']:,}",
+                "parameters": f"{count.total:,}",
+                "input and output embedding counted once": f"{count.embedding_once:,}",
+                "without embeddings": f"{count.body:,}",
                 "vocabulary": f"{model.config.vocab_size:,}",
                 **_architecture(model),
             }

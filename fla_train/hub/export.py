@@ -66,7 +66,7 @@ def export_model(
         (aside / TRAINING_FILE).write_text(json.dumps(asdict(card), indent=2) + "\n")
         (aside / "README.md").write_text(render_card(model, card))
         if validate:
-            _compare(model, weights, aside, dtype)
+            _load_back(model, weights, aside, dtype)
     return folder
 
 
@@ -74,12 +74,13 @@ def copy_export(source: Path, folder: str | Path) -> Path:
     """Copy an exported model to `folder`, complete or absent; an earlier export there is replaced.
 
     Raises:
-        ValueError: `folder` holds something that is not an export, or is `source` itself.
+        ValueError: `folder` holds something that is not an export, or one of the two lies in the other.
     """
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     _require_replaceable(folder)
-    if folder.resolve() == source.resolve():
-        raise ValueError(f"{folder} is the exported model itself: give another output")
+    new, old = folder.resolve(), source.resolve()
+    if new.is_relative_to(old) or old.is_relative_to(new):
+        raise ValueError(f"{folder} is, holds or lies in the exported model {source}: give another output")
     with _written_aside(folder) as aside:
         shutil.copytree(source, aside, dirs_exist_ok=True)
     return folder
@@ -93,14 +94,17 @@ def _require_replaceable(folder: Path) -> None:
 
 
 def _weights(model: PreTrainedModel, state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The state dict in `dtype`, without tied copies (gathered masters share no storage with them)."""
+    """Copies of the weights in host memory, without the tied ones (gathered masters share no storage).
+
+    Copies, because tensors that are views of one buffer, as ZeRO's are, would be taken for shared weights.
+    """
     in_fp32 = tuple(model._keep_in_fp32_modules_strict or ())  # decay parameters: bf16 would change the model
 
-    def cast(name: str, tensor: Tensor) -> Tensor:
-        narrow = tensor.is_floating_point() and not (dtype.itemsize < 4 and name.endswith(in_fp32))
-        return tensor.detach().to(dtype) if narrow else tensor.detach()
+    def copied(name: str, tensor: Tensor) -> Tensor:
+        keep = not tensor.is_floating_point() or (dtype.itemsize < 4 and name.endswith(in_fp32))
+        return tensor.detach().to("cpu", tensor.dtype if keep else dtype, copy=True)
 
-    return {name: cast(name, t) for name, t in state.items() if name not in model.all_tied_weights_keys}
+    return {name: copied(name, t) for name, t in state.items() if name not in model.all_tied_weights_keys}
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
@@ -123,49 +127,69 @@ def no_progress_bars() -> Iterator[None]:
 
 @contextmanager
 def _written_aside(folder: Path) -> Iterator[Path]:
-    """Yield a hidden folder that replaces `folder` if the block succeeds and vanishes if it fails."""
+    """Yield a hidden folder that replaces `folder` if the block succeeds and vanishes if it fails.
+
+    One writer at a time: its name is fixed, so that the next call finds what a killed one left.
+    """
     aside = folder.with_name(f".writing-{folder.name}")
     replaced = folder.with_name(f".replaced-{folder.name}")
-    shutil.rmtree(aside, ignore_errors=True)  # what a killed process left
+    _settle(folder, aside, replaced)
     aside.mkdir(parents=True)
     try:
         yield aside
-        shutil.rmtree(replaced, ignore_errors=True)
         if folder.exists():
             os.replace(folder, replaced)
         os.replace(aside, folder)
-        shutil.rmtree(replaced, ignore_errors=True)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        _settle(folder, aside, replaced)
+
+
+def _settle(folder: Path, aside: Path, replaced: Path) -> None:
+    """Leave only `folder` of the three; the former export comes back if nothing took its place."""
+    if replaced.exists() and not folder.exists():
+        os.replace(replaced, folder)
+    for rest in (aside, replaced):
+        shutil.rmtree(rest, ignore_errors=True)
 
 
 @torch.no_grad()
-def _compare(model: PreTrainedModel, weights: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
-    """Check that `folder` loads completely and computes what `model` computes with `weights`.
+def _load_back(model: PreTrainedModel, weights: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
+    """Check that `folder` loads, with these weights to the bit, and computes what `model` computes.
+
+    The device of `model` needs room for the loaded copy and a forward of a few tokens.
 
     Raises:
-        ValueError: with the missing keys or the difference of the logits.
+        ValueError: with the names of the keys, or the difference of the logits.
     """
     device = model.get_input_embeddings().weight.device
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), no_progress_bars():
         loaded, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if report[kind]:
-            raise ValueError(f"the export does not load back: {kind} {sorted(map(str, report[kind]))[:5]}")
+    state = loaded.state_dict()
+    faults = {kind: report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    faults["different_keys"] = [] if any(faults.values()) else _unequal(weights, state)
+    for kind, keys in faults.items():
+        if keys:
+            raise ValueError(f"the export does not load back: {kind} {sorted(map(str, keys))[:5]}")
     loaded = loaded.to(device).eval()
     ids = torch.arange(16, device=device).reshape(2, 8) * 7919 % model.config.vocab_size  # [B, T], scattered
+    arguments = {"input_ids": ids, "use_cache": False}
+    found = loaded(**arguments).logits.float()
     was_training = model.training
     model.eval()
     try:
-        arguments = {"input_ids": ids, "use_cache": False}
-        expected = torch.func.functional_call(model, weights, (), arguments).logits.float()
+        parameters = dict(loaded.named_parameters())
+        expected = torch.func.functional_call(model, parameters, (), arguments).logits.float()
     finally:
         model.train(was_training)
-    difference = (loaded(**arguments).logits.float() - expected).abs().max().item()
-    # Same weights and same code: equal to the bit where kernels are deterministic. The slack admits autotuned
-    # ones.
+    # Equal weights: only the config can differ, or kernels that sum in another order (hence the slack).
+    difference = (found - expected).abs().max().item()
     if not difference <= 1e-2 * expected.abs().max().item():
         raise ValueError(
             f"the export loads back but its logits differ by {difference:.3g}; nothing was written"
         )
+
+
+def _unequal(weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:
+    """Names whose tensors differ in dtype or in any value."""
+    return [n for n, t in weights.items() if t.dtype != state[n].dtype or not t.equal(state[n])]

@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 
 import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -58,8 +60,17 @@ def run_folder(checkpoint: Path | str) -> Path | None:
 
 def training_record(model: PreTrainedModel) -> dict:
     """What training.json of the loaded export says (the fields of `CardInfo`); empty for any other model."""
-    record = Path(model.config.name_or_path) / TRAINING_FILE
-    return json.loads(record.read_text()) if record.is_file() else {}
+    source = model.config.name_or_path
+    if not source:
+        return {}
+    if Path(source).is_dir():
+        record = Path(source) / TRAINING_FILE
+        return json.loads(record.read_text()) if record.is_file() else {}
+    commit = getattr(model.config, "_commit_hash", None)
+    try:
+        return json.loads(Path(hf_hub_download(source, TRAINING_FILE, revision=commit)).read_text())
+    except (HfHubHTTPError, HFValidationError, OSError):  # no such file there, or the Hub is out of reach
+        return {}
 
 
 def trained_length(model: PreTrainedModel) -> int:

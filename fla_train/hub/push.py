@@ -21,7 +21,7 @@ def push(
 
     Args:
         folder: an exported model; it is only read.
-        repo_id: `user/name`.
+        repo_id: `user/name`; `name` alone is the token's user's.
         private: whether a new repository is private.
         revision: branch to commit to, created if it is new; None is the default branch.
         token: access token; None takes the logged-in one (`hf auth login` or HF_TOKEN).
@@ -40,7 +40,7 @@ def push(
         raise ValueError(f"no Hub token: run `hf auth login` or set HF_TOKEN; the model is safe in {folder}")
     api = HfApi(endpoint=endpoint, token=token)
     try:
-        api.create_repo(repo_id, private=private, exist_ok=True)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # with the user's name
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         message = f"Upload {folder.name} with fla-train"

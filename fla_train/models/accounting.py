@@ -6,7 +6,7 @@ count the algorithm's own matmuls, two per multiply-add, without recomputation; 
 
 from dataclasses import dataclass
 
-from torch import nn
+from transformers import PreTrainedModel
 
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.loss import CHUNK_ELEMENTS
@@ -18,7 +18,7 @@ CHUNK = 64  # M: sub-steps (token times Householder step) that the chunkwise ope
 class ParameterCount:
     """Numbers of parameters. The papers count the embedding once: `embedding_once`."""
 
-    body: int  # blocks and final norm
+    body: int  # blocks and final norm, neither embedding nor head
     embedding: int  # vocab_size * hidden_size
     tied: bool
 
@@ -50,9 +50,11 @@ class TrainingMemory:
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
-def count_parameters(model: DeltaProductConfig | nn.Module) -> ParameterCount:
-    """Count the parameters of a config, or of a model by its config."""
-    config = model.config if isinstance(model, nn.Module) else model
+def count_parameters(model: DeltaProductConfig | PreTrainedModel) -> ParameterCount:
+    """Count the parameters of a config of ours without building it, or those that any model holds."""
+    if isinstance(model, PreTrainedModel):
+        return _count_held(model)
+    config = model
     matmuls = _block_matmuls(config)
     body = sum(matmuls) + config.hidden_size * (2 * config.num_hidden_layers + 1)
     mixer_rest = config.head_v_dim + 2 * config.num_heads * config.use_forget_gate
@@ -135,6 +137,13 @@ def training_memory_bytes(
         optimizer=12 * parameters // num_devices,
         activations=tokens_per_device * kept + head,
     )
+
+
+def _count_held(model: PreTrainedModel) -> ParameterCount:
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    tied = head is None or head.weight is table
+    held = sum(p.numel() for p in model.parameters())
+    return ParameterCount(held - (1 if tied else 2) * table.numel(), table.numel(), tied)
 
 
 def _attention_layers(config: DeltaProductConfig) -> int:

@@ -67,7 +67,7 @@ class DeltaProductConfig(PreTrainedConfig):
         if self.attn is not None:
             defaults = {"num_kv_heads": None, "window_size": None, "rope_theta": 10000.0}
             self.attn = defaults | dict(self.attn)
-            self.attn["layers"] = sorted(self.attn["layers"])
+            self.attn["layers"] = sorted(set(self.attn["layers"]))
             self.attn["num_kv_heads"] = self.attn["num_kv_heads"] or self.attn["num_heads"]
         super().__post_init__(**kwargs)
 
@@ -110,14 +110,28 @@ class DeltaProductConfig(PreTrainedConfig):
         return self._hybrid_faults(self.attn)
 
     def _hybrid_faults(self, attn: Mapping[str, Any]) -> list[str]:
+        if not isinstance(attn, Mapping):
+            return [f"attn must be null or a mapping of {', '.join(HYBRID_KEYS)}, got {attn!r}"]
         faults = [
             f"attn.{key} is unknown, use {', '.join(HYBRID_KEYS)}" for key in attn if key not in HYBRID_KEYS
         ]
         faults += [f"attn.{key} is required" for key in ("layers", "num_heads") if attn.get(key) is None]
         if faults:
             return faults
+        layers, theta = attn["layers"], attn.get("rope_theta", 1.0)
+        faults = [
+            f"attn.{key} must be an integer, got {value!r}"
+            for key in ("num_heads", "num_kv_heads", "window_size")
+            if not isinstance(value := attn.get(key), int | None)
+        ]
+        if not isinstance(layers, list | tuple) or not all(isinstance(layer, int) for layer in layers):
+            faults.append(f"attn.layers must be a list of integers, got {layers!r}")
+        if not isinstance(theta, int | float) or theta <= 0:
+            faults.append(f"attn.rope_theta must be a number > 0, got {theta!r}")
+        if faults:
+            return faults
         heads, kv_heads = attn["num_heads"], attn.get("num_kv_heads") or attn["num_heads"]
-        outside = [layer for layer in attn["layers"] if not 0 <= layer < self.num_hidden_layers]
+        outside = [layer for layer in layers if not 0 <= layer < self.num_hidden_layers]
         if outside:
             faults.append(f"attn.layers {outside} do not exist, layers are 0..{self.num_hidden_layers - 1}")
         if heads < 1 or self.hidden_size % (2 * heads):

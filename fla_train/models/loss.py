@@ -33,8 +33,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     """Sum over the rows of -log softmax(hidden @ weight^T)[target], a scalar in fp32 (fp64 for fp64 input).
 
     Gradients are computed in the forward pass, while a chunk's logits are at hand, so the head costs three
-    matmuls and its logits are never recomputed. Matmuls run in the dtype of `hidden`; log-sum-exp and the
-    weight's gradient in fp32.
+    matmuls and its logits are never recomputed. Matmuls run in the dtype of `hidden`; log-sum-exp, and the
+    sum of the weight's gradient over chunks, in fp32.
 
     Args:
         hidden: [M, D]; weight: [vocabulary, D]; targets: [M] int64, IGNORE where there is none.
@@ -70,12 +70,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_total: Tensor) -> tuple[Tensor, Tensor, None]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return (
-            grad_hidden * grad_total.to(grad_hidden.dtype),
-            grad_weight * grad_total.to(grad_weight.dtype),
-            None,
+        # In fp32: the factor, usually 1 / targets, rounded to bf16 would bias every gradient of the backbone.
+        grad_hidden, grad_weight = (
+            (grad.to(grad_total.dtype) * grad_total).to(grad.dtype) for grad in ctx.saved_tensors
         )
+        return grad_hidden, grad_weight, None
 
 
 def _chunks(hidden: Tensor, targets: Tensor, vocabulary: int) -> list[tuple[Tensor, Tensor]]:

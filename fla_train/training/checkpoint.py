@@ -25,6 +25,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from fla_train.data.shards import sync
+
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
@@ -68,10 +70,8 @@ def save(engine, state: TrainState, folder: Path, *, keep: int) -> Path:
         _write_manifest(writing, state)
         remove(final)  # the remains of a corrupt one of the same step
         os.rename(writing, final)
-        _fsync(folder)
-        if keep:
-            for old in checkpoints(folder)[:-keep]:
-                remove(old)
+        sync(folder)
+        prune(final, keep)
     dist.barrier()
     return final
 
@@ -98,7 +98,7 @@ def find_fault(checkpoint: Path) -> str | None:
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
         files = manifest["files"].items()
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is missing or unreadable"
     for name, entry in files:
         path = checkpoint / name
@@ -131,7 +131,8 @@ def choose(resume: str, folder: Path, world_size: int) -> Path | None:
         later = [path.name for path in present if path.name > Path(resume).resolve().name]
         if later:  # resume=auto would later take them for this run's
             raise ValueError(
-                f"{folder} holds {later[-1]}, which comes after {resume}: delete it or give another run.dir"
+                f"{folder} holds {later[-1]}, which comes after {resume}: use trainer.resume=auto to go on "
+                "from it, or another run.dir"
             )
         return _same_world(Path(resume), world_size)
     for checkpoint in reversed(present):
@@ -149,6 +150,16 @@ def clean(folder: Path) -> None:
     for pattern in (WRITING, DELETING):
         for path in folder.glob(pattern + "*"):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def prune(newest: Path, keep: int) -> None:
+    """Delete all but the `keep` (0: all are kept) checkpoints up to `newest`.
+
+    Later ones stay: they are the corrupt remains of an earlier attempt, and must not count as the newest.
+    """
+    if keep:
+        for old in [path for path in checkpoints(newest.parent) if path.name <= newest.name][:-keep]:
+            remove(old)
 
 
 def remove(checkpoint: Path) -> None:
@@ -191,7 +202,7 @@ def _write_manifest(folder: Path, state: TrainState) -> None:
     files = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         files[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        _fsync(path)
+        sync(path)
     manifest = {
         "step": state.step,
         "tokens": state.tokens,
@@ -202,22 +213,14 @@ def _write_manifest(folder: Path, state: TrainState) -> None:
     _write_json(folder / MANIFEST, manifest)
     for path in [*folder.rglob("*"), folder]:
         if path.is_dir():
-            _fsync(path)
+            sync(path)
 
 
 def _write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
-    _fsync(path)
+    sync(path)
 
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -58,9 +58,10 @@ class Console:
         now = time.monotonic()
         if now - self._last_line >= PLAIN_INTERVAL or step == self._total:
             self._last_line = now
-            print(self._plain(record, now), file=sys.stdout if self._bar is not None else None, flush=True)
+            text = self._plain(record, now)
+            print(text, flush=True)
             if self._bar is None:
-                print(self._plain(record, now), file=self._stream, flush=True)
+                print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
         if self._bar is not None:

@@ -1,7 +1,7 @@
 """From a composed config to a finished run: check, prepare the data, print the plan, start the workers."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,14 +12,16 @@ from fla_train.data import PreparedData, check_vocabulary, prepare
 from fla_train.kernels.delta_product.check import check_backend, model_cases
 from fla_train.training import checkpoint
 from fla_train.training.plan import Plan, make_plan, plan_lines
-from fla_train.training.runfolder import RunFolder, new_run_dir, write_environment
+from fla_train.training.runfolder import RunFolder, new_run_dir, write_environment, write_whole
 from fla_train.training.schedule import warmup_steps
 from fla_train.training.schema import TrainConfig, load_config, to_yaml
 from fla_train.training.supervise import choose_port, run_workers
 from fla_train.training.validate import resolve_device, validate
 
-# What may differ between a run and its resumption: where data is kept and cut, and this machine's backend.
-FREE_KEYS = ("data.cache_dir", "data.shard_tokens", "model.backend")
+# These fix the weights' shapes and, with the prepared data, the stream of tokens: a resumed run keeps them.
+FIXED_KEYS = ("seed", "trainer.seq_len", "trainer.global_batch_tokens", "model.")
+# These say where and how a run is carried out, not what it computes: nobody asks whether they changed.
+FREE_KEYS = ("run.", "launch.", "logger.", "data.", "trainer.resume", "dry_run", "model.backend")
 
 
 class TrainingFailed(RuntimeError):
@@ -42,11 +44,8 @@ def launch(config: TrainConfig) -> None:
         _say(to_yaml(config))
     for line in plan_lines(config, plan):
         _say(line)
-    if config.dry_run:
-        return
-    if config.trainer.check_backend:
-        _check_backend(config)
-    _train(config, data, plan)
+    if not config.dry_run:
+        _train(config, data, plan)
 
 
 def resolve(config: TrainConfig) -> TrainConfig:
@@ -73,12 +72,18 @@ def _train(config: TrainConfig, data: PreparedData, plan: Plan) -> None:
     with folder.locked() if config.launch.machine_rank == 0 else nullcontext() as lock:
         resume = checkpoint.choose(config.trainer.resume, folder.checkpoints, config.launch.num_processes)
         if resume is not None:
-            _check_same_run(config, resume)
+            _check_same_run(config, data, resume)
+            if _is_complete(folder, resume, config.trainer.max_steps):
+                return
+        if config.trainer.check_backend:
+            _check_backend(config)
         config_file = folder.config(config.launch.machine_rank)
-        config_file.write_text(to_yaml(config))
+        write_whole(config_file, to_yaml(config))
         if lock is not None:
             _write_main_files(folder, config, plan)
         _say(f"run          {root}" + (f", from {resume}" if resume else ""))
+        if config.launch.num_machines > 1:
+            _say(f"machines     waiting for all {config.launch.num_machines} at {_address(config, port)}")
         arguments = [str(config_file), str(data.folder), *([str(resume)] if resume else [])]
         inherited = () if lock is None else (lock,)
         failure = run_workers(arguments, config.launch, port=port, inherited=inherited)
@@ -90,7 +95,7 @@ def _write_main_files(folder: RunFolder, config: TrainConfig, plan: Plan) -> Non
     """What only the first machine writes before training."""
     checkpoint.clean(folder.checkpoints)
     write_environment(folder, config.launch.device)
-    (folder.root / "plan.json").write_text(json.dumps(asdict(plan), indent=2) + "\n")
+    write_whole(folder.plan, json.dumps(asdict(plan), indent=2) + "\n")
     with folder.log.open("a") as log:
         log.writelines(line + "\n" for line in plan_lines(config, plan))
 
@@ -103,32 +108,66 @@ def _label(config: TrainConfig) -> str:
     return f"{gate}{kind}-{model['hidden_size']}x{model['num_hidden_layers']}"
 
 
-def _check_same_run(config: TrainConfig, resume: Path) -> None:
-    """Refuse to go on from a checkpoint of another model or another stream of tokens.
+def _address(config: TrainConfig, port: int) -> str:
+    return f"{config.launch.main_process_ip}:{port}"
+
+
+def _is_complete(folder: RunFolder, checkpoint_folder: Path, max_steps: int) -> bool:
+    """Whether nothing is left to do; says so. A run killed in its last moments still lacks export or plot."""
+    step = checkpoint.read_state(checkpoint_folder).step
+    export = folder.export(step)
+    if step < max_steps or not export.is_dir() or not folder.loss_plot.is_file():
+        return False
+    _say(f"run          {folder.root} is complete: {step:,} steps, model in {export}")
+    _say(f"             to train on, give a trainer.max_steps above {step}")
+    return True
+
+
+def _check_same_run(config: TrainConfig, data: PreparedData, resume: Path) -> None:
+    """Refuse to go on from a checkpoint of another model or another stream of tokens; say what else changed.
 
     Raises:
         ValueError: naming each key that differs and the value to use.
     """
-    file = resume.resolve().parents[1] / "config.yaml"
-    if not file.is_file():
+    earlier = RunFolder(resume.resolve().parents[1])
+    if not earlier.config(0).is_file():
         return
-    before, now = dict(_identity(load_config(file))), dict(_identity(config))
-    changed = [f"{key}={now.get(key)} (was {before[key]})" for key in before if now.get(key) != before[key]]
-    if changed:
+    before, now = dict(_flat(asdict(load_config(earlier.config(0))))), dict(_flat(asdict(config)))
+    changed = {
+        key: f"{key}={now.get(key)} (was {before.get(key)})"
+        for key in sorted(before | now)
+        if now.get(key) != before.get(key)
+    }
+    faults = [
+        text for key, text in changed.items() if key.startswith(FIXED_KEYS) and not key.startswith(FREE_KEYS)
+    ]
+    if _data_fingerprint(earlier) not in (None, data.folder.name):
+        of_data = [text for key, text in changed.items() if key.startswith("data.")]
+        faults += of_data or ["the text itself has changed since"]
+    if faults:
         raise ValueError(
-            f"{resume} belongs to another run: {', '.join(changed)}; restore them or use another run.dir"
+            f"{resume} belongs to another run: {', '.join(faults)}; restore them or use another run.dir"
         )
+    for key, text in changed.items():
+        if not key.startswith(FREE_KEYS):
+            _say(f"changed      {text}")
 
 
-def _identity(config: TrainConfig) -> Iterator[tuple[str, object]]:
-    """Keys that fix the weights' shapes and the stream of tokens."""
-    yield "seed", config.seed
-    yield "trainer.seq_len", config.trainer.seq_len
-    yield "trainer.global_batch_tokens", config.trainer.global_batch_tokens
-    for group, values in (("model", config.model), ("data", asdict(config.data))):
-        for key, value in values.items():
-            if f"{group}.{key}" not in FREE_KEYS:
-                yield f"{group}.{key}", value
+def _data_fingerprint(earlier: RunFolder) -> str | None:
+    """Name of the prepared data a run was trained on: it covers the text, the tokenizer and the split."""
+    try:
+        return Path(json.loads(earlier.plan.read_text())["data_folder"]).name
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _flat(node: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """(dotted key, value) of every leaf."""
+    for key, value in node.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def _check_backend(config: TrainConfig) -> None:

@@ -12,14 +12,16 @@ from torch import Tensor, nn
 
 from fla_train.data import BatchPlan, MicroBatches, PreparedData, TokenDataset, sequential_batches
 from fla_train.hub import CardInfo, export_model
+from fla_train.hub.environment import git_commit
 from fla_train.models import DeltaProductForCausalLM, build_config
 from fla_train.training import checkpoint
+from fla_train.training.agreement import check_agreement, run_facts
 from fla_train.training.checkpoint import TrainState
 from fla_train.training.console import Console
 from fla_train.training.engine import StepResult, build_engine, mean_loss, train_step
 from fla_train.training.metrics import MetricsFile, Record, Sink, Tensorboard, Wandb, last_losses
 from fla_train.training.plots import plot_losses
-from fla_train.training.runfolder import RunFolder, git_commit
+from fla_train.training.runfolder import RunFolder
 from fla_train.training.schedule import learning_rate
 from fla_train.training.schema import TrainConfig, to_yaml
 
@@ -63,9 +65,9 @@ class Trainer:
         self.folder = RunFolder(Path(config.run.dir))
         self.engine = build_engine(build_model(config, data), config)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        check_agreement(run_facts(config, data, resume, self.folder))
         self.state = checkpoint.load(self.engine, resume) if resume else TrainState()
         self.saved_step = self.state.step if resume else -1
-        self.started_step = self.state.step
         trainer = config.trainer
         self.batches = BatchPlan(
             global_batch=trainer.global_batch_tokens // trainer.seq_len,
@@ -105,10 +107,11 @@ class Trainer:
                 self._stop_if_diverged()
                 if _due(state.step, trainer.eval_every, trainer.max_steps):
                     self._evaluate()
-                if _due(state.step, trainer.checkpoint_every, trainer.max_steps):
-                    self._save()
+                # The checkpoint last: whatever a kill leaves undone before it, the resumed run does again.
                 if _due(state.step, trainer.export_every, trainer.max_steps):
                     self._export()
+                if _due(state.step, trainer.checkpoint_every, trainer.max_steps):
+                    self._save()
         self._finish()
 
     def _advance(self, result: StepResult) -> None:
@@ -131,7 +134,7 @@ class Trainer:
             )
 
     def _to_device(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        ids = ids.to(self.engine.device, non_blocking=True)  # [B, T]
+        ids = ids.to(self.engine.device)  # [B, T]
         return ids, ids
 
     def _evaluate(self) -> None:
@@ -175,10 +178,7 @@ class Trainer:
                 commit=git_commit(),
             )
             module: nn.Module = self.engine.module
-            # ZeRO's parameters are views of one flat buffer, which a safetensors file may not share.
-            weights = {name: t.detach().clone() for name, t in module.state_dict().items()}
-            folder = self.folder.export(self.state.step)
-            path = export_model(module, self.data.tokenizer(), folder, card, state_dict=weights)
+            path = export_model(module, self.data.tokenizer(), self.folder.export(self.state.step), card)
             self._say(f"step {self.state.step:,}: exported {path}")
         dist.barrier()
 

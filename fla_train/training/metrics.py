@@ -1,10 +1,10 @@
 """metrics.jsonl, the source of truth of a run, and wandb and tensorboard as views of it."""
 
 import json
-import os
 from pathlib import Path
 from typing import Protocol
 
+from fla_train.training.runfolder import write_whole
 from fla_train.training.schema import LoggerConfig
 
 # `step`, `tokens`, and training keys (loss, lr, grad_norm, tokens_per_second, ...) or validation keys.
@@ -110,6 +110,4 @@ def truncate(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [record for record in read_metrics(path) if record["step"] <= step]
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text("".join(json.dumps(record) + "\n" for record in kept))
-    os.replace(aside, path)
+    write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))

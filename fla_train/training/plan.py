@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from fla_train.data import PreparedData
+from fla_train.data import PreparedData, TokenDataset
 from fla_train.models import build_config
 from fla_train.models.accounting import count_parameters, flops_per_token, training_memory_bytes
 from fla_train.training.schedule import warmup_steps
@@ -21,7 +21,8 @@ class Plan:
     flops_per_token: float  # forward and backward
     memory_bytes: int  # estimate per process
     accumulation: int  # micro-batches per rank and step
-    unigram_entropy: float | None  # of the validation split, nats per token
+    validation_tokens: int  # of the validation split
+    unigram_entropy: float | None  # of the same, nats per token
     data_folder: str
 
 
@@ -29,9 +30,11 @@ def make_plan(config: TrainConfig, data: PreparedData) -> Plan:
     """Work out the plan.
 
     Raises:
-        ValueError: a model config whose parts do not fit together.
+        ValueError: a model config whose parts do not fit together, shards that are missing or cut short, or
+            fewer training tokens than one sequence.
     """
     trainer, splits = config.trainer, data.manifest["splits"]
+    TokenDataset(data.folder, "train", trainer.seq_len)  # its faults belong before the start
     model = build_config(config.model)
     count = count_parameters(model)
     memory = training_memory_bytes(
@@ -50,6 +53,7 @@ def make_plan(config: TrainConfig, data: PreparedData) -> Plan:
         flops_per_token=flops_per_token(model, trainer.seq_len),
         memory_bytes=memory.total,
         accumulation=accumulation_steps(config),
+        validation_tokens=splits["validation"]["tokens"],
         unigram_entropy=splits["validation"]["unigram_entropy"],
         data_folder=str(data.folder),
     )
@@ -69,4 +73,14 @@ def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:
         f"schedule     {config.schedule.name}, peak {config.optimizer.lr:g}, "
         f"{warmup_steps(config.schedule, trainer.max_steps)} warm-up steps",
         f"device       {launch.device}, {trainer.precision}",
+        *_validation_warning(plan.validation_tokens, trainer.seq_len),
+    ]
+
+
+def _validation_warning(tokens: int, seq_len: int) -> list[str]:
+    if tokens >= seq_len:
+        return []
+    return [
+        f"warning      no validation: the split has {tokens:,} tokens, fewer than one sequence of "
+        f"{seq_len:,} (raise data.validation_fraction)"
     ]

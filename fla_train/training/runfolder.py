@@ -3,23 +3,16 @@
 import fcntl
 import json
 import os
-import platform
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO
 
-import torch
+from fla_train.hub.environment import describe_environment
 
-import fla_train
-
-PACKAGES = ("torch", "triton", "transformers", "accelerate", "deepspeed", "datasets", "numpy")
 LOCK_WAIT = 10.0  # seconds; the workers of a killed launcher need a moment to die
 
 
@@ -28,6 +21,14 @@ class RunFolder:
     """Paths inside a run folder (docs/architecture.md lists them)."""
 
     root: Path
+
+    @property
+    def environment(self) -> Path:
+        return self.root / "environment.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.root / "plan.json"
 
     @property
     def metrics(self) -> Path:
@@ -53,8 +54,11 @@ class RunFolder:
         return self.root / "hf" / f"step-{step:07d}"
 
     def create(self) -> None:
-        for folder in (self.root, self.checkpoints):
-            folder.mkdir(parents=True, exist_ok=True)
+        """Make the folder. Raises `ValueError` where that can't be done."""
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(self.root, error) from error
 
     @contextmanager
     def locked(self) -> Iterator[int]:
@@ -72,6 +76,17 @@ class RunFolder:
                     )
                 time.sleep(0.2)
             yield file.fileno()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file in one move: a reader, or a run after a kill, finds the old content or the new."""
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    aside.write_text(text)
+    os.replace(aside, path)
+
+
+def _unwritable(path: Path, error: OSError) -> ValueError:
+    return ValueError(f"run.dir={path} can't be made ({error.strerror}): give another run.dir")
 
 
 def _try_lock(file: IO) -> bool:
@@ -92,50 +107,10 @@ def new_run_dir(label: str, parent: Path = Path("runs")) -> Path:
             return path
         except FileExistsError:
             continue
+        except OSError as error:
+            raise _unwritable(path, error) from error
     raise ValueError(f"{parent} already holds a thousand runs named {base}: give run.dir")
 
 
-def describe_environment(device: str) -> dict:
-    """What a reader needs to repeat a run: versions, devices, commit, command. No environment variables."""
-    return {
-        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": sys.argv,
-        "commit": git_commit(),
-        "fla_train": fla_train.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": {name: _version(name) for name in PACKAGES},
-        "device": device,
-        "devices": _devices(),
-        "cpu_count": os.cpu_count(),
-    }
-
-
 def write_environment(folder: RunFolder, device: str) -> None:
-    (folder.root / "environment.json").write_text(json.dumps(describe_environment(device), indent=2) + "\n")
-
-
-def git_commit() -> str | None:
-    """Commit of the checkout this package runs from, `-dirty` when files differ; None outside a checkout."""
-    root = Path(fla_train.__file__).parents[1]
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return result.stdout.strip()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _devices() -> list[str]:
-    if not torch.cuda.is_available():
-        return []
-    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    write_whole(folder.environment, json.dumps(describe_environment(device), indent=2) + "\n")

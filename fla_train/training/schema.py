@@ -10,6 +10,8 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from fla_train.data.config import DataConfig
 from fla_train.models.configuration import model_schema
@@ -122,5 +124,14 @@ def to_yaml(config: TrainConfig) -> str:
 
 
 def load_config(path: Path) -> TrainConfig:
-    """Read a run's `config.yaml`."""
-    return to_config(OmegaConf.to_container(OmegaConf.load(path)))
+    """Read a run's `config.yaml`.
+
+    Raises:
+        ValueError: it is unreadable, or another version wrote it with other keys.
+    """
+    try:
+        return to_config(OmegaConf.to_container(OmegaConf.load(path)))
+    except (OSError, YAMLError, OmegaConfBaseException) as failure:
+        raise ValueError(
+            f"{path} is no config of this version: {' '.join(str(failure).split())}"
+        ) from failure

@@ -1,5 +1,6 @@
 """Faults of a composed training config that types cannot show. All of them are reported together."""
 
+import math
 from pathlib import Path
 
 import torch
@@ -38,7 +39,7 @@ NOT_NEGATIVE = (
     "trainer.keep_checkpoints",
     "trainer.export_every",
 )
-SHARES = ("optimizer.beta1", "optimizer.beta2", "schedule.min_ratio")
+BETAS = ("optimizer.beta1", "optimizer.beta2")
 
 
 def validate(config: TrainConfig) -> None:
@@ -89,9 +90,17 @@ def _values(config: TrainConfig) -> list[str]:
             faults.append(f"{key}={value} is not one of {', '.join(names)}")
     faults += [f"{key}={v} must be at least 1" for key in AT_LEAST_ONE if (v := _read(config, key)) < 1]
     faults += [f"{key}={v} must not be negative" for key in NOT_NEGATIVE if (v := _read(config, key)) < 0]
+    faults += [
+        f"{key}={v} is no number" for key in NOT_NEGATIVE if not math.isfinite(v := _read(config, key))
+    ]
     if config.trainer.seq_len == 1:
         faults.append("trainer.seq_len=1 leaves no token to predict: use at least 2")
-    faults += [f"{key}={v} must lie in [0, 1]" for key in SHARES if not 0 <= (v := _read(config, key)) <= 1]
+    faults += [f"{key}={v} must lie in [0, 1)" for key in BETAS if not 0 <= (v := _read(config, key)) < 1]
+    ratio = config.schedule.min_ratio
+    if not 0 <= ratio <= 1:
+        faults.append(f"schedule.min_ratio={ratio} must lie in [0, 1]")
+    elif config.schedule.name == "constant" and ratio != 1:
+        faults.append(f"schedule.min_ratio={ratio} has no effect with schedule=constant: leave it at 1")
     return faults
 
 

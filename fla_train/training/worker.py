@@ -31,7 +31,10 @@ def report(failure: BaseException) -> None:
     line = " ".join(str(failure).split()) or type(failure).__name__
     expected = isinstance(failure, ValueError) or type(failure).__name__ == "TrainingStopped"
     content = {"time": time.time(), "line": line if expected else f"{type(failure).__name__}: {line}"}
-    Path(os.environ["FLA_TRAIN_ERROR_FILE"]).write_text(json.dumps(content))
+    file = Path(os.environ["FLA_TRAIN_ERROR_FILE"])
+    aside = file.with_suffix(".tmp")  # the launcher may look at any moment
+    aside.write_text(json.dumps(content))
+    os.replace(aside, file)
 
 
 def main() -> None:

@@ -204,8 +204,8 @@ def _to(value: object, device: torch.device | str, dtype: torch.dtype | None = N
 
 
 def _tolerance(tensor: str, backend: str, dtype: torch.dtype, case: Case) -> float:
-    """Two to three times the rounding error of a sound backend on these cases, and a small part of the error of
-    a wrong one. How accurate a sound one must be is the business of tests/kernels."""
+    """Two to three times the rounding error of a sound backend on these cases, and a small part of a wrong
+    one's. How accurate a sound one must be is the business of tests/kernels."""
     if dtype == torch.float64:
         return 1e-9
     if dtype == torch.float32:

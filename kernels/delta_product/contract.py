@@ -109,9 +109,7 @@ def delta_product_step(
 
     _check_tensors(q, k, v, beta, g, leading="B")
     _check_state("state", state, q, v, beta, q.shape[0])
-    resolve_backend(
-        backend, q.device
-    )  # one implementation serves every backend; the name must still be valid
+    resolve_backend(backend, q.device)  # one implementation serves all; the name must still be valid
     return recurrent_step(q, k, v, beta, g, state=state, scale=_scale(scale, q), qk_l2norm=qk_l2norm)
 
 

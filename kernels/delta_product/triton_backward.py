@@ -136,11 +136,10 @@ def gradient_kernel(
     b_q = load_rows(q + p_q, n_t, 0, K, H * K, BC, BK).to(OPERAND)
     b_da = tl.zeros((M, M), tl.float32)  # dV E^T
     b_dp = tl.zeros((M, BC), tl.float32)  # E dO^T
-    b_kw = tl.zeros(
-        (M,), tl.float32
-    )  # k . (E dS'^T), then the share of k . dk that comes from writing the state
-    b_kr = tl.zeros((M,), tl.float32)  # k . (dV S^T), likewise from reading it
-    b_qr = tl.zeros((BC,), tl.float32)  # q . (dO S^T), likewise for q
+    # Inner products; below they become the shares of k . dk and q . dq that come by way of the state.
+    b_kw = tl.zeros((M,), tl.float32)  # k . (E dS'^T): k writes the state
+    b_kr = tl.zeros((M,), tl.float32)  # k . (dV S^T): k reads it
+    b_qr = tl.zeros((BC,), tl.float32)  # q . (dO S^T)
     for i_v in range(0, V, BV):
         b_e = load_rows(errors + p_v, n_m, i_v, V, H * V, M, BV).to(OPERAND)
         b_dv = load_rows(dv + p_v, n_m, i_v, V, H * V, M, BV).to(OPERAND)

@@ -115,10 +115,10 @@ def prepare_kernel(
         tl.store(rk + p_m, b_read, mask=m_m)
         tl.store(rq + p_t, b_rq, mask=m_t)
     b_write = b_read * b_beta
-    b_p = (
-        tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * b_write[:, None] * b_query[None, :]
-    )  # [M, BC]
-    b_a = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION) * b_read[:, None] * b_write[None, :]  # [M, M]
+    b_p = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [M, BC]
+    b_p = b_p * b_write[:, None] * b_query[None, :]
+    b_a = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)  # [M, M]
+    b_a = b_a * b_read[:, None] * b_write[None, :]
     lower = o_m[:, None] > o_m[None, :]
     seen = o_tau[:, None] <= o_t[None, :]
     chunk_decay = 1.0

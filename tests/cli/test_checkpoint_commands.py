@@ -78,7 +78,8 @@ def test_eval(run: Path, tmp_path: Path) -> None:
 
 
 def test_generate(run: Path) -> None:
-    done = command("generate", f"checkpoint={run}", f"prompt={TEXT}", "max_new_tokens=16", "temperature=0")
+    greedy = ("max_new_tokens=16", "temperature=0", "device=cpu")
+    done = command("generate", f"checkpoint={run}", f"prompt={TEXT}", *greedy)
     model = AutoModelForCausalLM.from_pretrained(run / "hf/step-0000007")
     tokenizer = AutoTokenizer.from_pretrained(run / "hf/step-0000007")
     ids = [tokenizer.eos_token_id, *tokenizer.encode(TEXT)]

@@ -1,7 +1,8 @@
 import json
 
 import pytest
-from transformers import AutoTokenizer, ByT5Tokenizer
+import tokenizers
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from fla_train.data import TokenizerConfig, check_vocabulary
 from fla_train.data.tokenizers import encode, fingerprint, load_tokenizer
@@ -102,3 +103,11 @@ def test_check_vocabulary():
     check_vocabulary(tokenizer, 259)
     with pytest.raises(ValueError, match=r"259 tokens but model.vocab_size=258; set model.vocab_size=320"):
         check_vocabulary(tokenizer, 258)
+
+
+def test_check_vocabulary_counts_to_the_largest_id(tmp_path):
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 299}, unk_token="a"))
+    holed = PreTrainedTokenizerFast(tokenizer_object=backend)
+    check_vocabulary(holed, 300)
+    with pytest.raises(ValueError, match=r"has 300 tokens but model.vocab_size=299"):
+        check_vocabulary(holed, 299)

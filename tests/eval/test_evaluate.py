@@ -83,7 +83,9 @@ def test_report_of_a_sweep(run: Path) -> None:
     assert [row["length"] for row in result["lengths"]] == [16, 64] and result["not_reached"] == [4096]
     assert [row["start"] for row in result["positions"]] == [0, 16, 32, 48]
     assert record["trained_length"] == 64
-    assert {"torch", "lm-eval", "commit", "hardware", "time"} <= record["environment"].keys()
+    environment = record["environment"]
+    assert {"commit", "hardware", "time", "command", "dtype"} <= environment.keys()
+    assert {"torch", "lm-eval", "transformers"} <= environment["packages"].keys()
     markdown = (folder / "table.md").read_text()
     assert "| 64 (trained) |" in markdown and "No document is long enough for 4096" in markdown
     assert f"{result['lengths'][0]['perplexity']:.3f}" in markdown

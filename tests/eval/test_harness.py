@@ -1,5 +1,6 @@
 """The lm-eval bridge against plain HFLM, against direct computations, and on tasks with known scores."""
 
+import copy
 import math
 import random
 
@@ -67,6 +68,19 @@ def test_loglikelihoods_equal_a_direct_computation(model, tokenizer) -> None:
         expected = logits.log_softmax(-1).gather(1, torch.tensor(tail)[:, None]).sum().item()
         assert value == pytest.approx(expected, abs=1e-3)
         assert greedy == (logits.argmax(-1).tolist() == tail)
+
+
+@torch.no_grad()
+def test_a_bf16_model_has_its_log_likelihoods_in_fp32(tokenizer, scholar) -> None:
+    model = copy.deepcopy(scholar).to(torch.bfloat16)
+    lm = FlaTrainLM(model, tokenizer, batch_size=1, max_length=100)
+    context, continuation = "The sky is", " blue, and the sea is too"
+    head, tail = tokenizer(context)["input_ids"], tokenizer(continuation)["input_ids"]
+    logits = model(torch.tensor([head + tail])).logits[0, len(head) - 1 : -1]
+    assert logits.dtype == torch.bfloat16
+    expected = logits.double().log_softmax(-1).gather(1, torch.tensor(tail)[:, None]).sum().item()
+    ((found, _),) = lm.loglikelihood(requests("loglikelihood", [(context, continuation)]), disable_tqdm=True)
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_batch_size_changes_nothing(model, tokenizer) -> None:

@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from fla_train.hub import CardInfo, copy_export, export_model
 from fla_train.hub import export as export_module
-from fla_train.hub.card import count_parameters
 
 IDS = torch.tensor([[5, 7, 300, 11, 2, 9]])
 
@@ -39,6 +38,37 @@ def test_given_weights_are_written_in_place_of_the_models_own(model: PreTrainedM
     )
     for name, tensor in masters.items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+def test_views_of_one_buffer_are_written_as_separate_weights(small_model, tmp_path: Path) -> None:
+    """ZeRO's parameters are such views; safetensors would take them for shared weights."""
+    state = small_model.state_dict()
+    flat = torch.cat([t.flatten() for t in state.values()])
+    sizes = [t.numel() for t in state.values()]
+    views = {n: v.view_as(state[n]) for n, v in zip(state, flat.split(sizes), strict=True)}
+    loaded = AutoModelForCausalLM.from_pretrained(
+        export_model(small_model, None, tmp_path / "export", state_dict=views)
+    )
+    assert [n for n, t in loaded.state_dict().items() if not torch.equal(t, state[n])] == []
+
+
+def test_what_is_written_lies_in_host_memory_apart_from_the_model(model: PreTrainedModel) -> None:
+    """So the weights' device does not matter; the test below needs a GPU to show it."""
+    state = model.state_dict()
+    weights = export_module._weights(model, state, torch.float32)
+    assert set(state) - set(weights) == set(model.all_tied_weights_keys)
+    for name, tensor in weights.items():
+        assert tensor.device.type == "cpu" and tensor.data_ptr() != state[name].data_ptr(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("model_on", "weights_on"), [("cuda", "cpu"), ("cpu", "cuda"), ("cuda", "cuda")])
+def test_model_and_weights_on_any_device(small_model, tmp_path: Path, model_on: str, weights_on: str) -> None:
+    state = {name: t.clone().to(weights_on) for name, t in small_model.state_dict().items()}
+    small_model.to(model_on)
+    folder = export_model(small_model, None, tmp_path / "export", state_dict=state)
+    for name, tensor in AutoModelForCausalLM.from_pretrained(folder).state_dict().items():
+        assert torch.equal(tensor, state[name].cpu()), name
 
 
 def test_bf16_export_keeps_decay_parameters_wide(small_model, tmp_path: Path) -> None:
@@ -80,6 +110,13 @@ def test_an_interrupted_export_leaves_the_former_one(
     export_model(small_model, tokenizer, folder, CardInfo(step=2))
     assert list(tmp_path.iterdir()) == [folder]
     assert json.loads((folder / "training.json").read_text())["step"] == 2
+    folder.rename(tmp_path / ".replaced-export")  # what one leaves that is killed between its two renames
+    with monkeypatch.context() as patched:
+        patched.setattr(export_module, "render_card", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            export_model(small_model, tokenizer, folder, CardInfo(step=3))
+    assert list(tmp_path.iterdir()) == [folder]
+    assert json.loads((folder / "training.json").read_text())["step"] == 2
 
 
 def test_an_export_that_does_not_load_back_is_refused(small_model, tmp_path: Path) -> None:
@@ -87,6 +124,26 @@ def test_an_export_that_does_not_load_back_is_refused(small_model, tmp_path: Pat
     del weights["model.norm.weight"]
     with pytest.raises(ValueError, match=r"missing_keys \['model.norm.weight'\]"):
         export_model(small_model, None, tmp_path / "export", state_dict=weights)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_and_settings_that_come_back_changed_are_refused(
+    small_model, tmp_path: Path, monkeypatch
+) -> None:
+    save = export_module.save_torch_state_dict
+
+    def flawed(weights: dict, *args: object, **kwargs: object) -> None:
+        changed = weights["model.norm.weight"].clone()
+        changed[3] += 1e-6
+        save(weights | {"model.norm.weight": changed}, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(export_module, "save_torch_state_dict", flawed)
+        with pytest.raises(ValueError, match=r"different_keys \['model.norm.weight'\]"):
+            export_model(small_model, None, tmp_path / "export")
+    small_model.model.layers[0].attn.beta_max = 1.0  # no longer what the config says
+    with pytest.raises(ValueError, match="its logits differ"):
+        export_model(small_model, None, tmp_path / "export")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -103,8 +160,12 @@ def test_copy(small_model, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -
     assert {f.name: f.read_bytes() for f in source.iterdir()} == {
         f.name: f.read_bytes() for f in copy.iterdir()
     }
+    for place in (source, source / "inside"):
+        with pytest.raises(ValueError, match="another output"):
+            copy_export(source, place)
+    export_model(small_model, tokenizer, source / "inside", validate=False)
     with pytest.raises(ValueError, match="another output"):
-        copy_export(source, source)
+        copy_export(source / "inside", source)
 
 
 def test_card(small_model, tokenizer, tmp_path: Path) -> None:
@@ -131,13 +192,3 @@ def test_card(small_model, tokenizer, tmp_path: Path) -> None:
     ):
         assert expected in card
     assert card.count("title     = {") == 4
-
-
-def test_parameters_counted_three_ways(model: PreTrainedModel) -> None:
-    table = 320 * 32
-    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    counts = count_parameters(model)
-    backbone = sum(p.numel() for p in model.model.parameters()) - table
-    assert counts["without_embeddings"] == backbone
-    assert counts["embedding_once"] == backbone + table
-    assert counts["total"] == backbone + table * (1 if tied else 2)

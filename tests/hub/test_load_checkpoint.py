@@ -1,7 +1,9 @@
 """Finding and loading checkpoints; what goes wrong says in one line what to do."""
 
+import shutil
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 
@@ -50,6 +52,19 @@ def test_load(run: Path, small_model) -> None:
     assert torch.equal(model.lm_head.weight, small_model.lm_head.weight.double())
     assert trained_length(model) == 77
     assert document_prefix(model, tokenizer) == [tokenizer.eos_token_id]
+
+
+def test_a_model_from_the_hub_has_its_training_record_too(run: Path, tmp_path: Path, monkeypatch) -> None:
+    commit, repository = "1" * 40, tmp_path / "cache/models--user--tiny"
+    shutil.copytree(run / "hf/step-10000000", repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    model, tokenizer = load_model("user/tiny")
+    assert trained_length(model) == 77
+    assert document_prefix(model, tokenizer) == [tokenizer.eos_token_id]
+    (repository / "snapshots" / commit / "training.json").unlink()
+    assert document_prefix(model, tokenizer) == [tokenizer.bos_token_id]
 
 
 def test_document_prefix_of_other_models(small_model, tokenizer) -> None:

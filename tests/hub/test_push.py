@@ -137,6 +137,11 @@ def test_to_a_new_branch(hub: FakeHub, folder: Path) -> None:
     assert hub.repos["user/tiny"]["main"] == {}
 
 
+def test_a_name_without_user_is_the_users_own(hub: FakeHub, folder: Path) -> None:
+    push(folder, "tiny", token=TOKEN, endpoint=hub.address)
+    assert hub.repos["user/tiny"]["main"] == contents(folder)
+
+
 def test_no_token(hub: FakeHub, folder: Path) -> None:
     with pytest.raises(ValueError, match="no Hub token: run `hf auth login`"):
         push(folder, "user/tiny", endpoint=hub.address)

@@ -32,6 +32,7 @@ class Case:
     states: bool = True  # initial state given, final state returned and differentiated
     cu_seqlens: tuple[int, ...] | None = None
     inputs: str = "random"
+    scale: float | None = None
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +97,7 @@ def results(
     *operands, initial_state = leaves
     o, final_state = delta_product(
         *operands,
+        scale=case.scale,
         initial_state=initial_state,
         output_final_state=case.states,
         cu_seqlens=cu_seqlens,
@@ -136,7 +138,7 @@ def uniform(bound: float) -> dict[str, float]:
         Case(sub_steps=4, batch=2, tokens=17, states=False),
         Case(sub_steps=2, cu_seqlens=(0, 0, 33, 34, 70)),
         Case(gated=UNGATED, cu_seqlens=(0, 3, 68, 68), tokens=68, l2norm=False),
-        Case(tokens=1),
+        Case(tokens=1, scale=1.0),
         Case(inputs="correlated", key_dim=32),
         Case(inputs="zero beta"),
         Case(inputs="resets", sub_steps=2, tokens=40),
@@ -202,9 +204,12 @@ def test_unsupported_requests_name_the_fault(case: Case, dtype: torch.dtype, mes
         results(case, tensors, *gradients, backend="triton")
 
 
+# Rounding every operand of a product to bf16, and nothing else, costs up to 0.8 of these bounds (worked out
+# in fp64). Without forgetting the errors stay in the state, and more so in smaller heads; keys that repeat
+# at beta near 2 amplify them.
 BF16 = uniform(8e-3) | {"o": 5e-3, "final_state": 5e-3, "dbeta": 1.5e-2, "dg": 1.5e-2}
-# Rounding to bf16 persists without forgetting and in small heads, most with keys that repeat at beta near 2.
-BF16_LOOSE = uniform(1.2e-2) | {"dbeta": 1.5e-2}
+BF16_LOOSE = uniform(1.2e-2) | {"dbeta": 1.5e-2, "dg": 1.5e-2}
+BF16_NARROW = uniform(1.5e-2)
 BF16_HARD = uniform(2e-2) | {"dbeta": 5e-2, "dg": 5e-2}
 
 
@@ -219,7 +224,8 @@ def real(**changes: object) -> Case:
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (256, 256), (96, 48), (32, 32), (16, 256)])
 def test_gpu_bf16(dims: tuple[int, int], sub_steps: int, gated: bool) -> None:
     case = real(key_dim=dims[0], value_dim=dims[1], sub_steps=sub_steps, gated=gated, l2norm=gated)
-    check(case, BF16 if gated and dims[0] >= 64 else BF16_LOOSE, "cuda")
+    bounds = BF16_NARROW if dims[0] < 32 else BF16_LOOSE if dims[0] < 64 or not gated else BF16
+    check(case, bounds, "cuda")
 
 
 @pytest.mark.gpu
@@ -245,12 +251,13 @@ def test_gpu_hard_inputs(inputs: str, sub_steps: int) -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_all_ones() -> None:
-    check(real(inputs="ones", gated=UNGATED), BF16_HARD, "cuda")
+@pytest.mark.parametrize("scale", [None, 1.0])
+def test_gpu_all_ones(scale: float | None) -> None:
+    check(real(inputs="ones", gated=UNGATED, scale=scale), BF16_HARD, "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 2e-3), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 2e-3), (torch.float32, 2e-5)])
 def test_gpu_other_dtypes(dtype: torch.dtype, bound: float, dim: int) -> None:
     check(real(dtype=dtype, key_dim=dim, value_dim=dim, tokens=150), uniform(bound), "cuda")

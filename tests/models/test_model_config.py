@@ -7,6 +7,7 @@ import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from small_models import every_variant, small_config
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fla_train.cli.app import compose
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM, build_config, model_schema
@@ -35,11 +36,24 @@ def test_all_faults_are_reported_together():
         ({"layers": [0], "num_heads": 4, "window_size": 0}, "attn.window_size must be >= 1"),
         ({"layers": [0], "num_heads": 4, "window": 3}, "attn.window is unknown"),
         ({"layers": [0]}, "attn.num_heads is required"),
+        ({"layers": 0, "num_heads": 4}, "attn.layers must be a list of integers, got 0"),
+        ({"layers": ["0"], "num_heads": 4}, "attn.layers must be a list of integers"),
+        ({"layers": [0], "num_heads": "4"}, "attn.num_heads must be an integer, got '4'"),
+        ({"layers": [0], "num_heads": 4, "rope_theta": "1e4"}, "attn.rope_theta must be a number > 0"),
+        (4, "attn must be null or a mapping of layers, num_heads"),
     ],
 )
 def test_hybrid_faults(attn, message):
     with pytest.raises(ValueError, match=message):
         small_config("hybrid", attn=attn)
+
+
+def test_a_hybrid_layer_named_twice_counts_once():
+    attn = {"layers": [1, 0, 1], "num_heads": 4}
+    assert small_config("hybrid", attn=attn).attn["layers"] == [0, 1]
+    assert count_parameters(small_config("hybrid", attn=attn)) == count_parameters(
+        small_config("hybrid", attn=attn | {"layers": [0, 1]})
+    )
 
 
 def test_unknown_keys_are_refused():
@@ -134,8 +148,19 @@ def test_count_equals_the_module_built_on_meta(variant, tied):
     config = small_config(variant, tie_word_embeddings=tied)
     with torch.device("meta"):
         model = DeltaProductForCausalLM(config)
+    count = count_parameters(config)
+    assert count == count_parameters(model)
+    assert count.total == sum(p.numel() for p in model.parameters())
+    assert count.body == sum(p.numel() for p in model.model.parameters()) - config.vocab_size * 16
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_count_of_a_model_that_is_not_ours(tied):
+    size = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**size, intermediate_size=24, tie_word_embeddings=tied))
     count = count_parameters(model)
-    assert count == count_parameters(config)
+    assert count.body == 4 * 16 * 16 + 3 * 16 * 24 + 3 * 16 and count.tied == tied
+    assert count.embedding_once == count.body + 32 * 16
     assert count.total == sum(p.numel() for p in model.parameters())
 
 

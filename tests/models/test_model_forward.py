@@ -268,6 +268,29 @@ def test_autocast_stays_close_to_fp32_and_keeps_states_wide(tokens):
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize("backend", ["recurrent", "chunked"])
+@every_variant
+def test_a_model_in_bf16_trains_and_decodes(build, tokens, variant, backend):
+    """All weights in bf16, the gates' parameters too: gates, states and the loss stay wide."""
+    model = build(variant, initializer_range=0.1, backend=backend).float()
+    exact = model(tokens, labels=tokens).loss
+    half = model.to(torch.bfloat16)
+    whole = half(tokens, labels=tokens, logits_to_keep=0)
+    assert whole.loss.dtype == torch.float32 and whole.logits.dtype == torch.bfloat16
+    torch.testing.assert_close(whole.loss, exact, rtol=5e-3, atol=0)
+    whole.loss.backward()
+    assert all(p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all() for p in half.parameters())
+    with torch.no_grad():
+        for length in (1, 5, 18):
+            cache = half(tokens[:, :length], use_cache=True).past_key_values
+            pieces = [half(tokens[:, t : t + 1], past_key_values=cache).logits for t in range(length, 19)]
+            states = [layer["state"] for layer in cache.layers if "state" in layer]
+            assert states and {state.dtype for state in states} == {torch.float32}
+            error = (torch.cat(pieces, 1) - whole.logits[:, length:]).abs().max()
+            assert error <= 0.05 * whole.logits.abs().max()
+        assert half.generate(tokens[:, :5], max_new_tokens=3, pad_token_id=0).shape == (3, 8)
+
+
 def test_contradicting_arguments_are_refused(build, tokens):
     model = build()
     cache = model(tokens, use_cache=True).past_key_values

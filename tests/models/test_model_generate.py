@@ -41,6 +41,25 @@ def test_greedy_generation_without_padding_and_without_cache(build, tokens):
     assert torch.equal(model.generate(tokens[:, :6], use_cache=False, **GREEDY)[:, 6:], expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("length", [1, 5, 63])
+@torch.no_grad()
+def test_generation_by_the_triton_backend(build, dtype, length):
+    """Prefill by the kernels (interpreted without a GPU), then single steps on the state they leave."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, prompt = (
+        build(backend="triton", initializer_range=0.1).to(device, dtype),
+        torch.randint(1, 31, (2, length), device=device),
+    )
+    outputs = model.generate(prompt, return_dict_in_generate=True, output_logits=True, **GREEDY)
+    whole = outputs.sequences[:, :-1]
+    model.config.backend = "recurrent"
+    expected = model.double()(whole).logits[:, length - 1 :]
+    found = torch.stack(outputs.logits, 1).double()
+    assert (found - expected).norm() <= (1e-4 if dtype == torch.float32 else 0.03) * expected.norm()
+    assert outputs.past_key_values.layers[0]["state"].dtype == torch.float32
+
+
 @torch.no_grad()
 def test_generation_reads_only_new_tokens(build, tokens):
     """Each step after the prompt must run one token, or decoding is not constant-time."""

@@ -2,6 +2,8 @@
 
 import copy
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -83,12 +85,15 @@ def test_auto_model_loads_the_backbone(tmp_path, build):
         assert torch.equal(parameter, model.model.get_parameter(name)), name
 
 
-def test_loading_in_bf16_keeps_the_gate_parameters_in_fp32(tmp_path, build):
+def test_loading_in_bf16_keeps_the_gate_parameters_in_fp32(tmp_path, build, tokens):
     build().float().save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     mixer = loaded.model.layers[0].attn
     assert mixer.A_log.dtype == mixer.dt_bias.dtype == torch.float32
     assert mixer.q_proj.weight.dtype == torch.bfloat16
+    assert loaded.generate(tokens[:, :5], max_new_tokens=3, pad_token_id=0).shape == (3, 8)
+    loaded(tokens, labels=tokens).loss.backward()
+    assert mixer.A_log.grad.dtype == torch.float32 and mixer.A_log.grad.any()
 
 
 def wide_config():
@@ -152,6 +157,17 @@ def test_two_models_with_one_seed_are_equal(build):
     first, second = build(), build()
     assert all(map(torch.equal, first.parameters(), second.parameters()))
     assert copy.deepcopy(first).config.to_dict() == first.config.to_dict()
+
+
+def test_the_models_load_without_the_trainer():
+    """What serves a model should not pay for Hydra, data sets or DeepSpeed, nor for Triton's kernels."""
+    ours = ("cli", "configs", "data", "eval", "hub", "training", "kernels.delta_product.triton")
+    heavy = {"hydra", "omegaconf", "datasets", "deepspeed", "lm_eval", "matplotlib", "wandb"}
+    program = "import sys, fla_train.models; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert not loaded & (heavy | {f"fla_train.{name}" for name in ours})
+    assert "fla_train.kernels.delta_product.contract" in loaded
 
 
 def test_importing_the_package_registers_the_auto_classes():

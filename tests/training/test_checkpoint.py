@@ -89,7 +89,18 @@ def test_going_back_does_not_leave_later_checkpoints_for_auto(tmp_path: Path):
         checkpoint.choose(str(early), tmp_path, world_size=1)
 
 
-def test_another_number_of_processes_is_refused(tmp_path: Path):
-    make(tmp_path, 3, world_size=2)
+@pytest.mark.parametrize("by_path", [False, True])
+def test_another_number_of_processes_is_refused(tmp_path: Path, by_path: bool):
+    path = make(tmp_path, 3, world_size=2)
     with pytest.raises(ValueError, match=r"written by 2 processes .* use launch.num_processes=2"):
-        checkpoint.choose("auto", tmp_path, world_size=1)
+        checkpoint.choose(str(path) if by_path else "auto", tmp_path, world_size=1)
+
+
+def test_corrupt_later_ones_do_not_push_out_the_newest(tmp_path: Path):
+    newest = [make(tmp_path, step) for step in (3, 6, 7)][-1]
+    cut(make(tmp_path, 9) / "deepspeed" / "weights.pt")
+    checkpoint.prune(newest, keep=0)
+    assert len(checkpoint.checkpoints(tmp_path)) == 4
+    checkpoint.prune(newest, keep=1)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-0000007", "step-0000009"]
+    assert checkpoint.choose("auto", tmp_path, world_size=1) == newest

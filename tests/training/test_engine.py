@@ -30,20 +30,20 @@ def config(make_config: Callable[..., TrainConfig]) -> TrainConfig:
 def runs(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     """The engine's results with one rank and one or four micro-batches, and with two ranks and two each."""
     folder = tmp_path_factory.mktemp("engine")
-    results = {}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    launches = {}
     for world, micro_batches in ((1, ["8", "2"]), (2, ["2"])):
         config.launch.num_processes = world
-        (folder / "config.yaml").write_text(to_yaml(config))
+        settings, out = folder / f"config-{world}.yaml", folder / f"out-{world}.json"
+        settings.write_text(to_yaml(config))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
-        command += [str(SCRIPT), str(folder / "config.yaml"), str(folder / "out.json"), *micro_batches]
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "DS_ACCELERATOR": "cpu",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
-        for content in json.loads((folder / "out.json").read_text()):
+        command += [str(SCRIPT), str(settings), str(out), *micro_batches]
+        launches[world] = out, subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    results = {}
+    for world, (out, process) in launches.items():
+        _, errors = process.communicate()
+        assert process.returncode == 0, errors[-3000:]
+        for content in json.loads(out.read_text()):
             results[f"{world} rank(s) x {content['accumulation']}"] = content
     return results
 

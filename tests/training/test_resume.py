@@ -1,5 +1,6 @@
 """Exact resume: killed at any moment, a run goes on as if nothing had happened."""
 
+import contextlib
 import os
 import random
 import signal
@@ -17,20 +18,31 @@ from fla_train.training.launch import TrainingFailed, launch
 from fla_train.training.metrics import read_metrics
 from fla_train.training.schema import TrainConfig
 
-TIMEOUT = 120.0  # seconds until an awaited state counts as lost
+TIMEOUT = 300.0  # seconds until an awaited state counts as lost
 Make = Callable[..., TrainConfig]
 
 
-def wait_for(condition: Callable[[], object]) -> None:
+def wait_for(condition: Callable[[], object], poll: float = 0.001) -> None:
     deadline = time.monotonic() + TIMEOUT
     while not condition():
         assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.001)
+        time.sleep(poll)
 
 
 def workers(parent: int) -> list[psutil.Process]:
-    children = psutil.Process(parent).children()
-    return [p for p in children if "fla_train.training.worker" in p.cmdline()]
+    found = []
+    for child in psutil.Process(parent).children():
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if "fla_train.training.worker" in child.cmdline():
+                found.append(child)
+    return found
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def steps_logged(run: Path) -> int:
@@ -46,7 +58,8 @@ def launch_and_kill(config: TrainConfig, moment: Callable[[], object]) -> None:
     """Launch, and kill -9 one worker once `moment()` holds; the launcher stops the others and says so."""
 
     def kill() -> None:
-        wait_for(lambda: workers(os.getpid()))  # by now what an earlier kill left has been cleaned away
+        # Once there are workers, what an earlier kill left has been cleaned away.
+        wait_for(lambda: workers(os.getpid()), poll=0.1)
         wait_for(moment)
         random.choice(workers(os.getpid())).send_signal(signal.SIGKILL)
 
@@ -87,7 +100,7 @@ def test_one_rank_fp32_two_kills(
     launcher.kill()
     launcher.wait()
     assert orphans
-    wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in orphans))
+    wait_for(lambda: not any(alive(orphan) for orphan in orphans))
 
     # a checkpoint under way when the worker is killed
     launch_and_kill(make_config(*more), lambda: writing(run))
@@ -97,7 +110,15 @@ def test_one_rank_fp32_two_kills(
     assert losses(run) == losses(tmp_path / "whole")
     assert weights(run) == weights(tmp_path / "whole")
 
-    # and once it is done, asking again changes nothing; another seed is another run
+    # and once it is done, asking again starts nothing; another seed is another run
+    capfd.readouterr()
+    launch(make_config(*more, "optimizer.lr=2e-2"))
+    said = capfd.readouterr().out
+    assert f"{run} is complete: 12 steps" in said
+    assert [line for line in said.splitlines() if "changed" in line] == [
+        "changed      optimizer.lr=0.02 (was 0.01)"
+    ]
+    assert losses(run) == losses(tmp_path / "whole")
     with pytest.raises(ValueError, match=r"belongs to another run: seed=7 \(was 0\)"):
         launch(make_config(*more, "seed=7"))
     with pytest.raises(ValueError, match="written by 1 processes"):

@@ -1,6 +1,7 @@
 """The fla-train command: whole runs, and each way to ask for the impossible."""
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from fla_train.training.launch import TrainingFailed, launch
 from fla_train.training.metrics import read_metrics
 from fla_train.training.schema import TrainConfig
 
+SWEEP = ["trainer.micro_batch_size=2,8", "trainer.max_steps=4", "trainer.precision=fp32"]
 LINE_KEYS = {"step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second"}
 
 
@@ -89,13 +91,56 @@ def test_dry_run_prints_the_plan_and_stops(fla_train, tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
+def test_too_little_validation_text_is_said_in_the_plan(fla_train):
+    code, stdout, _ = fla_train("dry_run=true", "data.validation_fraction=0")
+    assert code == 0
+    assert "no validation: the split has 0 tokens, fewer than one sequence of 32" in stdout
+    assert "no validation" not in fla_train("dry_run=true")[1]
+
+
+def test_a_damaged_shard_is_found_before_the_start(fla_train, corpus: Path, tmp_path: Path):
+    here = [f"data.cache_dir={tmp_path / 'cache'}", f"run.dir={tmp_path / 'run'}"]
+    assert fla_train("dry_run=true", *here)[0] == 0
+    (shard,) = (tmp_path / "cache").glob("*/train/tokens-00000.bin")
+    shard.write_bytes(shard.read_bytes()[:-2])
+    assert f"{shard} has" in refused(fla_train(*here))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_folder_that_can_not_be_made(fla_train, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    assert "give another run.dir" in refused(fla_train(f"run.dir={tmp_path / 'file' / 'run'}"))
+
+
+def test_an_impossible_job_does_not_stop_a_sweep(fla_train, tmp_path: Path):
+    jobs = ["trainer.micro_batch_size=2,3,8", "dry_run=true", f"hydra.sweep.dir={tmp_path}"]
+    code, stdout, stderr = fla_train(*jobs, "-m")
+    assert code == 2
+    assert stderr.count("error: ") == 1 and "micro_batch_size 3" in stderr
+    assert stdout.count("parameters ") == 2
+
+
+def test_help_shows_groups_and_every_key_with_its_comment(fla_train):
+    code, stdout, _ = fla_train("--help")
+    assert code == 0
+    for part in ("Groups (* is chosen)", "*gated_delta_product/tiny", "*local", "gpu_340m"):
+        assert part in stdout
+    for key in ("max_steps: 1000 ", "num_householder: 2 ", "num_processes: 1 ", "dir: null "):
+        assert any(key in line and " # " in line for line in stdout.splitlines()), key
+    assert "Hydra" not in stdout and "variant/" not in stdout
+
+
 @pytest.fixture(scope="module")
 def sweep(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Two runs of one sweep that differ in accumulation only: their folder, and what the command printed."""
     folder = tmp_path_factory.mktemp("sweep")
     code = "from fla_train.cli.train import main; main()"
-    more = ["trainer.micro_batch_size=2,8", "trainer.max_steps=4", f"run.dir={folder / 'runs'}"]
-    more += ["trainer.precision=fp32", "trainer.check_backend=true", f"hydra.sweep.dir={folder / 'hydra'}"]
+    more = [
+        *SWEEP,
+        "trainer.check_backend=true",
+        f"run.dir={folder / 'runs'}",
+        f"hydra.sweep.dir={folder / 'hydra'}",
+    ]
     done = subprocess.run(
         [sys.executable, "-c", code, "-m", *overrides, *more], capture_output=True, text=True, cwd=folder
     )
@@ -131,6 +176,35 @@ def test_the_run_folder_is_complete(sweep: tuple[Path, str]):
     for part in ("unigram entropy", "fla-generate checkpoint=", "fla-eval checkpoint=", "run.dir="):
         assert part in stdout
     assert "comparisons" in stdout  # of the backend with the reference
+
+
+def test_the_same_sweep_again_resumes_each_job(sweep: tuple[Path, str], fla_train):
+    """The first is complete; the second has lost its last checkpoint and what comes after it."""
+    folder, _ = sweep
+    before = read_metrics(folder / "1" / "metrics.jsonl")
+    for lost in ("checkpoints/step-0000004", "hf"):
+        shutil.rmtree(folder / "1" / lost)
+    code, stdout, _ = fla_train(
+        *SWEEP, f"run.dir={folder}", f"hydra.sweep.dir={folder.parent / 'hydra'}", "-m"
+    )
+    assert code == 0
+    assert f"{folder / '0'} is complete: 4 steps" in stdout
+    assert f"{folder / '1'}, from {folder / '1' / 'checkpoints' / 'step-0000003'}" in stdout
+    after = read_metrics(folder / "1" / "metrics.jsonl")
+    assert [r.get("loss") for r in after] == [r.get("loss") for r in before]
+    assert (folder / "1" / "hf" / "step-0000004").is_dir()
+
+
+def test_a_run_knows_its_text_wherever_it_lies(
+    sweep: tuple[Path, str], fla_train, corpus: Path, tmp_path: Path
+):
+    run = [*SWEEP[1:], "trainer.micro_batch_size=2", f"run.dir={sweep[0] / '0'}"]
+    moved = shutil.copytree(corpus, tmp_path / "moved")
+    code, stdout, _ = fla_train(*run, f"data.path={moved}")
+    assert code == 0 and "is complete" in stdout
+    with (moved / "documents.jsonl").open("a") as file:
+        file.write('{"text": "one more"}\n')
+    assert f"belongs to another run: data.path={moved}" in refused(fla_train(*run, f"data.path={moved}"))
 
 
 def test_the_export_is_the_checkpoint(sweep: tuple[Path, str]):

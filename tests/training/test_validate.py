@@ -26,7 +26,9 @@ def test_the_example_config_has_no_fault(make_config: Make):
         ("trainer.max_steps=0", "trainer.max_steps=0 must be at least 1"),
         ("trainer.seq_len=1", "use at least 2"),
         ("optimizer.lr=-1", "optimizer.lr=-1.0 must not be negative"),
-        ("optimizer.beta2=1.5", r"optimizer.beta2=1.5 must lie in \[0, 1\]"),
+        ("optimizer.lr=nan", "optimizer.lr=nan is no number"),
+        ("optimizer.beta2=1", r"optimizer.beta2=1.0 must lie in \[0, 1\)"),
+        ("schedule.min_ratio=1.5", r"schedule.min_ratio=1.5 must lie in \[0, 1\]"),
         ("trainer.resume=/no/such/checkpoint", "is no checkpoint folder"),
         ("launch.machine_rank=1", r"launch.machine_rank=1 must lie in 0..0"),
         ("launch.main_process_port=70000", "must lie in 1..65535"),
@@ -37,6 +39,12 @@ def test_the_example_config_has_no_fault(make_config: Make):
 def test_each_fault_is_named_with_what_would_do(make_config: Make, override: str, message: str):
     with pytest.raises(ValueError, match=message):
         validate(make_config(override))
+
+
+def test_a_key_that_the_schedule_would_ignore_is_refused(make_config: Make):
+    validate(make_config("schedule=constant"))
+    with pytest.raises(ValueError, match=r"min_ratio=0.5 has no effect with schedule=constant"):
+        validate(make_config("schedule=constant", "schedule.min_ratio=0.5"))
 
 
 def test_all_faults_are_reported_together(make_config: Make):
