@@ -16,6 +16,7 @@ def plot_losses(runs: list[Path], out: Path) -> Path:
         ValueError: a folder holds no training losses.
     """
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
+    from matplotlib.ticker import EngFormatter
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
@@ -43,6 +44,7 @@ def plot_losses(runs: list[Path], out: Path) -> Path:
     for entropy in entropies.values():
         axes.axhline(entropy, color="gray", ls="--", lw=1, label=f"unigram entropy {entropy:.2f}")
     axes.set(xlabel="training tokens", ylabel="loss [nats per token]")
+    axes.xaxis.set_major_formatter(EngFormatter())
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     out.parent.mkdir(parents=True, exist_ok=True)

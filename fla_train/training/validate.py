@@ -48,15 +48,10 @@ def validate(config: TrainConfig) -> None:
     Raises:
         ValueError: one line per fault, each naming the key and a value that would do.
     """
-    faults = [*_values(config), *data_faults(config.data), *_model(config)]
-    if not faults:  # the arithmetic below needs sane numbers
-        faults += [
-            *_batch(config),
-            *_schedule(config),
-            *_devices(config),
-            *_machines(config),
-            *_resume(config),
-        ]
+    sizes = [f"{key}={v} must be at least 1" for key in AT_LEAST_ONE if (v := _read(config, key)) < 1]
+    faults = [*sizes, *_values(config), *data_faults(config.data), *_model(config), *_resume(config)]
+    if not sizes:  # the arithmetic below divides by them
+        faults += [*_batch(config), *_schedule(config), *_devices(config), *_machines(config)]
     if faults:
         raise ValueError("\n  ".join(faults))
 
@@ -88,7 +83,6 @@ def _values(config: TrainConfig) -> list[str]:
     for key, names in CHOICES.items():
         if (value := _read(config, key)) not in names:
             faults.append(f"{key}={value} is not one of {', '.join(names)}")
-    faults += [f"{key}={v} must be at least 1" for key in AT_LEAST_ONE if (v := _read(config, key)) < 1]
     faults += [f"{key}={v} must not be negative" for key in NOT_NEGATIVE if (v := _read(config, key)) < 0]
     faults += [
         f"{key}={v} is no number" for key in NOT_NEGATIVE if not math.isfinite(v := _read(config, key))
@@ -137,7 +131,7 @@ def _schedule(config: TrainConfig) -> list[str]:
 
 
 def _devices(config: TrainConfig) -> list[str]:
-    if resolve_device(config) == "cpu":
+    if resolve_device(config) != "cuda":
         return []
     present = torch.cuda.device_count() if torch.cuda.is_available() else 0
     asked = config.launch.num_processes // config.launch.num_machines

@@ -49,8 +49,16 @@ def test_a_key_that_the_schedule_would_ignore_is_refused(make_config: Make):
 
 def test_all_faults_are_reported_together(make_config: Make):
     with pytest.raises(ValueError) as caught:
-        validate(make_config("trainer.precision=fp8", "optimizer.beta1=2", "data.shard_tokens=0"))
-    for part in ("trainer.precision", "optimizer.beta1", "data.shard_tokens"):
+        validate(
+            make_config(
+                "trainer.precision=fp8", "optimizer.beta1=2", "data.shard_tokens=0", "model.num_heads=0",
+                "trainer.global_batch_tokens=300", "trainer.resume=/no/such", "launch.machine_rank=7",
+            )
+        )  # fmt: skip
+    for part in (
+        "trainer.precision", "optimizer.beta1", "data.shard_tokens", "num_heads", "use 256 or 320",
+        "trainer.resume", "launch.machine_rank",
+    ):  # fmt: skip
         assert part in str(caught.value)
 
 
