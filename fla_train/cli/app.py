@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from fla_train.cli.help import help_text
 
@@ -41,8 +42,11 @@ def _reason(config_name: str, override: str) -> str | None:
 
 
 def _one_line(failure: Exception) -> str:
-    """The last cause of a chained Hydra / OmegaConf error, without its `full_key:` trailer."""
-    while failure.__cause__ is not None:
+    """The cause behind Hydra's wrapping, without its `full_key:` trailer.
+
+    Under a debugger OmegaConf chains its errors to templates of their messages, so the first one counts.
+    """
+    while failure.__cause__ is not None and not isinstance(failure, OmegaConfBaseException):
         failure = failure.__cause__
     lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
     kept = [line for line in lines if not line.startswith(("full_key:", "object_type=", "reference_type="))]
