@@ -40,6 +40,7 @@ class EvalConfig:
 
     checkpoint: str | None = None
     output: str | None = None
+    mirror: str | None = None
     device: str = "auto"
     dtype: str = "auto"
     suite: SuiteConfig = field(default_factory=SuiteConfig)

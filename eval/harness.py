@@ -10,7 +10,10 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fla_train.eval.mirror import DatasetUnavailable, hub_datasets
 from fla_train.hub.load import document_prefix, resolve_checkpoint, trained_length, training_record
+
+CPU_BATCH = 8  # what `auto` means there: a CPU has no out-of-memory error to find the limit by
 
 
 @register_model("fla_train")
@@ -26,7 +29,7 @@ class FlaTrainLM(HFLM):
         pretrained: run folder, exported folder or Hub name; or a loaded model.
         tokenizer: needed with a loaded model; else a path, or None for the checkpoint's own.
         max_length: tokens of context and continuation together; longer requests lose their beginning.
-        batch_size: requests per forward, or `auto`.
+        batch_size: requests per forward, or `auto`: the most that fit, on a CPU 8.
         max_batch_size: where `auto` starts.
         device: used when the model is loaded here; None is CUDA if there is one.
         dtype: of the weights when loaded here; `auto` keeps the stored one.
@@ -49,6 +52,11 @@ class FlaTrainLM(HFLM):
         prefix_token_id: int | None = None,
     ) -> None:
         loaded = isinstance(pretrained, PreTrainedModel)
+        device = (
+            str(pretrained.device) if loaded else device or ("cuda" if torch.cuda.is_available() else "cpu")
+        )
+        if batch_size == "auto" and device == "cpu":
+            batch_size = CPU_BATCH
         super().__init__(
             pretrained if loaded else str(resolve_checkpoint(pretrained)),
             backend="causal",
@@ -56,7 +64,7 @@ class FlaTrainLM(HFLM):
             max_length=max_length,
             batch_size=batch_size,
             max_batch_size=max_batch_size,
-            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            device=device,
             dtype=dtype,
             softmax_dtype=torch.float32,
             add_bos_token=add_bos_token,
@@ -74,6 +82,7 @@ def run_tasks(
     tasks: Iterable[str],
     *,
     include_path: str | Path | None = None,
+    mirror: str | Path | None = None,
     num_fewshot: int | None = None,
     limit: int | None = None,
     bootstrap_iters: int = 1000,
@@ -85,6 +94,7 @@ def run_tasks(
         lm: the model.
         tasks: names known to lm-eval or defined by YAML files under `include_path`.
         include_path: folder with local task definitions.
+        mirror: folder with the tasks' data sets, see `fla_train.eval.mirror`; None: the Hub or its cache.
         num_fewshot: examples in the prompt; None is each task's own number.
         limit: examples per task; None is all. Limited results are not comparable with published ones.
         bootstrap_iters: resamples for the standard errors of metrics that have no closed form.
@@ -95,9 +105,12 @@ def run_tasks(
         not run (no data, no network); the others go on.
 
     Raises:
-        ValueError: a name that lm-eval does not know; nothing was run.
+        ValueError: a name that lm-eval does not know, or `mirror` is no folder; nothing was run.
     """
     names = list(tasks)
+    place = None if mirror is None else Path(mirror).expanduser()
+    if place is not None and not place.is_dir():
+        raise ValueError(f"mirror={mirror} is no folder: build one with scripts/build_eval_mirror.py")
     manager = _task_manager(names, include_path)
 
     def evaluate(name: str) -> dict:
@@ -115,7 +128,10 @@ def run_tasks(
     finished = {}
     for name in names:
         try:
-            finished[name] = part(f"task-{name}", lambda name=name: evaluate(name))
+            with hub_datasets(place):
+                finished[name] = part(f"task-{name}", lambda name=name: evaluate(name))
+        except DatasetUnavailable as failure:
+            finished[name] = {"error": str(failure)}
         except Exception as failure:  # a data set's code may raise anything; the other tasks go on
             finished[name] = {"error": f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"}
     return finished

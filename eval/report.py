@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from fla_train.eval.paper import paper_table
+
 
 def write_report(folder: Path, record: dict) -> None:
     """Write results.json, table.md and, for a perplexity sweep, perplexity.png to `folder`.
@@ -23,6 +25,8 @@ def table(record: dict) -> str:
     parts = [f"# {record['suite']['name']}: {record['checkpoint']}\n"]
     for name, result in record["perplexity"].items():
         parts += [f"## Perplexity, {name}\n", _perplexity_table(result, record["trained_length"])]
+    if record["paper_row"]:
+        parts += ["## The papers' columns\n", paper_table(record["paper_row"])]
     if record["tasks"]:
         parts += ["## Tasks\n", _task_table(record["tasks"])]
         if record["suite"]["limit"]:

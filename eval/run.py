@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig, set_name, suite_faults
 from fla_train.eval.documents import file_documents, longest, run_data, validation_documents
+from fla_train.eval.paper import paper_row
 from fla_train.eval.perplexity import Estimate, bucket_edges, loss_table
 from fla_train.eval.report import write_report
 from fla_train.hub.device import pick_device, pick_dtype
@@ -54,8 +55,10 @@ def evaluate(config: EvalConfig, progress: bool = True) -> tuple[Path, dict]:
         },
         "trained_length": trained_length(model),
         "suite": asdict(config.suite),
+        "mirror": config.mirror,
         "perplexity": {},
         "tasks": {},
+        "paper_row": {},
         "environment": {**describe_environment(device), "dtype": str(model.dtype).removeprefix("torch.")},
     }
     parts = Parts(
@@ -66,7 +69,8 @@ def evaluate(config: EvalConfig, progress: bool = True) -> tuple[Path, dict]:
         run = run_folder(source)
         record["perplexity"] = _perplexity(model, tokenizer, config.suite.perplexity, run, parts, progress)
     if config.suite.tasks:
-        record["tasks"] = _tasks(model, tokenizer, config.suite, parts)
+        record["tasks"] = _tasks(model, tokenizer, config.suite, config.mirror, parts)
+        record["paper_row"] = paper_row(record["tasks"])
     record["seconds"] = round(time.time() - started, 1)
     write_report(folder, record)
     return folder, record
@@ -152,16 +156,22 @@ def _numbers(estimate: Estimate) -> dict:
 
 
 def _tasks(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, suite: SuiteConfig, parts: Parts
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    suite: SuiteConfig,
+    mirror: str | None,
+    parts: Parts,
 ) -> dict:
     from fla_train.eval.harness import FlaTrainLM, run_tasks  # lm-eval takes seconds to import
 
     lm = FlaTrainLM(model, tokenizer, max_length=suite.max_length, batch_size=suite.batch_size)
     settings = {key: getattr(suite, key) for key in ("include_path", "num_fewshot", "limit", "max_length")}
+    settings["mirror"] = mirror
     return run_tasks(
         lm,
         suite.tasks,
         include_path=suite.include_path,
+        mirror=mirror,
         num_fewshot=suite.num_fewshot,
         limit=suite.limit,
         part=lambda name, work: parts(name, settings, work),

@@ -25,9 +25,10 @@ ARROWS = {
     "models": {"kernels"},
     "hub": {"models", "kernels"},
     "data": set(),
-    "training": {"data", "hub", "models", "kernels", "configs"},
-    "eval": {"data", "hub", "models", "kernels", "configs"},
-    "cli": {"training", "eval", "data", "hub", "models", "kernels", "configs"},
+    "tasks": set(),
+    "training": {"data", "tasks", "hub", "models", "kernels", "configs"},
+    "eval": {"data", "tasks", "hub", "models", "kernels", "configs"},
+    "cli": {"training", "eval", "data", "tasks", "hub", "models", "kernels", "configs"},
     "configs": set(),
 }
 KERNEL_IMPORTS = {"torch", "triton", "fla_train"}

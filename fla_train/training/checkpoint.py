@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from fla_train.data.shards import sync
+from fla_train.training.reshard import load_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -77,15 +78,28 @@ def save(engine, state: TrainState, folder: Path, *, keep: int) -> Path:
 
 
 def load(engine, folder: Path) -> TrainState:
-    """Bring `engine` and this rank's random states to where `folder` was written; the inverse of `save`."""
-    path, _ = engine.load_checkpoint(str(folder), tag=DEEPSPEED_TAG)
+    """Bring `engine` and this rank's random states to where `folder` was written; the inverse of `save`.
+
+    By as many ranks as wrote it, exactly. By another number the weights and moments are the same, the sums
+    over ranks round otherwise, and a rank beyond the saved ones shares the random states of one of them.
+    """
+    saved = world_size(folder)
+    same = saved == dist.get_world_size()
+    path, _ = engine.load_checkpoint(str(folder), tag=DEEPSPEED_TAG, load_optimizer_states=same)
     assert path is not None, f"DeepSpeed found nothing in {folder}"
-    set_random_states(torch.load(folder / f"rng-{dist.get_rank()}.pt", weights_only=False))
+    if not same:
+        load_optimizer(engine, folder / DEEPSPEED_TAG, saved)
+    set_random_states(torch.load(folder / f"rng-{dist.get_rank() % saved}.pt", weights_only=False))
     return read_state(folder)
 
 
 def read_state(folder: Path) -> TrainState:
     return TrainState(**json.loads((folder / STATE).read_text()))
+
+
+def world_size(checkpoint: Path) -> int:
+    """The number of ranks that wrote it."""
+    return json.loads((checkpoint / MANIFEST).read_text())["world_size"]
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -111,11 +125,11 @@ def find_fault(checkpoint: Path) -> str | None:
     return None
 
 
-def choose(resume: str, folder: Path, world_size: int) -> Path | None:
+def choose(resume: str, folder: Path) -> Path | None:
     """The checkpoint to start from, by `trainer.resume` (auto, none or a path); None: the beginning.
 
     Raises:
-        ValueError: `none` where checkpoints exist, a path that does not verify, another number of processes.
+        ValueError: `none` where checkpoints exist, a path that does not verify.
     """
     present = checkpoints(folder)
     if resume == "none":
@@ -134,11 +148,11 @@ def choose(resume: str, folder: Path, world_size: int) -> Path | None:
                 f"{folder} holds {later[-1]}, which comes after {resume}: use trainer.resume=auto to go on "
                 "from it, or another run.dir"
             )
-        return _same_world(Path(resume), world_size)
+        return Path(resume)
     for checkpoint in reversed(present):
         fault = find_fault(checkpoint)
         if fault is None:
-            return _same_world(checkpoint, world_size)
+            return checkpoint
         logger.warning("checkpoint %s is corrupt (%s): trying the one before it", checkpoint, fault)
     if present:
         raise ValueError(f"no checkpoint in {folder} is intact: delete the folder to start again")
@@ -186,16 +200,6 @@ def set_random_states(states: dict) -> None:
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-
-
-def _same_world(checkpoint: Path, world_size: int) -> Path:
-    saved = json.loads((checkpoint / MANIFEST).read_text())["world_size"]
-    if saved != world_size:
-        raise ValueError(
-            f"{checkpoint} was written by {saved} processes and can't be resumed by {world_size}: "
-            f"use launch.num_processes={saved}"
-        )
-    return checkpoint
 
 
 def _write_manifest(folder: Path, state: TrainState) -> None:

@@ -70,7 +70,7 @@ def _train(config: TrainConfig, data: PreparedData, plan: Plan) -> None:
     folder = RunFolder(root)
     folder.create()
     with folder.locked() if config.launch.machine_rank == 0 else nullcontext() as lock:
-        resume = checkpoint.choose(config.trainer.resume, folder.checkpoints, config.launch.num_processes)
+        resume = checkpoint.choose(config.trainer.resume, folder.checkpoints)
         if resume is not None:
             _check_same_run(config, data, resume)
             if _is_complete(folder, resume, config.trainer.max_steps):
@@ -82,6 +82,9 @@ def _train(config: TrainConfig, data: PreparedData, plan: Plan) -> None:
         if lock is not None:
             _write_main_files(folder, config, plan)
         _say(f"run          {root}" + (f", from {resume}" if resume else ""))
+        processes = config.launch.num_processes
+        if resume is not None and (saved := checkpoint.world_size(resume)) != processes:
+            _say(f"resume       checkpoint of {saved} process(es), optimizer state cut anew for {processes}")
         if config.launch.num_machines > 1:
             _say(f"machines     waiting for all {config.launch.num_machines} at {_address(config, port)}")
         arguments = [str(config_file), str(data.folder), *([str(resume)] if resume else [])]

@@ -165,7 +165,7 @@ def test_settings_are_typed(override: str) -> None:
         app.compose("eval", [override])
 
 
-@pytest.mark.parametrize("suite", ["perplexity", "tasks", "demo"])
+@pytest.mark.parametrize("suite", ["perplexity", "tasks", "demo", "zero_shot", "recall", "paper"])
 def test_every_suite_composes(suite: str) -> None:
     eval.register()
     assert OmegaConf.to_object(app.compose("eval", [f"suite={suite}"])).suite.name == suite

@@ -1,0 +1,75 @@
+"""Where lm-eval's tasks find their data: a folder that mirrors the Hub, else the Hub or its cache."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class DatasetUnavailable(ValueError):
+    """A task's data set is nowhere to be had, or cannot be read; one line that names it and the remedy."""
+
+
+@contextmanager
+def hub_datasets(mirror: Path | None) -> Iterator[None]:
+    """Inside it `datasets.load_dataset("org/name", ...)` reads `mirror/org/name/` if that folder exists.
+
+    The task definitions stay those of lm-eval: they ask for the Hub's names, and only the place is another.
+    With a mirror the network is not used: what the mirror lacks must be in the cache of `datasets`. Names
+    that are no `org/name` (`json`, ...) and paths of this machine pass untouched.
+
+    Args:
+        mirror: folder with a dataset repository per `org/name` (parquet or JSON lines, and a README.md whose
+            header names the configs); None: the Hub or its cache.
+
+    Raises:
+        DatasetUnavailable: from `load_dataset`, when a data set cannot be loaded.
+    """
+    load_dataset, offline = datasets.load_dataset, datasets.config.HF_HUB_OFFLINE
+
+    def load(path: str, name: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        if not HUB_NAME.fullmatch(path) or Path(path).exists():
+            return load_dataset(path, name, *args, **kwargs)
+        folder = mirror / path if mirror else None
+        try:
+            if folder and folder.is_dir():
+                return _with_train(load_dataset(str(folder), name, *args, **kwargs))
+            return load_dataset(path, name, *args, **kwargs)
+        except Exception as failure:  # no such name or config, no network, a corrupt file: all end the task
+            raise DatasetUnavailable(_remedy(path, name, folder, failure)) from failure
+
+    datasets.load_dataset, datasets.config.HF_HUB_OFFLINE = load, offline or mirror is not None
+    try:
+        yield
+    finally:
+        datasets.load_dataset, datasets.config.HF_HUB_OFFLINE = load_dataset, offline
+
+
+def _with_train(splits: Any) -> Any:
+    """Give a mirrored set without training rows an empty `train` split: lm-eval opens it even for no shots.
+
+    Few-shot prompts from it fail, as they must.
+    """
+    if isinstance(splits, datasets.DatasetDict) and "train" not in splits:
+        splits["train"] = next(iter(splits.values())).select([])
+    return splits
+
+
+def _remedy(path: str, name: str | None, folder: Path | None, failure: Exception) -> str:
+    wanted = f"data set {path}" + (f" ({name})" if name else "")
+    if folder is None:
+        return (
+            f"{wanted} cannot be had from the Hub or its cache: run once with network, or give mirror=FOLDER "
+            f"with FOLDER/{path}/ in it (scripts/build_eval_mirror.py)"
+        )
+    if folder.is_dir():
+        return f"{wanted} in {folder} cannot be read: {' '.join(str(failure).split())[:200]}"
+    return (
+        f"{wanted} is neither in the mirror nor in the cache: put it into {folder}/ "
+        "(scripts/build_eval_mirror.py), or run once with network and without mirror"
+    )

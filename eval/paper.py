@@ -1,0 +1,75 @@
+"""A row of the DeltaProduct paper's Table 1 and the DeltaNet paper's Table 2: columns, metrics, average."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table: its head, and the task and metric of lm-eval that fill it."""
+
+    head: str
+    task: str
+    metric: str
+
+    @property
+    def percent(self) -> bool:
+        """Whether the papers print it in percent; perplexities are printed as they are."""
+        return "perplexity" not in self.metric
+
+
+ZERO_SHOT = (
+    Column("Wiki. ppl ↓", "wikitext", "word_perplexity"),
+    Column("LMB. ppl ↓", "lambada_openai", "perplexity"),
+    Column("LMB. acc ↑", "lambada_openai", "acc"),
+    Column("PIQA acc ↑", "piqa", "acc"),
+    Column("Hella. acc_n ↑", "hellaswag", "acc_norm"),
+    Column("Wino. acc ↑", "winogrande", "acc"),
+    Column("ARC-e acc ↑", "arc_easy", "acc"),
+    Column("ARC-c acc_n ↑", "arc_challenge", "acc_norm"),
+)
+AVERAGE = "Avg. ↑"
+RECALL = (
+    Column("SWDE cont. ↑", "swde", "contains"),
+    Column("SQUAD cont. ↑", "squad_completion", "contains"),
+    Column("FDA cont. ↑", "fda", "contains"),
+)
+
+
+def paper_row(tasks: dict[str, dict]) -> dict[str, float | None]:
+    """The papers' columns, in their order and units, from what `run_tasks` returned.
+
+    The zero-shot columns and the average appear if all their tasks were asked for, the recall columns
+    likewise; so the row is empty for other suites. A value is None if its task could not run. The average is
+    the papers': the plain mean of the six accuracies from LAMBADA's to ARC-Challenge's.
+
+    Args:
+        tasks: by task asked for, `{"scores": {task: {metric: value}}}` or `{"error": line}`.
+
+    Returns:
+        By head of the column: a perplexity, or percent.
+    """
+    row: dict[str, float | None] = {}
+    if all(column.task in tasks for column in ZERO_SHOT):
+        row |= {column.head: _value(column, tasks) for column in ZERO_SHOT}
+        row[AVERAGE] = average([row[column.head] for column in ZERO_SHOT if column.percent])
+    if all(column.task in tasks for column in RECALL):
+        row |= {column.head: _value(column, tasks) for column in RECALL}
+    return row
+
+
+def average(accuracies: list[float | None]) -> float | None:
+    """The mean, or None if a value is missing: a mean over fewer tasks is another quantity."""
+    return None if None in accuracies else sum(accuracies) / len(accuracies)
+
+
+def _value(column: Column, tasks: dict[str, dict]) -> float | None:
+    value = tasks[column.task].get("scores", {}).get(column.task, {}).get(column.metric)
+    return value * 100 if value is not None and column.percent else value
+
+
+def paper_table(row: dict[str, float | None]) -> str:
+    """`paper_row` as a Markdown table with the papers' number of digits; a dash where there is no value."""
+    digits = {head: 2 if "ppl" in head else 1 for head in row}
+    cells = ["-" if value is None else f"{value:.{digits[head]}f}" for head, value in row.items()]
+    lines = [" | ".join(row), "|".join(["---:"] * len(row)), " | ".join(cells)]
+    return "\n".join([f"| {lines[0]} |", f"|{lines[1]}|", f"| {lines[2]} |", ""])

@@ -1,0 +1,34 @@
+"""Synthetic tasks of the papers: state tracking, formal languages, recall. Sequences by seed and index."""
+
+from fla_train.tasks.contract import IGNORE, Batch, Tally, Task, tally_by
+from fla_train.tasks.formal import LANGUAGES, TEST_LENGTHS, TRAIN_LENGTHS, FormalLanguage
+from fla_train.tasks.group_words import GroupWords, longest_prefix
+from fla_train.tasks.groups import Group, make_group
+from fla_train.tasks.mqar import (
+    BASED_TEST_SETTINGS,
+    BASED_TRAIN_SETTINGS,
+    MQAR,
+    ZOOLOGY_SETTINGS,
+    MQARSetting,
+)
+
+__all__ = [
+    "BASED_TEST_SETTINGS",
+    "BASED_TRAIN_SETTINGS",
+    "IGNORE",
+    "LANGUAGES",
+    "MQAR",
+    "TEST_LENGTHS",
+    "TRAIN_LENGTHS",
+    "ZOOLOGY_SETTINGS",
+    "Batch",
+    "FormalLanguage",
+    "Group",
+    "GroupWords",
+    "MQARSetting",
+    "Tally",
+    "Task",
+    "longest_prefix",
+    "make_group",
+    "tally_by",
+]

@@ -1,0 +1,164 @@
+"""What every synthetic task is: sequences by index, labels aligned with the inputs, and a metric."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+from fla_train.tasks.draws import stream_keys
+
+IGNORE = -100  # the label where nothing is predicted, as in torch's cross entropy
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of one task.
+
+    Attributes:
+        input_ids: [B, T] int64.
+        labels: [B, T] int64, NOT shifted: labels[b, t] is what the model must output after it has read
+            input_ids[b, : t + 1]; IGNORE where nothing is predicted. A loss that shifts labels must not be
+            used.
+        metadata: facts about each row, [B] int64 each, by which results may be sliced, such as "length".
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    metadata: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Counts of right predictions. They add up over batches and ranks, so shares of the sum are exact.
+
+    Attributes:
+        tokens, tokens_right: labelled positions, and those predicted right; scalars.
+        sequences, sequences_right: rows, and rows without a wrong prediction; scalars.
+        row_accuracy: sum over rows of the share of the row's labelled positions that are right; scalar.
+        prefixes_right: [T], rows without a wrong prediction at positions <= t.
+    All are fp64 tensors.
+    """
+
+    tokens: torch.Tensor
+    tokens_right: torch.Tensor
+    sequences: torch.Tensor
+    sequences_right: torch.Tensor
+    row_accuracy: torch.Tensor
+    prefixes_right: torch.Tensor
+
+    @classmethod
+    def of(cls, predictions: torch.Tensor, labels: torch.Tensor) -> "Tally":
+        """Count `predictions` [B, T] (token ids, such as argmax of the logits) against `labels` [B, T].
+
+        Raises:
+            ValueError: if the shapes differ, or a row has no label.
+        """
+        if predictions.shape != labels.shape or labels.ndim != 2:
+            raise ValueError(
+                f"predictions {list(predictions.shape)} and labels {list(labels.shape)} must both be [B, T]"
+            )
+        labelled = labels != IGNORE
+        per_row = labelled.sum(1)
+        if not per_row.all():
+            raise ValueError("every row needs at least one label; drop the rows without")
+        right = labelled & (predictions == labels)
+        prefix_right = (labelled & ~right).cumsum(1) == 0
+        return cls(
+            tokens=per_row.sum().double(),
+            tokens_right=right.sum().double(),
+            sequences=torch.tensor(float(len(labels)), dtype=torch.float64, device=labels.device),
+            sequences_right=prefix_right[:, -1].sum().double(),
+            row_accuracy=(right.sum(1).double() / per_row).sum(),
+            prefixes_right=prefix_right.sum(0).double(),
+        )
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+    @property
+    def token_accuracy(self) -> float:
+        """Share of labelled positions that are right."""
+        return (self.tokens_right / self.tokens).item()
+
+    @property
+    def sequence_accuracy(self) -> float:
+        """Share of rows right at all their labelled positions."""
+        return (self.sequences_right / self.sequences).item()
+
+    @property
+    def mean_row_accuracy(self) -> float:
+        """Mean over rows of the share of right positions."""
+        return (self.row_accuracy / self.sequences).item()
+
+    @property
+    def prefix_accuracy(self) -> list[float]:
+        """[T]: share of rows right at all labelled positions <= t; never rises with t."""
+        return (self.prefixes_right / self.sequences).tolist()
+
+
+class Task(ABC):
+    """A source of labelled sequences; sequence i is a pure function of (options, seed, i).
+
+    So a run's position is one integer, as with text: whatever the ranks or the micro-batch, a resumed run
+    sees the same stream. Training and test sets are two tasks of different seeds.
+
+    Args:
+        vocab_size: ids are below it.
+        seq_len: T of every batch, in tokens.
+        seed: any integer.
+        num_sequences: size of a fixed data set, in which index i is sequence i % num_sequences (each epoch in
+            the same order); None: every index is a new sequence.
+
+    Raises:
+        ValueError: if num_sequences is below 1.
+    """
+
+    def __init__(self, *, vocab_size: int, seq_len: int, seed: int, num_sequences: int | None):
+        if num_sequences is not None and num_sequences < 1:
+            raise ValueError(f"num_sequences is {num_sequences}; give a number above 0, or None for no end")
+        self.vocab_size = vocab_size
+        self.seq_len = seq_len
+        self.seed = seed
+        self.num_sequences = num_sequences
+
+    def batch(self, indices: np.ndarray | Sequence[int]) -> Batch:
+        """Sequences `indices` ([B] integers >= 0, in any order), each the same in whatever batch it comes.
+
+        Raises:
+            ValueError: if `indices` is not one-dimensional and non-empty, or an index is negative.
+        """
+        indices = np.asarray(indices, dtype=np.int64)
+        if indices.ndim != 1 or len(indices) == 0 or indices.min() < 0:
+            raise ValueError("indices must be a list of one or more integers >= 0")
+        if self.num_sequences is not None:
+            indices = indices % self.num_sequences
+        return self._generate(stream_keys(self.seed, indices))
+
+    def metrics(self, predictions: torch.Tensor, batch: Batch) -> dict[str, float | list[float]]:
+        """The task's published metrics of `predictions` [B, T] on one batch."""
+        return self.summary(Tally.of(predictions, batch.labels))
+
+    @abstractmethod
+    def summary(self, tally: Tally) -> dict[str, float | list[float]]:
+        """The task's published metrics of a tally, which may be a sum over batches and ranks."""
+
+    @abstractmethod
+    def _generate(self, keys: np.ndarray) -> Batch:
+        """One sequence per stream key ([B] uint64, see draws.py)."""
+
+
+def tally_by(predictions: torch.Tensor, batch: Batch, key: str) -> dict[int, Tally]:
+    """One tally for each value of `batch.metadata[key]`: accuracy by length, or by number of pairs.
+
+    Raises:
+        ValueError: if the batch has no such metadata.
+    """
+    if key not in batch.metadata:
+        raise ValueError(f"no metadata '{key}'; this task has {', '.join(sorted(batch.metadata))}")
+    values = batch.metadata[key].to(batch.labels.device)
+    return {
+        int(value): Tally.of(predictions[values == value], batch.labels[values == value])
+        for value in values.unique()
+    }

@@ -1,0 +1,95 @@
+"""Random draws that are a pure function of (seed, sequence index, draw number), vectorised over sequences.
+
+Each sequence owns one SplitMix64 stream (Steele, Lea and Flood, 2014), so any sequence can be drawn alone, in
+any order and on any rank, at the speed of a few array operations per draw.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's increment: 2^64 over the golden ratio, odd
+
+
+def stream_keys(seed: int, indices: np.ndarray | Sequence[int]) -> np.ndarray:
+    """[n] uint64: the state in which the stream of each sequence begins; `indices` are >= 0."""
+    digest = hashlib.blake2b(str(seed).encode(), digest_size=8).digest()
+    origin = np.frombuffer(digest, dtype="<u8")[0]
+    # Mixed twice: an index must not become a shift along another sequence's stream.
+    return _mix(_mix(np.asarray(indices).astype(np.uint64) * _STEP + origin) ^ origin)
+
+
+def draw(keys: np.ndarray, count: int) -> np.ndarray:
+    """[count, n] uint32, uniform and independent: the first `count` draws of each of the n streams `keys`.
+
+    Draw i > 0 depends on `count` too, since each 64-bit word gives one draw to either half of the result.
+    """
+    words = -(-count // 2)
+    state = keys[None, :] + (np.arange(1, words + 1, dtype=np.uint64) * _STEP)[:, None]
+    mixed = _mix(state)
+    out = np.empty((2 * words, len(keys)), dtype=np.uint32)
+    np.copyto(out[:words], mixed, casting="unsafe")  # the low halves
+    mixed >>= np.uint64(32)
+    np.copyto(out[words:], mixed, casting="unsafe")
+    return out[:count]
+
+
+def below(draws: np.ndarray, bound: int | np.ndarray) -> np.ndarray:
+    """int64 in [0, bound) from uint32 draws, by multiply and shift; a value's bias is below bound / 2^32."""
+    scaled = draws.astype(np.uint64)
+    scaled *= np.asarray(bound, dtype=np.uint64)
+    scaled >>= np.uint64(32)
+    return scaled.view(np.int64)
+
+
+def without_replacement(draws: np.ndarray, population: int) -> np.ndarray:
+    """Ordered samples without replacement from range(population), all orders equally likely.
+
+    Args:
+        draws: [k, n] uint32, k <= population; one draw per item.
+
+    Returns:
+        [n, k] int64, by the first k steps of a Fisher-Yates shuffle per row.
+    """
+    k, n = draws.shape
+    assert k <= population
+    deck = np.tile(np.arange(population, dtype=np.int32), (n, 1))
+    rows = np.arange(n)
+    for i in range(k):
+        chosen = i + below(draws[i], population - i)
+        held = deck[:, i].copy()
+        deck[:, i] = deck[rows, chosen]
+        deck[rows, chosen] = held
+    return deck[:, :k].astype(np.int64)
+
+
+def weighted_without_replacement(draws: np.ndarray, weights: np.ndarray, k: int) -> np.ndarray:
+    """k places per row, drawn one after another with probability in proportion to the weights that are left.
+
+    Exponential clocks of rates `weights`: the order in which they ring is the order of such draws (Efraimidis
+    and Spirakis, 2006).
+
+    Args:
+        draws: [m, n] uint32.
+        weights: [m], > 0.
+
+    Returns:
+        [n, k] int64 in [0, m).
+    """
+    uniform = (draws.astype(np.float64) + 0.5) / 2.0**32
+    rings = -np.log(uniform) / weights[:, None]
+    return np.argsort(rings, axis=0)[:k].T
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """SplitMix64's finalizer."""
+    shifted = x >> np.uint64(30)
+    x = x ^ shifted
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    np.right_shift(x, np.uint64(27), out=shifted)
+    x ^= shifted
+    x *= np.uint64(0x94D049BB133111EB)
+    np.right_shift(x, np.uint64(31), out=shifted)
+    x ^= shifted
+    return x

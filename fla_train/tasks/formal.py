@@ -1,0 +1,154 @@
+"""Formal languages: read a word of random length, answer once, at its end.
+
+DeltaProduct (arXiv 2502.10297) section 5.2 and appendix C.2; Grazzi et al. (arXiv 2411.12537) section 5.1 and
+appendix E.1; the tasks are those of Deletang et al. (arXiv 2207.02098).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from fla_train.tasks import arithmetic
+from fla_train.tasks.contract import IGNORE, Batch, Tally, Task
+from fla_train.tasks.draws import below, draw
+
+TRAIN_LENGTHS = (3, 40)
+TEST_LENGTHS = (40, 256)
+
+_BIT_TOKENS = ("[PAD]", "0", "1")
+_CYCLE = 5
+_CYCLE_TOKENS = ("[PAD]", "stay", "forward", "back", *map(str, range(_CYCLE)))
+
+
+@dataclass(frozen=True)
+class Language:
+    """One formal language.
+
+    Attributes:
+        tokens: the token of each id; "[PAD]" fills up to the longest length, and "=", where there is one,
+            ends the word.
+        answers: how many answers there are; the papers' chance level is 1 / answers.
+        write: (draws [2, L, n] uint32, lengths [n]) -> (words [n, L], answers [n]), both token ids.
+        odd_lengths: only odd lengths exist.
+    """
+
+    tokens: tuple[str, ...]
+    answers: int
+    write: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+    odd_lengths: bool = False
+
+
+class FormalLanguage(Task):
+    """One of LANGUAGES: words of uniformly drawn lengths, padded on the right, with one label each.
+
+    The label sits on the word's last token: the last bit or action, or "=" for arithmetic. It is the token id
+    of the answer.
+
+    Languages: `parity` (are the ones odd in number?), `even_pairs` (are 01 and 10 together odd in number?),
+    `cycle_navigation` (where on a cycle of 5 do the steps lead?), `modular_arithmetic` (mod 5, * binds first;
+    odd lengths only), `modular_arithmetic_brackets` (nested + and -, unary minus),
+    `modular_arithmetic_brackets_times` (with * too).
+
+    Args:
+        language: a key of LANGUAGES.
+        min_length, max_length: of a word in tokens, "=" not counted; TRAIN_LENGTHS and TEST_LENGTHS are the
+            papers'. seq_len is max_length, and one more with "=".
+        seed, num_sequences: see Task.
+
+    Raises:
+        ValueError: for an unknown language, or if it has no word of such a length.
+    """
+
+    def __init__(
+        self,
+        language: str,
+        min_length: int = TRAIN_LENGTHS[0],
+        max_length: int = TRAIN_LENGTHS[1],
+        *,
+        seed: int = 0,
+        num_sequences: int | None = None,
+    ):
+        if language not in LANGUAGES:
+            raise ValueError(f"unknown language '{language}'; choose one of {', '.join(LANGUAGES)}")
+        self.language = LANGUAGES[language]
+        step = 2 if self.language.odd_lengths else 1
+        first = min_length + (step == 2 and min_length % 2 == 0)
+        self.lengths = np.arange(first, max_length + 1, step)
+        if min_length < 1 or len(self.lengths) == 0:
+            raise ValueError(
+                f"'{language}' has no words of {min_length} to {max_length} tokens"
+                + ("; its lengths are odd" if step == 2 else "")
+            )
+        tokens = self.language.tokens
+        self.pad_id = tokens.index("[PAD]")
+        self.equals_id = tokens.index("=") if "=" in tokens else None
+        self.chance = 1 / self.language.answers
+        super().__init__(
+            vocab_size=len(tokens),
+            seq_len=int(self.lengths[-1]) + (self.equals_id is not None),
+            seed=seed,
+            num_sequences=num_sequences,
+        )
+
+    def summary(self, tally: Tally) -> dict[str, float | list[float]]:
+        """accuracy, and scaled_accuracy (accuracy - c) / (1 - c) with chance level c: a guess scores 0."""
+        accuracy = tally.token_accuracy
+        return {"accuracy": accuracy, "scaled_accuracy": (accuracy - self.chance) / (1 - self.chance)}
+
+    def _generate(self, keys: np.ndarray) -> Batch:
+        n, longest = len(keys), int(self.lengths[-1])
+        draws = draw(keys, 1 + 2 * longest)
+        lengths = self.lengths[below(draws[0], len(self.lengths))]
+        words, answers = self.language.write(draws[1:].reshape(2, longest, n), lengths)
+
+        input_ids = np.full((n, self.seq_len), self.pad_id)
+        inside = np.arange(longest) < lengths[:, None]
+        input_ids[:, :longest][inside] = words[inside]
+        last = lengths - 1
+        if self.equals_id is not None:
+            last = lengths
+            input_ids[np.arange(n), last] = self.equals_id
+        labels = np.full_like(input_ids, IGNORE)
+        labels[np.arange(n), last] = answers
+        return Batch(
+            torch.from_numpy(input_ids), torch.from_numpy(labels), {"length": torch.from_numpy(lengths)}
+        )
+
+
+def _write_parity(draws: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    bits = below(draws[0], 2).T
+    inside = np.arange(bits.shape[1]) < lengths[:, None]
+    return bits + 1, (bits * inside).sum(1) % 2 + 1
+
+
+def _write_even_pairs(draws: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each 01 or 10 changes the bit, so their number is odd exactly if the first and last bits differ."""
+    bits = below(draws[0], 2).T
+    last = bits[np.arange(len(bits)), lengths - 1]
+    return bits + 1, (bits[:, 0] ^ last) + 1
+
+
+def _write_cycle_navigation(draws: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    actions = below(draws[0], 3).T
+    moves = np.array([0, 1, -1])[actions]
+    inside = np.arange(actions.shape[1]) < lengths[:, None]
+    return actions + 1, (moves * inside).sum(1) % _CYCLE + _CYCLE_TOKENS.index("0")
+
+
+LANGUAGES = {
+    "parity": Language(_BIT_TOKENS, 2, _write_parity),
+    "even_pairs": Language(_BIT_TOKENS, 2, _write_even_pairs),
+    "cycle_navigation": Language(_CYCLE_TOKENS, _CYCLE, _write_cycle_navigation),
+    "modular_arithmetic": Language(
+        arithmetic.FLAT_TOKENS, arithmetic.MODULUS, arithmetic.write_flat, odd_lengths=True
+    ),
+    "modular_arithmetic_brackets": Language(
+        arithmetic.BRACKET_TOKENS, arithmetic.MODULUS, arithmetic.write_brackets
+    ),
+    "modular_arithmetic_brackets_times": Language(
+        arithmetic.BRACKET_TOKENS, arithmetic.MODULUS, partial(arithmetic.write_brackets, operators=3)
+    ),
+}

@@ -1,0 +1,145 @@
+"""Group word problems: read group elements, output their running product.
+
+DeltaProduct (arXiv 2502.10297) section 5.1 and appendix C.1; Grazzi et al. (arXiv 2411.12537) appendix E.2.
+"""
+
+import numpy as np
+import torch
+
+from fla_train.tasks.contract import IGNORE, Batch, Tally, Task
+from fla_train.tasks.draws import below, draw
+from fla_train.tasks.groups import make_group
+
+_BLOCK = 1024  # sequences generated at a time, so that the work stays in the cache
+
+
+class GroupWords(Task):
+    """The word problem of a finite group.
+
+    Elements x_1, x_2, ... are drawn uniformly; the label at x_t is the product y_t = x_1 x_2 ... x_t, taken
+    from left to right: y_t = y_(t-1) x_t, which for permutations means "first x_1, then x_2, ...". (The
+    opposite order is the same task with every element renamed to its inverse.)
+
+    With `tokens_per_element` = k > 1, each element is followed by k - 1 fillers, which gives the model k
+    tokens for one transition; its product is due at the last of the k. At the tokens between, the label is
+    the product of the elements completed so far (the identity before the first), as in appendix E.2.1, or
+    nothing with `label_incomplete=False`.
+
+    Token ids: 0 .. |G| - 1 the elements (0 the identity), |G| the filler, |G| + 1 the beginning of sequence.
+
+    Args:
+        group: a name `make_group` knows: "S3", "A5", "Z60", "D7", "Z2xS3".
+        length: tokens per sequence without the beginning-of-sequence token; a multiple of tokens_per_element.
+        seed, num_sequences: see Task.
+        max_moved: draw only elements that move at most so many points: 2 is "only swaps" (and the identity),
+            3 "swaps and 3-permutations"; S and A groups only. None draws from the whole group.
+        tokens_per_element: k.
+        label_incomplete: label the tokens at which an element is not complete yet too.
+        bos: begin each sequence with a beginning-of-sequence token, which has no label.
+
+    Raises:
+        ValueError: for an unknown group or a setting that gives no task.
+    """
+
+    def __init__(
+        self,
+        group: str,
+        length: int,
+        *,
+        seed: int = 0,
+        num_sequences: int | None = None,
+        max_moved: int | None = None,
+        tokens_per_element: int = 1,
+        label_incomplete: bool = True,
+        bos: bool = True,
+    ):
+        self.group = make_group(group)
+        order = self.group.order
+        if tokens_per_element < 1 or length < 1 or length % tokens_per_element:
+            raise ValueError(
+                f"length {length} must be a positive multiple of tokens_per_element {tokens_per_element}"
+            )
+        super().__init__(vocab_size=order + 2, seq_len=length + bos, seed=seed, num_sequences=num_sequences)
+        self.length = length
+        self.tokens_per_element = tokens_per_element
+        self.label_incomplete = label_incomplete
+        self.bos = bos
+        self.filler_id = order
+        self.bos_id = order + 1
+        self.elements = self._drawn_elements(max_moved)
+        self._flat_table = self.group.table.ravel()
+
+    def summary(self, tally: Tally) -> dict[str, float | list[float]]:
+        """token_accuracy, sequence_accuracy and prefix_accuracy [length]: the share of rows right up to t."""
+        return {
+            "token_accuracy": tally.token_accuracy,
+            "sequence_accuracy": tally.sequence_accuracy,
+            "prefix_accuracy": tally.prefix_accuracy[self.bos :],
+        }
+
+    def _drawn_elements(self, max_moved: int | None) -> np.ndarray:
+        """[m] int64: the elements that inputs are drawn from."""
+        if max_moved is None:
+            return np.arange(self.group.order)
+        if self.group.moved is None:
+            raise ValueError(f"max_moved counts permuted points: {self.group.name} is no S<n> or A<n>")
+        elements = np.flatnonzero(self.group.moved <= max_moved)
+        if len(elements) < 2:
+            raise ValueError(
+                f"no element of {self.group.name} but the identity moves at most {max_moved} points; "
+                "raise max_moved"
+            )
+        return elements
+
+    def _generate(self, keys: np.ndarray) -> Batch:
+        input_ids = np.empty((len(keys), self.seq_len), dtype=np.int64)
+        labels = np.empty_like(input_ids)
+        if self.bos:
+            input_ids[:, 0] = self.bos_id
+            labels[:, 0] = IGNORE
+        for start in range(0, len(keys), _BLOCK):
+            rows = slice(start, start + _BLOCK)
+            self._fill(keys[rows], input_ids[rows, self.bos :], labels[rows, self.bos :])
+        return Batch(
+            torch.from_numpy(input_ids),
+            torch.from_numpy(labels),
+            {"length": torch.full((len(keys),), self.length)},
+        )
+
+    def _fill(self, keys: np.ndarray, input_ids: np.ndarray, labels: np.ndarray) -> None:
+        """Write the sequences of `keys` [b] into `input_ids` and `labels`, both [b, length]."""
+        k = self.tokens_per_element
+        elements = below(draw(keys, self.length // k), len(self.elements))  # [length / k, b]
+        if len(self.elements) < self.group.order:
+            elements = self.elements[elements]
+        products = self._running_products(elements)
+        if k == 1:
+            input_ids[:] = elements.T
+            labels[:] = products.T
+            return
+        input_ids[:] = self.filler_id
+        input_ids[:, ::k] = elements.T
+        if self.label_incomplete:
+            # Each product holds from the last token of its element to the one before the next is complete.
+            labels[:, : k - 1] = 0
+            labels[:, k - 1 :] = np.repeat(products.T, k, axis=1)[:, : self.length - k + 1]
+        else:
+            labels[:] = IGNORE
+            labels[:, k - 1 :: k] = products.T
+
+    def _running_products(self, elements: np.ndarray) -> np.ndarray:
+        """[steps, b]: the products of elements[: t + 1] for each t; one table look-up per step for all b."""
+        products = np.empty_like(elements)
+        products[0] = elements[0]
+        entry = np.empty_like(elements[0])
+        for t in range(1, len(elements)):
+            np.multiply(products[t - 1], self.group.order, out=entry)
+            entry += elements[t]
+            # "clip" never acts here; it spares numpy a buffered copy of the result.
+            np.take(self._flat_table, entry, out=products[t], mode="clip")
+        return products
+
+
+def longest_prefix(prefix_accuracy: list[float], threshold: float) -> int:
+    """How many tokens long the longest prefix is whose accuracy is at least `threshold` (0 if none)."""
+    return sum(accuracy >= threshold for accuracy in prefix_accuracy)

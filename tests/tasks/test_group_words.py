@@ -1,0 +1,133 @@
+"""Word problems against permutations composed one by one in plain Python."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from fla_train.tasks import IGNORE, GroupWords, Task, longest_prefix
+
+S4 = list(itertools.permutations(range(4)))
+
+
+def test_labels_are_running_products_from_left_to_right() -> None:
+    batch = GroupWords("S4", 50, seed=3).batch(range(30))
+    assert batch.input_ids.shape == batch.labels.shape == (30, 51)
+    assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
+    assert (batch.input_ids[:, 0] == 25).all() and (batch.labels[:, 0] == IGNORE).all()
+    for inputs, labels in zip(batch.input_ids[:, 1:].tolist(), batch.labels[:, 1:].tolist(), strict=True):
+        where = list(range(4))  # where each point is after the permutations read so far
+        for x, y in zip(inputs, labels, strict=True):
+            where = [S4[x][point] for point in where]
+            assert S4[y] == tuple(where)
+
+
+def test_cyclic_labels_are_cumulative_sums() -> None:
+    batch = GroupWords("Z60", 33, bos=False).batch(range(2500))  # more sequences than one block
+    assert batch.input_ids.shape == (2500, 33)
+    torch.testing.assert_close(batch.labels, batch.input_ids.cumsum(1) % 60)
+
+
+@pytest.mark.parametrize("label_incomplete", [True, False])
+def test_several_tokens_per_element_delay_the_product(label_incomplete: bool) -> None:
+    k, length = 4, 24
+    task = GroupWords("S4", length, tokens_per_element=k, label_incomplete=label_incomplete, bos=False)
+    batch = task.batch(range(20))
+    for inputs, labels in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True):
+        state = tuple(range(4))
+        for t in range(length):
+            assert (inputs[t] == 24) == (t % k != 0)
+            complete = t % k == k - 1
+            if complete:
+                state = tuple(S4[inputs[t - k + 1]][point] for point in state)
+            assert labels[t] == (S4.index(state) if complete or label_incomplete else IGNORE)
+
+
+@pytest.mark.parametrize(("max_moved", "drawn"), [(2, 11), (3, 31), (5, 120)])
+def test_limited_inputs_still_reach_the_whole_group(max_moved: int, drawn: int) -> None:
+    s5 = list(itertools.permutations(range(5)))
+    allowed = {i for i, p in enumerate(s5) if sum(v != j for j, v in enumerate(p)) <= max_moved}
+    batch = GroupWords("S5", 60, max_moved=max_moved, bos=False).batch(range(200))
+    assert len(allowed) == drawn
+    assert set(batch.input_ids.unique().tolist()) == allowed
+    assert len(batch.labels.unique()) == 120
+
+
+def test_inputs_are_uniform_and_positions_independent() -> None:
+    """Pearson's statistic has mean m and deviation sqrt(2m) for m degrees of freedom: allow 5 of them."""
+    inputs = GroupWords("S4", 40, bos=False).batch(range(5000)).input_ids.numpy()
+    pairs = inputs[:, :-1] * 24 + inputs[:, 1:]
+    half = inputs[:, :20] * 24 + inputs[:, 20:]  # draws from the two halves of one word
+    rows = inputs[:-1] * 24 + inputs[1:]  # sequences of neighbouring indices
+    for cells, values in [(24, inputs), (24, inputs[:, 7]), (576, pairs), (576, half), (576, rows)]:
+        counts = np.bincount(values.ravel(), minlength=cells)
+        expected = values.size / cells
+        chi_square = ((counts - expected) ** 2).sum() / expected
+        assert abs(chi_square - (cells - 1)) < 5 * np.sqrt(2 * (cells - 1)), (cells, chi_square)
+
+
+def test_a_sequence_depends_on_seed_and_index_alone() -> None:
+    task = GroupWords("A5", 16, seed=7)
+    whole = task.batch(range(3000))
+    for chosen in ([5], [2999, 0, 1024, 5], list(range(1000, 1100))):
+        part = GroupWords("A5", 16, seed=7).batch(chosen)
+        assert torch.equal(part.input_ids, whole.input_ids[chosen])
+        assert torch.equal(part.labels, whole.labels[chosen])
+    assert len(whole.input_ids.unique(dim=0)) == 3000
+    other = GroupWords("A5", 16, seed=8).batch(range(3000))
+    together = torch.cat([whole.input_ids, other.input_ids])
+    assert len(together.unique(dim=0)) == 6000
+
+
+def test_the_stream_is_pinned() -> None:
+    """A change here breaks every resumed run: it must be meant."""
+    assert GroupWords("S5", 6, bos=False).batch([0, 10**12]).input_ids.tolist() == [
+        [33, 48, 97, 15, 67, 42],
+        [67, 9, 20, 70, 60, 98],
+    ]
+
+
+def test_a_fixed_size_repeats() -> None:
+    task = GroupWords("S3", 12, num_sequences=10)
+    assert torch.equal(task.batch([3, 9]).input_ids, task.batch([13, 10**9 + 9]).input_ids)
+    free = GroupWords("S3", 12)
+    assert torch.equal(task.batch(range(10)).input_ids, free.batch(range(10)).input_ids)
+    assert not torch.equal(free.batch([3]).input_ids, free.batch([13]).input_ids)
+
+
+def test_metrics_of_known_mistakes() -> None:
+    task: Task = GroupWords("Z5", 4)
+    batch = task.batch(range(4))
+    predictions = batch.labels.clone()
+    predictions[:, 0] = 3  # the beginning of sequence has no label: anything is allowed
+    assert task.metrics(predictions, batch) == {
+        "token_accuracy": 1.0,
+        "sequence_accuracy": 1.0,
+        "prefix_accuracy": [1.0] * 4,
+    }
+    predictions[0, 2] = (predictions[0, 2] + 1) % 5  # second element of row 0
+    predictions[1, 4] = (predictions[1, 4] + 1) % 5  # last element of row 1
+    metrics = task.metrics(predictions, batch)
+    assert metrics == {
+        "token_accuracy": 14 / 16,
+        "sequence_accuracy": 0.5,
+        "prefix_accuracy": [1.0, 0.75, 0.75, 0.5],
+    }
+    assert [longest_prefix(metrics["prefix_accuracy"], share) for share in (0.9, 0.75, 0.5)] == [1, 3, 4]
+
+
+def test_settings_that_give_no_task_are_refused() -> None:
+    with pytest.raises(ValueError, match="multiple of tokens_per_element"):
+        GroupWords("S5", 10, tokens_per_element=4)
+    with pytest.raises(ValueError, match="multiple of tokens_per_element"):
+        GroupWords("S5", 0)
+    with pytest.raises(ValueError, match="no S<n> or A<n>"):
+        GroupWords("Z60", 10, max_moved=2)
+    with pytest.raises(ValueError, match="raise max_moved"):
+        GroupWords("A5", 10, max_moved=2)
+    with pytest.raises(ValueError, match="num_sequences"):
+        GroupWords("S5", 10, num_sequences=0)
+    for indices in ([], [-1], [[1, 2]]):
+        with pytest.raises(ValueError, match="indices"):
+            GroupWords("S5", 10).batch(indices)

@@ -1,0 +1,141 @@
+"""Recall against a dictionary filled while reading; draws without replacement against brute force."""
+
+from collections import Counter
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+
+from fla_train.tasks import (
+    BASED_TEST_SETTINGS,
+    BASED_TRAIN_SETTINGS,
+    IGNORE,
+    MQAR,
+    ZOOLOGY_SETTINGS,
+    MQARSetting,
+    Tally,
+    tally_by,
+)
+from fla_train.tasks.draws import draw, stream_keys, weighted_without_replacement, without_replacement
+
+
+@pytest.mark.parametrize("random_non_queries", [True, False])
+@pytest.mark.parametrize("settings", [ZOOLOGY_SETTINGS, BASED_TRAIN_SETTINGS, BASED_TEST_SETTINGS])
+def test_each_query_is_answered_by_the_value_read_after_its_key(settings, random_non_queries: bool) -> None:
+    batch = MQAR(settings, random_non_queries=random_non_queries, seed=5).batch(range(60))
+    assert batch.input_ids.shape == (60, max(setting.seq_len for setting in settings))
+    pairs, lengths = batch.metadata["num_kv_pairs"].tolist(), batch.metadata["length"].tolist()
+    assert {(length, n) for length, n in zip(lengths, pairs, strict=True)} <= {
+        (setting.seq_len, setting.num_kv_pairs) for setting in settings
+    }
+    for inputs, labels, n, length in zip(
+        batch.input_ids.tolist(), batch.labels.tolist(), pairs, lengths, strict=True
+    ):
+        values = dict(zip(inputs[0 : 2 * n : 2], inputs[1 : 2 * n : 2], strict=True))
+        assert len(values) == len(set(values.values())) == n
+        assert all(1 <= key < 4096 <= value < 8192 for key, value in values.items())
+        queried = [t for t, label in enumerate(labels) if label != IGNORE]
+        assert sorted(inputs[t] for t in queried) == sorted(values)
+        assert all(2 * n <= t < length and t % 2 == 0 and labels[t] == values[inputs[t]] for t in queried)
+        rest = [inputs[t] for t in range(2 * n, length) if t not in queried]
+        assert any(rest) if random_non_queries else not any(rest)
+        assert not any(inputs[length:])
+
+
+def test_mixtures_keep_their_shares() -> None:
+    batch = MQAR(BASED_TRAIN_SETTINGS).batch(range(1800))
+    counts = Counter(batch.metadata["num_kv_pairs"].tolist())
+    for pairs, expected in [(4, 1000), (8, 200), (16, 200), (32, 200), (64, 200)]:
+        assert abs(counts[pairs] - expected) < 5 * np.sqrt(expected)
+
+
+def test_queries_follow_the_power_law() -> None:
+    """With one pair the place of its query has probability rank^(a - 1) / sum."""
+    batch = MQAR([MQARSetting(12, 1)], vocab_size=64, power=0.5).batch(range(20000))
+    places = (batch.labels != IGNORE).int().argmax(1).numpy()
+    weights = np.arange(1, 6) ** -0.5
+    for rank, weight in enumerate(weights):
+        expected = 20000 * weight / weights.sum()
+        assert abs((places == 2 + 2 * rank).sum() - expected) < 5 * np.sqrt(expected)
+
+
+def test_samples_without_replacement_have_every_order_equally_often() -> None:
+    drawn = without_replacement(draw(stream_keys(0, np.arange(12000)), 3), 4)
+    counts = Counter(map(tuple, drawn.tolist()))
+    assert set(counts) == set(permutations(range(4), 3))
+    assert all(abs(count - 500) < 5 * np.sqrt(500) for count in counts.values())
+
+
+def test_weighted_samples_have_the_probabilities_of_one_draw_after_another() -> None:
+    weights = np.array([5.0, 2.0, 1.0])
+    drawn = weighted_without_replacement(draw(stream_keys(1, np.arange(16000)), 3), weights, 2)
+    counts = Counter(map(tuple, drawn.tolist()))
+    for first, second in permutations(range(3), 2):
+        expected = 16000 * weights[first] / 8 * weights[second] / (8 - weights[first])
+        assert abs(counts[first, second] - expected) < 5 * np.sqrt(expected)
+
+
+def test_a_sequence_depends_on_seed_and_index_alone() -> None:
+    whole = MQAR(BASED_TRAIN_SETTINGS, seed=1).batch(range(200))
+    chosen = [199, 0, 77]
+    part = MQAR(BASED_TRAIN_SETTINGS, seed=1).batch(chosen)
+    assert torch.equal(part.input_ids, whole.input_ids[chosen])
+    assert torch.equal(part.labels, whole.labels[chosen])
+    other = MQAR(BASED_TRAIN_SETTINGS, seed=2).batch(range(200))
+    assert len(torch.cat([whole.input_ids, other.input_ids]).unique(dim=0)) == 400
+
+
+def test_the_stream_is_pinned() -> None:
+    """A change here breaks every resumed run: it must be meant."""
+    batch = MQAR([MQARSetting(12, 2)], vocab_size=64).batch([0, 10**12])
+    assert batch.input_ids.tolist() == [
+        [13, 49, 26, 53, 13, 19, 26, 40, 24, 36, 40, 47],
+        [3, 35, 7, 63, 52, 39, 3, 47, 42, 53, 7, 6],
+    ]
+
+
+def test_accuracy_is_the_mean_over_sequences() -> None:
+    task = MQAR([MQARSetting(16, 1), MQARSetting(16, 4)], vocab_size=32)
+    batch = task.batch(range(40))
+    ones = batch.metadata["num_kv_pairs"] == 1
+    predictions = batch.labels.clone()
+    predictions[~ones] = 0
+    share = ones.double().mean().item()
+    assert 0 < share < 1
+    metrics = task.metrics(predictions, batch)
+    assert metrics == pytest.approx({"accuracy": share, "sequence_accuracy": share})
+    by_pairs = tally_by(predictions, batch, "num_kv_pairs")
+    assert [by_pairs[n].mean_row_accuracy for n in (1, 4)] == [1.0, 0.0]
+
+
+def test_tallies_add_up_over_batches() -> None:
+    task = MQAR(BASED_TRAIN_SETTINGS)
+    batch = task.batch(range(50))
+    generator = torch.Generator().manual_seed(0)
+    wrong = torch.rand(batch.labels.shape, generator=generator) < 0.1
+    predictions = torch.where(wrong, 0, batch.labels)
+    parts = [Tally.of(predictions[part], batch.labels[part]) for part in (slice(20), slice(20, 50))]
+    assert task.summary(parts[0] + parts[1]) == pytest.approx(task.metrics(predictions, batch))
+    labelled = batch.labels != IGNORE
+    rows = [(~wrong[i][labelled[i]]).double().mean().item() for i in range(50)]
+    metrics = task.metrics(predictions, batch)
+    assert metrics["accuracy"] == pytest.approx(np.mean(rows))
+    assert metrics["sequence_accuracy"] == pytest.approx(np.mean([row == 1 for row in rows]))
+
+
+@pytest.mark.parametrize(
+    "setting", [MQARSetting(65, 4), MQARSetting(64, 17), MQARSetting(64, 0), MQARSetting(64, 4, 0.0)]
+)
+def test_impossible_settings_are_refused(setting: MQARSetting) -> None:
+    with pytest.raises(ValueError, match="at least 4 times num_kv_pairs"):
+        MQAR([setting])
+
+
+def test_impossible_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="too few keys"):
+        MQAR([MQARSetting(64, 16)], vocab_size=32)
+    with pytest.raises(ValueError, match="at least one setting"):
+        MQAR([])
+    with pytest.raises(ValueError, match="power"):
+        MQAR(ZOOLOGY_SETTINGS, power=0.0)
