@@ -35,8 +35,15 @@ def checks() -> list[Combination]:
 
 
 def run_checks(combinations: Sequence[Combination], processes: int = COMPILERS) -> Iterator[CheckReport]:
-    """The reports in order. Compiling takes the time of Triton's cases, so each has a process of its own."""
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+    """The reports in order. Compiling takes the time of Triton's cases, so each has a process of its own.
+
+    One torch thread each: the tensors are tiny, and processes of many threads starve each other.
+    """
+    torch.set_num_threads(1)
+    context = get_context("spawn")
+    with ProcessPoolExecutor(
+        processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
         compiled = {
             combination: [pool.submit(check_backend, *combination, cases=[case]) for case in CASES]
             for combination in combinations

@@ -1,9 +1,10 @@
 """The layers every block is made of: RMSNorm, the short convolution and the gated MLP."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
+
+from fla_train.kernels.neighbours import add_rms_norm, rms_norm, short_convolution, swiglu
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
@@ -23,27 +24,26 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
 
-    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """Normalise x [..., size]; a `gate` of its shape multiplies the result by silu(gate), in fp32 too."""
-        dtype = matmul_dtype(x)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        y = F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps)
-        if gate is not None:
-            y = y * F.silu(gate.to(wide))
-        return y.to(dtype)
+    def forward(
+        self, x: Tensor, gate: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalise x [..., size].
+
+        Args:
+            gate: of the shape of `x`; its SiLU multiplies the result, in fp32 too.
+            residual: instead of a gate: normalise residual + x, and return that sum as well.
+        """
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps, gate=gate, dtype=matmul_dtype(x))
+        return add_rms_norm(x, residual, self.weight, self.eps, dtype=matmul_dtype(residual))
 
 
 class ShortConvolution(nn.Module):
-    """Causal depthwise convolution over time followed by SiLU: y_t = silu(sum_s weight[:, W-1-s] * x_{t-s}).
-
-    It is written as W shifted multiply-adds, which on CPUs is as fast as a grouped `conv1d` and needs no
-    transposes, and which makes the reset at document boundaries a mask per shift.
-    """
+    """Causal depthwise convolution over time and SiLU: y_t = silu(sum_s weight[:, 0, W-1-s] * x_{t-s})."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
-        self.width = width
 
     def forward(
         self, x: Tensor, state: Tensor | None = None, offsets: Tensor | None = None
@@ -57,30 +57,19 @@ class ShortConvolution(nn.Module):
         Returns:
             The output [B, T, D], and the last W-1 inputs [B, D, W-1] to continue from.
         """
-        length, history = x.shape[1], self.width - 1
-        if state is None:
-            x = F.pad(x, (0, 0, history, 0))
-        else:
-            x = torch.cat([state.transpose(1, 2).to(x.dtype), x], dim=1)
-        taps = self.weight[:, 0].to(x.dtype).unbind(-1)
-        y = x[:, history:] * taps[-1]
-        for shift in range(1, self.width):
-            past = x[:, history - shift : history - shift + length]
-            if offsets is not None:
-                past = past * (offsets >= shift).to(x.dtype)[:, None]
-            y = torch.addcmul(y, past, taps[-1 - shift])
-        return F.silu(y), x[:, length:].transpose(1, 2)
+        return short_convolution(x, self.weight, state=state, offsets=offsets)
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU: down(act(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)); with SiLU, the usual activation, a SwiGLU."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, activation: str) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
-        self.act = ACT2FN[activation]
+        self.act = None if activation == "silu" else ACT2FN[activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(swiglu(gate, up) if self.act is None else self.act(gate) * up)

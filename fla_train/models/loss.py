@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-IGNORE = -100  # label of a position that is not a target, as in torch and transformers
-CHUNK_ELEMENTS = 2**25  # logits held at once; 128 MiB in fp32
+from fla_train.kernels.neighbours import IGNORE, consume_logits, resolve_backend
+
+CHUNK_ELEMENTS = 2**25  # logits held at once at 8 bytes each
 
 
 def shift_labels(labels: Tensor) -> Tensor:
@@ -26,7 +27,7 @@ def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     head = weight.to(hidden.dtype)
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         chunks = _chunks(hidden, targets, weight.shape[0])
-        return torch.cat([_pick(_log_probabilities(h, head), t) for h, t in chunks])
+        return torch.cat([consume_logits(h @ head.t(), t, with_gradient=False)[0] for h, t in chunks])
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -55,12 +56,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         start = 0
         with torch.autocast(hidden.device.type, enabled=False):
             for h, t in _chunks(hidden, targets, weight.shape[0]):
-                log_probs = _log_probabilities(h, head)
-                total += _pick(log_probs, t).sum()
-                # d(sum of losses) / d(logits) = softmax - onehot(target), 0 for rows without a target.
-                slope = log_probs.exp_()
-                slope.scatter_add_(1, t.clamp(min=0)[:, None], slope.new_full((len(t), 1), -1.0))
-                slope = slope.mul_((t != IGNORE)[:, None]).to(hidden.dtype)
+                losses, slope = consume_logits(h @ head.t(), t, with_gradient=True)
+                total += losses.sum()
                 torch.mm(slope, head, out=grad_hidden[start : start + len(h)])
                 grad_weight += slope.t() @ h
                 start += len(h)
@@ -78,16 +75,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _chunks(hidden: Tensor, targets: Tensor, vocabulary: int) -> list[tuple[Tensor, Tensor]]:
-    rows = max(1, CHUNK_ELEMENTS // vocabulary)
+    elements = CHUNK_ELEMENTS
+    if resolve_backend("auto", hidden) == "triton":  # works in place: as many bytes are more logits
+        elements *= 8 // hidden.element_size()
+    rows = max(1, elements // vocabulary)
     return list(zip(hidden.split(rows), targets.split(rows), strict=True))
-
-
-def _log_probabilities(hidden: Tensor, head: Tensor) -> Tensor:
-    """log softmax of a chunk's logits, [m, vocabulary] in fp32 (fp64 for fp64 input)."""
-    return torch.log_softmax(hidden @ head.t(), -1, dtype=torch.promote_types(hidden.dtype, torch.float32))
-
-
-def _pick(log_probs: Tensor, targets: Tensor) -> Tensor:
-    """-log_probs[i, targets[i]] for each row, 0 at IGNORE."""
-    chosen = log_probs.gather(1, targets.clamp(min=0)[:, None])[:, 0]
-    return -chosen.masked_fill(targets == IGNORE, 0.0)

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fla_train.kernels.delta_product import delta_product, delta_product_step
+from fla_train.kernels.neighbours import recurrence_gates
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import SequenceContext
 from fla_train.models.layers import RMSNorm, ShortConvolution
@@ -67,13 +68,11 @@ class DeltaProductMixer(nn.Module):
 
     def gates(self, x: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Step sizes beta [B, T, N, H] in [0, beta_max], log decays g [B, T, H] <= 0 (or None), both fp32."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        logits = self.b_proj(x).to(wide).unflatten(-1, (self.config.num_householder, self.config.num_heads))
-        beta = self.beta_max * torch.sigmoid(logits)
-        g = None
+        forget = (None, None, None)
         if self.config.use_forget_gate:
-            rate = F.softplus(self.a_proj(x).to(wide) + self.dt_bias.to(wide))
-            g = -self.A_log.to(wide).exp() * rate
+            forget = self.a_proj(x), self.A_log, self.dt_bias
+        beta, g = recurrence_gates(self.b_proj(x), *forget, beta_max=self.beta_max)
+        beta = beta.unflatten(-1, (self.config.num_householder, self.config.num_heads))
         if keep is not None:
             beta = beta * keep[..., None, None]
             g = g if g is None else g * keep[..., None]

@@ -23,7 +23,10 @@ DT_RANGE = (1e-3, 1e-1)  # the initial time step softplus(dt_bias) log-uniformly
 
 
 class Block(GradientCheckpointingLayer):
-    """x + mixer(norm(x)), then x + mlp(norm(x)); the residual stream keeps the dtype of the embeddings."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)); the residual stream keeps the dtype of the embeddings.
+
+    The stream travels as a sum not yet taken, x + update, because the norm that follows takes it on its way.
+    """
 
     def __init__(self, config: DeltaProductConfig, layer: int) -> None:
         super().__init__()
@@ -32,9 +35,20 @@ class Block(GradientCheckpointingLayer):
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act)
 
-    def forward(self, x: Tensor, context: SequenceContext, cache: dict[str, Tensor] | None = None) -> Tensor:
-        x = x + self.attn(self.attn_norm(x), context, cache)
-        return x + self.mlp(self.mlp_norm(x))
+    def forward(
+        self,
+        x: Tensor,
+        update: Tensor | None,
+        context: SequenceContext,
+        cache: dict[str, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """From the stream x + update [B, T, hidden_size] (`update` None: x) to the next x and update."""
+        if update is None:
+            y = self.attn_norm(x)
+        else:
+            y, x = self.attn_norm(update, residual=x)
+        y, x = self.mlp_norm(self.attn(y, context, cache), residual=x)
+        return x, self.mlp(y)
 
 
 class DeltaProductPreTrainedModel(PreTrainedModel):
@@ -110,7 +124,8 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
         hidden = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and cu_seqlens is None
-        if self.training and self.layers[0].gradient_checkpointing:
+        checkpointing = self.training and self.layers[0].gradient_checkpointing
+        if checkpointing:
             past_key_values, use_cache = None, False  # recomputing a block would update its cache twice
         cache = cache_for(past_key_values, self.config.num_hidden_layers, use_cache)
         if cache is not None and cu_seqlens is not None:
@@ -120,11 +135,15 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
         seen = 0 if cache is None else cache.seen_tokens
         context = SequenceContext.build(self.config, hidden, attention_mask, cu_seqlens, seen)
 
+        update = None
         for index, block in enumerate(self.layers):
-            hidden = block(hidden, context, None if cache is None else cache.layers[index])
+            if update is not None and checkpointing:  # one tensor per block to keep instead of two
+                hidden, update = hidden + update, None
+            hidden, update = block(hidden, update, context, None if cache is None else cache.layers[index])
         if cache is not None:
             cache.seen_tokens += hidden.shape[1]
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=cache)
+        normed, _ = self.norm(update, residual=hidden)
+        return BaseModelOutputWithPast(last_hidden_state=normed, past_key_values=cache)
 
 
 class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):

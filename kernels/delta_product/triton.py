@@ -86,6 +86,8 @@ class _Plan:
     shared: dict[str, Any]  # arguments of every kernel
     parallel: dict[str, Any]  # further ones of the kernels that run over all chunks at once
     value: dict[str, int]  # further ones of the kernels that read v or its like
+    inverse: tl.dtype  # of the operands that invert a chunk's triangle
+    gradient: dict[str, int]  # further ones of `gradient_kernel`, with its launch options
     narrow: bool  # tiles small enough for four warps and two stages
 
     @property
@@ -118,6 +120,7 @@ def _make_plan(
         numbers = torch.arange(chunks, device=q.device, dtype=ends.dtype)
         chunk_segment = torch.searchsorted(ends, numbers, right=True).clamp_(max=segments - 1)
     key_tile = max(MIN_TILE, triton.next_power_of_2(key_dim))
+    narrow = key_tile <= 128 and q.dtype != torch.float32
     return _Plan(
         segments=segments,
         heads=heads,
@@ -147,8 +150,20 @@ def _make_plan(
             "L2NORM": qk_l2norm,
         },
         value={"V": value_dim, "BV": MIN_TILE},
-        narrow=key_tile <= 128 and q.dtype != torch.float32,
+        # With unit keys and beta <= 2 the entries of the triangle and of its inverse are at most 2.
+        inverse=tl.float16 if qk_l2norm and q.dtype != torch.float32 and not INTERPRETED else tl.float32,
+        gradient=_gradient_options(value_dim, key_tile, sub_steps, narrow),
+        narrow=narrow,
     )
+
+
+def _gradient_options(value_dim: int, key_tile: int, sub_steps: int, narrow: bool) -> dict[str, int]:
+    """Tile widths and launch options of `gradient_kernel` (docs/kernels.md has the times of others)."""
+    if not narrow:
+        return {"V": value_dim, "BV": MIN_TILE, "BKO": MIN_TILE, "num_warps": 8, "num_stages": 1}
+    if sub_steps == 1 or value_dim <= MIN_TILE:
+        return {"V": value_dim, "BV": MIN_TILE, "BKO": key_tile, "num_warps": 8, "num_stages": 3}
+    return {"V": value_dim, "BV": 2 * MIN_TILE, "BKO": key_tile, "num_warps": 4, "num_stages": 1}
 
 
 class _DeltaProduct(torch.autograd.Function):
@@ -196,8 +211,9 @@ class _DeltaProduct(torch.autograd.Function):
                 **plan.shared,
                 **plan.parallel,
                 eps=L2NORM_EPS,
-                INVERSE_PRECISION=FP32_PRECISION,
+                INVERSE=plan.inverse,
                 num_warps=4 if plan.narrow else 8,
+                maxnreg=168 if plan.narrow else None,  # three programs share an SM
             )
             state_kernel[plan.serial_grid](
                 *(q, k, v),
@@ -262,10 +278,7 @@ class _DeltaProduct(torch.autograd.Function):
                 dg=dg,
                 **plan.shared,
                 **plan.parallel,
-                **plan.value,
-                BKO=min(128 if plan.narrow else 64, plan.shared["BK"]),
+                **plan.gradient,
                 MIN_LOG_DECAY=MIN_LOG2_DECAY.value / LOG2E.value,
-                num_warps=8,
-                num_stages=1,
             )
         return dq, dk, dv, dbeta, dg, dinitial_state, None, None, None

@@ -89,6 +89,20 @@ def adjoint_kernel(
         tl.store(dinitial_state + p_s, b_ds, mask=m_s)
 
 
+@triton.jit
+def sum_over_values(
+    p_rows, n_rows, p_state, i_k, K: tl.constexpr, V: tl.constexpr, H: tl.constexpr,
+    R: tl.constexpr, BKO: tl.constexpr, BV: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Rows [R, V] times a transposed state [V, K], BKO columns of it from `i_k`, in fp32."""
+    b_y = tl.zeros((R, BKO), tl.float32)
+    for i_v in range(0, V, BV):
+        b_rows = load_rows(p_rows, n_rows, i_v, V, H * V, R, BV).to(OPERAND)
+        b_s = load_rows(p_state + i_v * K, V - i_v, i_k, K, K, BV, BKO).to(OPERAND)
+        b_y = tl.dot(b_rows, b_s, b_y, input_precision=PRECISION)
+    return b_y
+
+
 @triton.jit(do_not_specialize=["T", "NT"])
 def gradient_kernel(
     q, k, beta, g,  # [tokens, H, K], [tokens * N, H, K], [tokens * N, H], [tokens, H]
@@ -104,9 +118,10 @@ def gradient_kernel(
 ):  # fmt: skip
     """Per chunk and head: dq, dk, dbeta and dg.
 
-    A first pass over V yields dA, dP and every inner product (k . dk, q . dq and their parts) that dbeta, dg
-    and the norms take; with those known, dq and dk follow in blocks of BKO columns, each stored as soon as it
-    is summed.
+    One product after the other, each over all of V, so that few accumulators are alive at a time: that is
+    worth reading tiles again, from the L2 cache. The inner products k . dk and q . dq (and their parts),
+    which dbeta, dg and the norms take, are row sums of those products; where K spans several blocks a first
+    pass collects them.
     """
     i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H  # heads side by side: their rows are neighbours
     i_t, n_t = chunk_span(i_c, cu_seqlens, chunk_offsets, chunk_segment, T, NT, C, PACKED)
@@ -116,8 +131,9 @@ def gradient_kernel(
     o_t, o_m = tl.arange(0, BC), tl.arange(0, M)
     o_tau = o_m // N
     p_s = (i_c.to(tl.int64) * H + i_h) * V * K
+    p_ds, p_s = dstates + p_s, states + p_s
     p_k, p_q = (i_m * H + i_h) * K, (i_t * H + i_h) * K
-    p_v, p_o = (i_m * H + i_h) * V, (i_t * H + i_h) * V
+    p_e, p_dv, p_do = errors + (i_m * H + i_h) * V, dv + (i_m * H + i_h) * V, do + (i_t * H + i_h) * V
 
     b_beta = tl.load(beta + (i_m + o_m) * H + i_h, mask=o_m < n_m, other=0.0)
     b_rk = tl.full((M,), 1.0, tl.float32)
@@ -132,30 +148,17 @@ def gradient_kernel(
         b_write *= tl.exp2(g_last - b_gm)
         b_query *= tl.exp2(b_gt)
 
-    b_k = load_rows(k + p_k, n_m, 0, K, H * K, M, BK).to(OPERAND)
-    b_q = load_rows(q + p_q, n_t, 0, K, H * K, BC, BK).to(OPERAND)
     b_da = tl.zeros((M, M), tl.float32)  # dV E^T
     b_dp = tl.zeros((M, BC), tl.float32)  # E dO^T
-    # Inner products; below they become the shares of k . dk and q . dq that come by way of the state.
-    b_kw = tl.zeros((M,), tl.float32)  # k . (E dS'^T): k writes the state
-    b_kr = tl.zeros((M,), tl.float32)  # k . (dV S^T): k reads it
-    b_qr = tl.zeros((BC,), tl.float32)  # q . (dO S^T)
     for i_v in range(0, V, BV):
-        b_e = load_rows(errors + p_v, n_m, i_v, V, H * V, M, BV).to(OPERAND)
-        b_dv = load_rows(dv + p_v, n_m, i_v, V, H * V, M, BV).to(OPERAND)
-        b_do = load_rows(do + p_o, n_t, i_v, V, H * V, BC, BV).to(OPERAND)
+        b_e = load_rows(p_e, n_m, i_v, V, H * V, M, BV).to(OPERAND)
+        b_dv = load_rows(p_dv, n_m, i_v, V, H * V, M, BV).to(OPERAND)
+        b_do = load_rows(p_do, n_t, i_v, V, H * V, BC, BV).to(OPERAND)
         b_da = tl.dot(b_dv, tl.trans(b_e), b_da, input_precision=PRECISION)
         b_dp = tl.dot(b_e, tl.trans(b_do), b_dp, input_precision=PRECISION)
-        b_ds = load_rows(dstates + p_s + i_v * K, V - i_v, 0, K, K, BV, BK).to(OPERAND)
-        b_x = tl.dot(b_k, tl.trans(b_ds), input_precision=PRECISION)  # [M, BV]
-        b_kw += tl.sum(b_x * b_e.to(tl.float32), 1)
-        if GATED or L2NORM:
-            b_s = load_rows(states + p_s + i_v * K, V - i_v, 0, K, K, BV, BK).to(OPERAND)
-            b_x = tl.dot(b_k, tl.trans(b_s), input_precision=PRECISION)
-            b_kr += tl.sum(b_x * b_dv.to(tl.float32), 1)
-            b_x = tl.dot(b_q, tl.trans(b_s), input_precision=PRECISION)  # [BC, BV]
-            b_qr += tl.sum(b_x * b_do.to(tl.float32), 1)
 
+    b_k = load_rows(k + p_k, n_m, 0, K, H * K, M, BK).to(OPERAND)
+    b_q = load_rows(q + p_q, n_t, 0, K, H * K, BC, BK).to(OPERAND)
     lower = o_m[:, None] > o_m[None, :]
     seen = o_tau[:, None] <= o_t[None, :]
     b_dp *= b_rk[:, None] * (b_rq * scale)[None, :]
@@ -167,53 +170,71 @@ def gradient_kernel(
     b_da = tl.where(lower, b_da, 0.0)
     b_x = b_dp * tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # dP .* P
     b_inner = tl.sum(b_x, 1)
-    b_qr = b_qr * b_query + tl.sum(b_x * b_beta[:, None], 0)
+    b_qp = tl.sum(b_x * b_beta[:, None], 0)
     b_x = b_da * tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)  # dA .* A
     b_inner += tl.sum(b_x, 0)
-    b_kr = tl.sum(b_x * b_beta[None, :], 1) - b_kr * b_read
-    b_kw *= b_write
-    tl.store(dbeta + (i_m + o_m) * H + i_h, b_kw + b_inner, mask=o_m < n_m)
-    b_kw *= b_beta
-    b_inner *= b_beta
-    if GATED:
-        b_dg = tl.sum(tl.where(o_tau[:, None] >= o_t[None, :], (b_kr - b_kw - b_inner)[:, None], 0.0), 0)
-        b_dg += tl.sum(tl.where(o_t[:, None] >= o_t[None, :], b_qr[:, None], 0.0), 0)
-        b_dg += tl.sum(b_kw, 0)
-    b_kn = b_rk * b_rk * (b_kr + b_kw + b_inner)
-    b_qn = b_rq * b_rq * b_qr
+    b_kp = tl.sum(b_x * b_beta[None, :], 1) + b_inner * b_beta
     b_da = (b_da * b_beta[None, :]).to(OPERAND)
     b_dp = (b_dp * b_beta[:, None]).to(OPERAND)
 
-    b_ss = tl.zeros((BV,), tl.float32)  # rows of S^T .* dS'^T
+    # Inner products by way of the state: k . dk where k writes it and where k reads it, and q . dq.
+    SPLIT: tl.constexpr = BKO < BK
+    b_kw = tl.zeros((M,), tl.float32)
+    b_kr = tl.zeros((M,), tl.float32)
+    b_qr = tl.zeros((BC,), tl.float32)
+    if SPLIT:
+        for i_k in range(0, K, BKO):
+            b_ko = load_rows(k + p_k, n_m, i_k, K, H * K, M, BKO).to(tl.float32)
+            b_qo = load_rows(q + p_q, n_t, i_k, K, H * K, BC, BKO).to(tl.float32)
+            b_y = sum_over_values(p_e, n_m, p_ds, i_k, K, V, H, M, BKO, BV, OPERAND, PRECISION)
+            b_kw += tl.sum(b_ko * b_y, 1) * b_write
+            b_y = sum_over_values(p_dv, n_m, p_s, i_k, K, V, H, M, BKO, BV, OPERAND, PRECISION)
+            b_kr -= tl.sum(b_ko * b_y, 1) * b_read
+            b_y = sum_over_values(p_do, n_t, p_s, i_k, K, V, H, BC, BKO, BV, OPERAND, PRECISION)
+            b_qr += tl.sum(b_qo * b_y, 1) * b_query
+
     for i_k in range(0, K, BKO):
-        b_dkw = tl.zeros((M, BKO), tl.float32)
-        b_dkr = tl.zeros((M, BKO), tl.float32)
-        b_dq = tl.zeros((BC, BKO), tl.float32)
-        for i_v in range(0, V, BV):
-            b_e = load_rows(errors + p_v, n_m, i_v, V, H * V, M, BV).to(OPERAND)
-            b_dv = load_rows(dv + p_v, n_m, i_v, V, H * V, M, BV).to(OPERAND)
-            b_do = load_rows(do + p_o, n_t, i_v, V, H * V, BC, BV).to(OPERAND)
-            b_s = load_rows(states + p_s + i_v * K, V - i_v, i_k, K, K, BV, BKO).to(OPERAND)
-            b_ds = load_rows(dstates + p_s + i_v * K, V - i_v, i_k, K, K, BV, BKO).to(OPERAND)
-            b_dkw = tl.dot(b_e, b_ds, b_dkw, input_precision=PRECISION)
-            b_dkr = tl.dot(b_dv, b_s, b_dkr, input_precision=PRECISION)
-            b_dq = tl.dot(b_do, b_s, b_dq, input_precision=PRECISION)
-            if GATED:
-                b_ss += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 1)
         b_ko = load_rows(k + p_k, n_m, i_k, K, H * K, M, BKO).to(OPERAND)
         b_qo = load_rows(q + p_q, n_t, i_k, K, H * K, BC, BKO).to(OPERAND)
-        b_dk = b_dkw * (b_write * b_beta)[:, None] - b_dkr * b_read[:, None]
+        b_dk = sum_over_values(p_e, n_m, p_ds, i_k, K, V, H, M, BKO, BV, OPERAND, PRECISION)
+        b_dk *= b_write[:, None]
+        if not SPLIT:
+            b_kw = tl.sum(b_ko.to(tl.float32) * b_dk, 1)
+        b_dk *= b_beta[:, None]
+        b_y = sum_over_values(p_dv, n_m, p_s, i_k, K, V, H, M, BKO, BV, OPERAND, PRECISION)
+        b_y *= b_read[:, None]
+        if not SPLIT:
+            b_kr = -tl.sum(b_ko.to(tl.float32) * b_y, 1)
+        b_dk -= b_y
         b_dk = tl.dot(b_da, b_ko, b_dk, input_precision=PRECISION)
         b_dk = tl.dot(tl.trans(b_da), b_ko, b_dk, input_precision=PRECISION)
         b_dk = tl.dot(b_dp, b_qo, b_dk, input_precision=PRECISION)
-        b_dq = tl.dot(tl.trans(b_dp), b_ko, b_dq * b_query[:, None], input_precision=PRECISION)
         if L2NORM:
             # The sums above are r * d(x r): with r = rsqrt(x . x + eps), dx = that - r^2 x (x . that).
-            b_dk -= b_ko.to(tl.float32) * b_kn[:, None]
-            b_dq -= b_qo.to(tl.float32) * b_qn[:, None]
+            b_dk -= b_ko.to(tl.float32) * (b_rk * b_rk * (b_kr + b_kw * b_beta + b_kp))[:, None]
         store_rows(dk + p_k, b_dk, n_m, i_k, K, H * K, M, BKO)
+        b_dq = sum_over_values(p_do, n_t, p_s, i_k, K, V, H, BC, BKO, BV, OPERAND, PRECISION)
+        b_dq *= b_query[:, None]
+        if not SPLIT:
+            b_qr = tl.sum(b_qo.to(tl.float32) * b_dq, 1)
+        b_dq = tl.dot(tl.trans(b_dp), b_ko, b_dq, input_precision=PRECISION)
+        if L2NORM:
+            b_dq -= b_qo.to(tl.float32) * (b_rq * b_rq * (b_qr + b_qp))[:, None]
         store_rows(dq + p_q, b_dq, n_t, i_k, K, H * K, BC, BKO)
+
+    tl.store(dbeta + (i_m + o_m) * H + i_h, b_kw + b_inner, mask=o_m < n_m)
     if GATED:
+        # k that reads the state raises the gates up to its token, what is written lowers them again.
+        b_row = b_kr + b_kp - b_inner * b_beta - (b_kw + b_inner) * b_beta
+        b_dg = tl.sum(tl.where(o_tau[None, :] >= o_t[:, None], b_row[None, :], 0.0), 1)
+        b_dg += tl.sum(tl.where(o_t[None, :] >= o_t[:, None], (b_qr + b_qp)[None, :], 0.0), 1)
+        b_dg += tl.sum(b_kw * b_beta, 0)
+        b_ss = tl.zeros((BV,), tl.float32)  # rows of S^T .* dS'^T
+        for i_v in range(0, V, BV):
+            for i_k in range(0, K, BKO):
+                b_s = load_rows(p_s + i_v * K, V - i_v, i_k, K, K, BV, BKO).to(tl.float32)
+                b_ds = load_rows(p_ds + i_v * K, V - i_v, i_k, K, K, BV, BKO).to(tl.float32)
+                b_ss += tl.sum(b_s * b_ds, 1)
         b_dg += tl.sum(b_ss, 0) * tl.exp2(g_last)
         p_g = (i_t + o_t) * H + i_h
         b_g = tl.load(g + p_g, mask=o_t < n_t, other=0.0)

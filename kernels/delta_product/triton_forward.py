@@ -33,46 +33,30 @@ MIN_LOG2_DECAY = tl.constexpr(-50.0)
 
 
 @triton.jit
-def split_diagonal(b_a, B: tl.constexpr, R: tl.constexpr):
-    """[B, 2R, 2R] -> its diagonal blocks [2B, R, R] and its lower left blocks [B, R, R]."""
-    b_a = tl.permute(tl.reshape(b_a, (B, 2, R, 2, R)), (0, 2, 4, 3, 1))
-    b_top, b_bottom = tl.split(b_a)  # [B, R, R, 2]
-    b_11, _ = tl.split(b_top)
-    b_21, b_22 = tl.split(b_bottom)
-    b_diagonal = tl.reshape(tl.permute(tl.join(b_11, b_22), (0, 3, 1, 2)), (2 * B, R, R))
-    return b_diagonal, b_21
+def unit_lower_inverse(b_l, M: tl.constexpr, OPERAND: tl.constexpr):
+    """(I + L)^-1 of a strictly lower triangular L [M, M], M a power of two; in fp32.
 
-
-@triton.jit
-def merge_inverses(b_x, b_21, B: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr):
-    """Inverses [2B, R, R] of the diagonal blocks and the blocks below [B, R, R] -> inverses [B, 2R, 2R]."""
-    b_x = tl.permute(tl.reshape(b_x, (B, 2, R, R)), (0, 2, 3, 1))
-    b_1, b_2 = tl.split(b_x)
-    b_below = -tl.dot(tl.dot(b_2, b_21, input_precision=PRECISION), b_1, input_precision=PRECISION)
-    b_x = tl.join(tl.join(b_1, tl.zeros_like(b_1)), tl.join(b_below, b_2))  # [B, R, R, column, row]
-    return tl.reshape(tl.permute(b_x, (0, 4, 1, 3, 2)), (B, 2 * R, 2 * R))
-
-
-@triton.jit
-def unit_lower_inverse(b_l, PRECISION: tl.constexpr):
-    """(I + L)^-1 of a strictly lower triangular L [64, 64], in fp32.
-
-    16 x 16 blocks by masked doubling, X <- X - X L_w X with L_w the blocks of width w below the diagonal
-    ones, which equals substitution and never forms a power of L (those overflow for correlated keys and beta
-    near 2); then two levels of block merges.
+    Masked doubling: with X the inverse of the diagonal blocks of width w and L_w the blocks below them,
+    X - X L_w X is that of the blocks of width 2 w. It equals substitution and never forms a power of L (those
+    overflow for correlated keys and beta near 2). With fp16 operands one Newton step on the rounded X,
+    X + X (I - (I + L) X), removes what their rounding did; there L enters in two terms.
     """
-    b_2, b_21_wide = split_diagonal(tl.reshape(b_l, (1, 64, 64)), 1, 32)
-    b_4, b_21 = split_diagonal(b_2, 2, 16)
-    o_r = tl.arange(0, 16)[None, :, None]
-    o_c = tl.arange(0, 16)[None, None, :]
-    below = (o_r == o_c + 1) & (o_c % 2 == 0)
-    b_x = tl.where(o_r == o_c, 1.0, 0.0) - tl.where(below, b_4, 0.0)
-    for level in tl.static_range(1, 4):
+    o_r, o_c = tl.arange(0, M)[:, None], tl.arange(0, M)[None, :]
+    unit = tl.where(o_r == o_c, 1.0, 0.0)
+    b_x = unit - tl.where((o_r == o_c + 1) & (o_c % 2 == 0), b_l, 0.0)
+    for level in tl.static_range(1, M.bit_length() - 1):
         below = ((o_r >> level) == (o_c >> level) + 1) & ((o_c >> level) % 2 == 0)
-        b_w = tl.where(below, b_4, 0.0)
-        b_x -= tl.dot(tl.dot(b_x, b_w, input_precision=PRECISION), b_x, input_precision=PRECISION)
-    b_x = merge_inverses(b_x, b_21, 2, 16, PRECISION)
-    return tl.reshape(merge_inverses(b_x, b_21_wide, 1, 32, PRECISION), (64, 64))
+        b_w = tl.where(below, b_l, 0.0).to(OPERAND)
+        b_y = b_x.to(OPERAND)
+        b_w = tl.dot(b_y, b_w, input_precision="tf32x3").to(OPERAND)
+        b_x -= tl.dot(b_w, b_y, input_precision="tf32x3")
+    if OPERAND == tl.float16:
+        b_y = b_x.to(OPERAND)
+        b_w = b_l.to(OPERAND)
+        b_rest = tl.dot(b_w, b_y, b_y.to(tl.float32))
+        b_rest = tl.dot((b_l - b_w.to(tl.float32)).to(OPERAND), b_y, b_rest)
+        b_x = tl.dot(b_y, (unit - b_rest).to(OPERAND), b_y.to(tl.float32))
+    return b_x
 
 
 @triton.jit(do_not_specialize=["T", "NT"])
@@ -85,7 +69,7 @@ def prepare_kernel(
     H: tl.constexpr, K: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
     GATED: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, INVERSE_PRECISION: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     """Per chunk and head: X, P D, the cumulative gates, the reciprocal norms, and the factors made of them.
 
@@ -125,9 +109,8 @@ def prepare_kernel(
     if GATED:
         b_g = tl.load(g + (i_t + o_t) * H + i_h, mask=m_t, other=0.0) * LOG2E
         b_g = tl.maximum(b_g, MIN_LOG2_DECAY)
-        # Masked sums rather than two scans: sub-steps of one token get bit-identical values.
-        b_gt = tl.sum(tl.where(o_t[:, None] <= o_t[None, :], b_g[:, None], 0.0), 0)
-        b_gm = tl.sum(tl.where(o_t[:, None] <= o_tau[None, :], b_g[:, None], 0.0), 0)
+        b_gt = tl.cumsum(b_g, 0)
+        b_gm = tl.gather(b_gt, o_tau, 0)  # sub-steps of one token get bit-identical values
         g_last = tl.sum(b_g, 0)
         tl.store(gc + p_t, b_gt, mask=m_t)
         b_p *= tl.exp2(tl.where(seen, b_gt[None, :] - b_gm[:, None], 0.0))
@@ -141,7 +124,7 @@ def prepare_kernel(
     tl.store(query + p_t, b_query, mask=m_t)
     tl.store(decay + i_c.to(tl.int64) * H + i_h, chunk_decay)
     store_rows(p + (i_t * H + i_h) * M, tl.trans(tl.where(seen, b_p, 0.0)), n_t, 0, M, H * M, BC, M)
-    b_x = unit_lower_inverse(tl.where(lower, b_a, 0.0), INVERSE_PRECISION)
+    b_x = unit_lower_inverse(tl.where(lower, b_a, 0.0), M, INVERSE)
     store_rows(x + (i_m * H + i_h) * M, b_x, n_m, 0, M, H * M, M, M)
 
 

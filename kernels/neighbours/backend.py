@@ -1,0 +1,39 @@
+"""What runs a neighbour: its definition in PyTorch, or its Triton kernel."""
+
+import os
+
+import torch
+from torch import Tensor
+
+BACKENDS = ("torch", "triton")
+BACKEND_VARIABLE = "FLA_TRAIN_NEIGHBOURS"
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def resolve_backend(backend: str, x: Tensor, limit: str | None = None) -> str:
+    """The backend that runs: the argument, else `FLA_TRAIN_NEIGHBOURS`, else triton where it can, else torch.
+
+    Args:
+        x: an input, whose device and dtype count.
+        limit: what the kernel cannot do of this call ("takes at most ..."), None if it can do it all.
+
+    Raises:
+        ValueError: for a name that is not in `BACKENDS`, and for triton where it cannot run.
+    """
+    source = "backend"
+    if backend == "auto":
+        backend, source = os.environ.get(BACKEND_VARIABLE, "auto"), BACKEND_VARIABLE
+    if backend not in ("auto", *BACKENDS):
+        raise ValueError(f"{source}={backend!r} is unknown: choose auto, {', '.join(BACKENDS)}")
+    if backend == "torch":
+        return backend
+    if x.dtype not in TRITON_DTYPES:
+        limit = f"takes no {x.dtype}"
+    on_gpu = x.device.type == "cuda"
+    if backend == "auto":
+        return "triton" if on_gpu and limit is None else "torch"
+    if limit is not None:
+        raise ValueError(f"{source}='triton' {limit}: choose auto or torch")
+    if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"{source}='triton' needs a CUDA device, got {x.device}: choose auto or torch")
+    return backend

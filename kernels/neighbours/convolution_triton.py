@@ -1,0 +1,237 @@
+"""The short convolution in Triton: each kernel walks time and reads every tensor once.
+
+A program owns BR stretches of L tokens and BD channels. It steps through its stretches side by side, GROUP
+tokens at a time, and holds the last three inputs of each in registers, so that an input is loaded once
+whatever the number of taps. The next group is on its way while one is computed: the compiler would not move a
+load ahead of a store by itself. The backward recomputes the pre-activation instead of keeping it, and carries
+the unfinished sums of dx along. Narrower convolutions are those of four taps whose oldest are zero.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+HALO = tl.constexpr(3)  # inputs before a token that reach it
+GROUP = tl.constexpr(4)
+# (L, BR, BD, warps): tokens per stretch (a multiple of GROUP), stretches and channels per program.
+FORWARD = (32, 4, 128, 4)
+BACKWARD = (64, 4, 128, 4)
+
+
+def triton_short_convolution(x: Tensor, weight: Tensor, offsets: Tensor | None) -> Tensor:
+    """`short_convolution` without state on checked inputs, computed in fp32: x [B, T, D] -> y [B, T, D]."""
+    return _ShortConvolution.apply(x, weight, offsets)
+
+
+class _ShortConvolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor | None) -> Tensor:
+        x, weight = x.contiguous(), weight.contiguous()
+        y = torch.empty_like(x)
+        grid, sizes = _launch(x, weight, offsets, FORWARD)
+        with torch.cuda.device_of(x):
+            forward_kernel[grid](x, weight, offsets, y, **sizes)
+        ctx.save_for_backward(x, weight, offsets)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, offsets = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        grid, sizes = _launch(x, weight, offsets, BACKWARD)
+        groups = triton.cdiv(sizes["stretches"], sizes["BR"])
+        partial = torch.empty(groups, sizes["D"], sizes["W"], dtype=torch.float32, device=x.device)
+        with torch.cuda.device_of(x):
+            backward_kernel[grid](x, weight, offsets, dy.contiguous(), dx, partial, **sizes)
+        return dx, partial.sum(0).to(weight.dtype)[:, None], None
+
+
+def _launch(
+    x: Tensor, weight: Tensor, offsets: Tensor | None, config: tuple[int, int, int, int]
+) -> tuple[tuple[int], dict[str, Any]]:
+    """Grid (channel blocks fastest) and the arguments that both kernels share."""
+    (batch, length, channels), (stretch, rows, block, warps) = x.shape, config
+    stretches = batch * triton.cdiv(length, stretch)
+    sizes = {
+        "T": length,
+        "stretches": stretches,
+        "D": channels,
+        "W": weight.shape[-1],
+        "L": stretch,
+        "BR": rows,
+        "BD": block,
+        "PACKED": offsets is not None,
+        "num_warps": warps,
+    }
+    return (triton.cdiv(stretches, rows) * triton.cdiv(channels, block),), sizes
+
+
+@triton.jit
+def load_tap(weight, o_d, shift: tl.constexpr, D: tl.constexpr, W: tl.constexpr):
+    """[1, BD] fp32 weights of the inputs `shift` tokens back, zeros where the convolution is narrower."""
+    b_w = tl.zeros_like(o_d).to(tl.float32)
+    if shift < W:
+        b_w += tl.load(weight + o_d * W + (W - 1 - shift), mask=o_d < D, other=0.0).to(tl.float32)
+    return b_w[None, :]
+
+
+@triton.jit
+def load_tokens(p, o_row, o_t, o_end, o_d, D: tl.constexpr):
+    """[BR, BD]: tokens `o_t` of the sequences whose first rows are `o_row`; zeros outside [0, o_end)."""
+    mask = ((o_t >= 0) & (o_t < o_end))[:, None] & (o_d < D)[None, :]
+    return tl.load(p + (o_row + o_t)[:, None] * D + o_d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_group(p, o_row, o_t, o_end, o_d, D: tl.constexpr):
+    """The GROUP tokens from `o_t` on."""
+    return (
+        load_tokens(p, o_row, o_t, o_end, o_d, D),
+        load_tokens(p, o_row, o_t + 1, o_end, o_d, D),
+        load_tokens(p, o_row, o_t + 2, o_end, o_d, D),
+        load_tokens(p, o_row, o_t + 3, o_end, o_d, D),
+    )
+
+
+@triton.jit
+def widen(b_x3, b_x2, b_x1, b_g0, b_g1, b_g2, b_g3):
+    """Past inputs and a group in fp32, in order of time."""
+    return (
+        b_x3.to(tl.float32),
+        b_x2.to(tl.float32),
+        b_x1.to(tl.float32),
+        b_g0.to(tl.float32),
+        b_g1.to(tl.float32),
+        b_g2.to(tl.float32),
+        b_g3.to(tl.float32),
+    )
+
+
+@triton.jit
+def store_tokens(p, b_x, o_row, o_t, o_end, o_d, D: tl.constexpr):
+    """The inverse of `load_tokens`."""
+    mask = ((o_t >= 0) & (o_t < o_end))[:, None] & (o_d < D)[None, :]
+    tl.store(p + (o_row + o_t)[:, None] * D + o_d[None, :], b_x.to(p.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_offsets(offsets, o_t, o_end, PACKED: tl.constexpr):
+    """[BR, 1] distances from the document's start (packed documents: one row, so that o_t is the token)."""
+    b_n = tl.zeros_like(o_t)
+    if PACKED:
+        b_n = tl.load(offsets + o_t, mask=(o_t >= 0) & (o_t < o_end), other=0).to(tl.int32)
+    return b_n[:, None]
+
+
+@triton.jit
+def reached(b_x, b_n, shift: tl.constexpr, PACKED: tl.constexpr):
+    """b_x where the token `shift` places back is of the same document, else 0."""
+    return tl.where(b_n >= shift, b_x, 0.0) if PACKED else b_x
+
+
+@triton.jit
+def convolve(b_x0, b_x1, b_x2, b_x3, b_w0, b_w1, b_w2, b_w3, b_n, PACKED: tl.constexpr):
+    """The pre-activation of tokens b_x0 with those 1, 2 and 3 places back."""
+    b_z = b_x0 * b_w0 + reached(b_x1 * b_w1, b_n, 1, PACKED)
+    return b_z + reached(b_x2 * b_w2, b_n, 2, PACKED) + reached(b_x3 * b_w3, b_n, 3, PACKED)
+
+
+@triton.jit
+def program_tile(T, stretches, D: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+    """Of this program's stretches: rows of their sequences, first tokens, ends; then its channels."""
+    ND: tl.constexpr = (D + BD - 1) // BD
+    o_s = (tl.program_id(0) // ND) * BR + tl.arange(0, BR)
+    n_per_sequence = tl.cdiv(T, L)
+    o_row = (o_s // n_per_sequence).to(tl.int64) * T
+    o_end = tl.where(o_s < stretches, T, 0)
+    return o_row, (o_s % n_per_sequence) * L, o_end, (tl.program_id(0) % ND) * BD + tl.arange(0, BD)
+
+
+@triton.jit(do_not_specialize=["T", "stretches"])
+def forward_kernel(
+    x, weight, offsets, y,  # [B, T, D], [D, W], [T], out [B, T, D]
+    T, stretches,
+    D: tl.constexpr, W: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    o_row, o_t, o_end, o_d = program_tile(T, stretches, D, L, BR, BD)
+    b_w0, b_w1 = load_tap(weight, o_d, 0, D, W), load_tap(weight, o_d, 1, D, W)
+    b_w2, b_w3 = load_tap(weight, o_d, 2, D, W), load_tap(weight, o_d, 3, D, W)
+    b_x3 = load_tokens(x, o_row, o_t - 3, o_end, o_d, D)
+    b_x2 = load_tokens(x, o_row, o_t - 2, o_end, o_d, D)
+    b_x1 = load_tokens(x, o_row, o_t - 1, o_end, o_d, D)
+    o_stop = tl.minimum(o_end, o_t + L)
+    b_g0, b_g1, b_g2, b_g3 = load_group(x, o_row, o_t, o_stop, o_d, D)
+    for i in range(0, L, GROUP):
+        b_xs = widen(b_x3, b_x2, b_x1, b_g0, b_g1, b_g2, b_g3)
+        b_x3, b_x2, b_x1 = b_g1, b_g2, b_g3
+        b_g0, b_g1, b_g2, b_g3 = load_group(x, o_row, o_t + i + GROUP, o_stop, o_d, D)
+        for j in tl.static_range(GROUP):
+            b_n = load_offsets(offsets, o_t + i + j, o_stop, PACKED)
+            b_z = convolve(
+                b_xs[j + 3], b_xs[j + 2], b_xs[j + 1], b_xs[j], b_w0, b_w1, b_w2, b_w3, b_n, PACKED
+            )
+            store_tokens(y, b_z * tl.sigmoid(b_z), o_row, o_t + i + j, o_stop, o_d, D)
+
+
+@triton.jit(do_not_specialize=["T", "stretches"])
+def backward_kernel(
+    x, weight, offsets, dy,  # [B, T, D], [D, W], [T], [B, T, D]
+    dx, partial,  # out: [B, T, D]; weight gradient per group of stretches, fp32 [groups, D, W]
+    T, stretches,
+    D: tl.constexpr, W: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """With dz the gradient of the pre-activation: dx_t = sum_s w_s dz_{t+s} and dw_s = sum_t dz_t x_{t-s}."""
+    o_row, o_t, o_end, o_d = program_tile(T, stretches, D, L, BR, BD)
+    b_w0, b_w1 = load_tap(weight, o_d, 0, D, W), load_tap(weight, o_d, 1, D, W)
+    b_w2, b_w3 = load_tap(weight, o_d, 2, D, W), load_tap(weight, o_d, 3, D, W)
+    b_x3 = load_tokens(x, o_row, o_t - 3, o_end, o_d, D)
+    b_x2 = load_tokens(x, o_row, o_t - 2, o_end, o_d, D)
+    b_x1 = load_tokens(x, o_row, o_t - 1, o_end, o_d, D)
+    o_stop = tl.minimum(o_end, o_t + L + HALO)
+    b_g0, b_g1, b_g2, b_g3 = load_group(x, o_row, o_t, o_stop, o_d, D)
+    b_dy0, b_dy1, b_dy2, b_dy3 = load_group(dy, o_row, o_t, o_stop, o_d, D)
+    b_zero = tl.zeros((BR, BD), tl.float32)
+    b_dx1, b_dx2, b_dx3 = b_zero, b_zero, b_zero  # unfinished sums of the last three tokens
+    b_dw0, b_dw1, b_dw2, b_dw3 = b_zero, b_zero, b_zero, b_zero
+    for i in range(0, L + GROUP, GROUP):
+        b_xs = widen(b_x3, b_x2, b_x1, b_g0, b_g1, b_g2, b_g3)
+        b_dys = (b_dy0, b_dy1, b_dy2, b_dy3)
+        b_x3, b_x2, b_x1 = b_g1, b_g2, b_g3
+        b_g0, b_g1, b_g2, b_g3 = load_group(x, o_row, o_t + i + GROUP, o_stop, o_d, D)
+        b_dy0, b_dy1, b_dy2, b_dy3 = load_group(dy, o_row, o_t + i + GROUP, o_stop, o_d, D)
+        for j in tl.static_range(GROUP):
+            b_n = load_offsets(offsets, o_t + i + j, o_stop, PACKED)
+            b_z = convolve(
+                b_xs[j + 3], b_xs[j + 2], b_xs[j + 1], b_xs[j], b_w0, b_w1, b_w2, b_w3, b_n, PACKED
+            )
+            b_sigmoid = tl.sigmoid(b_z)
+            b_dz = b_dys[j].to(tl.float32) * b_sigmoid * (1.0 + b_z * (1.0 - b_sigmoid))
+
+            b_dx = b_dx3 + reached(b_dz * b_w3, b_n, 3, PACKED)
+            o_done = tl.where(i + j < HALO, -1, o_t + i + j - HALO)  # none yet, or the token it finishes
+            store_tokens(dx, b_dx, o_row, o_done, tl.minimum(o_end, o_t + L), o_d, D)
+            b_dx3 = b_dx2 + reached(b_dz * b_w2, b_n, 2, PACKED)
+            b_dx2 = b_dx1 + reached(b_dz * b_w1, b_n, 1, PACKED)
+            b_dx1 = b_dz * b_w0
+
+            b_own = tl.where(i < L, b_dz, 0.0)  # the tokens after the stretch are its neighbour's to count
+            b_dw0 += b_own * b_xs[j + 3]
+            b_dw1 += reached(b_own * b_xs[j + 2], b_n, 1, PACKED)
+            b_dw2 += reached(b_own * b_xs[j + 1], b_n, 2, PACKED)
+            b_dw3 += reached(b_own * b_xs[j], b_n, 3, PACKED)
+    i_group = tl.program_id(0) // ((D + BD - 1) // BD)
+    p_dw = partial + (i_group.to(tl.int64) * D + o_d) * W + W - 1
+    tl.store(p_dw, tl.sum(b_dw0, 0), mask=o_d < D)
+    if W > 1:
+        tl.store(p_dw - 1, tl.sum(b_dw1, 0), mask=o_d < D)
+    if W > 2:
+        tl.store(p_dw - 2, tl.sum(b_dw2, 0), mask=o_d < D)
+    if W > 3:
+        tl.store(p_dw - 3, tl.sum(b_dw3, 0), mask=o_d < D)

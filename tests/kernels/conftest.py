@@ -1,0 +1,15 @@
+"""Fixtures shared by the kernels' tests."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Fresh memory is filled with NaN, so that an element which is read but was never written shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).isnan().all() and torch.zeros(3).new_empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)

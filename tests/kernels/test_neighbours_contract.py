@@ -1,0 +1,78 @@
+"""What the neighbours accept, which backend runs them, and the words in which they refuse."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fla_train.kernels.neighbours import (
+    consume_logits,
+    recurrence_gates,
+    resolve_backend,
+    rms_norm,
+    short_convolution,
+    swiglu,
+)
+
+
+def test_backend_is_chosen_by_argument_variable_and_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(1)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert resolve_backend("auto", x) == "torch" and resolve_backend("triton", x) == "triton"
+    assert resolve_backend("auto", x.double()) == "torch"
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError, match="needs a CUDA device, got cpu: choose auto or torch"):
+        resolve_backend("triton", x)
+    with pytest.raises(ValueError, match=r"float64: choose auto or torch"):
+        resolve_backend("triton", x.double())
+    with pytest.raises(ValueError, match="backend='cuda' is unknown: choose auto, torch, triton"):
+        resolve_backend("cuda", x)
+    monkeypatch.setenv("FLA_TRAIN_NEIGHBOURS", "fast")
+    assert resolve_backend("torch", x) == "torch"
+    with pytest.raises(ValueError, match="FLA_TRAIN_NEIGHBOURS='fast' is unknown"):
+        resolve_backend("auto", x)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: recurrence_gates(torch.zeros(2, 3), torch.zeros(2, 3), None, None, beta_max=1.0),
+            "together",
+        ),
+        (
+            lambda: recurrence_gates(torch.zeros(2, 3), *torch.zeros(3, 3, 3).unbind(), beta_max=1.0),
+            r"shapes \[2, 3\], \[3, 3\]",
+        ),
+        (lambda: short_convolution(torch.zeros(1, 2, 3), torch.zeros(3, 1, 5), backend="triton"), "4 taps"),
+        (lambda: short_convolution(torch.zeros(1, 2, 3), torch.zeros(3, 4)), "weight has shape"),
+        (
+            lambda: short_convolution(torch.zeros(1, 2, 3), torch.zeros(3, 1, 4), state=torch.zeros(1, 3, 4)),
+            r"state has shape \[1, 3, 4\], expected \[B, D, W-1\] = \[1, 3, 3\]",
+        ),
+        (
+            lambda: short_convolution(torch.zeros(2, 2, 3), torch.zeros(3, 1, 4), offsets=torch.arange(2)),
+            "batch 1",
+        ),
+        (lambda: rms_norm(torch.zeros(2, 3), torch.ones(2), 1e-6), r"weight has shape \[2\]"),
+        (lambda: rms_norm(torch.zeros(2, 3), torch.ones(3), 1e-6, gate=torch.zeros(3)), "gate has shape"),
+        (
+            lambda: rms_norm(torch.zeros(1, 16385), torch.ones(16385), 1e-6, backend="triton"),
+            "16384 channels",
+        ),
+        (lambda: swiglu(torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)), "expected alike"),
+        (
+            lambda: consume_logits(torch.zeros(2, 3), torch.zeros(3), with_gradient=True),
+            r"\[M, V\] and \[M\]",
+        ),
+    ],
+)
+def test_faults_are_named(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_state_and_documents_exclude_each_other() -> None:
+    x, weight = torch.zeros(1, 2, 3), torch.zeros(3, 1, 4)
+    with pytest.raises(ValueError, match="give one of them"):
+        short_convolution(x, weight, state=torch.zeros(1, 3, 3), offsets=torch.arange(2))
