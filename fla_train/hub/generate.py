@@ -18,6 +18,8 @@ def stream(
 ) -> str:
     """Print `prompt` and its continuation to stdout; the prompt stands at the beginning of a document.
 
+    Both are decoded together, since SentencePiece drops the space before the first token it is given.
+
     Args:
         max_new_tokens: stop after so many tokens, or at the end-of-sequence token.
         temperature: 0 takes the likeliest token; else tokens are drawn, from torch's global generator.
@@ -35,13 +37,13 @@ def stream(
         raise ValueError("this tokenizer has no token that begins a text: give a prompt")
     sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     inputs = torch.tensor([ids], device=model.device)  # [1, T]
-    print(prompt, end="", flush=True)
     output = model.generate(
         inputs,
         attention_mask=torch.ones_like(inputs),
         max_new_tokens=max_new_tokens,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        streamer=TextStreamer(tokenizer, skip_special_tokens=True),
         **(sampling if temperature > 0 else {"do_sample": False}),
     )
-    return tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
+    known, text = (tokenizer.decode(x, skip_special_tokens=True) for x in (ids, output[0]))
+    return text[len(known) :]

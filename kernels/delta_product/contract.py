@@ -98,19 +98,31 @@ def delta_product_step(
 
     The arguments are those of `delta_product` without the T axis: q [B, H, K], k [B, N, H, K],
     v [B, N, H, V], beta [B, N, H], g [B, H]. `state` [B, H, K, V] is read and left as it was.
+    `backend="triton"` is one kernel, without gradients; any other is the definition in PyTorch, with them,
+    and so is "auto" until the kernel has been timed and tested on a GPU.
 
     Returns:
         o [B, H, V] in the dtype of `q`, and the new state [B, H, K, V].
 
     Raises:
-        ValueError: as `delta_product`.
+        ValueError: as `delta_product`; for triton also where gradients are recorded, and for float64.
     """
-    from fla_train.kernels.delta_product.recurrent import recurrent_step
-
     _check_tensors(q, k, v, beta, g, leading="B")
     _check_state("state", state, q, v, beta, q.shape[0])
-    resolve_backend(backend, q.device)  # one implementation serves all; the name must still be valid
-    return recurrent_step(q, k, v, beta, g, state=state, scale=_scale(scale, q), qk_l2norm=qk_l2norm)
+    options = {"state": state, "scale": _scale(scale, q), "qk_l2norm": qk_l2norm}
+    asked = os.environ.get(BACKEND_VARIABLE, "auto") if backend == "auto" else backend
+    if resolve_backend(backend, q.device) == "triton" and asked == "triton":
+        tensors = (q, k, v, beta, g, state)
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+            raise ValueError("the triton step records no gradients: use torch.no_grad() or backend=recurrent")
+        if q.dtype == torch.float64:
+            raise ValueError("the triton backend takes no torch.float64: choose backend=recurrent")
+        from fla_train.kernels.delta_product.triton_step import triton_step
+
+        return triton_step(q, k, v, beta, g, **options)
+    from fla_train.kernels.delta_product.recurrent import recurrent_step
+
+    return recurrent_step(q, k, v, beta, g, **options)
 
 
 def resolve_backend(backend: str, device: torch.device) -> str:
