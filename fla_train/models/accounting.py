@@ -117,16 +117,18 @@ def training_memory_bytes(
 
     Parameters are whole on each device (4 bytes); gradients (4) and AdamW's master copy and two moments (12)
     are divided. Activations sum what autograd keeps per token of the micro-batch (`tokens_per_device` =
-    micro-batch size * seq_len), in `element_size` bytes where autocast applies, with one chunk of logits;
-    expect it within a factor of two, fragmentation and communication buffers excluded.
+    micro-batch size * seq_len) with the fused kernels, in `element_size` bytes where autocast applies, and
+    one chunk of logits. Fragmentation and communication buffers are not in it. Without the fused kernels
+    expect up to twice as much.
     """
     parameters = count_parameters(config).total
     layers, hidden = config.num_hidden_layers, config.hidden_size
     value_size = config.num_heads * config.head_v_dim
     n, k, v = config.num_householder, config.head_dim, config.head_v_dim
-    operator = config.num_heads * n * (CHUNK + k * v // CHUNK) + value_size  # T, chunk states, output
-    saved = 2 * hidden + 3 * _conv_channels(config) + operator + value_size * (1 + 2 * config.use_output_gate)
-    saved += 4 * config.intermediate_size
+    # Of the operator: X, P, one state per chunk and the output (E takes the place of v)
+    operator = config.num_heads * (n * (CHUNK + k * v // CHUNK) + CHUNK) + value_size
+    saved = 2 * hidden + 2 * _conv_channels(config) + operator + value_size * (1 + 2 * config.use_output_gate)
+    saved += 3 * config.intermediate_size
     per_layer = element_size * saved + 2 * 4 * hidden  # two fp32 residuals
     kept = per_layer + layers * 4 * hidden if gradient_checkpointing else layers * per_layer
     logits = min(tokens_per_device * config.vocab_size, CHUNK_ELEMENTS)

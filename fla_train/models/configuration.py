@@ -14,6 +14,7 @@ from transformers.activations import ACT2FN
 
 from fla_train.kernels.delta_product import BACKENDS
 
+MACHINE_KEYS = ("backend", "recompute_operator")
 HYBRID_KEYS = ("layers", "num_heads", "num_kv_heads", "window_size", "rope_theta")
 
 
@@ -24,7 +25,8 @@ class DeltaProductConfig(PreTrainedConfig):
     steps per token. `intermediate_size=None` becomes 256 * ceil(int(hidden_size * hidden_ratio * 2/3) / 256).
     `attn` turns some layers into softmax attention: `{"layers": [3, 7], "num_heads": 8, "num_kv_heads": 8,
     "window_size": None, "rope_theta": 10000.0}`, of which the first two keys are required. `backend` chooses
-    the operator's backend; it belongs to the machine, so `save_pretrained` does not write it.
+    the operator's backend, and `recompute_operator` lets it keep its inputs only; both belong to the machine,
+    so `save_pretrained` does not write them.
 
     Raises:
         ValueError: listing every fault at once.
@@ -58,6 +60,7 @@ class DeltaProductConfig(PreTrainedConfig):
     eos_token_id: int | None = None
     pad_token_id: int | None = None
     backend: str = "auto"
+    recompute_operator: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
         if faults := self._faults():
@@ -81,8 +84,8 @@ class DeltaProductConfig(PreTrainedConfig):
         return self.attn is not None and layer in self.attn["layers"]
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """What `save_pretrained` writes: everything but the machine's choice of backend."""
-        return {key: value for key, value in super().to_diff_dict().items() if key != "backend"}
+        """What `save_pretrained` writes: everything but the machine's choices."""
+        return {key: value for key, value in super().to_diff_dict().items() if key not in MACHINE_KEYS}
 
     def _faults(self) -> list[str]:
         at_least_one = (

@@ -113,6 +113,7 @@ class DeltaProductMixer(nn.Module):
             initial_state=state,
             output_final_state=cache is not None,
             cu_seqlens=context.cu_seqlens,
+            recompute=self.config.recompute_operator,
             **options,
         )
         if cache is not None:

@@ -16,6 +16,7 @@ from importlib import import_module
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 BACKENDS = ("recurrent", "chunked", "triton")
 BACKEND_VARIABLE = "FLA_TRAIN_BACKEND"
@@ -51,6 +52,7 @@ def delta_product(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     qk_l2norm: bool = False,
+    recompute: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Run the (gated) delta-product recurrence over whole sequences.
@@ -67,6 +69,7 @@ def delta_product(
         cu_seqlens: int32 or int64 [S + 1], boundaries 0 = c_0 <= ... <= c_S = T of S documents packed in one
             row (B = 1). The state starts anew at each boundary; documents may be empty.
         qk_l2norm: divide every query and key vector by sqrt(|x|^2 + 1e-6) first, in float32.
+        recompute: keep nothing but the inputs for the backward, which then runs the forward again.
         backend: "recurrent", "chunked", "triton" or "auto" (see `resolve_backend`).
 
     Returns:
@@ -79,6 +82,8 @@ def delta_product(
         q, k, v, beta, g, scale, initial_state, output_final_state, cu_seqlens, qk_l2norm
     )
     run = load_backend(resolve_backend(backend, q.device))
+    if recompute and torch.is_grad_enabled():
+        return checkpoint(run, **vars(inputs), use_reentrant=False, preserve_rng_state=False)
     return run(**vars(inputs))
 
 

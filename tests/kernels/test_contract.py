@@ -172,3 +172,27 @@ def test_importing_the_operator_does_not_import_its_triton_backend():
     program = f"import sys, {name}; sys.exit(any(m.startswith('{name}.triton') for m in sys.modules))"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
     assert set(BACKENDS) == {"recurrent", "chunked", "triton"}
+
+
+@pytest.mark.parametrize("backend", ["chunked", "triton"])
+def test_recompute_keeps_the_inputs_only_and_changes_no_gradient(backend):
+    def run(recompute):
+        kept = 0
+
+        def count(tensor):
+            nonlocal kept
+            kept += tensor.numel()
+            return tensor
+
+        inputs = random_inputs(70, 2, key_dim=16, value_dim=16, dtype=torch.float32)
+        leaves = [x.requires_grad_() for x in (inputs["q"], inputs["k"], inputs["v"], inputs["beta"])]
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            o, _ = delta_product(**inputs, recompute=recompute, backend=backend)
+        return kept, torch.autograd.grad(o.square().sum(), leaves)
+
+    torch.manual_seed(0)
+    kept, gradients = run(recompute=False)
+    torch.manual_seed(0)
+    kept_by_recompute, again = run(recompute=True)
+    assert kept_by_recompute == 0 < kept  # `checkpoint` holds the arguments outside the graph
+    assert all(map(torch.equal, gradients, again))
