@@ -5,27 +5,43 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
+LAYOUTS = ("documents", "packed")
+
 
 @dataclass
 class PerplexityConfig:
     """Loss against context length and position, see `fla_train.eval.perplexity`."""
 
     sets: list[str] = field(default_factory=list)
+    layout: str = "documents"
     lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096])
+    panels: list[int] = field(default_factory=list)
     bucket: int = 512
     documents: int = 64
     scan: int = 20_000
     text_column: str = "text"
     chunk: int = 1024
     batch_size: int = 4
+    state_documents: int = 0
+
+
+@dataclass
+class ExpressivityConfig:
+    """Accuracy on the task a model was trained on, and its transitions; see `fla_train.eval.expressivity`."""
+
+    lengths: list[int] = field(default_factory=list)
+    sequences: int = 2048
+    batch_size: int = 128
+    contexts: int = 64
 
 
 @dataclass
 class SuiteConfig:
-    """One thing to run: a perplexity sweep, lm-eval tasks, or both."""
+    """One thing to run: a perplexity sweep, lm-eval tasks, or both; or a synthetic task's evaluation."""
 
     name: str = MISSING
     perplexity: PerplexityConfig | None = None
+    expressivity: ExpressivityConfig | None = None
     tasks: list[str] = field(default_factory=list)
     include_path: str | None = None
     num_fewshot: int | None = None
@@ -55,6 +71,8 @@ def set_name(path: str) -> str:
 def suite_faults(suite: SuiteConfig) -> list[str]:
     """Every setting that cannot work, one line each; empty when all is well."""
     faults = []
+    if suite.expressivity is not None:
+        return _expressivity_faults(suite)
     if suite.perplexity is None and not suite.tasks:
         faults.append("the suite is empty: give suite.tasks=[...] or choose suite=perplexity")
     if suite.batch_size != "auto" and not (suite.batch_size.isdigit() and int(suite.batch_size) > 0):
@@ -63,15 +81,37 @@ def suite_faults(suite: SuiteConfig) -> list[str]:
         value = getattr(suite, key)
         if value is not None and value < 1:
             faults.append(f"suite.{key}={value} must be at least 1")
-    if suite.perplexity is not None:
-        for key in ("bucket", "documents", "scan", "chunk", "batch_size"):
-            if (value := getattr(suite.perplexity, key)) < 1:
-                faults.append(f"suite.perplexity.{key}={value} must be at least 1")
-        names = [set_name(path) for path in suite.perplexity.sets]
-        if repeated := sorted({name for name in names if names.count(name) > 1}):
-            faults.append(
-                f"suite.perplexity.sets has several sets named {', '.join(repeated)}: rename a file"
-            )
-        if not suite.perplexity.lengths or min(suite.perplexity.lengths) < 1:
-            faults.append("suite.perplexity.lengths must hold integers of at least 1")
+    return faults + (_perplexity_faults(suite.perplexity) if suite.perplexity is not None else [])
+
+
+def _expressivity_faults(suite: SuiteConfig) -> list[str]:
+    config = suite.expressivity
+    faults = [
+        f"suite.expressivity.{key}={value} must be at least 1"
+        for key in ("sequences", "batch_size", "contexts")
+        if (value := getattr(config, key)) < 1
+    ]
+    if any(length < 1 for length in config.lengths):
+        faults.append("suite.expressivity.lengths must hold integers of at least 1")
+    if suite.perplexity is not None or suite.tasks:
+        faults.append("suite.expressivity runs alone: leave suite.perplexity and suite.tasks empty")
+    return faults
+
+
+def _perplexity_faults(config: PerplexityConfig) -> list[str]:
+    faults = []
+    for key in ("bucket", "documents", "scan", "chunk", "batch_size"):
+        if (value := getattr(config, key)) < 1:
+            faults.append(f"suite.perplexity.{key}={value} must be at least 1")
+    if config.state_documents < 0:
+        faults.append(f"suite.perplexity.state_documents={config.state_documents} must be at least 0")
+    if config.layout not in LAYOUTS:
+        faults.append(f"suite.perplexity.layout={config.layout} is none of {', '.join(LAYOUTS)}")
+    names = [set_name(path) for path in config.sets]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        faults.append(f"suite.perplexity.sets has several sets named {', '.join(repeated)}: rename a file")
+    if not config.lengths or min(config.lengths) < 1:
+        faults.append("suite.perplexity.lengths must hold integers of at least 1")
+    if min(config.panels, default=1) < 1:
+        faults.append("suite.perplexity.panels must hold integers of at least 1")
     return faults

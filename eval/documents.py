@@ -1,7 +1,8 @@
 """Held-out documents as token ids: a run's own validation split, or files of FineWeb's shape."""
 
+import hashlib
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -77,3 +78,51 @@ def longest(
     scanned = tqdm(islice(documents, scan), desc="reading documents", unit="document", disable=not progress)
     cut = (document[: length + 1] for document in scanned)
     return [document.tolist() for document in heapq.nlargest(count, cut, key=len)]
+
+
+def packed(
+    documents: Iterable[np.ndarray],
+    count: int,
+    length: int,
+    prefix: Sequence[int],
+    scan: int,
+    progress: bool,
+) -> list[list[int]]:
+    """The first `count` sequences of the documents joined in order, `prefix` between two of them.
+
+    Each sequence gives `length` targets once `prefix` stands before it, as `loss_table` puts it; documents
+    may begin and end anywhere in it, as in training. Empty documents are left out. What does not fill a
+    sequence is dropped, unless there is no full one.
+
+    Args:
+        documents: token ids, [tokens] each.
+        count: sequences wanted.
+        length: targets of a sequence.
+        prefix: what stands between documents: the separator, or nothing.
+        scan: documents read at most.
+        progress: show a progress bar over documents.
+    """
+    scanned = tqdm(islice(documents, scan), desc="reading documents", unit="document", disable=not progress)
+    size = length if prefix else length + 1
+    sequences: list[list[int]] = []
+    waiting: list[int] = []
+    for document in scanned:
+        if not len(document):
+            continue
+        if sequences or waiting:
+            waiting += prefix
+        waiting += document.tolist()
+        while len(waiting) >= size:
+            sequences.append(waiting[:size])
+            waiting = waiting[size:]
+            if len(sequences) == count:
+                return sequences
+    return sequences or ([waiting] if waiting else [])
+
+
+def fingerprint(documents: Iterable[Sequence[int]]) -> str:
+    """sha256 over the tokens and bounds of what was evaluated: equal data, equal fingerprint."""
+    digest = hashlib.sha256()
+    for document in documents:
+        digest.update(len(document).to_bytes(8, "little") + np.asarray(document, dtype="<u4").tobytes())
+    return digest.hexdigest()

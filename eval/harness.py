@@ -1,19 +1,28 @@
 """Bridge to lm-eval: our checkpoints as an lm-eval model, and a task list run one task at a time."""
 
+import hashlib
 from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 
 import torch
 from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fla_train.eval.likelihood import Answer, log_likelihoods
 from fla_train.eval.mirror import DatasetUnavailable, hub_datasets
+from fla_train.eval.parallel import Ranks
 from fla_train.hub.load import document_prefix, resolve_checkpoint, trained_length, training_record
+from fla_train.models import DeltaProductForCausalLM
 
 CPU_BATCH = 8  # what `auto` means there: a CPU has no out-of-memory error to find the limit by
+AUTO_TOKENS = 131_072  # tokens of a forward pass that `auto` means for our models on a GPU
 
 
 @register_model("fla_train")
@@ -24,18 +33,24 @@ class FlaTrainLM(HFLM):
     fp32 (in bf16 they are off by up to 0.07 nats per token); the context window is the training length unless
     `max_length` says otherwise, since a recurrent model has no limit of its own; and an empty context is the
     token that stood between documents in training, while BOS, which training never showed, is not added.
+    Log-likelihoods of our recurrent models are computed by `log_likelihoods`, which reads a shared context
+    once; those of all other models by `HFLM` itself.
 
     Args:
         pretrained: run folder, exported folder or Hub name; or a loaded model.
         tokenizer: needed with a loaded model; else a path, or None for the checkpoint's own.
         max_length: tokens of context and continuation together; longer requests lose their beginning.
-        batch_size: requests per forward, or `auto`: the most that fit, on a CPU 8.
+        batch_size: requests of full length per forward (more of shorter ones, with our models), or `auto`:
+            the most that fit, on a CPU 8.
         max_batch_size: where `auto` starts.
         device: used when the model is loaded here; None is CUDA if there is one.
         dtype: of the weights when loaded here; `auto` keeps the stored one.
         add_bos_token: begin each request with the tokenizer's special tokens; None: only for models not
             trained here.
         prefix_token_id: stands for an empty context; None is EOS for models trained here, else BOS, else EOS.
+        share_contexts: False takes our models through `HFLM` too: equal to it to the last digit, and slower.
+        ranks: processes that evaluate together, each with the model loaded; None leaves that to `HFLM`, which
+            sees what `accelerate launch` started when the model is loaded here.
     """
 
     def __init__(
@@ -50,6 +65,8 @@ class FlaTrainLM(HFLM):
         dtype: str | torch.dtype = "auto",
         add_bos_token: bool | None = None,
         prefix_token_id: int | None = None,
+        share_contexts: bool = True,
+        ranks: Ranks | None = None,
     ) -> None:
         loaded = isinstance(pretrained, PreTrainedModel)
         device = (
@@ -75,6 +92,81 @@ class FlaTrainLM(HFLM):
             self.add_bos_token = False
         if prefix_token_id is None:
             self.custom_prefix_token_id = next(iter(document_prefix(self.model, self.tokenizer)), None)
+        self._share_contexts = share_contexts and isinstance(self.model, DeltaProductForCausalLM)
+        if self._share_contexts and self.batch_size == "auto":
+            self.batch_size_per_gpu = max(AUTO_TOKENS // self._max_length, 1)
+
+        self._ranks = ranks
+        if ranks is not None:
+            self._rank, self._world_size = ranks.rank, ranks.world
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Every rank's values, one after the other."""
+        if self._ranks is None:
+            return super().all_gather(tensor)
+        return torch.cat([values.reshape(-1) for values in self._ranks.gather(tensor.cpu())])
+
+    def barrier(self) -> None:
+        """Wait for the other ranks."""
+        if self._ranks is None:
+            super().barrier()
+        else:
+            self._ranks.gather(None)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands for an empty context.
+
+        Raises:
+            ValueError: there is no such token.
+        """
+        token = super().prefix_token_id
+        if token is None:
+            raise ValueError(
+                "the tokenizer has neither BOS nor EOS for an empty context: give prefix_token_id"
+            )
+        return token
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[Answer]:
+        if not self._share_contexts:
+            return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
+        pairs = [(context, continuation) for _, context, continuation in requests]
+        answers = self._answer(pairs, disable_tqdm)
+        for (texts, _, _), answer in zip(requests, answers, strict=True):
+            self.cache_hook.add_partial("loglikelihood", texts, answer)
+        return answers
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of each whole text, in disjoint windows of at most `max_length` tokens."""
+        if not self._share_contexts:
+            return super().loglikelihood_rolling(requests, disable_tqdm)
+        windows = [
+            [make_disjoint_window(window) for window in self._windows(request.args[0])]
+            for request in requests
+        ]
+        answers = iter(self._answer([window for text in windows for window in text], disable_tqdm))
+        totals = [sum(value for value, _ in islice(answers, len(text))) for text in windows]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _windows(self, text: str) -> Iterable[tuple[list[int], list[int]]]:
+        tokens, prefix = self.tok_encode(text), self.prefix_token_id
+        return get_rolling_token_windows(tokens, prefix, max_seq_len=self.max_length, context_len=1)
+
+    def _answer(self, pairs: list[tuple[list[int], list[int]]], quiet: bool) -> list[Answer]:
+        return log_likelihoods(
+            self.model,
+            pairs,
+            max_length=self.max_length,
+            batch_tokens=self.batch_size * self.max_length,
+            progress=not quiet and self.rank == 0,
+        )
 
 
 def run_tasks(
@@ -121,8 +213,10 @@ def run_tasks(
             num_fewshot=num_fewshot,
             limit=limit,
             bootstrap_iters=bootstrap_iters,
-            log_samples=False,
+            log_samples=True,  # for their hashes; the samples themselves are dropped
         )
+        if results is None:  # lm-eval collects them on rank 0
+            return {}
         return {"scores": {task: _scores(results, task) for task in results["results"]}}
 
     finished = {}
@@ -153,8 +247,10 @@ def _task_manager(names: list[str], include_path: str | Path | None) -> TaskMana
     return manager
 
 
-def _scores(results: dict, task: str) -> dict[str, float | int]:
-    """A task's metrics as plain numbers: `acc`, `acc_stderr`, ..., plus `examples` and `num_fewshot`."""
+def _scores(results: dict, task: str) -> dict[str, float | int | str]:
+    """A task's metrics as plain numbers: `acc`, `acc_stderr`, ..., plus `examples`, `num_fewshot` and
+    `fingerprint`, a sha256 over documents, prompts and targets (absent for groups).
+    """
     scores = {}
     for key, value in results["results"][task].items():
         metric, _, filtered = key.partition(",")
@@ -164,4 +260,8 @@ def _scores(results: dict, task: str) -> dict[str, float | int]:
             scores[base + kind + metric[len(base) :]] = value
     scores["examples"] = results["n-samples"].get(task, {}).get("effective", 0)
     scores["num_fewshot"] = results["n-shot"].get(task, 0)
+    if samples := results["samples"].get(task):
+        # Sorted, since ranks mix the order.
+        hashes = sorted((s["doc_hash"], s["prompt_hash"], s["target_hash"]) for s in samples)
+        scores["fingerprint"] = hashlib.sha256(repr(hashes).encode()).hexdigest()
     return scores

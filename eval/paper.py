@@ -1,6 +1,12 @@
-"""A row of the DeltaProduct paper's Table 1 and the DeltaNet paper's Table 2: columns, metrics, average."""
+"""A row of the DeltaProduct paper's Table 1 and the DeltaNet paper's Table 2: columns, metrics, average; and
+the rows that the papers publish.
+"""
 
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+import yaml
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,7 @@ RECALL = (
     Column("SQUAD cont. ↑", "squad_completion", "contains"),
     Column("FDA cont. ↑", "fda", "contains"),
 )
+HEADS = (*(column.head for column in ZERO_SHOT), AVERAGE, *(column.head for column in RECALL))
 
 
 def paper_row(tasks: dict[str, dict]) -> dict[str, float | None]:
@@ -67,9 +74,40 @@ def _value(column: Column, tasks: dict[str, dict]) -> float | None:
     return value * 100 if value is not None and column.percent else value
 
 
-def paper_table(row: dict[str, float | None]) -> str:
-    """`paper_row` as a Markdown table with the papers' number of digits; a dash where there is no value."""
-    digits = {head: 2 if "ppl" in head else 1 for head in row}
-    cells = ["-" if value is None else f"{value:.{digits[head]}f}" for head, value in row.items()]
-    lines = [" | ".join(row), "|".join(["---:"] * len(row)), " | ".join(cells)]
-    return "\n".join([f"| {lines[0]} |", f"|{lines[1]}|", f"| {lines[2]} |", ""])
+def paper_cell(head: str, value: float | None) -> str:
+    """A value with the papers' number of digits; a dash for None."""
+    return "-" if value is None else f"{value:.{2 if 'ppl' in head else 1}f}"
+
+
+@dataclass(frozen=True)
+class PublishedGroup:
+    """Rows that a paper prints together.
+
+    Attributes:
+        paper: key of `published.yaml`.
+        source: title, authors and table.
+        title: size and training tokens.
+        rows: by model, the values as printed by head of the column.
+    """
+
+    paper: str
+    source: str
+    title: str
+    rows: dict[str, dict[str, str]]
+
+
+@cache
+def published() -> tuple[PublishedGroup, ...]:
+    """What `published.yaml` holds, in its order."""
+    text = (files("fla_train.eval") / "published.yaml").read_text()
+    papers = yaml.load(text, Loader=yaml.BaseLoader)  # numbers stay strings: 12.40 is not 12.4
+    return tuple(
+        PublishedGroup(
+            paper,
+            content["source"],
+            group["title"],
+            {row["model"]: dict(zip(HEADS, row["values"], strict=True)) for row in group["rows"]},
+        )
+        for paper, content in papers.items()
+        for group in content["groups"]
+    )

@@ -26,30 +26,38 @@ class Estimate:
 
     Attributes:
         loss: mean over documents of each one's mean loss.
-        stderr: normal standard error over documents; None for a single one.
+        stderr: normal standard error over documents; None for a single one or an infinite loss.
         documents: how many.
+        losses: each one's mean loss.
     """
 
     loss: float
     stderr: float | None
     documents: int
+    losses: tuple[float, ...]
 
     @classmethod
     def of(cls, losses: np.ndarray) -> "Estimate":
         """From one mean loss per document, shape [D], D >= 1."""
         n = len(losses)
-        return cls(float(losses.mean()), float(losses.std(ddof=1) / math.sqrt(n)) if n > 1 else None, n)
+        spread = float(losses.std(ddof=1) / math.sqrt(n)) if n > 1 and np.isfinite(losses).all() else None
+        return cls(float(losses.mean()), spread, n, tuple(losses.tolist()))
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss)
+        return _exp(self.loss)
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95% confidence interval of the perplexity."""
+        """95% confidence interval of the perplexity, normal on the scale of the loss."""
         if self.stderr is None:
             return None
-        return math.exp(self.loss - Z95 * self.stderr), math.exp(self.loss + Z95 * self.stderr)
+        return _exp(self.loss - Z95 * self.stderr), _exp(self.loss + Z95 * self.stderr)
+
+
+def _exp(loss: float) -> float:
+    """exp, at most the largest float: a model that diverges has a perplexity beyond all numbers."""
+    return math.exp(min(loss, 700.0))
 
 
 @dataclass(frozen=True)
@@ -173,6 +181,7 @@ def _batch_sums(
         wide = logits if logits.dtype == torch.float64 else logits.float()
         targets = ids[:, start + 1 : stop + 1].to(device)
         losses = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none")  # [B * C]
+        losses = losses.nan_to_num(math.inf, math.inf)  # NaN marks a bucket without targets, not a lost model
         buckets = torch.bucketize(torch.arange(start, stop), bounds, right=True)
         sums.index_add_(1, buckets, losses.double().cpu().view(len(rows), -1))
         bar.update(sum(max(0, min(stop, len(tokens) - 1) - start) for tokens in rows))

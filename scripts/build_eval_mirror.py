@@ -4,7 +4,8 @@
 Lay official splits out as a mirror of the Hub, for `fla-eval ... mirror=MIRROR` on a machine without network.
 
 SPLITS holds a folder per set with `train.jsonl`, `validation.jsonl` or `test.jsonl` (rows with the Hub's
-columns); `wikitext2` holds `wiki.<split>.raw` instead. Other files are not read. MIRROR gets
+columns) or `<config>.<split>.jsonl`; `wikitext2` holds `wiki.<split>.raw` instead. Other files are not read.
+Of `hendrycks_math` the rows of level 5 are taken, which are MATH-Hard. MIRROR gets
 `<org>/<name>/<config>/` with the rows, and a README.md whose header names the configs and splits, which
 `datasets.load_dataset` understands. Sets that SPLITS lacks are named and left out.
 """
@@ -25,6 +26,11 @@ SETS = {  # folder of SPLITS: the Hub's name and config, as lm-eval's task defin
     "swde": ("hazyresearch/based-swde-v2", "default"),
     "squad_completion": ("hazyresearch/based-squad", "default"),
     "fda": ("hazyresearch/based-fda", "default"),
+    "codeparrot": ("codeparrot/codeparrot-clean-valid", "default"),
+    "openthoughts_math": ("open-r1/OpenThoughts-114k-math", "default"),
+    "triviaqa": ("mandarjoshi/trivia_qa", "rc.wikipedia.nocontext"),
+    "slimpajama": ("cerebras/SlimPajama-627B", "default"),
+    "hendrycks_math": ("lighteval/MATH-Hard", "default"),
 }
 SPLITS = ("train", "validation", "test")
 # The newline before a title of the first level, ` = Title = `; deeper headings repeat the sign.
@@ -36,11 +42,19 @@ def wikitext_rows(text: str) -> list[dict[str, str]]:
     return [{"page": page} for page in BEFORE_TITLE.split(text) if page.strip()]
 
 
-def split_text(folder: Path, split: str) -> str | None:
+def hard_rows(text: str) -> str:
+    """The rows of level 5, as they are."""
+    rows = (line for line in text.splitlines(keepends=True) if line.strip())
+    return "".join(row for row in rows if json.loads(row)["level"] == "Level 5")
+
+
+def split_text(folder: Path, split: str, config: str) -> str | None:
     """The rows of a split as JSON lines, or None if SPLITS has no such file."""
-    lines, raw = folder / f"{split}.jsonl", folder / f"wiki.{'valid' if split == 'validation' else split}.raw"
-    if lines.is_file():
-        return lines.read_text(encoding="utf-8")
+    named = [folder / f"{split}.jsonl", folder / f"{config}.{split}.jsonl"]
+    raw = folder / f"wiki.{'valid' if split == 'validation' else split}.raw"
+    for file in filter(Path.is_file, named):
+        text = file.read_text(encoding="utf-8")
+        return hard_rows(text) if folder.name == "hendrycks_math" else text
     if raw.is_file():
         rows = wikitext_rows(raw.read_text(encoding="utf-8"))
         return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -66,7 +80,11 @@ def build(source: Path, mirror: Path) -> tuple[dict[str, dict[str, list[str]]], 
     written: dict[str, dict[str, list[str]]] = {}
     missing = []
     for folder, (name, config) in SETS.items():
-        found = {split: text for split in SPLITS if (text := split_text(source / folder, split)) is not None}
+        found = {
+            split: text
+            for split in SPLITS
+            if (text := split_text(source / folder, split, config)) is not None
+        }
         if not found:
             missing.append(folder)
             continue

@@ -26,9 +26,11 @@ ARROWS = {
     "hub": {"models", "kernels"},
     "data": set(),
     "tasks": set(),
-    "training": {"data", "tasks", "hub", "models", "kernels", "configs"},
-    "eval": {"data", "tasks", "hub", "models", "kernels", "configs"},
-    "cli": {"training", "eval", "data", "tasks", "hub", "models", "kernels", "configs"},
+    "baselines": {"models"},
+    "training": {"baselines", "data", "tasks", "hub", "models", "kernels", "configs"},
+    "eval": {"baselines", "data", "tasks", "hub", "models", "kernels", "configs"},
+    "bench": {"training", "models", "kernels"},
+    "cli": {"baselines", "bench", "training", "eval", "data", "tasks", "hub", "models", "kernels", "configs"},
     "configs": set(),
 }
 KERNEL_IMPORTS = {"torch", "triton", "fla_train"}

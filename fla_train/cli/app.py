@@ -28,17 +28,22 @@ def compose(config_name: str, overrides: Sequence[str] = ()) -> DictConfig:
         try:
             return hydra.compose(config_name, overrides=list(overrides))
         except Exception as failure:
-            faults = [f"{o}: {reason}" for o in overrides if (reason := _reason(config_name, o))]
+            faults = _faults(config_name, overrides)
             # Faults that show only in combination have no single override to blame.
             raise ValueError("\n  ".join(faults) if faults else _one_line(failure)) from failure
 
 
-def _reason(config_name: str, override: str) -> str | None:
-    try:
-        hydra.compose(config_name, overrides=[override])
-    except Exception as failure:
-        return _one_line(failure)
-    return None
+def _faults(config_name: str, overrides: Sequence[str]) -> list[str]:
+    """The overrides that do not fit with those that do. Choices of groups come first: values depend on them."""
+    good: list[str] = []
+    faults = {}
+    for override in sorted(overrides, key=lambda text: "." in text.split("=")[0]):
+        try:
+            hydra.compose(config_name, overrides=[*good, override])
+            good.append(override)
+        except Exception as failure:
+            faults[override] = f"{override}: {_one_line(failure)}"
+    return [faults[override] for override in overrides if override in faults]
 
 
 def _one_line(failure: Exception) -> str:

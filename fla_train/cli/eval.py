@@ -1,10 +1,17 @@
-"""`fla-eval`: evaluate a checkpoint, print the table and say where the files are.
+"""`fla-eval`: evaluate a checkpoint, print the table and say where the files are; or compare evaluations.
 
 fla-eval checkpoint=runs/my-run
 fla-eval checkpoint=runs/my-run suite=tasks suite.tasks=[lambada_openai,piqa]
+fla-eval compare runs/a runs/b evaluations/c [output=DIR]
+torchrun --nproc-per-node 4 -m fla_train.cli.eval checkpoint=runs/my-run suite=paper
 """
 
 import logging
+import os
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -12,20 +19,37 @@ from omegaconf import DictConfig, OmegaConf
 from fla_train.cli.app import fail, run_hydra
 from fla_train.eval.config import EvalConfig
 
+COMPARE_USAGE = """\
+usage: fla-eval compare PLACE PLACE... [output=DIR]
+
+  PLACE   folder that fla-eval wrote, or a run folder (its newest evaluation); the first is the reference
+  output  folder of the tables, figures and page; default: comparisons/<time>
+"""
+
 
 def register() -> None:
     ConfigStore.instance().store(name="eval_schema", node=EvalConfig)
 
 
 def task(config: DictConfig) -> int:
+    from fla_train.eval.parallel import launched_ranks
     from fla_train.eval.run import evaluate  # heavy, and not needed for --help or a faulty override
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about every loaded model it is given
-    folder, record = evaluate(OmegaConf.to_object(config))
-    print((folder / "table.md").read_text())
-    for file in sorted(path for path in folder.iterdir() if path.is_file()):
-        print(file)
-    failed = [name for name, result in record["tasks"].items() if "error" in result]
+    options: EvalConfig = OmegaConf.to_object(config)
+    if options.suite.expressivity is not None:
+        from fla_train.eval.expressivity import evaluate_expressivity
+
+        _show(evaluate_expressivity(options)[0])
+        return 0
+    with launched_ranks() as ranks:
+        folder, record = evaluate(options, ranks=ranks)
+    if ranks.rank:
+        return 0
+    _show(folder)
+    failed = [
+        name for part in ("perplexity", "tasks") for name, result in record[part].items() if "error" in result
+    ]
     if failed:
         return fail(
             f"could not run {', '.join(failed)}; run again with output={folder} to try only these", code=1
@@ -33,7 +57,36 @@ def task(config: DictConfig) -> int:
     return 0
 
 
+def compare(arguments: Sequence[str]) -> int:
+    """`fla-eval compare`: tables, figures and a page of several evaluations; the exit code."""
+    places = [argument for argument in arguments if not argument.startswith(("output=", "-"))]
+    outputs = [argument.removeprefix("output=") for argument in arguments if argument.startswith("output=")]
+    flags = [argument for argument in arguments if argument.startswith("-")]
+    if flags:
+        print(COMPARE_USAGE, end="")
+        return 0 if set(flags) <= {"-h", "--help"} else 2
+    from fla_train.eval.report import write_comparison
+
+    folder = Path(outputs[-1] if outputs else f"comparisons/{datetime.now():%Y%m%d-%H%M%S}").expanduser()
+    try:
+        write_comparison(folder, places)
+    except ValueError as fault:
+        if os.environ.get("FLA_TRAIN_TRACEBACK"):
+            raise
+        return fail(fault)
+    _show(folder)
+    return 0
+
+
+def _show(folder: Path) -> None:
+    print((folder / "table.md").read_text())
+    for file in sorted(path for path in folder.iterdir() if path.is_file()):
+        print(file)
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["compare"]:
+        sys.exit(compare(sys.argv[2:]))
     run_hydra("eval", register, task)
 
 

@@ -3,12 +3,14 @@
 fla-prepare data=local data.path=corpus/ data.tokenizer.name=bpe data.tokenizer.vocab_size=32000
 """
 
+import sys
 from dataclasses import dataclass, field
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from fla_train.cli.app import run_hydra
+from fla_train.cli.app import fail, run_hydra
+from fla_train.cli.train import INTERRUPTED
 from fla_train.data.config import DataConfig
 
 
@@ -24,9 +26,13 @@ def register() -> None:
 
 
 def task(config: DictConfig) -> int:
-    from fla_train.data.prepare import prepare  # heavy, and not needed for --help or a faulty override
+    from fla_train.data.preparation import prepare  # heavy, and not needed for --help or a faulty override
 
-    prepared = prepare(OmegaConf.to_object(config).data)
+    try:
+        prepared = prepare(OmegaConf.to_object(config).data)
+    except KeyboardInterrupt:
+        fail("interrupted; the same command goes on from here")
+        sys.exit(INTERRUPTED)
     for line in prepared.describe():
         print(f"data: {line}")
     print(f"data: ready in {prepared.folder}")

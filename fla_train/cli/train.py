@@ -14,6 +14,7 @@ INTERRUPTED = 130  # what a shell reports for a command ended by Ctrl-C
 def train(node: DictConfig) -> int:
     """Train one composed config; in a sweep (`-m`) each job has a run folder of its own."""
     from fla_train.training.launch import TrainingFailed, launch
+    from fla_train.training.preemption import EXIT_CODE, Preempted
     from fla_train.training.schema import to_config
 
     config = to_config(node)
@@ -24,6 +25,9 @@ def train(node: DictConfig) -> int:
         launch(config)
     except TrainingFailed as failure:
         return fail(failure, 1)
+    except Preempted:
+        fail("stopped on request; the same command with this run.dir goes on from the last checkpoint")
+        sys.exit(EXIT_CODE)
     except KeyboardInterrupt:
         fail("interrupted; the same command with this run.dir goes on from the last checkpoint")
         sys.exit(INTERRUPTED)  # ends a sweep too

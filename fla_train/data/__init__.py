@@ -1,21 +1,51 @@
-"""Documents, tokenizers, token shards and the sequences that training reads. See docs/architecture.md."""
+"""Documents, tokenizers, token shards and the sequences that training reads. See docs/data.md."""
 
-from fla_train.data.batches import BatchPlan, MicroBatches, sequential_batches
-from fla_train.data.config import DataConfig, TokenizerConfig, data_faults
-from fla_train.data.dataset import TokenDataset
-from fla_train.data.prepare import PreparedData, open_prepared, prepare
-from fla_train.data.tokenizers import check_vocabulary
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fla_train.data.batches import Batch, BatchPlan, DocumentSequences, MicroBatches, sequential_batches
+    from fla_train.data.config import DataConfig, TokenizerConfig, data_faults
+    from fla_train.data.dataset import Sequences, TokenDataset
+    from fla_train.data.opening import open_train, open_validation
+    from fla_train.data.preparation import prepare
+    from fla_train.data.prepared import PreparedData, open_prepared
+    from fla_train.data.tokenizers import check_vocabulary
 
 __all__ = [
+    "Batch",
     "BatchPlan",
     "DataConfig",
+    "DocumentSequences",
     "MicroBatches",
     "PreparedData",
+    "Sequences",
     "TokenDataset",
     "TokenizerConfig",
     "check_vocabulary",
     "data_faults",
     "open_prepared",
+    "open_train",
+    "open_validation",
     "prepare",
     "sequential_batches",
 ]
+
+# Where the names live; imported when first asked for, since a tokenizing process needs neither torch nor
+# transformers.
+_MODULES = {
+    "batches": ("Batch", "BatchPlan", "DocumentSequences", "MicroBatches", "sequential_batches"),
+    "config": ("DataConfig", "TokenizerConfig", "data_faults"),
+    "dataset": ("Sequences", "TokenDataset"),
+    "opening": ("open_train", "open_validation"),
+    "preparation": ("prepare",),
+    "prepared": ("PreparedData", "open_prepared"),
+    "tokenizers": ("check_vocabulary",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__} has no attribute {name}")

@@ -5,11 +5,62 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from fla_train.data.dataset import TokenDataset
+from fla_train.data.dataset import Sequences
+
+IGNORE = -100  # label of a position that is no target, as in torch and transformers
+
+
+class Batch(NamedTuple):
+    """A micro-batch: rows that begin with an empty state, or documents one after another in a single row.
+
+    Attributes:
+        input_ids: [B, T] int64.
+        labels: [B, T] int64, aligned with `input_ids`; -100 where there is no target.
+        cu_seqlens: [S + 1] int32 bounds of the documents in a single row (B = 1), or None.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    cu_seqlens: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(*(None if t is None else t.to(device, non_blocking=True) for t in self))
+
+
+def pack(ids: torch.Tensor, boundaries: list[np.ndarray]) -> Batch:
+    """Sequences [n, T] as one row [1, n T] in which nothing crosses from one document to the next.
+
+    A document that two sequences share counts as two. A document's first token is no target: what comes
+    before it says nothing about it.
+
+    Args:
+        boundaries: for each sequence, where in (0, T) a new document begins.
+    """
+    count, length = ids.shape
+    starts = [row * length + np.concatenate([[0], found]) for row, found in enumerate(boundaries)]
+    bounds = np.concatenate([*starts, [count * length]]).astype(np.int32)
+    ids = ids.reshape(1, -1)
+    labels = ids.clone()
+    labels[0, torch.from_numpy(bounds[:-1]).long()] = IGNORE
+    return Batch(ids, labels, torch.from_numpy(bounds))
+
+
+class DocumentSequences:
+    """Hands `MicroBatches` the sequences of a dataset with the bounds of their documents."""
+
+    def __init__(self, dataset: Sequences):
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def sequences(self, indices: np.ndarray) -> Batch:
+        return pack(self.dataset.sequences(indices), self.dataset.boundaries(indices))
 
 
 @dataclass(frozen=True)
@@ -53,7 +104,7 @@ class BatchPlan:
 
 
 class MicroBatches:
-    """Iterates in order over this rank's micro-batches [micro_batch, seq_len], from step `start_step` on.
+    """Iterates over this rank's micro-batches, what `dataset.sequences` returns, from `start_step` on.
 
     A background thread keeps `depth` of them ready. No random number generator is touched. An error while
     reading is raised by `next`. Use as a context manager, or call `close`.
@@ -64,7 +115,7 @@ class MicroBatches:
 
     def __init__(
         self,
-        dataset: TokenDataset,
+        dataset: Sequences | DocumentSequences,
         plan: BatchPlan,
         start_step: int = 0,
         end_step: int | None = None,
@@ -73,20 +124,20 @@ class MicroBatches:
     ):
         self._dataset, self._plan = dataset, plan
         self._steps = (start_step, end_step)
-        self._queue: queue.Queue[torch.Tensor | Exception | None] = queue.Queue(maxsize=depth)
+        self._queue: queue.Queue[torch.Tensor | Batch | Exception | None] = queue.Queue(maxsize=depth)
         self._stop = threading.Event()
         self._finished = False
         self._thread = threading.Thread(target=self._produce, name="micro-batches", daemon=True)
         self._thread.start()
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self) -> Iterator[torch.Tensor | Batch]:
         return self
 
-    def __next__(self) -> torch.Tensor:
+    def __next__(self) -> torch.Tensor | Batch:
         if self._finished:
             raise StopIteration
         item = self._queue.get()
-        if isinstance(item, torch.Tensor):
+        if item is not None and not isinstance(item, Exception):
             return item
         self._finished = True
         if item is None:
@@ -119,7 +170,7 @@ class MicroBatches:
         except Exception as failure:
             self._put(failure)
 
-    def _put(self, item: torch.Tensor | Exception | None) -> bool:
+    def _put(self, item: torch.Tensor | Batch | Exception | None) -> bool:
         """Wait for room; False once the reader has closed."""
         while not self._stop.is_set():
             try:
@@ -131,12 +182,17 @@ class MicroBatches:
 
 
 def sequential_batches(
-    dataset: TokenDataset, batch: int, *, limit: int | None = None, rank: int = 0, world: int = 1
-) -> Iterator[torch.Tensor]:
+    dataset: Sequences | DocumentSequences,
+    batch: int,
+    *,
+    limit: int | None = None,
+    rank: int = 0,
+    world: int = 1,
+) -> Iterator[torch.Tensor | Batch]:
     """This rank's share of the first `limit` sequences (None = one epoch), in order.
 
-    Yields [<= batch, seq_len] int64. Every sequence goes to exactly one rank.
-    Ranks may get unequal numbers of batches: reduce sums, not means.
+    Yields what `dataset.sequences` returns for at most `batch` of them. Every sequence goes to exactly one
+    rank. Ranks may get unequal numbers of batches: reduce sums, not means.
     """
     total = len(dataset) if limit is None else min(limit, len(dataset))
     mine = np.arange(rank, total, world, dtype=np.int64)

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-SOURCES = ("stdlib", "local", "hub")
+SOURCES = ("stdlib", "local", "hub", "mixture")
 
 
 @dataclass
@@ -15,6 +15,22 @@ class TokenizerConfig:
     eos_token: str | None = None
     vocab_size: int = 4096
     train_bytes: int = 100_000_000
+
+
+@dataclass
+class PartConfig:
+    """One part of a mixture: its text, named as in `DataConfig`, and its share of the sequences."""
+
+    weight: float
+    source: str = "local"
+    path: str | None = None
+    name: str | None = None
+    revision: str | None = None
+    split: str = "train"
+    text_column: str = "text"
+    id_column: str = "id"
+    max_documents: int | None = None
+    max_tokens: int | None = None
 
 
 @dataclass
@@ -34,26 +50,39 @@ class DataConfig:
     append_eos: bool = True
     shard_tokens: int = 100_000_000
     cache_dir: str | None = None
+    num_workers: int | None = None
+    document_boundaries: bool = False
+    stream: bool = False
+    stream_head_documents: int = 20_000
+    mixture: dict[str, PartConfig] = field(default_factory=dict)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
 
 
 def data_faults(config: DataConfig) -> list[str]:
     """Every setting that cannot work, one line each; empty when all is well."""
-    faults = []
+    faults = [*_mixture_faults(config)]
     if config.source not in SOURCES:
         faults.append(f"data.source={config.source} is none of {', '.join(SOURCES)}")
     if config.source in ("local", "hub") and not config.path:
         faults.append(f"data.source={config.source} needs data.path")
-    reads = {"stdlib": (), "local": ("path",)}.get(config.source, ("path", "name", "revision", "split"))
-    for key in ("path", "name", "revision", "split"):
+    keys = ("path", "name", "revision", "split")
+    reads = {"stdlib": (), "local": ("path",), "mixture": ()}.get(config.source, keys)
+    for key in keys:
         if key not in reads and getattr(config, key) != getattr(DataConfig, key):
             faults.append(f"data.{key} is set but data.source={config.source} does not use it")
     if not 0 <= config.validation_fraction < 1:
         faults.append(f"data.validation_fraction={config.validation_fraction} must be in [0, 1)")
-    for key in ("max_documents", "max_tokens", "shard_tokens"):
+    for key in ("max_documents", "max_tokens"):
+        if config.stream and getattr(config, key) is not None:
+            faults.append(f"data.{key} caps no stream: leave it at null, or prepare the data")
+    if config.stream and config.source == "mixture":
+        faults.append("data.stream=true reads a single source: prepare the mixture")
+    for key in ("max_documents", "max_tokens", "shard_tokens", "stream_head_documents"):
         value = getattr(config, key)
         if value is not None and value < 1:
             faults.append(f"data.{key}={value} must be at least 1")
+    if config.num_workers is not None and config.num_workers < 0:
+        faults.append(f"data.num_workers={config.num_workers} must not be negative")
     if config.tokenizer.name == "bpe" and config.tokenizer.vocab_size < 259:
         faults.append(
             f"data.tokenizer.vocab_size={config.tokenizer.vocab_size} is too small for bpe: 256 bytes and "
@@ -63,6 +92,28 @@ def data_faults(config: DataConfig) -> list[str]:
         faults.append(f"data.tokenizer.eos_token is set but {config.tokenizer.name} has its own, <eos>")
     if config.tokenizer.train_bytes < 1:
         faults.append(f"data.tokenizer.train_bytes={config.tokenizer.train_bytes} must be at least 1")
+    return faults
+
+
+def _mixture_faults(config: DataConfig) -> list[str]:
+    if config.source != "mixture":
+        return ["data.mixture is set but data.source is not mixture"] if config.mixture else []
+    faults = [] if config.mixture else ["data.source=mixture needs data.mixture: {name: {weight, path}, ...}"]
+    for name, part in config.mixture.items():
+        if not part.weight > 0:
+            faults.append(f"data.mixture.{name}.weight={part.weight} must be positive")
+        if part.source not in SOURCES[:-1]:
+            faults.append(f"data.mixture.{name}.source={part.source} is none of {', '.join(SOURCES[:-1])}")
+        elif part.source != "stdlib" and not part.path:
+            faults.append(f"data.mixture.{name}.path must be given")
+    for key in ("max_documents", "max_tokens"):
+        if getattr(config, key) is not None:
+            faults.append(f"data.{key} caps no mixture: set data.mixture.PART.{key}")
+    if config.tokenizer.name == "bpe":
+        faults.append(
+            "data.tokenizer.name=bpe is trained on one corpus: give a mixture bytes, a folder (such as the "
+            "tokenizer/ of prepared data) or a Hub name"
+        )
     return faults
 
 

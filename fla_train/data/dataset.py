@@ -1,12 +1,31 @@
 """Fixed-length token sequences from prepared shards, in an order that is a pure function of (seed, index)."""
 
+from bisect import bisect_right
+from itertools import accumulate
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from fla_train.data import shards
 from fla_train.data.permutation import permute
+
+
+class Sequences(Protocol):
+    """What training reads. Sequence i is the same on any rank, in any batch and after any resume."""
+
+    def __len__(self) -> int:
+        """Sequences per epoch."""
+        ...
+
+    def sequences(self, indices: np.ndarray) -> torch.Tensor:
+        """Sequences `indices` (int64, >= 0). Returns [n, seq_len] int64."""
+        ...
+
+    def boundaries(self, indices: np.ndarray) -> list[np.ndarray]:
+        """For each sequence, where in (0, seq_len) a new document begins: ascending int64."""
+        ...
 
 
 class TokenDataset:
@@ -35,8 +54,8 @@ class TokenDataset:
         shards.check_sizes(self.folder, manifest, split)
         entry = manifest["splits"][split]
         self._dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
-        # [shards + 1]: where each shard begins in the stream
-        self._starts = np.cumsum([0] + [shard["tokens"] for shard in entry["shards"]])
+        # [shards + 1] where each shard begins in the stream
+        self._starts = list(accumulate((shard["tokens"] for shard in entry["shards"]), initial=0))
         self._len = entry["tokens"] // seq_len
         if self._len == 0:
             raise ValueError(
@@ -44,6 +63,7 @@ class TokenDataset:
                 f"of {seq_len}; use shorter sequences, more data or another data.validation_fraction"
             )
         self._maps: dict[int, np.ndarray] = {}
+        self._ends: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
         """Sequences per epoch."""
@@ -55,6 +75,10 @@ class TokenDataset:
         for row, position in zip(out, self.positions(indices), strict=True):
             self._read(int(position) * self.seq_len, row)
         return torch.from_numpy(out)
+
+    def boundaries(self, indices: np.ndarray) -> list[np.ndarray]:
+        """For each sequence, where in (0, seq_len) a new document begins: ascending int64."""
+        return [self._document_starts(int(position) * self.seq_len) for position in self.positions(indices)]
 
     def positions(self, indices: np.ndarray) -> np.ndarray:
         """[n] int64: which sequence of the stream each index is."""
@@ -70,16 +94,38 @@ class TokenDataset:
     def _read(self, start: int, out: np.ndarray) -> None:
         """Fill `out` with the stream's tokens from `start` on, across shard borders."""
         filled = 0
-        number = int(np.searchsorted(self._starts, start, side="right")) - 1
+        number = self._shard_of(start)
         while filled < len(out):
-            offset = start + filled - int(self._starts[number])
+            offset = start + filled - self._starts[number]
             piece = self._shard(number)[offset : offset + len(out) - filled]
             out[filled : filled + len(piece)] = piece
             filled += len(piece)
             number += 1
 
+    def _document_starts(self, start: int) -> np.ndarray:
+        """Where the documents after the first begin in the `seq_len` tokens from `start` on."""
+        found = []
+        number = self._shard_of(start)
+        while self._starts[number] < start + self.seq_len:
+            if number not in self._ends:
+                path = self.folder / self.split / shards.documents_file(number)
+                self._ends[number] = np.memmap(path, dtype="<u8", mode="r").view(np.ndarray)
+            local = start - self._starts[number]
+            bounds = np.array([max(local + 1, 0), local + self.seq_len], dtype=np.uint64)
+            first, last = self._ends[number].searchsorted(bounds)
+            found.append(self._ends[number][first:last].astype(np.int64) - local)
+            number += 1
+        ends = np.concatenate(found) if len(found) > 1 else found[0]
+        fresh = np.ones(len(ends), dtype=bool)
+        fresh[1:] = ends[1:] > ends[:-1]  # an empty document ends where the one before it does
+        return ends[fresh]
+
+    def _shard_of(self, token: int) -> int:
+        """The shard that holds a token of the stream."""
+        return bisect_right(self._starts, token) - 1
+
     def _shard(self, number: int) -> np.ndarray:
         if number not in self._maps:
             path = self.folder / self.split / shards.tokens_file(number)
-            self._maps[number] = np.memmap(path, dtype=self._dtype, mode="r")
+            self._maps[number] = np.memmap(path, dtype=self._dtype, mode="r").view(np.ndarray)
         return self._maps[number]

@@ -14,7 +14,6 @@ import numpy as np
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-_BUFFER_TOKENS = 1 << 20
 
 
 def tokens_file(number: int) -> str:
@@ -26,33 +25,74 @@ def documents_file(number: int) -> str:
 
 
 class ShardWriter:
-    """Writes one split, holding about a million tokens, and the ends of one shard's documents, in memory."""
+    """Writes one split, from the beginning or from where an earlier writer's `state` was.
 
-    def __init__(self, folder: Path, dtype: str, shard_tokens: int, vocab_size: int):
-        folder.mkdir(parents=True)
-        self.documents = 0
-        self.tokens = 0
-        self.text_bytes = 0
+    Args:
+        folder: made if need be.
+        state: what an earlier writer returned; whatever it wrote after that is cut off.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        dtype: str,
+        shard_tokens: int,
+        vocab_size: int,
+        state: dict[str, Any] | None = None,
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._shard_tokens = shard_tokens
+        state = state or {"documents": 0, "tokens": 0, "text_bytes": 0, "counts": "", "shards": []}
+        self.documents: int = state["documents"]
+        self.tokens: int = state["tokens"]
+        self.text_bytes: int = state["text_bytes"]
+        self._shards: list[dict[str, Any]] = list(state["shards"])
         self._counts = np.zeros(vocab_size, dtype=np.int64)
-        self._shards: list[dict[str, Any]] = []
-        self._start_shard()
+        if state["counts"]:
+            self._counts += np.frombuffer(bytes.fromhex(state["counts"]), dtype="<i8")
+        self._open_shard()
+        self._resume_shard()
 
-    def add(self, ids: list[int], text_bytes: int) -> None:
-        """Append one document (its separator included)."""
-        self._buffer.append(np.asarray(ids, dtype=self._dtype))
-        self._buffered += len(ids)
-        self._shard_size += len(ids)
-        self._ends.append(self._shard_size)
-        self.documents += 1
-        self.tokens += len(ids)
+    def add(self, tokens: np.ndarray, lengths: np.ndarray, text_bytes: int) -> None:
+        """Append documents.
+
+        Args:
+            tokens: of all of them in order, separators included.
+            lengths: [documents] int64, tokens of each.
+            text_bytes: of all of them together.
+        """
+        self._counts += np.bincount(tokens, minlength=len(self._counts))
+        self.documents += len(lengths)
+        self.tokens += len(tokens)
         self.text_bytes += text_bytes
-        if self._buffered >= _BUFFER_TOKENS:
-            self._flush()
-        if self._shard_size >= self._shard_tokens:
-            self._finish_shard()
+        tokens = tokens.astype(self._dtype, copy=False)
+        ends = np.cumsum(lengths)
+        first = done = 0
+        while first < len(ends):
+            # The document that fills the shard is its last.
+            room = self._shard_tokens - self._size
+            stop = min(int(np.searchsorted(ends, done + room)) + 1, len(ends))
+            last = int(ends[stop - 1])
+            self._append(tokens[done:last], ends[first:stop] - done + self._size)
+            first, done = stop, last
+
+    def sync(self) -> None:
+        """Have the disk hold everything so far."""
+        for file in (self._tokens_file, self._ends_file):
+            if file is not None:
+                _sync(file)
+
+    def state(self) -> dict[str, Any]:
+        """What another writer needs to go on from here, JSON-able; to be kept once `sync` has run."""
+        return {
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "text_bytes": self.text_bytes,
+            "counts": self._counts.astype("<i8").tobytes().hex(),
+            "shards": list(self._shards),
+        }
 
     def close(self) -> dict[str, Any]:
         """Finish the last shard and return the split's entry of the manifest."""
@@ -65,47 +105,90 @@ class ShardWriter:
             "shards": self._shards,
         }
 
-    def _start_shard(self) -> None:
-        self._file = None
-        self._digest = hashlib.sha256()
-        self._buffer: list[np.ndarray] = []
-        self._buffered = 0
-        self._shard_size = 0
-        self._ends: list[int] = []
+    def abandon(self) -> None:
+        """Close the files as they are."""
+        for file in (self._tokens_file, self._ends_file):
+            if file is not None:
+                file.close()
 
-    def _flush(self) -> None:
-        if not self._buffer:
-            return
-        tokens = np.concatenate(self._buffer)
-        self._counts += np.bincount(tokens, minlength=len(self._counts))
-        if self._file is None:
-            self._file = (self._folder / tokens_file(len(self._shards))).open("wb")
-        self._file.write(tokens)
-        self._digest.update(tokens)
-        self._buffer, self._buffered = [], 0
+    def _open_shard(self) -> None:
+        self._size = self._count = 0  # tokens and documents of the shard
+        self._digests = (hashlib.sha256(), hashlib.sha256())
+        self._tokens_file: BinaryIO | None = None
+        self._ends_file: BinaryIO | None = None
+
+    def _resume_shard(self) -> None:
+        """Go on in the shard that the state leaves unfinished; drop all that lies behind it."""
+        self._size = self.tokens - sum(shard["tokens"] for shard in self._shards)
+        self._count = self.documents - sum(shard["documents"] for shard in self._shards)
+        number = len(self._shards)
+        kept: dict[str, int] = {}  # name -> bytes
+        for n, (tokens, documents) in enumerate(
+            [*((s["tokens"], s["documents"]) for s in self._shards), (self._size, self._count)]
+        ):
+            if documents:
+                kept |= {tokens_file(n): tokens * self._dtype.itemsize, documents_file(n): documents * 8}
+        present = {path.name: path for path in self._folder.iterdir()}
+        for name, size in kept.items():
+            if name not in present or present[name].stat().st_size < size:
+                remedy = f"delete {self._folder.parent} and run fla-prepare again"
+                raise ValueError(f"{self._folder / name} is cut short; {remedy}")
+        for name, path in present.items():
+            if name not in kept:
+                path.unlink()
+        if self._count:
+            self._tokens_file, self._ends_file = (
+                _reopen(present[name], kept[name], digest)
+                for name, digest in zip(
+                    (tokens_file(number), documents_file(number)), self._digests, strict=True
+                )
+            )
+
+    def _append(self, tokens: np.ndarray, ends: np.ndarray) -> None:
+        if self._tokens_file is None:
+            number = len(self._shards)
+            self._tokens_file = (self._folder / tokens_file(number)).open("wb")
+            self._ends_file = (self._folder / documents_file(number)).open("wb")
+        for file, digest, data in zip(
+            (self._tokens_file, self._ends_file), self._digests, (tokens, ends.astype("<u8")), strict=True
+        ):
+            file.write(data)
+            digest.update(data)
+        self._size += len(tokens)
+        self._count += len(ends)
+        if self._size >= self._shard_tokens:
+            self._finish_shard()
 
     def _finish_shard(self) -> None:
-        self._flush()
-        if self._file is None:
+        if self._tokens_file is None:
             return
-        _sync_and_close(self._file)
-        ends = np.asarray(self._ends, dtype="<u8")
-        number = len(self._shards)
-        with (self._folder / documents_file(number)).open("wb") as file:
-            file.write(ends)
-            _sync_and_close(file)
-        digests = {
-            "tokens_sha256": self._digest.hexdigest(),
-            "documents_sha256": hashlib.sha256(ends).hexdigest(),
-        }
-        self._shards.append({"tokens": self._shard_size, "documents": len(ends), **digests})
-        self._start_shard()
+        for file in (self._tokens_file, self._ends_file):
+            _sync(file)
+            file.close()
+        tokens_sha256, documents_sha256 = (digest.hexdigest() for digest in self._digests)
+        self._shards.append(
+            {
+                "tokens": self._size,
+                "documents": self._count,
+                "tokens_sha256": tokens_sha256,
+                "documents_sha256": documents_sha256,
+            }
+        )
+        self._open_shard()
 
 
-def _sync_and_close(file: BinaryIO) -> None:
+def _reopen(path: Path, size: int, digest: "hashlib._Hash") -> BinaryIO:
+    """A file cut to its first `size` bytes, which `digest` takes in, open for more."""
+    file = path.open("r+b")
+    file.truncate(size)
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return file
+
+
+def _sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
-    file.close()
 
 
 def sync(path: Path) -> None:
@@ -115,6 +198,15 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_aside(path: Path, text: str) -> None:
+    """Replace a file in one move: a reader, even after a power cut, finds the old content or the new."""
+    aside = path.with_name(path.name + ".new")
+    aside.write_text(text)
+    sync(aside)
+    os.replace(aside, path)
+    sync(path.parent)
 
 
 def unigram_entropy(counts: np.ndarray) -> float | None:
@@ -127,9 +219,7 @@ def unigram_entropy(counts: np.ndarray) -> float | None:
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    with (folder / MANIFEST).open("wb") as file:
-        file.write(json.dumps(manifest, indent=2).encode())
-        _sync_and_close(file)
+    write_aside(folder / MANIFEST, json.dumps(manifest, indent=2))
     for part in (*(path for path in folder.iterdir() if path.is_dir()), folder):
         sync(part)
 

@@ -1,33 +1,31 @@
 """Sources of documents: the standard library's own text, parquet and JSON-lines files, `datasets` streams.
 
-A `Source` can be opened any number of times and yields the same documents in the same order each time.
+A `Source` can be opened any number of times, at any place it has been read to, and yields the same documents
+in the same order each time.
 """
 
-import glob
-import gzip
 import hashlib
-import json
+import importlib.metadata
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import Any
 
+from fla_train.data.chunks import (
+    CHUNK_BYTES,
+    Chunk,
+    Cursor,
+    Document,
+    TextChunk,
+    make_document,
+    require_column,
+)
 from fla_train.data.config import DataConfig
+from fla_train.data.files import describe_files, find_files, guarded, read_files, text_bytes
 
-if TYPE_CHECKING:
-    import pyarrow.parquet
-
-_T = TypeVar("_T")
-_ENDINGS = (".parquet", ".jsonl", ".jsonl.gz")
-_PROBE = 1 << 16  # bytes at each end of a file that stand for its content
-
-
-class Document(TypedDict):
-    """One text and a name for it that a person can look up (used in error messages)."""
-
-    text: str
-    id: str
+# A stream resumed by 5.0.0 saves a wrong state in its turn: documents are lost from the second resume on.
+_FORBIDDEN_DATASETS = ("5.0.0",)
 
 
 @dataclass(frozen=True)
@@ -37,12 +35,17 @@ class Source:
     Attributes:
         description: JSON-able identity; two sources with equal descriptions hold the same text.
         total_bytes: finds the text bytes to expect, approximately; None when unknown.
-        documents: opens the corpus and yields its documents in their fixed order.
+        chunks: opens the corpus and yields it in its fixed order, from a chunk's `after` or the beginning on.
     """
 
     description: dict[str, Any]
     total_bytes: Callable[[], int | None]
-    documents: Callable[[], Iterator[Document]]
+    chunks: Callable[[Cursor | None], Iterator[Chunk]]
+
+    def documents(self) -> Iterator[Document]:
+        """All documents in order."""
+        for chunk in self.chunks(None):
+            yield from chunk.documents()
 
 
 def open_source(config: DataConfig) -> Source:
@@ -61,10 +64,8 @@ def open_source(config: DataConfig) -> Source:
     raise ValueError(f"data.source={config.source} is none of stdlib, local, hub")
 
 
-# ---- the running Python's standard library
-
-
 def _stdlib() -> Source:
+    """The running Python's standard library."""
     root = Path(sysconfig.get_path("stdlib"))
     documents: list[Document] = []
     digest = hashlib.sha256()
@@ -83,163 +84,46 @@ def _stdlib() -> Source:
             f"no .py files in {root}; install Python's standard library as sources, or use data=local"
         )
     description = {"kind": "stdlib", "files": len(documents), "sha256": digest.hexdigest()}
+
+    def chunks(start: Cursor | None) -> Iterator[TextChunk]:
+        first = 0 if start is None else start["document"]
+        return _gathered(iter(documents[first:]), lambda read: {"document": first + read})
+
     size = sum(len(d["text"]) for d in documents)
-    return Source(description, lambda: size, lambda: iter(documents))
+    return Source(description, lambda: size, chunks)
 
 
-# ---- parquet and JSON lines
+def _gathered(documents: Iterator[Document], after: Callable[[int], Cursor]) -> Iterator[TextChunk]:
+    """Chunks of parsed documents; `after(n)` is the place behind the first n of them."""
+    texts: list[Document] = []
+    size = read = 0
+    for read, document in enumerate(documents, start=1):
+        texts.append(document)
+        size += len(document["text"])
+        if size >= CHUNK_BYTES:
+            yield TextChunk(texts, after(read))
+            texts, size = [], 0
+    if texts:
+        yield TextChunk(texts, after(read))
 
 
 def _local(config: DataConfig) -> Source:
     assert config.path
     files = find_files(config.path)
-    description = {
-        "kind": "local",
-        "text_column": config.text_column,
-        "files": [{"name": name, "bytes": f.stat().st_size, "ends": _ends(f)} for name, f in files],
-    }
-
-    def documents() -> Iterator[Document]:
-        for name, path in files:
-            read = _read_parquet if path.name.endswith(".parquet") else _read_jsonl
-            yield from read(path, name, config.text_column, config.id_column)
-
-    return Source(description, lambda: _text_bytes([f for _, f in files], config.text_column), documents)
-
-
-def find_files(path: str) -> list[tuple[str, Path]]:
-    """(name, file) of every corpus file behind a file, folder (recursive) or glob, sorted by name.
-
-    Raises:
-        ValueError: if there are none.
-    """
-    root = Path(path).expanduser()
-    if root.is_file():
-        candidates = [root]
-    elif root.is_dir():
-        candidates = [f for f in root.rglob("*") if f.is_file()]
-    else:
-        candidates = [Path(f) for f in glob.glob(str(root), recursive=True) if Path(f).is_file()]
-    base = root if root.is_dir() else None
-    named = sorted(
-        (f.relative_to(base).as_posix() if base else f.name, f)
-        for f in candidates
-        if f.name.endswith(_ENDINGS)
+    description = {"kind": "local", "text_column": config.text_column, "files": describe_files(files)}
+    return Source(
+        description,
+        lambda: text_bytes([f for _, f in files], config.text_column),
+        lambda start: read_files(files, config.text_column, config.id_column, start),
     )
-    if not named:
-        what = "no such file or folder" if not candidates else f"no file ending in {', '.join(_ENDINGS)}"
-        raise ValueError(f"data.path={path}: {what}; give a file, a folder or a quoted glob")
-    return named
-
-
-def _ends(path: Path) -> str:
-    """sha256 of a file's first and last 64 KiB: tells changed files apart without reading terabytes."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        digest = hashlib.sha256(file.read(_PROBE))
-        if size > _PROBE:
-            file.seek(max(_PROBE, size - _PROBE))
-            digest.update(file.read())
-    return digest.hexdigest()
-
-
-def _text_bytes(files: list[Path], column: str) -> int | None:
-    """Text bytes by the files' own metadata; None if a compressed JSON-lines file hides it."""
-    total = 0
-    for path in files:
-        if path.name.endswith(".gz"):
-            return None
-        if path.suffix == ".parquet":
-            metadata = _open_parquet(path, column).metadata
-            position = metadata.schema.names.index(column)
-            groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
-            total += sum(group.column(position).total_uncompressed_size for group in groups)
-        else:
-            total += path.stat().st_size
-    return total
-
-
-def _open_parquet(path: Path, column: str) -> "pyarrow.parquet.ParquetFile":
-    from pyarrow import parquet, types
-
-    try:
-        file = parquet.ParquetFile(path)
-    except Exception as failure:
-        raise ValueError(
-            f"{path}: not a readable parquet file ({failure}); fetch it again or remove it"
-        ) from failure
-    _require_column(path, column, file.schema_arrow.names)
-    kind = file.schema_arrow.field(column).type
-    kind = kind.value_type if types.is_dictionary(kind) else kind
-    if not (types.is_string(kind) or types.is_large_string(kind)):
-        raise ValueError(f"{path}: column '{column}' holds {kind}, not text; set data.text_column")
-    return file
-
-
-def _require_column(where: object, column: str, names: Iterable[str]) -> None:
-    if column not in names:
-        raise ValueError(f"{where}: no column '{column}' (it has {', '.join(names)}); set data.text_column")
-
-
-def _read_parquet(path: Path, name: str, text_column: str, id_column: str) -> Iterator[Document]:
-    file = _open_parquet(path, text_column)
-    columns = [text_column] + [id_column] * (id_column in file.schema_arrow.names)
-    row = 0
-    for group in range(file.num_row_groups):
-        batches = file.iter_batches(batch_size=1024, row_groups=[group], columns=columns)
-        for batch in _guarded(batches, f"{path}, row group {group}", "fetch the file again or remove it"):
-            texts = batch.column(text_column).to_pylist()
-            ids = batch.column(id_column).to_pylist() if len(columns) > 1 else [None] * len(texts)
-            for text, identity in zip(texts, ids, strict=True):
-                row += 1
-                yield _document(text, identity, f"{name} row {row}", text_column)
-
-
-def _read_jsonl(path: Path, name: str, text_column: str, id_column: str) -> Iterator[Document]:
-    remedy = "repair or remove the line, or fetch the file again"
-    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-        for number, line in enumerate(
-            _guarded(file, str(path), "fetch the file again or remove it"), start=1
-        ):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            try:
-                record = json.loads(line)
-            except ValueError as failure:
-                raise ValueError(f"{where}: not JSON ({failure}); {remedy}") from failure
-            if not isinstance(record, dict):
-                raise ValueError(f"{where}: not a JSON object; {remedy}")
-            _require_column(where, text_column, record)
-            yield _document(record[text_column], record.get(id_column), f"{name} line {number}", text_column)
-
-
-def _guarded(items: Iterable[_T], where: str, remedy: str) -> Iterator[_T]:
-    """`items`, with any failure to produce the next one turned into a `ValueError` that names the place."""
-    iterator = iter(items)
-    while True:
-        try:
-            item = next(iterator)
-        except StopIteration:
-            return
-        except Exception as failure:
-            message = " ".join(str(failure).split())
-            raise ValueError(f"{where}: cannot be read ({message}); {remedy}") from failure
-        yield item
-
-
-def _document(text: object, identity: object, place: str, column: str) -> Document:
-    """A null text counts as empty (prepare leaves empty documents out and counts them)."""
-    if not isinstance(text, str | None):
-        raise ValueError(f"{place}: '{column}' is {type(text).__name__}, not text; set data.text_column")
-    return {"text": text or "", "id": place if identity is None else str(identity)}
-
-
-# ---- datasets
 
 
 def _hub(config: DataConfig) -> Source:
     assert config.path
+    if (version := importlib.metadata.version("datasets")) in _FORBIDDEN_DATASETS:
+        raise ValueError(
+            f"datasets {version} resumes streams at wrong places; install datasets>=4.3 other than {version}"
+        )
     description = {
         "kind": "hub",
         "path": config.path,
@@ -249,25 +133,40 @@ def _hub(config: DataConfig) -> Source:
         "text_column": config.text_column,
     }
     if Path(config.path).expanduser().is_dir():  # a local mirror: its content decides, not where it lies
-        local = _local(config).description
-        description |= {"path": None, "files": local["files"]}
-    return Source(description, lambda: None, lambda: _stream(config))
+        description |= {"path": None, "files": describe_files(find_files(config.path))}
+    return Source(description, lambda: None, lambda start: _stream(config, start))
 
 
-def _stream(config: DataConfig) -> Iterator[Document]:
+def _stream(config: DataConfig, start: Cursor | None) -> Iterator[TextChunk]:
+    """Stream by `datasets`. A cursor is the stream's own `state_dict` and the rows before it."""
     import datasets
-
-    def records() -> Iterator[dict[str, Any]]:
-        # In here, so that a failure to find the dataset is reported like one to read it.
-        yield from datasets.load_dataset(
-            config.path, name=config.name, split=config.split, revision=config.revision, streaming=True
-        )
 
     where = (
         f"dataset {config.path}" + (f" ({config.name})" if config.name else "") + f", split {config.split}"
     )
     remedy = "check data.path, data.name, data.split and the network, or point data.path at a local copy"
-    for row, record in enumerate(_guarded(records(), where, remedy)):
-        _require_column(where, config.text_column, record)
-        place = f"{where}, row {row}"
-        yield _document(record[config.text_column], record.get(config.id_column), place, config.text_column)
+    opened: list[datasets.IterableDataset] = []
+    first = 0 if start is None else start["row"]
+
+    def records() -> Iterator[dict[str, Any]]:
+        # In here, so that a failure to find the dataset is reported like one to read it.
+        stream = datasets.load_dataset(
+            config.path, name=config.name, split=config.split, revision=config.revision, streaming=True
+        )
+        if stream.features is not None and config.text_column in stream.features:
+            present = [c for c in (config.text_column, config.id_column) if c in stream.features]
+            stream = stream.select_columns(list(dict.fromkeys(present)))
+        if start is not None:
+            stream.load_state_dict(start["stream"])
+        opened.append(stream)
+        yield from stream
+
+    def documents() -> Iterator[Document]:
+        for row, record in enumerate(guarded(records(), where, remedy), start=first):
+            require_column(where, config.text_column, record)
+            place = f"{where}, row {row}"
+            yield make_document(
+                record[config.text_column], record.get(config.id_column), place, config.text_column
+            )
+
+    return _gathered(documents(), lambda read: {"row": first + read, "stream": opened[0].state_dict()})

@@ -15,7 +15,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from fla_train.data.config import TokenizerConfig
+from fla_train.data.config import DataConfig, TokenizerConfig
+from fla_train.data.encoding import Encoder
 from fla_train.data.sentencepiece import from_sentencepiece
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
@@ -46,6 +47,18 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[in
         return [e.ids for e in backend.encode_batch_fast(texts, add_special_tokens=False)]
     finally:
         backend.encode_special_tokens = before
+
+
+def make_encoder(tokenizer: PreTrainedTokenizerBase, folder: Path, config: DataConfig, dtype: str) -> Encoder:
+    """What tokenizes a corpus as `config` says; `folder` holds the saved tokenizer."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return Encoder(
+        backend=backend.to_str() if backend else None,
+        folder=str(folder),
+        separator=tokenizer.eos_token_id if config.append_eos else None,
+        validation_fraction=config.validation_fraction,
+        dtype=dtype,
+    )
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -1,5 +1,6 @@
 """Synthetic tasks of the papers: state tracking, formal languages, recall. Sequences by seed and index."""
 
+from fla_train.tasks.config import TaskConfig, make_task, task_faults, tasks_for_testing, training_task
 from fla_train.tasks.contract import IGNORE, Batch, Tally, Task, tally_by
 from fla_train.tasks.formal import LANGUAGES, TEST_LENGTHS, TRAIN_LENGTHS, FormalLanguage
 from fla_train.tasks.group_words import GroupWords, longest_prefix
@@ -11,6 +12,7 @@ from fla_train.tasks.mqar import (
     ZOOLOGY_SETTINGS,
     MQARSetting,
 )
+from fla_train.tasks.score import Score
 
 __all__ = [
     "BASED_TEST_SETTINGS",
@@ -26,9 +28,15 @@ __all__ = [
     "Group",
     "GroupWords",
     "MQARSetting",
+    "Score",
     "Tally",
     "Task",
+    "TaskConfig",
     "longest_prefix",
     "make_group",
+    "make_task",
     "tally_by",
+    "task_faults",
+    "tasks_for_testing",
+    "training_task",
 ]

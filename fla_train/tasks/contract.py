@@ -3,9 +3,11 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from fla_train.tasks.draws import stream_keys
 
@@ -19,14 +21,22 @@ class Batch:
     Attributes:
         input_ids: [B, T] int64.
         labels: [B, T] int64, NOT shifted: labels[b, t] is what the model must output after it has read
-            input_ids[b, : t + 1]; IGNORE where nothing is predicted. A loss that shifts labels must not be
-            used.
+            input_ids[b, : t + 1]; IGNORE where nothing is predicted. For a loss that shifts labels use
+            `for_causal_lm`.
         metadata: facts about each row, [B] int64 each, by which results may be sliced, such as "length".
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     metadata: Mapping[str, torch.Tensor]
+
+    def for_causal_lm(self) -> torch.Tensor:
+        """[2, B, T + 1] int64: inputs and labels for a model whose loss shifts labels by one.
+
+        One more input (id 0, which no label depends on) makes room for the last label.
+        """
+        inputs = F.pad(self.input_ids, (0, 1))
+        return torch.stack([inputs, F.pad(self.labels, (1, 0), value=IGNORE)])
 
 
 @dataclass(frozen=True)
@@ -111,9 +121,16 @@ class Task(ABC):
         num_sequences: size of a fixed data set, in which index i is sequence i % num_sequences (each epoch in
             the same order); None: every index is a new sequence.
 
+    Class attributes:
+        headline: the key of `summary` that papers report.
+        slice_key: the metadata by which accuracy is drawn; None where prefix accuracy is.
+
     Raises:
         ValueError: if num_sequences is below 1.
     """
+
+    headline: ClassVar[str]
+    slice_key: ClassVar[str | None] = None
 
     def __init__(self, *, vocab_size: int, seq_len: int, seed: int, num_sequences: int | None):
         if num_sequences is not None and num_sequences < 1:
@@ -138,7 +155,11 @@ class Task(ABC):
 
     def metrics(self, predictions: torch.Tensor, batch: Batch) -> dict[str, float | list[float]]:
         """The task's published metrics of `predictions` [B, T] on one batch."""
-        return self.summary(Tally.of(predictions, batch.labels))
+        return self.summary(Tally.of(self.judge(predictions, batch), batch.labels))
+
+    def judge(self, predictions: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """`predictions` [B, T] with the label in the place of every one that is as good as it."""
+        return predictions
 
     @abstractmethod
     def summary(self, tally: Tally) -> dict[str, float | list[float]]:

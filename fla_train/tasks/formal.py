@@ -62,6 +62,9 @@ class FormalLanguage(Task):
         ValueError: for an unknown language, or if it has no word of such a length.
     """
 
+    headline = "scaled_accuracy"
+    slice_key = "length"
+
     def __init__(
         self,
         language: str,

@@ -41,6 +41,8 @@ class GroupWords(Task):
         ValueError: for an unknown group or a setting that gives no task.
     """
 
+    headline = "sequence_accuracy"
+
     def __init__(
         self,
         group: str,

@@ -61,7 +61,8 @@ class MQAR(Task):
     right.
 
     Args:
-        settings: one or more; see ZOOLOGY_SETTINGS, BASED_TRAIN_SETTINGS and BASED_TEST_SETTINGS.
+        settings: one or more, also as plain lists [seq_len, num_kv_pairs] or [seq_len, num_kv_pairs, share];
+            see ZOOLOGY_SETTINGS, BASED_TRAIN_SETTINGS and BASED_TEST_SETTINGS.
         vocab_size: V.
         power: exponent a of the gaps' law, > 0; 1 is uniform.
         random_non_queries: fill what is no query with random ids.
@@ -71,9 +72,12 @@ class MQAR(Task):
         ValueError: if a setting has no room for its pairs and queries, or not enough keys.
     """
 
+    headline = "accuracy"
+    slice_key = "num_kv_pairs"
+
     def __init__(
         self,
-        settings: Sequence[MQARSetting],
+        settings: Sequence[MQARSetting | Sequence[float]],
         *,
         vocab_size: int = 8192,
         power: float = 0.01,
@@ -83,6 +87,7 @@ class MQAR(Task):
     ):
         if not settings or power <= 0:
             raise ValueError("MQAR needs at least one setting and a power above 0")
+        settings = [_setting(setting) for setting in settings]
         self._first_value = vocab_size // 2
         for setting in settings:
             self._check(setting)
@@ -155,3 +160,11 @@ class MQAR(Task):
             blank = inputs == _BLANK
             inputs[blank] = below(for_blanks, self.vocab_size).T[blank]
         return inputs, labels
+
+
+def _setting(value: MQARSetting | Sequence[float]) -> MQARSetting:
+    if isinstance(value, MQARSetting):
+        return value
+    if not isinstance(value, list | tuple) or len(value) not in (2, 3):
+        raise ValueError(f"setting {value} must be a list [seq_len, num_kv_pairs] with an optional share")
+    return MQARSetting(*value)

@@ -11,7 +11,7 @@ from fla_train.data import PreparedData
 from fla_train.training.runfolder import RunFolder
 from fla_train.training.schema import TrainConfig
 
-SECTIONS = ("seed", "model", "optimizer", "schedule", "trainer")
+SECTIONS = ("seed", "model", "task", "baseline", "optimizer", "schedule", "trainer")
 
 
 def run_facts(
@@ -21,6 +21,7 @@ def run_facts(
     content = asdict(config)
     facts: dict[str, str | None] = {key: json.dumps(content[key], sort_keys=True) for key in SECTIONS}
     facts["the prepared data"] = data.folder.name
+    facts["data.document_boundaries"] = str(config.data.document_boundaries)
     facts["the checkpoint to resume"] = resume.name if resume else None
     # The first machine has written it by now. Another content, or none, means another folder.
     shared = folder.environment

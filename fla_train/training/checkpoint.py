@@ -7,8 +7,9 @@
         rng-0.pt rng-1.pt ...             random states, one file per rank
         deepspeed/                        weights and the ZeRO-2 partition of each rank
 
-Every rank calls `save` and `load`. Rank 0 checksums, flushes and renames, so a kill at any moment leaves
-either the whole new checkpoint or only the ones before it.
+`writer.py` writes them: each rank its files and their checksums, then rank 0 the manifest and the new name,
+so a kill at any moment leaves either the whole new checkpoint or only the ones before it. Every rank calls
+`load`.
 """
 
 import hashlib
@@ -17,7 +18,7 @@ import logging
 import os
 import random
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
@@ -45,8 +46,9 @@ class TrainState:
     step: int = 0  # optimizer steps taken, skipped ones included
     sequences: int = 0  # training sequences consumed by all ranks: the position in the data
     tokens: int = 0  # the same in tokens
-    skipped_steps: int = 0  # steps without an update, because the loss or a gradient was not finite
+    skipped_steps: int = 0  # steps without an update: loss or gradient not finite, or the loss a spike
     skipped_in_row: int = 0
+    loss_statistics: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # of `StepGuard`
     wandb_id: str | None = None
 
 
@@ -54,31 +56,8 @@ def folder_name(step: int) -> str:
     return f"step-{step:07d}"
 
 
-def save(engine, state: TrainState, folder: Path, *, keep: int) -> Path:
-    """Write `folder/step-XXXXXXX` from all ranks; rank 0 then deletes all but the newest `keep` (0: none)."""
-    rank = dist.get_rank()
-    final = folder / folder_name(state.step)
-    writing = folder / (WRITING + final.name)
-    if rank == 0:
-        shutil.rmtree(writing, ignore_errors=True)
-        writing.mkdir(parents=True)
-    dist.barrier()
-    engine.save_checkpoint(str(writing), tag=DEEPSPEED_TAG, save_latest=False)
-    torch.save(random_states(), writing / f"rng-{rank}.pt")
-    dist.barrier()
-    if rank == 0:
-        _write_json(writing / STATE, asdict(state))
-        _write_manifest(writing, state)
-        remove(final)  # the remains of a corrupt one of the same step
-        os.rename(writing, final)
-        sync(folder)
-        prune(final, keep)
-    dist.barrier()
-    return final
-
-
 def load(engine, folder: Path) -> TrainState:
-    """Bring `engine` and this rank's random states to where `folder` was written; the inverse of `save`.
+    """Bring `engine` and this rank's random states to where `folder` was written.
 
     By as many ranks as wrote it, exactly. By another number the weights and moments are the same, the sums
     over ranks round otherwise, and a rank beyond the saved ones shares the random states of one of them.
@@ -166,13 +145,15 @@ def clean(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def prune(newest: Path, keep: int) -> None:
-    """Delete all but the `keep` (0: all are kept) checkpoints up to `newest`.
+def prune(newest: Path, keep: int, keep_every: int = 0) -> None:
+    """Of the checkpoints up to `newest`, keep the last `keep` (0: all) and those of each `keep_every` steps.
 
     Later ones stay: they are the corrupt remains of an earlier attempt, and must not count as the newest.
     """
-    if keep:
-        for old in [path for path in checkpoints(newest.parent) if path.name <= newest.name][:-keep]:
+    if not keep:
+        return
+    for old in [path for path in checkpoints(newest.parent) if path.name <= newest.name][:-keep]:
+        if not keep_every or int(old.name.removeprefix("step-")) % keep_every:
             remove(old)
 
 
@@ -202,25 +183,27 @@ def set_random_states(states: dict) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def _write_manifest(folder: Path, state: TrainState) -> None:
-    files = {}
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        files[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        sync(path)
+def write_manifest(folder: Path, state: TrainState, files: dict[str, dict]) -> None:
+    """Vouch for the `files`, name to `describe`, that all ranks have put into `folder`."""
     manifest = {
         "step": state.step,
         "tokens": state.tokens,
         "world_size": dist.get_world_size(),
         "versions": {name: version(name) for name in VERSIONS},
-        "files": files,
+        "files": dict(sorted(files.items())),
     }
-    _write_json(folder / MANIFEST, manifest)
+    write_json(folder / MANIFEST, manifest)
     for path in [*folder.rglob("*"), folder]:
         if path.is_dir():
             sync(path)
 
 
-def _write_json(path: Path, content: dict) -> None:
+def describe(path: Path) -> dict[str, int | str]:
+    """A file's entry in the manifest."""
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
     sync(path)
 

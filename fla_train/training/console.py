@@ -70,8 +70,9 @@ class Console:
     def _plain(self, record: Record, now: float) -> str:
         step = int(record["step"])
         remaining = (now - self._start) / max(1, step - self._first) * (self._total - step)
+        utilisation = f"MFU {record['mfu']:.1%}  " if "mfu" in record else ""
         return (
             f"step {step:,}/{self._total:,}  loss {record['loss']:.4f}  lr {record['lr']:.2e}  "
-            f"grad {record['grad_norm']:.3f}  {record['tokens_per_second']:,.0f} tokens/s  "
+            f"grad {record['grad_norm']:.3f}  {record['tokens_per_second']:,.0f} tokens/s  {utilisation}"
             f"ETA {timedelta(seconds=round(remaining))}"
         )

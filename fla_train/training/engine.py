@@ -6,7 +6,7 @@ keeps out of autocast, stay fp32.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fla_train.data import Batch
+from fla_train.training.guard import StepGuard
 from fla_train.training.optimizer import build_optimizer
 from fla_train.training.schema import TrainConfig
 from fla_train.training.validate import accumulation_steps, resolve_device
@@ -29,7 +31,17 @@ class StepResult:
     loss: float  # nats per target token, mean over the global batch
     grad_norm: float  # before clipping
     targets: int  # target tokens of the global batch
-    skipped: bool  # nothing was updated: the loss or a gradient was not finite
+    skipped: bool  # nothing was updated: the loss or a gradient was not finite, or the loss a spike
+    stop: bool  # a rank asked to stop
+
+    @classmethod
+    def read(cls, rows: Sequence[Tensor]) -> list["StepResult"]:
+        """The outcomes that `train_step` left on the device; waits until they are there."""
+        values = torch.stack(list(rows)).tolist() if rows else []
+        return [
+            cls(loss, norm, int(targets), bool(skipped), stop > 0)
+            for loss, norm, targets, skipped, stop in values
+        ]
 
 
 def deepspeed_config(config: TrainConfig, *, on_gpu: bool) -> dict:
@@ -38,7 +50,7 @@ def deepspeed_config(config: TrainConfig, *, on_gpu: bool) -> dict:
     return {
         "train_micro_batch_size_per_gpu": trainer.micro_batch_size,
         "gradient_accumulation_steps": accumulation_steps(config),
-        "gradient_clipping": config.optimizer.max_grad_norm,
+        "gradient_clipping": 0.0,  # `train_step` clips and skips, without waiting for the device
         "zero_allow_untested_optimizer": True,  # torch's AdamW is outside DeepSpeed's list
         "zero_optimization": {
             "stage": 2,
@@ -47,6 +59,7 @@ def deepspeed_config(config: TrainConfig, *, on_gpu: bool) -> dict:
             "reduce_scatter": True,
             "reduce_bucket_size": BUCKET_ELEMENTS,
             "allgather_bucket_size": BUCKET_ELEMENTS,
+            "compute_grad_norm": False,
             "round_robin_gradients": False,  # restores wrong weights on another number of ranks
         },
         "bf16": {"enabled": False},  # would cast every parameter, A_log and dt_bias too
@@ -59,6 +72,8 @@ def deepspeed_config(config: TrainConfig, *, on_gpu: bool) -> dict:
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "steps_per_print": 2**62,  # metrics are ours
+        # It would wait for the device before each micro-batch and after each step.
+        "timers": {"throughput": {"enabled": False, "synchronized": False}},
         "wall_clock_breakdown": False,
     }
 
@@ -92,49 +107,60 @@ def build_engine(model: nn.Module, config: TrainConfig):
     return engine
 
 
-def train_step(engine, micro_batches: Sequence[tuple[Tensor, Tensor]], learning_rate: float) -> StepResult:
-    """One optimizer step on this rank's (input_ids, labels) pairs, each [B, T] int64 on the engine's device.
+def train_step(
+    engine,
+    micro_batches: Sequence[Batch | tuple[Tensor, Tensor]],
+    learning_rate: float,
+    guard: StepGuard,
+    *,
+    stop: bool = False,
+) -> Tensor:
+    """One optimizer step on this rank's micro-batches: input_ids and labels, each [B, T] int64 on the
+    engine's device, and where documents are kept apart their bounds.
 
     The gradient is that of (sum of the target tokens' losses) / (their number), both over all ranks and
     micro-batches. DeepSpeed averages over ranks, so each micro-batch's sum is divided by number / ranks; its
     division by the accumulation steps is turned off.
+
+    Args:
+        guard: scales a large gradient down, or has the step skipped; both happen in the optimizer's kernel.
+        stop: this rank's wish to stop, which all ranks learn together.
+
+    Returns:
+        The outcome [5] fp64 on the device, for `StepResult.read`: nothing here waits for it.
     """
-    for group in engine.optimizer.param_groups:
+    zero, world = engine.optimizer, dist.get_world_size()
+    for group in zero.param_groups:
         group["lr"] = learning_rate
-    skipped_before = engine.skipped_steps
-    targets = torch.stack([(labels[:, 1:] != -100).sum() for _, labels in micro_batches]).sum()
+    targets = torch.stack([(labels[:, 1:] != -100).sum() for _, labels, *_ in micro_batches]).sum()
     dist.all_reduce(targets)
-    divisor = targets.clamp(min=1) / dist.get_world_size()
-    total = torch.zeros((), device=targets.device, dtype=torch.float64)
+    divisor = targets.clamp(min=1) / world
+    # The summed loss, and the ranks that want to stop
+    sums = torch.tensor([0.0, float(stop)], dtype=torch.float64).to(targets.device, non_blocking=True)
     engine.train()
-    for i, (input_ids, labels) in enumerate(micro_batches):
+    for i, batch in enumerate(micro_batches):
         engine.set_gradient_accumulation_boundary(i == len(micro_batches) - 1)
-        loss = engine(input_ids=input_ids, labels=labels, num_items_in_batch=divisor, use_cache=False).loss
+        inputs = dict(zip(Batch._fields, batch, strict=False))
+        loss = engine(**inputs, num_items_in_batch=divisor, use_cache=False).loss
         engine.backward(loss, scale_wrt_gas=False)
-        total += loss.detach().double()
-    engine.step()
-    dist.all_reduce(total)
-    return StepResult(
-        loss=(total / dist.get_world_size()).item(),
-        grad_norm=float(engine.get_global_grad_norm()),
-        targets=int(targets),
-        skipped=engine.skipped_steps > skipped_before,
-    )
-
-
-@torch.no_grad()
-def mean_loss(engine, batches: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """Mean loss per target token over all ranks' batches, which may differ in number."""
-    device = engine.device
-    sums = torch.zeros(2, device=device, dtype=torch.float64)  # sum of losses, target tokens
-    one = torch.ones((), device=device)
-    engine.eval()
-    for input_ids, labels in batches:
-        loss = engine(input_ids=input_ids, labels=labels, num_items_in_batch=one, use_cache=False).loss
-        sums += torch.stack([loss.double(), (labels[:, 1:] != -100).sum().double()])
-    engine.train()
+        sums[0] += loss.detach().double()
     dist.all_reduce(sums)
-    return (sums[0] / sums[1]).item()
+    loss = sums[0] / world
+    grad_norm = _grad_norm(zero.averaged_gradients)
+    zero.optimizer.grad_scale, zero.optimizer.found_inf = guard.judge(loss, grad_norm)
+    engine.step()
+    return torch.stack([loss, grad_norm, targets.double(), zero.optimizer.found_inf.double(), sums[1]])
+
+
+def _grad_norm(gradients: Mapping[int, Sequence[Tensor]]) -> Tensor:
+    """Norm of all ranks' gradients, fp64 on the device, from this rank's stretch of each group.
+
+    DeepSpeed's own copies a constant to the device, for which the host waits.
+    """
+    pieces = [piece for group in gradients.values() for piece in group]
+    square = torch.nn.utils.get_total_norm(pieces).double().square()
+    dist.all_reduce(square)
+    return square.sqrt()
 
 
 def _skip_cpu_operator() -> None:

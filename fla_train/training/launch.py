@@ -15,13 +15,21 @@ from fla_train.training.plan import Plan, make_plan, plan_lines
 from fla_train.training.runfolder import RunFolder, new_run_dir, write_environment, write_whole
 from fla_train.training.schedule import warmup_steps
 from fla_train.training.schema import TrainConfig, load_config, to_yaml
-from fla_train.training.supervise import choose_port, run_workers
+from fla_train.training.supervise import Failure, choose_port, run_workers
+from fla_train.training.task_data import task_data, with_task_sizes
 from fla_train.training.validate import resolve_device, validate
 
 # These fix the weights' shapes and, with the prepared data, the stream of tokens: a resumed run keeps them.
-FIXED_KEYS = ("seed", "trainer.seq_len", "trainer.global_batch_tokens", "model.")
+FIXED_KEYS = (
+    *("seed", "trainer.seq_len", "trainer.global_batch_tokens", "model."),
+    *("task.kind", "task.options", "task.train", "task.batch_size", "baseline."),
+)
 # These say where and how a run is carried out, not what it computes: nobody asks whether they changed.
-FREE_KEYS = ("run.", "launch.", "logger.", "data.", "trainer.resume", "dry_run", "model.backend")
+SEQUENCE_KEYS = ("data.document_boundaries",)  # of the data keys, what no fingerprint covers
+FREE_KEYS = (
+    *("run.", "launch.", "logger.", "data.", "trainer.resume", "dry_run"),
+    *("model.backend", "model.recompute_operator"),
+)
 
 
 class TrainingFailed(RuntimeError):
@@ -33,12 +41,17 @@ def launch(config: TrainConfig) -> None:
 
     Raises:
         ValueError: the config, the data, the port or the run folder does not allow it; nothing was started.
-        TrainingFailed: a worker failed; the others have been stopped.
+        TrainingFailed: a worker failed, and `launch.max_restarts` did not help.
+        Preempted: SIGUSR1 or SIGTERM came; a checkpoint has been saved.
     """
+    config = with_task_sizes(config)
     validate(config)
     config = resolve(config)
-    data = prepare(config.data, log=_say)
-    check_vocabulary(data.tokenizer(), config.model["vocab_size"])
+    if config.task is None:
+        data = prepare(config.data, log=_say)
+        check_vocabulary(data.tokenizer(), config.model["vocab_size"])
+    else:
+        data = task_data(config.task, config.seed)
     plan = make_plan(config, data)
     if config.dry_run:
         _say(to_yaml(config))
@@ -75,23 +88,44 @@ def _train(config: TrainConfig, data: PreparedData, plan: Plan) -> None:
             _check_same_run(config, data, resume)
             if _is_complete(folder, resume, config.trainer.max_steps):
                 return
-        if config.trainer.check_backend:
+        if config.trainer.check_backend and config.baseline is None:
             _check_backend(config)
-        config_file = folder.config(config.launch.machine_rank)
-        write_whole(config_file, to_yaml(config))
+        write_whole(folder.config(config.launch.machine_rank), to_yaml(config))
         if lock is not None:
             _write_main_files(folder, config, plan)
-        _say(f"run          {root}" + (f", from {resume}" if resume else ""))
-        processes = config.launch.num_processes
-        if resume is not None and (saved := checkpoint.world_size(resume)) != processes:
-            _say(f"resume       checkpoint of {saved} process(es), optimizer state cut anew for {processes}")
-        if config.launch.num_machines > 1:
-            _say(f"machines     waiting for all {config.launch.num_machines} at {_address(config, port)}")
-        arguments = [str(config_file), str(data.folder), *([str(resume)] if resume else [])]
-        inherited = () if lock is None else (lock,)
-        failure = run_workers(arguments, config.launch, port=port, inherited=inherited)
+        failure = _run(config, data, folder, resume, port, lock)
+        limit = config.launch.max_restarts
+        for restart in range(1, limit + 1):
+            if failure is None or failure.final:
+                break
+            _say(f"restart      {restart} of {limit}, rank {failure.rank}: {failure.line}")
+            if lock is not None:
+                checkpoint.clean(folder.checkpoints)
+            if checkpoint.checkpoints(folder.checkpoints):
+                resume = checkpoint.choose("auto", folder.checkpoints)
+            failure = _run(config, data, folder, resume, choose_port(config.launch), lock)
     if failure is not None:
         raise TrainingFailed(f"rank {failure.rank}: {failure.line} (details in {folder.log})")
+
+
+def _run(
+    config: TrainConfig,
+    data: PreparedData,
+    folder: RunFolder,
+    resume: Path | None,
+    port: int,
+    lock: int | None,
+) -> Failure | None:
+    """Train once from `resume` with this machine's workers, and say so."""
+    launch, processes = config.launch, config.launch.num_processes
+    _say(f"run          {folder.root}" + (f", from {resume}" if resume else ""))
+    if resume is not None and (saved := checkpoint.world_size(resume)) != processes:
+        _say(f"resume       checkpoint of {saved} process(es), optimizer state cut anew for {processes}")
+    if launch.num_machines > 1:
+        _say(f"machines     waiting for all {launch.num_machines} at {_address(config, port)}")
+    config_file = folder.config(launch.machine_rank)
+    arguments = [str(config_file), str(data.folder), *([str(resume)] if resume else [])]
+    return run_workers(arguments, launch, port=port, inherited=() if lock is None else (lock,))
 
 
 def _write_main_files(folder: RunFolder, config: TrainConfig, plan: Plan) -> None:
@@ -106,6 +140,8 @@ def _write_main_files(folder: RunFolder, config: TrainConfig, plan: Plan) -> Non
 def _label(config: TrainConfig) -> str:
     """A run's name from its model: householder count, gate, width."""
     model = config.model
+    if config.baseline is not None:
+        return f"{config.baseline.kind}-{model['hidden_size']}x{model['num_hidden_layers']}"
     gate = "gated-" if model["use_forget_gate"] else ""
     kind = "delta-net" if model["num_householder"] == 1 else f"delta-product{model['num_householder']}"
     return f"{gate}{kind}-{model['hidden_size']}x{model['num_hidden_layers']}"
@@ -142,11 +178,13 @@ def _check_same_run(config: TrainConfig, data: PreparedData, resume: Path) -> No
         if now.get(key) != before.get(key)
     }
     faults = [
-        text for key, text in changed.items() if key.startswith(FIXED_KEYS) and not key.startswith(FREE_KEYS)
+        text
+        for key, text in changed.items()
+        if key in SEQUENCE_KEYS or (key.startswith(FIXED_KEYS) and not key.startswith(FREE_KEYS))
     ]
     if _data_fingerprint(earlier) not in (None, data.folder.name):
         of_data = [text for key, text in changed.items() if key.startswith("data.")]
-        faults += of_data or ["the text itself has changed since"]
+        faults += of_data or ["the text itself or the tokenizer has changed since"]
     if faults:
         raise ValueError(
             f"{resume} belongs to another run: {', '.join(faults)}; restore them or use another run.dir"

@@ -1,8 +1,9 @@
-"""AdamW and what it decays."""
+"""The optimizers, and which parameters they decay."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fla_train.training.muon import PartitionedMuon
 from fla_train.training.schema import OptimizerConfig
 
 # Decay pulls these toward a value that means something else than "small": the decay rate of the state itself.
@@ -29,12 +30,26 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW over `parameter_groups`; one fused kernel where the parameters are on a GPU."""
-    on_gpu = next(model.parameters()).is_cuda
-    return torch.optim.AdamW(
-        parameter_groups(model, config.weight_decay),
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=on_gpu,
+    """AdamW, one fused kernel per group; as `muon`, Muon for the blocks' matrices and AdamW for the rest."""
+    groups = parameter_groups(model, config.weight_decay)
+    matrices: list[Tensor] = []
+    if config.name == "muon":
+        matrices = hidden_matrices(model)
+        taken = {id(matrix) for matrix in matrices}
+        for group in groups:
+            group["params"] = [p for p in group["params"] if id(p) not in taken]
+        groups = [group for group in groups if group["params"]]
+    adamw = torch.optim.AdamW(
+        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
     )
+    if not matrices:
+        return adamw
+    return PartitionedMuon(
+        matrices, adamw, lr=config.lr, weight_decay=config.weight_decay, momentum=config.momentum
+    )
+
+
+def hidden_matrices(model: nn.Module) -> list[Tensor]:
+    """What Muon takes: the linear layers between embedding and head, neither of the two included."""
+    head = model.get_output_embeddings()
+    return [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m is not head]

@@ -2,12 +2,23 @@
 
 from dataclasses import dataclass
 
-from fla_train.data import PreparedData, TokenDataset
+import torch
+
+from fla_train.baselines import build_baseline
+from fla_train.data import PreparedData, open_train
 from fla_train.models import build_config
-from fla_train.models.accounting import count_parameters, flops_per_token, training_memory_bytes
+from fla_train.models.accounting import (
+    ParameterCount,
+    count_parameters,
+    flops_per_token,
+    training_memory_bytes,
+)
 from fla_train.training.schedule import warmup_steps
 from fla_train.training.schema import TrainConfig
+from fla_train.training.throughput import peak_flops
 from fla_train.training.validate import accumulation_steps
+
+ASSUMED_GPU, ASSUMED_MFU = "H100", 0.4  # for the estimate of GPU-hours
 
 
 @dataclass(frozen=True)
@@ -20,6 +31,7 @@ class Plan:
     epochs: float  # tokens / tokens of the training split
     flops_per_token: float  # forward and backward
     memory_bytes: int  # estimate per process
+    gpu_hours: float  # on H100s at the assumed utilisation
     accumulation: int  # micro-batches per rank and step
     validation_tokens: int  # of the validation split
     unigram_entropy: float | None  # of the same, nats per token
@@ -34,29 +46,54 @@ def make_plan(config: TrainConfig, data: PreparedData) -> Plan:
             fewer training tokens than one sequence.
     """
     trainer, splits = config.trainer, data.manifest["splits"]
-    TokenDataset(data.folder, "train", trainer.seq_len)  # its faults belong before the start
-    model = build_config(config.model)
-    count = count_parameters(model)
-    memory = training_memory_bytes(
-        model,
-        tokens_per_device=trainer.micro_batch_size * trainer.seq_len,
-        num_devices=config.launch.num_processes,
-        element_size=2 if trainer.precision == "bf16" else 4,
-        gradient_checkpointing=trainer.activation_checkpointing,
-    )
+    if config.task is None:
+        open_train(data.folder, trainer.seq_len, config.seed)  # its faults belong before the start
+    count = _count(config)
     tokens = trainer.max_steps * trainer.global_batch_tokens
+    flops = training_flops(config)
     return Plan(
         parameters=count.embedding_once,
         parameters_held=count.total,
         tokens=tokens,
         epochs=tokens / splits["train"]["tokens"],
-        flops_per_token=flops_per_token(model, trainer.seq_len),
-        memory_bytes=memory.total,
+        flops_per_token=flops,
+        memory_bytes=_memory(config, count),
+        gpu_hours=flops * tokens / (ASSUMED_MFU * peak_flops(ASSUMED_GPU, "bf16")) / 3600,
         accumulation=accumulation_steps(config),
         validation_tokens=splits["validation"]["tokens"],
         unigram_entropy=splits["validation"]["unigram_entropy"],
         data_folder=str(data.folder),
     )
+
+
+def training_flops(config: TrainConfig) -> float:
+    """FLOPs per token, forward and backward: of a baseline, 6 per parameter outside its embedding."""
+    if config.baseline is None:
+        return flops_per_token(build_config(config.model), config.trainer.seq_len)
+    count = _count(config)
+    return 6.0 * (count.total - count.embedding)
+
+
+def _count(config: TrainConfig) -> ParameterCount:
+    if config.baseline is None:
+        return count_parameters(build_config(config.model))
+    with torch.random.fork_rng(devices=[]):
+        return count_parameters(build_baseline(config.baseline, config.model))
+
+
+def _memory(config: TrainConfig, count: ParameterCount) -> int:
+    """Bytes per process; a baseline's are those of weights, gradients and AdamW only."""
+    trainer = config.trainer
+    if config.baseline is not None:
+        return 20 * count.total
+    memory = training_memory_bytes(
+        build_config(config.model),
+        tokens_per_device=trainer.micro_batch_size * trainer.seq_len,
+        num_devices=config.launch.num_processes,
+        element_size=2 if trainer.precision == "bf16" else 4,
+        gradient_checkpointing=trainer.activation_checkpointing,
+    )
+    return memory.total
 
 
 def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:
@@ -69,12 +106,19 @@ def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:
         f"batch        {launch.num_processes} process(es) x {plan.accumulation} micro-batch(es) x "
         f"{trainer.micro_batch_size} sequences x {trainer.seq_len} tokens",
         f"FLOPs        {plan.flops_per_token:.3g} per token, {plan.flops_per_token * plan.tokens:.3g} in all",
+        *_gpu_hours(plan.gpu_hours),
         f"memory       about {plan.memory_bytes / 2**30:.2f} GiB per process",
         f"schedule     {config.schedule.name}, peak {config.optimizer.lr:g}, "
         f"{warmup_steps(config.schedule, trainer.max_steps)} warm-up steps",
         f"device       {launch.device}, {trainer.precision}",
         *_validation_warning(plan.validation_tokens, trainer.seq_len),
     ]
+
+
+def _gpu_hours(hours: float) -> list[str]:
+    if hours < 1:
+        return []
+    return [f"GPU-hours    about {hours:,.0f}, if {ASSUMED_GPU}s ran at {ASSUMED_MFU:.0%} of their peak"]
 
 
 def _validation_warning(tokens: int, seq_len: int) -> list[str]:

@@ -46,6 +46,15 @@ class RunFolder:
     def loss_plot(self) -> Path:
         return self.root / "plots" / "loss.png"
 
+    @property
+    def accuracy(self) -> Path:
+        """Curves of the newest evaluation on a task."""
+        return self.root / "accuracy.json"
+
+    @property
+    def accuracy_plot(self) -> Path:
+        return self.root / "plots" / "accuracy.png"
+
     def config(self, machine: int) -> Path:
         """The resolved config; machines after the first, whose launch section differs, have their own."""
         return self.root / ("config.yaml" if machine == 0 else f"config-machine-{machine}.yaml")

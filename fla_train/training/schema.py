@@ -13,8 +13,10 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from fla_train.baselines.build import BaselineConfig
 from fla_train.data.config import DataConfig
 from fla_train.models.configuration import model_schema
+from fla_train.tasks.config import TaskConfig
 
 
 @dataclass
@@ -26,12 +28,15 @@ class OptimizerConfig:
     beta2: float = MISSING
     eps: float = MISSING
     max_grad_norm: float = MISSING
+    momentum: float | None = None
 
 
 @dataclass
 class ScheduleConfig:
     name: str = MISSING
     warmup_steps: int | None = None
+    start_ratio: float = 0.0
+    decay_steps: int | None = None
     min_ratio: float = MISSING
 
 
@@ -52,6 +57,16 @@ class TrainerConfig:
     resume: str = MISSING
     max_skipped_steps: int = MISSING
     check_backend: bool = MISSING
+    # With values, so that the config.yaml of a run begun before they were keys can be read.
+    keep_every: int = 0
+    spike_deviations: float = 0.0
+    stats_every: int = 0
+    profile_steps: list[int] = field(default_factory=list)
+    suite_every: int = 0
+    suite: str = "perplexity"
+    suite_options: list[str] = field(default_factory=list)
+    eval_buckets: int = 1
+    hang_timeout: float = 0.0
 
 
 @dataclass
@@ -62,6 +77,8 @@ class LaunchConfig:
     machine_rank: int = MISSING
     main_process_ip: str = MISSING
     main_process_port: int | None = None
+    max_restarts: int = 0
+    peak_tflops: float | None = None
 
 
 @dataclass
@@ -88,6 +105,8 @@ class TrainConfig:
 
     model: Any = MISSING
     data: DataConfig = field(default_factory=DataConfig)
+    task: TaskConfig | None = None
+    baseline: BaselineConfig | None = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -1,4 +1,4 @@
-"""Start this machine's workers, and stop all of them when one fails or the launcher is told to stop."""
+"""Start this machine's workers; stop all of them when one fails, and pass on requests to stop."""
 
 import json
 import os
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fla_train.training.preemption import EXIT_CODE, SIGNALS, Preempted
 from fla_train.training.schema import LaunchConfig
 
 POLL = 0.1  # seconds between looks at the workers
 GRACE = 1.0  # seconds in which the others' failures are gathered, to name the first one
-STOP_WAIT = 5.0  # seconds between asking a worker to stop and killing it
 DEFAULT_PORT = 29500
 
 
@@ -26,6 +26,7 @@ class Failure:
 
     rank: int
     line: str
+    final: bool = False  # to start again would end the same way
 
 
 def choose_port(launch: LaunchConfig) -> int:
@@ -61,15 +62,19 @@ def run_workers(
     Returns:
         None when all succeeded, else the first failure; by then no worker is left.
 
+    SIGUSR1 and SIGTERM have the workers save a checkpoint and end, however often they come.
+
     Raises:
-        KeyboardInterrupt: on SIGINT or SIGTERM, after the workers have been stopped.
+        Preempted: the workers have done so.
+        KeyboardInterrupt: on SIGINT, after the workers have been killed.
     """
     local = launch.num_processes // launch.num_machines
     first = launch.machine_rank * local
     with tempfile.TemporaryDirectory(prefix="fla-train-") as errors:
         error_files = {first + i: Path(errors, f"rank-{first + i}.json") for i in range(local)}
         workers: dict[int, subprocess.Popen] = {}
-        previous = signal.signal(signal.SIGTERM, _interrupt)
+        forward = _Forward(workers)
+        previous = {number: signal.signal(number, forward) for number in SIGNALS}
         try:
             for i, (rank, error_file) in enumerate(error_files.items()):
                 environment = os.environ | {
@@ -97,28 +102,49 @@ def run_workers(
                     start_new_session=True,
                     pass_fds=inherited,
                 )
-            failed = _wait(workers)
+            failed = _wait(workers, forward)
             if failed is None:
                 return None
             time.sleep(GRACE)
             return _first_failure(workers, error_files, failed)
         finally:
-            _stop(workers)
-            signal.signal(signal.SIGTERM, previous)
+            _kill(workers)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
 
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
+class _Forward:
+    """Signal handler: passes a request to stop on to the workers."""
+
+    def __init__(self, workers: dict[int, subprocess.Popen]):
+        self._workers = workers
+        self.requested = False
+
+    def __call__(self, number: int, frame: object) -> None:
+        self.requested = True
+        for worker in self._workers.values():
+            worker.send_signal(SIGNALS[0])
 
 
-def _wait(workers: dict[int, subprocess.Popen]) -> int | None:
-    """The first rank seen to have failed, or None once all have ended well."""
+def _wait(workers: dict[int, subprocess.Popen], forward: _Forward) -> int | None:
+    """The first rank seen to have failed, or None once all have ended well.
+
+    Raises:
+        Preempted: all have left on request.
+    """
+    left = [EXIT_CODE]
     while True:
         codes = {rank: worker.poll() for rank, worker in workers.items()}
+        if forward.requested:  # a signal kills a worker that does not listen yet, and has nothing to save
+            left = [EXIT_CODE, *(-number for number in SIGNALS)]
         for rank, code in codes.items():
-            if code not in (None, 0):
+            if code not in (None, 0, *left):
                 return rank
-        if all(code == 0 for code in codes.values()):
+        if any(code in left[1:] for code in codes.values()):
+            raise Preempted
+        if all(code is not None for code in codes.values()):
+            if EXIT_CODE in codes.values():
+                raise Preempted
             return None
         time.sleep(POLL)
 
@@ -137,17 +163,13 @@ def _first_failure(
     if not reports:
         return Failure(failed, f"ended with exit code {code}")
     rank = min(reports, key=lambda r: reports[r]["time"])
-    return Failure(rank, reports[rank]["line"])
+    return Failure(rank, reports[rank]["line"], reports[rank]["final"])
 
 
-def _stop(workers: dict[int, subprocess.Popen]) -> None:
+def _kill(workers: dict[int, subprocess.Popen]) -> None:
+    """A killed worker loses nothing: what it has left on disk is complete or absent."""
     for worker in workers.values():
         if worker.poll() is None:
-            worker.terminate()
-    deadline = time.monotonic() + STOP_WAIT
-    for worker in workers.values():
-        try:
-            worker.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
             worker.kill()
-            worker.wait()
+    for worker in workers.values():
+        worker.wait()

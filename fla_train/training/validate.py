@@ -1,18 +1,21 @@
 """Faults of a composed training config that types cannot show. All of them are reported together."""
 
 import math
+from importlib.resources import files
 from pathlib import Path
 
 import torch
 
+from fla_train.baselines import baseline_faults
 from fla_train.data import data_faults
 from fla_train.models import build_config
+from fla_train.tasks import task_faults
 from fla_train.training.schedule import warmup_steps
 from fla_train.training.schema import TrainConfig
 
 CHOICES = {
-    "optimizer.name": ("adamw",),
-    "schedule.name": ("cosine", "constant"),
+    "optimizer.name": ("adamw", "muon"),
+    "schedule.name": ("cosine", "linear", "wsd", "constant"),
     "trainer.precision": ("auto", "bf16", "fp32"),
     "launch.device": ("auto", "cuda", "cpu"),
     "logger.wandb.mode": ("offline", "online", "disabled"),
@@ -24,6 +27,7 @@ AT_LEAST_ONE = (
     "trainer.micro_batch_size",
     "trainer.log_every",
     "trainer.eval_tokens",
+    "trainer.eval_buckets",
     "trainer.max_skipped_steps",
     "launch.num_processes",
     "launch.num_machines",
@@ -38,6 +42,12 @@ NOT_NEGATIVE = (
     "trainer.checkpoint_every",
     "trainer.keep_checkpoints",
     "trainer.export_every",
+    "trainer.suite_every",
+    "trainer.keep_every",
+    "trainer.spike_deviations",
+    "trainer.stats_every",
+    "trainer.hang_timeout",
+    "launch.max_restarts",
 )
 BETAS = ("optimizer.beta1", "optimizer.beta2")
 
@@ -49,7 +59,8 @@ def validate(config: TrainConfig) -> None:
         ValueError: one line per fault, each naming the key and a value that would do.
     """
     sizes = [f"{key}={v} must be at least 1" for key in AT_LEAST_ONE if (v := _read(config, key)) < 1]
-    faults = [*sizes, *_values(config), *data_faults(config.data), *_model(config), *_resume(config)]
+    data = data_faults(config.data) if config.task is None else _task(config)
+    faults = [*sizes, *_values(config), *data, *_model(config), *_suite(config), *_resume(config)]
     if not sizes:  # the arithmetic below divides by them
         faults += [*_batch(config), *_schedule(config), *_devices(config), *_machines(config)]
     if faults:
@@ -87,14 +98,18 @@ def _values(config: TrainConfig) -> list[str]:
     faults += [
         f"{key}={v} is no number" for key in NOT_NEGATIVE if not math.isfinite(v := _read(config, key))
     ]
+    momentum = config.optimizer.momentum
+    if config.optimizer.name != "muon" and momentum is not None:
+        faults.append(f"optimizer.momentum={momentum} is for optimizer=muon only: leave it at null")
+    elif config.optimizer.name == "muon" and (momentum is None or not 0 <= momentum < 1):
+        faults.append(f"optimizer.momentum={momentum} must lie in [0, 1) for optimizer=muon")
+    if (peak := config.launch.peak_tflops) is not None and not peak > 0:
+        faults.append(f"launch.peak_tflops={peak} must be positive, or null")
+    if config.trainer.keep_every and not config.trainer.keep_checkpoints:
+        faults.append("trainer.keep_every has no effect with trainer.keep_checkpoints=0, which keeps all")
     if config.trainer.seq_len == 1:
         faults.append("trainer.seq_len=1 leaves no token to predict: use at least 2")
     faults += [f"{key}={v} must lie in [0, 1)" for key in BETAS if not 0 <= (v := _read(config, key)) < 1]
-    ratio = config.schedule.min_ratio
-    if not 0 <= ratio <= 1:
-        faults.append(f"schedule.min_ratio={ratio} must lie in [0, 1]")
-    elif config.schedule.name == "constant" and ratio != 1:
-        faults.append(f"schedule.min_ratio={ratio} has no effect with schedule=constant: leave it at 1")
     return faults
 
 
@@ -103,7 +118,39 @@ def _model(config: TrainConfig) -> list[str]:
         build_config(config.model)
     except ValueError as fault:
         return [str(fault)]
-    return []
+    if config.baseline is None:
+        return []
+    of_text = (
+        []
+        if config.task is not None
+        else [f"baseline={config.baseline.kind} trains on tasks only: choose task="]
+    )
+    return [*of_text, *baseline_faults(config.baseline, config.model)]
+
+
+def _task(config: TrainConfig) -> list[str]:
+    faults, task = task_faults(config.task), config.task
+    if not faults and task.batch_size % (
+        unit := config.trainer.micro_batch_size * config.launch.num_processes
+    ):
+        faults.append(
+            f"task.batch_size={task.batch_size} is not a multiple of {unit} = micro_batch_size x processes"
+        )
+    if task.test_sequences < config.launch.num_processes:
+        faults.append(f"task.test_sequences={task.test_sequences} leaves processes without a sequence")
+    return faults
+
+
+def _suite(config: TrainConfig) -> list[str]:
+    if not config.trainer.suite_every:
+        return []
+    if config.task is not None:
+        return ["trainer.suite_every is for training on text: a task has its own test sets"]
+    known = sorted(
+        file.name.removesuffix(".yaml") for file in (files("fla_train.configs") / "suite").iterdir()
+    )
+    name = config.trainer.suite
+    return [] if name in known else [f"trainer.suite={name} is none of {', '.join(known)}"]
 
 
 def _batch(config: TrainConfig) -> list[str]:
@@ -120,14 +167,30 @@ def _batch(config: TrainConfig) -> list[str]:
 
 
 def _schedule(config: TrainConfig) -> list[str]:
-    warmup, steps = warmup_steps(config.schedule, config.trainer.max_steps), config.trainer.max_steps
+    schedule, steps = config.schedule, config.trainer.max_steps
+    warmup, decay = warmup_steps(schedule, steps), schedule.decay_steps
+    faults = [
+        f"schedule.{key}={ratio} must lie in [0, 1]"
+        for key in ("start_ratio", "min_ratio")
+        if not 0 <= (ratio := getattr(schedule, key)) <= 1
+    ]
+    if schedule.name == "constant" and schedule.min_ratio != 1:
+        faults.append(
+            f"schedule.min_ratio={schedule.min_ratio} has no effect with schedule=constant: leave it at 1"
+        )
     if warmup < 0:
-        return [f"schedule.warmup_steps={warmup} must not be negative"]
-    if warmup > steps:
-        return [
+        faults.append(f"schedule.warmup_steps={warmup} must not be negative")
+    elif warmup > steps:
+        faults.append(
             f"schedule.warmup_steps={warmup} is longer than the run: use at most trainer.max_steps={steps}"
-        ]
-    return []
+        )
+    if decay is not None and schedule.name != "wsd":
+        faults.append(f"schedule.decay_steps={decay} is for schedule=wsd only: leave it at null")
+    elif decay is not None and not 0 <= decay <= steps - warmup:
+        faults.append(
+            f"schedule.decay_steps={decay} must lie in 0..{steps - warmup}, which the warm-up leaves"
+        )
+    return faults
 
 
 def _devices(config: TrainConfig) -> list[str]:

@@ -13,6 +13,9 @@ import time
 import traceback
 from pathlib import Path
 
+from fla_train.training.preemption import EXIT_CODE, StopRequest
+from fla_train.training.watchdog import RankHung, Watchdog, end_process
+
 PR_SET_PDEATHSIG = 1
 
 
@@ -29,8 +32,11 @@ def report(failure: BaseException) -> None:
     """Leave the failure as one line for the launcher, and whole in train.log."""
     traceback.print_exc()
     line = " ".join(str(failure).split()) or type(failure).__name__
-    expected = isinstance(failure, ValueError) or type(failure).__name__ == "TrainingStopped"
-    content = {"time": time.time(), "line": line if expected else f"{type(failure).__name__}: {line}"}
+    name = type(failure).__name__
+    final = isinstance(failure, ValueError) or name == "TrainingStopped"
+    if not final and not isinstance(failure, RankHung):
+        line = f"{name}: {line}"
+    content = {"time": time.time(), "line": line, "final": final}
     file = Path(os.environ["FLA_TRAIN_ERROR_FILE"])
     aside = file.with_suffix(".tmp")  # the launcher may look at any moment
     aside.write_text(json.dumps(content))
@@ -39,6 +45,7 @@ def report(failure: BaseException) -> None:
 
 def main() -> None:
     die_with_launcher()
+    request = StopRequest()  # before the imports, which take seconds
     config_path, data_path, *rest = map(Path, sys.argv[1:])
     from fla_train.training.console import redirect_output
 
@@ -47,8 +54,17 @@ def main() -> None:
         from fla_train.data import open_prepared
         from fla_train.training.loop import Trainer
         from fla_train.training.schema import load_config
+        from fla_train.training.task_data import task_data
+        from fla_train.training.task_loop import TaskTrainer
 
-        Trainer(load_config(config_path), open_prepared(data_path), rest[0] if rest else None, console).run()
+        config, resume = load_config(config_path), rest[0] if rest else None
+        watchdog = Watchdog(config.trainer.hang_timeout, end_process(report))
+        common = (resume, console, watchdog, request)
+        if config.task is None:
+            finished = Trainer(config, open_prepared(data_path), *common).run()
+        else:
+            finished = TaskTrainer(config, task_data(config.task, config.seed), *common).run()
+        watchdog.close()
     except BaseException as failure:
         report(failure)
         if console.isatty():
@@ -59,6 +75,8 @@ def main() -> None:
     import torch.distributed as dist
 
     dist.destroy_process_group()
+    if not finished:
+        sys.exit(EXIT_CODE)
 
 
 if __name__ == "__main__":

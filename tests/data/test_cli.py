@@ -1,10 +1,16 @@
+import re
+import shlex
 import sys
+from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from fla_train.cli import prepare as command
 from fla_train.cli.app import compose
 from fla_train.data import data_faults
+from fla_train.data.config import PartConfig
+from fla_train.training import schema
 
 
 def run(monkeypatch, *overrides):
@@ -43,8 +49,40 @@ def test_faults_are_one_line_and_exit_code_2(monkeypatch, capsys, overrides, mes
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("name", ["stdlib", "local", "fineweb"])
+NEEDED = {
+    "stdlib": [],
+    "fineweb": [],
+    "local": ["data.path=x"],
+    "hub": ["data.path=x/y"],
+    "mixture": ["+data.mixture={a: {weight: 0.7, path: x/}, b: {weight: 1, source: stdlib}}"],
+}
+
+
+@pytest.mark.parametrize("name", NEEDED)
 def test_every_yaml_fits_the_schema(name):
     command.register()
-    config = compose("prepare", [f"data={name}", *(["data.path=x"] if name == "local" else [])])
-    assert data_faults(config.data) == []
+    config = OmegaConf.to_object(compose("prepare", [f"data={name}", *NEEDED[name]])).data
+    assert data_faults(config) == []
+    if name == "mixture":
+        assert config.mixture["b"] == PartConfig(weight=1.0, source="stdlib")
+
+
+def test_the_commands_of_the_documentation_compose():
+    schema.register()
+    command.register()
+    text = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    lines = "".join(re.findall(r"^```sh\n(.*?)^```", text, re.S | re.M)).splitlines()
+    assert len(lines) > 4
+    for name, *overrides in map(shlex.split, lines):
+        node = compose(name.removeprefix("fla-"), overrides)
+        assert data_faults(OmegaConf.to_object(node.data)) == []
+
+
+def test_a_mixture_on_the_command_line(monkeypatch, capsys, local, tmp_path):
+    overrides = ["data=mixture", f"data.cache_dir={local.cache_dir}"]
+    one = f"one: {{weight: 0.75, path: {local.path}}}"
+    two = "two: {weight: 0.25, source: stdlib, max_documents: 5}"
+    assert run(monkeypatch, *overrides, f"+data.mixture={{{one}, {two}}}") == 0
+    assert "one: 3 of 4 sequences; train: " in capsys.readouterr().out
+    assert run(monkeypatch, *overrides, f"+data.mixture={{{one}, two: {{weight: 0}}}}") == 2
+    assert "data.mixture.two.weight=0" in capsys.readouterr().err

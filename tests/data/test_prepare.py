@@ -2,6 +2,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -151,11 +152,10 @@ def test_uint32_for_large_vocabularies(tmp_path, local):
     assert read(large, "train") == ([65535, 65536, 70_000, 69_999, 70_000], [3, 5])
 
 
-def test_faults_leave_nothing_behind(tmp_path, local, corpus):
+def test_faulty_text_or_tokenizer(tmp_path, local, corpus):
     (corpus / "b.jsonl").write_text('{"text": "a"}\n{"text": "\\ud800", "id": "odd"}\n')
     with pytest.raises(ValueError, match=r"document odd: not valid Unicode.*repair"):
         quiet(local)
-    assert not [p for p in (tmp_path / "cache").iterdir() if p.is_dir()]
     (corpus / "b.jsonl").unlink()
     with pytest.raises(ValueError, match="no training document"):
         quiet(replace(local, validation_fraction=1 - 1e-12))
@@ -176,20 +176,21 @@ def test_all_faulty_settings_are_named_together():
     assert data_faults(DataConfig(source="local", path="x", split="test")) == [
         "data.split is set but data.source=local does not use it"
     ]
-    assert data_faults(DataConfig(source="web")) == ["data.source=web is none of stdlib, local, hub"]
+    assert data_faults(DataConfig(source="web")) == ["data.source=web is none of stdlib, local, hub, mixture"]
     assert not data_faults(DataConfig())
 
 
 SLOW = """
 import json, sys
-from fla_train.data import DataConfig, TokenizerConfig, prepare
-from fla_train.data import shards
+from fla_train.data import DataConfig, TokenizerConfig, build, files, prepare, shards
 settings = json.loads(sys.argv[1])
 tokenizer = TokenizerConfig(**settings.pop("tokenizer"))
+files.CHUNK_BYTES, build.COMMIT_SECONDS = 2000, 0.0
 write = shards.ShardWriter.add
-def slow(self, ids, size):
-    write(self, ids, size)
-    if self.documents == 30:
+def slow(self, tokens, lengths, size):
+    write(self, tokens, lengths, size)
+    if self.documents > 30:
+        shards.ShardWriter.add = write
         print("writing", flush=True)
         sys.stdin.readline()
 shards.ShardWriter.add = slow
@@ -214,14 +215,17 @@ def wait_for(process, text):
     raise AssertionError(f"never said {text!r}")
 
 
-def test_kill_leaves_nothing_that_is_picked_up(tmp_path, local, documents):
+def test_a_killed_build_is_picked_up(tmp_path, local, documents):
     process = start(local)
     wait_for(process, "writing")
     folders = [p for p in (tmp_path / "cache").iterdir() if p.is_dir()]
     assert [p.name.startswith(".building-") for p in folders] == [True]
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    prepared = quiet(local)  # the lock died with its process
+    lines = []
+    prepared = quiet(local, lines.append)  # the lock died with its process
+    assert len(lines) == 1
+    assert re.search(r"going on after \d\d documents, \d+,\d+ tokens", lines[0])
     assert read(prepared, "train")[0] == expected_bytes(documents, 0.2, "train")[0]
     assert [p for p in (tmp_path / "cache").iterdir() if p.is_dir()] == [prepared.folder]
 

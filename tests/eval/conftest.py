@@ -31,7 +31,13 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 def delta_product(**settings: object) -> DeltaProductForCausalLM:
     shape = {"num_heads": 2, "head_dim": 16, "num_householder": 2, "use_forget_gate": True}
-    return DeltaProductForCausalLM(DeltaProductConfig(**SIZE, **shape, **settings))
+    return DeltaProductForCausalLM(DeltaProductConfig(**(SIZE | shape | settings)))
+
+
+@pytest.fixture(scope="session")
+def build_model() -> Callable[..., DeltaProductForCausalLM]:
+    """`build_model(**config)`: a small Gated DeltaProduct with random weights."""
+    return delta_product
 
 
 TaskWriter = Callable[..., Path]

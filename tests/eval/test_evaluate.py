@@ -9,11 +9,11 @@ from omegaconf import OmegaConf
 
 from fla_train.data import DataConfig, TokenizerConfig, prepare
 from fla_train.data.tokenizers import encode
-from fla_train.eval import run as run_module
+from fla_train.eval import sweep as sweep_module
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig, suite_faults
 from fla_train.eval.documents import file_documents, longest, run_data, validation_documents
-from fla_train.eval.report import table
 from fla_train.eval.run import evaluate
+from fla_train.eval.tables import markdown
 from fla_train.hub import CardInfo, export_model
 
 TEXTS = [f"document {i}: " + "all work and no play " * (i % 7) for i in range(60)] + ["", "x"]
@@ -101,8 +101,8 @@ def test_several_sets_of_files(run: Path, corpus: Path, tmp_path: Path) -> None:
 
 def test_finished_parts_are_not_run_again(run: Path, corpus: Path, tmp_path: Path, monkeypatch) -> None:
     calls = []
-    real = run_module.loss_table
-    monkeypatch.setattr(run_module, "loss_table", lambda *a, **k: calls.append(1) or real(*a, **k))
+    real = sweep_module.loss_table
+    monkeypatch.setattr(sweep_module, "loss_table", lambda *a, **k: calls.append(1) or real(*a, **k))
     sets = [str(corpus), str(tmp_path / "absent.jsonl")]
     config = EvalConfig(str(run), str(tmp_path / "out"), suite=perplexity_suite(sets=sets))
     with pytest.raises(ValueError, match=r"absent\.jsonl"):
@@ -131,9 +131,9 @@ def test_tasks_and_a_task_that_fails(run: Path, write_task, quiz, tmp_path: Path
     config = EvalConfig(str(run), str(tmp_path / "out"), suite=suite)
     _, record = evaluate(config, progress=False)
     assert record["tasks"]["quiz"]["scores"]["quiz"]["acc"] == 1.0 and "error" in record["tasks"]["lost"]
-    markdown = table(record)
-    assert "| quiz | acc | 1.0000 | 0.0000 | 8 | 0 |" in markdown and "| lost | could not run" in markdown
-    assert "Only the first 8 examples" in markdown
+    text = markdown([record])
+    assert "| quiz | acc | 1.0000 | 0.0000 | 8 | 0 |" in text and "| lost | could not run" in text
+    assert "Only the first 8 examples" in text
     (folder / "found.jsonl").rename(folder / "lost.jsonl")
     _, record = evaluate(config, progress=False)
     assert record["tasks"]["lost"]["scores"]["lost"]["acc"] == 1.0

@@ -17,9 +17,9 @@ from fla_train.eval import harness
 from fla_train.eval.config import EvalConfig, SuiteConfig, suite_faults
 from fla_train.eval.harness import FlaTrainLM, run_tasks
 from fla_train.eval.mirror import DatasetUnavailable, hub_datasets
-from fla_train.eval.paper import AVERAGE, RECALL, ZERO_SHOT, average, paper_row, paper_table
-from fla_train.eval.report import table
+from fla_train.eval.paper import AVERAGE, HEADS, RECALL, ZERO_SHOT, average, paper_cell, paper_row, published
 from fla_train.eval.run import evaluate
+from fla_train.eval.tables import markdown, paper_heads, paper_markdown
 from fla_train.hub import CardInfo, export_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -179,7 +179,7 @@ def test_a_missing_data_set_is_one_line_and_is_all_that_runs_again(
         "without mirror"
     )
     assert first["tasks"]["lambada_openai"]["scores"]["lambada_openai"]["examples"] == 1
-    assert "| arc_easy | could not run: data set allenai/ai2_arc" in table(first)
+    assert "| arc_easy | could not run: data set allenai/ai2_arc" in markdown([first])
     assert build(splits, mirror).returncode == 0
     _, second = evaluate(config, progress=False)
     assert run == [*tasks, "arc_easy"] and "scores" in second["tasks"]["arc_easy"]
@@ -245,21 +245,48 @@ def scored(tasks: tuple[str, ...] = ()) -> dict[str, dict]:
 
 def test_columns_their_order_and_their_metrics() -> None:
     row = paper_row(scored())
-    assert paper_table(row) == (
-        "| Wiki. ppl ↓ | LMB. ppl ↓ | LMB. acc ↑ | PIQA acc ↑ | Hella. acc_n ↑ | Wino. acc ↑ | ARC-e acc ↑ "
-        "| ARC-c acc_n ↑ | Avg. ↑ | SWDE cont. ↑ | SQUAD cont. ↑ | FDA cont. ↑ |\n"
-        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|\n"
-        "| 20.00 | 30.01 | 11.0 | 12.0 | 23.0 | 14.0 | 15.0 | 26.0 | 16.8 | 37.0 | 38.0 | 39.0 |\n"
-    )
+    assert list(row) == list(HEADS) == [
+        "Wiki. ppl ↓", "LMB. ppl ↓", "LMB. acc ↑", "PIQA acc ↑", "Hella. acc_n ↑", "Wino. acc ↑",
+        "ARC-e acc ↑", "ARC-c acc_n ↑", "Avg. ↑", "SWDE cont. ↑", "SQUAD cont. ↑", "FDA cont. ↑",
+    ]  # fmt: skip
+    assert [paper_cell(head, value) for head, value in row.items()] == [
+        "20.00", "30.01", "11.0", "12.0", "23.0", "14.0", "15.0", "26.0", "16.8", "37.0", "38.0", "39.0"
+    ]  # fmt: skip
 
 
 def test_a_task_that_could_not_run_leaves_a_dash_and_no_average() -> None:
     tasks = scored() | {"piqa": {"error": "no data"}}
     row = paper_row(tasks)
     assert row["PIQA acc ↑"] is None and row[AVERAGE] is None and row["ARC-e acc ↑"] == pytest.approx(15.0)
-    assert "| 11.0 | - | 23.0 |" in paper_table(row) and "| 26.0 | - | 37.0 |" in paper_table(row)
+    ours = paper_markdown([{"name": "ours", "paper_row": row}], HEADS)
+    assert "**11.0** | **-** | **23.0**" in ours and "**26.0** | **-** | **37.0**" in ours
 
 
 def test_other_suites_have_no_such_table() -> None:
     assert paper_row(scored(("piqa", "arc_easy"))) == {}
-    assert list(paper_row(scored(tuple(column.task for column in RECALL)))) == [c.head for c in RECALL]
+    only_recall = paper_row(scored(tuple(column.task for column in RECALL)))
+    assert list(only_recall) == paper_heads([{"paper_row": only_recall}]) == [c.head for c in RECALL]
+
+
+def test_published_rows_average_as_printed() -> None:
+    """A digit copied wrongly would show: the mean of six accuracies is printed beside them."""
+    accuracies = [column.head for column in ZERO_SHOT if column.percent]
+    rows = [row for group in published() for row in group.rows.values()]
+    assert len(rows) == 36
+    off = [
+        row
+        for row in rows
+        if abs(average([float(row[h]) for h in accuracies]) - float(row[AVERAGE]))
+        > 0.101  # the accuracies are rounded, and so is their mean
+    ]
+    assert not off
+
+
+def test_published_rows_stand_beside_ours_digit_by_digit() -> None:
+    record = {"name": "ours", "paper_row": dict.fromkeys(HEADS, 1.0)}
+    text = paper_markdown([record], HEADS)
+    assert (
+        "| DeltaNet [-1,1] 12 heads, 392M (35B tokens of FineWeb) | 26.57 | 36.76 | 31.8 | 69.2 | 42.3 "
+        "| 50.9 | 47.2 | 24.4 | 44.3 | 15.8 | 11.0 | 0.18 |"
+    ) in text
+    assert "Products of Householders (Siems et al.), Table 1" in text

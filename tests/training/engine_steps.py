@@ -1,20 +1,25 @@
 """Optimizer steps of a real engine: `torchrun engine_steps.py CONFIG_YAML OUT_JSON MICRO_BATCH...`
 
-For test_engine.py. Trains the same model from the same start once for each micro-batch size, on the
-same masked global batches, and writes what rank 0 saw.
+For test_engine.py and test_muon.py. Trains the same model from the same start once for each micro-batch size,
+on the same masked global batches, and writes what rank 0 saw. `reference` takes the steps without DeepSpeed.
 """
 
 import json
+import os
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from fla_train.data import BatchPlan
+from fla_train.data import Batch, BatchPlan
 from fla_train.models import DeltaProductForCausalLM, build_config
-from fla_train.training.engine import build_engine, mean_loss, train_step
-from fla_train.training.schema import TrainConfig, load_config
+from fla_train.training.engine import StepResult, build_engine, train_step
+from fla_train.training.evaluation import evaluate
+from fla_train.training.guard import StepGuard
+from fla_train.training.schema import TrainConfig, load_config, to_yaml
 
 GLOBAL_BATCH, SEQ_LEN, STEPS = 8, 32, 4
 LEARNING_RATE = 1e-2
@@ -34,6 +39,49 @@ def make_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, ids.masked_fill(dropped, -100)
 
 
+def run_layouts(
+    config: TrainConfig, folder: Path, layouts: Sequence[tuple[int, list[str]]]
+) -> dict[str, dict]:
+    """What rank 0 saw with each (number of ranks, micro-batch sizes), under `R rank(s) x ACCUMULATION`."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    launches = {}
+    for world, micro_batches in layouts:
+        config.launch.num_processes = world
+        settings, out = folder / f"config-{world}.yaml", folder / f"out-{world}.json"
+        settings.write_text(to_yaml(config))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
+        command += [__file__, str(settings), str(out), *micro_batches]
+        launches[world] = out, subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    results = {}
+    for world, (out, process) in launches.items():
+        _, errors = process.communicate()
+        assert process.returncode == 0, errors[-3000:]
+        for content in json.loads(out.read_text()):
+            results[f"{world} rank(s) x {content['accumulation']}"] = content
+    return results
+
+
+def reference(
+    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], max_grad_norm: float
+) -> dict:
+    """The same steps of plain PyTorch: one loss over the whole batch, clipping, the optimizers."""
+    losses, norms = [], []
+    for step in range(STEPS):
+        ids, labels = make_batch(step)
+        logits = model(input_ids=ids).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).item())
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+        losses.append(loss.item())
+    ids, labels = make_batch(99)
+    logits = model(input_ids=ids).logits[:, :-1]
+    held_out = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).item()
+    return {"losses": losses, "grad_norms": norms, "weights": checksum(model), "eval": held_out}
+
+
 def checksum(model: torch.nn.Module) -> list[float]:
     return [p.detach().double().sum().item() for p in model.parameters()]
 
@@ -44,13 +92,16 @@ def run(config: TrainConfig, micro_batch: int) -> dict:
     rank, world = dist.get_rank(), dist.get_world_size()
     plan = BatchPlan(GLOBAL_BATCH, micro_batch, rank, world)
 
-    def steps(first: int, count: int) -> list:
-        results = []
+    guard = StepGuard(torch.device("cpu"), max_grad_norm=config.optimizer.max_grad_norm)
+
+    def steps(first: int, count: int) -> list[StepResult]:
+        rows = []
         for step in range(first, first + count):
             ids, labels = make_batch(step)
             pairs = [(ids[rows], labels[rows]) for rows in plan.indices(0)]
-            results.append(train_step(engine, pairs, LEARNING_RATE))
-        return results
+            stop = rank == world - 1 and step == first + count - 1
+            rows.append(train_step(engine, pairs, LEARNING_RATE, guard, stop=stop))
+        return StepResult.read(rows)
 
     results = steps(0, STEPS)
     content = {
@@ -59,10 +110,12 @@ def run(config: TrainConfig, micro_batch: int) -> dict:
         "grad_norms": [r.grad_norm for r in results],
         "targets": [r.targets for r in results],
         "skipped": [r.skipped for r in results],
+        "stop": [r.stop for r in results],
         "weights": checksum(engine.module),
     }
     ids, labels = make_batch(99)
-    content["eval"] = mean_loss(engine, [(ids[rank::world], labels[rank::world])])
+    mine = [Batch(ids[rank::world], labels[rank::world])]
+    content["eval"] = evaluate(engine, mine, seq_len=ids.shape[1], buckets=4).loss
 
     def poison(module: torch.nn.Module, arguments: tuple, output):
         output.loss = output.loss * float("nan")

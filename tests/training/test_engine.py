@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,13 +10,10 @@ from pathlib import Path
 
 import engine_steps
 import pytest
-import torch
 
 from fla_train.training.engine import deepspeed_config
 from fla_train.training.optimizer import build_optimizer
 from fla_train.training.schema import TrainConfig, to_yaml
-
-SCRIPT = Path(engine_steps.__file__)
 
 
 @pytest.fixture(scope="module")
@@ -29,47 +27,15 @@ def config(make_config: Callable[..., TrainConfig]) -> TrainConfig:
 @pytest.fixture(scope="module")
 def runs(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     """The engine's results with one rank and one or four micro-batches, and with two ranks and two each."""
-    folder = tmp_path_factory.mktemp("engine")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    launches = {}
-    for world, micro_batches in ((1, ["8", "2"]), (2, ["2"])):
-        config.launch.num_processes = world
-        settings, out = folder / f"config-{world}.yaml", folder / f"out-{world}.json"
-        settings.write_text(to_yaml(config))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
-        command += [str(SCRIPT), str(settings), str(out), *micro_batches]
-        launches[world] = out, subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    results = {}
-    for world, (out, process) in launches.items():
-        _, errors = process.communicate()
-        assert process.returncode == 0, errors[-3000:]
-        for content in json.loads(out.read_text()):
-            results[f"{world} rank(s) x {content['accumulation']}"] = content
-    return results
+    layouts = [(1, ["8", "2"]), (2, ["2"])]
+    return engine_steps.run_layouts(config, tmp_path_factory.mktemp("engine"), layouts)
 
 
 @pytest.fixture(scope="module")
 def reference(config: TrainConfig) -> dict:
-    """The same steps without DeepSpeed: one loss over the whole batch, clipping, AdamW."""
     model = engine_steps.make_model(config)
-    optimizer = build_optimizer(model, config.optimizer)
-    losses, norms = [], []
-    for step in range(engine_steps.STEPS):
-        ids, labels = engine_steps.make_batch(step)
-        logits = model(input_ids=ids).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
-        loss.backward()
-        norms.append(
-            torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm).item()
-        )
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    ids, labels = engine_steps.make_batch(99)
-    logits = model(input_ids=ids).logits[:, :-1]
-    held_out = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).item()
-    weights = engine_steps.checksum(model)
-    return {"losses": losses, "grad_norms": norms, "weights": weights, "eval": held_out}
+    settings = config.optimizer
+    return engine_steps.reference(model, [build_optimizer(model, settings)], settings.max_grad_norm)
 
 
 @pytest.mark.parametrize("layout", ["1 rank(s) x 1", "1 rank(s) x 4", "2 rank(s) x 2"])
@@ -82,6 +48,7 @@ def test_every_layout_takes_the_steps_of_plain_pytorch(runs: dict, reference: di
     counts = [int((engine_steps.make_batch(s)[1][:, 1:] != -100).sum()) for s in range(engine_steps.STEPS)]
     assert result["targets"] == counts
     assert not any(result["skipped"])
+    assert result["stop"] == [False] * (engine_steps.STEPS - 1) + [True]  # one rank's wish reaches all
     assert min(reference["grad_norms"]) > 0.5  # clipping was at work
 
 
@@ -98,3 +65,18 @@ def test_nothing_of_the_deepspeed_config_is_automatic(make_config: Callable[...,
     assert '"auto"' not in json.dumps(settings)
     assert settings["gradient_accumulation_steps"] == 2
     assert not settings["bf16"]["enabled"] and settings["torch_autocast"]["enabled"]
+
+
+@pytest.mark.gpu
+def test_the_host_waits_for_the_gpu_once_per_reading(make_config: Callable[..., TrainConfig], tmp_path: Path):
+    """Three accumulated steps under torch's detector of synchronizing calls, then one reading."""
+    config = make_config("launch.device=cuda", "trainer.precision=bf16")
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    environment = os.environ | dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        environment["MASTER_PORT"] = str(probe.getsockname()[1])
+    script = Path(__file__).with_name("engine_syncs.py")
+    command = [sys.executable, str(script), str(tmp_path / "config.yaml")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "read [3, 4, 5]" in done.stdout, done.stderr[-3000:]

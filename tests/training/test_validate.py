@@ -29,6 +29,11 @@ def test_the_example_config_has_no_fault(make_config: Make):
         ("optimizer.lr=nan", "optimizer.lr=nan is no number"),
         ("optimizer.beta2=1", r"optimizer.beta2=1.0 must lie in \[0, 1\)"),
         ("schedule.min_ratio=1.5", r"schedule.min_ratio=1.5 must lie in \[0, 1\]"),
+        ("schedule.start_ratio=-0.1", r"schedule.start_ratio=-0.1 must lie in \[0, 1\]"),
+        ("schedule.decay_steps=3", "schedule.decay_steps=3 is for schedule=wsd only"),
+        ("optimizer.momentum=0.9", "optimizer.momentum=0.9 is for optimizer=muon only"),
+        ("launch.peak_tflops=0", "launch.peak_tflops=0.0 must be positive"),
+        ("trainer.hang_timeout=-1", "trainer.hang_timeout=-1.0 must not be negative"),
         ("trainer.resume=/no/such/checkpoint", "is no checkpoint folder"),
         ("launch.machine_rank=1", r"launch.machine_rank=1 must lie in 0..0"),
         ("launch.main_process_port=70000", "must lie in 1..65535"),
@@ -45,6 +50,19 @@ def test_a_key_that_the_schedule_would_ignore_is_refused(make_config: Make):
     validate(make_config("schedule=constant"))
     with pytest.raises(ValueError, match=r"min_ratio=0.5 has no effect with schedule=constant"):
         validate(make_config("schedule=constant", "schedule.min_ratio=0.5"))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["schedule=wsd", "schedule.decay_steps=13"], r"decay_steps=13 must lie in 0\.\.12"),
+        (["optimizer=muon", "optimizer.momentum=1"], r"momentum=1.0 must lie in \[0, 1\)"),
+        (["trainer.keep_checkpoints=0", "trainer.keep_every=4"], "keep_every has no effect"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(make_config: Make, more: list[str], message: str):
+    with pytest.raises(ValueError, match=message):
+        validate(make_config(*more))
 
 
 def test_all_faults_are_reported_together(make_config: Make):

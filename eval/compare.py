@@ -1,0 +1,171 @@
+"""Several evaluations side by side: where they differ beyond the standard error.
+
+The first evaluation is the reference. A difference on the same data is set against its standard error: that
+of the differences of single sequences for losses, the root of the summed squares for tasks.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+LOWER_IS_BETTER = ("perplexity", "loss", "bits_per_byte", "ppl")
+MARKS = ("▲", "▼")  # better, worse
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number of the comparison.
+
+    Attributes:
+        value: None where the evaluation has no such number.
+        error: its standard error, if known.
+        mark: empty, or how it stands to the reference: ▲ better, ▼ worse, by more than one standard error of
+            the difference; doubled from two on.
+    """
+
+    value: float | None
+    error: float | None = None
+    mark: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A quantity, and one cell per evaluation."""
+
+    group: str
+    label: str
+    cells: tuple[Cell, ...]
+
+
+def load_record(place: str | Path) -> dict:
+    """results.json of an evaluation's folder, or of the newest evaluation in a run folder.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    folder = Path(place).expanduser()
+    files = [folder / "results.json"] if (folder / "results.json").is_file() else []
+    files = files or sorted(folder.glob("eval/*/results.json"), key=lambda file: -file.stat().st_mtime)
+    records = (_read(file) for file in files)
+    record = next((record for record in records if "paper_row" in record), None)
+    if record is None:
+        raise ValueError(
+            f"{place} holds no results.json of a suite on text: give a folder that fla-eval wrote, or a run "
+            "that has one in eval/"
+        )
+    return record
+
+
+def _read(file: Path) -> dict:
+    try:
+        return json.loads(file.read_text())
+    except ValueError as failure:
+        raise ValueError(f"{file} is damaged ({failure}): run the evaluation again") from failure
+
+
+def comparison(records: Sequence[dict]) -> list[Row]:
+    """Every number that at least one of the evaluations has, the first one being the reference."""
+    return [*_perplexity_rows(records), *_task_rows(records)]
+
+
+def mark(difference: float, error: float | None, lower_is_better: bool) -> str:
+    """▲ or ▼ for a difference to the reference of more than one `error`, doubled from two on, else empty."""
+    sign = MARKS[(difference > 0) == lower_is_better]
+    if math.isinf(difference):
+        return sign * 2
+    if not error or math.isnan(difference) or abs(difference) <= error:
+        return ""
+    return sign * (2 if abs(difference) >= 2 * error else 1)
+
+
+def is_metric(name: str) -> bool:
+    """Whether a key of a task's scores is a result, not its error or where it comes from."""
+    return name not in ("examples", "num_fewshot", "fingerprint") and not name.endswith("_stderr")
+
+
+def flat_metrics(record: dict) -> dict[str, float]:
+    """The results as `eval/<set or task>/<name>`, for metrics.jsonl and wandb."""
+    found = {
+        f"eval/{name}/loss_{row['length']}": row["loss"]
+        for name, result in record["perplexity"].items()
+        for row in result.get("lengths", [])
+    }
+    for result in record["tasks"].values():
+        for task, scores in result.get("scores", {}).items():
+            found |= {f"eval/{task}/{key}": value for key, value in scores.items() if is_metric(key)}
+    return found
+
+
+def _perplexity_rows(records: Sequence[dict]) -> list[Row]:
+    tables = [
+        {
+            (name, row["length"]): (row, result["data"]["fingerprint"])
+            for name, result in record["perplexity"].items()
+            for row in result.get("lengths", [])
+        }
+        for record in records
+    ]
+    keys = sorted({key for table in tables for key in table})
+    return [
+        Row(
+            name, f"perplexity, {length:,} tokens", _perplexity_cells([t.get((name, length)) for t in tables])
+        )
+        for name, length in keys
+    ]
+
+
+def _perplexity_cells(entries: Sequence[tuple[dict, str] | None]) -> tuple[Cell, ...]:
+    cells = []
+    for entry in entries:
+        if entry is None:
+            cells.append(Cell(None))
+            continue
+        row, data = entry
+        error = None if row["stderr"] is None else row["perplexity"] * row["stderr"]
+        sign = ""
+        if cells and entries[0] and entries[0][1] == data:  # other data: nothing to be said
+            pairs = np.subtract(row["losses"], entries[0][0]["losses"])  # [documents]
+            known = len(pairs) > 1 and np.isfinite(pairs).all()
+            spread = pairs.std(ddof=1) / math.sqrt(len(pairs)) if known else None
+            sign = mark(float(pairs.mean()), spread, lower_is_better=True)
+        cells.append(Cell(row["perplexity"], error, sign))
+    return tuple(cells)
+
+
+def _task_rows(records: Sequence[dict]) -> list[Row]:
+    tables = [
+        {
+            (task, metric): (value, scores.get(f"{metric}_stderr"), scores.get("fingerprint"))
+            for result in record["tasks"].values()
+            for task, scores in result.get("scores", {}).items()
+            for metric, value in scores.items()
+            if is_metric(metric)
+        }
+        for record in records
+    ]
+    keys = list(dict.fromkeys(key for table in tables for key in table))
+    return [
+        Row(task, metric, _task_cells(metric, [t.get((task, metric)) for t in tables]))
+        for task, metric in keys
+    ]
+
+
+def _task_cells(
+    metric: str, entries: Sequence[tuple[float, float | None, str | None] | None]
+) -> tuple[Cell, ...]:
+    cells = []
+    for entry in entries:
+        if entry is None:
+            cells.append(Cell(None))
+            continue
+        value, error, data = entry
+        sign = ""
+        if cells and entries[0] and entries[0][2] == data and error is not None and entries[0][1] is not None:
+            lower = any(name in metric for name in LOWER_IS_BETTER)
+            sign = mark(value - entries[0][0], math.hypot(error, entries[0][1]), lower)
+        cells.append(Cell(value, error, sign))
+    return tuple(cells)

@@ -1,0 +1,164 @@
+"""`suite=expressivity`: how far a model trained on a task carries, and what its transitions have become."""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import fla_train.baselines
+import fla_train.models  # noqa: F401  both register their models with the Auto classes
+from fla_train.eval.config import EvalConfig, ExpressivityConfig, suite_faults
+from fla_train.eval.expressivity_figures import draw_transitions
+from fla_train.eval.transitions import Transitions, transitions
+from fla_train.hub.device import pick_device, pick_dtype
+from fla_train.hub.environment import describe_environment
+from fla_train.hub.export import no_progress_bars
+from fla_train.hub.load import resolve_checkpoint, run_folder, training_record
+from fla_train.tasks import GroupWords, Score, Task, TaskConfig, make_task, tasks_for_testing
+from fla_train.tasks.config import TEST_SEED
+from fla_train.tasks.plots import plot_accuracy
+
+REFLECTION = 1.9  # beta from which a step counts as a reflection
+ROTATION = 0.1  # imaginary part from which a transition counts as a rotation
+
+
+def evaluate_expressivity(config: EvalConfig) -> tuple[Path, dict[str, Any]]:
+    """Test the model on its task, draw its transitions, and write results.json, table.md and the figures.
+
+    Returns:
+        The evaluation's folder and what results.json holds.
+
+    Raises:
+        ValueError: no such checkpoint, or it was not trained on a task.
+    """
+    if not config.checkpoint:
+        raise ValueError(
+            "give checkpoint=RUN: a run folder or an exported folder of a model trained on a task"
+        )
+    if faults := suite_faults(config.suite):
+        raise ValueError("\n  ".join(faults))
+    settings, started = config.suite.expressivity, time.time()
+    source = resolve_checkpoint(config.checkpoint)
+    device = pick_device(config.device)
+    with no_progress_bars():
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=pick_dtype(config.dtype) or "auto")
+    model = model.to(device).eval()
+    task = _trained_on(model, source)
+    run = run_folder(source)
+    home = run / "eval" if run else Path("evaluations") / Path(source).name
+    default = home / f"{config.suite.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = Path(config.output).expanduser() if config.output else default
+    folder.mkdir(parents=True, exist_ok=True)
+
+    tests = _tests(task, settings)
+    scores = {name: _score(model, test, settings) for name, test in tests.items()}
+    curves = {name: scores[name].curve(test) for name, test in tests.items()}
+    plot_accuracy(curves, (run or Path(source)).name, folder / "accuracy.png")
+    sample = next(iter(tests.values())).batch(range(settings.contexts)).input_ids
+    kept = _drawn_tokens(next(iter(tests.values())))
+    layers = [layer.only(kept) for layer in transitions(model, sample.to(device))]
+    for number, layer in enumerate(layers):
+        draw_transitions(layer, f"layer-{number}", folder)
+    record = {
+        "checkpoint": str(source),
+        "task": asdict(task),
+        "model": model.config.to_dict() | {"class": type(model).__name__},
+        "accuracy": {name: scores[name].scalars(test) for name, test in tests.items()},
+        "curves": curves,
+        "layers": [_summary(layer) for layer in layers],
+        "environment": describe_environment(device),
+        "seconds": round(time.time() - started, 1),
+    }
+    (folder / "results.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
+    (folder / "table.md").write_text(_table(record))
+    return folder, record
+
+
+def _trained_on(model: PreTrainedModel, source: Path | str) -> TaskConfig:
+    """The task that the export's training config names."""
+    text = training_record(model).get("config")
+    node = OmegaConf.to_container(OmegaConf.create(text)).get("task") if text else None
+    if node is None:
+        raise ValueError(f"{source} was not trained on a task: train one with fla-train task=... first")
+    return TaskConfig(**node)
+
+
+def _tests(task: TaskConfig, settings: ExpressivityConfig) -> dict[str, Task]:
+    """The training's own test sets, and those of the lengths that are asked for."""
+    tests = tasks_for_testing(task)
+    if settings.lengths and task.kind != "group_words":
+        raise ValueError(
+            f"suite.expressivity.lengths is for word problems; this is {task.kind}: leave it empty"
+        )
+    for length in settings.lengths:
+        options = {**task.options, "length": length}
+        tests[f"length_{length}"] = make_task(task.kind, options, seed=TEST_SEED)
+    return tests
+
+
+def _drawn_tokens(task: Task) -> list[int]:
+    """The tokens whose transitions matter: a group's elements, without filler and beginning of sequence."""
+    return task.elements.tolist() if isinstance(task, GroupWords) else list(range(task.vocab_size))
+
+
+@torch.no_grad()
+def _score(model: PreTrainedModel, task: Task, settings: ExpressivityConfig) -> Score:
+    total = None
+    for start in range(0, settings.sequences, settings.batch_size):
+        batch = task.batch(range(start, min(start + settings.batch_size, settings.sequences)))
+        logits = model(input_ids=batch.input_ids.to(model.device), use_cache=False).logits
+        score = Score.of(task, logits, batch)
+        total = score if total is None else total + score
+    return total
+
+
+def _summary(layer: Transitions) -> dict[str, list]:
+    """Numbers for each head."""
+    values, shares = layer.eigenvalues(), layer.explained_variance()
+    rotates = (values.imag.abs() > ROTATION).any(-1).double()  # [E, H]
+    return {
+        "tokens": layer.tokens.tolist(),
+        "beta": layer.beta.permute(2, 1, 0).tolist(),  # [H][N][E]
+        "beta_spread": layer.beta_spread.amax(0).T.tolist(),  # [H][N], the largest over tokens
+        "share_of_reflections": (layer.beta > REFLECTION).double().mean((0, 1)).tolist(),
+        "share_of_tokens_that_rotate": rotates.mean(0).tolist(),
+        "smallest_real_part": values.real.amin((0, 2)).tolist(),
+        "effective_dimension": layer.effective_dimension().tolist(),
+        "components_of_95_percent": (1 + (shares.cumsum(-1) < 0.95).sum(-1)).tolist(),
+        "explained_variance": shares[:, :10].tolist(),
+    }
+
+
+def _table(record: Mapping[str, Any]) -> str:
+    lines = [f"# {record['checkpoint']}", "", "| test set | metric | value |", "|---|---|---|"]
+    for name, metrics in record["accuracy"].items():
+        lines += [f"| {name} | {key.replace('_', ' ')} | {value:.4f} |" for key, value in metrics.items()]
+    for number, layer in enumerate(record["layers"]):
+        lines += [
+            "",
+            f"Layer {number}, {len(layer['tokens'])} tokens. A reflection is a sub-step with beta above "
+            f"{REFLECTION}; a token rotates if an eigenvalue has an imaginary part above {ROTATION}.",
+            "",
+            "| head | mean beta by sub-step | reflections | rotating tokens | smallest real part | "
+            "keys: effective dimension | components of 95% |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for head, steps in enumerate(layer["beta"]):
+            cells = [
+                str(head),
+                ", ".join(f"{sum(values) / len(values):.2f}" for values in steps),
+                f"{layer['share_of_reflections'][head]:.0%}",
+                f"{layer['share_of_tokens_that_rotate'][head]:.0%}",
+                f"{layer['smallest_real_part'][head]:.3f}",
+                f"{layer['effective_dimension'][head]:.2f}",
+                str(layer["components_of_95_percent"][head]),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"

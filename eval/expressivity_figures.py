@@ -1,0 +1,91 @@
+"""Figures of a model's transitions: step sizes by token, components of the keys, eigenvalues."""
+
+from pathlib import Path
+
+import torch
+
+from fla_train.eval.transitions import Transitions
+
+
+def draw_transitions(layer: Transitions, name: str, folder: Path) -> list[Path]:
+    """Write betas-NAME.png, keys-NAME.png and eigenvalues-NAME.png."""
+    return [
+        _betas(layer, name, folder / f"betas-{name}.png"),
+        _components(layer, name, folder / f"keys-{name}.png"),
+        _eigenvalues(layer, name, folder / f"eigenvalues-{name}.png"),
+    ]
+
+
+def _grid(heads: int, title: str, *, square: bool):
+    """A figure with one panel for each head."""
+    from matplotlib.figure import Figure  # no pyplot: no global state, no display
+
+    columns = min(heads, 4)
+    rows = -(-heads // columns)
+    height = 2.4 if square else 1.9
+    figure = Figure(figsize=(2.5 * columns + 0.6, height * rows + 0.8), layout="constrained")
+    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
+    figure.suptitle(title)
+    for panel in panels[heads:]:
+        panel.set_visible(False)
+    return figure, panels[:heads]
+
+
+def _betas(layer: Transitions, name: str, out: Path) -> Path:
+    tokens, steps, heads = layer.beta.shape
+    figure, panels = _grid(heads, f"{name}: beta of each sub-step, by token", square=False)
+    for head, panel in enumerate(panels):
+        for j in range(steps):
+            panel.plot(range(tokens), layer.beta[:, j, head], ".", ms=4, label=f"sub-step {j + 1}")
+        panel.set_title(f"head {head}", fontsize="small")
+        panel.set_ylim(-0.1, 2.1)
+        panel.xaxis.get_major_locator().set_params(integer=True)
+        panel.grid(alpha=0.3)
+    panels[0].legend(fontsize="x-small", loc="lower left")
+    figure.supxlabel("token")
+    figure.supylabel("beta")
+    figure.savefig(out, dpi=120)
+    return out
+
+
+def _components(layer: Transitions, name: str, out: Path) -> Path:
+    from matplotlib.figure import Figure
+
+    shares = layer.explained_variance().cumsum(-1)[:, :10]
+    reflecting = int(layer.beta.mean(0).amin(0).argmax())
+    figure = Figure(figsize=(5, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    for head, line in enumerate(shares):
+        chosen = head == reflecting
+        axes.plot(
+            range(1, len(line) + 1), line, marker="o", ms=3, lw=2 if chosen else 0.8,
+            color="C1" if chosen else "0.6", zorder=3 if chosen else 1,
+            label=f"head {head}, the largest beta" if chosen else None,
+        )  # fmt: skip
+    axes.axhline(0.95, color="black", ls="--", lw=0.8)
+    axes.set(
+        xlabel="principal components of the keys",
+        ylabel="share of their variance",
+        ylim=(0, 1.05),
+        title=f"{name}: head {reflecting} has dimension {layer.effective_dimension()[reflecting]:.2f}",
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small", loc="lower right")
+    figure.savefig(out, dpi=120)
+    return out
+
+
+def _eigenvalues(layer: Transitions, name: str, out: Path) -> Path:
+    values = layer.eigenvalues()  # [E, H, K]
+    figure, panels = _grid(values.shape[1], f"{name}: eigenvalues of the tokens' transitions", square=True)
+    circle = torch.exp(2j * torch.pi * torch.linspace(0, 1, 200, dtype=torch.float64))
+    for head, panel in enumerate(panels):
+        panel.plot(circle.real, circle.imag, color="0.8", lw=0.8)
+        points = values[:, head].flatten()
+        panel.plot(points.real, points.imag, ".", ms=4, alpha=0.6)
+        panel.set_title(f"head {head}", fontsize="small")
+        panel.set(xlim=(-1.15, 1.15), ylim=(-1.15, 1.15), aspect="equal")
+    figure.supxlabel("real part")
+    figure.supylabel("imaginary part")
+    figure.savefig(out, dpi=120)
+    return out

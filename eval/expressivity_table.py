@@ -1,0 +1,223 @@
+"""The papers' expressivity tables: the runs behind them, and our numbers beside the published ones.
+
+python -m fla_train.eval.expressivity_table plan formal runs/expressivity 0,1,2    one command a line
+python -m fla_train.eval.expressivity_table write runs/expressivity                tables.md and tables.json
+"""
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fla_train.tasks.plots import plot_accuracy
+
+WALL = "wall_seconds"  # written into a run folder by scripts/reproduce_expressivity.sh
+USAGE = "usage: expressivity_table plan TABLE FOLDER SEEDS [full] | write FOLDER"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run of a table."""
+
+    table: str
+    row: str
+    column: str
+    seed: int
+    overrides: tuple[str, ...]
+
+    def folder(self, home: Path) -> Path:
+        return home.joinpath(*map(_slug, (self.table, self.row, self.column)), f"seed-{self.seed}")
+
+
+def read_tables() -> dict[str, dict[str, Any]]:
+    """The tables by name, as expressivity_tables.yaml has them."""
+    return yaml.safe_load((files("fla_train.eval") / "expressivity_tables.yaml").read_text())
+
+
+def runs_of(name: str, seeds: Sequence[int], *, fast: bool = True) -> Iterator[Run]:
+    """Every run of a table: the papers' recipes, or their fast variants.
+
+    Raises:
+        ValueError: there is no such table.
+    """
+    tables = read_tables()
+    if name not in tables:
+        raise ValueError(f"unknown table '{name}'; choose one of {', '.join(tables)}")
+    table = tables[name]
+    for row, content in table["rows"].items():
+        if content["overrides"] is None:
+            continue
+        for column, experiment in table["columns"].items():
+            for seed in seeds:
+                yield Run(
+                    *(name, row, column, seed),
+                    overrides=(
+                        f"experiment={experiment}{'_fast' if fast else ''}",
+                        *table.get("column_overrides", {}).get(column, []),
+                        *content["overrides"],
+                        f"seed={seed}",
+                    ),
+                )
+
+
+def plan(name: str, home: Path, seeds: Sequence[int], *, fast: bool = True) -> list[str]:
+    """The arguments of `fla-train`, one run a line, run.dir first."""
+    return [
+        " ".join((f"run.dir={run.folder(home)}", *run.overrides)) for run in runs_of(name, seeds, fast=fast)
+    ]
+
+
+def write_tables(home: Path) -> Path:
+    """tables.md, tables.json and the columns' figures in `home`, of the finished runs below it.
+
+    A cell without runs stays empty. A figure holds the accuracy curves of each row's best run.
+
+    Raises:
+        ValueError: no run has finished.
+    """
+    results = {name: _results(name, table, home) for name, table in read_tables().items()}
+    found = [cell for rows in results.values() for row in rows.values() for cell in row.values() if cell]
+    if not found:
+        raise ValueError(f"no finished run below {home}: run scripts/reproduce_expressivity.sh first")
+    (home / "tables.json").write_text(json.dumps(results, indent=2) + "\n")
+    hardware = sorted({device for cell in found for device in cell["hardware"]})
+    lines = [
+        "Ours: best (mean; lowest to highest; runs; minutes of one run). A figure of the papers has no "
+        "numbers: there `yes` and `no` say whether its text calls the problem learnt.",
+        "",
+        f"Hardware: {'; '.join(hardware)}.",
+    ]
+    for name, table in read_tables().items():
+        if any(cell for row in results[name].values() for cell in row.values()):
+            lines += ["", *_markdown(table, results[name]), "", *_figures(name, table, results[name], home)]
+    out = home / "tables.md"
+    out.write_text("\n".join(lines) + "\n")
+    return out
+
+
+def _results(name: str, table: Mapping[str, Any], home: Path) -> dict[str, dict[str, dict | None]]:
+    rows: dict[str, dict[str, dict | None]] = {row: {} for row in table["rows"]}
+    for row in rows:
+        for column in table["columns"]:
+            place = Run(name, row, column, 0, ()).folder(home).parent
+            finished = [r for run in sorted(place.glob("seed-*")) if (r := _final(run, table["metric"]))]
+            rows[row][column] = _statistics(finished) if finished else None
+    return rows
+
+
+def _final(run: Path, metric: str) -> dict[str, Any] | None:
+    """The newest value of `metric`, if the run has reached its last step."""
+    config, metrics = run / "config.yaml", run / "metrics.jsonl"
+    if not config.is_file() or not metrics.is_file():
+        return None
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    records = [record for record in records if metric in record]
+    last = yaml.safe_load(config.read_text())["trainer"]["max_steps"]
+    if not records or records[-1]["step"] < last:
+        return None
+    environment = json.loads((run / "environment.json").read_text())
+    wall = run / WALL
+    return {
+        "run": str(run),
+        "value": records[-1][metric],
+        "seconds": float(wall.read_text()) if wall.is_file() else None,
+        "hardware": environment["hardware"],
+    }
+
+
+def _statistics(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    values = [run["value"] for run in runs]
+    seconds = [run["seconds"] for run in runs if run["seconds"] is not None]
+    return {
+        "best_run": max(runs, key=lambda run: run["value"])["run"],
+        "best": max(values),
+        "mean": statistics.fmean(values),
+        "lowest": min(values),
+        "runs": len(values),
+        "minutes": statistics.fmean(seconds) / 60 if seconds else None,
+        "hardware": sorted({run["hardware"] for run in runs}),
+    }
+
+
+def _markdown(table: Mapping[str, Any], results: Mapping[str, Mapping[str, dict | None]]) -> list[str]:
+    columns = list(table["columns"])
+    header = [part for column in columns for part in (f"{column}: paper", "ours")]
+    lines = [
+        f"## {table['title']}",
+        "",
+        f"Paper: {table['source']}.",
+        "",
+        f"| model | {' | '.join(header)} |",
+        "|---" * (1 + len(header)) + "|",
+    ]
+    for row, content in table["rows"].items():
+        cells = []
+        for published, column in zip(content["published"], columns, strict=True):
+            cells += [_published(published), _ours(results[row][column])]
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    return lines
+
+
+def _figures(
+    name: str, table: Mapping[str, Any], results: Mapping[str, Mapping[str, dict | None]], home: Path
+) -> list[str]:
+    """Draw each column that has runs; the lines that show the figures."""
+    test_set = table["metric"].split("/")[0]
+    lines = []
+    for column in table["columns"]:
+        curves = {}
+        for row, cells in results.items():
+            file = Path(cells[column]["best_run"]) / "accuracy.json" if cells[column] else None
+            if file is not None and file.is_file():
+                curves[row] = json.loads(file.read_text())["sets"][test_set]
+        if curves:
+            out = home / f"{_slug(name)}-{_slug(column)}.png"
+            plot_accuracy(curves, f"{table['title'].split(',')[0]}: {column}", out)
+            lines.append(f"![{column}]({out.name})")
+    return lines
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^\w.-]+", "_", text).strip("_")
+
+
+def _published(value: float | bool | None) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):  # YAML reads yes and no so
+        return "yes" if value else "no"
+    return f"{value:.3f}"
+
+
+def _ours(cell: Mapping[str, Any] | None) -> str:
+    if cell is None:
+        return ""
+    minutes = "" if cell["minutes"] is None else f"; {cell['minutes']:.1f} min"
+    return (
+        f"{cell['best']:.3f} ({cell['mean']:.3f}; {cell['lowest']:.3f} to {cell['best']:.3f}; "
+        f"{cell['runs']}{minutes})"
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command line; returns the exit code."""
+    match list(arguments):
+        case ["plan", name, home, seeds, *rest] if rest in ([], ["full"]):
+            print("\n".join(plan(name, Path(home), [int(s) for s in seeds.split(",")], fast=not rest)))
+        case ["write", home]:
+            print(write_tables(Path(home)).read_text())
+        case _:
+            print(USAGE, file=sys.stderr)
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

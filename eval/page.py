@@ -1,0 +1,55 @@
+"""The report as one HTML file that opens from disk: tables, and plots that answer the mouse."""
+
+import html
+import json
+import math
+from collections.abc import Sequence
+from importlib.resources import files
+
+from fla_train.eval.compare import comparison
+from fla_train.eval.figures import set_title
+from fla_train.eval.paper import paper_cell, published
+from fla_train.eval.tables import comparison_cells, paper_heads
+
+
+def page(records: Sequence[dict]) -> str:
+    """`page.html` with the evaluations' results in it; needs no network and no other file."""
+    heads = paper_heads(records)
+    data = {
+        "records": [_lean(record) for record in records],
+        "titles": {name: set_title(name) for record in records for name in record["perplexity"]},
+        "heads": heads,
+        "cells": {
+            record["name"]: {head: paper_cell(head, record["paper_row"].get(head)) for head in heads}
+            for record in records
+        },
+        "published": [
+            {"source": group.source, "title": group.title, "rows": group.rows} for group in published()
+        ],
+        "comparison": [[row.group, row.label, *comparison_cells(row)] for row in comparison(records)],
+    }
+    title = html.escape(", ".join(record["name"] for record in records))
+    text = json.dumps(_finite(data), allow_nan=False).replace("</", "<\\/")  # no text may end the script
+    template = (files("fla_train.eval") / "page.html").read_text(encoding="utf-8")
+    return template.replace("__TITLE__", title).replace("__DATA__", text)
+
+
+def _lean(record: dict) -> dict:
+    """Without the losses of single documents, which nothing on the page shows."""
+    sets = {
+        name: result
+        if "error" in result
+        else result
+        | {"lengths": [{k: v for k, v in row.items() if k != "losses"} for row in result["lengths"]]}
+        for name, result in record["perplexity"].items()
+    }
+    return record | {"perplexity": sets}
+
+
+def _finite(value: object) -> object:
+    """Numbers that JSON lacks become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

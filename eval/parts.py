@@ -1,0 +1,43 @@
+"""Finished parts of an evaluation on disk, so that an interrupted one goes on where it stopped."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from fla_train.eval.parallel import ALONE, Ranks
+
+
+class Parts:
+    """One JSON file per finished part, used again only for the same request.
+
+    Args:
+        folder: where the files are; made when the first part is done.
+        identity: what all parts have in common: the checkpoint, its weights, the dtype. Plain JSON.
+        ranks: that call together; rank 0 reads and writes the files.
+    """
+
+    def __init__(self, folder: Path, identity: dict, ranks: Ranks = ALONE) -> None:
+        self.folder = folder
+        self.identity = identity
+        self.ranks = ranks
+
+    def __call__(self, name: str, settings: dict, work: Callable[[], dict]) -> dict:
+        """The result of `work()`, or of the earlier call with equal `settings`; a failure is not kept."""
+        file = self.folder / (re.sub(r"[^\w.-]", "_", name) + ".json")
+        request = json.loads(json.dumps(self.identity | {"part": name} | settings))
+        kept = self.ranks.share(_read(file) if self.ranks.rank == 0 else None)
+        if kept and kept["request"] == request:
+            return kept["result"]
+        result = work()
+        if self.ranks.rank:
+            return result
+        self.folder.mkdir(parents=True, exist_ok=True)
+        aside = file.with_suffix(".writing")
+        aside.write_text(json.dumps({"request": request, "result": result}))
+        aside.replace(file)
+        return result
+
+
+def _read(file: Path) -> dict | None:
+    return json.loads(file.read_text()) if file.is_file() else None

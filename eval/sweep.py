@@ -1,0 +1,173 @@
+"""The perplexity part of an evaluation: every set through the loss table, as plain numbers."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fla_train.eval.config import PerplexityConfig, set_name
+from fla_train.eval.documents import (
+    file_documents,
+    fingerprint,
+    longest,
+    packed,
+    run_data,
+    validation_documents,
+)
+from fla_train.eval.mirror import DatasetUnavailable
+from fla_train.eval.parallel import Ranks
+from fla_train.eval.parts import Parts
+from fla_train.eval.perplexity import Estimate, LossTable, bucket_edges, loss_table
+from fla_train.eval.sets import PAPER_SETS, hub_documents
+from fla_train.eval.states import positions_up_to, state_statistics
+from fla_train.hub.load import document_prefix
+
+VALIDATION = "validation"
+
+
+def run_sweep(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: PerplexityConfig,
+    *,
+    run: Path | None,
+    mirror: str | None,
+    parts: Parts,
+    progress: bool,
+) -> dict[str, dict]:
+    """Loss against context length and position on each of `config.sets`.
+
+    Args:
+        model: in eval mode.
+        tokenizer: of the model.
+        config: what to read and how.
+        run: run folder, whose validation split is read if `config.sets` is empty.
+        mirror: folder with the papers' sets, or None for the Hub.
+        parts: keeps finished sets; its ranks share the sequences.
+        progress: show progress bars.
+
+    Returns:
+        By set `lengths`, `positions`, `not_reached`, `states` (None unless asked for), `data` (sequences,
+        tokens, fingerprint), or `{"error": line}` for a set of the Hub that cannot be had.
+
+    Raises:
+        ValueError: files that are missing or hold nothing of the lengths asked for.
+    """
+    sets = {set_name(path): path for path in config.sets} or {VALIDATION: None}
+    settings = asdict(replace(config, sets=[])) | {"mirror": mirror}
+    found = {}
+    for name, path in sets.items():
+        stream = _stream(path, tokenizer, config, run, mirror)
+        try:
+            found[name] = parts(
+                f"perplexity-{name}",
+                settings | {"path": path},
+                lambda name=name, stream=stream: _sweep(
+                    model, tokenizer, stream, name, config, parts.ranks, progress
+                ),
+            )
+        except DatasetUnavailable as failure:
+            found[name] = {"error": str(failure)}
+    return found
+
+
+def _stream(
+    path: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    config: PerplexityConfig,
+    run: Path | None,
+    mirror: str | None,
+) -> Iterator[np.ndarray]:
+    if path is None:
+        return validation_documents(run_data(run))
+    if path in PAPER_SETS:
+        return hub_documents(PAPER_SETS[path], tokenizer, mirror)
+    return file_documents(path, tokenizer, config.text_column)
+
+
+def _sweep(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    stream: Iterator[np.ndarray],
+    name: str,
+    config: PerplexityConfig,
+    ranks: Ranks,
+    progress: bool,
+) -> dict:
+    prefix = document_prefix(model, tokenizer)
+    length = max(config.lengths)
+    if config.layout == "packed":
+        documents = packed(stream, config.documents, length, prefix, config.scan, progress)
+    else:
+        documents = longest(stream, config.documents, length, config.scan, progress)
+    mine = loss_table(
+        model,
+        documents[ranks.rank :: ranks.world],
+        bucket_edges(config.lengths, config.bucket),
+        prefix=prefix,
+        chunk=config.chunk,
+        batch_size=config.batch_size,
+        progress=progress,
+    )
+    table = _interleaved(ranks.gather(mine), len(documents))
+    found = {length: table.up_to(length) for length in sorted(config.lengths)}
+    reached = [length for length, estimate in found.items() if estimate]
+    if not reached:
+        what = "the validation split" if name == VALIDATION else name
+        raise ValueError(
+            f"no document of {what} has {min(config.lengths)} tokens: lower suite.perplexity.lengths"
+        )
+    return {
+        "lengths": [
+            {"length": length, **_numbers(found[length]), "losses": list(found[length].losses)}
+            for length in reached
+        ],
+        "positions": [
+            {"start": a, "end": b, **_numbers(estimate)} for a, b, estimate in table.by_position(max(reached))
+        ],
+        "not_reached": [length for length in found if length not in reached],
+        "states": ranks.share(
+            _states(model, documents, max(reached), prefix, config) if ranks.rank == 0 else None
+        ),
+        "data": {
+            "layout": config.layout,
+            "sequences": len(documents),
+            "tokens": sum(map(len, documents)),
+            "fingerprint": fingerprint(documents),
+        },
+    }
+
+
+def _interleaved(tables: list[LossTable], documents: int) -> LossTable:
+    """The table of all documents from those of the ranks, of which each has every `len(tables)`-th."""
+    sums = np.empty((documents, len(tables[0].edges) - 1))
+    for rank, table in enumerate(tables):
+        sums[rank :: len(tables)] = table.sums
+    return LossTable(tables[0].edges, sums)
+
+
+def _states(
+    model: PreTrainedModel,
+    documents: list[list[int]],
+    reached: int,
+    prefix: list[int],
+    config: PerplexityConfig,
+) -> dict | None:
+    chosen = [document for document in documents if len(document) >= reached][: config.state_documents]
+    if not chosen:
+        return None
+    return state_statistics(model, chosen, positions_up_to(reached), prefix=prefix, chunk=config.chunk)
+
+
+def _numbers(estimate: Estimate) -> dict:
+    low, high = estimate.interval or (None, None)
+    return {
+        "loss": estimate.loss,
+        "stderr": estimate.stderr,
+        "documents": estimate.documents,
+        "perplexity": estimate.perplexity,
+        "low": low,
+        "high": high,
+    }

@@ -1,0 +1,171 @@
+"""The tables of a report, as Markdown and as LaTeX."""
+
+from collections.abc import Iterable, Sequence
+
+from fla_train.eval.compare import Row, comparison, is_metric
+from fla_train.eval.paper import HEADS, paper_cell, published
+
+TABLE_1 = "delta_product"  # whose rows stand beside ours; the page shows the other papers' too
+LATEX_SPECIAL = {"_": r"\_", "%": r"\%", "&": r"\&", "#": r"\#", "↓": r"$\downarrow$", "↑": r"$\uparrow$"}
+
+
+def markdown(records: Sequence[dict]) -> str:
+    """The whole report of one evaluation, or of several side by side."""
+    if len(records) == 1:
+        (record,) = records
+        parts = [f"# {record['suite']['name']}: {record['name']}\n"]
+        for name, result in record["perplexity"].items():
+            parts += [f"## Perplexity, {name}\n", _perplexity_table(result, record["trained_length"])]
+    else:
+        parts = ["# " + ", ".join(record["name"] for record in records) + "\n"]
+        parts += ["## Side by side\n", comparison_markdown(records)]
+    if heads := paper_heads(records):
+        parts += ["## The papers' columns\n", paper_markdown(records, heads)]
+    if len(records) == 1 and records[0]["tasks"]:
+        parts += ["## Tasks\n", _task_table(records[0]["tasks"])]
+    parts += [_footnote(record) for record in records]
+    return "\n".join(parts)
+
+
+def paper_heads(records: Sequence[dict]) -> list[str]:
+    """The papers' columns that any of the evaluations has, in the papers' order."""
+    return [head for head in HEADS if any(head in record["paper_row"] for record in records)]
+
+
+def paper_markdown(records: Sequence[dict], heads: Sequence[str]) -> str:
+    """Published rows of Table 1 of the DeltaProduct paper, then ours."""
+    lines = [_line(["model", *heads]), _line(["---", *["---:"] * len(heads)])]
+    sources = []
+    for group in published():
+        if group.paper == TABLE_1:
+            sources = [group.source]
+            lines += [
+                _line([f"{model} ({group.title})", *(values[head] for head in heads)])
+                for model, values in group.rows.items()
+            ]
+    for record in records:
+        row = record["paper_row"]
+        lines.append(
+            _line([f"**{record['name']}**", *(f"**{paper_cell(head, row.get(head))}**" for head in heads)])
+        )
+    return "\n".join([*lines, "", *(f"Published rows: {source}." for source in sources), ""])
+
+
+def comparison_markdown(records: Sequence[dict]) -> str:
+    """One row per number, one column per evaluation, differences to the first one marked."""
+    names = [record["name"] for record in records]
+    lines = [_line(["", "", *names]), _line(["---", "---", *["---:"] * len(names)])]
+    for row in comparison(records):
+        lines.append(_line([row.group, row.label, *comparison_cells(row)]))
+    note = (
+        "▲ better, ▼ worse than the first by more than one standard error of the difference (doubled: two). "
+        "Perplexities are marked where both read the same sequences; their differences are then paired."
+    )
+    return "\n".join([*lines, "", note, ""])
+
+
+def comparison_cells(row: Row) -> list[str]:
+    """Value, standard error and mark of each cell as text."""
+    texts = []
+    for cell in row.cells:
+        error = "" if cell.error is None else f" ± {cell.error:.3f}"
+        texts.append("-" if cell.value is None else f"{cell.value:.3f}{error} {cell.mark}".rstrip())
+    return texts
+
+
+def latex(records: Sequence[dict]) -> str:
+    """The papers' table (if an evaluation has its columns) and perplexity against length, for booktabs."""
+    parts = ["% Needs \\usepackage{booktabs}.\n"]
+    if heads := paper_heads(records):
+        parts.append(_paper_latex(records, heads))
+    rows = [row for row in comparison(records) if row.label.startswith("perplexity, ")]
+    if rows:
+        header = ["set", "tokens", *(record["name"] for record in records)]
+        body = [
+            [row.group, row.label.removeprefix("perplexity, ").removesuffix(" tokens"), *_plain(row)]
+            for row in rows
+        ]
+        parts.append(_tabular("lr" + "r" * len(records), header, [(None, body)]))
+    return "\n".join(parts)
+
+
+def _paper_latex(records: Sequence[dict], heads: Sequence[str]) -> str:
+    groups = [
+        (group.title, [[model, *(values[head] for head in heads)] for model, values in group.rows.items()])
+        for group in published()
+        if group.paper == TABLE_1
+    ]
+    ours = [
+        [record["name"], *(paper_cell(head, record["paper_row"].get(head)) for head in heads)]
+        for record in records
+    ]
+    return _tabular("l" + "r" * len(heads), ["model", *heads], [*groups, ("measured here", ours)])
+
+
+def _plain(row: Row) -> list[str]:
+    return ["-" if cell.value is None else f"{cell.value:.2f}" for cell in row.cells]
+
+
+def _tabular(
+    columns: str, header: Sequence[str], groups: Iterable[tuple[str | None, list[list[str]]]]
+) -> str:
+    lines = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", _latex_line(header)]
+    for title, rows in groups:
+        lines.append(r"\midrule")
+        if title:
+            lines.append(rf"\multicolumn{{{len(header)}}}{{l}}{{\textit{{{_escape(title)}}}}} \\")
+        lines += map(_latex_line, rows)
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def _latex_line(cells: Sequence[str]) -> str:
+    return " & ".join(map(_escape, cells)) + r" \\"
+
+
+def _escape(text: str) -> str:
+    return "".join(LATEX_SPECIAL.get(sign, sign) for sign in text)
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _perplexity_table(result: dict, trained: int) -> str:
+    if "error" in result:
+        return f"Could not run: {result['error']}\n"
+    lines = ["| context | perplexity | 95% interval | loss | documents |", "|---:|---:|:---:|---:|---:|"]
+    for row in result["lengths"]:
+        interval = "" if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}"
+        mark = " (trained)" if row["length"] == trained else ""
+        cells = (f"{row['length']:,}{mark}", f"{row['perplexity']:.3f}", interval, f"{row['loss']:.4f}")
+        lines.append(_line([*cells, str(row["documents"])]))
+    if result["not_reached"]:
+        lines += ["", f"No document is long enough for {', '.join(map(str, result['not_reached']))}."]
+    return "\n".join([*lines, ""])
+
+
+def _task_table(tasks: dict[str, dict]) -> str:
+    lines = ["| task | metric | value | standard error | examples | shots |", "|---|---|---:|---:|---:|---:|"]
+    for name, result in tasks.items():
+        if "error" in result:
+            lines.append(f"| {name} | could not run: {result['error'].replace('|', '/')} | | | | |")
+            continue
+        for task, scores in result["scores"].items():
+            for metric, value in scores.items():
+                if not is_metric(metric):
+                    continue
+                error = scores.get(f"{metric}_stderr")
+                cells = (task, metric, f"{value:.4f}", "" if error is None else f"{error:.4f}")
+                lines.append(_line([*cells, str(scores["examples"]), str(scores["num_fewshot"])]))
+    return "\n".join([*lines, ""])
+
+
+def _footnote(record: dict) -> str:
+    environment = record["environment"]
+    text = (
+        f"{record['name']}: {environment['hardware']}, {environment['dtype']}, "
+        f"torch {environment['packages']['torch']}, commit {environment['commit'] or 'unknown'}.\n"
+    )
+    if record["suite"]["limit"] and record["tasks"]:
+        text += f"Only the first {record['suite']['limit']} examples of each task (suite.limit) were run.\n"
+    return text

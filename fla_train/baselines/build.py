@@ -1,0 +1,135 @@
+"""Baselines by name, at the sizes of a `model` node."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from omegaconf import MISSING
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    PreTrainedModel,
+)
+
+from fla_train.baselines.mamba import SignedMambaConfig, SignedMambaForCausalLM
+
+FLA = "flash-linear-attention"
+
+
+@dataclass
+class BaselineConfig:
+    """Which architecture takes the place of `model`, whose sizes it takes over."""
+
+    kind: str = MISSING
+    num_heads: int = MISSING
+    allow_neg_eigval: bool = False
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What all architectures share."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_heads: int
+    allow_neg_eigval: bool
+
+    @property
+    def common(self) -> dict[str, Any]:
+        return {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "use_cache": False,
+            **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+        }
+
+
+def _llama(sizes: Sizes) -> PreTrainedModel:
+    settings = LlamaConfig(
+        **sizes.common,
+        num_attention_heads=sizes.num_heads,
+        num_key_value_heads=sizes.num_heads,
+        intermediate_size=4 * sizes.hidden_size,
+        max_position_embeddings=2048,
+    )
+    return LlamaForCausalLM(settings)
+
+
+def _mamba(sizes: Sizes) -> PreTrainedModel:
+    common = {key: value for key, value in sizes.common.items() if key != "use_cache"}
+    return SignedMambaForCausalLM(SignedMambaConfig(**common, allow_neg_eigval=sizes.allow_neg_eigval))
+
+
+def _mamba2(sizes: Sizes) -> PreTrainedModel:
+    inner = 2 * sizes.hidden_size
+    settings = Mamba2Config(
+        **sizes.common,
+        expand=2,
+        num_heads=sizes.num_heads,
+        head_dim=inner // sizes.num_heads,
+        n_groups=1,
+        state_size=64,
+        chunk_size=64,
+    )
+    return Mamba2ForCausalLM(settings)
+
+
+def _from_fla(name: str) -> Callable[[Sizes], PreTrainedModel]:
+    """A model of the optional package flash-linear-attention, whose kernels need a GPU."""
+
+    def build(sizes: Sizes) -> PreTrainedModel:
+        try:
+            models = import_module("fla.models")
+        except ImportError:
+            raise ValueError(f"baseline {name} needs the package {FLA}: pip install {FLA}") from None
+        heads = {"num_heads": sizes.num_heads}
+        if name == "RWKV7":
+            heads = {"num_heads": sizes.num_heads, "head_dim": sizes.hidden_size // sizes.num_heads}
+        config = getattr(models, f"{name}Config")(**sizes.common, **heads)
+        return getattr(models, f"{name}ForCausalLM")(config)
+
+    return build
+
+
+KINDS: dict[str, Callable[[Sizes], PreTrainedModel]] = {
+    "llama": _llama,
+    "mamba": _mamba,
+    "mamba2": _mamba2,
+    "gla": _from_fla("GLA"),
+    "retnet": _from_fla("RetNet"),
+    "rwkv7": _from_fla("RWKV7"),
+}
+
+
+def baseline_faults(config: BaselineConfig, model: Mapping[str, Any]) -> list[str]:
+    """Every setting that cannot work, one line each; empty when all is well."""
+    if config.kind not in KINDS:
+        return [f"baseline.kind={config.kind} is none of {', '.join(KINDS)}"]
+    faults = []
+    if config.allow_neg_eigval and config.kind != "mamba":
+        faults.append(f"baseline.allow_neg_eigval has no effect on {config.kind}: only on mamba")
+    heads = config.num_heads
+    if heads < 1 or model["hidden_size"] % (2 * heads):
+        faults.append(
+            f"baseline.num_heads={heads} must give an even model.hidden_size / num_heads "
+            f"({model['hidden_size']})"
+        )
+    return faults
+
+
+def build_baseline(config: BaselineConfig, model: Mapping[str, Any]) -> PreTrainedModel:
+    """The baseline at the sizes of the `model` node, with fresh weights.
+
+    Raises:
+        ValueError: its package is not installed.
+    """
+    keys = ("vocab_size", "hidden_size", "num_hidden_layers")
+    sizes = {key: model[key] for key in keys}
+    return KINDS[config.kind](
+        Sizes(**sizes, num_heads=config.num_heads, allow_neg_eigval=config.allow_neg_eigval)
+    )

@@ -1,0 +1,1 @@
+"""Measurements on this machine: the operator's backends and their peers, and the training step."""

@@ -1,0 +1,173 @@
+"""The kernels that compute the operator: this project's backends, and those of other installed packages.
+
+A contender takes the tensors of one `Problem` and returns o [B, T, H, V]. Peers get views of the same tensors
+in their own layout, so no copy of ours counts as their time.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fla_train.bench.roofline import Shape
+from fla_train.kernels.delta_product import delta_product
+from fla_train.kernels.delta_product.contract import compute_dtype
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of the operator: inputs as `delta_product` takes them, and the output's gradient."""
+
+    shape: Shape
+    q: Tensor  # [B, T, H, K]
+    k: Tensor  # [B, T, N, H, K]
+    v: Tensor  # [B, T, N, H, V]
+    beta: Tensor  # [B, T, N, H]
+    g: Tensor | None  # [B, T, H]
+    do: Tensor  # [B, T, H, V]
+    norm: bool  # whether the contender divides q and k by their norms; else they are unit vectors already
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """The tensors that get a gradient."""
+        named = {"q": self.q, "k": self.k, "v": self.v, "beta": self.beta, "g": self.g}
+        return {name: x for name, x in named.items() if x is not None}
+
+
+def make_problem(
+    shape: Shape, dtype: torch.dtype, device: torch.device, *, norm: bool, seed: int = 0
+) -> Problem:
+    """Random inputs like those of a trained model: open gates, beta uniform in (0, 2)."""
+    generator = torch.Generator(device).manual_seed(seed)
+    rows = (shape.batch, shape.tokens)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(*rows, *sizes, generator=generator, device=device)
+
+    q, k = normal(shape.heads, shape.key_dim), normal(shape.substeps, shape.heads, shape.key_dim)
+    if not norm:
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+    v, do = normal(shape.substeps, shape.heads, shape.value_dim), normal(shape.heads, shape.value_dim)
+    q, k, v, do = (x.to(dtype) for x in (q, k, v, do))
+    wide = compute_dtype(q)
+    beta = 2 * torch.rand(*rows, shape.substeps, shape.heads, generator=generator, device=device, dtype=wide)
+    g = (-0.1 * F.softplus(normal(shape.heads))).to(wide) if shape.gated else None
+    problem = Problem(shape, q, k, v, beta, g, do, norm)
+    for leaf in problem.leaves.values():
+        leaf.requires_grad_()
+    return problem
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A kernel under its name. `limit` says why a problem is beyond it, None where it can be run."""
+
+    name: str
+    run: Callable[[Problem], Tensor]
+    limit: Callable[[Problem], str | None] = lambda problem: None
+
+
+def ours(backends: list[str]) -> list[Contender]:
+    """The project's backends."""
+
+    def contender(backend: str) -> Contender:
+        def run(p: Problem) -> Tensor:
+            return delta_product(p.q, p.k, p.v, p.beta, p.g, qk_l2norm=p.norm, backend=backend)[0]
+
+        return Contender(f"fla_train {backend}", run)
+
+    return [contender(backend) for backend in backends]
+
+
+def peers(device: torch.device) -> tuple[list[Contender], list[str]]:
+    """The peers that can run on `device`, and one line for each that cannot with the reason."""
+    if device.type == "cpu":
+        return [Contender("transformers torch_chunk_gated_delta_rule", _transformers, _one_substep)], []
+    found, missing = [], []
+    for package, contenders in (("fla", _fla_contenders), ("flash_qla", _qla_contenders)):
+        if find_spec(package) is None:
+            missing.append(f"{package} is not installed")
+        else:
+            found += contenders()
+    return found, missing
+
+
+def _one_substep(problem: Problem) -> str | None:
+    return None if problem.shape.substeps == 1 else "knows one sub-step per token only"
+
+
+def _flat(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """k, v [B, T N, H, .] and beta [B, T N, H]: the sub-steps as further positions of the sequence."""
+    return problem.k.flatten(1, 2), problem.v.flatten(1, 2), problem.beta.flatten(1, 2)
+
+
+def _transformers(problem: Problem) -> Tensor:
+    """The PyTorch path that transformers' Qwen3-Next takes without a GPU."""
+    module = import_module("transformers.models.qwen3_next.modeling_qwen3_next")
+    k, v, beta = _flat(problem)
+    g = torch.zeros_like(beta) if problem.g is None else problem.g
+    o, _ = module.torch_chunk_gated_delta_rule(
+        problem.q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=problem.norm
+    )
+    return o
+
+
+def _fla_contenders() -> list[Contender]:
+    """flash-linear-attention. With FlashQLA installed its gated delta rule hands over to that package."""
+
+    def delta_rule(p: Problem) -> Tensor:
+        kernel = import_module("fla.ops.delta_rule").chunk_delta_rule
+        k, v, beta = _flat(p)
+        return kernel(p.q, k, v, beta, use_qk_l2norm_in_kernel=p.norm)[0]
+
+    def gated_delta_rule(p: Problem) -> Tensor:
+        kernel = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+        k, v, beta = _flat(p)
+        return kernel(p.q, k, v, p.g, beta, use_qk_l2norm_in_kernel=p.norm)[0]
+
+    def product(p: Problem) -> Tensor:
+        kernel = import_module("fla.ops.gated_delta_product").chunk_gated_delta_product
+        k, v, beta = _flat(p)
+        return kernel(p.q, k, v, p.g, beta, p.shape.substeps, use_qk_l2norm_in_kernel=p.norm)[0]
+
+    def gate(wanted: bool) -> Callable[[Problem], str | None]:
+        def limit(p: Problem) -> str | None:
+            return _one_substep(p) or (None if p.shape.gated == wanted else "is for the other kind of gate")
+
+        return limit
+
+    def several(p: Problem) -> str | None:
+        return "is for two sub-steps or more" if p.shape.substeps == 1 else None
+
+    by = " (may run FlashQLA)" if find_spec("flash_qla") else ""
+    return [
+        Contender("fla chunk_delta_rule", delta_rule, gate(False)),
+        Contender(f"fla chunk_gated_delta_rule{by}", gated_delta_rule, gate(True)),
+        Contender(f"fla chunk_gated_delta_product{by}", product, several),
+    ]
+
+
+def _qla_contenders() -> list[Contender]:
+    """FlashQLA has a gate always, one sub-step, and no norm; more sub-steps run as a longer sequence whose
+    queries are zero but for the last of each token."""
+
+    def run(p: Problem) -> Tensor:
+        kernel = import_module("flash_qla").chunk_gated_delta_rule
+        k, v, beta = _flat(p)
+        if p.shape.substeps == 1:
+            return kernel(q=p.q, k=k, v=v, g=p.g, beta=beta)[0]
+        q, g = torch.zeros_like(p.k), torch.zeros_like(p.beta)
+        q[:, :, -1], g[:, :, 0] = p.q, p.g
+        o = kernel(q=q.flatten(1, 2), k=k, v=v, g=g.flatten(1, 2), beta=beta)[0]
+        return o.unflatten(1, p.k.shape[1:3])[:, :, -1].contiguous()
+
+    def limit(p: Problem) -> str | None:
+        if p.norm:
+            return "has no norm inside: compare with --no-norm"
+        return None if p.shape.gated else "needs a gate"
+
+    return [Contender("FlashQLA chunk_gated_delta_rule", run, limit)]

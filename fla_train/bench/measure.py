@@ -1,0 +1,125 @@
+"""Time, memory and error of functions on this machine."""
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from fla_train.bench.contenders import Problem
+from fla_train.kernels.delta_product import delta_product
+from fla_train.kernels.delta_product.check import relative_rms
+
+CHECKED_TOKENS = 512  # of each sequence, at most
+MIN_SAMPLE_MS = 20.0  # on a CPU: shorter functions are repeated within a sample
+
+
+def median_times(
+    runs: Mapping[str, Callable[[], object]], device: torch.device, rounds: int
+) -> dict[str, float]:
+    """Median milliseconds of each function, after warm-up.
+
+    On a GPU each is timed by `triton.testing.do_bench`. On a CPU they take turns, A B A B, `rounds` times, so
+    that what else the machine does meets all of them alike.
+    """
+    if device.type == "cuda":
+        from triton.testing import do_bench
+
+        return {name: do_bench(run, return_mode="median") for name, run in runs.items()}
+    repeats = {
+        name: max(1, round(MIN_SAMPLE_MS / max(_milliseconds(run), 1e-3))) for name, run in runs.items()
+    }
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            samples[name].append(_milliseconds(run, repeats[name]))
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def _milliseconds(run: Callable[[], object], repeats: int = 1) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    return (time.perf_counter() - start) * 1e3 / repeats
+
+
+def peak_memory(run: Callable[[], object], device: torch.device) -> int:
+    """Bytes allocated at the highest point of `run` beyond those before it.
+
+    On a GPU by the allocator's count, on a CPU by adding up the allocations and frees that the profiler saw.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        run()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        trace.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    changes = [(event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]"]
+    held = peak = 0
+    for _, change in sorted(changes, key=lambda pair: pair[0]):
+        held += change
+        peak = max(peak, held)
+    return peak
+
+
+def forward_backward(run: Callable[[Problem], Tensor], problem: Problem) -> dict[str, Tensor]:
+    """The output as `o` and the gradients as dq, dk, ... for the problem's `do`."""
+    o = run(problem)
+    gradients = torch.autograd.grad(o, list(problem.leaves.values()), problem.do)
+    return {"o": o.detach()} | {f"d{name}": x for name, x in zip(problem.leaves, gradients, strict=True)}
+
+
+def errors(run: Callable[[Problem], Tensor], problem: Problem) -> dict[str, float]:
+    """Relative RMS error |x - reference| / |reference| of o and each gradient against the fp64 recurrence.
+
+    The contender runs at the very sizes that are timed. The recurrence is causal, so with `do` zeroed after
+    the first CHECKED_TOKENS, these tokens' outputs and gradients are those of a sequence that ends there;
+    they are compared for the first and the last head of the first and the last sequence.
+    """
+    tokens = min(CHECKED_TOKENS, problem.shape.tokens)
+    do = problem.do.clone()
+    do[:, tokens:] = 0
+    results = forward_backward(run, replace(problem, do=do))
+    rows, heads = ([0] if size == 1 else [0, size - 1] for size in (problem.shape.batch, problem.shape.heads))
+
+    def sample(x: Tensor, head_axis: int) -> Tensor:
+        return x.detach()[rows][:, :tokens].index_select(head_axis, torch.tensor(heads, device=x.device))
+
+    axes = {"q": 2, "k": 3, "v": 3, "beta": 3, "g": 2, "o": 2}
+    leaves = {
+        name: sample(x, axes[name]).cpu().double().requires_grad_() for name, x in problem.leaves.items()
+    }
+    small = replace(problem, **leaves, do=sample(do, 2).cpu().double())
+    expected = forward_backward(_recurrence, small)
+    return {
+        name: relative_rms(sample(results[name], axes[name.removeprefix("d")]), reference)
+        for name, reference in expected.items()
+    }
+
+
+def _recurrence(p: Problem) -> Tensor:
+    return delta_product(p.q, p.k, p.v, p.beta, p.g, qk_l2norm=p.norm, backend="recurrent")[0]
+
+
+def tolerance(tensor: str, dtype: torch.dtype) -> float:
+    """Above this error a kernel is wrong rather than rounded, and its speed means nothing.
+
+    About twice the largest error that sound kernels have on these inputs; how accurate ours must be is the
+    business of tests/kernels.
+    """
+    if dtype == torch.float32:
+        return 1e-3  # products may run in TF32x3
+    return {"o": 1e-2, "dbeta": 3e-2, "dg": 3e-2}.get(tensor, 1.5e-2)

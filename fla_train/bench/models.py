@@ -1,0 +1,77 @@
+"""The language models that `fla-bench train` measures: ours, and peers of the same sizes."""
+
+from collections.abc import Callable
+from importlib import import_module
+
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from fla_train.models import DeltaProductForCausalLM, build_config
+from fla_train.models.accounting import count_parameters, flops_per_token
+from fla_train.training.schema import TrainConfig
+
+
+def _ours(config: TrainConfig) -> PreTrainedModel:
+    return DeltaProductForCausalLM(build_config(config.model))
+
+
+def _llama(config: TrainConfig) -> PreTrainedModel:
+    """transformers' Llama with SDPA, of as many parameters: its MLP takes up the difference."""
+    ours = build_config(config.model)
+    hidden, layers = ours.hidden_size, ours.num_hidden_layers
+    rest = count_parameters(ours).body - layers * (4 * hidden**2 + 2 * hidden) - hidden
+    width = 64 * max(1, round(rest / (3 * hidden * layers) / 64))
+    settings = LlamaConfig(
+        vocab_size=ours.vocab_size,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=ours.num_heads,
+        num_key_value_heads=ours.num_heads,
+        intermediate_size=width,
+        max_position_embeddings=config.trainer.seq_len,
+        tie_word_embeddings=ours.tie_word_embeddings,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(settings)
+
+
+def _fla(config: TrainConfig) -> PreTrainedModel:
+    """flash-linear-attention's model of the same recurrence, with that package's defaults for the rest."""
+    models = import_module("fla.models")
+    ours = build_config(config.model)
+    kind = "DeltaNet" if not ours.use_forget_gate else "GatedDeltaNet"
+    common = {
+        "vocab_size": ours.vocab_size,
+        "hidden_size": ours.hidden_size,
+        "num_hidden_layers": ours.num_hidden_layers,
+        "num_heads": ours.num_heads,
+        "max_position_embeddings": config.trainer.seq_len,
+    }
+    if ours.use_forget_gate or ours.num_householder > 1:
+        common |= {"head_dim": ours.head_dim, "expand_v": ours.head_v_dim / ours.head_dim}
+    if ours.num_householder > 1:
+        kind = "GatedDeltaProduct"
+        common |= {
+            "num_householder": ours.num_householder,
+            "use_forget_gate": ours.use_forget_gate,
+            "allow_neg_eigval": ours.allow_neg_eigval,
+        }
+    return getattr(models, f"{kind}ForCausalLM")(getattr(models, f"{kind}Config")(**common))
+
+
+MODELS: dict[str, Callable[[TrainConfig], PreTrainedModel]] = {"ours": _ours, "llama": _llama, "fla": _fla}
+
+
+def training_flops(name: str, model: PreTrainedModel, config: TrainConfig) -> float:
+    """FLOPs per token, forward and backward.
+
+    Ours by its formula; of a peer 6 per parameter outside its embedding, and 12 per channel and visible key of
+    attention.
+    """
+    if name == "ours":
+        return flops_per_token(model.config, config.trainer.seq_len)
+    count = count_parameters(model)
+    flops = 6.0 * (count.body + count.embedding)
+    if name == "llama":
+        keys = (config.trainer.seq_len + 1) / 2
+        flops += 12 * model.config.hidden_size * keys * model.config.num_hidden_layers
+    return flops

@@ -1,0 +1,154 @@
+"""Arithmetic and traffic of the delta-product operator, and the least time that they take on a device.
+
+Counts are per token and head. n is n_h, K and V the head dims, M the sub-steps that a chunk solves at once
+(C = M / n tokens), e the bytes of an element of q, k and v. Two FLOPs are one multiply-add; matrix products
+count as dense, though half of a causal one is zero; elementwise work is left out.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fla_train.training.throughput import peak_flops
+
+CHUNK = 64  # M
+GATE_BYTES = 4  # of an element of beta and g, which are fp32
+
+# Bytes per second of the memory, from NVIDIA's data sheets of the SXM modules (A100: the one of 80 GB). A
+# device's name holds the first part that matches.
+BANDWIDTH = (("H200", 4.8e12), ("H100", 3.35e12), ("A100", 2.039e12))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one call of the operator."""
+
+    batch: int
+    tokens: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    substeps: int  # n_h
+    gated: bool
+    element_size: int = 2  # bytes, of q, k, v and o
+
+    @property
+    def token_heads(self) -> int:
+        """Batch x tokens x heads: what times and counts are given per."""
+        return self.batch * self.tokens * self.heads
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What a device can do at most."""
+
+    flops: float  # FLOP/s of matrix products
+    bandwidth: float  # bytes/s, read and written together
+    source: str  # where the two come from
+
+    def seconds(self, flops: float, traffic: float) -> float:
+        """Least time of `flops` FLOPs and `traffic` bytes: the longer of the two, which may overlap."""
+        return max(flops / self.flops, traffic / self.bandwidth)
+
+
+def forward_flops(shape: Shape, chunk: int = CHUNK) -> float:
+    """FLOPs of a forward pass, per token and head.
+
+        K K^T                 2 n M K        Q K^T    2 M K
+        K S                   2 n K V        Q S      2 K V
+        (I + L)^-1            n M^2 / 3      P U      2 M V
+        (I + L)^-1 (V - K S)  2 n M V
+        K^T U                 2 n K V        in all   n [2M(K + V) + 4KV + M^2/3] + 2KV + 2M(K + V)
+
+    The right column is the query's side, whose rows are tokens instead of sub-steps.
+    """
+    n, k, v, m = shape.substeps, shape.key_dim, shape.value_dim, chunk
+    per_substep = 2 * m * (k + v) + 4 * k * v + m * m / 3
+    return n * per_substep + 2 * k * v + 2 * m * (k + v)
+
+
+def backward_flops(shape: Shape, chunk: int = CHUNK) -> float:
+    """FLOPs of a backward pass that finds the inverse T = (I + L)^-1 and each chunk's state S kept.
+
+    Per sub-step K S, K dS, U dS^T, dV S^T and K^T dV (10 K V); T (V - K S), T^T dU and dV U^T (6 M V); the
+    gradient of K K^T times K (2 M K). Per token dO S^T and Q^T dO (4 K V); Q K^T, dP K and dP^T Q (6 M K);
+    P^T dO and dO U^T (4 M V).
+    """
+    n, k, v, m = shape.substeps, shape.key_dim, shape.value_dim, chunk
+    return n * (10 * k * v + 6 * m * v + 2 * m * k) + 4 * k * v + 6 * m * k + 4 * m * v
+
+
+def forward_bytes(shape: Shape, *, keep: bool, gate_bytes: int = GATE_BYTES, chunk: int = CHUNK) -> float:
+    """Bytes that a forward pass must read and write, per token and head: e (K + nK + nV + V), and the gates.
+
+    Args:
+        keep: also write what the backward pass reads: the inverses (n M) and a state per chunk (n K V / M).
+        gate_bytes: of an element of beta; those of g have 4.
+    """
+    n, k, v = shape.substeps, shape.key_dim, shape.value_dim
+    traffic = shape.element_size * (k + n * (k + v) + v) + _gates(shape, gate_bytes)
+    return traffic + _kept(shape, chunk) if keep else traffic
+
+
+def backward_bytes(shape: Shape, gate_bytes: int = GATE_BYTES, chunk: int = CHUNK) -> float:
+    """Bytes of a backward pass: q, k, v and dO read, dq, dk and dv written, e (2K + V + 2nK + 2nV); the gates
+    and their gradients; what the forward pass kept."""
+    n, k, v = shape.substeps, shape.key_dim, shape.value_dim
+    traffic = shape.element_size * (2 * k + v + 2 * n * (k + v))
+    return traffic + 2 * _gates(shape, gate_bytes) + _kept(shape, chunk)
+
+
+def _gates(shape: Shape, gate_bytes: int) -> int:
+    return shape.substeps * gate_bytes + (GATE_BYTES if shape.gated else 0)
+
+
+def _kept(shape: Shape, chunk: int) -> float:
+    return shape.element_size * shape.substeps * (chunk + shape.key_dim * shape.value_dim / chunk)
+
+
+def forward_bound(shape: Shape, ceilings: Ceilings) -> float:
+    """Least seconds of a forward pass that keeps nothing, over the whole shape."""
+    return shape.token_heads * ceilings.seconds(forward_flops(shape), forward_bytes(shape, keep=False))
+
+
+def training_bound(shape: Shape, ceilings: Ceilings) -> float:
+    """Least seconds of a forward pass that keeps inverses and states, and the backward pass after it."""
+    forward = ceilings.seconds(forward_flops(shape), forward_bytes(shape, keep=True))
+    return shape.token_heads * (forward + ceilings.seconds(backward_flops(shape), backward_bytes(shape)))
+
+
+def known_ceilings(device_name: str, dtype: torch.dtype) -> Ceilings | None:
+    """The data sheet's numbers for a device's name as CUDA gives it; None where they are not known."""
+    flops = peak_flops(device_name, "bf16") if dtype in (torch.bfloat16, torch.float16) else None
+    bandwidth = next((speed for part, speed in BANDWIDTH if part in device_name), None)
+    if flops is None or bandwidth is None or "PCIe" in device_name or "NVL" in device_name:
+        return None
+    return Ceilings(flops, bandwidth, "data sheet")
+
+
+def measured_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """The best of a few square matrix products, and of a few copies between buffers beyond any cache."""
+    on_gpu = device.type == "cuda"
+    size, extent = (8192, 2**31) if on_gpu else (1024, 2**27)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    source = torch.zeros(extent, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    product = _best(lambda: a @ b, device)
+    copy = _best(lambda: target.copy_(source), device)
+    return Ceilings(2 * size**3 / product, 2 * extent / copy, "measured here: matrix product, copy")
+
+
+def _best(run: Callable[[], object], device: torch.device, repetitions: int = 5) -> float:
+    """Seconds of the fastest repetition: a ceiling asks for the best case, not the usual one."""
+    times = []
+    for _ in range(repetitions + 1):  # the first warms up
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])

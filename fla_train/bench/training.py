@@ -1,0 +1,180 @@
+"""`fla-bench train`: optimizer steps of the training engine on random tokens, beside peers in the same run.
+
+Each model runs in a process of its own, so that none inherits another's memory. The step is `fla-train`'s:
+the engine of `training.engine` (accelerate, DeepSpeed ZeRO-2, one rank) with the config's precision and
+optimizer; what is left out is data, evaluation, checkpoints and logs.
+"""
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+
+import torch
+
+from fla_train.bench.breakdown import breakdown
+from fla_train.bench.models import MODELS, training_flops
+from fla_train.bench.roofline import Ceilings, Shape, training_bound
+from fla_train.models import build_config
+from fla_train.models.accounting import count_parameters
+from fla_train.training.engine import StepResult, build_engine, train_step
+from fla_train.training.guard import StepGuard
+from fla_train.training.launch import resolve
+from fla_train.training.schema import TrainConfig
+from fla_train.training.throughput import Meter
+from fla_train.training.validate import accumulation_steps, validate
+
+WARM_UP = 3  # steps: compilation, the optimizer's first allocations
+ADAMW_BYTES = 28  # per fp32 parameter: it, its gradient and two moments read, it and the moments written
+
+
+@dataclass(frozen=True)
+class Part:
+    """One kind of work of a step, in milliseconds, and the least it can take where that is known."""
+
+    ms: float
+    floor_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """What was measured of one model."""
+
+    model: str
+    refused: str | None = None  # why nothing was
+    parameters: int = 0  # all that the model holds
+    tokens_per_step: int = 0
+    step_ms: float = 0.0  # mean over the timed steps
+    tokens_per_second: float = 0.0
+    mfu: float = 0.0  # by the model's own FLOPs, of the ceiling of matrix products
+    memory_bytes: int = 0  # peak, allocated on the GPU; resident on a CPU
+    parts: dict[str, Part] = field(default_factory=dict)  # of one more step; profiling slows a CPU's
+
+
+def bench_models(
+    config: TrainConfig, names: Sequence[str], ceilings: Ceilings, *, steps: int
+) -> Iterator[StepRow]:
+    """Measure each of `names` (keys of MODELS) on the sizes of `config`.
+
+    Raises:
+        ValueError: a config that `fla-train` refuses too, of several processes, or of a task.
+    """
+    validate(config)
+    if (processes := config.launch.num_processes) != 1:
+        raise ValueError(f"launch.num_processes={processes}: fla-bench train measures one process")
+    if config.task is not None:
+        raise ValueError("fla-bench train measures language models: leave task at null")
+    config = resolve(config)
+    for name in names:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_quiet) as pool:
+            row = pool.submit(measure, config, name, ceilings, steps, torch.get_num_threads())
+            failure = row.exception()
+        if failure is not None and name == "ours" and not isinstance(failure, torch.OutOfMemoryError):
+            raise failure
+        if failure is not None:  # a peer that is absent, or fails in any way of its own
+            line = " ".join(str(failure).split())[:160]
+            yield StepRow(name, refused=f"{type(failure).__name__}: {line}")
+        else:
+            yield row.result()
+
+
+def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, threads: int) -> StepRow:
+    """Measure one model in this process, which must not have a process group yet."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(config.seed)
+    model = MODELS[name](config)
+    if config.trainer.activation_checkpointing:
+        model.gradient_checkpointing_enable()
+    parameters = sum(p.numel() for p in model.parameters())
+    _join_alone()
+    engine = build_engine(model.float(), config)
+    device, trainer = engine.device, config.trainer
+    guard = StepGuard(device, max_grad_norm=config.optimizer.max_grad_norm)
+    ids = torch.randint(
+        config.model["vocab_size"],
+        (accumulation_steps(config), trainer.micro_batch_size, trainer.seq_len),
+        device=device,
+    )
+
+    def step() -> StepResult:
+        """One step, waited for."""
+        row = train_step(engine, [(x, x) for x in ids], config.optimizer.lr, guard)
+        return StepResult.read([row])[0]
+
+    for _ in range(WARM_UP):
+        step()
+    meter = Meter(training_flops(name, engine.module, config), ceilings.flops, device)
+    meter.start()
+    rows = [train_step(engine, [(x, x) for x in ids], config.optimizer.lr, guard) for _ in range(steps)]
+    results = StepResult.read(rows)
+    meter.stop(steps * ids.numel())
+    speed = meter.read()
+    if any(result.skipped for result in results):
+        return StepRow(name, refused="the loss or a gradient was not finite")
+    floors = _floors(config, ids.numel(), parameters, ceilings) if name == "ours" else {}
+    return StepRow(
+        name,
+        parameters=parameters,
+        tokens_per_step=ids.numel(),
+        step_ms=1e3 * ids.numel() / speed["tokens_per_second"],
+        tokens_per_second=speed["tokens_per_second"],
+        mfu=speed["mfu"],
+        memory_bytes=round(speed["memory_gib"] * 2**30),
+        parts={kind: Part(ms, floors.get(kind)) for kind, ms in breakdown(step, device).items()},
+    )
+
+
+def markdown(row: StepRow) -> str:
+    """The row as a short table."""
+    if row.refused is not None:
+        return f"### {row.model}\n\nrefused: {row.refused}\n"
+    total = sum(part.ms for part in row.parts.values())
+    lines = [
+        f"### {row.model}: {row.parameters / 1e6:.1f}M parameters",
+        "",
+        f"{row.tokens_per_second:,.0f} tokens/s, {row.step_ms:.1f} ms a step of {row.tokens_per_step:,} "
+        f"tokens, MFU {100 * row.mfu:.1f}%, {row.memory_bytes / 2**30:.2f} GiB",
+        "",
+        f"| part of a profiled step | ms | share of {total:.1f} ms | floor ms |",
+        "|---|---|---|---|",
+    ]
+    for kind, part in row.parts.items():
+        floor = "" if part.floor_ms is None else f"{part.floor_ms:.2f}"
+        lines.append(f"| {kind} | {part.ms:.2f} | {100 * part.ms / total:.1f}% | {floor} |")
+    return "\n".join([*lines, ""])
+
+
+def _floors(config: TrainConfig, tokens: int, parameters: int, ceilings: Ceilings) -> dict[str, float]:
+    """Milliseconds that the parts of our step take at least: operator, matrix products, AdamW."""
+    model = build_config(config.model)
+    element_size = 2 if config.trainer.precision == "bf16" else 4
+    batch = tokens // config.trainer.seq_len
+    shape = Shape(
+        *(batch, config.trainer.seq_len, model.num_heads, model.head_dim, model.head_v_dim),
+        *(model.num_householder, model.use_forget_gate, element_size),
+    )
+    layers = model.num_hidden_layers - (0 if model.attn is None else len(model.attn["layers"]))
+    weights = count_parameters(model).embedding_once
+    floors = {
+        "operator": layers * training_bound(shape, ceilings) * 1e3,
+        "matmuls": 6 * weights * tokens / ceilings.flops * 1e3,
+    }
+    if config.optimizer.name == "adamw":
+        floors["optimizer"] = ADAMW_BYTES * parameters / ceilings.bandwidth * 1e3
+    return floors
+
+
+def _join_alone() -> None:
+    """The environment of a process group of one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ["MASTER_PORT"] = str(port)
+
+
+def _quiet() -> None:
+    """What the engine prints goes to stderr: stdout holds the tables."""
+    os.dup2(2, 1)

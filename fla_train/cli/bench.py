@@ -1,0 +1,193 @@
+"""`fla-bench`: how fast the operator and the training step are on this machine, beside their peers.
+
+    fla-bench kernels                                         # the shapes of docs/kernels.md on a GPU
+    fla-bench kernels --batch 2 --tokens 1024 --heads 4 --head-dim 64 --substeps 1 2 --peers
+    fla-bench train --peers llama -- model=gated_delta_product/340m trainer.seq_len=2048
+
+Tables go to stdout in Markdown, everything to `--json FILE`. Exit code 2: the request was wrong.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from fla_train.cli.app import compose, fail
+from fla_train.hub.environment import describe_environment
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fla-bench", description="Measure the operator or the training step on this machine."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    kernels = commands.add_parser("kernels", help="the operator's backends and peers")
+    kernels.add_argument("--batch", type=int, default=32)
+    kernels.add_argument("--tokens", type=int, default=2048)
+    kernels.add_argument("--heads", type=int, default=8)
+    kernels.add_argument("--head-dim", type=int, default=128, help="K")
+    kernels.add_argument("--value-dim", type=int, help="V (default: K)")
+    kernels.add_argument("--substeps", type=int, nargs="+", default=[1, 2, 3], help="n_h")
+    kernels.add_argument(
+        "--gate", action=argparse.BooleanOptionalAction, help="forget gate (default: both with and without)"
+    )
+    kernels.add_argument(
+        "--norm",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="L2 norm of q and k inside the kernel",
+    )
+    kernels.add_argument(
+        "--dtype", choices=DTYPES, help="of q, k and v (default: bf16 on a GPU, fp32 on a CPU)"
+    )
+    kernels.add_argument("--backends", nargs="+", help="ours (default: the device's own)")
+    kernels.add_argument("--peers", action="store_true", help="also time the peers that are installed")
+    kernels.add_argument("--rounds", type=int, default=15, help="samples of each time on a CPU")
+    kernels.add_argument("--threads", type=int, help="torch threads on a CPU")
+    train = commands.add_parser("train", help="optimizer steps on random tokens, with their parts")
+    train.add_argument("overrides", nargs="*", help="of configs/train.yaml, as for fla-train")
+    train.add_argument("--steps", type=int, default=10, help="timed, after as many as needed to warm up")
+    train.add_argument("--peers", nargs="+", default=[], help="llama (SDPA, equal parameters), fla")
+    train.add_argument("--threads", type=int, help="torch threads on a CPU")
+    for command in (kernels, train):
+        command.add_argument("--peak-tflops", type=float, help="ceiling of matrix products")
+        command.add_argument("--bandwidth", type=float, help="ceiling of the memory in TB/s")
+        command.add_argument("--json", type=Path, help="also write everything to this file")
+    return parser
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Measure and print.
+
+    Raises:
+        ValueError: a request that cannot be measured.
+    """
+    request = build_parser().parse_args(arguments)
+    if request.threads is not None:
+        torch.set_num_threads(request.threads)
+    content = _kernels(request) if request.command == "kernels" else _train(request)
+    if request.json is not None:
+        request.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _kernels(request: argparse.Namespace) -> dict:
+    from fla_train.bench.contenders import ours, peers
+    from fla_train.bench.kernels import HEADER, bench_shape
+    from fla_train.bench.roofline import Shape
+    from fla_train.kernels.delta_product import resolve_backend
+
+    sizes = ("batch", "tokens", "heads", "head_dim", "rounds")
+    if bad := [f"--{name.replace('_', '-')}" for name in sizes if getattr(request, name) < 1]:
+        raise ValueError(f"{', '.join(bad)} must be at least 1")
+    if min(request.substeps) < 1 or (request.value_dim or 1) < 1:
+        raise ValueError("--substeps and --value-dim must be at least 1")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = DTYPES[request.dtype or ("bf16" if device.type == "cuda" else "fp32")]
+    backends = list(dict.fromkeys(resolve_backend(name, device) for name in request.backends or ["auto"]))
+    contenders = ours(backends)
+    if request.peers:
+        found, missing = peers(device)
+        contenders += found
+        for line in missing:
+            print(f"no peer: {line}", file=sys.stderr)
+    ceilings = _ceilings(request, device, dtype)
+    norm = "L2 norm inside" if request.norm else "unit vectors"
+    value_dim = request.value_dim or request.head_dim
+    print(
+        f"B={request.batch} T={request.tokens} H={request.heads} K={request.head_dim} V={value_dim}, "
+        f"{str(dtype).removeprefix('torch.')}, {norm}; {_machine(device)}\n"
+        f"Ceilings: {ceilings.flops / 1e12:.3g} TFLOP/s, {ceilings.bandwidth / 1e12:.3g} TB/s "
+        f"({ceilings.source})\n"
+    )
+    print("\n".join(HEADER), flush=True)
+    rows = []
+    gates = [True, False] if request.gate is None else [request.gate]
+    for substeps in request.substeps:
+        for gated in gates:
+            shape = Shape(
+                *(request.batch, request.tokens, request.heads, request.head_dim, value_dim),
+                substeps,
+                gated,
+                dtype.itemsize,
+            )
+            for row in bench_shape(
+                shape, contenders, dtype, device, ceilings, norm=request.norm, rounds=request.rounds
+            ):
+                print(row.markdown(), flush=True)
+                rows.append({"shape": asdict(shape), **row.record()})
+    return _content(request, device, ceilings) | {"rows": rows}
+
+
+def _train(request: argparse.Namespace) -> dict:
+    from fla_train.bench.models import MODELS
+    from fla_train.bench.training import bench_models, markdown
+    from fla_train.training import schema
+    from fla_train.training.validate import resolve_device
+
+    if unknown := [name for name in request.peers if name not in MODELS]:
+        raise ValueError(
+            f"--peers {' '.join(unknown)}: choose from {', '.join(sorted(set(MODELS) - {'ours'}))}"
+        )
+    if request.steps < 1:
+        raise ValueError("--steps must be at least 1")
+    schema.register()
+    config = schema.to_config(compose("train", request.overrides))
+    device = torch.device(resolve_device(config))
+    ceilings = _ceilings(request, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    print(f"{_machine(device)}\n")
+    rows = []
+    for row in bench_models(config, ["ours", *request.peers], ceilings, steps=request.steps):
+        print(markdown(row), flush=True)
+        rows.append(asdict(row))
+    return _content(request, device, ceilings) | {"rows": rows}
+
+
+def _ceilings(request: argparse.Namespace, device: torch.device, dtype: torch.dtype):
+    """The given ones, else the data sheet's, else what this machine reaches."""
+    from fla_train.bench.roofline import Ceilings, known_ceilings, measured_ceilings
+
+    given = (request.peak_tflops, request.bandwidth)
+    if any(value is not None and not value > 0 for value in given):
+        raise ValueError("--peak-tflops and --bandwidth must be positive")
+    if all(given):
+        return Ceilings(given[0] * 1e12, given[1] * 1e12, "given")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    found = known_ceilings(name, dtype) or measured_ceilings(device, dtype)
+    flops, bandwidth = (None if value is None else value * 1e12 for value in given)
+    source = f"{found.source}, one given" if any(given) else found.source
+    return Ceilings(flops or found.flops, bandwidth or found.bandwidth, source)
+
+
+def _machine(device: torch.device) -> str:
+    hardware = f"{torch.get_num_threads()} CPU threads"
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name(device)
+    return f"{hardware}, torch {torch.__version__}"
+
+
+def _content(request: argparse.Namespace, device: torch.device, ceilings) -> dict:
+    settings = {name: value for name, value in vars(request).items() if name != "json"}
+    return {
+        "environment": describe_environment(str(device)),
+        "threads": torch.get_num_threads(),
+        "settings": settings,
+        "ceilings": asdict(ceilings),
+    }
+
+
+def main() -> None:
+    """Console command."""
+    try:
+        run(sys.argv[1:])
+    except ValueError as fault:
+        sys.exit(fail(fault))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""Turn a source into memory-mapped token shards, once.
+
+The result lies in `<cache>/<fingerprint>/`: `tokenizer/`, `train/`, `validation/` and `manifest.json`. The
+fingerprint covers all that decides the tokens: the source's content, the tokenizer and the split. A folder is
+built beside its final place and renamed, so it is complete or absent; a build that was killed or met a fault
+stays there and goes on when the same command is given again. A lock that dies with its process keeps builders
+apart.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from fla_train.data.build import PROGRESS, Build, read_journal, resume
+from fla_train.data.config import DataConfig, cache_folder, data_faults
+from fla_train.data.encoding import is_held_out, utf8
+from fla_train.data.mixture import prepare_mixture
+from fla_train.data.prepared import PreparedData, open_prepared
+from fla_train.data.progress import Progress
+from fla_train.data.shards import FORMAT, MANIFEST, sync, write_manifest
+from fla_train.data.sources import Source, open_source
+from fla_train.data.stream import prepare_stream
+from fla_train.data.tokenizers import fingerprint, ids_needed, load_tokenizer, make_encoder
+
+Log = Callable[[str], None]
+# Settings that no manifest records: equal preparations are equal byte for byte, wherever they lie and however
+# they came about.
+_UNRECORDED = (
+    *("cache_dir", "num_workers", "document_boundaries", "mixture"),
+    *("stream", "stream_head_documents"),
+)
+
+
+def prepare(config: DataConfig, log: Log = print, progress: bool = True) -> PreparedData:
+    """Tokenize the source of `config` into the cache, go on with what was begun, or reuse what is there.
+
+    Args:
+        log: receives one line at each stage.
+        progress: show progress, tokens/s and the time left: a bar on a terminal, else a line a minute.
+
+    Raises:
+        ValueError: for settings that cannot work, for missing or corrupt input, naming the file, and for a
+            disk that is full. What was tokenized before is kept for the next attempt.
+    """
+    if faults := data_faults(config):
+        raise ValueError("; ".join(faults))
+    if config.source == "mixture":
+        return prepare_mixture(config, lambda part: prepare(part, log, progress), log)
+    if config.stream:
+        return prepare_stream(config, lambda head: prepare(head, log, progress))
+    source = open_source(config)
+    # A bpe tokenizer follows from the corpus and its size, so it needs no training to be told apart.
+    trains = config.tokenizer.name == "bpe"
+    tokenizer = None if trains else load_tokenizer(config.tokenizer)
+    if tokenizer is not None and config.append_eos and tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"tokenizer {config.tokenizer.name} has no end-of-sequence token; "
+            "set data.tokenizer.eos_token, or data.append_eos=false"
+        )
+    identity = asdict(config.tokenizer) if tokenizer is None else fingerprint(tokenizer)
+    name = _fingerprint(config, source, identity)
+    cache = cache_folder(config)
+    final = cache / name
+    if not (final / MANIFEST).exists():
+        building = cache / f".building-{_build_key(config, identity)}"
+        with _lock(building.with_suffix(".lock"), log):
+            if not (final / MANIFEST).exists():  # another process may have built it while this one waited
+                try:
+                    _build(building, final, config, source, tokenizer, log, progress)
+                except OSError as failure:
+                    raise _unwritable(final, failure) from failure
+    return open_prepared(final)
+
+
+def _fingerprint(config: DataConfig, source: Source, tokenizer: Any) -> str:
+    keys = ("validation_fraction", "max_documents", "max_tokens", "append_eos")
+    content = {
+        "format": FORMAT,
+        "source": source.description,
+        "tokenizer": tokenizer,
+        "settings": {key: getattr(config, key) for key in keys},
+    }
+    return _digest(content)
+
+
+def _build_key(config: DataConfig, tokenizer: Any) -> str:
+    """Names an unfinished build by what it was asked for, not by the text: a faulty file may get repaired."""
+    settings = {key: value for key, value in asdict(config).items() if key not in _UNRECORDED}
+    return _digest({"format": FORMAT, "settings": settings, "tokenizer": tokenizer})
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _lock(path: Path, log: Log) -> Iterator[None]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError as failure:
+        raise _unwritable(path.parent, failure) from failure
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log(f"data: another process is preparing the same data; waiting for it ({path})")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield  # closing the file, or dying, releases the lock
+
+
+def _unwritable(path: Path, failure: OSError) -> ValueError:
+    return ValueError(
+        f"cannot write {path}: {failure.strerror}; make room and run the same command again, it goes on from "
+        "here, or set data.cache_dir"
+    )
+
+
+def _build(
+    building: Path,
+    final: Path,
+    config: DataConfig,
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase | None,
+    log: Log,
+    show: bool,
+) -> None:
+    """Fill `building` with the tokenizer, both splits and, last, the manifest; then rename it to `final`."""
+    resumed = _resume(building, config, source, log)
+    if resumed is None:
+        log(f"data: preparing {config.source} in {final}")
+        if tokenizer is not None:
+            _tell_of_another_tokenizer(final.parent, config, source, fingerprint(tokenizer), log)
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir()
+        if tokenizer is None:
+            log(f"data: training a bpe tokenizer of {config.tokenizer.vocab_size} tokens")
+            tokenizer = load_tokenizer(config.tokenizer, _train_texts(source, config))
+        tokenizer.save_pretrained(building / "tokenizer")
+        for file in (building / "tokenizer").iterdir():
+            sync(file)
+    elif tokenizer is None:
+        tokenizer = AutoTokenizer.from_pretrained(building / "tokenizer")
+    manifest = _begin_manifest(config, source, tokenizer, final.name)
+    build = Build(building, config, manifest["dtype"], ids_needed(tokenizer), source.description, resumed)
+    if resumed is not None:
+        log(f"data: going on after {build.read:,} documents, {build.tokens:,} tokens, for {final}")
+    encoder = make_encoder(tokenizer, building / "tokenizer", config, manifest["dtype"])
+    bar = _progress(config, source, log, show)
+    splits = build.run(source, encoder, bar)
+    if not splits["train"]["tokens"]:
+        shutil.rmtree(building)
+        raise ValueError("the corpus has no training document; see data.path and data.validation_fraction")
+    write_manifest(building, manifest | {"empty_documents": build.empty, "splits": splits})
+    (building / PROGRESS).unlink(missing_ok=True)
+    if (final / MANIFEST).exists():  # another path to the same text has been prepared meanwhile
+        shutil.rmtree(building)
+    else:
+        shutil.rmtree(final, ignore_errors=True)  # without a manifest it is no result
+        os.rename(building, final)
+        sync(final.parent)
+    if show and bar.seconds:
+        rate = bar.tokens / bar.seconds / 1e6
+        log(f"data: {bar.tokens:,} tokens in {bar.seconds:.1f} s, {rate:.3f}M tokens/s")
+
+
+def _tell_of_another_tokenizer(
+    cache: Path, config: DataConfig, source: Source, tokenizer: str, log: Log
+) -> None:
+    """Say so if this text was prepared before with a tokenizer of the same name that was another."""
+    for path in cache.glob(f"*/{MANIFEST}"):
+        try:
+            manifest = json.loads(path.read_text())
+            before = manifest["tokenizer"]["name"], manifest["source"]
+            changed = manifest["tokenizer"]["fingerprint"] != tokenizer
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if changed and before == (config.tokenizer.name, source.description):
+            log(f"data: tokenizer {config.tokenizer.name} has changed since {path.parent} was prepared")
+
+
+def _resume(building: Path, config: DataConfig, source: Source, log: Log) -> dict[str, Any] | None:
+    """The journal an earlier attempt left, at a snapshot whose text is still the source's."""
+    journal = read_journal(building)
+    if journal is None:
+        return None
+    # bpe was trained on the text as it was.
+    same = journal["source"] == source.description
+    resumed = resume(journal, source.description) if same or config.tokenizer.name != "bpe" else None
+    if resumed is None:
+        log(f"data: the text has changed since {building} was begun: starting anew")
+    return resumed
+
+
+def _begin_manifest(
+    config: DataConfig, source: Source, tokenizer: PreTrainedTokenizerBase, name: str
+) -> dict[str, Any]:
+    """All of the manifest that is known before tokenizing."""
+    return {
+        "format": FORMAT,
+        "fingerprint": name,
+        "settings": {key: value for key, value in asdict(config).items() if key not in _UNRECORDED},
+        "source": source.description,
+        "dtype": "uint16" if ids_needed(tokenizer) <= 1 << 16 else "uint32",
+        "tokenizer": {
+            "name": config.tokenizer.name,
+            "fingerprint": fingerprint(tokenizer),
+            "vocab_size": len(tokenizer),
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        },
+    }
+
+
+def _train_texts(source: Source, config: DataConfig) -> Iterator[str]:
+    """The training documents up to `max_documents`."""
+    for number, document in enumerate(source.documents()):
+        if number == config.max_documents:
+            return
+        if not is_held_out(utf8(document), config.validation_fraction):
+            yield document["text"]
+
+
+def _progress(config: DataConfig, source: Source, log: Log, show: bool) -> Progress:
+    if config.max_tokens is not None:
+        return Progress(config.max_tokens, "tok", log, show)
+    if config.max_documents is not None:
+        return Progress(config.max_documents, "doc", log, show)
+    return Progress(source.total_bytes(), "B", log, show)

@@ -1,0 +1,57 @@
+"""How far a preparation is: a bar on a terminal, a line a minute in a log."""
+
+import time
+from collections.abc import Callable
+
+from tqdm import tqdm
+
+LINE_SECONDS = 60.0
+
+
+class Progress:
+    """Counts what bounds the work, in `unit` (bytes of text, tokens or documents), of `total` if known.
+
+    Args:
+        log: receives the lines where there is no terminal.
+        show: False shows nothing.
+    """
+
+    def __init__(self, total: int | None, unit: str, log: Callable[[str], None], show: bool):
+        self._total, self._unit, self._log, self._show = total, unit, log, show
+        self._bar: tqdm | None = None
+        self.seconds = 0.0
+        self.tokens = 0  # of this process: what an earlier one did is not its merit
+
+    def start(self, done: int, tokens: int) -> None:
+        """Begin at `done`, which an earlier process reached with so many tokens."""
+        self._began = self._said = time.monotonic()
+        self._first, self._first_tokens = done, tokens
+        self._bar = tqdm(
+            total=self._total,
+            initial=done,
+            unit=self._unit,
+            unit_scale=True,
+            desc="tokenizing",
+            disable=None if self._show else True,  # None: only on a terminal
+        )
+
+    def update(self, done: int, tokens: int) -> None:
+        now = time.monotonic()
+        self.seconds, self.tokens = now - self._began, tokens - self._first_tokens
+        rate = self.tokens / self.seconds
+        if not self._bar.disable:
+            self._bar.update(done - self._bar.n)
+            self._bar.set_postfix_str(f"{rate / 1e6:.2f}M tokens/s", refresh=False)
+        elif self._show and now - self._said >= LINE_SECONDS:
+            self._said = now
+            self._log(f"data: {tokens:,} tokens, {rate / 1e6:.2f}M tokens/s{self._left(done)}")
+
+    def close(self) -> None:
+        self._bar.close()
+
+    def _left(self, done: int) -> str:
+        if self._total is None or done <= self._first:
+            return ""
+        seconds = (self._total - done) * self.seconds / (done - self._first)
+        share = 100 * done / self._total
+        return f", {share:.0f}%, {tqdm.format_interval(max(0, seconds))} left"

@@ -1,0 +1,203 @@
+"""Training straight from a source: tokenized as it is read, nothing prepared but a validation split.
+
+Sequence i holds tokens [i T, (i + 1) T) of the training documents in the source's order; there is no shuffle,
+because a shuffle buffer cannot be resumed. Every rank reads and tokenizes the whole stream and keeps its
+share, so the sequences do not depend on the number of ranks.
+
+While reading, places in the source are noted in `stream-index.jsonl` beside the manifest: the token a chunk
+begins at, where to open the source, and a hash of the chunk's tokens. A resumed run opens the source at the
+last note before its position and compares the hash, so it sees the same tokens or an error, never others.
+Without the file it reads from the beginning: slower, and the same.
+"""
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import numpy as np
+import torch
+
+from fla_train.data.chunks import Cursor
+from fla_train.data.config import DataConfig, TokenizerConfig, cache_folder
+from fla_train.data.prepared import PreparedData, open_prepared
+from fla_train.data.shards import FORMAT, read_manifest, write_manifest
+from fla_train.data.sources import open_source
+from fla_train.data.tokenizers import make_encoder
+from fla_train.data.workers import encode_all
+
+INDEX = "stream-index.jsonl"
+_SPACING = 1 << 20  # tokens between two notes, at least
+
+
+class Note(NamedTuple):
+    """A place in the stream: its `token` is the first of the chunk behind `cursor` (None: the beginning)."""
+
+    token: int
+    cursor: Cursor | None
+    digest: str  # of that chunk's training tokens
+
+
+class StreamSequences:
+    """The stream's sequences, held in memory only from the lowest index of the newest request on.
+
+    Indices may ask for anything; going back, or on by far, opens the source anew at the nearest note.
+
+    Args:
+        folder: what `prepare_stream` returned.
+
+    Raises:
+        ValueError: while reading: what the source raises, and a stream that has changed since it was noted.
+    """
+
+    def __init__(self, folder: str | Path, seq_len: int):
+        self.folder, self.seq_len = Path(folder), seq_len
+        manifest = read_manifest(self.folder)
+        settings = manifest["settings"]
+        self._config = DataConfig(**settings | {"tokenizer": TokenizerConfig(**settings["tokenizer"])})
+        head = open_prepared(self.folder.with_name(manifest["head"]))
+        self._encoder = make_encoder(
+            head.tokenizer(), head.folder / "tokenizer", self._config, manifest["dtype"]
+        )
+        self._notes = [Note(0, None, ""), *read_notes(self.folder / INDEX)]
+        self._writer = _IndexWriter(self.folder / INDEX)
+        self._open(self._notes[0])
+
+    def __len__(self) -> int:
+        raise TypeError("a stream has no length")
+
+    def sequences(self, indices: np.ndarray) -> torch.Tensor:
+        """Sequences `indices` (int64, >= 0). Returns [n, seq_len] int64."""
+        self._read(indices)
+        whole = np.concatenate(self._held)
+        offsets = np.asarray(indices, dtype=np.int64) * self.seq_len - self._first
+        rows = np.stack([whole[offset : offset + self.seq_len] for offset in offsets])
+        return torch.from_numpy(rows.astype(np.int64))
+
+    def boundaries(self, indices: np.ndarray) -> list[np.ndarray]:
+        """For each sequence, where in (0, seq_len) a new document begins: ascending int64."""
+        self._read(indices)
+        ends = np.unique(np.concatenate(self._ends))
+        starts = np.asarray(indices, dtype=np.int64)[:, None] * self.seq_len + [[1, self.seq_len]]
+        bounds = np.searchsorted(ends, starts)
+        return [ends[a:b] - first + 1 for (a, b), (first, _) in zip(bounds, starts, strict=True)]
+
+    def _read(self, indices: np.ndarray) -> None:
+        """Hold the tokens from the lowest index to the end of the highest."""
+        first, last = int(min(indices)) * self.seq_len, (int(max(indices)) + 1) * self.seq_len
+        nearest = self._notes[bisect_right(self._notes, first, key=lambda note: note.token) - 1]
+        if first < self._first or nearest.token > self._end:
+            self._open(nearest)
+        while self._end < last:
+            next(self._reader)
+            while len(self._held) > 1 and self._first + len(self._held[0]) <= first:
+                self._first += len(self._held.pop(0))
+                self._ends.pop(0)
+
+    def _open(self, note: Note) -> None:
+        """Read from there on."""
+        self._held = [np.empty(0, dtype=self._encoder.dtype)]  # tokens [_first, _end), chunk by chunk
+        self._ends = [np.empty(0, dtype=np.int64)]  # where their documents end in the stream
+        self._first = self._end = note.token
+        self._reader = self._chunks(note)
+
+    def _chunks(self, note: Note) -> Iterator[None]:
+        """Append chunk after chunk, epoch after epoch."""
+        cursor, expected = note.cursor, note.digest
+        while True:
+            began = self._end
+            source = open_source(self._config)
+            for piece in encode_all(self._encoder, source.chunks(cursor), self._config.num_workers or 0):
+                if piece.fault is not None:
+                    raise ValueError(piece.fault)
+                keep = ~piece.held_out & (piece.sizes > 0)
+                tokens = piece.tokens[np.repeat(keep, piece.lengths)]
+                digest = hashlib.sha256(tokens.astype("<u4")).hexdigest()[:16]
+                if expected and digest != expected:
+                    raise ValueError(
+                        f"the stream is not what it was at token {note.token:,} when it was first read: pin "
+                        "data.revision, keep the version of datasets, or begin another run"
+                    )
+                expected = ""
+                self._note(Note(self._end, cursor, digest))
+                self._held.append(tokens)
+                self._ends.append(self._end + np.cumsum(piece.lengths[keep]))
+                self._end += len(tokens)
+                cursor = piece.after
+                yield
+            if self._end == began and cursor is None:
+                raise ValueError("the stream has no training document; see data.path")
+            cursor = None
+
+    def _note(self, note: Note) -> None:
+        if note.token >= self._notes[-1].token + _SPACING:
+            self._notes.append(note)
+            self._writer.append(note)
+
+
+class _IndexWriter:
+    """Appends notes to the index, in one of the processes that read the stream."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._file: TextIO | None = None
+        self._mine = True
+
+    def append(self, note: Note) -> None:
+        if self._file is None:
+            self._file = self._path.open("a")
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:  # another process notes the same
+                self._mine = False
+        if self._mine:
+            self._file.write(json.dumps(note._asdict()) + "\n")
+            self._file.flush()
+
+
+def read_notes(path: Path) -> list[Note]:
+    """The notes of an index in order; a line cut short by a kill is left out."""
+    notes = []
+    lines = path.read_text().splitlines() if path.is_file() else []
+    for line in lines:
+        try:
+            notes.append(Note(**json.loads(line)))
+        except (ValueError, TypeError):
+            continue
+    return sorted(notes, key=lambda note: note.token)
+
+
+def prepare_stream(config: DataConfig, prepare: Callable[[DataConfig], PreparedData]) -> PreparedData:
+    """A folder to train from: the manifest, and a preparation of the source's first documents beside it.
+
+    The held-out documents among those first `stream_head_documents` are the validation split, and a bpe
+    tokenizer is trained on the others.
+    """
+    head = prepare(replace(config, stream=False, max_documents=config.stream_head_documents))
+    settings = head.manifest["settings"] | {"max_documents": None}
+    content = json.dumps({"head": head.folder.name, "stream": True})
+    name = hashlib.sha256(content.encode()).hexdigest()[:16]
+    folder = cache_folder(config) / name
+    unknown = dict.fromkeys(("documents", "text_bytes", "unigram_entropy"))
+    train = unknown | {"tokens": math.inf, "shards": []}
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "fingerprint": name,
+        "settings": settings,
+        "source": head.manifest["source"],
+        "head": head.folder.name,
+        "dtype": head.manifest["dtype"],
+        "tokenizer": head.manifest["tokenizer"],
+        "splits": {"train": train, "validation": head.manifest["splits"]["validation"]},
+    }
+    folder.mkdir(exist_ok=True)
+    if not (folder / "tokenizer").exists():
+        os.symlink(Path("..") / head.folder.name / "tokenizer", folder / "tokenizer")
+    write_manifest(folder, manifest)
+    return open_prepared(folder)

@@ -1,0 +1,106 @@
+"""Typed settings of a task: the schema of Hydra's `task` node, and tasks made from them.
+
+configs/task/*.yaml explain every key.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from fla_train.tasks.contract import Task
+from fla_train.tasks.formal import FormalLanguage
+from fla_train.tasks.group_words import GroupWords
+from fla_train.tasks.mad import Compression, InContextRecall, Memorization, SelectiveCopying
+from fla_train.tasks.mqar import MQAR
+from fla_train.tasks.regbench import RegBench
+
+TEST_SEED = -1  # test sets are the same for all runs, and no training seed is negative
+
+
+KINDS: dict[str, type[Task]] = {
+    "group_words": GroupWords,
+    "formal_language": FormalLanguage,
+    "mqar": MQAR,
+    "in_context_recall": InContextRecall,
+    "selective_copying": SelectiveCopying,
+    "compression": Compression,
+    "memorization": Memorization,
+    "regbench": RegBench,
+}
+
+
+@dataclass
+class TaskConfig:
+    """A synthetic task to train on, in the place of text, and the sets it is tested on.
+
+    `options` are arguments of the task's class for all sets; `train`, and the entry of `tests` by name, add
+    to them or replace them.
+    """
+
+    kind: str = MISSING
+    options: dict[str, Any] = field(default_factory=dict)
+    train: dict[str, Any] = field(default_factory=dict)
+    tests: dict[str, dict[str, Any]] = field(default_factory=dict)
+    train_sequences: int | None = None
+    test_sequences: int = MISSING
+    batch_size: int = MISSING
+    test_batch_size: int = MISSING
+
+
+def make_task(
+    kind: str, options: Mapping[str, Any], *, seed: int = 0, num_sequences: int | None = None
+) -> Task:
+    """The task of class KINDS[kind] with `options`.
+
+    Raises:
+        ValueError: for an unknown kind or option, a missing option, or one that gives no task.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"unknown task '{kind}'; choose one of {', '.join(KINDS)}")
+    parameters = inspect.signature(KINDS[kind]).parameters
+    known = [name for name in parameters if name not in ("seed", "num_sequences")]
+    if unknown := sorted(set(options) - set(known)):
+        raise ValueError(f"{kind} has no option {', '.join(unknown)}; it has {', '.join(known)}")
+    required = [name for name in known if parameters[name].default is inspect.Parameter.empty]
+    if missing := [name for name in required if options.get(name) is None]:
+        raise ValueError(f"{kind} needs {', '.join(missing)}")
+    return KINDS[kind](**options, seed=seed, num_sequences=num_sequences)
+
+
+def training_task(config: TaskConfig, seed: int) -> Task:
+    """The training set: endless, or of `train_sequences`."""
+    return make_task(
+        config.kind, {**config.options, **config.train}, seed=seed, num_sequences=config.train_sequences
+    )
+
+
+def tasks_for_testing(config: TaskConfig) -> dict[str, Task]:
+    """The test sets by name."""
+    return {
+        name: make_task(config.kind, {**config.options, **options}, seed=TEST_SEED)
+        for name, options in config.tests.items()
+    }
+
+
+def task_faults(config: TaskConfig) -> list[str]:
+    """Every setting that cannot work, one line each; empty when all is well."""
+    faults = [
+        f"task.{key}={value} must be at least 1"
+        for key in ("train_sequences", "test_sequences", "batch_size", "test_batch_size")
+        if (value := getattr(config, key)) is not None and value < 1
+    ]
+    if not config.tests:
+        faults.append("task.tests is empty: name at least one test set")
+    sets = {"train": config.train} | {f"tests.{name}": options for name, options in config.tests.items()}
+    sizes = {}
+    for name, options in sets.items():
+        try:
+            sizes[name] = make_task(config.kind, {**config.options, **options}).vocab_size
+        except ValueError as fault:
+            faults.append(f"task.{name}: {fault}")
+    if len(set(sizes.values())) > 1:
+        faults.append(f"the task's sets have different vocabularies, {sizes}: make their options agree")
+    return list(dict.fromkeys(faults))

@@ -1,0 +1,73 @@
+"""Accuracy curves as PNG. Of several runs: `python -m fla_train.tasks.plots OUT.png SET runs/a runs/b`."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def plot_accuracy(curves: Mapping[str, Mapping], title: str, out: Path) -> Path:
+    """Curves by name (`Score.curve`): accuracy against prefix length, word length or number of pairs.
+
+    Curves with an accuracy for each of many lengths are drawn as means over 32 groups of them, since a single
+    length has few sequences.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    lowest = 0.0
+    for name, curve in curves.items():
+        x, y, n = curve["x"], curve["y"], curve["n"]
+        if curve["axis"] != "prefix" and len(x) > 32:
+            x, y = _grouped(x, y, n, 32)
+        lowest = min(lowest, *y)
+        axes.plot(x, y, label=name, lw=1.5, marker="o" if len(x) <= 32 else None, ms=3)
+    axes.set(
+        xlabel={"prefix": "prefix length [tokens]", "length": "word length [tokens]"}.get(
+            curve["axis"], curve["axis"].replace("_", " ")
+        ),
+        ylabel=curve["metric"].replace("_", " "),
+        ylim=(lowest - 0.05, 1.05),  # scaled accuracy goes below 0
+        title=title,
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=120)
+    return out
+
+
+def plot_runs(runs: Sequence[Path], name: str, out: Path) -> Path:
+    """The newest curve of test set `name` of each run folder, in one figure.
+
+    Raises:
+        ValueError: a run was not tested on such a set.
+    """
+    curves = {}
+    for run in runs:
+        file = run / "accuracy.json"
+        sets = json.loads(file.read_text())["sets"] if file.is_file() else {}
+        if name not in sets:
+            raise ValueError(f"{run} has no accuracy on '{name}'; it has {', '.join(sets) or 'none'}")
+        curves[run.name] = sets[name]
+    return plot_accuracy(curves, name.replace("_", " "), out)
+
+
+def _grouped(
+    x: list[float], y: list[float], weights: list[float], groups: int
+) -> tuple[list[float], list[float]]:
+    """Neighbouring points joined to `groups` weighted means."""
+    size = -(-len(x) // groups)
+    starts = range(0, len(x), size)
+    total = [sum(weights[i : i + size]) for i in starts]
+
+    def mean(values: list[float]) -> list[float]:
+        products = [v * w for v, w in zip(values, weights, strict=True)]
+        return [sum(products[i : i + size]) / t for i, t in zip(starts, total, strict=True)]
+
+    return mean(x), mean(y)
+
+
+if __name__ == "__main__":
+    print(plot_runs([Path(run) for run in sys.argv[3:]], sys.argv[2], Path(sys.argv[1])))

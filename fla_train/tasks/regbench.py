@@ -1,0 +1,105 @@
+"""RegBench (Akyurek et al., arXiv 2401.12973): learn a regular language from strings in the context."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fla_train.tasks.contract import IGNORE, Batch, Tally, Task
+
+SYMBOLS = 18
+SEPARATOR, PAD = SYMBOLS, SYMBOLS + 1
+NODES, ALPHABET, EDGES = (4, 12), (4, 18), (1, 3)  # each range with both ends
+STRINGS, STRING_LENGTH = (10, 19), (1, 49)
+
+
+@dataclass(frozen=True)
+class Automaton:
+    """Deterministic, and every state accepts: edges[state] maps a symbol to the next state."""
+
+    edges: tuple[dict[int, int], ...]
+
+
+class RegBench(Task):
+    """Strings of one random automaton, joined by separators; each next symbol is to be predicted.
+
+    An automaton has 4 to 12 states, an alphabet of 4 to 18 of the 18 symbols, and 1 to 3 edges out of each
+    state, with different symbols and different targets, none to the state itself. A string of 1 to 49 symbols
+    walks from state 0 along edges drawn uniformly. A sequence is 10 to 19 strings, cut at `length`. Training
+    and test sequences have automata of their own, since each sequence does.
+
+    A prediction counts as right if the automaton allows the symbol there (DFA accuracy). Separators, which
+    any string may be followed by, are not to be predicted.
+
+    Args:
+        length: tokens, filled up with padding; 950 holds every sequence.
+        seed, num_sequences: see Task.
+    """
+
+    headline = "dfa_accuracy"
+    slice_key = "length"
+
+    def __init__(self, length: int = 512, *, seed: int = 0, num_sequences: int | None = None):
+        if length < 3:
+            raise ValueError(f"length {length} is too short for strings; use 3 or more")
+        super().__init__(vocab_size=SYMBOLS + 2, seq_len=length, seed=seed, num_sequences=num_sequences)
+
+    def judge(self, predictions: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """An allowed symbol stands for the label."""
+        allowed = batch.metadata["allowed"]  # [B, T, SYMBOLS]
+        inside = (predictions >= 0) & (predictions < SYMBOLS)
+        right = allowed.gather(2, predictions.clamp(0, SYMBOLS - 1)[..., None])[..., 0] & inside
+        return torch.where(right, batch.labels, predictions)
+
+    def summary(self, tally: Tally) -> dict[str, float | list[float]]:
+        """dfa_accuracy: share of symbols predicted that the automaton allows."""
+        return {"dfa_accuracy": tally.token_accuracy}
+
+    def _generate(self, keys: np.ndarray) -> Batch:
+        n, length = len(keys), self.seq_len
+        inputs = np.full((n, length + 1), PAD, dtype=np.int64)
+        allowed = np.zeros((n, length, SYMBOLS), dtype=bool)
+        for row, key in enumerate(keys):
+            _write_strings(np.random.default_rng(int(key)), inputs[row], allowed[row])
+        following = inputs[:, 1:]
+        labels = np.where(following < SYMBOLS, following, IGNORE)
+        return Batch(
+            torch.from_numpy(inputs[:, :-1].copy()),
+            torch.from_numpy(labels),
+            {"length": torch.full((n,), length), "allowed": torch.from_numpy(allowed)},
+        )
+
+
+def random_automaton(rng: np.random.Generator) -> Automaton:
+    """Drawn as RegBench says."""
+    states = int(rng.integers(NODES[0], NODES[1] + 1))
+    size = int(rng.integers(ALPHABET[0], ALPHABET[1] + 1))
+    alphabet = rng.permutation(SYMBOLS)[:size]
+    edges = []
+    for state in range(states):
+        count = int(rng.integers(EDGES[0], EDGES[1] + 1))
+        targets = rng.permutation(np.delete(np.arange(states), state))[:count]
+        symbols = rng.permutation(alphabet)[:count]
+        edges.append(dict(zip(symbols.tolist(), targets.tolist(), strict=True)))
+    return Automaton(tuple(edges))
+
+
+def _write_strings(rng: np.random.Generator, tokens: np.ndarray, allowed: np.ndarray) -> None:
+    """Fill tokens [T + 1]; allowed[t] marks the symbols that may follow tokens[t]."""
+    automaton, at = random_automaton(rng), 0
+    for number in range(int(rng.integers(STRINGS[0], STRINGS[1] + 1))):
+        state = 0
+        if number:
+            if at >= len(tokens):
+                return
+            tokens[at] = SEPARATOR
+            at += 1
+        for _ in range(int(rng.integers(STRING_LENGTH[0], STRING_LENGTH[1] + 1))):
+            if at >= len(tokens):
+                return
+            choices = automaton.edges[state]
+            if at:
+                allowed[at - 1, list(choices)] = True
+            symbol = list(choices)[int(rng.integers(len(choices)))]
+            tokens[at], state = symbol, choices[symbol]
+            at += 1

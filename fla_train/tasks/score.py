@@ -1,0 +1,77 @@
+"""What a model gets right on a test set: published numbers, and accuracy as a curve."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from fla_train.tasks.contract import IGNORE, Batch, Tally, Task, tally_by
+
+
+@dataclass(frozen=True)
+class Score:
+    """Sums over test sequences; scores of batches and ranks add up.
+
+    Attributes:
+        loss: sum over labels of the cross entropy, nats.
+        tally: all sequences.
+        slices: one tally for each value of the task's `slice_key`; empty for tasks without.
+    """
+
+    loss: float
+    tally: Tally
+    slices: dict[int, Tally]
+
+    @classmethod
+    def of(cls, task: Task, logits: torch.Tensor, batch: Batch) -> "Score":
+        """Score logits [B, T, V] of one batch; ids that the task does not know are never predicted."""
+        logits = logits[..., : task.vocab_size].float()
+        labels = batch.labels.to(logits.device)
+        loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+        predictions = task.judge(logits.argmax(-1).cpu(), batch)
+        slices = {} if task.slice_key is None else tally_by(predictions, batch, task.slice_key)
+        return cls(loss.item(), Tally.of(predictions, batch.labels), slices)
+
+    def __add__(self, other: "Score") -> "Score":
+        slices = dict(self.slices)
+        for value, tally in other.slices.items():
+            slices[value] = slices[value] + tally if value in slices else tally
+        return Score(self.loss + other.loss, self.tally + other.tally, slices)
+
+    @property
+    def mean_loss(self) -> float:
+        """Nats per label."""
+        return self.loss / self.tally.tokens.item()
+
+    def scalars(self, task: Task) -> dict[str, float]:
+        """The task's summary; of a list over prefixes, the entries at powers of two and the last."""
+        found: dict[str, float] = {}
+        for key, value in task.summary(self.tally).items():
+            if isinstance(value, list):
+                lengths = [2**i for i in range(len(value).bit_length()) if 2**i <= len(value)]
+                found |= {f"{key}_{t}": value[t - 1] for t in dict.fromkeys([*lengths, len(value)])}
+            else:
+                found[key] = value
+        return found
+
+    def curve(self, task: Task) -> dict[str, str | list[float]]:
+        """The task's accuracy over prefixes or slices: `axis`, `metric`, `x`, `y`, and `n` sequences each."""
+        summary = task.summary(self.tally)
+        if task.slice_key is None:
+            y = summary["prefix_accuracy"]
+            n = [self.tally.sequences.item()] * len(y)
+            return {
+                "axis": "prefix",
+                "metric": task.headline,
+                "x": list(range(1, len(y) + 1)),
+                "y": y,
+                "n": n,
+            }
+        values = sorted(self.slices)
+        return {
+            "axis": task.slice_key,
+            "metric": task.headline,
+            "x": values,
+            "y": [task.summary(self.slices[value])[task.headline] for value in values],
+            "n": [self.slices[value].sequences.item() for value in values],
+        }

@@ -1,0 +1,79 @@
+"""Validation during training: the mean loss per token, and how it falls with the context before the token."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fla_train.data import Batch
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean losses in nats per target token over all ranks.
+
+    Attributes:
+        loss: of all targets.
+        by_context: {"first-last": loss} of the targets that first to last tokens of their row or document
+            precede; a bucket without targets is left out.
+    """
+
+    loss: float
+    by_context: dict[str, float]
+
+
+@torch.no_grad()
+def evaluate(engine, batches: Iterable[Batch], *, seq_len: int, buckets: int) -> Evaluation:
+    """Evaluate this rank's batches, on the engine's device; ranks may differ in their number.
+
+    Args:
+        seq_len: T, the longest context + 1.
+        buckets: of equal width, into which contexts [1, T) are divided; at most T - 1.
+    """
+    buckets = min(buckets, seq_len - 1)
+    device = engine.device
+    sums = torch.zeros(2, buckets, device=device, dtype=torch.float64)  # losses, targets
+    engine.eval()
+    for batch in batches:
+        with torch.autocast(
+            device.type, engine.torch_autocast_dtype(), enabled=engine.torch_autocast_enabled()
+        ):
+            losses = engine.module.token_losses(batch.input_ids, cu_seqlens=batch.cu_seqlens)  # [B, T - 1]
+        target = batch.labels[:, 1:] != -100
+        bucket = (_context(batch) * buckets // seq_len).expand_as(losses)[target]
+        sums[0].index_add_(0, bucket, losses[target].double())
+        sums[1].index_add_(0, bucket, torch.ones_like(bucket, dtype=torch.float64))
+    engine.train()
+    dist.all_reduce(sums)
+    total, targets = sums.tolist()
+    means = {
+        name: total[i] / targets[i] for i, name in enumerate(bucket_names(seq_len, buckets)) if targets[i]
+    }
+    return Evaluation(sum(total) / max(1.0, sum(targets)), means)
+
+
+def bucket_names(seq_len: int, buckets: int) -> list[str]:
+    """The contexts of each bucket, such as `1-255`: of bucket i those c with i <= c buckets / T < i + 1."""
+    firsts = [max(1, -(-i * seq_len // buckets)) for i in range(buckets + 1)]
+    return [f"{first}-{after - 1}" for first, after in pairwise(firsts)]
+
+
+def weighted(parts: Sequence[tuple[Evaluation, float]]) -> Evaluation:
+    """The mean over parts of a mixture, each with its weight; weights add up to 1."""
+    by_context: dict[str, float] = {}
+    for name in dict.fromkeys(name for part, _ in parts for name in part.by_context):
+        known = [(part.by_context[name], weight) for part, weight in parts if name in part.by_context]
+        by_context[name] = sum(loss * weight for loss, weight in known) / sum(weight for _, weight in known)
+    return Evaluation(sum(part.loss * weight for part, weight in parts), by_context)
+
+
+def _context(batch: Batch) -> Tensor:
+    """Tokens of the same row or document before each target, int64: [1, T - 1]."""
+    positions = torch.arange(1, batch.input_ids.shape[1], device=batch.input_ids.device)
+    if batch.cu_seqlens is None:
+        return positions[None]
+    bounds = batch.cu_seqlens.to(positions)
+    return (positions - bounds[torch.searchsorted(bounds, positions, right=True) - 1])[None]

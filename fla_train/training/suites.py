@@ -1,0 +1,113 @@
+"""Evaluation suites while training goes on: `fla-eval` on an export, in a process of its own.
+
+lm-eval seeds the global generators and changes defaults of libraries; in another process, on exported
+weights, it can not change the run by a bit, and a suite that fails costs a line. Training does not wait.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fla_train.training.metrics import Record
+
+# What torch.distributed and the launcher tell a rank; with it the process would take itself for one.
+OF_A_RANK = (
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_",
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "TORCHELASTIC_",
+    "FLA_TRAIN_LAUNCHER",
+)
+POLL = 0.5  # seconds
+
+
+class SuiteRuns:
+    """Starts one evaluation at a time and hands over what it found.
+
+    Args:
+        suite: name of a file of configs/suite.
+        options: further overrides of `fla-eval`, such as `suite.limit=100` or `device=cpu`.
+        folder: where each evaluation gets its `<suite>-step-XXXXXXX`.
+        log: takes the results as a record for the metrics.
+        say: takes a line for the user.
+    """
+
+    def __init__(
+        self,
+        suite: str,
+        options: Sequence[str],
+        folder: Path,
+        *,
+        log: Callable[[Record], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._suite, self._options, self._folder = suite, list(options), folder
+        self._log, self._say = log, say
+        self._process: subprocess.Popen | None = None
+        self._output, self._of_step = folder, 0
+
+    def start(self, export: Path, step: int) -> None:
+        """Evaluate the export of `step`, unless an earlier evaluation is still at it."""
+        if self._process is not None:
+            self._say(
+                f"step {step:,}: suite {self._suite} left out, that of step {self._of_step:,} still runs"
+            )
+            return
+        self._output, self._of_step = self._folder / f"{self._suite}-step-{step:07d}", step
+        self._output.mkdir(parents=True, exist_ok=True)
+        request = [f"checkpoint={export}", f"suite={self._suite}", f"output={self._output}", *self._options]
+        with (self._output / "eval.log").open("w") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "fla_train.cli.eval", *request],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={key: value for key, value in os.environ.items() if not key.startswith(OF_A_RANK)},
+            )
+
+    def collect(self, step: int, tokens: int) -> None:
+        """Log the results of an evaluation that has ended by now, if there is one.
+
+        Args:
+            step: of the training, under which they are recorded; `evaluated_step` says whose they are.
+            tokens: trained on by then.
+        """
+        if self._process is None or self._process.poll() is None:
+            return
+        self._process = None
+        metrics = _metrics(self._output / "results.json")
+        if metrics is None:
+            self._say(f"step {self._of_step:,}: suite {self._suite} failed, see {self._output / 'eval.log'}")
+            return
+        self._log({"step": step, "tokens": tokens, "evaluated_step": self._of_step, **metrics})
+        self._say(f"step {self._of_step:,}: suite {self._suite} done, {self._output}")
+
+    def finish(self, step: int, tokens: int, beat: Callable[[str], None]) -> None:
+        """Wait for the evaluation that runs, if one does, and log it; `beat` hears that this is progress."""
+        while self._process is not None:
+            beat(f"waiting for suite {self._suite}")
+            self.collect(step, tokens)
+            if self._process is not None:
+                time.sleep(POLL)
+
+    def stop(self) -> None:
+        """End the evaluation that runs, if one does."""
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+            self._process = None
+
+
+def _metrics(file: Path) -> dict[str, float | None] | None:
+    """The flat results of a finished evaluation; None if it wrote none. Infinite ones become null."""
+    if not file.is_file():
+        return None
+    found = json.loads(file.read_text())["metrics"]
+    return {key: value if abs(value) < float("inf") else None for key, value in found.items()}

@@ -1,0 +1,354 @@
+"""python scripts/fault_drill.py --report docs/reliability.md        (a quarter of an hour on two cores)
+
+Trains a tiny model on two ranks twice: once left alone, once while faults are injected from outside. Ranks
+and launchers are killed or frozen, writes fail as on a full disk; checkpoints, metrics and token shards are
+damaged. Each fault must be noticed in the way the framework promises, and at the end weights and losses must
+equal the undisturbed run's bit for bit. Ends with status 1 if they do not.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+STEPS, CHECKPOINT_EVERY = 240, 4
+HANG_TIMEOUT = 15  # seconds
+FILE_LIMIT = 150_000  # bytes: more than logs and metrics, less than a checkpoint's shards
+OF_THE_MACHINE = {"tokens_per_second", "data_wait", "memory_gib", "mfu", "checkpoint_stall_s"}
+PATIENCE = 240.0  # seconds until an awaited state counts as lost
+TRAIN = [sys.executable, "-c", "from fla_train.cli.train import main; main()"]
+MARK = "<!-- written by scripts/fault_drill.py -->"
+
+WHAT = {
+    "rank killed": "kill -9 of a random rank between two steps; the launcher starts again",
+    "rank killed in a write": "kill -9 of a random rank while a checkpoint is being written",
+    "rank frozen": f"SIGSTOP of a random rank; the watchdog speaks after {HANG_TIMEOUT} s",
+    "write refused": "files as large as a shard can't be written while a checkpoint is due (full disk)",
+    "launcher killed": "kill -9 of the launcher; its ranks die with it",
+    "preempted": "SIGTERM to the launcher: checkpoint, status 75",
+    "bit flipped": "one bit of a file of the newest checkpoint",
+    "cut short": "a file of the newest checkpoint loses its second half",
+    "file lost": "a file of the newest checkpoint is deleted",
+    "manifest lost": "the manifest of the newest checkpoint is deleted",
+    "write left over": "the remains of a half-written checkpoint, and of a half-deleted one",
+    "metrics torn": "the last line of metrics.jsonl ends in the middle",
+    "token shard cut": "the data lose their last bytes; the start is refused until they are back",
+}
+# Per round: what happens to a launched run, at last something that ends it, and what before the next launch.
+ROUNDS = [
+    (["rank killed", "write refused", "launcher killed"], ["bit flipped", "metrics torn"]),
+    (["rank killed in a write", "preempted"], ["cut short", "write left over"]),
+    (["rank frozen", "write refused", "launcher killed"], ["file lost", "token shard cut"]),
+    (["rank killed", "rank killed in a write", "preempted"], ["manifest lost", "metrics torn"]),
+    (["write refused", "rank killed", "launcher killed"], ["bit flipped", "write left over"]),
+    (["rank killed in a write", "rank frozen", "launcher killed"], ["cut short", "metrics torn"]),
+    (["rank killed", "write refused", "preempted"], ["token shard cut", "file lost"]),
+    (["rank killed in a write", "rank killed", "launcher killed"], ["bit flipped", "write left over"]),
+]
+
+
+class Unnoticed(Exception):
+    """A fault had not the effect it should have."""
+
+
+@dataclass
+class Drill:
+    """The disturbed run."""
+
+    run: Path
+    command: list[str]
+    draw: random.Random
+    launcher: subprocess.Popen | None = None
+
+    @property
+    def output(self) -> Path:
+        return self.run.parent / "launcher.log"
+
+    def launch(self) -> None:
+        with self.output.open("w") as out:
+            self.launcher = subprocess.Popen(self.command, stdout=out, stderr=subprocess.STDOUT)
+
+    def workers(self) -> list[psutil.Process]:
+        children = psutil.Process(self.launcher.pid).children()
+        return [child for child in children if "fla_train.training.worker" in child.cmdline()]
+
+    def step(self) -> int:
+        path = self.run / "metrics.jsonl"
+        return path.read_text().count('"loss"') if path.exists() else 0
+
+    def checkpoints(self) -> list[Path]:
+        return sorted((self.run / "checkpoints").glob("step-*"))
+
+    def said(self, text: str) -> int:
+        return self.output.read_text().count(text)
+
+    def wait(self, condition: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            if time.monotonic() > deadline or (
+                self.launcher is not None and self.launcher.poll() is not None
+            ):
+                raise Unnoticed(
+                    f"{what} did not happen; the launcher said:\n{self.output.read_text()[-2000:]}"
+                )
+            time.sleep(0.005)
+
+    def wait_for_progress(self) -> None:
+        """Two ranks, a few new steps, and two checkpoints to fall back on."""
+        self.wait(lambda: len(self.workers()) == 2, "a start of both ranks")
+        before = self.step()
+        self.wait(lambda: self.step() != before, "a first step")  # started again, it cuts the records back
+        target = self.step() + self.draw.randint(1, 2 * CHECKPOINT_EVERY)
+        self.wait(lambda: self.step() >= target and len(self.checkpoints()) > 1, "progress")
+
+
+def kill_rank(drill: Drill) -> None:
+    restarts = drill.said("restart ")
+    drill.draw.choice(drill.workers()).kill()
+    drill.wait(lambda: drill.said("restart ") > restarts, "a restart")
+
+
+def kill_rank_in_a_write(drill: Drill) -> None:
+    drill.wait(lambda: any((drill.run / "checkpoints").glob(".writing-*")), "a write")
+    kill_rank(drill)
+
+
+def freeze_rank(drill: Drill) -> None:
+    hung = drill.said("no progress for")
+    drill.draw.choice(drill.workers()).suspend()
+    drill.wait(lambda: drill.said("no progress for") > hung, "the watchdog")
+
+
+def refuse_writes(drill: Drill) -> None:
+    failed, log = "NO CHECKPOINT, rank", drill.run / "train.log"
+    before = log.read_text().count(failed)
+    ranks = drill.workers()
+    for rank in ranks:
+        rank.rlimit(psutil.RLIMIT_FSIZE, (FILE_LIMIT, resource.RLIM_INFINITY))
+    drill.wait(lambda: log.read_text().count(failed) > before, "a failed write")
+    for rank in ranks:
+        rank.rlimit(psutil.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    known = drill.checkpoints()[-1]
+    drill.wait(lambda: drill.checkpoints()[-1] != known, "a checkpoint after the failed one")
+
+
+def kill_launcher(drill: Drill) -> None:
+    ranks = drill.workers()
+    drill.launcher.kill()
+    drill.launcher.wait()
+    _, alive = psutil.wait_procs(ranks, timeout=20)
+    if alive:
+        raise Unnoticed("ranks outlived their launcher")
+
+
+def preempt(drill: Drill) -> None:
+    drill.launcher.send_signal(signal.SIGTERM)
+    if (code := drill.launcher.wait(PATIENCE)) != 75:
+        raise Unnoticed(f"the launcher ended with {code} instead of 75")
+
+
+def damage(change: Callable[[Path], None]) -> Callable[[Drill], str]:
+    """Damage a file of the newest checkpoint; what the next launch must say."""
+
+    def fault(drill: Drill) -> str:
+        newest = drill.checkpoints()[-1]
+        change(drill.draw.choice(sorted(path for path in newest.rglob("*.pt"))))
+        return f"{newest.name} is corrupt"
+
+    return fault
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def lose_manifest(drill: Drill) -> str:
+    newest = drill.checkpoints()[-1]
+    (newest / "manifest.json").unlink()
+    return f"{newest.name} is corrupt"
+
+
+def leave_over(drill: Drill) -> str:
+    newest = drill.checkpoints()[-1]
+    for name in (".writing-step-0009999", ".deleting-step-0000001"):
+        shutil.copytree(newest, newest.parent / name)
+    return "run  "  # nothing is said: they are cleaned away, which the end checks
+
+
+def tear_metrics(drill: Drill) -> str:
+    with (drill.run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 999, "lo')
+    return "run  "  # nothing is said: the line is dropped, and the end compares the records
+
+
+def cut_shard(drill: Drill) -> str:
+    folder = Path(json.loads((drill.run / "plan.json").read_text())["data_folder"])
+    shard = next((folder / "train").glob("tokens-*.bin"))
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-2])
+    drill.launch()
+    code = drill.launcher.wait(PATIENCE)
+    if code != 2 or str(shard) not in drill.output.read_text():
+        raise Unnoticed(f"a damaged shard: status {code}\n{drill.output.read_text()[-2000:]}")
+    shard.write_bytes(content)
+    return "run  "
+
+
+IN_RUN = {
+    "rank killed": kill_rank,
+    "rank killed in a write": kill_rank_in_a_write,
+    "rank frozen": freeze_rank,
+    "write refused": refuse_writes,
+    "launcher killed": kill_launcher,
+    "preempted": preempt,
+}
+BETWEEN = {
+    "bit flipped": damage(flip_bit),
+    "cut short": damage(lambda path: os.truncate(path, path.stat().st_size // 2)),
+    "file lost": damage(Path.unlink),
+    "manifest lost": lose_manifest,
+    "write left over": leave_over,
+    "metrics torn": tear_metrics,
+    "token shard cut": cut_shard,
+}
+
+
+def corpus(folder: Path) -> Path:
+    words = (
+        "the state of a linear recurrence forgets what its gate closes on and keeps what a key wrote".split()
+    )
+    draw = random.Random(0)
+    folder.mkdir(parents=True)
+    with (folder / "documents.jsonl").open("w") as file:
+        for _ in range(300):
+            file.write(json.dumps({"text": " ".join(draw.choices(words, k=draw.randint(20, 60)))}) + "\n")
+    return folder
+
+
+def command(folder: Path, run: Path) -> list[str]:
+    return [
+        *TRAIN,
+        *("data=local", f"data.path={folder / 'corpus'}", f"data.cache_dir={folder / 'cache'}"),
+        *("data.tokenizer.name=bytes", "data.validation_fraction=0.1", "logger=none", f"run.dir={run}"),
+        *("model.vocab_size=320", "model.hidden_size=64", "model.num_hidden_layers=2", "model.num_heads=2"),
+        *("model.head_dim=32", "trainer.seq_len=32", "trainer.global_batch_tokens=512"),
+        *("trainer.micro_batch_size=4", f"trainer.max_steps={STEPS}", "trainer.eval_every=0"),
+        *(f"trainer.checkpoint_every={CHECKPOINT_EVERY}", "trainer.keep_checkpoints=3"),
+        *(f"trainer.hang_timeout={HANG_TIMEOUT}", "trainer.stats_every=10", "trainer.check_backend=false"),
+        *("launch.device=cpu", "launch.num_processes=2", "launch.max_restarts=5", "optimizer.lr=1e-2"),
+    ]
+
+
+def records(run: Path) -> list[dict]:
+    """What the run did, but for speeds and for checkpoints, of which a preempted run has more."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [{key: value for key, value in line.items() if key not in OF_THE_MACHINE} for line in lines]
+    return [record for record in kept if set(record) - {"step", "tokens"}]
+
+
+def weights(run: Path) -> bytes:
+    return (run / "hf" / f"step-{STEPS:07d}" / "model.safetensors").read_bytes()
+
+
+def disturb(drill: Drill, log: Callable[[str, int], None]) -> None:
+    """All rounds, and then to the end."""
+    expected: list[str] = []
+    for in_run, between in [*ROUNDS, ([], [])]:
+        drill.launch()
+        if in_run:
+            drill.wait(lambda: drill.said("run  "), "a start")
+        else:
+            drill.launcher.wait()
+            if code := drill.launcher.returncode:
+                raise Unnoticed(f"status {code} at the end:\n{drill.output.read_text()[-2000:]}")
+        for line in expected:
+            if not drill.said(line):
+                raise Unnoticed(f"the launcher did not say {line!r}:\n{drill.output.read_text()[-2000:]}")
+        for name in in_run:
+            drill.wait_for_progress()
+            IN_RUN[name](drill)
+            log(name, drill.step())
+        drill_at = drill.step()
+        # The shard is cut first: its launch, which is refused, must not see the other damage.
+        expected = []
+        for name in sorted(between, key=lambda name: name != "token shard cut"):
+            expected.append(BETWEEN[name](drill))
+            log(name, drill_at)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[2])
+    parser.add_argument("--out", type=Path, default=Path("runs/fault_drill"))
+    parser.add_argument("--report", type=Path, help="Markdown file whose part after the mark is replaced")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    shutil.rmtree(arguments.out, ignore_errors=True)
+    corpus(arguments.out / "corpus")
+    calm, run = arguments.out / "undisturbed", arguments.out / "disturbed"
+    begin = time.monotonic()
+    subprocess.run(command(arguments.out, calm), check=True, stdout=subprocess.DEVNULL)
+    print(f"undisturbed run: {STEPS} steps in {time.monotonic() - begin:.0f} s", flush=True)
+
+    injected: list[str] = []
+    begin = time.monotonic()
+
+    def log(name: str, step: int) -> None:
+        injected.append(name)
+        print(f"{time.monotonic() - begin:5.0f} s  {len(injected):2}  step {step:3}  {name}", flush=True)
+
+    drill = Drill(run, command(arguments.out, run), random.Random(arguments.seed))
+    try:
+        disturb(drill, log)
+    finally:
+        if drill.launcher is not None and drill.launcher.poll() is None:
+            drill.launcher.kill()
+    seconds = time.monotonic() - begin
+    if leftovers := list((run / "checkpoints").glob(".*")):
+        raise Unnoticed(f"half-written or half-deleted files are left: {leftovers}")
+    equal = {
+        "weights": weights(run) == weights(calm),
+        "records of metrics.jsonl": records(run) == records(calm),
+    }
+    text = report(injected, seconds, equal)
+    print(f"\n{text}")
+    if arguments.report:
+        head = arguments.report.read_text().split(MARK)[0] if arguments.report.exists() else ""
+        arguments.report.write_text(f"{head}{MARK}\n\n{text}")
+    return 0 if all(equal.values()) else 1
+
+
+def report(injected: list[str], seconds: float, equal: dict[str, bool]) -> str:
+    counts = Counter(injected)
+    verdict = ", ".join(f"{what} {'equal' if same else 'DIFFERENT'}" for what, same in equal.items())
+    rows = [f"| {name} | {counts[name]} | {what} |" for name, what in WHAT.items() if counts[name]]
+    return "\n".join(
+        [
+            f"{len(injected)} faults in {seconds / 60:.0f} minutes and {STEPS} steps on two CPU ranks, each "
+            "noticed, or cleaned away, as it should be. Compared with the undisturbed run, bit for bit: "
+            f"{verdict}.",
+            "",
+            "| fault | times | what is done |",
+            "|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

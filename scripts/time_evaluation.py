@@ -1,0 +1,139 @@
+#!/usr/bin/env python
+"""python scripts/time_evaluation.py MIRROR TOKENIZER [--model gated_delta_product/340m] [--limit 200]
+
+Time the answers to the zero-shot suite's requests, by our bridge and by plain lm-eval (`HFLM`, which is what
+`lm_eval --model hf` runs) on the same model with random weights, and the perplexity sweep at growing lengths.
+
+MIRROR is what scripts/build_eval_mirror.py wrote, TOKENIZER a folder or Hub name. Only the time in which the
+model answers counts, not that of reading data and building requests, which is the same for both. Every task
+runs on a few documents before, so that compiled kernels are there. Prints one JSON line per measurement.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from fla_train.cli.app import compose
+from fla_train.data import TokenizerConfig
+from fla_train.data.tokenizers import load_tokenizer
+from fla_train.eval.harness import FlaTrainLM
+from fla_train.eval.mirror import hub_datasets
+from fla_train.eval.paper import ZERO_SHOT
+from fla_train.eval.perplexity import loss_table
+from fla_train.models import DeltaProductForCausalLM, build_config
+from fla_train.training import schema
+
+MAX_LENGTH = 2048
+WARM_UP = 8  # documents of each task
+ANSWERS = ("loglikelihood", "loglikelihood_rolling")
+
+
+def build_model(name: str, vocab_size: int, device: str) -> DeltaProductForCausalLM:
+    """A model of configs/model with random weights; bf16 on a GPU."""
+    schema.register()
+    config = schema.to_config(compose("train", [f"model={name}"]))
+    torch.manual_seed(0)
+    model = DeltaProductForCausalLM(build_config(config.model | {"vocab_size": vocab_size}))
+    return model.to(device, torch.bfloat16 if device == "cuda" else torch.float32).eval()
+
+
+def wait(device: str) -> float:
+    """The time once the device has done all that was asked of it."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def timed(lm: HFLM, device: str) -> list[float]:
+    """Make `lm` add the seconds of its answers to the list that is returned."""
+    spent: list[float] = []
+
+    def watch(answer: Callable) -> Callable:
+        def watched(*args: object, **kwargs: object) -> list:
+            start = wait(device)
+            result = answer(*args, **kwargs)
+            spent.append(wait(device) - start)
+            return result
+
+        return watched
+
+    for name in ANSWERS:
+        setattr(lm, name, watch(getattr(lm, name)))
+    return spent
+
+
+def time_tasks(
+    make: Callable[[], HFLM], tasks: list[str], manager: TaskManager, limit: int | None, device: str
+) -> dict[str, float]:
+    """Seconds of the answers to each task."""
+    lm = make()
+    spent = timed(lm, device)
+    seconds = {}
+    for task in tasks:
+        for documents in (WARM_UP, limit):
+            spent.clear()
+            simple_evaluate(lm, tasks=[task], task_manager=manager, limit=documents, bootstrap_iters=0)
+        seconds[task] = round(sum(spent), 3)
+    return seconds
+
+
+def time_sweep(model: DeltaProductForCausalLM, length: int, device: str) -> dict[str, float]:
+    """Seconds and peak memory for 4 sequences of `length` tokens; the second of two runs."""
+    documents = torch.randint(model.config.vocab_size, (4, length)).tolist()
+    for _ in range(2):
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        start = wait(device)
+        loss_table(model, documents, (0, length), prefix=[1], chunk=1024, batch_size=4)
+        seconds = wait(device) - start
+    peak = torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else float("nan")
+    return {
+        "length": length,
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(4 * length / seconds),
+    } | {"peak_mib": round(peak, 1) if device == "cuda" else None}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("mirror", type=Path)
+    parser.add_argument("tokenizer")
+    parser.add_argument("--model", default="gated_delta_product/340m")
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--tasks", default=",".join(dict.fromkeys(column.task for column in ZERO_SHOT)))
+    parser.add_argument("--batch-size", default="auto", help="of HFLM; ours is always auto")
+    parser.add_argument("--lengths", default="4096,8192,16384,32768")
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = load_tokenizer(TokenizerConfig(name=arguments.tokenizer))
+    model = build_model(arguments.model, len(tokenizer), device)
+    for length in map(int, filter(None, arguments.lengths.split(","))):
+        print(json.dumps({"sweep": arguments.model, **time_sweep(model, length, device)}), flush=True)
+    options = {"tokenizer": tokenizer, "max_length": MAX_LENGTH}
+    bridges: dict[str, Callable[[], HFLM]] = {
+        "ours": lambda: FlaTrainLM(model, batch_size="auto", **options),
+        "hflm": lambda: HFLM(
+            model, backend="causal", batch_size=arguments.batch_size, softmax_dtype="float32", **options
+        ),
+    }
+    manager, tasks = TaskManager(), arguments.tasks.split(",")
+    with hub_datasets(arguments.mirror):
+        for name, make in bridges.items():
+            seconds = time_tasks(make, tasks, manager, arguments.limit, device)
+            total = round(sum(seconds.values()), 3)
+            print(json.dumps({"bridge": name, "seconds": seconds, "total": total}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Each baseline builds at the asked sizes, is causal, and its loss is the summed cross entropy we ask for."""
+
+import importlib.util
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from fla_train.baselines import KINDS, BaselineConfig, baseline_faults, build_baseline
+
+SIZES = {"vocab_size": 11, "hidden_size": 32, "num_hidden_layers": 2}
+OF_FLA = ("gla", "retnet", "rwkv7")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in OF_FLA])
+def test_it_trains_as_the_engine_wants(kind: str) -> None:
+    torch.manual_seed(0)
+    model = build_baseline(BaselineConfig(kind, num_heads=4), SIZES).train()
+    assert model.config.num_hidden_layers == 2 and model.config.vocab_size == 11
+    ids = torch.randint(11, (2, 21))
+    labels = torch.where(torch.rand(2, 21) < 0.5, ids, -100)
+    out = model(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(3.0), use_cache=False)
+    targets = labels[:, 1:].flatten()
+    expected = cross_entropy(out.logits[:, :-1].flatten(0, 1), targets, reduction="sum") / 3
+    torch.testing.assert_close(out.loss, expected)
+    out.loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+    model.eval()
+    changed = ids.clone()
+    changed[:, 15:] = (changed[:, 15:] + 1) % 11
+    with torch.no_grad():
+        difference = (
+            model(input_ids=ids, use_cache=False).logits - model(input_ids=changed, use_cache=False).logits
+        )
+    assert difference[:, :15].abs().max() < 1e-5 < difference[:, 15:].abs().max()
+
+
+@pytest.mark.parametrize("kind", OF_FLA)
+def test_a_missing_package_is_named(kind: str) -> None:
+    if importlib.util.find_spec("fla"):
+        pytest.skip("flash-linear-attention is installed")
+    with pytest.raises(ValueError, match="pip install flash-linear-attention"):
+        build_baseline(BaselineConfig(kind, num_heads=4), SIZES)
+
+
+@pytest.mark.parametrize(
+    ("config", "fault"),
+    [
+        (BaselineConfig("gru", 4), "is none of llama"),
+        (BaselineConfig("llama", 4, allow_neg_eigval=True), "only on mamba"),
+        (BaselineConfig("llama", 3), "num_heads=3"),
+    ],
+)
+def test_faults(config: BaselineConfig, fault: str) -> None:
+    (found,) = baseline_faults(config, SIZES)
+    assert fault in found
+    assert baseline_faults(BaselineConfig("mamba", 4, allow_neg_eigval=True), SIZES) == []

@@ -1,0 +1,146 @@
+import itertools
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fla_train.data import (
+    BatchPlan,
+    DataConfig,
+    TokenDataset,
+    TokenizerConfig,
+    data_faults,
+    open_prepared,
+    open_train,
+    open_validation,
+    prepare,
+)
+from fla_train.data.config import PartConfig
+from fla_train.data.interleave import integer_shares, turns
+from tests.data.conftest import write_jsonl
+
+
+@pytest.fixture
+def mixture(tmp_path, local, documents):
+    """Three parts of one corpus at 0.5, 0.3 and 0.2."""
+    parts = {"web": documents[:60], "code": documents[60:100], "maths": documents[100:]}
+    for name, rows in parts.items():
+        write_jsonl(tmp_path / name / "a.jsonl", rows)
+    weights = {"web": 0.5, "code": 0.3, "maths": 0.2}
+    return DataConfig(
+        source="mixture",
+        cache_dir=local.cache_dir,
+        shard_tokens=5000,
+        validation_fraction=0.2,
+        tokenizer=TokenizerConfig(name="bytes"),
+        mixture={name: PartConfig(weight=w, path=str(tmp_path / name)) for name, w in weights.items()},
+    )
+
+
+def quiet(config):
+    return prepare(config, log=lambda line: None, progress=False)
+
+
+@pytest.mark.parametrize("shares", [[1, 1], [7, 2, 1], [5, 3, 2], [97, 2, 1], [1, 1, 1, 1, 40], [13]])
+def test_every_window_holds_the_exact_shares(shares):
+    sequence, period = turns(shares), sum(shares)
+    assert len(sequence) == period
+    endless = np.tile(sequence, 3)
+    for part, share in enumerate(shares):
+        had = np.concatenate([[0], np.cumsum(endless == part)])
+        for length in range(1, 2 * period + 1):
+            counts = had[length:] - had[:-length]
+            assert np.abs(counts - length * share / period).max() < 2
+            if length % period == 0:
+                assert (counts == share * length // period).all()
+
+
+def test_shares_of_decimal_weights():
+    assert integer_shares({"a": 0.7, "b": 0.2, "c": 0.1}) == {"a": 7, "b": 2, "c": 1}
+    assert integer_shares({"a": 2, "b": 1}) == {"a": 2, "b": 1}
+    assert integer_shares({"a": 30.0, "b": 10.0}) == {"a": 3, "b": 1}
+    with pytest.raises(ValueError, match="must be positive"):
+        integer_shares({"a": 0.5, "b": 0.0})
+    with pytest.raises(ValueError, match="fewer digits"):
+        integer_shares({"a": 0.123456789, "b": 1})
+
+
+def test_a_mixture_is_its_parts_in_turn(mixture):
+    prepared = quiet(mixture)
+    data = open_train(prepared.folder, 32, seed=5)
+    parts = [TokenDataset(part.folder, "train", 32, seed=5) for part in prepared.parts().values()]
+    order = turns([5, 3, 2])
+    count = 10 * max(len(part) for part in parts)  # every part starts over
+    expected, next_of = [], [itertools.count() for _ in parts]
+    for place in range(count):
+        part = order[place % 10]
+        expected.append(parts[part].sequences(np.array([next(next_of[part])]))[0])
+    whole = data.sequences(np.arange(count))
+    assert torch.equal(whole, torch.stack(expected))
+    some = np.array([count - 1, 3, 3, 17])  # any order, at once
+    assert torch.equal(data.sequences(some), whole[some])
+    part, within = data.places(np.array([17]))
+    assert data.boundaries(np.array([17]))[0].tolist() == (
+        parts[part[0]].boundaries(np.array([within[0]]))[0].tolist()
+    )
+
+
+def test_a_step_is_the_same_set_however_it_is_cut(mixture):
+    data = open_train(quiet(mixture).folder, 32, seed=0)
+    whole = data.sequences(BatchPlan(12, 12).indices(3)[0])
+    for world, micro in ((2, 3), (3, 1), (1, 4)):
+        pieces = [
+            data.sequences(row)
+            for group in zip(*(BatchPlan(12, micro, r, world).indices(3) for r in range(world)), strict=True)
+            for row in group
+        ]
+        assert torch.equal(torch.cat(pieces), whole)
+
+
+def test_manifest_parts_and_validation(mixture):
+    lines = []
+    prepared = prepare(mixture, log=lines.append, progress=False)
+    assert open_prepared(prepared.folder).manifest == prepared.manifest
+    assert [p["share"] for p in prepared.manifest["parts"]] == [5, 3, 2]
+    tokens = [part.manifest["splits"]["train"]["tokens"] for part in prepared.parts().values()]
+    assert prepared.manifest["splits"]["train"]["tokens"] == sum(tokens)
+    assert prepared.tokenizer().vocab_size == 259
+    prepared.verify()
+    validation = open_validation(prepared.folder, 32)
+    assert list(validation) == ["web", "code", "maths"]
+    assert [weight for _, weight in validation.values()] == [0.5, 0.3, 0.2]
+    some = open_validation(prepared.folder, max(len(d) * 32 for d, _ in validation.values()))
+    assert 0 < len(some) < 3  # parts without a whole sequence are left out
+    assert sum(weight for _, weight in some.values()) == pytest.approx(1)
+    assert any("web: 5 of 10 sequences" in line for line in prepared.describe())
+    reweighted = replace(mixture, mixture={**mixture.mixture})
+    reweighted.mixture["web"] = replace(mixture.mixture["web"], weight=1.0)
+    other = quiet(reweighted)
+    assert other.folder != prepared.folder
+    assert [p.folder for p in other.parts().values()] == [p.folder for p in prepared.parts().values()]
+    assert quiet(mixture).folder == prepared.folder
+
+
+def test_faults(mixture, tmp_path):
+    (tmp_path / "code" / "a.jsonl").write_text("{")
+    with pytest.raises(ValueError, match=r"data\.mixture\.code: .*line 1: not JSON"):
+        quiet(mixture)
+    assert "data.mixture" in data_faults(DataConfig(source="mixture"))[0]
+    bad = replace(mixture, max_tokens=5, tokenizer=TokenizerConfig(name="bpe"))
+    bad.mixture["web"] = PartConfig(weight=-1.0)
+    faults = " ".join(data_faults(bad))
+    for key in ("max_tokens", "bpe", "web.weight", "web.path"):
+        assert key in faults
+    assert "source is not mixture" in data_faults(replace(mixture, source="stdlib"))[0]
+
+
+def test_single_corpora_are_opened_as_before(local):
+    prepared = quiet(local)
+    indices = np.arange(9)
+    expected = TokenDataset(prepared.folder, "train", 32, seed=4).sequences(indices)
+    assert torch.equal(open_train(prepared.folder, 32, seed=4).sequences(indices), expected)
+    ((name, (dataset, weight)),) = open_validation(prepared.folder, 32).items()
+    assert (name, weight, dataset.split) == ("", 1.0, "validation")
+    assert "parts" not in json.loads((prepared.folder / "manifest.json").read_text())

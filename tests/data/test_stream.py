@@ -1,0 +1,143 @@
+"""Training from a stream: the tokens are those of a preparation, also after any resume."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fla_train.data import (
+    BatchPlan,
+    DocumentSequences,
+    MicroBatches,
+    files,
+    open_train,
+    open_validation,
+    prepare,
+    sources,
+)
+from fla_train.data import stream as stream_module
+from fla_train.data.stream import INDEX, StreamSequences, read_notes
+from tests.data.conftest import write_jsonl, write_parquet
+from tests.data.test_prepare import expected_bytes
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    for module in (files, sources):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 1500)
+    monkeypatch.setattr(stream_module, "_SPACING", 3000)
+
+
+def quiet(config):
+    return prepare(config, log=lambda line: None, progress=False)
+
+
+@pytest.fixture
+def streamed(local):
+    return replace(local, stream=True, stream_head_documents=60)
+
+
+def endless(documents, epochs=4):
+    tokens, ends, _ = expected_bytes(documents, 0.2, "train")
+    bounds = [end + epoch * len(tokens) for epoch in range(epochs) for end in ends]
+    return np.array(tokens * epochs), bounds
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "hub"])
+def test_the_stream_is_the_documents_in_order_over_epochs(tmp_path, streamed, documents, kind):
+    if kind == "jsonl":
+        write_jsonl(tmp_path / "a.jsonl", documents)
+        streamed = replace(streamed, path=str(tmp_path / "a.jsonl"))
+    elif kind == "hub":
+        streamed = replace(streamed, source="hub")
+    prepared = quiet(streamed)
+    tokens, bounds = endless(documents)
+    data = open_train(prepared.folder, 48, seed=0)
+    assert isinstance(data, StreamSequences)
+    for first in range(0, len(tokens) // 48 - 8, 8):
+        indices = np.arange(first, first + 8)
+        expected = tokens[first * 48 : (first + 8) * 48].reshape(8, 48)
+        assert data.sequences(indices).tolist() == expected.tolist()
+        for index, starts in zip(indices, data.boundaries(indices), strict=True):
+            begin = index * 48
+            assert starts.tolist() == [b - begin for b in bounds if begin < b < begin + 48]
+    assert len(read_notes(prepared.folder / INDEX)) > 10
+
+
+def test_resumed_twice_on_other_ranks(streamed, documents):
+    tokens, _ = endless(documents)
+    folder = quiet(streamed).folder
+
+    def steps(first, last, world, micro):
+        """The global batches of steps first to last - 1, from `world` ranks that all start afresh."""
+        ranks = []
+        for rank in range(world):
+            plan = BatchPlan(12, micro, rank, world)
+            with MicroBatches(StreamSequences(folder, 48), plan, first, last) as batches:
+                ranks.append(list(batches))
+        return torch.cat([part for group in zip(*ranks, strict=True) for part in group])
+
+    seen = torch.cat([steps(0, 30, 2, 3), steps(30, 55, 1, 4), steps(55, 70, 3, 2), steps(70, 75, 2, 6)])
+    assert seen.flatten().tolist() == tokens[: 75 * 12 * 48].tolist()
+
+
+def test_resume_opens_near_the_place_and_works_without_the_index(streamed, documents, monkeypatch):
+    tokens, _ = endless(documents)
+    folder = quiet(streamed).folder
+    first = StreamSequences(folder, 48)
+    for step in range(40):
+        first.sequences(np.arange(step * 8, step * 8 + 8))
+    wanted = np.arange(320, 328)
+    expected = tokens[320 * 48 : 328 * 48].reshape(8, 48).tolist()
+    opened = []
+    opening = StreamSequences._open
+    monkeypatch.setattr(
+        StreamSequences, "_open", lambda self, note: (opened.append(note), opening(self, note))
+    )
+    assert StreamSequences(folder, 48).sequences(wanted).tolist() == expected
+    assert opened[-1].token > 320 * 48 - 2 * 3000
+    assert first.sequences(np.arange(0, 2)).tolist() == tokens[:96].reshape(2, 48).tolist()  # back again
+    index = folder / INDEX
+    index.write_text(index.read_text()[:-20] + "\n")  # the last line cut short
+    assert StreamSequences(folder, 48).sequences(wanted).tolist() == expected
+    index.unlink()
+    assert StreamSequences(folder, 48).sequences(wanted).tolist() == expected
+
+
+def test_a_changed_stream_is_refused(streamed, corpus, documents):
+    folder = quiet(streamed).folder
+    data = StreamSequences(folder, 48)
+    for step in range(40):
+        data.sequences(np.arange(step * 8, step * 8 + 8))
+    changed = [{**d, "text": d["text"].replace("state", "taste")} for d in documents]
+    write_parquet(corpus / "000_00000.parquet", changed[:70])
+    write_parquet(corpus / "000_00001.parquet", changed[70:])
+    with pytest.raises(ValueError, match=r"not what it was at token .*data\.revision"):
+        StreamSequences(folder, 48).sequences(np.arange(320, 328))
+
+
+def test_validation_is_held_out_of_the_stream(streamed, documents):
+    prepared = quiet(streamed)
+    ((dataset, weight),) = open_validation(prepared.folder, 16).values()
+    held_out, _, _ = expected_bytes(documents[:60], 0.2, "validation")
+    whole = dataset.sequences(np.arange(len(dataset))).flatten().tolist()
+    assert (whole, weight) == (held_out[: len(whole)], 1.0)
+    assert prepared.describe()[0].startswith("stream of local")
+    assert quiet(streamed).folder == prepared.folder
+
+
+def test_packed_documents(streamed):
+    data = DocumentSequences(open_train(quiet(streamed).folder, 64, seed=0))
+    batch = data.sequences(np.arange(4))
+    assert batch.input_ids.shape == (1, 256)
+    ends = (batch.input_ids[0, :-1] == 2).nonzero().flatten() + 1
+    assert set(ends.tolist()) <= set(batch.cu_seqlens.tolist())
+
+
+def test_faults(streamed, monkeypatch):
+    with pytest.raises(ValueError, match=r"data\.max_tokens caps no stream"):
+        quiet(replace(streamed, max_tokens=10))
+    monkeypatch.setattr(sources.importlib.metadata, "version", lambda name: "5.0.0")
+    with pytest.raises(ValueError, match=r"datasets 5\.0\.0 resumes streams at wrong places"):
+        quiet(replace(streamed, source="hub"))

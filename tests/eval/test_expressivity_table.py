@@ -1,0 +1,93 @@
+"""The tables of the papers: their runs compose, and finished runs land in the right cells."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fla_train.cli.app import compose
+from fla_train.eval.expressivity_table import main, plan, read_tables, runs_of, write_tables
+from fla_train.training.schema import register, to_config
+
+TABLES = list(read_tables())
+EXPERIMENTS = Path(__file__).resolve().parents[2] / "configs" / "experiment"
+
+
+def finish(folder: Path, metric: str, value: float, seconds: float, *, last: int = 10) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump({"trainer": {"max_steps": 10}}))
+    records = [{"step": 5, metric: 0.1}, {"step": last, metric: value}, {"step": last, "loss": 1.0}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "environment.json").write_text(json.dumps({"hardware": "an abacus"}))
+    (folder / "wall_seconds").write_text(f"{seconds}\n")
+    name, metric = metric.split("/")
+    curve = {"axis": "length", "metric": metric, "x": [40, 41], "y": [value, value], "n": [1, 1]}
+    (folder / "accuracy.json").write_text(json.dumps({"step": last, "sets": {name: curve}}))
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_every_row_has_a_published_entry_for_each_column(table: str) -> None:
+    content = read_tables()[table]
+    for row, cells in content["rows"].items():
+        assert len(cells["published"]) == len(content["columns"]), row
+    folders = [run.folder(Path("home")) for run in runs_of(table, [0, 1])]
+    assert len(set(folders)) == len(folders)
+
+
+def test_published_numbers_are_those_of_the_paper() -> None:
+    """The averages that table 2 of arXiv 2502.10297 prints follow from its other columns."""
+    averages = {
+        "Transformer": 0.026, "mLSTM": 0.054, "sLSTM": 0.653, "Mamba [0, 1]": 0.062, "Mamba [-1, 1]": 0.459,
+        "DeltaNet [0, 1]": 0.274, "DeltaProduct_2 [0, 1]": 0.311, "DeltaProduct_3 [0, 1]": 0.326,
+        "DeltaProduct_4 [0, 1]": 0.321, "DeltaNet [-1, 1]": 0.717, "DeltaProduct_2 [-1, 1]": 0.683,
+        "DeltaProduct_3 [-1, 1]": 0.687, "DeltaProduct_4 [-1, 1]": 0.778,
+    }  # fmt: skip
+    rows = read_tables()["formal"]["rows"]
+    for row, average in averages.items():
+        assert sum(rows[row]["published"]) / 3 == pytest.approx(average, abs=6e-4), row
+
+
+def test_runs_compose() -> None:
+    """Composing takes most of a second: the first run of each table, and one of each baseline."""
+    register()
+    known = {str(path.relative_to(EXPERIMENTS).with_suffix("")) for path in EXPERIMENTS.rglob("*.yaml")}
+    seen = set()
+    for run in [run for table in TABLES for run in runs_of(table, [0])]:
+        name = run.overrides[0].removeprefix("experiment=")
+        assert {name, name.removesuffix("_fast")} <= known
+        kind = next((text for text in run.overrides if text.startswith("baseline=")), run.table)
+        if kind not in seen:
+            seen.add(kind)
+            assert to_config(compose("train", run.overrides)).task is not None
+    assert len(seen) == len(TABLES) + 7
+
+
+def test_finished_runs_fill_the_table(tmp_path: Path) -> None:
+    runs = [r for r in runs_of("formal", [0, 1, 2]) if (r.row, r.column) == ("DeltaNet [-1, 1]", "parity")]
+    for run, value in zip(runs, (0.5, 1.0, 0.9), strict=True):
+        finish(run.folder(tmp_path), "longer/scaled_accuracy", value, seconds=90)
+    other = next(r for r in runs_of("state_tracking", [0]) if r.row == "DeltaProduct_2 [-1, 1]")
+    finish(other.folder(tmp_path), "longer/sequence_accuracy", 0.25, seconds=60, last=7)  # not at its end
+    text = write_tables(tmp_path).read_text()
+    results = json.loads((tmp_path / "tables.json").read_text())
+    line = next(line for line in text.splitlines() if line.startswith("| DeltaNet [-1, 1] |"))
+    assert line.split(" | ")[1:3] == ["0.982", "1.000 (0.800; 0.500 to 1.000; 3; 1.5 min)"]
+    assert [path.name for path in tmp_path.glob("*.png")] == ["formal-parity.png"]
+    assert "![parity](formal-parity.png)" in text
+    assert results["formal"]["DeltaNet [-1, 1]"]["parity"]["best_run"].endswith("seed-1")
+    assert "an abacus" in text and "Word problems" not in text
+    assert results["state_tracking"]["DeltaProduct_2 [-1, 1]"]["S3"] is None
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "mqar", "runs/x", "0"]) == 0
+    first = capsys.readouterr().out.splitlines()[0].split()
+    assert first[0] == "run.dir=runs/x/mqar/DeltaNet_0_1/width_64/seed-0"
+    assert first[1] == "experiment=mqar/hardest_fast" and "model.head_dim=32" in first
+    assert plan("mqar", tmp_path, [0], fast=False)[0].split()[1] == "experiment=mqar/hardest"
+    assert main(["plan"]) == 2
+    with pytest.raises(ValueError, match="unknown table"):
+        plan("table 9", tmp_path, [0])
+    with pytest.raises(ValueError, match="no finished run"):
+        write_tables(tmp_path)

@@ -1,0 +1,126 @@
+"""Documents, tokenizers and interruptions that an evaluation meets sooner or later."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from fla_train.eval import harness
+from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
+from fla_train.eval.harness import FlaTrainLM, run_tasks
+from fla_train.eval.run import evaluate
+from fla_train.hub import CardInfo, export_model
+
+WORDS = ["<unk>", "<end>", "the", "sun", "is", "up", "."]
+ROLLING = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
+
+
+def words(**special: str) -> PreTrainedTokenizerFast:
+    """A tokenizer that knows five words and has the special tokens named, no others."""
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", **special)
+
+
+@torch.no_grad()
+def loss(model, ids: list[int]) -> float:
+    """Mean loss of all tokens but the first."""
+    logits = model(torch.tensor([ids])).logits[0, :-1].double()
+    return -logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None]).mean().item()
+
+
+@pytest.fixture
+def sweep(build_model, tmp_path: Path):
+    """`sweep(texts, tokenizer, lengths)`: the perplexity part of the results for a file of texts."""
+
+    def run(texts: list[str], tokenizer: PreTrainedTokenizerFast, lengths: list[int]) -> tuple[dict, object]:
+        model = build_model(initializer_range=0.3).eval()
+        checkpoint = export_model(model, tokenizer, tmp_path / "model", CardInfo(seq_len=8))
+        file = tmp_path / "texts.jsonl"
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        perplexity = PerplexityConfig(sets=[str(file)], lengths=lengths, bucket=2, documents=9)
+        config = EvalConfig(str(checkpoint), str(tmp_path / "out"), suite=SuiteConfig("odd", perplexity))
+        return evaluate(config, progress=False)[1]["perplexity"]["texts"], model
+
+    return run
+
+
+def test_empty_single_and_unknown_documents(sweep) -> None:
+    texts = ["", "sun", "qua vadis domine", "the sun is up"]
+    result, model = sweep(texts, words(eos_token="<end>"), [1, 3, 4, 100])
+    documents = [[3], [0, 0, 0], [2, 3, 4, 5]]
+    one, three, four = result["lengths"]
+    assert (one["documents"], three["documents"], four["documents"]) == (3, 2, 1)
+    expected = sum(loss(model, [1, ids[0]]) for ids in documents) / 3
+    assert one["loss"] == pytest.approx(expected, abs=1e-5)
+    expected = sum(loss(model, [1, *ids[:3]]) for ids in documents[1:]) / 2
+    assert three["loss"] == pytest.approx(expected, abs=1e-5)
+    assert four["stderr"] is None and four["low"] is None
+    assert result["not_reached"] == [100]  # a context longer than any document
+
+
+@pytest.mark.parametrize("texts", [[""], ["", "  "]])
+def test_nothing_to_read(sweep, texts: list[str]) -> None:
+    with pytest.raises(
+        ValueError, match=r"no document of texts has 1 tokens: lower suite\.perplexity\.lengths"
+    ):
+        sweep(texts, words(eos_token="<end>"), [1])
+
+
+def test_a_tokenizer_without_special_tokens(sweep) -> None:
+    """Nothing can stand before a document: its first token is context only."""
+    result, model = sweep(["the sun is up .", "sun"], words(), [4])
+    assert result["lengths"][0]["documents"] == 1
+    assert result["lengths"][0]["loss"] == pytest.approx(loss(model, [2, 3, 4, 5, 6]), abs=1e-5)
+
+
+def test_tasks_with_a_tokenizer_without_bos(build_model, write_task) -> None:
+    model = build_model(initializer_range=0.3).eval()
+    texts = [{"text": "the sun is up"}, {"text": "nihil novi sub sole"}]
+    folder = write_task("texts", texts, **ROLLING, metric_list=[{"metric": "word_perplexity"}])
+    lm = FlaTrainLM(model, words(eos_token="<end>"), batch_size=2)
+    scores = run_tasks(lm, ["texts"], include_path=folder)["texts"]["scores"]["texts"]
+    expected = (loss(model, [1, 2, 3, 4, 5]) + loss(model, [1, 0, 0, 0, 0])) / 2
+    assert scores["word_perplexity"] == pytest.approx(math.exp(expected), rel=1e-4)
+    lost = run_tasks(FlaTrainLM(model, words(pad_token="."), batch_size=2), ["texts"], include_path=folder)
+    assert "neither BOS nor EOS" in lost["texts"]["error"]
+
+
+def test_a_task_whose_data_are_empty(build_model, write_task, tokenizer) -> None:
+    folder = write_task("texts", [], **ROLLING, metric_list=[{"metric": "word_perplexity"}])
+    (folder / "texts.jsonl").write_text("")
+    lm = FlaTrainLM(build_model().eval(), tokenizer)
+    result = run_tasks(lm, ["texts"], include_path=folder)["texts"]
+    assert set(result) == {"error"} and "\n" not in result["error"]
+
+
+def test_an_interrupted_evaluation_goes_on(
+    scholar, tokenizer, write_task, quiz, tmp_path, monkeypatch
+) -> None:
+    choices = {"doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"}
+    for name in ("first", "second", "third"):
+        folder = write_task(
+            name, quiz[:4], output_type="multiple_choice", metric_list=[{"metric": "acc"}], **choices
+        )
+    checkpoint = export_model(scholar, tokenizer, tmp_path / "model", CardInfo(seq_len=64))
+    suite = SuiteConfig(name="tasks", tasks=["first", "second", "third"], include_path=str(folder))
+    config = EvalConfig(str(checkpoint), str(tmp_path / "out"), suite=suite)
+    run, real = [], harness.simple_evaluate
+
+    def interrupted(*args: object, tasks: list[str], **options: object) -> dict:
+        run.append(tasks[0])
+        if run == ["first", "second"]:
+            raise KeyboardInterrupt
+        return real(*args, tasks=tasks, **options)
+
+    monkeypatch.setattr(harness, "simple_evaluate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(config, progress=False)
+    assert not (tmp_path / "out/results.json").exists()
+    _, record = evaluate(config, progress=False)
+    assert run == ["first", "second", "second", "third"]
+    assert [record["tasks"][name]["scores"][name]["acc"] for name in suite.tasks] == [1.0] * 3

@@ -1,0 +1,221 @@
+"""The report's views and the comparison, from records written by hand."""
+
+import copy
+import json
+import math
+import os
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from fla_train.cli.eval import compare
+from fla_train.eval.compare import comparison, flat_metrics, load_record, mark
+from fla_train.eval.page import page
+from fla_train.eval.paper import HEADS, paper_row
+from fla_train.eval.report import write_report
+from fla_train.eval.tables import latex, markdown
+
+TASKS = {
+    "wikitext": {"word_perplexity": 30.0},
+    "lambada_openai": {"perplexity": 40.0, "perplexity_stderr": 1.0, "acc": 0.30, "acc_stderr": 0.01},
+    **{name: {"acc": 0.5, "acc_stderr": 0.01} for name in ("piqa", "winogrande", "arc_easy")},
+    **{name: {"acc_norm": 0.4, "acc_norm_stderr": 0.01} for name in ("hellaswag", "arc_challenge")},
+}
+
+
+def row(length: int, losses: list[float]) -> dict:
+    mean = sum(losses) / len(losses)
+    return {"length": length, "loss": mean, "stderr": 0.5, "documents": len(losses), "losses": losses} | {
+        "perplexity": math.exp(mean), "low": math.exp(mean - 1), "high": math.exp(mean + 1)
+    }  # fmt: skip
+
+
+def record(name: str, losses: list[float], **scores: float) -> dict:
+    tasks = {
+        task: {"scores": {task: values | {"examples": 9, "num_fewshot": 0, "fingerprint": "t"}}}
+        for task, values in TASKS.items()
+    }
+    tasks["lambada_openai"]["scores"]["lambada_openai"] |= scores
+    point = {key: value for key, value in row(64, losses).items() if key not in ("length", "losses")}
+    states = {
+        "positions": [64, 128], "layers": [0, 1], "documents": 1, "beta_max": 2.0, "decay": None,
+        "norm": [[1.0, 2.0]] * 2, "effective_rank": [[3.0, 4.0]] * 2, "beta": [[[0.5, 0.5]] * 2] * 2,
+    }  # fmt: skip
+    return {
+        "name": name,
+        "checkpoint": name,
+        "model": {"type": "delta_product", "parameters": 5, "parameters_embedding_once": 4},
+        "trained_length": 64,
+        "suite": {"name": "all", "perplexity": {"panels": [64, 128]}, "tasks": list(tasks), "limit": None},
+        "mirror": None,
+        "perplexity": {
+            "web": {
+                "lengths": [row(64, losses), row(128, losses)],
+                "positions": [{"start": 0, "end": 64} | point, {"start": 64, "end": 128} | point],
+                "not_reached": [],
+                "states": states,
+                "data": {"layout": "documents", "sequences": 3, "tokens": 300, "fingerprint": "f"},
+            },
+            "code": {"error": "not to be had </script>"},
+        },
+        "tasks": tasks,
+        "paper_row": paper_row(tasks),
+        "environment": {"hardware": "abacus", "dtype": "float32", "packages": {"torch": "2"}, "commit": "c"},
+        "seconds": 1.0,
+    }
+
+
+class Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.tags: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.tags.append(tag)
+        self.addresses += [value for key, value in attrs if key in ("src", "href")]
+
+
+def test_one_folder_with_everything(tmp_path: Path) -> None:
+    write_report(tmp_path / "out", record("ours_1", [2.0, 3.0, 4.0]))
+    figures = {
+        f"{n}.{e}" for n in ("perplexity", "length_extrapolation", "states", "tasks") for e in ("png", "pdf")
+    }
+    texts = {"results.json", "table.md", "table.tex", "index.html"}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == texts | figures
+    for name in figures:
+        start = (tmp_path / "out" / name).read_bytes()[:4]
+        assert start == (b"\x89PNG" if name.endswith("png") else b"%PDF")
+    text = (tmp_path / "out/table.md").read_text()
+    assert "| **ours_1** | **30.00** | **40.00** | **30.0** |" in text
+    assert "Could not run: not to be had" in text and "abacus, float32, torch 2, commit c" in text
+
+
+def test_latex_has_the_papers_columns_and_balanced_rows() -> None:
+    text = latex([record("ours_1", [2.0, 3.0])])
+    tables = re.findall(r"\\begin\{tabular\}\{(\w+)\}(.*?)\\end\{tabular\}", text, re.S)
+    assert [len(columns) for columns, _ in tables] == [1 + 9, 3]
+    for columns, body in tables:
+        rows = [line for line in body.splitlines() if line.endswith(r"\\") and "multicolumn" not in line]
+        assert all(line.count("&") == len(columns) - 1 for line in rows) and len(rows) > 1
+    assert r"DeltaProduct\_3 [-1,1] 443M & 25.94 & 29.91 & 34.2 & 69.9" in text
+    assert r"Wiki. ppl $\downarrow$" in text and r"ours\_1 & 30.00 & 40.00 & 30.0" in text
+    assert not re.search(r"(?<!\\)_", text) and "↓" not in text
+
+
+def test_the_page_stands_alone() -> None:
+    one = record("<ours>", [2.0, math.inf])
+    text = page([one])
+    parsed = Page(text)
+    assert not parsed.addresses and parsed.tags.count("script") == 2 and "link" not in parsed.tags
+    assert "<title>&lt;ours&gt;</title>" in text and "__DATA__" not in text
+    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.S)[1])
+    assert data["records"][0]["perplexity"]["code"]["error"] == "not to be had </script>"
+    assert data["records"][0]["perplexity"]["web"]["lengths"][0]["loss"] is None  # JSON has no infinity
+    assert data["heads"] == list(HEADS[:9]) and data["cells"]["<ours>"]["Avg. ↑"] == "43.3"
+    assert len(data["published"]) == 7 and all(len(cells) == 3 for cells in data["comparison"])
+
+
+def test_marks() -> None:
+    assert mark(0.5, 1.0, lower_is_better=True) == mark(3.0, None, True) == mark(0.0, 0.0, True) == ""
+    assert mark(1.5, 1.0, lower_is_better=True) == "▼" and mark(1.5, 1.0, lower_is_better=False) == "▲"
+    assert mark(-2.0, 1.0, lower_is_better=True) == "▲▲" and mark(math.inf, None, True) == "▼▼"
+    assert mark(math.nan, 1.0, True) == ""
+
+
+def test_differences_are_paired_on_the_same_sequences_only() -> None:
+    """Documents differ far more than the models do: only the paired error shows the difference."""
+    base = record("base", [1.0, 3.0, 5.0])
+    better = record("better", [0.9, 2.8, 4.9])  # less by 0.133 on average, with a spread of 0.058
+    noisy = record("noisy", [0.0, 3.0, 5.5])  # -0.167, spread 0.764
+    other = copy.deepcopy(better) | {"name": "other"}
+    other["perplexity"]["web"]["data"]["fingerprint"] = "g"
+    rows = {(r.group, r.label): r.cells for r in comparison([base, better, noisy, other])}
+    cells = rows["web", "perplexity, 64 tokens"]
+    assert [cell.mark for cell in cells] == ["", "▲▲", "", ""]
+    assert cells[0].value == pytest.approx(math.exp(3)) and cells[0].error == pytest.approx(math.exp(3) / 2)
+
+
+def test_differences_of_task_scores() -> None:
+    """Standard errors of 0.01 each make 0.0141 for the difference."""
+    records = [record("a", [1.0], acc=0.30), record("b", [1.0], acc=0.32), record("c", [1.0], acc=0.26)]
+    records += [record("d", [1.0], acc=0.31, perplexity=35.0), record("e", [1.0], acc=0.9, fingerprint="u")]
+    del records[3]["tasks"]["piqa"]
+    rows = {(r.group, r.label): r.cells for r in comparison(records)}
+    assert [cell.mark for cell in rows["lambada_openai", "acc"]] == [
+        "",
+        "▲",
+        "▼▼",
+        "",
+        "",
+    ]  # e: other prompts
+    assert [cell.mark for cell in rows["lambada_openai", "perplexity"]] == ["", "", "", "▲▲", ""]
+    assert rows["piqa", "acc"][3].value is None and rows["wikitext", "word_perplexity"][1].mark == ""
+    assert ("lambada_openai", "acc_stderr") not in rows and ("lambada_openai", "examples") not in rows
+    assert ("lambada_openai", "fingerprint") not in rows
+
+
+def test_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    write_report(tmp_path / "run/eval/all-1", record("ours", [2.0, 3.0, 4.0]))
+    write_report(tmp_path / "b", record("ours", [1.5, 2.4, 3.5]))
+    out = tmp_path / "out"
+    assert compare([str(tmp_path / "run"), str(tmp_path / "b"), f"output={out}"]) == 0
+    printed = capsys.readouterr().out
+    names = [f"ours ({tmp_path / 'run'})", f"ours ({tmp_path / 'b'})"]  # equal names are told apart
+    assert printed.startswith(f"# {', '.join(names)}\n") and f"{out}/index.html" in printed
+    assert "| web | perplexity, 64 tokens | 20.086 ± 10.043 | 11.783 ± 5.892 ▲▲ |" in printed
+    assert {"length_extrapolation.png", "perplexity.pdf", "states.png", "table.tex"} <= {
+        f.name for f in out.iterdir()
+    }
+    assert names[1] in (out / "index.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--help"], 0, "usage: fla-eval compare"),
+        (["--bold", "a", "b"], 2, "usage: fla-eval compare"),
+        (["one"], 2, "at least two"),
+        (["absent", "absent"], 2, "absent holds no results.json"),
+    ],
+)
+def test_compare_requests_that_cannot_work(arguments, code, message, capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert compare(arguments) == code
+    printed = capsys.readouterr()
+    assert message in printed.out + printed.err and not list(tmp_path.iterdir())
+
+
+def test_a_damaged_record(tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text("{")
+    with pytest.raises(ValueError, match=r"results\.json is damaged .*: run the evaluation again"):
+        load_record(tmp_path)
+
+
+def test_the_newest_evaluation_on_text_counts(tmp_path: Path) -> None:
+    contents = [
+        record("old", [1.0]),
+        record("new", [1.0]),
+        {"accuracy": 1.0},
+    ]  # the last is of a synthetic task
+    for i, content in enumerate(contents):
+        file = tmp_path / f"eval/{i}/results.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(content))
+        os.utime(file, (i, i))
+    assert load_record(tmp_path)["name"] == "new" and load_record(tmp_path / "eval/0")["name"] == "old"
+
+
+def test_side_by_side_in_markdown() -> None:
+    text = markdown([record("a", [1.0, 2.0]), record("b", [1.0, 2.0])])
+    assert text.startswith("# a, b\n") and "| lambada_openai | acc | 0.300 ± 0.010 | 0.300 ± 0.010 |" in text
+    assert text.count("\n| **") == 2  # both rows below the published ones
+
+
+def test_metrics_for_the_training_log() -> None:
+    found = flat_metrics(record("a", [1.0, 2.0]))
+    assert found["eval/web/loss_128"] == 1.5 and found["eval/lambada_openai/acc"] == 0.3
+    assert len(found) == 2 + 8 and all(isinstance(value, float) for value in found.values())

@@ -1,0 +1,141 @@
+"""MAD's tasks against readers that go through a sequence token by token."""
+
+import pytest
+import torch
+
+from fla_train.tasks import IGNORE, make_task
+from fla_train.tasks.mad import Compression, InContextRecall, Memorization, SelectiveCopying
+
+
+def read_recall(inputs: list[int], half: int) -> list[tuple[list[int], list[tuple[int, int]]]]:
+    """(key letters, [(position, value letter)]) of each pair; noise, at 2 half and above, is skipped."""
+    pairs, in_value = [], True
+    for position, token in enumerate(inputs):
+        if token >= 2 * half:
+            in_value = True
+        elif token < half:
+            if in_value:
+                pairs.append(([], []))
+            in_value = False
+            pairs[-1][0].append(token)
+        else:
+            in_value = True
+            pairs[-1][1].append((position, token))
+    return pairs
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"motif": 3}, {"noise_share": 0.2}, {"vocab_size": 32, "length": 256}], ids=str
+)
+def test_recall_asks_for_the_values_of_keys_seen_before(options: dict) -> None:
+    task = InContextRecall(seed=3, **options)
+    batch = task.batch(range(40))
+    asked = 0
+    for inputs, labels in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True):
+        known: dict[tuple[int, ...], list[int]] = {}
+        expected = [IGNORE] * len(inputs)
+        pairs = read_recall(inputs, task.half)
+        for number, (key, value) in enumerate(pairs):
+            letters = [letter for _, letter in value]
+            if tuple(key) in known and value:
+                whole = known[tuple(key)]
+                assert letters == (whole if number < len(pairs) - 1 else whole[: len(letters)])
+                for position, letter in value:
+                    expected[position - 1] = letter
+            known.setdefault(tuple(key), letters)
+        assert labels == expected
+        asked += sum(label != IGNORE for label in labels)
+        assert len(known) <= task.half + 1  # a cut last key may look like another
+        if not options.get("noise_share"):
+            assert max(inputs) < 2 * task.half
+    assert asked > 40 * 10
+
+
+def test_fuzzy_recall_has_words_of_every_length() -> None:
+    task = InContextRecall(motif=3, seed=1)
+    pairs = [
+        pair for row in task.batch(range(30)).input_ids.tolist() for pair in read_recall(row, task.half)[:-1]
+    ]
+    assert {len(key) for key, _ in pairs} == {len(value) for _, value in pairs} == {1, 2, 3}
+
+
+def test_noise_has_its_share() -> None:
+    task = InContextRecall(noise_share=0.4, length=512)
+    inputs = task.batch(range(50)).input_ids
+    noisy = (inputs >= 16).float().sum()
+    pairs = (inputs < 8).float().sum()
+    assert task.vocab_size == 32 and inputs.max() == 31
+    assert 0.37 < noisy / (noisy + pairs) < 0.43
+
+
+def test_training_labels_are_the_next_tokens() -> None:
+    batch = InContextRecall(label_all=True).batch(range(4))
+    assert torch.equal(batch.labels[:, :-1], batch.input_ids[:, 1:])
+    assert (batch.labels[:, -1] == IGNORE).all()
+
+
+def test_selective_copying_gives_the_tokens_in_order() -> None:
+    task = SelectiveCopying(seed=2)
+    batch = task.batch(range(30))
+    assert batch.input_ids.shape == (30, 256)
+    for inputs, labels in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True):
+        at = inputs.index(15)
+        assert at == 239 and inputs.count(15) == 1 and set(inputs[at + 1 :]) == {14}
+        assert labels[at + 1 :] == [token for token in inputs[:at] if token != 14]
+        assert len(labels[at + 1 :]) == 16 and set(labels[: at + 1]) == {IGNORE}
+
+
+def test_compression_asks_for_every_place_once() -> None:
+    batch = Compression(length=12, seed=4).batch(range(20))
+    for inputs, labels in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True):
+        assert inputs[12] == 16 and max(inputs[:12]) < 16
+        places = [token - 17 for token in inputs[13:]]
+        assert sorted(places) == list(range(12)) and places != sorted(places)
+        assert labels == [IGNORE] * 13 + [inputs[place] for place in places]
+
+
+def test_memorization_has_one_map_for_all_seeds() -> None:
+    known: dict[int, int] = {}
+    for seed in (0, 1):
+        batch = Memorization(seed=seed).batch(range(50))
+        for inputs, labels in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True):
+            assert set(inputs[1::2]) == {255} and set(labels[::2]) == {IGNORE}
+            for key, value in zip(inputs[::2], labels[1::2], strict=True):
+                assert key < 127 <= value < 254
+                assert known.setdefault(key, value) == value
+    assert len(known) == 127 and len(set(known.values())) > 50
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("in_context_recall", {"motif": 3}),
+        ("selective_copying", {}),
+        ("compression", {}),
+        ("memorization", {}),
+        ("regbench", {}),
+    ],
+)
+def test_a_sequence_is_a_function_of_its_index(kind: str, options: dict) -> None:
+    task = make_task(kind, options, seed=5)
+    whole, parts = task.batch([3, 900, 7]), [task.batch([i]) for i in (3, 900, 7)]
+    assert torch.equal(whole.input_ids, torch.cat([part.input_ids for part in parts]))
+    assert torch.equal(whole.labels, torch.cat([part.labels for part in parts]))
+    assert not torch.equal(whole.input_ids[0], whole.input_ids[1])
+    assert whole.input_ids.max() < task.vocab_size and (whole.labels != IGNORE).any(1).all()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: InContextRecall(vocab_size=15),
+        lambda: InContextRecall(length=17),
+        lambda: InContextRecall(noise_share=1.0),
+        lambda: SelectiveCopying(length=32),
+        lambda: Compression(length=0),
+        lambda: Memorization(length=3),
+    ],
+)
+def test_settings_that_give_no_task(make) -> None:
+    with pytest.raises(ValueError):
+        make()

@@ -1,0 +1,76 @@
+"""RegBench: strings follow one automaton, and an answer counts exactly if that automaton allows it."""
+
+from collections import defaultdict
+
+import numpy as np
+import torch
+
+from fla_train.tasks import IGNORE
+from fla_train.tasks.regbench import PAD, SEPARATOR, SYMBOLS, RegBench, random_automaton
+
+
+def test_automata_are_as_the_benchmark_draws_them() -> None:
+    sizes, out_degrees = set(), set()
+    for seed in range(300):
+        edges = random_automaton(np.random.default_rng(seed)).edges
+        sizes.add(len(edges))
+        for state, outgoing in enumerate(edges):
+            out_degrees.add(len(outgoing))
+            assert len(set(outgoing.values())) == len(outgoing)  # different targets
+            assert state not in outgoing.values()
+            assert all(
+                0 <= symbol < SYMBOLS and 0 <= target < len(edges) for symbol, target in outgoing.items()
+            )
+    assert sizes == set(range(4, 13)) and out_degrees == {1, 2, 3}
+
+
+def test_labels_are_the_next_symbols() -> None:
+    batch = RegBench(950, seed=1).batch(range(20))
+    for inputs, labels in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True):
+        end = inputs.index(PAD) if PAD in inputs else len(inputs)
+        assert set(inputs[end:]) <= {PAD} and PAD not in inputs[:end]
+        strings, current = [], []
+        for token in [*inputs[:end], SEPARATOR]:
+            if token == SEPARATOR:
+                strings.append(current)
+                current = []
+            else:
+                current.append(token)
+        assert 10 <= len(strings) <= 19 and all(1 <= len(string) <= 49 for string in strings)
+        following = [*inputs[1:], PAD]
+        assert labels == [token if token < SYMBOLS else IGNORE for token in following]
+
+
+def test_what_is_allowed_is_what_the_automaton_allows() -> None:
+    """Equal beginnings of strings allow the same symbols, among them all that ever follow."""
+    batch = RegBench(950, seed=2).batch(range(10))
+    for inputs, labels, allowed in zip(
+        batch.input_ids.tolist(), batch.labels.tolist(), batch.metadata["allowed"], strict=True
+    ):
+        sets: dict[tuple, set[int]] = {}
+        followed = defaultdict(set)
+        history: tuple[int, ...] = ()
+        for token, label, row in zip(inputs, labels, allowed, strict=True):
+            history = () if token == SEPARATOR else (*history, token)
+            if label == IGNORE:
+                continue
+            here = set(row.nonzero().flatten().tolist())
+            assert 1 <= len(here) <= 3
+            assert sets.setdefault(history, here) == here
+            followed[history].add(label)
+        assert all(followed[history] <= sets[history] for history in followed)
+
+
+def test_any_allowed_symbol_counts() -> None:
+    task = RegBench(200, seed=3)
+    batch = task.batch(range(16))
+    labelled = batch.labels != IGNORE
+    allowed = batch.metadata["allowed"]
+    other = allowed.clone()
+    other.scatter_(2, batch.labels.clamp(min=0)[..., None], False)
+    predictions = torch.where(other.any(2), other.int().argmax(2), batch.labels)  # another one, if there is
+    assert (predictions != batch.labels)[labelled].any()
+    assert task.metrics(predictions, batch)["dfa_accuracy"] == 1.0
+    wrong = (~allowed).int().argmax(2)
+    assert task.metrics(wrong, batch)["dfa_accuracy"] == 0.0
+    assert task.metrics(torch.full_like(wrong, SEPARATOR), batch)["dfa_accuracy"] == 0.0

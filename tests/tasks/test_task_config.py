@@ -1,0 +1,136 @@
+"""Tasks made from plain settings, the labels a causal language model trains on, and scores that add up."""
+
+import json
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+from fla_train.tasks import (
+    IGNORE,
+    FormalLanguage,
+    GroupWords,
+    Score,
+    TaskConfig,
+    make_task,
+    task_faults,
+    tasks_for_testing,
+    training_task,
+)
+from fla_train.tasks.plots import plot_runs
+
+
+def config(**changes) -> TaskConfig:
+    settings = {
+        "kind": "group_words",
+        "options": {"group": "S3"},
+        "train": {"length": 8},
+        "tests": {"same": {"length": 8}, "longer": {"length": 16}},
+        "test_sequences": 32,
+        "batch_size": 4,
+        "test_batch_size": 8,
+    }
+    return TaskConfig(**{**settings, **changes})
+
+
+def test_sets_share_options_and_differ_in_their_seeds() -> None:
+    train, tests = training_task(config(), seed=3), tasks_for_testing(config())
+    assert torch.equal(train.batch([5]).labels, GroupWords("S3", 8, seed=3).batch([5]).labels)
+    assert {name: task.length for name, task in tests.items()} == {"same": 8, "longer": 16}
+    assert not torch.equal(tests["same"].batch(range(4)).input_ids, train.batch(range(4)).input_ids)
+    fixed = training_task(config(train_sequences=6), seed=3)
+    assert torch.equal(fixed.batch([1]).input_ids, fixed.batch([7]).input_ids)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"kind": "sudoku"}, "unknown task 'sudoku'"),
+        ({"options": {"group": "S3", "size": 3}}, "has no option size"),
+        ({"options": {}}, "needs group"),
+        ({"options": {"group": "Q8"}}, "unknown group 'Q8'"),
+        ({"train": {"length": 8, "seed": 1}}, "has no option seed"),
+        ({"tests": {}}, "task.tests is empty"),
+        ({"tests": {"other": {"length": 8, "group": "S4"}}}, "different vocabularies"),
+        ({"batch_size": 0}, "task.batch_size=0 must be at least 1"),
+        ({"kind": "mqar", "options": {}, "train": {"settings": [3]}, "tests": {"t": {}}}, "must be a list"),
+    ],
+)
+def test_faults_are_named(changes: dict, fault: str) -> None:
+    assert any(fault in line for line in task_faults(config(**changes)))
+
+
+def test_settings_that_work_have_no_faults() -> None:
+    assert task_faults(config()) == []
+    settings = {"settings": [[16, 2], [32, 4, 3.0]]}
+    assert (
+        task_faults(config(kind="mqar", options={"vocab_size": 64}, train=settings, tests={"t": settings}))
+        == []
+    )
+
+
+@pytest.mark.parametrize("task", [GroupWords("S3", 9), FormalLanguage("modular_arithmetic", 3, 9)])
+def test_the_models_shifted_loss_is_that_of_the_aligned_labels(task) -> None:
+    torch.manual_seed(0)
+    model = DeltaProductForCausalLM(
+        DeltaProductConfig(
+            vocab_size=task.vocab_size, hidden_size=16, num_hidden_layers=1, num_heads=2, head_dim=8,
+            num_householder=2, intermediate_size=16,
+        )
+    ).eval()  # fmt: skip
+    batch = task.batch(range(5))
+    inputs, labels = batch.for_causal_lm()
+    assert inputs.shape == labels.shape == (5, task.seq_len + 1)
+    with torch.no_grad():
+        found = model(input_ids=inputs, labels=labels).loss
+        logits = model(input_ids=batch.input_ids, use_cache=False).logits
+    expected = cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE)
+    torch.testing.assert_close(found, expected)
+
+
+def test_scores_of_parts_add_up_to_that_of_the_whole() -> None:
+    task = FormalLanguage("parity", 3, 7)
+    batch = task.batch(range(40))
+    logits = torch.randn(40, task.seq_len, task.vocab_size + 2, generator=torch.Generator().manual_seed(0))
+    logits[..., task.vocab_size :] += 100  # ids that the task does not have
+    whole = Score.of(task, logits, batch)
+    parts = [
+        Score.of(task, logits[rows], task.batch(range(rows.start, rows.stop)))
+        for rows in (slice(0, 15), slice(15, 40))
+    ]
+    total = parts[0] + parts[1]
+    assert total.scalars(task) == pytest.approx(whole.scalars(task))
+    assert total.mean_loss == pytest.approx(whole.mean_loss)
+    assert total.curve(task) == whole.curve(task)
+
+    curve = whole.curve(task)
+    lengths = batch.metadata["length"]
+    right = (logits[..., : task.vocab_size].argmax(-1) == batch.labels).any(1)
+    for length, accuracy, number in zip(curve["x"], curve["y"], curve["n"], strict=True):
+        chosen = lengths == length
+        assert number == chosen.sum()
+        assert accuracy == pytest.approx(2 * right[chosen].double().mean().item() - 1)
+
+
+def test_prefix_accuracies_are_read_at_powers_of_two() -> None:
+    task = make_task("group_words", {"group": "Z2", "length": 6})
+    batch = task.batch(range(16))
+    logits = torch.nn.functional.one_hot(batch.labels.clamp(min=0), task.vocab_size).float()
+    logits[0, 4] = -logits[0, 4]  # row 0 is wrong at its fourth element (the beginning is position 0)
+    found = Score.of(task, logits, batch).scalars(task)
+    assert {key: found[f"prefix_accuracy_{key}"] for key in (1, 2, 4, 6)} == {
+        1: 1.0, 2: 1.0, 4: 15 / 16, 6: 15 / 16
+    }  # fmt: skip
+    assert found["sequence_accuracy"] == 15 / 16
+
+
+def test_runs_are_drawn_together(tmp_path) -> None:
+    curve = {"axis": "length", "metric": "accuracy", "x": list(range(100)), "y": [0.5] * 100, "n": [2] * 100}
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "accuracy.json").write_text(json.dumps({"step": 1, "sets": {"longer": curve}}))
+    runs = [tmp_path / "a", tmp_path / "b"]
+    assert plot_runs(runs, "longer", tmp_path / "out.png").stat().st_size > 1000
+    with pytest.raises(ValueError, match="no accuracy on 'other'; it has longer"):
+        plot_runs(runs, "other", tmp_path / "out.png")

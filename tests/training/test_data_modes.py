@@ -1,0 +1,64 @@
+"""Runs on a mixture with document boundaries and on a stream: what they log, and exact resume."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fla_train.data.config import PartConfig
+from fla_train.training.launch import launch
+from fla_train.training.metrics import read_metrics
+from fla_train.training.schema import TrainConfig
+from tests.training.conftest import WORDS
+from tests.training.test_resume import losses
+
+Make = Callable[..., TrainConfig]
+
+
+def two_parts(config: TrainConfig, corpus: Path, folder: Path) -> TrainConfig:
+    """The config on a mixture: the corpus, and documents of other lengths, 3 to 1."""
+    draw = random.Random(1)
+    (folder / "short").mkdir(exist_ok=True)
+    with (folder / "short" / "a.jsonl").open("w") as file:
+        for _ in range(200):
+            file.write(json.dumps({"text": " ".join(draw.choices(WORDS, k=draw.randint(1, 8)))}) + "\n")
+    config.data.source, config.data.path = "mixture", None
+    config.data.mixture = {
+        "long": PartConfig(weight=0.75, path=str(corpus)),
+        "short": PartConfig(weight=0.25, path=str(folder / "short")),
+    }
+    return config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["mixture", "stream"])
+def test_resumed_runs_equal_whole_ones(make_config: Make, corpus: Path, tmp_path: Path, mode: str):
+    boundaries = "data.document_boundaries=true"
+    options = [boundaries] if mode == "mixture" else ["data.stream=true", "data.stream_head_documents=100"]
+
+    def config(name: str, steps: int, *more: str) -> TrainConfig:
+        made = make_config(*options, f"run.dir={tmp_path / name}", f"trainer.max_steps={steps}", *more)
+        return two_parts(made, corpus, tmp_path) if mode == "mixture" else made
+
+    launch(config("whole", 8, "schedule=constant"))
+    launch(config("resumed", 4, "schedule=constant"))
+    launch(config("resumed", 8, "schedule=constant", "trainer.micro_batch_size=4"))
+    whole, resumed = losses(tmp_path / "whole"), losses(tmp_path / "resumed")
+    pairs = [
+        (a["loss"], b["loss"])
+        for a, b in zip(*([r for r in run if "loss" in r] for run in (whole, resumed)), strict=True)
+    ]
+    assert len(pairs) == 8
+    for a, b in pairs:
+        assert a == pytest.approx(b, rel=1e-5)
+    last = [r for r in read_metrics(tmp_path / "whole" / "metrics.jsonl") if "validation_loss" in r][-1]
+    by_context = {key for key in last if key.startswith("validation_loss_at/")}
+    assert len(by_context) == 8
+    if mode == "mixture":
+        parts = last["validation_loss/long"], last["validation_loss/short"]
+        assert last["validation_loss"] == pytest.approx(0.75 * parts[0] + 0.25 * parts[1])
+        changed = two_parts(make_config(f"run.dir={tmp_path / 'whole'}"), corpus, tmp_path)
+        with pytest.raises(ValueError, match=r"data\.document_boundaries=False \(was True\)"):
+            launch(changed)

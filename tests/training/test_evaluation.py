@@ -1,0 +1,81 @@
+"""Validation losses by context length, against each token's loss computed alone."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from fla_train.data import Batch
+from fla_train.data.batches import pack
+from fla_train.models import DeltaProductForCausalLM
+from fla_train.training.evaluation import Evaluation, bucket_names, evaluate, weighted
+from tests.models.small_models import small_config
+
+LENGTH = 20
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What `evaluate` uses of a DeepSpeed engine, on one rank."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
+    model = DeltaProductForCausalLM(small_config(backend="chunked"))
+    return SimpleNamespace(
+        module=model,
+        device=torch.device("cpu"),
+        eval=model.eval,
+        train=model.train,
+        torch_autocast_enabled=lambda: False,
+        torch_autocast_dtype=lambda: torch.bfloat16,
+    )
+
+
+def one_by_one(model: torch.nn.Module, pieces: list[torch.Tensor]) -> dict[int, list[float]]:
+    """{context: losses of the tokens it precedes} of rows or documents that begin with an empty state."""
+    found: dict[int, list[float]] = {}
+    for piece in pieces:
+        logits = model(piece[None]).logits[0].double()
+        for context in range(1, len(piece)):
+            loss = -torch.log_softmax(logits[context - 1], -1)[piece[context]].item()
+            found.setdefault(context, []).append(loss)
+    return found
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("buckets", [1, 3, 4, 50])
+@torch.no_grad()
+def test_losses_by_context(engine: SimpleNamespace, packed: bool, buckets: int):
+    ids = torch.randint(31, (3, LENGTH))
+    if packed:
+        batch = pack(ids, [np.array([1, 9]), np.array([], dtype=np.int64), np.array([19])])
+        pieces = [ids[0, :1], ids[0, 1:9], ids[0, 9:], ids[1], ids[2, :19], ids[2, 19:]]
+    else:
+        batch, pieces = Batch(ids, ids), list(ids)
+    alone = one_by_one(engine.module, pieces)
+    result = evaluate(engine, [batch], seq_len=LENGTH, buckets=buckets)
+    everything = [loss for losses in alone.values() for loss in losses]
+    assert result.loss == pytest.approx(np.mean(everything), rel=1e-5)
+    names = bucket_names(LENGTH, min(buckets, LENGTH - 1))
+    assert names[0].startswith("1-") and names[-1].endswith(f"-{LENGTH - 1}")
+    for name in names:
+        first, last = map(int, name.split("-"))
+        mine = [loss for context in range(first, last + 1) for loss in alone[context]]
+        assert result.by_context[name] == pytest.approx(np.mean(mine), rel=1e-5)
+    assert engine.module.training
+
+
+def test_batches_add_up_and_may_be_absent(engine: SimpleNamespace):
+    ids = torch.randint(31, (4, LENGTH))
+    whole = evaluate(engine, [Batch(ids, ids)], seq_len=LENGTH, buckets=2)
+    parts = evaluate(engine, [Batch(i, i) for i in ids.split([1, 3])], seq_len=LENGTH, buckets=2)
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
+    assert evaluate(engine, [], seq_len=LENGTH, buckets=2) == Evaluation(0.0, {})
+
+
+def test_weighted_mean_of_parts():
+    web, code = Evaluation(3.0, {"1-9": 3.5, "10-19": 2.5}), Evaluation(1.0, {"1-9": 1.5})
+    both = weighted([(web, 0.75), (code, 0.25)])
+    assert both.loss == 2.5
+    assert both.by_context == {"1-9": 3.0, "10-19": 2.5}

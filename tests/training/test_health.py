@@ -1,0 +1,129 @@
+"""Throughput, statistics of a step, watchdog and profiles, each against something worked out by hand."""
+
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+from fla_train.training import statistics
+from fla_train.training.profiling import profiled
+from fla_train.training.throughput import Meter, peak_flops
+from fla_train.training.watchdog import Watchdog
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "override", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", None, 989.4),
+        ("NVIDIA H100 PCIe", "bf16", None, 756.0),
+        ("NVIDIA A100-SXM4-40GB", "bf16", None, 312.0),
+        ("NVIDIA A100-SXM4-40GB", "fp32", None, None),
+        ("cpu", "bf16", None, None),
+        ("cpu", "fp32", 2.0, 2.0),
+    ],
+)
+def test_the_peak_is_known_by_name_or_given(name: str, precision: str, override: float, tflops: float):
+    expected = None if tflops is None else tflops * 1e12
+    assert peak_flops(name, precision, override) == expected
+
+
+def test_a_meter_counts_training_only(monkeypatch: pytest.MonkeyPatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    meter = Meter(flops_per_token=50.0, peak=1000.0, device=CPU)
+    for _ in range(2):
+        meter.start()
+        with meter.waiting():
+            now[0] += 0.5
+        now[0] += 1.5
+        meter.stop(tokens=20)
+        now[0] += 100.0  # evaluation, checkpoint
+    record = meter.read()
+    assert record["tokens_per_second"] == 40 / 4
+    assert record["data_wait"] == 1 / 4
+    assert record["mfu"] == pytest.approx(10 * 50 / 1000)
+    assert record["memory_gib"] > 0
+    assert meter.read()["tokens_per_second"] == 0.0
+    assert "mfu" not in Meter(50.0, None, CPU).read()
+
+
+@pytest.fixture
+def alone(tmp_path: Path):
+    """A process group of this process only."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_statistics_are_those_of_the_step_and_its_first_sequence(alone: None, gated: bool):
+    config = DeltaProductConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=2, num_heads=2, head_dim=8, use_forget_gate=gated
+    )
+    model = DeltaProductForCausalLM(config)
+    stretches = [torch.arange(4.0), torch.ones(3)]
+    engine = SimpleNamespace(
+        module=model, optimizer=SimpleNamespace(single_partition_of_fp32_groups=stretches)
+    )
+    ids = torch.arange(24).view(2, 12)
+    found: dict[str, torch.Tensor] = {}
+    with statistics.observed(engine, found):
+        model(input_ids=ids)
+        model(input_ids=ids.flip(0))  # a second micro-batch changes nothing
+        stretches[0].add_(3.0)
+        stretches[1].sub_(1.0)
+    values = statistics.read(found)
+    assert values["param_norm"] == pytest.approx((9 + 16 + 25 + 36) ** 0.5)
+    assert values["update_norm"] == pytest.approx((4 * 9 + 3) ** 0.5)
+
+    inputs = []
+    hooks = [
+        block.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+        for block in (layer.attn for layer in model.model.layers)
+    ]
+    model(input_ids=ids[:1])
+    for hook in hooks:
+        hook.remove()
+    for layer, x in enumerate(inputs):
+        beta, g = model.model.layers[layer].attn.gates(x)
+        assert values[f"beta/{layer}"] == pytest.approx(beta.mean().item(), rel=1e-5)
+        assert values[f"beta_above_1/{layer}"] == pytest.approx((beta > 1).double().mean().item())
+        assert (f"decay/{layer}" in values) == gated
+        if gated:
+            assert values[f"decay/{layer}"] == pytest.approx(g.exp().mean().item(), rel=1e-5)
+    assert not model.model.layers[0].attn._forward_pre_hooks
+
+
+def test_a_watchdog_barks_once_progress_stops(capfd: pytest.CaptureFixture):
+    barked: list[str] = []
+    heard = threading.Event()
+    dog = Watchdog(0.4, lambda line: (barked.append(line), heard.set()))
+    for _ in range(8):
+        time.sleep(0.1)
+        dog.beat("in step 7")
+    assert not barked
+    assert heard.wait(5.0)
+    assert barked == ["no progress for 0.4 s while in step 7"]
+    assert "test_a_watchdog_barks" in capfd.readouterr().err  # the stacks of all threads
+
+
+def test_a_closed_watchdog_and_one_without_timeout_are_silent():
+    barked: list[str] = []
+    Watchdog(0.1, barked.append).close()
+    Watchdog(0.0, barked.append)
+    time.sleep(0.4)
+    assert barked == []
+
+
+def test_a_profiled_step_leaves_a_trace_and_a_table(tmp_path: Path):
+    with profiled(tmp_path / "profile", step=12, rank=1):
+        torch.ones(8, 8) @ torch.ones(8, 8)
+    assert "aten::mm" in (tmp_path / "profile" / "step-0000012-rank-1.json").read_text()
+    assert "aten::mm" in (tmp_path / "profile" / "step-0000012-rank-1-operators.txt").read_text()

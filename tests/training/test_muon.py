@@ -1,0 +1,127 @@
+"""Muon on ZeRO-2's stretches against `torch.optim.Muon` on whole matrices."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import engine_steps
+import pytest
+import torch
+
+from fla_train.training.launch import launch
+from fla_train.training.metrics import read_metrics
+from fla_train.training.muon import PartitionedMuon, parts_of
+from fla_train.training.optimizer import hidden_matrices, parameter_groups
+from fla_train.training.schema import TrainConfig
+
+SHAPES = [(3, 5), (4, 4), (2, 9)]
+LR, DECAY, MOMENTUM = 0.1, 0.2, 0.9
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_parts_cover_every_element_of_every_matrix_once(world: int):
+    total = sum(rows * columns for rows, columns in SHAPES)
+    size = -(-total // world)
+    owners = torch.zeros(world * size, dtype=torch.int64)
+    for rank in range(world):
+        for part in parts_of(SHAPES, rank * size, size):
+            assert rank * size <= part.begin < part.end <= (rank + 1) * size
+            assert part.offset <= part.begin and part.end <= part.offset + part.shape[0] * part.shape[1]
+            owners[part.begin : part.end] += 1
+    assert owners[:total].eq(1).all() and owners[total:].eq(0).all()
+
+
+def stretch_of(matrices: list[torch.Tensor], padding: int) -> torch.Tensor:
+    return torch.nn.Parameter(torch.cat([*(m.detach().flatten() for m in matrices), torch.zeros(padding)]))
+
+
+def adamw(parameter: torch.Tensor) -> torch.optim.AdamW:
+    return torch.optim.AdamW([{"params": [parameter]}], lr=LR, fused=True)
+
+
+def test_on_one_rank_the_stretch_takes_the_steps_of_whole_matrices():
+    whole = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    line, vector = stretch_of(whole, padding=3), torch.nn.Parameter(torch.randn(7))
+    plain_vector = torch.nn.Parameter(vector.detach().clone())
+    reference = torch.optim.Muon(
+        whole, lr=LR, weight_decay=DECAY, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw"
+    )
+    reference_rest = adamw(plain_vector)
+    muon = PartitionedMuon(whole, adamw(vector), lr=LR, weight_decay=DECAY, momentum=MOMENTUM)
+    muon.param_groups[0]["params"] = [line]  # as ZeRO does
+    for skip in (False, True, False, False):
+        gradients = [torch.randn(shape) for shape in SHAPES]
+        line.grad = 4.0 * stretch_of(gradients, padding=3).detach()
+        vector.grad = 4.0 * torch.ones(7)
+        muon.grad_scale, muon.found_inf = torch.tensor(4.0), torch.tensor(float(skip))
+        muon.step()
+        if not skip:
+            plain_vector.grad = torch.ones(7)
+            for matrix, gradient in zip(whole, gradients, strict=True):
+                matrix.grad = gradient
+            reference.step()
+            reference_rest.step()
+    # torch's Muon works in bf16 inside, so that a rounding of the momentum may show as one of bf16.
+    torch.testing.assert_close(line, stretch_of(whole, padding=3), rtol=0, atol=LR * 2**-6)
+    torch.testing.assert_close(vector, plain_vector)
+    assert set(muon.state[line]) == {"momentum_buffer"} and muon.state[vector]["step"] == 3
+
+
+@pytest.fixture(scope="module")
+def config(make_config: Callable[..., TrainConfig]) -> TrainConfig:
+    return make_config(
+        "optimizer=muon",
+        "optimizer.lr=1e-2",
+        "optimizer.eps=1e-3",
+        "optimizer.max_grad_norm=0.5",
+        "trainer.precision=fp32",
+        "launch.device=cpu",
+        "model.num_heads=3",  # sizes that two ranks do not divide: ZeRO cuts matrices and pads
+    )
+
+
+def test_two_ranks_and_one_take_the_steps_of_plain_pytorch(config: TrainConfig, tmp_path: Path):
+    model, settings = engine_steps.make_model(config), config.optimizer
+    matrices = hidden_matrices(model)
+    taken = {id(matrix) for matrix in matrices}
+    rest = [
+        group | {"params": [p for p in group["params"] if id(p) not in taken]}
+        for group in parameter_groups(model, settings.weight_decay)
+    ]
+    optimizers = [
+        torch.optim.Muon(
+            matrices,
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
+            momentum=settings.momentum,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(
+            rest, lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps, weight_decay=0.0
+        ),
+    ]
+    assert all(name.endswith("proj.weight") for name, p in model.named_parameters() if id(p) in taken)
+    plain = engine_steps.reference(model, optimizers, settings.max_grad_norm)
+    for result in engine_steps.run_layouts(config, tmp_path, [(1, ["2"]), (2, ["4"])]).values():
+        assert result["losses"] == pytest.approx(plain["losses"], rel=2e-4)
+        assert result["grad_norms"] == pytest.approx(plain["grad_norms"], rel=5e-3)
+        assert result["eval"] == pytest.approx(plain["eval"], rel=2e-4)
+        assert result["poisoned_skipped"] and result["poisoned_unchanged"] and result["healthy_changed"]
+
+
+def test_a_run_resumes_exactly_and_on_another_number_of_ranks(
+    make_config: Callable[..., TrainConfig], tmp_path: Path
+):
+    more = [
+        *("optimizer=muon", "optimizer.eps=1e-3", "trainer.precision=fp32", "launch.device=cpu"),
+        *("trainer.max_steps=6", "trainer.checkpoint_every=3", "trainer.eval_every=0", "model.num_heads=3"),
+    ]
+    whole = tmp_path / "whole"
+    launch(make_config(*more, f"run.dir={whole}", "launch.num_processes=2"))
+    expected = [record["loss"] for record in read_metrics(whole / "metrics.jsonl") if "loss" in record]
+    for ranks in (2, 1):
+        run = tmp_path / f"on-{ranks}"
+        shutil.copytree(whole, run, ignore=shutil.ignore_patterns("hf", "plots", "step-0000006"))
+        launch(make_config(*more, f"run.dir={run}", f"launch.num_processes={ranks}"))
+        losses = [record["loss"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+        assert losses == (expected if ranks == 2 else pytest.approx(expected, rel=2e-4))

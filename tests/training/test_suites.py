@@ -1,0 +1,131 @@
+"""Suites during training: what is started, what is logged, and that training does not notice."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fla_train.training.launch import launch
+from fla_train.training.metrics import read_metrics
+from fla_train.training.suites import SuiteRuns
+from fla_train.training.validate import validate
+
+EVALUATOR = """
+import json, os, sys, time
+options = dict(argument.split("=", 1) for argument in sys.argv[1:])
+while not os.path.exists(options["gate"]):
+    time.sleep(0.02)
+if "fail" in options:
+    sys.exit("error: no such data")
+ranks = [key for key in os.environ if key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_RANK")]
+metrics = {"eval/web/loss_64": 2.5, "eval/lost": float("inf"), "eval/ranks": float(len(ranks))}
+open(options["output"] + "/results.json", "w").write(json.dumps({"metrics": metrics, **options}))
+"""
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`runs(*options)`: suite runs with a stand-in for fla-eval, and the records and lines they give."""
+    (tmp_path / "evaluator.py").write_text(EVALUATOR)
+    real = subprocess.Popen
+
+    def stand_in(command: list[str], **options: object) -> subprocess.Popen:
+        assert command[:3] == [sys.executable, "-m", "fla_train.cli.eval"]
+        return real([sys.executable, str(tmp_path / "evaluator.py"), *command[3:]], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", stand_in)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "here")
+
+    def make(*options: str) -> tuple[SuiteRuns, list, list]:
+        records, lines = [], []
+        options = (f"gate={tmp_path / 'gate'}", *options)
+        made = SuiteRuns("demo", options, tmp_path / "eval", log=records.append, say=lines.append)
+        return made, records, lines
+
+    return make
+
+
+def open_gate(tmp_path: Path) -> None:
+    (tmp_path / "gate").touch()
+
+
+def test_training_does_not_wait_and_gets_the_results_later(runs, tmp_path: Path) -> None:
+    suites, records, lines = runs("suite.limit=5")
+    suites.start(tmp_path / "hf/step-0000004", 4)
+    suites.collect(4, 400)
+    suites.start(tmp_path / "hf/step-0000008", 8)  # the first one is still at it
+    assert not records and lines == ["step 8: suite demo left out, that of step 4 still runs"]
+    open_gate(tmp_path)
+    while not records:
+        suites.collect(9, 900)
+        time.sleep(0.02)
+    assert records == [
+        {
+            "step": 9,
+            "tokens": 900,
+            "evaluated_step": 4,
+            "eval/web/loss_64": 2.5,
+            "eval/lost": None,
+            "eval/ranks": 0.0,
+        }
+    ]
+    given = json.loads((tmp_path / "eval/demo-step-0000004/results.json").read_text())
+    assert given["checkpoint"].endswith("hf/step-0000004") and given["suite"] == "demo"
+    assert given["suite.limit"] == "5"
+    suites.start(tmp_path / "hf/step-0000012", 12)
+    beats = []
+    suites.finish(12, 1200, beats.append)
+    assert records[1]["evaluated_step"] == 12 and beats
+
+
+def test_a_suite_that_fails_is_a_line(runs, tmp_path: Path) -> None:
+    open_gate(tmp_path)
+    suites, records, lines = runs("fail=1")
+    suites.start(tmp_path / "hf/step-0000004", 4)
+    suites.finish(4, 400, lambda doing: None)
+    assert not records and len(lines) == 1 and lines[0].startswith("step 4: suite demo failed, see ")
+    assert "no such data" in (tmp_path / "eval/demo-step-0000004/eval.log").read_text()
+
+
+def test_stop_ends_the_evaluation(runs, tmp_path: Path) -> None:
+    suites, records, lines = runs()
+    suites.stop()  # nothing to stop
+    suites.start(tmp_path / "hf/step-0000004", 4)
+    suites.stop()
+    suites.finish(4, 400, lambda doing: pytest.fail("nothing is running"))
+    assert not records and not lines
+
+
+@pytest.mark.slow
+def test_training_is_the_same_to_the_bit(make_config, tmp_path: Path) -> None:
+    """Two runs that differ only in the suites: same losses, same weights, and the suites' results besides."""
+    suite = [
+        "trainer.suite_every=2", "trainer.suite=demo",
+        'trainer.suite_options=["suite.perplexity.lengths=[16,32]","suite.perplexity.bucket=16"]',
+    ]  # fmt: skip
+    metrics, weights = {}, {}
+    for name, more in (("plain", []), ("suites", suite)):
+        config = make_config(f"run.dir={tmp_path / name}", "trainer.max_steps=5", "launch.device=cpu", *more)
+        launch(config)
+        metrics[name] = read_metrics(tmp_path / name / "metrics.jsonl")
+        weights[name] = (tmp_path / name / "hf/step-0000005/model.safetensors").read_bytes()
+    assert weights["plain"] == weights["suites"]
+    losses = {
+        name: [record["loss"] for record in records if "loss" in record] for name, records in metrics.items()
+    }
+    assert len(losses["plain"]) == 5 and losses["plain"] == losses["suites"]
+    found = [record for record in metrics["suites"] if "evaluated_step" in record]
+    assert found and found[-1]["evaluated_step"] in (2, 4, 5)
+    assert all({"eval/validation/loss_16", "eval/validation/loss_32"} <= record.keys() for record in found)
+    steps = [record["step"] for record in metrics["suites"]]
+    assert steps == sorted(steps)
+    assert (tmp_path / f"suites/eval/demo-step-000000{found[0]['evaluated_step']}/index.html").is_file()
+
+
+def test_suites_that_cannot_run_are_refused(make_config) -> None:
+    with pytest.raises(ValueError, match=r"trainer\.suite=riddles is none of demo, "):
+        validate(make_config("trainer.suite_every=2", "trainer.suite=riddles"))
