@@ -77,7 +77,7 @@ def mark(difference: float, error: float | None, lower_is_better: bool) -> str:
     sign = MARKS[(difference > 0) == lower_is_better]
     if math.isinf(difference):
         return sign * 2
-    if not error or math.isnan(difference) or abs(difference) <= error:
+    if not error or not abs(difference) > error:  # nor if one of them is NaN
         return ""
     return sign * (2 if abs(difference) >= 2 * error else 1)
 
@@ -128,12 +128,18 @@ def _perplexity_cells(entries: Sequence[tuple[dict, str] | None]) -> tuple[Cell,
         error = None if row["stderr"] is None else row["perplexity"] * row["stderr"]
         sign = ""
         if cells and entries[0] and entries[0][1] == data:  # other data: nothing to be said
-            pairs = np.subtract(row["losses"], entries[0][0]["losses"])  # [documents]
-            known = len(pairs) > 1 and np.isfinite(pairs).all()
-            spread = pairs.std(ddof=1) / math.sqrt(len(pairs)) if known else None
-            sign = mark(float(pairs.mean()), spread, lower_is_better=True)
+            sign = _paired_mark(row["losses"], entries[0][0]["losses"])
         cells.append(Cell(row["perplexity"], error, sign))
     return tuple(cells)
+
+
+def _paired_mark(losses: Sequence[float], reference: Sequence[float]) -> str:
+    if len(losses) != len(reference):  # without a prefix token, a document has one target less
+        return ""
+    pairs = np.subtract(losses, reference)  # [documents]
+    known = len(pairs) > 1 and np.isfinite(pairs).all()
+    spread = pairs.std(ddof=1) / math.sqrt(len(pairs)) if known else None
+    return mark(float(pairs.mean()), spread, lower_is_better=True)
 
 
 def _task_rows(records: Sequence[dict]) -> list[Row]:

@@ -38,19 +38,22 @@ def run_data(run: Path | None) -> PreparedData:
 def validation_documents(prepared: PreparedData) -> Iterator[np.ndarray]:
     """Each document of the validation split as [tokens], without the end-of-sequence token that ends it.
 
+    A mixture's come part by part.
+
     Raises:
         ValueError: a shard is missing or cut short.
     """
-    manifest, folder = prepared.manifest, prepared.folder / "validation"
-    check_sizes(prepared.folder, manifest, "validation")
-    dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
-    separator = int(manifest["settings"]["append_eos"])
-    for number in range(len(manifest["splits"]["validation"]["shards"])):
-        tokens = np.memmap(folder / tokens_file(number), dtype=dtype, mode="r")
-        start = 0
-        for end in np.fromfile(folder / documents_file(number), dtype="<u8").tolist():
-            yield tokens[start : end - separator]
-            start = end
+    for part in prepared.parts().values():
+        manifest, folder = part.manifest, part.folder / "validation"
+        check_sizes(part.folder, manifest, "validation")
+        dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
+        separator = int(manifest["settings"]["append_eos"])
+        for number in range(len(manifest["splits"]["validation"]["shards"])):
+            tokens = np.memmap(folder / tokens_file(number), dtype=dtype, mode="r")
+            start = 0
+            for end in np.fromfile(folder / documents_file(number), dtype="<u8").tolist():
+                yield tokens[start : end - separator]
+                start = end
 
 
 def file_documents(

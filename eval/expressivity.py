@@ -1,6 +1,7 @@
 """`suite=expressivity`: how far a model trained on a task carries, and what its transitions have become."""
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 import fla_train.baselines
 import fla_train.models  # noqa: F401  both register their models with the Auto classes
@@ -19,8 +20,7 @@ from fla_train.eval.expressivity_figures import draw_transitions
 from fla_train.eval.transitions import Transitions, transitions
 from fla_train.hub.device import pick_device, pick_dtype
 from fla_train.hub.environment import describe_environment
-from fla_train.hub.export import no_progress_bars
-from fla_train.hub.load import resolve_checkpoint, run_folder, training_record
+from fla_train.hub.load import load_weights, resolve_checkpoint, run_folder, training_record
 from fla_train.tasks import GroupWords, Score, Task, TaskConfig, make_task, tasks_for_testing
 from fla_train.tasks.config import TEST_SEED
 from fla_train.tasks.plots import plot_accuracy
@@ -36,20 +36,20 @@ def evaluate_expressivity(config: EvalConfig) -> tuple[Path, dict[str, Any]]:
         The evaluation's folder and what results.json holds.
 
     Raises:
-        ValueError: no such checkpoint, or it was not trained on a task.
+        ValueError: no such checkpoint, it was not trained on a task, or there are several processes.
     """
     if not config.checkpoint:
         raise ValueError(
             "give checkpoint=RUN: a run folder or an exported folder of a model trained on a task"
         )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("suite=expressivity runs in one process: start it without torchrun")
     if faults := suite_faults(config.suite):
         raise ValueError("\n  ".join(faults))
     settings, started = config.suite.expressivity, time.time()
     source = resolve_checkpoint(config.checkpoint)
     device = pick_device(config.device)
-    with no_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=pick_dtype(config.dtype) or "auto")
-    model = model.to(device).eval()
+    model = load_weights(source, device, pick_dtype(config.dtype))
     task = _trained_on(model, source)
     run = run_folder(source)
     home = run / "eval" if run else Path("evaluations") / Path(source).name

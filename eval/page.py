@@ -29,7 +29,7 @@ def page(records: Sequence[dict]) -> str:
         "comparison": [[row.group, row.label, *comparison_cells(row)] for row in comparison(records)],
     }
     title = html.escape(", ".join(record["name"] for record in records))
-    text = json.dumps(_finite(data), allow_nan=False).replace("</", "<\\/")  # no text may end the script
+    text = json.dumps(_finite(data), allow_nan=False).replace("<", "\\u003c")  # no text may end the script
     template = (files("fla_train.eval") / "page.html").read_text(encoding="utf-8")
     return template.replace("__TITLE__", title).replace("__DATA__", text)
 

@@ -76,7 +76,12 @@ def _value(column: Column, tasks: dict[str, dict]) -> float | None:
 
 def paper_cell(head: str, value: float | None) -> str:
     """A value with the papers' number of digits; a dash for None."""
-    return "-" if value is None else f"{value:.{2 if 'ppl' in head else 1}f}"
+    return "-" if value is None else fixed(value, 2 if "ppl" in head else 1)
+
+
+def fixed(value: float, digits: int) -> str:
+    """A value with `digits` decimals; in scientific notation from a million on, as perplexities may be."""
+    return f"{value:.{digits}{'f' if abs(value) < 1e6 else 'e'}}"
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
         config.suite,
         folder,
         name=_name(source),
-        identity={"checkpoint": str(source), "weights": _weights_stamp(source)},
+        identity={"checkpoint": str(source), "weights": _weights_stamp(source, model)},
         run=run_folder(source),
         trained=trained_length(model),
         mirror=config.mirror,
@@ -170,7 +170,9 @@ def _name(source: Path | str) -> str:
     )
 
 
-def _weights_stamp(source: Path | str) -> list:
-    """Name, size and time of each weights file: a checkpoint that was written again is another one."""
-    files = sorted(Path(source).glob("*.safetensors")) if isinstance(source, Path) else []
+def _weights_stamp(source: Path | str, model: PreTrainedModel) -> list:
+    """Name, size and time of each weights file, or the Hub's commit: new weights are another checkpoint."""
+    if isinstance(source, str):
+        return [getattr(model.config, "_commit_hash", None)]
+    files = sorted(f for f in source.iterdir() if f.suffix in (".safetensors", ".bin"))
     return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]

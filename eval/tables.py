@@ -3,10 +3,16 @@
 from collections.abc import Iterable, Sequence
 
 from fla_train.eval.compare import Row, comparison, is_metric
-from fla_train.eval.paper import HEADS, paper_cell, published
+from fla_train.eval.paper import HEADS, fixed, paper_cell, published
 
 TABLE_1 = "delta_product"  # whose rows stand beside ours; the page shows the other papers' too
-LATEX_SPECIAL = {"_": r"\_", "%": r"\%", "&": r"\&", "#": r"\#", "↓": r"$\downarrow$", "↑": r"$\uparrow$"}
+LATEX_SPECIAL = {sign: f"\\{sign}" for sign in "_%&#${}"} | {
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "\\": r"\textbackslash{}",
+    "↓": r"$\downarrow$",
+    "↑": r"$\uparrow$",
+}
 
 
 def markdown(records: Sequence[dict]) -> str:
@@ -68,8 +74,8 @@ def comparison_cells(row: Row) -> list[str]:
     """Value, standard error and mark of each cell as text."""
     texts = []
     for cell in row.cells:
-        error = "" if cell.error is None else f" ± {cell.error:.3f}"
-        texts.append("-" if cell.value is None else f"{cell.value:.3f}{error} {cell.mark}".rstrip())
+        error = "" if cell.error is None else f" ± {fixed(cell.error, 3)}"
+        texts.append("-" if cell.value is None else f"{fixed(cell.value, 3)}{error} {cell.mark}".rstrip())
     return texts
 
 
@@ -103,7 +109,7 @@ def _paper_latex(records: Sequence[dict], heads: Sequence[str]) -> str:
 
 
 def _plain(row: Row) -> list[str]:
-    return ["-" if cell.value is None else f"{cell.value:.2f}" for cell in row.cells]
+    return ["-" if cell.value is None else fixed(cell.value, 2) for cell in row.cells]
 
 
 def _tabular(
@@ -135,9 +141,9 @@ def _perplexity_table(result: dict, trained: int) -> str:
         return f"Could not run: {result['error']}\n"
     lines = ["| context | perplexity | 95% interval | loss | documents |", "|---:|---:|:---:|---:|---:|"]
     for row in result["lengths"]:
-        interval = "" if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}"
+        interval = "" if row["low"] is None else f"{fixed(row['low'], 3)} to {fixed(row['high'], 3)}"
         mark = " (trained)" if row["length"] == trained else ""
-        cells = (f"{row['length']:,}{mark}", f"{row['perplexity']:.3f}", interval, f"{row['loss']:.4f}")
+        cells = (f"{row['length']:,}{mark}", fixed(row["perplexity"], 3), interval, f"{row['loss']:.4f}")
         lines.append(_line([*cells, str(row["documents"])]))
     if result["not_reached"]:
         lines += ["", f"No document is long enough for {', '.join(map(str, result['not_reached']))}."]
@@ -155,7 +161,7 @@ def _task_table(tasks: dict[str, dict]) -> str:
                 if not is_metric(metric):
                     continue
                 error = scores.get(f"{metric}_stderr")
-                cells = (task, metric, f"{value:.4f}", "" if error is None else f"{error:.4f}")
+                cells = (task, metric, fixed(value, 4), "" if error is None else fixed(error, 4))
                 lines.append(_line([*cells, str(scores["examples"]), str(scores["num_fewshot"])]))
     return "\n".join([*lines, ""])
 

@@ -99,7 +99,8 @@ class SignedMambaMixer(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             u, b, c = u.to(wide), b.to(wide), c.to(wide)
-            dt = F.softplus(F.linear(dt.to(wide), self.dt_proj.weight, self.dt_proj.bias))  # [B, T, D]
+            weight, bias = self.dt_proj.weight.to(wide), self.dt_proj.bias.to(wide)
+            dt = F.softplus(F.linear(dt.to(wide), weight, bias))  # [B, T, D]
             transition = torch.exp(dt[..., None] * -self.A_log.to(wide).exp())  # [B, T, D, N]
             if self.config.allow_neg_eigval:
                 transition = 2 * transition - 1

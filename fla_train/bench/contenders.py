@@ -1,7 +1,7 @@
 """The kernels that compute the operator: this project's backends, and those of other installed packages.
 
 A contender takes the tensors of one `Problem` and returns o [B, T, H, V]. Peers get views of the same tensors
-in their own layout, so no copy of ours counts as their time.
+in their own layout, so no copy of ours counts as their time (but for beta, which is small).
 """
 
 from collections.abc import Callable
@@ -41,7 +41,10 @@ class Problem:
 def make_problem(
     shape: Shape, dtype: torch.dtype, device: torch.device, *, norm: bool, seed: int = 0
 ) -> Problem:
-    """Random inputs like those of a trained model: open gates, beta uniform in (0, 2)."""
+    """Random inputs like those of a trained model: open gates, beta uniform in (0, 2).
+
+    Beta has few enough digits for any dtype, so that a peer that wants it in the dtype of q loses nothing.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     rows = (shape.batch, shape.tokens)
 
@@ -54,7 +57,8 @@ def make_problem(
     v, do = normal(shape.substeps, shape.heads, shape.value_dim), normal(shape.heads, shape.value_dim)
     q, k, v, do = (x.to(dtype) for x in (q, k, v, do))
     wide = compute_dtype(q)
-    beta = 2 * torch.rand(*rows, shape.substeps, shape.heads, generator=generator, device=device, dtype=wide)
+    beta = 2 * torch.rand(*rows, shape.substeps, shape.heads, generator=generator, device=device)
+    beta = beta.bfloat16().half().to(wide)
     g = (-0.1 * F.softplus(normal(shape.heads))).to(wide) if shape.gated else None
     problem = Problem(shape, q, k, v, beta, g, do, norm)
     for leaf in problem.leaves.values():
@@ -101,8 +105,12 @@ def _one_substep(problem: Problem) -> str | None:
 
 
 def _flat(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """k, v [B, T N, H, .] and beta [B, T N, H]: the sub-steps as further positions of the sequence."""
-    return problem.k.flatten(1, 2), problem.v.flatten(1, 2), problem.beta.flatten(1, 2)
+    """k, v [B, T N, H, .] and beta [B, T N, H]: the sub-steps as further positions of the sequence.
+
+    Beta in the dtype of q, as the peers' own layers pass it.
+    """
+    beta = problem.beta.flatten(1, 2).to(problem.q.dtype)
+    return problem.k.flatten(1, 2), problem.v.flatten(1, 2), beta
 
 
 def _transformers(problem: Problem) -> Tensor:
@@ -160,7 +168,7 @@ def _qla_contenders() -> list[Contender]:
         k, v, beta = _flat(p)
         if p.shape.substeps == 1:
             return kernel(q=p.q, k=k, v=v, g=p.g, beta=beta)[0]
-        q, g = torch.zeros_like(p.k), torch.zeros_like(p.beta)
+        q, g = torch.zeros_like(p.k), p.g.new_zeros(p.beta.shape)
         q[:, :, -1], g[:, :, 0] = p.q, p.g
         o = kernel(q=q.flatten(1, 2), k=k, v=v, g=g.flatten(1, 2), beta=beta)[0]
         return o.unflatten(1, p.k.shape[1:3])[:, :, -1].contiguous()

@@ -41,7 +41,7 @@ class Row:
         gate = "yes" if self.gated else "no"
         if self.refused is not None:
             return (
-                f"| {self.kernel} | {self.substeps} | {gate} | refused: {self.refused} | | | | | | "
+                f"| {self.kernel} | {self.substeps} | {gate} | no speed: {self.refused} | | | | | | "
                 f"{error} | {gradient} |"
             )
         return (

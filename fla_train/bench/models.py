@@ -64,8 +64,8 @@ MODELS: dict[str, Callable[[TrainConfig], PreTrainedModel]] = {"ours": _ours, "l
 def training_flops(name: str, model: PreTrainedModel, config: TrainConfig) -> float:
     """FLOPs per token, forward and backward.
 
-    Ours by its formula; of a peer 6 per parameter outside its embedding, and 12 per channel and visible key of
-    attention.
+    Ours by its formula; of a peer 6 per parameter outside its embedding, and for attention 12 per channel and
+    visible key.
     """
     if name == "ours":
         return flops_per_token(model.config, config.trainer.seq_len)

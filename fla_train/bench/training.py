@@ -129,7 +129,7 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
 def markdown(row: StepRow) -> str:
     """The row as a short table."""
     if row.refused is not None:
-        return f"### {row.model}\n\nrefused: {row.refused}\n"
+        return f"### {row.model}\n\nno speed: {row.refused}\n"
     total = sum(part.ms for part in row.parts.values())
     lines = [
         f"### {row.model}: {row.parameters / 1e6:.1f}M parameters",

@@ -34,7 +34,7 @@ def compose(config_name: str, overrides: Sequence[str] = ()) -> DictConfig:
 
 
 def _faults(config_name: str, overrides: Sequence[str]) -> list[str]:
-    """The overrides that do not fit with those that do. Choices of groups come first: values depend on them."""
+    """The overrides that do not fit those that do. Choices of groups come first: values depend on them."""
     good: list[str] = []
     faults = {}
     for override in sorted(overrides, key=lambda text: "." in text.split("=")[0]):

@@ -26,7 +26,7 @@ def train(node: DictConfig) -> int:
     except TrainingFailed as failure:
         return fail(failure, 1)
     except Preempted:
-        fail("stopped on request; the same command with this run.dir goes on from the last checkpoint")
+        fail("stopped on request; the same command with this run.dir goes on from where it was")
         sys.exit(EXIT_CODE)
     except KeyboardInterrupt:
         fail("interrupted; the same command with this run.dir goes on from the last checkpoint")

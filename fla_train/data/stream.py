@@ -111,7 +111,7 @@ class StreamSequences:
         """Append chunk after chunk, epoch after epoch."""
         cursor, expected = note.cursor, note.digest
         while True:
-            began = self._end
+            began, whole = self._end, cursor is None
             source = open_source(self._config)
             for piece in encode_all(self._encoder, source.chunks(cursor), self._config.num_workers or 0):
                 if piece.fault is not None:
@@ -131,7 +131,7 @@ class StreamSequences:
                 self._end += len(tokens)
                 cursor = piece.after
                 yield
-            if self._end == began and cursor is None:
+            if whole and self._end == began:
                 raise ValueError("the stream has no training document; see data.path")
             cursor = None
 
@@ -180,7 +180,8 @@ def prepare_stream(config: DataConfig, prepare: Callable[[DataConfig], PreparedD
     tokenizer is trained on the others.
     """
     head = prepare(replace(config, stream=False, max_documents=config.stream_head_documents))
-    settings = head.manifest["settings"] | {"max_documents": None}
+    # The head may have been prepared when the same text lay elsewhere.
+    settings = head.manifest["settings"] | {"max_documents": None, "path": config.path}
     content = json.dumps({"head": head.folder.name, "stream": True})
     name = hashlib.sha256(content.encode()).hexdigest()[:16]
     folder = cache_folder(config) / name

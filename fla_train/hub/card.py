@@ -9,15 +9,21 @@ from fla_train.models.accounting import count_parameters
 LOADING = """\
 ## Use
 
-The model class lives in the package `fla-train` (`pip install fla-train`); importing `fla_train.models`
+The model class lives in the package `fla-train` (`pip install fla-train`); importing `{package}`
 registers it with the Auto classes. No remote code is involved.
 
 ```python
-import fla_train.models
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import {package}
+from transformers import AutoModelForCausalLM
 
 checkpoint = "user/model"  # the name on the Hub, or the folder this card lies in
 model = AutoModelForCausalLM.from_pretrained(checkpoint)
+```
+"""
+GENERATION = """\
+```python
+from transformers import AutoTokenizer
+
 tokenizer = AutoTokenizer.from_pretrained(checkpoint)
 inputs = tokenizer("The state of a linear RNN", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
@@ -83,8 +89,11 @@ class CardInfo:
     commit: str | None = None
 
 
-def render_card(model: PreTrainedModel, info: CardInfo) -> str:
-    """README.md of an export: front matter, what it is, how it was trained, how to load it, what to cite."""
+def render_card(model: PreTrainedModel, info: CardInfo, tokenizer: bool) -> str:
+    """README.md of an export: front matter, what it is, how it was trained, how to load it, what to cite.
+
+    `tokenizer` says whether the export has one; models of synthetic tasks have none.
+    """
     count = count_parameters(model)
     parts = [
         _front_matter(model, info),
@@ -111,14 +120,22 @@ def render_card(model: PreTrainedModel, info: CardInfo) -> str:
                 "code": info.commit,
             }
         ),
-        LOADING,
+        LOADING.format(package=_package(model)),
     ]
+    if tokenizer:
+        parts.append(GENERATION)
     if info.config:
         parts.append(
             f"<details><summary>Training configuration</summary>\n\n```yaml\n{info.config}```\n\n</details>\n"
         )
     parts.append(f"## Citation\n\n```bibtex\n{CITATIONS}```\n")
     return "\n".join(parts)
+
+
+def _package(model: PreTrainedModel) -> str:
+    """The package whose import registers the model's class."""
+    baseline = type(model).__module__.startswith("fla_train.baselines")
+    return "fla_train.baselines" if baseline else "fla_train.models"
 
 
 def _front_matter(model: PreTrainedModel, info: CardInfo) -> str:

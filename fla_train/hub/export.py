@@ -64,7 +64,7 @@ def export_model(
             GenerationConfig(**special).save_pretrained(aside)
         config.save_pretrained(aside)
         (aside / TRAINING_FILE).write_text(json.dumps(asdict(card), indent=2) + "\n")
-        (aside / "README.md").write_text(render_card(model, card))
+        (aside / "README.md").write_text(render_card(model, card, tokenizer is not None))
         if validate:
             _load_back(model, weights, aside, dtype)
     return folder

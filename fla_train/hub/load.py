@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import torch
+import yaml
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
@@ -82,11 +83,14 @@ def trained_length(model: PreTrainedModel) -> int:
 def document_prefix(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The token that stands before a document: at most one.
 
-    Models trained here saw documents ended by EOS and never a BOS, so theirs is EOS. Others get BOS, else
-    EOS.
+    Models trained here saw documents ended by EOS and never a BOS, so theirs is EOS, or nothing if their data
+    had `append_eos=false`. Others get BOS, else EOS.
     """
     ids = [tokenizer.bos_token_id, tokenizer.eos_token_id]
-    if training_record(model):
+    if record := training_record(model):
+        data = (yaml.safe_load(record.get("config") or "") or {}).get("data") or {}
+        if data.get("append_eos") is False:
+            return []
         ids.reverse()
     return [token for token in ids if token is not None][:1]
 
@@ -105,19 +109,35 @@ def load_model(
         ValueError: no such checkpoint, or its files are missing or damaged.
     """
     source = resolve_checkpoint(checkpoint)
+    model = load_weights(source, device, dtype)
+    try:
+        return model, AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, RuntimeError) as failure:
+        if isinstance(source, Path) and not any(source.glob("tokenizer*")):
+            raise ValueError(
+                f"{source} has no tokenizer: a model of a synthetic task takes suite=expressivity, any other "
+                "needs its tokenizer saved there"
+            ) from failure
+        raise ValueError(_explain(source, failure)) from failure
+
+
+def load_weights(
+    checkpoint: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """`load_model` without the tokenizer, which models of synthetic tasks do not have."""
+    source = resolve_checkpoint(checkpoint)
     try:
         with no_progress_bars():
             model, report = AutoModelForCausalLM.from_pretrained(
                 source, dtype=dtype or "auto", output_loading_info=True
             )
-        tokenizer = AutoTokenizer.from_pretrained(source)
     except (SafetensorError, OSError, ValueError, RuntimeError) as failure:
         raise ValueError(_explain(source, failure)) from failure
     if report["missing_keys"]:
         raise ValueError(
             f"{source} lacks weights: {', '.join(sorted(report['missing_keys'])[:3])}: export it again"
         )
-    return model.to(device).eval(), tokenizer
+    return model.to(device).eval()
 
 
 def _explain(source: Path | str, failure: Exception) -> str:

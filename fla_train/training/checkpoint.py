@@ -158,12 +158,15 @@ def prune(newest: Path, keep: int, keep_every: int = 0) -> None:
 
 
 def remove(checkpoint: Path) -> None:
-    """Delete a checkpoint; renamed first, so that a kill leaves no folder that looks like one."""
+    """Delete a checkpoint; renamed first, so that a kill leaves no folder that looks like one.
+
+    What can't be deleted (NFS keeps a file that a reader has open) is no fault: `clean` tries again.
+    """
     if checkpoint.exists():
         doomed = checkpoint.with_name(DELETING + checkpoint.name)
         shutil.rmtree(doomed, ignore_errors=True)
         os.rename(checkpoint, doomed)
-        shutil.rmtree(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def random_states() -> dict:

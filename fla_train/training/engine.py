@@ -54,7 +54,8 @@ def deepspeed_config(config: TrainConfig, *, on_gpu: bool) -> dict:
         "zero_allow_untested_optimizer": True,  # torch's AdamW is outside DeepSpeed's list
         "zero_optimization": {
             "stage": 2,
-            "overlap_comm": on_gpu,  # gloo has no streams to overlap
+            # gloo has no streams to overlap; and overlapping waits for the device after each micro-batch
+            "overlap_comm": on_gpu and config.launch.num_processes > 1,
             "contiguous_gradients": True,
             "reduce_scatter": True,
             "reduce_bucket_size": BUCKET_ELEMENTS,

@@ -12,6 +12,7 @@ from fla_train.data import PreparedData, check_vocabulary, prepare
 from fla_train.kernels.delta_product.check import check_backend, model_cases
 from fla_train.training import checkpoint
 from fla_train.training.plan import Plan, make_plan, plan_lines
+from fla_train.training.preemption import leaving_at_once
 from fla_train.training.runfolder import RunFolder, new_run_dir, write_environment, write_whole
 from fla_train.training.schedule import warmup_steps
 from fla_train.training.schema import TrainConfig, load_config, to_yaml
@@ -42,8 +43,13 @@ def launch(config: TrainConfig) -> None:
     Raises:
         ValueError: the config, the data, the port or the run folder does not allow it; nothing was started.
         TrainingFailed: a worker failed, and `launch.max_restarts` did not help.
-        Preempted: SIGUSR1 or SIGTERM came; a checkpoint has been saved.
+        Preempted: SIGUSR1 or SIGTERM came; if it was training, a checkpoint has been saved.
     """
+    with leaving_at_once():
+        _launch(config)
+
+
+def _launch(config: TrainConfig) -> None:
     config = with_task_sizes(config)
     validate(config)
     config = resolve(config)
@@ -105,7 +111,8 @@ def _train(config: TrainConfig, data: PreparedData, plan: Plan) -> None:
                 resume = checkpoint.choose("auto", folder.checkpoints)
             failure = _run(config, data, folder, resume, choose_port(config.launch), lock)
     if failure is not None:
-        raise TrainingFailed(f"rank {failure.rank}: {failure.line} (details in {folder.log})")
+        log = folder.log(config.launch.machine_rank)
+        raise TrainingFailed(f"rank {failure.rank}: {failure.line} (details in {log})")
 
 
 def _run(
@@ -133,7 +140,7 @@ def _write_main_files(folder: RunFolder, config: TrainConfig, plan: Plan) -> Non
     checkpoint.clean(folder.checkpoints)
     write_environment(folder, config.launch.device)
     write_whole(folder.plan, json.dumps(asdict(plan), indent=2) + "\n")
-    with folder.log.open("a") as log:
+    with folder.log(0).open("a") as log:
         log.writelines(line + "\n" for line in plan_lines(config, plan))
 
 

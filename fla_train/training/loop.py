@@ -73,7 +73,10 @@ class Trainer:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         check_agreement(run_facts(config, data, resume, self.folder))
         self.state = checkpoint.load(self.engine, resume) if resume else TrainState()
-        self.saved_step = self.state.step if resume else -1
+        own = resume is not None and resume.resolve().parent == self.folder.checkpoints.resolve()
+        self.saved_step = self.state.step if own else -1
+        if not own:  # a branch of another run, whose W&B run stays its own
+            self.state.wandb_id = None
         trainer = config.trainer
         self.batches = BatchPlan(
             global_batch=trainer.global_batch_tokens // trainer.seq_len,
@@ -226,7 +229,8 @@ class Trainer:
             batches = sequential_batches(
                 part, trainer.micro_batch_size, limit=limit, rank=self.rank, world=self.world
             )
-            on_device = (self._to_device(read) for read in batches)
+            watched = self.watchdog.over(batches, f"evaluating after step {self.state.step}")
+            on_device = (self._to_device(read) for read in watched)
             result = evaluate(self.engine, on_device, seq_len=trainer.seq_len, buckets=trainer.eval_buckets)
             parts[name] = result, weight
         whole = weighted(list(parts.values()))
@@ -292,11 +296,14 @@ class Trainer:
     def _export(self) -> None:
         self.watchdog.beat(f"exporting step {self.state.step}")
         if self.rank == 0:
-            card = model_card(self.config, self.data, self.folder, self.state)
-            module: nn.Module = self.engine.module
-            path = export_model(module, self.data.tokenizer(), self.folder.export(self.state.step), card)
-            self._say(f"step {self.state.step:,}: exported {path}")
+            self._write_export()
         dist.barrier()
+
+    def _write_export(self) -> None:
+        card = model_card(self.config, self.data, self.folder, self.state)
+        module: nn.Module = self.engine.module
+        path = export_model(module, self.data.tokenizer(), self.folder.export(self.state.step), card)
+        self._say(f"step {self.state.step:,}: exported {path}")
 
     def _log_step(self, step: int, rate: float, result: StepResult, speed: Record) -> None:
         record: Record = {
@@ -322,11 +329,11 @@ class Trainer:
             self._save()
         if not self._written():
             raise TrainingStopped(self._unwritten())
+        self.watchdog.beat(f"exporting step {self.state.step}")
         export = self.folder.export(self.state.step)
-        missing = not export.is_dir()
-        dist.barrier()  # all ranks have looked before rank 0 writes it
-        if missing:
-            self._export()
+        if self.rank == 0 and not export.is_dir():  # other machines may see a shared folder late
+            self._write_export()
+        dist.barrier()
         if self.suites is not None:
             self.suites.finish(self.state.step, self.state.tokens, self.watchdog.beat)
         if self.rank == 0:

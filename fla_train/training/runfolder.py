@@ -35,10 +35,6 @@ class RunFolder:
         return self.root / "metrics.jsonl"
 
     @property
-    def log(self) -> Path:
-        return self.root / "train.log"
-
-    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 
@@ -58,6 +54,10 @@ class RunFolder:
     def config(self, machine: int) -> Path:
         """The resolved config; machines after the first, whose launch section differs, have their own."""
         return self.root / ("config.yaml" if machine == 0 else f"config-machine-{machine}.yaml")
+
+    def log(self, machine: int) -> Path:
+        """What a machine's ranks print. One file each: NFS loses lines that two machines append."""
+        return self.root / ("train.log" if machine == 0 else f"train-machine-{machine}.log")
 
     def export(self, step: int) -> Path:
         return self.root / "hf" / f"step-{step:07d}"

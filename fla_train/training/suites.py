@@ -26,6 +26,9 @@ OF_A_RANK = (
     "FLA_TRAIN_LAUNCHER",
 )
 POLL = 0.5  # seconds
+# It ends with the rank that started it, or a trainer that starts again would find it on its GPU.
+_BIND = "from fla_train.training.worker import die_with_launcher; die_with_launcher()"
+_EVALUATE = "from fla_train.cli.eval import main; main()"
 
 
 class SuiteRuns:
@@ -63,13 +66,14 @@ class SuiteRuns:
         self._output, self._of_step = self._folder / f"{self._suite}-step-{step:07d}", step
         self._output.mkdir(parents=True, exist_ok=True)
         request = [f"checkpoint={export}", f"suite={self._suite}", f"output={self._output}", *self._options]
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(OF_A_RANK)}
         with (self._output / "eval.log").open("w") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "fla_train.cli.eval", *request],
+                [sys.executable, "-c", f"{_BIND}; {_EVALUATE}", *request],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={key: value for key, value in os.environ.items() if not key.startswith(OF_A_RANK)},
+                env=environment | {"FLA_TRAIN_LAUNCHER": str(os.getpid())},
             )
 
     def collect(self, step: int, tokens: int) -> None:

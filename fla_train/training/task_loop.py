@@ -60,7 +60,7 @@ class TaskTrainer(Trainer):
         pieces = np.split(mine, range(config.test_batch_size, len(mine), config.test_batch_size))
         scores = []
         self.engine.eval()
-        for rows in pieces:
+        for rows in self.watchdog.over(pieces, f"evaluating after step {self.state.step}"):
             batch = task.batch(rows)
             logits = self.engine(input_ids=batch.input_ids.to(self.engine.device), use_cache=False).logits
             scores.append(Score.of(task, logits, batch))

@@ -1,5 +1,6 @@
 """Tokens per second, the share of the hardware's peak they amount to, and what a step waited for."""
 
+import re
 import resource
 import time
 from collections.abc import Iterator
@@ -11,10 +12,11 @@ import torch
 from fla_train.training.metrics import Record
 
 # Dense bf16 matrix products with fp32 accumulation, TFLOP/s, from NVIDIA's data sheets (which state twice as
-# much "with sparsity"). A device's name holds the first part that matches.
+# much "with sparsity"). The first one counts that a device's name holds as whole words: an A10G is no A10.
 PEAK_TFLOPS = (
     ("B200", 2250.0),
     ("GH200", 989.4),
+    ("H200 NVL", 835.0),
     ("H200", 989.4),
     ("H100 PCIe", 756.0),
     ("H100 NVL", 835.0),
@@ -39,7 +41,8 @@ def peak_flops(device_name: str, precision: str, override: float | None = None) 
         return override * 1e12
     if precision != "bf16":
         return None
-    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS if part in device_name), None)
+    known = (tflops * 1e12 for name, tflops in PEAK_TFLOPS if re.search(rf"\b{name}\b", device_name))
+    return next(known, None)
 
 
 @dataclass

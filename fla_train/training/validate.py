@@ -36,7 +36,6 @@ NOT_NEGATIVE = (
     "seed",
     "optimizer.lr",
     "optimizer.weight_decay",
-    "optimizer.eps",
     "optimizer.max_grad_norm",
     "trainer.eval_every",
     "trainer.checkpoint_every",
@@ -98,6 +97,8 @@ def _values(config: TrainConfig) -> list[str]:
     faults += [
         f"{key}={v} is no number" for key in NOT_NEGATIVE if not math.isfinite(v := _read(config, key))
     ]
+    if not 0 < (eps := config.optimizer.eps) < math.inf:
+        faults.append(f"optimizer.eps={eps} must be positive: a weight without a gradient would become 0 / 0")
     momentum = config.optimizer.momentum
     if config.optimizer.name != "muon" and momentum is not None:
         faults.append(f"optimizer.momentum={momentum} is for optimizer=muon only: leave it at null")

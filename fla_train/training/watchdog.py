@@ -5,7 +5,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 
 class Watchdog:
@@ -30,6 +33,12 @@ class Watchdog:
     def beat(self, doing: str) -> None:
         """Progress: what this rank does from now on."""
         self._doing, self._since = doing, time.monotonic()
+
+    def over(self, items: Iterable[_T], doing: str) -> Iterator[_T]:
+        """`items`, of which each one asked for is progress."""
+        for item in items:
+            self.beat(doing)
+            yield item
 
     def close(self) -> None:
         self._closed.set()

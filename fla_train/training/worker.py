@@ -48,8 +48,10 @@ def main() -> None:
     request = StopRequest()  # before the imports, which take seconds
     config_path, data_path, *rest = map(Path, sys.argv[1:])
     from fla_train.training.console import redirect_output
+    from fla_train.training.runfolder import RunFolder
 
-    console = redirect_output(config_path.parent / "train.log")
+    machine = int(os.environ["RANK"]) // int(os.environ["LOCAL_WORLD_SIZE"])
+    console = redirect_output(RunFolder(config_path.parent).log(machine))
     try:
         from fla_train.data import open_prepared
         from fla_train.training.loop import Trainer

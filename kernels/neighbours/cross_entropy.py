@@ -36,7 +36,8 @@ def consume_logits(
         return triton_consume_logits(logits, targets, with_gradient)
     wide = torch.promote_types(logits.dtype, torch.float32)
     log_probs = torch.log_softmax(logits, -1, dtype=wide)
-    absent, index = targets == IGNORE, targets.clamp(min=0)[:, None]
+    absent = targets == IGNORE
+    index = targets.masked_fill(absent, 0)[:, None]
     losses = -log_probs.gather(1, index)[:, 0].masked_fill(absent, 0.0)
     if not with_gradient:
         return losses, None

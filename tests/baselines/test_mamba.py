@@ -29,6 +29,17 @@ def test_with_eigenvalues_in_0_1_it_is_mamba() -> None:
     torch.testing.assert_close(found.loss, expected.loss)
 
 
+def test_a_bf16_model_computes_the_scan_in_fp32() -> None:
+    torch.manual_seed(2)
+    model = SignedMambaForCausalLM(
+        SignedMambaConfig(vocab_size=17, hidden_size=32, num_hidden_layers=2, allow_neg_eigval=True)
+    ).to(torch.bfloat16)  # fmt: skip
+    ids = torch.randint(17, (2, 9))
+    with torch.no_grad():
+        found, expected = model(ids).logits, model.float()(ids).logits
+    torch.testing.assert_close(found, expected, atol=0.03, rtol=0.05)
+
+
 def loop(mixer: SignedMambaMixer, x: Tensor) -> Tensor:
     """The mixer with negative eigenvalues, one state entry at a time in Python floats' precision."""
     config, weights = mixer.config, {name: p.detach() for name, p in mixer.named_parameters()}

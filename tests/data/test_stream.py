@@ -117,6 +117,22 @@ def test_a_changed_stream_is_refused(streamed, corpus, documents):
         StreamSequences(folder, 48).sequences(np.arange(320, 328))
 
 
+def test_a_stream_without_text_is_a_fault_and_no_endless_search(streamed, corpus, documents):
+    folder = quiet(streamed).folder
+    for name in ("000_00000.parquet", "000_00001.parquet"):
+        write_parquet(corpus / name, [{**d, "text": ""} for d in documents])
+    with pytest.raises(ValueError, match="no training document"):
+        StreamSequences(folder, 48).sequences(np.arange(2))
+
+
+def test_a_corpus_that_has_moved_is_read_where_it_is(streamed, corpus, documents):
+    folder = quiet(streamed).folder
+    moved = corpus.rename(corpus.with_name("moved"))
+    assert quiet(replace(streamed, path=str(moved))).folder == folder
+    tokens, _ = endless(documents)
+    assert StreamSequences(folder, 48).sequences(np.arange(2)).flatten().tolist() == tokens[:96].tolist()
+
+
 def test_validation_is_held_out_of_the_stream(streamed, documents):
     prepared = quiet(streamed)
     ((dataset, weight),) = open_validation(prepared.folder, 16).values()

@@ -12,7 +12,7 @@ from fla_train.data.tokenizers import encode
 from fla_train.eval import sweep as sweep_module
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig, suite_faults
 from fla_train.eval.documents import file_documents, longest, run_data, validation_documents
-from fla_train.eval.run import evaluate
+from fla_train.eval.run import _weights_stamp, evaluate
 from fla_train.eval.tables import markdown
 from fla_train.hub import CardInfo, export_model
 
@@ -118,6 +118,20 @@ def test_finished_parts_are_not_run_again(run: Path, corpus: Path, tmp_path: Pat
         first["perplexity"]["documents"]["lengths"], second["perplexity"]["documents"]["lengths"], strict=True
     )
     assert all(a["loss"] == pytest.approx(b["loss"]) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_new_weights_are_another_checkpoint(name: str, build_model, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"12")
+    first = _weights_stamp(tmp_path, build_model())
+    (tmp_path / name).write_bytes(b"123")
+    assert first and _weights_stamp(tmp_path, build_model()) != first
+
+
+def test_a_new_commit_on_the_hub_is_another_checkpoint(build_model) -> None:
+    model = build_model()
+    model.config._commit_hash = "abc"
+    assert _weights_stamp("user/model", model) == ["abc"]
 
 
 def test_tasks_and_a_task_that_fails(run: Path, write_task, quiz, tmp_path: Path) -> None:

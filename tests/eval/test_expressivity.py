@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from fla_train.eval.config import EvalConfig, ExpressivityConfig, SuiteConfig, suite_faults
 from fla_train.eval.expressivity import evaluate_expressivity
@@ -110,11 +111,33 @@ def test_the_suite_reports_a_solved_task(tmp_path: Path) -> None:
     assert {path.stem for path in folder.glob("*.png")} == names
 
 
+def test_damaged_weights_are_one_line_and_missing_ones_are_not_drawn_at_random(tmp_path: Path) -> None:
+    export_model(symmetric(3).float(), None, tmp_path / "model", CardInfo(config=TASK))
+    file = tmp_path / "model/model.safetensors"
+    suite = SuiteConfig(name="expressivity", expressivity=ExpressivityConfig())
+    config = EvalConfig(checkpoint=str(tmp_path / "model"), device="cpu", suite=suite)
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks weights: model\.norm\.weight"):
+        evaluate_expressivity(config)
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="damaged or cut short"):
+        evaluate_expressivity(config)
+
+
 def test_a_language_model_is_refused(tmp_path: Path) -> None:
     export_model(cyclic(3).float(), None, tmp_path / "model", CardInfo(config="seed: 0\n"))
     suite = SuiteConfig(name="expressivity", expressivity=ExpressivityConfig())
     with pytest.raises(ValueError, match="was not trained on a task"):
         evaluate_expressivity(EvalConfig(checkpoint=str(tmp_path / "model"), device="cpu", suite=suite))
+
+
+def test_one_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    suite = SuiteConfig(name="expressivity", expressivity=ExpressivityConfig())
+    with pytest.raises(ValueError, match="without torchrun"):
+        evaluate_expressivity(EvalConfig(checkpoint="anything", suite=suite))
 
 
 def test_faults() -> None:

@@ -58,7 +58,7 @@ def record(name: str, losses: list[float], **scores: float) -> dict:
                 "states": states,
                 "data": {"layout": "documents", "sequences": 3, "tokens": 300, "fingerprint": "f"},
             },
-            "code": {"error": "not to be had </script>"},
+            "code": {"error": "not to be had <!--<script></script>"},
         },
         "tasks": tasks,
         "paper_row": paper_row(tasks),
@@ -113,7 +113,8 @@ def test_the_page_stands_alone() -> None:
     assert not parsed.addresses and parsed.tags.count("script") == 2 and "link" not in parsed.tags
     assert "<title>&lt;ours&gt;</title>" in text and "__DATA__" not in text
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.S)[1])
-    assert data["records"][0]["perplexity"]["code"]["error"] == "not to be had </script>"
+    assert data["records"][0]["perplexity"]["code"]["error"] == "not to be had <!--<script></script>"
+    assert "<!--" not in text
     assert data["records"][0]["perplexity"]["web"]["lengths"][0]["loss"] is None  # JSON has no infinity
     assert data["heads"] == list(HEADS[:9]) and data["cells"]["<ours>"]["Avg. ↑"] == "43.3"
     assert len(data["published"]) == 7 and all(len(cells) == 3 for cells in data["comparison"])
@@ -123,7 +124,7 @@ def test_marks() -> None:
     assert mark(0.5, 1.0, lower_is_better=True) == mark(3.0, None, True) == mark(0.0, 0.0, True) == ""
     assert mark(1.5, 1.0, lower_is_better=True) == "▼" and mark(1.5, 1.0, lower_is_better=False) == "▲"
     assert mark(-2.0, 1.0, lower_is_better=True) == "▲▲" and mark(math.inf, None, True) == "▼▼"
-    assert mark(math.nan, 1.0, True) == ""
+    assert mark(math.nan, 1.0, True) == mark(1.0, math.nan, True) == ""
 
 
 def test_differences_are_paired_on_the_same_sequences_only() -> None:
@@ -137,6 +138,28 @@ def test_differences_are_paired_on_the_same_sequences_only() -> None:
     cells = rows["web", "perplexity, 64 tokens"]
     assert [cell.mark for cell in cells] == ["", "▲▲", "", ""]
     assert cells[0].value == pytest.approx(math.exp(3)) and cells[0].error == pytest.approx(math.exp(3) / 2)
+
+
+def test_documents_with_and_without_a_prefix_token_are_not_paired() -> None:
+    """The same documents, of which one is a target too short without the prefix."""
+    rows = comparison([record("with", [1.0, 3.0, 5.0]), record("without", [0.9, 2.8])])
+    assert [cell.mark for cell in rows[0].cells] == ["", ""]
+
+
+def test_perplexities_of_an_untrained_model_fit_into_a_cell() -> None:
+    one = record("ours", [2.0, 3.0])
+    for row in one["perplexity"]["web"]["lengths"]:
+        row |= {"perplexity": math.exp(700), "low": math.exp(600), "high": math.exp(700)}
+    one["tasks"]["wikitext"]["scores"]["wikitext"]["word_perplexity"] = 1.5e60
+    one["paper_row"] = paper_row(one["tasks"])
+    for text in (markdown([one]), markdown([one, one]), latex([one])):
+        assert not re.search(r"\d{20}", text) and "1.50e+60" in text and "1.01" in text
+
+
+def test_latex_escapes_every_sign_of_a_name() -> None:
+    text = latex([record(r"~/a^2 {b} $c\d", [2.0, 3.0])])
+    escaped = r"\textasciitilde{}/a\textasciicircum{}2 \{b\} \$c\textbackslash{}d"
+    assert f"set & tokens & {escaped} " in text
 
 
 def test_differences_of_task_scores() -> None:

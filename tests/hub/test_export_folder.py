@@ -1,6 +1,7 @@
 """An export is complete or absent, loads through the Auto classes, and computes what the model computed."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from fla_train.baselines import SignedMambaConfig, SignedMambaForCausalLM
 from fla_train.hub import CardInfo, copy_export, export_model
 from fla_train.hub import export as export_module
 
@@ -192,3 +194,16 @@ def test_card(small_model, tokenizer, tmp_path: Path) -> None:
     ):
         assert expected in card
     assert card.count("title     = {") == 4
+
+
+@pytest.mark.parametrize("kind", ["text", "task"])
+def test_the_cards_code_runs(kind: str, small_model, tokenizer, tmp_path: Path) -> None:
+    baseline = SignedMambaForCausalLM(SignedMambaConfig(vocab_size=5, hidden_size=16, num_hidden_layers=1))
+    model, with_tokenizer = (small_model, tokenizer) if kind == "text" else (baseline, None)
+    card = (export_model(model, with_tokenizer, tmp_path / "export") / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", card, re.S)
+    assert blocks[0].startswith(f"import {'fla_train.models' if kind == 'text' else 'fla_train.baselines'}\n")
+    assert len(blocks) == (2 if kind == "text" else 1)
+    names: dict = {}
+    exec("".join(blocks).replace("user/model", str(tmp_path / "export")), names)
+    assert type(names["model"]) is type(model)

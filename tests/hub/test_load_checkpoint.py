@@ -75,6 +75,22 @@ def test_document_prefix_of_other_models(small_model, tokenizer) -> None:
     assert document_prefix(small_model, tokenizer) == []
 
 
+def test_without_separators_in_training_nothing_stands_before_a_document(
+    small_model, tokenizer, tmp_path: Path
+) -> None:
+    for name, text in (("no", "data: {append_eos: false}"), ("yes", "data: {append_eos: true}")):
+        export_model(small_model, tokenizer, tmp_path / name, CardInfo(config=text + "\n"))
+    assert document_prefix(*load_model(tmp_path / "no")) == []
+    assert document_prefix(*load_model(tmp_path / "yes")) == [tokenizer.eos_token_id]
+
+
+def test_a_model_of_a_task_has_no_tokenizer(small_model, tmp_path: Path) -> None:
+    export_model(small_model, None, tmp_path / "model")
+    with pytest.raises(ValueError) as failure:
+        load_model(tmp_path / "model")
+    assert "has no tokenizer" in one_line(failure) and "suite=expressivity" in one_line(failure)
+
+
 def one_line(failure: pytest.ExceptionInfo) -> str:
     message = str(failure.value)
     assert "\n" not in message

@@ -251,6 +251,12 @@ def test_a_target_outside_the_vocabulary_gives_nan() -> None:
     assert losses.isnan().tolist() == [True, True, False]
 
 
+@pytest.mark.parametrize("target", [-1, 7])
+def test_a_target_outside_the_vocabulary_is_an_error_of_the_definition(target: int) -> None:
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        consume_logits(torch.zeros(1, 7), torch.tensor([target]), with_gradient=False, backend="torch")
+
+
 def test_definitions() -> None:
     """The torch backend by the same measure, in fp32."""
     for case in (case for case in CONVOLUTIONS if case.dtype is FP32):

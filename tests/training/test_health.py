@@ -25,6 +25,10 @@ CPU = torch.device("cpu")
         ("NVIDIA H100 PCIe", "bf16", None, 756.0),
         ("NVIDIA A100-SXM4-40GB", "bf16", None, 312.0),
         ("NVIDIA A100-SXM4-40GB", "fp32", None, None),
+        ("NVIDIA A10", "bf16", None, 125.0),
+        ("NVIDIA A10G", "bf16", None, None),
+        ("NVIDIA RTX A1000", "bf16", None, None),
+        ("NVIDIA H200 NVL", "bf16", None, 835.0),
         ("cpu", "bf16", None, None),
         ("cpu", "fp32", 2.0, 2.0),
     ],
@@ -112,6 +116,15 @@ def test_a_watchdog_barks_once_progress_stops(capfd: pytest.CaptureFixture):
     assert heard.wait(5.0)
     assert barked == ["no progress for 0.4 s while in step 7"]
     assert "test_a_watchdog_barks" in capfd.readouterr().err  # the stacks of all threads
+
+
+def test_long_work_in_pieces_is_no_hang():
+    lines: list[str] = []
+    watchdog = Watchdog(0.4, lines.append)
+    for _ in watchdog.over(range(5), "evaluating"):
+        time.sleep(0.2)
+    watchdog.close()
+    assert not lines
 
 
 def test_a_closed_watchdog_and_one_without_timeout_are_silent():

@@ -1,8 +1,11 @@
 """Signals, restarts and SLURM, played on this machine: nothing is lost and nothing is done twice."""
 
+import contextlib
 import os
+import random
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -15,7 +18,7 @@ import pytest
 from test_resume import losses, steps_logged, wait_for, weights, workers
 
 from fla_train.training.launch import TrainingFailed, launch
-from fla_train.training.preemption import EXIT_CODE
+from fla_train.training.preemption import EXIT_CODE, Preempted
 from fla_train.training.schema import TrainConfig
 
 Make = Callable[..., TrainConfig]
@@ -61,6 +64,25 @@ def test_a_signal_saves_a_checkpoint_and_the_same_command_goes_on(
     assert "asked to stop; the same command goes on from here" in (run / "train.log").read_text()
     launch(make_config(*more))
     assert without_saves(run) == without_saves(whole) and weights(run) == weights(whole)
+
+
+def test_a_signal_while_the_data_are_prepared_can_be_tried_again(
+    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def slow(*arguments: object, **options: object) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        except Exception:
+            pytest.fail("taken for a fault of the data")
+
+    monkeypatch.setattr("fla_train.training.launch.prepare", slow)
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with pytest.raises(Preempted):
+            launch(make_config(*MORE, f"run.dir={tmp_path / 'run'}"))
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_workers_that_die_are_started_again(
@@ -142,6 +164,22 @@ if [ "$1" = requeue ]; then touch "$REQUEUED"; fi
 FAKE_TRAIN = '#!/usr/bin/env bash\nexec {} -c "from fla_train.cli.train import main; main()" "$@"\n'
 
 
+def free_port() -> int:
+    """One below those that the system hands out to outgoing connections."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def is_training(process: psutil.Process) -> bool:
+    try:
+        return "fla-train" in " ".join(process.cmdline())
+    except psutil.Error:  # it has just ended
+        return False
+
+
 @pytest.fixture
 def cluster(tmp_path: Path) -> dict[str, str]:
     """An environment in which two nodes of SLURM job 4711 are this machine."""
@@ -154,7 +192,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     return os.environ | {
         "PATH": f"{tools}:{os.environ['PATH']}",
         "REQUEUED": str(tmp_path / "requeued"),
-        "SLURM_JOB_ID": str(os.getpid()),  # the port follows from it
+        "SLURM_JOB_ID": str(free_port() - 20000),  # the script adds it to 20000
         "SLURM_JOB_NODELIST": "node[1-2]",
         "SLURM_JOB_NUM_NODES": "2",
         "SLURM_GPUS_ON_NODE": "1",
@@ -167,7 +205,7 @@ def test_a_preempted_slurm_job_of_two_nodes_is_queued_again_and_finishes(
     run, requeued = tmp_path / "run", Path(cluster["REQUEUED"])
     command = ["bash", str(SCRIPTS / "train.slurm"), *overrides, *MORE, f"run.dir={run}"]
     job = subprocess.Popen(command, env=cluster, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    wait_for(lambda: steps_logged(run) >= 1)
+    wait_for(lambda: steps_logged(run) >= 1 or job.poll() is not None)
     job.send_signal(signal.SIGUSR1)
     out, _ = job.communicate()
     assert requeued.exists() and job.returncode == 0, out
@@ -209,9 +247,13 @@ def test_hosts_without_a_batch_system(overrides: list[str], cluster: dict[str, s
     ssh.write_text('#!/usr/bin/env bash\nexec bash -c "$2"\n')
     ssh.chmod(stat.S_IRWXU)
     run = tmp_path / "run"
-    port = 20000 + os.getpid() % 20000 + 1
     environment = cluster | {"SSH": str(ssh), "HOSTS": "127.0.0.1 localhost", "GPUS": "1"}
-    more = ["launch.device=cpu", "trainer.max_steps=3", f"run.dir={run}", f"launch.main_process_port={port}"]
+    more = [
+        "launch.device=cpu",
+        "trainer.max_steps=3",
+        f"run.dir={run}",
+        f"launch.main_process_port={free_port()}",
+    ]
     command = ["bash", str(SCRIPTS / "train_hosts.sh"), *overrides, *more]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -220,4 +262,4 @@ def test_hosts_without_a_batch_system(overrides: list[str], cluster: dict[str, s
         "rng-0.pt",
         "rng-1.pt",
     ]
-    assert not [p for p in psutil.Process().children(recursive=True) if "fla-train" in " ".join(p.cmdline())]
+    assert not any(map(is_training, psutil.Process().children(recursive=True)))

@@ -1,6 +1,7 @@
 """Exact resume: killed at any moment, a run goes on as if nothing had happened."""
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fla_train.training import checkpoint
 from fla_train.training.launch import TrainingFailed, launch
 from fla_train.training.metrics import read_metrics
 from fla_train.training.schema import TrainConfig
@@ -151,3 +153,17 @@ def test_two_trainers_never_write_one_run(tmp_path: Path, monkeypatch: pytest.Mo
             pass
     with folder.locked():
         pass
+
+
+def test_a_branch_of_another_run_stands_on_its_own(make_config: Make, tmp_path: Path):
+    more = ["trainer.precision=fp32", "launch.device=cpu", "trainer.max_steps=1"]
+    launch(make_config(*more, f"run.dir={tmp_path / 'trunk'}"))
+    trunk = tmp_path / "trunk/checkpoints/step-0000001"
+    state, manifest = (json.loads((trunk / name).read_text()) for name in ("state.json", "manifest.json"))
+    checkpoint.write_json(trunk / "state.json", state | {"wandb_id": "the trunk's"})
+    manifest["files"]["state.json"] = checkpoint.describe(trunk / "state.json")
+    checkpoint.write_json(trunk / "manifest.json", manifest)
+    launch(make_config(*more, f"run.dir={tmp_path / 'branch'}", f"trainer.resume={trunk}"))
+    branch = tmp_path / "branch/checkpoints/step-0000001"
+    assert checkpoint.find_fault(branch) is None
+    assert checkpoint.read_state(branch).wandb_id is None

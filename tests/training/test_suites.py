@@ -33,7 +33,9 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     real = subprocess.Popen
 
     def stand_in(command: list[str], **options: object) -> subprocess.Popen:
-        assert command[:3] == [sys.executable, "-m", "fla_train.cli.eval"]
+        assert command[:2] == [sys.executable, "-c"] and command[2].endswith(
+            "fla_train.cli.eval import main; main()"
+        )
         return real([sys.executable, str(tmp_path / "evaluator.py"), *command[3:]], **options)
 
     monkeypatch.setattr(subprocess, "Popen", stand_in)
@@ -129,3 +131,28 @@ def test_training_is_the_same_to_the_bit(make_config, tmp_path: Path) -> None:
 def test_suites_that_cannot_run_are_refused(make_config) -> None:
     with pytest.raises(ValueError, match=r"trainer\.suite=riddles is none of demo, "):
         validate(make_config("trainer.suite_every=2", "trainer.suite=riddles"))
+
+
+TRAINER = """
+import sys, time
+from pathlib import Path
+from fla_train.training import suites
+suites._EVALUATE = "import time\\nwhile True: print('.', flush=True); time.sleep(0.05)"
+suites.SuiteRuns("demo", [], Path(sys.argv[1]), log=print, say=print).start(Path("export"), 4)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
+def test_an_evaluation_ends_with_its_trainer(tmp_path: Path) -> None:
+    log = tmp_path / "demo-step-0000004" / "eval.log"
+    with subprocess.Popen([sys.executable, "-c", TRAINER, str(tmp_path)]) as trainer:
+        deadline = time.monotonic() + 60
+        while not (log.is_file() and log.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        trainer.kill()
+    time.sleep(0.2)
+    size = log.stat().st_size
+    assert size
+    time.sleep(0.5)
+    assert log.stat().st_size == size

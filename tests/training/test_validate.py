@@ -31,6 +31,7 @@ def test_the_example_config_has_no_fault(make_config: Make):
         ("schedule.min_ratio=1.5", r"schedule.min_ratio=1.5 must lie in \[0, 1\]"),
         ("schedule.start_ratio=-0.1", r"schedule.start_ratio=-0.1 must lie in \[0, 1\]"),
         ("schedule.decay_steps=3", "schedule.decay_steps=3 is for schedule=wsd only"),
+        ("optimizer.eps=0", r"optimizer.eps=0.0 must be positive"),
         ("optimizer.momentum=0.9", "optimizer.momentum=0.9 is for optimizer=muon only"),
         ("launch.peak_tflops=0", "launch.peak_tflops=0.0 must be positive"),
         ("trainer.hang_timeout=-1", "trainer.hang_timeout=-1.0 must not be negative"),

@@ -132,6 +132,29 @@ def test_some_are_kept_for_good_and_the_others_roll(tmp_path: Path, told: list[W
     assert names(tmp_path / "checkpoints")[-1] == "step-0000010" and len(names(tmp_path / "checkpoints")) == 4
 
 
+def test_an_old_one_that_cannot_be_deleted_is_no_fault_of_the_new_one(
+    tmp_path: Path, told: list[Written], monkeypatch: pytest.MonkeyPatch
+):
+    engine, write = Engine(), make(tmp_path / "checkpoints", told, keep=1)
+    write.save(engine, TrainState(step=1))
+    write.wait()
+
+    rmdir = os.rmdir
+
+    def busy(path: object, **options: object) -> None:
+        if checkpoint.DELETING in str(path):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+        rmdir(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", busy)
+        write.save(engine, TrainState(step=2))
+        assert write.wait().fault is None
+    assert [path.name for path in checkpoint.checkpoints(tmp_path / "checkpoints")] == ["step-0000002"]
+    checkpoint.clean(tmp_path / "checkpoints")
+    assert names(tmp_path / "checkpoints") == ["step-0000002"]
+
+
 def test_host_copies_share_memory_where_the_originals_do(tmp_path: Path):
     flat = torch.arange(6.0)
     content = {"tied": [flat[:4], flat[:4]], "other": flat[2:], "number": 3, "empty": torch.empty(0)}

@@ -1,0 +1,84 @@
+"""`fla-bench` on tiny CPU shapes: what it prints, what it writes, what it refuses."""
+
+import json
+
+import pytest
+
+from fla_train.cli import bench
+
+SMALL = ["--batch", "1", "--tokens", "24", "--heads", "2", "--head-dim", "16", "--rounds", "1"]
+CEILINGS = ["--peak-tflops", "1", "--bandwidth", "0.1"]
+STEP = ["trainer.seq_len=16", "trainer.micro_batch_size=2", "trainer.global_batch_tokens=64"]
+
+
+def test_kernels(tmp_path, capsys) -> None:
+    file = tmp_path / "kernels.json"
+    bench.run(["kernels", *SMALL, *CEILINGS, "--substeps", "1", "3", "--peers", "--json", str(file)])
+    out = capsys.readouterr().out
+    table = [line for line in out.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + 2 * 2 * 2  # header; n_h, gate, contender
+    assert {line.count("|") for line in table} == {12}
+    content = json.loads(file.read_text())
+    assert content["ceilings"] == {"flops": 1e12, "bandwidth": 1e11, "source": "given"}
+    assert content["environment"]["packages"]["torch"]
+    assert content["threads"] >= 1
+    assert content["settings"]["tokens"] == 24
+    for row in content["rows"]:
+        assert row["shape"]["substeps"] == row["substeps"] and row["shape"]["gated"] == row["gated"]
+        if row["kernel"] == "fla_train chunked":
+            assert row["refused"] is None
+            assert row["both_ms"] > row["forward_ms"] > 0
+            assert row["memory_bytes"] > 0
+            assert row["both_bound_ms"] > row["forward_bound_ms"] > 0
+            assert set(row["errors"]) == {"o", "dq", "dk", "dv", "dbeta"} | (
+                {"dg"} if row["gated"] else set()
+            )
+    assert sum(row["refused"] is None for row in content["rows"]) == 6  # the peer at n_h = 1 only
+
+
+def test_one_gate_other_dims_and_dtype(capsys) -> None:
+    options = ["--no-gate", "--no-norm", "--dtype", "bf16", "--value-dim", "8", "--substeps", "2"]
+    bench.run(["kernels", *SMALL, *CEILINGS, *options, "--backends", "chunked", "recurrent"])
+    out = capsys.readouterr().out
+    assert "K=16 V=8, bfloat16, unit vectors" in out
+    assert "| fla_train recurrent | 2 | no |" in out and "| yes |" not in out
+
+
+@pytest.mark.slow
+def test_train_with_a_peer(tmp_path, capfd) -> None:
+    file = tmp_path / "train.json"
+    peers = ["--peers", "llama", "--steps", "1", "--json", str(file)]
+    bench.run(["train", *peers, *CEILINGS, *STEP, "--"])
+    out = capfd.readouterr().out
+    assert out.count("### ") == 2
+    ours, llama = json.loads(file.read_text())["rows"]
+    assert (ours["model"], llama["model"]) == ("ours", "llama")
+    assert ours["tokens_per_step"] == 64
+    assert abs(ours["parameters"] / llama["parameters"] - 1) < 0.1
+    for row in (ours, llama):
+        assert row["tokens_per_second"] == pytest.approx(64e3 / row["step_ms"])
+        assert row["mfu"] >= 0 and row["memory_bytes"] > 2**20
+        assert {"operator", "matmuls", "elementwise", "loss", "optimizer"} <= row["parts"].keys()
+    assert ours["parts"]["operator"]["floor_ms"] > 0
+    assert out.lstrip().startswith(("1 CPU", "2 CPU"))  # and nothing that the engine prints
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["kernels", "--tokens", "0"], "--tokens must be at least 1"),
+        (["kernels", "--substeps", "0"], "--substeps"),
+        (["kernels", *SMALL, "--bandwidth", "-1"], "must be positive"),
+        (["kernels", *SMALL, "--backends", "fast"], "choose auto, recurrent"),
+        (["train", "--peers", "gpt", "--", *STEP], "choose from fla, llama"),
+        (["train", *CEILINGS, "trainer.seq_len=7"], "trainer.global_batch_tokens"),
+        (["train", *CEILINGS, "launch.num_processes=2"], "one process"),
+        (["train", "trainer.no_such_key=1"], "no_such_key"),
+    ],
+)
+def test_a_wrong_request_is_one_line(arguments, message, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["fla-bench", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        bench.main()
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,172 @@
+"""Times, memory and errors of functions whose times, memory and errors are known."""
+
+import sys
+import time
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from fla_train.bench.contenders import Contender, _fla_contenders, _qla_contenders, make_problem, ours, peers
+from fla_train.bench.kernels import bench_shape, fault_of
+from fla_train.bench.measure import errors, median_times, peak_memory
+from fla_train.bench.roofline import Ceilings, Shape
+from fla_train.kernels.delta_product import delta_product
+
+CPU = torch.device("cpu")
+SHAPE = Shape(2, 20, 3, 8, 4, 2, gated=True, element_size=4)
+CEILINGS = Ceilings(1e12, 1e11, "given")
+
+
+def bench(*contenders: Contender, shape: Shape = SHAPE):
+    return list(bench_shape(shape, contenders, torch.float32, CPU, CEILINGS, norm=True, rounds=1))
+
+
+def broken(change: str) -> Contender:
+    """The recurrence, wrong in one place only."""
+
+    def run(p):
+        q, beta, scale = p.q, p.beta, None
+        if change == "scale":
+            scale = 1.01 * q.shape[-1] ** -0.5
+        if change == "gradient of q":
+            q = q + (q - q.detach()) * 0.02
+        if change == "last sequence's last head":
+            mask = torch.ones_like(beta)
+            mask[-1, :, :, -1] = 0.9
+            beta = beta * mask
+        o, _ = delta_product(q, p.k, p.v, beta, p.g, scale=scale, qk_l2norm=p.norm, backend="recurrent")
+        return o * float("nan") if change == "nan" else o
+
+    return Contender(change, run)
+
+
+@pytest.mark.parametrize("change", ["scale", "gradient of q", "last sequence's last head", "nan"])
+def test_a_wrong_kernel_gets_no_speed(change: str) -> None:
+    good, bad = ours(["chunked"])[0], broken(change)
+    rows = {row.kernel: row for row in bench(bad, good)}
+    assert rows[change].refused.startswith("wrong by")
+    assert rows[change].forward_ms is rows[change].both_ms is rows[change].ns_per_token_head is None
+    assert "no speed: wrong by" in rows[change].markdown()
+    sound = rows["fla_train chunked"]
+    assert sound.refused is None
+    assert sound.both_ms > sound.forward_ms > 0
+    assert sound.ns_per_token_head == pytest.approx(sound.both_ms * 1e6 / (2 * 20 * 3))
+
+
+def test_a_kernel_that_fails_is_told_from_the_rest() -> None:
+    def fail(problem):
+        raise RuntimeError("no such\ninstruction")
+
+    failed, sound = bench(Contender("failing", fail), *ours(["recurrent"]))
+    assert failed.refused == "RuntimeError: no such instruction"
+    assert sound.both_ms > 0
+
+
+def test_long_sequences_are_checked_at_their_start_and_as_a_whole(monkeypatch) -> None:
+    """The recurrence ends after 7 tokens, and outputs and gradients there must not know what follows."""
+    monkeypatch.setattr("fla_train.bench.measure.CHECKED_TOKENS", 7)
+    problem = make_problem(SHAPE, torch.float32, CPU, norm=True)
+    run = ours(["chunked"])[0].run
+    found = errors(run, problem)
+    assert found.keys() == {"o", "dq", "dk", "dv", "dbeta", "dg"}
+    assert fault_of(found, torch.float32) is None
+    assert max(found.values()) < 1e-5
+
+    def forgets(p):
+        """Wrong from the tenth token on: the state starts anew."""
+        cut = replace(p, q=p.q[:, 10:], k=p.k[:, 10:], v=p.v[:, 10:], beta=p.beta[:, 10:], g=p.g[:, 10:])
+        return torch.cat([run(p)[:, :10], run(cut)], dim=1)
+
+    assert fault_of(errors(forgets, problem), torch.float32).startswith("wrong by o")
+
+
+def test_the_peer_agrees_where_it_applies() -> None:
+    (peer,), missing = peers(CPU)
+    assert not missing
+    for gated in (True, False):
+        (row,) = bench(peer, shape=Shape(1, 70, 2, 16, 16, 1, gated, 4))
+        assert row.refused is None, row.refused
+        assert max(row.errors.values()) < 1e-4
+    (row,) = bench(peer)
+    assert row.refused == "knows one sub-step per token only"
+
+
+@pytest.fixture
+def stand_ins(monkeypatch) -> None:
+    """The packages that need a GPU, with our operator behind their signatures and layouts."""
+
+    def rule(q, k, v, g=None, beta=None, num_householder=1, use_qk_l2norm_in_kernel=False):
+        def split(x: Tensor) -> Tensor:
+            return x.unflatten(1, (-1, num_householder))
+
+        options = {"qk_l2norm": use_qk_l2norm_in_kernel, "backend": "chunked"}
+        return delta_product(q, split(k), split(v), split(beta).to(torch.float32), g, **options)
+
+    def install(name: str, **content: object) -> None:
+        module = ModuleType(name)
+        module.__spec__, module.__path__ = ModuleSpec(name, None), []
+        module.__dict__.update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+
+    install("fla")
+    install("fla.ops")
+    install("fla.ops.delta_rule", chunk_delta_rule=lambda q, k, v, beta, **o: rule(q, k, v, None, beta, **o))
+    install("fla.ops.gated_delta_rule", chunk_gated_delta_rule=rule)
+    install("fla.ops.gated_delta_product", chunk_gated_delta_product=rule)
+    install("flash_qla", chunk_gated_delta_rule=lambda **tensors: rule(**tensors))
+
+
+@pytest.mark.parametrize(
+    ("substeps", "gated", "norm", "measured"),
+    [
+        (1, True, True, ["fla chunk_gated_delta_rule"]),
+        (1, False, True, ["fla chunk_delta_rule"]),
+        (2, True, True, ["fla chunk_gated_delta_product"]),
+        (2, False, False, ["fla chunk_gated_delta_product"]),
+        (1, True, False, ["fla chunk_gated_delta_rule", "FlashQLA chunk_gated_delta_rule"]),
+        (3, True, False, ["fla chunk_gated_delta_product", "FlashQLA chunk_gated_delta_rule"]),
+    ],
+)
+def test_peers_get_their_own_layout(stand_ins, substeps, gated, norm, measured) -> None:
+    """A wrong view of a tensor would show as an error."""
+    shape = Shape(2, 20, 3, 8, 4, substeps, gated, 2)
+    contenders = [*_fla_contenders(), *_qla_contenders()]
+    rows = list(bench_shape(shape, contenders, torch.bfloat16, CPU, CEILINGS, norm=norm, rounds=1))
+    assert [row.kernel.removesuffix(" (may run FlashQLA)") for row in rows if row.errors] == measured
+    assert [row for row in rows if row.errors and row.refused] == []
+
+
+def test_times_take_turns_and_are_medians() -> None:
+    order = []
+
+    def sleeper(name: str, seconds: list[float]):
+        def run() -> None:
+            order.append(name)
+            time.sleep(seconds[min(order.count(name), len(seconds)) - 1])
+
+        return run
+
+    # Each first one warms up; an outlier among three does not count.
+    runs = {"a": sleeper("a", [0.03, 0.03, 0.5, 0.03]), "b": sleeper("b", [0.06])}
+    times = median_times(runs, CPU, rounds=3)
+    assert order == ["a", "b"] + ["a", "b"] * 3
+    assert 30 <= times["a"] < 300
+    assert 60 <= times["b"] < 300
+
+
+def test_peak_memory_is_that_of_the_highest_point() -> None:
+    kept = torch.zeros(1000)
+
+    def run() -> None:
+        first = torch.zeros(100_000)  # 400 kB
+        second = first + 1
+        del first
+        third = second * kept[0]
+        del second
+        torch.cat([third, third])  # 400 kB and 800 kB, the highest point
+
+    assert peak_memory(run, CPU) == pytest.approx(1_200_000, rel=0.01)
