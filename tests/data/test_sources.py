@@ -99,7 +99,11 @@ def test_missing_id_and_null_text(tmp_path, local):
         ),
         ("a.jsonl", b'{"text": 3}\n', r"a\.jsonl line 1: 'text' is int, not text"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl, line 1: not JSON"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999)[:-12], r"a\.jsonl\.gz: cannot be read.*fetch"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"text": "a"}\n' * 999, mtime=0)[:-12],
+            r"a\.jsonl\.gz: cannot be read.*fetch",
+        ),
         ("a.txt", b"text", r"no file ending in \.parquet"),
     ],
 )
