@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-LOWER_IS_BETTER = ("perplexity", "loss", "bits_per_byte", "ppl")
+NO_METRICS = ("examples", "num_fewshot", "higher_is_better", "fingerprint")
 MARKS = ("▲", "▼")  # better, worse
 
 
@@ -30,6 +30,16 @@ class Cell:
     value: float | None
     error: float | None = None
     mark: str = ""
+
+
+@dataclass(frozen=True)
+class _Score:
+    """A task's metric in one evaluation; `higher_is_better` is None where the task does not say."""
+
+    value: float
+    error: float | None
+    higher_is_better: bool | None
+    data: str | None
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,7 @@ def mark(difference: float, error: float | None, lower_is_better: bool) -> str:
 
 def is_metric(name: str) -> bool:
     """Whether a key of a task's scores is a result, not its error or where it comes from."""
-    return name not in ("examples", "num_fewshot", "fingerprint") and not name.endswith("_stderr")
+    return name not in NO_METRICS and not name.endswith("_stderr")
 
 
 def flat_metrics(record: dict) -> dict[str, float]:
@@ -145,7 +155,12 @@ def _paired_mark(losses: Sequence[float], reference: Sequence[float]) -> str:
 def _task_rows(records: Sequence[dict]) -> list[Row]:
     tables = [
         {
-            (task, metric): (value, scores.get(f"{metric}_stderr"), scores.get("fingerprint"))
+            (task, metric): _Score(
+                value,
+                scores.get(f"{metric}_stderr"),
+                scores.get("higher_is_better", {}).get(metric),
+                scores.get("fingerprint"),
+            )
             for result in record["tasks"].values()
             for task, scores in result.get("scores", {}).items()
             for metric, value in scores.items()
@@ -154,24 +169,24 @@ def _task_rows(records: Sequence[dict]) -> list[Row]:
         for record in records
     ]
     keys = list(dict.fromkeys(key for table in tables for key in table))
-    return [
-        Row(task, metric, _task_cells(metric, [t.get((task, metric)) for t in tables]))
-        for task, metric in keys
-    ]
+    return [Row(task, metric, _task_cells([t.get((task, metric)) for t in tables])) for task, metric in keys]
 
 
-def _task_cells(
-    metric: str, entries: Sequence[tuple[float, float | None, str | None] | None]
-) -> tuple[Cell, ...]:
+def _task_cells(scores: Sequence[_Score | None]) -> tuple[Cell, ...]:
+    reference = scores[0]
     cells = []
-    for entry in entries:
-        if entry is None:
+    for score in scores:
+        if score is None:
             cells.append(Cell(None))
             continue
-        value, error, data = entry
         sign = ""
-        if cells and entries[0] and entries[0][2] == data and error is not None and entries[0][1] is not None:
-            lower = any(name in metric for name in LOWER_IS_BETTER)
-            sign = mark(value - entries[0][0], math.hypot(error, entries[0][1]), lower)
-        cells.append(Cell(value, error, sign))
+        if cells and reference and _comparable(score, reference):
+            error = math.hypot(score.error, reference.error)
+            sign = mark(score.value - reference.value, error, lower_is_better=not score.higher_is_better)
+        cells.append(Cell(score.value, score.error, sign))
     return tuple(cells)
+
+
+def _comparable(score: _Score, reference: _Score) -> bool:
+    """The same examples and prompts, errors on both sides, and a direction that counts as better."""
+    return score.data == reference.data and None not in (score.error, reference.error, score.higher_is_better)

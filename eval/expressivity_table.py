@@ -1,6 +1,6 @@
 """The papers' expressivity tables: the runs behind them, and our numbers beside the published ones.
 
-python -m fla_train.eval.expressivity_table plan formal runs/expressivity 0,1,2    one command a line
+python -m fla_train.eval.expressivity_table plan formal,mqar runs/expressivity 0,1,2    one command a line
 python -m fla_train.eval.expressivity_table write runs/expressivity                tables.md and tables.json
 """
 
@@ -19,7 +19,8 @@ import yaml
 from fla_train.tasks.plots import plot_accuracy
 
 WALL = "wall_seconds"  # written into a run folder by scripts/reproduce_expressivity.sh
-USAGE = "usage: expressivity_table plan TABLE FOLDER SEEDS [full] | write FOLDER"
+USAGE = "usage: expressivity_table plan TABLE[,TABLE...] FOLDER SEEDS [full] | write FOLDER"
+SCAN_WEIGHT = 8  # Mamba loops over tokens: about so many layers of ours
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,15 @@ class Run:
     column: str
     seed: int
     overrides: tuple[str, ...]
+
+    @property
+    def weight(self) -> int:
+        """How long it takes, roughly: Householder steps x layers."""
+        values = dict(text.split("=", 1) for text in self.overrides)
+        scan = SCAN_WEIGHT if values.get("baseline", "").startswith("mamba") else 1
+        return (
+            scan * int(values.get("model.num_householder", 1)) * int(values.get("model.num_hidden_layers", 1))
+        )
 
     def folder(self, home: Path) -> Path:
         return home.joinpath(*map(_slug, (self.table, self.row, self.column)), f"seed-{self.seed}")
@@ -67,30 +77,34 @@ def runs_of(name: str, seeds: Sequence[int], *, fast: bool = True) -> Iterator[R
                 )
 
 
-def plan(name: str, home: Path, seeds: Sequence[int], *, fast: bool = True) -> list[str]:
-    """The arguments of `fla-train`, one run a line, run.dir first."""
-    return [
-        " ".join((f"run.dir={run.folder(home)}", *run.overrides)) for run in runs_of(name, seeds, fast=fast)
-    ]
+def plan(names: Sequence[str], home: Path, seeds: Sequence[int], *, fast: bool = True) -> list[str]:
+    """The arguments of `fla-train` for the runs of tables `names`, one run a line, run.dir first.
+
+    Long runs come first, so that several at once end at about the same time.
+    """
+    runs = [run for name in names for run in runs_of(name, seeds, fast=fast)]
+    runs.sort(key=lambda run: -run.weight)
+    return [" ".join((f"run.dir={run.folder(home)}", *run.overrides)) for run in runs]
 
 
 def write_tables(home: Path) -> Path:
-    """tables.md, tables.json and the columns' figures in `home`, of the finished runs below it.
+    """tables.md, tables.json and the columns' figures in `home`, of the runs below it: their newest tests.
 
     A cell without runs stays empty. A figure holds the accuracy curves of each row's best run.
 
     Raises:
-        ValueError: no run has finished.
+        ValueError: no run has been tested.
     """
     results = {name: _results(name, table, home) for name, table in read_tables().items()}
     found = [cell for rows in results.values() for row in rows.values() for cell in row.values() if cell]
     if not found:
-        raise ValueError(f"no finished run below {home}: run scripts/reproduce_expressivity.sh first")
+        raise ValueError(f"no run with a test below {home}: run scripts/reproduce_expressivity.sh first")
     (home / "tables.json").write_text(json.dumps(results, indent=2) + "\n")
     hardware = sorted({device for cell in found for device in cell["hardware"]})
     lines = [
-        "Ours: best (mean; lowest to highest; runs; minutes of one run). A figure of the papers has no "
-        "numbers: there `yes` and `no` say whether its text calls the problem learnt.",
+        "Ours: best (mean; lowest to highest; runs; minutes of one run). `cut` counts runs that were stopped "
+        "before their end, with their newest test. A figure of the papers has no numbers: there `yes` and "
+        "`no` say whether its text calls the problem learnt.",
         "",
         f"Hardware: {'; '.join(hardware)}.",
     ]
@@ -107,26 +121,28 @@ def _results(name: str, table: Mapping[str, Any], home: Path) -> dict[str, dict[
     for row in rows:
         for column in table["columns"]:
             place = Run(name, row, column, 0, ()).folder(home).parent
-            finished = [r for run in sorted(place.glob("seed-*")) if (r := _final(run, table["metric"]))]
-            rows[row][column] = _statistics(finished) if finished else None
+            tested = [r for run in sorted(place.glob("seed-*")) if (r := _newest(run, table["metric"]))]
+            rows[row][column] = _statistics(tested) if tested else None
     return rows
 
 
-def _final(run: Path, metric: str) -> dict[str, Any] | None:
-    """The newest value of `metric`, if the run has reached its last step."""
-    config, metrics = run / "config.yaml", run / "metrics.jsonl"
-    if not config.is_file() or not metrics.is_file():
+def _newest(run: Path, metric: str) -> dict[str, Any] | None:
+    """The newest value of `metric`. The run has ended by itself if it left an export of that step."""
+    metrics = run / "metrics.jsonl"
+    if not metrics.is_file():
         return None
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    records = [json.loads(line) for line in metrics.read_text().splitlines() if line.endswith("}")]
     records = [record for record in records if metric in record]
-    last = yaml.safe_load(config.read_text())["trainer"]["max_steps"]
-    if not records or records[-1]["step"] < last:
+    if not records:
         return None
+    step = records[-1]["step"]
     environment = json.loads((run / "environment.json").read_text())
     wall = run / WALL
     return {
         "run": str(run),
         "value": records[-1][metric],
+        "steps": step,
+        "cut": not (run / "hf" / f"step-{step:07d}").is_dir(),
         "seconds": float(wall.read_text()) if wall.is_file() else None,
         "hardware": environment["hardware"],
     }
@@ -141,6 +157,8 @@ def _statistics(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "mean": statistics.fmean(values),
         "lowest": min(values),
         "runs": len(values),
+        "cut": sum(run["cut"] for run in runs),
+        "steps": {Path(run["run"]).name: run["steps"] for run in runs},
         "minutes": statistics.fmean(seconds) / 60 if seconds else None,
         "hardware": sorted({run["hardware"] for run in runs}),
     }
@@ -200,9 +218,10 @@ def _ours(cell: Mapping[str, Any] | None) -> str:
     if cell is None:
         return ""
     minutes = "" if cell["minutes"] is None else f"; {cell['minutes']:.1f} min"
+    cut = f"; {cell['cut']} cut" if cell["cut"] else ""
     return (
         f"{cell['best']:.3f} ({cell['mean']:.3f}; {cell['lowest']:.3f} to {cell['best']:.3f}; "
-        f"{cell['runs']}{minutes})"
+        f"{cell['runs']}{minutes}{cut})"
     )
 
 
@@ -210,7 +229,11 @@ def main(arguments: Sequence[str]) -> int:
     """The command line; returns the exit code."""
     match list(arguments):
         case ["plan", name, home, seeds, *rest] if rest in ([], ["full"]):
-            print("\n".join(plan(name, Path(home), [int(s) for s in seeds.split(",")], fast=not rest)))
+            print(
+                "\n".join(
+                    plan(name.split(","), Path(home), [int(s) for s in seeds.split(",")], fast=not rest)
+                )
+            )
         case ["write", home]:
             print(write_tables(Path(home)).read_text())
         case _:

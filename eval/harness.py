@@ -2,8 +2,10 @@
 
 import hashlib
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from lm_eval import simple_evaluate
@@ -17,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fla_train.eval.likelihood import Answer, log_likelihoods
 from fla_train.eval.mirror import DatasetUnavailable, hub_datasets
-from fla_train.eval.parallel import Ranks
+from fla_train.eval.parallel import ALONE, Ranks
 from fla_train.hub.load import document_prefix, resolve_checkpoint, trained_length, training_record
 from fla_train.models import DeltaProductForCausalLM
 
@@ -112,6 +114,17 @@ class FlaTrainLM(HFLM):
             super().barrier()
         else:
             self._ranks.gather(None)
+
+    def gather_object(self, obj: Any, dst: int = 0) -> list | None:
+        """Every rank's `obj` on rank `dst`, None on the others."""
+        if self._ranks is None:
+            return super().gather_object(obj, dst)
+        values = self._ranks.gather(obj)
+        return values if self.rank == dst else None
+
+    def together(self) -> AbstractContextManager[None]:
+        """A block that ends on every rank if it fails on one, see `Ranks.together`."""
+        return (self._ranks or ALONE).together()
 
     @property
     def prefix_token_id(self) -> int:
@@ -222,7 +235,7 @@ def run_tasks(
     finished = {}
     for name in names:
         try:
-            with hub_datasets(place):
+            with hub_datasets(place), lm.together():
                 finished[name] = part(f"task-{name}", lambda name=name: evaluate(name))
         except DatasetUnavailable as failure:
             finished[name] = {"error": str(failure)}
@@ -247,19 +260,24 @@ def _task_manager(names: list[str], include_path: str | Path | None) -> TaskMana
     return manager
 
 
-def _scores(results: dict, task: str) -> dict[str, float | int | str]:
-    """A task's metrics as plain numbers: `acc`, `acc_stderr`, ..., plus `examples`, `num_fewshot` and
-    `fingerprint`, a sha256 over documents, prompts and targets (absent for groups).
+def _scores(results: dict, task: str) -> dict[str, Any]:
+    """A task's metrics as plain numbers: `acc`, `acc_stderr`, ..., plus `examples`, `num_fewshot`,
+    `higher_is_better` (by metric, where the task's definition says so or the contrary) and `fingerprint`, a
+    sha256 over documents, prompts and targets (absent for groups).
     """
-    scores = {}
+    scores, directions = {}, {}
+    better = results["higher_is_better"].get(task) or {}
     for key, value in results["results"][task].items():
         metric, _, filtered = key.partition(",")
         if filtered and isinstance(value, int | float):
             base = metric.removesuffix("_stderr")
             kind = "" if filtered == "none" else f"_{filtered}"
             scores[base + kind + metric[len(base) :]] = value
+            if metric == base and better.get(base) is not None:
+                directions[base + kind] = bool(better[base])
     scores["examples"] = results["n-samples"].get(task, {}).get("effective", 0)
     scores["num_fewshot"] = results["n-shot"].get(task, 0)
+    scores["higher_is_better"] = directions
     if samples := results["samples"].get(task):
         # Sorted, since ranks mix the order.
         hashes = sorted((s["doc_hash"], s["prompt_hash"], s["target_hash"]) for s in samples)

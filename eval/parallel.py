@@ -8,12 +8,38 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+
+class OtherRankFailed(RuntimeError):
+    """Another rank could not go on; the message says which one and why."""
+
+
+class OtherRankFault(ValueError):
+    """Another rank met a fault of the user's; the message says which one and why."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a rank sends instead of the value that the others wait for."""
+
+    rank: int
+    line: str
+    fault: bool
+
+    @classmethod
+    def of(cls, rank: int, failure: Exception) -> "_Failure":
+        fault = isinstance(failure, ValueError)
+        text = " ".join(str(failure).split())[:300]
+        return cls(rank, text if fault else f"{type(failure).__name__}: {text}", fault)
+
+    def error(self) -> Exception:
+        return (OtherRankFault if self.fault else OtherRankFailed)(f"on rank {self.rank}: {self.line}")
 
 
 @dataclass(frozen=True)
@@ -26,24 +52,62 @@ class Ranks:
 
     def share(self, value: T) -> T:
         """Rank 0's `value`, on every rank."""
-        if self.world == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box)
-        return box[0]
+        return self.gather(value if self.rank == 0 else None)[0]
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's `value`, in the order of ranks, on every rank."""
+        """Every rank's `value`, in the order of ranks, on every rank.
+
+        Raises:
+            OtherRankFailed, OtherRankFault: a rank left a block of `together` by an exception instead.
+        """
         if self.world == 1:
             return [value]
+        values = self._exchange(value)
+        if failure := _first_failure(values):
+            raise failure.error()
+        return values
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A block that all ranks enter; what one of them raises in it ends it on all of them.
+
+        Inside, `share` and `gather` are the only exchanges. A rank that fails sends word of it as its part in
+        the next one, wherever the others wait for it, at the latest at the end of the block. If several fail,
+        every rank raises for the first: so all take the same way on. Blocks are not nested.
+
+        Raises:
+            OtherRankFailed, OtherRankFault: where the exception was not raised itself.
+        """
+        if self.world == 1:
+            yield
+            return
+        try:
+            yield
+        except (OtherRankFailed, OtherRankFault):
+            raise
+        except Exception as failure:
+            first = _first_failure(self._exchange(_Failure.of(self.rank, failure)))
+            if first.rank == self.rank:
+                raise
+            raise first.error() from failure
+        self.gather(None)
+
+    def _exchange(self, value: Any) -> list:
         values: list = [None] * self.world
-        dist.all_gather_object(values, value)
+        try:
+            dist.all_gather_object(values, value)
+        except RuntimeError as failure:  # what gloo raises when a connection closes
+            raise OtherRankFailed("the connection to another rank broke: its process has ended") from failure
         return values
 
     def device(self, name: str) -> str:
         """This rank's device, where `auto` or `cuda` leaves open which GPU."""
         several = self.world > 1 and name in ("auto", "cuda") and torch.cuda.is_available()
         return f"cuda:{self.local_rank}" if several else name
+
+
+def _first_failure(values: list) -> _Failure | None:
+    return next((value for value in values if isinstance(value, _Failure)), None)
 
 
 ALONE = Ranks()

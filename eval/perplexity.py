@@ -177,12 +177,17 @@ def _batch_sums(
         stop = min(start + chunk, length - 1)
         output = model(ids[:, start:stop].to(device), past_key_values=cache, use_cache=True)
         cache = output.past_key_values
-        logits = output.logits  # [B, C, vocab]
-        wide = logits if logits.dtype == torch.float64 else logits.float()
         targets = ids[:, start + 1 : stop + 1].to(device)
-        losses = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none")  # [B * C]
+        losses = torch.stack(list(map(_losses, output.logits, targets)))  # [B, C]
         losses = losses.nan_to_num(math.inf, math.inf)  # NaN marks a bucket without targets, not a lost model
         buckets = torch.bucketize(torch.arange(start, stop), bounds, right=True)
-        sums.index_add_(1, buckets, losses.double().cpu().view(len(rows), -1))
+        sums.index_add_(1, buckets, losses.double().cpu())
         bar.update(sum(max(0, min(stop, len(tokens) - 1) - start) for tokens in rows))
     return sums
+
+
+def _losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Losses [C] of one row, in fp32 or fp64. Row by row, so that no second copy of all logits is made."""
+    return F.cross_entropy(
+        logits if logits.dtype == torch.float64 else logits.float(), targets, reduction="none"
+    )

@@ -38,9 +38,11 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
         )
     if faults := suite_faults(config.suite):
         raise ValueError("\n  ".join(faults))
-    source = resolve_checkpoint(config.checkpoint)
-    device = pick_device(ranks.device(config.device))
-    model, tokenizer = load_model(source, device, pick_dtype(config.dtype))
+    with ranks.together():
+        source = resolve_checkpoint(config.checkpoint)
+        model, tokenizer = load_model(
+            source, pick_device(ranks.device(config.device)), pick_dtype(config.dtype)
+        )
     folder = Path(config.output).expanduser() if config.output else _default_folder(source, config.suite.name)
     folder = ranks.share(folder)  # its name has the time in it
     record = evaluate_model(

@@ -16,7 +16,6 @@ from fla_train.eval.documents import (
     run_data,
     validation_documents,
 )
-from fla_train.eval.mirror import DatasetUnavailable
 from fla_train.eval.parallel import Ranks
 from fla_train.eval.parts import Parts
 from fla_train.eval.perplexity import Estimate, LossTable, bucket_edges, loss_table
@@ -50,10 +49,11 @@ def run_sweep(
 
     Returns:
         By set `lengths`, `positions`, `not_reached`, `states` (None unless asked for), `data` (sequences,
-        tokens, fingerprint), or `{"error": line}` for a set of the Hub that cannot be had.
+        tokens, fingerprint), or `{"error": line}` for a set that cannot be had or read, or has no document of
+        the lengths asked for; the others go on.
 
     Raises:
-        ValueError: files that are missing or hold nothing of the lengths asked for.
+        ValueError: `config.sets` is empty and there is no run whose validation split could be read.
     """
     sets = {set_name(path): path for path in config.sets} or {VALIDATION: None}
     settings = asdict(replace(config, sets=[])) | {"mirror": mirror}
@@ -61,14 +61,15 @@ def run_sweep(
     for name, path in sets.items():
         stream = _stream(path, tokenizer, config, run, mirror)
         try:
-            found[name] = parts(
-                f"perplexity-{name}",
-                settings | {"path": path},
-                lambda name=name, stream=stream: _sweep(
-                    model, tokenizer, stream, name, config, parts.ranks, progress
-                ),
-            )
-        except DatasetUnavailable as failure:
+            with parts.ranks.together():
+                found[name] = parts(
+                    f"perplexity-{name}",
+                    settings | {"path": path},
+                    lambda name=name, stream=stream: _sweep(
+                        model, tokenizer, stream, name, config, parts.ranks, progress
+                    ),
+                )
+        except ValueError as failure:
             found[name] = {"error": str(failure)}
     return found
 

@@ -2,38 +2,46 @@
 # bash scripts/reproduce_expressivity.sh [TABLE...]     (formal, state_tracking, layers, s5, mqar; default: all)
 #
 # Trains every row of the papers' expressivity tables and writes them, with the published numbers beside ours, to
-# runs/expressivity/tables.md. The fast variants of the recipes on seeds 0, 1 and 2, one run after another; a run that is
-# complete is left alone, one that was cut off goes on. SEEDS=0 takes one seed, FULL=1 the papers' own lengths, ONLY a
-# regular expression of run folders, EXTRA more overrides for every run, HOME_DIR another folder.
+# runs/expressivity/tables.md. The fast variants of the recipes on seeds 0, 1 and 2; a run that is complete is left alone,
+# one that was cut off goes on.
+#
+#   JOBS=14     so many runs at once, on one GPU, long ones first; each has one thread, so that results are those of JOBS=1
+#   LIMIT=180   seconds for one run: then it saves a checkpoint and leaves, and the table has its newest test
+#   SEEDS=0 takes one seed, FULL=1 the papers' own lengths, ONLY a regular expression of run folders, EXTRA more overrides
+#   for every run, HOME_DIR another folder.
 set -euo pipefail
 
 home=${HOME_DIR:-runs/expressivity}
 seeds=${SEEDS:-0,1,2}
 full=(); [ -z "${FULL:-}" ] || full=(full)
+limit=(); [ -z "${LIMIT:-}" ] || limit=(timeout --kill-after=60 "$LIMIT")
 tables=("$@"); [ $# -gt 0 ] || tables=(formal state_tracking layers s5 mqar)
+export OMP_NUM_THREADS=1
+trap 'trap - TERM; kill 0; exit 130' INT TERM
 
 train() {  # one line of the plan: run.dir=... experiment=... OVERRIDE...
-  local arguments run started code=0
+  local arguments run started seconds code=0
   read -ra arguments <<< "$1"
   run=${arguments[0]#run.dir=}
-  [ -e "$run/wall_seconds" ] && { echo "complete     $run"; return; }
+  [ -e "$run/complete" ] && { echo "complete     $run"; return; }
   mkdir -p "$run"
   started=$SECONDS
   # shellcheck disable=SC2086  # EXTRA is a list
-  fla-train "${arguments[@]}" logger=none ${EXTRA:-} > "$run/output.txt" 2>&1 < /dev/null || code=$?
-  if [ "$code" -ne 0 ]; then
-    echo "skipped      $run: $(grep -m1 '^error' "$run/output.txt" || echo "exit status $code, see $run/output.txt")"
-    [ "$code" -ne 130 ] || exit 130
-    return
-  fi
-  echo $((SECONDS - started)) > "$run/wall_seconds"
-  echo "done         $run in $((SECONDS - started)) s"
+  "${limit[@]}" fla-train "${arguments[@]}" logger=none ${EXTRA:-} > "$run/output.txt" 2>&1 < /dev/null || code=$?
+  seconds=$((SECONDS - started + $(cat "$run/wall_seconds" 2> /dev/null || echo 0)))
+  case $code in
+    0) touch "$run/complete"; echo "done         $run in $seconds s" ;;
+    124) echo "cut          $run after $seconds s" ;;
+    *) echo "skipped      $run: $(grep -m1 '^error' "$run/output.txt" || echo "exit status $code, see $run/output.txt")"
+       return ;;
+  esac
+  echo "$seconds" > "$run/wall_seconds"
 }
 
-for table in "${tables[@]}"; do
-  plan=$(python -m fla_train.eval.expressivity_table plan "$table" "$home" "$seeds" "${full[@]}")
-  while IFS= read -r line; do
-    train "$line"
-  done < <(grep -E "${ONLY:-.}" <<< "$plan")
-done
+plan=$(python -m fla_train.eval.expressivity_table plan "$(IFS=,; echo "${tables[*]}")" "$home" "$seeds" "${full[@]}")
+while IFS= read -r line; do
+  while [ "$(jobs -rp | wc -l)" -ge "${JOBS:-1}" ]; do wait -n; done
+  train "$line" &
+done < <(grep -E "${ONLY:-.}" <<< "$plan")
+wait
 python -m fla_train.eval.expressivity_table write "$home"

@@ -1,6 +1,7 @@
-"""The README's commands work. Those in ```bash fences are run in order in one folder, training made small by
-`debug=smoke`; those in ```sh fences need more hardware, data or a network, so their configs are composed."""
+"""The README's commands work. Those in ```bash fences are run in order in one folder, made small by options;
+those in ```sh fences need more hardware, data or a network, so their configs are composed."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -26,14 +27,18 @@ def commands(fence: str) -> list[list[str]]:
 
 @pytest.mark.slow
 def test_the_tour_runs_in_order(tmp_path: Path) -> None:
+    small = {"fla-prepare": ["data.max_documents=60"]}
+    small["fla-train"] = [*small["fla-prepare"], "debug=smoke"]
+    environment = os.environ | {"FLA_TRAIN_CACHE": str(tmp_path / "cache")}
     tour = commands("bash")
     assert [words[0] for words in tour] == [
         "fla-doctor", "fla-train", "fla-prepare", "fla-train", "fla-eval", "fla-generate"
     ]  # fmt: skip
     for words in tour:
-        extra = ["debug=smoke"] if words[0] == "fla-train" else []
-        command = [str(Path(sys.executable).with_name(words[0])), *words[1:], *extra]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+        command = [str(Path(sys.executable).with_name(words[0])), *words[1:], *small.get(words[0], [])]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+        )
         assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     assert list(tmp_path.glob("runs/first/eval/*/table.md"))
 

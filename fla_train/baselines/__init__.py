@@ -1,7 +1,20 @@
-"""Other architectures to train on the same tasks: rows of the papers' tables. See configs/baseline."""
+"""Other architectures to train on the same tasks: rows of the papers' tables. See configs/baseline.
 
-from fla_train.baselines.build import KINDS, BaselineConfig, baseline_faults, build_baseline
-from fla_train.baselines.mamba import SignedMambaConfig, SignedMambaForCausalLM, linear_scan
+Importing this package registers the config of ours, Mamba with signed eigenvalues, with transformers' Auto
+classes; its model follows as `fla_train.models` does.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoConfig
+
+from fla_train.baselines import configuration
+from fla_train.baselines.build import KINDS, baseline_faults, build_baseline
+from fla_train.baselines.configuration import BaselineConfig
+
+if TYPE_CHECKING:
+    from fla_train.baselines.mamba import SignedMambaConfig, SignedMambaForCausalLM, linear_scan
 
 __all__ = [
     "KINDS",
@@ -12,3 +25,13 @@ __all__ = [
     "build_baseline",
     "linear_scan",
 ]
+
+AutoConfig.register(
+    configuration.SignedMambaConfig.model_type, configuration.SignedMambaConfig, exist_ok=True
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("SignedMambaConfig", "SignedMambaForCausalLM", "linear_scan"):
+        return getattr(import_module(f"{__name__}.mamba"), name)
+    raise AttributeError(f"module {__name__} has no attribute {name}")

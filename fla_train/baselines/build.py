@@ -1,31 +1,16 @@
-"""Baselines by name, at the sizes of a `model` node."""
+"""Baselines by name, at the sizes of a `model` node. Each imports its own model, which takes seconds."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from omegaconf import MISSING
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Mamba2Config,
-    Mamba2ForCausalLM,
-    PreTrainedModel,
-)
+from fla_train.baselines.configuration import BaselineConfig, SignedMambaConfig
 
-from fla_train.baselines.mamba import SignedMambaConfig, SignedMambaForCausalLM
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FLA = "flash-linear-attention"
-
-
-@dataclass
-class BaselineConfig:
-    """Which architecture takes the place of `model`, whose sizes it takes over."""
-
-    kind: str = MISSING
-    num_heads: int = MISSING
-    allow_neg_eigval: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,7 +34,9 @@ class Sizes:
         }
 
 
-def _llama(sizes: Sizes) -> PreTrainedModel:
+def _llama(sizes: Sizes) -> "PreTrainedModel":
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     settings = LlamaConfig(
         **sizes.common,
         num_attention_heads=sizes.num_heads,
@@ -60,12 +47,16 @@ def _llama(sizes: Sizes) -> PreTrainedModel:
     return LlamaForCausalLM(settings)
 
 
-def _mamba(sizes: Sizes) -> PreTrainedModel:
+def _mamba(sizes: Sizes) -> "PreTrainedModel":
+    from fla_train.baselines.mamba import SignedMambaForCausalLM
+
     common = {key: value for key, value in sizes.common.items() if key != "use_cache"}
     return SignedMambaForCausalLM(SignedMambaConfig(**common, allow_neg_eigval=sizes.allow_neg_eigval))
 
 
-def _mamba2(sizes: Sizes) -> PreTrainedModel:
+def _mamba2(sizes: Sizes) -> "PreTrainedModel":
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
     inner = 2 * sizes.hidden_size
     settings = Mamba2Config(
         **sizes.common,
@@ -79,14 +70,19 @@ def _mamba2(sizes: Sizes) -> PreTrainedModel:
     return Mamba2ForCausalLM(settings)
 
 
-def _from_fla(name: str) -> Callable[[Sizes], PreTrainedModel]:
+def _from_fla(name: str) -> Callable[[Sizes], "PreTrainedModel"]:
     """A model of the optional package flash-linear-attention, whose kernels need a GPU."""
 
-    def build(sizes: Sizes) -> PreTrainedModel:
+    def build(sizes: Sizes) -> "PreTrainedModel":
         try:
             models = import_module("fla.models")
-        except ImportError:
-            raise ValueError(f"baseline {name} needs the package {FLA}: pip install {FLA}") from None
+        except Exception as failure:  # with another torch or triton than it was made for, anything
+            if isinstance(failure, ModuleNotFoundError) and failure.name == "fla":
+                raise ValueError(f"baseline {name} needs the package {FLA}: pip install {FLA}") from None
+            cause = f"{type(failure).__name__}: {failure}"
+            raise ValueError(
+                f"baseline {name}: {FLA} is installed and can't be imported ({cause})"
+            ) from failure
         heads = {"num_heads": sizes.num_heads}
         if name == "RWKV7":
             heads = {"num_heads": sizes.num_heads, "head_dim": sizes.hidden_size // sizes.num_heads}
@@ -96,7 +92,7 @@ def _from_fla(name: str) -> Callable[[Sizes], PreTrainedModel]:
     return build
 
 
-KINDS: dict[str, Callable[[Sizes], PreTrainedModel]] = {
+KINDS: dict[str, Callable[[Sizes], "PreTrainedModel"]] = {
     "llama": _llama,
     "mamba": _mamba,
     "mamba2": _mamba2,
@@ -122,11 +118,11 @@ def baseline_faults(config: BaselineConfig, model: Mapping[str, Any]) -> list[st
     return faults
 
 
-def build_baseline(config: BaselineConfig, model: Mapping[str, Any]) -> PreTrainedModel:
+def build_baseline(config: BaselineConfig, model: Mapping[str, Any]) -> "PreTrainedModel":
     """The baseline at the sizes of the `model` node, with fresh weights.
 
     Raises:
-        ValueError: its package is not installed.
+        ValueError: its package is not installed, or does not work here.
     """
     keys = ("vocab_size", "hidden_size", "num_hidden_layers")
     sizes = {key: model[key] for key in keys}

@@ -10,38 +10,14 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import CausalLMOutput
 
+from fla_train.baselines.configuration import SignedMambaConfig
 from fla_train.models.layers import RMSNorm
 
 DT_RANGE = (1e-3, 1e-1)  # the initial time step, log-uniform
-
-
-class SignedMambaConfig(PreTrainedConfig):
-    """Sizes of a Mamba; `allow_neg_eigval` takes its transitions from [0, 1] to [-1, 1]."""
-
-    model_type = "signed_mamba"
-
-    vocab_size: int = 32
-    hidden_size: int = 128
-    num_hidden_layers: int = 2
-    state_size: int = 16
-    expand: int = 2
-    conv_kernel: int = 4
-    norm_eps: float = 1e-5
-    initializer_range: float = 0.02
-    allow_neg_eigval: bool = False
-
-    @property
-    def inner_size(self) -> int:
-        """Channels of the scan."""
-        return self.expand * self.hidden_size
-
-    @property
-    def time_step_rank(self) -> int:
-        return math.ceil(self.hidden_size / 16)
 
 
 class _LinearScan(torch.autograd.Function):
@@ -187,5 +163,4 @@ class SignedMambaForCausalLM(PreTrainedModel):
         return CausalLMOutput(loss=loss, logits=logits)
 
 
-AutoConfig.register(SignedMambaConfig.model_type, SignedMambaConfig, exist_ok=True)
 AutoModelForCausalLM.register(SignedMambaConfig, SignedMambaForCausalLM, exist_ok=True)

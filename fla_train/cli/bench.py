@@ -1,7 +1,10 @@
 """`fla-bench`: how fast the operator and the training step are on this machine, beside their peers.
 
+`fla-bench tune` makes the operator faster on it.
+
     fla-bench kernels                                         # the shapes of docs/kernels.md on a GPU
     fla-bench kernels --batch 2 --tokens 1024 --heads 4 --head-dim 64 --substeps 1 2 --peers
+    fla-bench tune --head-dim 128 --substeps 1 2              # launch options for this GPU, to a file
     fla-bench train --peers llama -- model=gated_delta_product/340m trainer.seq_len=2048
 
 Tables go to stdout in Markdown, everything to `--json FILE`. Exit code 2: the request was wrong.
@@ -55,6 +58,15 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_argument("--steps", type=int, default=10, help="timed, after as many as needed to warm up")
     train.add_argument("--peers", nargs="+", default=[], help="llama (SDPA, equal parameters), fla")
     train.add_argument("--threads", type=int, help="torch threads on a CPU")
+    tune = commands.add_parser("tune", help="find the fastest launch options of the Triton kernels")
+    tune.add_argument("--head-dim", type=int, nargs="+", default=[128], help="K")
+    tune.add_argument("--value-dim", type=int, help="V (default: K)")
+    tune.add_argument("--substeps", type=int, nargs="+", default=[1, 2, 3], help="n_h")
+    tune.add_argument("--batch", type=int, default=32)
+    tune.add_argument("--tokens", type=int, default=2048)
+    tune.add_argument("--heads", type=int, default=8)
+    tune.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help="of q, k and v")
+    tune.add_argument("--file", type=Path, help="of the table (default: the one that training reads)")
     for command in (kernels, train):
         command.add_argument("--peak-tflops", type=float, help="ceiling of matrix products")
         command.add_argument("--bandwidth", type=float, help="ceiling of the memory in TB/s")
@@ -69,8 +81,11 @@ def run(arguments: Sequence[str]) -> None:
         ValueError: a request that cannot be measured.
     """
     request = build_parser().parse_args(arguments)
-    if request.threads is not None:
+    if getattr(request, "threads", None) is not None:
         torch.set_num_threads(request.threads)
+    if request.command == "tune":
+        _tune(request)
+        return
     content = _kernels(request) if request.command == "kernels" else _train(request)
     if request.json is not None:
         request.json.write_text(json.dumps(content, indent=1) + "\n")
@@ -146,6 +161,34 @@ def _train(request: argparse.Namespace) -> dict:
         print(markdown(row), flush=True)
         rows.append(asdict(row))
     return _content(request, device, ceilings) | {"rows": rows}
+
+
+def _tune(request: argparse.Namespace) -> None:
+    from fla_train.bench.roofline import Shape
+    from fla_train.bench.tune import HEADER, key_of, tune
+    from fla_train.kernels.delta_product import resolve_backend
+    from fla_train.kernels.delta_product.launches import read_table, user_file, write_table
+
+    dims = [*request.head_dim, request.value_dim or 1, *request.substeps]
+    if min(request.batch, request.tokens, request.heads, *dims) < 1:
+        raise ValueError("sizes must be at least 1")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    resolve_backend("triton", device)
+    dtype, file = DTYPES[request.dtype], request.file or user_file()
+    table = read_table(file) if file.is_file() else {}
+    print(f"{_machine(device)}; table: {file}\n")
+    print("\n".join(HEADER), flush=True)
+    for head_dim in request.head_dim:
+        value_dim = request.value_dim or head_dim
+        for substeps in request.substeps:
+            sizes = (request.batch, request.tokens, request.heads, head_dim, value_dim, substeps)
+            shape = Shape(*sizes, gated=True, element_size=dtype.itemsize)
+            for outcome, launches in tune(shape, dtype, device):
+                print(outcome.markdown(), flush=True)
+                for line in outcome.refused:
+                    print(f"refused: {outcome.kernel} {line}", file=sys.stderr)
+                table[key_of(shape, device)] = launches
+            write_table(file, table, describe_environment(str(device)))
 
 
 def _ceilings(request: argparse.Namespace, device: torch.device, dtype: torch.dtype):

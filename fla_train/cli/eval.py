@@ -32,7 +32,7 @@ def register() -> None:
 
 
 def task(config: DictConfig) -> int:
-    from fla_train.eval.parallel import launched_ranks
+    from fla_train.eval.parallel import OtherRankFailed, launched_ranks
     from fla_train.eval.run import evaluate  # heavy, and not needed for --help or a faulty override
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about every loaded model it is given
@@ -43,7 +43,14 @@ def task(config: DictConfig) -> int:
         _show(evaluate_expressivity(options)[0])
         return 0
     with launched_ranks() as ranks:
-        folder, record = evaluate(options, ranks=ranks)
+        try:
+            folder, record = evaluate(options, ranks=ranks)
+        except ValueError:
+            if ranks.rank:  # rank 0 has it too, and the console
+                return 2
+            raise
+        except OtherRankFailed as failure:
+            return 1 if ranks.rank else fail(f"the evaluation stopped: {failure}", code=1)
     if ranks.rank:
         return 0
     _show(folder)

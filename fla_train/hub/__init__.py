@@ -1,10 +1,15 @@
 """Checkpoints as folders of the Hugging Face format: write, find, load and push them."""
 
-from fla_train.hub.card import CardInfo
-from fla_train.hub.device import pick_device, pick_dtype
-from fla_train.hub.export import copy_export, export_model
-from fla_train.hub.load import load_model, resolve_checkpoint
-from fla_train.hub.push import push
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from fla_train.hub.push import push  # at once: it has its module's name
+
+if TYPE_CHECKING:
+    from fla_train.hub.card import CardInfo
+    from fla_train.hub.device import pick_device, pick_dtype
+    from fla_train.hub.export import copy_export, export_model
+    from fla_train.hub.load import load_model, resolve_checkpoint
 
 __all__ = [
     "CardInfo",
@@ -16,3 +21,18 @@ __all__ = [
     "push",
     "resolve_checkpoint",
 ]
+
+# Where the names live; imported when first asked for, since most need the models, which take seconds.
+_MODULES = {
+    "card": ("CardInfo",),
+    "device": ("pick_device", "pick_dtype"),
+    "export": ("copy_export", "export_model"),
+    "load": ("load_model", "resolve_checkpoint"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__} has no attribute {name}")

@@ -1,12 +1,22 @@
-"""The model family. Importing this package registers it with transformers' Auto classes, and does nothing
-else."""
+"""The model family, registered with transformers' Auto classes.
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+Importing this package registers the config only. The models, which take seconds to import, follow when a
+config is read from a checkpoint or one of the names below is asked for; what needs no model imports from
+`configuration` and `accounting` themselves.
+"""
 
-from fla_train.models.cache import DeltaProductCache
-from fla_train.models.configuration import DeltaProductConfig, build_config, model_schema
-from fla_train.models.loss import count_targets
-from fla_train.models.modeling import DeltaProductForCausalLM, DeltaProductModel
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoConfig
+
+from fla_train.models import configuration
+
+if TYPE_CHECKING:
+    from fla_train.models.cache import DeltaProductCache
+    from fla_train.models.configuration import DeltaProductConfig, build_config, model_schema
+    from fla_train.models.loss import count_targets
+    from fla_train.models.modeling import DeltaProductForCausalLM, DeltaProductModel
 
 __all__ = [
     "DeltaProductCache",
@@ -18,6 +28,21 @@ __all__ = [
     "model_schema",
 ]
 
-AutoConfig.register(DeltaProductConfig.model_type, DeltaProductConfig, exist_ok=True)
-AutoModel.register(DeltaProductConfig, DeltaProductModel, exist_ok=True)
-AutoModelForCausalLM.register(DeltaProductConfig, DeltaProductForCausalLM, exist_ok=True)
+AutoConfig.register(
+    configuration.DeltaProductConfig.model_type, configuration.DeltaProductConfig, exist_ok=True
+)
+
+_MODULES = {
+    "cache": ("DeltaProductCache",),
+    "configuration": ("DeltaProductConfig", "build_config", "model_schema"),
+    "loss": ("count_targets",),
+    "modeling": ("DeltaProductForCausalLM", "DeltaProductModel"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            import_module(f"{__name__}.modeling")  # registers the models
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__} has no attribute {name}")

@@ -5,11 +5,13 @@ count the algorithm's own matmuls, two per multiply-add, without recomputation; 
 """
 
 from dataclasses import dataclass
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING
 
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.loss import CHUNK_ELEMENTS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CHUNK = 64  # M: sub-steps (token times Householder step) that the chunkwise operator solves at once
 
@@ -50,9 +52,9 @@ class TrainingMemory:
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
-def count_parameters(model: DeltaProductConfig | PreTrainedModel) -> ParameterCount:
+def count_parameters(model: "DeltaProductConfig | PreTrainedModel") -> ParameterCount:
     """Count the parameters of a config of ours without building it, or those that any model holds."""
-    if isinstance(model, PreTrainedModel):
+    if not isinstance(model, DeltaProductConfig):
         return _count_held(model)
     config = model
     matmuls = _block_matmuls(config)
@@ -141,7 +143,7 @@ def training_memory_bytes(
     )
 
 
-def _count_held(model: PreTrainedModel) -> ParameterCount:
+def _count_held(model: "PreTrainedModel") -> ParameterCount:
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     tied = head is None or head.weight is table
     held = sum(p.numel() for p in model.parameters())

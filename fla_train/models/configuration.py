@@ -7,10 +7,10 @@ from them, `model_schema` makes the typed Hydra node, `build_config` checks a co
 import dataclasses
 import math
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
 
 from fla_train.kernels.delta_product import BACKENDS
 
@@ -74,6 +74,12 @@ class DeltaProductConfig(PreTrainedConfig):
             self.attn["num_kv_heads"] = self.attn["num_kv_heads"] or self.attn["num_heads"]
         super().__post_init__(**kwargs)
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> "DeltaProductConfig":
+        """As transformers does it, for a model that will follow: the Auto classes get to know ours."""
+        import_module("fla_train.models.modeling")
+        return super().from_dict(config_dict, **options)
+
     @property
     def head_v_dim(self) -> int:
         """Channels of a value head, V."""
@@ -102,7 +108,7 @@ class DeltaProductConfig(PreTrainedConfig):
             for name in ("expand_v", "hidden_ratio", "norm_eps", "initializer_range")
             if not (value := getattr(self, name)) > 0
         ]
-        if self.hidden_act not in ACT2FN:
+        if self.hidden_act != "silu" and not _is_activation(self.hidden_act):
             faults.append(f"hidden_act {self.hidden_act!r} is unknown, use 'silu'")
         if self.backend not in ("auto", *BACKENDS):
             faults.append(f"backend {self.backend!r} is unknown, use auto, {', '.join(BACKENDS)}")
@@ -146,6 +152,12 @@ class DeltaProductConfig(PreTrainedConfig):
         if (window := attn.get("window_size")) is not None and window < 1:
             faults.append(f"attn.window_size must be >= 1 or null, got {window}")
         return faults
+
+
+def _is_activation(name: str) -> bool:
+    from transformers.activations import ACT2FN  # takes as long to import as all models together
+
+    return name in ACT2FN
 
 
 def config_fields() -> dict[str, dataclasses.Field]:

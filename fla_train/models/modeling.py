@@ -4,7 +4,7 @@ import math
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -247,3 +247,7 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         else:
             inputs["inputs_embeds"] = inputs_embeds
         return inputs | {key: kwargs[key] for key in ("use_cache", "logits_to_keep") if key in kwargs}
+
+
+AutoModel.register(DeltaProductConfig, DeltaProductModel, exist_ok=True)
+AutoModelForCausalLM.register(DeltaProductConfig, DeltaProductForCausalLM, exist_ok=True)

@@ -1,6 +1,13 @@
 """Synthetic tasks of the papers: state tracking, formal languages, recall. Sequences by seed and index."""
 
-from fla_train.tasks.config import TaskConfig, make_task, task_faults, tasks_for_testing, training_task
+from fla_train.tasks.config import (
+    TaskConfig,
+    curriculum_tasks,
+    make_task,
+    task_faults,
+    tasks_for_testing,
+    training_task,
+)
 from fla_train.tasks.contract import IGNORE, Batch, Tally, Task, tally_by
 from fla_train.tasks.formal import LANGUAGES, TEST_LENGTHS, TRAIN_LENGTHS, FormalLanguage
 from fla_train.tasks.group_words import GroupWords, longest_prefix
@@ -32,6 +39,7 @@ __all__ = [
     "Tally",
     "Task",
     "TaskConfig",
+    "curriculum_tasks",
     "longest_prefix",
     "make_group",
     "make_task",

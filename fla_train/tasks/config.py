@@ -5,17 +5,18 @@ configs/task/*.yaml explain every key.
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from omegaconf import MISSING
 
-from fla_train.tasks.contract import Task
+from fla_train.tasks.contract import Tally, Task
 from fla_train.tasks.formal import FormalLanguage
 from fla_train.tasks.group_words import GroupWords
 from fla_train.tasks.mad import Compression, InContextRecall, Memorization, SelectiveCopying
 from fla_train.tasks.mqar import MQAR
 from fla_train.tasks.regbench import RegBench
+from fla_train.tasks.score import Score
 
 TEST_SEED = -1  # test sets are the same for all runs, and no training seed is negative
 
@@ -37,7 +38,9 @@ class TaskConfig:
     """A synthetic task to train on, in the place of text, and the sets it is tested on.
 
     `options` are arguments of the task's class for all sets; `train`, and the entry of `tests` by name, add
-    to them or replace them.
+    to them or replace them. `curriculum`, [[tokens, steps], ...], gives so many first steps words of so many
+    tokens at most, one stage after another. `stop_at`, [["test set/metric", value], ...], ends a run before
+    its last step.
     """
 
     kind: str = MISSING
@@ -48,6 +51,8 @@ class TaskConfig:
     test_sequences: int = MISSING
     batch_size: int = MISSING
     test_batch_size: int = MISSING
+    curriculum: list[Any] = field(default_factory=list)
+    stop_at: list[Any] = field(default_factory=list)
 
 
 def make_task(
@@ -77,6 +82,16 @@ def training_task(config: TaskConfig, seed: int) -> Task:
     )
 
 
+def curriculum_tasks(config: TaskConfig, seed: int) -> list[tuple[Task, int]]:
+    """The training sets of the first steps, with words of other lengths, and how many steps each lasts."""
+    return [(_with_length(config, seed, length), steps) for length, steps in config.curriculum]
+
+
+def _with_length(config: TaskConfig, seed: int, length: int) -> Task:
+    shorter = {KINDS[config.kind].length_option: length}
+    return training_task(replace(config, train={**config.train, **shorter}), seed)
+
+
 def tasks_for_testing(config: TaskConfig) -> dict[str, Task]:
     """The test sets by name."""
     return {
@@ -103,4 +118,43 @@ def task_faults(config: TaskConfig) -> list[str]:
             faults.append(f"task.{name}: {fault}")
     if len(set(sizes.values())) > 1:
         faults.append(f"the task's sets have different vocabularies, {sizes}: make their options agree")
-    return list(dict.fromkeys(faults))
+    return list(dict.fromkeys(faults)) or [*_curriculum_faults(config), *_target_faults(config)]
+
+
+def _curriculum_faults(config: TaskConfig) -> list[str]:
+    if config.curriculum and KINDS[config.kind].length_option is None:
+        return [f"task.curriculum needs words of several lengths: {config.kind} has one"]
+    faults = []
+    for stage in config.curriculum:
+        if not (
+            isinstance(stage, list) and len(stage) == 2 and all(isinstance(n, int) and n > 0 for n in stage)
+        ):
+            faults.append(f"task.curriculum: {stage} is no [tokens, steps] with two numbers of 1 or more")
+            continue
+        try:
+            short = _with_length(config, 0, stage[0])
+        except ValueError as fault:
+            faults.append(f"task.curriculum: {stage}: {fault}")
+        else:
+            if short.seq_len > training_task(config, 0).seq_len:
+                faults.append(f"task.curriculum: {stage} is longer than the training set's words")
+    return faults
+
+
+def _target_faults(config: TaskConfig) -> list[str]:
+    if not config.stop_at:
+        return []
+    known = []
+    for name, task in tasks_for_testing(config).items():
+        labels = task.batch([0]).labels
+        known += [f"{name}/{key}" for key in Score(0.0, Tally.of(labels, labels), {}).scalars(task)]
+    return [
+        f"task.stop_at: {target} is no [metric, value] with a metric of {', '.join(known)}"
+        for target in config.stop_at
+        if not (
+            isinstance(target, list)
+            and len(target) == 2
+            and target[0] in known
+            and isinstance(target[1], int | float)
+        )
+    ]

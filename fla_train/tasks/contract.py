@@ -124,6 +124,7 @@ class Task(ABC):
     Class attributes:
         headline: the key of `summary` that papers report.
         slice_key: the metadata by which accuracy is drawn; None where prefix accuracy is.
+        length_option: the argument that a curriculum makes shorter; None for tasks of one length.
 
     Raises:
         ValueError: if num_sequences is below 1.
@@ -131,6 +132,7 @@ class Task(ABC):
 
     headline: ClassVar[str]
     slice_key: ClassVar[str | None] = None
+    length_option: ClassVar[str | None] = None
 
     def __init__(self, *, vocab_size: int, seq_len: int, seed: int, num_sequences: int | None):
         if num_sequences is not None and num_sequences < 1:

@@ -64,6 +64,7 @@ class FormalLanguage(Task):
 
     headline = "scaled_accuracy"
     slice_key = "length"
+    length_option = "max_length"
 
     def __init__(
         self,

@@ -42,6 +42,7 @@ class GroupWords(Task):
     """
 
     headline = "sequence_accuracy"
+    length_option = "length"
 
     def __init__(
         self,

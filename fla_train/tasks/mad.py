@@ -37,7 +37,7 @@ class InContextRecall(_MAD):
     The first half of the vocabulary writes keys, the second values; noise ids follow. A sequence has its own
     map of keys to values and draws keys with replacement. With motifs, keys and values are words of 1 up to
     so many tokens (fuzzy recall). With noise, a place holds a noise token with probability `noise_share`
-    instead of a pair (noisy recall).
+    instead of a pair (noisy recall); a sequence in which then no key comes again gets none.
 
     The labels of a value stand one token earlier: at the key's last token, and at the value's own.
 
@@ -104,12 +104,14 @@ class InContextRecall(_MAD):
         value_words, value_lengths = self._words(below(for_values, int(self._firsts[-1])).T)
         choice = below(for_choice, self.pairs).T  # [n, places]: the pair of each place
         noise = (for_noise / 2.0**32 < self.noise_share).T
-        sizes = np.where(noise, 1, (key_lengths + value_lengths)[rows, choice])
-        starts = np.cumsum(sizes, axis=1) - sizes
+        sizes = (key_lengths + value_lengths)[rows, choice]
+        starts, seen = _layout(noise, choice, sizes, self.pairs)
+        asked = seen & ~noise & (starts + key_lengths[rows, choice] < length)
+        noise[~asked.any(1)] = False  # too few pairs for one to come again: a row needs something to answer
+        starts, seen = _layout(noise, choice, sizes, self.pairs)
 
         inputs = np.zeros((n, length + 2 * self.motif), dtype=np.int64)  # with room for a cut pair
         values = np.full_like(inputs, IGNORE)  # at a value's tokens: the token, if its key was seen before
-        seen = _seen_before(np.where(noise, -1, choice), self.pairs)
         inside = starts < length
         row, place = np.nonzero(inside & noise)
         inputs[row, starts[row, place]] = 2 * self.half + below(for_ids, self.noise_vocab)[place, row]
@@ -214,6 +216,14 @@ class Memorization(_MAD):
         labels = np.full_like(inputs, IGNORE)
         labels[:, 1::2] = self.values[chosen]
         return self._batch(inputs, labels)
+
+
+def _layout(
+    noise: np.ndarray, choice: np.ndarray, sizes: np.ndarray, pairs: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """For each place [n, m]: its first token, and whether its pair came before. Noise takes one token."""
+    tokens = np.where(noise, 1, sizes)
+    return np.cumsum(tokens, axis=1) - tokens, _seen_before(np.where(noise, -1, choice), pairs)
 
 
 def _seen_before(choice: np.ndarray, values: int) -> np.ndarray:

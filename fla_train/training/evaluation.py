@@ -1,6 +1,7 @@
 """Validation during training: the mean loss per token, and how it falls with the context before the token."""
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -8,7 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fla_train.data import Batch
+from fla_train.data import Batch, DocumentSequences, TokenDataset, sequential_batches
+from fla_train.training.metrics import Record
+from fla_train.training.schema import TrainerConfig
+
+Part = tuple[TokenDataset | DocumentSequences, float]  # held-out sequences and their weight
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,43 @@ def evaluate(engine, batches: Iterable[Batch], *, seq_len: int, buckets: int) ->
         name: total[i] / targets[i] for i, name in enumerate(bucket_names(seq_len, buckets)) if targets[i]
     }
     return Evaluation(sum(total) / max(1.0, sum(targets)), means)
+
+
+def validate_text(
+    engine,
+    parts: Mapping[str, Part],
+    trainer: TrainerConfig,
+    prepare: Callable[[Iterable[Tensor | Batch]], Iterable[Batch]],
+) -> Record:
+    """Evaluate the first `trainer.eval_tokens` tokens of held-out text, shared out evenly among its parts.
+
+    Args:
+        parts: of a mixture by name, or the whole as ""; weights add up to 1.
+        prepare: brings what is read to the engine's device.
+
+    Returns:
+        Loss and perplexity as weighted, the loss of each named part and, if asked for, by context.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    limit = max(1, trainer.eval_tokens // len(parts) // trainer.seq_len)
+    found = {}
+    for name, (sequences, weight) in parts.items():
+        read = sequential_batches(sequences, trainer.micro_batch_size, limit=limit, rank=rank, world=world)
+        result = evaluate(engine, prepare(read), seq_len=trainer.seq_len, buckets=trainer.eval_buckets)
+        found[name] = result, weight
+    whole = weighted(list(found.values()))
+    record: Record = {
+        "validation_loss": whole.loss,
+        "validation_perplexity": perplexity(whole.loss),
+    }
+    record |= {f"validation_loss/{name}": part.loss for name, (part, _) in found.items() if name}
+    if trainer.eval_buckets > 1:
+        record |= {f"validation_loss_at/{key}": loss for key, loss in whole.by_context.items()}
+    return record
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 def bucket_names(seq_len: int, buckets: int) -> list[str]:

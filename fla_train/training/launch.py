@@ -17,13 +17,13 @@ from fla_train.training.runfolder import RunFolder, new_run_dir, write_environme
 from fla_train.training.schedule import warmup_steps
 from fla_train.training.schema import TrainConfig, load_config, to_yaml
 from fla_train.training.supervise import Failure, choose_port, run_workers
-from fla_train.training.task_data import task_data, with_task_sizes
+from fla_train.training.task_data import has_reached, task_data, with_task_sizes
 from fla_train.training.validate import resolve_device, validate
 
 # These fix the weights' shapes and, with the prepared data, the stream of tokens: a resumed run keeps them.
 FIXED_KEYS = (
     *("seed", "trainer.seq_len", "trainer.global_batch_tokens", "model."),
-    *("task.kind", "task.options", "task.train", "task.batch_size", "baseline."),
+    *("task.kind", "task.options", "task.train", "task.batch_size", "task.curriculum", "baseline."),
 )
 # These say where and how a run is carried out, not what it computes: nobody asks whether they changed.
 SEQUENCE_KEYS = ("data.document_boundaries",)  # of the data keys, what no fingerprint covers
@@ -92,7 +92,7 @@ def _train(config: TrainConfig, data: PreparedData, plan: Plan) -> None:
         resume = checkpoint.choose(config.trainer.resume, folder.checkpoints)
         if resume is not None:
             _check_same_run(config, data, resume)
-            if _is_complete(folder, resume, config.trainer.max_steps):
+            if _is_complete(folder, resume, config):
                 return
         if config.trainer.check_backend and config.baseline is None:
             _check_backend(config)
@@ -158,14 +158,18 @@ def _address(config: TrainConfig, port: int) -> str:
     return f"{config.launch.main_process_ip}:{port}"
 
 
-def _is_complete(folder: RunFolder, checkpoint_folder: Path, max_steps: int) -> bool:
+def _is_complete(folder: RunFolder, checkpoint_folder: Path, config: TrainConfig) -> bool:
     """Whether nothing is left to do; says so. A run killed in its last moments still lacks export or plot."""
     step = checkpoint.read_state(checkpoint_folder).step
     export = folder.export(step)
-    if step < max_steps or not export.is_dir() or not folder.loss_plot.is_file():
+    reached = config.task is not None and has_reached(config.task, folder, step)
+    if step < config.trainer.max_steps and not reached:
+        return False
+    if not export.is_dir() or not folder.loss_plot.is_file():
         return False
     _say(f"run          {folder.root} is complete: {step:,} steps, model in {export}")
-    _say(f"             to train on, give a trainer.max_steps above {step}")
+    more = "another task.stop_at" if reached else f"a trainer.max_steps above {step}"
+    _say(f"             to train on, give {more}")
     return True
 
 

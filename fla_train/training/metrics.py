@@ -1,6 +1,7 @@
 """metrics.jsonl, the source of truth of a run, and wandb and tensorboard as views of it."""
 
 import json
+import math
 from pathlib import Path
 from typing import Protocol
 
@@ -9,6 +10,11 @@ from fla_train.training.schema import LoggerConfig
 
 # `step`, `tokens`, and training keys (loss, lr, grad_norm, tokens_per_second, ...) or validation keys.
 Record = dict[str, float | int | bool | None]
+
+
+def finite(record: Record) -> Record:
+    """`record` with null where a value is NaN or infinite, which JSON can't hold."""
+    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
 
 
 class Sink(Protocol):

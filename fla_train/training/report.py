@@ -1,16 +1,69 @@
 """What a run tells about itself: where its records go, the card of its export, the summary at its end."""
 
-import math
 from dataclasses import asdict
 from pathlib import Path
+from typing import TextIO
 
 from fla_train.data import PreparedData
 from fla_train.hub import CardInfo
 from fla_train.hub.environment import git_commit
 from fla_train.training.checkpoint import TrainState, folder_name
-from fla_train.training.metrics import MetricsFile, Sink, Tensorboard, Wandb, last_losses
+from fla_train.training.console import Console
+from fla_train.training.engine import StepResult
+from fla_train.training.evaluation import perplexity
+from fla_train.training.metrics import MetricsFile, Record, Sink, Tensorboard, Wandb, finite, last_losses
 from fla_train.training.runfolder import RunFolder
 from fla_train.training.schema import TrainConfig, to_yaml
+
+
+class Reporter:
+    """What a run tells while it trains. Rank 0 does; the others call the same methods and stay silent.
+
+    Args:
+        state: the records after its step are written anew.
+        stream: the terminal, or what stands in for it.
+    """
+
+    def __init__(self, config: TrainConfig, folder: RunFolder, state: TrainState, stream: TextIO, rank: int):
+        self._batch_tokens = config.trainer.global_batch_tokens
+        self._console = (
+            Console(stream, total=config.trainer.max_steps, done=state.step) if rank == 0 else None
+        )
+        self._sinks = open_sinks(config, folder, state) if rank == 0 else []
+
+    def log(self, record: Record) -> None:
+        """A record for metrics.jsonl and its views."""
+        record = finite(record)
+        for sink in self._sinks:
+            sink.log(record)
+
+    def say(self, text: str) -> None:
+        """A line for a reader."""
+        if self._console is not None:
+            self._console.line(text)
+
+    def step(self, step: int, rate: float, result: StepResult, more: Record) -> None:
+        """An optimizer step that has ended, with the learning rate it had and `more` to log of it."""
+        record: Record = {
+            "step": step,
+            "tokens": step * self._batch_tokens,
+            "loss": result.loss,
+            "lr": rate,
+            "grad_norm": result.grad_norm,
+            **more,
+        }
+        self.log(record)
+        if result.skipped:
+            self.say(f"step {step:,}: skipped, loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}")
+        elif self._console is not None:
+            self._console.progress(record)
+
+    def close(self) -> None:
+        """The last record has been logged; lines can still follow."""
+        for sink in self._sinks:
+            sink.close()
+        if self._console is not None:
+            self._console.close()
 
 
 def open_sinks(config: TrainConfig, folder: RunFolder, state: TrainState) -> list[Sink]:
@@ -69,12 +122,3 @@ def summary_lines(data: PreparedData, folder: RunFolder, state: TrainState, expo
         f"  fla-eval checkpoint={export}",
         f"  train on: the same fla-train command with run.dir={folder.root} and a larger trainer.max_steps",
     ]
-
-
-def finite(value: float) -> float | None:
-    """JSON has no NaN."""
-    return value if math.isfinite(value) else None
-
-
-def perplexity(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf

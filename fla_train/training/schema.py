@@ -13,7 +13,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from fla_train.baselines.build import BaselineConfig
+from fla_train.baselines import BaselineConfig
 from fla_train.data.config import DataConfig
 from fla_train.models.configuration import model_schema
 from fla_train.tasks.config import TaskConfig
@@ -79,6 +79,8 @@ class LaunchConfig:
     main_process_port: int | None = None
     max_restarts: int = 0
     peak_tflops: float | None = None
+    rendezvous_timeout: float = 600.0
+    overlap_communication: bool = True
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """A synthetic task in the place of prepared text, and the sizes of a run that follow from it."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,9 +11,12 @@ from torch import Tensor
 
 from fla_train.data import PreparedData
 from fla_train.tasks import Task, TaskConfig, task_faults, training_task
+from fla_train.training.metrics import read_metrics
+from fla_train.training.runfolder import RunFolder
 from fla_train.training.schema import TrainConfig
 
 NO_FOLDER = Path("task")  # sequences are drawn while training: nothing lies on disk
+PASSES = 2  # evaluations in a row that end a run
 KEPT_TOKENS = 2**26  # of a fixed training set: 512 MiB with its labels
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -59,15 +63,34 @@ def with_task_sizes(config: TrainConfig) -> TrainConfig:
     return replace(config, trainer=trainer, model={**config.model, "vocab_size": task.vocab_size})
 
 
+def has_reached(config: TaskConfig, folder: RunFolder, step: int) -> bool:
+    """Whether the run in `folder` had every metric of `stop_at` at its value or above in its last two
+    evaluations up to `step`. One could be luck, where accuracy swings between evaluations.
+    """
+    if not config.stop_at or not folder.metrics.is_file():
+        return False
+    tests = [r for r in read_metrics(folder.metrics) if "validation_loss" in r and r["step"] <= step]
+    return len(tests) >= PASSES and all(
+        record[metric] >= value for record in tests[-PASSES:] for metric, value in config.stop_at
+    )
+
+
 class TaskSequences:
     """What `MicroBatches` reads: sequence i is the same on any rank, in any batch and after any resume.
+
+    Args:
+        task: the training set.
+        curriculum: training sets of the first steps, and how many steps each lasts.
+        batch_size: sequences per step; only a curriculum needs it.
 
     A training set of a fixed size is kept in memory as it is drawn, up to KEPT_TOKENS: later epochs cost
     nothing.
     """
 
-    def __init__(self, task: Task):
-        self.task = task
+    def __init__(self, task: Task, curriculum: Sequence[tuple[Task, int]] = (), batch_size: int = 1):
+        self.task, self._batch_size = task, batch_size
+        self._stages = [stage for stage, _ in curriculum]
+        self._ends = np.cumsum([steps for _, steps in curriculum])  # the step after each stage
         size = task.num_sequences
         self._kept: Tensor | None = None
         if size is not None and size * (task.seq_len + 1) <= KEPT_TOKENS:
@@ -75,7 +98,13 @@ class TaskSequences:
             self._drawn = np.zeros(size, dtype=bool)
 
     def sequences(self, indices: np.ndarray) -> Tensor:
-        """[2, n, T + 1] int64: inputs and labels for a causal language model."""
+        """[2, n, T + 1] int64: inputs and labels for a causal language model; T of the stage in a curriculum.
+
+        All `indices` belong to one step.
+        """
+        stage = np.searchsorted(self._ends, indices[0] // self._batch_size, side="right")
+        if stage < len(self._stages):
+            return self._stages[stage].batch(indices).for_causal_lm()
         if self._kept is None:
             return self.task.batch(indices).for_causal_lm()
         rows = np.asarray(indices) % len(self._drawn)

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fla_train.tasks import Score, Task, tasks_for_testing, training_task
+from fla_train.tasks import Score, Task, curriculum_tasks, tasks_for_testing, training_task
 from fla_train.tasks.plots import plot_accuracy
 from fla_train.training.checkpoint import folder_name
 from fla_train.training.loop import Trainer
 from fla_train.training.metrics import Record, read_metrics
 from fla_train.training.runfolder import write_whole
-from fla_train.training.task_data import TaskSequences
+from fla_train.training.task_data import TaskSequences, has_reached
 
 
 class TaskTrainer(Trainer):
@@ -28,10 +28,18 @@ class TaskTrainer(Trainer):
 
     def _open_data(self) -> tuple[TaskSequences, None]:
         self.tests = tasks_for_testing(self.config.task)
-        return TaskSequences(training_task(self.config.task, self.config.seed)), None
+        task, seed = self.config.task, self.config.seed
+        stages = curriculum_tasks(task, seed)
+        return TaskSequences(training_task(task, seed), stages, task.batch_size), None
+
+    def run(self) -> bool:
+        self.reached = self._has_reached()  # a run that was killed before it had left all its files
+        return super().run()
 
     def _to_device(self, pair: Tensor) -> tuple[Tensor, Tensor]:
-        inputs, labels = pair.to(self.engine.device)  # each [B, T + 1]
+        if self.engine.device.type == "cuda":
+            pair = pair.pin_memory()  # a copy from pageable memory waits for all the work before it
+        inputs, labels = pair.to(self.engine.device, non_blocking=True)  # each [B, T + 1]
         return inputs, labels
 
     def _evaluate(self) -> None:
@@ -41,7 +49,7 @@ class TaskTrainer(Trainer):
         record["validation_loss"] = first.mean_loss
         for name, task in self.tests.items():
             record |= {f"{name}/{key}": value for key, value in scores[name].scalars(task).items()}
-        self._log(record)
+        self.reporter.log(record)
         if self.rank == 0:
             curves = {name: scores[name].curve(task) for name, task in self.tests.items()}
             content = {"step": self.state.step, "sets": curves}
@@ -50,7 +58,21 @@ class TaskTrainer(Trainer):
             plot_accuracy(curves, title, self.folder.accuracy_plot)
         shown = [f"{name} {record[f'{name}/{task.headline}']:.4f}" for name, task in self.tests.items()]
         metric = next(iter(self.tests.values())).headline.replace("_", " ")
-        self._say(f"step {self.state.step:,}: {metric}: {', '.join(shown)}")
+        self.reporter.say(f"step {self.state.step:,}: {metric}: {', '.join(shown)}")
+        self.reached = self._has_reached()
+        if self.reached:
+            self.reporter.say(
+                f"step {self.state.step:,}: task.stop_at reached twice in a row; the run ends here"
+            )
+
+    def _has_reached(self) -> bool:
+        """Rank 0's reading of metrics.jsonl, on all ranks."""
+        task, verdict = self.config.task, [False]
+        if self.rank == 0:
+            verdict = [has_reached(task, self.folder, self.state.step)]
+        if task.stop_at:
+            dist.broadcast_object_list(verdict)
+        return verdict[0]
 
     @torch.no_grad()
     def _score(self, task: Task) -> Score:

@@ -8,7 +8,7 @@ import torch
 
 from fla_train.baselines import baseline_faults
 from fla_train.data import data_faults
-from fla_train.models import build_config
+from fla_train.models.configuration import build_config
 from fla_train.tasks import task_faults
 from fla_train.training.schedule import warmup_steps
 from fla_train.training.schema import TrainConfig
@@ -106,6 +106,8 @@ def _values(config: TrainConfig) -> list[str]:
         faults.append(f"optimizer.momentum={momentum} must lie in [0, 1) for optimizer=muon")
     if (peak := config.launch.peak_tflops) is not None and not peak > 0:
         faults.append(f"launch.peak_tflops={peak} must be positive, or null")
+    if not config.launch.rendezvous_timeout > 0:
+        faults.append(f"launch.rendezvous_timeout={config.launch.rendezvous_timeout} must be positive")
     if config.trainer.keep_every and not config.trainer.keep_checkpoints:
         faults.append("trainer.keep_every has no effect with trainer.keep_checkpoints=0, which keeps all")
     if config.trainer.seq_len == 1:

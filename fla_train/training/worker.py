@@ -12,9 +12,10 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import TextIO
 
 from fla_train.training.preemption import EXIT_CODE, StopRequest
-from fla_train.training.watchdog import RankHung, Watchdog, end_process
+from fla_train.training.watchdog import Watchdog, end_process
 
 PR_SET_PDEATHSIG = 1
 
@@ -34,13 +35,34 @@ def report(failure: BaseException) -> None:
     line = " ".join(str(failure).split()) or type(failure).__name__
     name = type(failure).__name__
     final = isinstance(failure, ValueError) or name == "TrainingStopped"
-    if not final and not isinstance(failure, RankHung):
+    if not final and name not in ("RankHung", "RanksMissing"):
         line = f"{name}: {line}"
     content = {"time": time.time(), "line": line, "final": final}
     file = Path(os.environ["FLA_TRAIN_ERROR_FILE"])
     aside = file.with_suffix(".tmp")  # the launcher may look at any moment
     aside.write_text(json.dumps(content))
     os.replace(aside, file)
+
+
+def train(
+    config_path: Path, data_path: Path, resume: Path | None, console: TextIO, request: StopRequest
+) -> bool:
+    """Train as the rank that the environment names; False when `request` ended it before the last step."""
+    from fla_train.data import open_prepared
+    from fla_train.training.loop import Trainer
+    from fla_train.training.schema import load_config
+    from fla_train.training.task_data import task_data
+    from fla_train.training.task_loop import TaskTrainer
+
+    config = load_config(config_path)
+    watchdog = Watchdog(config.trainer.hang_timeout, end_process(report))
+    common = (resume, console, watchdog, request)
+    if config.task is None:
+        finished = Trainer(config, open_prepared(data_path), *common).run()
+    else:
+        finished = TaskTrainer(config, task_data(config.task, config.seed), *common).run()
+    watchdog.close()
+    return finished
 
 
 def main() -> None:
@@ -53,20 +75,7 @@ def main() -> None:
     machine = int(os.environ["RANK"]) // int(os.environ["LOCAL_WORLD_SIZE"])
     console = redirect_output(RunFolder(config_path.parent).log(machine))
     try:
-        from fla_train.data import open_prepared
-        from fla_train.training.loop import Trainer
-        from fla_train.training.schema import load_config
-        from fla_train.training.task_data import task_data
-        from fla_train.training.task_loop import TaskTrainer
-
-        config, resume = load_config(config_path), rest[0] if rest else None
-        watchdog = Watchdog(config.trainer.hang_timeout, end_process(report))
-        common = (resume, console, watchdog, request)
-        if config.task is None:
-            finished = Trainer(config, open_prepared(data_path), *common).run()
-        else:
-            finished = TaskTrainer(config, task_data(config.task, config.seed), *common).run()
-        watchdog.close()
+        finished = train(config_path, data_path, rest[0] if rest else None, console, request)
     except BaseException as failure:
         report(failure)
         if console.isatty():

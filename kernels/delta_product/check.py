@@ -7,6 +7,7 @@ reach each branch of a kernel. Takes seconds.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,6 +31,7 @@ class Case:
     initial_state: bool = False
     documents: tuple[int, ...] | None = None  # cu_seqlens
     qk_l2norm: bool = True
+    piece_chunks: int = 0  # Triton cuts sequences into pieces of so many chunks; 0: as their sizes say
 
 
 # Few different (substeps, gated, packed) combinations, because a compiled backend pays for each of them.
@@ -40,12 +42,14 @@ CASES = (
     Case("mixed gates", tokens=131, substeps=3, alpha=(0.7, 1.0)),
     Case("closing gates", tokens=67, substeps=3, alpha=(0.0, 0.2), closed_every=5),
     Case("packed documents", 131, 2, alpha=(0.7, 1.0), initial_state=True, documents=(0, 0, 1, 66, 66, 131)),
+    Case("cut sequences", 200, 2, alpha=(0.9, 1.0), initial_state=True, piece_chunks=2),
 )
 
 
 def model_cases(substeps: int, gated: bool) -> tuple[Case, ...]:
     """What a model with n_h = `substeps` meets in training, so that no other kernels are compiled."""
-    cases = (case for case in CASES if (case.alpha is not None) == gated and case.documents is None)
+    cases = (case for case in CASES if not (case.documents or case.piece_chunks))
+    cases = (case for case in cases if (case.alpha is not None) == gated)
     return tuple(replace(case, substeps=substeps, qk_l2norm=True) for case in cases)
 
 
@@ -120,7 +124,8 @@ def check_backend(
         inputs = make_inputs(case, dtype, head_dims, seed)
         reference = evaluate({name: _to(x, "cpu", torch.float64) for name, x in inputs.items()}, "recurrent")
         try:
-            results = evaluate({name: _to(x, device) for name, x in inputs.items()}, backend)
+            with _cutting(case, backend):
+                results = evaluate({name: _to(x, device) for name, x in inputs.items()}, backend)
         except Exception as fault:  # a compiler or launch failure of any kind is this function's finding
             message = str(fault).strip().splitlines() or [""]
             failure = f"{case.name}: {type(fault).__name__}: {message[0]}"
@@ -195,6 +200,14 @@ def relative_rms(x: Tensor, reference: Tensor) -> float:
     """|x - reference| / |reference| in float64; NaN if `x` holds one."""
     x, reference = x.detach().double().cpu(), reference.detach().double().cpu()
     return ((x - reference).norm() / reference.norm().clamp(min=1e-30)).item()
+
+
+def _cutting(case: Case, backend: str) -> AbstractContextManager[None]:
+    if not case.piece_chunks or backend != "triton":
+        return nullcontext()
+    from fla_train.kernels.delta_product.triton_split import cutting  # the others run without Triton
+
+    return cutting(case.piece_chunks)
 
 
 def _to(value: object, device: torch.device | str, dtype: torch.dtype | None = None) -> object:

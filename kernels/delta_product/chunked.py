@@ -43,9 +43,27 @@ def chunked_delta_product(
     qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`delta_product` on validated inputs; shapes and dtypes as there. Gradients of first order only."""
-    layout = _Layout.of(q.shape[1], k.shape[2], cu_seqlens)
-    o, state = _ChunkedDeltaProduct.apply(q, k, v, beta, g, initial_state, scale, qk_l2norm, layout)
+    run = run_chunks
+    if torch.compiler.is_compiling():
+        from fla_train.kernels.delta_product.chunked_traced import run_traced as run
+    o, state = run(q, k, v, beta, g, initial_state, cu_seqlens, scale, qk_l2norm)
     return o, state if output_final_state else None
+
+
+def run_chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    qk_l2norm: bool,
+) -> tuple[Tensor, Tensor]:
+    """o and the final state."""
+    layout = _Layout.of(q.shape[1], k.shape[2], cu_seqlens)
+    return _ChunkedDeltaProduct.apply(q, k, v, beta, g, initial_state, scale, qk_l2norm, layout)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -102,29 +101,33 @@ def delta_product_step(
     """Advance the recurrence by one token (decoding).
 
     The arguments are those of `delta_product` without the T axis: q [B, H, K], k [B, N, H, K],
-    v [B, N, H, V], beta [B, N, H], g [B, H]. `state` [B, H, K, V] is read and left as it was.
-    `backend="triton"` is one kernel, without gradients; any other is the definition in PyTorch, with them,
-    and so is "auto" until the kernel has been timed and tested on a GPU.
+    v [B, N, H, V], beta [B, N, H], g [B, H]. `state` [B, H, K, V], in the dtype of `beta` or in bfloat16 to
+    save memory (the arithmetic stays as it is, the new state is rounded), is read and left as it was.
+    `backend="triton"` is one kernel, without gradients and for at most float32; any other is the definition
+    in PyTorch. "auto" takes the kernel on a GPU where it can.
 
     Returns:
-        o [B, H, V] in the dtype of `q`, and the new state [B, H, K, V].
+        o [B, H, V] in the dtype of `q`, and the new state [B, H, K, V] in the dtype of `state`.
 
     Raises:
         ValueError: as `delta_product`; for triton also where gradients are recorded, and for float64.
     """
     _check_tensors(q, k, v, beta, g, leading="B")
-    _check_state("state", state, q, v, beta, q.shape[0])
+    _check_state("state", state, q, v, beta, q.shape[0], torch.bfloat16)
     options = {"state": state, "scale": _scale(scale, q), "qk_l2norm": qk_l2norm}
-    asked = os.environ.get(BACKEND_VARIABLE, "auto") if backend == "auto" else backend
-    if resolve_backend(backend, q.device) == "triton" and asked == "triton":
+    if resolve_backend(backend, q.device) == "triton":
         tensors = (q, k, v, beta, g, state)
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-            raise ValueError("the triton step records no gradients: use torch.no_grad() or backend=recurrent")
-        if q.dtype == torch.float64:
-            raise ValueError("the triton backend takes no torch.float64: choose backend=recurrent")
-        from fla_train.kernels.delta_product.triton_step import triton_step
+        recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        if not recorded and q.dtype != torch.float64:
+            from fla_train.kernels.delta_product.triton_step import triton_step
 
-        return triton_step(q, k, v, beta, g, **options)
+            return triton_step(q, k, v, beta, g, **options)
+        asked = os.environ.get(BACKEND_VARIABLE, "auto") if backend == "auto" else backend
+        if asked == "triton":
+            raise ValueError(
+                "the triton step takes no torch.float64 and records no gradients: use torch.no_grad() or "
+                "backend=recurrent"
+            )
     from fla_train.kernels.delta_product.recurrent import recurrent_step
 
     return recurrent_step(q, k, v, beta, g, **options)
@@ -151,8 +154,17 @@ def resolve_backend(backend: str, device: torch.device) -> str:
 
 
 def load_backend(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The function `<name>_delta_product` of module `name`, imported on first use (triton loads slowly)."""
-    return getattr(import_module(f"fla_train.kernels.delta_product.{name}"), f"{name}_delta_product")
+    """The function `<name>_delta_product` of module `name`, imported on first use (triton loads slowly).
+
+    By statements, because torch.compile cannot trace `import_module`.
+    """
+    if name == "triton":
+        from fla_train.kernels.delta_product.triton import triton_delta_product as run
+    elif name == "chunked":
+        from fla_train.kernels.delta_product.chunked import chunked_delta_product as run
+    else:
+        from fla_train.kernels.delta_product.recurrent import recurrent_delta_product as run
+    return run
 
 
 def compute_dtype(q: Tensor) -> torch.dtype:
@@ -248,11 +260,13 @@ def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
             )
 
 
-def _check_state(name: str, state: Tensor, q: Tensor, v: Tensor, beta: Tensor, sequences: int) -> None:
+def _check_state(
+    name: str, state: Tensor, q: Tensor, v: Tensor, beta: Tensor, sequences: int, *also: torch.dtype
+) -> None:
     expected = [sequences, q.shape[-2], q.shape[-1], v.shape[-1]]
     if list(state.shape) != expected:
         raise ValueError(f"{name} has shape {list(state.shape)}, expected [sequences, H, K, V] = {expected}")
-    if state.dtype != beta.dtype:
+    if state.dtype not in (beta.dtype, *also):
         raise ValueError(f"{name} is {state.dtype}, expected {beta.dtype} for q in {q.dtype}")
     if state.device != q.device:
         raise ValueError(f"{name} is on {state.device}, expected {q.device} (the device of q)")

@@ -50,8 +50,8 @@ def recurrent_step(
     qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor]:
     """`delta_product_step` on validated inputs; shapes and dtypes as there."""
-    dtype = q.dtype
-    q, k, v = (x.to(compute_dtype(x)) for x in (q, k, v))
+    dtype, kept = q.dtype, state.dtype
+    q, k, v, state = (x.to(compute_dtype(q)) for x in (q, k, v, state))
     if qk_l2norm:
         q, k = l2norm(q), l2norm(k)
     if g is not None:
@@ -61,7 +61,7 @@ def recurrent_step(
         error = beta[:, j].unsqueeze(-1) * (value - (key * state).sum(-2))
         state = state + key * error.unsqueeze(-2)
     o = scale * (q.unsqueeze(-1) * state).sum(-2)
-    return o.to(dtype), state
+    return o.to(dtype), state.to(kept)
 
 
 def _run(

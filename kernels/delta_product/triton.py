@@ -1,13 +1,17 @@
 """The Triton backend of `delta_product`: launches of its four kernels and their autograd function.
 
 Forward: `prepare_kernel` (all chunks at once), then `state_kernel` (serial over chunks). Backward:
-`adjoint_kernel` (serial), then `gradient_kernel` (all chunks at once). There are no atomics, so results are
-reproducible to the bit. For the backward the forward keeps, in the dtype of q: X and E per sub-step (M and V
-elements a head; v itself is not kept), P D per token (M elements), and one state per chunk of M = 64 steps.
-Launch configurations are fixed, so no call ever tunes; the tests marked `gpu` check them.
+`adjoint_kernel` (serial), then `gradient_kernel` (all chunks at once). Long sequences of few heads are cut
+for the serial ones (`triton_split`). There are no atomics, so results are reproducible to the bit. For the
+backward the forward keeps, in the dtype of q: X and E per sub-step (M and V elements a head; v itself is not
+kept), P D per token (M elements), and one state per chunk of M = 64 steps.
+Launch options come from a table (`launches`), so no call ever tunes; the tests marked `gpu` check them.
+
+What launches kernels is `opaque` to torch.compile, which traces the rest: the allocations and the autograd
+function.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fla_train.kernels.delta_product import launches
 from fla_train.kernels.delta_product.contract import L2NORM_EPS
 from fla_train.kernels.delta_product.triton_backward import adjoint_kernel, gradient_kernel
 from fla_train.kernels.delta_product.triton_common import CHUNK
@@ -25,16 +30,20 @@ from fla_train.kernels.delta_product.triton_forward import (
     prepare_kernel,
     state_kernel,
 )
+from fla_train.kernels.delta_product.triton_split import Pieces, find_cut
+from fla_train.kernels.opaque import opaque
+from fla_train.kernels.sizes import ceil_div, next_power_of_2
 
-# Least extent of the tiles of K and V. On Hopper, Triton 3.6 compiled tiles of 32 columns to wrong dk and to
-# illegal accesses (measured 2026-11-21 with its ptxas 12.8); narrower heads are padded with zeros instead.
-MIN_TILE = 64
-# Least rows of the tiles of q, for the same reason: 16 gave irreproducible dk where V <= 64.
+CHUNK_STEPS = CHUNK.value
+# Least rows of the tiles of q: 16 gave dk that changes from run to run where V <= 64 (see launches.MIN_TILE).
 MIN_TOKENS = 32
 # The interpreter's bf16 products are garbage, so it gets fp32 operands.
 INTERPRETED = triton.knobs.runtime.interpret
 FP32_PRECISION = "tf32x3"  # of products of fp32 operands
 OPERAND_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+# What `prepare_kernel` writes, in the order of lists of it: `gc` only with gates, `rq` and `rk` only where q
+# and k are normalised.
+PRODUCTS, NORMS = ("x", "p", "read", "write", "query", "decay"), ("gc", "rq", "rk")
 
 
 def triton_delta_product(
@@ -59,9 +68,9 @@ def triton_delta_product(
     """
     if q.dtype not in OPERAND_DTYPES:
         raise ValueError(f"the triton backend takes no {q.dtype}: choose backend=recurrent or chunked")
-    if k.shape[2] > CHUNK.value:
+    if k.shape[2] > CHUNK_STEPS:
         raise ValueError(
-            f"the triton backend takes at most {CHUNK.value} sub-steps per token, got {k.shape[2]}"
+            f"the triton backend takes at most {CHUNK_STEPS} sub-steps per token, got {k.shape[2]}"
         )
     limit = 128 if q.dtype == torch.float32 else 256  # the tiles of a chunk must fit in shared memory
     if q.shape[3] > limit:
@@ -69,104 +78,21 @@ def triton_delta_product(
             f"the triton backend takes a key dimension of at most {limit} in {q.dtype}, got {q.shape[3]}"
         )
     tensors = [x if x is None else x.contiguous() for x in (q, k, v, beta, g, initial_state)]
-    plan = _make_plan(q, k, v, g, scale, cu_seqlens, qk_l2norm)
+    bounds = () if cu_seqlens is None else _bounds(cu_seqlens, q.shape[1], CHUNK_STEPS // k.shape[2])
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    o, final_state = _DeltaProduct.apply(*tensors, plan, output_final_state, keep)
-    return o, final_state
+    return _DeltaProduct.apply(*tensors, scale, qk_l2norm, output_final_state, keep, *bounds)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Sizes of one call, how its chunks lie, and the arguments that its kernels share."""
+def _bounds(cu_seqlens: Tensor, length: int, chunk_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a packed row: `cu_seqlens`, each document's first chunk [S + 1], each chunk's document [chunks].
 
-    segments: int  # sequences: batch rows, or packed documents
-    heads: int
-    chunks: int  # over all segments; for a packed row an upper bound, since reading cu_seqlens would wait
-    value_tiles: int
-    shared: dict[str, Any]  # arguments of every kernel
-    parallel: dict[str, Any]  # further ones of the kernels that run over all chunks at once
-    value: dict[str, int]  # further ones of the kernels that read v or its like
-    inverse: tl.dtype  # of the operands that invert a chunk's triangle
-    gradient: dict[str, int]  # further ones of `gradient_kernel`, with its launch options
-    narrow: bool  # tiles small enough for four warps and two stages
-
-    @property
-    def parallel_grid(self) -> tuple[int]:
-        return (self.chunks * self.heads,)
-
-    @property
-    def serial_grid(self) -> tuple[int]:
-        return (self.segments * self.heads * self.value_tiles,)
-
-
-def _make_plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    scale: float,
-    cu_seqlens: Tensor | None,
-    qk_l2norm: bool,
-) -> _Plan:
-    (batch, length, heads, key_dim), sub_steps, value_dim = q.shape, k.shape[2], v.shape[-1]
-    chunk_tokens = CHUNK.value // sub_steps
-    row_chunks = triton.cdiv(length, chunk_tokens)
-    segments, chunks, offsets, chunk_segment = batch, batch * row_chunks, None, None
-    if cu_seqlens is not None:
-        segments = cu_seqlens.numel() - 1
-        chunks = length // chunk_tokens + segments
-        ends = ((cu_seqlens.diff() + chunk_tokens - 1) // chunk_tokens).cumsum(0)
-        offsets = torch.nn.functional.pad(ends, (1, 0))
-        numbers = torch.arange(chunks, device=q.device, dtype=ends.dtype)
-        chunk_segment = torch.searchsorted(ends, numbers, right=True).clamp_(max=segments - 1)
-    key_tile = max(MIN_TILE, triton.next_power_of_2(key_dim))
-    narrow = key_tile <= 128 and q.dtype != torch.float32
-    return _Plan(
-        segments=segments,
-        heads=heads,
-        chunks=chunks,
-        value_tiles=triton.cdiv(value_dim, MIN_TILE),
-        shared={
-            "cu_seqlens": cu_seqlens,
-            "chunk_offsets": offsets,
-            "n_total": batch * length,
-            "T": length,
-            "NT": row_chunks,
-            "H": heads,
-            "K": key_dim,
-            "N": sub_steps,
-            "C": chunk_tokens,
-            "M": CHUNK.value,
-            "BC": max(MIN_TOKENS, triton.next_power_of_2(chunk_tokens)),
-            "BK": key_tile,
-            "PACKED": cu_seqlens is not None,
-            "OPERAND": tl.float32 if INTERPRETED else OPERAND_DTYPES[q.dtype],
-            "PRECISION": FP32_PRECISION,
-        },
-        parallel={
-            "chunk_segment": chunk_segment,
-            "scale": scale,
-            "GATED": g is not None,
-            "L2NORM": qk_l2norm,
-        },
-        value={"V": value_dim, "BV": MIN_TILE},
-        # With unit keys and beta <= 2 the entries of the triangle and of its inverse are at most 2.
-        inverse=tl.float16 if qk_l2norm and q.dtype != torch.float32 and not INTERPRETED else tl.float32,
-        gradient=_gradient_options(value_dim, key_tile, sub_steps, narrow),
-        narrow=narrow,
-    )
-
-
-def _gradient_options(value_dim: int, key_tile: int, sub_steps: int, narrow: bool) -> dict[str, int]:
-    """Tile widths and launch options of `gradient_kernel` (docs/kernels.md has the times of others)."""
-    options = {"V": value_dim, "BV": MIN_TILE, "BKO": MIN_TILE, "num_warps": 8, "num_stages": 1}
-    if not narrow:
-        return options
-    options["BKO"] = key_tile
-    if sub_steps > 1 and value_dim > MIN_TILE:
-        return options | {"BV": 2 * MIN_TILE, "num_warps": 4}
-    # Of three stages with more than two tiles of V, Triton 3.6 made wrong dk (measured 2026-11-22).
-    return options | {"num_stages": 3 if value_dim <= 2 * MIN_TILE else 1}
+    The number of chunks is an upper bound, since reading `cu_seqlens` would wait for the device.
+    """
+    documents = cu_seqlens.numel() - 1
+    ends = ((cu_seqlens.diff() + chunk_tokens - 1) // chunk_tokens).cumsum(0)
+    numbers = torch.arange(length // chunk_tokens + documents, device=ends.device, dtype=ends.dtype)
+    chunk_segment = torch.searchsorted(ends, numbers, right=True).clamp_(max=documents - 1)
+    return cu_seqlens, torch.nn.functional.pad(ends, (1, 0)), chunk_segment
 
 
 class _DeltaProduct(torch.autograd.Function):
@@ -179,109 +105,242 @@ class _DeltaProduct(torch.autograd.Function):
         beta: Tensor,
         g: Tensor | None,
         initial_state: Tensor | None,
-        plan: _Plan,
+        scale: float,
+        qk_l2norm: bool,
         output_final_state: bool,
         keep: bool,
+        *bounds: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        (batch, length, heads, key_dim), value_dim = q.shape, v.shape[-1]
-        tokens, sub_steps = batch * length, batch * length * k.shape[2]
-
-        def scalars(*shape: int) -> Tensor:
-            return beta.new_empty(shape)
-
-        products = {
-            "x": q.new_empty(sub_steps, heads, CHUNK.value),
-            "p": q.new_empty(tokens, heads, CHUNK.value),
-            "read": scalars(heads, sub_steps),
-            "write": scalars(heads, sub_steps),
-            "query": scalars(heads, tokens),
-            "decay": scalars(plan.chunks, heads),
-        }
-        norms = {
-            "gc": scalars(heads, tokens) if g is not None else None,
-            "rq": scalars(heads, tokens) if plan.parallel["L2NORM"] else None,
-            "rk": scalars(heads, sub_steps) if plan.parallel["L2NORM"] else None,
-        }
+        (batch, length, heads, key_dim), sub_steps, value_dim = q.shape, k.shape[2], v.shape[-1]
+        chunks = bounds[2].numel() if bounds else batch * ceil_div(length, CHUNK_STEPS // sub_steps)
+        segments = bounds[0].numel() - 1 if bounds else batch
+        prepared = _make_prepared(q, k, beta, chunks, g is not None, qk_l2norm)
         o = v.new_empty(batch, length, heads, value_dim)
         errors = torch.empty_like(v) if keep else None
-        states = q.new_empty(plan.chunks, heads, value_dim, key_dim) if keep else None
-        final_state = scalars(plan.segments, heads, key_dim, value_dim) if output_final_state else None
-        with torch.cuda.device_of(q):
-            prepare_kernel[plan.parallel_grid](
-                *(q, k, beta, g),
-                **products,
-                **norms,
-                **plan.shared,
-                **plan.parallel,
-                eps=L2NORM_EPS,
-                INVERSE=plan.inverse,
-                num_warps=4 if plan.narrow else 8,
-                maxnreg=168 if plan.narrow else None,  # three programs share an SM
-            )
-            state_kernel[plan.serial_grid](
-                *(q, k, v),
-                **products,
-                o=o,
-                errors=errors,
-                states=states,
-                initial_state=initial_state,
-                final_state=final_state,
-                **plan.shared,
-                **plan.value,
-                HAS_INITIAL=initial_state is not None,
-                STORE_FINAL=output_final_state,
-                KEEP=keep,
-                num_warps=4 if plan.narrow else 8,
-                num_stages=2 if plan.narrow else 1,
-            )
+        states = q.new_empty(chunks, heads, value_dim, key_dim) if keep else None
+        final_state = beta.new_empty(segments, heads, key_dim, value_dim) if output_final_state else None
+        cut = find_cut(q, k, value_dim, bounds)
+        transitions = None if cut is None else beta.new_empty(cut.pieces, heads, key_dim, key_dim)
+        delta_product_forward(
+            *(q, k, v, beta, g, initial_state, bounds, scale, qk_l2norm),
+            *(o, prepared, errors, states, transitions, final_state),
+        )
         ctx.set_materialize_grads(False)
-        ctx.plan = plan
-        ctx.names = *products, *norms
-        saved = (*products.values(), *norms.values()) if keep else ()
-        ctx.save_for_backward(q, k, beta, g, initial_state, errors, states, *saved)
+        ctx.scale, ctx.qk_l2norm, ctx.num_bounds = scale, qk_l2norm, len(bounds)
+        kept = (*bounds, *prepared) if keep else ()
+        transitions = transitions if keep else None
+        ctx.save_for_backward(q, k, beta, g, initial_state, errors, states, transitions, *kept)
         return o, final_state
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dfinal_state: Tensor | None) -> tuple[Tensor | None, ...]:
-        plan = ctx.plan
-        q, k, beta, g, initial_state, errors, states, *saved = ctx.saved_tensors
-        prepared = dict(zip(ctx.names, saved, strict=True))
-        norms = {name: prepared.pop(name) for name in ("gc", "rq", "rk")}
+        q, k, beta, g, initial_state, errors, states, transitions, *kept = ctx.saved_tensors
+        bounds, prepared = kept[: ctx.num_bounds], kept[ctx.num_bounds :]
         dv = torch.empty_like(errors)
         do = torch.zeros_like(dv[:, :, 0]).contiguous() if do is None else do.contiguous()
         dfinal_state = None if dfinal_state is None else dfinal_state.contiguous()
         dq, dk, dbeta = (torch.empty_like(x) for x in (q, k, beta))
         dg = None if g is None else torch.empty_like(g)
         dinitial_state = torch.empty_like(initial_state) if ctx.needs_input_grad[5] else None
-        dstates = torch.empty_like(states)
-        with torch.cuda.device_of(q):
-            adjoint_kernel[plan.serial_grid](
-                *(q, k, do),
-                **prepared,
-                dv=dv,
-                dstates=dstates,
-                dfinal_state=dfinal_state,
-                dinitial_state=dinitial_state,
-                **plan.shared,
-                **plan.value,
-                HAS_FINAL=dfinal_state is not None,
-                STORE_INITIAL=dinitial_state is not None,
-                num_warps=4 if plan.narrow else 8,
-                num_stages=2 if plan.narrow else 1,
+        delta_product_backward(
+            *(q, k, beta, g, do, dfinal_state, bounds, ctx.scale, ctx.qk_l2norm),
+            *(prepared, errors, states, transitions),
+            *(dq, dk, dv, dbeta, dg, dinitial_state),
+        )
+        return dq, dk, dv, dbeta, dg, dinitial_state, *[None] * (4 + ctx.num_bounds)
+
+
+def _make_prepared(
+    q: Tensor, k: Tensor, beta: Tensor, chunks: int, gated: bool, qk_l2norm: bool
+) -> list[Tensor]:
+    """Room for what `prepare_kernel` writes; shapes are stated there."""
+    heads, tokens = q.shape[2], q.shape[0] * q.shape[1]
+    sub_steps = tokens * k.shape[2]
+    shapes = [(heads, sub_steps), (heads, sub_steps), (heads, tokens), (chunks, heads)]
+    shapes += [(heads, tokens)] if gated else []
+    shapes += [(heads, tokens), (heads, sub_steps)] if qk_l2norm else []
+    matrices = [q.new_empty(rows, heads, CHUNK_STEPS) for rows in (sub_steps, tokens)]
+    return matrices + [beta.new_empty(shape) for shape in shapes]
+
+
+def _by_name(
+    prepared: Sequence[Tensor], gated: bool, qk_l2norm: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
+    """Tensors of `_make_prepared` as arguments: those of PRODUCTS, those of NORMS."""
+    present = [gated, qk_l2norm, qk_l2norm]
+    rest = iter(prepared[len(PRODUCTS) :])
+    norms = {name: next(rest) if there else None for name, there in zip(NORMS, present, strict=True)}
+    return dict(zip(PRODUCTS, prepared, strict=False)), norms
+
+
+@opaque(mutates=("o", "prepared", "errors", "states", "transitions", "final_state"))
+def delta_product_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    initial_state: Tensor | None,
+    bounds: Sequence[Tensor],
+    scale: float,
+    qk_l2norm: bool,
+    o: Tensor,
+    prepared: Sequence[Tensor],
+    errors: Tensor | None,
+    states: Tensor | None,
+    transitions: Tensor | None,
+    final_state: Tensor | None,
+) -> None:
+    """Fill the output, what is prepared per chunk and, where given, what the backward reads.
+
+    `transitions` [pieces, H, K, K] is given where `find_cut` cuts the sequences.
+    """
+    sizes, parallel, grid, serial = _arguments(q, k, g, bounds, scale, qk_l2norm)
+    options = launches.lookup(q.device, q.dtype, q.shape[-1], v.shape[-1], k.shape[2])
+    products, norms = _by_name(prepared, g is not None, qk_l2norm)
+    # With unit keys and beta <= 2 the entries of the triangle and of its inverse are at most 2.
+    in_half = qk_l2norm and q.dtype != torch.float32 and not INTERPRETED
+    ends = final_state
+    with torch.cuda.device_of(q):
+        prepare_kernel[grid](
+            *(q, k, beta, g),
+            **products,
+            **norms,
+            **sizes,
+            **parallel,
+            eps=L2NORM_EPS,
+            INVERSE=tl.float16 if in_half else tl.float32,
+            **options.prepare,
+        )
+        if transitions is not None:
+            pieces = Pieces(q, k, v.shape[-1], bounds, sizes, forgets=g is not None and qk_l2norm)
+            sizes, serial = pieces.sizes, pieces.programs
+            initial_state = pieces.start_states(k, v, products, initial_state, transitions, options.state)
+            ends = None if final_state is None else torch.empty_like(initial_state)
+        state_kernel[(serial * ceil_div(v.shape[-1], options.state["BV"]),)](
+            *(q, k, v),
+            **products,
+            o=o,
+            errors=errors,
+            states=states,
+            initial_state=initial_state,
+            final_state=ends,
+            **sizes,
+            V=v.shape[-1],
+            HAS_INITIAL=initial_state is not None,
+            STORE_FINAL=final_state is not None,
+            KEEP=states is not None,
+            **options.state,
+        )
+        if ends is not final_state:
+            pieces.last(ends, out=final_state)
+
+
+@opaque(mutates=("dq", "dk", "dv", "dbeta", "dg", "dinitial_state"))
+def delta_product_backward(
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    do: Tensor,
+    dfinal_state: Tensor | None,
+    bounds: Sequence[Tensor],
+    scale: float,
+    qk_l2norm: bool,
+    prepared: Sequence[Tensor],
+    errors: Tensor,
+    states: Tensor,
+    transitions: Tensor | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dbeta: Tensor,
+    dg: Tensor | None,
+    dinitial_state: Tensor | None,
+) -> None:
+    """Fill the gradients."""
+    sizes, parallel, grid, serial = _arguments(q, k, g, bounds, scale, qk_l2norm)
+    options = launches.lookup(q.device, q.dtype, q.shape[-1], dv.shape[-1], k.shape[2])
+    products, norms = _by_name(prepared, g is not None, qk_l2norm)
+    dstates = torch.empty_like(states)
+    spans, starts = sizes, dinitial_state
+    with torch.cuda.device_of(q):
+        if transitions is not None:
+            pieces = Pieces(q, k, dv.shape[-1], bounds, sizes, forgets=g is not None and qk_l2norm)
+            spans, serial = pieces.sizes, pieces.programs
+            dfinal_state = pieces.end_gradients(
+                q, k, do, products, dfinal_state, transitions, options.adjoint
             )
-            gradient_kernel[plan.parallel_grid](
-                *(q, k, beta, g, do, dv, errors),
-                **norms,
-                states=states,
-                dstates=dstates,
-                dq=dq,
-                dk=dk,
-                dbeta=dbeta,
-                dg=dg,
-                **plan.shared,
-                **plan.parallel,
-                **plan.gradient,
-                MIN_LOG_DECAY=MIN_LOG2_DECAY.value / LOG2E.value,
-            )
-        return dq, dk, dv, dbeta, dg, dinitial_state, None, None, None
+            starts = None if dinitial_state is None else torch.empty_like(dfinal_state)
+        adjoint_kernel[(serial * ceil_div(dv.shape[-1], options.adjoint["BV"]),)](
+            *(q, k, do),
+            **products,
+            dv=dv,
+            dstates=dstates,
+            dfinal_state=dfinal_state,
+            dinitial_state=starts,
+            **spans,
+            V=dv.shape[-1],
+            HAS_FINAL=dfinal_state is not None,
+            STORE_INITIAL=dinitial_state is not None,
+            **options.adjoint,
+        )
+        if starts is not dinitial_state:
+            pieces.first(starts, out=dinitial_state)
+        arguments = {
+            **{"q": q, "k": k, "beta": beta, "g": g, "do": do, "dv": dv, "errors": errors},
+            **{"states": states, "dstates": dstates, "dq": dq, "dk": dk, "dbeta": dbeta, "dg": dg},
+            **norms,
+            **sizes,
+            **parallel,
+            "V": dv.shape[-1],
+            "MIN_LOG_DECAY": MIN_LOG2_DECAY.value / LOG2E.value,
+        }
+        tiles = dict(options.gradient)
+        if tiles.pop("gluon", 0) and not INTERPRETED:
+            from fla_train.kernels.delta_product import (
+                gluon_gradient,
+            )  # imports Gluon, and Hopper's part of it
+
+            if gluon_gradient.fits(q, dv.shape[-1]):
+                gluon_gradient.launch_gradient(arguments, programs=grid[0])
+                return
+        gradient_kernel[grid](**arguments, **tiles)
+
+
+def _arguments(
+    q: Tensor, k: Tensor, g: Tensor | None, bounds: Sequence[Tensor], scale: float, qk_l2norm: bool
+) -> tuple[dict[str, Any], dict[str, Any], tuple[int], int]:
+    """Arguments of every kernel; further ones of those that run over all chunks at once, and their grid; the
+    programs per tile of V of those that walk each sequence."""
+    (batch, length, heads, key_dim), sub_steps = q.shape, k.shape[2]
+    chunk_tokens = CHUNK_STEPS // sub_steps
+    row_chunks = ceil_div(length, chunk_tokens)
+    cu_seqlens, offsets, chunk_segment = bounds or (None, None, None)
+    sizes = {
+        "cu_seqlens": cu_seqlens,
+        "chunk_offsets": offsets,
+        "n_total": batch * length,
+        "T": length,
+        "NT": row_chunks,
+        "H": heads,
+        "K": key_dim,
+        "N": sub_steps,
+        "C": chunk_tokens,
+        "M": CHUNK_STEPS,
+        "BC": max(MIN_TOKENS, next_power_of_2(chunk_tokens)),
+        "BK": max(launches.MIN_TILE, next_power_of_2(key_dim)),
+        "PACKED": bool(bounds),
+        "OPERAND": tl.float32 if INTERPRETED else OPERAND_DTYPES[q.dtype],
+        "PRECISION": FP32_PRECISION,
+    }
+    parallel = {
+        "chunk_segment": chunk_segment,
+        "scale": scale,
+        "GATED": g is not None,
+        "L2NORM": qk_l2norm,
+    }
+    chunks = chunk_segment.numel() if bounds else batch * row_chunks
+    segments = cu_seqlens.numel() - 1 if bounds else batch
+    return sizes, parallel, (chunks * heads,), segments * heads

@@ -1,8 +1,9 @@
 """One token of `delta_product` in Triton: the state is read once and written once, whatever the sub-steps.
 
 A decoding step moves the state and hardly anything else: 8 K V bytes a head in fp32, against
-2 (n_h + 1) (K + V) for its inputs. A program of one warp holds a [K, BV] tile of a head's state in registers,
-so that the sums over K stay inside the warp, and applies the gate, all sub-steps and the query to it.
+2 (n_h + 1) (K + V) for its inputs. A program holds a [K, BV] tile of a head's state in registers, one warp
+for each 128 rows, so that the sums over K stay inside a warp or two, and applies the gate, all sub-steps and
+the query to it.
 """
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from fla_train.kernels.delta_product.contract import L2NORM_EPS
 
-# fp32 elements of the state that a program holds: 128 registers of each of 32 threads.
+# fp32 elements of the state that a warp holds: 128 registers of each of its threads.
 TILE = 4096
 
 
@@ -32,7 +33,8 @@ def triton_step(
     q, k, v, beta, state = (x.contiguous() for x in (q, k, v, beta, state))
     o, new_state = v.new_empty(batch, heads, value_dim), torch.empty_like(state)
     key_tile = triton.next_power_of_2(key_dim)
-    value_tile = min(max(TILE // key_tile, 16), triton.next_power_of_2(value_dim))
+    warps = max(1, key_tile // 128)
+    value_tile = min(max(TILE * warps // key_tile, 16), triton.next_power_of_2(value_dim))
     with torch.cuda.device_of(q):
         step_kernel[(batch * heads, triton.cdiv(value_dim, value_tile))](
             *(q, k, v, beta, None if g is None else g.contiguous(), state, o, new_state),
@@ -45,7 +47,7 @@ def triton_step(
             BK=key_tile,
             BV=value_tile,
             L2NORM=qk_l2norm,
-            num_warps=1,
+            num_warps=warps,
         )
     return o, new_state
 
@@ -74,7 +76,7 @@ def step_kernel(
     m_v = o_v < V
     m_s = (o_k < K)[:, None] & m_v[None, :]
     p_s = i_bh * K * V + o_k[:, None] * V + o_v[None, :]
-    b_s = tl.load(state + p_s, mask=m_s, other=0.0)
+    b_s = tl.load(state + p_s, mask=m_s, other=0.0).to(tl.float32)
     if g is not None:
         b_s *= tl.exp(tl.load(g + i_bh))
     for j in range(N):
@@ -86,4 +88,4 @@ def step_kernel(
     b_q = load_vector(q + i_bh * K, o_k, K, L2NORM, eps) * scale
     b_o = tl.sum(b_s * b_q[:, None], 0)
     tl.store(o + i_bh * V + o_v, b_o.to(o.dtype.element_ty), mask=m_v)
-    tl.store(new_state + p_s, b_s, mask=m_s)
+    tl.store(new_state + p_s, b_s.to(new_state.dtype.element_ty), mask=m_s)

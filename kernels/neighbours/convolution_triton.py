@@ -15,6 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fla_train.kernels.opaque import opaque
+from fla_train.kernels.sizes import ceil_div
+
 HALO = tl.constexpr(3)  # inputs before a token that reach it
 GROUP = tl.constexpr(4)
 # (L, BR, BD, warps): tokens per stretch (a multiple of GROUP), stretches and channels per program.
@@ -32,9 +35,7 @@ class _ShortConvolution(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor | None) -> Tensor:
         x, weight = x.contiguous(), weight.contiguous()
         y = torch.empty_like(x)
-        grid, sizes = _launch(x, weight, offsets, FORWARD)
-        with torch.cuda.device_of(x):
-            forward_kernel[grid](x, weight, offsets, y, **sizes)
+        short_convolution_forward(x, weight, offsets, y)
         ctx.save_for_backward(x, weight, offsets)
         return y
 
@@ -43,12 +44,30 @@ class _ShortConvolution(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, offsets = ctx.saved_tensors
         dx = torch.empty_like(x)
-        grid, sizes = _launch(x, weight, offsets, BACKWARD)
-        groups = triton.cdiv(sizes["stretches"], sizes["BR"])
-        partial = torch.empty(groups, sizes["D"], sizes["W"], dtype=torch.float32, device=x.device)
-        with torch.cuda.device_of(x):
-            backward_kernel[grid](x, weight, offsets, dy.contiguous(), dx, partial, **sizes)
-        return dx, partial.sum(0).to(weight.dtype)[:, None], None
+        dweight = torch.empty_like(weight, dtype=torch.float32)
+        short_convolution_backward(x, weight, offsets, dy.contiguous(), dx, dweight)
+        return dx, dweight.to(weight.dtype), None
+
+
+@opaque(mutates=("y",))
+def short_convolution_forward(x: Tensor, weight: Tensor, offsets: Tensor | None, y: Tensor) -> None:
+    """Fill y."""
+    grid, sizes = _launch(x, weight, offsets, FORWARD)
+    with torch.cuda.device_of(x):
+        forward_kernel[grid](x, weight, offsets, y, **sizes)
+
+
+@opaque(mutates=("dx", "dweight"))
+def short_convolution_backward(
+    x: Tensor, weight: Tensor, offsets: Tensor | None, dy: Tensor, dx: Tensor, dweight: Tensor
+) -> None:
+    """Fill the gradients, that of the weight in fp32."""
+    grid, sizes = _launch(x, weight, offsets, BACKWARD)
+    groups = ceil_div(sizes["stretches"], sizes["BR"])
+    partial = torch.empty(groups, *weight.shape, dtype=torch.float32, device=x.device)
+    with torch.cuda.device_of(x):
+        backward_kernel[grid](x, weight, offsets, dy, dx, partial, **sizes)
+    torch.sum(partial, 0, out=dweight)
 
 
 def _launch(
@@ -56,7 +75,7 @@ def _launch(
 ) -> tuple[tuple[int], dict[str, Any]]:
     """Grid (channel blocks fastest) and the arguments that both kernels share."""
     (batch, length, channels), (stretch, rows, block, warps) = x.shape, config
-    stretches = batch * triton.cdiv(length, stretch)
+    stretches = batch * ceil_div(length, stretch)
     sizes = {
         "T": length,
         "stretches": stretches,
@@ -68,7 +87,7 @@ def _launch(
         "PACKED": offsets is not None,
         "num_warps": warps,
     }
-    return (triton.cdiv(stretches, rows) * triton.cdiv(channels, block),), sizes
+    return (ceil_div(stretches, rows) * ceil_div(channels, block),), sizes
 
 
 @triton.jit

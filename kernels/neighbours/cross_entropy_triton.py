@@ -10,6 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fla_train.kernels.neighbours.cross_entropy import IGNORE
+from fla_train.kernels.opaque import opaque
+from fla_train.kernels.sizes import next_power_of_2
 
 BLOCK = 4096  # logits of a row held at once
 ELEMENTS_PER_WARP = 512
@@ -20,18 +22,24 @@ def triton_consume_logits(
 ) -> tuple[Tensor, Tensor | None]:
     """`consume_logits` on checked inputs; the gradient lies in the memory of the logits."""
     logits = logits.contiguous()
-    block = min(BLOCK, triton.next_power_of_2(logits.shape[1]))
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    consume_logits_forward(logits, targets.contiguous(), losses, with_gradient)
+    return losses, logits if with_gradient else None
+
+
+@opaque(mutates=("logits", "losses"))
+def consume_logits_forward(logits: Tensor, targets: Tensor, losses: Tensor, with_gradient: bool) -> None:
+    """Fill the losses and overwrite the logits by their gradient, if asked."""
+    block = min(BLOCK, next_power_of_2(logits.shape[1]))
     with torch.cuda.device_of(logits):
         consume_kernel[(logits.shape[0],)](
-            *(logits, targets.contiguous(), losses),
+            *(logits, targets, losses),
             V=logits.shape[1],
             BV=block,
             IGNORE=IGNORE,
             GRADIENT=with_gradient,
             num_warps=max(1, block // ELEMENTS_PER_WARP),
         )
-    return losses, logits if with_gradient else None
 
 
 @triton.jit

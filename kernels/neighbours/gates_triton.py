@@ -8,6 +8,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fla_train.kernels.opaque import opaque
+from fla_train.kernels.sizes import ceil_div, next_power_of_2
+
 TILE = 2048  # elements of a program's tile of step sizes
 
 
@@ -26,9 +29,7 @@ class _Gates(torch.autograd.Function):
         b, a = b.contiguous(), None if a is None else a.contiguous()
         beta = torch.empty_like(b, dtype=torch.float32)
         g = None if a is None else torch.empty_like(a, dtype=torch.float32)
-        programs, sizes = _sizes(b, a)
-        with torch.cuda.device_of(b):
-            forward_kernel[(programs,)](b, a, A_log, dt_bias, beta, g, beta_max=beta_max, **sizes)
+        recurrence_gates_forward(b, a, A_log, dt_bias, beta_max, beta, g)
         ctx.save_for_backward(b, a, A_log, dt_bias)
         ctx.beta_max = beta_max
         return beta, g
@@ -37,35 +38,71 @@ class _Gates(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dbeta: Tensor, dg: Tensor | None) -> tuple[Tensor | None, ...]:
         b, a, A_log, dt_bias = ctx.saved_tensors
-        db, da, partial = torch.empty_like(b), None, None
-        programs, sizes = _sizes(b, a)
+        db, da, dparameters = torch.empty_like(b), None, None
         if a is not None:
             da, dg = torch.empty_like(a), dg.contiguous()
-            partial = torch.empty(2, programs, a.shape[-1], dtype=torch.float32, device=a.device)
-        with torch.cuda.device_of(b):
-            backward_kernel[(programs,)](
-                *(b, a, A_log, dt_bias, dbeta.contiguous(), dg, db, da, partial),
-                beta_max=ctx.beta_max,
-                **sizes,
-            )
+            dparameters = torch.empty(2, a.shape[-1], dtype=torch.float32, device=a.device)
+        recurrence_gates_backward(
+            *(b, a, A_log, dt_bias, ctx.beta_max, dbeta.contiguous(), dg, db, da, dparameters)
+        )
         if a is None:
             return db, None, None, None, None
-        dA_log, ddt_bias = partial.sum(1)
+        dA_log, ddt_bias = dparameters.unbind()
         return db, da, dA_log.to(A_log.dtype), ddt_bias.to(dt_bias.dtype), None
+
+
+@opaque(mutates=("beta", "g"))
+def recurrence_gates_forward(
+    b: Tensor,
+    a: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    beta_max: float,
+    beta: Tensor,
+    g: Tensor | None,
+) -> None:
+    """Fill beta and, with a forget gate, g."""
+    programs, sizes = _sizes(b, a)
+    with torch.cuda.device_of(b):
+        forward_kernel[(programs,)](b, a, A_log, dt_bias, beta, g, beta_max=beta_max, **sizes)
+
+
+@opaque(mutates=("db", "da", "dparameters"))
+def recurrence_gates_backward(
+    b: Tensor,
+    a: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    beta_max: float,
+    dbeta: Tensor,
+    dg: Tensor | None,
+    db: Tensor,
+    da: Tensor | None,
+    dparameters: Tensor | None,
+) -> None:
+    """Fill the gradients; `dparameters` are those of A_log and dt_bias, fp32 [2, heads]."""
+    programs, sizes = _sizes(b, a)
+    partial = None if a is None else dparameters.new_empty(2, programs, a.shape[-1])
+    with torch.cuda.device_of(b):
+        backward_kernel[(programs,)](
+            *(b, a, A_log, dt_bias, dbeta, dg, db, da, partial), beta_max=beta_max, **sizes
+        )
+    if a is not None:
+        torch.sum(partial, 1, out=dparameters)
 
 
 def _sizes(b: Tensor, a: Tensor | None) -> tuple[int, dict[str, Any]]:
     """Number of programs, and the arguments that both kernels share."""
     steps, heads = b.shape[-1], 1 if a is None else a.shape[-1]
-    block = triton.next_power_of_2(steps)
+    block = next_power_of_2(steps)
     tile_rows, rows = max(1, TILE // block), b.numel() // steps
-    return triton.cdiv(rows, tile_rows), {
+    return ceil_div(rows, tile_rows), {
         "n_rows": rows,
         "S": steps,
         "H": heads,
         "BR": tile_rows,
         "BS": block,
-        "BH": triton.next_power_of_2(heads),
+        "BH": next_power_of_2(heads),
         "GATED": a is not None,
     }
 

@@ -12,6 +12,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fla_train.kernels.opaque import opaque
+from fla_train.kernels.sizes import ceil_div, next_power_of_2
+
 TILE = 2048  # elements of a tile of short rows
 ELEMENTS_PER_WARP = 512
 PROGRAMS_PER_PROCESSOR = 4  # of the backward: all of them run at once
@@ -48,15 +51,7 @@ class _RMSNorm(torch.autograd.Function):
             total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
         normed = x if total is None else total
         y = torch.empty_like(x, dtype=dtype or normed.dtype)
-        tiles, sizes = _tiles(x)
-        with torch.cuda.device_of(x):
-            forward_kernel[(tiles,)](
-                *(x, residual, weight, gate, y, total),
-                eps=eps,
-                ADD=residual is not None,
-                GATED=gate is not None,
-                **sizes,
-            )
+        rms_norm_forward(x, residual, weight, gate, eps, y, total)
         ctx.save_for_backward(normed, weight, gate)
         ctx.eps, ctx.residual_dtype = eps, None if residual is None else residual.dtype
         ctx.dtype = x.dtype
@@ -75,32 +70,74 @@ class _RMSNorm(torch.autograd.Function):
         if ctx.residual_dtype is not None:
             same = ctx.residual_dtype == ctx.dtype
             dresidual = dx if same else torch.empty_like(x, dtype=ctx.residual_dtype)
-        tiles, sizes = _tiles(x)
-        tiles_each = triton.cdiv(tiles, PROGRAMS_PER_PROCESSOR * _processors(x.device))
-        programs = triton.cdiv(tiles, tiles_each)
-        partial = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
-        with torch.cuda.device_of(x):
-            backward_kernel[(programs,)](
-                *(x, weight, gate, dy, dtotal, dx, dresidual, dgate, partial),
-                tiles_each=tiles_each,
-                eps=ctx.eps,
-                GATED=gate is not None,
-                ADD=dtotal is not None,
-                SPLIT=dresidual is not None and dresidual is not dx,
-                **sizes,
-            )
-        return dx, partial.sum(0).to(weight.dtype), dgate, dresidual, None, None
+        dweight = torch.empty_like(weight, dtype=torch.float32)
+        separate = None if dresidual is dx else dresidual
+        rms_norm_backward(x, weight, gate, dy, dtotal, ctx.eps, dx, dweight, dgate, separate)
+        return dx, dweight.to(weight.dtype), dgate, dresidual, None, None
+
+
+@opaque(mutates=("y", "total"))
+def rms_norm_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    gate: Tensor | None,
+    eps: float,
+    y: Tensor,
+    total: Tensor | None,
+) -> None:
+    """Fill y and, with a residual, the sum that is normalised."""
+    tiles, sizes = _tiles(x)
+    with torch.cuda.device_of(x):
+        forward_kernel[(tiles,)](
+            *(x, residual, weight, gate, y, total),
+            eps=eps,
+            ADD=residual is not None,
+            GATED=gate is not None,
+            **sizes,
+        )
+
+
+@opaque(mutates=("dx", "dweight", "dgate", "dresidual"))
+def rms_norm_backward(
+    x: Tensor,
+    weight: Tensor,
+    gate: Tensor | None,
+    dy: Tensor,
+    dtotal: Tensor | None,
+    eps: float,
+    dx: Tensor,
+    dweight: Tensor,
+    dgate: Tensor | None,
+    dresidual: Tensor | None,
+) -> None:
+    """Fill the gradients, that of the weight in fp32; `dresidual` where its dtype is not that of dx."""
+    tiles, sizes = _tiles(x)
+    tiles_each = ceil_div(tiles, PROGRAMS_PER_PROCESSOR * _processors(x.device))
+    programs = ceil_div(tiles, tiles_each)
+    partial = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
+    with torch.cuda.device_of(x):
+        backward_kernel[(programs,)](
+            *(x, weight, gate, dy, dtotal, dx, dresidual, dgate, partial),
+            tiles_each=tiles_each,
+            eps=eps,
+            GATED=gate is not None,
+            ADD=dtotal is not None,
+            SPLIT=dresidual is not None,
+            **sizes,
+        )
+    torch.sum(partial, 0, out=dweight)
 
 
 def _tiles(x: Tensor) -> tuple[int, dict[str, int]]:
     """Number of tiles of x [..., D], and the sizes that both kernels share."""
     size = x.shape[-1]
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     tile_rows = max(1, TILE // block)
     rows = x.numel() // size
     warps = min(16, max(4, tile_rows * block // ELEMENTS_PER_WARP))
     sizes = {"n_rows": rows, "D": size, "BR": tile_rows, "BD": block, "num_warps": warps}
-    return triton.cdiv(rows, tile_rows), sizes
+    return ceil_div(rows, tile_rows), sizes
 
 
 def _processors(device: torch.device) -> int:

@@ -8,6 +8,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fla_train.kernels.opaque import opaque
+from fla_train.kernels.sizes import ceil_div
+
 BLOCK = 2048  # elements per program
 
 
@@ -21,8 +24,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         y = torch.empty_like(gate)
-        with torch.cuda.device_of(gate):
-            forward_kernel[(triton.cdiv(y.numel(), BLOCK),)](gate, up, y, y.numel(), BLOCK)
+        swiglu_forward(gate, up, y)
         ctx.save_for_backward(gate, up)
         return y
 
@@ -31,11 +33,22 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-        with torch.cuda.device_of(gate):
-            backward_kernel[(triton.cdiv(dy.numel(), BLOCK),)](
-                *(gate, up, dy.contiguous(), dgate, dup), dy.numel(), BLOCK
-            )
+        swiglu_backward(gate, up, dy.contiguous(), dgate, dup)
         return dgate, dup
+
+
+@opaque(mutates=("y",))
+def swiglu_forward(gate: Tensor, up: Tensor, y: Tensor) -> None:
+    """Fill y."""
+    with torch.cuda.device_of(gate):
+        forward_kernel[(ceil_div(y.numel(), BLOCK),)](gate, up, y, y.numel(), BLOCK)
+
+
+@opaque(mutates=("dgate", "dup"))
+def swiglu_backward(gate: Tensor, up: Tensor, dy: Tensor, dgate: Tensor, dup: Tensor) -> None:
+    """Fill the gradients."""
+    with torch.cuda.device_of(gate):
+        backward_kernel[(ceil_div(dy.numel(), BLOCK),)](gate, up, dy, dgate, dup, dy.numel(), BLOCK)
 
 
 @triton.jit

@@ -1,6 +1,9 @@
 """Each baseline builds at the asked sizes, is causal, and its loss is the summed cross entropy we ask for."""
 
 import importlib.util
+import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +45,25 @@ def test_a_missing_package_is_named(kind: str) -> None:
         pytest.skip("flash-linear-attention is installed")
     with pytest.raises(ValueError, match="pip install flash-linear-attention"):
         build_baseline(BaselineConfig(kind, num_heads=4), SIZES)
+
+
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [
+        ("import a_part_of_it", "ModuleNotFoundError: No module named 'a_part_of_it'"),
+        ("import torch; torch.gone", "AttributeError: module 'torch' has no attribute 'gone'"),
+    ],
+)
+def test_a_package_that_does_not_work_is_not_called_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str, cause: str
+) -> None:
+    (tmp_path / "fla").mkdir()
+    (tmp_path / "fla" / "__init__.py").write_text(content + "\n")
+    for name in [name for name in sys.modules if name.split(".")[0] == "fla"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=f"is installed and can't be imported .{re.escape(cause)}"):
+        build_baseline(BaselineConfig("gla", num_heads=4), SIZES)
 
 
 @pytest.mark.parametrize(

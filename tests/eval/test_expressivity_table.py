@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 from fla_train.cli.app import compose
 from fla_train.eval.expressivity_table import main, plan, read_tables, runs_of, write_tables
@@ -14,10 +13,13 @@ TABLES = list(read_tables())
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "configs" / "experiment"
 
 
-def finish(folder: Path, metric: str, value: float, seconds: float, *, last: int = 10) -> None:
+def finish(
+    folder: Path, metric: str, value: float, seconds: float, *, last: int = 10, cut: bool = False
+) -> None:
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump({"trainer": {"max_steps": 10}}))
-    records = [{"step": 5, metric: 0.1}, {"step": last, metric: value}, {"step": last, "loss": 1.0}]
+    records = [{"step": 5, metric: 0.1}, {"step": last, metric: value}, {"step": last + 1, "loss": 1.0}]
+    if not cut:
+        (folder / "hf" / f"step-{last:07d}").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "environment.json").write_text(json.dumps({"hardware": "an abacus"}))
     (folder / "wall_seconds").write_text(f"{seconds}\n")
@@ -68,26 +70,31 @@ def test_finished_runs_fill_the_table(tmp_path: Path) -> None:
     for run, value in zip(runs, (0.5, 1.0, 0.9), strict=True):
         finish(run.folder(tmp_path), "longer/scaled_accuracy", value, seconds=90)
     other = next(r for r in runs_of("state_tracking", [0]) if r.row == "DeltaProduct_2 [-1, 1]")
-    finish(other.folder(tmp_path), "longer/sequence_accuracy", 0.25, seconds=60, last=7)  # not at its end
+    finish(other.folder(tmp_path), "longer/sequence_accuracy", 0.25, seconds=60, last=7, cut=True)
+    untested = next(r for r in runs_of("mqar", [0])).folder(tmp_path)
+    untested.mkdir(parents=True)
+    (untested / "metrics.jsonl").write_text('{"step": 5, "loss": 1.0}\n{"step": 6, "lo')
     text = write_tables(tmp_path).read_text()
     results = json.loads((tmp_path / "tables.json").read_text())
     line = next(line for line in text.splitlines() if line.startswith("| DeltaNet [-1, 1] |"))
     assert line.split(" | ")[1:3] == ["0.982", "1.000 (0.800; 0.500 to 1.000; 3; 1.5 min)"]
-    assert [path.name for path in tmp_path.glob("*.png")] == ["formal-parity.png"]
+    assert {path.name for path in tmp_path.glob("*.png")} == {"formal-parity.png", "state_tracking-S3.png"}
     assert "![parity](formal-parity.png)" in text
     assert results["formal"]["DeltaNet [-1, 1]"]["parity"]["best_run"].endswith("seed-1")
-    assert "an abacus" in text and "Word problems" not in text
-    assert results["state_tracking"]["DeltaProduct_2 [-1, 1]"]["S3"] is None
+    assert "an abacus" in text and "Multi-query" not in text
+    assert "| yes | 0.250 (0.250; 0.250 to 0.250; 1; 1.0 min; 1 cut) |" in text
+    assert results["state_tracking"]["DeltaProduct_2 [-1, 1]"]["S3"]["steps"] == {"seed-0": 7}
+    assert results["mqar"]["DeltaNet [0, 1]"]["width 64"] is None
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "mqar", "runs/x", "0"]) == 0
     first = capsys.readouterr().out.splitlines()[0].split()
-    assert first[0] == "run.dir=runs/x/mqar/DeltaNet_0_1/width_64/seed-0"
+    assert first[0] == "run.dir=runs/x/mqar/Mamba/width_64/seed-0"  # the one that takes longest
     assert first[1] == "experiment=mqar/hardest_fast" and "model.head_dim=32" in first
-    assert plan("mqar", tmp_path, [0], fast=False)[0].split()[1] == "experiment=mqar/hardest"
+    assert plan(["mqar"], tmp_path, [0], fast=False)[0].split()[1] == "experiment=mqar/hardest"
     assert main(["plan"]) == 2
     with pytest.raises(ValueError, match="unknown table"):
-        plan("table 9", tmp_path, [0])
-    with pytest.raises(ValueError, match="no finished run"):
+        plan(["table 9"], tmp_path, [0])
+    with pytest.raises(ValueError, match="no run with a test"):
         write_tables(tmp_path)

@@ -65,10 +65,30 @@ def test_empty_single_and_unknown_documents(sweep) -> None:
 
 @pytest.mark.parametrize("texts", [[""], ["", "  "]])
 def test_nothing_to_read(sweep, texts: list[str]) -> None:
-    with pytest.raises(
-        ValueError, match=r"no document of texts has 1 tokens: lower suite\.perplexity\.lengths"
-    ):
-        sweep(texts, words(eos_token="<end>"), [1])
+    result, _ = sweep(texts, words(eos_token="<end>"), [1])
+    assert result == {"error": "no document of texts has 1 tokens: lower suite.perplexity.lengths"}
+
+
+def test_a_set_that_cannot_be_read_costs_only_itself(build_model, tmp_path: Path) -> None:
+    """Too short, not there, without the column: a line each, and the set after them is measured."""
+    checkpoint = export_model(
+        build_model().eval(), words(eos_token="<end>"), tmp_path / "m", CardInfo(seq_len=8)
+    )
+    rows = {"short": {"text": "sun"}, "other": {"body": "the sun"}, "good": {"text": "the sun is up ."}}
+    for name, row in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    sets = [str(tmp_path / f"{name}.jsonl") for name in ("short", "other", "absent", "good")]
+    perplexity = PerplexityConfig(sets=sets, lengths=[4], bucket=2)
+    config = EvalConfig(str(checkpoint), str(tmp_path / "out"), suite=SuiteConfig("odd", perplexity))
+    folder, record = evaluate(config, progress=False)
+    found = record["perplexity"]
+    errors = {name: result["error"] for name, result in found.items() if "error" in result}
+    assert errors.keys() == {"short", "other", "absent"} and not any("\n" in line for line in errors.values())
+    assert "no document of short has 4 tokens" in errors["short"]
+    assert "text" in errors["other"] and "absent.jsonl" in errors["absent"]
+    assert found["good"]["lengths"][0]["documents"] == 1
+    text = (folder / "table.md").read_text()
+    assert all(f"Could not run: {line}" in text for line in errors.values())
 
 
 def test_a_tokenizer_without_special_tokens(sweep) -> None:

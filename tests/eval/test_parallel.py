@@ -27,13 +27,14 @@ def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def start(arguments: list[str], ranks: int) -> list[subprocess.Popen]:
+    """`python ARGUMENTS` once per rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "fla_train.cli.eval", *arguments],
+            [sys.executable, *arguments],
             env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -41,6 +42,49 @@ def start(arguments: list[str], ranks: int) -> list[subprocess.Popen]:
         )
         for rank in range(ranks)
     ]
+
+
+FAILING = """
+import os, sys
+from fla_train.eval.parallel import OtherRankFailed, OtherRankFault, launched_ranks
+
+def fail(ranks, rank, kind):
+    if ranks.rank == rank:
+        raise kind(f"of {rank}")
+
+def attempt(ranks, *blocks):
+    try:
+        with ranks.together():
+            for block in blocks:
+                block()
+        print("fine", end=";")
+    except Exception as failure:
+        print(type(failure).__name__, failure, end=";")
+
+with launched_ranks() as ranks:
+    meet = lambda: ranks.gather(ranks.rank)
+    attempt(ranks, meet, lambda: fail(ranks, 1, TypeError), meet)
+    attempt(ranks, meet, meet, lambda: fail(ranks, 0, ValueError))
+    attempt(ranks, lambda: fail(ranks, 0, ValueError), lambda: fail(ranks, 1, TypeError), meet)
+    attempt(ranks, meet)
+    print(ranks.share(ranks.rank), ranks.gather(ranks.rank), flush=True)
+    if ranks.rank == 1:
+        os._exit(3)
+    try:
+        meet()
+    except OtherRankFailed as failure:
+        print(failure)
+"""
+
+
+def test_a_rank_that_fails_takes_the_others_along() -> None:
+    """At an exchange, at the end of the block, all at once; then all go on in step; at last one just dies."""
+    ended = [process.communicate(timeout=60)[0].split("\n") for process in start(["-c", FAILING], 2)]
+    kinds = [["OtherRankFailed on rank 1: TypeError: of 1", "ValueError of 0", "ValueError of 0", "fine"]]
+    kinds += [["TypeError of 1", "OtherRankFault on rank 0: of 0", "OtherRankFault on rank 0: of 0", "fine"]]
+    for lines, expected in zip(ended, kinds, strict=True):
+        assert lines[0] == ";".join([*expected, "0 [0, 1]"])
+    assert ended[0][1] == "the connection to another rank broke: its process has ended"
 
 
 @pytest.mark.slow
@@ -52,6 +96,8 @@ def test_two_ranks_find_what_one_finds(scholar, tokenizer, write_task, quiz, tmp
         "quiz", rows, output_type="multiple_choice", metric_list=[{"metric": "acc"}], **choices
     )
     rolling = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{question}}"}
+    # The second document, which the second of two ranks reads, has no choices.
+    write_task("broken", [rows[0], rows[1] | {"choices": []}], output_type="multiple_choice", **choices)
     write_task("texts", rows[:5], **rolling, metric_list=[{"metric": "word_perplexity"}])
     checkpoint = export_model(scholar, tokenizer, tmp_path / "model", CardInfo(seq_len=64))
     file = tmp_path / "texts.jsonl"
@@ -59,18 +105,20 @@ def test_two_ranks_find_what_one_finds(scholar, tokenizer, write_task, quiz, tmp
     request = [
         f"checkpoint={checkpoint}", "device=cpu", "suite=demo", f"suite.perplexity.sets=[{file}]",
         "suite.perplexity.lengths=[8,64]", "suite.perplexity.bucket=8", "suite.perplexity.state_documents=1",
-        "suite.tasks=[quiz,texts]", f"suite.include_path={folder}",
+        "suite.tasks=[quiz,broken,texts]", f"suite.include_path={folder}",
     ]  # fmt: skip
     records = []
     for ranks in (1, 2):
         output = tmp_path / f"out{ranks}"
-        processes = start([*request, f"output={output}"], ranks)
+        processes = start(["-m", "fla_train.cli.eval", *request, f"output={output}"], ranks)
         ended = [(*process.communicate(timeout=300), process.returncode) for process in processes]
-        assert [code for *_, code in ended] == [0] * ranks, ended[-1][1][-2000:]
+        assert [code for *_, code in ended] == [1, 0][:ranks], ended[-1][1][-2000:]
+        assert ended[0][1].count("error: ") == 1 and "could not run broken;" in ended[0][1]
         assert str(output / "table.md") in ended[0][0]
         assert all(not out for out, *_ in ended[1:])  # the console is rank 0's
         records.append(json.loads((output / "results.json").read_text()))
     one, two = records
+    assert "error" in one["tasks"]["broken"] and "on rank 1: " in two["tasks"]["broken"]["error"]
     assert two["perplexity"]["texts"]["data"] == one["perplexity"]["texts"]["data"]
     assert two["perplexity"]["texts"]["lengths"][0]["documents"] == 5
     scores = [record["tasks"]["quiz"]["scores"]["quiz"] for record in records]

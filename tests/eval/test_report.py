@@ -18,8 +18,9 @@ from fla_train.eval.report import write_report
 from fla_train.eval.tables import latex, markdown
 
 TASKS = {
-    "wikitext": {"word_perplexity": 30.0},
-    "lambada_openai": {"perplexity": 40.0, "perplexity_stderr": 1.0, "acc": 0.30, "acc_stderr": 0.01},
+    "wikitext": {"word_perplexity": 30.0, "higher_is_better": {"word_perplexity": False}},
+    "lambada_openai": {"perplexity": 40.0, "perplexity_stderr": 1.0, "acc": 0.30, "acc_stderr": 0.01}
+    | {"higher_is_better": {"perplexity": False, "acc": True}},
     **{name: {"acc": 0.5, "acc_stderr": 0.01} for name in ("piqa", "winogrande", "arc_easy")},
     **{name: {"acc_norm": 0.4, "acc_norm_stderr": 0.01} for name in ("hellaswag", "arc_challenge")},
 }
@@ -179,6 +180,23 @@ def test_differences_of_task_scores() -> None:
     assert rows["piqa", "acc"][3].value is None and rows["wikitext", "word_perplexity"][1].mark == ""
     assert ("lambada_openai", "acc_stderr") not in rows and ("lambada_openai", "examples") not in rows
     assert ("lambada_openai", "fingerprint") not in rows
+    assert ("lambada_openai", "higher_is_better") not in rows
+
+
+def test_the_task_says_which_direction_is_better() -> None:
+    """Not the metric's name: here a `loss` of which more is better, and one whose task says nothing."""
+
+    def scored(value: float, better: dict) -> dict:
+        found = record("a", [1.0])
+        scores = {"higher_is_better": better, "examples": 9, "num_fewshot": 0, "fingerprint": "t"}
+        scores |= {name: value for name in ("loss", "acc")} | {"loss_stderr": 0.1, "acc_stderr": 0.1}
+        return found | {"tasks": {"odd": {"scores": {"odd": scores}}}}
+
+    rows = comparison([scored(1.0, {"loss": True}), scored(2.0, {"loss": True})])
+    marks = {row.label: row.cells[1].mark for row in rows if row.group == "odd"}
+    assert marks == {"loss": "▲▲", "acc": ""}
+    rows = comparison([scored(1.0, {}), scored(2.0, {"acc": False, "loss": False})])
+    assert {row.label: row.cells[1].mark for row in rows if row.group == "odd"} == {"loss": "▼▼", "acc": "▼▼"}
 
 
 def test_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

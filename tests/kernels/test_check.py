@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fla_train.kernels.delta_product import check_backend, contract
-from fla_train.kernels.delta_product.check import CASES, CheckReport, Row, relative_rms
+from fla_train.kernels.delta_product.check import CASES, CheckReport, Row, model_cases, relative_rms
 from fla_train.kernels.delta_product.recurrent import recurrent_delta_product
+from fla_train.kernels.delta_product.triton_split import Pieces
 
 FEW = [dataclasses.replace(case, tokens=20) for case in CASES if case.documents is None]
 
@@ -89,6 +90,22 @@ def test_relative_rms():
     x = torch.tensor([3.0, 4.0])
     assert relative_rms(x * 1.1, x) == pytest.approx(0.1, rel=1e-5)
     assert relative_rms(x * torch.nan, x) != relative_rms(x, x) == 0.0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the test below covers it")
+def test_the_cut_case_is_cut(monkeypatch):
+    counts, combine = [], Pieces._combine
+
+    def spy(pieces, *arguments, **kwargs):
+        counts.append(pieces.count)
+        return combine(pieces, *arguments, **kwargs)
+
+    monkeypatch.setattr(Pieces, "_combine", spy)
+    case = next(case for case in CASES if case.piece_chunks)
+    report = check_backend("triton", "cpu", torch.float32, cases=[case], head_dims=(16, 16))
+    assert report.ok, report.summary()
+    assert counts == [8, 8]  # forward and backward of two sequences of seven chunks
+    assert case not in model_cases(case.substeps, gated=True)
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fla_train.kernels.delta_product import delta_product
+from fla_train.kernels.delta_product.launches import fallback, forced
 
 NAMES = ("o", "final_state", "dq", "dk", "dv", "dbeta", "dg", "dinitial_state")
 INTERPRETED = not torch.cuda.is_available()
@@ -237,6 +238,16 @@ def test_gpu_tiles_of_v(value_dim: int, sub_steps: int, gated: bool, l2norm: boo
     """Each number of V tiles under each pipeline: three stages over three tiles gave wrong dk on Hopper."""
     case = real(value_dim=value_dim, sub_steps=sub_steps, gated=gated, l2norm=l2norm)
     check(case, BF16 if gated else BF16_LOOSE, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [GATED, UNGATED])
+@pytest.mark.parametrize("sub_steps", [1, 2])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_gpu_options_of_cards_that_no_table_lists(dim: int, sub_steps: int, gated: bool) -> None:
+    case = real(key_dim=dim, value_dim=dim, sub_steps=sub_steps, gated=gated, l2norm=gated)
+    with forced(fallback(dim)):
+        check(case, BF16 if gated else BF16_LOOSE, "cuda")
 
 
 @pytest.mark.gpu

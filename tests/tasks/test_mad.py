@@ -59,6 +59,15 @@ def test_fuzzy_recall_has_words_of_every_length() -> None:
     assert {len(key) for key, _ in pairs} == {len(value) for _, value in pairs} == {1, 2, 3}
 
 
+def test_every_row_has_a_question_however_much_noise() -> None:
+    """About one in thirty of these rows had no key twice."""
+    task = InContextRecall(vocab_size=4, length=32, noise_share=0.8, noise_vocab=4, seed=3)
+    batch = task.batch(range(2000))
+    assert (batch.labels != IGNORE).any(1).all()
+    shares = (batch.input_ids >= 4).double().mean(1)
+    assert (shares == 0).double().mean() < 0.05 and abs(shares[shares > 0].mean() - 0.8 / 1.2) < 0.03
+
+
 def test_noise_has_its_share() -> None:
     task = InContextRecall(noise_share=0.4, length=512)
     inputs = task.batch(range(50)).input_ids

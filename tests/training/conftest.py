@@ -2,10 +2,11 @@
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from warm_ranks import TWO_RANKS, WarmRanks
 
 from fla_train.cli.app import compose
 from fla_train.training.schema import TrainConfig, register, to_config
@@ -57,3 +58,21 @@ def make_config(overrides: list[str]) -> Callable[..., TrainConfig]:
     """`make_config("trainer.max_steps=3", ...)` composes the run's config as the command does."""
     register()
     return lambda *more: to_config(compose("train", [*overrides, *more]))
+
+
+@pytest.fixture(scope="session")
+def warm_ranks() -> Iterator[WarmRanks]:
+    """Ranks whose imports are paid for: `warm_ranks.launch(config)` trains, without starting processes."""
+    ranks = WarmRanks()
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def whole(
+    make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A run with TWO_RANKS that nothing disturbed."""
+    run = tmp_path_factory.mktemp("undisturbed") / "whole"
+    warm_ranks.launch(make_config(*TWO_RANKS, f"run.dir={run}"))
+    return run

@@ -1,25 +1,22 @@
-"""Optimizer steps of a real engine: `torchrun engine_steps.py CONFIG_YAML OUT_JSON MICRO_BATCH...`
+"""Optimizer steps of a real engine, for test_engine.py and test_muon.py.
 
-For test_engine.py and test_muon.py. Trains the same model from the same start once for each micro-batch size,
-on the same masked global batches, and writes what rank 0 saw. `reference` takes the steps without DeepSpeed.
+`run_layouts` trains the same model from the same start with several numbers of ranks and micro-batches, on
+the same masked global batches; `reference` takes the steps without DeepSpeed.
 """
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from warm_ranks import WarmRanks
 
 from fla_train.data import Batch, BatchPlan
 from fla_train.models import DeltaProductForCausalLM, build_config
 from fla_train.training.engine import StepResult, build_engine, train_step
 from fla_train.training.evaluation import evaluate
 from fla_train.training.guard import StepGuard
-from fla_train.training.schema import TrainConfig, load_config, to_yaml
+from fla_train.training.schema import TrainConfig
 
 GLOBAL_BATCH, SEQ_LEN, STEPS = 8, 32, 4
 LEARNING_RATE = 1e-2
@@ -39,25 +36,14 @@ def make_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, ids.masked_fill(dropped, -100)
 
 
-def run_layouts(
-    config: TrainConfig, folder: Path, layouts: Sequence[tuple[int, list[str]]]
-) -> dict[str, dict]:
-    """What rank 0 saw with each (number of ranks, micro-batch sizes), under `R rank(s) x ACCUMULATION`."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    launches = {}
-    for world, micro_batches in layouts:
-        config.launch.num_processes = world
-        settings, out = folder / f"config-{world}.yaml", folder / f"out-{world}.json"
-        settings.write_text(to_yaml(config))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
-        command += [__file__, str(settings), str(out), *micro_batches]
-        launches[world] = out, subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+def run_layouts(ranks: WarmRanks, config: TrainConfig, layouts: Sequence[tuple[int, int]]) -> dict[str, dict]:
+    """What rank 0 saw with each (number of ranks, micro-batch size), under `R rank(s) x ACCUMULATION`."""
     results = {}
-    for world, (out, process) in launches.items():
-        _, errors = process.communicate()
-        assert process.returncode == 0, errors[-3000:]
-        for content in json.loads(out.read_text()):
-            results[f"{world} rank(s) x {content['accumulation']}"] = content
+    for world, micro_batch in layouts:
+        trainer = replace(config.trainer, micro_batch_size=micro_batch)
+        config = replace(config, trainer=trainer, launch=replace(config.launch, num_processes=world))
+        content = ranks.run(world, run, config)[0]
+        results[f"{world} rank(s) x {content['accumulation']}"] = content
     return results
 
 
@@ -86,11 +72,11 @@ def checksum(model: torch.nn.Module) -> list[float]:
     return [p.detach().double().sum().item() for p in model.parameters()]
 
 
-def run(config: TrainConfig, micro_batch: int) -> dict:
-    config.trainer.micro_batch_size = micro_batch
+def run(config: TrainConfig) -> dict:
+    """On each rank: losses, norms and the like of the steps, and of one with a NaN on the last rank."""
     engine = build_engine(make_model(config), config)
     rank, world = dist.get_rank(), dist.get_world_size()
-    plan = BatchPlan(GLOBAL_BATCH, micro_batch, rank, world)
+    plan = BatchPlan(GLOBAL_BATCH, config.trainer.micro_batch_size, rank, world)
 
     guard = StepGuard(torch.device("cpu"), max_grad_norm=config.optimizer.max_grad_norm)
 
@@ -132,20 +118,3 @@ def run(config: TrainConfig, micro_batch: int) -> dict:
     content["healthy_skipped"] = healthy.skipped
     content["healthy_changed"] = checksum(engine.module) != before
     return content
-
-
-def main() -> None:
-    from accelerate.state import AcceleratorState
-
-    config_path, out, *micro_batches = sys.argv[1:]
-    contents = []
-    for micro_batch in map(int, micro_batches):
-        contents.append(run(load_config(Path(config_path)), micro_batch))
-        AcceleratorState._reset_state()  # one configuration at a time; the process group stays
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(contents))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

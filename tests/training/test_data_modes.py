@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from warm_ranks import WarmRanks
 
 from fla_train.data.config import PartConfig
 from fla_train.training.launch import launch
@@ -34,7 +35,9 @@ def two_parts(config: TrainConfig, corpus: Path, folder: Path) -> TrainConfig:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["mixture", "stream"])
-def test_resumed_runs_equal_whole_ones(make_config: Make, corpus: Path, tmp_path: Path, mode: str):
+def test_resumed_runs_equal_whole_ones(
+    make_config: Make, warm_ranks: WarmRanks, corpus: Path, tmp_path: Path, mode: str
+):
     boundaries = "data.document_boundaries=true"
     options = [boundaries] if mode == "mixture" else ["data.stream=true", "data.stream_head_documents=100"]
 
@@ -42,9 +45,9 @@ def test_resumed_runs_equal_whole_ones(make_config: Make, corpus: Path, tmp_path
         made = make_config(*options, f"run.dir={tmp_path / name}", f"trainer.max_steps={steps}", *more)
         return two_parts(made, corpus, tmp_path) if mode == "mixture" else made
 
-    launch(config("whole", 8, "schedule=constant"))
-    launch(config("resumed", 4, "schedule=constant"))
-    launch(config("resumed", 8, "schedule=constant", "trainer.micro_batch_size=4"))
+    warm_ranks.launch(config("whole", 8, "schedule=constant"))
+    warm_ranks.launch(config("resumed", 4, "schedule=constant"))
+    warm_ranks.launch(config("resumed", 8, "schedule=constant", "trainer.micro_batch_size=4"))
     whole, resumed = losses(tmp_path / "whole"), losses(tmp_path / "resumed")
     pairs = [
         (a["loss"], b["loss"])

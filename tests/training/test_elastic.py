@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from warm_ranks import WarmRanks
 
 from fla_train.training import checkpoint
-from fla_train.training.launch import launch
 from fla_train.training.metrics import read_metrics
 from fla_train.training.reshard import recut
 from fla_train.training.schema import TrainConfig
@@ -67,10 +67,10 @@ def test_a_checkpoint_of_another_model_is_not_cut():
 
 
 @pytest.fixture(scope="module")
-def whole(make_config: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(make_config: Make, warm_ranks: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two ranks, never interrupted."""
     run = tmp_path_factory.mktemp("elastic") / "whole"
-    launch(make_config(*SETTINGS, f"run.dir={run}", "launch.num_processes=2"))
+    warm_ranks.launch(make_config(*SETTINGS, f"run.dir={run}", "launch.num_processes=2"))
     return run
 
 
@@ -107,12 +107,17 @@ def moments(folder: Path) -> dict[str, list[torch.Tensor]]:
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_another_number_of_ranks_takes_the_same_steps(
-    whole: Path, make_config: Make, tmp_path: Path, capfd: pytest.CaptureFixture, ranks: int
+    whole: Path,
+    make_config: Make,
+    warm_ranks: WarmRanks,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture,
+    ranks: int,
 ):
     run = tmp_path / "run"
     start = interrupted(whole, run)
     before = (start / "manifest.json").read_bytes()
-    launch(make_config(*SETTINGS, f"run.dir={run}", f"launch.num_processes={ranks}"))
+    warm_ranks.launch(make_config(*SETTINGS, f"run.dir={run}", f"launch.num_processes={ranks}"))
     said = capfd.readouterr().out
     assert f", from {start}" in said
     assert f"checkpoint of 2 process(es), optimizer state cut anew for {ranks}" in said
@@ -135,7 +140,9 @@ def test_another_number_of_ranks_takes_the_same_steps(
     assert sorted(path.name for path in start.parent.iterdir()) == [start.name, last]
 
 
-def test_without_the_moments_the_losses_would_differ(whole: Path, make_config: Make, tmp_path: Path):
+def test_without_the_moments_the_losses_would_differ(
+    whole: Path, make_config: Make, warm_ranks: WarmRanks, tmp_path: Path
+):
     """What the tolerance above would tell, had the optimizer state been lost on the way."""
     run = tmp_path / "run"
     start = interrupted(whole, run)
@@ -147,7 +154,7 @@ def test_without_the_moments_the_losses_would_differ(whole: Path, make_config: M
         entry = {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
         manifest["files"][str(path.relative_to(start))] = entry
     (start / "manifest.json").write_text(json.dumps(manifest))
-    launch(make_config(*SETTINGS, f"run.dir={run}"))
+    warm_ranks.launch(make_config(*SETTINGS, f"run.dir={run}"))
     found, expected = column(run, "loss"), column(whole, "loss")
     assert found[: RESUMED + 1] == pytest.approx(expected[: RESUMED + 1], rel=1e-5)  # the weights are there
     assert found[RESUMED + 1 :] != pytest.approx(expected[RESUMED + 1 :], rel=1e-3)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import engine_steps
 import pytest
+from warm_ranks import WarmRanks
 
 from fla_train.training.engine import deepspeed_config
 from fla_train.training.optimizer import build_optimizer
@@ -25,10 +26,9 @@ def config(make_config: Callable[..., TrainConfig]) -> TrainConfig:
 
 
 @pytest.fixture(scope="module")
-def runs(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+def runs(config: TrainConfig, warm_ranks: WarmRanks) -> dict[str, dict]:
     """The engine's results with one rank and one or four micro-batches, and with two ranks and two each."""
-    layouts = [(1, ["8", "2"]), (2, ["2"])]
-    return engine_steps.run_layouts(config, tmp_path_factory.mktemp("engine"), layouts)
+    return engine_steps.run_layouts(warm_ranks, config, [(1, 8), (1, 2), (2, 2)])
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from warm_ranks import WarmRanks
 
-from fla_train.training.launch import launch
 from fla_train.training.metrics import read_metrics
 from fla_train.training.schedule import learning_rate
 from fla_train.training.schema import TrainConfig
@@ -22,11 +22,13 @@ GRAD_NORMS = [2.0814, 2.5183, 3.3883, 2.1888, 1.6702, 1.5478, 1.5405, 1.4387, 1.
 VALIDATION = [4.64554, 3.64659, 3.41175]
 
 
-def test_the_loss_curve_is_the_golden_one(make_config: Callable[..., TrainConfig], tmp_path: Path):
+def test_the_loss_curve_is_the_golden_one(
+    make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks, tmp_path: Path
+):
     config = make_config(
         "trainer.precision=fp32", "launch.device=cpu", "schedule.warmup_steps=3", f"run.dir={tmp_path}"
     )
-    launch(config)
+    warm_ranks.launch(config)
     records = read_metrics(tmp_path / "metrics.jsonl")
     steps = [record for record in records if "loss" in record]
     found = {

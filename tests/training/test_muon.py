@@ -7,8 +7,8 @@ from pathlib import Path
 import engine_steps
 import pytest
 import torch
+from warm_ranks import WarmRanks
 
-from fla_train.training.launch import launch
 from fla_train.training.metrics import read_metrics
 from fla_train.training.muon import PartitionedMuon, parts_of
 from fla_train.training.optimizer import hidden_matrices, parameter_groups
@@ -80,7 +80,7 @@ def config(make_config: Callable[..., TrainConfig]) -> TrainConfig:
     )
 
 
-def test_two_ranks_and_one_take_the_steps_of_plain_pytorch(config: TrainConfig, tmp_path: Path):
+def test_two_ranks_and_one_take_the_steps_of_plain_pytorch(config: TrainConfig, warm_ranks: WarmRanks):
     model, settings = engine_steps.make_model(config), config.optimizer
     matrices = hidden_matrices(model)
     taken = {id(matrix) for matrix in matrices}
@@ -102,7 +102,7 @@ def test_two_ranks_and_one_take_the_steps_of_plain_pytorch(config: TrainConfig, 
     ]
     assert all(name.endswith("proj.weight") for name, p in model.named_parameters() if id(p) in taken)
     plain = engine_steps.reference(model, optimizers, settings.max_grad_norm)
-    for result in engine_steps.run_layouts(config, tmp_path, [(1, ["2"]), (2, ["4"])]).values():
+    for result in engine_steps.run_layouts(warm_ranks, config, [(1, 2), (2, 4)]).values():
         assert result["losses"] == pytest.approx(plain["losses"], rel=2e-4)
         assert result["grad_norms"] == pytest.approx(plain["grad_norms"], rel=5e-3)
         assert result["eval"] == pytest.approx(plain["eval"], rel=2e-4)
@@ -110,18 +110,18 @@ def test_two_ranks_and_one_take_the_steps_of_plain_pytorch(config: TrainConfig, 
 
 
 def test_a_run_resumes_exactly_and_on_another_number_of_ranks(
-    make_config: Callable[..., TrainConfig], tmp_path: Path
+    make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks, tmp_path: Path
 ):
     more = [
         *("optimizer=muon", "optimizer.eps=1e-3", "trainer.precision=fp32", "launch.device=cpu"),
         *("trainer.max_steps=6", "trainer.checkpoint_every=3", "trainer.eval_every=0", "model.num_heads=3"),
     ]
     whole = tmp_path / "whole"
-    launch(make_config(*more, f"run.dir={whole}", "launch.num_processes=2"))
+    warm_ranks.launch(make_config(*more, f"run.dir={whole}", "launch.num_processes=2"))
     expected = [record["loss"] for record in read_metrics(whole / "metrics.jsonl") if "loss" in record]
     for ranks in (2, 1):
         run = tmp_path / f"on-{ranks}"
         shutil.copytree(whole, run, ignore=shutil.ignore_patterns("hf", "plots", "step-0000006"))
-        launch(make_config(*more, f"run.dir={run}", f"launch.num_processes={ranks}"))
+        warm_ranks.launch(make_config(*more, f"run.dir={run}", f"launch.num_processes={ranks}"))
         losses = [record["loss"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
         assert losses == (expected if ranks == 2 else pytest.approx(expected, rel=2e-4))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from warm_ranks import WarmRanks
 
 from fla_train.training import checkpoint
 from fla_train.training.launch import TrainingFailed, launch
@@ -87,10 +88,14 @@ def weights(run: Path) -> bytes:
 
 
 def test_one_rank_fp32_two_kills(
-    make_config: Make, overrides: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
+    make_config: Make,
+    warm_ranks: WarmRanks,
+    overrides: list[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture,
 ):
     more = ["trainer.precision=fp32", "launch.device=cpu", "trainer.stats_every=2"]
-    launch(make_config(f"run.dir={tmp_path / 'whole'}", *more))
+    warm_ranks.launch(make_config(f"run.dir={tmp_path / 'whole'}", *more))
     run = tmp_path / "killed"
     more.append(f"run.dir={run}")
 
@@ -108,7 +113,7 @@ def test_one_rank_fp32_two_kills(
     # a checkpoint under way when the worker is killed
     launch_and_kill(make_config(*more), lambda: writing(run))
     capfd.readouterr()
-    launch(make_config(*more))
+    warm_ranks.launch(make_config(*more))
     assert f", from {run}/checkpoints/step-" in capfd.readouterr().out
     assert losses(run) == losses(tmp_path / "whole")
     assert weights(run) == weights(tmp_path / "whole")
@@ -126,9 +131,9 @@ def test_one_rank_fp32_two_kills(
         launch(make_config(*more, "seed=7"))
 
 
-def test_two_ranks_bf16_one_kill(make_config: Make, tmp_path: Path):
+def test_two_ranks_bf16_one_kill(make_config: Make, warm_ranks: WarmRanks, tmp_path: Path):
     more = ["trainer.precision=bf16", "launch.device=cpu", "launch.num_processes=2"]
-    launch(make_config(f"run.dir={tmp_path / 'whole'}", *more))
+    warm_ranks.launch(make_config(f"run.dir={tmp_path / 'whole'}", *more))
     run = tmp_path / "killed"
     reached = random.randint(4, 11)
     launch_and_kill(make_config(f"run.dir={run}", *more), lambda: steps_logged(run) >= reached)
@@ -138,7 +143,7 @@ def test_two_ranks_bf16_one_kill(make_config: Make, tmp_path: Path):
     if len(checkpoints) > 1:
         part = next((checkpoints[-1] / "deepspeed").glob("*optim_states.pt"))
         os.truncate(part, part.stat().st_size // 2)
-    launch(make_config(f"run.dir={run}", *more))
+    warm_ranks.launch(make_config(f"run.dir={run}", *more))
     assert losses(run) == losses(tmp_path / "whole")
     assert weights(run) == weights(tmp_path / "whole")
 
@@ -155,15 +160,15 @@ def test_two_trainers_never_write_one_run(tmp_path: Path, monkeypatch: pytest.Mo
         pass
 
 
-def test_a_branch_of_another_run_stands_on_its_own(make_config: Make, tmp_path: Path):
+def test_a_branch_of_another_run_stands_on_its_own(make_config: Make, warm_ranks: WarmRanks, tmp_path: Path):
     more = ["trainer.precision=fp32", "launch.device=cpu", "trainer.max_steps=1"]
-    launch(make_config(*more, f"run.dir={tmp_path / 'trunk'}"))
+    warm_ranks.launch(make_config(*more, f"run.dir={tmp_path / 'trunk'}"))
     trunk = tmp_path / "trunk/checkpoints/step-0000001"
     state, manifest = (json.loads((trunk / name).read_text()) for name in ("state.json", "manifest.json"))
     checkpoint.write_json(trunk / "state.json", state | {"wandb_id": "the trunk's"})
     manifest["files"]["state.json"] = checkpoint.describe(trunk / "state.json")
     checkpoint.write_json(trunk / "manifest.json", manifest)
-    launch(make_config(*more, f"run.dir={tmp_path / 'branch'}", f"trainer.resume={trunk}"))
+    warm_ranks.launch(make_config(*more, f"run.dir={tmp_path / 'branch'}", f"trainer.resume={trunk}"))
     branch = tmp_path / "branch/checkpoints/step-0000001"
     assert checkpoint.find_fault(branch) is None
     assert checkpoint.read_state(branch).wandb_id is None

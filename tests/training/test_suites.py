@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
+from warm_ranks import WarmRanks
 
-from fla_train.training.launch import launch
 from fla_train.training.metrics import read_metrics
 from fla_train.training.suites import SuiteRuns
 from fla_train.training.validate import validate
@@ -103,7 +103,7 @@ def test_stop_ends_the_evaluation(runs, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_training_is_the_same_to_the_bit(make_config, tmp_path: Path) -> None:
+def test_training_is_the_same_to_the_bit(make_config, warm_ranks: WarmRanks, tmp_path: Path) -> None:
     """Two runs that differ only in the suites: same losses, same weights, and the suites' results besides."""
     suite = [
         "trainer.suite_every=2", "trainer.suite=demo",
@@ -112,7 +112,7 @@ def test_training_is_the_same_to_the_bit(make_config, tmp_path: Path) -> None:
     metrics, weights = {}, {}
     for name, more in (("plain", []), ("suites", suite)):
         config = make_config(f"run.dir={tmp_path / name}", "trainer.max_steps=5", "launch.device=cpu", *more)
-        launch(config)
+        warm_ranks.launch(config)
         metrics[name] = read_metrics(tmp_path / name / "metrics.jsonl")
         weights[name] = (tmp_path / name / "hf/step-0000005/model.safetensors").read_bytes()
     assert weights["plain"] == weights["suites"]

@@ -7,15 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from warm_ranks import WarmRanks
 
 from fla_train.cli.app import compose
-from fla_train.tasks import make_task
+from fla_train.tasks import curriculum_tasks, make_task, training_task
 from fla_train.training.build import build_model
 from fla_train.training.launch import launch
 from fla_train.training.metrics import read_metrics
 from fla_train.training.plan import make_plan
+from fla_train.training.runfolder import RunFolder
 from fla_train.training.schema import TrainConfig, register, to_config
-from fla_train.training.task_data import TaskSequences, task_data, with_task_sizes
+from fla_train.training.task_data import TaskSequences, has_reached, task_data, with_task_sizes
 from fla_train.training.validate import validate
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "configs" / "experiment"
@@ -61,11 +63,11 @@ def scores(run: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_a_run_reports_accuracy_and_resumes_exactly(make, tmp_path: Path) -> None:
+def test_a_run_reports_accuracy_and_resumes_exactly(make, warm_ranks: WarmRanks, tmp_path: Path) -> None:
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    launch(make(*SMALL, f"run.dir={whole}"))
+    warm_ranks.launch(make(*SMALL, f"run.dir={whole}"))
     for steps in (4, 8):
-        launch(make(*SMALL, f"run.dir={halves}", f"trainer.max_steps={steps}"))
+        warm_ranks.launch(make(*SMALL, f"run.dir={halves}", f"trainer.max_steps={steps}"))
     assert len(scores(whole)) == 10
     assert scores(halves) == scores(whole)
     records = [r for r in read_metrics(whole / "metrics.jsonl") if "validation_loss" in r]
@@ -79,7 +81,7 @@ def test_a_run_reports_accuracy_and_resumes_exactly(make, tmp_path: Path) -> Non
     assert (whole / "plots" / "accuracy.png").stat().st_size > 1000
     assert (whole / "hf" / "step-0000008" / "config.json").is_file()
     with pytest.raises(ValueError, match=r"belongs to another run: task\.train\.length=7"):
-        launch(make(*SMALL, f"run.dir={whole}", "task.train.length=7", "trainer.max_steps=12"))
+        warm_ranks.launch(make(*SMALL, f"run.dir={whole}", "task.train.length=7", "trainer.max_steps=12"))
 
 
 def test_a_fixed_training_set_is_drawn_once_and_repeats() -> None:
@@ -91,6 +93,61 @@ def test_a_fixed_training_set_is_drawn_once_and_repeats() -> None:
         found = sequences.sequences(np.array(indices))
         assert torch.equal(found, original(np.array(indices)).for_causal_lm())
     assert sum(calls) == 7
+
+
+def test_a_curriculum_begins_with_short_words(make) -> None:
+    """Each step has its stage's sequences of its own indices, on any rank; then those of a run without."""
+    config = make(*SMALL, "task.curriculum=[[2,3],[5,1]]", "task.batch_size=4").task
+    data = TaskSequences(training_task(config, 3), curriculum_tasks(config, 3), config.batch_size)
+    whole = training_task(config, 3)
+    for step, length in enumerate([2, 2, 2, 5, 6, 6]):
+        indices = np.arange(4 * step, 4 * step + 4)[1:3]  # a rank's share of the step
+        stage = make_task("group_words", {**config.options, "length": length}, seed=3)
+        assert torch.equal(data.sequences(indices), stage.batch(indices).for_causal_lm())
+    assert torch.equal(data.sequences(indices), whole.batch(indices).for_causal_lm())
+
+
+@pytest.mark.slow
+def test_a_run_ends_at_its_target(
+    make, warm_ranks: WarmRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two evaluations in a row at the target end it; after another it goes on as if it had none."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    frequent = ["trainer.eval_every=2", "task.curriculum=[[2,1],[4,4]]"]
+    easy = "task.stop_at=[[train_length/token_accuracy,0.0]]"
+    warm_ranks.launch(make(*SMALL, *frequent, easy, f"run.dir={run}"))
+    assert [r["step"] for r in read_metrics(run / "metrics.jsonl") if "validation_loss" in r] == [2, 4]
+    assert (run / "checkpoints" / "step-0000004").is_dir() and (run / "hf" / "step-0000004").is_dir()
+    warm_ranks.launch(make(*SMALL, *frequent, easy, f"run.dir={run}"))
+    assert "is complete: 4 steps" in capsys.readouterr().out
+    warm_ranks.launch(
+        make(*SMALL, *frequent, "task.stop_at=[[train_length/token_accuracy,1.1]]", f"run.dir={run}")
+    )
+    warm_ranks.launch(make(*SMALL, *frequent, f"run.dir={whole}"))
+    assert scores(run) == scores(whole) and scores(run)[-1]["step"] == 8
+
+
+@pytest.mark.parametrize(
+    ("tests", "expected"),
+    [
+        ([0.9, 0.99, 1.0], True),
+        ([1.0, 0.98, 1.0], False),
+        ([1.0], False),
+        ([1.0, 1.0, 0.5], False),
+        ([], False),
+    ],
+)
+def test_a_target_takes_two_evaluations_in_a_row(
+    make, tmp_path: Path, tests: list[float], expected: bool
+) -> None:
+    config = make(*SMALL, "task.stop_at=[[longer/sequence_accuracy,0.99]]").task
+    records = [
+        {"step": i + 1, "validation_loss": 0.1, "longer/sequence_accuracy": v} for i, v in enumerate(tests)
+    ]
+    lines = [json.dumps(record) + "\n" for record in [*records, {"step": 9, "loss": 1.0}]]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    assert has_reached(config, RunFolder(tmp_path), 9) is expected
+    assert not has_reached(config, RunFolder(tmp_path), 1)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -105,6 +162,11 @@ def test_recipes_compose_and_hold_together(make, name: str) -> None:
     [
         (["task.options.group=Q8"], "unknown group 'Q8'"),
         (["task.batch_size=12", "trainer.micro_batch_size=8"], "task.batch_size=12 is not a multiple of 8"),
+        (["task.curriculum=[[4,2],[7,2]]"], r"\[7, 2\] is longer than the training set"),
+        (
+            ["task.stop_at=[[longer/accuracy,1]]"],
+            "is no .metric, value. with a metric of train_length/token",
+        ),
         (["task.test_sequences=1", "launch.num_processes=2"], "leaves processes without a sequence"),
         (["baseline=llama", "baseline.num_heads=5"], "baseline.num_heads=5"),
     ],

@@ -1,5 +1,7 @@
 """The fla-train command: whole runs, and each way to ask for the impossible."""
 
+import contextlib
+import io
 import json
 import shutil
 import socket
@@ -12,6 +14,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from warm_ranks import WarmRanks
 
 from fla_train.cli import train as command
 from fla_train.training.launch import TrainingFailed, launch
@@ -53,6 +56,12 @@ def test_unknown_keys_and_wrong_types_are_all_named(fla_train):
     fault = refused(fla_train(*faults))
     for override in faults:
         assert override in fault
+
+
+def test_a_request_is_looked_at_before_the_models_are_imported():
+    """They take longer than all the rest of the start."""
+    code = "import sys, fla_train.training.launch; print('transformers.modeling_utils' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
 
 
 def test_impossible_arithmetic_starts_nothing(fla_train, tmp_path: Path):
@@ -131,21 +140,21 @@ def test_help_shows_groups_and_every_key_with_its_comment(fla_train):
 
 
 @pytest.fixture(scope="module")
-def sweep(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Two runs of one sweep that differ in accumulation only: their folder, and what the command printed."""
+def sweep(
+    overrides: list[str], warm_ranks: WarmRanks, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str]:
+    """Two runs of one sweep that differ in accumulation only: their folder, and what the launcher printed."""
     folder = tmp_path_factory.mktemp("sweep")
-    code = "from fla_train.cli.train import main; main()"
-    more = [
-        *SWEEP,
-        "trainer.check_backend=true",
-        f"run.dir={folder / 'runs'}",
-        f"hydra.sweep.dir={folder / 'hydra'}",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", code, "-m", *overrides, *more], capture_output=True, text=True, cwd=folder
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder / "runs", done.stdout
+    places = [f"run.dir={folder / 'runs'}", f"hydra.sweep.dir={folder / 'hydra'}"]
+    words = ["fla-train", "-m", *overrides, *SWEEP, "trainer.check_backend=true", *places]
+    with (
+        warm_ranks.as_workers(),
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(io.StringIO()) as stdout,
+    ):
+        patch.setattr(sys, "argv", words)
+        command.main()
+    return folder / "runs", stdout.getvalue()
 
 
 def test_a_sweep_gives_each_job_its_run_and_accumulation_changes_nothing(sweep: tuple[Path, str]):
@@ -172,21 +181,28 @@ def test_the_run_folder_is_complete(sweep: tuple[Path, str]):
     assert [r["step"] for r in records if "validation_loss" in r] == [4]
     assert [p.name for p in sorted((run / "checkpoints").iterdir())] == ["step-0000003", "step-0000004"]
     assert (run / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert "parameters" in (run / "train.log").read_text()
-    for part in ("unigram entropy", "fla-generate checkpoint=", "fla-eval checkpoint=", "run.dir="):
-        assert part in stdout
+    log = (run / "train.log").read_text()
+    for part in (
+        "parameters",
+        "unigram entropy",
+        "fla-generate checkpoint=",
+        "fla-eval checkpoint=",
+        "run.dir=",
+    ):
+        assert part in log
     assert "comparisons" in stdout  # of the backend with the reference
 
 
-def test_the_same_sweep_again_resumes_each_job(sweep: tuple[Path, str], fla_train):
+def test_the_same_sweep_again_resumes_each_job(sweep: tuple[Path, str], fla_train, warm_ranks: WarmRanks):
     """The first is complete; the second has lost its last checkpoint and what comes after it."""
     folder, _ = sweep
     before = read_metrics(folder / "1" / "metrics.jsonl")
     for lost in ("checkpoints/step-0000004", "hf"):
         shutil.rmtree(folder / "1" / lost)
-    code, stdout, _ = fla_train(
-        *SWEEP, f"run.dir={folder}", f"hydra.sweep.dir={folder.parent / 'hydra'}", "-m"
-    )
+    with warm_ranks.as_workers():
+        code, stdout, _ = fla_train(
+            *SWEEP, f"run.dir={folder}", f"hydra.sweep.dir={folder.parent / 'hydra'}", "-m"
+        )
     assert code == 0
     assert f"{folder / '0'} is complete: 4 steps" in stdout
     assert f"{folder / '1'}, from {folder / '1' / 'checkpoints' / 'step-0000003'}" in stdout
@@ -220,10 +236,13 @@ def test_the_export_is_the_checkpoint(sweep: tuple[Path, str]):
     assert tokenizer.decode(tokenizer("state").input_ids) == "state"
 
 
-def test_a_diverging_run_stops_with_one_line(make_config: Callable[..., TrainConfig], tmp_path: Path):
-    config = make_config(f"run.dir={tmp_path / 'run'}", "optimizer.lr=1e30", "trainer.max_skipped_steps=3")
+def test_a_diverging_run_stops_with_one_line_and_is_not_started_again(
+    make_config: Callable[..., TrainConfig], tmp_path: Path, capfd: pytest.CaptureFixture
+):
+    more = ["optimizer.lr=1e30", "trainer.max_skipped_steps=3", "launch.max_restarts=5"]
     with pytest.raises(TrainingFailed, match=r"rank 0: .* in 3 steps in a row, up to step 4: lower opt"):
-        launch(config)
+        launch(make_config(f"run.dir={tmp_path / 'run'}", *more))
+    assert "restart" not in capfd.readouterr().out
     records = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
     assert [r["skipped_steps"] for r in records] == [0, 1, 2, 3]
     assert [r["grad_norm"] is None for r in records] == [False, True, True, True]

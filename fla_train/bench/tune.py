@@ -1,0 +1,161 @@
+"""`fla-bench tune`: of the Triton kernels' launch options that are right on this machine, the fastest.
+
+One kernel after the other, the others as they are: every safe candidate is timed in a whole forward and
+backward pass, and then judged, from the fastest on, until one computes the right numbers.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from fla_train.bench.contenders import Problem, make_problem
+from fla_train.bench.measure import forward_backward, median_times, tolerance
+from fla_train.bench.roofline import Shape
+from fla_train.kernels.delta_product import delta_product
+from fla_train.kernels.delta_product.check import relative_rms
+from fla_train.kernels.delta_product.launches import (
+    MIN_TILE,
+    Key,
+    Launches,
+    Options,
+    architecture,
+    fault,
+    forced,
+    lookup,
+)
+
+KERNELS = ("prepare", "state", "adjoint", "gradient")
+JUDGED_TOKENS = 130  # two chunks and a rest at n_h = 1
+Timer = Callable[[Callable[[], object]], float]  # milliseconds of a function
+
+HEADER = (
+    "| K | V | n_h | kernel | options | forward + backward ms | before | tried | refused |",
+    "|---|---|---|---|---|---|---|---|---|",
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was found of one kernel. Times are those of a whole forward and backward pass."""
+
+    key: Key
+    kernel: str
+    options: Options
+    milliseconds: float
+    before: float
+    tried: int
+    refused: tuple[str, ...]  # options that could not be launched or computed wrong numbers, with the reason
+
+    def markdown(self) -> str:
+        """The row of the table under `HEADER`."""
+        options = ", ".join(f"{name} {value}" for name, value in self.options.items())
+        return (
+            f"| {self.key.key_dim} | {self.key.value_dim} | {self.key.substeps} | {self.kernel} | {options} "
+            f"| {self.milliseconds:.3f} | {self.before:.3f} | {self.tried} | {len(self.refused)} |"
+        )
+
+
+def key_of(shape: Shape, device: torch.device) -> Key:
+    """The row of the table that `shape` tunes."""
+    return Key.of(architecture(device), shape.key_dim, shape.value_dim, shape.substeps)
+
+
+def tune(
+    shape: Shape, dtype: torch.dtype, device: torch.device, timer: Timer | None = None
+) -> Iterator[tuple[Outcome, Launches]]:
+    """Tune the row of `shape`: after each kernel its outcome, and the best options so far.
+
+    Args:
+        shape: what is timed: large enough to fill the device, or differences drown.
+        dtype: of q, k and v, 16 bits wide.
+        timer: default the median of many runs.
+
+    Raises:
+        ValueError: for a shape that the kernels do not take, or if nothing that was tried is right.
+    """
+    timer = timer or (lambda run: median_times({"run": run}, device, rounds=5)["run"])
+    key, best = key_of(shape, device), lookup(device, dtype, shape.key_dim, shape.value_dim, shape.substeps)
+    problem = make_problem(shape, dtype, device, norm=True)
+    judges = [Judge(shape, dtype, device, gated, norm) for gated in (True, False) for norm in (True, False)]
+    step = partial(forward_backward, _ours, problem)
+    step()  # a shape that cannot run fails here, rather than with each candidate
+    for kernel in KERNELS:
+        times: list[tuple[float, Options]] = []
+        refused = []
+        tried = candidates(kernel, key, getattr(best, kernel))
+        for options in tried:
+            with forced(replace(best, **{kernel: options})):
+                try:
+                    times.append((timer(step), options))
+                except Exception as failure:  # the compiler's or the device's: whatever it is, not this one
+                    refused.append(f"{options}: {_first_line(failure)}")
+        before = next((time for time, options in times if options == tried[0]), float("nan"))
+        for time, options in sorted(times, key=lambda pair: pair[0]):
+            trial = replace(best, **{kernel: options})
+            reason = next(filter(None, (judge.fault(trial) for judge in judges)), None)
+            if reason is None:
+                best = trial
+                yield Outcome(key, kernel, options, time, before, len(tried), tuple(refused)), best
+                break
+            refused.append(f"{options}: {reason}")
+        else:
+            raise ValueError(f"no options of {kernel} are right on this machine: see fla-doctor")
+
+
+def candidates(kernel: str, key: Key, present: Options) -> list[Options]:
+    """The present options, then the others that are known to be safe."""
+    widths = [width for width in (MIN_TILE, 2 * MIN_TILE) if width <= key.value_dim]
+    columns = sorted({MIN_TILE, key.key_dim})
+    axes = {
+        "prepare": {"num_warps": (4, 8), "maxnreg": (None, 168, 128)},
+        "state": {"BV": widths, "num_warps": (4, 8), "num_stages": (1, 2, 3)},
+        "adjoint": {"BV": widths, "num_warps": (4, 8), "num_stages": (1, 2, 3)},
+        "gradient": {"BV": widths, "BKO": columns, "num_warps": (4, 8), "num_stages": (1, 2, 3)},
+    }[kernel]
+    found = [present]
+    for values in product(*axes.values()):
+        options = {name: x for name, x in zip(axes, values, strict=True) if x is not None}
+        if options not in found and fault(kernel, options, key.value_dim) is None:
+            found.append(options)
+    if kernel == "gradient" and key.architecture.startswith("9.") and "gluon" not in present:
+        found.append(present | {"gluon": 1})  # Hopper's own kernel; `present` serves where that does not fit
+    return found
+
+
+class Judge:
+    """Compares calls with the fp64 recurrence on a short sequence, whose results it computes once."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, gated: bool, norm: bool):
+        short = replace(shape, batch=1, tokens=JUDGED_TOKENS, heads=2, gated=gated)
+        self.problem = make_problem(short, dtype, device, norm=norm, seed=1)
+        leaves = {name: x.detach().cpu().double().requires_grad_() for name, x in self.problem.leaves.items()}
+        exact = replace(self.problem, **leaves, do=self.problem.do.cpu().double())
+        self.reference = forward_backward(partial(_ours, backend="recurrent"), exact)
+
+    def fault(self, launches: Launches) -> str | None:
+        """What is wrong with results under these options, None if nothing."""
+        shape, dtype = self.problem.shape, self.problem.q.dtype
+        try:
+            with forced(launches):
+                results = forward_backward(_ours, self.problem)
+        except Exception as failure:
+            return _first_line(failure)
+        for name, expected in self.reference.items():
+            error = relative_rms(results[name], expected)
+            if not error <= tolerance(name, dtype):  # a NaN is wrong
+                gate = "gate" if shape.gated else "no gate"
+                return f"{name} is off by {error:.1e} ({gate}, {'norm' if self.problem.norm else 'no norm'})"
+        return None
+
+
+def _ours(p: Problem, backend: str = "triton") -> Tensor:
+    return delta_product(p.q, p.k, p.v, p.beta, p.g, qk_l2norm=p.norm, backend=backend)[0]
+
+
+def _first_line(failure: Exception) -> str:
+    lines = str(failure).strip().splitlines() or [""]
+    return f"{type(failure).__name__}: {lines[0]}"

@@ -1,0 +1,86 @@
+"""How the ranks of a run find each other: at a store that rank 0 serves, within a time limit."""
+
+import os
+import socket
+from datetime import timedelta
+
+import psutil
+import torch.distributed as dist
+
+TIMEOUT = timedelta(minutes=30)  # for one operation of the ranks together, once they have met
+
+
+class RanksMissing(RuntimeError):
+    """Not all ranks came; the message is one line for the user."""
+
+
+def join(backend: str, timeout: float) -> None:
+    """Join the process group of all ranks. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set.
+
+    Args:
+        backend: `gloo` or `nccl`; gloo groups, of which one writes checkpoints, are made in any case.
+        timeout: seconds that this rank waits for the others.
+
+    Raises:
+        RanksMissing: naming the machines that did not come.
+        ValueError: MASTER_ADDR is no address.
+    """
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if interface := interface_towards(host, port):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    store = _meet(host, port, rank, world, timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+
+
+def interface_towards(host: str, port: int) -> str | None:
+    """The network interface from which `host` is reached, such as `eth0`; None if that can't be told.
+
+    Gloo by itself takes the address to which this machine's own name resolves, which other machines may not
+    reach, or none if there is no such address.
+
+    Raises:
+        ValueError: `host` does not resolve.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # chooses a route; a datagram socket sends nothing yet
+            own = probe.getsockname()[0]
+    except socket.gaierror as error:
+        raise ValueError(
+            f"launch.main_process_ip={host} is unknown on {socket.gethostname()} ({error.strerror}): "
+            "give machine 0's address as all machines see it"
+        ) from None
+    except OSError:  # no route by now: joining says what is wrong
+        return None
+    owners = (name for name, held in psutil.net_if_addrs().items() if any(a.address == own for a in held))
+    return next(owners, None)
+
+
+def _meet(host: str, port: int, rank: int, world: int, timeout: float) -> dist.Store:
+    """The store, once all ranks have come to it."""
+    limit = timedelta(seconds=timeout)
+    try:
+        store = dist.TCPStore(host, port, is_master=rank == 0, timeout=limit, wait_for_workers=False)
+    except dist.DistNetworkError as failure:
+        if rank == 0:
+            raise RanksMissing(f"port {port} can't be served: {failure}") from failure
+        raise RanksMissing(f"machine 0 did not answer at {host}:{port} {_within(timeout)}") from failure
+    store.set(f"rank-{rank}", "here")
+    names = [f"rank-{other}" for other in range(world)]
+    try:
+        store.wait(names, limit)
+    except dist.DistNetworkError as failure:
+        raise RanksMissing(f"machine 0 at {host}:{port} left before all ranks had come") from failure
+    except dist.DistStoreError as failure:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        machines = {other // local for other in range(world) if not store.check([names[other]])}
+        missing = ", ".join(map(str, sorted(machines)))
+        raise RanksMissing(f"machine {missing} did not come to {host}:{port} {_within(timeout)}") from failure
+    store.set_timeout(TIMEOUT)
+    return dist.PrefixStore("group", store)
+
+
+def _within(timeout: float) -> str:
+    return f"within {timeout:g} s (launch.rendezvous_timeout): see what fla-train says there"

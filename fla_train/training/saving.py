@@ -1,0 +1,91 @@
+"""What a run leaves on disk: checkpoints, from which it goes on, and exports, which other programs load."""
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from fla_train.data import PreparedData
+from fla_train.hub import export_model
+from fla_train.training.checkpoint import TrainState, folder_name
+from fla_train.training.report import Reporter, model_card
+from fla_train.training.runfolder import RunFolder
+from fla_train.training.schema import TrainConfig
+from fla_train.training.writer import CheckpointWriter, Written
+
+
+class TrainingStopped(RuntimeError):
+    """Training can't go on; the message is one line for the user."""
+
+
+class Saver:
+    """Writes checkpoints and exports of a run. All ranks call its methods, in the same order.
+
+    Args:
+        saved_step: of the checkpoint in this run's folder that it went on from; -1: there is none.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        data: PreparedData,
+        folder: RunFolder,
+        engine,
+        reporter: Reporter,
+        saved_step: int,
+    ):
+        self._config, self._data, self._folder = config, data, folder
+        self._engine, self._reporter, self._saved_step = engine, reporter, saved_step
+        self._writer = CheckpointWriter(
+            folder.checkpoints,
+            keep=config.trainer.keep_checkpoints,
+            keep_every=config.trainer.keep_every,
+            tell=self._tell,
+        )
+
+    def save(self, state: TrainState) -> None:
+        """Start to write a checkpoint of this step; training goes on once its content has been copied."""
+        stall = self._writer.save(self._engine, state)
+        self._reporter.log(
+            {"step": state.step, "tokens": state.tokens, "checkpoint_stall_s": round(stall, 4)}
+        )
+
+    def saved(self, step: int) -> bool:
+        """Whether a checkpoint of `step` is on disk; waits for the one under way."""
+        written = self._writer.wait()
+        if written is not None and written.path.name == folder_name(step):
+            return written.fault is None
+        return self._saved_step == step
+
+    def ensure_saved(self, step: int) -> None:
+        """Wait until the checkpoint of `step` is on disk.
+
+        Raises:
+            TrainingStopped: it could not be written.
+        """
+        if not self.saved(step):
+            raise TrainingStopped(
+                f"the checkpoint of step {step} could not be written ({self._writer.wait().fault}): "
+                "free space and give the same command again; it goes on from the last intact checkpoint"
+            )
+
+    def export(self, state: TrainState, *, anew: bool = True) -> Path:
+        """Export this step's model; its folder. With `anew=False` one that is there already stays."""
+        path = self._folder.export(state.step)
+        # Rank 0 looks: other machines may see a shared folder late.
+        if dist.get_rank() == 0 and (anew or not path.is_dir()):
+            card = model_card(self._config, self._data, self._folder, state)
+            export_model(self._engine.module, self._data.tokenizer(), path, card)
+            self._reporter.say(f"step {state.step:,}: exported {path}")
+        dist.barrier()
+        return path
+
+    def _tell(self, written: Written) -> None:
+        step = int(written.path.name.removeprefix("step-"))
+        if written.fault is None:
+            self._reporter.say(
+                f"step {step:,}: checkpoint {written.path}, written in {written.seconds:.1f} s"
+            )
+        else:
+            self._reporter.say(
+                f"step {step:,}: NO CHECKPOINT, {written.fault}; the earlier ones are untouched"
+            )

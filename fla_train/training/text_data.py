@@ -1,0 +1,33 @@
+"""The prepared text of a run: what it trains on, what it validates on, and what a batch of either is."""
+
+import torch
+from torch import Tensor
+
+from fla_train.data import Batch, DocumentSequences, PreparedData, Sequences, open_train, open_validation
+from fla_train.training.evaluation import Part
+from fla_train.training.schema import TrainConfig
+
+
+def open_text(
+    data: PreparedData, config: TrainConfig
+) -> tuple[Sequences | DocumentSequences, dict[str, Part]]:
+    """The sequences to train on; the parts to validate on by name, perhaps none.
+
+    Raises:
+        ValueError: a manifest is corrupt, a shard is missing or cut short, or no sequence fits.
+    """
+    seq_len = config.trainer.seq_len
+    train = open_train(data.folder, seq_len, config.seed)
+    validation = open_validation(data.folder, seq_len)
+    if not config.data.document_boundaries:
+        return train, dict(validation)
+    parts = {name: (DocumentSequences(part), weight) for name, (part, weight) in validation.items()}
+    return DocumentSequences(train), parts
+
+
+def to_batch(read: Tensor | Batch, device: torch.device) -> Batch:
+    """What was read, on `device`; of bare ids [B, T] every token but the first is a target."""
+    if isinstance(read, Batch):
+        return read.to(device)
+    ids = read.to(device)
+    return Batch(ids, ids)

@@ -1,0 +1,140 @@
+"""`fla-bench tune`, its kernels interpreted: what it tries, what it refuses, and the table that it leaves."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from fla_train.bench import tune as tuning
+from fla_train.bench.roofline import Shape
+from fla_train.cli import bench
+from fla_train.kernels.delta_product import launches
+from fla_train.kernels.delta_product.launches import Key, fallback, fault, lookup
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compiles every candidate there")
+
+CPU = torch.device("cpu")
+PREPARE = [{"num_warps": 8, "num_stages": 1}, {"num_warps": 4}, {"num_warps": 4, "maxnreg": 128}]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("FLA_TRAIN_CACHE", str(tmp_path))
+    launches._table.cache_clear()
+    launches._lookup.cache_clear()
+    yield tmp_path
+    launches._table.cache_clear()
+    launches._lookup.cache_clear()
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two kernels, three candidates for `prepare` and the present one for the other, short sequences."""
+    monkeypatch.setattr(tuning, "KERNELS", ("prepare", "gradient"))
+    monkeypatch.setattr(tuning, "JUDGED_TOKENS", 2)
+    monkeypatch.setattr(
+        tuning, "candidates", lambda kernel, key, now: PREPARE if kernel == "prepare" else [now]
+    )
+
+
+def present() -> dict:
+    """The options of `prepare` that a call takes now."""
+    return lookup(CPU, torch.float16, 8, 8, 1).prepare
+
+
+def clock(run: object) -> float:
+    """Candidates are the faster the later they stand in the list."""
+    return 10.0 - PREPARE.index(present())
+
+
+def run_tune(timer: object) -> list:
+    shape = Shape(1, 2, 1, 8, 8, 1, gated=True)
+    return list(tuning.tune(shape, torch.float16, CPU, timer))
+
+
+def test_the_fastest_is_taken(small):
+    outcomes = run_tune(clock)
+    assert [outcome.kernel for outcome, _ in outcomes] == list(tuning.KERNELS)
+    first, _ = outcomes[0]
+    assert (first.options, first.milliseconds, first.before, first.tried) == (PREPARE[2], 8.0, 10.0, 3)
+    assert outcomes[-1][1].prepare == PREPARE[2]
+    assert first.markdown().count("|") == tuning.HEADER[0].count("|")
+
+
+def test_a_fast_one_that_is_wrong_and_one_that_cannot_run_are_refused(small, monkeypatch):
+    sound = tuning.delta_product
+
+    def unsound(*inputs, backend, **options):
+        o, state = sound(*inputs, backend=backend, **options)
+        return (o * 1.05 if backend == "triton" and present() == PREPARE[2] else o), state
+
+    def timer(run):
+        if present() == PREPARE[1]:
+            raise RuntimeError("out of resource: shared memory\nmore")
+        return clock(run)
+
+    monkeypatch.setattr(tuning, "delta_product", unsound)
+    outcome, best = run_tune(timer)[0]
+    assert best.prepare == PREPARE[0]
+    assert "RuntimeError: out of resource: shared memory" in outcome.refused[0]
+    assert "o is off by" in outcome.refused[1]
+
+
+def test_nothing_right_is_an_error(small, monkeypatch):
+    monkeypatch.setattr(tuning.Judge, "fault", lambda *arguments: "wrong")
+    with pytest.raises(ValueError, match="no options of prepare are right on this machine: see fla-doctor"):
+        run_tune(clock)
+
+
+@pytest.mark.parametrize("value_dim", [64, 128, 192])
+def test_candidates_are_safe_and_differ(value_dim):
+    key = Key("9.0", 128, value_dim, 1)
+    for kernel in tuning.KERNELS:
+        found = tuning.candidates(kernel, key, getattr(fallback(128), kernel))
+        assert found[0] == getattr(fallback(128), kernel) and len(found) >= 6
+        assert len({json.dumps(options, sort_keys=True) for options in found}) == len(found)
+        assert all(fault(kernel, options, value_dim) is None for options in found)
+        assert all(options.get("BV", 64) <= value_dim for options in found)
+
+
+def test_the_command_writes_the_table_that_calls_read(small, cache, monkeypatch, capsys):
+    monkeypatch.setattr(tuning, "median_times", lambda runs, device, rounds: {"run": clock(runs["run"])})
+    sizes = ["--batch", "1", "--tokens", "2", "--heads", "1", "--head-dim", "8", "--dtype", "fp16"]
+    bench.run(["tune", *sizes, "--substeps", "1"])
+    out = capsys.readouterr().out
+    assert str(cache / "launches.json") in out
+    assert [line.split("|")[4].strip() for line in out.splitlines() if line.startswith("| 64")] == list(
+        tuning.KERNELS
+    )
+    assert present() == PREPARE[2]
+    before = (cache / "launches.json").read_text()
+    bench.run(["tune", *sizes, "--substeps", "2", "--file", str(cache / "other.json")])
+    assert (cache / "launches.json").read_text() == before
+    assert [row["substeps"] for row in json.loads((cache / "other.json").read_text())["rows"]] == [2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "0"], "sizes must be at least 1"),
+        (["--head-dim", "512", "--tokens", "2", "--batch", "1"], "key dimension of at most 256"),
+    ],
+)
+def test_a_wrong_request_is_one_line(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(tuning, "JUDGED_TOKENS", 2)
+    monkeypatch.setattr("sys.argv", ["fla-bench", "tune", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        bench.main()
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_broken_table_is_one_line(cache, monkeypatch, capsys):
+    (cache / "launches.json").write_text("{")
+    monkeypatch.setattr("sys.argv", ["fla-bench", "tune"])
+    with pytest.raises(SystemExit) as stop:
+        bench.main()
+    assert stop.value.code == 2
+    assert "is no table of launch options" in capsys.readouterr().err

@@ -1,0 +1,64 @@
+"""The report's page in a real browser, where one is installed: what is drawn, and what the mouse changes."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from test_report import record
+
+from fla_train.eval.page import page
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BEFORE = '<script>const faults = []; addEventListener("error", e => faults.push(e.message));</script>'
+AFTER = """<script>
+const all = q => [...document.querySelectorAll(q)], plots = () => all("figure").map(f => f.innerHTML);
+const seen = { faults, titles: all("h2").map(h => h.textContent) };
+seen.rows = all("table").map(t => t.rows.length);
+seen.curves = all("figure").map(f => f.querySelectorAll('path[fill="none"]').length);
+seen.bands = all("figure").map(f => f.querySelectorAll("path[opacity]").length);
+const numbers = all("path").every(p => !/NaN|undefined|Infinity/.test(p.getAttribute("d")));
+seen.inside = numbers && all("svg text").every(t => !t.textContent.includes("NaN"));
+const changed = act => { const old = plots(); act(); return plots().map((p, i) => p !== old[i]); };
+const svg = document.querySelector("svg"), box = svg.getBoundingClientRect();
+const place = { clientX: box.left + box.width * .9, clientY: box.top + box.height / 2 };
+seen.hover = changed(() => svg.dispatchEvent(new MouseEvent("mousemove", place)));
+seen.tip = [...svg.querySelectorAll('text[font-weight]')].pop().textContent;
+seen.log = changed(() => all("input")[1].click());
+const select = all("select")[0];
+seen.part = changed(() => { select.value = 1; select.dispatchEvent(new Event("change")); });
+seen.legend = changed(() => document.querySelector(".legend span").click());
+seen.left = document.querySelector("figure").querySelectorAll('path[fill="none"]').length;
+const out = document.createElement("output");
+out.textContent = JSON.stringify(seen);
+document.body.append(out);
+</script>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no browser")
+def test_plots_are_drawn_and_answer_the_mouse(tmp_path: Path) -> None:
+    text = page([record("one", [2.0, 3.0]), record("two", [2.1, 3.3])])
+    file = tmp_path / "index.html"
+    file.write_text(text.replace("<style>", BEFORE + "<style>", 1).replace("</html>", AFTER + "</html>"))
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
+    done = subprocess.run(
+        [*command, "--window-size=1200,2400", "--dump-dom", file.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    found = re.search(r"<output>(.*?)</output>", done.stdout, re.S)
+    assert found, done.stderr[-2000:]
+    seen = json.loads(found[1])
+    assert not seen["faults"] and seen["inside"]
+    assert seen["titles"] == [
+        "The papers' columns", "Perplexity along the position", "Perplexity against context length",
+        "The state along the position", "Side by side", "Could not run", "How it was obtained",
+    ]  # fmt: skip
+    assert seen["rows"][0] > 2 + 10 and seen["rows"][1] == 1 + 10  # published rows; 2 lengths and 8 metrics
+    assert seen["curves"] == [2, 2, 2] and seen["bands"] == [2, 2, 0]
+    assert seen["hover"] == [True, False, False] and "at 96" in seen["tip"]
+    assert seen["log"] == [False, True, False] and seen["part"] == seen["legend"] == [True, False, False]
+    assert seen["left"] == 1  # the curve of the model that the legend still shows

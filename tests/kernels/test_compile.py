@@ -1,0 +1,167 @@
+"""Under torch.compile: one graph without a break, the numbers of the eager call, and sound registrations."""
+
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+
+import pytest
+import torch
+from helpers import differentiable, random_inputs
+from torch import Tensor
+
+from fla_train.kernels.delta_product import delta_product
+from fla_train.kernels.neighbours import (
+    add_rms_norm,
+    consume_logits,
+    recurrence_gates,
+    rms_norm,
+    short_convolution,
+    swiglu,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(function: Callable, dynamic: bool = False) -> Callable:
+    return torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+
+
+def outputs_and_gradients(function: Callable, leaves: list[Tensor]) -> list[Tensor]:
+    outputs = [x for x in function() if x is not None]
+    loss = sum(
+        (x.double() * torch.arange(x.numel(), device=x.device).view(x.shape).sin()).sum() for x in outputs
+    )
+    return [*outputs, *torch.autograd.grad(loss, leaves)]
+
+
+def assert_same(function: Callable, leaves: list[Tensor], dynamic: bool = False) -> None:
+    found = outputs_and_gradients(compiled(function, dynamic), leaves)
+    for actual, expected in zip(found, outputs_and_gradients(function, leaves), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def detached(arguments: tuple) -> tuple:
+    """Sequences as lists, which schemas want, and no tensor that asks for gradients."""
+    return tuple(
+        x.detach() if isinstance(x, Tensor) else [y.detach() for y in x] if isinstance(x, Sequence) else x
+        for x in arguments
+    )
+
+
+def operator_inputs(
+    tokens: int, dtype: torch.dtype = torch.float32, **case: object
+) -> tuple[dict, list[Tensor]]:
+    inputs = random_inputs(tokens, 2, heads=1, dtype=dtype, **case)
+    inputs = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    return inputs, differentiable(inputs)
+
+
+@pytest.mark.parametrize("backend", ["chunked", "triton"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"alpha": (0.5, 1.0), "initial_state": True},
+        {"documents": (0, 0, 3, 9)},
+    ],
+    ids=["gated", "packed"],
+)
+def test_the_operator(backend, case):
+    inputs, leaves = operator_inputs(9, **case)
+    assert_same(lambda: delta_product(**inputs, output_final_state=True, backend=backend), leaves)
+
+
+@pytest.mark.parametrize("backend", ["chunked", "triton"])
+def test_the_number_of_tokens_may_vary_in_one_graph(backend):
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, _: list) -> Callable:
+        graphs.append(graph)
+        return graph.forward
+
+    run = torch.compile(delta_product, fullgraph=True, backend=count, dynamic=True)
+    for tokens in (6, 11, 7):  # none is another axis, lest their sizes be taken for one
+        inputs, _ = operator_inputs(tokens, alpha=(0.5, 1.0))
+        expected = delta_product(**inputs, backend=backend)[0]
+        torch.testing.assert_close(run(**inputs, backend=backend)[0], expected, rtol=1e-5, atol=1e-6)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("backend", ["chunked", "triton"])
+def test_only_one_output_is_used_and_inputs_are_recomputed(backend):
+    inputs, leaves = operator_inputs(6, alpha=(0.5, 1.0))
+    assert_same(lambda: delta_product(**inputs, recompute=True, backend=backend)[:1], leaves)
+
+
+def test_without_gradients():
+    inputs, _ = operator_inputs(6)
+    with torch.no_grad():
+        expected = delta_product(**inputs, backend="triton")[0]
+        assert torch.equal(compiled(delta_product)(**inputs, backend="triton")[0], expected)
+
+
+NEIGHBOURS = {
+    "rms_norm with gate": lambda x, y, w: [rms_norm(x, w[0], 1e-6, gate=y, backend="triton")],
+    "add_rms_norm": lambda x, y, w: add_rms_norm(x, y, w[0], 1e-6, dtype=torch.float16, backend="triton"),
+    "swiglu": lambda x, y, w: [swiglu(x * w[0], y, backend="triton")],
+    "convolution": lambda x, y, w: short_convolution((x + y)[None], w.mT[:, None], backend="triton"),
+    "gates": lambda x, y, w: recurrence_gates(x, y, w[0], w[1], beta_max=2.0, backend="triton"),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_a_neighbour(name, dynamic):
+    x, y, w = (torch.randn(rows, 8, device=DEVICE, requires_grad=True) for rows in (5, 5, 4))
+    assert_same(lambda: NEIGHBOURS[name](x, y, w), [x, y, w], dynamic)
+
+
+def test_cross_entropy():
+    logits, targets = torch.randn(4, 9, device=DEVICE), torch.tensor([3, -100, 0, 8], device=DEVICE)
+
+    def run(logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        return consume_logits(logits * 2, targets, with_gradient=True, backend="triton")
+
+    for actual, expected in zip(compiled(run)(logits), run(logits), strict=True):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.skipif(
+    DEVICE == "cuda", reason="a registration is that of any device, and kernels are slow to compile"
+)
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("delta_product.triton", "delta_product_forward"),
+        ("delta_product.triton", "delta_product_backward"),
+        ("delta_product.chunked_traced", "chunked_forward"),
+        ("delta_product.chunked_traced", "chunked_backward"),
+        ("neighbours.normalization_triton", "rms_norm_forward"),
+        ("neighbours.normalization_triton", "rms_norm_backward"),
+    ],
+)
+def test_registrations_are_sound(monkeypatch, module, name):
+    """`torch.library.opcheck` with the arguments of a real call: schema, fake tensors, dynamic shapes."""
+    calls = []
+    owner = import_module(f"fla_train.kernels.{module}")
+    function = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *arguments: (calls.append(arguments), function(*arguments)))
+    if module.startswith("delta_product"):
+        inputs, leaves = operator_inputs(5, alpha=(0.5, 1.0), documents=(0, 2, 5), initial_state=True)
+        inputs |= {"scale": 1.0, "output_final_state": True}
+        if module.endswith("triton"):
+            outputs = delta_product(**inputs, backend="triton")
+        else:
+            inputs = {name: x for name, x in inputs.items() if name != "output_final_state"}
+            outputs = owner.run_traced(**inputs)
+    else:
+        leaves = [torch.randn(3, 8, requires_grad=True) for _ in range(2)]
+        outputs = add_rms_norm(*leaves, torch.ones(8), 1e-6, backend="triton")
+    torch.autograd.grad(outputs, leaves, outputs)
+    (arguments,) = calls
+    torch.library.opcheck(getattr(torch.ops.fla_train, name).default, detached(arguments))

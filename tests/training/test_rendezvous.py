@@ -1,0 +1,70 @@
+"""Ranks that find each other, and what is said when one does not come."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from fla_train.training.rendezvous import RanksMissing, interface_towards, join
+
+
+@pytest.fixture
+def rank_of(monkeypatch: pytest.MonkeyPatch):
+    """`rank_of(rank, world)` makes this process a rank of a run with one rank per machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def become(rank: int, world: int) -> None:
+        environment = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+        for key, value in environment.items():
+            monkeypatch.setenv(key, str(value))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # restored afterwards
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+
+    return become
+
+
+def test_machines_that_do_not_come_are_named(rank_of):
+    rank_of(0, 3)
+    with pytest.raises(RanksMissing, match=r"machine 1, 2 did not come to 127\.0\.0\.1:\d+ within 0\.5 s"):
+        join("gloo", 0.5)
+
+
+def test_machine_0_may_be_the_one_that_does_not_come(rank_of):
+    rank_of(1, 2)
+    with pytest.raises(RanksMissing, match=r"machine 0 did not answer at 127\.0\.0\.1:\d+ within 0\.5 s"):
+        join("gloo", 0.5)
+
+
+MEET = """
+import os, torch, torch.distributed as dist
+from fla_train.training.rendezvous import join
+join("gloo", 60.0)
+total = torch.tensor([dist.get_rank() + 1])
+dist.all_reduce(total, group=dist.new_group(backend="gloo"))
+print(total.item(), os.environ["GLOO_SOCKET_IFNAME"])
+"""
+
+
+def test_all_ranks_meet_on_the_interface_towards_machine_0(rank_of):
+    """In the default group, and in another of gloo as checkpoints are written with."""
+    ranks = []
+    for rank in range(2):
+        rank_of(rank, 2)
+        command = [sys.executable, "-c", MEET]
+        ranks.append(subprocess.Popen(command, env=dict(os.environ), stdout=subprocess.PIPE, text=True))
+    assert [rank.communicate()[0].split() for rank in ranks] == [["3", interface_towards("127.0.0.1", 1)]] * 2
+
+
+def test_an_address_that_is_none_is_a_fault_of_the_config():
+    with pytest.raises(ValueError, match=r"launch\.main_process_ip=nowhere\.invalid is unknown on "):
+        interface_towards("nowhere.invalid", 29500)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of Linux's interfaces")
+def test_the_interface_is_the_one_towards_the_address():
+    assert interface_towards("127.0.0.1", 29500) == "lo"

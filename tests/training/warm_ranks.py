@@ -1,0 +1,131 @@
+"""Ranks that stay: processes that have paid for their imports do one piece of work after another.
+
+For tests of what a run computes and writes. Those of how workers start, fail and end use `launch` itself.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fla_train.training.launch import launch
+from fla_train.training.schema import LaunchConfig, TrainConfig
+from fla_train.training.supervise import Failure, run_workers
+
+TWO_RANKS = [
+    *("launch.num_processes=2", "launch.device=cpu", "trainer.precision=fp32"),
+    *("trainer.checkpoint_every=5", "trainer.log_every=2"),
+]
+TIMEOUT = 300.0  # seconds for a piece of work
+ON_CPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class WarmRanks:
+    """As many ranks on the CPU as were ever needed at once."""
+
+    def __init__(self) -> None:
+        self._ranks: list[tuple[BaseProcess, Connection]] = []
+
+    def launch(self, config: TrainConfig) -> None:
+        """`fla_train.training.launch.launch` with these ranks as its workers, if it trains on the CPU."""
+        with self.as_workers():
+            launch(config)
+
+    @contextlib.contextmanager
+    def as_workers(self) -> Iterator[None]:
+        """Inside, training on the CPU is done by these ranks."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fla_train.training.launch.run_workers", self._run_workers)
+            yield
+
+    def run(self, world: int, work: Callable, *arguments: object) -> list:
+        """What `work(*arguments)` returns on each of `world` ranks, whose environment is that of a worker."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._ranks += [_start() for _ in range(world - len(self._ranks))]
+        ranks = self._ranks[:world]
+        common = {
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": world,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        for rank, (_, connection) in enumerate(ranks):
+            connection.send((work, arguments, common | {"RANK": rank, "LOCAL_RANK": rank}))
+        results = []
+        for rank, (_, connection) in enumerate(ranks):
+            assert connection.poll(TIMEOUT), f"rank {rank} is still at it"
+            fault, result = connection.recv()
+            assert fault is None, f"rank {rank}: {fault}"
+            results.append(result)
+        return results
+
+    def close(self) -> None:
+        for _, connection in self._ranks:
+            connection.close()
+        for process, _ in self._ranks:
+            process.join()
+
+    def _run_workers(
+        self, arguments: Sequence[str], config: LaunchConfig, *, port: int, inherited: Sequence[int] = ()
+    ) -> Failure | None:
+        if config.device != "cpu":
+            return run_workers(arguments, config, port=port, inherited=inherited)
+        self.run(config.num_processes, _train, *map(Path, arguments))
+        return None
+
+
+def _start() -> tuple[BaseProcess, Connection]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    with pytest.MonkeyPatch.context() as patch:  # before anything is imported there
+        for key, value in ON_CPU.items():
+            patch.setenv(key, value)
+        process.start()
+    theirs.close()
+    return process, ours
+
+
+def _serve(connection: Connection) -> None:
+    """In a rank's process: do what `connection` asks for, until it is closed or something fails."""
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError):
+        while True:
+            work, arguments, environment = connection.recv()
+            try:
+                connection.send((None, _as_rank(work, arguments, environment)))
+            except BaseException:
+                connection.send((traceback.format_exc(), None))
+                return
+
+
+def _as_rank(work: Callable, arguments: Sequence[object], environment: Mapping[str, object]) -> object:
+    """Do it, and leave the process as it was before it joined any group."""
+    import torch.distributed as dist
+    from accelerate.state import AcceleratorState
+    from deepspeed.utils import groups
+
+    os.environ |= {key: str(value) for key, value in environment.items()}
+    result = work(*arguments)
+    dist.destroy_process_group()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    groups._WORLD_GROUP = None
+    return result
+
+
+def _train(config: Path, data: Path, resume: Path | None = None) -> None:
+    from fla_train.training import worker
+
+    with (config.parent / "train.log").open("a") as log:
+        worker.train(config, data, resume, log, SimpleNamespace(made=False))
