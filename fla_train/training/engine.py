@@ -163,7 +163,8 @@ def train_step(
 def _reduce_nothing(engine) -> None:
     """Leave the gradients of a single rank where autograd adds them up.
 
-    DeepSpeed would copy each of them twice in every micro-batch, which takes a third of the host's time.
+    DeepSpeed would copy each of them twice in every micro-batch: a third of the host's time of a step whose
+    kernels take none (docs/log.md).
     """
     engine.enable_backward_allreduce = False
     for hook in engine.optimizer._grad_acc_hooks:

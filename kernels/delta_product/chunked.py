@@ -16,16 +16,15 @@ Only X, O and S' depend on S. The backward pass differentiates these lines by ha
 and divides neither by beta nor by a decay. All arithmetic is in float32, or float64 for float64 inputs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fla_train.kernels.delta_product.chunk_layout import ChunkLayout
 from fla_train.kernels.delta_product.contract import L2NORM_EPS, compute_dtype
 
-SUBSTEPS = 64  # at most, per chunk: near the fastest on CPUs for head dims 32 to 128
 LOG_ZERO = -800.0  # exp of it is 0 even in float64; stands for -inf, of which differences would be NaN
 
 
@@ -62,125 +61,89 @@ def run_chunks(
     qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor]:
     """o and the final state."""
-    layout = _Layout.of(q.shape[1], k.shape[2], cu_seqlens)
+    layout = ChunkLayout.of(q.shape[1], k.shape[2], cu_seqlens)
     return _ChunkedDeltaProduct.apply(q, k, v, beta, g, initial_state, scale, qk_l2norm, layout)
 
 
 @dataclass(frozen=True)
-class _Layout:
-    """How tokens fall into chunks, and chunks into sequences.
+class _Chunks:
+    """What chunks hold besides their states. Shapes are given without the leading axes [chunks, B * H]."""
 
-    States live in one list of slots: a sequence of c chunks owns c + 1 neighbouring slots (an empty one
-    owns one slot, its initial and its final state), and a chunk leads from its slot to the next.
-    """
-
-    size: int  # tokens per chunk
-    slots: list[int]  # for each chunk, the slot of the state it starts from
-    first: list[int]  # for each sequence, its first and last slot
-    last: list[int]
-    rows: Tensor | None  # [T] where each token goes among size * len(slots) rows; None: in order from row 0
+    q: Tensor  # [C, K]
+    k: Tensor  # [M, K]
+    v: Tensor  # [M, V]
+    beta: Tensor  # [M, 1]
+    q_rnorm: Tensor | None  # [C, 1] reciprocal norms, if q and k are to be divided by their norms
+    k_rnorm: Tensor | None  # [M, 1]
+    from_start: Tensor  # [C, 1] decay since the chunk's start
+    to_end: Tensor  # [C, 1]
+    across: Tensor  # [1, 1]
+    pairs: Tensor  # [C, C]: D
+    A: Tensor  # [M, M]
+    P: Tensor  # [C, M]
 
     @staticmethod
-    def of(tokens: int, substeps: int, cu_seqlens: Tensor | None) -> "_Layout":
-        fitting = max(1, SUBSTEPS // substeps)
-        size = min(tokens, 1 << (fitting.bit_length() - 1))  # a power of two: odd sizes are a third slower
-        lengths = [tokens] if cu_seqlens is None else cu_seqlens.diff().tolist()
-        slots, first, last, rows = [], [], [], []
-        for length in lengths:
-            chunks, start = -(-length // size), len(slots) + len(first)
-            rows.append(torch.arange(length) + len(slots) * size)
-            first.append(start)
-            last.append(start + chunks)
-            slots.extend(range(start, start + chunks))
-        ordered = len(lengths) == 1
-        return _Layout(size, slots, first, last, None if ordered else torch.cat(rows).to(cu_seqlens.device))
-
-    def pack(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B, T, N, H, D] -> [chunks, B * H, size * N, D], zeros where a chunk has no token."""
-        batch, tokens, substeps, heads, dim = x.shape
-        total = self.size * len(self.slots)
-        if self.rows is not None:
-            x = x.new_zeros(batch, total, substeps, heads, dim).index_copy_(1, self.rows, x)
-        elif total > tokens:
-            x = F.pad(x, (0, 0) * 3 + (0, total - tokens))
-        x = x.view(batch, len(self.slots), self.size, substeps, heads, dim).permute(1, 0, 4, 2, 3, 5)
-        return x.to(dtype, copy=True, memory_format=torch.contiguous_format).view(
-            len(self.slots), batch * heads, self.size * substeps, dim
-        )
-
-    def unpack(self, x: Tensor, like: Tensor) -> Tensor:
-        """The inverse of `pack`, in the dtype and first four axes of `like` [B, T, N, H, .]."""
-        batch, tokens, substeps, heads = like.shape[:4]
-        x = x.view(len(self.slots), batch, heads, self.size, substeps, x.shape[-1]).permute(1, 0, 3, 4, 2, 5)
-        x = x.to(like.dtype, copy=True, memory_format=torch.contiguous_format).flatten(1, 2)
-        return x[:, :tokens].contiguous() if self.rows is None else x.index_select(1, self.rows)
-
-    def before(self, states: Tensor) -> Tensor:
-        """For each chunk, the state that it starts from."""
-        return states[:-1] if len(self.first) == 1 else states[self.slots]
-
-    def after(self, states: Tensor) -> Tensor:
-        """For each chunk, the state that it ends in."""
-        return states[1:] if len(self.first) == 1 else states[[slot + 1 for slot in self.slots]]
-
-
-class _Chunks:
-    """What the chunks hold besides their states; the backward pass builds it anew instead of keeping it.
-
-    Shapes are given without their leading axes [chunks, B * H].
-    """
-
-    def __init__(
-        self,
+    def of(
         q: Tensor,
         k: Tensor,
         v: Tensor,
         beta: Tensor,
         g: Tensor | None,
         qk_l2norm: bool,
-        layout: _Layout,
-    ):
+        layout: ChunkLayout,
+    ) -> "_Chunks":
         dtype = compute_dtype(q)
-        self.substeps = k.shape[2]
-        self.q = layout.pack(q.unsqueeze(2), dtype)  # [C, K]
-        self.k = layout.pack(k, dtype)  # [M, K]
-        self.v = layout.pack(v, dtype)  # [M, V]
-        self.beta = layout.pack(beta.unsqueeze(-1), dtype)  # [M, 1]
+        q = layout.pack(q.unsqueeze(2), dtype)
+        k, v = layout.pack(k, dtype), layout.pack(v, dtype)
+        q_rnorm = k_rnorm = None
         if qk_l2norm:
-            self.q_rnorm, self.k_rnorm = _reciprocal_norm(self.q), _reciprocal_norm(self.k)  # [C, 1], [M, 1]
-            self.q, self.k = self.q * self.q_rnorm, self.k * self.k_rnorm
+            q_rnorm, k_rnorm = _reciprocal_norm(q), _reciprocal_norm(k)
+            q, k = q.mul_(q_rnorm), k.mul_(k_rnorm)
         if g is None:
-            total = self.q.new_zeros(*self.q.shape[:3], 1, dtype=torch.float64)
+            total = q.new_zeros(*q.shape[:3], 1, dtype=torch.float64)
         else:
             total = layout.pack(g[:, :, None, :, None], torch.float64).clamp(min=LOG_ZERO).cumsum(2)
         # Sums are kept in float64, lest a token behind a closed gate lose the digits of its own small decay.
         end = total[:, :, -1:]
-        self.from_start = total.exp().to(dtype)  # [C, 1]
-        self.to_end = (end - total).exp().to(dtype)  # [C, 1]
-        self.across = end.exp().to(dtype)  # [1, 1]
         future = total.new_ones(total.shape[2], total.shape[2], dtype=torch.bool).triu(1)
-        self.pairs = (total - total.mT).to(dtype).masked_fill_(future, -torch.inf).exp_()  # [C, C]: D
+        pairs = (total - total.mT).to(dtype).masked_fill_(future, -torch.inf).exp_()
+        return _Chunks(
+            *(q, k, v, layout.pack(beta.unsqueeze(-1), dtype), q_rnorm, k_rnorm),
+            from_start=total.exp().to(dtype),
+            to_end=(end - total).exp().to(dtype),
+            across=end.exp().to(dtype),
+            pairs=pairs,
+            A=_decayed(k @ k.mT, pairs).tril_(-1),
+            P=_decayed(q @ k.mT, pairs),
+        )
 
-        self.A = self.decayed(self.k @ self.k.mT).tril_(-1)  # [M, M]
-        self.P = self.decayed(self.q @ self.k.mT)  # [C, M]
+    def tensors(self) -> list[Tensor | None]:
+        """The fields, in order."""
+        return [getattr(self, field.name) for field in fields(self)]
 
     def by_substep(self, x: Tensor) -> Tensor:
         """[C, 1] -> [M, 1]."""
-        return x if self.substeps == 1 else x.repeat_interleave(self.substeps, dim=2)
+        substeps = self.k.shape[2] // self.q.shape[2]
+        return x if substeps == 1 else x.repeat_interleave(substeps, dim=2)
 
     def decayed(self, x: Tensor) -> Tensor:
-        """Multiply [C or M, M] by D in place, one factor per pair of tokens."""
-        size = self.pairs.shape[-1]
-        blocks = x.view(*x.shape[:2], size, -1, size, self.substeps)
-        blocks *= self.pairs[:, :, :, None, :, None]
-        return x
+        """Multiply [C or M, M] by D in place."""
+        return _decayed(x, self.pairs)
+
+
+def _decayed(x: Tensor, pairs: Tensor) -> Tensor:
+    """Multiply [C or M, M] in place by `pairs` [C, C], one factor per pair of tokens."""
+    size = pairs.shape[-1]
+    blocks = x.view(*x.shape[:2], size, x.shape[2] // size, size, x.shape[3] // size)
+    blocks *= pairs[:, :, :, None, :, None]
+    return x
 
 
 class _ChunkedDeltaProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, beta, g, initial_state, scale, qk_l2norm, layout):
         with torch.autocast(q.device.type, enabled=False):
-            chunks = _Chunks(q, k, v, beta, g, qk_l2norm, layout)
+            chunks = _Chunks.of(q, k, v, beta, g, qk_l2norm, layout)
             identity = torch.eye(chunks.A.shape[-1], dtype=chunks.A.dtype, device=q.device)
             inverse = torch.linalg.solve_triangular(
                 chunks.A * chunks.beta.mT, identity, upper=False, unitriangular=True
@@ -202,7 +165,7 @@ class _ChunkedDeltaProduct(torch.autograd.Function):
             o += chunks.P @ (chunks.beta * X)
             o *= scale
             final_state = states[layout.last].reshape(-1, q.shape[2], *states.shape[2:])
-        ctx.save_for_backward(q, k, v, beta, g, initial_state, inverse, X, states)
+        ctx.save_for_backward(q, k, v, beta, g, initial_state, inverse, X, states, reads, *chunks.tensors())
         ctx.scale, ctx.qk_l2norm, ctx.layout = scale, qk_l2norm, layout
         ctx.set_materialize_grads(False)
         return layout.unpack(o, like=q.unsqueeze(2)).squeeze(2), final_state
@@ -210,10 +173,9 @@ class _ChunkedDeltaProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_o, d_final_state):
-        q, k, v, beta, g, initial_state, inverse, X, states = ctx.saved_tensors
-        layout = ctx.layout
+        q, k, v, beta, g, initial_state, inverse, X, states, reads, *kept = ctx.saved_tensors
+        layout, chunks = ctx.layout, _Chunks(*kept)
         with torch.autocast(q.device.type, enabled=False):
-            chunks = _Chunks(q, k, v, beta, g, ctx.qk_l2norm, layout)
             from_start, to_end = chunks.by_substep(chunks.from_start), chunks.by_substep(chunks.to_end)
             d_o = X.new_zeros(*q.shape[:3], X.shape[-1]) if d_o is None else d_o
             d_o = layout.pack(d_o.unsqueeze(2), X.dtype).mul_(ctx.scale)
@@ -222,7 +184,7 @@ class _ChunkedDeltaProduct(torch.autograd.Function):
             # Back through the states. Only dU of each chunk and dS before it depend on dS' behind it.
             dU = chunks.P.mT @ d_o
             writes = to_end * chunks.k
-            reads = chunks.beta * (inverse @ (from_start * chunks.k))
+            reads = chunks.beta * reads
             d_states = torch.zeros_like(states)
             d_states[layout.slots] = chunks.q.mT @ d_o_start
             if d_final_state is not None:
@@ -248,7 +210,7 @@ class _ChunkedDeltaProduct(torch.autograd.Function):
 
             d_g = None
             if g is not None:
-                by_token = (chunks.q * dQ).sum(-1) - _per_token(chunks.v * dV, chunks.substeps)
+                by_token = (chunks.q * dQ).sum(-1) - _per_token(chunks.v * dV, k.shape[2])
                 later = by_token.flip(-1).cumsum(-1).flip(-1)  # [chunks, B * H, C]
                 d_g = later + (dS * layout.after(states)).sum((-2, -1)).unsqueeze(-1)
                 d_g = layout.unpack(d_g.unsqueeze(-1), like=g.unsqueeze(2))[:, :, 0, :, 0]

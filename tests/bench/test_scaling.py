@@ -40,7 +40,7 @@ def test_settings_are_valid_and_strong_scaling_keeps_the_tokens_per_step(script)
         config = to_config(compose("train", [*further, *run.overrides]))
         validate(config)
         steps = accumulation_steps(config)
-        assert steps == (4 // run.gpus if run.kind in ("strong", "elastic") else 1)
+        assert steps == (4 // run.gpus if run.kind in ("strong", "") else 1)
 
 
 def test_efficiency_is_speed_per_gpu_over_that_of_one(script):
