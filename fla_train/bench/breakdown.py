@@ -22,7 +22,9 @@ GPU_KERNELS = (
     ("optimizer", re.compile(r"multi_tensor_apply|FusedAdam")),
     (
         "operator",
-        re.compile(r"^(prepare|state|adjoint|gradient|step)_kernel|^chunk_|delta|wy_|tril|flash|fmha"),
+        re.compile(
+            r"^(prepare|state|adjoint|gradient|step|combine|cut|piece_\w+)_kernel|^chunk_|delta|wy_|tril|flash|fmha"
+        ),
     ),
     ("loss", re.compile(r"consume_kernel|cross_entropy|SoftMax|nll_loss")),
     ("matmuls", re.compile(r"gemm|cutlass|nvjet|xmma|splitK|cublas", re.IGNORECASE)),

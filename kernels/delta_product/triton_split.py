@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from fla_train.kernels.delta_product.launches import MIN_TILE, Options
@@ -26,6 +25,7 @@ from fla_train.kernels.delta_product.triton_pieces import (
     piece_adjoint_kernel,
     piece_state_kernel,
 )
+from fla_train.kernels.sizes import ceil_div
 
 CHUNK_STEPS = CHUNK.value
 PROGRAMS_PER_PROCESSOR = 2  # of the serial kernels that share a multiprocessor
@@ -75,16 +75,15 @@ def find_cut(q: Tensor, k: Tensor, value_dim: int, bounds: Sequence[Tensor]) -> 
     """How to cut the sequences of a call, None for not at all. `bounds[0]`: `cu_seqlens` of a packed row."""
     (batch, length, heads, _), chunk_tokens, chunks = q.shape, CHUNK_STEPS // k.shape[2], _forced
     if chunks is None:
-        chunks = piece_chunks(batch, -(-length // chunk_tokens), heads, value_dim, _processors(q.device))
+        chunks = piece_chunks(batch, ceil_div(length, chunk_tokens), heads, value_dim, _processors(q.device))
     if not chunks:
         return None
     tokens = chunks * chunk_tokens
     if bounds:
         return Cut(chunks, length // tokens + bounds[0].numel() - 1)
-    return Cut(chunks, batch * -(-length // tokens))
+    return Cut(chunks, batch * ceil_div(length, tokens))
 
 
-@torch.compiler.assume_constant_result
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1  # the interpreter runs one program at a time
@@ -150,7 +149,7 @@ class Pieces:
         """The state at each piece's start [pieces, H, K, V]; fills `transitions` [pieces, H, K, K]."""
         heads, key_dim, value_dim = *k.shape[3:], v.shape[-1]
         local = transitions.new_empty(self.count, heads, value_dim, key_dim)
-        tiles = triton.cdiv(value_dim, options["BV"]) + triton.cdiv(key_dim, options["BV"])
+        tiles = ceil_div(value_dim, options["BV"]) + ceil_div(key_dim, options["BV"])
         piece_state_kernel[(self.count * heads * tiles,)](
             *(k, v),
             **{name: products[name] for name in ("x", "read", "write", "decay")},
@@ -181,7 +180,7 @@ class Pieces:
         """The gradient of the state at each piece's end [pieces, H, K, V]."""
         heads, key_dim, value_dim = *k.shape[3:], do.shape[-1]
         local = transitions.new_empty(self.count, heads, value_dim, key_dim)
-        piece_adjoint_kernel[(self.count * heads * triton.cdiv(value_dim, options["BV"]),)](
+        piece_adjoint_kernel[(self.count * heads * ceil_div(value_dim, options["BV"]),)](
             *(q, k, do),
             **products,
             dfinal_state=dfinal_state,
@@ -207,7 +206,7 @@ class Pieces:
     def _combine(self, local: Tensor, transitions: Tensor, edge: Tensor | None, reverse: bool) -> Tensor:
         _, heads, value_dim, key_dim = local.shape
         states = local.new_empty(self.count, heads, key_dim, value_dim)
-        combine_kernel[(self._segments * heads * triton.cdiv(value_dim, MIN_TILE),)](
+        combine_kernel[(self._segments * heads * ceil_div(value_dim, MIN_TILE),)](
             *(local, transitions, edge, states, self._offsets),
             V=value_dim,
             BV=MIN_TILE,

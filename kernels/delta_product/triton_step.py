@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fla_train.kernels.delta_product.contract import L2NORM_EPS
+from fla_train.kernels.sizes import ceil_div, next_power_of_2
 
 # fp32 elements of the state that a warp holds: 128 registers of each of its threads.
 TILE = 4096
@@ -32,11 +33,11 @@ def triton_step(
     (batch, heads, key_dim), sub_steps, value_dim = q.shape, k.shape[1], v.shape[-1]
     q, k, v, beta, state = (x.contiguous() for x in (q, k, v, beta, state))
     o, new_state = v.new_empty(batch, heads, value_dim), torch.empty_like(state)
-    key_tile = triton.next_power_of_2(key_dim)
+    key_tile = next_power_of_2(key_dim)
     warps = max(1, key_tile // 128)
-    value_tile = min(max(TILE * warps // key_tile, 16), triton.next_power_of_2(value_dim))
+    value_tile = min(max(TILE * warps // key_tile, 16), next_power_of_2(value_dim))
     with torch.cuda.device_of(q):
-        step_kernel[(batch * heads, triton.cdiv(value_dim, value_tile))](
+        step_kernel[(batch * heads, ceil_div(value_dim, value_tile))](
             *(q, k, v, beta, None if g is None else g.contiguous(), state, o, new_state),
             scale=scale,
             eps=L2NORM_EPS,
