@@ -67,7 +67,8 @@ def test_packed_gradients_equal_those_of_separate_calls():
 
 @pytest.mark.parametrize("documents", [None, (0, 0, 1, 5)])
 def test_gradients_are_numerically_right(documents, monkeypatch):
-    monkeypatch.setattr("fla_train.kernels.delta_product.chunk_layout.SUBSTEPS", 4)  # several chunks of two tokens
+    # Several chunks, of two tokens each.
+    monkeypatch.setattr("fla_train.kernels.delta_product.chunk_layout.SUBSTEPS", 4)
     inputs = random_inputs(
         5,
         2,
