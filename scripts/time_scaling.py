@@ -5,23 +5,30 @@
 
 Everything after the options goes to every `fla-train`. Runs that leave GPUs free share the machine. Weak
 scaling keeps the micro-batch per GPU, strong scaling the tokens per step; "no overlap" reduces gradients
-after the backward pass instead of during it. A small model trained on the most GPUs, then on half of them,
-then on the most again must follow the loss curve of one GPU. Tables go to stdout and, with the records, to
+after the backward pass instead of during it. These runs are killed after their steps, but the weak one on the
+most GPUs goes on to its checkpoint. A small model trained on the most GPUs, then on half of them, then on the
+most again must follow the loss curve of one GPU. Tables go to stdout and, with the records, to
 FOLDER/scaling.json.
 """
 
 import argparse
 import json
 import os
+import re
+import signal
 import statistics
 import subprocess
+import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from fla_train.bench.breakdown import KINDS, time_by_kind
+
 SEQ_LEN = 2048  # tokens
-MICRO_BATCH = {"340m": 16, "1.3b": 8}  # sequences per GPU
+MICRO_BATCH = {"tiny": 1, "340m": 16, "1.3b": 8}  # sequences per GPU
 WARM_UP = 4  # steps left out of the medians
+POLL = 0.5  # seconds between looks at the runs
 
 
 @dataclass
@@ -31,8 +38,12 @@ class Run:
     overrides: list[str]
     model: str = ""
     kind: str = ""
+    kill_after: int = 0  # steps; 0: let it end by itself
     tokens_per_second: float = 0.0  # median over all GPUs
     memory_gib: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)  # of rank 0's profiled step, ms by kind of kernel
+    stall_s: float = 0.0  # of its checkpoint
+    write_s: float = 0.0
     failure: str = ""
 
 
@@ -44,7 +55,6 @@ def speed_runs(models: list[str], counts: list[int], steps: int) -> Iterator[Run
             f"model=gated_delta_product/{model}",
             f"trainer.seq_len={SEQ_LEN}",
             f"trainer.micro_batch_size={MICRO_BATCH[model]}",
-            f"trainer.max_steps={steps}",
             f"trainer.activation_checkpointing={str(model == '1.3b').lower()}",
             "trainer.eval_every=0",
             f"trainer.eval_tokens={SEQ_LEN}",
@@ -53,20 +63,32 @@ def speed_runs(models: list[str], counts: list[int], steps: int) -> Iterator[Run
             "trainer.check_backend=false",
         ]
         for count in counts:
+            most = count == max(counts)
             weak = [*common, f"trainer.global_batch_tokens={tokens * count}"]
-            yield Run(f"{model}-weak-{count}", count, weak, model, "weak")
-            if count == max(counts) > 1:
-                apart = [*weak, "launch.overlap_communication=false"]
-                yield Run(f"{model}-apart-{count}", count, apart, model, "no overlap")
-            elif model == models[0] and count < max(counts):
+            ends = [*weak, f"trainer.max_steps={steps}", f"trainer.profile_steps=[{steps - 1}]"]
+            goes_on = [*weak, f"trainer.max_steps={10 * steps}", f"trainer.profile_steps=[{steps}]"]
+            name = f"{model}-weak-{count}"
+            if most:
+                yield Run(name, count, ends, model, "weak")
+            else:
+                yield Run(name, count, goes_on, model, "weak", kill_after=steps)
+            if most and count > 1:
+                apart = [*goes_on, "launch.overlap_communication=false"]
+                yield Run(f"{model}-apart-{count}", count, apart, model, "no overlap", kill_after=steps)
+            elif model == models[0] and not most:
                 strong = [*common, f"trainer.global_batch_tokens={tokens * max(counts)}"]
-                yield Run(f"{model}-strong-{count}", count, strong, model, "strong")
+                strong.append(f"trainer.max_steps={10 * steps}")
+                yield Run(f"{model}-strong-{count}", count, strong, model, "strong", kill_after=steps)
 
 
 def elastic_runs(most: int) -> list[Run]:
     """One GPU throughout, then one run on the most GPUs, on half of them, and on the most again; in fp32."""
     common = [
-        "model=gated_delta_product/tiny",
+        "model=gated_delta_product/340m",  # made small, with the vocabulary of the others
+        "model.hidden_size=128",
+        "model.num_heads=2",
+        "model.num_hidden_layers=2",
+        "model.intermediate_size=256",
         "schedule=constant",
         "schedule.warmup_steps=5",
         "trainer.precision=fp32",
@@ -76,9 +98,8 @@ def elastic_runs(most: int) -> list[Run]:
         "trainer.eval_tokens=4096",
         "trainer.check_backend=false",
     ]
-    parts = [(most, 10), (most // 2, 20), (most, 30)]
-    runs = [Run("elastic-1", 1, [*common, "trainer.max_steps=30"])]
-    return runs + [Run("elastic", gpus, [*common, f"trainer.max_steps={until}"]) for gpus, until in parts]
+    parts = [("elastic-1", 1, 30), ("elastic", most, 10), ("elastic", most // 2, 20), ("elastic", most, 30)]
+    return [Run(name, gpus, [*common, f"trainer.max_steps={until}"]) for name, gpus, until in parts]
 
 
 def rounds(runs: list[Run], gpus: int) -> Iterator[list[Run]]:
@@ -96,15 +117,22 @@ def rounds(runs: list[Run], gpus: int) -> Iterator[list[Run]]:
 
 def start(run: Run, folder: Path, devices: list[int], further: list[str]) -> subprocess.Popen:
     command = ["fla-train", *further, *run.overrides, f"run.dir={folder / run.name}", "logger=none"]
-    command += [f"launch.num_processes={run.gpus}", "launch.device=cuda"]
+    command += [f"launch.num_processes={run.gpus}"]
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
     with open(folder / f"{run.name}.log", "a") as log:
-        return subprocess.Popen(command, env=os.environ | visible, stdout=log, stderr=log)
+        return subprocess.Popen(
+            command, env=os.environ | visible, stdout=log, stderr=log, start_new_session=True
+        )
 
 
 def records(folder: Path) -> list[dict]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if "loss" in record]
+    """The steps logged so far."""
+    try:
+        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    whole = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [record for record in whole if "loss" in record]
 
 
 def run_together(batch: list[Run], folder: Path, further: list[str], limit: float) -> None:
@@ -113,20 +141,45 @@ def run_together(batch: list[Run], folder: Path, further: list[str], limit: floa
     for run in batch:
         processes.append(start(run, folder, list(range(first, first + run.gpus)), further))
         first += run.gpus
+    deadline = time.monotonic() + limit
+    while any(process.poll() is None for process in processes):
+        for run, process in zip(batch, processes, strict=True):
+            late = time.monotonic() > deadline
+            done = run.kill_after and len(records(folder / run.name)) > run.kill_after
+            if process.poll() is None and (late or done):
+                run.failure = "" if done else f"stopped after {limit:.0f} s"
+                os.killpg(process.pid, signal.SIGKILL)
+        time.sleep(POLL)
     for run, process in zip(batch, processes, strict=True):
-        try:
-            code = process.wait(timeout=limit)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            code = f"stopped after {limit:.0f} s"
-        try:
-            timed = records(folder / run.name)[WARM_UP:]
-            run.tokens_per_second = statistics.median(record["tokens_per_second"] for record in timed)
-            run.memory_gib = max(record["memory_gib"] for record in timed)
-        except (OSError, statistics.StatisticsError, ValueError):
-            code = code or "no records"
-        run.failure = str(code or "")
+        if process.returncode not in (0, -signal.SIGKILL):
+            run.failure = f"exit code {process.returncode}"
+        read(run, folder)
         print(f"{run.name} on {run.gpus}: {run.tokens_per_second:,.0f} tokens/s {run.failure}", flush=True)
+
+
+def read(run: Run, folder: Path) -> None:
+    """What a run has left: its metrics, the trace of a step, and what its log says of a checkpoint."""
+    timed = records(folder / run.name)[WARM_UP:]
+    if not timed:
+        run.failure = run.failure or "no records"
+        return
+    run.tokens_per_second = statistics.median(record["tokens_per_second"] for record in timed)
+    run.memory_gib = max(record["memory_gib"] for record in timed)
+    for trace in (folder / run.name / "profile").glob("step-*-rank-0.json"):
+        events = json.loads(trace.read_text())["traceEvents"]
+        run.parts = time_by_kind(events, on_gpu=any(event.get("cat") == "kernel" for event in events))
+        run.parts["whole step"] = 1e3 * tokens_per_step(run) / run.tokens_per_second
+    lines = (folder / run.name / "metrics.jsonl").read_text().splitlines()
+    stalls = [
+        record["checkpoint_stall_s"] for record in map(json.loads, lines) if "checkpoint_stall_s" in record
+    ]
+    written = re.findall(r"checkpoint .*written in ([\d.]+) s", (folder / f"{run.name}.log").read_text())
+    run.stall_s, run.write_s = max(stalls, default=0.0), max(map(float, written), default=0.0)
+
+
+def tokens_per_step(run: Run) -> int:
+    values = dict(override.split("=", 1) for override in run.overrides)
+    return int(values["trainer.global_batch_tokens"])
 
 
 def table(runs: list[Run]) -> str:
@@ -142,35 +195,59 @@ def table(runs: list[Run]) -> str:
     return "\n".join(lines)
 
 
-def elastic(folder: Path, most: int, further: list[str], limit: float) -> float:
-    """Largest relative difference of the losses from those of one GPU."""
-    for run in elastic_runs(most):
-        run_together([run], folder, further, limit)
-    curves = [{r["step"]: r["loss"] for r in records(folder / name)} for name in ("elastic-1", "elastic")]
-    if curves[0].keys() != curves[1].keys():
-        raise ValueError(f"steps differ: {sorted(curves[0].keys() ^ curves[1].keys())}")
-    return max(abs(curves[1][step] / loss - 1) for step, loss in curves[0].items())
+def parts_table(runs: list[Run]) -> str:
+    """Markdown; ms of a step on rank 0 by kind of kernel. Communication beside other work counts in full."""
+    kinds = [kind for kind in KINDS if any(kind in run.parts for run in runs)] + ["whole step"]
+    lines = ["| run | " + " | ".join(kinds) + " |", "|---" * (len(kinds) + 1) + "|"]
+    for run in runs:
+        if run.parts:
+            cells = (f"{run.parts[kind]:.1f}" if kind in run.parts else "" for kind in kinds)
+            lines.append(f"| {run.name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def difference(folder: Path) -> float:
+    """Largest relative difference of the losses of the elastic run from those of one GPU.
+
+    Raises:
+        ValueError: they did not log the same steps.
+    """
+    alone, moved = (
+        {r["step"]: r["loss"] for r in records(folder / name)} for name in ("elastic-1", "elastic")
+    )
+    if not alone or alone.keys() != moved.keys():
+        raise ValueError(f"steps differ: {sorted(alone)} on one GPU, {sorted(moved)} on several")
+    return max(abs(moved[step] / loss - 1) for step, loss in alone.items())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="new folder for runs, logs and scaling.json")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--models", nargs="+", choices=MICRO_BATCH, default=list(MICRO_BATCH))
+    parser.add_argument("--models", nargs="+", choices=MICRO_BATCH, default=["340m", "1.3b"])
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--only", default="", help="regular expression: which runs, by name")
     parser.add_argument("--limit", type=float, default=300, help="seconds for one run")
     options, further = parser.parse_known_args()
     options.folder.mkdir(parents=True)
+    most = max(options.gpus)
     runs = list(speed_runs(options.models, options.gpus, options.steps))
-    for batch in rounds(runs, max(options.gpus)):
+    runs = [run for run in runs if re.search(options.only, run.name)]
+    alone, *moving = elastic_runs(most)
+    for batch in rounds([*runs, alone], most):
         run_together(batch, options.folder, further, options.limit)
-    print("\n" + table(runs), flush=True)
-    difference = (
-        elastic(options.folder, max(options.gpus), further, options.limit) if max(options.gpus) > 1 else None
-    )
-    if difference is not None:
-        print(f"\nResumed on other numbers of GPUs: losses within {difference:.1e} of one GPU's.")
-    report = {"runs": [asdict(run) for run in runs], "elastic_loss_difference": difference}
+    report = {"runs": [asdict(run) for run in runs]}
+    print("\n" + table(runs) + "\n\n" + parts_table(runs), flush=True)
+    for run in runs:
+        if run.write_s:
+            print(f"{run.name}: its checkpoint stopped training for {run.stall_s} s of {run.write_s} s")
+    if most > 1:
+        for run in moving:
+            run_together([run], options.folder, further, options.limit)
+        report["elastic_loss_difference"] = difference(options.folder)
+        print(
+            f"resumed on other numbers of GPUs: losses within {difference(options.folder):.1e} of one GPU's"
+        )
     (options.folder / "scaling.json").write_text(json.dumps(report, indent=2) + "\n")
 
 

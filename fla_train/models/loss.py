@@ -57,7 +57,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for h, t in _chunks(hidden, targets, weight.shape[0]):
                 losses, slope = consume_logits(h @ head.t(), t, with_gradient=True)
-                total += losses.sum()
+                total = total + losses.sum()  # torch.compile of torch 2.11 gives += no gradient
                 torch.mm(slope, head, out=grad_hidden[start : start + len(h)])
                 grad_weight += slope.t() @ h
                 start += len(h)

@@ -11,7 +11,7 @@ dtypes and devices, and values only where they lie in host memory, so that none 
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 L2NORM_EPS = 1e-6
 
 
-@dataclass(frozen=True)
-class OperatorInputs:
+class OperatorInputs(TypedDict):
     """Validated arguments of one call, exactly those a backend takes; `scale` is resolved."""
 
     q: Tensor  # [B, T, H, K]
@@ -82,8 +81,8 @@ def delta_product(
     )
     run = load_backend(resolve_backend(backend, q.device))
     if recompute and torch.is_grad_enabled():
-        return checkpoint(run, **vars(inputs), use_reentrant=False, preserve_rng_state=False)
-    return run(**vars(inputs))
+        return checkpoint(run, **inputs, use_reentrant=False, preserve_rng_state=False)
+    return run(**inputs)
 
 
 def delta_product_step(
@@ -197,9 +196,11 @@ def validate_inputs(
         sequences = cu_seqlens.numel() - 1
     if initial_state is not None:
         _check_state("initial_state", initial_state, q, v, beta, sequences)
-    return OperatorInputs(
-        q, k, v, beta, g, _scale(scale, q), initial_state, output_final_state, cu_seqlens, qk_l2norm
-    )
+    return {
+        **{"q": q, "k": k, "v": v, "beta": beta, "g": g, "scale": _scale(scale, q)},
+        **{"initial_state": initial_state, "output_final_state": output_final_state},
+        **{"cu_seqlens": cu_seqlens, "qk_l2norm": qk_l2norm},
+    }
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, leading: str) -> None:

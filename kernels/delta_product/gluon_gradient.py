@@ -1,8 +1,8 @@
 """`gradient_kernel` for Hopper in Gluon: the same formulas, with the next chunk's tiles loading meanwhile.
 
-One program of eight warps per SM walks over chunks and heads, and the copy engine (TMA) fills shared memory
-for the chunk after this one: E, dV and dO have two buffers each, those of the states are refilled as soon as
-the products that read them are done, those of q and k at the end. Every tile is read once.
+A program of eight warps fills an SM and walks over chunks and heads, and the copy engine (TMA) fills shared
+memory for the chunk after this one: E, dV and dO have two buffers each, those of the states are refilled as
+soon as the products that read them are done, those of q and k at the end. Every tile is read once.
 
 For 16-bit inputs with K = V = 64 or 128; `gradient_kernel` of triton_backward.py takes the rest.
 """
@@ -37,6 +37,8 @@ from fla_train.kernels.delta_product.gluon_common import (
 )
 
 WARPS = 8
+# Per SM, one after the other: with a single one, NCCL's kernels beside this one would find no room to begin.
+PROGRAMS = 4
 
 
 @gluon.jit(do_not_specialize=["T", "NT", "n_work"])
@@ -249,4 +251,4 @@ def launch_gradient(arguments: Mapping[str, Any], programs: int) -> None:
         rows = named[name].flatten(0, -2)
         named[name] = TensorDescriptor.from_tensor(rows, [named["V"], named["K"]], layout)
     processors = torch.cuda.get_device_properties(arguments["q"].device).multi_processor_count
-    gradient_kernel[(min(programs, processors),)](**named, n_work=programs, num_warps=WARPS)
+    gradient_kernel[(min(programs, PROGRAMS * processors),)](**named, n_work=programs, num_warps=WARPS)

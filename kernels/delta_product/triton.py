@@ -160,8 +160,20 @@ def _make_prepared(
     shapes = [(heads, sub_steps), (heads, sub_steps), (heads, tokens), (chunks, heads)]
     shapes += [(heads, tokens)] if gated else []
     shapes += [(heads, tokens), (heads, sub_steps)] if qk_l2norm else []
-    matrices = [q.new_empty(rows, heads, CHUNK_STEPS) for rows in (sub_steps, tokens)]
+    inverse = torch.float16 if _in_half(q, qk_l2norm) else q.dtype
+    matrices = [
+        q.new_empty(sub_steps, heads, CHUNK_STEPS, dtype=inverse),
+        q.new_empty(tokens, heads, CHUNK_STEPS),
+    ]
     return matrices + [beta.new_empty(shape) for shape in shapes]
+
+
+def _in_half(q: Tensor, qk_l2norm: bool) -> bool:
+    """Whether the triangle is inverted, and the inverse kept, in fp16.
+
+    With unit keys and beta <= 2 the entries of both are at most 2.
+    """
+    return qk_l2norm and q.dtype != torch.float32 and not INTERPRETED
 
 
 def _by_name(
@@ -199,8 +211,6 @@ def delta_product_forward(
     sizes, parallel, grid, serial = _arguments(q, k, g, bounds, scale, qk_l2norm)
     options = launches.lookup(q.device, q.dtype, q.shape[-1], v.shape[-1], k.shape[2])
     products, norms = _by_name(prepared, g is not None, qk_l2norm)
-    # With unit keys and beta <= 2 the entries of the triangle and of its inverse are at most 2.
-    in_half = qk_l2norm and q.dtype != torch.float32 and not INTERPRETED
     ends = final_state
     with torch.cuda.device_of(q):
         prepare_kernel[grid](
@@ -210,7 +220,7 @@ def delta_product_forward(
             **sizes,
             **parallel,
             eps=L2NORM_EPS,
-            INVERSE=tl.float16 if in_half else tl.float32,
+            INVERSE=tl.float16 if _in_half(q, qk_l2norm) else tl.float32,
             **options.prepare,
         )
         if transitions is not None:
@@ -299,9 +309,8 @@ def delta_product_backward(
         }
         tiles = dict(options.gradient)
         if tiles.pop("gluon", 0) and not INTERPRETED:
-            from fla_train.kernels.delta_product import (
-                gluon_gradient,
-            )  # imports Gluon, and Hopper's part of it
+            # Not at the top: it imports Gluon, and Hopper's part of it.
+            from fla_train.kernels.delta_product import gluon_gradient
 
             if gluon_gradient.fits(q, dv.shape[-1]):
                 gluon_gradient.launch_gradient(arguments, programs=grid[0])

@@ -30,6 +30,7 @@ from fla_train.kernels.delta_product.triton_common import (
     load_scalars,
     segment_span,
     store_rows,
+    times_inverse,
 )
 
 
@@ -69,7 +70,7 @@ def adjoint_kernel(
         b_k = load_rows(k + (i_m * H + i_h) * K, n_m, 0, K, H * K, M, BK).to(OPERAND)
         b_q = load_rows(q + (i_t * H + i_h) * K, n_t, 0, K, H * K, BC, BK).to(OPERAND)
         b_do = load_rows(do + (i_t * H + i_h) * V, n_t, i_v, V, H * V, BC, BV).to(OPERAND)
-        b_x = load_rows(x + (i_m * H + i_h) * M, n_m, 0, M, H * M, M, M).to(OPERAND)
+        b_x = load_rows(x + (i_m * H + i_h) * M, n_m, 0, M, H * M, M, M)
         b_p = load_rows(p + (i_t * H + i_h) * M, n_t, 0, M, H * M, BC, M).to(OPERAND)
         b_read = load_scalars(read, i_h, n_total * N, i_m, n_m, M)
         b_write = load_scalars(write, i_h, n_total * N, i_m, n_m, M)
@@ -78,7 +79,7 @@ def adjoint_kernel(
         b_do = tl.trans(b_do)  # [BV, BC]
         b_de = tl.dot(b_dsc, tl.trans(b_k), input_precision=PRECISION) * b_write[None, :]  # [BV, M]
         b_de = tl.dot(b_do, b_p, b_de, input_precision=PRECISION)
-        b_dv = tl.dot(b_de.to(OPERAND), b_x, input_precision=PRECISION)
+        b_dv = times_inverse(b_de, b_x, OPERAND, PRECISION)
         b_ds *= tl.load(decay + (i_chunk + i_c) * H + i_h)
         b_ds = tl.dot(
             (b_do.to(tl.float32) * b_query[None, :]).to(OPERAND), b_q, b_ds, input_precision=PRECISION

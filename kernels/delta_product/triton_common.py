@@ -71,6 +71,20 @@ def load_scalars(p, i_h, n_total, i_row, n_rows, R: tl.constexpr):
 
 
 @triton.jit
+def times_inverse(b_w, b_x, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """W X of W [R, M] in fp32 and X [M, M] as it was stored: X, or X^T, of `prepare_kernel`.
+
+    Normalised keys leave X in fp16, whose three more bits are what keeps reflections from shrinking; W then
+    goes with it, each row divided by its largest element to fit fp16's range.
+    """
+    if b_x.dtype == tl.float16 and OPERAND != tl.float32:
+        b_max = tl.max(tl.abs(b_w), 1)
+        b_max = tl.where(b_max > 0, b_max, 1.0)
+        return tl.dot((b_w / b_max[:, None]).to(tl.float16), b_x) * b_max[:, None]
+    return tl.dot(b_w.to(OPERAND), b_x.to(OPERAND), input_precision=PRECISION)
+
+
+@triton.jit
 def load_gates(gc, i_h, n_total, i_t, n_t, N: tl.constexpr, M: tl.constexpr, BC: tl.constexpr):
     """Cumulative log2 gates of a chunk: by sub-step [M], by token [BC], and of its last token.
 

@@ -25,6 +25,7 @@ from fla_train.kernels.delta_product.triton_common import (
     load_scalars,
     segment_span,
     store_rows,
+    times_inverse,
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -62,7 +63,7 @@ def unit_lower_inverse(b_l, M: tl.constexpr, OPERAND: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "NT"])
 def prepare_kernel(
     q, k, beta, g,  # [tokens, H, K], [tokens * N, H, K], [tokens * N, H], [tokens, H]
-    x, p,  # out [tokens * N, H, M] and [tokens, H, M], operand dtype
+    x, p,  # out [tokens * N, H, M] and [tokens, H, M], 16 bits or as q
     read, write, query, decay,  # out [H, tokens * N], the same, [H, tokens], [chunks, H], fp32
     gc, rq, rk,  # out [H, tokens], [H, tokens], [H, tokens * N], fp32
     cu_seqlens, chunk_offsets, chunk_segment, scale, eps, n_total, T, NT,
@@ -167,7 +168,7 @@ def state_kernel(
         b_k = load_rows(k + (i_m * H + i_h) * K, n_m, 0, K, H * K, M, BK).to(OPERAND)
         b_q = load_rows(q + (i_t * H + i_h) * K, n_t, 0, K, H * K, BC, BK).to(OPERAND)
         b_v = load_rows(v + (i_m * H + i_h) * V, n_m, i_v, V, H * V, M, BV).to(tl.float32)
-        b_x = load_rows(x + (i_m * H + i_h) * M, n_m, 0, M, H * M, M, M).to(OPERAND)
+        b_x = load_rows(x + (i_m * H + i_h) * M, n_m, 0, M, H * M, M, M)
         b_p = load_rows(p + (i_t * H + i_h) * M, n_t, 0, M, H * M, BC, M).to(OPERAND)
         b_read = load_scalars(read, i_h, n_total * N, i_m, n_m, M)
         b_write = load_scalars(write, i_h, n_total * N, i_m, n_m, M)
@@ -175,7 +176,7 @@ def state_kernel(
 
         b_w = tl.dot(b_sc, tl.trans(b_k), input_precision=PRECISION)  # [BV, M]
         b_w = tl.trans(b_v) - b_w * b_read[None, :]
-        b_e = tl.dot(b_w.to(OPERAND), tl.trans(b_x), input_precision=PRECISION)
+        b_e = times_inverse(b_w, tl.trans(b_x), OPERAND, PRECISION)
         b_o = tl.dot(b_sc, tl.trans(b_q), input_precision=PRECISION) * b_query[None, :]  # [BV, BC]
         b_o = tl.dot(b_e.to(OPERAND), tl.trans(b_p), b_o, input_precision=PRECISION)
         b_s *= tl.load(decay + (i_chunk + i_c) * H + i_h)

@@ -16,7 +16,12 @@ Tensors of a piece are kept transposed, in fp32: L^T [V, K], Phi^T [K, K].
 import triton
 import triton.language as tl
 
-from fla_train.kernels.delta_product.triton_common import load_rows, load_scalars, store_rows
+from fla_train.kernels.delta_product.triton_common import (
+    load_rows,
+    load_scalars,
+    store_rows,
+    times_inverse,
+)
 
 FORGOTTEN = tl.constexpr(-40.0)  # log2 of the decay below which a state's remainder is nothing in fp32
 NO_DECAY = tl.constexpr(-1000.0)  # floor of one chunk's log2 decay, so that sums stay finite
@@ -127,12 +132,12 @@ def piece_state_kernel(
         i_m = (i_t + i_c * C) * N
         b_k = load_rows(k + (i_m * H + i_h) * K, N * C, 0, K, H * K, M, BK).to(OPERAND)
         b_v = load_rows(v + (i_m * H + i_h) * V, n_v, i_v, V, H * V, M, BV).to(tl.float32)
-        b_x = load_rows(x + (i_m * H + i_h) * M, N * C, 0, M, H * M, M, M).to(OPERAND)
+        b_x = load_rows(x + (i_m * H + i_h) * M, N * C, 0, M, H * M, M, M)
         b_read = load_scalars(read, i_h, n_total * N, i_m, N * C, M)
         b_write = load_scalars(write, i_h, n_total * N, i_m, N * C, M)
         b_w = tl.dot(b_s.to(OPERAND), tl.trans(b_k), input_precision=PRECISION)  # [BV, M]
         b_w = tl.trans(b_v) - b_w * b_read[None, :]
-        b_e = tl.dot(b_w.to(OPERAND), tl.trans(b_x), input_precision=PRECISION)
+        b_e = times_inverse(b_w, tl.trans(b_x), OPERAND, PRECISION)
         b_s *= tl.load(decay + (i_chunk + i_c) * H + i_h)
         b_s = tl.dot((b_e * b_write[None, :]).to(OPERAND), b_k, b_s, input_precision=PRECISION)
     p_h = i_p.to(tl.int64) * H + i_h
@@ -187,7 +192,7 @@ def piece_adjoint_kernel(
         b_k = load_rows(k + (i_m * H + i_h) * K, n_m, 0, K, H * K, M, BK).to(OPERAND)
         b_q = load_rows(q + (i_t * H + i_h) * K, n_t, 0, K, H * K, BC, BK).to(OPERAND)
         b_do = load_rows(do + (i_t * H + i_h) * V, n_t, i_v, V, H * V, BC, BV).to(OPERAND)
-        b_x = load_rows(x + (i_m * H + i_h) * M, n_m, 0, M, H * M, M, M).to(OPERAND)
+        b_x = load_rows(x + (i_m * H + i_h) * M, n_m, 0, M, H * M, M, M)
         b_p = load_rows(p + (i_t * H + i_h) * M, n_t, 0, M, H * M, BC, M).to(OPERAND)
         b_read = load_scalars(read, i_h, n_total * N, i_m, n_m, M)
         b_write = load_scalars(write, i_h, n_total * N, i_m, n_m, M)
@@ -195,7 +200,7 @@ def piece_adjoint_kernel(
         b_do = tl.trans(b_do)  # [BV, BC]
         b_de = tl.dot(b_ds.to(OPERAND), tl.trans(b_k), input_precision=PRECISION) * b_write[None, :]
         b_de = tl.dot(b_do, b_p, b_de, input_precision=PRECISION)
-        b_dv = tl.dot(b_de.to(OPERAND), b_x, input_precision=PRECISION)
+        b_dv = times_inverse(b_de, b_x, OPERAND, PRECISION)
         b_ds *= tl.load(decay + (i_chunk + i_c) * H + i_h)
         b_do = (b_do.to(tl.float32) * b_query[None, :]).to(OPERAND)
         b_ds = tl.dot(b_do, b_q, b_ds, input_precision=PRECISION)
