@@ -1,12 +1,15 @@
-"""python scripts/fault_drill.py --report docs/reliability.md        (a quarter of an hour on two cores)
+"""unshare -rm python scripts/fault_drill.py --report docs/reliability.md    (20 minutes on two cores)
 
 Trains a tiny model on two ranks twice: once left alone, once while faults are injected from outside. Ranks
-and launchers are killed or frozen, writes fail as on a full disk; checkpoints, metrics and token shards are
-damaged. Each fault must be noticed in the way the framework promises, and at the end weights and losses must
-equal the undisturbed run's bit for bit. Ends with status 1 if they do not.
+and launchers are killed or frozen, a small disk is filled, writes are refused; checkpoints, metrics and token
+shards are damaged. Each fault must be noticed in the way the framework promises, and at the end weights and
+losses must equal the undisturbed run's bit for bit. Ends with status 1 if they do not.
+
+`unshare -rm` gives the right to mount the small disk, which vanishes with the drill.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -20,11 +23,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 
 STEPS, CHECKPOINT_EVERY = 240, 4
 HANG_TIMEOUT = 15  # seconds
+DISK = "32M"
 FILE_LIMIT = 150_000  # bytes: more than logs and metrics, less than a checkpoint's shards
 OF_THE_MACHINE = {"tokens_per_second", "data_wait", "memory_gib", "mfu", "checkpoint_stall_s"}
 PATIENCE = 240.0  # seconds until an awaited state counts as lost
@@ -35,7 +40,8 @@ WHAT = {
     "rank killed": "kill -9 of a random rank between two steps; the launcher starts again",
     "rank killed in a write": "kill -9 of a random rank while a checkpoint is being written",
     "rank frozen": f"SIGSTOP of a random rank; the watchdog speaks after {HANG_TIMEOUT} s",
-    "write refused": "files as large as a shard can't be written while a checkpoint is due (full disk)",
+    "disk filled": f"a disk of {DISK} is filled to its last byte and freed once a checkpoint has failed",
+    "write refused": "files as large as a shard can't be written while a checkpoint is due",
     "launcher killed": "kill -9 of the launcher; its ranks die with it",
     "preempted": "SIGTERM to the launcher: checkpoint, status 75",
     "bit flipped": "one bit of a file of the newest checkpoint",
@@ -49,13 +55,13 @@ WHAT = {
 # Per round: what happens to a launched run, at last something that ends it, and what before the next launch.
 ROUNDS = [
     (["rank killed", "write refused", "launcher killed"], ["bit flipped", "metrics torn"]),
-    (["rank killed in a write", "preempted"], ["cut short", "write left over"]),
+    (["rank killed in a write", "disk filled", "preempted"], ["cut short", "write left over"]),
     (["rank frozen", "write refused", "launcher killed"], ["file lost", "token shard cut"]),
     (["rank killed", "rank killed in a write", "preempted"], ["manifest lost", "metrics torn"]),
     (["write refused", "rank killed", "launcher killed"], ["bit flipped", "write left over"]),
-    (["rank killed in a write", "rank frozen", "launcher killed"], ["cut short", "metrics torn"]),
+    (["disk filled", "rank frozen", "launcher killed"], ["cut short", "metrics torn"]),
     (["rank killed", "write refused", "preempted"], ["token shard cut", "file lost"]),
-    (["rank killed in a write", "rank killed", "launcher killed"], ["bit flipped", "write left over"]),
+    (["rank killed in a write", "disk filled", "launcher killed"], ["bit flipped", "write left over"]),
 ]
 
 
@@ -74,7 +80,7 @@ class Drill:
 
     @property
     def output(self) -> Path:
-        return self.run.parent / "launcher.log"
+        return self.run.parents[1] / "launcher.log"  # not on the small disk
 
     def launch(self) -> None:
         with self.output.open("w") as out:
@@ -129,6 +135,25 @@ def freeze_rank(drill: Drill) -> None:
     hung = drill.said("no progress for")
     drill.draw.choice(drill.workers()).suspend()
     drill.wait(lambda: drill.said("no progress for") > hung, "the watchdog")
+
+
+def fill_disk(drill: Drill) -> None:
+    refused = "metrics.jsonl can't be written (No space left on device)"
+    failed = "NO CHECKPOINT, rank 0: No space left on device"
+    before = drill.said(refused), drill.said(failed)
+    filler = drill.run.parent / "filler"
+
+    def told(file: BinaryIO) -> bool:
+        with contextlib.suppress(OSError):
+            while True:  # again and again: a checkpoint that fails leaves room
+                file.write(bytes(1 << 16))
+        return drill.said(refused) > before[0] and drill.said(failed) > before[1]
+
+    with filler.open("wb", buffering=0) as file:
+        drill.wait(lambda: told(file), "word of a full disk")
+    filler.unlink()
+    known = drill.checkpoints()[-1]
+    drill.wait(lambda: drill.checkpoints()[-1] != known, "a checkpoint after the failed one")
 
 
 def refuse_writes(drill: Drill) -> None:
@@ -212,6 +237,7 @@ IN_RUN = {
     "rank killed": kill_rank,
     "rank killed in a write": kill_rank_in_a_write,
     "rank frozen": freeze_rank,
+    "disk filled": fill_disk,
     "write refused": refuse_writes,
     "launcher killed": kill_launcher,
     "preempted": preempt,
@@ -264,10 +290,10 @@ def weights(run: Path) -> bytes:
     return (run / "hf" / f"step-{STEPS:07d}" / "model.safetensors").read_bytes()
 
 
-def disturb(drill: Drill, log: Callable[[str, int], None]) -> None:
-    """All rounds, and then to the end."""
+def disturb(drill: Drill, rounds: list[tuple[list[str], list[str]]], log: Callable[[str, int], None]) -> None:
+    """Round by round, and then to the end."""
     expected: list[str] = []
-    for in_run, between in [*ROUNDS, ([], [])]:
+    for in_run, between in [*rounds, ([], [])]:
         drill.launch()
         if in_run:
             drill.wait(lambda: drill.said("run  "), "a start")
@@ -295,11 +321,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/fault_drill"))
     parser.add_argument("--report", type=Path, help="Markdown file whose part after the mark is replaced")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=len(ROUNDS), help="leave the rest out, to try it")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     shutil.rmtree(arguments.out, ignore_errors=True)
     corpus(arguments.out / "corpus")
-    calm, run = arguments.out / "undisturbed", arguments.out / "disturbed"
+    disk = arguments.out / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "none", disk], check=True)
+    calm, run = arguments.out / "undisturbed", disk / "disturbed"
     begin = time.monotonic()
     subprocess.run(command(arguments.out, calm), check=True, stdout=subprocess.DEVNULL)
     print(f"undisturbed run: {STEPS} steps in {time.monotonic() - begin:.0f} s", flush=True)
@@ -313,7 +343,7 @@ def main() -> int:
 
     drill = Drill(run, command(arguments.out, run), random.Random(arguments.seed))
     try:
-        disturb(drill, log)
+        disturb(drill, ROUNDS[: arguments.rounds], log)
     finally:
         if drill.launcher is not None and drill.launcher.poll() is None:
             drill.launcher.kill()

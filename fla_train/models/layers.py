@@ -1,7 +1,11 @@
 """The layers every block is made of: RMSNorm, the short convolution and the gated MLP."""
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers.activations import ACT2FN
 
 from fla_train.kernels.neighbours import add_rms_norm, rms_norm, short_convolution, swiglu
@@ -11,6 +15,49 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
     """The dtype a matmul of `x` runs in: autocast's where it is on, else that of `x`."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def project(x: Tensor, *layers: nn.Linear) -> list[Tensor]:
+    """Outputs of several linear layers without bias on the same x [..., D].
+
+    The matrix products of the backward add up the gradient of x by themselves; autograd would sum them one
+    by one, each time reading two tensors of the size of x and writing a third. Layers that are not plain
+    `nn.Linear` any more, or have hooks, are called as they are.
+    """
+    plain = all(type(layer) is nn.Linear and not _hooked(layer) for layer in layers)
+    if plain and torch.is_grad_enabled():
+        return list(_Projections.apply(x, matmul_dtype(x), *(layer.weight for layer in layers)))
+    return [layer(x) for layer in layers]
+
+
+def _hooked(layer: nn.Module) -> bool:
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return any(hooks)
+
+
+class _Projections(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
+        narrow, cast = x.to(dtype), [weight.to(dtype) for weight in weights]
+        ctx.save_for_backward(narrow, *cast)
+        ctx.dtypes = x.dtype, weights[0].dtype
+        return tuple(F.linear(narrow, weight) for weight in cast)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        dtype, weight_dtype = ctx.dtypes
+        rows, grads = x.flatten(0, -2), [grad.flatten(0, -2) for grad in grads]
+        dx = grads[0] @ weights[0]
+        for grad, weight in zip(grads[1:], weights[1:], strict=True):
+            dx = dx.addmm_(grad, weight)
+        needed = ctx.needs_input_grad[2:]
+        dweights = (
+            (grad.t() @ rows).to(weight_dtype) if need else None
+            for grad, need in zip(grads, needed, strict=True)
+        )
+        return dx.view_as(x).to(dtype), None, *dweights
 
 
 class RMSNorm(nn.Module):
@@ -71,5 +118,5 @@ class GatedMLP(nn.Module):
         self.act = None if activation == "silu" else ACT2FN[activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        gate, up = project(x, self.gate_proj, self.up_proj)
         return self.down_proj(swiglu(gate, up) if self.act is None else self.act(gate) * up)

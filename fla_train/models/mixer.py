@@ -8,7 +8,7 @@ from fla_train.kernels.delta_product import delta_product, delta_product_step
 from fla_train.kernels.neighbours import recurrence_gates
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import SequenceContext
-from fla_train.models.layers import RMSNorm, ShortConvolution
+from fla_train.models.layers import RMSNorm, ShortConvolution, project
 
 
 class DeltaProductMixer(nn.Module):
@@ -57,21 +57,30 @@ class DeltaProductMixer(nn.Module):
         if context.keep is not None:
             x = x * context.keep[..., None].to(x.dtype)
         steps, heads = self.config.num_householder, self.config.num_heads
-        q = self._convolve("q", x, context, cache).unflatten(-1, (heads, self.config.head_dim))
-        k = self._convolve("k", x, context, cache).unflatten(-1, (steps, heads, self.config.head_dim))
-        v = self._convolve("v", x, context, cache).unflatten(-1, (steps, heads, self.config.head_v_dim))
-        beta, g = self.gates(x, context.keep)
+        names = ["q_proj", "k_proj", "v_proj", "b_proj"]
+        names += ["a_proj"] * self.config.use_forget_gate + ["g_proj"] * self.config.use_output_gate
+        y = dict(zip(names, project(x, *(getattr(self, name) for name in names)), strict=True))
+        q = self._convolve("q", y["q_proj"], context, cache).unflatten(-1, (heads, self.config.head_dim))
+        k = self._convolve("k", y["k_proj"], context, cache).unflatten(
+            -1, (steps, heads, self.config.head_dim)
+        )
+        v = self._convolve("v", y["v_proj"], context, cache).unflatten(
+            -1, (steps, heads, self.config.head_v_dim)
+        )
+        beta, g = self._gates(y["b_proj"], y.get("a_proj"), context.keep)
 
         o = self._recur(q, k, v, beta, g, context, cache)  # [B, T, H, V]
-        gate = None if self.g_proj is None else self.g_proj(x).view_as(o)
+        gate = y["g_proj"].view_as(o) if "g_proj" in y else None
         return self.o_proj(self.o_norm(o, gate).flatten(-2))
 
     def gates(self, x: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Step sizes beta [B, T, N, H] in [0, beta_max], log decays g [B, T, H] <= 0 (or None), both fp32."""
-        forget = (None, None, None)
-        if self.config.use_forget_gate:
-            forget = self.a_proj(x), self.A_log, self.dt_bias
-        beta, g = recurrence_gates(self.b_proj(x), *forget, beta_max=self.beta_max)
+        return self._gates(self.b_proj(x), self.a_proj(x) if self.config.use_forget_gate else None, keep)
+
+    def _gates(self, b: Tensor, a: Tensor | None, keep: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The same from the projections of x."""
+        forget = (None, None, None) if a is None else (a, self.A_log, self.dt_bias)
+        beta, g = recurrence_gates(b, *forget, beta_max=self.beta_max)
         beta = beta.unflatten(-1, (self.config.num_householder, self.config.num_heads))
         if keep is not None:
             beta = beta * keep[..., None, None]
@@ -79,10 +88,9 @@ class DeltaProductMixer(nn.Module):
         return beta, g
 
     def _convolve(
-        self, name: str, x: Tensor, context: SequenceContext, cache: dict[str, Tensor] | None
+        self, name: str, y: Tensor, context: SequenceContext, cache: dict[str, Tensor] | None
     ) -> Tensor:
-        """SiLU of the convolved projection `name` of x; its last inputs go to the cache as `{name}_conv`."""
-        y = getattr(self, f"{name}_proj")(x)
+        """SiLU of the convolved projection y; its last inputs go to the cache as `{name}_conv`."""
         if not self.config.use_short_conv:
             return F.silu(y)
         past = None if cache is None else cache.get(f"{name}_conv")

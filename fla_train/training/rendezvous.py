@@ -29,6 +29,8 @@ def join(backend: str, timeout: float) -> None:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if interface := interface_towards(host, port):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    # Gradients are reduced beside kernels that fill the device: NCCL's blocks come first wherever one ends.
+    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     store = _meet(host, port, rank, world, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
 

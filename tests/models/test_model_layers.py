@@ -8,7 +8,7 @@ from small_models import small_config
 from fla_train.models import loss as loss_module
 from fla_train.models.attention import HybridAttention
 from fla_train.models.context import SequenceContext
-from fla_train.models.layers import RMSNorm, ShortConvolution
+from fla_train.models.layers import RMSNorm, ShortConvolution, project
 from fla_train.models.loss import linear_cross_entropy, token_losses
 
 
@@ -150,3 +150,63 @@ def test_the_factor_of_the_loss_is_not_rounded_to_bf16():
     for one, other in zip(whole, mean, strict=True):
         ratio = (one.double() * other.double()).sum() / one.double().square().sum()
         assert ratio.item() == pytest.approx(1 / 104, rel=5e-4)
+
+
+def linears(dtype: torch.dtype = torch.float64) -> list[torch.nn.Linear]:
+    return [torch.nn.Linear(12, rows, bias=False, dtype=dtype) for rows in (24, 7, 1)]
+
+
+def gradients(
+    outputs: list[torch.Tensor], x: torch.Tensor, layers: list[torch.nn.Linear]
+) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    slopes = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype) for y in outputs]
+    return torch.autograd.grad(outputs, [x, *(layer.weight for layer in layers)], slopes)
+
+
+def test_projections_are_those_of_the_layers():
+    layers, x = linears(), torch.randn(2, 5, 12, dtype=torch.float64, requires_grad=True)
+    outputs, expected = project(x, *layers), [layer(x) for layer in layers]
+    for actual, wanted in zip(outputs, expected, strict=True):
+        assert torch.equal(actual, wanted)
+    for actual, wanted in zip(gradients(outputs, x, layers), gradients(expected, x, layers), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-14)
+    with torch.no_grad():
+        assert torch.equal(project(x, *layers)[1], expected[1])
+
+
+def test_projections_round_no_more_than_the_layers_under_autocast():
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(64, 256, bias=False) for _ in range(6)]
+    x = torch.randn(128, 64).bfloat16().requires_grad_()
+    wide = [torch.nn.Linear(64, 256, bias=False, dtype=torch.float64) for _ in layers]
+    for layer, copy in zip(layers, wide, strict=True):
+        copy.weight.data = layer.weight.data.bfloat16().double()
+    exact_x = x.detach().double().requires_grad_()
+    exact = gradients([layer(exact_x) for layer in wide], exact_x, wide)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = project(x, *layers), [layer(x) for layer in layers]
+    assert all(y.dtype == torch.bfloat16 for y in ours)
+
+    def error(outputs: list[torch.Tensor]) -> float:
+        dx, *dweights = gradients(outputs, x, layers)
+        assert dx.dtype == torch.bfloat16 and all(grad.dtype == torch.float32 for grad in dweights)
+        return ((dx.double() - exact[0]).norm() / exact[0].norm()).item()
+
+    assert error(ours) <= 1.02 * error(theirs) <= 1e-2
+
+
+def test_projections_call_layers_that_have_hooks_or_were_replaced():
+    layers, x = linears(), torch.randn(3, 12, dtype=torch.float64)
+    layers[1].register_forward_hook(lambda layer, inputs, output: output + 1)
+    assert torch.equal(project(x, *layers)[1], F.linear(x, layers[1].weight) + 1)
+    layers[2] = torch.nn.Sequential(layers[2], torch.nn.Tanh())
+    assert torch.equal(project(x, *layers)[2], F.linear(x, layers[2][0].weight).tanh())
+
+
+def test_projections_leave_frozen_weights_alone():
+    layers, x = linears(), torch.randn(3, 12, dtype=torch.float64)
+    layers[0].weight.requires_grad_(False)
+    sum(y.sum() for y in project(x, *layers)).backward()
+    assert layers[0].weight.grad is None
+    torch.testing.assert_close(layers[1].weight.grad, x.sum(0).expand(7, 12))
