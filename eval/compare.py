@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 NO_METRICS = ("examples", "num_fewshot", "higher_is_better", "fingerprint")
+_PARTS = {"name", "perplexity", "tasks", "paper_row"}  # of the record of a suite on text
 MARKS = ("▲", "▼")  # better, worse
 
 
@@ -61,7 +62,7 @@ def load_record(place: str | Path) -> dict:
     files = [folder / "results.json"] if (folder / "results.json").is_file() else []
     files = files or sorted(folder.glob("eval/*/results.json"), key=lambda file: -file.stat().st_mtime)
     records = (_read(file) for file in files)
-    record = next((record for record in records if "paper_row" in record), None)
+    record = next((record for record in records if _PARTS <= record.keys()), None)
     if record is None:
         raise ValueError(
             f"{place} holds no results.json of a suite on text: give a folder that fla-eval wrote, or a run "
@@ -72,9 +73,10 @@ def load_record(place: str | Path) -> dict:
 
 def _read(file: Path) -> dict:
     try:
-        return json.loads(file.read_text())
+        record = json.loads(file.read_text())
     except ValueError as failure:
         raise ValueError(f"{file} is damaged ({failure}): run the evaluation again") from failure
+    return record if isinstance(record, dict) else {}
 
 
 def comparison(records: Sequence[dict]) -> list[Row]:

@@ -64,10 +64,14 @@ def file_documents(
     Raises:
         ValueError: missing or corrupt files, or no such column.
     """
-    source = open_source(DataConfig(source="local", path=path, text_column=text_column))
-    texts = (document["text"] for document in source.documents())
-    while batch := list(islice(texts, ENCODE_BATCH)):
-        yield from (np.asarray(ids, dtype=np.int64) for ids in encode(tokenizer, batch))
+    try:
+        source = open_source(DataConfig(source="local", path=path, text_column=text_column))
+        texts = (document["text"] for document in source.documents())
+        while batch := list(islice(texts, ENCODE_BATCH)):
+            yield from (np.asarray(ids, dtype=np.int64) for ids in encode(tokenizer, batch))
+    except ValueError as fault:
+        line = str(fault).replace("data.path", "suite.perplexity.sets")  # what these keys are called here
+        raise ValueError(line.replace("data.text_column", "suite.perplexity.text_column")) from fault
 
 
 def longest(

@@ -40,4 +40,8 @@ class Parts:
 
 
 def _read(file: Path) -> dict | None:
-    return json.loads(file.read_text()) if file.is_file() else None
+    """What the file holds; None if it is not there or damaged: the part is run again then."""
+    try:
+        return json.loads(file.read_text())
+    except (FileNotFoundError, ValueError):
+        return None

@@ -1,6 +1,7 @@
 """The report of an evaluation, or of several side by side: one folder with everything."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,6 +9,19 @@ from fla_train.eval.compare import load_record
 from fla_train.eval.figures import draw_figures
 from fla_train.eval.page import page
 from fla_train.eval.tables import latex, markdown
+
+
+def check_output(folder: Path) -> None:
+    """Look before the work whose results `folder` is to hold; nothing is made.
+
+    Raises:
+        ValueError: it cannot be written to, or not be made where it should lie.
+    """
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not place.is_dir():
+        raise ValueError(f"{place} is no folder: give another output")
+    if not os.access(place, os.W_OK):
+        raise ValueError(f"{place} can't be written to: give another output")
 
 
 def write_report(folder: Path, record: dict) -> None:
@@ -34,10 +48,11 @@ def write_comparison(folder: Path, places: Sequence[str | Path]) -> list[dict]:
         The evaluations' records; equal names are told apart by their places.
 
     Raises:
-        ValueError: fewer than two places, or no evaluation in one.
+        ValueError: fewer than two places, no evaluation in one, or a folder that cannot be written to.
     """
     if len(places) < 2:
         raise ValueError("give at least two evaluations to compare")
+    check_output(folder)
     records = [load_record(place) for place in places]
     names = [record["name"] for record in records]
     for record, place in zip(records, places, strict=True):

@@ -12,7 +12,7 @@ from fla_train.eval.config import EvalConfig, SuiteConfig, suite_faults
 from fla_train.eval.paper import paper_row
 from fla_train.eval.parallel import ALONE, Ranks
 from fla_train.eval.parts import Parts
-from fla_train.eval.report import write_report
+from fla_train.eval.report import check_output, write_report
 from fla_train.eval.sweep import run_sweep
 from fla_train.hub.device import pick_device, pick_dtype
 from fla_train.hub.environment import describe_environment
@@ -31,6 +31,7 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
 
     Raises:
         ValueError: the request cannot work; says what to change.
+        OSError: the disk is full or gone; finished parts are kept.
     """
     if not config.checkpoint:
         raise ValueError(
@@ -45,19 +46,25 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
         )
     folder = Path(config.output).expanduser() if config.output else _default_folder(source, config.suite.name)
     folder = ranks.share(folder)  # its name has the time in it
-    record = evaluate_model(
-        model,
-        tokenizer,
-        config.suite,
-        folder,
-        name=_name(source),
-        identity={"checkpoint": str(source), "weights": _weights_stamp(source, model)},
-        run=run_folder(source),
-        trained=trained_length(model),
-        mirror=config.mirror,
-        ranks=ranks,
-        progress=progress,
-    )
+    check_output(folder)
+    try:
+        record = evaluate_model(
+            model,
+            tokenizer,
+            config.suite,
+            folder,
+            name=_name(source),
+            identity={"checkpoint": str(source), "weights": _weights_stamp(source, model)},
+            run=run_folder(source),
+            trained=trained_length(model),
+            mirror=config.mirror,
+            ranks=ranks,
+            progress=progress,
+        )
+    except OSError as failure:
+        if failure.errno and failure.filename is None:  # a disk that fills up while a file is written
+            failure.filename = str(folder)
+        raise
     return folder, record
 
 

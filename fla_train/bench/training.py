@@ -100,15 +100,14 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
 
     def step() -> StepResult:
         """One step, waited for."""
-        row = train_step(engine, [(x, x) for x in ids], config.optimizer.lr, guard)
-        return StepResult.read([row])[0]
+        return train_step(engine, [(x, x) for x in ids], config.optimizer.lr, guard).read()
 
     for _ in range(WARM_UP):
         step()
     meter = Meter(training_flops(name, engine.module, config), ceilings.flops, device)
     meter.start()
-    rows = [train_step(engine, [(x, x) for x in ids], config.optimizer.lr, guard) for _ in range(steps)]
-    results = StepResult.read(rows)
+    outcomes = [train_step(engine, [(x, x) for x in ids], config.optimizer.lr, guard) for _ in range(steps)]
+    results = [outcome.read() for outcome in outcomes]
     meter.stop(steps * ids.numel())
     speed = meter.read()
     if any(result.skipped for result in results):

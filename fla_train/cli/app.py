@@ -1,20 +1,24 @@
 """What every Hydra command shares: composing the config, reporting faults in plain lines, exit codes.
 
-Exit codes: 0 done, 1 the work failed, 2 the request was wrong (nothing was started).
+Exit codes: 0 done, 1 the work failed, 2 the request was wrong (nothing was started), 130 interrupted.
 """
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from fla_train.cli.help import help_text
 
 CONFIG_PATH = "pkg://fla_train.configs"
+INTERRUPTED = 130  # what a shell reports for a command ended by Ctrl-C
 
 
 def compose(config_name: str, overrides: Sequence[str] = ()) -> DictConfig:
@@ -58,10 +62,41 @@ def _one_line(failure: Exception) -> str:
     return " ".join(kept) or type(failure).__name__
 
 
+def quote(text: str) -> str:
+    """`text` as Hydra reads it back; it gives commas, quotes and `${` a meaning."""
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # OmegaConf: backslashes escape `${` and each other
+    text = re.sub(r"(\\*)'", r"\1\1\'", text)  # Hydra: the same with quotes
+    trailing = len(text) - len(text.rstrip("\\"))
+    return f"'{text}" + "\\" * trailing + "'"
+
+
+def readable(argument: str) -> str:
+    """An override whose value Hydra's grammar can't read, such as the path `/Größe (1)`, with it as text.
+
+    What begins like a list, a mapping or a quoted text was not meant as plain text, and stays.
+    """
+    key, sign, text = argument.partition("=")
+    if not sign or text.startswith(("[", "{", "'", '"')):
+        return argument
+    try:
+        OverridesParser.create().parse_override(argument)
+    except HydraException:
+        return f"{key}={quote(text)}"
+    return argument
+
+
 def fail(message: object, code: int = 2) -> int:
     """Print one `error:` line to stderr and return the exit code."""
     print(f"error: {message}", file=sys.stderr, flush=True)
     return code
+
+
+def fail_by(fault: Exception) -> int:
+    """`fail` for what ended a command: the exit code is 1 where the system refused, else 2."""
+    if isinstance(fault, OSError):
+        place = f"{fault.filename}: " if fault.filename else ""
+        return fail(f"{place}{fault.strerror or ' '.join(str(fault).split())}", code=1)
+    return fail(_one_line(fault) if isinstance(fault, OmegaConfBaseException) else fault)
 
 
 def run_hydra(
@@ -69,9 +104,11 @@ def run_hydra(
 ) -> None:
     """Entry of a console command: `register()` the schemas, compose from `sys.argv`, run `task`, exit.
 
-    A `ValueError` is the user's fault and prints one line; with `FLA_TRAIN_TRACEBACK=1` it is raised instead.
+    A `ValueError` is the user's fault and prints one line, as does an `OSError`, say of a disk that is full;
+    with `FLA_TRAIN_TRACEBACK=1` they are raised instead.
     In a sweep (`-m`) the other jobs still run, and the exit code is the highest of all.
     """
+    sys.argv[1:] = (a if a.startswith("-") else readable(a) for a in sys.argv[1:])
     flags = [a for a in sys.argv[1:] if a.startswith("-")]
     overrides = [a for a in sys.argv[1:] if not a.startswith("-")]
     if {"-h", "--help"} & set(flags):
@@ -90,10 +127,13 @@ def run_hydra(
     def guarded(config: DictConfig) -> None:
         try:
             codes.append(task(config) or 0)
-        except ValueError as fault:
+        except (ValueError, OmegaConfBaseException, OSError) as fault:
             if os.environ.get("FLA_TRAIN_TRACEBACK"):
                 raise
-            codes.append(fail(fault))
+            codes.append(fail_by(fault))
+        except KeyboardInterrupt:
+            fail("interrupted")
+            sys.exit(INTERRUPTED)  # ends a sweep too
 
     hydra.main(version_base="1.3", config_path=CONFIG_PATH, config_name=config_name)(guarded)()
     if code := max(codes, default=0):  # a job of a sweep that failed did not keep the others from running

@@ -16,7 +16,7 @@ from pathlib import Path
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from fla_train.cli.app import fail, run_hydra
+from fla_train.cli.app import INTERRUPTED, fail, fail_by, run_hydra
 from fla_train.eval.config import EvalConfig
 
 COMPARE_USAGE = """\
@@ -49,6 +49,10 @@ def task(config: DictConfig) -> int:
             if ranks.rank:  # rank 0 has it too, and the console
                 return 2
             raise
+        except KeyboardInterrupt:
+            if not ranks.rank:
+                fail("interrupted; finished parts are kept: give output=DIR, its folder, to go on from there")
+            sys.exit(INTERRUPTED)
         except OtherRankFailed as failure:
             return 1 if ranks.rank else fail(f"the evaluation stopped: {failure}", code=1)
     if ranks.rank:
@@ -77,10 +81,10 @@ def compare(arguments: Sequence[str]) -> int:
     folder = Path(outputs[-1] if outputs else f"comparisons/{datetime.now():%Y%m%d-%H%M%S}").expanduser()
     try:
         write_comparison(folder, places)
-    except ValueError as fault:
+    except (ValueError, OSError) as fault:
         if os.environ.get("FLA_TRAIN_TRACEBACK"):
             raise
-        return fail(fault)
+        return fail_by(fault)
     _show(folder)
     return 0
 

@@ -3,14 +3,13 @@
 fla-generate checkpoint=runs/my-run prompt="def main(" max_new_tokens=200 temperature=0.8 top_p=0.95 seed=1
 """
 
-import re
 import sys
 from dataclasses import dataclass
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from fla_train.cli.app import run_hydra
+from fla_train.cli.app import quote, run_hydra
 
 
 @dataclass
@@ -70,14 +69,9 @@ def task(config: DictConfig) -> int:
 
 
 def quoted(argument: str) -> str:
-    """`prompt=TEXT` so that TEXT arrives unchanged; Hydra gives commas, quotes and `${` a meaning."""
+    """`prompt=TEXT` so that TEXT arrives unchanged, even if Hydra could read it."""
     key, _, text = argument.partition("=")
-    if key != "prompt":
-        return argument
-    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # OmegaConf: backslashes escape `${` and each other
-    text = re.sub(r"(\\*)'", r"\1\1\'", text)  # Hydra: the same with quotes
-    trailing = len(text) - len(text.rstrip("\\"))
-    return f"prompt='{text}" + "\\" * trailing + "'"
+    return f"prompt={quote(text)}" if key == "prompt" else argument
 
 
 def main() -> None:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from fla_train.cli.app import fail, run_hydra
-from fla_train.cli.train import INTERRUPTED
+from fla_train.cli.app import INTERRUPTED, fail, run_hydra
 from fla_train.data.config import DataConfig
 
 
@@ -19,6 +18,7 @@ class PrepareConfig:
     """Schema of configs/prepare.yaml."""
 
     data: DataConfig = field(default_factory=DataConfig)
+    verify: bool = False
 
 
 def register() -> None:
@@ -29,13 +29,16 @@ def task(config: DictConfig) -> int:
     from fla_train.data.preparation import prepare  # heavy, and not needed for --help or a faulty override
 
     try:
-        prepared = prepare(OmegaConf.to_object(config).data)
+        settings: PrepareConfig = OmegaConf.to_object(config)
+        prepared = prepare(settings.data)
+        if settings.verify:
+            prepared.verify()
     except KeyboardInterrupt:
         fail("interrupted; the same command goes on from here")
         sys.exit(INTERRUPTED)
     for line in prepared.describe():
         print(f"data: {line}")
-    print(f"data: ready in {prepared.folder}")
+    print(f"data: {'every shard is as written, ' if settings.verify else ''}ready in {prepared.folder}")
     return 0
 
 

@@ -1,14 +1,13 @@
 """`fla-train`: compose the config, print the plan, train. `fla-train debug=smoke` tries it out."""
 
 import sys
+from collections.abc import Sequence
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from fla_train.cli.app import fail, run_hydra
-
-INTERRUPTED = 130  # what a shell reports for a command ended by Ctrl-C
+from fla_train.cli.app import INTERRUPTED, compose, fail, run_hydra
 
 
 def train(node: DictConfig) -> int:
@@ -21,6 +20,8 @@ def train(node: DictConfig) -> int:
     hydra = HydraConfig.get()
     if hydra.mode == RunMode.MULTIRUN and config.run.dir is not None:
         config.run.dir = f"{config.run.dir}/{hydra.job.num}"
+    if config.trainer.suite_every:
+        check_suite(config.trainer.suite, config.trainer.suite_options)
     try:
         launch(config)
     except TrainingFailed as failure:
@@ -30,8 +31,26 @@ def train(node: DictConfig) -> int:
         sys.exit(EXIT_CODE)
     except KeyboardInterrupt:
         fail("interrupted; the same command with this run.dir goes on from the last checkpoint")
-        sys.exit(INTERRUPTED)  # ends a sweep too
+        sys.exit(INTERRUPTED)
     return 0
+
+
+def check_suite(suite: str, options: Sequence[str]) -> None:
+    """Look at the request that will be made of `fla-eval` while training goes on.
+
+    Raises:
+        ValueError: it would be refused then.
+    """
+    from fla_train.cli.eval import register
+    from fla_train.eval.config import suite_faults
+
+    register()
+    try:
+        config = OmegaConf.to_object(compose("eval", [f"suite={suite}", *options]))
+        if faults := suite_faults(config.suite):
+            raise ValueError("\n  ".join(faults))
+    except ValueError as fault:
+        raise ValueError(f"trainer.suite and trainer.suite_options: {fault}") from fault
 
 
 def register() -> None:

@@ -4,7 +4,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fla_train.data.batches import Batch, BatchPlan, DocumentSequences, MicroBatches, sequential_batches
+    from fla_train.data.batches import (
+        Batch,
+        BatchPlan,
+        DocumentSequences,
+        MicroBatches,
+        send,
+        sequential_batches,
+    )
     from fla_train.data.config import DataConfig, TokenizerConfig, data_faults
     from fla_train.data.dataset import Sequences, TokenDataset
     from fla_train.data.opening import open_train, open_validation
@@ -28,13 +35,14 @@ __all__ = [
     "open_train",
     "open_validation",
     "prepare",
+    "send",
     "sequential_batches",
 ]
 
 # Where the names live; imported when first asked for, since a tokenizing process needs neither torch nor
 # transformers.
 _MODULES = {
-    "batches": ("Batch", "BatchPlan", "DocumentSequences", "MicroBatches", "sequential_batches"),
+    "batches": ("Batch", "BatchPlan", "DocumentSequences", "MicroBatches", "send", "sequential_batches"),
     "config": ("DataConfig", "TokenizerConfig", "data_faults"),
     "dataset": ("Sequences", "TokenDataset"),
     "opening": ("open_train", "open_validation"),

@@ -29,7 +29,13 @@ class Batch(NamedTuple):
     cu_seqlens: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
-        return Batch(*(None if t is None else t.to(device, non_blocking=True) for t in self))
+        return Batch(*(None if t is None else send(t, device) for t in self))
+
+
+def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """x of host memory on `device`, without a wait: from memory that isn't pinned, a copy to a GPU would keep
+    the host until all work queued before it is done."""
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
 def pack(ids: torch.Tensor, boundaries: list[np.ndarray]) -> Batch:

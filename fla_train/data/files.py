@@ -95,8 +95,14 @@ def text_bytes(files: list[Path], column: str) -> int | None:
     return total
 
 
-def guarded(items: Iterable[_T], where: str, remedy: str) -> Iterator[_T]:
-    """`items`, with any failure to produce the next one turned into a `ValueError` that names the place."""
+class SourceInterrupted(ValueError):
+    """A remote source stopped answering: another attempt may go on from there."""
+
+
+def guarded(
+    items: Iterable[_T], where: str, remedy: str, fault: type[ValueError] = ValueError
+) -> Iterator[_T]:
+    """`items`, with any failure to produce the next one turned into a `fault` that names the place."""
     iterator = iter(items)
     while True:
         try:
@@ -105,7 +111,7 @@ def guarded(items: Iterable[_T], where: str, remedy: str) -> Iterator[_T]:
             return
         except Exception as failure:
             message = " ".join(str(failure).split())
-            raise ValueError(f"{where}: cannot be read ({message}); {remedy}") from failure
+            raise fault(f"{where}: cannot be read ({message}); {remedy}") from failure
         yield item
 
 
@@ -182,7 +188,8 @@ def _read_jsonl(
 ) -> Iterator[JsonChunk]:
     remedy = "fetch the file again or remove it"
     line = start.get("line", 0)
-    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+    opened = (gzip.open(p, "rb") if p.suffix == ".gz" else p.open("rb") for p in [path])
+    with next(guarded(opened, str(path), remedy)) as file:
         # Decompresses what lies before the offset once more; a plain file jumps there.
         list(guarded((file.seek(at) for at in [start.get("offset", 0)]), str(path), remedy))
         blocks = iter(lambda: file.readlines(CHUNK_BYTES), [])

@@ -22,7 +22,14 @@ from fla_train.data.chunks import (
     require_column,
 )
 from fla_train.data.config import DataConfig
-from fla_train.data.files import describe_files, find_files, guarded, read_files, text_bytes
+from fla_train.data.files import (
+    SourceInterrupted,
+    describe_files,
+    find_files,
+    guarded,
+    read_files,
+    text_bytes,
+)
 
 # A stream resumed by 5.0.0 saves a wrong state in its turn: documents are lost from the second resume on.
 _FORBIDDEN_DATASETS = ("5.0.0",)
@@ -162,7 +169,8 @@ def _stream(config: DataConfig, start: Cursor | None) -> Iterator[TextChunk]:
         yield from stream
 
     def documents() -> Iterator[Document]:
-        for row, record in enumerate(guarded(records(), where, remedy), start=first):
+        read = guarded(records(), where, remedy, SourceInterrupted)
+        for row, record in enumerate(read, start=first):
             require_column(where, config.text_column, record)
             place = f"{where}, row {row}"
             yield make_document(

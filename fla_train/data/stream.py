@@ -150,15 +150,16 @@ class _IndexWriter:
         self._mine = True
 
     def append(self, note: Note) -> None:
-        if self._file is None:
-            self._file = self._path.open("a")
-            try:
+        if not self._mine:
+            return
+        try:
+            if self._file is None:
+                self._file = self._path.open("a")
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:  # another process notes the same
-                self._mine = False
-        if self._mine:
             self._file.write(json.dumps(note._asdict()) + "\n")
             self._file.flush()
+        except OSError:  # another process notes the same, or the disk is full: a resume reads more then
+            self._mine = False
 
 
 def read_notes(path: Path) -> list[Note]:

@@ -82,7 +82,11 @@ def copy_export(source: Path, folder: str | Path) -> Path:
     if new.is_relative_to(old) or old.is_relative_to(new):
         raise ValueError(f"{folder} is, holds or lies in the exported model {source}: give another output")
     with _written_aside(folder) as aside:
-        shutil.copytree(source, aside, dirs_exist_ok=True)
+        try:
+            shutil.copytree(source, aside, dirs_exist_ok=True)
+        except shutil.Error as failure:  # a list of files, each with its reason
+            _, target, reason = failure.args[0][0]
+            raise OSError(f"{target} could not be written: {reason}") from failure
     return folder
 
 

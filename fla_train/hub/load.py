@@ -60,13 +60,20 @@ def run_folder(checkpoint: Path | str) -> Path | None:
 
 
 def training_record(model: PreTrainedModel) -> dict:
-    """What training.json of the loaded export says (the fields of `CardInfo`); empty for any other model."""
+    """What training.json of the loaded export says (the fields of `CardInfo`); empty for any other model.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
     source = model.config.name_or_path
     if not source:
         return {}
     if Path(source).is_dir():
         record = Path(source) / TRAINING_FILE
-        return json.loads(record.read_text()) if record.is_file() else {}
+        try:
+            return json.loads(record.read_text()) if record.is_file() else {}
+        except ValueError as failure:
+            raise ValueError(f"{record} is damaged ({failure}): export the model again") from failure
     commit = getattr(model.config, "_commit_hash", None)
     try:
         return json.loads(Path(hf_hub_download(source, TRAINING_FILE, revision=commit)).read_text())

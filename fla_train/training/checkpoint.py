@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -36,6 +37,7 @@ STATE = "state.json"
 DEEPSPEED_TAG = "deepspeed"
 WRITING = ".writing-"
 DELETING = ".deleting-"
+NAME = re.compile(r"step-\d{7,}")
 VERSIONS = ("torch", "deepspeed", "accelerate", "transformers")
 
 
@@ -50,6 +52,7 @@ class TrainState:
     skipped_in_row: int = 0
     loss_statistics: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # of `StepGuard`
     wandb_id: str | None = None
+    data: str | None = None  # fingerprint of the prepared data
 
 
 def folder_name(step: int) -> str:
@@ -61,13 +64,26 @@ def load(engine, folder: Path) -> TrainState:
 
     By as many ranks as wrote it, exactly. By another number the weights and moments are the same, the sums
     over ranks round otherwise, and a rank beyond the saved ones shares the random states of one of them.
+    Weight decay, betas and the like stay those of `engine`: a config may change them.
+
+    Raises:
+        ValueError: it is of another model.
     """
     saved = world_size(folder)
     same = saved == dist.get_world_size()
-    path, _ = engine.load_checkpoint(str(folder), tag=DEEPSPEED_TAG, load_optimizer_states=same)
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
+    try:
+        path, _ = engine.load_checkpoint(str(folder), tag=DEEPSPEED_TAG, load_optimizer_states=same)
+    except RuntimeError as failure:
+        heading, *keys = str(failure).splitlines()
+        if "loading state_dict" not in heading:
+            raise
+        raise ValueError(f"{folder} is of another model: {keys[0].strip()}") from failure
     assert path is not None, f"DeepSpeed found nothing in {folder}"
     if not same:
         load_optimizer(engine, folder / DEEPSPEED_TAG, saved)
+    for group, own in zip(engine.optimizer.param_groups, settings, strict=True):
+        group.update(own)
     set_random_states(torch.load(folder / f"rng-{dist.get_rank() % saved}.pt", weights_only=False))
     return read_state(folder)
 
@@ -82,8 +98,8 @@ def world_size(checkpoint: Path) -> int:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Checkpoint folders, oldest first; not verified."""
-    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+    """Checkpoint folders, oldest first; not verified. A copy by another name is none of the run's."""
+    return sorted(path for path in folder.glob("step-*") if NAME.fullmatch(path.name) and path.is_dir())
 
 
 def find_fault(checkpoint: Path) -> str | None:

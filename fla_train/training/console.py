@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TextIO
@@ -29,7 +30,10 @@ def redirect_output(log: Path) -> TextIO:
 
 
 class Console:
-    """Progress of rank 0. Lines go to the terminal and, through the redirected stdout, to train.log."""
+    """Progress of rank 0. Lines go to the terminal and, through the redirected stdout, to train.log.
+
+    A terminal that has gone or a full disk costs lines, not the run.
+    """
 
     def __init__(self, stream: TextIO, *, total: int, done: int):
         self._stream, self._total = stream, total
@@ -41,31 +45,34 @@ class Console:
 
     def line(self, text: str) -> None:
         """A line of its own, above the bar."""
-        print(text, flush=True)
-        if self._bar is not None:
-            self._bar.write(text, file=self._stream)
+        _print(text, sys.stdout)
+        if self._bar is None:
+            _print(text, self._stream)
         else:
-            print(text, file=self._stream, flush=True)
+            with suppress(OSError):
+                self._bar.write(text, file=self._stream)
 
     def progress(self, record: Record) -> None:
         """Show one training record."""
         step = int(record["step"])
         if self._bar is not None:
             self._bar.n = step
-            self._bar.set_postfix_str(
-                f"loss {record['loss']:.4f}, {record['tokens_per_second']:,.0f} tokens/s", refresh=True
-            )
+            with suppress(OSError):
+                self._bar.set_postfix_str(
+                    f"loss {record['loss']:.4f}, {record['tokens_per_second']:,.0f} tokens/s", refresh=True
+                )
         now = time.monotonic()
         if now - self._last_line >= PLAIN_INTERVAL or step == self._total:
             self._last_line = now
             text = self._plain(record, now)
-            print(text, flush=True)
+            _print(text, sys.stdout)
             if self._bar is None:
-                print(text, file=self._stream, flush=True)
+                _print(text, self._stream)
 
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.close()
+            with suppress(OSError):
+                self._bar.close()
 
     def _plain(self, record: Record, now: float) -> str:
         step = int(record["step"])
@@ -76,3 +83,8 @@ class Console:
             f"grad {record['grad_norm']:.3f}  {record['tokens_per_second']:,.0f} tokens/s  {utilisation}"
             f"ETA {timedelta(seconds=round(remaining))}"
         )
+
+
+def _print(text: str, stream: TextIO) -> None:
+    with suppress(OSError):
+        print(text, file=stream, flush=True)

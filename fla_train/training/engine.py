@@ -33,14 +33,26 @@ class StepResult:
     skipped: bool  # nothing was updated: the loss or a gradient was not finite, or the loss a spike
     stop: bool  # a rank asked to stop
 
-    @classmethod
-    def read(cls, rows: Sequence[Tensor]) -> list["StepResult"]:
-        """The outcomes that `train_step` left on the device; waits until they are there."""
-        values = torch.stack(list(rows)).tolist() if rows else []
-        return [
-            cls(loss, norm, int(targets), bool(skipped), stop > 0)
-            for loss, norm, targets, skipped, stop in values
-        ]
+
+class Outcome:
+    """A `StepResult` on its way to the host: its numbers follow the step's kernels in the device's queue.
+
+    Args:
+        values: loss, gradient norm, targets, skipped, ranks that asked to stop; [5] fp64 on the device.
+    """
+
+    def __init__(self, values: Tensor):
+        self._values = values.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.Event() if values.is_cuda else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def read(self) -> StepResult:
+        """Wait until the step has ended, but for none that was launched after it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        loss, norm, targets, skipped, stop = self._values.tolist()
+        return StepResult(loss, norm, int(targets), bool(skipped), stop > 0)
 
 
 def deepspeed_config(config: TrainConfig, *, on_gpu: bool) -> dict:
@@ -120,7 +132,7 @@ def train_step(
     guard: StepGuard,
     *,
     stop: bool = False,
-) -> Tensor:
+) -> Outcome:
     """One optimizer step on this rank's micro-batches: input_ids and labels, each [B, T] int64 on the
     engine's device, and where documents are kept apart their bounds.
 
@@ -133,7 +145,7 @@ def train_step(
         stop: this rank's wish to stop, which all ranks learn together.
 
     Returns:
-        The outcome [5] fp64 on the device, for `StepResult.read`: nothing here waits for it.
+        The outcome, for which nothing here waits.
     """
     zero, world = engine.optimizer, dist.get_world_size()
     for group in zero.param_groups:
@@ -157,7 +169,8 @@ def train_step(
     grad_norm = _grad_norm(zero.averaged_gradients)
     zero.optimizer.grad_scale, zero.optimizer.found_inf = guard.judge(loss, grad_norm)
     engine.step()
-    return torch.stack([loss, grad_norm, targets.double(), zero.optimizer.found_inf.double(), sums[1]])
+    skipped = zero.optimizer.found_inf
+    return Outcome(torch.stack([loss, grad_norm, targets.double(), skipped.double(), sums[1]]))
 
 
 def _reduce_nothing(engine) -> None:

@@ -1,6 +1,7 @@
 """From a composed config to a finished run: check, prepare the data, print the plan, start the workers."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -11,6 +12,7 @@ import torch
 from fla_train.data import PreparedData, check_vocabulary, prepare
 from fla_train.kernels.delta_product.check import check_backend, model_cases
 from fla_train.training import checkpoint
+from fla_train.training.checkpoint import TrainState
 from fla_train.training.plan import Plan, make_plan, plan_lines
 from fla_train.training.preemption import leaving_at_once
 from fla_train.training.runfolder import RunFolder, new_run_dir, write_environment, write_whole
@@ -20,9 +22,9 @@ from fla_train.training.supervise import Failure, choose_port, run_workers
 from fla_train.training.task_data import has_reached, task_data, with_task_sizes
 from fla_train.training.validate import resolve_device, validate
 
-# These fix the weights' shapes and, with the prepared data, the stream of tokens: a resumed run keeps them.
+# These fix what a checkpoint holds and, with the prepared data, the stream of tokens: a resume keeps them.
 FIXED_KEYS = (
-    *("seed", "trainer.seq_len", "trainer.global_batch_tokens", "model."),
+    *("seed", "trainer.seq_len", "trainer.global_batch_tokens", "model.", "optimizer.name"),
     *("task.kind", "task.options", "task.train", "task.batch_size", "task.curriculum", "baseline."),
 )
 # These say where and how a run is carried out, not what it computes: nobody asks whether they changed.
@@ -68,17 +70,22 @@ def _launch(config: TrainConfig) -> None:
 
 
 def resolve(config: TrainConfig) -> TrainConfig:
-    """`config` with every "auto" and null that stands for a derived value replaced by it; run.dir stays."""
+    """`config` with every "auto" and null that stands for a derived value replaced by it, but for run.dir."""
     device = resolve_device(config)
     precision = config.trainer.precision
     if precision == "auto":
         precision = "bf16" if device == "cuda" else "fp32"
     warmup = warmup_steps(config.schedule, config.trainer.max_steps)
+    run_dir, resume = (
+        None if path is None else os.path.expanduser(path)  # a shell leaves the ~ of run.dir=~/runs
+        for path in (config.run.dir, config.trainer.resume)
+    )
     return replace(
         config,
         launch=replace(config.launch, device=device),
-        trainer=replace(config.trainer, precision=precision),
+        trainer=replace(config.trainer, precision=precision, resume=resume),
         schedule=replace(config.schedule, warmup_steps=warmup),
+        run=replace(config.run, dir=run_dir),
     )
 
 
@@ -130,6 +137,9 @@ def _run(
         _say(f"resume       checkpoint of {saved} process(es), optimizer state cut anew for {processes}")
     if launch.num_machines > 1:
         _say(f"machines     waiting for all {launch.num_machines} at {_address(config, port)}")
+    if lock is not None:
+        state = TrainState() if resume is None else checkpoint.read_state(resume)
+        folder.note_start(state.step, state.tokens, processes)
     config_file = folder.config(launch.machine_rank)
     arguments = [str(config_file), str(data.folder), *([str(resume)] if resume else [])]
     return run_workers(arguments, launch, port=port, inherited=() if lock is None else (lock,))
@@ -179,8 +189,13 @@ def _check_same_run(config: TrainConfig, data: PreparedData, resume: Path) -> No
     Raises:
         ValueError: naming each key that differs and the value to use.
     """
-    earlier = RunFolder(resume.resolve().parents[1])
+    earlier = RunFolder(resume.resolve().parent.parent)
+    fingerprint = checkpoint.read_state(resume).data or _data_fingerprint(earlier)
+    other_data = fingerprint not in (None, data.folder.name)
     if not earlier.config(0).is_file():
+        if other_data:
+            raise ValueError(f"{resume} is of other prepared data: restore them or use another checkpoint")
+        _say(f"resume       {resume} lies in no run folder: its model and seed can't be compared")
         return
     before, now = dict(_flat(asdict(load_config(earlier.config(0))))), dict(_flat(asdict(config)))
     changed = {
@@ -193,7 +208,7 @@ def _check_same_run(config: TrainConfig, data: PreparedData, resume: Path) -> No
         for key, text in changed.items()
         if key in SEQUENCE_KEYS or (key.startswith(FIXED_KEYS) and not key.startswith(FREE_KEYS))
     ]
-    if _data_fingerprint(earlier) not in (None, data.folder.name):
+    if other_data:
         of_data = [text for key, text in changed.items() if key.startswith("data.")]
         faults += of_data or ["the text itself or the tokenizer has changed since"]
     if faults:
@@ -206,7 +221,10 @@ def _check_same_run(config: TrainConfig, data: PreparedData, resume: Path) -> No
 
 
 def _data_fingerprint(earlier: RunFolder) -> str | None:
-    """Name of the prepared data a run was trained on: it covers the text, the tokenizer and the split."""
+    """Name of the prepared data a run was begun with: it covers the text, the tokenizer and the split.
+
+    For checkpoints that were written before they named it themselves.
+    """
     try:
         return Path(json.loads(earlier.plan.read_text())["data_folder"]).name
     except (OSError, ValueError, KeyError):

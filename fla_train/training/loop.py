@@ -1,5 +1,6 @@
 """The training loop: one optimizer step after another, with evaluation, checkpoints and exports between."""
 
+import gc
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +15,7 @@ from fla_train.training import checkpoint, statistics
 from fla_train.training.agreement import check_agreement, run_facts
 from fla_train.training.build import build_model
 from fla_train.training.checkpoint import TrainState
-from fla_train.training.engine import StepResult, build_engine, train_step
+from fla_train.training.engine import Outcome, StepResult, build_engine, train_step
 from fla_train.training.evaluation import validate_text
 from fla_train.training.guard import StepGuard
 from fla_train.training.metrics import Record, last_losses
@@ -59,6 +60,7 @@ class Trainer:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         check_agreement(run_facts(config, data, resume, self.folder))
         self.state = checkpoint.load(self.engine, resume) if resume else TrainState()
+        self.state.data = data.folder.name
         own = resume is not None and resume.resolve().parent == self.folder.checkpoints.resolve()
         if not own:  # a branch of another run, whose W&B run stays its own
             self.state.wandb_id = None
@@ -81,7 +83,9 @@ class Trainer:
         saved_step = self.state.step if own else -1
         self.saver = Saver(config, data, self.folder, self.engine, self.reporter, saved_step)
         self.suites = self._make_suites()
-        self.rows: list[tuple[int, float, Tensor]] = []  # steps whose outcome is still on the device
+        self.rows: list[
+            tuple[int, float, Outcome]
+        ] = []  # steps, their learning rates, and what is to be read
         self.observed: dict[str, Tensor] = {}  # statistics of the newest step
         self.leaving = False  # a rank has been asked to stop
         self.reached = False  # what the run was for, before its last step; all ranks decide alike
@@ -95,11 +99,16 @@ class Trainer:
             False when a request ended it earlier, with a checkpoint.
         """
         trainer, state = self.config.trainer, self.state
+        # Half a million objects stay. Visiting them takes 0.3 s, and each rank would at a time of its own.
+        gc.collect()
+        gc.freeze()
         with MicroBatches(self.train_data, self.batches, state.step, trainer.max_steps) as micro_batches:
             while not self._finished():
                 self.meter.start()
                 self._step(micro_batches)
-                results = self._results()
+                results = self._read(self._needed())
+                if any(result.stop for *_, result in results):
+                    results += self._read(len(self.rows))
                 self.meter.stop(trainer.global_batch_tokens)
                 self._account(results)
                 if results and self.suites is not None:
@@ -111,9 +120,9 @@ class Trainer:
                 suite_due = trainer.suite_every > 0 and self._due(trainer.suite_every)
                 if self._due(trainer.export_every) or suite_due:
                     self.watchdog.beat(f"exporting step {state.step}")
-                    self.saver.export(state)
-                if suite_due and self.suites is not None:
-                    self.suites.start(self.folder.export(state.step), state.step)
+                    export = self.saver.export(state)
+                    if suite_due and self.suites is not None and export is not None:
+                        self.suites.start(export, state.step)
                 if self._due(trainer.checkpoint_every) or self.leaving:
                     self._save()
                 if self.leaving and not self._finished():
@@ -138,27 +147,29 @@ class Trainer:
                 stack.enter_context(statistics.observed(self.engine, self.observed))
             if step in trainer.profile_steps:
                 stack.enter_context(profiled(self.folder.root / "profile", step, self.rank))
-            row = train_step(self.engine, batch, rate, self.guard, stop=self.request.made)
-        self.rows.append((step, rate, row))
+            outcome = train_step(self.engine, batch, rate, self.guard, stop=self.request.made)
+        self.rows.append((step, rate, outcome))
         self.state.step = step
         self.state.sequences += self.batches.global_batch
         self.state.tokens += trainer.global_batch_tokens
 
-    def _results(self) -> list[tuple[int, float, StepResult]]:
-        """Step, learning rate and outcome of the steps since the last call, when something needs them now.
+    def _needed(self) -> int:
+        """How many of `rows`, from the oldest on, something needs now.
 
-        Waits for the device; in between nothing does.
+        Reading waits for the device, and nothing else does. What is only logged is therefore read a step
+        late, when the next step's work is in the device's queue.
         """
         trainer = self.config.trainer
-        readers = (
-            *(trainer.log_every, trainer.eval_every, trainer.export_every, trainer.checkpoint_every),
-            trainer.suite_every,
-        )
-        if not self.observed and not any(self._due(every) for every in readers):
-            return []
-        rows, self.rows = self.rows, []
-        outcomes = StepResult.read([row for *_, row in rows])
-        return [(step, rate, result) for (step, rate, _), result in zip(rows, outcomes, strict=True)]
+        readers = (trainer.eval_every, trainer.export_every, trainer.checkpoint_every, trainer.suite_every)
+        if self.observed or any(self._due(every) for every in readers):
+            return len(self.rows)
+        before = len(self.rows) - 1
+        return before if before and self.rows[before - 1][0] % trainer.log_every == 0 else 0
+
+    def _read(self, count: int) -> list[tuple[int, float, StepResult]]:
+        """Step, learning rate and outcome of the `count` oldest rows, which are dropped."""
+        rows, self.rows = self.rows[:count], self.rows[count:]
+        return [(step, rate, outcome.read()) for step, rate, outcome in rows]
 
     def _account(self, results: list[tuple[int, float, StepResult]]) -> None:
         """Count and log steps that have ended; all ranks decide alike.
@@ -167,17 +178,16 @@ class Trainer:
             TrainingStopped: too many in a row were skipped.
         """
         state, trainer = self.state, self.config.trainer
-        due = self.observed or self._due(trainer.log_every)
         speed: Record = {}
         for step, rate, result in results:
             state.skipped_steps += result.skipped
             state.skipped_in_row = state.skipped_in_row + 1 if result.skipped else 0
             self.leaving |= result.stop
-            newest = step == state.step
-            if result.skipped or (due and newest):
+            last = step == state.step and (self._finished() or self.observed)
+            if result.skipped or last or step % trainer.log_every == 0:
                 speed = speed or self.meter.read()
                 more = speed | {"skipped_steps": state.skipped_steps}
-                if newest:
+                if last:
                     more |= statistics.read(self.observed)
                 self.reporter.step(step, rate, result, more)
             if state.skipped_in_row >= trainer.max_skipped_steps:
@@ -234,7 +244,7 @@ class Trainer:
             self._save()
         self.saver.ensure_saved(state.step)
         self.watchdog.beat(f"exporting step {state.step}")
-        export = self.saver.export(state, anew=False)
+        export = self.saver.export(state, last=True)
         if self.suites is not None:
             self.suites.finish(state.step, state.tokens, self.watchdog.beat)
         self.reporter.close()

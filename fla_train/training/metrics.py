@@ -18,7 +18,9 @@ def finite(record: Record) -> Record:
 
 
 class Sink(Protocol):
-    """Takes the records of a run in order of steps."""
+    """Takes the records of a run in order of steps. `log` raises `OSError` where a disk is full."""
+
+    name: str
 
     def log(self, record: Record) -> None: ...
 
@@ -26,22 +28,35 @@ class Sink(Protocol):
 
 
 class MetricsFile:
-    """Appends records to metrics.jsonl, one JSON object a line, each flushed at once."""
+    """Appends records to metrics.jsonl, one JSON object a line, at once.
+
+    What a full disk refuses is kept, and written before the next record or at `close`.
+    """
+
+    name = "metrics.jsonl"
 
     def __init__(self, path: Path, resumed_step: int):
         truncate(path, resumed_step)
-        self._stream = path.open("a")
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = b""
 
     def log(self, record: Record) -> None:
-        self._stream.write(json.dumps(record) + "\n")
-        self._stream.flush()
+        self._unwritten += json.dumps(record).encode() + b"\n"
+        self._write()
 
     def close(self) -> None:
-        self._stream.close()
+        with self._file:
+            self._write()
+
+    def _write(self) -> None:
+        while self._unwritten:  # a disk that fills up takes a part of it
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
 
 class Wandb:
     """A W&B run; offline unless asked otherwise. `id` continues an earlier one."""
+
+    name = "W&B"
 
     def __init__(self, config: LoggerConfig, folder: Path, settings: dict, run_id: str | None):
         try:
@@ -71,6 +86,8 @@ class Wandb:
 
 class Tensorboard:
     """Event files in `folder`."""
+
+    name = "tensorboard"
 
     def __init__(self, folder: Path, resumed_step: int):
         try:
@@ -109,6 +126,18 @@ def last_losses(path: Path) -> tuple[float | None, float | None]:
             if record.get(key) is not None:
                 last[key] = record[key]
     return last["loss"], last["validation_loss"]
+
+
+def checkpoint_seconds(path: Path) -> tuple[float, float]:
+    """Seconds in which training stood still for checkpoints, and those in which it trained."""
+    stood = trained = 0.0
+    before = 0  # tokens
+    for record in read_metrics(path):
+        stood += record.get("checkpoint_stall_s") or 0.0
+        if rate := record.get("tokens_per_second"):
+            trained += (record["tokens"] - before) / rate
+            before = record["tokens"]
+    return stood, trained
 
 
 def truncate(path: Path, step: int) -> None:

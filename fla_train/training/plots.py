@@ -2,15 +2,18 @@
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from fla_train.training.metrics import read_metrics
+from fla_train.training.runfolder import RunFolder
 
 
 def plot_losses(runs: list[Path], out: Path) -> Path:
     """Training loss (line), validation loss (points) and the data's unigram entropy (dashes) of run folders.
 
-    The horizontal axis is training tokens, so that runs with other batches compare.
+    Where a run was resumed stands a dotted line. The horizontal axis is training tokens, so that runs with
+    other batches compare.
 
     Raises:
         ValueError: a folder holds no training losses.
@@ -39,6 +42,8 @@ def plot_losses(runs: list[Path], out: Path) -> Path:
             ms=4,
             label=f"{run.name}, validation",
         )
+        for i, tokens in enumerate(resumed_at(run)):
+            axes.axvline(tokens, color=color, ls=":", lw=1, label=None if i else f"{run.name}, resumed")
         if (entropy := unigram_entropy(run)) is not None:
             entropies[round(entropy, 4)] = entropy
     for entropy in entropies.values():
@@ -50,6 +55,16 @@ def plot_losses(runs: list[Path], out: Path) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=120)
     return out
+
+
+def resumed_at(run: Path) -> list[int]:
+    """The training tokens at which a run went on from a checkpoint, ascending."""
+    starts = RunFolder(run).starts
+    found = set()
+    for line in starts.read_text().splitlines() if starts.is_file() else ():
+        with suppress(ValueError):  # a line cut short
+            found.add(json.loads(line)["tokens"])
+    return sorted(found - {0})
 
 
 def unigram_entropy(run: Path) -> float | None:

@@ -11,7 +11,16 @@ from fla_train.training.checkpoint import TrainState, folder_name
 from fla_train.training.console import Console
 from fla_train.training.engine import StepResult
 from fla_train.training.evaluation import perplexity
-from fla_train.training.metrics import MetricsFile, Record, Sink, Tensorboard, Wandb, finite, last_losses
+from fla_train.training.metrics import (
+    MetricsFile,
+    Record,
+    Sink,
+    Tensorboard,
+    Wandb,
+    checkpoint_seconds,
+    finite,
+    last_losses,
+)
 from fla_train.training.runfolder import RunFolder
 from fla_train.training.schema import TrainConfig, to_yaml
 
@@ -30,12 +39,19 @@ class Reporter:
             Console(stream, total=config.trainer.max_steps, done=state.step) if rank == 0 else None
         )
         self._sinks = open_sinks(config, folder, state) if rank == 0 else []
+        self._refused: set[Sink] = set()  # sinks that could not write their last record
 
     def log(self, record: Record) -> None:
-        """A record for metrics.jsonl and its views."""
+        """A record for metrics.jsonl and its views. A full disk is told of and does not end the run."""
         record = finite(record)
         for sink in self._sinks:
-            sink.log(record)
+            try:
+                sink.log(record)
+                self._refused.discard(sink)
+            except OSError as failure:
+                if sink not in self._refused:
+                    self.say(f"step {record['step']:,}: {sink.name} can't be written ({failure.strerror})")
+                self._refused.add(sink)
 
     def say(self, text: str) -> None:
         """A line for a reader."""
@@ -111,6 +127,11 @@ def summary_lines(data: PreparedData, folder: RunFolder, state: TrainState, expo
         lines.append(f"  validation loss   {validation:.4f}, perplexity {perplexity(validation):.2f}")
     if entropy is not None:
         lines.append(f"  unigram entropy   {entropy:.4f} (what token frequencies alone reach)")
+    stood, trained = checkpoint_seconds(folder.metrics)
+    if trained:
+        lines.append(
+            f"  time              {trained:.0f} s; {stood / trained:.2%} more stood still for checkpoints"
+        )
     return [
         *lines,
         f"  metrics           {folder.metrics}",

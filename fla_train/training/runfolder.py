@@ -5,7 +5,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -33,6 +33,11 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
+
+    @property
+    def starts(self) -> Path:
+        """One JSON line for each time the workers were started."""
+        return self.root / "starts.jsonl"
 
     @property
     def checkpoints(self) -> Path:
@@ -69,14 +74,25 @@ class RunFolder:
         except OSError as error:
             raise _unwritable(self.root, error) from error
 
+    def note_start(self, step: int, tokens: int, processes: int) -> None:
+        """Note that workers start after `step`; where the disk is full, it goes unnoted."""
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        note = {"time": now, "step": step, "tokens": tokens, "processes": processes}
+        with suppress(OSError), self.starts.open("a") as file:
+            file.write(json.dumps(note) + "\n")
+
     @contextmanager
     def locked(self) -> Iterator[int]:
         """Hold the run; yields the lock's descriptor. A process that inherits it holds the run too.
 
         Raises:
-            ValueError: another trainer holds it.
+            ValueError: another trainer holds it, or the folder is not to be written to.
         """
-        with (self.root / ".lock").open("w") as file:
+        try:
+            lock = (self.root / ".lock").open("w")
+        except OSError as error:
+            raise _unwritable(self.root, error) from error
+        with lock as file:
             deadline = time.monotonic() + LOCK_WAIT
             while not _try_lock(file):
                 if time.monotonic() > deadline:
@@ -95,7 +111,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _unwritable(path: Path, error: OSError) -> ValueError:
-    return ValueError(f"run.dir={path} can't be made ({error.strerror}): give another run.dir")
+    return ValueError(f"run.dir={path} can't be written ({error.strerror}): give another run.dir")
 
 
 def _try_lock(file: IO) -> bool:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from fla_train.data import PreparedData
 from fla_train.hub import export_model
@@ -10,7 +11,7 @@ from fla_train.training.checkpoint import TrainState, folder_name
 from fla_train.training.report import Reporter, model_card
 from fla_train.training.runfolder import RunFolder
 from fla_train.training.schema import TrainConfig
-from fla_train.training.writer import CheckpointWriter, Written
+from fla_train.training.writer import CheckpointWriter, Written, reason
 
 
 class TrainingStopped(RuntimeError):
@@ -68,16 +69,41 @@ class Saver:
                 "free space and give the same command again; it goes on from the last intact checkpoint"
             )
 
-    def export(self, state: TrainState, *, anew: bool = True) -> Path:
-        """Export this step's model; its folder. With `anew=False` one that is there already stays."""
+    def export(self, state: TrainState, *, last: bool = False) -> Path | None:
+        """Export this step's model.
+
+        Args:
+            last: the run's last: one that is there already stays, and a fault ends the run.
+
+        Returns:
+            Its folder; on rank 0 None if it could not be written, which the others do not know.
+
+        Raises:
+            TrainingStopped: the last one could not be written.
+        """
         path = self._folder.export(state.step)
+        fault = None
         # Rank 0 looks: other machines may see a shared folder late.
-        if dist.get_rank() == 0 and (anew or not path.is_dir()):
-            card = model_card(self._config, self._data, self._folder, state)
-            export_model(self._engine.module, self._data.tokenizer(), path, card)
-            self._reporter.say(f"step {state.step:,}: exported {path}")
+        if dist.get_rank() == 0 and not (last and path.is_dir()):
+            fault = self._export(state, path)
+            outcome = f"exported {path}" if fault is None else f"NO EXPORT, {fault}"
+            self._reporter.say(f"step {state.step:,}: {outcome}")
+        if fault is not None and last:
+            raise TrainingStopped(
+                f"the model of step {state.step} could not be exported ({fault}): free space and give the "
+                "same command again; it goes on from the last checkpoint"
+            )
         dist.barrier()
-        return path
+        return path if fault is None else None
+
+    def _export(self, state: TrainState, path: Path) -> str | None:
+        """Why the disk refused it, or None."""
+        card = model_card(self._config, self._data, self._folder, state)
+        try:
+            export_model(self._engine.module, self._data.tokenizer(), path, card)
+        except (OSError, SafetensorError) as failure:
+            return reason(failure)
+        return None
 
     def _tell(self, written: Written) -> None:
         step = int(written.path.name.removeprefix("step-"))

@@ -64,6 +64,12 @@ class SuiteRuns:
             )
             return
         self._output, self._of_step = self._folder / f"{self._suite}-step-{step:07d}", step
+        try:
+            self._launch(export)
+        except OSError as failure:
+            self._say(f"step {step:,}: suite {self._suite} left out ({failure.strerror})")
+
+    def _launch(self, export: Path) -> None:
         self._output.mkdir(parents=True, exist_ok=True)
         request = [f"checkpoint={export}", f"suite={self._suite}", f"output={self._output}", *self._options]
         environment = {key: value for key, value in os.environ.items() if not key.startswith(OF_A_RANK)}
@@ -110,8 +116,11 @@ class SuiteRuns:
 
 
 def _metrics(file: Path) -> dict[str, float | None] | None:
-    """The flat results of a finished evaluation; None if it wrote none. Infinite ones become null."""
+    """The flat results of a finished evaluation; None if it wrote none whole. Infinite ones become null."""
     if not file.is_file():
         return None
-    found = json.loads(file.read_text())["metrics"]
+    try:
+        found = json.loads(file.read_text())["metrics"]
+    except ValueError:  # cut short by a full disk
+        return None
     return {key: value if abs(value) < float("inf") else None for key, value in found.items()}

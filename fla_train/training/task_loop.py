@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fla_train.data import send
 from fla_train.tasks import Score, Task, curriculum_tasks, tasks_for_testing, training_task
 from fla_train.tasks.plots import plot_accuracy
 from fla_train.training.checkpoint import folder_name
@@ -37,9 +38,7 @@ class TaskTrainer(Trainer):
         return super().run()
 
     def _to_device(self, pair: Tensor) -> tuple[Tensor, Tensor]:
-        if self.engine.device.type == "cuda":
-            pair = pair.pin_memory()  # a copy from pageable memory waits for all the work before it
-        inputs, labels = pair.to(self.engine.device, non_blocking=True)  # each [B, T + 1]
+        inputs, labels = send(pair, self.engine.device)  # each [B, T + 1]
         return inputs, labels
 
     def _evaluate(self) -> None:

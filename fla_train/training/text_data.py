@@ -3,7 +3,15 @@
 import torch
 from torch import Tensor
 
-from fla_train.data import Batch, DocumentSequences, PreparedData, Sequences, open_train, open_validation
+from fla_train.data import (
+    Batch,
+    DocumentSequences,
+    PreparedData,
+    Sequences,
+    open_train,
+    open_validation,
+    send,
+)
 from fla_train.training.evaluation import Part
 from fla_train.training.schema import TrainConfig
 
@@ -29,5 +37,5 @@ def to_batch(read: Tensor | Batch, device: torch.device) -> Batch:
     """What was read, on `device`; of bare ids [B, T] every token but the first is a target."""
     if isinstance(read, Batch):
         return read.to(device)
-    ids = read.to(device)
+    ids = send(read, device)
     return Batch(ids, ids)

@@ -234,6 +234,6 @@ def _machines(config: TrainConfig) -> list[str]:
 
 def _resume(config: TrainConfig) -> list[str]:
     resume = config.trainer.resume
-    if resume in ("auto", "none") or Path(resume).is_dir():
+    if resume in ("auto", "none") or Path(resume).expanduser().is_dir():
         return []
     return [f"trainer.resume={resume} is no checkpoint folder: use auto, none or an existing path"]

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -30,18 +31,21 @@ def die_with_launcher() -> None:
 
 
 def report(failure: BaseException) -> None:
-    """Leave the failure as one line for the launcher, and whole in train.log."""
-    traceback.print_exc()
+    """Leave the failure as one line for the launcher, and whole in train.log, as far as disks have room."""
+    with suppress(OSError):
+        traceback.print_exc()
     line = " ".join(str(failure).split()) or type(failure).__name__
     name = type(failure).__name__
-    final = isinstance(failure, ValueError) or name == "TrainingStopped"
-    if not final and name not in ("RankHung", "RanksMissing"):
+    passing = name in ("RankHung", "RanksMissing", "SourceInterrupted")  # to start again may help
+    final = not passing and (isinstance(failure, ValueError) or name == "TrainingStopped")
+    if not final and not passing:
         line = f"{name}: {line}"
     content = {"time": time.time(), "line": line, "final": final}
     file = Path(os.environ["FLA_TRAIN_ERROR_FILE"])
     aside = file.with_suffix(".tmp")  # the launcher may look at any moment
-    aside.write_text(json.dumps(content))
-    os.replace(aside, file)
+    with suppress(OSError):
+        aside.write_text(json.dumps(content))
+        os.replace(aside, file)
 
 
 def train(
@@ -78,11 +82,13 @@ def main() -> None:
         finished = train(config_path, data_path, rest[0] if rest else None, console, request)
     except BaseException as failure:
         report(failure)
-        if console.isatty():
-            console.write("\n")  # below the bar
-        sys.stderr.flush()
+        with suppress(OSError):
+            if console.isatty():
+                console.write("\n")  # below the bar
+            sys.stderr.flush()
         os._exit(1)  # without waiting for communication threads that wait for the other ranks
-    console.flush()
+    with suppress(OSError):
+        console.flush()
     import torch.distributed as dist
 
     dist.destroy_process_group()

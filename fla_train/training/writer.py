@@ -7,7 +7,6 @@ are on disk. A write that fails (disk full) is reported and leaves the earlier c
 
 import os
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -97,6 +96,9 @@ class Capture(CheckpointEngine):
     def create(self, info: object) -> None:
         self.files = {}
 
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """None is needed."""
+
     def save(self, state_dict: dict, path: str) -> None:
         self.files[f"{DEEPSPEED_TAG}/{Path(path).name}"] = self._host.copy(state_dict)
 
@@ -148,9 +150,9 @@ class CheckpointWriter:
         """This rank's files, name to content, in host memory."""
         usual, capture = engine.checkpoint_engine, Capture(self._host)
         engine.checkpoint_engine = capture
-        # The folder is for the scripts that DeepSpeed puts beside.
-        with self._host.copying(), tempfile.TemporaryDirectory() as scratch:
-            engine.save_checkpoint(scratch, tag=DEEPSPEED_TAG, save_latest=False)
+        engine._copy_recovery_script = lambda folder: None  # scripts that DeepSpeed would put beside
+        with self._host.copying():
+            engine.save_checkpoint("nowhere", tag=DEEPSPEED_TAG, save_latest=False)
         engine.checkpoint_engine = usual
         return capture.files | {f"rng-{dist.get_rank()}.pt": checkpoint.random_states()}
 
@@ -208,8 +210,18 @@ def _attempt(work: Callable[[], None]) -> str | None:
     try:
         work()
     except (OSError, RuntimeError) as failure:
-        return " ".join(str(getattr(failure, "strerror", None) or failure).split())
+        return reason(failure)
     return None
+
+
+def reason(failure: BaseException) -> str:
+    """The system's word for it, behind whatever torch made of it while it closed its file."""
+    cause: BaseException | None = failure
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__context__
+    return " ".join(str(failure).split())
 
 
 def _make_empty(folder: Path) -> None:

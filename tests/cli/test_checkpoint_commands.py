@@ -157,6 +157,50 @@ def test_requests_that_cannot_work(run: Path, module, name, overrides, message) 
 
 
 @pytest.mark.parametrize(
+    ("module", "place", "line"),
+    [
+        (eval, "fla_train.eval.run.evaluate", "interrupted; finished parts are kept: give output=DIR"),
+        (generate, "fla_train.hub.load_model", "interrupted"),
+    ],
+)
+def test_an_interrupt_is_a_line(module, place: str, line: str, monkeypatch, capsys) -> None:
+    def interrupt(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place, interrupt)
+    monkeypatch.setattr(sys, "argv", [module.__name__, "checkpoint=x"])
+    with pytest.raises(SystemExit) as stop:
+        module.main()
+    assert stop.value.code == 130
+    assert capsys.readouterr().err.startswith(f"error: {line}")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/a b/c",
+        "/ü/日本",
+        "/runs (old)/x[1]",
+        "/lr=1e-3/x",
+        "it's",
+        "a\\b'",
+        "x{y}",
+        "no\\'",
+        "C:\\x",
+        "ï/${x}",
+    ],
+)
+def test_any_path_passes_through_hydra(path: str) -> None:
+    eval.register()
+    assert app.compose("eval", [app.readable(f"checkpoint={path}")]).checkpoint == path
+
+
+@pytest.mark.parametrize("argument", ["suite.tasks=[a,", "suite={", "checkpoint='a", "checkpoint", "-m"])
+def test_what_was_meant_otherwise_stays_a_fault(argument: str) -> None:
+    assert app.readable(argument) == argument
+
+
+@pytest.mark.parametrize(
     "override", ["suite.perplexity.bucket=wide", "suite.nonsense=1", "suite=nonsense", "nonsense=1"]
 )
 def test_settings_are_typed(override: str) -> None:

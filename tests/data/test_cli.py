@@ -1,3 +1,5 @@
+import errno
+import os
 import re
 import shlex
 import sys
@@ -29,6 +31,15 @@ def test_it_prepares_and_says_where(monkeypatch, capsys, local, tmp_path):
     folder = out.strip().splitlines()[-1].removeprefix("data: ready in ")
     assert folder.startswith(local.cache_dir)
     assert "vocabulary 259 (bytes)" in out
+    again = (*overrides, "data.tokenizer.name=bytes", "verify=true")
+    assert run(monkeypatch, *again) == 0
+    assert f"data: every shard is as written, ready in {folder}" in capsys.readouterr().out
+    shard = Path(folder) / "train/tokens-00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[7] ^= 1
+    shard.write_bytes(content)
+    assert run(monkeypatch, *again) == 2
+    assert f"error: shard {shard} is corrupt (checksum)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -39,6 +50,7 @@ def test_it_prepares_and_says_where(monkeypatch, capsys, local, tmp_path):
         (["data=local"], "needs data.path"),
         (["data=local", "data.path=no/such/place"], "no such file or folder"),
         (["data=web"], "web"),
+        (["data=mixture", "+data.mixture={a: {path: x/}}"], "value: weight"),
     ],
 )
 def test_faults_are_one_line_and_exit_code_2(monkeypatch, capsys, overrides, message):
@@ -86,3 +98,15 @@ def test_a_mixture_on_the_command_line(monkeypatch, capsys, local, tmp_path):
     assert "one: 3 of 4 sequences; train: " in capsys.readouterr().out
     assert run(monkeypatch, *overrides, f"+data.mixture={{{one}, two: {{weight: 0}}}}") == 2
     assert "data.mixture.two.weight=0" in capsys.readouterr().err
+
+
+def test_what_the_system_refuses_is_one_line_and_exit_code_1(monkeypatch, capsys, tmp_path):
+    def refuse(*arguments):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path / "here"))
+
+    monkeypatch.setattr("fla_train.data.preparation.prepare", refuse)
+    assert run(monkeypatch, "data=stdlib") == 1
+    assert capsys.readouterr().err == f"error: {tmp_path / 'here'}: Permission denied\n"
+    monkeypatch.setenv("FLA_TRAIN_TRACEBACK", "1")
+    assert run(monkeypatch, "data=stdlib") == 1
+    assert "Traceback" in capsys.readouterr().err

@@ -5,6 +5,7 @@ import datasets
 import pytest
 
 from fla_train.data import DataConfig
+from fla_train.data.files import SourceInterrupted
 from fla_train.data.sources import open_source
 from tests.data.conftest import write_jsonl, write_parquet
 
@@ -66,7 +67,7 @@ def test_hub_stream_of_a_local_copy(tmp_path, local, documents):
 
 def test_hub_offline_says_what_to_do(local, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"HuggingFaceFW/no-such-set.*local copy"):
+    with pytest.raises(SourceInterrupted, match=r"HuggingFaceFW/no-such-set.*local copy"):
         texts(replace(local, source="hub", path="HuggingFaceFW/no-such-set", name=None))
 
 
@@ -122,6 +123,17 @@ def test_corrupt_row_group_is_named(local, corpus):
     path.write_bytes(raw)
     with pytest.raises(ValueError, match=r"000_00000\.parquet, row group \d+: cannot be read"):
         texts(local)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_file_that_has_gone_is_named_with_the_remedy(tmp_path, local, name):
+    write_jsonl(tmp_path / name, [{"text": "a"}])
+    source = open_source(replace(local, path=str(tmp_path)))
+    (tmp_path / name).unlink()
+    with pytest.raises(
+        ValueError, match=rf"{name}: cannot be read \(.*No such file.*\); fetch the file again"
+    ):
+        list(source.documents())
 
 
 def test_missing_path_and_wrong_column_type(tmp_path, local):

@@ -17,7 +17,7 @@ from fla_train.data import (
     sources,
 )
 from fla_train.data import stream as stream_module
-from fla_train.data.stream import INDEX, StreamSequences, read_notes
+from fla_train.data.stream import INDEX, Note, StreamSequences, _IndexWriter, read_notes
 from tests.data.conftest import write_jsonl, write_parquet
 from tests.data.test_prepare import expected_bytes
 
@@ -157,3 +157,10 @@ def test_faults(streamed, monkeypatch):
     monkeypatch.setattr(sources.importlib.metadata, "version", lambda name: "5.0.0")
     with pytest.raises(ValueError, match=r"datasets 5\.0\.0 resumes streams at wrong places"):
         quiet(replace(streamed, source="hub"))
+
+
+def test_an_index_that_the_disk_refuses_does_not_end_the_reading(tmp_path):
+    writer = _IndexWriter(tmp_path / "has gone" / INDEX)
+    for token in (0, 5):
+        writer.append(Note(token, None, ""))
+    assert not writer._mine

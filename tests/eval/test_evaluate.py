@@ -1,6 +1,8 @@
 """A whole evaluation: documents, report files, and what is not run twice."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ from omegaconf import OmegaConf
 
 from fla_train.data import DataConfig, TokenizerConfig, prepare
 from fla_train.data.tokenizers import encode
+from fla_train.eval import run as run_module
 from fla_train.eval import sweep as sweep_module
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig, suite_faults
 from fla_train.eval.documents import file_documents, longest, run_data, validation_documents
@@ -113,6 +116,10 @@ def test_finished_parts_are_not_run_again(run: Path, corpus: Path, tmp_path: Pat
     config.suite.perplexity.bucket = 8
     _, second = evaluate(config, progress=False)
     assert len(calls) == 2  # another question
+    part = tmp_path / "out/parts/perplexity-documents.json"
+    part.write_text(part.read_text()[:30])
+    evaluate(config, progress=False)
+    assert len(calls) == 3  # what a crash cut short is run again
     pairs = zip(
         first["perplexity"]["documents"]["lengths"], second["perplexity"]["documents"]["lengths"], strict=True
     )
@@ -159,6 +166,7 @@ def test_tasks_and_a_task_that_fails(run: Path, write_task, quiz, tmp_path: Path
         (EvalConfig("absent"), "absent does not exist"),
         (EvalConfig("RUN", dtype="int4"), "dtype=int4 must be one of"),
         (EvalConfig("RUN", suite=SuiteConfig(name="tasks")), "the suite is empty"),
+        (EvalConfig("RUN", f"{__file__}/out", suite=perplexity_suite()), "test_evaluate.py is no folder"),
     ],
 )
 def test_requests_that_cannot_work(run: Path, config: EvalConfig, message: str) -> None:
@@ -195,3 +203,15 @@ def test_faults_are_reported_together() -> None:
         "suite.perplexity.chunk",
         "suite.perplexity.sets has several sets named web: rename a file",
     ]
+
+
+def test_a_full_disk_is_named(run: Path, corpus: Path, tmp_path: Path, monkeypatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run_module, "write_report", full)
+    config = EvalConfig(str(run), str(tmp_path / "out"), suite=perplexity_suite(sets=[str(corpus)]))
+    with pytest.raises(OSError) as failure:
+        evaluate(config, progress=False)
+    assert failure.value.filename == str(tmp_path / "out")
+    assert (tmp_path / "out/parts/perplexity-documents.json").is_file()

@@ -85,7 +85,8 @@ def test_a_set_that_cannot_be_read_costs_only_itself(build_model, tmp_path: Path
     errors = {name: result["error"] for name, result in found.items() if "error" in result}
     assert errors.keys() == {"short", "other", "absent"} and not any("\n" in line for line in errors.values())
     assert "no document of short has 4 tokens" in errors["short"]
-    assert "text" in errors["other"] and "absent.jsonl" in errors["absent"]
+    assert errors["other"].endswith("no column 'text' (it has body); set suite.perplexity.text_column")
+    assert errors["absent"].startswith(f"suite.perplexity.sets={tmp_path / 'absent.jsonl'}: no such file")
     assert found["good"]["lengths"][0]["documents"] == 1
     text = (folder / "table.md").read_text()
     assert all(f"Could not run: {line}" in text for line in errors.values())

@@ -221,6 +221,7 @@ def test_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         (["--bold", "a", "b"], 2, "usage: fla-eval compare"),
         (["one"], 2, "at least two"),
         (["absent", "absent"], 2, "absent holds no results.json"),
+        (["absent", "absent", f"output={__file__}/x"], 2, "test_report.py is no folder"),
     ],
 )
 def test_compare_requests_that_cannot_work(arguments, code, message, capsys, tmp_path, monkeypatch) -> None:
@@ -234,6 +235,10 @@ def test_a_damaged_record(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text("{")
     with pytest.raises(ValueError, match=r"results\.json is damaged .*: run the evaluation again"):
         load_record(tmp_path)
+    for content in ("[1]", '{"paper_row": {}}'):
+        (tmp_path / "results.json").write_text(content)
+        with pytest.raises(ValueError, match=r"holds no results\.json of a suite on text"):
+            load_record(tmp_path)
 
 
 def test_the_newest_evaluation_on_text_counts(tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 """An export is complete or absent, loads through the Auto classes, and computes what the model computed."""
 
+import errno
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -168,6 +171,20 @@ def test_copy(small_model, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -
     export_model(small_model, tokenizer, source / "inside", validate=False)
     with pytest.raises(ValueError, match="another output"):
         copy_export(source / "inside", source)
+
+
+def test_a_copy_that_the_disk_refuses_names_the_first_file(
+    small_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = export_model(small_model, None, tmp_path / "export", validate=False)
+
+    def full(start: object, target: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(OSError, match=r"^\S+ could not be written: \[Errno 28\] No space left on device$"):
+        copy_export(source, tmp_path / "copy")
+    assert [f.name for f in tmp_path.iterdir()] == ["export"]
 
 
 def test_card(small_model, tokenizer, tmp_path: Path) -> None:

@@ -105,6 +105,14 @@ def test_weights_cut_short(run: Path) -> None:
     assert f"{weights} is damaged or cut short" in one_line(failure)
 
 
+def test_a_training_record_cut_short(run: Path) -> None:
+    record = run / "hf/step-10000000/training.json"
+    record.write_text(record.read_text()[:20])
+    with pytest.raises(ValueError) as failure:
+        trained_length(load_model(run)[0])
+    assert f"{record} is damaged" in one_line(failure)
+
+
 def test_weights_missing(run: Path) -> None:
     (run / "hf/step-10000000/model.safetensors").unlink()
     with pytest.raises(ValueError) as failure:

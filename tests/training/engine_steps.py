@@ -81,13 +81,13 @@ def run(config: TrainConfig) -> dict:
     guard = StepGuard(torch.device("cpu"), max_grad_norm=config.optimizer.max_grad_norm)
 
     def steps(first: int, count: int) -> list[StepResult]:
-        rows = []
+        outcomes = []
         for step in range(first, first + count):
             ids, labels = make_batch(step)
             pairs = [(ids[rows], labels[rows]) for rows in plan.indices(0)]
             stop = rank == world - 1 and step == first + count - 1
-            rows.append(train_step(engine, pairs, LEARNING_RATE, guard, stop=stop))
-        return StepResult.read(rows)
+            outcomes.append(train_step(engine, pairs, LEARNING_RATE, guard, stop=stop))
+        return [outcome.read() for outcome in outcomes]
 
     results = steps(0, STEPS)
     content = {

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from engine_steps import make_batch, make_model
 
-from fla_train.training.engine import StepResult, build_engine, train_step
+from fla_train.training.engine import Outcome, build_engine, train_step
 from fla_train.training.guard import StepGuard
 from fla_train.training.schema import load_config
 
@@ -21,7 +21,7 @@ def main() -> None:
     engine = build_engine(make_model(config), config)
     guard = StepGuard(engine.device, max_grad_norm=1.0, spike_deviations=4.0)
 
-    def step(number: int) -> torch.Tensor:
+    def step(number: int) -> Outcome:
         ids, labels = batches[number]
         return train_step(engine, list(zip(ids.split(2), labels.split(2), strict=True)), 1e-3, guard)
 
@@ -30,10 +30,10 @@ def main() -> None:
         step(number)
     wait, torch.cuda.synchronize = torch.cuda.synchronize, refuse
     torch.cuda.set_sync_debug_mode("error")
-    rows = [step(number) for number in range(3, 6)]
+    outcomes = [step(number) for number in range(3, 6)]
     torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize = wait
-    results = StepResult.read(rows)
+    results = [outcome.read() for outcome in outcomes]
     assert all(result.loss > 0 and not result.skipped for result in results)
     print("read", list(range(3, 6)))
     dist.destroy_process_group()

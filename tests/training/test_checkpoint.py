@@ -2,9 +2,12 @@
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fla_train.training import checkpoint
 
@@ -103,3 +106,27 @@ def test_corrupt_later_ones_do_not_push_out_the_newest(tmp_path: Path):
     checkpoint.prune(newest, keep=1)
     assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-0000007", "step-0000009"]
     assert checkpoint.choose("auto", tmp_path) == newest
+
+
+def test_a_copy_under_another_name_is_neither_used_nor_deleted(tmp_path: Path):
+    newest = [make(tmp_path, step) for step in (3, 6)][-1]
+    copies = [tmp_path / "step-0000003-good", tmp_path / "step-0000006.bak"]
+    for copy in copies:
+        shutil.copytree(newest, copy)
+    assert checkpoint.choose("auto", tmp_path) == newest
+    checkpoint.prune(newest, keep=1, keep_every=5)
+    assert sorted(tmp_path.iterdir()) == sorted([newest, *copies])
+
+
+def test_a_checkpoint_of_another_model_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Engine:
+        optimizer = SimpleNamespace(param_groups=[])
+
+        def load_checkpoint(self, *arguments: object, **options: object) -> None:
+            torch.nn.Linear(2, 2).load_state_dict(torch.nn.Linear(3, 2).state_dict())
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    with pytest.raises(
+        ValueError, match=r"^\S+step-0000003 is of another model: size mismatch for weight.*$"
+    ):
+        checkpoint.load(Engine(), make(tmp_path, 3))

@@ -1,5 +1,6 @@
 """Throughput, statistics of a step, watchdog and profiles, each against something worked out by hand."""
 
+import json
 import threading
 import time
 from pathlib import Path
@@ -9,11 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fla_train.data.files import SourceInterrupted
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
-from fla_train.training import statistics
+from fla_train.training import statistics, worker
 from fla_train.training.profiling import profiled
+from fla_train.training.saving import TrainingStopped
 from fla_train.training.throughput import Meter, peak_flops
-from fla_train.training.watchdog import Watchdog
+from fla_train.training.watchdog import RankHung, Watchdog
 
 CPU = torch.device("cpu")
 
@@ -140,3 +143,24 @@ def test_a_profiled_step_leaves_a_trace_and_a_table(tmp_path: Path):
         torch.ones(8, 8) @ torch.ones(8, 8)
     assert "aten::mm" in (tmp_path / "profile" / "step-0000012-rank-1.json").read_text()
     assert "aten::mm" in (tmp_path / "profile" / "step-0000012-rank-1-operators.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("failure", "line", "final"),
+    [
+        (ValueError("a fault\nof the config"), "a fault of the config", True),
+        (TrainingStopped("diverged"), "diverged", True),
+        (SourceInterrupted("no answer"), "no answer", False),
+        (RankHung("no progress"), "no progress", False),
+        (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device", False),
+    ],
+)
+def test_what_would_end_the_same_way_again_is_final(
+    failure: Exception, line: str, final: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("FLA_TRAIN_ERROR_FILE", str(tmp_path / "rank-0.json"))
+    worker.report(failure)
+    told = json.loads((tmp_path / "rank-0.json").read_text())
+    assert (told["line"], told["final"]) == (line, final)
+    monkeypatch.setenv("FLA_TRAIN_ERROR_FILE", str(tmp_path / "a full disk" / "rank-0.json"))
+    worker.report(failure)  # without an exception of its own

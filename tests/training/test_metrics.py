@@ -1,4 +1,7 @@
+import errno
+import io
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -6,11 +9,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tqdm import tqdm
 
 from fla_train.training.checkpoint import TrainState
-from fla_train.training.metrics import MetricsFile, Tensorboard, last_losses, read_metrics
-from fla_train.training.plots import plot_losses
-from fla_train.training.report import open_sinks
+from fla_train.training.console import Console
+from fla_train.training.loop import Trainer
+from fla_train.training.metrics import (
+    MetricsFile,
+    Tensorboard,
+    checkpoint_seconds,
+    last_losses,
+    read_metrics,
+)
+from fla_train.training.plots import plot_losses, resumed_at
+from fla_train.training.report import Reporter, open_sinks
 from fla_train.training.runfolder import RunFolder
 from fla_train.training.schema import TrainConfig
 
@@ -40,6 +52,19 @@ def test_the_last_finite_losses_are_found(tmp_path: Path):
     assert last_losses(path) == (3.0, 2.5)
 
 
+def test_checkpoints_are_set_against_the_time_of_training(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    rows = [
+        {"step": 1, "tokens": 100, "tokens_per_second": 50.0},
+        {"step": 1, "tokens": 100, "checkpoint_stall_s": 0.25},
+        {"step": 3, "tokens": 300, "tokens_per_second": 100.0},
+        {"step": 3, "tokens": 300, "validation_loss": 1.0},
+        {"step": 3, "tokens": 300, "checkpoint_stall_s": 0.75},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert checkpoint_seconds(path) == (1.0, 4.0)
+
+
 def test_several_runs_are_drawn_in_one_figure(tmp_path: Path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -48,6 +73,20 @@ def test_several_runs_are_drawn_in_one_figure(tmp_path: Path):
     two = plot_losses([tmp_path / "a", tmp_path / "b"], tmp_path / "plots" / "two.png")
     assert one.read_bytes().startswith(b"\x89PNG")
     assert one.read_bytes() != two.read_bytes()
+
+
+def test_resumes_are_marked_once_each(tmp_path: Path):
+    write(tmp_path / "metrics.jsonl", range(1, 9))
+    plain = plot_losses([tmp_path], tmp_path / "plain.png").read_bytes()
+    assert resumed_at(tmp_path) == []
+    for step in (0, 5, 3, 3):
+        RunFolder(tmp_path).note_start(step, 8 * step, processes=1)
+    with RunFolder(tmp_path).starts.open("a") as file:
+        file.write('{"step": 8, "tok')
+    assert resumed_at(tmp_path) == [24, 40]
+    assert plot_losses([tmp_path], tmp_path / "marked.png").read_bytes() != plain
+    (tmp_path / "file").touch()
+    RunFolder(tmp_path / "file").note_start(1, 8, processes=1)  # what can't be written is left out
 
 
 def test_a_folder_without_losses_is_refused(tmp_path: Path):
@@ -91,3 +130,108 @@ def test_tensorboard_shows_the_records(tmp_path: Path):
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 0.5)]
     assert "grad_norm" not in events.Tags()["scalars"]
+
+
+class SmallDisk(io.RawIOBase):
+    """Takes `room` bytes."""
+
+    def __init__(self, room: int):
+        self.room, self.content = room, b""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = bytes(data[: self.room])
+        self.content += taken
+        self.room -= len(taken)
+        return len(taken)
+
+
+def test_what_a_full_disk_refuses_is_written_later(tmp_path: Path):
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", resumed_step=0)
+    disk = metrics._file = SmallDisk(room=15)
+    metrics.log({"step": 1})
+    for step in (2, 3):  # the first of them in part
+        with pytest.raises(OSError):
+            metrics.log({"step": step})
+    disk.room = 40
+    metrics.log({"step": 4})
+    assert [json.loads(line)["step"] for line in disk.content.splitlines()] == [1, 2, 3, 4]
+    disk.room = 0
+    with pytest.raises(OSError):
+        metrics.log({"step": 5})
+    disk.room = 100
+    metrics.close()
+    assert disk.content.endswith(b'{"step": 5}\n')
+
+
+def test_a_full_disk_is_told_of_once_and_the_views_go_on(
+    make_config: Callable[..., TrainConfig], tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    class Sink:
+        def __init__(self, name: str, refused: tuple[int, ...]):
+            self.name, self.refused, self.steps = name, refused, []
+
+        def log(self, record: dict) -> None:
+            if record["step"] in self.refused:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.steps.append(record["step"])
+
+    reporter = Reporter(make_config(), RunFolder(tmp_path), TrainState(), io.StringIO(), rank=0)
+    file, view = reporter._sinks = [Sink("metrics.jsonl", (2, 3, 5)), Sink("tensorboard", ())]
+    for step in range(1, 7):
+        reporter.log({"step": step, "loss": 1.0})
+    assert (file.steps, view.steps) == ([1, 4, 6], [1, 2, 3, 4, 5, 6])
+    told = capsys.readouterr().out.splitlines()
+    fault = "metrics.jsonl can't be written (No space left on device)"
+    assert told == [f"step 2: {fault}", f"step 5: {fault}"]
+
+
+def test_a_terminal_that_has_gone_costs_lines_only(capsys: pytest.CaptureFixture):
+    class Gone(io.StringIO):
+        def __init__(self, terminal: bool):
+            super().__init__()
+            self.terminal = terminal
+
+        def isatty(self) -> bool:
+            return self.terminal
+
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    record = {"step": 3, "loss": 1.0, "lr": 0.1, "grad_norm": 1.0, "tokens_per_second": 9.0}
+    for terminal in (False, True):
+        stream = Gone(False)
+        console = Console(stream, total=9, done=0)
+        stream.terminal = terminal
+        if terminal:
+            console._bar = tqdm(total=9, file=stream, disable=False, delay=9)
+        console.line("a line")
+        console.progress(record)
+        console.close()
+        assert capsys.readouterr().out.startswith("a line\nstep 3/9  loss 1.0000")
+
+
+@pytest.mark.parametrize(
+    ("unread", "log_every", "due", "read"),
+    [
+        ([1], 1, False, 0),  # the first step's outcome waits until the second has been launched
+        ([1, 2], 1, False, 1),
+        ([1, 2], 1, True, 2),  # before an evaluation, a checkpoint or the end nothing stays behind
+        ([8, 9, 10], 10, False, 0),
+        ([8, 9, 10, 11], 10, False, 3),
+        ([11, 12], 10, False, 0),
+        ([11, 12], 10, True, 2),
+    ],
+)
+def test_outcomes_that_are_only_logged_are_read_a_step_late(unread, log_every, due, read):
+    names = ("eval_every", "export_every", "checkpoint_every", "suite_every")
+    trainer = SimpleNamespace(log_every=log_every, **dict.fromkeys(names, 0))
+    rows = [(step, 1e-3, None) for step in unread]
+    run = SimpleNamespace(
+        config=SimpleNamespace(trainer=trainer), rows=rows, observed={}, _due=lambda every: due
+    )
+    assert Trainer._needed(run) == read

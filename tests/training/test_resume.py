@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -172,3 +173,39 @@ def test_a_branch_of_another_run_stands_on_its_own(make_config: Make, warm_ranks
     branch = tmp_path / "branch/checkpoints/step-0000001"
     assert checkpoint.find_fault(branch) is None
     assert checkpoint.read_state(branch).wandb_id is None
+
+    alone = tmp_path / "alone"
+    shutil.copytree(trunk, alone)  # no config beside it tells what it was trained on
+    with pytest.raises(ValueError, match=r"alone is of other prepared data"):
+        launch(
+            make_config(
+                *more,
+                f"run.dir={tmp_path / 'twig'}",
+                f"trainer.resume={alone}",
+                "data.validation_fraction=0.2",
+            )
+        )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resumed_run_decays_as_its_config_says(
+    make_config: Make, warm_ranks: WarmRanks, tmp_path: Path, ranks: int
+):
+    """With a learning rate of 0 the first part does not decay, so its weight decay must not matter."""
+    common = ["trainer.precision=fp32", "launch.device=cpu", "trainer.checkpoint_every=0"]
+    ends = []
+    for first in (0.0, 50.0):
+        run = f"run.dir={tmp_path / str(first)}"
+        begin = [f"optimizer.weight_decay={first}", "optimizer.lr=0", "trainer.max_steps=1"]
+        warm_ranks.launch(make_config(*common, run, *begin))
+        more = ["optimizer.weight_decay=50", "trainer.max_steps=12", f"launch.num_processes={ranks}"]
+        warm_ranks.launch(make_config(*common, run, *more))
+        ends.append(weights(tmp_path / str(first)))
+    assert ends[0] == ends[1]
+
+
+def test_another_optimizer_is_refused(make_config: Make, warm_ranks: WarmRanks, tmp_path: Path):
+    common = ["launch.device=cpu", f"run.dir={tmp_path}"]
+    warm_ranks.launch(make_config(*common, "trainer.max_steps=1"))
+    with pytest.raises(ValueError, match=r"another run: .*optimizer\.name=muon \(was adamw\)"):
+        launch(make_config(*common, "optimizer=muon"))

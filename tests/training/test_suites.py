@@ -156,3 +156,11 @@ def test_an_evaluation_ends_with_its_trainer(tmp_path: Path) -> None:
     assert size
     time.sleep(0.5)
     assert log.stat().st_size == size
+
+
+def test_a_suite_that_the_disk_refuses_is_left_out(runs, tmp_path: Path) -> None:
+    (tmp_path / "eval").write_text("in the way")
+    suites, records, lines = runs()
+    suites.start(tmp_path / "hf/step-0000004", 4)
+    suites.finish(9, 900, lambda doing: None)
+    assert lines == ["step 4: suite demo left out (Not a directory)"] and not records

@@ -97,12 +97,14 @@ def test_a_fixed_training_set_is_drawn_once_and_repeats() -> None:
 
 def test_a_curriculum_begins_with_short_words(make) -> None:
     """Each step has its stage's sequences of its own indices, on any rank; then those of a run without."""
-    config = make(*SMALL, "task.curriculum=[[2,3],[5,1]]", "task.batch_size=4").task
+    stages = "[[2,3,{elements:2}],[5,1]]"
+    config = make(*SMALL, f"task.curriculum={stages}", "task.batch_size=4").task
     data = TaskSequences(training_task(config, 3), curriculum_tasks(config, 3), config.batch_size)
     whole = training_task(config, 3)
     for step, length in enumerate([2, 2, 2, 5, 6, 6]):
         indices = np.arange(4 * step, 4 * step + 4)[1:3]  # a rank's share of the step
-        stage = make_task("group_words", {**config.options, "length": length}, seed=3)
+        early = {"length": length} | ({"elements": 2} if step < 3 else {})
+        stage = make_task("group_words", {**config.options, **early}, seed=3)
         assert torch.equal(data.sequences(indices), stage.batch(indices).for_causal_lm())
     assert torch.equal(data.sequences(indices), whole.batch(indices).for_causal_lm())
 
@@ -163,6 +165,9 @@ def test_recipes_compose_and_hold_together(make, name: str) -> None:
         (["task.options.group=Q8"], "unknown group 'Q8'"),
         (["task.batch_size=12", "trainer.micro_batch_size=8"], "task.batch_size=12 is not a multiple of 8"),
         (["task.curriculum=[[4,2],[7,2]]"], r"\[7, 2\] is longer than the training set"),
+        (["task.curriculum=[[4,2,3]]"], r"\[4, 2, 3\] is no \[tokens, steps\]"),
+        (["task.curriculum=[[4,2,{element:3}]]"], "group_words has no option element;"),
+        (["task.curriculum=[[4,2,{group:S4}]]"], "has another vocabulary than the training set"),
         (
             ["task.stop_at=[[longer/accuracy,1]]"],
             "is no .metric, value. with a metric of train_length/token",

@@ -88,6 +88,14 @@ def test_a_port_in_use(fla_train, tmp_path: Path):
     assert f"launch.main_process_port={port}" in fault and "is taken" in fault
 
 
+@pytest.mark.parametrize(
+    ("option", "message"), [("suite.limt=3", "Key 'limt' not in"), ("suite.limit=0", "must be at least 1")]
+)
+def test_a_suite_that_would_be_refused_while_training(fla_train, option: str, message: str):
+    fault = refused(fla_train("trainer.suite_every=4", f'trainer.suite_options=["{option}"]', "dry_run=true"))
+    assert "trainer.suite_options: " in fault and message in fault
+
+
 def test_missing_data(fla_train, tmp_path: Path):
     assert str(tmp_path / "nowhere") in refused(fla_train(f"data.path={tmp_path / 'nowhere'}"))
 
@@ -98,6 +106,14 @@ def test_dry_run_prints_the_plan_and_stops(fla_train, tmp_path: Path):
     for part in ("max_steps: 12", "parameters", "3,072 = 12 steps x 256", "FLOPs", "memory", "4 micro-batch"):
         assert part in stdout
     assert not (tmp_path / "run").exists()
+
+
+def test_the_home_folder_may_be_a_tilde(fla_train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "step").mkdir()
+    code, stdout, _ = fla_train("dry_run=true", "run.dir=~/runs/first", "trainer.resume=~/step")
+    assert code == 0
+    assert f"dir: {tmp_path}/runs/first" in stdout and f"resume: {tmp_path}/step" in stdout
 
 
 def test_too_little_validation_text_is_said_in_the_plan(fla_train):
@@ -119,6 +135,8 @@ def test_a_damaged_shard_is_found_before_the_start(fla_train, corpus: Path, tmp_
 def test_a_run_folder_that_can_not_be_made(fla_train, tmp_path: Path):
     (tmp_path / "file").write_text("")
     assert "give another run.dir" in refused(fla_train(f"run.dir={tmp_path / 'file' / 'run'}"))
+    (tmp_path / "run" / ".lock").mkdir(parents=True)  # stands in for a file system that is read only
+    assert "run can't be written (Is a directory)" in refused(fla_train(f"run.dir={tmp_path / 'run'}"))
 
 
 def test_an_impossible_job_does_not_stop_a_sweep(fla_train, tmp_path: Path):
@@ -209,6 +227,8 @@ def test_the_same_sweep_again_resumes_each_job(sweep: tuple[Path, str], fla_trai
     after = read_metrics(folder / "1" / "metrics.jsonl")
     assert [r.get("loss") for r in after] == [r.get("loss") for r in before]
     assert (folder / "1" / "hf" / "step-0000004").is_dir()
+    starts = [json.loads(line) for line in (folder / "1" / "starts.jsonl").read_text().splitlines()]
+    assert [(s["step"], s["tokens"], s["processes"]) for s in starts] == [(0, 0, 1), (3, 768, 1)]
 
 
 def test_a_run_knows_its_text_wherever_it_lies(

@@ -1,6 +1,7 @@
 """Writing checkpoints beside training: what is copied, who waits, and what a failed write leaves."""
 
 import errno
+import io
 import os
 import threading
 from collections import OrderedDict
@@ -181,3 +182,22 @@ def test_the_thread_does_not_outlive_a_wait(tmp_path: Path, told: list[Written])
     write.wait()
     assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
     assert writer.WRITING not in "".join(names(tmp_path / "checkpoints"))
+
+
+def test_the_reason_is_the_disks_and_not_what_torch_makes_of_it():
+    class Full(io.RawIOBase):
+        room = 1  # writes
+
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: bytes) -> int:
+            if not self.room:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.room -= 1
+            return len(data)
+
+    with pytest.raises(RuntimeError, match="unexpected pos") as failure:
+        torch.save(torch.zeros(1000), Full())
+    assert writer.reason(failure.value) == "No space left on device"
+    assert writer.reason(RuntimeError("two\n lines")) == "two lines"
