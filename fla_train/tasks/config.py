@@ -39,8 +39,8 @@ class TaskConfig:
 
     `options` are arguments of the task's class for all sets; `train`, and the entry of `tests` by name, add
     to them or replace them. `curriculum`, [[tokens, steps], ...], gives so many first steps words of so many
-    tokens at most, one stage after another. `stop_at`, [["test set/metric", value], ...], ends a run before
-    its last step.
+    tokens at most, one stage after another; a third entry {option: value} sets further options for a stage.
+    `stop_at`, [["test set/metric", value], ...], ends a run before its last step.
     """
 
     kind: str = MISSING
@@ -84,12 +84,13 @@ def training_task(config: TaskConfig, seed: int) -> Task:
 
 def curriculum_tasks(config: TaskConfig, seed: int) -> list[tuple[Task, int]]:
     """The training sets of the first steps, with words of other lengths, and how many steps each lasts."""
-    return [(_with_length(config, seed, length), steps) for length, steps in config.curriculum]
+    return [(_stage_task(config, seed, stage), stage[1]) for stage in config.curriculum]
 
 
-def _with_length(config: TaskConfig, seed: int, length: int) -> Task:
-    shorter = {KINDS[config.kind].length_option: length}
-    return training_task(replace(config, train={**config.train, **shorter}), seed)
+def _stage_task(config: TaskConfig, seed: int, stage: list[Any]) -> Task:
+    length, _, *more = stage
+    options = {KINDS[config.kind].length_option: length, **(more[0] if more else {})}
+    return training_task(replace(config, train={**config.train, **options}), seed)
 
 
 def tasks_for_testing(config: TaskConfig) -> dict[str, Task]:
@@ -126,19 +127,32 @@ def _curriculum_faults(config: TaskConfig) -> list[str]:
         return [f"task.curriculum needs words of several lengths: {config.kind} has one"]
     faults = []
     for stage in config.curriculum:
-        if not (
-            isinstance(stage, list) and len(stage) == 2 and all(isinstance(n, int) and n > 0 for n in stage)
-        ):
-            faults.append(f"task.curriculum: {stage} is no [tokens, steps] with two numbers of 1 or more")
+        if not _is_stage(stage):
+            faults.append(
+                f"task.curriculum: {stage} is no [tokens, steps] with two numbers of 1 or more, which "
+                "{option: value} may follow"
+            )
             continue
         try:
-            short = _with_length(config, 0, stage[0])
+            early = _stage_task(config, 0, stage)
         except ValueError as fault:
             faults.append(f"task.curriculum: {stage}: {fault}")
-        else:
-            if short.seq_len > training_task(config, 0).seq_len:
-                faults.append(f"task.curriculum: {stage} is longer than the training set's words")
+            continue
+        whole = training_task(config, 0)
+        if early.seq_len > whole.seq_len:
+            faults.append(f"task.curriculum: {stage} is longer than the training set's words")
+        if early.vocab_size != whole.vocab_size:
+            faults.append(f"task.curriculum: {stage} has another vocabulary than the training set")
     return faults
+
+
+def _is_stage(stage: Any) -> bool:
+    return (
+        isinstance(stage, list)
+        and len(stage) in (2, 3)
+        and all(isinstance(n, int) and n > 0 for n in stage[:2])
+        and all(isinstance(options, dict) for options in stage[2:])
+    )
 
 
 def _target_faults(config: TaskConfig) -> list[str]:

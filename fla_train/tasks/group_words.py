@@ -8,7 +8,7 @@ import torch
 
 from fla_train.tasks.contract import IGNORE, Batch, Tally, Task
 from fla_train.tasks.draws import below, draw
-from fla_train.tasks.groups import make_group
+from fla_train.tasks.groups import generators_first, make_group
 
 _BLOCK = 1024  # sequences generated at a time, so that the work stays in the cache
 
@@ -33,6 +33,8 @@ class GroupWords(Task):
         seed, num_sequences: see Task.
         max_moved: draw only elements that move at most so many points: 2 is "only swaps" (and the identity),
             3 "swaps and 3-permutations"; S and A groups only. None draws from the whole group.
+        elements: draw only so many of these elements, generators first (`generators_first`): a curriculum's
+            early stages. None draws from all.
         tokens_per_element: k.
         label_incomplete: label the tokens at which an element is not complete yet too.
         bos: begin each sequence with a beginning-of-sequence token, which has no label.
@@ -52,6 +54,7 @@ class GroupWords(Task):
         seed: int = 0,
         num_sequences: int | None = None,
         max_moved: int | None = None,
+        elements: int | None = None,
         tokens_per_element: int = 1,
         label_incomplete: bool = True,
         bos: bool = True,
@@ -69,7 +72,7 @@ class GroupWords(Task):
         self.bos = bos
         self.filler_id = order
         self.bos_id = order + 1
-        self.elements = self._drawn_elements(max_moved)
+        self.elements = self._first_elements(self._movable_elements(max_moved), elements)
         self._flat_table = self.group.table.ravel()
 
     def summary(self, tally: Tally) -> dict[str, float | list[float]]:
@@ -80,8 +83,16 @@ class GroupWords(Task):
             "prefix_accuracy": tally.prefix_accuracy[self.bos :],
         }
 
-    def _drawn_elements(self, max_moved: int | None) -> np.ndarray:
+    def _first_elements(self, allowed: np.ndarray, count: int | None) -> np.ndarray:
         """[m] int64: the elements that inputs are drawn from."""
+        if count is None:
+            return allowed
+        if not 1 <= count <= len(allowed):
+            raise ValueError(f"elements={count}: choose 1 to {len(allowed)}, the elements that may be drawn")
+        return generators_first(self.group, allowed)[:count]
+
+    def _movable_elements(self, max_moved: int | None) -> np.ndarray:
+        """[m] int64: the elements that move at most `max_moved` points."""
         if max_moved is None:
             return np.arange(self.group.order)
         if self.group.moved is None:

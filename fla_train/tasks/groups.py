@@ -8,6 +8,8 @@ from math import factorial
 
 import numpy as np
 
+from fla_train.tasks.draws import draw, stream_keys, without_replacement
+
 MAX_ORDER = 1000  # a table holds order^2 numbers; S6 has order 720
 
 
@@ -62,6 +64,28 @@ def make_group(name: str) -> Group:
         if array is not None:
             array.flags.writeable = False  # the cache gives one group to all
     return Group(name, table, moved)
+
+
+def generators_first(group: Group, elements: np.ndarray) -> np.ndarray:
+    """`elements` in a fixed shuffled order, except that each one which the elements before it do not generate
+    comes early. So the first few generate as large a subgroup as all of them: two of A5 or S5.
+    """
+    n = len(elements)
+    shuffled = elements[without_replacement(draw(stream_keys(0, [0]), n), n)[0]]
+    reached, early = np.array([0]), []
+    for element in shuffled:
+        if element not in reached:
+            early.append(element)
+            reached = _generated(group, early)
+    return np.concatenate([early, shuffled[~np.isin(shuffled, early)]]).astype(np.int64)
+
+
+def _generated(group: Group, elements: list[int]) -> np.ndarray:
+    """The subgroup that `elements` generate. In a finite group inverses are powers: products are enough."""
+    reached = np.array([0])
+    while len(larger := np.union1d(reached, group.table[reached][:, elements])) > len(reached):
+        reached = larger
+    return reached
 
 
 def _order(factor: str) -> int:

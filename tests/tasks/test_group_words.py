@@ -54,6 +54,18 @@ def test_limited_inputs_still_reach_the_whole_group(max_moved: int, drawn: int) 
     assert len(batch.labels.unique()) == 120
 
 
+@pytest.mark.parametrize(("group", "max_moved", "count"), [("A5", None, 3), ("S5", None, 2), ("S5", 2, 4)])
+def test_the_first_elements_reach_the_whole_group(group: str, max_moved: int | None, count: int) -> None:
+    few, more = (
+        GroupWords(group, 40, max_moved=max_moved, elements=n, bos=False) for n in (count, count + 5)
+    )
+    batch = few.batch(range(300))
+    drawn = set(batch.input_ids.unique().tolist())
+    assert len(drawn) == count
+    assert drawn < set(more.batch(range(300)).input_ids.unique().tolist())
+    assert len(batch.labels.unique()) == few.group.order
+
+
 def test_inputs_are_uniform_and_positions_independent() -> None:
     """Pearson's statistic has mean m and deviation sqrt(2m) for m degrees of freedom: allow 5 of them."""
     inputs = GroupWords("S4", 40, bos=False).batch(range(5000)).input_ids.numpy()
@@ -126,6 +138,8 @@ def test_settings_that_give_no_task_are_refused() -> None:
         GroupWords("Z60", 10, max_moved=2)
     with pytest.raises(ValueError, match="raise max_moved"):
         GroupWords("A5", 10, max_moved=2)
+    with pytest.raises(ValueError, match="elements=12: choose 1 to 11"):
+        GroupWords("S5", 10, max_moved=2, elements=12)
     with pytest.raises(ValueError, match="num_sequences"):
         GroupWords("S5", 10, num_sequences=0)
     for indices in ([], [-1], [[1, 2]]):
