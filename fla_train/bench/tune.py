@@ -80,9 +80,12 @@ def tune(
     timer = timer or (lambda run: median_times({"run": run}, device, rounds=5)["run"])
     key, best = key_of(shape, device), lookup(device, dtype, shape.key_dim, shape.value_dim, shape.substeps)
     problem = make_problem(shape, dtype, device, norm=True)
-    judges = [Judge(shape, dtype, device, gated, norm) for gated in (True, False) for norm in (True, False)]
     step = partial(forward_backward, _ours, problem)
-    step()  # a shape that cannot run fails here, rather than with each candidate
+    present = Judge(problem, step())  # a shape that cannot run fails here, rather than with each candidate
+    judges = [
+        short_judge(shape, dtype, device, gated, norm) for gated in (True, False) for norm in (True, False)
+    ]
+    judges.append(present)
     for kernel in KERNELS:
         times: list[tuple[float, Options]] = []
         refused = []
@@ -126,15 +129,12 @@ def candidates(kernel: str, key: Key, present: Options) -> list[Options]:
     return found
 
 
+@dataclass(frozen=True)
 class Judge:
-    """Compares calls with the fp64 recurrence on a short sequence, whose results it computes once."""
+    """Compares calls with what is right: `reference` by name, of `problem`."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, gated: bool, norm: bool):
-        short = replace(shape, batch=1, tokens=JUDGED_TOKENS, heads=2, gated=gated)
-        self.problem = make_problem(short, dtype, device, norm=norm, seed=1)
-        leaves = {name: x.detach().cpu().double().requires_grad_() for name, x in self.problem.leaves.items()}
-        exact = replace(self.problem, **leaves, do=self.problem.do.cpu().double())
-        self.reference = forward_backward(partial(_ours, backend="recurrent"), exact)
+    problem: Problem
+    reference: dict[str, Tensor]
 
     def fault(self, launches: Launches) -> str | None:
         """What is wrong with results under these options, None if nothing."""
@@ -150,6 +150,19 @@ class Judge:
                 gate = "gate" if shape.gated else "no gate"
                 return f"{name} is off by {error:.1e} ({gate}, {'norm' if self.problem.norm else 'no norm'})"
         return None
+
+
+def short_judge(shape: Shape, dtype: torch.dtype, device: torch.device, gated: bool, norm: bool) -> Judge:
+    """By the fp64 recurrence on a short sequence.
+
+    Programs that walk over chunks have one each there. Where they have many, on the timed problem, what the
+    options before compute stands in for the recurrence.
+    """
+    short = replace(shape, batch=1, tokens=JUDGED_TOKENS, heads=2, gated=gated)
+    problem = make_problem(short, dtype, device, norm=norm, seed=1)
+    leaves = {name: x.detach().cpu().double().requires_grad_() for name, x in problem.leaves.items()}
+    exact = replace(problem, **leaves, do=problem.do.cpu().double())
+    return Judge(problem, forward_backward(partial(_ours, backend="recurrent"), exact))
 
 
 def _ours(p: Problem, backend: str = "triton") -> Tensor:

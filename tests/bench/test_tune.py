@@ -82,6 +82,19 @@ def test_a_fast_one_that_is_wrong_and_one_that_cannot_run_are_refused(small, mon
     assert "o is off by" in outcome.refused[1]
 
 
+def test_one_that_is_wrong_on_the_timed_sizes_only_is_refused(small, monkeypatch):
+    sound = tuning.delta_product
+
+    def unsound(q, *inputs, backend, **options):
+        o, state = sound(q, *inputs, backend=backend, **options)
+        return (o * 1.05 if q.shape[2] == 1 and present() == PREPARE[2] else o), state
+
+    monkeypatch.setattr(tuning, "delta_product", unsound)
+    outcome, best = run_tune(clock)[0]
+    assert best.prepare == PREPARE[1]
+    assert "o is off by" in outcome.refused[0]
+
+
 def test_nothing_right_is_an_error(small, monkeypatch):
     monkeypatch.setattr(tuning.Judge, "fault", lambda *arguments: "wrong")
     with pytest.raises(ValueError, match="no options of prepare are right on this machine: see fla-doctor"):
