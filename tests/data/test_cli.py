@@ -108,5 +108,6 @@ def test_what_the_system_refuses_is_one_line_and_exit_code_1(monkeypatch, capsys
     assert run(monkeypatch, "data=stdlib") == 1
     assert capsys.readouterr().err == f"error: {tmp_path / 'here'}: Permission denied\n"
     monkeypatch.setenv("FLA_TRAIN_TRACEBACK", "1")
-    assert run(monkeypatch, "data=stdlib") == 1
-    assert "Traceback" in capsys.readouterr().err
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # as under a debugger, or coverage
+    with pytest.raises(PermissionError):
+        run(monkeypatch, "data=stdlib")
