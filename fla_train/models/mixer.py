@@ -57,20 +57,17 @@ class DeltaProductMixer(nn.Module):
         if context.keep is not None:
             x = x * context.keep[..., None].to(x.dtype)
         steps, heads = self.config.num_householder, self.config.num_heads
-        names = ["q_proj", "k_proj", "v_proj", "b_proj"]
-        names += ["a_proj"] * self.config.use_forget_gate + ["g_proj"] * self.config.use_output_gate
-        y = dict(zip(names, project(x, *(getattr(self, name) for name in names)), strict=True))
-        q = self._convolve("q", y["q_proj"], context, cache).unflatten(-1, (heads, self.config.head_dim))
-        k = self._convolve("k", y["k_proj"], context, cache).unflatten(
-            -1, (steps, heads, self.config.head_dim)
-        )
-        v = self._convolve("v", y["v_proj"], context, cache).unflatten(
-            -1, (steps, heads, self.config.head_v_dim)
-        )
-        beta, g = self._gates(y["b_proj"], y.get("a_proj"), context.keep)
+        names = "qkvb" + "a" * self.config.use_forget_gate + "g" * self.config.use_output_gate
+        projections = project(x, *(getattr(self, f"{name}_proj") for name in names))
+        y = dict(zip(names, projections, strict=True))
+        q, k, v = [self._convolve(name, y[name], context, cache) for name in "qkv"]
+        q = q.unflatten(-1, (heads, self.config.head_dim))
+        k = k.unflatten(-1, (steps, heads, self.config.head_dim))
+        v = v.unflatten(-1, (steps, heads, self.config.head_v_dim))
+        beta, g = self._gates(y["b"], y.get("a"), context.keep)
 
         o = self._recur(q, k, v, beta, g, context, cache)  # [B, T, H, V]
-        gate = y["g_proj"].view_as(o) if "g_proj" in y else None
+        gate = y["g"].view_as(o) if "g" in y else None
         return self.o_proj(self.o_norm(o, gate).flatten(-2))
 
     def gates(self, x: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

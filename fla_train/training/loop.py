@@ -83,9 +83,7 @@ class Trainer:
         saved_step = self.state.step if own else -1
         self.saver = Saver(config, data, self.folder, self.engine, self.reporter, saved_step)
         self.suites = self._make_suites()
-        self.rows: list[
-            tuple[int, float, Outcome]
-        ] = []  # steps, their learning rates, and what is to be read
+        self.rows: list[tuple[int, float, Outcome]] = []  # step, learning rate, and what is to be read
         self.observed: dict[str, Tensor] = {}  # statistics of the newest step
         self.leaving = False  # a rank has been asked to stop
         self.reached = False  # what the run was for, before its last step; all ranks decide alike
