@@ -8,6 +8,7 @@ import glob
 import gzip
 import hashlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -99,19 +100,27 @@ class SourceInterrupted(ValueError):
     """A remote source stopped answering: another attempt may go on from there."""
 
 
+@contextmanager
+def reading(where: str, remedy: str, fault: type[ValueError] = ValueError) -> Iterator[None]:
+    """Inside, any failure becomes a `fault` that names the place."""
+    try:
+        yield
+    except Exception as failure:
+        message = " ".join(str(failure).split())
+        raise fault(f"{where}: cannot be read ({message}); {remedy}") from failure
+
+
 def guarded(
     items: Iterable[_T], where: str, remedy: str, fault: type[ValueError] = ValueError
 ) -> Iterator[_T]:
-    """`items`, with any failure to produce the next one turned into a `fault` that names the place."""
+    """`items`, each of them produced under `reading`."""
     iterator = iter(items)
     while True:
-        try:
-            item = next(iterator)
-        except StopIteration:
-            return
-        except Exception as failure:
-            message = " ".join(str(failure).split())
-            raise fault(f"{where}: cannot be read ({message}); {remedy}") from failure
+        with reading(where, remedy, fault):
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
         yield item
 
 
@@ -188,10 +197,12 @@ def _read_jsonl(
 ) -> Iterator[JsonChunk]:
     remedy = "fetch the file again or remove it"
     line = start.get("line", 0)
-    opened = (gzip.open(p, "rb") if p.suffix == ".gz" else p.open("rb") for p in [path])
-    with next(guarded(opened, str(path), remedy)) as file:
-        # Decompresses what lies before the offset once more; a plain file jumps there.
-        list(guarded((file.seek(at) for at in [start.get("offset", 0)]), str(path), remedy))
+    with reading(str(path), remedy):
+        opened = gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+    with opened as file:
+        with reading(str(path), remedy):
+            # Decompresses what lies before the offset once more; a plain file jumps there.
+            file.seek(start.get("offset", 0))
         blocks = iter(lambda: file.readlines(CHUNK_BYTES), [])
         for lines in guarded(blocks, str(path), remedy):
             first, line = line + 1, line + len(lines)
