@@ -237,6 +237,7 @@ def main() -> None:
     for batch in rounds([*runs, alone], most):
         run_together(batch, options.folder, further, options.limit)
     report = {"runs": [asdict(run) for run in runs]}
+    write(report, options.folder)
     print("\n" + table(runs) + "\n\n" + parts_table(runs), flush=True)
     for run in runs:
         if run.write_s:
@@ -244,11 +245,13 @@ def main() -> None:
     if most > 1:
         for run in moving:
             run_together([run], options.folder, further, options.limit)
-        report["elastic_loss_difference"] = difference(options.folder)
-        print(
-            f"resumed on other numbers of GPUs: losses within {difference(options.folder):.1e} of one GPU's"
-        )
-    (options.folder / "scaling.json").write_text(json.dumps(report, indent=2) + "\n")
+        off = difference(options.folder)
+        print(f"resumed on other numbers of GPUs: losses within {off:.1e} of one GPU's")
+        write(report | {"elastic_loss_difference": off}, options.folder)
+
+
+def write(report: dict, folder: Path) -> None:
+    (folder / "scaling.json").write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":
