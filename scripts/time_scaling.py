@@ -3,7 +3,7 @@
     python scripts/time_scaling.py runs/scaling data=fineweb
     python scripts/time_scaling.py runs/scaling --gpus 1 2 4 --models 340m data=local data.path=/data/web
 
-Everything after the options goes to every `fla-train`. Runs that leave GPUs free share the machine. Weak
+Everything after the options goes to every `fla-train`. One run after another has the machine to itself. Weak
 scaling keeps the micro-batch per GPU, strong scaling the tokens per step; "no overlap" reduces gradients
 after the backward pass instead of during it. These runs are killed after their steps, but the weak one on the
 most GPUs goes on to its checkpoint. A small model trained on the most GPUs, then on half of them, then on the
@@ -102,27 +102,11 @@ def elastic_runs(most: int) -> list[Run]:
     return [Run(name, gpus, [*common, f"trainer.max_steps={until}"]) for name, gpus, until in parts]
 
 
-def rounds(runs: list[Run], gpus: int) -> Iterator[list[Run]]:
-    """Largest first; each round fills the machine with what fits."""
-    waiting = sorted(runs, key=lambda run: -run.gpus)
-    while waiting:
-        free, batch = gpus, []
-        for run in list(waiting):
-            if run.gpus <= free:
-                free -= run.gpus
-                batch.append(run)
-                waiting.remove(run)
-        yield batch
-
-
-def start(run: Run, folder: Path, devices: list[int], further: list[str]) -> subprocess.Popen:
+def start(run: Run, folder: Path, further: list[str]) -> subprocess.Popen:
     command = ["fla-train", *further, *run.overrides, f"run.dir={folder / run.name}", "logger=none"]
     command += [f"launch.num_processes={run.gpus}"]
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
     with open(folder / f"{run.name}.log", "a") as log:
-        return subprocess.Popen(
-            command, env=os.environ | visible, stdout=log, stderr=log, start_new_session=True
-        )
+        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
 
 def records(folder: Path) -> list[dict]:
@@ -135,26 +119,23 @@ def records(folder: Path) -> list[dict]:
     return [record for record in whole if "loss" in record]
 
 
-def run_together(batch: list[Run], folder: Path, further: list[str], limit: float) -> None:
-    """Start them on GPUs of their own, wait for all, and read what they measured."""
-    first, processes = 0, []
-    for run in batch:
-        processes.append(start(run, folder, list(range(first, first + run.gpus)), further))
-        first += run.gpus
-    deadline = time.monotonic() + limit
-    while any(process.poll() is None for process in processes):
-        for run, process in zip(batch, processes, strict=True):
-            late = time.monotonic() > deadline
-            done = run.kill_after and len(records(folder / run.name)) > run.kill_after
-            if process.poll() is None and (late or done):
-                run.failure = "" if done else f"stopped after {limit:.0f} s"
-                os.killpg(process.pid, signal.SIGKILL)
+def carry_out(run: Run, folder: Path, further: list[str], limit: float) -> None:
+    """Start it, wait until it has done what it is for, and read what it measured."""
+    began = time.monotonic()
+    process = start(run, folder, further)
+    while process.poll() is None:
+        late = time.monotonic() > began + limit
+        done = run.kill_after and len(records(folder / run.name)) > run.kill_after
+        if late or done:
+            run.failure = "" if done else f"stopped after {limit:.0f} s"
+            os.killpg(process.pid, signal.SIGKILL)
         time.sleep(POLL)
-    for run, process in zip(batch, processes, strict=True):
-        if process.returncode not in (0, -signal.SIGKILL):
-            run.failure = f"exit code {process.returncode}"
-        read(run, folder)
-        print(f"{run.name} on {run.gpus}: {run.tokens_per_second:,.0f} tokens/s {run.failure}", flush=True)
+    if process.returncode not in (0, -signal.SIGKILL):
+        run.failure = f"exit code {process.returncode}"
+    read(run, folder)
+    took = time.monotonic() - began
+    speed = f"{run.tokens_per_second:,.0f} tokens/s"
+    print(f"{run.name} on {run.gpus}: {speed} {run.failure} ({took:.0f} s in all)", flush=True)
 
 
 def read(run: Run, folder: Path) -> None:
@@ -233,18 +214,17 @@ def main() -> None:
     most = max(options.gpus)
     runs = list(speed_runs(options.models, options.gpus, options.steps))
     runs = [run for run in runs if re.search(options.only, run.name)]
-    alone, *moving = elastic_runs(most)
-    for batch in rounds([*runs, alone], most):
-        run_together(batch, options.folder, further, options.limit)
+    for run in runs:
+        carry_out(run, options.folder, further, options.limit)
     report = {"runs": [asdict(run) for run in runs]}
     write(report, options.folder)
     print("\n" + table(runs) + "\n\n" + parts_table(runs), flush=True)
     for run in runs:
         if run.write_s:
             print(f"{run.name}: its checkpoint stopped training for {run.stall_s} s of {run.write_s} s")
-    if most > 1:
-        for run in moving:
-            run_together([run], options.folder, further, options.limit)
+    if most > 1 and re.search(options.only, "elastic"):
+        for run in elastic_runs(most):
+            carry_out(run, options.folder, further, options.limit)
         off = difference(options.folder)
         print(f"resumed on other numbers of GPUs: losses within {off:.1e} of one GPU's")
         write(report | {"elastic_loss_difference": off}, options.folder)

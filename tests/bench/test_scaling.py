@@ -18,13 +18,10 @@ def script() -> dict:
     return runpy.run_path(str(SCRIPT))
 
 
-def test_every_run_fits_and_shares_the_machine(script):
+def test_runs_have_names_of_their_own_and_strong_scaling_ends_in_weak(script):
     runs = list(script["speed_runs"](["340m", "1.3b"], [1, 2, 4], steps=8))
     assert len({run.name for run in runs}) == len(runs) == 10
-    batches = list(script["rounds"](runs, 4))
-    assert sorted(run.name for batch in batches for run in batch) == sorted(run.name for run in runs)
-    assert all(sum(run.gpus for run in batch) <= 4 for batch in batches)
-    assert len(batches) < len(runs)
+    assert [run.gpus for run in runs if run.kind == "strong"] == [1, 2]  # on four it is weak scaling
 
 
 def test_settings_are_valid_and_strong_scaling_keeps_the_tokens_per_step(script):
