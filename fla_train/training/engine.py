@@ -6,7 +6,8 @@ keeps out of autocast, stay fp32.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +66,7 @@ def deepspeed_config(config: TrainConfig, *, on_gpu: bool) -> dict:
         "zero_allow_untested_optimizer": True,  # torch's AdamW is outside DeepSpeed's list
         "zero_optimization": {
             "stage": 2,
-            # gloo has no streams to overlap; and overlapping waits for the device after each micro-batch
+            # gloo has no streams to overlap
             "overlap_comm": on_gpu
             and config.launch.num_processes > 1
             and config.launch.overlap_communication,
@@ -160,7 +161,8 @@ def train_step(
         engine.set_gradient_accumulation_boundary(i == len(micro_batches) - 1)
         inputs = dict(zip(Batch._fields, batch, strict=False))
         loss = engine(**inputs, num_items_in_batch=divisor, use_cache=False).loss
-        engine.backward(loss, scale_wrt_gas=False)
+        with _host_free(zero):
+            engine.backward(loss, scale_wrt_gas=False)
         sums[0] += loss.detach().double()
     if world == 1:
         zero.averaged_gradients = _gradients(zero.params_in_partition)
@@ -171,6 +173,31 @@ def train_step(
     engine.step()
     skipped = zero.optimizer.found_inf
     return Outcome(torch.stack([loss, grad_norm, targets.double(), skipped.double(), sums[1]]))
+
+
+@contextmanager
+def _host_free(zero) -> Iterator[None]:
+    """Where DeepSpeed's host waits for the device, have the compute stream wait for the reductions instead.
+
+    With `overlap_comm` the host waits after each backward pass until all kernels have ended, so that none is
+    queued when the next step begins (8% of a step of 340M on four GPUs, docs/log.md). What follows, clearing
+    gradients and giving their memory back, is in order on the compute stream.
+    """
+    if not zero.overlap_comm:
+        yield
+        return
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+
+    def wait(*_: object) -> None:
+        accelerator.current_stream().wait_stream(zero.reduction_stream)
+
+    accelerator.synchronize = wait  # hides the method of its class
+    try:
+        yield
+    finally:
+        del accelerator.synchronize
 
 
 def _reduce_nothing(engine) -> None:

@@ -7,12 +7,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import engine_steps
 import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
 from warm_ranks import WarmRanks
 
-from fla_train.training.engine import deepspeed_config
+from fla_train.training.engine import _host_free, deepspeed_config
 from fla_train.training.optimizer import build_optimizer
 from fla_train.training.schema import TrainConfig, to_yaml
 
@@ -67,16 +71,55 @@ def test_nothing_of_the_deepspeed_config_is_automatic(make_config: Callable[...,
     assert not settings["bf16"]["enabled"] and settings["torch_autocast"]["enabled"]
 
 
+def test_deepspeed_waits_on_the_stream_and_not_on_the_host_while_gradients_are_reduced():
+    accelerator, order = get_accelerator(), []
+    stream = SimpleNamespace(wait_stream=order.append)
+    zero = SimpleNamespace(overlap_comm=True, reduction_stream="reductions")
+    with (
+        patch.object(type(accelerator), "synchronize", lambda *_: order.append("host")),
+        patch.object(type(accelerator), "current_stream", lambda *_: stream),
+    ):
+        with pytest.raises(RuntimeError), _host_free(zero):
+            accelerator.synchronize()
+            raise RuntimeError
+        accelerator.synchronize()
+        with _host_free(SimpleNamespace(overlap_comm=False)):
+            accelerator.synchronize()
+    assert order == ["reductions", "host", "host"]
+
+
 @pytest.mark.gpu
-def test_the_host_waits_for_the_gpu_once_per_reading(make_config: Callable[..., TrainConfig], tmp_path: Path):
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_the_host_waits_for_the_gpu_once_per_reading(
+    make_config: Callable[..., TrainConfig], tmp_path: Path, gpus: int
+):
     """Three accumulated steps under torch's detector of synchronizing calls, then one reading."""
-    config = make_config("launch.device=cuda", "trainer.precision=bf16")
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
+    batch = 256 * gpus
+    config = make_config(
+        "launch.device=cuda",
+        "trainer.precision=bf16",
+        f"launch.num_processes={gpus}",
+        f"trainer.global_batch_tokens={batch}",
+    )
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    environment = os.environ | dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        environment["MASTER_PORT"] = str(probe.getsockname()[1])
+        port = str(probe.getsockname()[1])
     script = Path(__file__).with_name("engine_syncs.py")
     command = [sys.executable, str(script), str(tmp_path / "config.yaml")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and "read [3, 4, 5]" in done.stdout, done.stderr[-3000:]
+    shared = os.environ | dict(WORLD_SIZE=str(gpus), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=shared | dict(RANK=str(rank), LOCAL_RANK=str(rank)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(gpus)
+    ]
+    for rank in ranks:
+        output, errors = rank.communicate(timeout=300)
+        assert rank.returncode == 0 and "read [3, 4, 5]" in output, errors[-3000:]
