@@ -58,7 +58,8 @@ class Outcome:
 
 def deepspeed_config(config: TrainConfig, *, on_gpu: bool) -> dict:
     """The whole DeepSpeed config. Accumulation follows from the batch, which `validate` has checked."""
-    trainer = config.trainer
+    trainer, launch = config.trainer, config.launch
+    overlap = on_gpu and launch.num_processes > 1 and launch.overlap_communication  # gloo has no streams
     return {
         "train_micro_batch_size_per_gpu": trainer.micro_batch_size,
         "gradient_accumulation_steps": accumulation_steps(config),
@@ -66,10 +67,9 @@ def deepspeed_config(config: TrainConfig, *, on_gpu: bool) -> dict:
         "zero_allow_untested_optimizer": True,  # torch's AdamW is outside DeepSpeed's list
         "zero_optimization": {
             "stage": 2,
-            # gloo has no streams to overlap
-            "overlap_comm": on_gpu
-            and config.launch.num_processes > 1
-            and config.launch.overlap_communication,
+            "overlap_comm": overlap,
+            # Without overlap each gradient goes to its owner only, half the bytes; with it not yet tried.
+            "use_multi_rank_bucket_allreduce": overlap,
             "contiguous_gradients": True,
             "reduce_scatter": True,
             "reduce_bucket_size": BUCKET_ELEMENTS,
