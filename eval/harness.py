@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
@@ -95,6 +96,7 @@ class FlaTrainLM(HFLM):
         if prefix_token_id is None:
             self.custom_prefix_token_id = next(iter(document_prefix(self.model, self.tokenizer)), None)
         self._share_contexts = share_contexts and isinstance(self.model, DeltaProductForCausalLM)
+        self._encoded: dict[str, list[int]] = {}
         if self._share_contexts and self.batch_size == "auto":
             self.batch_size_per_gpu = max(AUTO_TOKENS // self._max_length, 1)
 
@@ -140,6 +142,36 @@ class FlaTrainLM(HFLM):
             )
         return token
 
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Answer]:
+        """As lm-eval's; for our models, each text that it will ask the tokenizer for is encoded beforehand,
+        all in one call, which uses every core and takes the context of several answers once.
+        """
+        if not self._share_contexts:
+            return super().loglikelihood(requests, disable_tqdm)
+        pairs = {request.args for request in requests if request.args[0]}
+        texts = {text for head, tail in pairs for text in (head + tail, head.rstrip())}
+        prefix = self.tokenizer.decode(self.prefix_token_id)
+        plain = [text for text in texts if text and not text.startswith(prefix)]
+        special = {} if self.add_bos_token is None else {"add_special_tokens": self.add_bos_token}
+        try:
+            if plain:
+                self._encoded = dict(zip(plain, self.tokenizer(plain, **special)["input_ids"], strict=True))
+            return super().loglikelihood(requests, disable_tqdm)
+        finally:
+            self._encoded = {}
+
+    def tok_encode(
+        self,
+        string: str,
+        add_special_tokens: bool | None = None,
+        left_truncate_len: int | None = None,
+        **options: Any,
+    ) -> list[int]:
+        """Token ids of a text, looked up if `loglikelihood` has them already."""
+        if add_special_tokens is None and left_truncate_len is None and string in self._encoded:
+            return self._encoded[string]
+        return super().tok_encode(string, add_special_tokens, left_truncate_len, **options)
+
     def _loglikelihood_tokens(
         self,
         requests: list[tuple[tuple[str, str], list[int], list[int]]],
@@ -167,6 +199,22 @@ class FlaTrainLM(HFLM):
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
+        """As `HFLM`'s; a batch that exceeds the GPU's memory is generated in halves."""
+        try:
+            return super()._model_generate(context, max_length, stop, **options)
+        except torch.OutOfMemoryError:
+            if len(context) == 1:
+                raise
+        torch.cuda.empty_cache()
+        masks = options.pop("attention_mask").chunk(2)
+        halves = [
+            self._model_generate(half, max_length, stop, attention_mask=mask, **options)
+            for half, mask in zip(context.chunk(2), masks, strict=True)
+        ]
+        width, pad = max(half.shape[1] for half in halves), self.tokenizer.pad_token_id
+        return torch.cat([F.pad(half, (0, width - half.shape[1]), value=pad) for half in halves])
 
     def _windows(self, text: str) -> Iterable[tuple[list[int], list[int]]]:
         tokens, prefix = self.tok_encode(text), self.prefix_token_id

@@ -1,35 +1,49 @@
 """Log-likelihoods of many continuations by a recurrent model, with little computed twice or for nothing.
 
-Requests that share a context (the choices of one question) read it once: the state after it is copied to
-each continuation, whatever the context's length. The others are sorted by length, so that a batch is hardly
-padded. The output head sees only the positions that are asked about.
+Requests that share a context (the choices of one question) read it once: its last output predicts the first
+token of each, and the state after it is copied to each, whatever the context's length. Contexts,
+continuations and the requests that share nothing are sorted by length, each on their own, and cut into
+batches that are hardly padded. The output head sees only the positions that are asked about.
 """
 
+import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
 from fla_train.models import DeltaProductForCausalLM
+from fla_train.models.cache import DeltaProductCache
 
 SHARE_FROM = 8  # tokens of a shared context from which a forward pass of its own pays
-MAX_ROWS = 512  # continuations side by side: each has a state of its own
+MAX_ROWS = 512  # sequences side by side: each has a state of its own
+MIN_SHARE = 16  # a batch of this part of the tokens allowed is large enough to be closed for its padding
+MAX_PADDING = 1 / 16  # of a batch that large
 HEAD_ROWS = 8192  # positions whose logits exist at once
 
 Answer = tuple[float, bool]
+Item, Found = TypeVar("Item"), TypeVar("Found")
 
 
 @dataclass(frozen=True)
 class _Request:
-    """Tokens that are only read, the inputs whose outputs count, and their targets (as many as inputs)."""
+    """Tokens that are only read, at least one, and the tokens asked about, at least one."""
 
     index: int
     context: tuple[int, ...]
-    inputs: list[int]
     targets: list[int]
+
+    @property
+    def inputs(self) -> list[int]:
+        """What a forward pass reads: all but the last token."""
+        return [*self.context, *self.targets[:-1]]
 
 
 def log_likelihoods(
@@ -55,12 +69,15 @@ def log_likelihoods(
     rows = [_cut(i, context, continuation, max_length) for i, (context, continuation) in enumerate(requests)]
     shared, alone = _by_context(rows)
     answers: list[Answer] = [(0.0, False)] * len(rows)
+    after_contexts = partial(_after_contexts, model, batch_tokens=batch_tokens)
     with tqdm(total=len(rows), desc="log-likelihoods", unit="request", disable=not progress) as bar:
-        for work, groups in ((_after_contexts, shared), (_whole, alone)):
-            groups.sort(key=_cost, reverse=True)
-            for row, answer in _batched(model, work, groups, batch_tokens):
+        for group, found in _batched(after_contexts, shared, lambda group: group[0].context, batch_tokens):
+            for row, answer in zip(group, found, strict=True):
                 answers[row.index] = answer
-                bar.update()
+            bar.update(len(group))
+        for row, answer in _batched(partial(_whole, model), alone, lambda row: row.inputs, batch_tokens):
+            answers[row.index] = answer
+            bar.update()
     return answers
 
 
@@ -70,13 +87,12 @@ def _cut(index: int, context: Sequence[int], continuation: Sequence[int], max_le
             f"request {index} has {len(context)} tokens of context and {len(continuation)} of continuation: "
             f"there must be 1 or more of both, and {max_length} of the latter at most"
         )
-    tokens = [*context, *continuation][-(max_length + 1) :]
-    first = len(tokens) - len(continuation)  # the first target
-    return _Request(index, tuple(tokens[: first - 1]), tokens[first - 1 : -1], tokens[first:])
+    kept = min(len(context), max_length + 1 - len(continuation))
+    return _Request(index, tuple(context[len(context) - kept :]), list(continuation))
 
 
-def _by_context(rows: list[_Request]) -> tuple[list[list[_Request]], list[list[_Request]]]:
-    """Groups that share a context worth sharing, and groups of one for all others."""
+def _by_context(rows: list[_Request]) -> tuple[list[list[_Request]], list[_Request]]:
+    """Groups that share a context worth sharing, and all other requests."""
     groups: dict[tuple[int, ...], list[_Request]] = {}
     for row in rows:
         groups.setdefault(row.context, []).append(row)
@@ -85,109 +101,137 @@ def _by_context(rows: list[_Request]) -> tuple[list[list[_Request]], list[list[_
         if len(members) > 1 and len(context) >= SHARE_FROM:
             shared.append(members)
         else:
-            alone += [[member] for member in members]
+            alone += members
     return shared, alone
 
 
-def _cost(group: list[_Request]) -> tuple[int, int]:
-    """What a batch is padded to: the length of the context, then of the longest continuation."""
-    return len(group[0].context), max(len(row.inputs) for row in group)
-
-
 def _batched(
-    model: DeltaProductForCausalLM,
-    work: Callable[[DeltaProductForCausalLM, list[list[_Request]]], list[Answer]],
-    groups: list[list[_Request]],
+    work: Callable[[list[Item]], list[Found]],
+    items: Sequence[Item],
+    tokens: Callable[[Item], Sequence[int]],
     batch_tokens: int,
-) -> Iterator[tuple[_Request, Answer]]:
-    """Run `work` on batches of sorted groups; on a GPU that runs out of memory, on halves of the batch."""
-    waiting = list(_batches(groups, batch_tokens))[::-1]
+) -> Iterator[tuple[Item, Found]]:
+    """Run `work` on batches of items of like length; on a GPU that runs out of memory, on halves of one."""
+    ordered = sorted(items, key=lambda item: len(tokens(item)), reverse=True)
+    ends = _ends([len(tokens(item)) for item in ordered], batch_tokens)
+    waiting = [ordered[start:end] for start, end in zip([0, *ends], ends, strict=False)][::-1]
     while waiting:
         batch = waiting.pop()
         try:
-            answers = work(model, batch)
+            found = work(batch)
         except torch.OutOfMemoryError:
             if len(batch) == 1:
                 raise
             torch.cuda.empty_cache()
             waiting += [batch[len(batch) // 2 :], batch[: len(batch) // 2]]
             continue
-        yield from zip((row for group in batch for row in group), answers, strict=True)
+        yield from zip(batch, found, strict=True)
 
 
-def _batches(groups: list[list[_Request]], batch_tokens: int) -> Iterator[list[list[_Request]]]:
-    batch: list[list[_Request]] = []
-    rows = context = inputs = 0
-    for group in groups:
-        length, longest = _cost(group)
-        context, inputs = max(context, length), max(inputs, longest)
-        rows += len(group)
-        too_many = (len(batch) + 1) * context + rows * inputs > batch_tokens or rows > MAX_ROWS
-        if batch and too_many:
-            yield batch
-            batch, rows, context, inputs = [], len(group), length, longest
-        batch.append(group)
-    if batch:
-        yield batch
+def _ends(lengths: Sequence[int], batch_tokens: int) -> list[int]:
+    """Where batches of falling `lengths` end: when they are full, or large and about to be padded much."""
+    ends, start, real = [], 0, 0
+    for i, length in enumerate(lengths):
+        padded = (i - start + 1) * lengths[start]
+        full = padded > batch_tokens or i - start == MAX_ROWS
+        wasteful = padded > batch_tokens / MIN_SHARE and padded - real - length > MAX_PADDING * padded
+        if i > start and (full or wasteful):
+            ends.append(i)
+            start, real = i, 0
+        real += length
+    return [*ends, len(lengths)] if lengths else []
 
 
 @torch.inference_mode()
-def _whole(model: DeltaProductForCausalLM, groups: list[list[_Request]]) -> list[Answer]:
+def _whole(model: DeltaProductForCausalLM, rows: list[_Request]) -> list[Answer]:
     """Context and continuation in one pass, padded on the right: no position sees what comes after it."""
-    rows = [row for group in groups for row in group]
-    ids = _padded([[*row.context, *row.inputs] for row in rows], model.device)
+    ids = _padded([row.inputs for row in rows], model.device)
     hidden = model.model(ids, use_cache=False).last_hidden_state  # [R, T, D]
-    starts = [len(row.context) for row in rows]
-    return _answers(model, hidden, rows, starts)
+    return _answers(model, hidden, [len(row.context) - 1 for row in rows], [row.targets for row in rows])
 
 
 @torch.inference_mode()
-def _after_contexts(model: DeltaProductForCausalLM, groups: list[list[_Request]]) -> list[Answer]:
-    """Each context once, padded on the left so that all end together; then their continuations."""
+def _after_contexts(
+    model: DeltaProductForCausalLM, groups: list[list[_Request]], *, batch_tokens: int
+) -> list[list[Answer]]:
+    """Each context once, padded on the left so that all end together; then what follows the first targets."""
     contexts = [group[0].context for group in groups]
     width = max(map(len, contexts))
     ids = _padded(contexts, model.device, left=True)  # [G, P]
     lengths = torch.tensor([len(context) for context in contexts], device=model.device)
     mask = torch.arange(width, device=model.device) >= width - lengths[:, None]  # [G, P]
     padded = len(set(map(len, contexts))) > 1
-    cache = model.model(ids, attention_mask=mask if padded else None, use_cache=True).past_key_values
-    owner = torch.tensor([g for g, group in enumerate(groups) for _ in group], device=model.device)  # [R]
-    cache.reorder_cache(owner)
+    read = model.model(ids, attention_mask=mask if padded else None, use_cache=True)
 
-    rows = [row for group in groups for row in group]
-    ids = _padded([row.inputs for row in rows], model.device)  # [R, L]
-    if padded and model.config.attn is not None:  # a recurrent state has no padding in it; keys and values do
-        mask = torch.cat([mask[owner], torch.ones_like(ids, dtype=torch.bool)], dim=1)  # [R, P + L]
-    else:
-        mask = None
-    hidden = model.model(ids, attention_mask=mask, past_key_values=cache).last_hidden_state
-    return _answers(model, hidden, rows, [0] * len(rows))
+    rows = [row.targets for group in groups for row in group]
+    owners = [g for g, group in enumerate(groups) for _ in group]
+    answers = _scores(model, read.last_hidden_state[:, -1], owners, [targets[0] for targets in rows])
+
+    def follow(batch: list[int]) -> list[Answer]:
+        ids = _padded([rows[i][:-1] for i in batch], model.device)  # [R, L]
+        owner = torch.tensor([owners[i] for i in batch], device=model.device)  # [R]
+        seen = None  # a recurrent state has no padding in it; keys and values do
+        if padded and model.config.attn is not None:
+            seen = torch.cat([mask[owner], torch.ones_like(ids, dtype=torch.bool)], dim=1)  # [R, P + L]
+        cache = _selected(read.past_key_values, owner)
+        hidden = model.model(ids, attention_mask=seen, past_key_values=cache).last_hidden_state
+        return _answers(model, hidden, [0] * len(batch), [rows[i][1:] for i in batch])
+
+    longer = [i for i, targets in enumerate(rows) if len(targets) > 1]
+    for i, (value, greedy) in _batched(follow, longer, lambda i: rows[i][:-1], batch_tokens):
+        answers[i] = answers[i][0] + value, answers[i][1] and greedy
+    found = iter(answers)
+    return [list(islice(found, len(group))) for group in groups]
 
 
 def _padded(rows: Sequence[Sequence[int]], device: torch.device, left: bool = False) -> Tensor:
     """Token ids [R, longest], zero where a row is shorter."""
     width = max(map(len, rows))
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    for line, row in zip(ids, rows, strict=True):
-        start = width - len(row) if left else 0
-        line[start : start + len(row)] = torch.tensor(row)
-    return ids.to(device)
+    zeros = [[0] * (width - len(row)) for row in rows]
+    full = [[*none, *row] if left else [*row, *none] for row, none in zip(rows, zeros, strict=True)]
+    return torch.tensor(full, device=device)
+
+
+def _selected(cache: DeltaProductCache, rows: Tensor) -> DeltaProductCache:
+    """A cache of its own for the sequences `rows` [R], which may name one several times."""
+    chosen = copy(cache)
+    chosen.layers = [dict(layer) for layer in cache.layers]
+    chosen.reorder_cache(rows)
+    return chosen
 
 
 def _answers(
-    model: DeltaProductForCausalLM, hidden: Tensor, rows: list[_Request], starts: list[int]
+    model: DeltaProductForCausalLM, hidden: Tensor, starts: Sequence[int], rows: Sequence[Sequence[int]]
 ) -> list[Answer]:
-    """Sum of the targets' log-probabilities (fp32 or wider) and greediness, of targets from `starts` on."""
-    counts = [len(row.targets) for row in rows]
+    """Of each row of targets, which the outputs hidden [R, T, D] predict from `starts` on."""
     width = hidden.shape[1]
-    where = [r * width + s + i for r, (s, n) in enumerate(zip(starts, counts, strict=True)) for i in range(n)]
-    chosen = hidden.flatten(0, 1)[torch.tensor(where, device=hidden.device)]  # [N, D]
-    targets = torch.tensor([token for row in rows for token in row.targets], device=hidden.device)  # [N]
-    losses, greedy = [], []
-    for part, target in zip(chosen.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True):
-        logits = model.lm_head(part)  # [n, vocabulary]
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        losses.append(F.cross_entropy(wide, target, reduction="none").double())
-        greedy.append(logits.argmax(-1) == target)
-    per_row = zip(torch.cat(losses).cpu().split(counts), torch.cat(greedy).cpu().split(counts), strict=True)
-    return [(-loss.sum().item(), bool(same.all())) for loss, same in per_row]
+    where = [r * width + start + i for r, start in enumerate(starts) for i in range(len(rows[r]))]
+    asked = hidden.flatten(0, 1)[torch.tensor(where, device=hidden.device)]  # [N, D]
+    scores = iter(_scores(model, asked, range(len(where)), [token for row in rows for token in row]))
+    answers = []
+    for row in rows:
+        values, greedy = zip(*islice(scores, len(row)), strict=True)
+        answers.append((math.fsum(values), all(greedy)))
+    return answers
+
+
+def _scores(
+    model: DeltaProductForCausalLM, hidden: Tensor, owners: Sequence[int], targets: Sequence[int]
+) -> list[Answer]:
+    """Of each target, of which hidden [N, D] predicts the i-th at `owners[i]`; owners never fall.
+
+    Log-probabilities are taken in fp32, or fp64 of logits in fp64.
+    """
+    owner, target = (torch.tensor([*column], device=hidden.device) for column in (owners, targets))
+    values, greedy = [], []
+    for first in range(0, len(hidden), HEAD_ROWS):
+        logits = model.lm_head(hidden[first : first + HEAD_ROWS])  # [n, vocabulary]
+        part = slice(bisect_left(owners, first), bisect_left(owners, first + len(logits)))
+        row, token = owner[part] - first, target[part]
+        best = logits.argmax(-1, keepdim=True)  # [n, 1]
+        greedy.append(best[row, 0] == token)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        logits -= logits.gather(-1, best)
+        chosen = logits[row, token]
+        values.append(chosen - logits.exp_().sum(-1).log_()[row])  # in place: there is no second copy
+    return list(zip(torch.cat(values).tolist(), torch.cat(greedy).tolist(), strict=True))

@@ -125,8 +125,10 @@ def loss_table(
         batch_size: documents read side by side.
         progress: show a progress bar over tokens.
 
+    A batch that exceeds the GPU's memory is read in halves.
+
     Raises:
-        ValueError: a chunk or batch size below 1.
+        ValueError: a chunk or batch size below 1, or the memory is too small for one document.
     """
     if chunk < 1 or batch_size < 1:
         raise ValueError("suite.perplexity.chunk and suite.perplexity.batch_size must be at least 1")
@@ -147,7 +149,7 @@ def loss_table(
             members = [d for d in longest_first[start : start + batch_size] if len(rows[d]) > 1]
             if not members:
                 break
-            summed = _batch_sums(model, [rows[d] for d in members], edges, chunk, bar)  # [members, buckets]
+            summed = _sums(model, [rows[d] for d in members], edges, chunk, bar)  # [members, buckets]
             for d, row in zip(members, summed.tolist(), strict=True):
                 full = edges.index(len(rows[d]) - 1)
                 sums[d, :full] = row[:full]
@@ -158,6 +160,24 @@ def _filled(ids: list[int], edges: tuple[int, ...]) -> list[int]:
     """`ids` cut so that its targets end on an edge: what no full bucket needs is not computed."""
     targets = max(edge for edge in edges if edge <= max(len(ids) - 1, 0))
     return ids[: targets + 1]
+
+
+def _sums(
+    model: PreTrainedModel, rows: list[list[int]], edges: tuple[int, ...], chunk: int, bar: tqdm
+) -> Tensor:
+    """`_batch_sums`, in halves where the GPU's memory is too small for the whole."""
+    done = bar.n
+    try:
+        return _batch_sums(model, rows, edges, chunk, bar)
+    except torch.OutOfMemoryError:
+        if len(rows) == 1:
+            raise ValueError(
+                f"the GPU's memory is too small for {chunk} tokens at once: lower suite.perplexity.chunk"
+            ) from None
+    torch.cuda.empty_cache()
+    bar.n = done
+    half = len(rows) // 2
+    return torch.cat([_sums(model, part, edges, chunk, bar) for part in (rows[:half], rows[half:])])
 
 
 @torch.inference_mode()

@@ -26,12 +26,18 @@ def positions_up_to(length: int) -> list[int]:
 def effective_rank(state: Tensor) -> Tensor:
     """exp of the entropy of the normalised singular values (Roy and Vetterli, 2007): [..., K, V] -> [...].
 
-    1 for rank one, min(K, V) for equal singular values; 0 for a state that is all zero.
+    1 for rank one, min(K, V) for equal singular values; 0 for a state that is all zero, NaN for one that
+    overflowed. On the CPU, and by way of the eigenvalues of S^T S: eight times faster there, while a GPU
+    takes one matrix after another.
     """
-    values = torch.linalg.svdvals(state.double())
+    state = state.double().cpu()
+    finite = state.isfinite().all(-1).all(-1)
+    state = torch.where(finite[..., None, None], state, 0.0)
+    values = torch.linalg.eigvalsh(state.mT @ state).clamp_min(0).sqrt()
     share = values / values.sum(-1, keepdim=True).clamp_min(torch.finfo(values.dtype).tiny)
     rank = torch.special.entr(share).sum(-1).exp()
-    return torch.where(values.sum(-1) > 0, rank, 0.0)
+    rank = torch.where(values.sum(-1) > 0, rank, 0.0)
+    return torch.where(finite, rank, torch.nan)
 
 
 @torch.inference_mode()

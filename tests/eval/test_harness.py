@@ -91,6 +91,30 @@ def test_a_bf16_model_has_its_log_likelihoods_in_fp32(tokenizer, scholar) -> Non
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("add_bos", [None, True])
+def test_texts_are_encoded_as_by_lm_eval(tokenizer, scholar, monkeypatch, add_bos: bool | None) -> None:
+    """All at once and a shared context once, yet the same ids; what it has to look at itself it does."""
+    odd = [("ends in blanks  ", "x"), ("The sky is", " green"), (f"{tokenizer.bos_token}begins", " so")]
+    asked = requests("loglikelihood", PAIRS + odd)
+    seen, texts = [], []
+    monkeypatch.setattr(HFLM, "_loglikelihood_tokens", lambda self, rows, *a, **k: rows)
+    options = {"tokenizer": tokenizer, "batch_size": 2, "max_length": 60, "add_bos_token": add_bos}
+    expected = HFLM(scholar, backend="causal", **options).loglikelihood(asked, disable_tqdm=True)
+    bridge = FlaTrainLM(scholar, **options)
+    monkeypatch.setattr(
+        bridge, "_answer", lambda pairs, quiet: seen.extend(pairs) or [(0.0, True)] * len(pairs)
+    )
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **k: texts.append(text) or encode(text, **k))
+    bridge.loglikelihood(asked, disable_tqdm=True)
+    assert seen == [(context, continuation) for _, context, continuation in expected]
+    assert set(texts) == {
+        "no context at all",
+        f"{tokenizer.bos_token}begins so",
+        f"{tokenizer.bos_token}begins",
+    }
+
+
 def test_batch_size_changes_nothing(model, tokenizer) -> None:
     model.double()  # in fp32 the order of a sum shows in the last digits
     one = all_answers(FlaTrainLM(model, tokenizer, batch_size=1, max_length=100))
@@ -116,6 +140,26 @@ def test_left_padded_generation_equals_a_greedy_loop(model, tokenizer) -> None:
             if ids[-1] == tokenizer.eos_token_id:
                 break
         assert text == tokenizer.decode(ids[start:], skip_special_tokens=True).split("\n")[0]
+
+
+def test_generation_in_halves_when_memory_is_short(model, tokenizer, monkeypatch) -> None:
+    options = {"until": ["\n"], "max_gen_toks": 8, "do_sample": False}
+    asked = requests("generate_until", [(p, options) for p in PROMPTS])
+    lm = FlaTrainLM(model, tokenizer, batch_size=len(PROMPTS), max_length=100)
+    expected = lm.generate_until(asked, disable_tqdm=True)
+    generate, sizes, most = model.generate, [], 1
+
+    def short_of_memory(input_ids: torch.Tensor, **options: object) -> torch.Tensor:
+        sizes.append(len(input_ids))
+        if len(input_ids) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return generate(input_ids=input_ids, **options)
+
+    monkeypatch.setattr(model, "generate", short_of_memory)
+    assert lm.generate_until(asked, disable_tqdm=True) == expected and sizes == [4, 2, 1, 1, 2, 1, 1]
+    most = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        lm.generate_until(asked, disable_tqdm=True)
 
 
 def test_defaults_are_those_the_checkpoint_was_trained_with(tokenizer, scholar, tmp_path) -> None:

@@ -154,6 +154,8 @@ def test_effective_rank() -> None:
     expected = math.exp(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
     assert effective_rank(q[:, :2] * values @ q[:2]).item() == pytest.approx(expected)
     assert effective_rank(torch.zeros(2, 3, 4)).tolist() == [0, 0]
+    lost = torch.stack([q, q * math.inf, q * math.nan])  # of a model that overflows: no reason to stop
+    assert effective_rank(lost)[0].item() == pytest.approx(6) and effective_rank(lost)[1:].isnan().all()
 
 
 @pytest.mark.parametrize("chunk", [7, 1000])

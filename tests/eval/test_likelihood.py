@@ -83,28 +83,67 @@ def test_a_shared_context_is_read_once(build_model, monkeypatch) -> None:
     )
     questions = [list(range(length)) for length in (41, 31)]
     requests = [(question, [choice]) for question in questions for choice in (1, 2, 3)]
-    log_likelihoods(model, requests, max_length=60, batch_tokens=1000)
-    assert read == [(2, 40), (6, 1)]  # two contexts but for their last token, then six continuations
+    log_likelihoods(model, requests, max_length=60, batch_tokens=2000)
+    assert read == [(2, 41)]  # what follows the contexts is one token: they predict it themselves
+    read.clear()
+    requests = [(question, [choice] * (choice + 1)) for question in questions for choice in (1, 2, 9)]
+    log_likelihoods(model, requests, max_length=60, batch_tokens=2000)
+    assert read == [(2, 41), (6, 9)]  # two contexts, then six continuations but for their last tokens
     read.clear()
     log_likelihoods(model, [([5] * n, [1, 2]) for n in (9, 30, 10, 31)], max_length=60, batch_tokens=64)
     assert read == [(2, 32), (2, 11)]  # sorted by length, so hardly padded
 
 
+def test_contexts_and_continuations_are_hardly_padded(build_model, monkeypatch) -> None:
+    """Of 600 questions no two neighbours have answers of like length; each is sorted on its own."""
+    model = build_model().eval()
+    draw, padded, asked, forward = random.Random(3), [], [], model.model.forward
+    monkeypatch.setattr(
+        model.model, "forward", lambda ids, **k: padded.append(ids.shape.numel()) or forward(ids, **k)
+    )
+    requests = []
+    for _ in range(600):
+        context = [draw.randrange(320) for _ in range(draw.randint(10, 60))]
+        answers = [[draw.randrange(320)] * draw.randint(2, 30) for _ in range(4)]
+        asked.append(len(context) + sum(len(answer) - 1 for answer in answers))
+        requests += [(context, answer) for answer in answers]
+    log_likelihoods(model, requests, max_length=90, batch_tokens=16_384)
+    assert sum(asked) < sum(padded) < 1.2 * sum(asked)
+
+
+@pytest.mark.parametrize("lengths", [[7], [9, 9, 9, 2], [90, 80, 70, 3, 2, 1], [5] * 2000, [100] * 50])
+def test_where_batches_end(lengths: list[int]) -> None:
+    ends = likelihood._ends(lengths, 400)
+    assert ends == sorted(set(ends)) and ends[-1] == len(lengths) and likelihood._ends([], 400) == []
+    batches = [lengths[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+    for batch, after in zip(batches, [*batches[1:], []], strict=True):
+        padded = len(batch) * batch[0]
+        assert padded <= 400 and len(batch) <= likelihood.MAX_ROWS
+        assert padded - sum(batch) <= max(padded / 16, 25)  # 25: a sixteenth of the tokens allowed
+        if after:  # it ended for a reason: full, or the next would have been padded too much
+            more = [*batch, after[0]]
+            waste = len(more) * more[0] - sum(more)
+            assert len(more) * more[0] > 400 or waste > len(more) * more[0] / 16
+
+
 def test_batches_are_halved_when_memory_is_short(build_model, requests, monkeypatch) -> None:
+    """In each of the three passes, which stop at 4 sequences here; a single one too many is the end."""
     model = build_model().double().eval()
     expected = log_likelihoods(model, requests, max_length=60, batch_tokens=5000)
-    whole, sizes = likelihood._whole, []
+    forward, sizes, most = model.model.forward, [], 4
 
-    def short_of_memory(model, groups):
-        sizes.append(len(groups))
-        if len(groups) > 3:
+    def short_of_memory(ids: torch.Tensor, **options: object) -> object:
+        sizes.append(len(ids))
+        if len(ids) > most:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return whole(model, groups)
+        return forward(ids, **options)
 
-    monkeypatch.setattr(likelihood, "_whole", short_of_memory)
+    monkeypatch.setattr(model.model, "forward", short_of_memory)
     found = log_likelihoods(model, requests, max_length=60, batch_tokens=5000)
-    assert [v for v, _ in found] == pytest.approx([v for v, _ in expected], abs=1e-9) and max(sizes) > 3
-    monkeypatch.setattr(likelihood, "_whole", lambda model, groups: short_of_memory(model, groups * 4))
+    assert [v for v, _ in found] == pytest.approx([v for v, _ in expected], abs=1e-9)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert max(sizes) > 16 and sum(size <= most for size in sizes) > 40
+    most = 0
     with pytest.raises(torch.OutOfMemoryError):
         log_likelihoods(model, requests, max_length=60, batch_tokens=5000)
 

@@ -109,6 +109,28 @@ def test_memory_does_not_grow_with_the_length() -> None:
     assert len(sizes) == 64 and len(set(sizes)) == 1
 
 
+def test_batches_are_halved_when_memory_is_short(model, monkeypatch) -> None:
+    """Also in the middle of a batch, whose first chunks then count once; and what cannot work says so."""
+    draw = np.random.default_rng(1)
+    documents = [draw.integers(0, 320, size=33).tolist() for _ in range(5)]
+    expected = loss_table(model.double(), documents, EDGES, chunk=8, batch_size=5)
+    forward, most, sizes = model.forward, 2, []
+
+    def short_of_memory(ids: torch.Tensor, **options: object) -> object:
+        sizes.append(len(ids))
+        if len(ids) > most and sizes.count(len(ids)) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(ids, **options)
+
+    monkeypatch.setattr(model, "forward", short_of_memory)
+    found = loss_table(model, documents, EDGES, chunk=8, batch_size=5)
+    assert found.sums == pytest.approx(expected.sums, abs=1e-9, nan_ok=True)
+    assert sizes[:4] == [5, 5, 2, 2]
+    most = 0
+    with pytest.raises(ValueError, match=r"too small for 8 tokens at once: lower suite\.perplexity\.chunk"):
+        loss_table(model, documents, EDGES, chunk=8, batch_size=5)
+
+
 def test_edges() -> None:
     assert bucket_edges([10, 35], 10) == (0, 10, 20, 30, 35)
     assert bucket_edges([100], 1000) == (0, 100)

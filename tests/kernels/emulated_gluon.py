@@ -1,0 +1,277 @@
+"""Runs a Gluon kernel's Python on the CPU: tensors for tiles, under the rules of Hopper's asynchronous units.
+
+Layouts are ignored, and programs run one after the other. Fails where the hardware could go wrong unseen: a
+tile that was never filled or is still on its way, a product of a tile that was stored without a fence
+and a barrier or that changes before the product has ended, a result that nobody waited for, a copy over a
+tile that threads may still read, a barrier's phase that never completes.
+"""
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from fla_train.kernels.delta_product import gluon_common
+
+
+class Pointer:
+    """Elements of a flat tensor from `offset` on, an integer or a tensor of them."""
+
+    def __init__(self, data: Tensor, offset: Tensor | int = 0):
+        self.data, self.offset = data, offset
+
+    def __add__(self, further: Tensor | int) -> "Pointer":
+        return Pointer(self.data, self.offset + further)
+
+    def __sub__(self, further: Tensor | int) -> "Pointer":
+        return Pointer(self.data, self.offset - further)
+
+
+class Shared:
+    """Shared memory: an array of tiles of `rank` dimensions, or one of them, with the books of each."""
+
+    def __init__(self, data: Tensor, rank: int, books: list[SimpleNamespace]):
+        self.data, self.rank, self.books = data, rank, books
+
+    @classmethod
+    def allocate(cls, dtype: torch.dtype, shape: list[int], rank: int) -> "Shared":
+        data = torch.zeros(shape, dtype=dtype)
+        data = data.fill_(torch.nan) if dtype.is_floating_point else data
+        count = shape[0] if len(shape) > rank else 1
+        books = [
+            SimpleNamespace(empty=True, unfenced=False, touched=False, written=False) for _ in range(count)
+        ]
+        return cls(data, rank, books)
+
+    def index(self, i: Tensor | int) -> "Shared":
+        assert self.data.ndim == self.rank + 1
+        return Shared(self.data[int(i)], self.rank, [self.books[int(i)]])
+
+    def slice(self, start: int, length: int) -> "Shared":
+        assert start + length <= self.data.shape[0]
+        return Shared(self.data[start : start + length], self.rank, self.books)
+
+    def permute(self, order: tuple[int, ...]) -> "Shared":
+        return Shared(self.data.permute(order), self.rank, self.books)
+
+    def load(self, layout: object = None) -> Tensor:
+        (book,) = self.books
+        book.touched = True
+        assert not book.empty, "shared memory that nobody has filled"
+        return self.data.clone()
+
+    def store(self, value: Tensor) -> None:
+        (book,) = self.books
+        book.touched = book.written = book.unfenced = True
+        book.empty = False
+        self.data.copy_(value.to(self.data.dtype))
+
+    def operand(self) -> Tensor:
+        (book,) = self.books
+        assert not book.unfenced and not book.written, "a product of a tile without fence or barrier"
+        assert not book.empty, "a product of a tile that has not come"
+        return self.data.float()
+
+
+class Descriptor:
+    def __init__(self, rows: Tensor, block: list[int]):
+        self.rows, self.block, self.dtype, self.layout = rows, block, rows.dtype, 2
+
+    def tile(self, row: int, column: int) -> Tensor:
+        assert row >= 0
+        tile = torch.zeros(self.block, dtype=self.dtype)
+        found = self.rows[row : row + self.block[0], column : column + self.block[1]]
+        tile[: found.shape[0], : found.shape[1]] = found
+        return tile
+
+
+class Emulator:
+    """What the name `gl` and its neighbours mean to a kernel, and the state of one program.
+
+    Args:
+        late: copies arrive when they are waited for, instead of at once.
+    """
+
+    def __init__(self, *, late: bool):
+        self.late = late
+        self.reset(0, 1)
+
+    def reset(self, program: int, programs: int) -> None:
+        self.program, self.programs = program, programs
+        self.memory: list[Shared] = []
+        self.bars: dict[int, SimpleNamespace] = {}
+        self.products: list[tuple] = []
+
+    def init(self, shared: Shared, count: int) -> None:
+        assert count == 1
+        self.bars[shared.data.data_ptr()] = SimpleNamespace(expects=False, bytes=0, phase=0, copies=[])
+
+    def expect(self, shared: Shared, count: int, pred: object = True) -> None:
+        bar = self.bars[shared.data.data_ptr()]
+        if pred:
+            assert not bar.expects, "two expectations in a phase"
+            bar.expects, bar.bytes = True, count
+
+    def copy(self, source: Descriptor, place: list, shared: Shared, target: Shared, pred: object) -> None:
+        if not pred:
+            return
+        (book,) = target.books
+        assert not book.touched, "a copy over a tile that threads may still use"
+        assert not book.unfenced, "a copy over stores without a fence"
+        read = any(book is tile.books[0] for _, a, _, b, _ in self.products for tile in (a, b))
+        assert not read, "a copy over a tile that a product reads"
+        bar, tile = self.bars[shared.data.data_ptr()], source.tile(int(place[0]), int(place[1]))
+        target.data.copy_(torch.full_like(tile, torch.nan) if self.late else tile)
+        book.empty = True
+        bar.copies.append((target, tile))
+        bar.bytes -= 2 * tile.numel()  # float32 here counts as what the kernel is written for, 16 bits
+        if bar.expects and bar.bytes == 0:
+            bar.expects, bar.phase = False, bar.phase + 1
+
+    def wait(self, shared: Shared, phase: int) -> None:
+        bar = self.bars[shared.data.data_ptr()]
+        assert bar.phase % 2 != int(phase), "a phase that never completes"
+        for target, tile in bar.copies:
+            target.data.copy_(tile)
+            target.books[0].empty = False
+        bar.copies.clear()
+
+    def barrier(self) -> None:
+        for shared in self.memory:
+            for book in shared.books:
+                book.touched = book.written = False
+
+    def fence(self) -> None:
+        for shared in self.memory:
+            for book in shared.books:
+                book.unfenced = False
+
+    def mma(self, a: Shared, b: Shared, total: object, *, is_async: bool) -> SimpleNamespace:
+        value = total.value if isinstance(total, SimpleNamespace) else total
+        result = SimpleNamespace(value=value + a.operand() @ b.operand())
+        self.products.append((result, a, a.data.clone(), b, b.data.clone()))
+        return result
+
+    def mma_wait(self, left: int, deps: list) -> list[Tensor]:
+        count = len(self.products) - left
+        done, self.products = self.products[:count], self.products[count:]
+        for _, a, was_a, b, was_b in done:
+            for tile, was in ((a, was_a), (b, was_b)):
+                same = torch.allclose(tile.data, was, rtol=0, atol=0, equal_nan=True)
+                assert same, "a tile that changed in a product"
+        assert all(any(dep is entry[0] for entry in done) for dep in deps), "a product still on its way"
+        return [dep.value for dep in deps]
+
+    def allocate(self, dtype: torch.dtype, shape: list[int], layout: object) -> Shared:
+        self.memory.append(Shared.allocate(dtype, shape, layout))
+        return self.memory[-1]
+
+    @staticmethod
+    def load(p: Pointer, mask: object = True, other: float = 0.0) -> Tensor:
+        offset, mask = torch.broadcast_tensors(torch.as_tensor(p.offset), torch.as_tensor(mask))
+        inside = offset.where(mask, torch.zeros_like(offset))
+        return torch.where(mask, p.data[inside], torch.tensor(other, dtype=p.data.dtype))
+
+    @staticmethod
+    def store(p: Pointer, value: Tensor, mask: object = True) -> None:
+        offset, mask, value = torch.broadcast_tensors(torch.as_tensor(p.offset), torch.as_tensor(mask), value)
+        p.data[offset[mask]] = value[mask].to(p.data.dtype)
+
+    @staticmethod
+    def reduce(values: tuple, axis: int, combine: Callable) -> tuple:
+        """Pairwise, by `combine` itself."""
+        parts = list(zip(*(value.unbind(axis) for value in values), strict=True))
+        while len(parts) > 1:
+            parts = [combine(*a, *b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+        return parts[0]
+
+    def language(self) -> SimpleNamespace:
+        def number(x: object) -> Tensor:
+            return torch.as_tensor(x)
+
+        dtypes = {name: getattr(torch, name) for name in ("float32", "int32", "int64", "bfloat16", "float16")}
+        shared_layouts = {
+            "NVMMASharedLayout": lambda *_: 2,
+            "SwizzledSharedLayout": lambda vec, per_phase, max_phase, order: len(order),
+        }
+        layouts = ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout")
+        return SimpleNamespace(
+            **dtypes,
+            **shared_layouts,
+            **dict.fromkeys(layouts, lambda *_: None),
+            constexpr=lambda value: value,
+            program_id=lambda axis: torch.tensor(self.program),
+            num_programs=lambda axis: self.programs,
+            arange=lambda start, end, layout=None: torch.arange(start, end),
+            zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
+            where=lambda c, a, b: torch.where(c, number(a), number(b)),
+            exp2=lambda x: torch.exp2(number(x)),
+            sum=lambda x, axis: x.sum(axis),
+            minimum=lambda a, b: torch.minimum(number(a), number(b)),
+            maximum=lambda a, b: torch.maximum(number(a), number(b)),
+            convert_layout=lambda x, layout: x,
+            static_range=range,
+            load=self.load,
+            store=self.store,
+            reduce=self.reduce,
+            allocate_shared_memory=self.allocate,
+            thread_barrier=self.barrier,
+        )
+
+    def load_kernel(self, path: Path) -> ModuleType:
+        """The module at `path`, with this emulator in place of Gluon."""
+
+        def jit(function: Callable | None = None, **_: object) -> Callable:
+            return function or jit
+
+        hopper = SimpleNamespace(
+            fence_async_shared=self.fence,
+            mbarrier=SimpleNamespace(
+                MBarrierLayout=lambda: 1,
+                init=self.init,
+                expect=self.expect,
+                wait=self.wait,
+            ),
+            tma=SimpleNamespace(async_copy_global_to_shared=self.copy),
+            warpgroup_mma=self.mma,
+            warpgroup_mma_wait=self.mma_wait,
+        )
+        gluon = "triton.experimental.gluon"
+        modules = {
+            "triton.experimental": SimpleNamespace(gluon=SimpleNamespace(jit=jit)),
+            gluon: SimpleNamespace(jit=jit, language=self.language()),
+            f"{gluon}.language.nvidia.hopper": hopper,
+            f"{gluon}.nvidia.hopper": SimpleNamespace(TensorDescriptor=None),
+        }
+        with patch.dict(sys.modules, modules):
+            for name, file in ((gluon_common.__name__, Path(gluon_common.__file__)), ("kernel", path)):
+                spec = importlib.util.spec_from_file_location(name, file)
+                sys.modules[name] = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(sys.modules[name])
+            return sys.modules["kernel"]
+
+    def launch(self, module: ModuleType, arguments: Mapping, n_work: int, programs: int) -> None:
+        """`gradient_kernel` of `module` on what `launch_gradient` gets."""
+        heights = dict.fromkeys(("q", "k", "do", "dv", "errors"), 64)
+        heights |= dict.fromkeys(("states", "dstates"), arguments["V"])
+        named = {}
+        for name in inspect.signature(module.gradient_kernel).parameters:
+            value = arguments.get(name)
+            if name in heights:
+                columns = value.shape[-1] if name.endswith("states") else value.shape[-2] * value.shape[-1]
+                value = Descriptor(value.reshape(-1, columns), [heights[name], value.shape[-1]])
+            elif isinstance(value, Tensor):
+                value = Pointer(value.view(-1))
+            named[name] = value
+        # Values of a kernel never change: without these, x *= y makes a new x.
+        updates = dict.fromkeys(("__iadd__", "__isub__", "__imul__"), lambda *_: NotImplemented)
+        for program in range(min(programs, n_work)):
+            self.reset(program, min(programs, n_work))
+            with patch.multiple(Tensor, **updates):
+                module.gradient_kernel(**named | {"n_work": n_work, "num_warps": module.WARPS})
