@@ -1,8 +1,26 @@
-"""lm-eval's own command line with our model type: `python -m fla_train.eval run --model fla_train ...`."""
+"""lm-eval's own command line with our model type: `python -m fla_train.eval run --model fla_train ...`.
+
+FLA_TRAIN_MIRROR=FOLDER names a mirror of the tasks' data, as `fla-eval ... mirror=FOLDER` does.
+"""
+
+import os
+import sys
+from contextlib import nullcontext
 
 from lm_eval.__main__ import cli_evaluate
 
 import fla_train.eval.harness  # noqa: F401  registers the model type
+from fla_train.eval.mirror import hub_datasets, mirror_folder
+
+
+def main() -> None:
+    try:
+        mirror = mirror_folder(os.environ.get("FLA_TRAIN_MIRROR"))
+    except ValueError as fault:
+        sys.exit(f"error: FLA_TRAIN_MIRROR: {fault}")
+    with hub_datasets(mirror) if mirror else nullcontext():
+        cli_evaluate()
+
 
 if __name__ == "__main__":
-    cli_evaluate()
+    main()

@@ -77,10 +77,10 @@ def suite_faults(suite: SuiteConfig) -> list[str]:
         faults.append("the suite is empty: give suite.tasks=[...] or choose suite=perplexity")
     if suite.batch_size != "auto" and not (suite.batch_size.isdigit() and int(suite.batch_size) > 0):
         faults.append(f"suite.batch_size={suite.batch_size} must be an integer of at least 1, or auto")
-    for key in ("limit", "max_length"):
+    for key, least in (("num_fewshot", 0), ("limit", 1), ("max_length", 1)):
         value = getattr(suite, key)
-        if value is not None and value < 1:
-            faults.append(f"suite.{key}={value} must be at least 1")
+        if value is not None and value < least:
+            faults.append(f"suite.{key}={value} must be at least {least}")
     return faults + (_perplexity_faults(suite.perplexity) if suite.perplexity is not None else [])
 
 

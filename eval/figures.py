@@ -192,11 +192,15 @@ def _states(file: Path, records: Sequence[dict]) -> None:
                 for panel, key in zip(line, ("norm", "effective_rank"), strict=False):
                     values = np.array(states[key])  # [positions, layers]
                     if alone:
+                        layers = states["layers"]
                         for i, column in enumerate(values.T):
-                            panel.plot(states["positions"], column, color=colors(i / max(values.shape[1], 2)))
+                            label = f"layer {layers[i]}" if i in (0, len(layers) - 1) else None
+                            color = colors(i / max(len(layers), 2))
+                            panel.plot(states["positions"], column, color=color, label=label)
                     else:
                         panel.plot(states["positions"], values.mean(1), label=record["name"], color=f"C{j}")
                 if alone:
+                    line[0].legend(frameon=False, fontsize=7)
                     _gates(line[2:], states, colors)
             line[0].set_ylabel(f"{set_title(name)}\nnorm of the state")
             line[1].set_ylabel("effective rank")

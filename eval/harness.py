@@ -1,8 +1,9 @@
 """Bridge to lm-eval: our checkpoints as an lm-eval model, and a task list run one task at a time."""
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, redirect_stdout
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fla_train.eval.likelihood import Answer, log_likelihoods
-from fla_train.eval.mirror import DatasetUnavailable, hub_datasets
+from fla_train.eval.mirror import DatasetUnavailable, hub_datasets, mirror_folder
 from fla_train.eval.parallel import ALONE, Ranks
 from fla_train.hub.load import document_prefix, resolve_checkpoint, trained_length, training_record
 from fla_train.models import DeltaProductForCausalLM
@@ -44,8 +45,9 @@ class FlaTrainLM(HFLM):
         tokenizer: needed with a loaded model; else a path, or None for the checkpoint's own.
         max_length: tokens of context and continuation together; longer requests lose their beginning.
         batch_size: requests of full length per forward (more of shorter ones, with our models), or `auto`:
-            the most that fit, on a CPU 8.
-        max_batch_size: where `auto` starts.
+            with our models what fills a GPU, with others the most that fit, on a CPU 8. What exceeds the
+            GPU's memory is done in halves.
+        max_batch_size: where `auto` starts, with other models.
         device: used when the model is loaded here; None is CUDA if there is one.
         dtype: of the weights when loaded here; `auto` keeps the stored one.
         add_bos_token: begin each request with the tokenizer's special tokens; None: only for models not
@@ -75,7 +77,7 @@ class FlaTrainLM(HFLM):
         device = (
             str(pretrained.device) if loaded else device or ("cuda" if torch.cuda.is_available() else "cpu")
         )
-        if batch_size == "auto" and device == "cpu":
+        if str(batch_size).startswith("auto") and device == "cpu":  # auto:4, too
             batch_size = CPU_BATCH
         super().__init__(
             pretrained if loaded else str(resolve_checkpoint(pretrained)),
@@ -261,21 +263,20 @@ def run_tasks(
         ValueError: a name that lm-eval does not know, or `mirror` is no folder; nothing was run.
     """
     names = list(tasks)
-    place = None if mirror is None else Path(mirror).expanduser()
-    if place is not None and not place.is_dir():
-        raise ValueError(f"mirror={mirror} is no folder: build one with scripts/build_eval_mirror.py")
+    place = mirror_folder(mirror)
     manager = _task_manager(names, include_path)
 
     def evaluate(name: str) -> dict:
-        results = simple_evaluate(
-            lm,
-            tasks=[name],
-            task_manager=manager,
-            num_fewshot=num_fewshot,
-            limit=limit,
-            bootstrap_iters=bootstrap_iters,
-            log_samples=True,  # for their hashes; the samples themselves are dropped
-        )
+        with redirect_stdout(sys.stderr):  # it prints what it does; the console gets the table alone
+            results = simple_evaluate(
+                lm,
+                tasks=[name],
+                task_manager=manager,
+                num_fewshot=num_fewshot,
+                limit=limit,
+                bootstrap_iters=bootstrap_iters,
+                log_samples=True,  # for their hashes; the samples themselves are dropped
+            )
         if results is None:  # lm-eval collects them on rank 0
             return {}
         return {"scores": {task: _scores(results, task) for task in results["results"]}}

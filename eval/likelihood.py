@@ -122,10 +122,12 @@ def _batched(
         except torch.OutOfMemoryError:
             if len(batch) == 1:
                 raise
+            found = None
+        if found is None:  # only here, since what `work` held is free once the exception is gone
             torch.cuda.empty_cache()
             waiting += [batch[len(batch) // 2 :], batch[: len(batch) // 2]]
-            continue
-        yield from zip(batch, found, strict=True)
+        else:
+            yield from zip(batch, found, strict=True)
 
 
 def _ends(lengths: Sequence[int], batch_tokens: int) -> list[int]:

@@ -15,6 +15,18 @@ class DatasetUnavailable(ValueError):
     """A task's data set is nowhere to be had, or cannot be read; one line that names it and the remedy."""
 
 
+def mirror_folder(mirror: str | Path | None) -> Path | None:
+    """The folder that `mirror` names.
+
+    Raises:
+        ValueError: there is none.
+    """
+    place = None if mirror is None else Path(mirror).expanduser()
+    if place is not None and not place.is_dir():
+        raise ValueError(f"mirror={mirror} is no folder: build one with scripts/build_eval_mirror.py")
+    return place
+
+
 @contextmanager
 def hub_datasets(mirror: Path | None) -> Iterator[None]:
     """Inside it `datasets.load_dataset("org/name", ...)` reads `mirror/org/name/` if that folder exists.

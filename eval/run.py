@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fla_train.eval.compare import flat_metrics
 from fla_train.eval.config import EvalConfig, SuiteConfig, suite_faults
+from fla_train.eval.mirror import mirror_folder
 from fla_train.eval.paper import paper_row
 from fla_train.eval.parallel import ALONE, Ranks
 from fla_train.eval.parts import Parts
@@ -104,8 +105,7 @@ def evaluate_model(
     Raises:
         ValueError: the request cannot work; says what to change.
     """
-    if mirror is not None and not Path(mirror).expanduser().is_dir():
-        raise ValueError(f"mirror={mirror} is no folder: build one with scripts/build_eval_mirror.py")
+    mirror_folder(mirror)  # a fault shows before the work
     started, count = time.time(), count_parameters(model)
     dtype = str(model.dtype).removeprefix("torch.")
     parts = Parts(folder / "parts", identity | {"dtype": dtype}, ranks)

@@ -16,7 +16,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from fla_train.data.tokenizers import encode
-from fla_train.eval.mirror import DatasetUnavailable, hub_datasets
+from fla_train.eval.mirror import DatasetUnavailable, hub_datasets, mirror_folder
 
 ENCODE_BATCH = 64
 
@@ -83,7 +83,7 @@ def hub_documents(
     """
     import datasets
 
-    place = None if mirror is None else Path(mirror).expanduser()
+    place = mirror_folder(mirror)
     with hub_datasets(place):
         rows = iter(
             datasets.load_dataset(chosen.hub, chosen.config, split=chosen.split, streaming=place is None)

@@ -6,7 +6,8 @@ Time the answers to the zero-shot suite's requests, by our bridge and by plain l
 
 MIRROR is what scripts/build_eval_mirror.py wrote, TOKENIZER a folder or Hub name. Only the time in which the
 model answers counts, not that of reading data and building requests, which is the same for both. Every task
-runs on a few documents before, so that compiled kernels are there. Prints one JSON line per measurement.
+runs on a few documents before, so that compiled kernels are there. Prints a JSON line per measurement as soon
+as it is done: for a task the seconds of both and their ratio, at the end the same for all tasks.
 """
 
 import argparse
@@ -70,19 +71,18 @@ def timed(lm: HFLM, device: str) -> list[float]:
     return spent
 
 
-def time_tasks(
-    make: Callable[[], HFLM], tasks: list[str], manager: TaskManager, limit: int | None, device: str
-) -> dict[str, float]:
-    """Seconds of the answers to each task."""
-    lm = make()
-    spent = timed(lm, device)
-    seconds = {}
-    for task in tasks:
-        for documents in (WARM_UP, limit):
-            spent.clear()
-            simple_evaluate(lm, tasks=[task], task_manager=manager, limit=documents, bootstrap_iters=0)
-        seconds[task] = round(sum(spent), 3)
-    return seconds
+def time_task(lm: HFLM, spent: list[float], task: str, manager: TaskManager, limit: int | None) -> float:
+    """Seconds of the answers to a task; `spent` is what `timed` returned for `lm`."""
+    for documents in (WARM_UP, limit):
+        spent.clear()
+        simple_evaluate(lm, tasks=[task], task_manager=manager, limit=documents, bootstrap_iters=0)
+    return sum(spent)
+
+
+def ratio(seconds: dict[str, float]) -> dict[str, float]:
+    """The seconds, rounded, and how many times as fast ours is."""
+    rounded = {name: round(value, 3) for name, value in seconds.items()}
+    return rounded | {"ratio": round(seconds["hflm"] / seconds["ours"], 2)}
 
 
 def time_sweep(model: DeltaProductForCausalLM, length: int, device: str) -> dict[str, float]:
@@ -120,18 +120,22 @@ def main() -> int:
     for length in map(int, filter(None, arguments.lengths.split(","))):
         print(json.dumps({"sweep": arguments.model, **time_sweep(model, length, device)}), flush=True)
     options = {"tokenizer": tokenizer, "max_length": MAX_LENGTH}
-    bridges: dict[str, Callable[[], HFLM]] = {
-        "ours": lambda: FlaTrainLM(model, batch_size="auto", **options),
-        "hflm": lambda: HFLM(
-            model, backend="causal", batch_size=arguments.batch_size, softmax_dtype="float32", **options
-        ),
+    hflm = {"batch_size": arguments.batch_size, "softmax_dtype": "float32"}
+    bridges: dict[str, HFLM] = {
+        "ours": FlaTrainLM(model, batch_size="auto", **options),
+        "hflm": HFLM(model, backend="causal", **hflm, **options),
     }
-    manager, tasks = TaskManager(), arguments.tasks.split(",")
+    spent = {name: timed(lm, device) for name, lm in bridges.items()}
+    manager, total = TaskManager(), dict.fromkeys(bridges, 0.0)
     with hub_datasets(arguments.mirror):
-        for name, make in bridges.items():
-            seconds = time_tasks(make, tasks, manager, arguments.limit, device)
-            total = round(sum(seconds.values()), 3)
-            print(json.dumps({"bridge": name, "seconds": seconds, "total": total}), flush=True)
+        for task in arguments.tasks.split(","):
+            seconds = {
+                name: time_task(lm, spent[name], task, manager, arguments.limit)
+                for name, lm in bridges.items()
+            }
+            total = {name: total[name] + seconds[name] for name in bridges}
+            print(json.dumps({"task": task, **ratio(seconds)}), flush=True)
+    print(json.dumps({"total": arguments.tasks, **ratio(total)}), flush=True)
     return 0
 
 

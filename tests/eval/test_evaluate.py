@@ -194,10 +194,11 @@ def test_an_export_without_a_run_has_no_validation_split(
 
 def test_faults_are_reported_together() -> None:
     suite = perplexity_suite(bucket=0, chunk=0, sets=["a/web.jsonl", "b/web.parquet"])
-    suite.batch_size, suite.limit = "many", 0
+    suite.batch_size, suite.limit, suite.num_fewshot = "many", 0, -1
     faults = suite_faults(suite)
     assert [fault.split("=")[0] for fault in faults] == [
         "suite.batch_size",
+        "suite.num_fewshot",
         "suite.limit",
         "suite.perplexity.bucket",
         "suite.perplexity.chunk",

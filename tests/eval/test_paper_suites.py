@@ -1,5 +1,6 @@
 """The papers' suites: lm-eval's own task definitions on a small mirror of the Hub, and the papers' table."""
 
+import importlib.util
 import json
 import math
 import subprocess
@@ -204,13 +205,50 @@ def test_data_sets_that_cannot_be_had(mirror: Path, tmp_path: Path, scholar, tok
         run_tasks(FlaTrainLM(scholar, tokenizer), ["arc_easy"], mirror=tmp_path / "absent")
 
 
+def test_what_the_hubs_cache_holds_needs_neither_network_nor_mirror(tmp_path: Path, monkeypatch) -> None:
+    """A cache as the Hub's data sets leave it, made from a folder's, which differs in its name alone."""
+    write(tmp_path / "rows/test.jsonl", lines(ARC))
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    datasets.load_dataset(str(tmp_path / "rows"))
+    (file,) = cache.rglob("dataset_info.json")
+    info = json.loads(file.read_text())
+    place = cache / "someone___riddles/default/0.0.0" / ("0" * 40)
+    place.mkdir(parents=True)
+    for shard in file.parent.glob("*.arrow"):
+        shard.rename(place / shard.name.replace(info["dataset_name"], "riddles"))
+    write(place / "dataset_info.json", json.dumps(info | {"dataset_name": "riddles"}))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    for mirror in (None, tmp_path):
+        with hub_datasets(mirror):
+            assert list(datasets.load_dataset("someone/riddles", split="test")) == ARC
+
+
 def test_the_mirror_script_refuses_what_cannot_work(tmp_path: Path) -> None:
     assert build(tmp_path).returncode == 2 and build(tmp_path / "absent", tmp_path).returncode == 2
     assert build(tmp_path, tmp_path / "mirror").returncode == 1  # no set at all
 
 
-def test_automatic_batches_on_a_cpu(scholar, tokenizer) -> None:
-    assert FlaTrainLM(scholar, tokenizer, batch_size="auto").batch_size == harness.CPU_BATCH
+@pytest.mark.parametrize("batch_size", ["auto", "auto:4"])
+def test_automatic_batches_on_a_cpu(scholar, tokenizer, batch_size: str) -> None:
+    assert FlaTrainLM(scholar, tokenizer, batch_size=batch_size).batch_size == harness.CPU_BATCH
+
+
+def test_the_timing_script(mirror: Path, monkeypatch, capsys) -> None:
+    """A line per task as it ends, with answers of both bridges in it, then the sums."""
+    place = importlib.util.spec_from_file_location("time_evaluation", ROOT / "scripts/time_evaluation.py")
+    script = importlib.util.module_from_spec(place)
+    place.loader.exec_module(script)
+    monkeypatch.setattr(script, "TaskManager", harness.TaskManager)
+    options = "--model gated_delta_product/tiny --batch-size 4 --tasks wikitext,arc_easy --lengths 64".split()
+    monkeypatch.setattr(sys, "argv", ["time_evaluation.py", str(mirror), "bytes", *options])
+    assert script.main() == 0
+    sweep, *tasks, total = map(json.loads, capsys.readouterr().out.splitlines()[-4:])
+    assert sweep["length"] == 64 and sweep["tokens_per_second"] > 0
+    assert [line["task"] for line in tasks] == ["wikitext", "arc_easy"]
+    for name in ("ours", "hflm"):
+        assert all(line[name] > 0 for line in tasks)
+        assert total[name] == pytest.approx(sum(line[name] for line in tasks), abs=2e-3)
+    assert total["ratio"] == pytest.approx(total["hflm"] / total["ours"], rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["zero_shot", "recall", "paper"])
