@@ -1,14 +1,18 @@
 """Random expressions mod 5 and their values, for a whole batch at a time (arXiv 2411.12537 appendix E.1.2).
 
-Both writers take draws [2, L, n] uint32 and lengths [n] (tokens before "=", at most L) and return the tokens
-[n, L] int64, of which row i means its first lengths[i], and the value's token id [n] int64.
+Both writers take draws [2, L, n] uint32, lengths [n] (tokens before "=", at most L) and the digits and
+operators to draw from, and return two arrays [n, L] int64, of which row i means its first lengths[i] places:
+the tokens, and the token id of the value of the expression that ends at a token (IGNORE where none ends).
 """
 
 import numpy as np
 
+from fla_train.tasks.contract import IGNORE
 from fla_train.tasks.draws import below
 
 MODULUS = 5
+
+OPERATORS = "+-*"
 
 FLAT_TOKENS = ("[PAD]", "+", "-", "*", "=", "0", "1", "2", "3", "4")
 _FLAT_OPERATOR, _FLAT_DIGIT = 1, 5  # ids of the first operator and the first digit
@@ -17,70 +21,93 @@ BRACKET_TOKENS = ("0", "1", "2", "3", "4", "+", "-", "*", "(", ")", "=", "[PAD]"
 _OPERATOR, _MINUS, _OPEN, _CLOSE = 5, 6, 8, 9
 
 
-def write_flat(draws: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Digits joined by +, - and *, without brackets; * binds first. Lengths are odd."""
+def write_flat(draws: np.ndarray, lengths: np.ndarray, alphabet: str) -> tuple[np.ndarray, np.ndarray]:
+    """Digits joined by operators, without brackets; * binds first. Lengths are odd.
+
+    An expression ends at each digit: it is the text so far.
+    """
+    drawn_digits, drawn_operators = split_alphabet(alphabet)
     text = np.empty((len(lengths), draws.shape[1]), dtype=np.int64)
-    digits = below(draws[0, ::2], MODULUS)  # [terms, n]
-    operators = below(draws[0, 1::2], 3)
+    digits = drawn_digits[below(draws[0, ::2], len(drawn_digits))]  # [terms, n]
+    operators = drawn_operators[below(draws[0, 1::2], len(drawn_operators))]
     text[:, ::2] = digits.T + _FLAT_DIGIT
     text[:, 1::2] = operators.T + _FLAT_OPERATOR
 
     # The value of the text so far is total + term; `term` is the product that a * would go on with.
     total, term = np.zeros_like(digits[0]), digits[0]
-    values = term.copy()
+    answers = np.full_like(text, IGNORE)
+    answers[:, 0] = term + _FLAT_DIGIT
     for i in range(1, len(digits)):
         operator, digit = operators[i - 1], digits[i]
         times = operator == 2
         total = np.where(times, total, total + term) % MODULUS
         term = np.where(times, term * digit, np.where(operator == 1, -digit, digit)) % MODULUS
-        values = np.where(lengths > 2 * i, (total + term) % MODULUS, values)
-    return text, values + _FLAT_DIGIT
+        answers[:, 2 * i] = (total + term) % MODULUS + _FLAT_DIGIT
+    return text, answers
 
 
-def write_brackets(
-    draws: np.ndarray, lengths: np.ndarray, operators: int = 2
-) -> tuple[np.ndarray, np.ndarray]:
-    """Nested (L op R); the leaves are d, -d, (d) and (-d). Operators: 2 draws + and -, 3 also *.
+def write_brackets(draws: np.ndarray, lengths: np.ndarray, alphabet: str) -> tuple[np.ndarray, np.ndarray]:
+    """Nested (L op R); the leaves are d, -d, (d) and (-d).
+
+    An expression ends at the last token of each leaf and at each bracket that closes an (L op R).
 
     An expression of 5 tokens or more splits the tokens between its operands uniformly, as in Deletang et al.
     (arXiv 2207.02098). All expressions of the batch that lie at one depth are written together; an expression
     is known by its row and the place where it starts, which also picks its draws.
     """
+    digits, operators = split_alphabet(alphabet)
     n = len(lengths)
     text = np.zeros((n, draws.shape[1]), dtype=np.int64)
+    answers = np.full_like(text, IGNORE)
     values = np.zeros_like(text)  # at the place where an expression starts, its value
     rows, starts, sizes = np.arange(n), np.zeros(n, dtype=np.int64), lengths
     splits = []
     while len(rows):
         leaf = sizes < 5
-        _write_leaves(text, values, draws, rows[leaf], starts[leaf], sizes[leaf])
+        _write_leaves(text, values, draws, digits, rows[leaf], starts[leaf], sizes[leaf])
+        answers[rows[leaf], (starts + sizes - 1)[leaf]] = values[rows[leaf], starts[leaf]]
         rows, starts, sizes = rows[~leaf], starts[~leaf], sizes[~leaf]
         left_sizes = 1 + below(draws[0, starts, rows], sizes - 4)
-        chosen = below(draws[1, starts, rows], operators)
+        chosen = operators[below(draws[1, starts, rows], len(operators))]
         lefts, rights = starts + 1, starts + 2 + left_sizes
         text[rows, starts] = _OPEN
         text[rows, rights - 1] = _OPERATOR + chosen
         text[rows, starts + sizes - 1] = _CLOSE
-        splits.append((rows, starts, rights, chosen))
+        splits.append((rows, starts, rights, starts + sizes - 1, chosen))
         rows = np.concatenate([rows, rows])
         starts = np.concatenate([lefts, rights])
         sizes = np.concatenate([left_sizes, sizes - left_sizes - 3])
-    for rows, starts, rights, chosen in reversed(splits):
+    for rows, starts, rights, ends, chosen in reversed(splits):
         left, right = values[rows, starts + 1], values[rows, rights]
-        values[rows, starts] = np.choose(chosen, [left + right, left - right, left * right]) % MODULUS
-    return text, values[:, 0]
+        value = np.choose(chosen, [left + right, left - right, left * right]) % MODULUS
+        values[rows, starts] = answers[rows, ends] = value
+    return text, answers
+
+
+def split_alphabet(alphabet: str) -> tuple[np.ndarray, np.ndarray]:
+    """The digits' values and the operators' places in OPERATORS, as int64 arrays.
+
+    Raises:
+        ValueError: if either is empty, or a token is neither.
+    """
+    digits = [int(token) for token in alphabet if token in set("01234")]
+    operators = [OPERATORS.index(token) for token in alphabet if token in set(OPERATORS)]
+    if not digits or not operators or len(digits) + len(operators) < len(alphabet):
+        raise ValueError(f"alphabet={alphabet}: give one or more of 01234 and one or more of {OPERATORS}")
+    return np.array(digits), np.array(operators)
 
 
 def _write_leaves(
     text: np.ndarray,
     values: np.ndarray,
     draws: np.ndarray,
+    drawn_digits: np.ndarray,
     rows: np.ndarray,
     starts: np.ndarray,
     sizes: np.ndarray,
 ) -> None:
     """Sizes 1 to 4 are d, -d, (d) and (-d)."""
-    digits = below(draws[0, starts, rows], MODULUS)
+    digits = drawn_digits[below(draws[0, starts, rows], len(drawn_digits))]
     bracketed, negative = sizes >= 3, sizes % 2 == 0
     text[rows[bracketed], starts[bracketed]] = _OPEN
     text[rows[bracketed], (starts + sizes - 1)[bracketed]] = _CLOSE

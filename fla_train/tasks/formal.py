@@ -6,7 +6,6 @@ appendix E.1; the tasks are those of Deletang et al. (arXiv 2207.02098).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -31,14 +30,18 @@ class Language:
         tokens: the token of each id; "[PAD]" fills up to the longest length, and "=", where there is one,
             ends the word.
         answers: how many answers there are; the papers' chance level is 1 / answers.
-        write: (draws [2, L, n] uint32, lengths [n]) -> (words [n, L], answers [n]), both token ids.
+        write: (draws [2, L, n] uint32, lengths [n]) -> (words [n, L], answers [n, L]), both token ids. The
+            answer at a token is that of the part of the word which ends there, the whole word at its last
+            token; IGNORE where no part ends. Written with `alphabet` as a third argument, where there is one.
         odd_lengths: only odd lengths exist.
+        alphabet: the tokens that words are drawn from, one character each; None: they cannot be chosen.
     """
 
     tokens: tuple[str, ...]
     answers: int
-    write: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+    write: Callable[..., tuple[np.ndarray, np.ndarray]]
     odd_lengths: bool = False
+    alphabet: str | None = None
 
 
 class FormalLanguage(Task):
@@ -57,9 +60,16 @@ class FormalLanguage(Task):
         min_length, max_length: of a word in tokens, "=" not counted; TRAIN_LENGTHS and TEST_LENGTHS are the
             papers'. seq_len is max_length, and one more with "=".
         seed, num_sequences: see Task.
+        alphabet: of arithmetic: draw only these digits and operators, as in "12+"; None draws from all.
+        label_parts: label not only the last token, but each at which a part of the word ends that has an
+            answer of its own: every bit and action (the word so far), every digit of flat arithmetic (the
+            text so far), the last token of every sub-expression with brackets.
+
+    `alphabet` and `label_parts` are for the early stages of a curriculum.
 
     Raises:
-        ValueError: for an unknown language, or if it has no word of such a length.
+        ValueError: for an unknown language, if it has no word of such a length, or for an impossible
+            alphabet.
     """
 
     headline = "scaled_accuracy"
@@ -74,6 +84,8 @@ class FormalLanguage(Task):
         *,
         seed: int = 0,
         num_sequences: int | None = None,
+        alphabet: str | None = None,
+        label_parts: bool = False,
     ):
         if language not in LANGUAGES:
             raise ValueError(f"unknown language '{language}'; choose one of {', '.join(LANGUAGES)}")
@@ -86,6 +98,12 @@ class FormalLanguage(Task):
                 f"'{language}' has no words of {min_length} to {max_length} tokens"
                 + ("; its lengths are odd" if step == 2 else "")
             )
+        if alphabet is not None and self.language.alphabet is None:
+            raise ValueError(f"'{language}' has no other alphabet; leave out alphabet={alphabet}")
+        if alphabet is not None:
+            arithmetic.split_alphabet(str(alphabet))  # YAML reads digits alone as a number
+        self.alphabet = alphabet or self.language.alphabet
+        self.label_parts = label_parts
         tokens = self.language.tokens
         self.pad_id = tokens.index("[PAD]")
         self.equals_id = tokens.index("=") if "=" in tokens else None
@@ -106,7 +124,8 @@ class FormalLanguage(Task):
         n, longest = len(keys), int(self.lengths[-1])
         draws = draw(keys, 1 + 2 * longest)
         lengths = self.lengths[below(draws[0], len(self.lengths))]
-        words, answers = self.language.write(draws[1:].reshape(2, longest, n), lengths)
+        alphabet = [] if self.alphabet is None else [self.alphabet]
+        words, answers = self.language.write(draws[1:].reshape(2, longest, n), lengths, *alphabet)
 
         input_ids = np.full((n, self.seq_len), self.pad_id)
         inside = np.arange(longest) < lengths[:, None]
@@ -116,7 +135,9 @@ class FormalLanguage(Task):
             last = lengths
             input_ids[np.arange(n), last] = self.equals_id
         labels = np.full_like(input_ids, IGNORE)
-        labels[np.arange(n), last] = answers
+        if self.label_parts:
+            labels[:, :longest][inside] = answers[inside]
+        labels[np.arange(n), last] = answers[np.arange(n), lengths - 1]
         return Batch(
             torch.from_numpy(input_ids), torch.from_numpy(labels), {"length": torch.from_numpy(lengths)}
         )
@@ -124,22 +145,19 @@ class FormalLanguage(Task):
 
 def _write_parity(draws: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     bits = below(draws[0], 2).T
-    inside = np.arange(bits.shape[1]) < lengths[:, None]
-    return bits + 1, (bits * inside).sum(1) % 2 + 1
+    return bits + 1, bits.cumsum(1) % 2 + 1
 
 
 def _write_even_pairs(draws: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Each 01 or 10 changes the bit, so their number is odd exactly if the first and last bits differ."""
     bits = below(draws[0], 2).T
-    last = bits[np.arange(len(bits)), lengths - 1]
-    return bits + 1, (bits[:, 0] ^ last) + 1
+    return bits + 1, (bits[:, :1] ^ bits) + 1
 
 
 def _write_cycle_navigation(draws: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     actions = below(draws[0], 3).T
     moves = np.array([0, 1, -1])[actions]
-    inside = np.arange(actions.shape[1]) < lengths[:, None]
-    return actions + 1, (moves * inside).sum(1) % _CYCLE + _CYCLE_TOKENS.index("0")
+    return actions + 1, moves.cumsum(1) % _CYCLE + _CYCLE_TOKENS.index("0")
 
 
 LANGUAGES = {
@@ -147,12 +165,16 @@ LANGUAGES = {
     "even_pairs": Language(_BIT_TOKENS, 2, _write_even_pairs),
     "cycle_navigation": Language(_CYCLE_TOKENS, _CYCLE, _write_cycle_navigation),
     "modular_arithmetic": Language(
-        arithmetic.FLAT_TOKENS, arithmetic.MODULUS, arithmetic.write_flat, odd_lengths=True
+        arithmetic.FLAT_TOKENS,
+        arithmetic.MODULUS,
+        arithmetic.write_flat,
+        odd_lengths=True,
+        alphabet="01234+-*",
     ),
     "modular_arithmetic_brackets": Language(
-        arithmetic.BRACKET_TOKENS, arithmetic.MODULUS, arithmetic.write_brackets
+        arithmetic.BRACKET_TOKENS, arithmetic.MODULUS, arithmetic.write_brackets, alphabet="01234+-"
     ),
     "modular_arithmetic_brackets_times": Language(
-        arithmetic.BRACKET_TOKENS, arithmetic.MODULUS, partial(arithmetic.write_brackets, operators=3)
+        arithmetic.BRACKET_TOKENS, arithmetic.MODULUS, arithmetic.write_brackets, alphabet="01234+-*"
     ),
 }

@@ -120,6 +120,65 @@ def test_a_longer_bracket_expression_splits_its_tokens_uniformly() -> None:
 
 
 @pytest.mark.parametrize("name", LANGUAGES)
+def test_labels_of_parts_are_the_answers_of_what_ends_there(name: str) -> None:
+    """Read each part alone: the word so far, or with brackets the sub-expression that ends at the token."""
+    settings = {"max_length": 25, "seed": 8}
+    whole, parts = FormalLanguage(name, **settings), FormalLanguage(name, label_parts=True, **settings)
+    batch, plain = parts.batch(range(200)), whole.batch(range(200))
+    assert torch.equal(batch.input_ids, plain.input_ids)
+    last = plain.labels != IGNORE
+    assert torch.equal(batch.labels[last], plain.labels[last])
+    tokens = parts.language.tokens
+    for inputs, labels in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True):
+        word = [tokens[i] for i in inputs if i != parts.pad_id]
+        found = {t: tokens[label] for t, label in enumerate(labels[: len(word)]) if label != IGNORE}
+        assert all(label == IGNORE for label in labels[len(word) :])
+        expected = {}
+        for t in range(len(word)):
+            if (part := part_ending_at(word, t, "brackets" in name)) is not None:
+                expected[t] = READERS[name](part)
+        assert found == expected, word
+
+
+def part_ending_at(word: list[str], t: int, brackets: bool) -> list[str] | None:
+    """The part of `word` with an answer whose last token is t; "=" ends the whole of it."""
+    arithmetic = "=" in word
+    if not arithmetic or word[t] == "=":
+        return word[: t + 1]
+    if not brackets:
+        return [*word[: t + 1], "="] if word[t].isdigit() else None
+    if word[t] == ")":
+        start, depth = t, 1
+        while depth:
+            start -= 1
+            depth += {")": 1, "(": -1}.get(word[start], 0)
+        return [*word[start : t + 1], "="]
+    # A digit, with its sign, is an expression unless it is bracketed with nothing else, which is one leaf.
+    start = t - (word[t - 1] == "-" and (t == 1 or word[t - 2] in "(+-*")) if t else t
+    if not word[t].isdigit() or (start > 0 and word[start - 1] == "(" and word[t + 1] == ")"):
+        return None
+    return [*word[start : t + 1], "="]
+
+
+@pytest.mark.parametrize(
+    ("name", "alphabet", "others"),
+    [
+        ("modular_arithmetic", "12+", ""),
+        ("modular_arithmetic", "034-*", ""),
+        ("modular_arithmetic_brackets", "14+", "()-"),
+        ("modular_arithmetic_brackets_times", "1+*", "()-"),
+    ],
+)
+def test_an_alphabet_limits_what_is_drawn_and_not_the_meaning(name: str, alphabet: str, others: str) -> None:
+    pairs = words_and_answers(FormalLanguage(name, alphabet=alphabet), range(300))
+    counts = Counter(token for word, _ in pairs for token in word)
+    assert set(counts) == set(alphabet + others + "=")
+    assert all(answer == READERS[name](word) for word, answer in pairs)
+    digits = [counts[token] for token in alphabet if token.isdigit()]
+    assert max(digits) - min(digits) < 6 * np.sqrt(sum(digits))
+
+
+@pytest.mark.parametrize("name", LANGUAGES)
 def test_a_sequence_depends_on_seed_and_index_alone(name: str) -> None:
     whole = FormalLanguage(name, seed=1).batch(range(300))
     chosen = [299, 4, 17]
@@ -157,5 +216,10 @@ def test_impossible_settings_are_refused() -> None:
     for lengths in [(0, 5), (6, 5)]:
         with pytest.raises(ValueError, match="no words"):
             FormalLanguage("parity", *lengths)
+    with pytest.raises(ValueError, match="has no other alphabet"):
+        FormalLanguage("parity", alphabet="01")
+    for alphabet in ["+", "12", "12+/", "5+"]:
+        with pytest.raises(ValueError, match="one or more of 01234"):
+            FormalLanguage("modular_arithmetic", alphabet=alphabet)
     with pytest.raises(ValueError, match="its lengths are odd"):
         FormalLanguage("modular_arithmetic", 4, 4)
