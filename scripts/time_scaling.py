@@ -39,6 +39,7 @@ class Run:
     model: str = ""
     kind: str = ""
     kill_after: int = 0  # steps; 0: let it end by itself
+    last: int = 0  # step whose speed counts, after which one is profiled and the run may end; 0: all count
     tokens_per_second: float = 0.0  # median over all GPUs
     memory_gib: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)  # of rank 0's profiled step, ms by kind of kernel
@@ -49,6 +50,7 @@ class Run:
 
 def speed_runs(models: list[str], counts: list[int], steps: int) -> Iterator[Run]:
     """Weak scaling, the same without overlap, and strong scaling at the tokens of the most GPUs."""
+    last = steps - 3  # a step's speed is read during the next one, and `steps - 1` may be profiled
     for model in models:
         tokens = MICRO_BATCH[model] * SEQ_LEN
         common = [
@@ -69,16 +71,16 @@ def speed_runs(models: list[str], counts: list[int], steps: int) -> Iterator[Run
             goes_on = [*weak, f"trainer.max_steps={10 * steps}", f"trainer.profile_steps=[{steps}]"]
             name = f"{model}-weak-{count}"
             if most:
-                yield Run(name, count, ends, model, "weak")
+                yield Run(name, count, ends, model, "weak", last=last)
             else:
-                yield Run(name, count, goes_on, model, "weak", kill_after=steps)
+                yield Run(name, count, goes_on, model, "weak", steps, last)
             if most and count > 1:
                 apart = [*goes_on, "launch.overlap_communication=false"]
-                yield Run(f"{model}-apart-{count}", count, apart, model, "no overlap", kill_after=steps)
+                yield Run(f"{model}-apart-{count}", count, apart, model, "no overlap", steps, last)
             elif model == models[0] and not most:
                 strong = [*common, f"trainer.global_batch_tokens={tokens * max(counts)}"]
                 strong.append(f"trainer.max_steps={10 * steps}")
-                yield Run(f"{model}-strong-{count}", count, strong, model, "strong", kill_after=steps)
+                yield Run(f"{model}-strong-{count}", count, strong, model, "strong", steps, last)
 
 
 def elastic_runs(most: int) -> list[Run]:
@@ -140,7 +142,7 @@ def carry_out(run: Run, folder: Path, further: list[str], limit: float) -> None:
 
 def read(run: Run, folder: Path) -> None:
     """What a run has left: its metrics, the trace of a step, and what its log says of a checkpoint."""
-    timed = records(folder / run.name)[WARM_UP:]
+    timed = [r for r in records(folder / run.name)[WARM_UP:] if r["step"] <= (run.last or r["step"])]
     if not timed:
         run.failure = run.failure or "no records"
         return

@@ -1,5 +1,6 @@
 """scripts/time_scaling.py: what it would run on a machine of four GPUs, and the table it makes of it."""
 
+import json
 import runpy
 from pathlib import Path
 
@@ -50,3 +51,18 @@ def test_efficiency_is_speed_per_gpu_over_that_of_one(script):
     lines = script["table"](runs).splitlines()
     assert "| 340m | weak | 4 | 380 | 95.0% | 0.0 |" in lines
     assert any(line.startswith("| 340m | strong | 2 | 1 |") for line in lines)
+
+
+def test_neither_the_first_steps_nor_the_profiled_one_count(script, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a.log").touch()
+    speeds = [5, 9, 9, 9, 100, 110, 120, 3, 50]  # the eighth is read while the ninth step is profiled
+    lines = [
+        json.dumps({"step": i + 1, "loss": 1.0, "tokens_per_second": speed, "memory_gib": 2.0})
+        for i, speed in enumerate(speeds)
+    ]
+    (tmp_path / "a" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (run,) = (r for r in script["speed_runs"](["340m"], [1, 2], steps=10) if r.name == "340m-weak-2")
+    run.name = "a"
+    script["read"](run, tmp_path)
+    assert run.tokens_per_second == 110.0
