@@ -18,6 +18,7 @@ from fla_train.bench.roofline import Shape
 from fla_train.kernels.delta_product import delta_product
 from fla_train.kernels.delta_product.check import relative_rms
 from fla_train.kernels.delta_product.launches import (
+    IN_GLUON,
     MIN_TILE,
     Key,
     Launches,
@@ -124,7 +125,7 @@ def candidates(kernel: str, key: Key, present: Options) -> list[Options]:
         options = {name: x for name, x in zip(axes, values, strict=True) if x is not None}
         if options not in found and fault(kernel, options, key.value_dim) is None:
             found.append(options)
-    if kernel == "gradient" and key.architecture.startswith("9.") and "gluon" not in present:
+    if kernel in IN_GLUON and key.architecture.startswith("9.") and "gluon" not in present:
         found.append(present | {"gluon": 1})  # Hopper's own kernel; `present` serves where that does not fit
     return found
 

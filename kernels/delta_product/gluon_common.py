@@ -1,18 +1,53 @@
-"""Parts of the Gluon kernel: where a chunk lies, the scalars of its rows, and the copies of its tiles."""
+"""Parts of the Gluon kernels: which calls they take, where a chunk lies, and the copies of its tiles."""
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # What triton 3.6 calls thread_barrier.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 ROWS = gl.constexpr(64)  # sub-steps per chunk, and rows of every tile of q, o and k
 
+# Of tiles of 16-bit numbers, as the copy engine writes them and matrix products read them.
+TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+# Of 64 scalars in shared memory.
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+def on_hopper(arguments: Mapping[str, Any]) -> bool:
+    """Whether these run on a Hopper GPU with 16-bit keys of 64 or 128 numbers."""
+    q = arguments["q"]
+    if q.dtype not in (torch.bfloat16, torch.float16) or arguments["K"] not in (64, 128):
+        return False
+    return torch.cuda.get_device_capability(q.device)[0] == 9
+
+
+def described(
+    arguments: Mapping[str, Any], names: Iterable[str], rows: Iterable[str], blocks: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Those arguments of the Triton kernel that the Gluon one `names`, matrices as the copy engine has them.
+
+    `rows` are tensors [..., heads, columns] that it reads in tiles of 64 rows of one head, `blocks` tensors
+    [..., V, K] that it reads in tiles of V x K.
+    """
+    named = {name: arguments[name] for name in names if name in arguments}
+    shapes = {name: (named[name].flatten(0, -3).flatten(1), ROWS.value) for name in rows}
+    shapes |= {name: (named[name].flatten(0, -2), named["V"]) for name in blocks}
+    for name, (matrix, height) in shapes.items():
+        tile = [height, named[name].shape[-1]]
+        named[name] = TensorDescriptor.from_tensor(matrix, tile, TILE.value)
+    return named
+
 
 @gluon.jit
 def span(i_c, cu_seqlens, chunk_offsets, chunk_segment, T, NT, C: gl.constexpr, PACKED: gl.constexpr):
-    """`triton_common.chunk_span`."""
+    """`triton_common.chunk_span`, with no tokens where a packed row has fewer chunks."""
     if PACKED:
         i_s = gl.load(chunk_segment + i_c)
         i_first = gl.load(chunk_offsets + i_s)
@@ -22,7 +57,7 @@ def span(i_c, cu_seqlens, chunk_offsets, chunk_segment, T, NT, C: gl.constexpr, 
         i_s = i_c // NT
         i_start = i_s.to(gl.int64) * T + (i_c - i_s * NT) * C
         i_end = (i_s + 1).to(gl.int64) * T
-    return i_start, gl.minimum(i_end - i_start, C).to(gl.int32)
+    return i_start, gl.maximum(gl.minimum(i_end - i_start, C), 0).to(gl.int32)
 
 
 @gluon.jit
@@ -33,21 +68,6 @@ def rows_of(p, n_rows, stride, layout: gl.constexpr):
 
 
 @gluon.jit
-def norms_of(p, n_rows, layout: gl.constexpr, L2NORM: gl.constexpr):
-    """[64] reciprocal norms, 1 without normalisation; zeros past `n_rows`."""
-    if L2NORM:
-        return rows_of(p, n_rows, 1, layout)
-    return gl.where(gl.arange(0, ROWS, layout) < n_rows, 1.0, 0.0)
-
-
-@gluon.jit
-def gates_of(p, n_t, N: gl.constexpr, layout: gl.constexpr):
-    """[64] cumulative gates, one per N rows, zeros past the chunk."""
-    o = gl.arange(0, ROWS, layout) // N
-    return gl.load(p + o, mask=o < n_t, other=0.0)
-
-
-@gluon.jit
 def add2(a0, a1, b0, b1):
     return a0 + b0, a1 + b1
 
@@ -55,25 +75,6 @@ def add2(a0, a1, b0, b1):
 @gluon.jit
 def add3(a0, a1, a2, b0, b1, b2):
     return a0 + b0, a1 + b1, a2 + b2
-
-
-@gluon.jit
-def load_scalars(
-    beta, g, gc, rq, rk, i_m, n_m, i_t, n_t, i_h, n_total,
-    H: gl.constexpr, N: gl.constexpr, layout: gl.constexpr, GATED: gl.constexpr, L2NORM: gl.constexpr,
-):  # fmt: skip
-    """Of a chunk's rows: beta, reciprocal norms of q and k, gates by sub-step, by token, last, and raw."""
-    b_beta = rows_of(beta + i_m * H + i_h, n_m, H, layout)
-    b_rk, b_rq, b_gm, b_gt, g_last, b_g = b_beta, b_beta, b_beta, b_beta, 0.0, b_beta
-    if L2NORM:
-        b_rk = rows_of(rk + i_h.to(gl.int64) * n_total * N + i_m, n_m, 1, layout)
-        b_rq = rows_of(rq + i_h.to(gl.int64) * n_total + i_t, n_t, 1, layout)
-    if GATED:
-        p_g = gc + i_h.to(gl.int64) * n_total + i_t
-        b_gm, b_gt = gates_of(p_g, n_t, N, layout), gates_of(p_g, n_t, 1, layout)
-        g_last = gl.load(p_g + n_t - 1, mask=n_t > 0, other=0.0)
-        b_g = rows_of(g + i_t * H + i_h, n_t, H, layout)
-    return b_beta, b_rk, b_rq, b_gm, b_gt, g_last, b_g
 
 
 @gluon.jit

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -20,20 +19,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fla_train.kernels.delta_product.gluon_common import (
     ROWS,
+    TILE,
     add2,
     add3,
     barrier,
     copy_pair,
     copy_values,
-    gates_of,
-    load_scalars,
-    norms_of,
-    rows_of,
+    described,
+    on_hopper,
     span,
+)
+from fla_train.kernels.delta_product.gluon_scalars import (
+    BETA,
+    GM,
+    GT,
+    QUERY,
+    RAW,
+    READ,
+    RK,
+    RQ,
+    WRITE,
+    fetch_scalars,
+    keep_scalars,
+    make_table,
 )
 
 WARPS = 8
@@ -65,7 +76,6 @@ def gradient_kernel(
     WROW: gl.constexpr = gl.SliceLayout(1, WIDE)
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [num_warps, 1], [1, 0])
     PART: gl.constexpr = 256 // K * num_warps  # rows of a state that the program's threads hold once
-    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     STATE_BYTES: gl.constexpr = 2 * V * K * 2
     VALUE_BYTES: gl.constexpr = 3 * ROWS * V * 2
     ROW_BYTES: gl.constexpr = 2 * ROWS * K * 2
@@ -77,8 +87,9 @@ def gradient_kernel(
     m_ds = gl.allocate_shared_memory(DTYPE, [1, V, K], dstates.layout)
     m_k = gl.allocate_shared_memory(DTYPE, [1, ROWS, K], k.layout)
     m_q = gl.allocate_shared_memory(DTYPE, [1, ROWS, K], q.layout)
-    m_da = gl.allocate_shared_memory(DTYPE, [1, ROWS, ROWS], MATRIX)
-    m_dp = gl.allocate_shared_memory(DTYPE, [1, ROWS, ROWS], MATRIX)
+    m_da = gl.allocate_shared_memory(DTYPE, [1, ROWS, ROWS], TILE)
+    m_dp = gl.allocate_shared_memory(DTYPE, [1, ROWS, ROWS], TILE)
+    table = make_table()
     bars = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(4):
         mbarrier.init(bars.index(i), count=1)
@@ -94,10 +105,10 @@ def gradient_kernel(
     copy_pair(dstates, states, m_ds.index(0), m_s.index(0), bars.index(2), i_s, i_s, 0, True, STATE_BYTES)
     copy_pair(k, q, m_k.index(0), m_q.index(0), bars.index(3), r_m, r_t, i_h * K, True, ROW_BYTES)
 
-    n_t = gl.maximum(n_t, 0)
-    beta_r, rk_r, rq_r, gm_r, gt_r, g_last, b_g = load_scalars(
-        beta, g, gc, rq, rk, i_t * N, n_t * N, i_t, n_t, i_h, n_total, H, N, ROW, GATED, L2NORM
-    )
+    scalars = fetch_scalars(beta, g, gc, rq, rk, i_t, n_t, i_h, n_total, H, N, GATED, L2NORM, num_warps)
+    keep_scalars(table, scalars, scale, GATED)
+    g_last = scalars[5]
+    barrier()
     step = 0
     while work < n_work:
         # 0, but the compiler can't know: it would keep all tiles' addresses over the loop, and spill them.
@@ -113,18 +124,8 @@ def gradient_kernel(
         r_m, r_t = (f_t * N).to(gl.int32), f_t.to(gl.int32)
         copy_values(errors, dv, do, m_e, m_dv, m_do, bars, 1 - buffer, r_m, r_t, f_h * V, pred, VALUE_BYTES)
 
+        scalars = fetch_scalars(beta, g, gc, rq, rk, f_t, f_n, f_h, n_total, H, N, GATED, L2NORM, num_warps)
         o_r, o_c = gl.arange(0, ROWS, ROW), gl.arange(0, ROWS, COLUMN)
-        p_beta = beta + i_m * H + i_h
-        p_rk = rk + i_h.to(gl.int64) * n_total * N + i_m if L2NORM else None
-        p_rq = rq + i_h.to(gl.int64) * n_total + i_t if L2NORM else None
-        p_g = gc + i_h.to(gl.int64) * n_total + i_t if GATED else None
-        if not L2NORM:
-            rk_r, rq_r = gl.where(o_r < n_m, 1.0, 0.0), gl.where(o_r < n_t, 1.0, 0.0)
-        read, write, query = rk_r, rk_r, rq_r * scale
-        if GATED:
-            read *= gl.exp2(gm_r)
-            write *= gl.exp2(g_last - gm_r)
-            query *= gl.exp2(gt_r)
 
         s_e, s_dv, s_do = m_e.index(buffer), m_dv.index(buffer), m_do.index(buffer)
         mbarrier.wait(bars.index(buffer), (step >> 1) & 1)
@@ -137,9 +138,9 @@ def gradient_kernel(
         b_dp = warpgroup_mma(s_e, s_do.permute((1, 0)), square, is_async=True)  # E dO^T
         b_ss = 0.0
         if GATED:
-            b_sums = gl.zeros([PART, K], gl.float32, STORE)
-            for i in gl.static_range(0, V, PART):
-                b_s, b_ds = s_s.slice(i, PART).load(STORE), s_ds.slice(i, PART).load(STORE)
+            b_sums = gl.zeros([2 * PART, K], gl.float32, STORE)
+            for i in gl.static_range(0, V, 2 * PART):
+                b_s, b_ds = s_s.slice(i, 2 * PART).load(STORE), s_ds.slice(i, 2 * PART).load(STORE)
                 b_sums += b_s.to(gl.float32) * b_ds.to(gl.float32)
             b_ss = gl.sum(gl.sum(b_sums, 1), 0)
         b_da, b_dp, b_dk, b_y, b_dq = warpgroup_mma_wait(0, deps=[b_da, b_dp, b_dk, b_y, b_dq])
@@ -149,9 +150,8 @@ def gradient_kernel(
 
         # By way of the state, and the inner products with k and q that beta, gates and norms take.
         mbarrier.wait(bars.index(3), step & 1)
-        beta_w = gl.convert_layout(beta_r, WROW)
-        write_w, read_w = gl.convert_layout(write, WROW), gl.convert_layout(read, WROW)
-        query_w = gl.convert_layout(query, WROW)
+        write_w, read_w = table[WRITE].load(WROW), table[READ].load(WROW)
+        query_w, beta_w = table[QUERY].load(WROW), table[BETA].load(WROW)
         b_x = s_k.load(WIDE).to(gl.float32)
         kw, kr, qr = gl.reduce((b_x * b_dk, b_x * b_y, s_q.load(WIDE).to(gl.float32) * b_dq), 1, add3)
         kw, kr, qr = kw * write_w, -kr * read_w, qr * query_w
@@ -163,25 +163,18 @@ def gradient_kernel(
         b_kk = warpgroup_mma(s_k, s_k.permute((1, 0)), square, is_async=True)
         seen = ((o_r // N)[:, None] <= o_c[None, :]) & (o_c < n_t)[None, :]
         lower = (o_r[:, None] > o_c[None, :]) & (o_r < n_m)[:, None]
-        b_dp *= rk_r[:, None] * (norms_of(p_rq, n_t, COLUMN, L2NORM) * scale)[None, :]
-        b_da *= -rk_r[:, None] * norms_of(p_rk, n_m, COLUMN, L2NORM)[None, :]
+        beta_r, rk_r = table[BETA].load(ROW), table[RK].load(ROW)
+        beta_c = table[BETA].load(COLUMN)
+        b_dp *= rk_r[:, None] * (table[RQ].load(COLUMN) * scale)[None, :]
+        b_da *= -rk_r[:, None] * table[RK].load(COLUMN)[None, :]
         if GATED:
-            gm_c, gt_c = gates_of(p_g, n_t, N, COLUMN), gates_of(p_g, n_t, 1, COLUMN)
+            gm_r, gm_c, gt_c = table[GM].load(ROW), table[GM].load(COLUMN), table[GT].load(COLUMN)
             b_dp *= gl.exp2(gl.where(seen, gt_c[None, :] - gm_r[:, None], 0.0))
             b_da *= gl.exp2(gl.where(lower, gm_r[:, None] - gm_c[None, :], 0.0))
         b_dp = gl.where(seen, b_dp, 0.0)
         b_da = gl.where(lower, b_da, 0.0)
-        beta_c = rows_of(p_beta, n_m, H, COLUMN)
         s_dp.store((b_dp * beta_r[:, None]).to(DTYPE))
         s_da.store((b_da * beta_c[None, :]).to(DTYPE))
-        b_kq, b_kk = warpgroup_mma_wait(0, deps=[b_kq, b_kk])
-        b_dp *= b_kq  # dP .* P
-        b_da *= b_kk  # dA .* A
-        inner, kp = gl.reduce((b_dp, b_da * beta_c[None, :]), 1, add2)
-        columns, qp = gl.reduce((b_da, b_dp * beta_r[:, None]), 0, add2)
-        inner += gl.convert_layout(columns, ROW)
-        kp += inner * beta_r
-        qp = gl.convert_layout(qp, WROW)
         fence_async_shared()
         barrier()
         b_dk = warpgroup_mma(s_da, s_k, b_dk, is_async=True)
@@ -189,18 +182,29 @@ def gradient_kernel(
         b_dk = warpgroup_mma(s_dp, s_q, b_dk, is_async=True)
         b_dq = warpgroup_mma(s_dp.permute((1, 0)), s_k, b_dq, is_async=True)
 
-        f_m, f_n = f_t * N, gl.maximum(f_n, 0)
-        f_beta, f_rk, f_rq, f_gm, f_gt, f_last, f_g = load_scalars(
-            beta, g, gc, rq, rk, f_m, f_n * N, f_t, f_n, f_h, n_total, H, N, ROW, GATED, L2NORM
-        )
+        # Meanwhile what beta, gates and norms take of the chunk.
+        b_kq, b_kk = warpgroup_mma_wait(4, deps=[b_kq, b_kk])
+        b_dp *= b_kq  # dP .* P
+        b_da *= b_kk  # dA .* A
+        inner, kp = gl.reduce((b_dp, b_da * beta_c[None, :]), 1, add2)
+        columns, qp = gl.reduce((b_da, b_dp * beta_r[:, None]), 0, add2)
+        table[READ].store(columns)
+        table[QUERY].store(qp)
+        barrier()
+        inner += table[READ].load(ROW)
+        kp += inner * beta_r
+        qp = table[QUERY].load(WROW)
 
         kw_r, kr_r = gl.convert_layout(kw, ROW), gl.convert_layout(kr, ROW)
         gl.store(dbeta + (i_m + o_r) * H + i_h, kw_r + inner, mask=o_r < n_m)
         if GATED:
             # k that reads the state raises the gates up to its token, what is written those after it.
-            rises = gl.convert_layout(kr_r + kp - 2.0 * inner * beta_r, COLUMN)
-            later = gl.convert_layout(kw_r * beta_r, COLUMN)
-            tokens = gl.convert_layout(qr + qp, COLUMN)
+            table[GM].store(kr_r + kp - 2.0 * inner * beta_r)
+            table[WRITE].store(kw_r * beta_r)
+            table[GT].store(qr + qp)
+            barrier()
+            rises, later = table[GM].load(COLUMN), table[WRITE].load(COLUMN)
+            tokens = table[GT].load(COLUMN)
             if N == 1:
                 sums = gl.where(o_c[None, :] >= o_r[:, None], (rises + tokens)[None, :], later[None, :])
             else:
@@ -208,14 +212,15 @@ def gradient_kernel(
                 sums += gl.where(o_c[None, :] >= o_r[:, None], tokens[None, :], 0.0)
             b_dg = gl.sum(sums, 1) + b_ss * gl.exp2(g_last)
             p_dg = dg + (i_t + o_r) * H + i_h
-            gl.store(p_dg, gl.where(b_g > MIN_LOG_DECAY, b_dg, 0.0), mask=o_r < n_t)
+            gl.store(p_dg, gl.where(table[RAW].load(ROW) > MIN_LOG_DECAY, b_dg, 0.0), mask=o_r < n_t)
 
         b_dk, b_dq = warpgroup_mma_wait(0, deps=[b_dk, b_dq])
         if L2NORM:
             # The sums are r * d(x r): with r = rsqrt(x . x + eps), dx = that - r^2 x (x . that).
             radial = rk_r * rk_r * (kr_r + kw_r * beta_r + kp)
             b_dk -= s_k.load(WIDE).to(gl.float32) * gl.convert_layout(radial, WROW)[:, None]
-            radial = gl.convert_layout(rq_r * rq_r, WROW) * (qr + qp)
+            rq_w = table[RQ].load(WROW)
+            radial = rq_w * rq_w * (qr + qp)
             b_dq -= s_q.load(WIDE).to(gl.float32) * radial[:, None]
         # Through the buffers of E and dV into rows of whole sectors.
         s_e.store(b_dk.to(DTYPE))
@@ -223,6 +228,7 @@ def gradient_kernel(
         fence_async_shared()
         barrier()  # q and k are read
         copy_pair(k, q, s_k, s_q, bars.index(3), r_m, r_t, f_h * K, pred, ROW_BYTES)
+        keep_scalars(table, scalars, scale, GATED)
         o_s, o_k = gl.arange(0, ROWS, gl.SliceLayout(1, STORE)), gl.arange(0, K, gl.SliceLayout(0, STORE))
         offset = o_s[:, None] * (H * K) + o_k[None, :]
         gl.store(dk + (i_m * H + i_h) * K + offset, s_e.load(STORE), mask=(o_s < n_m)[:, None])
@@ -230,25 +236,17 @@ def gradient_kernel(
         barrier()  # the outputs have left the buffers that the next step's copies take
         work, step = following, step + 1
         i_h, i_t, n_t = f_h, f_t, f_n
-        beta_r, rk_r, rq_r, gm_r, gt_r, g_last, b_g = f_beta, f_rk, f_rq, f_gm, f_gt, f_last, f_g
+        g_last = scalars[5]
 
 
-def fits(q: Tensor, value_dim: int) -> bool:
-    """Whether `launch_gradient` takes these: [B, T, H, K] queries on a Hopper GPU, values of `value_dim`."""
-    if q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] != value_dim:
-        return False
-    return value_dim in (64, 128) and torch.cuda.get_device_capability(q.device)[0] == 9
+def fits(arguments: Mapping[str, Any]) -> bool:
+    """Whether `launch` takes these arguments of the Triton kernel."""
+    return on_hopper(arguments) and arguments["K"] == arguments["V"]
 
 
-def launch_gradient(arguments: Mapping[str, Any], programs: int) -> None:
+def launch(arguments: Mapping[str, Any], programs: int) -> None:
     """Run `gradient_kernel` on the arguments of the Triton kernel, for so many chunks x heads."""
-    layout = gl.NVMMASharedLayout(128, 16, 2)
-    named = {name: arguments[name] for name in gradient_kernel.arg_names if name in arguments}
-    for name in ("q", "k", "do", "dv", "errors"):
-        rows = named[name].flatten(0, -3).flatten(1)
-        named[name] = TensorDescriptor.from_tensor(rows, [ROWS.value, named["K"]], layout)
-    for name in ("states", "dstates"):
-        rows = named[name].flatten(0, -2)
-        named[name] = TensorDescriptor.from_tensor(rows, [named["V"], named["K"]], layout)
+    rows, blocks = ("q", "k", "do", "dv", "errors"), ("states", "dstates")
+    named = described(arguments, gradient_kernel.arg_names, rows, blocks)
     processors = torch.cuda.get_device_properties(arguments["q"].device).multi_processor_count
     gradient_kernel[(min(programs, PROGRAMS * processors),)](**named, n_work=programs, num_warps=WARPS)

@@ -9,9 +9,9 @@ whose rows come first. A row is for
     substeps       n_h
 
 and for larger V and n_h where no other is nearer. It gives each kernel's options as its launch takes them:
-tile widths BV and BKO, num_warps, num_stages, maxnreg; `gluon` 1 of `gradient` takes the Gluon kernel where
-it fits (gluon_gradient.py), else these. Other architectures, wider keys and float32, whose tiles take twice
-the shared memory, run with the most modest options (`fallback`).
+tile widths BV and BKO, num_warps, num_stages, maxnreg; `gluon` 1 of `prepare` and `gradient` takes the
+kernel in Gluon where it fits (gluon_prepare.py, gluon_gradient.py), else these. Other architectures, wider
+keys and float32, whose tiles take twice the shared memory, run with the most modest options (`fallback`).
 """
 
 import json
@@ -31,6 +31,8 @@ SHIPPED = Path(__file__).with_name("launches.json")
 # Least extent of the tiles of K and V. On Hopper, Triton 3.6 compiled tiles of 32 columns to wrong dk and to
 # illegal accesses (measured 2026-11-21 with its ptxas 12.8); narrower heads are padded with zeros instead.
 MIN_TILE = 64
+# Kernels that Hopper has in Gluon, too.
+IN_GLUON = ("prepare", "gradient")
 
 Options = dict[str, int]
 
@@ -145,7 +147,7 @@ def fault(kernel: str, options: Mapping[str, int], value_dim: int) -> str | None
     known = {"prepare": set(), "state": {"BV"}, "adjoint": {"BV"}, "gradient": {"BV", "BKO"}}[kernel]
     if missing := known - options.keys():
         return f"{kernel} lacks {', '.join(sorted(missing))}"
-    further = {"num_warps", "num_stages", "maxnreg"} | ({"gluon"} if kernel == "gradient" else set())
+    further = {"num_warps", "num_stages", "maxnreg"} | ({"gluon"} if kernel in IN_GLUON else set())
     if unknown := options.keys() - known - further:
         return f"{kernel} has no option {', '.join(sorted(unknown))}"
     for name, value in options.items():

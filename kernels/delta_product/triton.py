@@ -12,6 +12,7 @@ function.
 """
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -208,21 +209,20 @@ def delta_product_forward(
 
     `transitions` [pieces, H, K, K] is given where `find_cut` cuts the sequences.
     """
-    sizes, parallel, grid, serial = _arguments(q, k, g, bounds, scale, qk_l2norm)
+    sizes, parallel, programs, serial = _arguments(q, k, g, bounds, scale, qk_l2norm)
     options = launches.lookup(q.device, q.dtype, q.shape[-1], v.shape[-1], k.shape[2])
     products, norms = _by_name(prepared, g is not None, qk_l2norm)
     ends = final_state
     with torch.cuda.device_of(q):
-        prepare_kernel[grid](
-            *(q, k, beta, g),
+        arguments = {
+            **{"q": q, "k": k, "beta": beta, "g": g, "eps": L2NORM_EPS},
             **products,
             **norms,
             **sizes,
             **parallel,
-            eps=L2NORM_EPS,
-            INVERSE=tl.float16 if _in_half(q, qk_l2norm) else tl.float32,
-            **options.prepare,
-        )
+            "INVERSE": tl.float16 if _in_half(q, qk_l2norm) else tl.float32,
+        }
+        _launch(prepare_kernel, programs, arguments, options.prepare, hopper="gluon_prepare")
         if transitions is not None:
             pieces = Pieces(q, k, v.shape[-1], bounds, sizes, forgets=g is not None and qk_l2norm)
             sizes, serial = pieces.sizes, pieces.programs
@@ -270,7 +270,7 @@ def delta_product_backward(
     dinitial_state: Tensor | None,
 ) -> None:
     """Fill the gradients."""
-    sizes, parallel, grid, serial = _arguments(q, k, g, bounds, scale, qk_l2norm)
+    sizes, parallel, programs, serial = _arguments(q, k, g, bounds, scale, qk_l2norm)
     options = launches.lookup(q.device, q.dtype, q.shape[-1], dv.shape[-1], k.shape[2])
     products, norms = _by_name(prepared, g is not None, qk_l2norm)
     dstates = torch.empty_like(states)
@@ -307,22 +307,33 @@ def delta_product_backward(
             "V": dv.shape[-1],
             "MIN_LOG_DECAY": MIN_LOG2_DECAY.value / LOG2E.value,
         }
-        tiles = dict(options.gradient)
-        if tiles.pop("gluon", 0) and not INTERPRETED:
-            # Not at the top: it imports Gluon, and Hopper's part of it.
-            from fla_train.kernels.delta_product import gluon_gradient
+        _launch(gradient_kernel, programs, arguments, options.gradient, hopper="gluon_gradient")
 
-            if gluon_gradient.fits(q, dv.shape[-1]):
-                gluon_gradient.launch_gradient(arguments, programs=grid[0])
-                return
-        gradient_kernel[grid](**arguments, **tiles)
+
+def _launch(
+    kernel: triton.JITFunction,
+    programs: int,
+    arguments: dict[str, Any],
+    options: launches.Options,
+    *,
+    hopper: str,
+) -> None:
+    """Run a kernel for so many chunks x heads, or Hopper's own of that module where the options say so."""
+    options = dict(options)
+    if options.pop("gluon", 0) and not INTERPRETED:
+        # Not at the top: it imports Gluon, and Hopper's part of it.
+        module = import_module(f"{__package__}.{hopper}")
+        if module.fits(arguments):
+            module.launch(arguments, programs)
+            return
+    kernel[(programs,)](**arguments, **options)
 
 
 def _arguments(
     q: Tensor, k: Tensor, g: Tensor | None, bounds: Sequence[Tensor], scale: float, qk_l2norm: bool
-) -> tuple[dict[str, Any], dict[str, Any], tuple[int], int]:
-    """Arguments of every kernel; further ones of those that run over all chunks at once, and their grid; the
-    programs per tile of V of those that walk each sequence."""
+) -> tuple[dict[str, Any], dict[str, Any], int, int]:
+    """Arguments of every kernel; further ones of those that run over all chunks at once, and their programs;
+    the programs per tile of V of those that walk each sequence."""
     (batch, length, heads, key_dim), sub_steps = q.shape, k.shape[2]
     chunk_tokens = CHUNK_STEPS // sub_steps
     row_chunks = ceil_div(length, chunk_tokens)
@@ -352,4 +363,4 @@ def _arguments(
     }
     chunks = chunk_segment.numel() if bounds else batch * row_chunks
     segments = cu_seqlens.numel() - 1 if bounds else batch
-    return sizes, parallel, (chunks * heads,), segments * heads
+    return sizes, parallel, chunks * heads, segments * heads

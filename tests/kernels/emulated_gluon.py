@@ -1,13 +1,14 @@
 """Runs a Gluon kernel's Python on the CPU: tensors for tiles, under the rules of Hopper's asynchronous units.
 
-Layouts are ignored, and programs run one after the other. Fails where the hardware could go wrong unseen: a
-tile that was never filled or is still on its way, a product of a tile that was stored without a fence
-and a barrier or that changes before the product has ended, a result that nobody waited for, a copy over a
-tile that threads may still read, a barrier's phase that never completes.
+Layouts are ignored, numbers of 16 bits have 32, and programs run one after the other. Fails where the
+hardware could go wrong unseen: a tile that was never filled or is still on its way, a product of a tile
+that was stored without a fence and a barrier or that changes before the product has ended, a result that
+nobody waited for, a copy over a tile that threads may still read, a barrier's phase that never completes.
 """
 
 import importlib.util
 import inspect
+import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from fla_train.kernels.delta_product import gluon_common
+from fla_train.kernels.delta_product import gluon_common, gluon_scalars
 
 
 class Pointer:
@@ -34,31 +35,39 @@ class Pointer:
 
 
 class Shared:
-    """Shared memory: an array of tiles of `rank` dimensions, or one of them, with the books of each."""
+    """Shared memory: an array of tiles of `rank` dimensions, or one of them, with the books of each.
 
-    def __init__(self, data: Tensor, rank: int, books: list[SimpleNamespace]):
-        self.data, self.rank, self.books = data, rank, books
+    `memory` lists all that was allocated or is named anew.
+    """
+
+    def __init__(self, data: Tensor, rank: int, books: list[SimpleNamespace], memory: list["Shared"]):
+        self.data, self.rank, self.books, self.memory = data, rank, books, memory
 
     @classmethod
-    def allocate(cls, dtype: torch.dtype, shape: list[int], rank: int) -> "Shared":
-        data = torch.zeros(shape, dtype=dtype)
-        data = data.fill_(torch.nan) if dtype.is_floating_point else data
-        count = shape[0] if len(shape) > rank else 1
+    def register(cls, data: Tensor, rank: int, memory: list["Shared"]) -> "Shared":
+        """With new books: nothing is there yet."""
+        count = data.shape[0] if data.ndim > rank else 1
         books = [
             SimpleNamespace(empty=True, unfenced=False, touched=False, written=False) for _ in range(count)
         ]
-        return cls(data, rank, books)
+        memory.append(cls(data, rank, books, memory))
+        return memory[-1]
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], rank: int) -> "Shared":
+        """Other tiles in the same place."""
+        assert dtype == self.data.dtype
+        return self.register(self.data.view(-1)[: math.prod(shape)].view(shape), rank, self.memory)
 
     def index(self, i: Tensor | int) -> "Shared":
         assert self.data.ndim == self.rank + 1
-        return Shared(self.data[int(i)], self.rank, [self.books[int(i)]])
+        return Shared(self.data[int(i)], self.rank, [self.books[int(i)]], self.memory)
 
     def slice(self, start: int, length: int) -> "Shared":
         assert start + length <= self.data.shape[0]
-        return Shared(self.data[start : start + length], self.rank, self.books)
+        return Shared(self.data[start : start + length], self.rank, self.books, self.memory)
 
     def permute(self, order: tuple[int, ...]) -> "Shared":
-        return Shared(self.data.permute(order), self.rank, self.books)
+        return Shared(self.data.permute(order), self.rank, self.books, self.memory)
 
     def load(self, layout: object = None) -> Tensor:
         (book,) = self.books
@@ -124,7 +133,7 @@ class Emulator:
         (book,) = target.books
         assert not book.touched, "a copy over a tile that threads may still use"
         assert not book.unfenced, "a copy over stores without a fence"
-        read = any(book is tile.books[0] for _, a, _, b, _ in self.products for tile in (a, b))
+        read = any(book is tile.books[0] for _, tiles in self.products for tile, _ in tiles)
         assert not read, "a copy over a tile that a product reads"
         bar, tile = self.bars[shared.data.data_ptr()], source.tile(int(place[0]), int(place[1]))
         target.data.copy_(torch.full_like(tile, torch.nan) if self.late else tile)
@@ -152,25 +161,28 @@ class Emulator:
             for book in shared.books:
                 book.unfenced = False
 
-    def mma(self, a: Shared, b: Shared, total: object, *, is_async: bool) -> SimpleNamespace:
+    def mma(self, a: Shared | Tensor, b: Shared, total: object, *, is_async: bool) -> SimpleNamespace:
         value = total.value if isinstance(total, SimpleNamespace) else total
-        result = SimpleNamespace(value=value + a.operand() @ b.operand())
-        self.products.append((result, a, a.data.clone(), b, b.data.clone()))
+        left = a.float() if isinstance(a, Tensor) else a.operand()
+        result = SimpleNamespace(value=value + left @ b.operand())
+        tiles = [tile for tile in (a, b) if isinstance(tile, Shared)]
+        self.products.append((result, [(tile, tile.data.clone()) for tile in tiles]))
         return result
 
-    def mma_wait(self, left: int, deps: list) -> list[Tensor]:
+    def mma_wait(self, left: int, deps: list) -> list[Tensor] | Tensor:
         count = len(self.products) - left
         done, self.products = self.products[:count], self.products[count:]
-        for _, a, was_a, b, was_b in done:
-            for tile, was in ((a, was_a), (b, was_b)):
-                same = torch.allclose(tile.data, was, rtol=0, atol=0, equal_nan=True)
-                assert same, "a tile that changed in a product"
+        for tile, was in (pair for _, tiles in done for pair in tiles):
+            same = torch.allclose(tile.data, was, rtol=0, atol=0, equal_nan=True)
+            assert same, "a tile that changed in a product"
         assert all(any(dep is entry[0] for entry in done) for dep in deps), "a product still on its way"
-        return [dep.value for dep in deps]
+        values = [dep.value for dep in deps]
+        return values if len(values) > 1 else values[0]
 
-    def allocate(self, dtype: torch.dtype, shape: list[int], layout: object) -> Shared:
-        self.memory.append(Shared.allocate(dtype, shape, layout))
-        return self.memory[-1]
+    def allocate(self, dtype: torch.dtype, shape: list[int], layout: int) -> Shared:
+        data = torch.zeros(shape, dtype=dtype)
+        data = data.fill_(torch.nan) if dtype.is_floating_point else data
+        return Shared.register(data, layout, self.memory)
 
     @staticmethod
     def load(p: Pointer, mask: object = True, other: float = 0.0) -> Tensor:
@@ -180,7 +192,7 @@ class Emulator:
 
     @staticmethod
     def store(p: Pointer, value: Tensor, mask: object = True) -> None:
-        offset, mask, value = torch.broadcast_tensors(torch.as_tensor(p.offset), torch.as_tensor(mask), value)
+        offset, mask, value = torch.broadcast_tensors(*map(torch.as_tensor, (p.offset, mask, value)))
         p.data[offset[mask]] = value[mask].to(p.data.dtype)
 
     @staticmethod
@@ -195,14 +207,15 @@ class Emulator:
         def number(x: object) -> Tensor:
             return torch.as_tensor(x)
 
-        dtypes = {name: getattr(torch, name) for name in ("float32", "int32", "int64", "bfloat16", "float16")}
+        dtypes = {name: getattr(torch, name) for name in ("float32", "int32", "int64")}
         shared_layouts = {
             "NVMMASharedLayout": lambda *_: 2,
             "SwizzledSharedLayout": lambda vec, per_phase, max_phase, order: len(order),
         }
-        layouts = ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout")
+        layouts = ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout")
         return SimpleNamespace(
             **dtypes,
+            float16=torch.float32,
             **shared_layouts,
             **dict.fromkeys(layouts, lambda *_: None),
             constexpr=lambda value: value,
@@ -212,6 +225,9 @@ class Emulator:
             zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
             where=lambda c, a, b: torch.where(c, number(a), number(b)),
             exp2=lambda x: torch.exp2(number(x)),
+            rsqrt=torch.rsqrt,
+            gather=lambda x, index, axis: x.gather(axis, index),
+            associative_scan=lambda x, axis, combine: x.cumsum(axis),
             sum=lambda x, axis: x.sum(axis),
             minimum=lambda a, b: torch.minimum(number(a), number(b)),
             maximum=lambda a, b: torch.maximum(number(a), number(b)),
@@ -250,19 +266,21 @@ class Emulator:
             f"{gluon}.nvidia.hopper": SimpleNamespace(TensorDescriptor=None),
         }
         with patch.dict(sys.modules, modules):
-            for name, file in ((gluon_common.__name__, Path(gluon_common.__file__)), ("kernel", path)):
+            parts = {part.__name__: Path(part.__file__) for part in (gluon_common, gluon_scalars)}
+            for name, file in {**parts, "kernel": path}.items():
                 spec = importlib.util.spec_from_file_location(name, file)
                 sys.modules[name] = importlib.util.module_from_spec(spec)
                 spec.loader.exec_module(sys.modules[name])
             return sys.modules["kernel"]
 
-    def launch(self, module: ModuleType, arguments: Mapping, n_work: int, programs: int) -> None:
-        """`gradient_kernel` of `module` on what `launch_gradient` gets."""
+    def launch(self, kernel: Callable, arguments: Mapping, n_work: int, programs: int, warps: int) -> None:
+        """A kernel of `load_kernel` on what the Triton one gets, for so many chunks x heads."""
         heights = dict.fromkeys(("q", "k", "do", "dv", "errors"), 64)
-        heights |= dict.fromkeys(("states", "dstates"), arguments["V"])
+        heights |= dict.fromkeys(("states", "dstates"), arguments.get("V"))
+        further = {"n_work": n_work, "num_warps": warps}
         named = {}
-        for name in inspect.signature(module.gradient_kernel).parameters:
-            value = arguments.get(name)
+        for name in inspect.signature(kernel).parameters:
+            value = further.get(name, arguments.get(name))
             if name in heights:
                 columns = value.shape[-1] if name.endswith("states") else value.shape[-2] * value.shape[-1]
                 value = Descriptor(value.reshape(-1, columns), [heights[name], value.shape[-1]])
@@ -273,5 +291,5 @@ class Emulator:
         updates = dict.fromkeys(("__iadd__", "__isub__", "__imul__"), lambda *_: NotImplemented)
         for program in range(min(programs, n_work)):
             self.reset(program, min(programs, n_work))
-            with patch.multiple(Tensor, **updates):
-                module.gradient_kernel(**named | {"n_work": n_work, "num_warps": module.WARPS})
+            with torch.no_grad(), patch.multiple(Tensor, **updates):
+                kernel(**named)

@@ -1,74 +1,95 @@
-"""The Gluon gradient kernel: it compiles for Hopper anywhere, and is right on a Hopper GPU."""
+"""The Gluon kernels: they compile for Hopper anywhere, and are right on a Hopper GPU."""
 
 import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
 
-from fla_train.kernels.delta_product.launches import forced, lookup
+from fla_train.kernels.delta_product.launches import IN_GLUON, forced, lookup
 from tests.kernels.test_triton import BF16, BF16_HARD, BF16_LOOSE, check, real, uniform
 
 # Run without TRITON_INTERPRET, which the session has set: compile for sm_90 and print the shared memory.
 COMPILE = """
 import sys
+from importlib import import_module
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compile
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from fla_train.kernels.delta_product.gluon_gradient import WARPS, gradient_kernel
+from fla_train.kernels.delta_product.gluon_common import TILE
 
-dim, steps, packed, gated = map(int, sys.argv[1:])
-constants = {"H": 8, "K": dim, "V": dim, "N": steps, "C": 64 // steps, "num_warps": WARPS}
+name, (dim, steps, packed, gated) = sys.argv[1], map(int, sys.argv[2:])
+module = import_module(f"fla_train.kernels.delta_product.gluon_{name}")
+kernel = getattr(module, f"{name}_kernel")
+constants = {"H": 8, "K": dim, "V": dim, "N": steps, "C": 64 // steps, "num_warps": module.WARPS}
 constants |= {"MIN_LOG_DECAY": -34.6, "GATED": bool(gated), "L2NORM": bool(gated), "PACKED": bool(packed)}
 absent = set() if packed else {"cu_seqlens", "chunk_offsets", "chunk_segment"}
-absent |= set() if gated else {"g", "gc", "dg", "rq", "rk"}
+absent |= set() if gated else {"g", "gc", "dg"}
+absent |= set() if gated or name == "prepare" else {"rq", "rk"}
 rows = dict.fromkeys(("q", "k", "do", "dv", "errors"), 64) | dict.fromkeys(("states", "dstates"), dim)
-types = {"scale": "fp32", "dq": "*bf16", "dk": "*bf16"}
+types = {"x": "*fp16"} | dict.fromkeys(("p", "dq", "dk"), "*bf16") | dict.fromkeys(("scale", "eps"), "fp32")
 types |= dict.fromkeys(("n_total", "T", "NT", "n_work"), "i32")
 types |= dict.fromkeys(("cu_seqlens", "chunk_offsets", "chunk_segment"), "*i64")
 types |= dict.fromkeys(("beta", "g", "gc", "rq", "rk", "dbeta", "dg"), "*fp32")
-layout = gl.NVMMASharedLayout(128, 16, 2)
-types |= {name: f"tensordesc<bf16[{count}, {dim}],{layout!r}>" for name, count in rows.items()}
+types |= dict.fromkeys(("read", "write", "query", "decay"), "*fp32")
+types |= {name: f"tensordesc<bf16[{count}, {dim}],{TILE.value!r}>" for name, count in rows.items()}
 signature, constexprs = {}, {}
-for i, name in enumerate(gradient_kernel.arg_names):
+for i, name in enumerate(kernel.arg_names):
     if name in constants or name in absent:
         signature[name], constexprs[(i,)] = "constexpr", constants.get(name)
     else:
         signature[name] = types[name]
-source = GluonASTSource(gradient_kernel, signature, constexprs, {})
-compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS})
+source = GluonASTSource(kernel, signature, constexprs, {})
+compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": module.WARPS})
 print(compiled.metadata.shared, compiled.asm["ptx"].count("wgmma.mma_async"))
 """
 
 
-@pytest.mark.parametrize(("dim", "steps", "packed", "gated"), [(128, 1, 0, 1), (64, 3, 1, 0)])
-def test_compiles_for_hopper_anywhere(dim: int, steps: int, packed: int, gated: int) -> None:
-    command = [sys.executable, "-c", COMPILE, *map(str, (dim, steps, packed, gated))]
+def compiled(name: str, dim: int, steps: int, packed: int, gated: int) -> tuple[int, int]:
+    """Bytes of shared memory and matrix instructions of a kernel compiled in a process of its own."""
+    command = [sys.executable, "-c", COMPILE, name, *map(str, (dim, steps, packed, gated))]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     shared, products = map(int, done.stdout.split())
+    return shared, products
+
+
+@pytest.mark.parametrize(("dim", "steps", "packed", "gated"), [(128, 1, 0, 1), (64, 3, 1, 0)])
+def test_gradient_compiles_for_hopper_anywhere(dim: int, steps: int, packed: int, gated: int) -> None:
+    shared, products = compiled("gradient", dim, steps, packed, gated)
     assert shared <= 227 * 1024, "more shared memory than a Hopper SM gives a program"
     # E dS', dV S and dO S over V; dV E^T and E dO^T over V; K Q^T and K K^T over K; four over 64 rows; by 16.
     assert products == (5 * dim + 2 * dim + 4 * 64) // 16
 
 
-def check_with_gluon(case, bounds, monkeypatch) -> None:
-    from fla_train.kernels.delta_product import gluon_gradient
+@pytest.mark.parametrize(("dim", "steps", "packed", "gated"), [(128, 1, 0, 1), (64, 3, 1, 0)])
+def test_prepare_compiles_for_hopper_anywhere(dim: int, steps: int, packed: int, gated: int) -> None:
+    shared, products = compiled("prepare", dim, steps, packed, gated)
+    assert shared <= 227 * 1024 // 5, "five programs share an SM"
+    # K K^T, Q Q^T and Q K^T over K; X L X on five levels, three in the Newton step, over 64 rows; by 16.
+    assert products == (3 * dim + (5 * 2 + 3) * 64) // 16
 
+
+def check_with_gluon(case, bounds, monkeypatch) -> None:
     launched = []
-    launch = gluon_gradient.launch_gradient
-    monkeypatch.setattr(
-        gluon_gradient, "launch_gradient", lambda *a, **b: (launched.append(1), launch(*a, **b))
-    )
+    for name in IN_GLUON:
+        module = import_module(f"fla_train.kernels.delta_product.gluon_{name}")
+
+        def launch(*args, name=name, run=module.launch, **kwargs) -> None:
+            launched.append(name)
+            run(*args, **kwargs)
+
+        monkeypatch.setattr(module, "launch", launch)
     device = torch.device("cuda")
     present = lookup(device, case.dtype, case.key_dim, case.value_dim, case.sub_steps)
-    with forced(replace(present, gradient=present.gradient | {"gluon": 1})):
+    options = {name: getattr(present, name) | {"gluon": 1} for name in IN_GLUON}
+    with forced(replace(present, **options)):
         check(case, bounds, "cuda")
-    assert launched
+    assert set(launched) == set(IN_GLUON if case.l2norm else ["gradient"])
 
 
 hopper = pytest.mark.skipif(
