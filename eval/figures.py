@@ -103,8 +103,11 @@ def _legend(axes: np.ndarray) -> None:
     found = {}
     for panel in axes.flat:
         found |= dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True))
-    place = {"loc": "outside lower center", "ncols": min(len(found), 2 + axes.shape[1])}
-    axes.flat[0].figure.legend(found.values(), found.keys(), frameon=False, fontsize=8, **place)
+    figure = axes.flat[0].figure
+    # A letter of 8 points is about 0.062 inches wide, a line with its gaps 0.5: what does not fit is cut off.
+    fitting = figure.get_figwidth() / (0.5 + 0.062 * max(map(len, found)))
+    place = {"loc": "outside lower center", "ncols": max(1, min(len(found), int(fitting)))}
+    figure.legend(found.values(), found.keys(), frameon=False, fontsize=8, **place)
 
 
 def _middles(rows: Sequence[dict]) -> list[float]:

@@ -9,9 +9,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from fla_train.cli.eval import compare
 from fla_train.eval.compare import comparison, flat_metrics, load_record, mark
+from fla_train.eval.figures import _legend
 from fla_train.eval.page import page
 from fla_train.eval.paper import HEADS, paper_row
 from fla_train.eval.report import write_report
@@ -265,3 +267,16 @@ def test_metrics_for_the_training_log() -> None:
     found = flat_metrics(record("a", [1.0, 2.0]))
     assert found["eval/web/loss_128"] == 1.5 and found["eval/lambada_openai/acc"] == 0.3
     assert len(found) == 2 + 8 and all(isinstance(value, float) for value in found.values())
+
+
+@pytest.mark.parametrize("models", [1, 2, 8])
+@pytest.mark.parametrize("columns", [1, 3])
+def test_the_whole_legend_is_on_the_figure(models: int, columns: int) -> None:
+    figure = Figure(figsize=(3.3 * columns, 3), layout="constrained")
+    axes = figure.subplots(1, columns, squeeze=False)
+    for i in range(models):
+        axes[0, 0].plot([0, 1], label=f"gated_delta_product_{i}/step-0000520")
+    _legend(axes)
+    figure.canvas.draw()
+    legend = figure.legends[0].get_window_extent()
+    assert legend.x0 >= 0 and legend.x1 <= figure.bbox.x1
