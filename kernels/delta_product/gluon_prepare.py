@@ -32,7 +32,8 @@ from fla_train.kernels.delta_product.gluon_common import (
 from fla_train.kernels.delta_product.triton_forward import LOG2E, MIN_LOG2_DECAY
 
 WARPS = 4
-PER_NEPER, LEAST_DECAY = gl.constexpr(LOG2E.value), gl.constexpr(MIN_LOG2_DECAY.value)  # as numbers in log2
+# Of triton_forward, for Gluon: log2(e), and the least log2 decay of a token.
+PER_NAT, LEAST_DECAY = gl.constexpr(LOG2E.value), gl.constexpr(MIN_LOG2_DECAY.value)
 
 
 @gluon.jit
@@ -116,15 +117,11 @@ def prepare_kernel(
     if K == 64:
         m_rest = gl.allocate_shared_memory(gl.float16, [ROWS, ROWS], TILE)
         m_x = gl.allocate_shared_memory(gl.float16, [ROWS, ROWS], TILE)
-    t_rk, t_rq = (
-        gl.allocate_shared_memory(gl.float32, [ROWS], FLAT),
-        gl.allocate_shared_memory(gl.float32, [ROWS], FLAT),
-    )
+    t_rk = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
+    t_rq = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
     t_beta = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
-    t_gm, t_gt = (
-        gl.allocate_shared_memory(gl.float32, [ROWS], FLAT),
-        gl.allocate_shared_memory(gl.float32, [ROWS], FLAT),
-    )
+    t_gm = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
+    t_gt = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
     fence_async_shared()
@@ -137,7 +134,7 @@ def prepare_kernel(
     t_beta.store(b_beta)
     g_last, b_gm, b_gt = 0.0, b_beta, b_beta
     if GATED:
-        b_g = gl.maximum(rows_of(g + i_t * H + i_h, n_t, H, LINE) * PER_NEPER, LEAST_DECAY)
+        b_g = gl.maximum(rows_of(g + i_t * H + i_h, n_t, H, LINE) * PER_NAT, LEAST_DECAY)
         b_gt = gl.associative_scan(b_g, 0, add)
         b_gm = gl.gather(b_gt, o // N, 0)  # sub-steps of one token get bit-identical values
         g_last = gl.sum(b_g, 0)
@@ -181,11 +178,9 @@ def prepare_kernel(
         b_a *= gl.exp2(gl.where(lower, t_gm.load(ROW)[:, None] - gm_c, 0.0))
         b_p *= gl.exp2(gl.where(seen, t_gt.load(ROW)[:, None] - gm_c, 0.0))
     if K == 128:
-        halves_k, halves_q = (
-            m_k._reinterpret(gl.float16, [2, ROWS, ROWS], TILE),
-            m_q._reinterpret(gl.float16, [2, ROWS, ROWS], TILE),
-        )
-        s_l, s_rest, s_x = halves_k.index(0), halves_k.index(1), halves_q.index(0)
+        halves = m_k._reinterpret(gl.float16, [2, ROWS, ROWS], TILE)
+        s_l, s_rest = halves.index(0), halves.index(1)
+        s_x = m_q._reinterpret(gl.float16, [2, ROWS, ROWS], TILE).index(0)
     else:
         s_l, s_rest, s_x = m_k._reinterpret(gl.float16, [ROWS, ROWS], TILE), m_rest, m_x
     s_p = s_x if DTYPE == gl.float16 else s_x._reinterpret(DTYPE, [ROWS, ROWS], TILE)
