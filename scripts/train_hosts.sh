@@ -17,7 +17,7 @@ for rank in "${!hosts[@]}"; do
     launch.num_processes="$((gpus * ${#hosts[@]}))" launch.main_process_ip="${hosts[0]}")
   # -tt: the remote command ends when the connection does.
   ${SSH:-ssh -tt} "${hosts[rank]}" "cd $(printf '%q' "$PWD") && $command" \
-    < /dev/null > >(sed "s/^/${hosts[rank]}: /") 2>&1 &
+    < /dev/null > >(sed -u "s/^/${hosts[rank]}: /") 2>&1 &
   pids+=($!)
 done
 

@@ -29,7 +29,7 @@ ARROWS = {
     "baselines": {"models"},
     "training": {"baselines", "data", "tasks", "hub", "models", "kernels", "configs"},
     "eval": {"baselines", "data", "tasks", "hub", "models", "kernels", "configs"},
-    "bench": {"training", "models", "kernels"},
+    "bench": {"training", "data", "models", "kernels"},
     "cli": {"baselines", "bench", "training", "eval", "data", "tasks", "hub", "models", "kernels", "configs"},
     "configs": set(),
 }

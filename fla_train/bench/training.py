@@ -2,7 +2,7 @@
 
 Each model runs in a process of its own, so that none inherits another's memory. The step is `fla-train`'s:
 the engine of `training.engine` (accelerate, DeepSpeed ZeRO-2, one rank) with the config's precision and
-optimizer; what is left out is data, evaluation, checkpoints and logs.
+optimizer, fed by the loader's thread; what is left out is disks, evaluation, checkpoints and logs.
 """
 
 import os
@@ -12,14 +12,17 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from fla_train.bench.breakdown import breakdown
 from fla_train.bench.models import MODELS, training_flops
 from fla_train.bench.roofline import Ceilings, Shape, training_bound
+from fla_train.data import BatchPlan, MicroBatches, send
 from fla_train.models import build_config
 from fla_train.models.accounting import count_parameters
-from fla_train.training.engine import StepResult, build_engine, train_step
+from fla_train.training.engine import Outcome, build_engine, train_step
 from fla_train.training.guard import StepGuard
 from fla_train.training.launch import resolve
 from fla_train.training.schema import TrainConfig
@@ -50,7 +53,20 @@ class StepRow:
     tokens_per_second: float = 0.0
     mfu: float = 0.0  # by the model's own FLOPs, of the ceiling of matrix products
     memory_bytes: int = 0  # peak, allocated on the GPU; resident on a CPU
-    parts: dict[str, Part] = field(default_factory=dict)  # of one more step; profiling slows a CPU's
+    # Of one more step, which profiling slows on a CPU; but "data" is the host's wait in a timed one.
+    parts: dict[str, Part] = field(default_factory=dict)
+
+
+class RandomTokens:
+    """Sequences of random tokens, for the loader."""
+
+    def __init__(self, vocab_size: int, seq_len: int):
+        self._vocab_size, self._seq_len = vocab_size, seq_len
+
+    def sequences(self, indices: np.ndarray) -> Tensor:
+        """Sequences `indices`. Returns [n, seq_len] int64."""
+        draw = np.random.default_rng(indices)
+        return torch.from_numpy(draw.integers(self._vocab_size, size=(len(indices), self._seq_len)))
 
 
 def bench_models(
@@ -92,36 +108,44 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
     engine = build_engine(model.float(), config)
     device, trainer = engine.device, config.trainer
     guard = StepGuard(device, max_grad_norm=config.optimizer.max_grad_norm)
-    ids = torch.randint(
-        config.model["vocab_size"],
-        (accumulation_steps(config), trainer.micro_batch_size, trainer.seq_len),
-        device=device,
-    )
+    plan = BatchPlan(accumulation_steps(config) * trainer.micro_batch_size, trainer.micro_batch_size)
+    tokens = plan.global_batch * trainer.seq_len
+    with MicroBatches(RandomTokens(config.model["vocab_size"], trainer.seq_len), plan) as sequences:
 
-    def step() -> StepResult:
-        """One step, waited for."""
-        return train_step(engine, [(x, x) for x in ids], config.optimizer.lr, guard).read()
+        def batch() -> list[tuple[Tensor, Tensor]]:
+            """input_ids and labels of each micro-batch of a step; peers know of no more."""
+            return [(ids, ids) for ids in (send(next(sequences), device) for _ in range(plan.accumulation))]
 
-    for _ in range(WARM_UP):
-        step()
-    meter = Meter(training_flops(name, engine.module, config), ceilings.flops, device)
-    meter.start()
-    outcomes = [train_step(engine, [(x, x) for x in ids], config.optimizer.lr, guard) for _ in range(steps)]
-    results = [outcome.read() for outcome in outcomes]
-    meter.stop(steps * ids.numel())
-    speed = meter.read()
-    if any(result.skipped for result in results):
-        return StepRow(name, refused="the loss or a gradient was not finite")
-    floors = _floors(config, ids.numel(), parameters, ceilings) if name == "ours" else {}
+        def step(micro_batches: list[tuple[Tensor, Tensor]]) -> Outcome:
+            return train_step(engine, micro_batches, config.optimizer.lr, guard)
+
+        for _ in range(WARM_UP):
+            step(batch()).read()
+        meter = Meter(training_flops(name, engine.module, config), ceilings.flops, device)
+        meter.start()
+        outcomes = []
+        for _ in range(steps):
+            with meter.waiting():
+                micro_batches = batch()
+            outcomes.append(step(micro_batches))
+        results = [outcome.read() for outcome in outcomes]
+        meter.stop(steps * tokens)
+        speed = meter.read()
+        if any(result.skipped for result in results):
+            return StepRow(name, refused="the loss or a gradient was not finite")
+        kinds = breakdown(lambda: step(batch()).read(), device)
+    floors = _floors(config, tokens, parameters, ceilings) if name == "ours" else {}
+    step_ms = 1e3 * tokens / speed["tokens_per_second"]
+    parts = {kind: Part(ms, floors.get(kind)) for kind, ms in kinds.items()}
     return StepRow(
         name,
         parameters=parameters,
-        tokens_per_step=ids.numel(),
-        step_ms=1e3 * ids.numel() / speed["tokens_per_second"],
+        tokens_per_step=tokens,
+        step_ms=step_ms,
         tokens_per_second=speed["tokens_per_second"],
         mfu=speed["mfu"],
         memory_bytes=round(speed["memory_gib"] * 2**30),
-        parts={kind: Part(ms, floors.get(kind)) for kind, ms in breakdown(step, device).items()},
+        parts=parts | {"data": Part(speed["data_wait"] * step_ms)},
     )
 
 

@@ -13,6 +13,7 @@ from fla_train.data import Batch, DocumentSequences, TokenDataset, sequential_ba
 from fla_train.training.metrics import Record
 from fla_train.training.schema import TrainerConfig
 
+PART_PERPLEXITY = "validation_perplexity/"  # key of a part's, before its name
 Part = tuple[TokenDataset | DocumentSequences, float]  # held-out sequences and their weight
 
 
@@ -73,7 +74,7 @@ def validate_text(
         prepare: brings what is read to the engine's device.
 
     Returns:
-        Loss and perplexity as weighted, the loss of each named part and, if asked for, by context.
+        Loss and perplexity as weighted, both of each named part and, if asked for, the loss by context.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     limit = max(1, trainer.eval_tokens // len(parts) // trainer.seq_len)
@@ -87,7 +88,10 @@ def validate_text(
         "validation_loss": whole.loss,
         "validation_perplexity": perplexity(whole.loss),
     }
-    record |= {f"validation_loss/{name}": part.loss for name, (part, _) in found.items() if name}
+    for name, (part, _) in found.items():
+        if name:
+            record[f"validation_loss/{name}"] = part.loss
+            record[f"{PART_PERPLEXITY}{name}"] = perplexity(part.loss)
     if trainer.eval_buckets > 1:
         record |= {f"validation_loss_at/{key}": loss for key, loss in whole.by_context.items()}
     return record

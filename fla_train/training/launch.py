@@ -27,8 +27,8 @@ FIXED_KEYS = (
     *("seed", "trainer.seq_len", "trainer.global_batch_tokens", "model.", "optimizer.name"),
     *("task.kind", "task.options", "task.train", "task.batch_size", "task.curriculum", "baseline."),
 )
-# These say where and how a run is carried out, not what it computes: nobody asks whether they changed.
 SEQUENCE_KEYS = ("data.document_boundaries",)  # of the data keys, what no fingerprint covers
+# These say where and how a run is carried out, not what it computes: nobody asks whether they changed.
 FREE_KEYS = (
     *("run.", "launch.", "logger.", "data.", "trainer.resume", "dry_run"),
     *("model.backend", "model.recompute_operator"),

@@ -16,7 +16,7 @@ from fla_train.training.agreement import check_agreement, run_facts
 from fla_train.training.build import build_model
 from fla_train.training.checkpoint import TrainState
 from fla_train.training.engine import Outcome, StepResult, build_engine, train_step
-from fla_train.training.evaluation import validate_text
+from fla_train.training.evaluation import PART_PERPLEXITY, validate_text
 from fla_train.training.guard import StepGuard
 from fla_train.training.metrics import Record, last_losses
 from fla_train.training.plan import training_flops
@@ -218,7 +218,15 @@ class Trainer:
         found = validate_text(self.engine, self.validation_data, self.config.trainer, prepare)
         self.reporter.log({"step": state.step, "tokens": state.tokens, **found})
         loss, perplexity = found["validation_loss"], found["validation_perplexity"]
-        self.reporter.say(f"step {state.step:,}: validation loss {loss:.4f}, perplexity {perplexity:.2f}")
+        parts = [
+            f"{key.removeprefix(PART_PERPLEXITY)} {value:.2f}"
+            for key, value in found.items()
+            if key.startswith(PART_PERPLEXITY)
+        ]
+        of_parts = f" ({', '.join(parts)})" if parts else ""
+        self.reporter.say(
+            f"step {state.step:,}: validation loss {loss:.4f}, perplexity {perplexity:.2f}{of_parts}"
+        )
 
     def _save(self) -> None:
         self.watchdog.beat(f"copying a checkpoint of step {self.state.step}")

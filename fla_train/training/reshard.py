@@ -1,10 +1,10 @@
 """The optimizer state of a checkpoint, cut anew for another number of ranks.
 
 ZeRO lays the parameters of each group end to end and gives every rank one stretch of that line. A checkpoint
-holds, for each rank, the stretches of Adam's moments and a map from parameter to fragment (start and numel
-within the stretch). A parameter's fragments in rank order are the whole parameter, so any other stretch
-follows from them, whatever the order of the parameters and the padding. Weights need no cutting: the
-checkpoint holds them whole, in the fp32 they are trained in.
+holds, for each rank, the stretches of Adam's moments (of Muon's momentum) and a map from parameter to
+fragment (start and numel within the stretch). A parameter's fragments in rank order are the whole parameter,
+so any other stretch follows from them, whatever the order of the parameters and the padding. Weights need no
+cutting: the checkpoint holds them whole, in the fp32 they are trained in.
 
 Nothing is written: each rank maps the files and copies what is its own.
 """
@@ -52,7 +52,7 @@ def load_optimizer(engine, folder: Path, saved_world: int) -> None:
 def adam_state(
     shards: Sequence[Mapping], layouts: Sequence[Sequence[Layout]], rank: int, sizes: Sequence[int]
 ) -> dict:
-    """State dict of `rank`'s AdamW over its stretches.
+    """State dict of `rank`'s AdamW, or PartitionedMuon, over its stretches.
 
     Args:
         shards: of each saved rank, the ZeRO state dict.

@@ -58,7 +58,7 @@ def test_train_with_a_peer(tmp_path, capfd) -> None:
     for row in (ours, llama):
         assert row["tokens_per_second"] == pytest.approx(64e3 / row["step_ms"])
         assert row["mfu"] >= 0 and row["memory_bytes"] > 2**20
-        assert {"operator", "matmuls", "elementwise", "loss", "optimizer"} <= row["parts"].keys()
+        assert {"operator", "matmuls", "elementwise", "loss", "optimizer", "data"} <= row["parts"].keys()
     assert ours["parts"]["operator"]["floor_ms"] > 0
     assert out.lstrip().startswith(("1 CPU", "2 CPU"))  # and nothing that the engine prints
 

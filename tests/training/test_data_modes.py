@@ -1,6 +1,7 @@
 """Runs on a mixture with document boundaries and on a stream: what they log, and exact resume."""
 
 import json
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,10 @@ def test_resumed_runs_equal_whole_ones(
     if mode == "mixture":
         parts = last["validation_loss/long"], last["validation_loss/short"]
         assert last["validation_loss"] == pytest.approx(0.75 * parts[0] + 0.25 * parts[1])
+        each = [last[f"validation_perplexity/{name}"] for name in ("long", "short")]
+        assert each == pytest.approx([math.exp(loss) for loss in parts])
+        said = f"perplexity {last['validation_perplexity']:.2f} (long {each[0]:.2f}, short {each[1]:.2f})"
+        assert said in (tmp_path / "whole" / "train.log").read_text()
         changed = two_parts(make_config(f"run.dir={tmp_path / 'whole'}"), corpus, tmp_path)
         with pytest.raises(ValueError, match=r"data\.document_boundaries=False \(was True\)"):
             launch(changed)

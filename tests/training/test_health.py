@@ -3,18 +3,22 @@
 import json
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from warm_ranks import TWO_RANKS, WarmRanks
 
 from fla_train.data.files import SourceInterrupted
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
 from fla_train.training import statistics, worker
+from fla_train.training.metrics import read_metrics
 from fla_train.training.profiling import profiled
 from fla_train.training.saving import TrainingStopped
+from fla_train.training.schema import TrainConfig
 from fla_train.training.throughput import Meter, peak_flops
 from fla_train.training.watchdog import RankHung, Watchdog
 
@@ -143,6 +147,35 @@ def test_a_profiled_step_leaves_a_trace_and_a_table(tmp_path: Path):
         torch.ones(8, 8) @ torch.ones(8, 8)
     assert "aten::mm" in (tmp_path / "profile" / "step-0000012-rank-1.json").read_text()
     assert "aten::mm" in (tmp_path / "profile" / "step-0000012-rank-1-operators.txt").read_text()
+
+
+def test_a_run_tells_all_that_it_is_asked_for(
+    make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks, tmp_path: Path
+):
+    more = ["trainer.max_steps=4", "trainer.profile_steps=[3]", "trainer.stats_every=2"]
+    more += ["trainer.eval_buckets=2", "launch.peak_tflops=0.001", "logger.tensorboard=true"]
+    warm_ranks.launch(make_config(*TWO_RANKS, *more, f"run.dir={tmp_path}"))
+    always = {"step", "tokens", "loss", "lr", "grad_norm", "skipped_steps"}
+    always |= {"tokens_per_second", "mfu", "memory_gib", "data_wait"}
+    gates = {f"{key}/{layer}" for key in ("beta", "beta_above_1", "decay") for layer in range(2)}
+    at = {record["step"]: record for record in read_metrics(tmp_path / "metrics.jsonl") if "loss" in record}
+    assert at.keys() == {2, 4}
+    for record in at.values():
+        assert record.keys() == always | gates | {"param_norm", "update_norm"}
+        assert 0 < record["update_norm"] < record["param_norm"]
+        assert all(0 < record[key] < 2 for key in gates if not key.startswith("beta_above"))
+    (validation,) = [r for r in read_metrics(tmp_path / "metrics.jsonl") if "validation_loss" in r]
+    assert {
+        "validation_perplexity",
+        "validation_loss_at/1-15",
+        "validation_loss_at/16-31",
+    } <= validation.keys()
+    assert {path.name for path in (tmp_path / "profile").iterdir()} == {
+        f"step-0000003-rank-{rank}{kind}" for rank in (0, 1) for kind in (".json", "-operators.txt")
+    }
+    assert list((tmp_path / "tensorboard").glob("events.*"))
+    last = next(line for line in (tmp_path / "train.log").read_text().splitlines() if "step 4/4  " in line)
+    assert "tokens/s  MFU " in last and last.endswith("ETA 0:00:00")
 
 
 @pytest.mark.parametrize(

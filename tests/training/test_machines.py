@@ -131,18 +131,22 @@ def test_a_preempted_slurm_job_is_queued_again_and_goes_on_on_hosts_without_slur
     assert (run / "train-machine-1.log").is_file()  # two machines can't append to one file on NFS
 
 
-def test_an_array_task_takes_its_override_and_its_folder(
+def test_an_array_task_takes_its_overrides_and_its_folder(
     overrides: list[str], cluster: dict[str, str], tmp_path: Path
 ):
     environment = cluster | {
         "SLURM_JOB_NUM_NODES": "1",
         "SLURM_ARRAY_TASK_ID": "1",
-        "SWEEP": "optimizer.lr=1e-4 optimizer.lr=5e-4",
+        "SWEEP": "optimizer.lr=1e-4; optimizer.lr=5e-4 seed=3",
     }
     more = [f"run.dir={tmp_path / 'sweep'}"]
     config = asked_for("train.slurm", [*overrides, *more], environment, tmp_path)
-    assert config.optimizer.lr == 5e-4 and config.run.dir == str(tmp_path / "sweep" / "1")
+    assert (config.optimizer.lr, config.seed, config.run.dir) == (5e-4, 3, str(tmp_path / "sweep" / "1"))
     assert not Path(cluster["REQUEUED"]).exists()
+    command = ["bash", str(SCRIPTS / "train.slurm"), *overrides, *more]
+    beyond = environment | {"SLURM_ARRAY_TASK_ID": "2"}
+    refused = subprocess.run(command, env=beyond, capture_output=True, text=True)
+    assert refused.returncode != 0 and "SWEEP has no overrides for this array task" in refused.stderr
 
 
 def test_one_machine_takes_all_its_gpus(overrides: list[str], cluster: dict[str, str], tmp_path: Path):

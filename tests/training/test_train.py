@@ -270,7 +270,11 @@ def test_a_diverging_run_stops_with_one_line_and_is_not_started_again(
 
 @pytest.mark.gpu
 def test_a_run_on_a_gpu_is_exported(make_config: Callable[..., TrainConfig], tmp_path: Path):
-    launch(make_config(f"run.dir={tmp_path}", "launch.device=cuda", "trainer.precision=bf16"))
+    more = ["launch.device=cuda", "trainer.precision=bf16", "trainer.profile_steps=[3]"]
+    launch(make_config(f"run.dir={tmp_path}", *more))
+    assert {path.name for path in (tmp_path / "profile").iterdir()} == {
+        f"step-0000003-rank-0{kind}" for kind in (".json", "-operators.txt", "-memory.pickle")
+    }
     losses = [r["loss"] for r in read_metrics(tmp_path / "metrics.jsonl") if "loss" in r]
     assert len(losses) == 12 and losses[-1] < losses[0]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf" / "step-0000012")
