@@ -3,7 +3,8 @@
 Layouts are ignored, numbers of 16 bits have 32, and programs run one after the other. Fails where the
 hardware could go wrong unseen: a tile that was never filled or is still on its way, a product of a tile
 that was stored without a fence and a barrier or that changes before the product has ended, a result that
-nobody waited for, a copy over a tile that threads may still read, a barrier's phase that never completes.
+nobody waited for, a copy over a tile that threads may still read, a copy or a store over one that another
+warp group's product may still read, a barrier's phase that never completes.
 """
 
 import importlib.util
@@ -48,7 +49,8 @@ class Shared:
         """With new books: nothing is there yet."""
         count = data.shape[0] if data.ndim > rank else 1
         books = [
-            SimpleNamespace(empty=True, unfenced=False, touched=False, written=False) for _ in range(count)
+            SimpleNamespace(empty=True, unfenced=False, touched=False, written=False, read=False)
+            for _ in range(count)
         ]
         memory.append(cls(data, rank, books, memory))
         return memory[-1]
@@ -77,6 +79,7 @@ class Shared:
 
     def store(self, value: Tensor) -> None:
         (book,) = self.books
+        assert not book.read, "a store over a tile that another warp group's product may still read"
         book.touched = book.written = book.unfenced = True
         book.empty = False
         self.data.copy_(value.to(self.data.dtype))
@@ -131,7 +134,7 @@ class Emulator:
         if not pred:
             return
         (book,) = target.books
-        assert not book.touched, "a copy over a tile that threads may still use"
+        assert not book.touched and not book.read, "a copy over a tile that threads may still use"
         assert not book.unfenced, "a copy over stores without a fence"
         read = any(book is tile.books[0] for _, tiles in self.products for tile, _ in tiles)
         assert not read, "a copy over a tile that a product reads"
@@ -154,7 +157,7 @@ class Emulator:
     def barrier(self) -> None:
         for shared in self.memory:
             for book in shared.books:
-                book.touched = book.written = False
+                book.touched = book.written = book.read = False
 
     def fence(self) -> None:
         for shared in self.memory:
@@ -175,6 +178,7 @@ class Emulator:
         for tile, was in (pair for _, tiles in done for pair in tiles):
             same = torch.allclose(tile.data, was, rtol=0, atol=0, equal_nan=True)
             assert same, "a tile that changed in a product"
+            tile.books[0].read = True  # this warp group has done with it
         assert all(any(dep is entry[0] for entry in done) for dep in deps), "a product still on its way"
         values = [dep.value for dep in deps]
         return values if len(values) > 1 else values[0]
