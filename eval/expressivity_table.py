@@ -102,9 +102,9 @@ def write_tables(home: Path) -> Path:
     (home / "tables.json").write_text(json.dumps(results, indent=2) + "\n")
     hardware = sorted({device for cell in found for device in cell["hardware"]})
     lines = [
-        "Ours: best (mean; lowest to highest; runs; minutes of one run). `cut` counts runs that were stopped "
-        "before their end, with their newest test. A figure of the papers has no numbers: there `yes` and "
-        "`no` say whether its text calls the problem learnt.",
+        "Ours: best (mean; lowest to highest; runs; minutes of one run; the best run at another length). "
+        "`cut` counts runs that were stopped before their end, with their newest test. A figure of the "
+        "papers has no numbers: there `yes` and `no` say whether its text calls the problem learnt.",
         "",
         f"Hardware: {'; '.join(hardware)}.",
     ]
@@ -121,13 +121,19 @@ def _results(name: str, table: Mapping[str, Any], home: Path) -> dict[str, dict[
     for row in rows:
         for column in table["columns"]:
             place = Run(name, row, column, 0, ()).folder(home).parent
-            tested = [r for run in sorted(place.glob("seed-*")) if (r := _newest(run, table["metric"]))]
+            beside = table.get("beside", {})
+            tested = [
+                r for run in sorted(place.glob("seed-*")) if (r := _newest(run, table["metric"], beside))
+            ]
             rows[row][column] = _statistics(tested) if tested else None
     return rows
 
 
-def _newest(run: Path, metric: str) -> dict[str, Any] | None:
-    """The newest value of `metric`. The run has ended by itself if it left an export of that step."""
+def _newest(run: Path, metric: str, beside: Mapping[str, str]) -> dict[str, Any] | None:
+    """The newest value of `metric`, and of those `beside` it by the names they are shown under.
+
+    The run has ended by itself if it left an export of that step.
+    """
     metrics = run / "metrics.jsonl"
     if not metrics.is_file():
         return None
@@ -141,6 +147,7 @@ def _newest(run: Path, metric: str) -> dict[str, Any] | None:
     return {
         "run": str(run),
         "value": records[-1][metric],
+        "beside": {name: records[-1][other] for name, other in beside.items()},
         "steps": step,
         "cut": not (run / "hf" / f"step-{step:07d}").is_dir(),
         "seconds": float(wall.read_text()) if wall.is_file() else None,
@@ -151,9 +158,11 @@ def _newest(run: Path, metric: str) -> dict[str, Any] | None:
 def _statistics(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     values = [run["value"] for run in runs]
     seconds = [run["seconds"] for run in runs if run["seconds"] is not None]
+    best = max(runs, key=lambda run: run["value"])
     return {
-        "best_run": max(runs, key=lambda run: run["value"])["run"],
-        "best": max(values),
+        "best_run": best["run"],
+        "best": best["value"],
+        "beside": best["beside"],
         "mean": statistics.fmean(values),
         "lowest": min(values),
         "runs": len(values),
@@ -180,7 +189,10 @@ def _markdown(table: Mapping[str, Any], results: Mapping[str, Mapping[str, dict 
         for published, column in zip(content["published"], columns, strict=True):
             cells += [_published(published), _ours(results[row][column])]
         lines.append(f"| {row} | {' | '.join(cells)} |")
-    return lines
+    skipped = [
+        f"{row} was not run: {text}." for row, c in table["rows"].items() if (text := c.get("skipped"))
+    ]
+    return [*lines, "", *skipped] if skipped else lines
 
 
 def _figures(
@@ -219,9 +231,10 @@ def _ours(cell: Mapping[str, Any] | None) -> str:
         return ""
     minutes = "" if cell["minutes"] is None else f"; {cell['minutes']:.1f} min"
     cut = f"; {cell['cut']} cut" if cell["cut"] else ""
+    beside = "".join(f"; {name} {value:.3f}" for name, value in cell["beside"].items())
     return (
         f"{cell['best']:.3f} ({cell['mean']:.3f}; {cell['lowest']:.3f} to {cell['best']:.3f}; "
-        f"{cell['runs']}{minutes}{cut})"
+        f"{cell['runs']}{minutes}{cut}{beside})"
     )
 
 

@@ -70,6 +70,18 @@ def _mamba2(sizes: Sizes) -> "PreTrainedModel":
     return Mamba2ForCausalLM(settings)
 
 
+def _mlstm(sizes: Sizes) -> "PreTrainedModel":
+    """xLSTM with matrix memories only. Of transformers' modes only the one called inference takes sequences
+    of any length; it has gradients, too.
+    """
+    from transformers import xLSTMConfig, xLSTMForCausalLM
+
+    settings = xLSTMConfig(
+        **sizes.common, num_heads=sizes.num_heads, mode="inference", autocast_kernel_dtype="float32"
+    )
+    return xLSTMForCausalLM(settings)
+
+
 def _from_fla(name: str) -> Callable[[Sizes], "PreTrainedModel"]:
     """A model of the optional package flash-linear-attention, whose kernels need a GPU."""
 
@@ -96,6 +108,7 @@ KINDS: dict[str, Callable[[Sizes], "PreTrainedModel"]] = {
     "llama": _llama,
     "mamba": _mamba,
     "mamba2": _mamba2,
+    "mlstm": _mlstm,
     "gla": _from_fla("GLA"),
     "retnet": _from_fla("RetNet"),
     "rwkv7": _from_fla("RWKV7"),

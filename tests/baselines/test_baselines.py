@@ -47,6 +47,14 @@ def test_a_missing_package_is_named(kind: str) -> None:
         build_baseline(BaselineConfig(kind, num_heads=4), SIZES)
 
 
+@pytest.mark.parametrize("kind", OF_FLA)
+def test_the_package_builds_it_at_the_asked_sizes(kind: str) -> None:
+    pytest.importorskip("fla.models", reason="flash-linear-attention is not installed")
+    model = build_baseline(BaselineConfig(kind, num_heads=4), SIZES)
+    assert model.config.model_type == kind and model.config.num_hidden_layers == 2
+    assert model.get_input_embeddings().weight.shape == (11, 32)
+
+
 @pytest.mark.parametrize(
     ("content", "cause"),
     [

@@ -17,7 +17,12 @@ def finish(
     folder: Path, metric: str, value: float, seconds: float, *, last: int = 10, cut: bool = False
 ) -> None:
     folder.mkdir(parents=True)
-    records = [{"step": 5, metric: 0.1}, {"step": last, metric: value}, {"step": last + 1, "loss": 1.0}]
+    other = f"train_length/{metric.split('/')[1]}"
+    records = [
+        {"step": 5, metric: 0.1},
+        {"step": last, metric: value, other: 0.75},
+        {"step": last + 1, "loss": 1.0},
+    ]
     if not cut:
         (folder / "hf" / f"step-{last:07d}").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -62,7 +67,7 @@ def test_runs_compose() -> None:
         if kind not in seen:
             seen.add(kind)
             assert to_config(compose("train", run.overrides)).task is not None
-    assert len(seen) == len(TABLES) + 7
+    assert len(seen) == len(TABLES) + 8
 
 
 def test_finished_runs_fill_the_table(tmp_path: Path) -> None:
@@ -82,7 +87,8 @@ def test_finished_runs_fill_the_table(tmp_path: Path) -> None:
     assert "![parity](formal-parity.png)" in text
     assert results["formal"]["DeltaNet [-1, 1]"]["parity"]["best_run"].endswith("seed-1")
     assert "an abacus" in text and "Multi-query" not in text
-    assert "| yes | 0.250 (0.250; 0.250 to 0.250; 1; 1.0 min; 1 cut) |" in text
+    assert "| yes | 0.250 (0.250; 0.250 to 0.250; 1; 1.0 min; 1 cut; at 128 0.750) |" in text
+    assert "sLSTM was not run: " in text
     assert results["state_tracking"]["DeltaProduct_2 [-1, 1]"]["S3"]["steps"] == {"seed-0": 7}
     assert results["mqar"]["DeltaNet [0, 1]"]["width 64"] is None
 
