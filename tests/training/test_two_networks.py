@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,7 +64,8 @@ def test_machines_that_lose_sight_of_each_other_go_on_when_the_cable_is_back(
     warm_ranks.launch(make_config(*SETTINGS, f"run.dir={whole}"))
 
     reach = put(tmp_path / "reach", REACH)
-    environment = os.environ | {"SSH": str(reach), "HOSTS": f"{FIRST} {SECOND}", "GPUS": "1"}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where fla-train is
+    environment = os.environ | {"PATH": path, "SSH": str(reach), "HOSTS": f"{FIRST} {SECOND}", "GPUS": "1"}
     command = ["bash", str(SCRIPT), *overrides, *SETTINGS, f"run.dir={run}"]
     with output.open("w") as file:
         shell = subprocess.Popen(
@@ -71,6 +73,7 @@ def test_machines_that_lose_sight_of_each_other_go_on_when_the_cable_is_back(
         )
     try:
         wait_for(lambda: steps_logged(run) >= 60 or shell.poll() is not None)
+        assert shell.poll() is None, output.read_text()[-3000:]
         switch(shell, "down")
         restarts = "restart      1 of 3"
         wait_for(lambda: output.read_text().count(restarts) == 2 or shell.poll() is not None, poll=0.1)
