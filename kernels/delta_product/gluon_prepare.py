@@ -32,6 +32,7 @@ from fla_train.kernels.delta_product.gluon_common import (
 from fla_train.kernels.delta_product.triton_forward import LOG2E, MIN_LOG2_DECAY
 
 WARPS = 4
+REGISTERS = 128  # of a thread, instead of 150: four programs share an SM and not three, and few are spilled
 # Of triton_forward, for Gluon: log2(e), and the least log2 decay of a token.
 PER_NAT, LEAST_DECAY = gl.constexpr(LOG2E.value), gl.constexpr(MIN_LOG2_DECAY.value)
 
@@ -204,4 +205,4 @@ def fits(arguments: Mapping[str, Any]) -> bool:
 def launch(arguments: Mapping[str, Any], programs: int) -> None:
     """Run `prepare_kernel` on the arguments of the Triton kernel, for so many chunks x heads."""
     named = described(arguments, prepare_kernel.arg_names, rows=("q", "k"))
-    prepare_kernel[(programs,)](**named, num_warps=WARPS)
+    prepare_kernel[(programs,)](**named, num_warps=WARPS, maxnreg=REGISTERS)
