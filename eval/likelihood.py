@@ -6,8 +6,6 @@ continuations and the requests that share nothing are sorted by length, each on 
 batches that are hardly padded. The output head sees only the positions that are asked about.
 """
 
-import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -167,7 +165,9 @@ def _after_contexts(
 
     rows = [row.targets for group in groups for row in group]
     owners = [g for g, group in enumerate(groups) for _ in group]
-    answers = _scores(model, read.last_hidden_state[:, -1], owners, [targets[0] for targets in rows])
+    first = torch.tensor([targets[0] for targets in rows])
+    found = _scores(model, read.last_hidden_state[:, -1], torch.tensor(owners), first)
+    answers = list(zip(*(part.tolist() for part in found), strict=True))
 
     def follow(batch: list[int]) -> list[Answer]:
         ids = _padded([rows[i][:-1] for i in batch], model.device)  # [R, L]
@@ -182,8 +182,8 @@ def _after_contexts(
     longer = [i for i, targets in enumerate(rows) if len(targets) > 1]
     for i, (value, greedy) in _batched(follow, longer, lambda i: rows[i][:-1], batch_tokens):
         answers[i] = answers[i][0] + value, answers[i][1] and greedy
-    found = iter(answers)
-    return [list(islice(found, len(group))) for group in groups]
+    each = iter(answers)
+    return [list(islice(each, len(group))) for group in groups]
 
 
 def _padded(rows: Sequence[Sequence[int]], device: torch.device, left: bool = False) -> Tensor:
@@ -206,29 +206,34 @@ def _answers(
     model: DeltaProductForCausalLM, hidden: Tensor, starts: Sequence[int], rows: Sequence[Sequence[int]]
 ) -> list[Answer]:
     """Of each row of targets, which the outputs hidden [R, T, D] predict from `starts` on."""
-    width = hidden.shape[1]
-    where = [r * width + start + i for r, start in enumerate(starts) for i in range(len(rows[r]))]
-    asked = hidden.flatten(0, 1)[torch.tensor(where, device=hidden.device)]  # [N, D]
-    scores = iter(_scores(model, asked, range(len(where)), [token for row in rows for token in row]))
-    answers = []
-    for row in rows:
-        values, greedy = zip(*islice(scores, len(row)), strict=True)
-        answers.append((math.fsum(values), all(greedy)))
-    return answers
+    counts = torch.tensor([len(row) for row in rows])  # [R]
+    owner = torch.arange(len(rows)).repeat_interleave(counts)  # [N]
+    begin = torch.arange(len(rows)) * hidden.shape[1] + torch.tensor([*starts]) - (counts.cumsum(0) - counts)
+    where = torch.arange(len(owner)) + begin[owner]
+    asked = hidden.flatten(0, 1)[where.to(hidden.device)]  # [N, D]
+    targets = torch.tensor([token for row in rows for token in row])
+    values, greedy = _scores(model, asked, torch.arange(len(owner)), targets)
+    sums = torch.zeros(len(rows), dtype=values.dtype).index_add_(0, owner, values)
+    misses = torch.zeros(len(rows), dtype=torch.int64).index_add_(0, owner, (~greedy).long())
+    return list(zip(sums.tolist(), (misses == 0).tolist(), strict=True))
 
 
 def _scores(
-    model: DeltaProductForCausalLM, hidden: Tensor, owners: Sequence[int], targets: Sequence[int]
-) -> list[Answer]:
+    model: DeltaProductForCausalLM, hidden: Tensor, owners: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor]:
     """Of each target, of which hidden [N, D] predicts the i-th at `owners[i]`; owners never fall.
 
     Log-probabilities are taken in fp32, or fp64 of logits in fp64.
+
+    Returns:
+        Log-probabilities fp64, and whether a target is the likeliest token; both [targets] on the CPU.
     """
-    owner, target = (torch.tensor([*column], device=hidden.device) for column in (owners, targets))
+    starts = range(0, len(hidden) + HEAD_ROWS, HEAD_ROWS)
+    bounds = torch.searchsorted(owners, torch.tensor(starts)).tolist()
+    owner, target = owners.to(hidden.device), targets.to(hidden.device)
     values, greedy = [], []
-    for first in range(0, len(hidden), HEAD_ROWS):
+    for first, part in zip(starts, map(slice, bounds, bounds[1:]), strict=False):
         logits = model.lm_head(hidden[first : first + HEAD_ROWS])  # [n, vocabulary]
-        part = slice(bisect_left(owners, first), bisect_left(owners, first + len(logits)))
         row, token = owner[part] - first, target[part]
         best = logits.argmax(-1, keepdim=True)  # [n, 1]
         greedy.append(best[row, 0] == token)
@@ -236,4 +241,4 @@ def _scores(
         logits -= logits.gather(-1, best)
         chosen = logits[row, token]
         values.append(chosen - logits.exp_().sum(-1).log_()[row])  # in place: there is no second copy
-    return list(zip(torch.cat(values).tolist(), torch.cat(greedy).tolist(), strict=True))
+    return torch.cat(values).double().cpu(), torch.cat(greedy).cpu()

@@ -22,6 +22,9 @@ class RecordedPass:
 
     def __init__(self) -> None:
         self._shape: torch.Size | None = None
+        # Of all passes: autograd keeps a parameter's gradients on the stream where it first met them, and a
+        # recording must not touch the default one.
+        self._stream = torch.cuda.Stream()
 
     def __call__(self, engine, batch: Batch, divisor: Tensor) -> Tensor:
         """As `forward_backward`. The loss that is returned holds until the next call."""
@@ -30,14 +33,22 @@ class RecordedPass:
             self._held: list[Tensor] = []
             self._gradients: list[tuple[nn.Parameter, Tensor]] = []
         self._passes += 1
+        self._stream.wait_stream(torch.cuda.current_stream())
         if self._passes <= WARM_UP:
-            return forward_backward(engine, batch, divisor)
-        read = [batch.input_ids, batch.labels, divisor]
+            with torch.cuda.stream(self._stream):
+                loss = forward_backward(engine, batch, divisor)
+        else:
+            loss = self._replayed(engine, [batch.input_ids, batch.labels, divisor])
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return loss
+
+    def _replayed(self, engine, read: list[Tensor]) -> Tensor:
         if self._graph is None:
             self._held = [tensor.clone() for tensor in read]
             self._record(engine)
-        torch._foreach_copy_(self._held, read)
-        self._graph.replay()
+        with torch.cuda.stream(self._stream):
+            torch._foreach_copy_(self._held, read)
+            self._graph.replay()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         return self._loss
@@ -53,11 +64,12 @@ class RecordedPass:
         assert all(p.grad is None for p in parameters), "a replay writes gradients and does not add to them"
         self._graph = torch.cuda.CUDAGraph()
         try:  # the loader and NCCL's watchdog are other threads, which go on meanwhile
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
                 self._loss = forward_backward(engine, Batch(ids, labels), divisor)
         except RuntimeError as failure:  # such as a model whose host reads a value from the device
+            cause = failure.__context__ or failure  # ending the recording fails, too, and says nothing
             raise ValueError(
                 "this model's pass cannot be recorded as a CUDA graph: set trainer.cuda_graph=false "
-                f"({str(failure).splitlines()[0]})"
+                f"({str(cause).strip().splitlines()[0]})"
             ) from failure
         self._gradients = [(p, p.grad) for p in parameters if p.grad is not None]

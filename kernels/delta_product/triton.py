@@ -42,6 +42,9 @@ MIN_TOKENS = 32
 INTERPRETED = triton.knobs.runtime.interpret
 FP32_PRECISION = "tf32x3"  # of products of fp32 operands
 OPERAND_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+# A head's row of scalars is as long as a multiple of this: where 16 does not divide a row's length, which it
+# seldom does in evaluations, Triton would compile each kernel once more.
+ROW_MULTIPLE = 16
 # What `prepare_kernel` writes, in the order of lists of it: `gc` only with gates, `rq` and `rk` only where q
 # and k are normalised.
 PRODUCTS, NORMS = ("x", "p", "read", "write", "query", "decay"), ("gc", "rq", "rk")
@@ -156,17 +159,22 @@ def _make_prepared(
     q: Tensor, k: Tensor, beta: Tensor, chunks: int, gated: bool, qk_l2norm: bool
 ) -> list[Tensor]:
     """Room for what `prepare_kernel` writes; shapes are stated there."""
-    heads, tokens = q.shape[2], q.shape[0] * q.shape[1]
-    sub_steps = tokens * k.shape[2]
-    shapes = [(heads, sub_steps), (heads, sub_steps), (heads, tokens), (chunks, heads)]
-    shapes += [(heads, tokens)] if gated else []
-    shapes += [(heads, tokens), (heads, sub_steps)] if qk_l2norm else []
+    tokens, heads, sub_steps = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
+    by_token, by_step = (heads, _row_length(q)), (heads, _row_length(q) * sub_steps)
+    shapes = [by_step, by_step, by_token, (chunks, heads)]
+    shapes += [by_token] if gated else []
+    shapes += [by_token, by_step] if qk_l2norm else []
     inverse = torch.float16 if _in_half(q, qk_l2norm) else q.dtype
     matrices = [
-        q.new_empty(sub_steps, heads, CHUNK_STEPS, dtype=inverse),
+        q.new_empty(tokens * sub_steps, heads, CHUNK_STEPS, dtype=inverse),
         q.new_empty(tokens, heads, CHUNK_STEPS),
     ]
     return matrices + [beta.new_empty(shape) for shape in shapes]
+
+
+def _row_length(q: Tensor) -> int:
+    """Of the tables of scalars by token."""
+    return ROW_MULTIPLE * ceil_div(q.shape[0] * q.shape[1], ROW_MULTIPLE)
 
 
 def _in_half(q: Tensor, qk_l2norm: bool) -> bool:
@@ -341,7 +349,7 @@ def _arguments(
     sizes = {
         "cu_seqlens": cu_seqlens,
         "chunk_offsets": offsets,
-        "n_total": batch * length,
+        "n_total": _row_length(q),
         "T": length,
         "NT": row_chunks,
         "H": heads,

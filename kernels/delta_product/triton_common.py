@@ -4,8 +4,9 @@ A chunk holds C = M // N tokens, that is at most M = 64 sub-steps: sub-step r of
 r // N, and k, v, beta are addressed by sub-step as [B * T * N, H, ...]. Rows past the end of a segment, or
 past C * N where N does not divide M, load as zeros, which makes them neutral, and are never stored.
 
-Scalars per row are kept with the heads leading, [H, B * T] and [H, B * T * N] in fp32, so that a chunk's are
-contiguous. Gates are in units of log2 and cumulative inside the chunk: G_i = sum_{j <= i} log2 a_j.
+Scalars per row are kept with the heads leading, [H, n_total] and [H, n_total * N] in fp32, so that a chunk's
+are contiguous; n_total is B * T or a little more. Gates are in units of log2 and cumulative inside the chunk:
+G_i = sum_{j <= i} log2 a_j.
 """
 
 import triton

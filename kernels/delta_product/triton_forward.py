@@ -64,8 +64,8 @@ def unit_lower_inverse(b_l, M: tl.constexpr, OPERAND: tl.constexpr):
 def prepare_kernel(
     q, k, beta, g,  # [tokens, H, K], [tokens * N, H, K], [tokens * N, H], [tokens, H]
     x, p,  # out [tokens * N, H, M] and [tokens, H, M], 16 bits or as q
-    read, write, query, decay,  # out [H, tokens * N], the same, [H, tokens], [chunks, H], fp32
-    gc, rq, rk,  # out [H, tokens], [H, tokens], [H, tokens * N], fp32
+    read, write, query, decay,  # out [H, n_total * N], the same, [H, n_total], [chunks, H], fp32
+    gc, rq, rk,  # out [H, n_total], the same, [H, n_total * N], fp32
     cu_seqlens, chunk_offsets, chunk_segment, scale, eps, n_total, T, NT,
     H: tl.constexpr, K: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,

@@ -1,7 +1,7 @@
 """A recorded pass computes what the pass does: its bookkeeping on any machine, the recording on a GPU."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,8 +51,15 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
         vars(graph).update(vars(newest))
 
     monkeypatch.setattr(recording, "forward_backward", run)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", record)
+    here = SimpleNamespace(wait_stream=lambda other: None)
+    for name, replaced in {
+        "CUDAGraph": Graph,
+        "graph": record,
+        "Stream": lambda: here,
+        "current_stream": lambda: here,
+        "stream": lambda stream: nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, replaced)
     return shapes
 
 
