@@ -31,7 +31,8 @@ def join(backend: str, timeout: float) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     # Gradients are reduced beside kernels that fill the device: NCCL's blocks come first wherever one ends.
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
-    store = _meet(host, port, rank, world, timeout)
+    # Alone there is nobody to meet, and no port that another run's start could take first.
+    store = dist.HashStore() if world == 1 else _meet(host, port, rank, world, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
 
 

@@ -60,6 +60,16 @@ def test_all_ranks_meet_on_the_interface_towards_machine_0(rank_of):
     assert [rank.communicate()[0].split() for rank in ranks] == [["3", interface_towards("127.0.0.1", 1)]] * 2
 
 
+def test_a_rank_alone_needs_no_port(rank_of):
+    """Another program serves it; both groups work."""
+    rank_of(0, 1)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+        taken.listen()
+        done = subprocess.run([sys.executable, "-c", MEET], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[0] == "1"
+
+
 def test_an_address_that_is_none_is_a_fault_of_the_config():
     with pytest.raises(ValueError, match=r"launch\.main_process_ip=nowhere\.invalid is unknown on "):
         interface_towards("nowhere.invalid", 29500)
