@@ -6,7 +6,7 @@ keeps out of autocast, stay fp32.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -126,15 +126,6 @@ def build_engine(model: nn.Module, config: TrainConfig):
     return engine
 
 
-def forward_backward(engine, batch: Batch, divisor: Tensor) -> Tensor:
-    """Add the gradients of (sum of a micro-batch's losses) / divisor; returns the quotient, on the device."""
-    inputs = {name: value for name, value in batch._asdict().items() if value is not None}
-    loss = engine(**inputs, num_items_in_batch=divisor, use_cache=False).loss
-    with _host_free(engine.optimizer):
-        engine.backward(loss, scale_wrt_gas=False)
-    return loss.detach()
-
-
 def train_step(
     engine,
     micro_batches: Sequence[Batch | tuple[Tensor, Tensor]],
@@ -142,7 +133,6 @@ def train_step(
     guard: StepGuard,
     *,
     stop: bool = False,
-    run_pass: Callable[..., Tensor] = forward_backward,
 ) -> Outcome:
     """One optimizer step on this rank's micro-batches: input_ids and labels, each [B, T] int64 on the
     engine's device, and where documents are kept apart their bounds.
@@ -154,7 +144,6 @@ def train_step(
     Args:
         guard: scales a large gradient down, or has the step skipped; both happen in the optimizer's kernel.
         stop: this rank's wish to stop, which all ranks learn together.
-        run_pass: a `forward_backward`, perhaps a recorded one.
 
     Returns:
         The outcome, for which nothing here waits.
@@ -170,7 +159,11 @@ def train_step(
     engine.train()
     for i, batch in enumerate(micro_batches):
         engine.set_gradient_accumulation_boundary(i == len(micro_batches) - 1)
-        sums[0] += run_pass(engine, Batch(*batch), divisor).double()
+        inputs = dict(zip(Batch._fields, batch, strict=False))
+        loss = engine(**inputs, num_items_in_batch=divisor, use_cache=False).loss
+        with _host_free(zero):
+            engine.backward(loss, scale_wrt_gas=False)
+        sums[0] += loss.detach().double()
     if world == 1:
         zero.averaged_gradients = _gradients(zero.params_in_partition)
     dist.all_reduce(sums)

@@ -15,7 +15,7 @@ from fla_train.training import checkpoint, statistics
 from fla_train.training.agreement import check_agreement, run_facts
 from fla_train.training.build import build_model
 from fla_train.training.checkpoint import TrainState
-from fla_train.training.engine import Outcome, StepResult, build_engine, forward_backward, train_step
+from fla_train.training.engine import Outcome, StepResult, build_engine, train_step
 from fla_train.training.evaluation import PART_PERPLEXITY, validate_text
 from fla_train.training.guard import StepGuard
 from fla_train.training.metrics import Record, last_losses
@@ -23,7 +23,6 @@ from fla_train.training.plan import training_flops
 from fla_train.training.plots import plot_losses
 from fla_train.training.preemption import StopRequest
 from fla_train.training.profiling import profiled
-from fla_train.training.recording import RecordedPass
 from fla_train.training.report import Reporter, summary_lines
 from fla_train.training.runfolder import RunFolder
 from fla_train.training.saving import Saver, TrainingStopped
@@ -80,8 +79,6 @@ class Trainer:
             spike_deviations=trainer.spike_deviations,
             statistics=self.state.loss_statistics,
         )
-        replayed = trainer.cuda_graph and self.engine.device.type == "cuda"
-        self.run_pass = RecordedPass() if replayed else forward_backward
         self.meter = self._make_meter()
         saved_step = self.state.step if own else -1
         self.saver = Saver(config, data, self.folder, self.engine, self.reporter, saved_step)
@@ -142,15 +139,11 @@ class Trainer:
         )
         self.observed = {}
         with ExitStack() as stack:
-            run_pass = self.run_pass
             if trainer.stats_every and step % trainer.stats_every == 0:
-                run_pass = forward_backward  # a replay calls no module, so nothing could be observed
                 stack.enter_context(statistics.observed(self.engine, self.observed))
             if step in trainer.profile_steps:
                 stack.enter_context(profiled(self.folder.root / "profile", step, self.rank))
-            outcome = train_step(
-                self.engine, batch, rate, self.guard, stop=self.request.made, run_pass=run_pass
-            )
+            outcome = train_step(self.engine, batch, rate, self.guard, stop=self.request.made)
         self.rows.append((step, rate, outcome))
         self.state.step = step
         self.state.sequences += self.batches.global_batch

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fla_train.data import Batch, send
+from fla_train.data import send
 from fla_train.tasks import Score, Task, curriculum_tasks, tasks_for_testing, training_task
 from fla_train.tasks.plots import plot_accuracy
 from fla_train.training.checkpoint import folder_name
@@ -37,8 +37,9 @@ class TaskTrainer(Trainer):
         self.reached = self._has_reached()  # a run that was killed before it had left all its files
         return super().run()
 
-    def _to_device(self, pair: Tensor) -> Batch:
-        return Batch(*send(pair, self.engine.device))  # each [B, T + 1]
+    def _to_device(self, pair: Tensor) -> tuple[Tensor, Tensor]:
+        inputs, labels = send(pair, self.engine.device)  # each [B, T + 1]
+        return inputs, labels
 
     def _evaluate(self) -> None:
         scores = {name: self._score(task) for name, task in self.tests.items()}

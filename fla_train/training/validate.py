@@ -61,13 +61,7 @@ def validate(config: TrainConfig) -> None:
     data = data_faults(config.data) if config.task is None else _task(config)
     faults = [*sizes, *_values(config), *data, *_model(config), *_suite(config), *_resume(config)]
     if not sizes:  # the arithmetic below divides by them
-        faults += [
-            *_batch(config),
-            *_schedule(config),
-            *_graph(config),
-            *_devices(config),
-            *_machines(config),
-        ]
+        faults += [*_batch(config), *_schedule(config), *_devices(config), *_machines(config)]
     if faults:
         raise ValueError("\n  ".join(faults))
 
@@ -215,21 +209,6 @@ def _devices(config: TrainConfig) -> list[str]:
             f"which has {present}: use launch.num_processes={present * config.launch.num_machines}"
         ]
     return []
-
-
-def _graph(config: TrainConfig) -> list[str]:
-    """What cannot be replayed, or would add to gradients that a replay writes anew."""
-    trainer = config.trainer
-    if not trainer.cuda_graph:
-        return []
-    reasons = {
-        "launch.num_processes=1": config.launch.num_processes > 1,
-        "trainer.micro_batch_size as large as the global batch": accumulation_steps(config) > 1,
-        "trainer.activation_checkpointing=false": trainer.activation_checkpointing,
-        "data.document_boundaries=false": config.task is None and config.data.document_boundaries,
-    }
-    needed = [need for need, missing in reasons.items() if missing]
-    return [f"trainer.cuda_graph=true needs {', '.join(needed)}; or set it to false"] if needed else []
 
 
 def _machines(config: TrainConfig) -> list[str]:
