@@ -27,7 +27,7 @@ from fla_train.training.guard import StepGuard
 from fla_train.training.launch import resolve
 from fla_train.training.schema import TrainConfig
 from fla_train.training.throughput import Meter
-from fla_train.training.validate import accumulation_steps, validate
+from fla_train.training.validate import accumulation_steps, resolve_device, validate
 
 WARM_UP = 3  # steps: compilation, the optimizer's first allocations
 ADAMW_BYTES = 28  # per fp32 parameter: it, its gradient and two moments read, it and the moments written
@@ -100,7 +100,8 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
     """Measure one model in this process, which must not have a process group yet."""
     torch.set_num_threads(threads)
     torch.manual_seed(config.seed)
-    model = MODELS[name](config)
+    with torch.device(resolve_device(config)):  # drawing 1.5B weights on a CPU takes long
+        model = MODELS[name](config)
     if config.trainer.activation_checkpointing:
         model.gradient_checkpointing_enable()
     parameters = sum(p.numel() for p in model.parameters())
