@@ -208,7 +208,7 @@ def _answers(
     """Of each row of targets, which the outputs hidden [R, T, D] predict from `starts` on."""
     counts = torch.tensor([len(row) for row in rows])  # [R]
     owner = torch.arange(len(rows)).repeat_interleave(counts)  # [N]
-    begin = torch.arange(len(rows)) * hidden.shape[1] + torch.tensor([*starts]) - (counts.cumsum(0) - counts)
+    begin = torch.arange(len(rows)) * hidden.shape[1] + torch.tensor(starts) - (counts.cumsum(0) - counts)
     where = torch.arange(len(owner)) + begin[owner]
     asked = hidden.flatten(0, 1)[where.to(hidden.device)]  # [N, D]
     targets = torch.tensor([token for row in rows for token in row])

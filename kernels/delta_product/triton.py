@@ -173,7 +173,7 @@ def _make_prepared(
 
 
 def _row_length(q: Tensor) -> int:
-    """Of the tables of scalars by token."""
+    """Scalars in a head's row of the tables by token: B * T, or a few more."""
     return ROW_MULTIPLE * ceil_div(q.shape[0] * q.shape[1], ROW_MULTIPLE)
 
 
