@@ -61,6 +61,18 @@ def span(i_c, cu_seqlens, chunk_offsets, chunk_segment, T, NT, C: gl.constexpr, 
 
 
 @gluon.jit
+def segment(i_s, cu_seqlens, chunk_offsets, T, NT, PACKED: gl.constexpr):
+    """`triton_common.segment_span` in 32 bits, as the copy engine counts rows."""
+    if PACKED:
+        i_start = gl.load(cu_seqlens + i_s).to(gl.int32)
+        length = gl.load(cu_seqlens + i_s + 1).to(gl.int32) - i_start
+        i_chunk = gl.load(chunk_offsets + i_s).to(gl.int32)
+    else:
+        i_start, length, i_chunk = i_s * T, T, i_s * NT
+    return i_start, length, i_chunk
+
+
+@gluon.jit
 def rows_of(p, n_rows, stride, layout: gl.constexpr):
     """[64] scalars in fp32, zeros past `n_rows`."""
     o = gl.arange(0, ROWS, layout)
@@ -91,3 +103,37 @@ def copy_values(errors, dv, do, m_e, m_dv, m_do, bars, buffer, i_m, i_t, i_colum
     bar = bars.index(buffer)
     copy_pair(errors, dv, m_e.index(buffer), m_dv.index(buffer), bar, i_m, i_m, i_column, pred, BYTES)
     tma.async_copy_global_to_shared(do, [i_t, i_column], bar, m_do.index(buffer), pred=pred)
+
+
+@gluon.jit
+def anew(step, part: gl.constexpr, H: gl.constexpr):
+    """0 and the program's head, by sums that the compiler can't see through.
+
+    With the same indices all over the loop it would keep the addresses of all tiles, and spill them; so each
+    part of a chunk has its own.
+    """
+    zero = (step + part) >> 30
+    return zero, (gl.program_id(0) + zero) % H
+
+
+@gluon.jit
+def make_bar():
+    """A barrier for copies, at its first phase."""
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    return bar
+
+
+@gluon.jit
+def copy_rows(matrix, tile, bar, i_row, i_column, pred, BYTES: gl.constexpr):
+    """A tile of k or q, with which `bar` completes."""
+    mbarrier.expect(bar, BYTES, pred=pred)
+    tma.async_copy_global_to_shared(matrix, [i_row, i_column], bar, tile, pred=pred)
+
+
+@gluon.jit
+def store_tile(p, tile, n_rows, i_row, STRIDE: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """The first `n_rows` of a tile in shared memory, to `p` on; `i_row` is 0 of `anew`."""
+    o_r, o_c = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    o_r += i_row
+    gl.store(p + o_r[:, None] * STRIDE + o_c[None, :], tile.load(LAYOUT), mask=(o_r < n_rows)[:, None])

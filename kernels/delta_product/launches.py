@@ -10,8 +10,9 @@ whose rows come first. A row is for
 
 and for larger V and n_h where no other is nearer. It gives each kernel's options as its launch takes them:
 tile widths BV and BKO, num_warps, num_stages, maxnreg; `gluon` 1 of `prepare` and `gradient` takes the
-kernel in Gluon where it fits (gluon_prepare.py, gluon_gradient.py), else these. Other architectures, wider
-keys and float32, whose tiles take twice the shared memory, run with the most modest options (`fallback`).
+kernel in Gluon where it fits (gluon_prepare.py, gluon_gradient.py), else these; of `adjoint` it takes one
+kernel in place of it and `gradient` (gluon_reverse.py). Other architectures, wider keys and float32, whose
+tiles take twice the shared memory, run with the most modest options (`fallback`).
 """
 
 import json
@@ -32,7 +33,7 @@ SHIPPED = Path(__file__).with_name("launches.json")
 # illegal accesses (measured 2026-11-21 with its ptxas 12.8); narrower heads are padded with zeros instead.
 MIN_TILE = 64
 # Kernels that Hopper has in Gluon, too.
-IN_GLUON = ("prepare", "gradient")
+IN_GLUON = ("prepare", "adjoint", "gradient")
 
 Options = dict[str, int]
 

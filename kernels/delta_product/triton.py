@@ -13,6 +13,7 @@ function.
 
 from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -281,40 +282,47 @@ def delta_product_backward(
     sizes, parallel, programs, serial = _arguments(q, k, g, bounds, scale, qk_l2norm)
     options = launches.lookup(q.device, q.dtype, q.shape[-1], dv.shape[-1], k.shape[2])
     products, norms = _by_name(prepared, g is not None, qk_l2norm)
-    dstates = torch.empty_like(states)
-    spans, starts = sizes, dinitial_state
+    adjoint = _plain(options.adjoint)
+    ends = {
+        "dfinal_state": dfinal_state,
+        "dinitial_state": dinitial_state,
+        "HAS_FINAL": dfinal_state is not None,
+        "STORE_INITIAL": dinitial_state is not None,
+    }
+    arguments = {
+        **{"q": q, "k": k, "beta": beta, "g": g, "do": do, "dv": dv, "errors": errors, "states": states},
+        **{"dq": dq, "dk": dk, "dbeta": dbeta, "dg": dg},
+        **norms,
+        **sizes,
+        **parallel,
+        "V": dv.shape[-1],
+        "MIN_LOG_DECAY": MIN_LOG2_DECAY.value / LOG2E.value,
+    }
     with torch.cuda.device_of(q):
+        whole = None if transitions is not None else _hopper(options.adjoint, "gluon_reverse")
+        if whole and whole.fits(arguments, serial):
+            whole.launch({**arguments, **products, **ends}, serial)
+            return
+        dstates, spans = torch.empty_like(states), sizes
         if transitions is not None:
             pieces = Pieces(q, k, dv.shape[-1], bounds, sizes, forgets=g is not None and qk_l2norm)
             spans, serial = pieces.sizes, pieces.programs
-            dfinal_state = pieces.end_gradients(
-                q, k, do, products, dfinal_state, transitions, options.adjoint
-            )
+            dfinal_state = pieces.end_gradients(q, k, do, products, dfinal_state, transitions, adjoint)
             starts = None if dinitial_state is None else torch.empty_like(dfinal_state)
-        adjoint_kernel[(serial * ceil_div(dv.shape[-1], options.adjoint["BV"]),)](
+            ends |= {"dfinal_state": dfinal_state, "dinitial_state": starts, "HAS_FINAL": True}
+        adjoint_kernel[(serial * ceil_div(dv.shape[-1], adjoint["BV"]),)](
             *(q, k, do),
             **products,
             dv=dv,
             dstates=dstates,
-            dfinal_state=dfinal_state,
-            dinitial_state=starts,
+            **ends,
             **spans,
             V=dv.shape[-1],
-            HAS_FINAL=dfinal_state is not None,
-            STORE_INITIAL=dinitial_state is not None,
-            **options.adjoint,
+            **adjoint,
         )
-        if starts is not dinitial_state:
-            pieces.first(starts, out=dinitial_state)
-        arguments = {
-            **{"q": q, "k": k, "beta": beta, "g": g, "do": do, "dv": dv, "errors": errors},
-            **{"states": states, "dstates": dstates, "dq": dq, "dk": dk, "dbeta": dbeta, "dg": dg},
-            **norms,
-            **sizes,
-            **parallel,
-            "V": dv.shape[-1],
-            "MIN_LOG_DECAY": MIN_LOG2_DECAY.value / LOG2E.value,
-        }
+        if ends["dinitial_state"] is not dinitial_state:
+            pieces.first(ends["dinitial_state"], out=dinitial_state)
+        arguments["dstates"] = dstates
         _launch(gradient_kernel, programs, arguments, options.gradient, hopper="gluon_gradient")
 
 
@@ -327,14 +335,22 @@ def _launch(
     hopper: str,
 ) -> None:
     """Run a kernel for so many chunks x heads, or Hopper's own of that module where the options say so."""
-    options = dict(options)
-    if options.pop("gluon", 0) and not INTERPRETED:
-        # Not at the top: it imports Gluon, and Hopper's part of it.
-        module = import_module(f"{__package__}.{hopper}")
-        if module.fits(arguments):
-            module.launch(arguments, programs)
-            return
-    kernel[(programs,)](**arguments, **options)
+    module = _hopper(options, hopper)
+    if module and module.fits(arguments):
+        module.launch(arguments, programs)
+        return
+    kernel[(programs,)](**arguments, **_plain(options))
+
+
+def _hopper(options: launches.Options, name: str) -> ModuleType | None:
+    """The module of a Gluon kernel where the options want it."""
+    # Not at the top: it imports Gluon, and Hopper's part of it.
+    return import_module(f"{__package__}.{name}") if "gluon" in options and not INTERPRETED else None
+
+
+def _plain(options: launches.Options) -> launches.Options:
+    """The options that a Triton kernel takes."""
+    return {name: value for name, value in options.items() if name != "gluon"}
 
 
 def _arguments(

@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
@@ -56,8 +56,10 @@ class Shared:
         return memory[-1]
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], rank: int) -> "Shared":
-        """Other tiles in the same place."""
+        """Other tiles in the same place; as many of them stay the same in the books."""
         assert dtype == self.data.dtype
+        if len(shape) == self.data.ndim > rank and shape[0] == len(self.books):
+            return Shared(self.data.view(shape), rank, self.books, self.memory)
         return self.register(self.data.view(-1)[: math.prod(shape)].view(shape), rank, self.memory)
 
     def index(self, i: Tensor | int) -> "Shared":
@@ -233,6 +235,8 @@ class Emulator:
             gather=lambda x, index, axis: x.gather(axis, index),
             associative_scan=lambda x, axis, combine: x.cumsum(axis),
             sum=lambda x, axis: x.sum(axis),
+            max=lambda x, axis: x.amax(axis),
+            zeros_like=torch.zeros_like,
             minimum=lambda a, b: torch.minimum(number(a), number(b)),
             maximum=lambda a, b: torch.maximum(number(a), number(b)),
             convert_layout=lambda x, layout: x,
@@ -277,10 +281,20 @@ class Emulator:
                 spec.loader.exec_module(sys.modules[name])
             return sys.modules["kernel"]
 
-    def launch(self, kernel: Callable, arguments: Mapping, n_work: int, programs: int, warps: int) -> None:
-        """A kernel of `load_kernel` on what the Triton one gets, for so many chunks x heads."""
-        heights = dict.fromkeys(("q", "k", "do", "dv", "errors"), 64)
-        heights |= dict.fromkeys(("states", "dstates"), arguments.get("V"))
+    def launch(
+        self,
+        kernel: Callable,
+        arguments: Mapping,
+        n_work: int,
+        programs: int,
+        warps: int,
+        tiled: Iterable[str] = ("q", "k", "do", "dv", "errors", "states", "dstates"),
+    ) -> None:
+        """A kernel of `load_kernel` on what the Triton one gets, for so many chunks (or sequences) x heads.
+
+        Those `tiled` are read by the copy engine.
+        """
+        heights = {name: arguments.get("V") if name.endswith("states") else 64 for name in tiled}
         further = {"n_work": n_work, "num_warps": warps}
         named = {}
         for name in inspect.signature(kernel).parameters:

@@ -6,14 +6,15 @@ find what they are for is tested by taking such a line out of a kernel.
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from fla_train.kernels.delta_product import gluon_gradient, gluon_prepare, triton
+from fla_train.kernels.delta_product import gluon_gradient, gluon_prepare, gluon_reverse, triton
 from tests.kernels.emulated_gluon import Emulator
 from tests.kernels.test_triton import INTERPRETED, Case, _poisoned_memory, check, uniform
 
-MODULES = {"gradient": gluon_gradient, "prepare": gluon_prepare}
+MODULES = {"gradient": gluon_gradient, "prepare": gluon_prepare, "reverse": gluon_reverse}
 PROGRAMS = {"gradient": 2, "prepare": 1 << 30}  # of two, each has several chunks; of many, one each
 __all__ = ["_poisoned_memory"]  # a fixture for every test here
 
@@ -26,12 +27,20 @@ def run(
     emulator, module = Emulator(late=late), MODULES[name]
     kernel = getattr(emulator.load_kernel(path or Path(module.__file__)), f"{name}_kernel")
 
+    def launch(arguments: dict, programs: int) -> None:
+        tiled = (*gluon_reverse.ROW_TILES, *gluon_reverse.STATE_TILES)
+        emulator.launch(kernel, arguments, programs, programs, module.WARPS, tiled)
+
     class Kernel:
         def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
             options = {"n_work": grid[0], "programs": PROGRAMS[name], "warps": module.WARPS}
             return lambda **arguments: emulator.launch(kernel, arguments, **options)
 
-    monkeypatch.setattr(triton, f"{name}_kernel", Kernel())
+    if name == "reverse":
+        whole = SimpleNamespace(fits=lambda *_: True, launch=launch)
+        monkeypatch.setattr(triton, "_hopper", lambda _, other: whole if other == "gluon_reverse" else None)
+    else:
+        monkeypatch.setattr(triton, f"{name}_kernel", Kernel())
     check(case, uniform(2e-5), "cpu")
 
 
@@ -71,6 +80,28 @@ def test_prepared(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     run("prepare", case, late=True, monkeypatch=monkeypatch)
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["copies at once", "copies late"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(tokens=130, heads=2, batch=2, key_dim=64, value_dim=64),
+        Case(tokens=70, sub_steps=3, key_dim=64, value_dim=64),
+        Case(tokens=70, sub_steps=2, states=False, key_dim=128, value_dim=128),
+        Case(tokens=130, gated=False, l2norm=False, key_dim=64, value_dim=64),
+        Case(tokens=40, sub_steps=4, gated=False, key_dim=64, value_dim=64),
+        Case(tokens=30, sub_steps=7, l2norm=False, key_dim=64, value_dim=64),
+        Case(tokens=100, sub_steps=2, cu_seqlens=(0, 0, 33, 34, 100, 100), key_dim=64, value_dim=64),
+        Case(tokens=200, cu_seqlens=(0, 1, 130, 200), gated=False, key_dim=64, value_dim=64),
+        Case(tokens=1, key_dim=64, value_dim=64),
+        Case(tokens=65, sub_steps=2, inputs="resets", key_dim=64, value_dim=64),
+        Case(tokens=65, inputs="zero beta", key_dim=64, value_dim=64),
+    ],
+    ids=str,
+)
+def test_whole_backward(case: Case, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("reverse", case, late=late, monkeypatch=monkeypatch)
+
+
 @pytest.mark.parametrize(
     ("name", "line", "instead", "message"),
     [
@@ -108,6 +139,35 @@ def test_prepared(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
             "s_rest.store((unit - b_w.value)",
             "changed in a product",
         ),
+        ("reverse", "        mbarrier.wait(bar_x, step & 1)\n", "", "has not come"),
+        (
+            "reverse",
+            "            mbarrier.wait(bar_s, step & 1)\n            #",
+            "            #",
+            "nobody has filled",
+        ),
+        (
+            "reverse",
+            "        s_w.store(b_de.to(INVERSE))\n        fence_async_shared()\n",
+            "        s_w.store(b_de.to(INVERSE))\n",
+            "without fence or barrier",
+        ),
+        ("reverse", "barrier()  # W, dO, X and P are read", "pass", "threads may still use"),
+        (
+            "reverse",
+            "warpgroup_mma_wait(3, deps=[b_da, b_kk])",
+            "warpgroup_mma_wait(4, deps=[b_da, b_kk])",
+            "on its way",
+        ),
+        ("reverse", "barrier()  # dO, E and S are read", "pass", "threads may still use"),
+        (
+            "reverse",
+            "b_ds = warpgroup_mma_wait(4, deps=[b_ds])",
+            "b_ds = warpgroup_mma_wait(5, deps=[b_ds])",
+            "on its way",
+        ),
+        ("reverse", "barrier()  # q and k are read", "pass", "threads may still use"),
+        ("reverse", "(step >> 1) & 1", "((step >> 1) & 1) ^ 1", "never completes"),
     ],
 )
 def test_a_kernel_that_could_race_is_caught(

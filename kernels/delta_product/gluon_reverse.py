@@ -1,0 +1,380 @@
+"""The backward pass for Hopper as one kernel in Gluon: `adjoint_kernel` and `gradient_kernel`, same formulas.
+
+A program of eight warps fills an SM and walks one head of one sequence from its last chunk to the first. The
+state's gradient stays in registers and is never written, and each tile is read once. Meanwhile the copy
+engine (TMA) fills shared memory for the next chunk: k has two buffers, the tiles of the values and of the
+state are refilled as soon as the products that read them are done, that of q at the end.
+
+dE, dV and dS are a chain of products, each waiting for the one before. What needs none of them is computed
+while they run: <S, dS'> and the scores of q. For 16-bit inputs with K = V = 64 or 128.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from fla_train.kernels.delta_product.gluon_common import (
+    FLAT,
+    ROWS,
+    TILE,
+    add2,
+    anew,
+    barrier,
+    copy_rows,
+    described,
+    make_bar,
+    on_hopper,
+    segment,
+    store_tile,
+)
+from fla_train.kernels.delta_product.gluon_scalars import (
+    BETA,
+    GM,
+    GT,
+    QUERY,
+    RAW,
+    READ,
+    RK,
+    RQ,
+    WRITE,
+    fetch_scalars,
+    keep_scalars,
+    make_table,
+)
+from fla_train.kernels.sizes import ceil_div
+
+WARPS = 8
+# What the copy engine reads: in tiles of 64 rows, in tiles of V x K.
+ROW_TILES, STATE_TILES = ("q", "k", "do", "errors", "x", "p"), ("states",)
+# The share of the SMs that work, with a program per sequence and head, below which two kernels are taken.
+LEAST_BUSY = 0.75
+LEAST_ROW = gl.constexpr(1e-30)  # of dE^T: what has no larger element isn't divided by it
+
+
+@gluon.jit
+def copy_values(
+    do, errors, states, s_do, s_e, s_s, bar_do, bar_e, bar_s, i_m, i_t, i_s, i_h, pred,
+    K: gl.constexpr, V: gl.constexpr,
+):  # fmt: skip
+    """dO, E and the state of a chunk and head; a barrier completes with each.
+
+    All of them expect first: the compiler has the threads meet before a copy whose barrier was touched.
+    """
+    mbarrier.expect(bar_do, 2 * ROWS * V, pred=pred)
+    mbarrier.expect(bar_e, 2 * ROWS * V, pred=pred)
+    mbarrier.expect(bar_s, 2 * V * K, pred=pred)
+    tma.async_copy_global_to_shared(do, [i_t, i_h * V], bar_do, s_do, pred=pred)
+    tma.async_copy_global_to_shared(states, [i_s, 0], bar_s, s_s, pred=pred)
+    tma.async_copy_global_to_shared(errors, [i_m, i_h * V], bar_e, s_e, pred=pred)
+
+
+@gluon.jit
+def copy_inverse(x, p, s_x, s_p, bar_x, bar_p, i_m, i_t, i_h, pred):
+    """X and P D of a chunk and head, in the same way."""
+    mbarrier.expect(bar_x, 2 * ROWS * ROWS, pred=pred)
+    mbarrier.expect(bar_p, 2 * ROWS * ROWS, pred=pred)
+    tma.async_copy_global_to_shared(p, [i_t, i_h * ROWS], bar_p, s_p, pred=pred)
+    tma.async_copy_global_to_shared(x, [i_m, i_h * ROWS], bar_x, s_x, pred=pred)
+
+
+@gluon.jit(do_not_specialize=["T", "NT"])
+def reverse_kernel(
+    q, k, do, errors, states, x, p,  # descriptors of [rows, columns]
+    beta, g, gc, rq, rk,
+    dv, dq, dk, dbeta, dg, dfinal_state, dinitial_state,
+    cu_seqlens, chunk_offsets, scale, n_total, T, NT,
+    H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, N: gl.constexpr, C: gl.constexpr,
+    GATED: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr, MIN_LOG_DECAY: gl.constexpr,
+    HAS_FINAL: gl.constexpr, STORE_INITIAL: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """The arguments of the two Triton kernels.
+
+    Tiles of q, dO and P D have 64 rows, too: those past the chunk belong to later tokens and count as zero.
+    """
+    DTYPE: gl.constexpr = k.dtype
+    INVERSE: gl.constexpr = x.dtype
+    SQUARE: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, num_warps // 4], [16, 4 * ROWS // num_warps, 16]
+    )
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, num_warps // 4], [16, 4 * K // num_warps, 16])
+    # Of [V, ...]: each warp has 16 rows where there are enough.
+    DOWN: gl.constexpr = V // 16
+    TALL: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [DOWN, num_warps // DOWN], [16, ROWS * DOWN // num_warps, 16]
+    )
+    STATE: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [DOWN, num_warps // DOWN], [16, K * DOWN // num_warps, 16]
+    )
+    ROW: gl.constexpr = gl.SliceLayout(1, SQUARE)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, SQUARE)
+    WROW: gl.constexpr = gl.SliceLayout(1, WIDE)
+    STEP: gl.constexpr = gl.SliceLayout(0, TALL)
+    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [num_warps, 1], [1, 0])
+    MASK: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
+    TOKENS: gl.constexpr = (C + 15) // 16 * 16  # rows of q and dO that a sum over tokens takes
+    TILE_BYTES: gl.constexpr = 2 * ROWS * K
+
+    m_e = gl.allocate_shared_memory(DTYPE, [1, ROWS, V], errors.layout)
+    m_do = gl.allocate_shared_memory(DTYPE, [1, ROWS, V], do.layout)
+    m_s = gl.allocate_shared_memory(DTYPE, [1, V, K], states.layout)
+    m_ds = gl.allocate_shared_memory(DTYPE, [1, V, K], TILE)
+    m_k = gl.allocate_shared_memory(DTYPE, [2, ROWS, K], k.layout)
+    m_q = gl.allocate_shared_memory(DTYPE, [1, ROWS, K], q.layout)
+    m_x = gl.allocate_shared_memory(INVERSE, [1, ROWS, ROWS], x.layout)
+    m_p = gl.allocate_shared_memory(DTYPE, [1, ROWS, ROWS], p.layout)
+    m_w = gl.allocate_shared_memory(INVERSE, [1, V, ROWS], TILE)
+    m_dv = gl.allocate_shared_memory(DTYPE, [1, ROWS, V], TILE)
+    m_da = gl.allocate_shared_memory(DTYPE, [1, ROWS, ROWS], TILE)
+    m_dp = gl.allocate_shared_memory(DTYPE, [1, ROWS, ROWS], TILE)
+    m_r = m_w if INVERSE == DTYPE else m_w._reinterpret(DTYPE, [1, V, ROWS], TILE)
+    m_out = m_r._reinterpret(DTYPE, [1, ROWS, K], TILE)
+    table = make_table()
+    state_sums = gl.allocate_shared_memory(gl.float32, [V], FLAT)
+    bar_do, bar_e, bar_s = make_bar(), make_bar(), make_bar()
+    bar_x, bar_p, bar_q = make_bar(), make_bar(), make_bar()
+    bars_k = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(bars_k.index(i), count=1)
+    fence_async_shared()
+    barrier()
+
+    i_seq, i_h = gl.program_id(0) // H, gl.program_id(0) % H  # heads side by side: their rows are neighbours
+    i_start, length, i_chunk = segment(i_seq, cu_seqlens, chunk_offsets, T, NT, PACKED)
+    n_chunks = (length + C - 1) // C
+    i_c = gl.maximum(n_chunks - 1, 0)
+    i_t, n_t = i_start + i_c * C, gl.minimum(length - i_c * C, C)
+    pred = n_chunks > 0
+    copy_rows(k, m_k.index(0), bars_k.index(0), i_t * N, i_h * K, pred, TILE_BYTES)
+    copy_inverse(x, p, m_x.index(0), m_p.index(0), bar_x, bar_p, i_t * N, i_t, i_h, pred)
+    copy_values(
+        *(do, errors, states, m_do.index(0), m_e.index(0), m_s.index(0), bar_do, bar_e, bar_s),
+        *(i_t * N, i_t, ((i_chunk + i_c) * H + i_h) * V, i_h, pred, K, V),
+    )
+    copy_rows(q, m_q.index(0), bar_q, i_t, i_h * K, pred, TILE_BYTES)
+
+    o_v, o_k = gl.arange(0, V, gl.SliceLayout(1, STATE)), gl.arange(0, K, gl.SliceLayout(0, STATE))
+    p_s = (i_seq.to(gl.int64) * H + i_h) * K * V + o_k[None, :] * V + o_v[:, None]
+    b_ds = gl.zeros([V, K], gl.float32, STATE)  # dS^T
+    if HAS_FINAL:
+        b_ds = gl.load(dfinal_state + p_s)
+    scalars = fetch_scalars(
+        beta, g, gc, rq, rk, i_t.to(gl.int64), n_t, i_h, n_total, H, N, GATED, L2NORM, num_warps
+    )
+    keep_scalars(table, scalars, scale, GATED)
+    g_last = scalars[5]
+    for step in range(0, n_chunks):
+        zero, i_h = anew(step, 0, H)
+        buffer = step & 1
+        s_ds, s_p, s_do, s_k = m_ds.index(zero), m_p.index(zero), m_do.index(zero), m_k.index(buffer + zero)
+        s_e, s_q, s_s, s_w = m_e.index(zero), m_q.index(zero), m_s.index(zero), m_w.index(zero)
+        p_t, n_m = i_t.to(gl.int64), n_t * N
+        p_m = p_t * N
+        i_c = n_chunks - 2 - step  # the chunk before this one, which follows
+        pred = i_c >= 0
+        f_t, f_n = i_start + gl.maximum(i_c, 0) * C, gl.minimum(length, C)
+        copy_rows(k, m_k.index(1 - buffer), bars_k.index(1 - buffer), f_t * N, i_h * K, pred, TILE_BYTES)
+        o_r, o_c = gl.arange(0, ROWS, ROW), gl.arange(0, ROWS, COLUMN)
+
+        # dE^T = (dS'^T K^T) .* write + dO^T P D
+        s_ds.store(b_ds.to(DTYPE))
+        mbarrier.wait(bar_p, step & 1)
+        if n_t < TOKENS:
+            o_s = gl.arange(0, ROWS, gl.SliceLayout(1, MASK))
+            b_p = s_p.load(MASK)
+            s_p.store(gl.where((o_s < n_t)[:, None], b_p, gl.zeros_like(b_p)))
+        fence_async_shared()
+        barrier()
+        mbarrier.wait(bars_k.index(buffer), (step >> 1) & 1)
+        mbarrier.wait(bar_do, step & 1)
+        square, wide = gl.zeros([ROWS, ROWS], gl.float32, SQUARE), gl.zeros([ROWS, K], gl.float32, WIDE)
+        tall = gl.zeros([V, ROWS], gl.float32, TALL)
+        b_de = warpgroup_mma(s_ds, s_k.permute((1, 0)), tall, is_async=True)
+        b_pdo = warpgroup_mma(
+            s_do.slice(0, TOKENS).permute((1, 0)), s_p.slice(0, TOKENS), tall, is_async=True
+        )
+        if GATED:
+            mbarrier.wait(bar_s, step & 1)
+            # Not from the registers: reading them, the compiler would wait for the products first.
+            state_sums.store(gl.sum(s_s.load(STATE).to(gl.float32) * s_ds.load(STATE).to(gl.float32), 1))
+        b_de, b_pdo = warpgroup_mma_wait(0, deps=[b_de, b_pdo])
+        mbarrier.wait(bar_e, step & 1)
+        b_dp = warpgroup_mma(s_e, s_do.permute((1, 0)), square, is_async=True)  # E dO^T
+        b_de = b_de * (table[WRITE].load(STEP) * table[BETA].load(STEP))[None, :] + b_pdo
+        if INVERSE == gl.float16:
+            b_max = gl.max(gl.maximum(b_de, -b_de), 1)
+            b_max = gl.where(b_max > LEAST_ROW, b_max, 1.0)
+            b_de *= (1.0 / b_max)[:, None]
+        s_w.store(b_de.to(INVERSE))
+        fence_async_shared()
+        barrier()
+
+        # dV^T = dE^T X, and beside it the scores of q
+        zero, i_h = anew(step, 1, H)
+        s_w, s_x, s_dp = m_w.index(zero), m_x.index(zero), m_dp.index(zero)
+        s_do, s_s, s_e, s_ds = m_do.index(zero), m_s.index(zero), m_e.index(zero), m_ds.index(zero)
+        s_k, s_q = m_k.index(buffer + zero), m_q.index(zero)
+        mbarrier.wait(bar_x, step & 1)
+        b_dv = warpgroup_mma(s_w, s_x, tall, is_async=True)
+        mbarrier.wait(bar_q, step & 1)
+        b_kq = warpgroup_mma(s_k, s_q.permute((1, 0)), square, is_async=True)
+        if not GATED:
+            mbarrier.wait(bar_s, step & 1)
+        b_dq = warpgroup_mma(s_do, s_s, wide, is_async=True)
+        b_dk = warpgroup_mma(s_e, s_ds, wide, is_async=True)
+        b_dp = warpgroup_mma_wait(4, deps=[b_dp])
+        seen = ((o_r // N)[:, None] <= o_c[None, :]) & (o_c < n_t)[None, :]
+        beta_r, rk_r = table[BETA].load(ROW), table[RK].load(ROW)
+        b_dp *= rk_r[:, None] * (table[RQ].load(COLUMN) * scale)[None, :]
+        if GATED:
+            decay = table[GT].load(COLUMN)[None, :] - table[GM].load(ROW)[:, None]
+            b_dp *= gl.exp2(gl.where(seen, decay, 0.0))
+        b_dp = gl.where(seen, b_dp, 0.0)
+        s_dp.store((b_dp * beta_r[:, None]).to(DTYPE))
+        b_dv, b_kq, b_dq = warpgroup_mma_wait(1, deps=[b_dv, b_kq, b_dq])
+        b_dp *= b_kq  # dP .* P
+        b_do = s_do.load(STORE)
+        barrier()  # W, dO, X and P are read
+
+        # dV, and what reads and writes the state with its factors
+        zero, i_h = anew(step, 2, H)
+        s_dv, s_r, s_do, s_e = m_dv.index(zero), m_r.index(zero), m_do.index(zero), m_e.index(zero)
+        s_k, s_q, s_s = m_k.index(buffer + zero), m_q.index(zero), m_s.index(zero)
+        copy_inverse(x, p, m_x.index(zero), m_p.index(zero), bar_x, bar_p, f_t * N, f_t, i_h, pred)
+        if INVERSE == gl.float16:
+            b_dv *= b_max[:, None]
+        s_dv.permute((1, 0)).store(b_dv.to(DTYPE))
+        s_r.store((b_dv * -table[READ].load(STEP)[None, :]).to(DTYPE))
+        query_s = table[QUERY].load(gl.SliceLayout(1, STORE))
+        s_do.store((b_do.to(gl.float32) * query_s[:, None]).to(DTYPE))
+        fence_async_shared()
+        barrier()
+        b_da = warpgroup_mma(s_dv, s_e.permute((1, 0)), square, is_async=True)  # dV E^T
+        b_kk = warpgroup_mma(s_k, s_k.permute((1, 0)), square, is_async=True)
+        if GATED:
+            b_ds *= gl.exp2(g_last)
+        b_ds = warpgroup_mma(s_do.slice(0, TOKENS).permute((1, 0)), s_q.slice(0, TOKENS), b_ds, is_async=True)
+        store_tile(dv + (p_m * H + i_h) * V, s_dv, n_m, zero, H * V, V, STORE)
+
+        # By way of the state, and the inner products with k and q that beta, gates and norms take.
+        b_dk = warpgroup_mma_wait(3, deps=[b_dk])
+        write_w, query_w, beta_w = table[WRITE].load(WROW), table[QUERY].load(WROW), table[BETA].load(WROW)
+        b_x = s_k.load(WIDE).to(gl.float32)
+        kw, qr = gl.reduce((b_x * b_dk, s_q.load(WIDE).to(gl.float32) * b_dq), 1, add2)
+        kw, qr = kw * write_w, qr * query_w
+        b_dq *= query_w[:, None]
+        b_dk *= (write_w * beta_w)[:, None]
+        b_dk = warpgroup_mma(s_r.permute((1, 0)), s_s, b_dk, is_async=True)
+        b_ds = warpgroup_mma(s_r, s_k, b_ds, is_async=True)
+
+        # Inside the chunk.
+        zero, i_h = anew(step, 3, H)
+        s_da, s_k = m_da.index(zero), m_k.index(buffer + zero)
+        lower = (o_r[:, None] > o_c[None, :]) & (o_r < n_m)[:, None]
+        beta_c = table[BETA].load(COLUMN)
+        b_da, b_kk = warpgroup_mma_wait(3, deps=[b_da, b_kk])
+        b_da *= -rk_r[:, None] * table[RK].load(COLUMN)[None, :]
+        if GATED:
+            decay = table[GM].load(ROW)[:, None] - table[GM].load(COLUMN)[None, :]
+            b_da *= gl.exp2(gl.where(lower, decay, 0.0))
+        b_da = gl.where(lower, b_da, 0.0)
+        s_da.store((b_da * beta_c[None, :]).to(DTYPE))
+        b_da *= b_kk  # dA .* A
+        b_dk = warpgroup_mma_wait(1, deps=[b_dk])
+        kr = gl.sum(s_k.load(WIDE).to(gl.float32) * b_dk, 1) - kw * beta_w
+        fence_async_shared()
+        barrier()  # dO, E and S are read
+        zero, i_h = anew(step, 4, H)
+        s_do, s_e, s_s, s_da = m_do.index(zero), m_e.index(zero), m_s.index(zero), m_da.index(zero)
+        s_k, s_q, s_dp = m_k.index(buffer + zero), m_q.index(zero), m_dp.index(zero)
+        copy_values(
+            *(do, errors, states, s_do, s_e, s_s, bar_do, bar_e, bar_s),
+            *(f_t * N, f_t, ((i_chunk + i_c) * H + i_h) * V, i_h, pred, K, V),
+        )
+        b_dk = warpgroup_mma(s_da, s_k, b_dk, is_async=True)
+        b_dk = warpgroup_mma(s_da.permute((1, 0)), s_k, b_dk, is_async=True)
+        b_dk = warpgroup_mma(s_dp, s_q, b_dk, is_async=True)
+        b_dq = warpgroup_mma(s_dp.permute((1, 0)), s_k, b_dq, is_async=True)
+
+        scalars = fetch_scalars(
+            beta, g, gc, rq, rk, f_t.to(gl.int64), f_n, i_h, n_total, H, N, GATED, L2NORM, num_warps
+        )
+        # Meanwhile what beta, gates and norms take of the chunk.
+        inner, kp = gl.reduce((b_dp, b_da * beta_c[None, :]), 1, add2)
+        columns, qp = gl.reduce((b_da, b_dp * beta_r[:, None]), 0, add2)
+        table[READ].store(columns)
+        table[QUERY].store(qp)
+        b_ds = warpgroup_mma_wait(4, deps=[b_ds])
+        barrier()  # what read the state is read
+        inner += table[READ].load(ROW)
+        kp += inner * beta_r
+        qp = table[QUERY].load(WROW)
+        kw_r, kr_r = gl.convert_layout(kw, ROW), gl.convert_layout(kr, ROW)
+        gl.store(dbeta + (p_m + o_r) * H + i_h, kw_r + inner, mask=o_r < n_m)
+        if GATED:
+            # k that reads the state raises the gates up to its token, what is written those after it.
+            table[GM].store(kr_r + kp - 2.0 * inner * beta_r)
+            table[WRITE].store(kw_r * beta_r)
+            table[GT].store(qr + qp)
+            barrier()
+            rises, later = table[GM].load(COLUMN), table[WRITE].load(COLUMN)
+            tokens = table[GT].load(COLUMN)
+            if N == 1:
+                sums = gl.where(o_c[None, :] >= o_r[:, None], (rises + tokens)[None, :], later[None, :])
+            else:
+                sums = gl.where((o_c // N)[None, :] >= o_r[:, None], rises[None, :], later[None, :])
+                sums += gl.where(o_c[None, :] >= o_r[:, None], tokens[None, :], 0.0)
+            for i in gl.static_range(0, V, ROWS):
+                sums += (state_sums.slice(i, ROWS).load(COLUMN) * gl.exp2(g_last))[None, :]
+            b_dg = gl.where(table[RAW].load(ROW) > MIN_LOG_DECAY, gl.sum(sums, 1), 0.0)
+            gl.store(dg + (p_t + o_r) * H + i_h, b_dg, mask=o_r < n_t)
+
+        b_dk, b_dq = warpgroup_mma_wait(0, deps=[b_dk, b_dq])
+        zero, i_h = anew(step, 5, H)
+        s_k, s_q, s_dv, s_out = m_k.index(buffer + zero), m_q.index(zero), m_dv.index(zero), m_out.index(zero)
+        if L2NORM:
+            # The sums are r * d(x r): with r = rsqrt(x . x + eps), dx = that - r^2 x (x . that).
+            radial = rk_r * rk_r * (kr_r + kw_r * beta_r + kp)
+            b_dk -= s_k.load(WIDE).to(gl.float32) * gl.convert_layout(radial, WROW)[:, None]
+            rq_w = table[RQ].load(WROW)
+            radial = rq_w * rq_w * (qr + qp)
+            b_dq -= s_q.load(WIDE).to(gl.float32) * radial[:, None]
+        # Through the tiles of dV into rows of whole sectors.
+        s_dv.store(b_dk.to(DTYPE))
+        s_out.store(b_dq.to(DTYPE))
+        barrier()  # q and k are read
+        copy_rows(q, s_q, bar_q, f_t, i_h * K, pred, TILE_BYTES)
+        keep_scalars(table, scalars, scale, GATED)
+        store_tile(dk + (p_m * H + i_h) * K, s_dv, n_m, zero, H * K, K, STORE)
+        store_tile(dq + (p_t * H + i_h) * K, s_out, n_t, zero, H * K, K, STORE)
+        i_t, n_t, g_last = f_t, f_n, scalars[5]
+    if STORE_INITIAL:
+        gl.store(dinitial_state + p_s, b_ds)
+
+
+def fits(arguments: Mapping[str, Any], programs: int) -> bool:
+    """Whether `launch` takes these arguments of the Triton kernels, and is worth it."""
+    if not on_hopper(arguments) or arguments["K"] != arguments["V"]:
+        return False
+    processors = torch.cuda.get_device_properties(arguments["q"].device).multi_processor_count
+    return busy(programs, processors) >= LEAST_BUSY
+
+
+def busy(programs: int, processors: int) -> float:
+    """The share of the SMs that work, on average, while equal programs run one on each at a time."""
+    return programs / (ceil_div(programs, processors) * processors)
+
+
+def launch(arguments: Mapping[str, Any], programs: int) -> None:
+    """Run `reverse_kernel` on the arguments of the Triton kernels, for so many sequences x heads."""
+    named = described(arguments, reverse_kernel.arg_names, ROW_TILES, STATE_TILES)
+    reverse_kernel[(programs,)](**named, num_warps=WARPS)
