@@ -101,7 +101,9 @@ def build_engine(model: nn.Module, config: TrainConfig):
     from torch.distributed only: on a CPU accelerate may see one process whatever their number.
     """
     on_gpu = resolve_device(config) == "cuda"
-    if not on_gpu:
+    if on_gpu:
+        _ask_cuda_for_memory()
+    else:
         _skip_cpu_operator()
     from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 
@@ -228,6 +230,17 @@ def _grad_norm(gradients: Mapping[int, Sequence[Tensor]]) -> Tensor:
     square = torch.nn.utils.get_total_norm(pieces).double().square()
     dist.all_reduce(square)
     return square.sqrt()
+
+
+def _ask_cuda_for_memory() -> None:
+    """Keep DeepSpeed from asking NVML how much memory is free.
+
+    It would look for the GPU's number in CUDA_VISIBLE_DEVICES, where schedulers may write UUIDs, and fail.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    # Hides the method of its class.
+    get_accelerator().available_memory = lambda index=None: torch.cuda.mem_get_info(index)[0]
 
 
 def _skip_cpu_operator() -> None:

@@ -13,10 +13,11 @@ from unittest.mock import patch
 import engine_steps
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator import cuda_accelerator, get_accelerator
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from warm_ranks import WarmRanks
 
-from fla_train.training.engine import _host_free, deepspeed_config
+from fla_train.training.engine import _ask_cuda_for_memory, _host_free, deepspeed_config
 from fla_train.training.optimizer import build_optimizer
 from fla_train.training.schema import TrainConfig, to_yaml
 
@@ -86,6 +87,18 @@ def test_deepspeed_waits_on_the_stream_and_not_on_the_host_while_gradients_are_r
         with _host_free(SimpleNamespace(overlap_comm=False)):
             accelerator.synchronize()
     assert order == ["reductions", "host", "host"]
+
+
+def test_gpus_may_be_named_by_uuid(monkeypatch: pytest.MonkeyPatch):
+    accelerator = CUDA_Accelerator()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-ffbb84ad-35a2-4822-b8c3-8758fbd9f6ed")
+    monkeypatch.setattr(cuda_accelerator, "pynvml", SimpleNamespace(nvmlDeviceGetHandleByIndex=int))
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (7 + (index or 0), 99))
+    with pytest.raises(ValueError, match="invalid literal for int"):
+        accelerator.available_memory(0)
+    _ask_cuda_for_memory()
+    assert (accelerator.available_memory(), accelerator.available_memory(1)) == (7, 8)
 
 
 @pytest.mark.gpu
