@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from fla_train.bench.breakdown import breakdown
+from fla_train.bench.floors import step_floors
 from fla_train.bench.models import MODELS, training_flops
-from fla_train.bench.roofline import Ceilings, Shape, training_bound
+from fla_train.bench.roofline import Ceilings
 from fla_train.data import BatchPlan, MicroBatches, send
-from fla_train.models import build_config
-from fla_train.models.accounting import count_parameters
 from fla_train.training.engine import Outcome, build_engine, train_step
 from fla_train.training.guard import StepGuard
 from fla_train.training.launch import resolve
@@ -30,7 +29,6 @@ from fla_train.training.throughput import Meter
 from fla_train.training.validate import accumulation_steps, resolve_device, validate
 
 WARM_UP = 3  # steps: compilation, the optimizer's first allocations
-ADAMW_BYTES = 28  # per fp32 parameter: it, its gradient and two moments read, it and the moments written
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,7 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
         if any(result.skipped for result in results):
             return StepRow(name, refused="the loss or a gradient was not finite")
         kinds = breakdown(lambda: step(batch()).read(), device)
-    floors = _floors(config, tokens, parameters, ceilings) if name == "ours" else {}
+    floors = step_floors(config, tokens, parameters, ceilings) if name == "ours" else {}
     step_ms = 1e3 * tokens / speed["tokens_per_second"]
     parts = {kind: Part(ms, floors.get(kind)) for kind, ms in kinds.items()}
     return StepRow(
@@ -168,26 +166,6 @@ def markdown(row: StepRow) -> str:
         floor = "" if part.floor_ms is None else f"{part.floor_ms:.2f}"
         lines.append(f"| {kind} | {part.ms:.2f} | {100 * part.ms / total:.1f}% | {floor} |")
     return "\n".join([*lines, ""])
-
-
-def _floors(config: TrainConfig, tokens: int, parameters: int, ceilings: Ceilings) -> dict[str, float]:
-    """Milliseconds that the parts of our step take at least: operator, matrix products, AdamW."""
-    model = build_config(config.model)
-    element_size = 2 if config.trainer.precision == "bf16" else 4
-    batch = tokens // config.trainer.seq_len
-    shape = Shape(
-        *(batch, config.trainer.seq_len, model.num_heads, model.head_dim, model.head_v_dim),
-        *(model.num_householder, model.use_forget_gate, element_size),
-    )
-    layers = model.num_hidden_layers - (0 if model.attn is None else len(model.attn["layers"]))
-    weights = count_parameters(model).embedding_once
-    floors = {
-        "operator": layers * training_bound(shape, ceilings) * 1e3,
-        "matmuls": 6 * weights * tokens / ceilings.flops * 1e3,
-    }
-    if config.optimizer.name == "adamw":
-        floors["optimizer"] = ADAMW_BYTES * parameters / ceilings.bandwidth * 1e3
-    return floors
 
 
 def _join_alone() -> None:

@@ -60,8 +60,8 @@ def count_parameters(model: "DeltaProductConfig | PreTrainedModel") -> Parameter
     matmuls = _block_matmuls(config)
     body = sum(matmuls) + config.hidden_size * (2 * config.num_hidden_layers + 1)
     mixer_rest = config.head_v_dim + 2 * config.num_heads * config.use_forget_gate
-    mixer_rest += config.conv_size * _conv_channels(config)
-    body += mixer_rest * (config.num_hidden_layers - _attention_layers(config))
+    mixer_rest += config.conv_size * conv_channels(config)
+    body += mixer_rest * (config.num_hidden_layers - attention_layers(config))
     return ParameterCount(body, config.vocab_size * config.hidden_size, config.tie_word_embeddings)
 
 
@@ -79,12 +79,12 @@ def flops_per_token(config: DeltaProductConfig, seq_len: int) -> float:
     counted.
     """
     weights = sum(_block_matmuls(config)) + config.vocab_size * config.hidden_size
-    attention = _attention_layers(config)
+    attention = attention_layers(config)
     recurrent = config.num_hidden_layers - attention
     n, k, v, m = config.num_householder, config.head_dim, config.head_v_dim, CHUNK
     forward = n * (2 * m * (k + v) + 4 * k * v + m * m / 3) + 2 * k * v + 2 * m * (k + v)
     backward = n * (10 * k * v + 6 * m * v + 2 * m * k) + 4 * k * v + 6 * m * k + 4 * m * v
-    convolution = 6 * config.conv_size * _conv_channels(config)
+    convolution = 6 * config.conv_size * conv_channels(config)
     flops = 6 * weights + recurrent * (config.num_heads * (forward + backward) + convolution)
     if attention:
         window = min(config.attn["window_size"] or seq_len, seq_len)
@@ -95,9 +95,9 @@ def flops_per_token(config: DeltaProductConfig, seq_len: int) -> float:
 
 def state_bytes_per_sequence(config: DeltaProductConfig, context: int = 0, element_size: int = 2) -> int:
     """Bytes of one sequence's cache: states (fp32), conv inputs, a hybrid's keys and values of `context`."""
-    attention = _attention_layers(config)
+    attention = attention_layers(config)
     state = 4 * config.num_heads * config.head_dim * config.head_v_dim
-    conv = element_size * (config.conv_size - 1) * _conv_channels(config)
+    conv = element_size * (config.conv_size - 1) * conv_channels(config)
     total = (config.num_hidden_layers - attention) * (state + conv)
     if attention:
         window = config.attn["window_size"]
@@ -129,7 +129,7 @@ def training_memory_bytes(
     n, k, v = config.num_householder, config.head_dim, config.head_v_dim
     # Of the operator: X, P, one state per chunk and the output (E takes the place of v)
     operator = config.num_heads * (n * (CHUNK + k * v // CHUNK) + CHUNK) + value_size
-    saved = 2 * hidden + 2 * _conv_channels(config) + operator + value_size * (1 + 2 * config.use_output_gate)
+    saved = 2 * hidden + 2 * conv_channels(config) + operator + value_size * (1 + 2 * config.use_output_gate)
     saved += 3 * config.intermediate_size
     per_layer = element_size * saved + 2 * 4 * hidden  # two fp32 residuals
     kept = per_layer + layers * 4 * hidden if gradient_checkpointing else layers * per_layer
@@ -143,23 +143,24 @@ def training_memory_bytes(
     )
 
 
-def _count_held(model: "PreTrainedModel") -> ParameterCount:
-    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    tied = head is None or head.weight is table
-    held = sum(p.numel() for p in model.parameters())
-    return ParameterCount(held - (1 if tied else 2) * table.numel(), table.numel(), tied)
-
-
-def _attention_layers(config: DeltaProductConfig) -> int:
+def attention_layers(config: DeltaProductConfig) -> int:
+    """How many blocks of a hybrid attend instead of recur."""
     return 0 if config.attn is None else len(config.attn["layers"])
 
 
-def _conv_channels(config: DeltaProductConfig) -> int:
+def conv_channels(config: DeltaProductConfig) -> int:
     """Channels of q, k and v that pass a short convolution, 0 without it."""
     if not config.use_short_conv:
         return 0
     n, k, v = config.num_householder, config.head_dim, config.head_v_dim
     return config.num_heads * (k + n * (k + v))
+
+
+def _count_held(model: "PreTrainedModel") -> ParameterCount:
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    tied = head is None or head.weight is table
+    held = sum(p.numel() for p in model.parameters())
+    return ParameterCount(held - (1 if tied else 2) * table.numel(), table.numel(), tied)
 
 
 def _block_matmuls(config: DeltaProductConfig) -> list[int]:

@@ -1,0 +1,78 @@
+"""Floors of a training step: bytes against the tensors that pass a model's modules, times by hand."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fla_train.bench.floors import elementwise_bytes, step_floors
+from fla_train.bench.roofline import Ceilings
+from fla_train.cli.app import compose
+from fla_train.models import DeltaProductForCausalLM, build_config, layers
+from fla_train.models.layers import RMSNorm, ShortConvolution
+from fla_train.training.schema import register, to_config
+
+SIZES = {"vocab_size": 50, "hidden_size": 32, "num_heads": 2, "head_dim": 8, "expand_v": 1.5}
+SIZES |= {"num_hidden_layers": 3, "intermediate_size": 40}
+MODELS = [
+    {},
+    {"num_householder": 3, "use_forget_gate": False},
+    {"use_output_gate": False},
+    {"use_short_conv": False, "num_householder": 2},
+    {"attn": {"layers": [1], "num_heads": 2}, "tie_word_embeddings": True},
+]
+
+
+@pytest.mark.parametrize("options", MODELS, ids=str)
+def test_bytes_are_those_of_the_tensors_that_pass(options: dict, monkeypatch: pytest.MonkeyPatch):
+    """Backward reads the inputs and the gradients of outputs, and writes those of inputs."""
+    config, e, tokens = build_config(SIZES | options), 2, 5
+    model, moved = DeltaProductForCausalLM(config), []
+
+    def add(inputs: list[Tensor], output: Tensor) -> None:
+        moved.append(e * (3 * sum(x.numel() for x in inputs) + 2 * output.numel()))
+
+    def watch(module: nn.Module, inputs: tuple, named: dict, output) -> None:
+        x, residual = inputs[0], named.get("residual")
+        if residual is not None:  # read x, residual, sum, dy, dsum; written y, sum, dx, dresidual
+            moved.append(e * (2 * x.numel() + 2 * output[0].numel()) + 4 * 5 * residual.numel())
+        elif isinstance(module, RMSNorm) and module is model.model.layers[0].attn_norm:
+            moved.append(4 * 3 * x.numel() + e * 2 * output.numel())
+        else:
+            gates = [gate for gate in (*inputs[1:2], named.get("gate")) if isinstance(gate, Tensor)]
+            add([x, *gates], output[0] if isinstance(output, tuple) else output)
+
+    for module in model.modules():
+        if isinstance(module, RMSNorm | ShortConvolution):
+            module.register_forward_hook(watch, with_kwargs=True)
+    swiglu = layers.swiglu
+
+    def watched(gate: Tensor, up: Tensor) -> Tensor:
+        output = swiglu(gate, up)
+        add([gate, up], output)
+        return output
+
+    monkeypatch.setattr(layers, "swiglu", watched)
+    model(torch.arange(tokens)[None], use_cache=False)
+    assert sum(moved) == tokens * elementwise_bytes(config, e)
+
+
+def test_floors_are_bytes_and_flops_over_the_ceilings():
+    register()
+    overrides = ["model=gated_delta_product/tiny", "model.num_hidden_layers=1", "trainer.precision=bf16"]
+    overrides += [
+        f"trainer.{size}" for size in ("micro_batch_size=2", "seq_len=32", "global_batch_tokens=256")
+    ]
+    config = to_config(compose("train", overrides))
+    model, slow = build_config(config.model), Ceilings(1e6, 1e6, "given")
+    floors = step_floors(config, 256, 1000, slow)
+    weights = DeltaProductForCausalLM(model).num_parameters() - (
+        0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
+    )
+    assert floors["matmuls"] == pytest.approx(1e3 * 6 * 256 * weights / 1e6)
+    assert floors["optimizer"] == pytest.approx(1e3 * 7 * 4 * 1000 / 1e6)
+    casts = 4 * 2 * (4 + 2) * weights  # four micro-batches: weights one way, gradients the other
+    assert floors["elementwise"] == pytest.approx((256 * elementwise_bytes(model, 2) + casts) / 1e3)
+    half = step_floors(config, 128, 1000, slow)
+    assert [half[kind] * 2 for kind in ("operator", "matmuls")] == pytest.approx(
+        [floors[kind] for kind in ("operator", "matmuls")]
+    )
