@@ -25,10 +25,14 @@ def commands(fence: str) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines]
 
 
+@pytest.mark.usefixtures("unwatched")
 @pytest.mark.slow
 def test_the_tour_runs_in_order(tmp_path: Path) -> None:
     small = {"fla-prepare": ["data.max_documents=60"]}
-    small["fla-train"] = [*small["fla-prepare"], "debug=smoke"]
+    small["fla-train"] = [
+        *(*small["fla-prepare"], "debug=smoke"),
+        *("trainer.global_batch_tokens=256", "trainer.eval_tokens=256"),
+    ]
     environment = os.environ | {"FLA_TRAIN_CACHE": str(tmp_path / "cache")}
     tour = commands("bash")
     assert [words[0] for words in tour] == [

@@ -41,6 +41,7 @@ def command(name: str, *arguments: str, code: int = 0) -> subprocess.CompletedPr
     return done
 
 
+@pytest.mark.slow
 def test_eval(run: Path, tmp_path: Path) -> None:
     documents = tmp_path / "documents.jsonl"
     documents.write_text("".join(json.dumps({"text": TEXT * n}) + "\n" for n in range(1, 9)))

@@ -244,6 +244,7 @@ def test_few_shot_prompts(write_task, quiz, scholar, tokenizer, monkeypatch) -> 
     assert all(request.args[0].count("\n\n") == 2 for request in seen) and len(seen) == 8
 
 
+@pytest.mark.usefixtures("unwatched")
 @pytest.mark.slow
 def test_the_command_line_of_lm_eval(write_task, quiz, scholar, tokenizer, tmp_path) -> None:
     """Its old form without `run`, too; data from a mirror, which holds no training rows."""

@@ -87,6 +87,7 @@ def test_a_rank_that_fails_takes_the_others_along() -> None:
     assert ended[0][1] == "the connection to another rank broke: its process has ended"
 
 
+@pytest.mark.usefixtures("unwatched")
 @pytest.mark.slow
 def test_two_ranks_find_what_one_finds(scholar, tokenizer, write_task, quiz, tmp_path: Path) -> None:
     choices = {"doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"}

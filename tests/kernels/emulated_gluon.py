@@ -4,12 +4,11 @@ Layouts are ignored, numbers of 16 bits have 32, and programs run one after the 
 hardware could go wrong unseen: a tile that was never filled or is still on its way, a product of a tile
 that was stored without a fence and a barrier or that changes before the product has ended, a result that
 nobody waited for, a copy over a tile that threads may still read, a copy or a store over one that another
-warp group's product may still read, a barrier's phase that never completes.
+warp group's product may still read, a barrier's phase that never completes, a copy that nobody waits for.
 """
 
 import importlib.util
 import inspect
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -20,89 +19,8 @@ import torch
 from torch import Tensor
 
 from fla_train.kernels.delta_product import gluon_common, gluon_scalars
-
-
-class Pointer:
-    """Elements of a flat tensor from `offset` on, an integer or a tensor of them."""
-
-    def __init__(self, data: Tensor, offset: Tensor | int = 0):
-        self.data, self.offset = data, offset
-
-    def __add__(self, further: Tensor | int) -> "Pointer":
-        return Pointer(self.data, self.offset + further)
-
-    def __sub__(self, further: Tensor | int) -> "Pointer":
-        return Pointer(self.data, self.offset - further)
-
-
-class Shared:
-    """Shared memory: an array of tiles of `rank` dimensions, or one of them, with the books of each.
-
-    `memory` lists all that was allocated or is named anew.
-    """
-
-    def __init__(self, data: Tensor, rank: int, books: list[SimpleNamespace], memory: list["Shared"]):
-        self.data, self.rank, self.books, self.memory = data, rank, books, memory
-
-    @classmethod
-    def register(cls, data: Tensor, rank: int, memory: list["Shared"]) -> "Shared":
-        """With new books: nothing is there yet."""
-        count = data.shape[0] if data.ndim > rank else 1
-        books = [
-            SimpleNamespace(empty=True, unfenced=False, touched=False, written=False, read=False)
-            for _ in range(count)
-        ]
-        memory.append(cls(data, rank, books, memory))
-        return memory[-1]
-
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], rank: int) -> "Shared":
-        """Other tiles in the same place; as many of them stay the same in the books."""
-        assert dtype == self.data.dtype
-        if len(shape) == self.data.ndim > rank and shape[0] == len(self.books):
-            return Shared(self.data.view(shape), rank, self.books, self.memory)
-        return self.register(self.data.view(-1)[: math.prod(shape)].view(shape), rank, self.memory)
-
-    def index(self, i: Tensor | int) -> "Shared":
-        assert self.data.ndim == self.rank + 1
-        return Shared(self.data[int(i)], self.rank, [self.books[int(i)]], self.memory)
-
-    def slice(self, start: int, length: int) -> "Shared":
-        assert start + length <= self.data.shape[0]
-        return Shared(self.data[start : start + length], self.rank, self.books, self.memory)
-
-    def permute(self, order: tuple[int, ...]) -> "Shared":
-        return Shared(self.data.permute(order), self.rank, self.books, self.memory)
-
-    def load(self, layout: object = None) -> Tensor:
-        (book,) = self.books
-        book.touched = True
-        assert not book.empty, "shared memory that nobody has filled"
-        return self.data.clone()
-
-    def store(self, value: Tensor) -> None:
-        (book,) = self.books
-        assert not book.read, "a store over a tile that another warp group's product may still read"
-        book.touched = book.written = book.unfenced = True
-        book.empty = False
-        self.data.copy_(value.to(self.data.dtype))
-
-    def operand(self) -> Tensor:
-        (book,) = self.books
-        assert not book.unfenced and not book.written, "a product of a tile without fence or barrier"
-        assert not book.empty, "a product of a tile that has not come"
-        return self.data.float()
-
-
-class Descriptor:
-    def __init__(self, rows: Tensor, block: list[int]):
-        self.rows, self.block, self.dtype, self.layout = rows, block, rows.dtype, 2
-
-    def tile(self, row: int, column: int) -> Tensor:
-        assert row >= 0
-        tile = torch.zeros(self.block, dtype=self.dtype)
-        found = self.rows[row : row + self.block[0], column : column + self.block[1]]
-        tile[: found.shape[0], : found.shape[1]] = found
-        return tile
+from tests.kernels.emulated_memory import Descriptor, Pointer, Shared
+from tests.untraced import untraced
 
 
 class Emulator:
@@ -281,6 +199,7 @@ class Emulator:
                 spec.loader.exec_module(sys.modules[name])
             return sys.modules["kernel"]
 
+    @untraced
     def launch(
         self,
         kernel: Callable,
@@ -288,7 +207,7 @@ class Emulator:
         n_work: int,
         programs: int,
         warps: int,
-        tiled: Iterable[str] = ("q", "k", "do", "dv", "errors", "states", "dstates"),
+        tiled: Iterable[str],
     ) -> None:
         """A kernel of `load_kernel` on what the Triton one gets, for so many chunks (or sequences) x heads.
 
@@ -311,3 +230,5 @@ class Emulator:
             self.reset(program, min(programs, n_work))
             with torch.no_grad(), patch.multiple(Tensor, **updates):
                 kernel(**named)
+            # Its shared memory may be another program's by the time they come.
+            assert not any(bar.copies for bar in self.bars.values()), "copies that nobody waits for"

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +56,7 @@ class Instruction:
     guard: tuple[str, bool] | None  # the predicate, and whether it is negated
 
 
+@cache
 def parse(ptx: str) -> tuple[list[Instruction], dict[str, int]]:
     """Instructions of the only kernel, and the labels' places among them."""
     found, labels = [], {}

@@ -13,22 +13,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from tests.kernels.ptx import (
-    BITS,
-    COMPARE,
-    SIMPLE,
-    TYPES,
-    Array,
-    Instruction,
-    bfloat16,
-    bfloat16_bits,
-    half,
-    half_bits,
-    parse,
-)
+from tests.kernels.ptx import BITS, TYPES, Array, Instruction, bfloat16, half, parse
+from tests.kernels.ptx_threads import BASE, WARP, Threads
+from tests.untraced import untraced
 
-BASE = 1024  # where a program's shared memory begins
-SHARED = 232448  # bytes of it
+SHARED = 232448  # bytes of shared memory
 SPACE = 34  # an address is (number of the buffer) << SPACE, plus bytes
 
 
@@ -40,8 +29,8 @@ class Matrix:
     rows: int
 
 
-class Program:
-    """One program's threads, registers and shared memory.
+class Program(Threads):
+    """One program: its threads and shared memory.
 
     Args:
         parameters: by number; matrices in place of descriptors.
@@ -57,107 +46,64 @@ class Program:
         parameters: Mapping[int, int | float | Matrix],
         buffers: Mapping[int, Array],
     ):
+        super().__init__(warps, number, programs)
         self.code, self.labels = parse(ptx)
-        self.warps, self.parameters, self.buffers = warps, parameters, buffers
-        self.places = {"%ctaid.x": number, "%nctaid.x": programs}
-        self.registers: dict[str, Array] = {}
+        self.parameters, self.buffers = parameters, buffers
         self.shared = np.full(BASE + SHARED, 0xFF, np.uint8)  # NaN
         self.bars: dict[int, SimpleNamespace] = {}
-        self.lanes = slice(0, 0)  # the threads of the running warp
 
+    @untraced
     def run(self, order: Sequence[int]) -> None:
         """Run the warps, always the first of `order` first that can go on."""
-        places = [0] * self.warps
-        ahead = True
-        while ahead and min(places) < len(self.code):
-            ahead = False
+        places, before = [0] * self.warps, None
+        while places != before and min(places) < len(self.code):
+            before = list(places)
             for warp in order:
-                start = places[warp]
-                self.lanes = slice(32 * warp, 32 * warp + 32)
-                places[warp] = self._run_warp(start)
-                ahead |= places[warp] != start
-            for group in range(0, self.warps, 4):
-                at = set(places[group : group + 4])
-                if len(at) == 1 and (place := at.pop()) < len(self.code):
-                    if self.code[place].name.startswith("wgmma.mma_async"):
-                        self._product(self.code[place], slice(32 * group, 32 * group + 128))
-                        places[group : group + 4] = [place + 1] * 4
-                        ahead = True
-            if len(set(places)) == 1 and min(places) < len(self.code):
-                if self.code[places[0]].name == "bar.sync":
-                    places = [places[0] + 1] * self.warps
-                    ahead = True
+                self.lanes = slice(WARP * warp, WARP * (warp + 1))
+                places[warp] = self._run_warp(places[warp])
+            for first in range(0, self.warps, 4):
+                place, *others = places[first : first + 4]
+                if others == [place] * 3 and self._is_at(place, "wgmma", "mma_async"):
+                    self._product(self.code[place], slice(WARP * first, WARP * (first + 4)))
+                    places[first : first + 4] = [place + 1] * 4
+            if len(set(places)) == 1 and self._is_at(places[0], "bar", "sync"):
+                places = [places[0] + 1] * self.warps
         assert min(places) == len(self.code), "warps that wait for ever"
+
+    def _is_at(self, place: int, *name: str) -> bool:
+        return place < len(self.code) and self.code[place].parts[: len(name)] == name
 
     def _run_warp(self, place: int) -> int:
         """Up to where this warp must wait for others, or for a copy."""
         while place < len(self.code):
             code = self.code[place]
-            if code.name == "bar.sync" or code.name.startswith("wgmma.mma_async"):
-                return place
-            if code.parts[:2] == ("mbarrier", "try_wait"):
-                bar = self.bars[int(self._address(code.operands[1])[0])]
-                if bar.phase % 2 == int(self._value(code.operands[2])[0]):
+            match code.parts:
+                case ("bar", "sync") | ("wgmma", "mma_async", *_):
                     return place
-            elif code.name == "ret":
-                return len(self.code)
-            elif code.parts[0] == "bra":
-                taken = self._active(code)
-                assert taken.all() or not taken.any(), "threads of a warp part ways"
-                if taken[0]:
-                    place = self.labels[code.operands[0]]
-                    continue
-            elif code.parts[0] not in ("fence", "wgmma"):
-                try:
-                    getattr(self, f"_{code.parts[0]}", self._simple)(code, self._active(code))
-                except (KeyError, IndexError, ValueError, TypeError) as failure:
-                    raise NotImplementedError(f"{code.text}: {failure!r}") from failure
+                case ("mbarrier", "try_wait", *_):
+                    bar = self.bars[int(self._address(code.operands[1])[0])]
+                    if bar.phase % 2 == int(self._value(code.operands[2])[0]):
+                        return place
+                case ("ret",):
+                    return len(self.code)
+                case ("bra", *_):
+                    taken = self._active(code)
+                    assert taken.all() or not taken.any(), "threads of a warp part ways"
+                    if taken[0]:
+                        place = self.labels[code.operands[0]]
+                        continue
+                case ("fence" | "wgmma", *_):
+                    pass
+                case _:
+                    self._execute(code)
             place += 1
         return place
 
-    # Registers and addresses
-
-    def _active(self, code: Instruction) -> Array:
-        if code.guard is None:
-            return np.ones(32, bool)
-        return self.registers[code.guard[0]][self.lanes] ^ code.guard[1]
-
-    def _value(self, operand: str, kind: type = np.uint32) -> Array:
-        if operand == "%tid.x":
-            return np.arange(self.lanes.start, self.lanes.stop, dtype=np.uint32)
-        if operand in self.places:
-            return np.full(32, self.places[operand], np.uint32)
-        if operand[0] == "%":
-            value = self.registers[operand][self.lanes]
-            same = value.dtype != bool and value.dtype.itemsize == np.dtype(kind).itemsize
-            return value.view(kind) if same else value.astype(kind)
-        if operand == "global_smem":
-            return np.full(32, BASE, kind)
-        if "_param_" in operand:
-            return np.full(32, int(operand.rsplit("_", 1)[1]), kind)
-        if operand.startswith("0f"):
-            return np.full(32, int(operand[2:], 16), np.uint32).view(kind)
-        number = int(operand.rstrip("U"), 0)
-        if kind is bool:
-            return np.full(32, number != 0)
-        size = np.dtype(kind).itemsize
-        return np.full(32, number % (1 << 8 * size), BITS[size]).view(kind)
-
-    def _put(self, register: str, value: Array, active: Array | bool = True) -> None:
-        value = np.ascontiguousarray(value)
-        if value.dtype != bool:
-            value = value.view(BITS[value.dtype.itemsize])
-        whole = self.registers.setdefault(register, np.zeros(32 * self.warps, value.dtype))
-        whole[self.lanes] = np.where(active, value, whole[self.lanes])
-
-    def _address(self, operand: str) -> Array:
-        register, _, offset = operand.strip("[] ").partition("+")
-        kind = np.uint64 if register.startswith("%rd") else np.uint32
-        return self._value(register.strip(), kind).astype(np.int64) + int(offset or 0)
-
-    @staticmethod
-    def _list(operand: str) -> list[str]:
-        return [name.strip() for name in operand.strip("{} ").split(",")]
+    def _execute(self, code: Instruction) -> None:
+        try:
+            getattr(self, f"_{code.parts[0]}", self._simple)(code, self._active(code))
+        except (KeyError, IndexError, ValueError, TypeError) as failure:
+            raise NotImplementedError(f"{code.text}: {failure!r}") from failure
 
     # Memory
 
@@ -296,86 +242,5 @@ class Program:
         row, column = 16 * (thread // 32) + thread % 32 // 4, 2 * (thread % 4)
         for i, name in enumerate(registers):
             part = product[row + 8 * (i % 4 // 2), column + 8 * (i // 4) + i % 2]
-            whole = self.registers.setdefault(name, np.zeros(32 * self.warps, np.uint32))
+            whole = self._register(name)
             whole[group] = (part + whole[group].view(np.float32) if keep else part).view(np.uint32)
-
-    # The rest
-
-    def _elect(self, code: Instruction, _: Array) -> None:
-        self._put(code.operands[0].split("|")[1], np.arange(32) == 0)
-
-    def _shfl(self, code: Instruction, active: Array) -> None:
-        lane, number = np.arange(32), int(code.operands[2])
-        source = {"bfly": lane ^ number, "idx": np.full(32, number), "up": np.maximum(lane - number, 0)}
-        assert code.parts[2] != "idx" or number < 32
-        value = self._value(code.operands[1])
-        target, _, inside = code.operands[0].partition("|")
-        self._put(target, value[source[code.parts[2]]], active)
-        if inside:
-            self._put(inside, lane >= number if code.parts[2] == "up" else np.ones(32, bool), active)
-
-    def _cvta(self, code: Instruction, _: Array) -> None:
-        self._put(code.operands[0], self._value(code.operands[1], np.uint64))
-
-    def _cvt(self, code: Instruction, active: Array) -> None:
-        (target, *operands), (to, source) = code.operands, code.parts[-2:]
-        rounded = {"bf16": bfloat16_bits, "f16": half_bits}
-        if to[:-2] in rounded:  # two in a register, the first of them above
-            high, low = (rounded[to[:-2]](self._value(x, np.float32)) for x in operands)
-            value = high.astype(np.uint32) << 16 | low
-        elif to in rounded:
-            value = rounded[to](self._value(operands[0], np.float32))
-        elif source in rounded:
-            value = {"bf16": bfloat16, "f16": half}[source](self._value(operands[0], np.uint16))
-        else:
-            value = self._value(operands[0], TYPES[source]).astype(TYPES[to])
-        self._put(target, value, active)
-
-    def _setp(self, code: Instruction, active: Array) -> None:
-        a, b = (self._value(x, TYPES[code.parts[-1]]) for x in code.operands[1:])
-        self._put(code.operands[0], COMPARE[code.parts[1]](a, b), active)
-
-    def _selp(self, code: Instruction, active: Array) -> None:
-        a, b = (self._value(x, TYPES[code.parts[-1]]) for x in code.operands[1:3])
-        self._put(code.operands[0], np.where(self._value(code.operands[3], bool), a, b), active)
-
-    def _bfe(self, code: Instruction, active: Array) -> None:
-        start, count = map(int, code.operands[2:])
-        self._put(code.operands[0], self._value(code.operands[1]) >> start & (1 << count) - 1, active)
-
-    def _prmt(self, code: Instruction, active: Array) -> None:
-        low, high = (self._value(x).astype(np.uint64) for x in code.operands[1:3])
-        both, chosen = low | high << np.uint64(32), int(code.operands[3].rstrip("U"), 0)
-        value = np.zeros(32, np.uint64)
-        for i in range(4):
-            source = chosen >> 4 * i & 15
-            assert source < 8
-            value |= (both >> np.uint64(8 * source) & np.uint64(255)) << np.uint64(8 * i)
-        self._put(code.operands[0], value.astype(np.uint32), active)
-
-    def _simple(self, code: Instruction, active: Array) -> None:
-        """Arithmetic, and moves between registers and halves of them."""
-        target, *operands = code.operands
-        kind = TYPES[code.parts[-1]]
-        if target.startswith("{"):
-            value = self._value(operands[0])
-            for i, name in enumerate(self._list(target)):
-                self._put(name, (value >> 16 * i & 0xFFFF).astype(np.uint16))
-            return
-        if operands[0].startswith("{"):
-            low, high = (self._value(x, np.uint16).astype(np.uint32) for x in self._list(operands[0]))
-            return self._put(target, low | high << 16)
-        if code.parts[0] in ("shl", "shr"):
-            value, count = self._value(operands[0], kind), self._value(operands[1])
-            shift = np.left_shift if code.parts[0] == "shl" else np.right_shift
-            return self._put(target, shift(value, count.astype(value.dtype)), active)
-        values = [self._value(x, kind) for x in operands]
-        size = np.dtype(kind).itemsize
-        if {"wide", "hi"} & set(code.parts):
-            wide = np.dtype(f"{np.dtype(kind).kind}{2 * size}")
-            values = [x.astype(wide) for x in values[:2]] + [self._value(x, wide) for x in operands[2:]]
-            value = SIMPLE[code.parts[0]](*values)
-            value = (value >> wide.type(8 * size)).astype(kind) if "hi" in code.parts else value
-        else:
-            value = SIMPLE[code.parts[0]](*values).astype(kind)
-        self._put(target, value, active)

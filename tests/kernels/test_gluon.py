@@ -1,8 +1,5 @@
 """The Gluon kernels: they compile for Hopper anywhere, and are right on a Hopper GPU."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from importlib import import_module
 
@@ -12,89 +9,37 @@ import torch
 from fla_train.kernels.delta_product import gluon_reverse
 from fla_train.kernels.delta_product.gluon_reverse import busy
 from fla_train.kernels.delta_product.launches import IN_GLUON, forced, lookup
+from tests.kernels.compiled_gluon import Compiled, Variant, compile_for_hopper
 from tests.kernels.test_triton import BF16, BF16_HARD, BF16_LOOSE, check, real, uniform
 
-# Run without TRITON_INTERPRET, which the session has set: compile for sm_90 and print the shared memory.
-COMPILE = """
-import sys
-from importlib import import_module
-from triton.backends.compiler import GPUTarget
-from triton.compiler import compile
-from triton.experimental.gluon._runtime import GluonASTSource
-from fla_train.kernels.delta_product.gluon_common import TILE
-
-# Packed: and both states given; gated: and normalised.
-name, (dim, steps, packed, gated, heads) = sys.argv[1], map(int, sys.argv[2:])
-module = import_module(f"fla_train.kernels.delta_product.gluon_{name}")
-kernel = getattr(module, f"{name}_kernel")
-constants = {"H": heads, "K": dim, "V": dim, "N": steps, "C": 64 // steps, "num_warps": module.WARPS}
-constants |= {"MIN_LOG_DECAY": -34.6, "GATED": bool(gated), "L2NORM": bool(gated), "PACKED": bool(packed)}
-constants |= {"HAS_FINAL": bool(packed), "STORE_INITIAL": bool(packed)}
-absent = {"dfinal_state", "dinitial_state", "cu_seqlens", "chunk_offsets", "chunk_segment"}
-absent = set() if packed else absent
-absent |= set() if gated else {"g", "gc", "dg"}
-absent |= set() if gated or name == "prepare" else {"rq", "rk"}
-rows = dict.fromkeys(("q", "k", "do", "dv", "errors"), 64) | dict.fromkeys(("states", "dstates"), dim)
-types = {"x": "*fp16"} | dict.fromkeys(("p", "dv", "dq", "dk"), "*bf16")
-types |= dict.fromkeys(("scale", "eps"), "fp32")
-types |= dict.fromkeys(("dfinal_state", "dinitial_state"), "*fp32")
-types |= dict.fromkeys(("n_total", "T", "NT", "n_work"), "i32")
-types |= dict.fromkeys(("cu_seqlens", "chunk_offsets", "chunk_segment"), "*i64")
-types |= dict.fromkeys(("beta", "g", "gc", "rq", "rk", "dbeta", "dg"), "*fp32")
-types |= dict.fromkeys(("read", "write", "query", "decay"), "*fp32")
-described = {name: f"tensordesc<bf16[{count}, {dim}],{TILE.value!r}>" for name, count in rows.items()}
-if name == "reverse":
-    inverse = "fp16" if gated else "bf16"
-    described |= {"x": f"tensordesc<{inverse}[64, 64],{TILE.value!r}>", "dv": types["dv"]}
-    described |= {"p": f"tensordesc<bf16[64, 64],{TILE.value!r}>"}
-types |= described
-signature, constexprs = {}, {}
-for i, name in enumerate(kernel.arg_names):
-    if name in constants or name in absent:
-        signature[name], constexprs[(i,)] = "constexpr", constants.get(name)
-    else:
-        signature[name] = types[name]
-source = GluonASTSource(kernel, signature, constexprs, {})
-compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": module.WARPS})
-print(compiled.metadata.shared, compiled.asm["ptx"].count("wgmma.mma_async"), compiled.asm["ptx"])
-"""
+SM_MEMORY = 227 * 1024  # bytes of shared memory that a Hopper SM gives a program
+VARIANTS = [
+    Variant(name, dim, steps, packed, gated, heads=8)
+    for name in ("gradient", "prepare", "reverse")
+    for dim, steps, packed, gated in ((128, 1, False, True), (64, 3, True, False))
+]
 
 
-def compiled(
-    name: str, dim: int, steps: int, packed: int, gated: int, heads: int = 8
-) -> tuple[int, int, str]:
-    """Bytes of shared memory, matrix instructions and PTX of a kernel compiled in a process of its own."""
-    command = [sys.executable, "-c", COMPILE, name, *map(str, (dim, steps, packed, gated, heads))]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    shared, products, ptx = done.stdout.split(" ", 2)
-    return int(shared), int(products), ptx
+@pytest.fixture(scope="module")
+def compiled() -> dict[Variant, Compiled]:
+    return compile_for_hopper(VARIANTS)
 
 
-@pytest.mark.parametrize(("dim", "steps", "packed", "gated"), [(128, 1, 0, 1), (64, 3, 1, 0)])
-def test_gradient_compiles_for_hopper_anywhere(dim: int, steps: int, packed: int, gated: int) -> None:
-    shared, products, _ = compiled("gradient", dim, steps, packed, gated)
-    assert shared <= 227 * 1024, "more shared memory than a Hopper SM gives a program"
-    # E dS', dV S and dO S over V; dV E^T and E dO^T over V; K Q^T and K K^T over K; four over 64 rows; by 16.
-    assert products == (5 * dim + 2 * dim + 4 * 64) // 16
-
-
-@pytest.mark.parametrize(("dim", "steps", "packed", "gated"), [(128, 1, 0, 1), (64, 3, 1, 0)])
-def test_prepare_compiles_for_hopper_anywhere(dim: int, steps: int, packed: int, gated: int) -> None:
-    shared, products, _ = compiled("prepare", dim, steps, packed, gated)
-    assert shared <= 227 * 1024 // 5, "five programs share an SM"
-    # K K^T, Q Q^T and Q K^T over K; X L X on five levels, three in the Newton step, over 64 rows; by 16.
-    assert products == (3 * dim + (5 * 2 + 3) * 64) // 16
-
-
-@pytest.mark.parametrize(("dim", "steps", "packed", "gated"), [(128, 1, 0, 1), (64, 3, 1, 0)])
-def test_whole_backward_compiles_for_hopper_anywhere(dim: int, steps: int, packed: int, gated: int) -> None:
-    shared, products, _ = compiled("reverse", dim, steps, packed, gated)
-    assert shared <= 227 * 1024, "more shared memory than a Hopper SM gives a program"
-    # dS' K^T, E dS', dV S, dO S, E dO^T, K Q^T, dV E^T, K K^T over K or V; dE X, dV K and four over 64 rows;
-    # dO P and dO Q over a chunk's tokens, rounded up; by 16.
-    assert products == (8 * dim + 6 * 64 + 2 * (64 if steps == 1 else 32)) // 16
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_compiles_for_hopper_anywhere(variant: Variant, compiled: dict[Variant, Compiled]) -> None:
+    dim, found = variant.dim, compiled[variant]
+    programs = 5 if variant.name == "prepare" else 1  # that share an SM
+    assert found.shared <= SM_MEMORY // programs
+    columns = {
+        # E dS', dV S and dO S over V; dV E^T and E dO^T over V; K Q^T and K K^T over K; four over 64 rows.
+        "gradient": 5 * dim + 2 * dim + 4 * 64,
+        # K K^T, Q Q^T and Q K^T over K; X L X on five levels, three in the Newton step, over 64 rows.
+        "prepare": 3 * dim + (5 * 2 + 3) * 64,
+        # dS' K^T, E dS', dV S, dO S, E dO^T, K Q^T, dV E^T, K K^T over K or V; dE X, dV K and four over 64
+        # rows; dO P and dO Q over a chunk's tokens, rounded up.
+        "reverse": 8 * dim + 6 * 64 + 2 * (64 if variant.steps == 1 else 32),
+    }
+    assert found.products == columns[variant.name] // 16
 
 
 @pytest.mark.parametrize(

@@ -4,47 +4,34 @@ Their own Python is run by `emulated_gluon`, which also checks fences, barriers 
 find what they are for is tested by taking such a line out of a kernel.
 """
 
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from fla_train.kernels.delta_product import gluon_gradient, gluon_prepare, gluon_reverse, triton
 from tests.kernels.emulated_gluon import Emulator
-from tests.kernels.test_triton import INTERPRETED, Case, _poisoned_memory, check, uniform
+from tests.kernels.gluon_judge import MODULES, TILED, Launch, judge
+from tests.kernels.test_triton import INTERPRETED, Case, _poisoned_memory, uniform
 
-MODULES = {"gradient": gluon_gradient, "prepare": gluon_prepare, "reverse": gluon_reverse}
-PROGRAMS = {"gradient": 2, "prepare": 1 << 30}  # of two, each has several chunks; of many, one each
 __all__ = ["_poisoned_memory"]  # a fixture for every test here
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter for the other kernels")
 
 
-def run(
-    name: str, case: Case, *, late: bool, monkeypatch: pytest.MonkeyPatch, path: Path | None = None
-) -> None:
+def emulate(name: str, *, late: bool, path: Path | None = None) -> Launch:
+    """Runs the kernel of that name, or the changed one in `path`, with copies that arrive at once or late."""
     emulator, module = Emulator(late=late), MODULES[name]
     kernel = getattr(emulator.load_kernel(path or Path(module.__file__)), f"{name}_kernel")
 
-    def launch(arguments: dict, programs: int) -> None:
-        tiled = (*gluon_reverse.ROW_TILES, *gluon_reverse.STATE_TILES)
-        emulator.launch(kernel, arguments, programs, programs, module.WARPS, tiled)
+    def launch(arguments: dict, programs: int, n_work: int) -> None:
+        emulator.launch(kernel, arguments, n_work, programs, module.WARPS, TILED[name])
 
-    class Kernel:
-        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-            options = {"n_work": grid[0], "programs": PROGRAMS[name], "warps": module.WARPS}
-            return lambda **arguments: emulator.launch(kernel, arguments, **options)
-
-    if name == "reverse":
-        whole = SimpleNamespace(fits=lambda *_: True, launch=launch)
-        monkeypatch.setattr(triton, "_hopper", lambda _, other: whole if other == "gluon_reverse" else None)
-    else:
-        monkeypatch.setattr(triton, f"{name}_kernel", Kernel())
-    check(case, uniform(2e-5), "cpu")
+    return launch
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["copies at once", "copies late"])
+def run(name: str, case: Case) -> None:
+    judge(name, case, [emulate(name, late=late) for late in (False, True)], uniform(2e-5))
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -59,8 +46,8 @@ def run(
     ],
     ids=str,
 )
-def test_gradients(case: Case, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    run("gradient", case, late=late, monkeypatch=monkeypatch)
+def test_gradients(case: Case) -> None:
+    run("gradient", case)
 
 
 @pytest.mark.parametrize(
@@ -76,11 +63,10 @@ def test_gradients(case: Case, late: bool, monkeypatch: pytest.MonkeyPatch) -> N
     ],
     ids=str,
 )
-def test_prepared(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    run("prepare", case, late=True, monkeypatch=monkeypatch)
+def test_prepared(case: Case) -> None:
+    run("prepare", case)
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["copies at once", "copies late"])
 @pytest.mark.parametrize(
     "case",
     [
@@ -98,8 +84,8 @@ def test_prepared(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_whole_backward(case: Case, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    run("reverse", case, late=late, monkeypatch=monkeypatch)
+def test_whole_backward(case: Case) -> None:
+    run("reverse", case)
 
 
 @pytest.mark.parametrize(
@@ -168,10 +154,16 @@ def test_whole_backward(case: Case, late: bool, monkeypatch: pytest.MonkeyPatch)
         ),
         ("reverse", "barrier()  # q and k are read", "pass", "threads may still use"),
         ("reverse", "(step >> 1) & 1", "((step >> 1) & 1) ^ 1", "never completes"),
+        (
+            "reverse",
+            "    if STORE_INITIAL:\n",
+            "    copy_rows(q, m_q.index(0), bar_q, 0, 0, True, TILE_BYTES)\n    if STORE_INITIAL:\n",
+            "nobody waits for",
+        ),
     ],
 )
 def test_a_kernel_that_could_race_is_caught(
-    name: str, line: str, instead: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, line: str, instead: str, message: str, tmp_path: Path
 ) -> None:
     text = Path(MODULES[name].__file__).read_text()
     assert line in text
@@ -179,4 +171,4 @@ def test_a_kernel_that_could_race_is_caught(
     changed.write_text(text.replace(line, instead))
     case = Case(tokens=260, key_dim=64, value_dim=64)
     with pytest.raises(AssertionError, match=message):
-        run(name, case, late=False, monkeypatch=monkeypatch, path=changed)
+        judge(name, case, [emulate(name, late=False, path=changed)], uniform(2e-5))

@@ -84,6 +84,35 @@ def make_inputs(case: Case, device: str) -> tuple[list[Tensor | None], Tensor, T
     return [q, k, v, beta, g, initial_state], do, normal(*state_shape) if case.states else None
 
 
+def forward(
+    case: Case, tensors: list[Tensor | None], backend: str, dtype: torch.dtype | None = None
+) -> tuple[dict[str, Tensor], list[Tensor | None]]:
+    """Outputs by name, and the leaves they come from; `dtype` converts every tensor first."""
+    leaves = [x if x is None else x.to(dtype or x.dtype).detach().requires_grad_() for x in tensors]
+    device = leaves[0].device
+    *operands, initial_state = leaves
+    outputs = delta_product(
+        *operands,
+        scale=case.scale,
+        initial_state=initial_state,
+        output_final_state=case.states,
+        cu_seqlens=case.cu_seqlens and torch.tensor(case.cu_seqlens, device=device),
+        qk_l2norm=case.l2norm,
+        backend=backend,
+    )
+    return {name: x for name, x in zip(NAMES, outputs, strict=False) if x is not None}, leaves
+
+
+def backward(
+    outputs: dict[str, Tensor], leaves: list[Tensor | None], do: Tensor, dfinal_state: Tensor | None
+) -> dict[str, Tensor]:
+    """Gradients by name; the graph stays, for another time."""
+    given = [dx.to(x.dtype) for x, dx in zip(outputs.values(), (do, dfinal_state), strict=False)]
+    named = {name: x for name, x in zip(NAMES[2:], leaves, strict=True) if x is not None}
+    found = torch.autograd.grad(tuple(outputs.values()), tuple(named.values()), given, retain_graph=True)
+    return dict(zip(named, found, strict=True))
+
+
 def results(
     case: Case,
     tensors: list[Tensor | None],
@@ -93,24 +122,16 @@ def results(
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
     """Outputs and gradients by name; `dtype` converts every tensor first."""
-    leaves = [x if x is None else x.to(dtype or x.dtype).detach().requires_grad_() for x in tensors]
-    cu_seqlens = case.cu_seqlens and torch.tensor(case.cu_seqlens, device=do.device)
-    *operands, initial_state = leaves
-    o, final_state = delta_product(
-        *operands,
-        scale=case.scale,
-        initial_state=initial_state,
-        output_final_state=case.states,
-        cu_seqlens=cu_seqlens,
-        qk_l2norm=case.l2norm,
-        backend=backend,
-    )
-    pairs = [(o, do.to(o.dtype))]
-    if case.states:
-        pairs.append((final_state, dfinal_state.to(final_state.dtype)))
-    torch.autograd.backward(*zip(*pairs, strict=True))
-    found = (o.detach(), final_state, *(None if x is None else x.grad for x in leaves))
-    return {name: x.detach() for name, x in zip(NAMES, found, strict=True) if x is not None}
+    outputs, leaves = forward(case, tensors, backend, dtype)
+    gradients = backward(outputs, leaves, do, dfinal_state)
+    return {name: x.detach() for name, x in outputs.items()} | gradients
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], bounds: dict[str, float]) -> None:
+    assert found.keys() == expected.keys()
+    for name, reference in expected.items():
+        error = (found[name].double() - reference).norm() / reference.norm().clamp_min(1e-6)
+        assert error <= bounds[name], f"{name}: relative error {error:.1e} > {bounds[name]:.1e}"
 
 
 def check(case: Case, bounds: dict[str, float], device: str) -> None:
@@ -118,11 +139,9 @@ def check(case: Case, bounds: dict[str, float], device: str) -> None:
     expected = results(case, *inputs, backend="recurrent", dtype=torch.float64)
     actual = results(case, *inputs, backend="triton")
     again = results(case, *inputs, backend="triton")
-    assert actual.keys() == expected.keys()
-    for name, reference in expected.items():
+    assert_close(actual, expected, bounds)
+    for name in actual:
         assert torch.equal(actual[name], again[name]), f"{name} differs from run to run"
-        error = (actual[name].double() - reference).norm() / reference.norm().clamp_min(1e-6)
-        assert error <= bounds[name], f"{name}: relative error {error:.1e} > {bounds[name]:.1e}"
 
 
 def uniform(bound: float) -> dict[str, float]:

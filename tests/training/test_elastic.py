@@ -105,6 +105,7 @@ def moments(folder: Path) -> dict[str, list[torch.Tensor]]:
     return lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_another_number_of_ranks_takes_the_same_steps(
     whole: Path,

@@ -100,6 +100,7 @@ def asked_for(script: str, overrides: list[str], environment: dict[str, str], tm
     return to_config(compose("train", (tmp_path / "asked").read_text().splitlines()))
 
 
+@pytest.mark.slow
 def test_a_preempted_slurm_job_is_queued_again_and_goes_on_on_hosts_without_slurm(
     overrides: list[str], cluster: dict[str, str], whole: Path, tmp_path: Path
 ):

@@ -32,6 +32,7 @@ def without_saves(run: Path) -> list[dict]:
     return [record for record in losses(run) if len(record) > 2]
 
 
+@pytest.mark.slow
 def test_a_signal_saves_a_checkpoint_and_the_same_command_goes_on(
     make_config: Make, warm_ranks: WarmRanks, whole: Path, tmp_path: Path
 ):
@@ -73,6 +74,8 @@ def test_a_signal_while_the_data_are_prepared_can_be_tried_again(
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
 
 
+@pytest.mark.usefixtures("unwatched")
+@pytest.mark.slow
 def test_workers_that_die_or_hang_are_started_again(
     make_config: Make, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture
 ):
@@ -90,10 +93,10 @@ def test_workers_that_die_or_hang_are_started_again(
     disturber = threading.Thread(target=disturb)
     disturber.start()
     config = make_config(*TWO_RANKS, f"run.dir={run}", "launch.max_restarts=3")
-    config.trainer.hang_timeout = 20.0
+    config.trainer.hang_timeout = 15.0
     launch(config)
     disturber.join()
     said = capfd.readouterr().out
     assert "restart      1 of 3, rank 0: was killed by SIGKILL" in said
-    assert re.search(r"restart      2 of 3, rank 0: no progress for 20 s while \w", said), said
+    assert re.search(r"restart      2 of 3, rank 0: no progress for 15 s while \w", said), said
     assert losses(run) == losses(whole) and weights(run) == weights(whole)

@@ -88,6 +88,8 @@ def weights(run: Path) -> bytes:
     return (run / "hf" / "step-0000012" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.usefixtures("unwatched")
+@pytest.mark.slow
 def test_one_rank_fp32_two_kills(
     make_config: Make,
     warm_ranks: WarmRanks,
@@ -132,6 +134,8 @@ def test_one_rank_fp32_two_kills(
         launch(make_config(*more, "seed=7"))
 
 
+@pytest.mark.usefixtures("unwatched")
+@pytest.mark.slow
 def test_two_ranks_bf16_one_kill(make_config: Make, warm_ranks: WarmRanks, tmp_path: Path):
     more = ["trainer.precision=bf16", "launch.device=cpu", "launch.num_processes=2"]
     warm_ranks.launch(make_config(f"run.dir={tmp_path / 'whole'}", *more))

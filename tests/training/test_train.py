@@ -256,6 +256,7 @@ def test_the_export_is_the_checkpoint(sweep: tuple[Path, str]):
     assert tokenizer.decode(tokenizer("state").input_ids) == "state"
 
 
+@pytest.mark.slow
 def test_a_diverging_run_stops_with_one_line_and_is_not_started_again(
     make_config: Callable[..., TrainConfig], tmp_path: Path, capfd: pytest.CaptureFixture
 ):

@@ -27,6 +27,8 @@ TWO_RANKS = [
 ]
 TIMEOUT = 300.0  # seconds for a piece of work
 ON_CPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+# Coverage watches them even if the test that needs them first is one of those `unwatched`.
+WATCHED = {key: value for key, value in os.environ.items() if key.startswith("COVERAGE_")}
 
 
 class WarmRanks:
@@ -90,7 +92,7 @@ def _start() -> tuple[BaseProcess, Connection]:
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), daemon=True)
     with pytest.MonkeyPatch.context() as patch:  # before anything is imported there
-        for key, value in ON_CPU.items():
+        for key, value in (ON_CPU | WATCHED).items():
             patch.setenv(key, value)
         process.start()
     theirs.close()

@@ -1,0 +1,127 @@
+"""Gluon kernels compiled for Hopper, on any machine.
+
+In a process of its own, since the tests may have had Triton interpret kernels, which it decides when it is
+imported; and in one for all, since its imports take longer than a kernel.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+TESTS_ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel and its constants; with states given where it is packed, normalised where it is gated."""
+
+    name: str
+    dim: int  # of keys and values
+    steps: int  # per token
+    packed: bool
+    gated: bool
+    heads: int = 1
+
+    @property
+    def module(self) -> ModuleType:
+        return import_module(f"fla_train.kernels.delta_product.gluon_{self.name}")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    shared: int  # bytes of shared memory
+    ptx: str
+
+    @property
+    def products(self) -> int:
+        """Matrix instructions."""
+        return self.ptx.count("wgmma.mma_async")
+
+
+def compile_for_hopper(variants: Iterable[Variant]) -> dict[Variant, Compiled]:
+    variants = list(dict.fromkeys(variants))
+    # Neither interpreted nor watched by coverage, which would take as long again.
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "TRITON_INTERPRET" and not name.startswith("COVERAGE_")
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compiled_gluon"],
+        input=json.dumps([asdict(variant) for variant in variants]),
+        cwd=TESTS_ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return {
+        variant: Compiled(**found) for variant, found in zip(variants, json.loads(done.stdout), strict=True)
+    }
+
+
+def _compile(variant: Variant) -> Compiled:
+    """In the other process."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import compile
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    kernel = getattr(variant.module, f"{variant.name}_kernel")
+    warps = variant.module.WARPS
+    constants, types = _constants(variant) | {"num_warps": warps}, _types(variant)
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    values = {(i,): constants[name] for i, name in enumerate(kernel.arg_names) if name in constants}
+    source = GluonASTSource(kernel, signature, values, {})
+    found = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    return Compiled(found.metadata.shared, found.asm["ptx"])
+
+
+def _constants(variant: Variant) -> dict[str, object]:
+    """Of any kernel; None for a tensor that isn't given."""
+    packed, gated = variant.packed, variant.gated
+    absent = (
+        () if packed else ("dfinal_state", "dinitial_state", "cu_seqlens", "chunk_offsets", "chunk_segment")
+    )
+    absent += () if gated else ("g", "gc", "dg")
+    absent += () if gated or variant.name == "prepare" else ("rq", "rk")
+    return dict.fromkeys(absent) | {
+        **{"H": variant.heads, "K": variant.dim, "V": variant.dim},
+        **{"N": variant.steps, "C": 64 // variant.steps, "MIN_LOG_DECAY": -34.6},
+        **{"GATED": gated, "L2NORM": gated, "PACKED": packed, "HAS_FINAL": packed, "STORE_INITIAL": packed},
+    }
+
+
+def _types(variant: Variant) -> dict[str, str]:
+    """Of any kernel's other arguments."""
+    from fla_train.kernels.delta_product.gluon_common import TILE
+
+    def described(dtype: str, rows: int, columns: int = variant.dim) -> str:
+        return f"tensordesc<{dtype}[{rows}, {columns}],{TILE.value!r}>"
+
+    types = {
+        **dict.fromkeys(("p", "dv", "dq", "dk"), "*bf16"),
+        **dict.fromkeys(("scale", "eps"), "fp32"),
+        **dict.fromkeys(("beta", "g", "gc", "rq", "rk", "dbeta", "dg"), "*fp32"),
+        **dict.fromkeys(("read", "write", "query", "decay", "dfinal_state", "dinitial_state"), "*fp32"),
+        **dict.fromkeys(("n_total", "T", "NT", "n_work"), "i32"),
+        **dict.fromkeys(("cu_seqlens", "chunk_offsets", "chunk_segment"), "*i64"),
+        **dict.fromkeys(("q", "k", "do", "errors"), described("bf16", 64)),
+        **dict.fromkeys(("states", "dstates"), described("bf16", variant.dim)),
+        "x": "*fp16",
+    }
+    if variant.name == "gradient":
+        types["dv"] = described("bf16", 64)
+    if variant.name == "reverse":
+        types |= {"x": described("fp16" if variant.gated else "bf16", 64, 64), "p": described("bf16", 64, 64)}
+    return types
+
+
+if __name__ == "__main__":
+    print(json.dumps([asdict(_compile(Variant(**given))) for given in json.load(sys.stdin)]))

@@ -1,0 +1,85 @@
+"""Gluon kernels on the CPU in place of the Triton ones, judged by the float64 recurrence."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fla_train.kernels.delta_product import gluon_gradient, gluon_prepare, gluon_reverse, triton
+from tests.kernels.test_triton import Case, assert_close, backward, forward, make_inputs, results
+
+MODULES: dict[str, ModuleType] = {
+    "gradient": gluon_gradient,
+    "prepare": gluon_prepare,
+    "reverse": gluon_reverse,
+}
+# Tensors that a kernel reads by the copy engine.
+TILED = {
+    "prepare": ("q", "k"),
+    "gradient": ("q", "k", "do", "dv", "errors", "states", "dstates"),
+    "reverse": (*gluon_reverse.ROW_TILES, *gluon_reverse.STATE_TILES),
+}
+# Runs a kernel on the arguments of the Triton ones: (arguments, programs, chunks or sequences x heads).
+Launch = Callable[[dict, int, int], None]
+
+
+def judge(
+    name: str,
+    case: Case,
+    launches: Sequence[Launch],
+    bounds: dict[str, float],
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """All of `launches` of the kernel lead to the same bits, within `bounds` of the recurrence.
+
+    The tensors that are q, k, v and dO hold numbers of `dtype`. The other kernels are Triton's, interpreted,
+    which takes longer than all the rest; so what comes before a kernel of the backward pass runs once.
+    """
+    inputs, gradients = _rounded(case, dtype)
+    found = []
+    for launch in launches:
+        with replaced(name, launch):
+            if name == "prepare":
+                found.append(results(case, inputs, *gradients, backend="triton"))
+            else:
+                outputs, leaves = _forward(case, dtype)
+                found.append(outputs | backward(outputs, leaves, *gradients))
+    assert_close(found[0], results(case, inputs, *gradients, "recurrent", torch.float64), bounds)
+    for other in found[1:]:
+        assert all(torch.equal(x, other[key]) for key, x in found[0].items()), "launches that differ"
+
+
+@contextmanager
+def replaced(name: str, launch: Launch) -> Iterator[None]:
+    """Inside, the Triton backend has `launch` run the kernel of that name."""
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            # Of two programs of `gradient`, each has several chunks.
+            programs = min(2, grid[0]) if name == "gradient" else grid[0]
+            return lambda **arguments: launch(arguments, programs, grid[0])
+
+    whole = SimpleNamespace(fits=lambda *_: True, launch=lambda arguments, n: launch(arguments, n, n))
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "reverse":
+            patch.setattr(triton, "_hopper", lambda _, other: whole if other == "gluon_reverse" else None)
+        else:
+            patch.setattr(triton, f"{name}_kernel", Kernel())
+        yield
+
+
+@cache
+def _rounded(case: Case, dtype: torch.dtype) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """Inputs, and gradients of the outputs."""
+    inputs, *gradients = make_inputs(case, "cpu")
+    *inputs[:3], gradients[0] = (x.to(dtype).float() for x in (*inputs[:3], gradients[0]))
+    return inputs, gradients
+
+
+@cache
+def _forward(case: Case, dtype: torch.dtype) -> tuple[dict[str, Tensor], list[Tensor | None]]:
+    return forward(case, _rounded(case, dtype)[0], backend="triton")
