@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fla_train.kernels.delta_product import gluon_gradient, gluon_prepare, gluon_reverse, triton
+from fla_train.kernels.delta_product import gluon_gradient, gluon_prepare, gluon_reverse, triton_passes
 from tests.kernels.test_triton import Case, assert_close, backward, forward, make_inputs, results
 
 MODULES: dict[str, ModuleType] = {
@@ -66,9 +66,10 @@ def replaced(name: str, launch: Launch) -> Iterator[None]:
     whole = SimpleNamespace(fits=lambda *_: True, launch=lambda arguments, n: launch(arguments, n, n))
     with pytest.MonkeyPatch.context() as patch:
         if name == "reverse":
-            patch.setattr(triton, "_hopper", lambda _, other: whole if other == "gluon_reverse" else None)
+            only = {"gluon_reverse": whole}
+            patch.setattr(triton_passes, "_hopper", lambda _, module: only.get(module))
         else:
-            patch.setattr(triton, f"{name}_kernel", Kernel())
+            patch.setattr(triton_passes, f"{name}_kernel", Kernel())
         yield
 
 

@@ -1,0 +1,262 @@
+"""The forward and the backward pass of the Triton backend: their launches.
+
+Forward: `prepare_kernel` (all chunks at once), then `state_kernel` (serial over chunks). Backward:
+`adjoint_kernel` (serial), then `gradient_kernel` (all chunks at once), or both as one. Long sequences of few
+heads are cut for the serial ones (`triton_split`). There are no atomics, so results are reproducible to the
+bit. Launch options come from a table (`launches`), so no call ever tunes; the tests marked `gpu` check them.
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fla_train.kernels.delta_product import launches
+from fla_train.kernels.delta_product.contract import L2NORM_EPS
+from fla_train.kernels.delta_product.triton_backward import adjoint_kernel, gradient_kernel
+from fla_train.kernels.delta_product.triton_common import CHUNK
+from fla_train.kernels.delta_product.triton_forward import (
+    LOG2E,
+    MIN_LOG2_DECAY,
+    prepare_kernel,
+    state_kernel,
+)
+from fla_train.kernels.delta_product.triton_split import Pieces
+from fla_train.kernels.opaque import opaque
+from fla_train.kernels.sizes import ceil_div, next_power_of_2
+
+CHUNK_STEPS = CHUNK.value
+# Least rows of the tiles of q: 16 gave dk that changes from run to run where V <= 64 (see launches.MIN_TILE).
+MIN_TOKENS = 32
+# The interpreter's bf16 products are garbage, so it gets fp32 operands.
+INTERPRETED = triton.knobs.runtime.interpret
+FP32_PRECISION = "tf32x3"  # of products of fp32 operands
+OPERAND_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+# A head's row of scalars is as long as a multiple of this: where 16 does not divide a row's length, which it
+# seldom does in evaluations, Triton would compile each kernel once more.
+ROW_MULTIPLE = 16
+# What `prepare_kernel` writes, in the order of lists of it: `gc` only with gates, `rq` and `rk` only where q
+# and k are normalised.
+PRODUCTS, NORMS = ("x", "p", "read", "write", "query", "decay"), ("gc", "rq", "rk")
+
+
+@opaque(mutates=("o", "prepared", "errors", "states", "transitions", "final_state"))
+def delta_product_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    initial_state: Tensor | None,
+    bounds: Sequence[Tensor],
+    scale: float,
+    qk_l2norm: bool,
+    o: Tensor,
+    prepared: Sequence[Tensor],
+    errors: Tensor | None,
+    states: Tensor | None,
+    transitions: Tensor | None,
+    final_state: Tensor | None,
+) -> None:
+    """Fill the output, what is prepared per chunk and, where given, what the backward reads.
+
+    `transitions` [pieces, H, K, K] is given where `find_cut` cuts the sequences.
+    """
+    sizes, parallel, programs, serial = _arguments(q, k, g, bounds, scale, qk_l2norm)
+    options = launches.lookup(q.device, q.dtype, q.shape[-1], v.shape[-1], k.shape[2])
+    products, norms = _by_name(prepared, g is not None, qk_l2norm)
+    ends = final_state
+    with torch.cuda.device_of(q):
+        arguments = {
+            **{"q": q, "k": k, "beta": beta, "g": g, "eps": L2NORM_EPS},
+            **products,
+            **norms,
+            **sizes,
+            **parallel,
+            "INVERSE": tl.float16 if in_half(q, qk_l2norm) else tl.float32,
+        }
+        _launch(prepare_kernel, programs, arguments, options.prepare, hopper="gluon_prepare")
+        if transitions is not None:
+            pieces = Pieces(q, k, v.shape[-1], bounds, sizes, forgets=g is not None and qk_l2norm)
+            sizes, serial = pieces.sizes, pieces.programs
+            initial_state = pieces.start_states(k, v, products, initial_state, transitions, options.state)
+            ends = None if final_state is None else torch.empty_like(initial_state)
+        state_kernel[(serial * ceil_div(v.shape[-1], options.state["BV"]),)](
+            *(q, k, v),
+            **products,
+            o=o,
+            errors=errors,
+            states=states,
+            initial_state=initial_state,
+            final_state=ends,
+            **sizes,
+            V=v.shape[-1],
+            HAS_INITIAL=initial_state is not None,
+            STORE_FINAL=final_state is not None,
+            KEEP=states is not None,
+            **options.state,
+        )
+        if ends is not final_state:
+            pieces.last(ends, out=final_state)
+
+
+@opaque(mutates=("dq", "dk", "dv", "dbeta", "dg", "dinitial_state"))
+def delta_product_backward(
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    do: Tensor,
+    dfinal_state: Tensor | None,
+    bounds: Sequence[Tensor],
+    scale: float,
+    qk_l2norm: bool,
+    prepared: Sequence[Tensor],
+    errors: Tensor,
+    states: Tensor,
+    transitions: Tensor | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dbeta: Tensor,
+    dg: Tensor | None,
+    dinitial_state: Tensor | None,
+) -> None:
+    """Fill the gradients."""
+    sizes, parallel, programs, serial = _arguments(q, k, g, bounds, scale, qk_l2norm)
+    options = launches.lookup(q.device, q.dtype, q.shape[-1], dv.shape[-1], k.shape[2])
+    products, norms = _by_name(prepared, g is not None, qk_l2norm)
+    adjoint = _plain(options.adjoint)
+    ends = {
+        "dfinal_state": dfinal_state,
+        "dinitial_state": dinitial_state,
+        "HAS_FINAL": dfinal_state is not None,
+        "STORE_INITIAL": dinitial_state is not None,
+    }
+    arguments = {
+        **{"q": q, "k": k, "beta": beta, "g": g, "do": do, "dv": dv, "errors": errors, "states": states},
+        **{"dq": dq, "dk": dk, "dbeta": dbeta, "dg": dg},
+        **norms,
+        **sizes,
+        **parallel,
+        "V": dv.shape[-1],
+        "MIN_LOG_DECAY": MIN_LOG2_DECAY.value / LOG2E.value,
+    }
+    with torch.cuda.device_of(q):
+        whole = None if transitions is not None else _hopper(options.adjoint, "gluon_reverse")
+        if whole and whole.fits(arguments, serial):
+            whole.launch({**arguments, **products, **ends}, serial)
+            return
+        dstates, spans = torch.empty_like(states), sizes
+        if transitions is not None:
+            pieces = Pieces(q, k, dv.shape[-1], bounds, sizes, forgets=g is not None and qk_l2norm)
+            spans, serial = pieces.sizes, pieces.programs
+            dfinal_state = pieces.end_gradients(q, k, do, products, dfinal_state, transitions, adjoint)
+            starts = None if dinitial_state is None else torch.empty_like(dfinal_state)
+            ends |= {"dfinal_state": dfinal_state, "dinitial_state": starts, "HAS_FINAL": True}
+        adjoint_kernel[(serial * ceil_div(dv.shape[-1], adjoint["BV"]),)](
+            *(q, k, do),
+            **products,
+            dv=dv,
+            dstates=dstates,
+            **ends,
+            **spans,
+            V=dv.shape[-1],
+            **adjoint,
+        )
+        if ends["dinitial_state"] is not dinitial_state:
+            pieces.first(ends["dinitial_state"], out=dinitial_state)
+        arguments["dstates"] = dstates
+        _launch(gradient_kernel, programs, arguments, options.gradient, hopper="gluon_gradient")
+
+
+def _launch(
+    kernel: triton.JITFunction,
+    programs: int,
+    arguments: dict[str, Any],
+    options: launches.Options,
+    *,
+    hopper: str,
+) -> None:
+    """Run a kernel for so many chunks x heads, or Hopper's own of that module where the options say so."""
+    module = _hopper(options, hopper)
+    if module and module.fits(arguments):
+        module.launch(arguments, programs)
+        return
+    kernel[(programs,)](**arguments, **_plain(options))
+
+
+def _hopper(options: launches.Options, name: str) -> ModuleType | None:
+    """The module of a Gluon kernel where the options want it."""
+    # Not at the top: it imports Gluon, and Hopper's part of it.
+    return import_module(f"{__package__}.{name}") if "gluon" in options and not INTERPRETED else None
+
+
+def _plain(options: launches.Options) -> launches.Options:
+    """The options that a Triton kernel takes."""
+    return {name: value for name, value in options.items() if name != "gluon"}
+
+
+def _arguments(
+    q: Tensor, k: Tensor, g: Tensor | None, bounds: Sequence[Tensor], scale: float, qk_l2norm: bool
+) -> tuple[dict[str, Any], dict[str, Any], int, int]:
+    """Arguments of every kernel; further ones of those that run over all chunks at once, and their programs;
+    the programs per tile of V of those that walk each sequence."""
+    (batch, length, heads, key_dim), sub_steps = q.shape, k.shape[2]
+    chunk_tokens = CHUNK_STEPS // sub_steps
+    row_chunks = ceil_div(length, chunk_tokens)
+    cu_seqlens, offsets, chunk_segment = bounds or (None, None, None)
+    sizes = {
+        "cu_seqlens": cu_seqlens,
+        "chunk_offsets": offsets,
+        "n_total": row_length(q),
+        "T": length,
+        "NT": row_chunks,
+        "H": heads,
+        "K": key_dim,
+        "N": sub_steps,
+        "C": chunk_tokens,
+        "M": CHUNK_STEPS,
+        "BC": max(MIN_TOKENS, next_power_of_2(chunk_tokens)),
+        "BK": max(launches.MIN_TILE, next_power_of_2(key_dim)),
+        "PACKED": bool(bounds),
+        "OPERAND": tl.float32 if INTERPRETED else OPERAND_DTYPES[q.dtype],
+        "PRECISION": FP32_PRECISION,
+    }
+    parallel = {
+        "chunk_segment": chunk_segment,
+        "scale": scale,
+        "GATED": g is not None,
+        "L2NORM": qk_l2norm,
+    }
+    chunks = chunk_segment.numel() if bounds else batch * row_chunks
+    segments = cu_seqlens.numel() - 1 if bounds else batch
+    return sizes, parallel, chunks * heads, segments * heads
+
+
+def _by_name(
+    prepared: Sequence[Tensor], gated: bool, qk_l2norm: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
+    """Tensors of `prepared` as arguments: those of PRODUCTS, those of NORMS."""
+    present = [gated, qk_l2norm, qk_l2norm]
+    rest = iter(prepared[len(PRODUCTS) :])
+    norms = {name: next(rest) if there else None for name, there in zip(NORMS, present, strict=True)}
+    return dict(zip(PRODUCTS, prepared, strict=False)), norms
+
+
+def row_length(q: Tensor) -> int:
+    """Scalars in a head's row of the tables by token: B * T, or a few more."""
+    return ROW_MULTIPLE * ceil_div(q.shape[0] * q.shape[1], ROW_MULTIPLE)
+
+
+def in_half(q: Tensor, qk_l2norm: bool) -> bool:
+    """Whether the triangle is inverted, and the inverse kept, in fp16.
+
+    With unit keys and beta <= 2 the entries of both are at most 2.
+    """
+    return qk_l2norm and q.dtype != torch.float32 and not INTERPRETED
