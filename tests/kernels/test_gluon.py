@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fla_train.kernels.delta_product import gluon_reverse
-from fla_train.kernels.delta_product.gluon_reverse import busy
+from fla_train.kernels.delta_product.gluon_reverse import busy, fits
 from fla_train.kernels.delta_product.launches import IN_GLUON, forced, lookup
 from tests.kernels.compiled_gluon import Compiled, Variant, compile_for_hopper
 from tests.kernels.test_triton import BF16, BF16_HARD, BF16_LOOSE, check, real, uniform
@@ -47,6 +48,21 @@ def test_compiles_for_hopper_anywhere(variant: Variant, compiled: dict[Variant, 
 )
 def test_share_of_the_processors_that_work(programs: int, share: float) -> None:
     assert busy(programs, 132) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("programs", "ranks", "taken"),
+    [(128, 1, True), (128, 8, False), (116, 8, True), (90, 1, False), (256, 1, True), (256, 2, False)],
+)
+def test_whole_backward_leaves_room_for_nccl(monkeypatch, programs: int, ranks: int, taken: bool) -> None:
+    monkeypatch.setattr(gluon_reverse, "on_hopper", lambda arguments: True)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)
+    )
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: ranks > 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    assert fits({"q": torch.empty(0), "K": 128, "V": 128}, programs) is taken
+    assert not fits({"q": torch.empty(0), "K": 128, "V": 64}, programs)
 
 
 WHOLE, PARTS = ("prepare", "reverse"), ("prepare", "gradient")
