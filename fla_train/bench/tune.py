@@ -27,9 +27,11 @@ from fla_train.kernels.delta_product.launches import (
     fault,
     forced,
     lookup,
+    plain,
 )
 
-KERNELS = ("prepare", "state", "adjoint", "gradient")
+# `adjoint` comes last: in Gluon it takes the place of `gradient`, too, whose best options it has to beat.
+KERNELS = ("prepare", "state", "gradient", "adjoint")
 JUDGED_TOKENS = 130  # two chunks and a rest at n_h = 1
 Timer = Callable[[Callable[[], object]], float]  # milliseconds of a function
 
@@ -82,7 +84,8 @@ def tune(
     key, best = key_of(shape, device), lookup(device, dtype, shape.key_dim, shape.value_dim, shape.substeps)
     problem = make_problem(shape, dtype, device, norm=True)
     step = partial(forward_backward, _ours, problem)
-    present = Judge(problem, step())  # a shape that cannot run fails here, rather than with each candidate
+    with forced(replace(best, adjoint=plain(best.adjoint))):  # whose results judge a Gluon kernel, too
+        present = Judge(problem, step())  # a shape that cannot run fails here, not with each candidate
     judges = [
         short_judge(shape, dtype, device, gated, norm) for gated in (True, False) for norm in (True, False)
     ]
@@ -90,19 +93,21 @@ def tune(
     for kernel in KERNELS:
         times: list[tuple[float, Options]] = []
         refused = []
+        # Otherwise `gradient` might not run at all.
+        others = replace(best, adjoint=plain(best.adjoint)) if kernel == "gradient" else best
         tried = candidates(kernel, key, getattr(best, kernel))
         for options in tried:
-            with forced(replace(best, **{kernel: options})):
+            with forced(replace(others, **{kernel: options})):
                 try:
                     times.append((timer(step), options))
                 except Exception as failure:  # the compiler's or the device's: whatever it is, not this one
                     refused.append(f"{options}: {_first_line(failure)}")
         before = next((time for time, options in times if options == tried[0]), float("nan"))
         for time, options in sorted(times, key=lambda pair: pair[0]):
-            trial = replace(best, **{kernel: options})
+            trial = replace(others, **{kernel: options})
             reason = next(filter(None, (judge.fault(trial) for judge in judges)), None)
             if reason is None:
-                best = trial
+                best = replace(best, **{kernel: options})
                 yield Outcome(key, kernel, options, time, before, len(tried), tuple(refused)), best
                 break
             refused.append(f"{options}: {reason}")

@@ -139,6 +139,11 @@ def fallback(key_tile: int) -> Launches:
     return Launches(warps, tile | warps, tile | warps, tile | {"BKO": MIN_TILE} | warps)
 
 
+def plain(options: Options) -> Options:
+    """The options that the Triton kernel takes, also where there is one in Gluon."""
+    return {name: value for name, value in options.items() if name != "gluon"}
+
+
 def fault(kernel: str, options: Mapping[str, int], value_dim: int) -> str | None:
     """Why options must not be launched, None where nothing speaks against them.
 

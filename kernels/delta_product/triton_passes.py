@@ -131,7 +131,7 @@ def delta_product_backward(
     sizes, parallel, programs, serial = _arguments(q, k, g, bounds, scale, qk_l2norm)
     options = launches.lookup(q.device, q.dtype, q.shape[-1], dv.shape[-1], k.shape[2])
     products, norms = _by_name(prepared, g is not None, qk_l2norm)
-    adjoint = _plain(options.adjoint)
+    adjoint = launches.plain(options.adjoint)
     ends = {
         "dfinal_state": dfinal_state,
         "dinitial_state": dinitial_state,
@@ -188,18 +188,13 @@ def _launch(
     if module and module.fits(arguments):
         module.launch(arguments, programs)
         return
-    kernel[(programs,)](**arguments, **_plain(options))
+    kernel[(programs,)](**arguments, **launches.plain(options))
 
 
 def _hopper(options: launches.Options, name: str) -> ModuleType | None:
     """The module of a Gluon kernel where the options want it."""
     # Not at the top: it imports Gluon, and Hopper's part of it.
     return import_module(f"{__package__}.{name}") if "gluon" in options and not INTERPRETED else None
-
-
-def _plain(options: launches.Options) -> launches.Options:
-    """The options that a Triton kernel takes."""
-    return {name: value for name, value in options.items() if name != "gluon"}
 
 
 def _arguments(

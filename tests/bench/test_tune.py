@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache as cached
 from pathlib import Path
 
 import pytest
@@ -93,6 +95,30 @@ def test_one_that_is_wrong_on_the_timed_sizes_only_is_refused(small, monkeypatch
     outcome, best = run_tune(clock)[0]
     assert best.prepare == PREPARE[1]
     assert "o is off by" in outcome.refused[0]
+
+
+def test_gradient_is_timed_and_a_whole_backward_is_judged_where_both_kernels_run(small, monkeypatch):
+    known, ran = lookup(CPU, torch.float16, 8, 8, 1), []
+    whole = replace(known, adjoint=known.adjoint | {"gluon": 1})
+    monkeypatch.setattr(launches, "_lookup", cached(lambda *_: whole))
+
+    def timer(run):
+        now = lookup(CPU, torch.float16, 8, 8, 1)
+        ran.append(("gluon" in now.adjoint, now.prepare))
+        return 1.0
+
+    judged = []
+    sound = tuning.forward_backward
+
+    def watched(run, problem):
+        judged.append("gluon" in lookup(CPU, torch.float16, 8, 8, 1).adjoint)
+        return sound(run, problem)
+
+    monkeypatch.setattr(tuning, "forward_backward", watched)
+    *_, (outcome, best) = run_tune(timer)
+    assert ran == [(True, options) for options in PREPARE] + [(False, PREPARE[0])]
+    assert not judged[0], "what the whole backward is compared with"
+    assert outcome.kernel == "gradient" and best.adjoint == whole.adjoint
 
 
 def test_nothing_right_is_an_error(small, monkeypatch):
