@@ -161,7 +161,8 @@ def _build(
         shutil.rmtree(building)
         raise ValueError("the corpus has no training document; see data.path and data.validation_fraction")
     write_manifest(building, manifest | {"empty_documents": build.empty, "splits": splits})
-    (building / PROGRESS).unlink(missing_ok=True)
+    for journal in building.glob(f"{PROGRESS}*"):  # and one that a kill kept from taking its place
+        journal.unlink()
     if (final / MANIFEST).exists():  # another path to the same text has been prepared meanwhile
         shutil.rmtree(building)
     else:
