@@ -2,8 +2,8 @@
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, redirect_stdout
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -151,14 +151,19 @@ class FlaTrainLM(HFLM):
         if not self._share_contexts:
             return super().loglikelihood(requests, disable_tqdm)
         pairs = {request.args for request in requests if request.args[0]}
-        texts = {text for head, tail in pairs for text in (head + tail, head.rstrip())}
+        with self._encoding({text for head, tail in pairs for text in (head + tail, head.rstrip())}):
+            return super().loglikelihood(requests, disable_tqdm)
+
+    @contextmanager
+    def _encoding(self, texts: set[str]) -> Iterator[None]:
+        """A block in which `tok_encode` looks up these texts, but for those it has to treat by itself."""
         prefix = self.tokenizer.decode(self.prefix_token_id)
         plain = [text for text in texts if text and not text.startswith(prefix)]
         special = {} if self.add_bos_token is None else {"add_special_tokens": self.add_bos_token}
         try:
             if plain:
                 self._encoded = dict(zip(plain, self.tokenizer(plain, **special)["input_ids"], strict=True))
-            return super().loglikelihood(requests, disable_tqdm)
+            yield
         finally:
             self._encoded = {}
 
@@ -169,7 +174,7 @@ class FlaTrainLM(HFLM):
         left_truncate_len: int | None = None,
         **options: Any,
     ) -> list[int]:
-        """Token ids of a text, looked up if `loglikelihood` has them already."""
+        """Token ids of a text, looked up if they are there already."""
         if add_special_tokens is None and left_truncate_len is None and string in self._encoded:
             return self._encoded[string]
         return super().tok_encode(string, add_special_tokens, left_truncate_len, **options)
@@ -192,10 +197,9 @@ class FlaTrainLM(HFLM):
         """Log-likelihood of each whole text, in disjoint windows of at most `max_length` tokens."""
         if not self._share_contexts:
             return super().loglikelihood_rolling(requests, disable_tqdm)
-        windows = [
-            [make_disjoint_window(window) for window in self._windows(request.args[0])]
-            for request in requests
-        ]
+        texts = [request.args[0] for request in requests]
+        with self._encoding(set(texts)):
+            windows = [[make_disjoint_window(window) for window in self._windows(text)] for text in texts]
         answers = iter(self._answer([window for text in windows for window in text], disable_tqdm))
         totals = [sum(value for value, _ in islice(answers, len(text))) for text in windows]
         for request, total in zip(requests, totals, strict=True):

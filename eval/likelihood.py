@@ -13,16 +13,18 @@ from functools import partial
 from itertools import islice
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from fla_train.kernels.neighbours import consume_logits
 from fla_train.models import DeltaProductForCausalLM
 from fla_train.models.cache import DeltaProductCache
 
 SHARE_FROM = 8  # tokens of a shared context from which a forward pass of its own pays
 MAX_ROWS = 512  # sequences side by side: each has a state of its own
-MIN_SHARE = 16  # a batch of this part of the tokens allowed is large enough to be closed for its padding
+MIN_SHARE = 16  # this part of the tokens allowed takes a GPU as long as its host takes to launch a batch
 MAX_PADDING = 1 / 16  # of a batch that large
 HEAD_ROWS = 8192  # positions whose logits exist at once
 
@@ -129,16 +131,21 @@ def _batched(
 
 
 def _ends(lengths: Sequence[int], batch_tokens: int) -> list[int]:
-    """Where batches of falling `lengths` end: when they are full, or large and about to be padded much."""
-    ends, start, real = [], 0, 0
+    """Where batches of falling `lengths` end: when they are full, or large and about to be padded much.
+
+    The latter only if all that is left, padded to the batch's width, would cost more than a batch of its own.
+    """
+    ends, start, real, left = [], 0, 0, sum(lengths)
     for i, length in enumerate(lengths):
         padded = (i - start + 1) * lengths[start]
         full = padded > batch_tokens or i - start == MAX_ROWS
-        wasteful = padded > batch_tokens / MIN_SHARE and padded - real - length > MAX_PADDING * padded
+        large = min(padded, (len(lengths) - i) * lengths[start] - left) > batch_tokens / MIN_SHARE
+        wasteful = large and padded - real - length > MAX_PADDING * padded
         if i > start and (full or wasteful):
             ends.append(i)
             start, real = i, 0
         real += length
+        left -= length
     return [*ends, len(lengths)] if lengths else []
 
 
@@ -164,14 +171,14 @@ def _after_contexts(
     read = model.model(ids, attention_mask=mask if padded else None, use_cache=True)
 
     rows = [row.targets for group in groups for row in group]
-    owners = [g for g, group in enumerate(groups) for _ in group]
+    owners = torch.tensor([g for g, group in enumerate(groups) for _ in group], device=model.device)
     first = torch.tensor([targets[0] for targets in rows])
-    found = _scores(model, read.last_hidden_state[:, -1], torch.tensor(owners), first)
+    found = _scores(model, read.last_hidden_state[owners, -1], first)
     answers = list(zip(*(part.tolist() for part in found), strict=True))
 
     def follow(batch: list[int]) -> list[Answer]:
         ids = _padded([rows[i][:-1] for i in batch], model.device)  # [R, L]
-        owner = torch.tensor([owners[i] for i in batch], device=model.device)  # [R]
+        owner = owners[torch.tensor(batch, device=model.device)]  # [R]
         seen = None  # a recurrent state has no padding in it; keys and values do
         if padded and model.config.attn is not None:
             seen = torch.cat([mask[owner], torch.ones_like(ids, dtype=torch.bool)], dim=1)  # [R, P + L]
@@ -191,7 +198,12 @@ def _padded(rows: Sequence[Sequence[int]], device: torch.device, left: bool = Fa
     width = max(map(len, rows))
     zeros = [[0] * (width - len(row)) for row in rows]
     full = [[*none, *row] if left else [*row, *none] for row, none in zip(rows, zeros, strict=True)]
-    return torch.tensor(full, device=device)
+    return _tensor(full).to(device)
+
+
+def _tensor(numbers: list) -> Tensor:
+    """Lists as a tensor. By way of NumPy, since torch looks at each number for 0.2 microseconds."""
+    return torch.from_numpy(np.array(numbers))
 
 
 def _selected(cache: DeltaProductCache, rows: Tensor) -> DeltaProductCache:
@@ -211,34 +223,24 @@ def _answers(
     begin = torch.arange(len(rows)) * hidden.shape[1] + torch.tensor(starts) - (counts.cumsum(0) - counts)
     where = torch.arange(len(owner)) + begin[owner]
     asked = hidden.flatten(0, 1)[where.to(hidden.device)]  # [N, D]
-    targets = torch.tensor([token for row in rows for token in row])
-    values, greedy = _scores(model, asked, torch.arange(len(owner)), targets)
+    values, greedy = _scores(model, asked, _tensor([token for row in rows for token in row]))
     sums = torch.zeros(len(rows), dtype=values.dtype).index_add_(0, owner, values)
     misses = torch.zeros(len(rows), dtype=torch.int64).index_add_(0, owner, (~greedy).long())
     return list(zip(sums.tolist(), (misses == 0).tolist(), strict=True))
 
 
-def _scores(
-    model: DeltaProductForCausalLM, hidden: Tensor, owners: Tensor, targets: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Of each target, of which hidden [N, D] predicts the i-th at `owners[i]`; owners never fall.
+def _scores(model: DeltaProductForCausalLM, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each target [N], which the output hidden [N, D] in its place predicts.
 
     Log-probabilities are taken in fp32, or fp64 of logits in fp64.
 
     Returns:
-        Log-probabilities fp64, and whether a target is the likeliest token; both [targets] on the CPU.
+        Log-probabilities fp64, and whether the target is the likeliest token; both [N] on the CPU.
     """
-    starts = range(0, len(hidden) + HEAD_ROWS, HEAD_ROWS)
-    bounds = torch.searchsorted(owners, torch.tensor(starts)).tolist()
-    owner, target = owners.to(hidden.device), targets.to(hidden.device)
     values, greedy = [], []
-    for first, part in zip(starts, map(slice, bounds, bounds[1:]), strict=False):
-        logits = model.lm_head(hidden[first : first + HEAD_ROWS])  # [n, vocabulary]
-        row, token = owner[part] - first, target[part]
-        best = logits.argmax(-1, keepdim=True)  # [n, 1]
-        greedy.append(best[row, 0] == token)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        logits -= logits.gather(-1, best)
-        chosen = logits[row, token]
-        values.append(chosen - logits.exp_().sum(-1).log_()[row])  # in place: there is no second copy
+    targets = targets.to(hidden.device)
+    for part, tokens in zip(hidden.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True):
+        logits = model.lm_head(part)  # [n, vocabulary]
+        greedy.append(logits.argmax(-1) == tokens)
+        values.append(-consume_logits(logits, tokens, with_gradient=False)[0])
     return torch.cat(values).double().cpu(), torch.cat(greedy).cpu()

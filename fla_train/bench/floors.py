@@ -48,12 +48,12 @@ def elementwise_bytes(model: DeltaProductConfig, element_size: int) -> int:
 
         convolution            5 e     x, y; x, dy, dx
         RMSNorm with gate      8 e     x, gate, y; x, gate, dy, dx, dgate      without 5 e
-        SwiGLU                 8 e     gate, up, y; gate, up, dy, dgate, dup
+        SwiGLU                 9 e     gate, up, y; gate, up, dy, dgate, dup, y
         RMSNorm with residual  4 e + 5 s     update, stream, y, sum; sum, dy, dsum, dupdate, dstream
     """
     e, layers = element_size, model.num_hidden_layers
     values = model.num_heads * model.head_v_dim
     mixer = 5 * e * conv_channels(model) + (8 if model.use_output_gate else 5) * e * values
-    blocks = 8 * e * model.intermediate_size * layers + mixer * (layers - attention_layers(model))
+    blocks = 9 * e * model.intermediate_size * layers + mixer * (layers - attention_layers(model))
     first = 2 * e + 3 * STREAM_BYTES  # of the first norm, which nothing is added to
     return blocks + model.hidden_size * (first + 2 * layers * (4 * e + 5 * STREAM_BYTES))

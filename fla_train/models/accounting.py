@@ -130,7 +130,7 @@ def training_memory_bytes(
     # Of the operator: X, P, one state per chunk and the output (E takes the place of v)
     operator = config.num_heads * (n * (CHUNK + k * v // CHUNK) + CHUNK) + value_size
     saved = 2 * hidden + 2 * conv_channels(config) + operator + value_size * (1 + 2 * config.use_output_gate)
-    saved += 3 * config.intermediate_size
+    saved += 2 * config.intermediate_size
     per_layer = element_size * saved + 2 * 4 * hidden  # two fp32 residuals
     kept = per_layer + layers * 4 * hidden if gradient_checkpointing else layers * per_layer
     logits = min(tokens_per_device * config.vocab_size, CHUNK_ELEMENTS)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.activations import ACT2FN
 
-from fla_train.kernels.neighbours import add_rms_norm, rms_norm, short_convolution, swiglu
+from fla_train.kernels.neighbours import add_rms_norm, rms_norm, short_convolution, swiglu_linear
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
@@ -24,15 +24,14 @@ def project(x: Tensor, *layers: nn.Linear) -> list[Tensor]:
     by one, each time reading two tensors of the size of x and writing a third. Layers that are not plain
     `nn.Linear` any more, or have hooks, are called as they are.
     """
-    plain = all(type(layer) is nn.Linear and not _hooked(layer) for layer in layers)
-    if plain and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and all(map(_plain, layers)):
         return list(_Projections.apply(x, matmul_dtype(x), *(layer.weight for layer in layers)))
     return [layer(x) for layer in layers]
 
 
-def _hooked(layer: nn.Module) -> bool:
+def _plain(layer: nn.Module) -> bool:
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    return any(hooks)
+    return type(layer) is nn.Linear and not any(hooks)
 
 
 class _Projections(torch.autograd.Function):
@@ -115,8 +114,10 @@ class GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
-        self.act = None if activation == "silu" else ACT2FN[activation]
+        self.act, self.fused = ACT2FN[activation], activation == "silu"
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = project(x, self.gate_proj, self.up_proj)
-        return self.down_proj(swiglu(gate, up) if self.act is None else self.act(gate) * up)
+        if self.fused and _plain(self.down_proj):
+            return swiglu_linear(gate, up, self.down_proj.weight)
+        return self.down_proj(self.act(gate) * up)

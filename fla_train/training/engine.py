@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fla_train.data import Batch
+from fla_train.training.graphed import GraphedPass
 from fla_train.training.guard import StepGuard
 from fla_train.training.optimizer import build_optimizer
 from fla_train.training.rendezvous import join
@@ -135,6 +136,7 @@ def train_step(
     guard: StepGuard,
     *,
     stop: bool = False,
+    graphed: GraphedPass | None = None,
 ) -> Outcome:
     """One optimizer step on this rank's micro-batches: input_ids and labels, each [B, T] int64 on the
     engine's device, and where documents are kept apart their bounds.
@@ -146,6 +148,7 @@ def train_step(
     Args:
         guard: scales a large gradient down, or has the step skipped; both happen in the optimizer's kernel.
         stop: this rank's wish to stop, which all ranks learn together.
+        graphed: computes the gradients in the engine's place: of one rank's one micro-batch.
 
     Returns:
         The outcome, for which nothing here waits.
@@ -161,10 +164,14 @@ def train_step(
     engine.train()
     for i, batch in enumerate(micro_batches):
         engine.set_gradient_accumulation_boundary(i == len(micro_batches) - 1)
-        inputs = dict(zip(Batch._fields, batch, strict=False))
-        loss = engine(**inputs, num_items_in_batch=divisor, use_cache=False).loss
-        with _host_free(zero):
-            engine.backward(loss, scale_wrt_gas=False)
+        inputs = {name: x for name, x in zip(Batch._fields, batch, strict=False) if x is not None}
+        inputs["num_items_in_batch"] = divisor
+        if graphed is not None:
+            loss = graphed(inputs)
+        else:
+            loss = engine(**inputs, use_cache=False).loss
+            with _host_free(zero):
+                engine.backward(loss, scale_wrt_gas=False)
         sums[0] += loss.detach().double()
     if world == 1:
         zero.averaged_gradients = _gradients(zero.params_in_partition)

@@ -17,6 +17,7 @@ from fla_train.training.build import build_model
 from fla_train.training.checkpoint import TrainState
 from fla_train.training.engine import Outcome, StepResult, build_engine, train_step
 from fla_train.training.evaluation import PART_PERPLEXITY, validate_text
+from fla_train.training.graphed import GraphedPass
 from fla_train.training.guard import StepGuard
 from fla_train.training.metrics import Record, last_losses
 from fla_train.training.plan import training_flops
@@ -79,6 +80,7 @@ class Trainer:
             spike_deviations=trainer.spike_deviations,
             statistics=self.state.loss_statistics,
         )
+        self.graphed = self._make_graph()
         self.meter = self._make_meter()
         saved_step = self.state.step if own else -1
         self.saver = Saver(config, data, self.folder, self.engine, self.reporter, saved_step)
@@ -138,12 +140,16 @@ class Trainer:
             step, peak=self.config.optimizer.lr, max_steps=trainer.max_steps, schedule=self.config.schedule
         )
         self.observed = {}
+        observe = trainer.stats_every > 0 and step % trainer.stats_every == 0
         with ExitStack() as stack:
-            if trainer.stats_every and step % trainer.stats_every == 0:
+            if observe:
                 stack.enter_context(statistics.observed(self.engine, self.observed))
             if step in trainer.profile_steps:
                 stack.enter_context(profiled(self.folder.root / "profile", step, self.rank))
-            outcome = train_step(self.engine, batch, rate, self.guard, stop=self.request.made)
+            graphed = None if observe else self.graphed  # whose recording has no hooks
+            outcome = train_step(
+                self.engine, batch, rate, self.guard, stop=self.request.made, graphed=graphed
+            )
         self.rows.append((step, rate, outcome))
         self.state.step = step
         self.state.sequences += self.batches.global_batch
@@ -267,6 +273,12 @@ class Trainer:
             return None
         folder = self.folder.root / "eval"
         return SuiteRuns(trainer.suite, trainer.suite_options, folder, log=reporter.log, say=reporter.say)
+
+    def _make_graph(self) -> GraphedPass | None:
+        config = self.config
+        if not config.trainer.cuda_graph or self.engine.device.type != "cuda" or config.baseline is not None:
+            return None
+        return GraphedPass(self.engine.module, bf16=config.trainer.precision == "bf16")
 
     def _make_meter(self) -> Meter:
         launch, device = self.config.launch, self.engine.device

@@ -67,6 +67,7 @@ class TrainerConfig:
     suite_options: list[str] = field(default_factory=list)
     eval_buckets: int = 1
     hang_timeout: float = 0.0
+    cuda_graph: bool = False
 
 
 @dataclass

@@ -61,7 +61,8 @@ def validate(config: TrainConfig) -> None:
     data = data_faults(config.data) if config.task is None else _task(config)
     faults = [*sizes, *_values(config), *data, *_model(config), *_suite(config), *_resume(config)]
     if not sizes:  # the arithmetic below divides by them
-        faults += [*_batch(config), *_schedule(config), *_devices(config), *_machines(config)]
+        faults += [*_batch(config), *_graph(config), *_schedule(config), *_devices(config)]
+        faults += _machines(config)
     if faults:
         raise ValueError("\n  ".join(faults))
 
@@ -167,6 +168,18 @@ def _batch(config: TrainConfig) -> list[str]:
         f"trainer.global_batch_tokens={trainer.global_batch_tokens} is not a multiple of {unit} = seq_len "
         f"{trainer.seq_len} x micro_batch_size {trainer.micro_batch_size} x {world} process(es): use {fits}"
     ]
+
+
+def _graph(config: TrainConfig) -> list[str]:
+    if not config.trainer.cuda_graph:
+        return []
+    against = {
+        "launch.num_processes above 1": config.launch.num_processes > 1,
+        "several micro-batches a step": accumulation_steps(config) > 1,
+        "trainer.activation_checkpointing": config.trainer.activation_checkpointing,
+        "data.document_boundaries": config.task is None and config.data.document_boundaries,
+    }
+    return [f"trainer.cuda_graph=true cannot be had with {what}" for what, there in against.items() if there]
 
 
 def _schedule(config: TrainConfig) -> list[str]:

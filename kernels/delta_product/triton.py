@@ -1,5 +1,7 @@
 """The Triton backend of `delta_product`: its autograd function, and what the passes fill.
 
+Narrow heads in float32 are walked step by step (`triton_walk`). All others go by chunks, as follows.
+
 For the backward the forward keeps, in the dtype of q: X and E per sub-step (M and V elements a head; v itself
 is not kept), P D per token (M elements), and one state per chunk of M = 64 steps. `triton_passes` launches
 the kernels; it is `opaque` to torch.compile, which traces what is here.
@@ -20,6 +22,7 @@ from fla_train.kernels.delta_product.triton_passes import (
     row_length,
 )
 from fla_train.kernels.delta_product.triton_split import find_cut
+from fla_train.kernels.delta_product.triton_walk import Walk, suits
 from fla_train.kernels.sizes import ceil_div
 
 
@@ -55,9 +58,12 @@ def triton_delta_product(
             f"the triton backend takes a key dimension of at most {limit} in {q.dtype}, got {q.shape[3]}"
         )
     tensors = [x if x is None else x.contiguous() for x in (q, k, v, beta, g, initial_state)]
-    bounds = () if cu_seqlens is None else _bounds(cu_seqlens, q.shape[1], CHUNK_STEPS // k.shape[2])
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    return _DeltaProduct.apply(*tensors, scale, qk_l2norm, output_final_state, keep, *bounds)
+    options = scale, qk_l2norm, output_final_state, keep
+    if suits(q, k, v):
+        return Walk.apply(*tensors, *options, *(() if cu_seqlens is None else (cu_seqlens,)))
+    bounds = () if cu_seqlens is None else _bounds(cu_seqlens, q.shape[1], CHUNK_STEPS // k.shape[2])
+    return _DeltaProduct.apply(*tensors, *options, *bounds)
 
 
 def _bounds(cu_seqlens: Tensor, length: int, chunk_tokens: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ from fla_train.kernels.neighbours.convolution import short_convolution
 from fla_train.kernels.neighbours.cross_entropy import IGNORE, consume_logits
 from fla_train.kernels.neighbours.gates import recurrence_gates
 from fla_train.kernels.neighbours.normalization import add_rms_norm, rms_norm
-from fla_train.kernels.neighbours.swiglu import swiglu
+from fla_train.kernels.neighbours.swiglu import swiglu_linear
 
 __all__ = [
     "BACKENDS",
@@ -20,5 +20,5 @@ __all__ = [
     "resolve_backend",
     "rms_norm",
     "short_convolution",
-    "swiglu",
+    "swiglu_linear",
 ]

@@ -14,7 +14,7 @@ def consume_logits(
     """-log softmax(logits)[target] of each row, and the gradient of their sum; not differentiable itself.
 
     Args:
-        logits: [M, V]; the caller gives them up: their memory may hold the gradient afterwards.
+        logits: [M, V]; the caller gives them up: they may be overwritten, by the gradient if it is asked for.
         targets: [M] int64; a row of IGNORE has no loss and no gradient.
         with_gradient: also return softmax(logits) - onehot(target).
         backend: "torch", "triton" or "auto" (see `resolve_backend`).
@@ -35,12 +35,15 @@ def consume_logits(
 
         return triton_consume_logits(logits, targets, with_gradient)
     wide = torch.promote_types(logits.dtype, torch.float32)
-    log_probs = torch.log_softmax(logits, -1, dtype=wide)
     absent = targets == IGNORE
     index = targets.masked_fill(absent, 0)[:, None]
-    losses = -log_probs.gather(1, index)[:, 0].masked_fill(absent, 0.0)
     if not with_gradient:
-        return losses, None
+        logits = logits.to(wide)
+        logits -= logits.amax(-1, keepdim=True)  # in place: there is no second copy
+        chosen = logits.gather(1, index)[:, 0]
+        return (logits.exp_().sum(-1).log_() - chosen).masked_fill_(absent, 0.0), None
+    log_probs = torch.log_softmax(logits, -1, dtype=wide)
+    losses = -log_probs.gather(1, index)[:, 0].masked_fill(absent, 0.0)
     gradient = log_probs.exp_()
     gradient.scatter_add_(1, index, gradient.new_full(index.shape, -1.0))
     return losses, gradient.mul_(~absent[:, None]).to(logits.dtype)

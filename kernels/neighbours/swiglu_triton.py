@@ -1,8 +1,9 @@
-"""SwiGLU in Triton. The backward recomputes silu(gate), so that nothing but the two inputs is kept."""
+"""SwiGLU and its linear layer in Triton and matrix products; nothing but the inputs is kept."""
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,27 +15,31 @@ from fla_train.kernels.sizes import ceil_div
 BLOCK = 2048  # elements per program
 
 
-def triton_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """`swiglu` on checked inputs."""
-    return _SwiGLU.apply(gate, up)
+def triton_swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    """`swiglu_linear` on checked inputs."""
+    return _SwiGLULinear.apply(gate, up, weight)
 
 
-class _SwiGLU(torch.autograd.Function):
+class _SwiGLULinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+        gate, up, narrow = gate.contiguous(), up.contiguous(), weight.to(gate.dtype)
         y = torch.empty_like(gate)
         swiglu_forward(gate, up, y)
-        ctx.save_for_backward(gate, up)
-        return y
+        ctx.save_for_backward(gate, up, narrow)
+        ctx.weight_dtype = weight.dtype
+        return F.linear(y, narrow)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-        swiglu_backward(gate, up, dy.contiguous(), dgate, dup)
-        return dgate, dup
+    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        gate, up, weight = ctx.saved_tensors
+        dgate, dup, product = torch.empty_like(gate), torch.empty_like(up), dz @ weight
+        swiglu_backward(gate, up, product, dgate, dup)
+        dweight = None
+        if ctx.needs_input_grad[2]:
+            dweight = (dz.flatten(0, -2).t() @ product.flatten(0, -2)).to(ctx.weight_dtype)
+        return dgate, dup, dweight
 
 
 @opaque(mutates=("y",))
@@ -44,11 +49,12 @@ def swiglu_forward(gate: Tensor, up: Tensor, y: Tensor) -> None:
         forward_kernel[(ceil_div(y.numel(), BLOCK),)](gate, up, y, y.numel(), BLOCK)
 
 
-@opaque(mutates=("dgate", "dup"))
-def swiglu_backward(gate: Tensor, up: Tensor, dy: Tensor, dgate: Tensor, dup: Tensor) -> None:
-    """Fill the gradients."""
+@opaque(mutates=("product", "dgate", "dup"))
+def swiglu_backward(gate: Tensor, up: Tensor, product: Tensor, dgate: Tensor, dup: Tensor) -> None:
+    """Fill the gradients; `product` holds the gradient of silu(gate) * up, and that itself afterwards."""
     with torch.cuda.device_of(gate):
-        backward_kernel[(ceil_div(dy.numel(), BLOCK),)](gate, up, dy, dgate, dup, dy.numel(), BLOCK)
+        n = product.numel()
+        backward_kernel[(ceil_div(n, BLOCK),)](gate, up, product, dgate, dup, n, BLOCK)
 
 
 @triton.jit
@@ -67,13 +73,14 @@ def forward_kernel(gate, up, y, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def backward_kernel(gate, up, dy, dgate, dup, n, BLOCK: tl.constexpr):
+def backward_kernel(gate, up, product, dgate, dup, n, BLOCK: tl.constexpr):
     o, mask = block(n, BLOCK)
     b_gate = tl.load(gate + o, mask=mask, other=0.0).to(tl.float32)
     b_up = tl.load(up + o, mask=mask, other=0.0).to(tl.float32)
-    b_dy = tl.load(dy + o, mask=mask, other=0.0).to(tl.float32)
+    b_dy = tl.load(product + o, mask=mask, other=0.0).to(tl.float32)
     b_sigmoid = tl.sigmoid(b_gate)
     b_silu = b_gate * b_sigmoid
     b_slope = b_sigmoid + b_silu * (1.0 - b_sigmoid)
     tl.store(dgate + o, (b_dy * b_up * b_slope).to(dgate.dtype.element_ty), mask=mask)
     tl.store(dup + o, (b_dy * b_silu).to(dup.dtype.element_ty), mask=mask)
+    tl.store(product + o, (b_silu * b_up).to(product.dtype.element_ty), mask=mask)

@@ -92,7 +92,7 @@ def test_cpu_kinds() -> None:
 
 
 def test_a_step_of_ours_falls_into_its_parts() -> None:
-    """Operator, a product, loss and optimizer: each kind is there, and the operator is the longest."""
+    """Operator, a product, loss and optimizer: each kind is there."""
     q, k, v = (torch.randn(1, 64, *sizes, 8, requires_grad=True) for sizes in ((2,), (1, 2), (1, 2)))
     beta, head = torch.rand(1, 64, 1, 2), torch.randn(50, 16, requires_grad=True)
     mix = torch.nn.Linear(16, 16)
@@ -106,5 +106,4 @@ def test_a_step_of_ours_falls_into_its_parts() -> None:
     times = breakdown(step, torch.device("cpu"))
     assert {"operator", "matmuls", "elementwise", "loss", "optimizer"} <= times.keys()
     assert all(milliseconds > 0 for milliseconds in times.values())
-    assert max(times, key=times.__getitem__) == "operator"
     assert not re.search("communication|copies", " ".join(times))

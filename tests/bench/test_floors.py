@@ -44,14 +44,14 @@ def test_bytes_are_those_of_the_tensors_that_pass(options: dict, monkeypatch: py
     for module in model.modules():
         if isinstance(module, RMSNorm | ShortConvolution):
             module.register_forward_hook(watch, with_kwargs=True)
-    swiglu = layers.swiglu
+    swiglu_linear = layers.swiglu_linear
 
-    def watched(gate: Tensor, up: Tensor) -> Tensor:
-        output = swiglu(gate, up)
-        add([gate, up], output)
-        return output
+    def watched(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+        add([gate, up], gate)
+        moved.append(e * gate.numel())  # the product once more, in the backward pass
+        return swiglu_linear(gate, up, weight)
 
-    monkeypatch.setattr(layers, "swiglu", watched)
+    monkeypatch.setattr(layers, "swiglu_linear", watched)
     model(torch.arange(tokens)[None], use_cache=False)
     assert sum(moved) == tokens * elementwise_bytes(config, e)
 

@@ -274,6 +274,27 @@ def test_disk_full(tmp_path, local, documents, small_chunks, monkeypatch):
     prepared.verify()
 
 
+def test_a_journal_that_could_not_take_its_place_is_gone_in_the_end(tmp_path, local, monkeypatch):
+    """As a kill leaves it; what goes on from the journal before it ends without another."""
+    undisturbed = contents(quiet(replace(local, cache_dir=str(tmp_path / "once"))).folder)
+    move = os.replace
+
+    def broken(source, target):
+        if Path(target).name == build.PROGRESS and Path(target).exists():  # the first one arrived
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        move(source, target)
+
+    with monkeypatch.context() as patch:
+        _make_small(patch.setattr)
+        patch.setattr(os, "replace", broken)
+        with pytest.raises(ValueError, match="Input/output error"):
+            quiet(local)
+    assert [path.name for path in (tmp_path / "cache").rglob("*.new")] == [f"{build.PROGRESS}.new"]
+    lines = []
+    assert contents(quiet(local, lines.append).folder) == undisturbed
+    assert "going on after" in lines[0]
+
+
 def test_a_shard_lost_behind_the_journal_is_named(tmp_path, local, corpus, small_chunks):
     (corpus / "z.jsonl").write_text("{")
     with pytest.raises(ValueError, match="not JSON"):

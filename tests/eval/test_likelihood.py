@@ -126,6 +126,12 @@ def test_where_batches_end(lengths: list[int]) -> None:
             assert len(more) * more[0] > 400 or waste > len(more) * more[0] / 16
 
 
+def test_a_rest_not_worth_a_batch_is_padded() -> None:
+    """400 tokens are allowed, of which 25 cost as much as another batch."""
+    assert likelihood._ends([100, 100, 80], 400) == [3]
+    assert likelihood._ends([100, 100, 80, 80], 400) == [2, 4]
+
+
 def test_batches_are_halved_when_memory_is_short(build_model, requests, monkeypatch) -> None:
     """In each of the three passes, which stop at 4 sequences here; a single one too many is the end."""
     model = build_model().double().eval()

@@ -13,3 +13,11 @@ def poisoned_memory() -> Iterator[None]:
     assert torch.empty(3).isnan().all() and torch.zeros(3).new_empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def by_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Narrow heads in float32, the interpreter's cheapest cases, go by chunks as all others do."""
+    from fla_train.kernels.delta_product import triton_walk
+
+    monkeypatch.setattr(triton_walk, "LONGEST", 0)

@@ -93,6 +93,7 @@ def test_relative_rms():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the test below covers it")
+@pytest.mark.usefixtures("by_chunks")
 def test_the_cut_case_is_cut(monkeypatch):
     counts, combine = [], Pieces._combine
 

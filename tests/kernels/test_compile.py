@@ -15,7 +15,7 @@ from fla_train.kernels.neighbours import (
     recurrence_gates,
     rms_norm,
     short_convolution,
-    swiglu,
+    swiglu_linear,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,6 +26,13 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(params=["chunked", "triton by chunks", "triton step by step"])
+def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "triton by chunks":
+        request.getfixturevalue("by_chunks")
+    return request.param.split()[0]
 
 
 def compiled(function: Callable, dynamic: bool = False) -> Callable:
@@ -62,7 +69,6 @@ def operator_inputs(
     return inputs, differentiable(inputs)
 
 
-@pytest.mark.parametrize("backend", ["chunked", "triton"])
 @pytest.mark.parametrize(
     "case",
     [
@@ -76,7 +82,6 @@ def test_the_operator(backend, case):
     assert_same(lambda: delta_product(**inputs, output_final_state=True, backend=backend), leaves)
 
 
-@pytest.mark.parametrize("backend", ["chunked", "triton"])
 def test_the_number_of_tokens_may_vary_in_one_graph(backend):
     graphs = []
 
@@ -92,7 +97,6 @@ def test_the_number_of_tokens_may_vary_in_one_graph(backend):
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("backend", ["chunked", "triton"])
 def test_only_one_output_is_used_and_inputs_are_recomputed(backend):
     inputs, leaves = operator_inputs(6, alpha=(0.5, 1.0))
     assert_same(lambda: delta_product(**inputs, recompute=True, backend=backend)[:1], leaves)
@@ -108,7 +112,7 @@ def test_without_gradients():
 NEIGHBOURS = {
     "rms_norm with gate": lambda x, y, w: [rms_norm(x, w[0], 1e-6, gate=y, backend="triton")],
     "add_rms_norm": lambda x, y, w: add_rms_norm(x, y, w[0], 1e-6, dtype=torch.float16, backend="triton"),
-    "swiglu": lambda x, y, w: [swiglu(x * w[0], y, backend="triton")],
+    "swiglu": lambda x, y, w: [swiglu_linear(x * w[0], y, w, backend="triton")],
     "convolution": lambda x, y, w: short_convolution((x + y)[None], w.mT[:, None], backend="triton"),
     "gates": lambda x, y, w: recurrence_gates(x, y, w[0], w[1], beta_max=2.0, backend="triton"),
 }
@@ -139,14 +143,18 @@ def test_cross_entropy():
     [
         ("delta_product.triton", "delta_product_forward"),
         ("delta_product.triton", "delta_product_backward"),
+        ("delta_product.triton_walk", "walk_forward"),
+        ("delta_product.triton_walk", "walk_backward"),
         ("delta_product.chunked_traced", "chunked_forward"),
         ("delta_product.chunked_traced", "chunked_backward"),
         ("neighbours.normalization_triton", "rms_norm_forward"),
         ("neighbours.normalization_triton", "rms_norm_backward"),
     ],
 )
-def test_registrations_are_sound(monkeypatch, module, name):
+def test_registrations_are_sound(monkeypatch, request, module, name):
     """`torch.library.opcheck` with the arguments of a real call: schema, fake tensors, dynamic shapes."""
+    if module == "delta_product.triton":
+        request.getfixturevalue("by_chunks")
     calls = []
     owner = import_module(f"fla_train.kernels.{module}")
     function = getattr(owner, name)
@@ -154,7 +162,7 @@ def test_registrations_are_sound(monkeypatch, module, name):
     if module.startswith("delta_product"):
         inputs, leaves = operator_inputs(5, alpha=(0.5, 1.0), documents=(0, 2, 5), initial_state=True)
         inputs |= {"scale": 1.0, "output_final_state": True}
-        if module.endswith("triton"):
+        if "triton" in module:
             outputs = delta_product(**inputs, backend="triton")
         else:
             inputs = {name: x for name, x in inputs.items() if name != "output_final_state"}

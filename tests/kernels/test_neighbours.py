@@ -21,7 +21,7 @@ from fla_train.kernels.neighbours import (
     recurrence_gates,
     rms_norm,
     short_convolution,
-    swiglu,
+    swiglu_linear,
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -140,7 +140,15 @@ def check_add_norm(case: Case, backend: str) -> None:
 
 def check_swiglu(case: Case, backend: str) -> None:
     leaves = [random(*case.shape, dtype=case.dtype) for _ in range(2)]
-    check(lambda a, b: swiglu(a, b, backend=backend), lambda a, b: F.silu(a) * b, leaves, bound_of(case))
+    leaves.append(random(24, case.shape[-1], dtype=case.weight))
+
+    def ours(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+        return swiglu_linear(gate, up, weight, backend=backend)
+
+    def reference(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(F.silu(gate) * up, weight)
+
+    check(ours, reference, leaves, bound_of(case))
 
 
 def check_gates(case: Case, backend: str, gated: bool) -> None:
@@ -281,7 +289,7 @@ def test_gradients_of_the_definitions() -> None:
     x, other, weight = leaf(2, 6), leaf(2, 6), leaf(6)
     assert torch.autograd.gradcheck(lambda x, w, g: rms_norm(x, w, EPS, gate=g), (x, weight, other))
     assert torch.autograd.gradcheck(lambda x, r, w: add_rms_norm(x, r, w, EPS), (x, other, weight))
-    assert torch.autograd.gradcheck(swiglu, (x, other))
+    assert torch.autograd.gradcheck(swiglu_linear, (x, other, leaf(3, 6)))
     b, a, A_log, dt_bias = leaf(4, 6), leaf(4, 3), leaf(3), leaf(3)
     assert torch.autograd.gradcheck(partial(recurrence_gates, beta_max=2.0), (b, a, A_log, dt_bias))
 
@@ -299,9 +307,12 @@ def test_one_output_alone_has_gradients(used: int) -> None:
 def test_strided_inputs() -> None:
     both, weight = random(3, 5, 40), random(20)
     a, b = both.chunk(2, dim=-1)
-    expected = [rms_norm(a, weight, EPS, gate=b, backend="torch"), swiglu(a, b, backend="torch")]
-    actual = [rms_norm(a, weight, EPS, gate=b, backend="triton"), swiglu(a, b, backend="triton")]
-    torch.testing.assert_close(actual, expected)
+
+    def results(backend: str) -> list[Tensor]:
+        normed = rms_norm(a, weight, EPS, gate=b, backend=backend)
+        return [normed, swiglu_linear(a, b, weight[None], backend=backend)]
+
+    torch.testing.assert_close(results("triton"), results("torch"))
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from fla_train.kernels.neighbours import (
     resolve_backend,
     rms_norm,
     short_convolution,
-    swiglu,
+    swiglu_linear,
 )
 
 
@@ -60,7 +60,14 @@ def test_backend_is_chosen_by_argument_variable_and_input(monkeypatch: pytest.Mo
             lambda: rms_norm(torch.zeros(1, 16385), torch.ones(16385), 1e-6, backend="triton"),
             "16384 channels",
         ),
-        (lambda: swiglu(torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)), "expected alike"),
+        (
+            lambda: swiglu_linear(torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.bfloat16), torch.eye(2)),
+            "expected alike",
+        ),
+        (
+            lambda: swiglu_linear(torch.zeros(2, 2), torch.zeros(2, 2), torch.zeros(2, 3)),
+            r"weight has shape \[2, 3\]: expected \[D_out, 2\]",
+        ),
         (
             lambda: consume_logits(torch.zeros(2, 3), torch.zeros(3), with_gradient=True),
             r"\[M, V\] and \[M\]",

@@ -4,7 +4,6 @@ Fresh memory is filled with NaN, so that an element which is read but was never 
 cuts float32 to bfloat16 instead of rounding, hence its wider bfloat16 bound.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -14,6 +13,7 @@ from torch import Tensor
 from fla_train.kernels.delta_product import delta_product
 from fla_train.kernels.delta_product.launches import fallback, forced
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "by_chunks")
 NAMES = ("o", "final_state", "dq", "dk", "dv", "dbeta", "dg", "dinitial_state")
 INTERPRETED = not torch.cuda.is_available()
 GATED, UNGATED = True, False
@@ -34,14 +34,6 @@ class Case:
     cu_seqlens: tuple[int, ...] | None = None
     inputs: str = "random"
     scale: float | None = None
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills fresh memory with NaN
-    assert torch.empty(3).isnan().all() and torch.zeros(3).new_empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def make_inputs(case: Case, device: str) -> tuple[list[Tensor | None], Tensor, Tensor | None]:

@@ -24,7 +24,7 @@ from tests.kernels.test_triton import (
 )
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "by_chunks")
 
 
 @pytest.fixture

@@ -35,6 +35,10 @@ def test_the_example_config_has_no_fault(make_config: Make):
         ("optimizer.momentum=0.9", "optimizer.momentum=0.9 is for optimizer=muon only"),
         ("launch.peak_tflops=0", "launch.peak_tflops=0.0 must be positive"),
         ("trainer.hang_timeout=-1", "trainer.hang_timeout=-1.0 must not be negative"),
+        (
+            "trainer.cuda_graph=true",
+            "trainer.cuda_graph=true cannot be had with several micro-batches a step",
+        ),
         ("trainer.resume=/no/such/checkpoint", "is no checkpoint folder"),
         ("launch.machine_rank=1", r"launch.machine_rank=1 must lie in 0..0"),
         ("launch.main_process_port=70000", "must lie in 1..65535"),

@@ -1,0 +1,76 @@
+"""Forward and backward pass as one CUDA graph, for models whose kernels take less time than their launches.
+
+A word problem's model keeps a GPU busy for a millisecond or two of each step, while the host takes several
+times as long to launch some two hundred kernels one by one. Recorded once, they are launched together.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+WARM_UP = 3  # passes before one is recorded: compilation, tuning, allocations
+
+
+class GraphedPass:
+    """Loss and gradients of one micro-batch, by replaying a recording of the pass.
+
+    Inputs of another shape are recorded anew, and so is a model whose parameters have moved. Forward hooks
+    and anything else that Python does in the pass happen while recording only.
+
+    Args:
+        module: on a GPU, in training mode.
+        bf16: whether matrix products run in bf16, under autocast.
+    """
+
+    def __init__(self, module: nn.Module, *, bf16: bool):
+        self._module, self._bf16 = module, bf16
+        self._key: tuple | None = None  # of what is recorded
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Run the pass on `inputs`, the keyword arguments of the model, and set each parameter's `grad`.
+
+        Returns:
+            The loss, fp32 scalar; it and the gradients hold until the next call.
+        """
+        parameters = dict(self._module.named_parameters())
+        key = (*(x.shape for x in inputs.values()), *(p.data_ptr() for p in parameters.values()))
+        if key != self._key:
+            self._record(inputs, parameters)
+            self._key = key
+        for name, value in inputs.items():
+            self._inputs[name].copy_(value)
+        self._graph.replay()
+        for parameter, gradient in zip(parameters.values(), self._gradients, strict=True):
+            parameter.grad = gradient
+        return self._loss
+
+    def _record(self, inputs: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
+        self._key = self._graph = self._loss = self._gradients = None  # give the old one's memory back
+        self._inputs = {name: value.clone() for name, value in inputs.items()}
+        # Leaves of their own, in the same memory: the nodes that collect the parameters' own gradients were
+        # made on the default stream, on which nothing that is being recorded may depend.
+        leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
+        current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                gradients_of(self._module, leaves, self._inputs, bf16=self._bf16)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as NCCL's, go on asking CUDA for things that a recording forbids its own thread.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            found = gradients_of(self._module, leaves, self._inputs, bf16=self._bf16)
+        current.wait_stream(stream)
+        self._graph, (self._loss, self._gradients) = graph, found
+
+
+def gradients_of(
+    module: nn.Module, leaves: Mapping[str, Tensor], inputs: Mapping[str, Tensor], *, bf16: bool
+) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """Loss of `module` with `leaves` for its parameters, and its gradient to each; None where it has none."""
+    device = next(iter(inputs.values())).device.type
+    with torch.autocast(device, torch.bfloat16, enabled=bf16):
+        arguments = dict(inputs, use_cache=False)
+        loss = functional_call(module, dict(leaves), (), arguments).loss
+    return loss.detach(), torch.autograd.grad(loss, tuple(leaves.values()), allow_unused=True)

@@ -1,0 +1,57 @@
+"""The recorded pass against the engine's own: the same losses and weights, whatever the shapes on the way."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import engine_steps
+import pytest
+import torch
+
+from fla_train.training.graphed import gradients_of
+from fla_train.training.schema import TrainConfig, to_yaml
+
+
+def test_gradients_without_the_parameters_own_nodes_are_those_of_a_backward_pass(
+    make_config: Callable[..., TrainConfig],
+):
+    model = engine_steps.make_model(make_config("model.tie_word_embeddings=true"))
+    parameters = dict(model.named_parameters())
+    ids, labels = engine_steps.make_batch(0)
+    inputs = {"input_ids": ids, "labels": labels, "num_items_in_batch": torch.tensor(7.0)}
+    leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
+    loss, gradients = gradients_of(model, leaves, inputs, bf16=False)
+    assert all(p.grad is None for p in parameters.values())
+    expected = model(**inputs, use_cache=False).loss
+    expected.backward()
+    assert loss.item() == expected.item() and not loss.requires_grad
+    for parameter, gradient in zip(parameters.values(), gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_replayed_steps_are_those_of_the_engine(
+    make_config: Callable[..., TrainConfig], tmp_path: Path, precision: str
+):
+    config = make_config(
+        "launch.device=cuda",
+        f"trainer.precision={precision}",
+        "trainer.micro_batch_size=8",
+        "trainer.global_batch_tokens=256",
+    )
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("graphed_steps.py")),
+        str(tmp_path / "config.yaml"),
+    ]
+    alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    done = subprocess.run(command, env=os.environ | alone, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "equal" in done.stdout, done.stderr[-3000:]
