@@ -4,10 +4,11 @@
 Time the answers to the zero-shot suite's requests, by our bridge and by plain lm-eval (`HFLM`, which is what
 `lm_eval --model hf` runs) on the same model with random weights, and the perplexity sweep at growing lengths.
 
-MIRROR is what scripts/build_eval_mirror.py wrote, TOKENIZER a folder or Hub name. Only the time in which the
-model answers counts, not that of reading data and building requests, which is the same for both. Every task
-runs on a few documents before, so that compiled kernels are there. Prints a JSON line per measurement as soon
-as it is done: for a task the seconds of both and their ratio, at the end the same for all tasks.
+MIRROR is what scripts/build_eval_mirror.py wrote, TOKENIZER a folder or Hub name. Only the time in which
+the model answers counts, not that of reading data and building requests, which is the same for both. Both
+answer some documents of a task before either is timed, so that kernels are compiled and memory is there.
+Prints a JSON line per measurement as soon as it is done: for a task the seconds of both and their ratio, at
+the end the same for all tasks.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from fla_train.models import DeltaProductForCausalLM, build_config
 from fla_train.training import schema
 
 MAX_LENGTH = 2048
-WARM_UP = 8  # documents of each task
+WARM_UP = 64  # documents of each task; all of wikitext
 ANSWERS = ("loglikelihood", "loglikelihood_rolling")
 
 
@@ -73,9 +74,8 @@ def timed(lm: HFLM, device: str) -> list[float]:
 
 def time_task(lm: HFLM, spent: list[float], task: str, manager: TaskManager, limit: int | None) -> float:
     """Seconds of the answers to a task; `spent` is what `timed` returned for `lm`."""
-    for documents in (WARM_UP, limit):
-        spent.clear()
-        simple_evaluate(lm, tasks=[task], task_manager=manager, limit=documents, bootstrap_iters=0)
+    spent.clear()
+    simple_evaluate(lm, tasks=[task], task_manager=manager, limit=limit, bootstrap_iters=0)
     return sum(spent)
 
 
@@ -129,10 +129,10 @@ def main() -> int:
     manager, total = TaskManager(), dict.fromkeys(bridges, 0.0)
     with hub_datasets(arguments.mirror):
         for task in arguments.tasks.split(","):
-            seconds = {
-                name: time_task(lm, spent[name], task, manager, arguments.limit)
-                for name, lm in bridges.items()
-            }
+            for limit in (WARM_UP, arguments.limit):
+                seconds = {
+                    name: time_task(lm, spent[name], task, manager, limit) for name, lm in bridges.items()
+                }
             total = {name: total[name] + seconds[name] for name in bridges}
             print(json.dumps({"task": task, **ratio(seconds)}), flush=True)
     print(json.dumps({"total": arguments.tasks, **ratio(total)}), flush=True)

@@ -179,7 +179,11 @@ def _graph(config: TrainConfig) -> list[str]:
         "trainer.activation_checkpointing": config.trainer.activation_checkpointing,
         "data.document_boundaries": config.task is None and config.data.document_boundaries,
     }
-    return [f"trainer.cuda_graph=true cannot be had with {what}" for what, there in against.items() if there]
+    return [
+        f"trainer.cuda_graph=true cannot be had with {what}: set it to false"
+        for what, there in against.items()
+        if there
+    ]
 
 
 def _schedule(config: TrainConfig) -> list[str]:
