@@ -6,7 +6,7 @@ Time the answers to the zero-shot suite's requests, by our bridge and by plain l
 
 MIRROR is what scripts/build_eval_mirror.py wrote, TOKENIZER a folder or Hub name. Only the time in which
 the model answers counts, not that of reading data and building requests, which is the same for both. Both
-answer some documents of a task before either is timed, so that kernels are compiled and memory is there.
+answer some requests of a task before either is timed, so that kernels are compiled and memory is there.
 Prints a JSON line per measurement as soon as it is done: for a task the seconds of both and their ratio, at
 the end the same for all tasks.
 """
@@ -15,11 +15,13 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections import defaultdict
 from pathlib import Path
 
 import torch
 from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
@@ -34,8 +36,7 @@ from fla_train.models import DeltaProductForCausalLM, build_config
 from fla_train.training import schema
 
 MAX_LENGTH = 2048
-WARM_UP = 64  # documents of each task; all of wikitext
-ANSWERS = ("loglikelihood", "loglikelihood_rolling")
+WARM_UP = 256  # requests of each task; all of wikitext
 
 
 def build_model(name: str, vocab_size: int, device: str) -> DeltaProductForCausalLM:
@@ -54,29 +55,38 @@ def wait(device: str) -> float:
     return time.perf_counter()
 
 
-def timed(lm: HFLM, device: str) -> list[float]:
-    """Make `lm` add the seconds of its answers to the list that is returned."""
-    spent: list[float] = []
+class Recorder(LM):
+    """Remembers what a task asks, and answers with zeros."""
 
-    def watch(answer: Callable) -> Callable:
-        def watched(*args: object, **kwargs: object) -> list:
-            start = wait(device)
-            result = answer(*args, **kwargs)
-            spent.append(wait(device) - start)
-            return result
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: dict[str, list[Instance]] = defaultdict(list)  # by the method that answers
 
-        return watched
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        self.asked["loglikelihood"] += requests
+        return [(0.0, False)] * len(requests)
 
-    for name in ANSWERS:
-        setattr(lm, name, watch(getattr(lm, name)))
-    return spent
+    def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
+        self.asked["loglikelihood_rolling"] += requests
+        return [0.0] * len(requests)
+
+    def generate_until(self, requests: list[Instance]) -> list[str]:
+        raise ValueError("only tasks that ask for likelihoods can be timed")
 
 
-def time_task(lm: HFLM, spent: list[float], task: str, manager: TaskManager, limit: int | None) -> float:
-    """Seconds of the answers to a task; `spent` is what `timed` returned for `lm`."""
-    spent.clear()
-    simple_evaluate(lm, tasks=[task], task_manager=manager, limit=limit, bootstrap_iters=0)
-    return sum(spent)
+def requests_of(task: str, manager: TaskManager, limit: int | None) -> dict[str, list[Instance]]:
+    """What a task asks of its first `limit` documents, by the method of a model that answers."""
+    recorder = Recorder()
+    simple_evaluate(recorder, tasks=[task], task_manager=manager, limit=limit, bootstrap_iters=0)
+    return recorder.asked
+
+
+def time_answers(lm: HFLM, asked: dict[str, list[Instance]], device: str, most: int | None = None) -> float:
+    """Seconds in which `lm` answers, at `most` so many requests of a kind."""
+    start = wait(device)
+    for method, requests in asked.items():
+        getattr(lm, method)(requests[:most], disable_tqdm=True)
+    return wait(device) - start
 
 
 def ratio(seconds: dict[str, float]) -> dict[str, float]:
@@ -125,16 +135,15 @@ def main() -> int:
         "ours": FlaTrainLM(model, batch_size="auto", **options),
         "hflm": HFLM(model, backend="causal", **hflm, **options),
     }
-    spent = {name: timed(lm, device) for name, lm in bridges.items()}
     manager, total = TaskManager(), dict.fromkeys(bridges, 0.0)
-    with hub_datasets(arguments.mirror):
-        for task in arguments.tasks.split(","):
-            for limit in (WARM_UP, arguments.limit):
-                seconds = {
-                    name: time_task(lm, spent[name], task, manager, limit) for name, lm in bridges.items()
-                }
-            total = {name: total[name] + seconds[name] for name in bridges}
-            print(json.dumps({"task": task, **ratio(seconds)}), flush=True)
+    for task in arguments.tasks.split(","):
+        with hub_datasets(arguments.mirror):
+            asked = requests_of(task, manager, arguments.limit)
+        for lm in bridges.values():
+            time_answers(lm, asked, device, WARM_UP)
+        seconds = {name: time_answers(lm, asked, device) for name, lm in bridges.items()}
+        total = {name: total[name] + seconds[name] for name in bridges}
+        print(json.dumps({"task": task, **ratio(seconds)}), flush=True)
     print(json.dumps({"total": arguments.tasks, **ratio(total)}), flush=True)
     return 0
 

@@ -23,7 +23,7 @@ GPU_KERNELS = (
     (
         "operator",
         re.compile(
-            r"^(prepare|state|adjoint|gradient|reverse|step|combine|cut|piece_\w+)_kernel|^chunk_|delta|wy_|tril|flash|fmha"
+            r"^(prepare|state|adjoint|gradient|reverse|step|walk|walk_back|combine|cut|piece_\w+)_kernel|^chunk_|delta|wy_|tril|flash|fmha"
         ),
     ),
     ("loss", re.compile(r"consume_kernel|cross_entropy|SoftMax|nll_loss")),

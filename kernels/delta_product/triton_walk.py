@@ -94,7 +94,7 @@ def walk_forward(
     """Fill the output and, where given, the states [B, T, N, H, K, V] and those at the ends."""
     programs, sizes = _sizes(q, k, v, bounds, qk_l2norm)
     with torch.cuda.device_of(q):
-        forward_kernel[(programs,)](
+        walk_kernel[(programs,)](
             q, k, v, beta, g, initial_state, o, states, final_state, scale, **sizes, num_warps=1
         )
 
@@ -122,7 +122,7 @@ def walk_backward(
     """Fill the gradients."""
     programs, sizes = _sizes(q, k, v, bounds, qk_l2norm)
     with torch.cuda.device_of(q):
-        backward_kernel[(programs,)](
+        walk_back_kernel[(programs,)](
             *(q, k, v, beta, g, states, do, dfinal_state),
             *(dq, dk, dv, dbeta, dg, dinitial_state, scale),
             **sizes,
@@ -172,7 +172,7 @@ def store_key(p, b_dx, b_x, b_r, o_k, K: tl.constexpr, L2NORM: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T"])
-def forward_kernel(
+def walk_kernel(
     q, k, v, beta, g, initial_state,
     o, states, final_state, scale, cu_seqlens, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
@@ -207,7 +207,7 @@ def forward_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def backward_kernel(
+def walk_back_kernel(
     q, k, v, beta, g, states, do, dfinal_state,
     dq, dk, dv, dbeta, dg, dinitial_state, scale, cu_seqlens, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr,

@@ -10,11 +10,12 @@ import pytest
 
 from tests.kernels.emulated_gluon import Emulator
 from tests.kernels.gluon_judge import MODULES, TILED, Launch, judge
-from tests.kernels.test_triton import INTERPRETED, Case, _poisoned_memory, uniform
+from tests.kernels.test_triton import INTERPRETED, Case, uniform
 
-__all__ = ["_poisoned_memory"]  # a fixture for every test here
-
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter for the other kernels")
+pytestmark = [
+    pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter for the other kernels"),
+    pytest.mark.usefixtures("poisoned_memory"),
+]
 
 
 def emulate(name: str, *, late: bool, path: Path | None = None) -> Launch:

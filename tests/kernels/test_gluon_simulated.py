@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.kernels.compiled_gluon import Compiled, Variant, compile_for_hopper
 from tests.kernels.gluon_judge import MODULES, TILED, Launch, judge
 from tests.kernels.simulated_ptx import SPACE, Matrix, Program
-from tests.kernels.test_triton import BF16, BF16_LOOSE, INTERPRETED, Case, _poisoned_memory
+from tests.kernels.test_triton import BF16, BF16_LOOSE, INTERPRETED, Case
 
 NARROW = ("dq", "dk", "dv", "p", "x")  # what a kernel writes in 16 bits
 DESCRIPTOR = 5  # parameters that one takes: itself, two sizes, two strides
@@ -25,9 +25,11 @@ CASES = [
 ]
 SIMULATED = [(name, case) for case in CASES for name in MODULES if case.l2norm or name != "prepare"]
 WITHOUT_BARRIERS = ("reverse", Case(tokens=70, key_dim=64, value_dim=64, states=False))
-__all__ = ["_poisoned_memory"]  # a fixture for every test here
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter for the other kernels")
+pytestmark = [
+    pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter for the other kernels"),
+    pytest.mark.usefixtures("poisoned_memory"),
+]
 
 
 def variant(name: str, case: Case) -> Variant:
