@@ -22,6 +22,7 @@ from fla_train.kernels.delta_product.gluon_common import (
     FLAT,
     ROWS,
     TILE,
+    add,
     barrier,
     copy_pair,
     described,
@@ -35,11 +36,6 @@ WARPS = 4
 REGISTERS = 128  # of a thread, instead of 150: four programs share an SM and not three, and few are spilled
 # Of triton_forward, for Gluon: log2(e), and the least log2 decay of a token.
 PER_NAT, LEAST_DECAY = gl.constexpr(LOG2E.value), gl.constexpr(MIN_LOG2_DECAY.value)
-
-
-@gluon.jit
-def add(a, b):
-    return a + b
 
 
 @gluon.jit

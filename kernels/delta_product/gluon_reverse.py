@@ -5,8 +5,10 @@ state's gradient stays in registers and is never written, and each tile is read 
 engine (TMA) fills shared memory for the next chunk: k has two buffers, the tiles of the values and of the
 state are refilled as soon as the products that read them are done, that of q at the end.
 
-dE, dV and dS are a chain of products, each waiting for the one before. What needs none of them is computed
-while they run: <S, dS'> and the scores of q. For 16-bit inputs with K = V = 64 or 128.
+dE, dV and dS are a chain of products, each waiting for the one before, and the next chunk's first one begins
+before this chunk ends. What needs none of them is computed while they run: <S, dS'> and the scores of q. All
+threads meet six times a chunk: what they exchange, sums of rows above all, waits in shared memory for one of
+these barriers. For 16-bit inputs with K = V = 64 or 128.
 """
 
 from collections.abc import Mapping
@@ -25,18 +27,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fla_train.kernels.delta_product.gluon_common import (
-    FLAT,
     ROWS,
     TILE,
-    add2,
     anew,
     barrier,
     copy_rows,
     described,
+    in_parts,
+    keep_column_sums,
+    keep_row_sums,
+    load_sums,
     make_bar,
+    make_sums,
     on_hopper,
+    row_sums,
     segment,
     store_tile,
+    suffix_sums,
+    widened,
 )
 from fla_train.kernels.delta_product.gluon_scalars import (
     BETA,
@@ -66,29 +74,36 @@ LEAST_ROW = gl.constexpr(1e-30)  # of dE^T: what has no larger element isn't div
 
 
 @gluon.jit
-def copy_values(
-    do, errors, states, s_do, s_e, s_s, bar_do, bar_e, bar_s, i_m, i_t, i_s, i_h, pred,
-    K: gl.constexpr, V: gl.constexpr,
-):  # fmt: skip
-    """dO, E and the state of a chunk and head; a barrier completes with each.
+def expect_values(bar_do, bar_e, bar_s, pred, K: gl.constexpr, V: gl.constexpr):
+    """Tell the barriers of `copy_values` what will come.
 
-    All of them expect first: the compiler has the threads meet before a copy whose barrier was touched.
+    Before a barrier of all threads: the compiler has them meet between this and the copies in any case.
     """
     mbarrier.expect(bar_do, 2 * ROWS * V, pred=pred)
     mbarrier.expect(bar_e, 2 * ROWS * V, pred=pred)
     mbarrier.expect(bar_s, 2 * V * K, pred=pred)
-    tma.async_copy_global_to_shared(do, [i_t, i_h * V], bar_do, s_do, pred=pred)
-    tma.async_copy_global_to_shared(states, [i_s, 0], bar_s, s_s, pred=pred)
-    tma.async_copy_global_to_shared(errors, [i_m, i_h * V], bar_e, s_e, pred=pred)
 
 
 @gluon.jit
-def copy_inverse(x, p, s_x, s_p, bar_x, bar_p, i_m, i_t, i_h, pred):
-    """X and P D of a chunk and head, in the same way."""
+def copy_values(do, errors, states, s_do, s_e, s_s, bar_do, bar_e, bar_s, i_m, i_t, i_s, i_column, pred):
+    """dO, E and the state of a chunk and head; a barrier completes with each."""
+    tma.async_copy_global_to_shared(do, [i_t, i_column], bar_do, s_do, pred=pred)
+    tma.async_copy_global_to_shared(errors, [i_m, i_column], bar_e, s_e, pred=pred)
+    tma.async_copy_global_to_shared(states, [i_s, 0], bar_s, s_s, pred=pred)
+
+
+@gluon.jit
+def expect_inverse(bar_x, bar_p, pred):
+    """The same for `copy_inverse`."""
     mbarrier.expect(bar_x, 2 * ROWS * ROWS, pred=pred)
     mbarrier.expect(bar_p, 2 * ROWS * ROWS, pred=pred)
-    tma.async_copy_global_to_shared(p, [i_t, i_h * ROWS], bar_p, s_p, pred=pred)
-    tma.async_copy_global_to_shared(x, [i_m, i_h * ROWS], bar_x, s_x, pred=pred)
+
+
+@gluon.jit
+def copy_inverse(x, p, s_x, s_p, bar_x, bar_p, i_m, i_t, i_column, pred):
+    """X and P D of a chunk and head, in the same way."""
+    tma.async_copy_global_to_shared(p, [i_t, i_column], bar_p, s_p, pred=pred)
+    tma.async_copy_global_to_shared(x, [i_m, i_column], bar_x, s_x, pred=pred)
 
 
 @gluon.jit(do_not_specialize=["T", "NT"])
@@ -122,11 +137,26 @@ def reverse_kernel(
     ROW: gl.constexpr = gl.SliceLayout(1, SQUARE)
     COLUMN: gl.constexpr = gl.SliceLayout(0, SQUARE)
     WROW: gl.constexpr = gl.SliceLayout(1, WIDE)
+    DIM: gl.constexpr = gl.SliceLayout(1, TALL)
     STEP: gl.constexpr = gl.SliceLayout(0, TALL)
+    LINE: gl.constexpr = gl.BlockedLayout([2], [32], [num_warps], [0])  # 64 scalars in each warp
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [num_warps, 1], [1, 0])
     MASK: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
     TOKENS: gl.constexpr = (C + 15) // 16 * 16  # rows of q and dO that a sum over tokens takes
     TILE_BYTES: gl.constexpr = 2 * ROWS * K
+
+    i_seq, i_h = gl.program_id(0) // H, gl.program_id(0) % H  # heads side by side: their rows are neighbours
+    i_start, length, i_chunk = segment(i_seq, cu_seqlens, chunk_offsets, T, NT, PACKED)
+    n_chunks = (length + C - 1) // C
+    o_v, o_k = gl.arange(0, V, gl.SliceLayout(1, STATE)), gl.arange(0, K, gl.SliceLayout(0, STATE))
+    p_s = (i_seq.to(gl.int64) * H + i_h) * K * V + o_k[None, :] * V + o_v[:, None]
+    b_ds = gl.zeros([V, K], gl.float32, STATE)  # dS^T
+    if HAS_FINAL:
+        b_ds = gl.load(dfinal_state + p_s)
+    if n_chunks == 0:
+        if STORE_INITIAL:
+            gl.store(dinitial_state + p_s, b_ds)
+        return
 
     m_e = gl.allocate_shared_memory(DTYPE, [1, ROWS, V], errors.layout)
     m_do = gl.allocate_shared_memory(DTYPE, [1, ROWS, V], do.layout)
@@ -138,84 +168,83 @@ def reverse_kernel(
     m_p = gl.allocate_shared_memory(DTYPE, [1, ROWS, ROWS], p.layout)
     m_w = gl.allocate_shared_memory(INVERSE, [1, V, ROWS], TILE)
     m_dv = gl.allocate_shared_memory(DTYPE, [1, ROWS, V], TILE)
-    m_da = gl.allocate_shared_memory(DTYPE, [1, ROWS, ROWS], TILE)
     m_dp = gl.allocate_shared_memory(DTYPE, [1, ROWS, ROWS], TILE)
+    m_out = gl.allocate_shared_memory(DTYPE, [1, ROWS, K], TILE)
     m_r = m_w if INVERSE == DTYPE else m_w._reinterpret(DTYPE, [1, V, ROWS], TILE)
-    m_out = m_r._reinterpret(DTYPE, [1, ROWS, K], TILE)
+    m_da = m_out._reinterpret(DTYPE, [K // ROWS, ROWS, ROWS], TILE)
     table = make_table()
-    state_sums = gl.allocate_shared_memory(gl.float32, [V], FLAT)
+    state_sums, maxima = make_sums(2), make_sums(2)
+    written, inner, keys, queries, lost = make_sums(2), make_sums(2), make_sums(2), make_sums(2), make_sums(2)
+    lost_k, lost_q = make_sums(4), make_sums(4)
     bar_do, bar_e, bar_s = make_bar(), make_bar(), make_bar()
     bar_x, bar_p, bar_q = make_bar(), make_bar(), make_bar()
     bars_k = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(bars_k.index(i), count=1)
-    fence_async_shared()
-    barrier()
 
-    i_seq, i_h = gl.program_id(0) // H, gl.program_id(0) % H  # heads side by side: their rows are neighbours
-    i_start, length, i_chunk = segment(i_seq, cu_seqlens, chunk_offsets, T, NT, PACKED)
-    n_chunks = (length + C - 1) // C
-    i_c = gl.maximum(n_chunks - 1, 0)
-    i_t, n_t = i_start + i_c * C, gl.minimum(length - i_c * C, C)
-    pred = n_chunks > 0
-    copy_rows(k, m_k.index(0), bars_k.index(0), i_t * N, i_h * K, pred, TILE_BYTES)
-    copy_inverse(x, p, m_x.index(0), m_p.index(0), bar_x, bar_p, i_t * N, i_t, i_h, pred)
-    copy_values(
-        *(do, errors, states, m_do.index(0), m_e.index(0), m_s.index(0), bar_do, bar_e, bar_s),
-        *(i_t * N, i_t, ((i_chunk + i_c) * H + i_h) * V, i_h, pred, K, V),
-    )
-    copy_rows(q, m_q.index(0), bar_q, i_t, i_h * K, pred, TILE_BYTES)
-
-    o_v, o_k = gl.arange(0, V, gl.SliceLayout(1, STATE)), gl.arange(0, K, gl.SliceLayout(0, STATE))
-    p_s = (i_seq.to(gl.int64) * H + i_h) * K * V + o_k[None, :] * V + o_v[:, None]
-    b_ds = gl.zeros([V, K], gl.float32, STATE)  # dS^T
-    if HAS_FINAL:
-        b_ds = gl.load(dfinal_state + p_s)
+    i_c = n_chunks - 1
+    i_t, n_t = i_start + i_c * C, length - i_c * C
     scalars = fetch_scalars(
         beta, g, gc, rq, rk, i_t.to(gl.int64), n_t, i_h, n_total, H, N, GATED, L2NORM, num_warps
     )
     keep_scalars(table, scalars, scale, GATED)
     g_last = scalars[5]
+    m_ds.index(0).store(b_ds.to(DTYPE))
+    fence_async_shared()
+    barrier()
+    copy_rows(k, m_k.index(0), bars_k.index(0), i_t * N, i_h * K, True, TILE_BYTES)
+    expect_inverse(bar_x, bar_p, True)
+    copy_inverse(x, p, m_x.index(0), m_p.index(0), bar_x, bar_p, i_t * N, i_t, i_h * ROWS, True)
+    expect_values(bar_do, bar_e, bar_s, True, K, V)
+    copy_values(
+        *(do, errors, states, m_do.index(0), m_e.index(0), m_s.index(0), bar_do, bar_e, bar_s),
+        *(i_t * N, i_t, ((i_chunk + i_c) * H + i_h) * V, i_h * V, True),
+    )
+    copy_rows(q, m_q.index(0), bar_q, i_t, i_h * K, True, TILE_BYTES)
+    mbarrier.wait(bars_k.index(0), 0)
+    tall = gl.zeros([V, ROWS], gl.float32, TALL)
+    b_de = warpgroup_mma(m_ds.index(0), m_k.index(0).permute((1, 0)), tall, is_async=True)  # dS'^T K^T
+    b_de = warpgroup_mma_wait(0, deps=[b_de])
     for step in range(0, n_chunks):
         zero, i_h = anew(step, 0, H)
         buffer = step & 1
-        s_ds, s_p, s_do, s_k = m_ds.index(zero), m_p.index(zero), m_do.index(zero), m_k.index(buffer + zero)
-        s_e, s_q, s_s, s_w = m_e.index(zero), m_q.index(zero), m_s.index(zero), m_w.index(zero)
+        s_ds, s_p, s_do = m_ds.index(zero), m_p.index(zero), m_do.index(zero)
+        s_e, s_s, s_w = m_e.index(zero), m_s.index(zero), m_w.index(zero)
         p_t, n_m = i_t.to(gl.int64), n_t * N
         p_m = p_t * N
         i_c = n_chunks - 2 - step  # the chunk before this one, which follows
         pred = i_c >= 0
         f_t, f_n = i_start + gl.maximum(i_c, 0) * C, gl.minimum(length, C)
-        copy_rows(k, m_k.index(1 - buffer), bars_k.index(1 - buffer), f_t * N, i_h * K, pred, TILE_BYTES)
         o_r, o_c = gl.arange(0, ROWS, ROW), gl.arange(0, ROWS, COLUMN)
+        square, wide = gl.zeros([ROWS, ROWS], gl.float32, SQUARE), gl.zeros([ROWS, K], gl.float32, WIDE)
+        tall = gl.zeros([V, ROWS], gl.float32, TALL)
 
-        # dE^T = (dS'^T K^T) .* write + dO^T P D
-        s_ds.store(b_ds.to(DTYPE))
+        # dE^T = (dS'^T K^T) .* write + dO^T P D, and beside it what reads E, dO and the states as they are
         mbarrier.wait(bar_p, step & 1)
         if n_t < TOKENS:
             o_s = gl.arange(0, ROWS, gl.SliceLayout(1, MASK))
             b_p = s_p.load(MASK)
             s_p.store(gl.where((o_s < n_t)[:, None], b_p, gl.zeros_like(b_p)))
-        fence_async_shared()
-        barrier()
-        mbarrier.wait(bars_k.index(buffer), (step >> 1) & 1)
+            fence_async_shared()
+            barrier()
+        b_de *= (table[WRITE].load(STEP) * table[BETA].load(STEP))[None, :]
         mbarrier.wait(bar_do, step & 1)
-        square, wide = gl.zeros([ROWS, ROWS], gl.float32, SQUARE), gl.zeros([ROWS, K], gl.float32, WIDE)
-        tall = gl.zeros([V, ROWS], gl.float32, TALL)
-        b_de = warpgroup_mma(s_ds, s_k.permute((1, 0)), tall, is_async=True)
-        b_pdo = warpgroup_mma(
-            s_do.slice(0, TOKENS).permute((1, 0)), s_p.slice(0, TOKENS), tall, is_async=True
-        )
-        if GATED:
-            mbarrier.wait(bar_s, step & 1)
-            # Not from the registers: reading them, the compiler would wait for the products first.
-            state_sums.store(gl.sum(s_s.load(STATE).to(gl.float32) * s_ds.load(STATE).to(gl.float32), 1))
-        b_de, b_pdo = warpgroup_mma_wait(0, deps=[b_de, b_pdo])
+        b_de = warpgroup_mma(s_do.slice(0, TOKENS).permute((1, 0)), s_p.slice(0, TOKENS), b_de, is_async=True)
         mbarrier.wait(bar_e, step & 1)
         b_dp = warpgroup_mma(s_e, s_do.permute((1, 0)), square, is_async=True)  # E dO^T
-        b_de = b_de * (table[WRITE].load(STEP) * table[BETA].load(STEP))[None, :] + b_pdo
+        b_dk = warpgroup_mma(s_e, s_ds, wide, is_async=True)
+        mbarrier.wait(bar_s, step & 1)
+        b_dq = warpgroup_mma(s_do, s_s, wide, is_async=True)
+        if GATED:
+            keep_row_sums(state_sums, row_sums(widened(s_s.load(STATE)) * widened(s_ds.load(STATE))))
+        b_de = warpgroup_mma_wait(3, deps=[b_de])
         if INVERSE == gl.float16:
-            b_max = gl.max(gl.maximum(b_de, -b_de), 1)
+            if V == ROWS:
+                keep_row_sums(maxima, gl.max(in_parts(gl.abs(b_de)), 2))
+                barrier()
+                b_max = gl.maximum(maxima.slice(0, ROWS).load(DIM), maxima.slice(ROWS, ROWS).load(DIM))
+            else:
+                b_max = gl.max(gl.abs(b_de), 1)
             b_max = gl.where(b_max > LEAST_ROW, b_max, 1.0)
             b_de *= (1.0 / b_max)[:, None]
         s_w.store(b_de.to(INVERSE))
@@ -224,142 +253,149 @@ def reverse_kernel(
 
         # dV^T = dE^T X, and beside it the scores of q
         zero, i_h = anew(step, 1, H)
-        s_w, s_x, s_dp = m_w.index(zero), m_x.index(zero), m_dp.index(zero)
-        s_do, s_s, s_e, s_ds = m_do.index(zero), m_s.index(zero), m_e.index(zero), m_ds.index(zero)
+        s_w, s_x, s_do, s_dp = m_w.index(zero), m_x.index(zero), m_do.index(zero), m_dp.index(zero)
         s_k, s_q = m_k.index(buffer + zero), m_q.index(zero)
         mbarrier.wait(bar_x, step & 1)
         b_dv = warpgroup_mma(s_w, s_x, tall, is_async=True)
         mbarrier.wait(bar_q, step & 1)
         b_kq = warpgroup_mma(s_k, s_q.permute((1, 0)), square, is_async=True)
-        if not GATED:
-            mbarrier.wait(bar_s, step & 1)
-        b_dq = warpgroup_mma(s_do, s_s, wide, is_async=True)
-        b_dk = warpgroup_mma(s_e, s_ds, wide, is_async=True)
         b_dp = warpgroup_mma_wait(4, deps=[b_dp])
-        seen = ((o_r // N)[:, None] <= o_c[None, :]) & (o_c < n_t)[None, :]
         beta_r, rk_r = table[BETA].load(ROW), table[RK].load(ROW)
         b_dp *= rk_r[:, None] * (table[RQ].load(COLUMN) * scale)[None, :]
         if GATED:
-            decay = table[GT].load(COLUMN)[None, :] - table[GM].load(ROW)[:, None]
-            b_dp *= gl.exp2(gl.where(seen, decay, 0.0))
-        b_dp = gl.where(seen, b_dp, 0.0)
-        s_dp.store((b_dp * beta_r[:, None]).to(DTYPE))
-        b_dv, b_kq, b_dq = warpgroup_mma_wait(1, deps=[b_dv, b_kq, b_dq])
-        b_dp *= b_kq  # dP .* P
-        b_do = s_do.load(STORE)
-        barrier()  # W, dO, X and P are read
+            b_dp *= gl.exp2(table[GT].load(COLUMN)[None, :] - table[GM].load(ROW)[:, None])
+        b_dp = gl.where((o_r // N)[:, None] <= o_c[None, :], b_dp, 0.0)
+        r_dp = (b_dp * beta_r[:, None]).to(DTYPE)
+        s_dp.store(r_dp)
+        query_s = table[QUERY].load(gl.SliceLayout(1, STORE))
+        b_do = (widened(s_do.load(STORE)) * query_s[:, None]).to(DTYPE)
+        if GATED:
+            b_ds *= gl.exp2(g_last)
+        mbarrier.expect(bars_k.index(1 - buffer), TILE_BYTES, pred=pred)
+        b_dk, b_dq, b_dv = warpgroup_mma_wait(1, deps=[b_dk, b_dq, b_dv])
+        barrier()  # W, dO, dS', X and P are read
 
         # dV, and what reads and writes the state with its factors
         zero, i_h = anew(step, 2, H)
         s_dv, s_r, s_do, s_e = m_dv.index(zero), m_r.index(zero), m_do.index(zero), m_e.index(zero)
         s_k, s_q, s_s = m_k.index(buffer + zero), m_q.index(zero), m_s.index(zero)
-        copy_inverse(x, p, m_x.index(zero), m_p.index(zero), bar_x, bar_p, f_t * N, f_t, i_h, pred)
+        s_dp = m_dp.index(zero)
+        tma.async_copy_global_to_shared(
+            *(k, [f_t * N, i_h * K], bars_k.index(1 - buffer), m_k.index(1 - buffer)), pred=pred
+        )
+        expect_inverse(bar_x, bar_p, pred)
         if INVERSE == gl.float16:
             b_dv *= b_max[:, None]
         s_dv.permute((1, 0)).store(b_dv.to(DTYPE))
         s_r.store((b_dv * -table[READ].load(STEP)[None, :]).to(DTYPE))
-        query_s = table[QUERY].load(gl.SliceLayout(1, STORE))
-        s_do.store((b_do.to(gl.float32) * query_s[:, None]).to(DTYPE))
+        s_do.store(b_do)
         fence_async_shared()
         barrier()
-        b_da = warpgroup_mma(s_dv, s_e.permute((1, 0)), square, is_async=True)  # dV E^T
-        b_kk = warpgroup_mma(s_k, s_k.permute((1, 0)), square, is_async=True)
-        if GATED:
-            b_ds *= gl.exp2(g_last)
+        copy_inverse(x, p, m_x.index(zero), m_p.index(zero), bar_x, bar_p, f_t * N, f_t, i_h * ROWS, pred)
+        b_da = warpgroup_mma(s_e, s_dv.permute((1, 0)), square, is_async=True)  # dA^T = E dV^T
         b_ds = warpgroup_mma(s_do.slice(0, TOKENS).permute((1, 0)), s_q.slice(0, TOKENS), b_ds, is_async=True)
+        b_ds = warpgroup_mma(s_r, s_k, b_ds, is_async=True)
+        b_kk = warpgroup_mma(s_k, s_k.permute((1, 0)), square, is_async=True)
         store_tile(dv + (p_m * H + i_h) * V, s_dv, n_m, zero, H * V, V, STORE)
 
-        # By way of the state, and the inner products with k and q that beta, gates and norms take.
-        b_dk = warpgroup_mma_wait(3, deps=[b_dk])
-        write_w, query_w, beta_w = table[WRITE].load(WROW), table[QUERY].load(WROW), table[BETA].load(WROW)
-        b_x = s_k.load(WIDE).to(gl.float32)
-        kw, qr = gl.reduce((b_x * b_dk, s_q.load(WIDE).to(gl.float32) * b_dq), 1, add2)
-        kw, qr = kw * write_w, qr * query_w
-        b_dq *= query_w[:, None]
-        b_dk *= (write_w * beta_w)[:, None]
+        # By way of the state, and the inner products of k with what is written to it.
+        keep_row_sums(written, row_sums(widened(s_k.load(WIDE)) * b_dk))
+        b_dk *= (table[WRITE].load(WROW) * table[BETA].load(WROW))[:, None]
+        b_dq *= table[QUERY].load(WROW)[:, None]
         b_dk = warpgroup_mma(s_r.permute((1, 0)), s_s, b_dk, is_async=True)
-        b_ds = warpgroup_mma(s_r, s_k, b_ds, is_async=True)
+        b_dk = warpgroup_mma(s_dp, s_q, b_dk, is_async=True)
+        b_dq = warpgroup_mma(s_dp.permute((1, 0)), s_k, b_dq, is_async=True)
+        b_kq = warpgroup_mma_wait(7, deps=[b_kq])
+        pairs = row_sums(b_dp * b_kq)  # dP .* P
+        b_dp = (b_dp * beta_r[:, None] - widened(r_dp)) * b_kq  # what rounding took from that
 
-        # Inside the chunk.
+        # Inside the chunk; and the state's gradient for the next one.
         zero, i_h = anew(step, 3, H)
-        s_da, s_k = m_da.index(zero), m_k.index(buffer + zero)
-        lower = (o_r[:, None] > o_c[None, :]) & (o_r < n_m)[:, None]
-        beta_c = table[BETA].load(COLUMN)
-        b_da, b_kk = warpgroup_mma_wait(3, deps=[b_da, b_kk])
+        s_da, s_ds = m_da.index(zero), m_ds.index(zero)
+        b_da = warpgroup_mma_wait(6, deps=[b_da])
         b_da *= -rk_r[:, None] * table[RK].load(COLUMN)[None, :]
         if GATED:
-            decay = table[GM].load(ROW)[:, None] - table[GM].load(COLUMN)[None, :]
-            b_da *= gl.exp2(gl.where(lower, decay, 0.0))
-        b_da = gl.where(lower, b_da, 0.0)
-        s_da.store((b_da * beta_c[None, :]).to(DTYPE))
-        b_da *= b_kk  # dA .* A
-        b_dk = warpgroup_mma_wait(1, deps=[b_dk])
-        kr = gl.sum(s_k.load(WIDE).to(gl.float32) * b_dk, 1) - kw * beta_w
+            b_da *= gl.exp2(table[GM].load(COLUMN)[None, :] - table[GM].load(ROW)[:, None])
+        b_da = gl.where(o_r[:, None] < o_c[None, :], b_da, 0.0)
+        r_da = (b_da * beta_r[:, None]).to(DTYPE)
+        s_da.store(r_da)
+        b_ds = warpgroup_mma_wait(4, deps=[b_ds])
+        s_ds.store(b_ds.to(DTYPE))
+        expect_values(bar_do, bar_e, bar_s, pred, K, V)
+        b_kk = warpgroup_mma_wait(2, deps=[b_kk])
         fence_async_shared()
         barrier()  # dO, E and S are read
         zero, i_h = anew(step, 4, H)
         s_do, s_e, s_s, s_da = m_do.index(zero), m_e.index(zero), m_s.index(zero), m_da.index(zero)
-        s_k, s_q, s_dp = m_k.index(buffer + zero), m_q.index(zero), m_dp.index(zero)
+        s_k, s_q, s_ds = m_k.index(buffer + zero), m_q.index(zero), m_ds.index(zero)
         copy_values(
             *(do, errors, states, s_do, s_e, s_s, bar_do, bar_e, bar_s),
-            *(f_t * N, f_t, ((i_chunk + i_c) * H + i_h) * V, i_h, pred, K, V),
+            *(f_t * N, f_t, ((i_chunk + i_c) * H + i_h) * V, i_h * V, pred),
         )
-        b_dk = warpgroup_mma(s_da, s_k, b_dk, is_async=True)
         b_dk = warpgroup_mma(s_da.permute((1, 0)), s_k, b_dk, is_async=True)
-        b_dk = warpgroup_mma(s_dp, s_q, b_dk, is_async=True)
-        b_dq = warpgroup_mma(s_dp.permute((1, 0)), s_k, b_dq, is_async=True)
-
+        b_dk = warpgroup_mma(s_da, s_k, b_dk, is_async=True)
+        # Already the next chunk's dS'^T K^T; after the last one this chunk's again, for nothing.
+        ahead = gl.minimum(step + 1, n_chunks - 1)
+        mbarrier.wait(bars_k.index(ahead & 1), (ahead >> 1) & 1)
+        b_de = warpgroup_mma(s_ds, m_k.index((ahead & 1) + zero).permute((1, 0)), tall, is_async=True)
         scalars = fetch_scalars(
             beta, g, gc, rq, rk, f_t.to(gl.int64), f_n, i_h, n_total, H, N, GATED, L2NORM, num_warps
         )
-        # Meanwhile what beta, gates and norms take of the chunk.
-        inner, kp = gl.reduce((b_dp, b_da * beta_c[None, :]), 1, add2)
-        columns, qp = gl.reduce((b_da, b_dp * beta_r[:, None]), 0, add2)
-        table[READ].store(columns)
-        table[QUERY].store(qp)
-        b_ds = warpgroup_mma_wait(4, deps=[b_ds])
-        barrier()  # what read the state is read
-        inner += table[READ].load(ROW)
-        kp += inner * beta_r
-        qp = table[QUERY].load(WROW)
-        kw_r, kr_r = gl.convert_layout(kw, ROW), gl.convert_layout(kr, ROW)
-        gl.store(dbeta + (p_m + o_r) * H + i_h, kw_r + inner, mask=o_r < n_m)
+        keep_row_sums(inner, pairs + row_sums(b_da * b_kk))  # dA .* A
         if GATED:
-            # k that reads the state raises the gates up to its token, what is written those after it.
-            table[GM].store(kr_r + kp - 2.0 * inner * beta_r)
-            table[WRITE].store(kw_r * beta_r)
-            table[GT].store(qr + qp)
-            barrier()
-            rises, later = table[GM].load(COLUMN), table[WRITE].load(COLUMN)
-            tokens = table[GT].load(COLUMN)
+            b_da = (b_da * beta_r[:, None] - widened(r_da)) * b_kk
+            keep_row_sums(lost, row_sums(b_da + b_dp))
             if N == 1:
-                sums = gl.where(o_c[None, :] >= o_r[:, None], (rises + tokens)[None, :], later[None, :])
+                keep_column_sums(lost_k, b_da + b_dp)
             else:
-                sums = gl.where((o_c // N)[None, :] >= o_r[:, None], rises[None, :], later[None, :])
-                sums += gl.where(o_c[None, :] >= o_r[:, None], tokens[None, :], 0.0)
-            for i in gl.static_range(0, V, ROWS):
-                sums += (state_sums.slice(i, ROWS).load(COLUMN) * gl.exp2(g_last))[None, :]
-            b_dg = gl.where(table[RAW].load(ROW) > MIN_LOG_DECAY, gl.sum(sums, 1), 0.0)
-            gl.store(dg + (p_t + o_r) * H + i_h, b_dg, mask=o_r < n_t)
+                keep_column_sums(lost_k, b_da)
+                keep_column_sums(lost_q, b_dp)
+        b_dq = warpgroup_mma_wait(3, deps=[b_dq])
+        if GATED or L2NORM:
+            keep_row_sums(queries, row_sums(widened(s_q.load(WIDE)) * b_dq))
+        b_dk = warpgroup_mma_wait(1, deps=[b_dk])
+        if GATED or L2NORM:
+            keep_row_sums(keys, row_sums(widened(s_k.load(WIDE)) * b_dk))
+        o_m = gl.arange(0, ROWS, LINE)
+        beta_m, write_m = table[BETA].load(LINE), table[WRITE].load(LINE)
+        if GATED:
+            raw, b_ss = table[RAW].load(LINE), load_sums(state_sums, LINE)
+        rk_w, rq_w = table[RK].load(WROW), table[RQ].load(WROW)
+        mbarrier.expect(bar_q, TILE_BYTES, pred=pred)
+        barrier()  # the scores and this chunk's scalars are read
 
-        b_dk, b_dq = warpgroup_mma_wait(0, deps=[b_dk, b_dq])
         zero, i_h = anew(step, 5, H)
         s_k, s_q, s_dv, s_out = m_k.index(buffer + zero), m_q.index(zero), m_dv.index(zero), m_out.index(zero)
         if L2NORM:
             # The sums are r * d(x r): with r = rsqrt(x . x + eps), dx = that - r^2 x (x . that).
-            radial = rk_r * rk_r * (kr_r + kw_r * beta_r + kp)
-            b_dk -= s_k.load(WIDE).to(gl.float32) * gl.convert_layout(radial, WROW)[:, None]
-            rq_w = table[RQ].load(WROW)
-            radial = rq_w * rq_w * (qr + qp)
-            b_dq -= s_q.load(WIDE).to(gl.float32) * radial[:, None]
-        # Through the tiles of dV into rows of whole sectors.
+            b_dk += widened(s_k.load(WIDE)) * (-rk_w * rk_w * load_sums(keys, WROW))[:, None]
+            b_dq += widened(s_q.load(WIDE)) * (-rq_w * rq_w * load_sums(queries, WROW))[:, None]
+        # Through shared memory into rows of whole sectors.
         s_dv.store(b_dk.to(DTYPE))
         s_out.store(b_dq.to(DTYPE))
-        barrier()  # q and k are read
-        copy_rows(q, s_q, bar_q, f_t, i_h * K, pred, TILE_BYTES)
         keep_scalars(table, scalars, scale, GATED)
+        barrier()  # q and k are read
+        tma.async_copy_global_to_shared(q, [f_t, i_h * K], bar_q, s_q, pred=pred)
         store_tile(dk + (p_m * H + i_h) * K, s_dv, n_m, zero, H * K, K, STORE)
         store_tile(dq + (p_t * H + i_h) * K, s_out, n_t, zero, H * K, K, STORE)
+        kw = load_sums(written, LINE) * write_m
+        gl.store(dbeta + (p_m + o_m) * H + i_h, kw + load_sums(inner, LINE), mask=o_m < n_m)
+        if GATED:
+            # k that reads the state raises the gates up to its token, what is written those after it. dk and
+            # dq are of rounded scores: with what that took, as much is added here as is subtracted there.
+            kw *= beta_m
+            rises = load_sums(keys, LINE) - 2.0 * (kw + load_sums(inner, LINE) * beta_m)
+            rises += load_sums(lost, LINE) + load_sums(lost_k, LINE)
+            tokens = load_sums(queries, LINE)
+            if N == 1:
+                b_dg = suffix_sums(rises + tokens)
+            else:
+                tokens += load_sums(lost_q, LINE)
+                b_dg = gl.gather(suffix_sums(rises), gl.minimum(o_m * N, ROWS - 1), 0) + suffix_sums(tokens)
+            b_dg += gl.sum(kw + b_ss * gl.exp2(g_last), 0)
+            b_dg = gl.where(raw > MIN_LOG_DECAY, b_dg, 0.0)
+            gl.store(dg + (p_t + o_m) * H + i_h, b_dg, mask=o_m < n_t)
+        b_de = warpgroup_mma_wait(0, deps=[b_de])
         i_t, n_t, g_last = f_t, f_n, scalars[5]
     if STORE_INITIAL:
         gl.store(dinitial_state + p_s, b_ds)

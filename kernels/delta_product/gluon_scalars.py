@@ -32,10 +32,10 @@ def make_table():
 
 
 @gluon.jit
-def gates_of(p, n_t, N: gl.constexpr, layout: gl.constexpr):
-    """[64] cumulative gates, one per N rows, zeros past the chunk."""
+def gates_of(p, n_t, g_last, N: gl.constexpr, layout: gl.constexpr):
+    """[64] cumulative gates, one per N rows; past the chunk the last one, so that no decay is infinite."""
     o = gl.arange(0, ROWS, layout) // N
-    return gl.load(p + o, mask=o < n_t, other=0.0)
+    return gl.load(p + o, mask=o < n_t, other=g_last)
 
 
 @gluon.jit
@@ -56,8 +56,8 @@ def fetch_scalars(
     b_gm, b_gt, g_last, b_g = b_beta, b_beta, 0.0, b_beta
     if GATED:
         p_g = gc + i_h.to(gl.int64) * n_total + i_t
-        b_gm, b_gt = gates_of(p_g, n_t, N, LINE), gates_of(p_g, n_t, 1, LINE)
         g_last = gl.load(p_g + n_t - 1, mask=n_t > 0, other=0.0)
+        b_gm, b_gt = gates_of(p_g, n_t, g_last, N, LINE), gates_of(p_g, n_t, g_last, 1, LINE)
         b_g = rows_of(g + i_t * H + i_h, n_t, H, LINE)
     return b_beta, b_rk, b_rq, b_gm, b_gt, g_last, b_g
 

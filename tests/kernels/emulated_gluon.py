@@ -112,7 +112,7 @@ class Emulator:
     def load(p: Pointer, mask: object = True, other: float = 0.0) -> Tensor:
         offset, mask = torch.broadcast_tensors(torch.as_tensor(p.offset), torch.as_tensor(mask))
         inside = offset.where(mask, torch.zeros_like(offset))
-        return torch.where(mask, p.data[inside], torch.tensor(other, dtype=p.data.dtype))
+        return torch.where(mask, p.data[inside], torch.as_tensor(other, dtype=p.data.dtype))
 
     @staticmethod
     def store(p: Pointer, value: Tensor, mask: object = True) -> None:
@@ -131,7 +131,7 @@ class Emulator:
         def number(x: object) -> Tensor:
             return torch.as_tensor(x)
 
-        dtypes = {name: getattr(torch, name) for name in ("float32", "int32", "int64")}
+        dtypes = {name: getattr(torch, name) for name in ("float32", "bfloat16", "int32", "int64")}
         shared_layouts = {
             "NVMMASharedLayout": lambda *_: 2,
             "SwizzledSharedLayout": lambda vec, per_phase, max_phase, order: len(order),
@@ -154,6 +154,8 @@ class Emulator:
             associative_scan=lambda x, axis, combine: x.cumsum(axis),
             sum=lambda x, axis: x.sum(axis),
             max=lambda x, axis: x.amax(axis),
+            abs=torch.abs,
+            reshape=torch.reshape,
             zeros_like=torch.zeros_like,
             minimum=lambda a, b: torch.minimum(number(a), number(b)),
             maximum=lambda a, b: torch.maximum(number(a), number(b)),

@@ -52,7 +52,13 @@ class Shared:
         assert dtype == self.data.dtype
         if len(shape) == self.data.ndim > rank and shape[0] == len(self.books):
             return Shared(self.data.view(shape), rank, self.books, self.memory)
+        if len(shape) == rank and self.data.ndim == self.rank and math.prod(shape) == self.data.numel():
+            return Shared(self.data.view(shape), rank, self.books, self.memory)
         return self.register(self.data.view(-1)[: math.prod(shape)].view(shape), rank, self.memory)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
 
     def index(self, i: Tensor | int) -> "Shared":
         assert self.data.ndim == self.rank + 1

@@ -23,6 +23,7 @@ SIMPLE: dict[str, Callable[..., Array]] = {
     **{"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert, "ex2": np.exp2},
     **{"mad": lambda a, b, c: a * b + c, "max": np.fmax, "min": np.fmin, "rsqrt": lambda a: 1 / np.sqrt(a)},
     "fma": lambda a, b, c: a.astype(np.float64) * b + c,
+    "abs": np.abs,
     "rem": np.fmod,
     "div": lambda a, b: a / b if a.dtype == np.float32 else a // b,
 }

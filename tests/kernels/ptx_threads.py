@@ -92,9 +92,9 @@ class Threads:
         self._put(code.operands[0].split("|")[1], np.arange(32) == 0)
 
     def _shfl(self, code: Instruction, active: Array) -> None:
-        lane, number = np.arange(32), int(code.operands[2])
-        source = {"bfly": lane ^ number, "idx": np.full(32, number), "up": np.maximum(lane - number, 0)}
-        assert code.parts[2] != "idx" or number < 32
+        lane, number = np.arange(32), self._value(code.operands[2]).astype(int)
+        source = {"bfly": lane ^ number, "idx": number, "up": np.maximum(lane - number, 0)}
+        assert code.parts[2] != "idx" or (number < 32).all()
         value = self._value(code.operands[1])
         target, _, inside = code.operands[0].partition("|")
         self._put(target, value[source[code.parts[2]]], active)
