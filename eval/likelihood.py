@@ -139,8 +139,9 @@ def _ends(lengths: Sequence[int], batch_tokens: int) -> list[int]:
     for i, length in enumerate(lengths):
         padded = (i - start + 1) * lengths[start]
         full = padded > batch_tokens or i - start == MAX_ROWS
-        large = min(padded, (len(lengths) - i) * lengths[start] - left) > batch_tokens / MIN_SHARE
-        wasteful = large and padded - real - length > MAX_PADDING * padded
+        spared = (len(lengths) - i) * lengths[start] - left  # padding of all that is left
+        pays = min(padded, spared) > batch_tokens / MIN_SHARE
+        wasteful = pays and padded - real - length > MAX_PADDING * padded
         if i > start and (full or wasteful):
             ends.append(i)
             start, real = i, 0

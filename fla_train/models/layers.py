@@ -31,7 +31,7 @@ def project(x: Tensor, *layers: nn.Linear) -> list[Tensor]:
 
 def _plain(layer: nn.Module) -> bool:
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    return type(layer) is nn.Linear and not any(hooks)
+    return type(layer) is nn.Linear and layer.bias is None and not any(hooks)
 
 
 class _Projections(torch.autograd.Function):
@@ -114,7 +114,8 @@ class GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
-        self.act, self.fused = ACT2FN[activation], activation == "silu"
+        self.act = ACT2FN[activation]
+        self.fused = activation == "silu"  # the kernel knows no other
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = project(x, self.gate_proj, self.up_proj)

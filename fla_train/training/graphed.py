@@ -1,7 +1,7 @@
 """Forward and backward pass as one CUDA graph, for models whose kernels take less time than their launches.
 
 A word problem's model keeps a GPU busy for a millisecond or two of each step, while the host takes several
-times as long to launch some two hundred kernels one by one. Recorded once, they are launched together.
+times as long to launch a hundred kernels and more one by one. Recorded once, they are launched together.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,8 @@ class GraphedPass:
             The loss, fp32 scalar; it and the gradients hold until the next call.
         """
         parameters = dict(self._module.named_parameters())
-        key = (*(x.shape for x in inputs.values()), *(p.data_ptr() for p in parameters.values()))
+        shapes = ((name, value.shape) for name, value in inputs.items())
+        key = (*shapes, *(parameter.data_ptr() for parameter in parameters.values()))
         if key != self._key:
             self._record(inputs, parameters)
             self._key = key

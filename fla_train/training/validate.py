@@ -171,6 +171,7 @@ def _batch(config: TrainConfig) -> list[str]:
 
 
 def _graph(config: TrainConfig) -> list[str]:
+    """A graph holds one pass of one process, of inputs whose shapes stay."""
     if not config.trainer.cuda_graph:
         return []
     against = {

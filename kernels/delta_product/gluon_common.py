@@ -18,7 +18,6 @@ ROWS = gl.constexpr(64)  # sub-steps per chunk, and rows of every tile of q, o a
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 # Of 64 scalars in shared memory.
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-PARTS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of several times 64
 
 
 def on_hopper(arguments: Mapping[str, Any]) -> bool:
@@ -81,95 +80,11 @@ def rows_of(p, n_rows, stride, layout: gl.constexpr):
 
 
 @gluon.jit
-def add2(a0, a1, b0, b1):
-    return a0 + b0, a1 + b1
-
-
-@gluon.jit
-def add3(a0, a1, a2, b0, b1, b2):
-    return a0 + b0, a1 + b1, a2 + b2
-
-
-@gluon.jit
-def add(a, b):
-    return a + b
-
-
-@gluon.jit
-def suffix_sums(x):
-    """Of each number and all after it."""
-    return gl.sum(x, 0) - gl.associative_scan(x, 0, add) + x
-
-
-@gluon.jit
-def widened(x):
-    """In fp32; of bf16 by one instruction a number, where the compiler takes two."""
-    if x.dtype == gl.bfloat16:
-        halves: gl.constexpr = "shl.b32 $0, $2, 16;\nand.b32 $1, $2, 0xffff0000;"
-        return gl.inline_asm_elementwise(halves, "=r,=r,r", [x], gl.float32, is_pure=True, pack=2)
-    else:
-        return x.to(gl.float32)
-
-
-@gluon.jit
-def make_sums(parts: gl.constexpr):
-    """Shared memory for 64 sums, each in so many parts."""
-    return gl.allocate_shared_memory(gl.float32, [parts * ROWS], FLAT)
-
-
-@gluon.jit
-def in_parts(x):
-    """[rows, parts, columns / parts] of x [64 or 128, columns], so that a warp has whole parts."""
-    parts: gl.constexpr = 2 * ROWS // x.shape[0]
-    return gl.reshape(x, [x.shape[0], parts, x.shape[1] // parts])
-
-
-@gluon.jit
-def row_sums(x):
-    """[rows, parts] sums of the rows of a matrix product of eight warps: of 64 rows two parts, else one.
-
-    What crosses warps goes through shared memory, by `keep_row_sums` and `load_sums`, with a barrier between
-    that is there anyway.
-    """
-    return gl.sum(in_parts(x), 2)
-
-
-@gluon.jit
-def keep_row_sums(sums, parts):
-    """Write the result of `row_sums`."""
-    sums._reinterpret(gl.float32, [parts.shape[1], parts.shape[0]], PARTS).permute((1, 0)).store(parts)
-
-
-@gluon.jit
-def keep_column_sums(sums, x):
-    """Write sums of the columns of x [64, 64], of each warp's 16 rows."""
-    sums._reinterpret(gl.float32, [4, ROWS], PARTS).store(gl.sum(gl.reshape(x, [4, 16, ROWS]), 1))
-
-
-@gluon.jit
-def load_sums(sums, layout: gl.constexpr):
-    """[64] sums of all parts."""
-    LENGTH: gl.constexpr = sums.shape[0]
-    total = sums.slice(0, ROWS).load(layout)
-    for i in gl.static_range(ROWS, LENGTH, ROWS):
-        total += sums.slice(i, ROWS).load(layout)
-    return total
-
-
-@gluon.jit
 def copy_pair(a, b, s_a, s_b, bar, i_a, i_b, i_column, pred, BYTES: gl.constexpr):
     """Tiles of two matrices, from the same column on; `bar` completes when BYTES have come."""
     mbarrier.expect(bar, BYTES, pred=pred)
     tma.async_copy_global_to_shared(a, [i_a, i_column], bar, s_a, pred=pred)
     tma.async_copy_global_to_shared(b, [i_b, i_column], bar, s_b, pred=pred)
-
-
-@gluon.jit
-def copy_values(errors, dv, do, m_e, m_dv, m_do, bars, buffer, i_m, i_t, i_column, pred, BYTES: gl.constexpr):
-    """E, dV and dO of a chunk into the buffers of that number; barrier `buffer` completes with all three."""
-    bar = bars.index(buffer)
-    copy_pair(errors, dv, m_e.index(buffer), m_dv.index(buffer), bar, i_m, i_m, i_column, pred, BYTES)
-    tma.async_copy_global_to_shared(do, [i_t, i_column], bar, m_do.index(buffer), pred=pred)
 
 
 @gluon.jit
@@ -204,3 +119,36 @@ def store_tile(p, tile, n_rows, i_row, STRIDE: gl.constexpr, COLUMNS: gl.constex
     o_r, o_c = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     o_r += i_row
     gl.store(p + o_r[:, None] * STRIDE + o_c[None, :], tile.load(LAYOUT), mask=(o_r < n_rows)[:, None])
+
+
+@gluon.jit
+def expect_values(bar_do, bar_e, bar_s, pred, K: gl.constexpr, V: gl.constexpr):
+    """Tell the barriers of `copy_values` what will come.
+
+    Before a barrier of all threads: the compiler has them meet between this and the copies in any case.
+    """
+    mbarrier.expect(bar_do, 2 * ROWS * V, pred=pred)
+    mbarrier.expect(bar_e, 2 * ROWS * V, pred=pred)
+    mbarrier.expect(bar_s, 2 * V * K, pred=pred)
+
+
+@gluon.jit
+def copy_values(do, errors, states, s_do, s_e, s_s, bar_do, bar_e, bar_s, i_m, i_t, i_s, i_column, pred):
+    """dO, E and the state of a chunk and head; a barrier completes with each."""
+    tma.async_copy_global_to_shared(do, [i_t, i_column], bar_do, s_do, pred=pred)
+    tma.async_copy_global_to_shared(errors, [i_m, i_column], bar_e, s_e, pred=pred)
+    tma.async_copy_global_to_shared(states, [i_s, 0], bar_s, s_s, pred=pred)
+
+
+@gluon.jit
+def expect_inverse(bar_x, bar_p, pred):
+    """The same for `copy_inverse`."""
+    mbarrier.expect(bar_x, 2 * ROWS * ROWS, pred=pred)
+    mbarrier.expect(bar_p, 2 * ROWS * ROWS, pred=pred)
+
+
+@gluon.jit
+def copy_inverse(x, p, s_x, s_p, bar_x, bar_p, i_m, i_t, i_column, pred):
+    """X and P D of a chunk and head, in the same way."""
+    tma.async_copy_global_to_shared(p, [i_t, i_column], bar_p, s_p, pred=pred)
+    tma.async_copy_global_to_shared(x, [i_m, i_column], bar_x, s_x, pred=pred)

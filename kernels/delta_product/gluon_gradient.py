@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -23,11 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from fla_train.kernels.delta_product.gluon_common import (
     ROWS,
     TILE,
-    add2,
-    add3,
     barrier,
     copy_pair,
-    copy_values,
     described,
     on_hopper,
     span,
@@ -50,6 +48,24 @@ from fla_train.kernels.delta_product.gluon_scalars import (
 WARPS = 8
 # Per SM, one after the other: with a single one, NCCL's kernels beside this one would find no room to begin.
 PROGRAMS = 4
+
+
+@gluon.jit
+def add2(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@gluon.jit
+def add3(a0, a1, a2, b0, b1, b2):
+    return a0 + b0, a1 + b1, a2 + b2
+
+
+@gluon.jit
+def copy_values(errors, dv, do, m_e, m_dv, m_do, bars, buffer, i_m, i_t, i_column, pred, BYTES: gl.constexpr):
+    """E, dV and dO of a chunk into the buffers of that number; barrier `buffer` completes with all three."""
+    bar = bars.index(buffer)
+    copy_pair(errors, dv, m_e.index(buffer), m_dv.index(buffer), bar, i_m, i_m, i_column, pred, BYTES)
+    tma.async_copy_global_to_shared(do, [i_t, i_column], bar, m_do.index(buffer), pred=pred)
 
 
 @gluon.jit(do_not_specialize=["T", "NT", "n_work"])

@@ -22,7 +22,6 @@ from fla_train.kernels.delta_product.gluon_common import (
     FLAT,
     ROWS,
     TILE,
-    add,
     barrier,
     copy_pair,
     described,
@@ -30,6 +29,7 @@ from fla_train.kernels.delta_product.gluon_common import (
     rows_of,
     span,
 )
+from fla_train.kernels.delta_product.gluon_sums import add
 from fla_train.kernels.delta_product.triton_forward import LOG2E, MIN_LOG2_DECAY
 
 WARPS = 4

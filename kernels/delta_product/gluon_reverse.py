@@ -7,8 +7,8 @@ state are refilled as soon as the products that read them are done, that of q at
 
 dE, dV and dS are a chain of products, each waiting for the one before, and the next chunk's first one begins
 before this chunk ends. What needs none of them is computed while they run: <S, dS'> and the scores of q. All
-threads meet six times a chunk: what they exchange, sums of rows above all, waits in shared memory for one of
-these barriers. For 16-bit inputs with K = V = 64 or 128.
+threads meet six to nine times a chunk: what they exchange, sums of rows above all, waits in shared memory for
+one of these barriers. For 16-bit inputs with K = V = 64 or 128.
 """
 
 from collections.abc import Mapping
@@ -31,20 +31,16 @@ from fla_train.kernels.delta_product.gluon_common import (
     TILE,
     anew,
     barrier,
+    copy_inverse,
     copy_rows,
+    copy_values,
     described,
-    in_parts,
-    keep_column_sums,
-    keep_row_sums,
-    load_sums,
+    expect_inverse,
+    expect_values,
     make_bar,
-    make_sums,
     on_hopper,
-    row_sums,
     segment,
     store_tile,
-    suffix_sums,
-    widened,
 )
 from fla_train.kernels.delta_product.gluon_scalars import (
     BETA,
@@ -60,6 +56,16 @@ from fla_train.kernels.delta_product.gluon_scalars import (
     keep_scalars,
     make_table,
 )
+from fla_train.kernels.delta_product.gluon_sums import (
+    in_parts,
+    keep_column_sums,
+    keep_row_sums,
+    load_sums,
+    make_sums,
+    row_sums,
+    suffix_sums,
+    widened,
+)
 from fla_train.kernels.sizes import ceil_div
 
 WARPS = 8
@@ -71,39 +77,6 @@ LEAST_BUSY = 0.75
 # and a program that has to wait for one of the others doubles the time.
 COMMUNICATION = 16
 LEAST_ROW = gl.constexpr(1e-30)  # of dE^T: what has no larger element isn't divided by it
-
-
-@gluon.jit
-def expect_values(bar_do, bar_e, bar_s, pred, K: gl.constexpr, V: gl.constexpr):
-    """Tell the barriers of `copy_values` what will come.
-
-    Before a barrier of all threads: the compiler has them meet between this and the copies in any case.
-    """
-    mbarrier.expect(bar_do, 2 * ROWS * V, pred=pred)
-    mbarrier.expect(bar_e, 2 * ROWS * V, pred=pred)
-    mbarrier.expect(bar_s, 2 * V * K, pred=pred)
-
-
-@gluon.jit
-def copy_values(do, errors, states, s_do, s_e, s_s, bar_do, bar_e, bar_s, i_m, i_t, i_s, i_column, pred):
-    """dO, E and the state of a chunk and head; a barrier completes with each."""
-    tma.async_copy_global_to_shared(do, [i_t, i_column], bar_do, s_do, pred=pred)
-    tma.async_copy_global_to_shared(errors, [i_m, i_column], bar_e, s_e, pred=pred)
-    tma.async_copy_global_to_shared(states, [i_s, 0], bar_s, s_s, pred=pred)
-
-
-@gluon.jit
-def expect_inverse(bar_x, bar_p, pred):
-    """The same for `copy_inverse`."""
-    mbarrier.expect(bar_x, 2 * ROWS * ROWS, pred=pred)
-    mbarrier.expect(bar_p, 2 * ROWS * ROWS, pred=pred)
-
-
-@gluon.jit
-def copy_inverse(x, p, s_x, s_p, bar_x, bar_p, i_m, i_t, i_column, pred):
-    """X and P D of a chunk and head, in the same way."""
-    tma.async_copy_global_to_shared(p, [i_t, i_column], bar_p, s_p, pred=pred)
-    tma.async_copy_global_to_shared(x, [i_m, i_column], bar_x, s_x, pred=pred)
 
 
 @gluon.jit(do_not_specialize=["T", "NT"])
@@ -174,8 +147,9 @@ def reverse_kernel(
     m_da = m_out._reinterpret(DTYPE, [K // ROWS, ROWS, ROWS], TILE)
     table = make_table()
     state_sums, maxima = make_sums(2), make_sums(2)
-    written, inner, keys, queries, lost = make_sums(2), make_sums(2), make_sums(2), make_sums(2), make_sums(2)
-    lost_k, lost_q = make_sums(4), make_sums(4)
+    written, inner, keys, queries = make_sums(2), make_sums(2), make_sums(2), make_sums(2)
+    # What rounding took from the scores: by row, by column of k, by column of q.
+    lost, lost_k, lost_q = make_sums(2), make_sums(4), make_sums(4)
     bar_do, bar_e, bar_s = make_bar(), make_bar(), make_bar()
     bar_x, bar_p, bar_q = make_bar(), make_bar(), make_bar()
     bars_k = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -307,7 +281,8 @@ def reverse_kernel(
         b_dq = warpgroup_mma(s_dp.permute((1, 0)), s_k, b_dq, is_async=True)
         b_kq = warpgroup_mma_wait(7, deps=[b_kq])
         pairs = row_sums(b_dp * b_kq)  # dP .* P
-        b_dp = (b_dp * beta_r[:, None] - widened(r_dp)) * b_kq  # what rounding took from that
+        if GATED:
+            b_dp = (b_dp * beta_r[:, None] - widened(r_dp)) * b_kq  # what rounding took from that
 
         # Inside the chunk; and the state's gradient for the next one.
         zero, i_h = anew(step, 3, H)

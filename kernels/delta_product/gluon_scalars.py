@@ -1,4 +1,4 @@
-"""The scalars of a chunk's rows in shared memory, for the Gluon `gradient_kernel`.
+"""The scalars of a chunk's rows in shared memory, for the Gluon `gradient_kernel` and `reverse_kernel`.
 
 Loaded a chunk ahead, a number a thread, and read from there in whatever layout a product needs them: columns
 of a matrix product's layout, loaded from device memory, took half of a chunk's time (docs/kernels.md).
@@ -11,7 +11,7 @@ from fla_train.kernels.delta_product.gluon_common import FLAT, ROWS, rows_of
 
 # Lines of a table: beta, reciprocal norms; factors of k where it reads a state and where it is written, and
 # of q; cumulative gates by sub-step and by token, and the gates as given. Without gates the last three are
-# not filled. Lines that a chunk has done with take its sums.
+# not filled. The former puts its sums into lines that it has done with.
 BETA, RK, RQ, READ, WRITE, QUERY, GM, GT, RAW = (gl.constexpr(i) for i in range(9))
 
 

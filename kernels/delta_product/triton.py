@@ -41,7 +41,7 @@ def triton_delta_product(
 ) -> tuple[Tensor, Tensor | None]:
     """`delta_product` on validated inputs; shapes and results as there, differentiable in every tensor.
 
-    Gates below 2^-50 per token count as zero.
+    By chunks, gates below 2^-50 per token count as zero.
 
     Raises:
         ValueError: for float64, over 64 sub-steps per token, or a key dimension over 256 (128 in float32).

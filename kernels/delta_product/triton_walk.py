@@ -22,7 +22,7 @@ from fla_train.kernels.opaque import opaque
 from fla_train.kernels.sizes import next_power_of_2
 
 STATE = 1024  # elements of a state, K and V rounded up: 32 registers a thread
-LONGEST = 4096  # sub-steps of a row that are walked; longer ones would keep one program busy for milliseconds
+LONGEST = 4096  # sub-steps of a row that are walked; timed were up to 256
 
 
 def suits(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -1,5 +1,6 @@
 """The end of a gated MLP: silu(gate) * up, and the linear layer that takes it."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -33,4 +34,5 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, *, backend: str = "a
         from fla_train.kernels.neighbours.swiglu_triton import triton_swiglu_linear
 
         return triton_swiglu_linear(gate, up, weight)
-    return F.linear(F.silu(gate) * up, weight.to(gate.dtype))
+    with torch.autocast(gate.device.type, enabled=False):
+        return F.linear(F.silu(gate) * up, weight.to(gate.dtype))

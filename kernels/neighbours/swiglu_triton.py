@@ -28,7 +28,8 @@ class _SwiGLULinear(torch.autograd.Function):
         swiglu_forward(gate, up, y)
         ctx.save_for_backward(gate, up, narrow)
         ctx.weight_dtype = weight.dtype
-        return F.linear(y, narrow)
+        with torch.autocast(gate.device.type, enabled=False):
+            return F.linear(y, narrow)
 
     @staticmethod
     @once_differentiable
@@ -38,7 +39,8 @@ class _SwiGLULinear(torch.autograd.Function):
         swiglu_backward(gate, up, product, dgate, dup)
         dweight = None
         if ctx.needs_input_grad[2]:
-            dweight = (dz.flatten(0, -2).t() @ product.flatten(0, -2)).to(ctx.weight_dtype)
+            rows = dz.reshape(-1, dz.shape[-1]), product.reshape(-1, product.shape[-1])
+            dweight = (rows[0].t() @ rows[1]).to(ctx.weight_dtype)
         return dgate, dup, dweight
 
 

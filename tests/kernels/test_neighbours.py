@@ -294,6 +294,20 @@ def test_gradients_of_the_definitions() -> None:
     assert torch.autograd.gradcheck(partial(recurrence_gates, beta_max=2.0), (b, a, A_log, dt_bias))
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_swiglu_with_one_row_a_frozen_weight_and_autocast(backend: str) -> None:
+    gate, up, weight = random(20).requires_grad_(), random(20), random(3, 20)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        y = swiglu_linear(gate, up, weight, backend=backend)
+    assert y.dtype == FP32
+    torch.testing.assert_close(y, F.linear(F.silu(gate) * up, weight))
+    frozen = torch.autograd.grad(y.sum(), gate)[0]
+    y = swiglu_linear(gate, up, weight.requires_grad_(), backend=backend)
+    dgate, dweight = torch.autograd.grad(y.sum(), (gate, weight))
+    torch.testing.assert_close(dgate, frozen)
+    torch.testing.assert_close(dweight, (F.silu(gate) * up).detach().expand(3, 20))
+
+
 @pytest.mark.parametrize("used", [0, 1])
 def test_one_output_alone_has_gradients(used: int) -> None:
     x, residual, weight = random(3, 20).requires_grad_(), random(3, 20).requires_grad_(), random(20)

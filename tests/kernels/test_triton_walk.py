@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fla_train.kernels.delta_product import delta_product, triton_walk
-from tests.kernels.test_triton import GATED, INTERPRETED, UNGATED, Case, check, uniform
+from tests.kernels.test_triton import GATED, INTERPRETED, UNGATED, Case, check, make_inputs, uniform
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -62,6 +62,16 @@ def test_without_gradients_no_states_are_kept(monkeypatch: pytest.MonkeyPatch) -
     trained, _ = delta_product(q.requires_grad_(), k, k, beta, qk_l2norm=True, backend="triton")
     assert kept[0] is None and kept[1].shape == (1, 3, 2, 1, 8, 8)
     assert torch.equal(trained, expected)
+
+
+def test_only_the_final_state_is_used() -> None:
+    (q, k, v, beta, g, _), _, dstate = make_inputs(Case(tokens=9, sub_steps=2), DEVICE)
+    found = []
+    for backend in ("recurrent", "triton"):
+        leaves = [x.clone().requires_grad_() for x in (k, v, beta, g)]
+        _, state = delta_product(q, *leaves, output_final_state=True, qk_l2norm=True, backend=backend)
+        found.append(torch.autograd.grad(state, leaves, dstate))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from small_models import small_config
 from fla_train.models import loss as loss_module
 from fla_train.models.attention import HybridAttention
 from fla_train.models.context import SequenceContext
-from fla_train.models.layers import RMSNorm, ShortConvolution, project
+from fla_train.models.layers import GatedMLP, RMSNorm, ShortConvolution, project
 from fla_train.models.loss import linear_cross_entropy, token_losses
 
 
@@ -202,6 +202,19 @@ def test_projections_call_layers_that_have_hooks_or_were_replaced():
     assert torch.equal(project(x, *layers)[1], F.linear(x, layers[1].weight) + 1)
     layers[2] = torch.nn.Sequential(layers[2], torch.nn.Tanh())
     assert torch.equal(project(x, *layers)[2], F.linear(x, layers[2][0].weight).tanh())
+    layers[0] = torch.nn.Linear(12, 7, dtype=torch.float64)
+    assert torch.equal(project(x, *layers)[0], F.linear(x, layers[0].weight, layers[0].bias))
+
+
+def test_the_mlp_calls_a_last_layer_that_has_hooks_or_a_bias():
+    mlp, x = GatedMLP(6, 10, "silu"), torch.randn(3, 6)
+    product = F.silu(mlp.gate_proj(x)) * mlp.up_proj(x)
+    torch.testing.assert_close(mlp(x), mlp.down_proj(product))
+    handle = mlp.down_proj.register_forward_hook(lambda layer, inputs, output: output + 1)
+    torch.testing.assert_close(mlp(x), F.linear(product, mlp.down_proj.weight) + 1)
+    handle.remove()
+    mlp.down_proj = torch.nn.Linear(10, 6)
+    torch.testing.assert_close(mlp(x), F.linear(product, mlp.down_proj.weight, mlp.down_proj.bias))
 
 
 def test_projections_leave_frozen_weights_alone():

@@ -1,49 +1,78 @@
 """Steps with and without a recorded pass, which must not differ in a bit: `graphed_steps.py CONFIG_YAML`."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from engine_steps import checksum, make_batch, make_model
+from torch import Tensor, nn
 
 from fla_train.training.engine import build_engine, train_step
-from fla_train.training.graphed import GraphedPass
+from fla_train.training.graphed import GraphedPass, gradients_of
 from fla_train.training.guard import StepGuard
-from fla_train.training.schema import load_config
+from fla_train.training.schema import TrainConfig, load_config
 
 LENGTHS = (32, 32, 32, 16, 16, 32, 32, 32)  # of the steps' batches: a curriculum's words grow, too
 
 
-def main() -> None:
-    config = load_config(Path(sys.argv[1]))
+class Rehearsal(GraphedPass):
+    """Computes what a graph would replay, where there is none: on a CPU."""
+
+    recordings = 0
+
+    def _record(self, inputs: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
+        self.recordings += 1
+        self._inputs = {name: torch.full_like(value, -1) for name, value in inputs.items()}
+        leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
+
+        def replay() -> None:
+            self._loss, self._gradients = gradients_of(self._module, leaves, self._inputs, bf16=False)
+
+        self._graph = SimpleNamespace(replay=replay)
+
+
+def rehearse(config: TrainConfig) -> int:
+    """Compare on a CPU. Returns the number of recordings."""
     engine = build_engine(make_model(config), config)
+    graphed = Rehearsal(engine.module, bf16=False)
+    compare(engine, graphed)
+    return graphed.recordings
+
+
+def compare(engine, graphed: GraphedPass) -> None:
+    """The same steps by the engine alone and by `graphed`, the sixth by the engine in both runs."""
     start = {name: value.clone() for name, value in engine.module.state_dict().items()}
-    bf16 = config.trainer.precision == "bf16"
     runs = []
-    for graphed in (None, GraphedPass(engine.module, bf16=bf16)):
+    for own in (None, graphed):
         _rewind(engine, start)
         guard = StepGuard(engine.device, max_grad_norm=0.5)
         outcomes = []
         for step, length in enumerate(LENGTHS):
             batch = tuple(part[:, :length].to(engine.device) for part in make_batch(step))
-            # The sixth step by the engine in both runs, as one with statistics is.
-            outcomes.append(
-                train_step(engine, [batch], 1e-2, guard, graphed=None if step == 5 else graphed).read()
-            )
+            by = None if step == 5 else own  # as a step with statistics
+            outcomes.append(train_step(engine, [batch], 1e-2, guard, graphed=by).read())
         runs.append((outcomes, checksum(engine.module)))
     assert runs[0] == runs[1], runs
     assert len({outcome.loss for outcome in runs[0][0]}) == len(LENGTHS)
-    print("equal")
-    dist.destroy_process_group()
 
 
 @torch.no_grad()
-def _rewind(engine, start: dict[str, torch.Tensor]) -> None:
+def _rewind(engine, start: dict[str, Tensor]) -> None:
     """The weights of the start, in the optimizer's copies too, and no moments."""
     engine.module.load_state_dict(start)
     engine.optimizer.refresh_fp32_params()
     engine.optimizer.optimizer.state.clear()
+
+
+def main() -> None:
+    config = load_config(Path(sys.argv[1]))
+    engine = build_engine(make_model(config), config)
+    compare(engine, GraphedPass(engine.module, bf16=config.trainer.precision == "bf16"))
+    print("equal")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

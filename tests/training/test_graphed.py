@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import engine_steps
+import graphed_steps
 import pytest
 import torch
+from warm_ranks import WarmRanks
 
 from fla_train.training.graphed import gradients_of
 from fla_train.training.schema import TrainConfig, to_yaml
@@ -30,6 +32,28 @@ def test_gradients_without_the_parameters_own_nodes_are_those_of_a_backward_pass
     assert loss.item() == expected.item() and not loss.requires_grad
     for parameter, gradient in zip(parameters.values(), gradients, strict=True):
         assert torch.equal(parameter.grad, gradient)
+
+
+def test_steps_by_it_are_those_of_the_engine(make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks):
+    """Rehearsed on a CPU: a recording for each run of batches of one shape, whatever is between."""
+    config = make_config(
+        "launch.device=cpu",
+        "trainer.precision=fp32",
+        "trainer.micro_batch_size=8",
+        "trainer.global_batch_tokens=256",
+    )
+    assert warm_ranks.run(1, graphed_steps.rehearse, config) == [3]
+
+
+def test_parameters_that_moved_are_recorded_anew(make_config: Callable[..., TrainConfig]):
+    model = engine_steps.make_model(make_config())
+    graphed = graphed_steps.Rehearsal(model, bf16=False)
+    ids, labels = engine_steps.make_batch(0)
+    inputs = {"input_ids": ids, "labels": labels, "num_items_in_batch": torch.tensor(7.0)}
+    losses = [graphed(inputs).item() for _ in range(2)]
+    model.model.norm.weight.data = 2 * model.model.norm.weight.data
+    losses.append(graphed(inputs).item())
+    assert graphed.recordings == 2 and losses[0] == losses[1] != losses[2]
 
 
 @pytest.mark.gpu

@@ -63,6 +63,12 @@ def test_a_key_that_the_schedule_would_ignore_is_refused(make_config: Make):
         (["schedule=wsd", "schedule.decay_steps=13"], r"decay_steps=13 must lie in 0\.\.12"),
         (["optimizer=muon", "optimizer.momentum=1"], r"momentum=1.0 must lie in \[0, 1\)"),
         (["trainer.keep_checkpoints=0", "trainer.keep_every=4"], "keep_every has no effect"),
+        (
+            ["trainer.cuda_graph=true", "trainer.activation_checkpointing=true"],
+            "cannot be had with trainer.activation_checkpointing: set it to false",
+        ),
+        (["trainer.cuda_graph=true", "launch.num_processes=2"], "launch.num_processes above 1: set it"),
+        (["trainer.cuda_graph=true", "data.document_boundaries=true"], "with data.document_boundaries: set"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(make_config: Make, more: list[str], message: str):
