@@ -322,11 +322,11 @@ def test_strided_inputs() -> None:
     both, weight = random(3, 5, 40), random(20)
     a, b = both.chunk(2, dim=-1)
 
-    def results(backend: str) -> list[Tensor]:
+    def outputs(backend: str) -> list[Tensor]:
         normed = rms_norm(a, weight, EPS, gate=b, backend=backend)
         return [normed, swiglu_linear(a, b, weight[None], backend=backend)]
 
-    torch.testing.assert_close(results("triton"), results("torch"))
+    torch.testing.assert_close(outputs("triton"), outputs("torch"))
 
 
 @pytest.mark.gpu
