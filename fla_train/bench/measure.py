@@ -75,6 +75,11 @@ def peak_memory(run: Callable[[], object], device: torch.device) -> int:
     return peak
 
 
+def allocated(device: torch.device) -> int:
+    """Most bytes of a GPU that tensors of this process have taken; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
 def forward_backward(run: Callable[[Problem], Tensor], problem: Problem) -> dict[str, Tensor]:
     """The output as `o` and the gradients as dq, dk, ... for the problem's `do`."""
     o = run(problem)

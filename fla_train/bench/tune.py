@@ -1,21 +1,23 @@
 """`fla-bench tune`: of the Triton kernels' launch options that are right on this machine, the fastest.
 
 One kernel after the other, the others as they are: every safe candidate is timed in a whole forward and
-backward pass, and then judged, from the fastest on, until one computes the right numbers.
+backward pass, and then judged, from the fastest on, until one computes the right numbers. All is
+compiled ahead, on all cores (`ahead`).
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from math import nan
 
 import torch
 from torch import Tensor
 
+from fla_train.bench.ahead import Compiled, Trial, operator
 from fla_train.bench.contenders import Problem, make_problem
-from fla_train.bench.measure import forward_backward, median_times, tolerance
+from fla_train.bench.measure import allocated, forward_backward, median_times, tolerance
 from fla_train.bench.roofline import Shape
-from fla_train.kernels.delta_product import delta_product
 from fla_train.kernels.delta_product.check import relative_rms
 from fla_train.kernels.delta_product.launches import (
     IN_GLUON,
@@ -83,42 +85,70 @@ def tune(
     timer = timer or (lambda run: median_times({"run": run}, device, rounds=5)["run"])
     key, best = key_of(shape, device), lookup(device, dtype, shape.key_dim, shape.value_dim, shape.substeps)
     problem = make_problem(shape, dtype, device, norm=True)
-    step = partial(forward_backward, _ours, problem)
+    step = partial(forward_backward, operator, problem)
     with forced(replace(best, adjoint=plain(best.adjoint))):  # whose results judge a Gluon kernel, too
         present = Judge(problem, step())  # a shape that cannot run fails here, not with each candidate
     judges = [
         short_judge(shape, dtype, device, gated, norm) for gated in (True, False) for norm in (True, False)
     ]
     judges.append(present)
-    for kernel in KERNELS:
-        times: list[tuple[float, Options]] = []
-        refused = []
-        # Otherwise `gradient` might not run at all.
-        others = replace(best, adjoint=plain(best.adjoint)) if kernel == "gradient" else best
-        tried = candidates(kernel, key, getattr(best, kernel))
-        for options in tried:
-            with forced(replace(others, **{kernel: options})):
-                try:
-                    times.append((timer(step), options))
-                except Exception as failure:  # the compiler's or the device's: whatever it is, not this one
-                    refused.append(f"{options}: {_first_line(failure)}")
-        before = next((time for time, options in times if options == tried[0]), float("nan"))
-        for time, options in sorted(times, key=lambda pair: pair[0]):
-            trial = replace(others, **{kernel: options})
-            reason = next(filter(None, (judge.fault(trial) for judge in judges)), None)
-            if reason is None:
-                best = replace(best, **{kernel: options})
-                yield Outcome(key, kernel, options, time, before, len(tried), tuple(refused)), best
-                break
-            refused.append(f"{options}: {reason}")
-        else:
-            raise ValueError(f"no options of {kernel} are right on this machine: see fla-doctor")
+    tried = {kernel: candidates(kernel, key, getattr(best, kernel)) for kernel in KERNELS}
+
+    def time(trial: Launches) -> float:
+        with forced(trial):
+            return timer(step)
+
+    def wrong(trial: Launches) -> str | None:
+        compiled.ahead([judge.trial(trial) for judge in judges])
+        return next(filter(None, (judge.fault(trial) for judge in judges)), None)
+
+    with Compiled(dtype, device, needed=allocated(device)) as compiled:
+        everything = [trial for kernel in KERNELS for trial in trials(best, kernel, tried[kernel])]
+        compiled.ahead([judge.trial(best) for judge in judges] + [present.trial(x) for x in everything])
+        for kernel in KERNELS:
+            outcome = fastest(key, kernel, trials(best, kernel, tried[kernel]), time, wrong)
+            best = replace(best, **{kernel: outcome.options})
+            yield outcome, best
+
+
+def trials(best: Launches, kernel: str, tried: list[Options]) -> list[Launches]:
+    """The options to try of one kernel, beside the best of the others."""
+    if kernel == "gradient":  # which might not run at all beside an `adjoint` that does its work
+        best = replace(best, adjoint=plain(best.adjoint))
+    return [replace(best, **{kernel: options}) for options in tried]
+
+
+def fastest(
+    key: Key,
+    kernel: str,
+    tried: list[Launches],
+    time: Callable[[Launches], float],
+    wrong: Callable[[Launches], str | None],
+) -> Outcome:
+    """The fastest of the trials that is right; the first is what there was before.
+
+    Raises:
+        ValueError: if none is.
+    """
+    times, refused = [], []
+    for trial in tried:
+        try:
+            times.append((time(trial), trial))
+        except Exception as failure:  # the compiler's or the device's: whatever it is, not this one
+            refused.append(f"{getattr(trial, kernel)}: {_first_line(failure)}")
+    before = next((milliseconds for milliseconds, trial in times if trial is tried[0]), nan)
+    for milliseconds, trial in sorted(times, key=lambda pair: pair[0]):
+        options = getattr(trial, kernel)
+        if (reason := wrong(trial)) is None:
+            return Outcome(key, kernel, options, milliseconds, before, len(tried), tuple(refused))
+        refused.append(f"{options}: {reason}")
+    raise ValueError(f"no options of {kernel} are right on this machine: see fla-doctor")
 
 
 def candidates(kernel: str, key: Key, present: Options) -> list[Options]:
     """The present options, then the others that are known to be safe."""
     widths = [width for width in (MIN_TILE, 2 * MIN_TILE) if width <= key.value_dim]
-    columns = sorted({MIN_TILE, key.key_dim})
+    columns = [width for width in (MIN_TILE, 2 * MIN_TILE, 4 * MIN_TILE) if width <= key.key_dim]
     axes = {
         "prepare": {"num_warps": (4, 8), "maxnreg": (None, 168, 128)},
         "state": {"BV": widths, "num_warps": (4, 8), "num_stages": (1, 2, 3)},
@@ -142,12 +172,16 @@ class Judge:
     problem: Problem
     reference: dict[str, Tensor]
 
+    def trial(self, launches: Launches) -> Trial:
+        """What `fault` runs."""
+        return Trial(self.problem.shape, self.problem.norm, launches)
+
     def fault(self, launches: Launches) -> str | None:
         """What is wrong with results under these options, None if nothing."""
         shape, dtype = self.problem.shape, self.problem.q.dtype
         try:
             with forced(launches):
-                results = forward_backward(_ours, self.problem)
+                results = forward_backward(operator, self.problem)
         except Exception as failure:
             return _first_line(failure)
         for name, expected in self.reference.items():
@@ -168,11 +202,7 @@ def short_judge(shape: Shape, dtype: torch.dtype, device: torch.device, gated: b
     problem = make_problem(short, dtype, device, norm=norm, seed=1)
     leaves = {name: x.detach().cpu().double().requires_grad_() for name, x in problem.leaves.items()}
     exact = replace(problem, **leaves, do=problem.do.cpu().double())
-    return Judge(problem, forward_backward(partial(_ours, backend="recurrent"), exact))
-
-
-def _ours(p: Problem, backend: str = "triton") -> Tensor:
-    return delta_product(p.q, p.k, p.v, p.beta, p.g, qk_l2norm=p.norm, backend=backend)[0]
+    return Judge(problem, forward_backward(partial(operator, backend="recurrent"), exact))
 
 
 def _first_line(failure: Exception) -> str:

@@ -12,17 +12,15 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 
 import torch
 
+from fla_train.bench import ahead
 from fla_train.hub.environment import describe_environment
 from fla_train.kernels.delta_product.check import CASES, CheckReport, check_backend
 
 Combination = tuple[str, str, torch.dtype]  # backend, device, dtype of q, k and v
-COMPILERS = min(12, os.cpu_count() or 1)  # processes
 
 
 def checks() -> list[Combination]:
@@ -34,16 +32,12 @@ def checks() -> list[Combination]:
     return combinations
 
 
-def run_checks(combinations: Sequence[Combination], processes: int = COMPILERS) -> Iterator[CheckReport]:
-    """The reports in order. Compiling takes the time of Triton's cases, so each has a process of its own.
-
-    One torch thread each: the tensors are tiny, and processes of many threads starve each other.
-    """
+def run_checks(
+    combinations: Sequence[Combination], processes: int = ahead.PROCESSES
+) -> Iterator[CheckReport]:
+    """The reports in order. Compiling takes the time of Triton's cases, so each has a process of its own."""
     torch.set_num_threads(1)
-    context = get_context("spawn")
-    with ProcessPoolExecutor(
-        processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
-    ) as pool:
+    with ahead.pool(processes) as pool:
         compiled = {
             combination: [pool.submit(check_backend, *combination, cases=[case]) for case in CASES]
             for combination in combinations

@@ -1,0 +1,92 @@
+"""Compiling ahead: what other processes ran once lies compiled in Triton's cache on disk.
+
+One process compiles one kernel at a time, seconds each; nothing but a run makes Triton compile.
+"""
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from fla_train.bench.contenders import Problem, make_problem
+from fla_train.bench.measure import forward_backward
+from fla_train.bench.roofline import Shape
+from fla_train.kernels.delta_product import delta_product
+from fla_train.kernels.delta_product.launches import Launches, forced
+
+PROCESSES = min(12, os.cpu_count() or 1)
+CONTEXT_BYTES = 1 << 30  # what a process takes of a GPU beyond its tensors, about
+
+
+def pool(processes: int = PROCESSES) -> ProcessPoolExecutor:
+    """Processes for work on tiny tensors: one torch thread each, since many of them starve each other."""
+    context = get_context("spawn")
+    return ProcessPoolExecutor(
+        processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
+    )
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A forward and backward pass of the operator under launch options."""
+
+    shape: Shape
+    norm: bool
+    launches: Launches
+
+    def run(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+        """Output and gradients, by name, on the inputs of `make_problem`."""
+        problem = make_problem(self.shape, dtype, device, norm=self.norm)
+        with forced(self.launches):
+            return forward_backward(operator, problem)
+
+
+def operator(problem: Problem, backend: str = "triton") -> Tensor:
+    """o [B, T, H, V] of `delta_product`."""
+    p = problem
+    return delta_product(p.q, p.k, p.v, p.beta, p.g, qk_l2norm=p.norm, backend=backend)[0]
+
+
+class Compiled:
+    """Runs trials in other processes, so that this one finds their kernels compiled.
+
+    A trial that fails there is left to fail here. On a CPU nothing is done: the interpreter compiles nothing.
+
+    Args:
+        needed: bytes of device memory that a trial takes, which limit the number of processes.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, needed: int) -> None:
+        self._once = partial(_once, dtype=dtype, device=device)
+        self._pool = None
+        if device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            self._pool = pool(max(1, min(PROCESSES, free // (needed + CONTEXT_BYTES))))
+
+    def __enter__(self) -> "Compiled":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def ahead(self, trials: Sequence[Trial]) -> None:
+        """Return once every trial has run."""
+        if self._pool is not None:
+            wait([self._pool.submit(self._once, trial) for trial in trials])
+
+
+def _once(trial: Trial, dtype: torch.dtype, device: torch.device) -> None:
+    try:
+        trial.run(dtype, device)
+    finally:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()

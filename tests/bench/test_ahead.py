@@ -1,0 +1,53 @@
+"""Compiling ahead: trials run in as many processes as the device has memory for, and none can fail the caller."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from fla_train.bench import ahead
+from fla_train.bench.ahead import CONTEXT_BYTES, Compiled, Trial
+from fla_train.bench.roofline import Shape
+from fla_train.kernels.delta_product.launches import fallback
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(("free", "processes"), [(9 * GIB, 3), (GIB, 1), (1000 * GIB, ahead.PROCESSES)])
+def test_every_trial_runs_once_and_failures_are_left(free, processes, monkeypatch):
+    opened, ran = [], []
+
+    def pool(count):
+        opened.append(count)
+        return ThreadPoolExecutor(count)
+
+    def once(trial, dtype, device):
+        ran.append((trial, dtype, device))
+        if trial == "broken":
+            raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 * GIB))
+    monkeypatch.setattr(ahead, "pool", pool)
+    monkeypatch.setattr(ahead, "_once", once)
+    device = torch.device("cuda")
+    with Compiled(torch.bfloat16, device, needed=3 * GIB - CONTEXT_BYTES) as compiled:
+        compiled.ahead(["first", "broken"])
+        assert sorted(trial for trial, *_ in ran) == ["broken", "first"]
+        compiled.ahead(["last"])
+    assert opened == [processes]
+    assert ran[-1] == ("last", torch.bfloat16, device)
+
+
+def test_nothing_is_compiled_for_a_cpu(monkeypatch):
+    monkeypatch.setattr(ahead, "pool", lambda count: pytest.fail("no process is needed"))
+    with Compiled(torch.float32, torch.device("cpu"), needed=0) as compiled:
+        compiled.ahead([object()])
+
+
+@pytest.mark.gpu
+def test_a_trial_leaves_its_kernels_on_disk(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    trial = Trial(Shape(2, 128, 2, 64, 64, 1, gated=True), True, fallback(64))
+    with Compiled(torch.bfloat16, torch.device("cuda"), needed=GIB) as compiled:
+        compiled.ahead([trial])
+    assert len(list(tmp_path.rglob("*.cubin"))) >= 4  # prepare, state, adjoint, gradient
