@@ -19,6 +19,7 @@ from fla_train.eval.documents import (
 from fla_train.eval.parallel import Ranks
 from fla_train.eval.parts import Parts
 from fla_train.eval.perplexity import Estimate, LossTable, bucket_edges, loss_table
+from fla_train.eval.positions import position_limit
 from fla_train.eval.sets import PAPER_SETS, hub_documents
 from fla_train.eval.states import positions_up_to, state_statistics
 from fla_train.hub.load import document_prefix
@@ -48,13 +49,18 @@ def run_sweep(
         progress: show progress bars.
 
     Returns:
-        By set `lengths`, `positions`, `not_reached`, `states` (None unless asked for), `data` (sequences,
-        tokens, fingerprint), or `{"error": line}` for a set that cannot be had or read, or has no document of
-        the lengths asked for; the others go on.
+        By set `lengths`, `positions` (over the documents that reach the longest of these), `panels` (by panel
+        the same over the documents that reach it), `not_reached`, `states` (None unless asked for), `data`
+        (sequences, tokens, fingerprint), or `{"error": line}` for a set that cannot be had or read, or has no
+        document of the lengths asked for; the others go on.
 
     Raises:
-        ValueError: `config.sets` is empty and there is no run whose validation split could be read.
+        ValueError: `config.sets` is empty and there is no run whose validation split could be read, or the
+            model can read none of the lengths.
     """
+    limit = position_limit(model)
+    if limit is not None and min(config.lengths) > limit:
+        raise ValueError(f"the model has positions for {limit:,} tokens only: lower suite.perplexity.lengths")
     sets = {set_name(path): path for path in config.sets} or {VALIDATION: None}
     settings = asdict(replace(config, sets=[])) | {"mirror": mirror}
     found = {}
@@ -98,37 +104,35 @@ def _sweep(
     progress: bool,
 ) -> dict:
     prefix = document_prefix(model, tokenizer)
-    length = max(config.lengths)
+    length, limit = max(config.lengths), position_limit(model)
     if config.layout == "packed":
         documents = packed(stream, config.documents, length, prefix, config.scan, progress)
     else:
         documents = longest(stream, config.documents, length, config.scan, progress)
+    # The documents are those of a model without limit: so the two can be compared where both can read.
+    within = [n for n in (*config.lengths, *config.panels) if n <= min(length, limit or length)]
     mine = loss_table(
         model,
         documents[ranks.rank :: ranks.world],
-        bucket_edges(config.lengths, config.bucket),
+        bucket_edges(within, config.bucket),
         prefix=prefix,
         chunk=config.chunk,
         batch_size=config.batch_size,
         progress=progress,
     )
     table = _interleaved(ranks.gather(mine), len(documents))
-    found = {length: table.up_to(length) for length in sorted(config.lengths)}
-    reached = [length for length, estimate in found.items() if estimate]
+    found = {n: estimate for n in sorted(within) if (estimate := table.up_to(n))}
+    reached = [n for n in sorted(config.lengths) if n in found]
     if not reached:
         what = "the validation split" if name == VALIDATION else name
         raise ValueError(
             f"no document of {what} has {min(config.lengths)} tokens: lower suite.perplexity.lengths"
         )
     return {
-        "lengths": [
-            {"length": length, **_numbers(found[length]), "losses": list(found[length].losses)}
-            for length in reached
-        ],
-        "positions": [
-            {"start": a, "end": b, **_numbers(estimate)} for a, b, estimate in table.by_position(max(reached))
-        ],
-        "not_reached": [length for length in found if length not in reached],
+        "lengths": [{"length": n, **_numbers(found[n]), "losses": list(found[n].losses)} for n in reached],
+        "positions": _curve(table, max(reached)),
+        "panels": {str(n): _curve(table, max(m for m in found if m <= n)) for n in sorted(config.panels)},
+        "not_reached": [n for n in sorted(config.lengths) if n not in reached],
         "states": ranks.share(
             _states(model, documents, max(reached), prefix, config) if ranks.rank == 0 else None
         ),
@@ -139,6 +143,11 @@ def _sweep(
             "fingerprint": fingerprint(documents),
         },
     }
+
+
+def _curve(table: LossTable, length: int) -> list[dict]:
+    """A point per bucket below `length`, over all documents that reach it."""
+    return [{"start": a, "end": b, **_numbers(estimate)} for a, b, estimate in table.by_position(length)]
 
 
 def _interleaved(tables: list[LossTable], documents: int) -> LossTable:

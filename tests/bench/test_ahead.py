@@ -1,4 +1,4 @@
-"""Compiling ahead: as many processes as the device has memory for, and no failure there ends anything here."""
+"""Compiling ahead: as many processes as the device has memory for; what fails there ends nothing here."""
 
 from concurrent.futures import ThreadPoolExecutor
 
