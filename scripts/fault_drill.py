@@ -34,6 +34,7 @@ FILE_LIMIT = 150_000  # bytes: more than logs and metrics, less than a checkpoin
 OF_THE_MACHINE = {"tokens_per_second", "data_wait", "memory_gib", "mfu", "checkpoint_stall_s"}
 PATIENCE = 240.0  # seconds until an awaited state counts as lost
 TRAIN = [sys.executable, "-c", "from fla_train.cli.train import main; main()"]
+PREPARE = [sys.executable, "-c", "from fla_train.cli.prepare import main; main()"]
 MARK = "<!-- written by scripts/fault_drill.py -->"
 
 WHAT = {
@@ -51,15 +52,16 @@ WHAT = {
     "write left over": "the remains of a half-written checkpoint, and of a half-deleted one",
     "metrics torn": "the last line of metrics.jsonl ends in the middle",
     "token shard cut": "the data lose their last bytes; the start is refused until they are back",
+    "token flipped": "one bit of the data; `fla-prepare verify=true` names the shard",
 }
 # Per round: what happens to a launched run, at last something that ends it, and what before the next launch.
 ROUNDS = [
     (["rank killed", "write refused", "launcher killed"], ["bit flipped", "metrics torn"]),
     (["rank killed in a write", "disk filled", "preempted"], ["cut short", "write left over"]),
     (["rank frozen", "write refused", "launcher killed"], ["file lost", "token shard cut"]),
-    (["rank killed", "rank killed in a write", "preempted"], ["manifest lost", "metrics torn"]),
+    (["rank killed", "rank killed in a write", "preempted"], ["manifest lost", "token flipped"]),
     (["write refused", "rank killed", "launcher killed"], ["bit flipped", "write left over"]),
-    (["disk filled", "rank frozen", "launcher killed"], ["cut short", "metrics torn"]),
+    (["disk filled", "rank frozen", "launcher killed"], ["cut short", "metrics torn", "token flipped"]),
     (["rank killed", "write refused", "preempted"], ["token shard cut", "file lost"]),
     (["rank killed in a write", "disk filled", "launcher killed"], ["bit flipped", "write left over"]),
 ]
@@ -184,12 +186,12 @@ def preempt(drill: Drill) -> None:
         raise Unnoticed(f"the launcher ended with {code} instead of 75")
 
 
-def damage(change: Callable[[Path], None]) -> Callable[[Drill], str]:
-    """Damage a file of the newest checkpoint; what the next launch must say."""
+def damage(change: Callable[[Path], None], files: str = "*.pt") -> Callable[[Drill], str]:
+    """Damage one of these files of the newest checkpoint; what the next launch must say."""
 
     def fault(drill: Drill) -> str:
         newest = drill.checkpoints()[-1]
-        change(drill.draw.choice(sorted(path for path in newest.rglob("*.pt"))))
+        change(drill.draw.choice(sorted(path for path in newest.rglob(files))))
         return f"{newest.name} is corrupt"
 
     return fault
@@ -199,12 +201,6 @@ def flip_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-
-
-def lose_manifest(drill: Drill) -> str:
-    newest = drill.checkpoints()[-1]
-    (newest / "manifest.json").unlink()
-    return f"{newest.name} is corrupt"
 
 
 def leave_over(drill: Drill) -> str:
@@ -220,17 +216,34 @@ def tear_metrics(drill: Drill) -> str:
     return "run  "  # nothing is said: the line is dropped, and the end compares the records
 
 
-def cut_shard(drill: Drill) -> str:
-    folder = Path(json.loads((drill.run / "plan.json").read_text())["data_folder"])
-    shard = next((folder / "train").glob("tokens-*.bin"))
-    content = shard.read_bytes()
-    shard.write_bytes(content[:-2])
+def damage_shard(change: Callable[[Path], None], read: Callable[[Drill], int]) -> Callable[[Drill], str]:
+    """Damage a shard of tokens, which `read` must refuse by its name, and put it back."""
+
+    def fault(drill: Drill) -> str:
+        folder = Path(json.loads((drill.run / "plan.json").read_text())["data_folder"])
+        shard = next((folder / "train").glob("tokens-*.bin"))
+        content = shard.read_bytes()
+        change(shard)
+        code = read(drill)
+        if code != 2 or str(shard) not in drill.output.read_text():
+            raise Unnoticed(f"a damaged shard: status {code}\n{drill.output.read_text()[-2000:]}")
+        shard.write_bytes(content)
+        return "run  "
+
+    return fault
+
+
+def start(drill: Drill) -> int:
     drill.launch()
-    code = drill.launcher.wait(PATIENCE)
-    if code != 2 or str(shard) not in drill.output.read_text():
-        raise Unnoticed(f"a damaged shard: status {code}\n{drill.output.read_text()[-2000:]}")
-    shard.write_bytes(content)
-    return "run  "
+    return drill.launcher.wait(PATIENCE)
+
+
+def verify(drill: Drill) -> int:
+    data = [override for override in drill.command if override.startswith("data")]
+    with drill.output.open("w") as out:
+        return subprocess.run(
+            [*PREPARE, *data, "verify=true"], stdout=out, stderr=subprocess.STDOUT
+        ).returncode
 
 
 IN_RUN = {
@@ -246,10 +259,11 @@ BETWEEN = {
     "bit flipped": damage(flip_bit),
     "cut short": damage(lambda path: os.truncate(path, path.stat().st_size // 2)),
     "file lost": damage(Path.unlink),
-    "manifest lost": lose_manifest,
+    "manifest lost": damage(Path.unlink, "manifest.json"),
     "write left over": leave_over,
     "metrics torn": tear_metrics,
-    "token shard cut": cut_shard,
+    "token shard cut": damage_shard(lambda path: os.truncate(path, path.stat().st_size - 2), start),
+    "token flipped": damage_shard(flip_bit, verify),
 }
 
 
@@ -309,9 +323,9 @@ def disturb(drill: Drill, rounds: list[tuple[list[str], list[str]]], log: Callab
             IN_RUN[name](drill)
             log(name, drill.step())
         drill_at = drill.step()
-        # The shard is cut first: its launch, which is refused, must not see the other damage.
+        # Tokens come first: a launch that they stop must not see the other damage.
         expected = []
-        for name in sorted(between, key=lambda name: name != "token shard cut"):
+        for name in sorted(between, key=lambda name: not name.startswith("token")):
             expected.append(BETWEEN[name](drill))
             log(name, drill_at)
 

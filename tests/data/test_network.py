@@ -1,0 +1,159 @@
+"""`fla-prepare` from a Hub behind a connection that breaks: a small server that answers as the Hub does.
+
+The tokens must be those of the same files read from disk.
+"""
+
+import hashlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from tests.data.conftest import write_parquet
+
+NAME, COMMIT = "someone/texts", "a" * 40
+# Journals after every chunk, where a user's takes ten seconds.
+PREPARE = """
+from fla_train.cli.prepare import main
+from fla_train.data import build
+build.COMMIT_SECONDS = 0
+main()
+"""
+DOCUMENTS = [
+    {"id": str(i), "text": f"document {i}: " + "the state forgets what its gate closes on " * 120}
+    for i in range(1200)
+]
+
+
+class Hub(ThreadingHTTPServer):
+    """One dataset repository. While `cut` names a file, each answer of it ends in the middle."""
+
+    def __init__(self, folder: Path):
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.folder, self.cut = folder, ""
+        self.was_cut, self.sent = threading.Semaphore(0), []
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Answer(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Hub
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        entries = [
+            {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": "b" * 40}
+            for file in sorted(self.server.folder.iterdir())
+        ]
+        if found := re.fullmatch(rf"/datasets/{NAME}/resolve/[^/]+/(.*)", path):
+            self.send_file(self.server.folder / found[1])
+        elif re.fullmatch(rf"/api/datasets/{NAME}(/revision/.*)?", path):
+            about = {"id": NAME, "sha": COMMIT, "private": False, "gated": False, "tags": []}
+            self.send(200, about | {"siblings": [{"rfilename": entry["path"]} for entry in entries]}, {})
+        elif found := re.fullmatch(rf"/api/datasets/{NAME}/tree/[^/]+/?(.*)", path):
+            self.send(200, [entry for entry in entries if entry["path"].startswith(found[1])], {})
+        else:
+            self.send(404, {}, {"X-Error-Code": "EntryNotFound"})
+
+    do_HEAD = do_GET
+
+    def send_file(self, file: Path) -> None:
+        if not file.is_file():
+            return self.send(404, {}, {"X-Error-Code": "EntryNotFound"})
+        content = file.read_bytes()
+        about = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
+        code, first, last = 200, 0, len(content) - 1
+        if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            code, first, last = 206, int(asked[1]), min(int(asked[2] or last), last)
+            about["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
+        if self.command == "GET":
+            self.server.sent.append(file.name)
+        self.send(code, content[first : last + 1], about, cut=file.name == self.server.cut)
+
+    def send(self, code: int, content: object, about: dict[str, str], cut: bool = False) -> None:
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(code)
+        for name, value in about.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        self.wfile.write(body[: len(body) // 2] if cut else body)
+        if cut:
+            self.wfile.flush()
+            self.connection.shutdown(socket.SHUT_RDWR)
+            self.close_connection = True
+            self.server.was_cut.release()
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    folder = tmp_path / "files"
+    for number in range(2):
+        rows = DOCUMENTS[600 * number : 600 * (number + 1)]
+        write_parquet(folder / f"train-0000{number}-of-00002.parquet", rows, row_group_size=100)
+    with Hub(folder) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def shards(folder: str) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(Path(folder).rglob("*.bin"))}
+
+
+@pytest.mark.slow
+def test_a_stream_from_the_hub_outlives_broken_connections_and_a_kill(hub: Hub, tmp_path: Path):
+    names = [file.name for file in sorted(hub.folder.iterdir())]
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    environment |= {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "PYTHONUNBUFFERED": "1"}
+    common = ["data.tokenizer.name=bytes", "data.validation_fraction=0.1", "data.num_workers=0"]
+    stream = [
+        "data=fineweb",
+        f"data.path={NAME}",
+        "data.name=null",
+        f"data.cache_dir={tmp_path / 'streamed'}",
+    ]
+
+    def start(overrides: list[str]) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, "-c", PREPARE, *common, *overrides],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    hub.cut = names[1]
+    first = start(stream)
+    for _ in range(2):  # the first broken answer is asked for again
+        assert hub.was_cut.acquire(timeout=60), first.communicate(timeout=10)[0]
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    assert names[0] in hub.sent
+    hub.cut = ""
+    second, _ = start(stream).communicate(timeout=120)
+    assert "going on after" in second, second
+    files = ["data=local", f"data.path={hub.folder}", f"data.cache_dir={tmp_path / 'read'}"]
+    third, _ = start(files).communicate(timeout=120)
+    streamed, read = (
+        text.strip().splitlines()[-1].removeprefix("data: ready in ") for text in (second, third)
+    )
+    assert streamed != read and shards(streamed) == shards(read) != {}
