@@ -1,7 +1,8 @@
 """The least time that the parts of a training step of our models take: FLOPs and bytes over ceilings.
 
 Elementwise work is all between matrix products and operator: convolutions, norms, SwiGLU, and casts of
-weights and their gradients. Left out are gates, embeddings, and what checkpointing computes again.
+weights and their gradients. Communication is ZeRO-2's with nothing beside it. Left out are gates, embeddings,
+and what checkpointing computes again.
 """
 
 from fla_train.bench.roofline import Ceilings, Shape, training_bound
@@ -12,11 +13,25 @@ from fla_train.training.schema import TrainConfig
 
 ADAMW_BYTES = 28  # per fp32 parameter: it, its gradient and two moments read, it and the moments written
 CAST_BYTES = 12  # per fp32 weight of a bf16 product: it read, its copy written; the same of its gradient
+SENT_BYTES = 4  # of an element of a gradient or a weight on its way to other ranks
 STREAM_BYTES = 4  # of an element of the residual stream, which is fp32
 
 
-def step_floors(config: TrainConfig, tokens: int, parameters: int, ceilings: Ceilings) -> dict[str, float]:
-    """Milliseconds of operator, matrix products, elementwise work and AdamW in a step of `tokens` tokens."""
+def step_floors(
+    config: TrainConfig,
+    tokens: int,
+    parameters: int,
+    ceilings: Ceilings,
+    ranks: int = 1,
+    link: float | None = None,
+) -> dict[str, float]:
+    """Milliseconds of one rank's operator, matrix products, elementwise work, AdamW and communication.
+
+    Args:
+        tokens: of the step, on all ranks.
+        link: bytes per second that a rank sends at most; None: not known.
+    """
+    tokens //= ranks
     model, narrow = build_config(config.model), config.trainer.precision == "bf16"
     element_size = 2 if narrow else 4
     micro_batches = tokens // (config.trainer.micro_batch_size * config.trainer.seq_len)
@@ -36,7 +51,11 @@ def step_floors(config: TrainConfig, tokens: int, parameters: int, ceilings: Cei
         "elementwise": traffic / ceilings.bandwidth,
     }
     if config.optimizer.name == "adamw":
-        floors["optimizer"] = ADAMW_BYTES * parameters / ceilings.bandwidth
+        floors["optimizer"] = ADAMW_BYTES * parameters / ranks / ceilings.bandwidth
+    if ranks > 1 and link is not None:
+        # Gradients go to their owners after each micro-batch, weights to all after the step, in a ring.
+        passes = (micro_batches + 1) * (ranks - 1) / ranks
+        floors["communication"] = passes * SENT_BYTES * parameters / link
     return {kind: 1e3 * seconds for kind, seconds in floors.items()}
 
 

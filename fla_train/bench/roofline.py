@@ -19,6 +19,8 @@ GATE_BYTES = 4  # of an element of beta and g, which are fp32
 # Bytes per second of the memory, from NVIDIA's data sheets of the SXM modules (A100: the one of 80 GB). A
 # device's name holds the first part that matches.
 BANDWIDTH = (("H200", 4.8e12), ("H100", 3.35e12), ("A100", 2.039e12))
+# Bytes per second that a GPU sends by NVLink: half of what the same sheets give for both directions.
+LINK = (("H200", 4.5e11), ("H100", 4.5e11), ("A100", 3e11))
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,13 @@ def training_bound(shape: Shape, ceilings: Ceilings) -> float:
     """Least seconds of a forward pass that keeps inverses and states, and the backward pass after it."""
     forward = ceilings.seconds(forward_flops(shape), forward_bytes(shape, keep=True))
     return shape.token_heads * (forward + ceilings.seconds(backward_flops(shape), backward_bytes(shape)))
+
+
+def link_bandwidth(device_name: str) -> float | None:
+    """What a GPU of this name, as CUDA gives it, sends at most in bytes per second; None where unknown."""
+    if "PCIe" in device_name or "NVL" in device_name:
+        return None
+    return next((speed for part, speed in LINK if part in device_name), None)
 
 
 def known_ceilings(device_name: str, dtype: torch.dtype) -> Ceilings | None:

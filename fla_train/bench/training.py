@@ -1,25 +1,23 @@
 """`fla-bench train`: optimizer steps of the training engine on random tokens, beside peers in the same run.
 
-Each model runs in a process of its own, so that none inherits another's memory. The step is `fla-train`'s:
-the engine of `training.engine` (accelerate, DeepSpeed ZeRO-2, one rank) with the config's precision and
+Each model runs in processes of its own, one a GPU, so that none inherits another's memory. The step is
+`fla-train`'s: the engine of `training.engine` (accelerate, DeepSpeed ZeRO-2) with the config's precision and
 optimizer, fed by the loader's thread; what is left out is disks, evaluation, checkpoints and logs.
 """
 
-import os
-import socket
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fla_train.bench.breakdown import breakdown
 from fla_train.bench.floors import step_floors
 from fla_train.bench.models import MODELS, training_flops
-from fla_train.bench.roofline import Ceilings
+from fla_train.bench.ranks import on_ranks
+from fla_train.bench.roofline import Ceilings, link_bandwidth
 from fla_train.data import BatchPlan, MicroBatches, send
 from fla_train.training.engine import Outcome, build_engine, train_step
 from fla_train.training.guard import StepGuard
@@ -45,13 +43,15 @@ class StepRow:
 
     model: str
     refused: str | None = None  # why nothing was
+    processes: int = 1
     parameters: int = 0  # all that the model holds
     tokens_per_step: int = 0
     step_ms: float = 0.0  # mean over the timed steps
     tokens_per_second: float = 0.0
     mfu: float = 0.0  # by the model's own FLOPs, of the ceiling of matrix products
-    memory_bytes: int = 0  # peak, allocated on the GPU; resident on a CPU
-    # Of one more step, which profiling slows on a CPU; but "data" is the host's wait in a timed one.
+    memory_bytes: int = 0  # peak, allocated on the first GPU; resident on a CPU
+    # Of the first process in one more step, which profiling slows on a CPU; "data" is the host's wait in a
+    # timed one. Communication counts in full, whether it runs beside other work or waits for other processes.
     parts: dict[str, Part] = field(default_factory=dict)
 
 
@@ -73,29 +73,27 @@ def bench_models(
     """Measure each of `names` (keys of MODELS) on the sizes of `config`.
 
     Raises:
-        ValueError: a config that `fla-train` refuses too, of several processes, or of a task.
+        ValueError: a config that `fla-train` refuses too, of several machines, or of a task.
     """
     validate(config)
-    if (processes := config.launch.num_processes) != 1:
-        raise ValueError(f"launch.num_processes={processes}: fla-bench train measures one process")
+    if (machines := config.launch.num_machines) != 1:
+        raise ValueError(f"launch.num_machines={machines}: fla-bench train measures one machine")
     if config.task is not None:
         raise ValueError("fla-bench train measures language models: leave task at null")
     config = resolve(config)
+    arguments = (ceilings, steps, torch.get_num_threads())
     for name in names:
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_quiet) as pool:
-            row = pool.submit(measure, config, name, ceilings, steps, torch.get_num_threads())
-            failure = row.exception()
-        if failure is not None and name == "ours" and not isinstance(failure, torch.OutOfMemoryError):
-            raise failure
-        if failure is not None:  # a peer that is absent, or fails in any way of its own
+        try:
+            yield on_ranks(config.launch.num_processes, measure, config, name, *arguments)
+        except Exception as failure:  # a peer that is absent, or fails in any way of its own
+            if name == "ours" and not isinstance(failure, torch.OutOfMemoryError):
+                raise
             line = " ".join(str(failure).split())[:160]
             yield StepRow(name, refused=f"{type(failure).__name__}: {line}")
-        else:
-            yield row.result()
 
 
 def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, threads: int) -> StepRow:
-    """Measure one model in this process, which must not have a process group yet."""
+    """Measure one model as the rank that the environment names, in a process without a group yet."""
     torch.set_num_threads(threads)
     torch.manual_seed(config.seed)
     with torch.device(resolve_device(config)):  # drawing 1.5B weights on a CPU takes long
@@ -103,11 +101,11 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
     if config.trainer.activation_checkpointing:
         model.gradient_checkpointing_enable()
     parameters = sum(p.numel() for p in model.parameters())
-    _join_alone()
     engine = build_engine(model.float(), config)
-    device, trainer = engine.device, config.trainer
+    device, trainer, ranks = engine.device, config.trainer, dist.get_world_size()
     guard = StepGuard(device, max_grad_norm=config.optimizer.max_grad_norm)
-    plan = BatchPlan(accumulation_steps(config) * trainer.micro_batch_size, trainer.micro_batch_size)
+    global_batch = accumulation_steps(config) * trainer.micro_batch_size * ranks
+    plan = BatchPlan(global_batch, trainer.micro_batch_size, dist.get_rank(), ranks)
     tokens = plan.global_batch * trainer.seq_len
     with MicroBatches(RandomTokens(config.model["vocab_size"], trainer.seq_len), plan) as sequences:
 
@@ -120,7 +118,7 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
 
         for _ in range(WARM_UP):
             step(batch()).read()
-        meter = Meter(training_flops(name, engine.module, config), ceilings.flops, device)
+        meter = Meter(training_flops(name, engine.module, config), ranks * ceilings.flops, device)
         meter.start()
         outcomes = []
         for _ in range(steps):
@@ -133,11 +131,13 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
         if any(result.skipped for result in results):
             return StepRow(name, refused="the loss or a gradient was not finite")
         kinds = breakdown(lambda: step(batch()).read(), device)
-    floors = step_floors(config, tokens, parameters, ceilings) if name == "ours" else {}
+    link = link_bandwidth(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    floors = step_floors(config, tokens, parameters, ceilings, ranks, link) if name == "ours" else {}
     step_ms = 1e3 * tokens / speed["tokens_per_second"]
     parts = {kind: Part(ms, floors.get(kind)) for kind, ms in kinds.items()}
     return StepRow(
         name,
+        processes=ranks,
         parameters=parameters,
         tokens_per_step=tokens,
         step_ms=step_ms,
@@ -153,8 +153,9 @@ def markdown(row: StepRow) -> str:
     if row.refused is not None:
         return f"### {row.model}\n\nno speed: {row.refused}\n"
     total = sum(part.ms for part in row.parts.values())
+    on = f", {row.processes} processes" if row.processes > 1 else ""
     lines = [
-        f"### {row.model}: {row.parameters / 1e6:.1f}M parameters",
+        f"### {row.model}: {row.parameters / 1e6:.1f}M parameters{on}",
         "",
         f"{row.tokens_per_second:,.0f} tokens/s, {row.step_ms:.1f} ms a step of {row.tokens_per_step:,} "
         f"tokens, MFU {100 * row.mfu:.1f}%, {row.memory_bytes / 2**30:.2f} GiB",
@@ -166,17 +167,3 @@ def markdown(row: StepRow) -> str:
         floor = "" if part.floor_ms is None else f"{part.floor_ms:.2f}"
         lines.append(f"| {kind} | {part.ms:.2f} | {100 * part.ms / total:.1f}% | {floor} |")
     return "\n".join([*lines, ""])
-
-
-def _join_alone() -> None:
-    """The environment of a process group of one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ["MASTER_PORT"] = str(port)
-
-
-def _quiet() -> None:
-    """What the engine prints goes to stderr: stdout holds the tables."""
-    os.dup2(2, 1)

@@ -8,6 +8,7 @@ from fla_train.cli import bench
 
 SMALL = ["--batch", "1", "--tokens", "24", "--heads", "2", "--head-dim", "16", "--rounds", "1"]
 CEILINGS = ["--peak-tflops", "1", "--bandwidth", "0.1"]
+MACHINES = ["launch.num_processes=2", "launch.num_machines=2", "run.dir=runs/none"]
 STEP = ["trainer.seq_len=16", "trainer.micro_batch_size=2", "trainer.global_batch_tokens=64"]
 
 
@@ -63,6 +64,16 @@ def test_train_with_a_peer(tmp_path, capfd) -> None:
     assert out.lstrip().startswith(("1 CPU", "2 CPU"))  # and nothing that the engine prints
 
 
+@pytest.mark.slow
+def test_train_on_two_ranks(tmp_path, capfd) -> None:
+    file = tmp_path / "train.json"
+    bench.run(["train", "--steps", "1", "--json", str(file), *CEILINGS, *STEP, "launch.num_processes=2"])
+    assert "parameters, 2 processes" in capfd.readouterr().out
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["tokens_per_step"] == 64 and row["processes"] == 2
+    assert row["parts"]["communication"]["ms"] > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -72,7 +83,7 @@ def test_train_with_a_peer(tmp_path, capfd) -> None:
         (["kernels", *SMALL, "--backends", "fast"], "choose auto, recurrent"),
         (["train", "--peers", "gpt", "--", *STEP], "choose from fla, llama"),
         (["train", *CEILINGS, "trainer.seq_len=7"], "trainer.global_batch_tokens"),
-        (["train", *CEILINGS, "launch.num_processes=2"], "one process"),
+        (["train", *CEILINGS, *MACHINES], "one machine"),
         (["train", "trainer.no_such_key=1"], "no_such_key"),
     ],
 )

@@ -76,3 +76,17 @@ def test_floors_are_bytes_and_flops_over_the_ceilings():
     assert [half[kind] * 2 for kind in ("operator", "matmuls")] == pytest.approx(
         [floors[kind] for kind in ("operator", "matmuls")]
     )
+
+
+def test_floors_of_one_of_several_ranks():
+    register()
+    sizes = ["trainer.micro_batch_size=2", "trainer.seq_len=32", "trainer.global_batch_tokens=256"]
+    config = to_config(compose("train", ["model=gated_delta_product/tiny", *sizes]))
+    slow = Ceilings(1e6, 1e6, "given")
+    alone = step_floors(config, 128, 1000, slow)
+    one_of_two = step_floors(config, 256, 1000, slow, ranks=2, link=1e6)
+    # Two micro-batches of gradients and the weights once: half of 4,000 bytes each goes to the other rank.
+    assert one_of_two.pop("communication") == pytest.approx(3 * 2000 / 1e3)
+    assert one_of_two.pop("optimizer") == pytest.approx(alone.pop("optimizer") / 2)
+    assert one_of_two == pytest.approx(alone)
+    assert "communication" not in step_floors(config, 256, 1000, slow, ranks=2)

@@ -1,0 +1,74 @@
+"""The same work on several processes of this machine, one a GPU, which end together."""
+
+import os
+import pickle
+import socket
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+
+def on_ranks(count: int, work: Callable[..., Any], *arguments: Any) -> Any:
+    """`work(*arguments)` in `count` new processes with the environment of a process group; rank 0's result.
+
+    What they print goes to stderr, and none outlives the first failure, which is raised here.
+
+    Raises:
+        RuntimeError: if a process died.
+    """
+    context = get_context("spawn")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes, results = [], {}
+    for rank in range(count):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_rank, args=(sender, rank, count, port, work, arguments), daemon=True
+        )
+        process.start()
+        sender.close()  # the process has its own: when it dies, the pipe ends
+        processes.append(process)
+        results[receiver] = rank
+    first = None
+    try:
+        while results:
+            for receiver in wait(list(results)):
+                rank = results.pop(receiver)
+                try:
+                    result = receiver.recv()
+                except EOFError:
+                    raise RuntimeError(f"the process of rank {rank} died") from None
+                if isinstance(result, Exception):
+                    raise result
+                first = result if rank == 0 else first
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return first
+
+
+def _rank(
+    sender: Connection, rank: int, count: int, port: int, work: Callable[..., Any], arguments: tuple
+) -> None:
+    os.dup2(2, 1)  # stdout holds the tables
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    try:
+        result = work(*arguments)
+        sender.send(result)
+    except Exception as failure:
+        sender.send(failure if _survives(failure) else RuntimeError(f"{type(failure).__name__}: {failure}"))
+
+
+def _survives(failure: Exception) -> bool:
+    try:
+        return type(pickle.loads(pickle.dumps(failure))) is type(failure)
+    except Exception:
+        return False

@@ -1,0 +1,63 @@
+"""Work on several processes: what rank 0 found, or the first failure, and nobody left over."""
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+import torch
+
+from fla_train.bench.ranks import on_ranks
+
+
+def place(offset: int) -> tuple[int, int, str]:
+    print("not on stdout")
+    return int(os.environ["RANK"]) + offset, int(os.environ["WORLD_SIZE"]), os.environ["MASTER_PORT"]
+
+
+def fail(failure: Exception | None) -> None:
+    """Rank 1 fails; the others would wait for it for good."""
+    if os.environ["RANK"] == "0":
+        time.sleep(1000)
+    if failure is None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise failure
+
+
+class Odd(Exception):
+    """An exception that cannot be sent."""
+
+    def __init__(self, first: int, second: int):
+        super().__init__(f"{first} and {second}")
+
+
+def test_the_first_ranks_result_counts(capfd):
+    rank, count, port = on_ranks(2, place, 10)
+    assert (rank, count) == (10, 2) and int(port) > 0
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "message"),
+    [
+        (ValueError("too small"), ValueError, "too small"),
+        (torch.OutOfMemoryError("no room"), torch.OutOfMemoryError, "no room"),
+        (None, RuntimeError, "the process of rank 1 died"),
+    ],
+)
+def test_a_failure_ends_all_ranks(failure, kind, message):
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(kind, match=message):
+        on_ranks(2, fail, failure)
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert not [process for process in left if "spawn_main" in " ".join(process.cmdline())]
+
+
+def odd() -> None:
+    raise Odd(1, 2)
+
+
+def test_what_cannot_be_sent_is_told():
+    with pytest.raises(RuntimeError, match="Odd: 1 and 2"):
+        on_ranks(1, odd)
