@@ -156,14 +156,13 @@ def _extrapolation(file: Path, records: Sequence[dict], panels: Sequence[int]) -
         for row, length in enumerate(panels):
             for column, name in enumerate(names):
                 panel = axes[row, column]
+                counts = set()
                 for i, record in enumerate(records):
-                    points = [
-                        point
-                        for point in record["perplexity"].get(name, {}).get("positions", [])
-                        if point["end"] <= length
-                    ]
-                    if points:
+                    if points := _panel(record["perplexity"].get(name, {}), length):
                         _curve(panel, _middles(points), points, record["name"], f"C{i}")
+                        counts.add(points[0]["documents"])
+                if counts:
+                    _note_count(panel, counts)
                 _mark_training(panel, records, label=True)
                 panel.set_xlim(0, length)
                 panel.set_xticks([0, length // 2, length], ["0", _short(length // 2), _short(length)])
@@ -174,6 +173,19 @@ def _extrapolation(file: Path, records: Sequence[dict], panels: Sequence[int]) -
         for panel in axes[-1]:
             panel.set_xlabel("position (tokens)")
         _legend(axes)
+
+
+def _panel(result: dict, length: int) -> list[dict]:
+    """The curve of a panel; of an evaluation without it, what its curve over all positions has of it."""
+    points = result.get("panels", {}).get(str(length)) or result.get("positions", [])
+    return [point for point in points if point["end"] <= length]
+
+
+def _note_count(panel: Axes, counts: set[int]) -> None:
+    """How many sequences stand behind the curves."""
+    few, many = min(counts), max(counts)
+    text = f"n = {few}" if few == many else f"n = {few} to {many}"
+    panel.text(0.97, 0.95, text, ha="right", va="top", fontsize=7, color="0.4", transform=panel.transAxes)
 
 
 def _states(file: Path, records: Sequence[dict]) -> None:

@@ -13,6 +13,8 @@ from fla_train.eval.mirror import mirror_folder
 from fla_train.eval.paper import paper_row
 from fla_train.eval.parallel import ALONE, Ranks
 from fla_train.eval.parts import Parts
+from fla_train.eval.positions import position_limit
+from fla_train.eval.progress import progress_bars
 from fla_train.eval.report import check_output, write_report
 from fla_train.eval.sweep import run_sweep
 from fla_train.hub.device import pick_device, pick_dtype
@@ -106,6 +108,7 @@ def evaluate_model(
         ValueError: the request cannot work; says what to change.
     """
     mirror_folder(mirror)  # a fault shows before the work
+    window = _window(model, suite, trained)
     started, count = time.time(), count_parameters(model)
     dtype = str(model.dtype).removeprefix("torch.")
     parts = Parts(folder / "parts", identity | {"dtype": dtype}, ranks)
@@ -117,6 +120,7 @@ def evaluate_model(
             "type": model.config.model_type,
             "parameters": count.total,
             "parameters_embedding_once": count.embedding_once,
+            "positions": position_limit(model),
         },
         "trained_length": trained,
         "suite": asdict(suite),
@@ -126,13 +130,14 @@ def evaluate_model(
         "paper_row": {},
         "environment": {**describe_environment(str(model.device)), "dtype": dtype},
     }
-    if suite.perplexity is not None:
-        record["perplexity"] = run_sweep(
-            *(model, tokenizer, suite.perplexity), run=run, mirror=mirror, parts=parts, progress=progress
-        )
-    if suite.tasks:
-        record["tasks"] = _tasks(model, tokenizer, suite, mirror, parts, trained)
-        record["paper_row"] = paper_row(record["tasks"])
+    with progress_bars(progress):
+        if suite.perplexity is not None:
+            record["perplexity"] = run_sweep(
+                *(model, tokenizer, suite.perplexity), run=run, mirror=mirror, parts=parts, progress=progress
+            )
+        if suite.tasks:
+            record["tasks"] = _tasks(model, tokenizer, suite, mirror, parts, window)
+            record["paper_row"] = paper_row(record["tasks"])
     record["metrics"] = flat_metrics(record)
     record["seconds"] = round(time.time() - started, 1)
     if ranks.rank == 0:
@@ -146,12 +151,11 @@ def _tasks(
     suite: SuiteConfig,
     mirror: str | None,
     parts: Parts,
-    trained: int,
+    window: int,
 ) -> dict:
     from fla_train.eval.harness import FlaTrainLM, run_tasks  # lm-eval takes seconds to import
 
-    length = suite.max_length or trained
-    lm = FlaTrainLM(model, tokenizer, max_length=length, batch_size=suite.batch_size, ranks=parts.ranks)
+    lm = FlaTrainLM(model, tokenizer, max_length=window, batch_size=suite.batch_size, ranks=parts.ranks)
     settings = {key: getattr(suite, key) for key in ("include_path", "num_fewshot", "limit", "max_length")}
     settings["mirror"] = mirror
     return run_tasks(
@@ -163,6 +167,18 @@ def _tasks(
         limit=suite.limit,
         part=lambda name, work: parts(name, settings, work),
     )
+
+
+def _window(model: PreTrainedModel, suite: SuiteConfig, trained: int) -> int:
+    """Tokens of a task's prompt and answer together: `suite.max_length`, else those of training."""
+    limit = position_limit(model)
+    if limit is None:
+        return suite.max_length or trained
+    if suite.max_length and suite.max_length > limit:
+        raise ValueError(
+            f"suite.max_length={suite.max_length}: the model has positions for {limit:,} tokens only"
+        )
+    return suite.max_length or min(trained, limit)
 
 
 def _default_folder(source: Path | str, suite: str) -> Path:

@@ -1,5 +1,6 @@
 """The tables of a report, as Markdown and as LaTeX."""
 
+import math
 from collections.abc import Iterable, Sequence
 
 from fla_train.eval.compare import Row, comparison, is_metric
@@ -21,16 +22,30 @@ def markdown(records: Sequence[dict]) -> str:
         (record,) = records
         parts = [f"# {record['suite']['name']}: {record['name']}\n"]
         for name, result in record["perplexity"].items():
-            parts += [f"## Perplexity, {name}\n", _perplexity_table(result, record["trained_length"])]
+            parts += [f"## Perplexity, {name}\n", _perplexity_table(result, record)]
     else:
         parts = ["# " + ", ".join(record["name"] for record in records) + "\n"]
         parts += ["## Side by side\n", comparison_markdown(records)]
+    parts += [f"{note}\n" for note in limit_notes(records)]
     if heads := paper_heads(records):
         parts += ["## The papers' columns\n", paper_markdown(records, heads)]
     if len(records) == 1 and records[0]["tasks"]:
         parts += ["## Tasks\n", _task_table(records[0]["tasks"])]
     parts += [_footnote(record) for record in records]
     return "\n".join(parts)
+
+
+def limit_notes(records: Sequence[dict]) -> list[str]:
+    """A line for each evaluation whose model cannot read all the lengths that were asked for."""
+    notes = []
+    for record in records:
+        limit, suite = record["model"].get("positions"), record["suite"]["perplexity"]
+        if limit and suite and (beyond := [n for n in sorted(suite["lengths"]) if n > limit]):
+            notes.append(
+                f"{record['name']} has positions for {limit:,} tokens only: not read over "
+                f"{', '.join(map(str, beyond))}."
+            )
+    return notes
 
 
 def paper_heads(records: Sequence[dict]) -> list[str]:
@@ -136,17 +151,18 @@ def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _perplexity_table(result: dict, trained: int) -> str:
+def _perplexity_table(result: dict, record: dict) -> str:
     if "error" in result:
         return f"Could not run: {result['error']}\n"
     lines = ["| context | perplexity | 95% interval | loss | documents |", "|---:|---:|:---:|---:|---:|"]
     for row in result["lengths"]:
         interval = "" if row["low"] is None else f"{fixed(row['low'], 3)} to {fixed(row['high'], 3)}"
-        mark = " (trained)" if row["length"] == trained else ""
+        mark = " (trained)" if row["length"] == record["trained_length"] else ""
         cells = (f"{row['length']:,}{mark}", fixed(row["perplexity"], 3), interval, f"{row['loss']:.4f}")
         lines.append(_line([*cells, str(row["documents"])]))
-    if result["not_reached"]:
-        lines += ["", f"No document is long enough for {', '.join(map(str, result['not_reached']))}."]
+    limit = record["model"].get("positions") or math.inf
+    if lacking := [n for n in result["not_reached"] if n <= limit]:
+        lines += ["", f"No document is long enough for {', '.join(map(str, lacking))}."]
     return "\n".join([*lines, ""])
 
 

@@ -41,6 +41,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[in
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return tokenizer(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    _keep_texts_whole(tokenizer)
     before = backend.encode_special_tokens
     backend.encode_special_tokens = True
     try:
@@ -165,7 +166,16 @@ def _pretrained(name: str, eos_token: str | None) -> PreTrainedTokenizerBase:
         if eos_token not in tokenizer.get_vocab():
             raise ValueError(f"data.tokenizer.eos_token={eos_token} is not in the vocabulary of {name}")
         tokenizer.eos_token = eos_token
+    _keep_texts_whole(tokenizer)
     return tokenizer
+
+
+def _keep_texts_whole(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Neither cut texts nor pad them, as tokenizer.json asks for if the last call before it was saved did."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        backend.no_truncation()
+        backend.no_padding()
 
 
 def _load_folder(folder: Path) -> PreTrainedTokenizerBase:

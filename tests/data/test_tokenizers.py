@@ -4,8 +4,8 @@ import pytest
 import tokenizers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
-from fla_train.data import TokenizerConfig, check_vocabulary
-from fla_train.data.tokenizers import encode, fingerprint, load_tokenizer
+from fla_train.data import DataConfig, TokenizerConfig, check_vocabulary
+from fla_train.data.tokenizers import encode, fingerprint, load_tokenizer, make_encoder
 
 TEXTS = [
     "plain",
@@ -111,3 +111,19 @@ def test_check_vocabulary_counts_to_the_largest_id(tmp_path):
     check_vocabulary(holed, 300)
     with pytest.raises(ValueError, match=r"has 300 tokens but model.vocab_size=299"):
         check_vocabulary(holed, 299)
+
+
+def test_texts_are_neither_cut_nor_padded(tmp_path):
+    """Whatever tokenizer.json asks for; here as fine-tuning leaves it behind."""
+    tokenizer = load_tokenizer(TokenizerConfig(name="bytes"))
+    tokenizer(["some", "texts"], padding=True, truncation=True, max_length=4)
+    tokenizer.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "tokenizer.json").read_text())
+    assert saved["truncation"] and saved["padding"]
+    texts = ["ab", "a longer text"]
+    for loaded in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        assert [len(ids) for ids in encode(loaded, texts)] == [2, 13]
+    loaded = load_tokenizer(TokenizerConfig(name=str(tmp_path)))
+    encoder = make_encoder(loaded, tmp_path, DataConfig(append_eos=False), "uint16")
+    assert [len(encoding) for encoding in encoder._build().encode_batch_fast(texts)] == [2, 13]
+    assert fingerprint(loaded) == fingerprint(load_tokenizer(TokenizerConfig(name="bytes")))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from fla_train.data import DataConfig, TokenizerConfig, prepare
@@ -100,6 +101,32 @@ def test_several_sets_of_files(run: Path, corpus: Path, tmp_path: Path) -> None:
     _, record = evaluate(EvalConfig(str(run), str(tmp_path / "out"), suite=suite), progress=False)
     file, pattern = record["perplexity"]["documents"], record["perplexity"][corpus.parent.name]
     assert file == pattern and file["lengths"][0]["documents"] == 5
+
+
+def test_each_panel_has_all_documents_that_reach_it(
+    run: Path, tokenizer, scholar, tmp_path: Path, monkeypatch
+) -> None:
+    """Against the means of one pass over each document; a panel between two lengths, and one beyond."""
+    documents = [np.random.default_rng(n).integers(3, 259, n) for n in (20, 39, 40, 63, 64, 70, 90)]
+    monkeypatch.setattr(sweep_module, "file_documents", lambda *arguments: iter(documents))
+    suite = perplexity_suite(sets=["w.jsonl"], lengths=[16, 64, 96], panels=[16, 40, 64, 999], bucket=16)
+    _, record = evaluate(EvalConfig(str(run), str(tmp_path / "out"), suite=suite), progress=False)
+    result = record["perplexity"]["w"]
+    losses = []
+    for document in documents:
+        ids = torch.tensor([tokenizer.eos_token_id, *document])
+        with torch.no_grad():
+            log_p = scholar(ids[None]).logits[0, :-1].double().log_softmax(-1)
+        losses.append(-log_p.gather(1, ids[1:, None])[:, 0].numpy())
+    for panel, end in (("16", 16), ("40", 40), ("64", 64), ("999", 64)):
+        reaching = [row for row in losses if len(row) >= end]
+        points = result["panels"][panel]
+        assert points[-1]["end"] == end and {p["documents"] for p in points} == {len(reaching)}
+        for point in points:
+            mean = np.mean([row[point["start"] : point["end"]].mean() for row in reaching])
+            assert point["loss"] == pytest.approx(mean, abs=1e-4)
+    assert [points[0]["documents"] for points in result["panels"].values()] == [7, 5, 3, 3]
+    assert result["positions"] == result["panels"]["64"] and result["not_reached"] == [96]
 
 
 def test_finished_parts_are_not_run_again(run: Path, corpus: Path, tmp_path: Path, monkeypatch) -> None:

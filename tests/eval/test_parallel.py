@@ -100,13 +100,25 @@ def test_two_ranks_find_what_one_finds(scholar, tokenizer, write_task, quiz, tmp
     # The second document, which the second of two ranks reads, has no choices.
     write_task("broken", [rows[0], rows[1] | {"choices": []}], output_type="multiple_choice", **choices)
     write_task("texts", rows[:5], **rolling, metric_list=[{"metric": "word_perplexity"}])
+    write_task(  # an odd number of prompts, of different lengths
+        "recite",
+        [row | {"question": "a " * (i % 3) + row["question"]} for i, row in enumerate(rows[:7])],
+        output_type="generate_until",
+        doc_to_text="{{question}}",
+        doc_to_target="{{choices[answer]}}",
+        generation_kwargs={"until": ["n"], "max_gen_toks": 10, "do_sample": False},
+        metric_list=[{"metric": "exact_match"}],
+        filter_list=[
+            {"name": "word", "filter": [{"function": "remove_whitespace"}, {"function": "take_first"}]}
+        ],
+    )
     checkpoint = export_model(scholar, tokenizer, tmp_path / "model", CardInfo(seq_len=64))
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(json.dumps({"text": "red and blue " * n}) + "\n" for n in (3, 9, 5, 7, 1)))
     request = [
         f"checkpoint={checkpoint}", "device=cpu", "suite=demo", f"suite.perplexity.sets=[{file}]",
         "suite.perplexity.lengths=[8,64]", "suite.perplexity.bucket=8", "suite.perplexity.state_documents=1",
-        "suite.tasks=[quiz,broken,texts]", f"suite.include_path={folder}",
+        "suite.tasks=[quiz,broken,texts,recite]", f"suite.include_path={folder}",
     ]  # fmt: skip
     records = []
     for ranks in (1, 2):
@@ -126,4 +138,7 @@ def test_two_ranks_find_what_one_finds(scholar, tokenizer, write_task, quiz, tmp
     assert (
         scores[0] == scores[1] and scores[0]["acc"] == pytest.approx(7 / 13) and scores[0]["examples"] == 13
     )
+    recited = [record["tasks"]["recite"]["scores"]["recite"] for record in records]
+    assert recited[0] == recited[1] and recited[0]["examples"] == 7
+    assert 0 < recited[0]["exact_match_word"] < 1
     assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-5)

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from fla_train.cli.eval import compare
 from fla_train.eval.compare import comparison, flat_metrics, load_record, mark
-from fla_train.eval.figures import _legend
+from fla_train.eval.figures import _legend, _panel
 from fla_train.eval.page import page
 from fla_train.eval.paper import HEADS, paper_row
 from fla_train.eval.report import write_report
@@ -95,6 +95,15 @@ def test_one_folder_with_everything(tmp_path: Path) -> None:
     text = (tmp_path / "out/table.md").read_text()
     assert "| **ours_1** | **30.00** | **40.00** | **30.0** |" in text
     assert "Could not run: not to be had" in text and "abacus, float32, torch 2, commit c" in text
+
+
+def test_the_curve_of_a_panel() -> None:
+    """Its own, over more documents; of an evaluation without the panel the beginning of its only curve."""
+    result = record("a", [2.0, 3.0])["perplexity"]["web"]
+    assert _panel(result, 64) == result["positions"][:1] and _panel({"error": "lost"}, 64) == []
+    wide = [point | {"documents": 7} for point in result["positions"][:1]]
+    assert _panel(result | {"panels": {"64": wide}}, 64) == wide
+    assert _panel(result | {"panels": {"64": wide}}, 128) == result["positions"]
 
 
 def test_latex_has_the_papers_columns_and_balanced_rows() -> None:

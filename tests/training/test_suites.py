@@ -1,15 +1,22 @@
 """Suites during training: what is started, what is logged, and that training does not notice."""
 
+import importlib.util
+import io
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from warm_ranks import WarmRanks
 
+from fla_train.training.checkpoint import TrainState
 from fla_train.training.metrics import read_metrics
+from fla_train.training.report import Reporter
+from fla_train.training.runfolder import RunFolder
 from fla_train.training.suites import SuiteRuns
 from fla_train.training.validate import validate
 
@@ -42,10 +49,10 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("MASTER_ADDR", "here")
 
-    def make(*options: str) -> tuple[SuiteRuns, list, list]:
+    def make(*options: str, log: Callable | None = None) -> tuple[SuiteRuns, list, list]:
         records, lines = [], []
         options = (f"gate={tmp_path / 'gate'}", *options)
-        made = SuiteRuns("demo", options, tmp_path / "eval", log=records.append, say=lines.append)
+        made = SuiteRuns("demo", options, tmp_path / "eval", log=log or records.append, say=lines.append)
         return made, records, lines
 
     return make
@@ -102,13 +109,59 @@ def test_stop_ends_the_evaluation(runs, tmp_path: Path) -> None:
     assert not records and not lines
 
 
+def test_results_reach_wandb(runs, make_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By way of the run's own reporter, which gives a record to all sinks; what is infinite is left out."""
+    logged = []
+    run = SimpleNamespace(id="fresh", log=lambda values, step: logged.append((step, values)))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: run))
+    config = make_config("logger=default", "logger.wandb.mode=online")
+    reporter = Reporter(config, RunFolder(tmp_path), TrainState(), io.StringIO(), rank=0)
+    suites, _, _ = runs(log=reporter.log)
+    open_gate(tmp_path)
+    suites.start(tmp_path / "hf/step-0000004", 4)
+    suites.finish(6, 600, lambda doing: None)
+    expected = {"tokens": 600, "evaluated_step": 4, "eval/web/loss_64": 2.5, "eval/ranks": 0.0}
+    assert logged == [(6, expected)]
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 6, **expected, "eval/lost": None}]
+
+
+@pytest.fixture
+def riddles(tmp_path: Path) -> list[str]:
+    """Options of fla-eval: one of the zero-shot tasks, on a mirror with three documents."""
+    rows = [
+        {
+            "id": str(i),
+            "question": question,
+            "choices": {"text": texts, "label": ["A", "B"]},
+            "answerKey": "A",
+        }
+        for i, (question, texts) in enumerate(
+            [("Hot?", ["fire", "ice"]), ("Wet?", ["rain", "sand"]), ("Up?", ["sky", "sea"])]
+        )
+    ]
+    splits = tmp_path / "splits/arc_easy"
+    splits.mkdir(parents=True)
+    for split in ("test", "validation"):
+        (splits / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    script = Path(__file__).resolve().parents[2] / "scripts/build_eval_mirror.py"
+    subprocess.run([sys.executable, script, splits.parent, tmp_path / "mirror"], check=True)
+    lm_eval = Path(importlib.util.find_spec("lm_eval").origin).parent
+    options = [f"mirror={tmp_path / 'mirror'}", "suite.tasks=[arc_easy]", "suite.limit=2"]
+    return [*options, f"suite.include_path={lm_eval}/tasks/arc"]  # to index all of lm-eval's takes seconds
+
+
 @pytest.mark.slow
-def test_training_is_the_same_to_the_bit(make_config, warm_ranks: WarmRanks, tmp_path: Path) -> None:
-    """Two runs that differ only in the suites: same losses, same weights, and the suites' results besides."""
+def test_training_is_the_same_to_the_bit(
+    make_config, warm_ranks: WarmRanks, riddles: list[str], tmp_path: Path
+) -> None:
+    """Two runs that differ only in the suites, a sweep and a task of lm-eval, which seeds what it can reach:
+    same losses, same weights, and the suites' results besides.
+    """
+    options = ["suite.perplexity.lengths=[16,32]", "suite.perplexity.bucket=16", *riddles]
     suite = [
-        "trainer.suite_every=2", "trainer.suite=demo",
-        'trainer.suite_options=["suite.perplexity.lengths=[16,32]","suite.perplexity.bucket=16"]',
-    ]  # fmt: skip
+        *("trainer.suite_every=2", "trainer.suite=demo"),
+        f"trainer.suite_options={json.dumps(options)}",
+    ]
     metrics, weights = {}, {}
     for name, more in (("plain", []), ("suites", suite)):
         config = make_config(f"run.dir={tmp_path / name}", "trainer.max_steps=5", "launch.device=cpu", *more)
@@ -122,7 +175,8 @@ def test_training_is_the_same_to_the_bit(make_config, warm_ranks: WarmRanks, tmp
     assert len(losses["plain"]) == 5 and losses["plain"] == losses["suites"]
     found = [record for record in metrics["suites"] if "evaluated_step" in record]
     assert found and found[-1]["evaluated_step"] in (2, 4, 5)
-    assert all({"eval/validation/loss_16", "eval/validation/loss_32"} <= record.keys() for record in found)
+    expected = {"eval/validation/loss_16", "eval/validation/loss_32", "eval/arc_easy/acc_norm"}
+    assert all(expected <= record.keys() for record in found)
     steps = [record["step"] for record in metrics["suites"]]
     assert steps == sorted(steps)
     assert (tmp_path / f"suites/eval/demo-step-000000{found[0]['evaluated_step']}/index.html").is_file()

@@ -1,0 +1,35 @@
+"""A bar for each long piece of work on stderr, and none when none is wanted."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
+from fla_train.eval.run import evaluate
+from fla_train.hub import CardInfo, export_model
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_bars(progress: bool, scholar, tokenizer, write_task, quiz, tmp_path: Path, capfd) -> None:
+    choices = {"doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"}
+    metrics = {"output_type": "multiple_choice", "metric_list": [{"metric": "acc"}]}
+    folder = write_task("quiz", quiz, **metrics, **choices)
+    recite = {"output_type": "generate_until", "metric_list": [{"metric": "exact_match"}]}
+    recite["generation_kwargs"] = {"until": ["n"], "max_gen_toks": 4, "do_sample": False}
+    write_task("recite", quiz[:3], **recite, doc_to_text="{{question}}", doc_to_target="red")
+    file = tmp_path / "texts.jsonl"
+    file.write_text(json.dumps({"text": "red and blue " * 9}))
+    checkpoint = export_model(scholar, tokenizer, tmp_path / "model", CardInfo(seq_len=64))
+    perplexity = PerplexityConfig(sets=[str(file)], lengths=[16, 64], bucket=16)
+    suite = SuiteConfig("both", perplexity, tasks=["quiz", "recite"], include_path=str(folder))
+    capfd.readouterr()
+    evaluate(EvalConfig(str(checkpoint), str(tmp_path / "out"), suite=suite), progress=progress)
+    shown = capfd.readouterr()
+    bars = ("reading documents: 1", "loss: 100%", "log-likelihoods: 100%", "generate_until requests: 100%")
+    if progress:
+        assert all(bar in shown.err for bar in bars), shown.err
+    else:  # neither ours nor those of lm-eval and `datasets`
+        assert not re.search(r"%\||it/s|examples/s|document/s", shown.err), shown.err
+    assert not shown.out
