@@ -1,5 +1,6 @@
 """Where lm-eval's tasks find their data: a folder that mirrors the Hub, else the Hub or its cache."""
 
+import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,7 +51,8 @@ def hub_datasets(mirror: Path | None) -> Iterator[None]:
         folder = mirror / path if mirror else None
         try:
             if folder and folder.is_dir():
-                return _with_train(load_dataset(str(folder), name, *args, **kwargs))
+                place = {"cache_dir": str(_cache_of(folder))} | kwargs
+                return _with_train(load_dataset(str(folder), name, *args, **place))
             return load_dataset(path, name, *args, **kwargs)
         except Exception as failure:  # no such name or config, no network, a corrupt file: all end the task
             raise DatasetUnavailable(_remedy(path, name, folder, failure)) from failure
@@ -60,6 +62,18 @@ def hub_datasets(mirror: Path | None) -> Iterator[None]:
         yield
     finally:
         datasets.load_dataset, datasets.config.HF_HUB_OFFLINE = load_dataset, offline
+
+
+def _cache_of(folder: Path) -> Path:
+    """Where `datasets` keeps what it has read of a mirrored set, other files elsewhere.
+
+    In one folder it tells a set from another by the last part of its path and the config's name alone: of a
+    second mirror, or after the files have changed, it would give the first one's rows.
+    """
+    files = sorted(file for file in folder.resolve().rglob("*") if file.is_file())
+    state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    name = hashlib.sha256(repr(state).encode()).hexdigest()[:16]
+    return Path(datasets.config.HF_DATASETS_CACHE) / "mirrors" / name
 
 
 def _with_train(splits: Any) -> Any:

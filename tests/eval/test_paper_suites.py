@@ -223,6 +223,23 @@ def test_what_the_hubs_cache_holds_needs_neither_network_nor_mirror(tmp_path: Pa
             assert list(datasets.load_dataset("someone/riddles", split="test")) == ARC
 
 
+def test_two_mirrors_and_changed_files_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    """`datasets` itself would: whatever the files, a named config has the rows that it had first."""
+    header = "---\nconfigs:\n- config_name: old\n  data_files:\n  - split: test\n    path: test.jsonl\n---\n"
+
+    def rows(mirror: str, *found: dict) -> list[dict]:
+        if found:
+            write(tmp_path / mirror / "someone/riddles/test.jsonl", lines(found))
+            write(tmp_path / mirror / "someone/riddles/README.md", header)
+        with hub_datasets(tmp_path / mirror):
+            return list(datasets.load_dataset("someone/riddles", "old", split="test"))
+
+    assert rows("first", *ARC) == ARC
+    assert rows("second", *ARC[:1]) == ARC[:1]
+    assert rows("first") == ARC
+    assert rows("first", *ARC[1:]) == ARC[1:]
+
+
 def test_the_mirror_script_refuses_what_cannot_work(tmp_path: Path) -> None:
     assert build(tmp_path).returncode == 2 and build(tmp_path / "absent", tmp_path).returncode == 2
     assert build(tmp_path, tmp_path / "mirror").returncode == 1  # no set at all
