@@ -73,7 +73,7 @@ def checksum(model: torch.nn.Module) -> list[float]:
 
 
 def run(config: TrainConfig) -> dict:
-    """On each rank: losses, norms and the like of the steps, and of one with a NaN on the last rank."""
+    """On each rank: losses, norms and the like of steps, of one with a NaN on the last rank, of a spike."""
     engine = build_engine(make_model(config), config)
     rank, world = dist.get_rank(), dist.get_world_size()
     plan = BatchPlan(GLOBAL_BATCH, config.trainer.micro_batch_size, rank, world)
@@ -117,4 +117,11 @@ def run(config: TrainConfig) -> dict:
     (healthy,) = steps(STEPS + 1, 1)
     content["healthy_skipped"] = healthy.skipped
     content["healthy_changed"] = checksum(engine.module) != before
+    before = checksum(engine.module)
+    # As after many steps whose losses were about 1 below today's, 0.01 to either side.
+    guard = StepGuard(
+        torch.device("cpu"), max_grad_norm=0.5, spike_deviations=6.0, statistics=[200, healthy.loss - 1, 1e-4]
+    )
+    (spike,) = steps(STEPS + 2, 1)
+    content["spike_skipped"], content["spike_unchanged"] = spike.skipped, checksum(engine.module) == before
     return content

@@ -64,6 +64,11 @@ def test_nan_on_one_rank_skips_the_step_everywhere_and_training_goes_on(runs: di
     assert not result["healthy_skipped"] and result["healthy_changed"]
 
 
+@pytest.mark.parametrize("layout", ["1 rank(s) x 1", "2 rank(s) x 2"])
+def test_a_spike_of_the_loss_skips_the_step_everywhere(runs: dict, layout: str):
+    assert runs[layout]["spike_skipped"] and runs[layout]["spike_unchanged"]
+
+
 def test_nothing_of_the_deepspeed_config_is_automatic(make_config: Callable[..., TrainConfig]):
     config = make_config("trainer.precision=bf16", "launch.num_processes=2")
     settings = deepspeed_config(config, on_gpu=False)
