@@ -241,9 +241,10 @@ def start(drill: Drill) -> int:
 def verify(drill: Drill) -> int:
     data = [override for override in drill.command if override.startswith("data")]
     with drill.output.open("w") as out:
-        return subprocess.run(
-            [*PREPARE, *data, "verify=true"], stdout=out, stderr=subprocess.STDOUT
-        ).returncode
+        done = subprocess.run(
+            [*PREPARE, *data, "verify=true"], stdout=out, stderr=subprocess.STDOUT, timeout=PATIENCE
+        )
+    return done.returncode
 
 
 IN_RUN = {

@@ -6,6 +6,8 @@ One process compiles one kernel at a time, seconds each; nothing but a run makes
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -56,7 +58,8 @@ def operator(problem: Problem, backend: str = "triton") -> Tensor:
 class Compiled:
     """Runs trials in other processes, so that this one finds their kernels compiled.
 
-    A trial that fails there is left to fail here. On a CPU nothing is done: the interpreter compiles nothing.
+    A trial that fails there, or ends its process, is left to fail here. On a CPU nothing is done: the
+    interpreter compiles nothing.
 
     Args:
         needed: bytes of device memory that a trial takes, which limit the number of processes.
@@ -79,9 +82,10 @@ class Compiled:
             self._pool.shutdown(cancel_futures=True)
 
     def ahead(self, trials: Sequence[Trial]) -> None:
-        """Return once every trial has run."""
+        """Return once every trial has run, or none can any more."""
         if self._pool is not None:
-            wait([self._pool.submit(self._once, trial) for trial in trials])
+            with suppress(BrokenProcessPool):  # a process died, and with it the pool: all is compiled here
+                wait([self._pool.submit(self._once, trial) for trial in trials])
 
 
 def _once(trial: Trial, dtype: torch.dtype, device: torch.device) -> None:

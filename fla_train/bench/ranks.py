@@ -3,6 +3,7 @@
 import os
 import pickle
 import socket
+import traceback
 from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -14,7 +15,8 @@ import torch
 def on_ranks(count: int, work: Callable[..., Any], *arguments: Any) -> Any:
     """`work(*arguments)` in `count` new processes with the environment of a process group; rank 0's result.
 
-    What they print goes to stderr, and none outlives the first failure, which is raised here.
+    What they print goes to stderr, and each has a GPU where there are any. None outlives the first failure,
+    which is raised here with the process's traceback as a note.
 
     Raises:
         RuntimeError: if a process died.
@@ -23,24 +25,23 @@ def on_ranks(count: int, work: Callable[..., Any], *arguments: Any) -> Any:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes, results = [], {}
-    for rank in range(count):
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_rank, args=(sender, rank, count, port, work, arguments), daemon=True
-        )
-        process.start()
-        sender.close()  # the process has its own: when it dies, the pipe ends
-        processes.append(process)
-        results[receiver] = rank
-    first = None
+    processes, pending, first = [], {}, None
     try:
-        while results:
-            for receiver in wait(list(results)):
-                rank = results.pop(receiver)
+        for rank in range(count):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank, args=(sender, rank, count, port, work, arguments), daemon=True
+            )
+            process.start()
+            processes.append(process)
+            sender.close()  # the process has its own: when it dies, the pipe ends
+            pending[receiver] = rank
+        while pending:
+            for receiver in wait(list(pending)):
+                rank = pending.pop(receiver)
                 try:
                     result = receiver.recv()
-                except EOFError:
+                except (EOFError, OSError):  # OSError: in the middle of a result
                     raise RuntimeError(f"the process of rank {rank} died") from None
                 if isinstance(result, Exception):
                     raise result
@@ -64,7 +65,9 @@ def _rank(
         result = work(*arguments)
         sender.send(result)
     except Exception as failure:
-        sender.send(failure if _survives(failure) else RuntimeError(f"{type(failure).__name__}: {failure}"))
+        sent = failure if _survives(failure) else RuntimeError(f"{type(failure).__name__}: {failure}")
+        sent.add_note(f"On rank {rank}:\n{traceback.format_exc()}")  # a pickled exception has no traceback
+        sender.send(sent)
 
 
 def _survives(failure: Exception) -> bool:

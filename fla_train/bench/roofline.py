@@ -5,6 +5,7 @@ Counts are per token and head. n is n_h, K and V the head dims, M the sub-steps 
 count as dense, though half of a causal one is zero; elementwise work is left out.
 """
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ GATE_BYTES = 4  # of an element of beta and g, which are fp32
 BANDWIDTH = (("H200", 4.8e12), ("H100", 3.35e12), ("A100", 2.039e12))
 # Bytes per second that a GPU sends by NVLink: half of what the same sheets give for both directions.
 LINK = (("H200", 4.5e11), ("H100", 4.5e11), ("A100", 3e11))
+# The same chips in other modules, whose memory and links differ: an "A100-PCIE-40GB", a "GH200".
+OTHER_MODULES = re.compile(r"PCIe|NVL|GH200", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ def training_bound(shape: Shape, ceilings: Ceilings) -> float:
 
 def link_bandwidth(device_name: str) -> float | None:
     """What a GPU of this name, as CUDA gives it, sends at most in bytes per second; None where unknown."""
-    if "PCIe" in device_name or "NVL" in device_name:
+    if OTHER_MODULES.search(device_name):
         return None
     return next((speed for part, speed in LINK if part in device_name), None)
 
@@ -132,7 +135,7 @@ def known_ceilings(device_name: str, dtype: torch.dtype) -> Ceilings | None:
     """The data sheet's numbers for a device's name as CUDA gives it; None where they are not known."""
     flops = peak_flops(device_name, "bf16") if dtype in (torch.bfloat16, torch.float16) else None
     bandwidth = next((speed for part, speed in BANDWIDTH if part in device_name), None)
-    if flops is None or bandwidth is None or "PCIe" in device_name or "NVL" in device_name:
+    if flops is None or bandwidth is None or OTHER_MODULES.search(device_name):
         return None
     return Ceilings(flops, bandwidth, "data sheet")
 

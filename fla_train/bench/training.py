@@ -81,10 +81,11 @@ def bench_models(
     if config.task is not None:
         raise ValueError("fla-bench train measures language models: leave task at null")
     config = resolve(config)
-    arguments = (ceilings, steps, torch.get_num_threads())
+    processes = config.launch.num_processes
+    arguments = (ceilings, steps, max(1, torch.get_num_threads() // processes))
     for name in names:
         try:
-            yield on_ranks(config.launch.num_processes, measure, config, name, *arguments)
+            yield on_ranks(processes, measure, config, name, *arguments)
         except Exception as failure:  # a peer that is absent, or fails in any way of its own
             if name == "ours" and not isinstance(failure, torch.OutOfMemoryError):
                 raise
@@ -118,7 +119,8 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
 
         for _ in range(WARM_UP):
             step(batch()).read()
-        meter = Meter(training_flops(name, engine.module, config), ranks * ceilings.flops, device)
+        devices = ranks if device.type == "cuda" else 1  # processes on a CPU share it
+        meter = Meter(training_flops(name, engine.module, config), devices * ceilings.flops, device)
         meter.start()
         outcomes = []
         for _ in range(steps):

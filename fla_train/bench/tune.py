@@ -1,8 +1,8 @@
 """`fla-bench tune`: of the Triton kernels' launch options that are right on this machine, the fastest.
 
 One kernel after the other, the others as they are: every safe candidate is timed in a whole forward and
-backward pass, and then judged, from the fastest on, until one computes the right numbers. All is
-compiled ahead, on all cores (`ahead`).
+backward pass, and then judged, from the fastest on, until one computes the right numbers. What they run is
+compiled ahead, by several processes (`ahead`).
 """
 
 from collections.abc import Callable, Iterator

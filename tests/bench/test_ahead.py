@@ -1,6 +1,7 @@
 """Compiling ahead: as many processes as the device has memory for; what fails there ends nothing here."""
 
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 import torch
@@ -37,6 +38,18 @@ def test_every_trial_runs_once_and_failures_are_left(free, processes, monkeypatc
         compiled.ahead(["last"])
     assert opened == [processes]
     assert ran[-1] == ("last", torch.bfloat16, device)
+
+
+def test_a_pool_whose_process_died_is_done_without(monkeypatch):
+    class Broken(ThreadPoolExecutor):
+        def submit(self, *_):
+            raise BrokenProcessPool
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 80 * GIB))
+    monkeypatch.setattr(ahead, "pool", Broken)
+    with Compiled(torch.bfloat16, torch.device("cuda"), needed=GIB) as compiled:
+        compiled.ahead(["first"])
+        compiled.ahead(["second"])
 
 
 def test_nothing_is_compiled_for_a_cpu(monkeypatch):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from fla_train.cli import bench
 
@@ -65,6 +66,7 @@ def test_train_with_a_peer(tmp_path, capfd) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two GPUs, or none")
 def test_train_on_two_ranks(tmp_path, capfd) -> None:
     file = tmp_path / "train.json"
     bench.run(["train", "--steps", "1", "--json", str(file), *CEILINGS, *STEP, "launch.num_processes=2"])

@@ -59,5 +59,6 @@ def odd() -> None:
 
 
 def test_what_cannot_be_sent_is_told():
-    with pytest.raises(RuntimeError, match="Odd: 1 and 2"):
+    with pytest.raises(RuntimeError, match="Odd: 1 and 2") as caught:
         on_ranks(1, odd)
+    assert "in odd" in caught.value.__notes__[0]  # where it was raised

@@ -17,6 +17,7 @@ from fla_train.bench.roofline import (
     forward_bytes,
     forward_flops,
     known_ceilings,
+    link_bandwidth,
     measured_ceilings,
     training_bound,
 )
@@ -164,7 +165,9 @@ def test_ceilings_are_known_by_the_device_or_measured() -> None:
     h200 = known_ceilings("NVIDIA H200", torch.bfloat16)
     assert (h200.flops, h200.bandwidth) == (989.4e12, 4.8e12)
     assert known_ceilings("NVIDIA H100 80GB HBM3", torch.float16).bandwidth == 3.35e12
-    assert known_ceilings("NVIDIA H100 PCIe", torch.bfloat16) is None
+    for other in ("NVIDIA H100 PCIe", "NVIDIA A100-PCIE-40GB", "NVIDIA H200 NVL", "NVIDIA GH200 480GB"):
+        assert known_ceilings(other, torch.bfloat16) is None and link_bandwidth(other) is None
+    assert link_bandwidth("NVIDIA H200") == 4.5e11 and link_bandwidth("NVIDIA A40") is None
     assert known_ceilings("NVIDIA H100 80GB HBM3", torch.float32) is None
     assert known_ceilings("cpu", torch.bfloat16) is None
     here = measured_ceilings(torch.device("cpu"), torch.float32)
