@@ -1,22 +1,39 @@
 """Being asked to leave: SIGUSR1 and SIGTERM, which batch systems send, mean "save a checkpoint, then end"."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 # What `fla-train` and its workers end with after such a checkpoint: sysexits.h's "try again later".
 EXIT_CODE = 75
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+Handler = Callable[[int, FrameType | None], object] | int | None
+
+
+def answer(handler: Handler) -> dict[int, Handler]:
+    """Have SIGNALS call `handler`; returns what they called before. Only the main thread may ask for it.
+
+    They are let through, too: a process inherits which signals are blocked, and one that is blocked is never
+    seen, whoever would handle it.
+    """
+    previous = {number: signal.signal(number, handler) for number in SIGNALS}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    return previous
+
+
+def restore(handlers: dict[int, Handler]) -> None:
+    """Undo `answer`, but for what was blocked."""
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 class StopRequest:
-    """Whether this process has been asked to leave. Only the main thread may make one."""
+    """Whether this process has been asked to leave."""
 
     def __init__(self) -> None:
         self.made = False
-        for number in SIGNALS:
-            signal.signal(number, self._handle)
+        answer(self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.made = True
@@ -36,9 +53,8 @@ def leaving_at_once() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> None:
         raise Preempted
 
-    previous = {number: signal.signal(number, leave) for number in SIGNALS}
+    previous = answer(leave)
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        restore(previous)

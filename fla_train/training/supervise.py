@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fla_train.training.preemption import EXIT_CODE, SIGNALS, Preempted
+from fla_train.training.preemption import EXIT_CODE, SIGNALS, Preempted, answer, restore
 from fla_train.training.schema import LaunchConfig
 
 POLL = 0.1  # seconds between looks at the workers
@@ -74,7 +74,7 @@ def run_workers(
         error_files = {first + i: Path(errors, f"rank-{first + i}.json") for i in range(local)}
         workers: dict[int, subprocess.Popen] = {}
         forward = _Forward(workers)
-        previous = {number: signal.signal(number, forward) for number in SIGNALS}
+        previous = answer(forward)
         try:
             for i, (rank, error_file) in enumerate(error_files.items()):
                 environment = os.environ | {
@@ -109,8 +109,7 @@ def run_workers(
             return _first_failure(workers, error_files, failed)
         finally:
             _kill(workers)
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+            restore(previous)
 
 
 class _Forward:

@@ -32,6 +32,15 @@ def without_saves(run: Path) -> list[dict]:
     return [record for record in losses(run) if len(record) > 2]
 
 
+@pytest.fixture
+def blocked() -> Iterator[None]:
+    """As in a process whose parent had blocked the signals, which is inherited."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+@pytest.mark.usefixtures("blocked")
 @pytest.mark.slow
 def test_a_signal_saves_a_checkpoint_and_the_same_command_goes_on(
     make_config: Make, warm_ranks: WarmRanks, whole: Path, tmp_path: Path
@@ -48,7 +57,7 @@ def test_a_signal_saves_a_checkpoint_and_the_same_command_goes_on(
     asker.start()
     try:
         launch(config)
-        pytest.skip("the run was over before the signal came")
+        pytest.fail("the run was over before the signal came, or did not hear it")
     except Preempted:
         asker.join()
     (saved, *others) = reversed(sorted(path.name for path in (run / "checkpoints").iterdir()))
@@ -57,6 +66,23 @@ def test_a_signal_saves_a_checkpoint_and_the_same_command_goes_on(
     assert "asked to stop; the same command goes on from here" in (run / "train.log").read_text()
     warm_ranks.launch(config)
     assert without_saves(run) == without_saves(whole) and weights(run) == weights(whole)
+
+
+@pytest.mark.gpu
+def test_a_signal_saves_a_checkpoint_on_a_gpu(make_config: Make, tmp_path: Path):
+    run = tmp_path / "run"
+    config = make_config(f"run.dir={run}", "launch.device=cuda", "trainer.max_steps=100000")
+
+    def ask() -> None:
+        wait_for(lambda: steps_logged(run) >= 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    asker = threading.Thread(target=ask)
+    asker.start()
+    with pytest.raises(Preempted):
+        launch(config)
+    asker.join()
+    assert len(list((run / "checkpoints").iterdir())) > 0
 
 
 def test_a_signal_while_the_data_are_prepared_can_be_tried_again(
