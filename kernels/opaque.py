@@ -1,7 +1,7 @@
 """How a function that launches kernels stands in a graph of torch.compile: as one node, without a break.
 
-Eager calls go straight to the function. The dispatcher of a registered operator costs 20 to 70 microseconds
-of host time (docs/kernels.md), and a training step at a small batch waits for the host.
+Eager calls go straight to the function. The dispatcher of a registered operator takes the host's time at
+every call, and a training step at a small batch waits for the host (docs/kernels.md, "Measured").
 """
 
 import functools

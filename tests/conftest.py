@@ -1,7 +1,12 @@
 """Shared test setup. Without a GPU the Triton kernels run in Triton's interpreter, which must be chosen
-before the first `import triton`; with one they are compiled."""
+before the first `import triton`; with one they are compiled.
+
+Tests marked `gpu` draw fresh random numbers each time. A failed one shows its seed, and runs again with it by
+FLA_TRAIN_TEST_SEED=<seed>.
+"""
 
 import os
+import secrets
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -34,8 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
+def _seeded(request: pytest.FixtureRequest) -> None:
+    seed = 0
+    if "gpu" in request.node.keywords:
+        seed = int(os.environ.get("FLA_TRAIN_TEST_SEED") or secrets.randbits(32))
+        print(f"FLA_TRAIN_TEST_SEED={seed}")
+    torch.manual_seed(seed)
 
 
 @pytest.fixture

@@ -148,7 +148,7 @@ class Trainer:
                 stack.enter_context(profiled(self.folder.root / "profile", step, self.rank))
             graphed = None if observe else self.graphed  # whose recording has no hooks
             outcome = train_step(
-                self.engine, batch, rate, self.guard, stop=self.request.made, graphed=graphed
+                self.engine, batch, rate, self.guard, stop=self.request.heard(), graphed=graphed
             )
         self.rows.append((step, rate, outcome))
         self.state.step = step

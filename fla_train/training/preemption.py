@@ -32,11 +32,20 @@ class StopRequest:
     """Whether this process has been asked to leave."""
 
     def __init__(self) -> None:
-        self.made = False
+        self._made = False
         answer(self._handle)
 
+    def heard(self) -> bool:
+        """Whether a request has come so far.
+
+        Listens anew each time: LLVM, with which Triton compiles, puts its own handlers in place of ours when
+        a process compiles its first kernel, and SIGUSR1 is lost on them.
+        """
+        answer(self._handle)
+        return self._made
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.made = True
+        self._made = True
 
 
 class Preempted(BaseException):

@@ -16,6 +16,7 @@ from fla_train.training.preemption import EXIT_CODE, SIGNALS, Preempted, answer,
 from fla_train.training.schema import LaunchConfig
 
 POLL = 0.1  # seconds between looks at the workers
+REPEAT = 1.0  # seconds after which a request to stop is passed on again
 GRACE = 1.0  # seconds in which the others' failures are gathered, to name the first one
 DEFAULT_PORT = 29500
 
@@ -117,10 +118,20 @@ class _Forward:
 
     def __init__(self, workers: dict[int, subprocess.Popen]):
         self._workers = workers
+        self._sent = 0.0
         self.requested = False
 
     def __call__(self, number: int, frame: object) -> None:
         self.requested = True
+        self._send()
+
+    def again(self) -> None:
+        """Every REPEAT seconds from a request on: a worker that was compiling may not have heard it."""
+        if self.requested and time.monotonic() - self._sent >= REPEAT:
+            self._send()
+
+    def _send(self) -> None:
+        self._sent = time.monotonic()
         for worker in self._workers.values():
             worker.send_signal(SIGNALS[0])
 
@@ -133,6 +144,7 @@ def _wait(workers: dict[int, subprocess.Popen], forward: _Forward) -> int | None
     """
     left = [EXIT_CODE]
     while True:
+        forward.again()
         codes = {rank: worker.poll() for rank, worker in workers.items()}
         if forward.requested:  # a signal kills a worker that does not listen yet, and has nothing to save
             left = [EXIT_CODE, *(-number for number in SIGNALS)]

@@ -14,8 +14,13 @@ import torch
 from torch import Tensor
 
 from fla_train.kernels.delta_product.contract import compute_dtype, delta_product, resolve_backend
+from fla_train.kernels.sizes import ceil_div
 
 DIFFERENTIABLE = ("q", "k", "v", "beta", "g", "initial_state")
+BATCH, HEADS = 2, 2  # sequences of a case, unless they are packed, and heads
+# Programs per multiprocessor of a busy device, one for each sequence and head. With three, more than three
+# quarters of the multiprocessors work even where some are not counted on: gluon_reverse.LEAST_BUSY.
+BUSY_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -32,17 +37,21 @@ class Case:
     documents: tuple[int, ...] | None = None  # cu_seqlens
     qk_l2norm: bool = True
     piece_chunks: int = 0  # Triton cuts sequences into pieces of so many chunks; 0: as their sizes say
+    head_dims: tuple[int, int] | None = None  # K and V; None: those that `check_backend` is asked for
+    busy: bool = False  # so many copies of the batch that a GPU is busy: Hopper has a backward pass for that
 
 
-# Few different (substeps, gated, packed) combinations, because a compiled backend pays for each of them.
+# Few different (head dims, substeps, gated, packed) combinations, because a compiled backend pays for each.
 CASES = (
     Case("beta near 0", tokens=97, substeps=1, beta=(0.0, 0.01), qk_l2norm=False),
     Case("open gates", tokens=131, substeps=1, alpha=(0.98, 1.0), initial_state=True),
     Case("beta near 2", tokens=67, substeps=2, beta=(1.9, 2.0), initial_state=True),
-    Case("mixed gates", tokens=131, substeps=3, alpha=(0.7, 1.0)),
+    Case("mixed gates", tokens=131, substeps=3, alpha=(0.7, 1.0), head_dims=(128, 128)),
     Case("closing gates", tokens=67, substeps=3, alpha=(0.0, 0.2), closed_every=5),
     Case("packed documents", 131, 2, alpha=(0.7, 1.0), initial_state=True, documents=(0, 0, 1, 66, 66, 131)),
     Case("cut sequences", 200, 2, alpha=(0.9, 1.0), initial_state=True, piece_chunks=2),
+    Case("busy device", 131, 1, alpha=(0.7, 1.0), initial_state=True, head_dims=(128, 128), busy=True),
+    Case("busy device, no gate", tokens=67, substeps=2, busy=True),
 )
 
 
@@ -50,7 +59,7 @@ def model_cases(substeps: int, gated: bool) -> tuple[Case, ...]:
     """What a model with n_h = `substeps` meets in training, so that no other kernels are compiled."""
     cases = (case for case in CASES if not (case.documents or case.piece_chunks))
     cases = (case for case in cases if (case.alpha is not None) == gated)
-    return tuple(replace(case, substeps=substeps, qk_l2norm=True) for case in cases)
+    return tuple(replace(case, substeps=substeps, qk_l2norm=True, head_dims=None) for case in cases)
 
 
 @dataclass(frozen=True)
@@ -110,7 +119,8 @@ def check_backend(
         device: where the backend runs; the reference always runs on the CPU.
         dtype: of q, k and v. It sets the tolerances.
         cases: what to compare.
-        head_dims: K and V; compiled backends differ by them, so pass those of the model.
+        head_dims: K and V of cases that leave them open; compiled backends differ by them, so pass those of
+            the model.
 
     Raises:
         ValueError: for a backend that is unknown or cannot run on `device`. What the backend itself raises is
@@ -121,26 +131,27 @@ def check_backend(
     rows: list[Row] = []
     failure = None
     for seed, case in enumerate(cases):
-        inputs = make_inputs(case, dtype, head_dims, seed)
+        inputs = make_inputs(case, dtype, case.head_dims or head_dims, seed)
+        copies = _copies(case, backend, device)
         reference = evaluate({name: _to(x, "cpu", torch.float64) for name, x in inputs.items()}, "recurrent")
         try:
             with _cutting(case, backend):
-                results = evaluate({name: _to(x, device) for name, x in inputs.items()}, backend)
+                many = {name: _repeated(_to(x, device), copies) for name, x in inputs.items()}
+                results = evaluate(many, backend, copies=copies)
+                results = {name: x.cpu() for name, x in results.items()}  # a GPU's faults show by now
         except Exception as fault:  # a compiler or launch failure of any kind is this function's finding
             message = str(fault).strip().splitlines() or [""]
             failure = f"{case.name}: {type(fault).__name__}: {message[0]}"
             break
-        rows += [
-            Row(
-                case.name, name, relative_rms(results[name], expected), _tolerance(name, backend, dtype, case)
-            )
-            for name, expected in reference.items()
-        ]
+        for name, expected in reference.items():
+            found = [relative_rms(x, expected) for x in results[name].chunk(copies)]
+            error = torch.tensor(found).max().item()  # of the worst copy, NaN if one has a NaN
+            rows.append(Row(case.name, name, error, _tolerance(name, backend, dtype, case)))
     return CheckReport(backend, str(device), dtype, tuple(rows), failure)
 
 
 def make_inputs(
-    case: Case, dtype: torch.dtype, head_dims: tuple[int, int], seed: int, heads: int = 2
+    case: Case, dtype: torch.dtype, head_dims: tuple[int, int], seed: int, heads: int = HEADS
 ) -> dict[str, object]:
     """Arguments of `delta_product` for a case, on the CPU; q, k, v in `dtype`."""
     generator = torch.Generator().manual_seed(seed)
@@ -152,7 +163,7 @@ def make_inputs(
         return low + (high - low) * torch.rand(*shape, generator=generator, dtype=torch.float64)
 
     key_dim, value_dim = head_dims
-    batch = 2 if case.documents is None else 1
+    batch = BATCH if case.documents is None else 1
     q = normal(batch, case.tokens, heads, key_dim)
     k = normal(batch, case.tokens, case.substeps, heads, key_dim)
     if not case.qk_l2norm:
@@ -175,8 +186,11 @@ def make_inputs(
     )  # fmt: skip
 
 
-def evaluate(inputs: dict[str, object], backend: str, seed: int = 0) -> dict[str, Tensor]:
-    """o, final_state and, as dq, dk, ..., gradients of <o, a> + <final_state, b>; `seed` draws a and b."""
+def evaluate(inputs: dict[str, object], backend: str, seed: int = 0, copies: int = 1) -> dict[str, Tensor]:
+    """o, final_state and, as dq, dk, ..., gradients of <o, a> + <final_state, b>; `seed` draws a and b.
+
+    Where the batch is so many copies of a smaller one, a and b are the same for each of them.
+    """
     leaves = {
         name: inputs[name].detach().clone().requires_grad_()
         for name in DIFFERENTIABLE
@@ -186,7 +200,8 @@ def evaluate(inputs: dict[str, object], backend: str, seed: int = 0) -> dict[str
     generator = torch.Generator().manual_seed(seed)
     loss = 0.0
     for x in (o, state):
-        weights = torch.randn(x.shape, generator=generator).bfloat16()  # the same numbers in every dtype
+        x = x.unflatten(0, (copies, -1))
+        weights = torch.randn(x.shape[1:], generator=generator).bfloat16()  # the same numbers in every dtype
         loss = loss + (x * weights.to(x)).sum(dtype=compute_dtype(o))
     gradients = torch.autograd.grad(loss, list(leaves.values()))
     return dict(
@@ -208,6 +223,18 @@ def _cutting(case: Case, backend: str) -> AbstractContextManager[None]:
     from fla_train.kernels.delta_product.triton_split import cutting  # the others run without Triton
 
     return cutting(case.piece_chunks)
+
+
+def _copies(case: Case, backend: str, device: torch.device) -> int:
+    """How many copies of its batch a case runs with; more than one where the device is to be busy."""
+    if not case.busy or backend != "triton" or device.type != "cuda":
+        return 1  # the others have no rule that looks at how busy a device is
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return ceil_div(BUSY_ROUNDS * processors, BATCH * HEADS)
+
+
+def _repeated(value: object, copies: int) -> object:
+    return torch.cat([value] * copies) if isinstance(value, Tensor) else value
 
 
 def _to(value: object, device: torch.device | str, dtype: torch.dtype | None = None) -> object:

@@ -55,7 +55,8 @@ def triton_delta_product(
     limit = 128 if q.dtype == torch.float32 else 256  # the tiles of a chunk must fit in shared memory
     if q.shape[3] > limit:
         raise ValueError(
-            f"the triton backend takes a key dimension of at most {limit} in {q.dtype}, got {q.shape[3]}"
+            f"the triton backend takes a key dimension of at most {limit} in {q.dtype}, got {q.shape[3]}: "
+            f"choose {'bfloat16 or ' if q.shape[3] <= 256 else ''}backend=chunked"
         )
     tensors = [x if x is None else x.contiguous() for x in (q, k, v, beta, g, initial_state)]
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

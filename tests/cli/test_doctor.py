@@ -46,6 +46,12 @@ def test_merged_reports_hold_every_row_and_the_first_failure():
     assert doctor.merge([*parts, broken]).failure == "does not compile"
 
 
+def test_compiled_backends_meet_every_case_but_those_without_kernels_of_their_own():
+    assert doctor.compiled_cases(torch.bfloat16) == list(CASES)
+    assert doctor.compiled_cases(torch.float32) == [case for case in CASES if not case.busy]
+    assert any(case.head_dims == (128, 128) for case in doctor.compiled_cases(torch.float32))
+
+
 @pytest.mark.slow
 def test_triton_cases_run_in_processes(monkeypatch):
     """Without a GPU the interpreter stands in."""

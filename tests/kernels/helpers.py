@@ -1,10 +1,13 @@
 """Inputs and comparisons shared by the operator's tests."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import Tensor
 
+from fla_train.kernels.delta_product import gluon_reverse
 from fla_train.kernels.delta_product.check import Case, evaluate, make_inputs, relative_rms
 
 
@@ -62,3 +65,12 @@ def documents_of(inputs: dict) -> list[dict]:
         call["initial_state"] = None if state is None else state[s : s + 1]
         calls.append(call)
     return calls
+
+
+def pretend_hopper(monkeypatch: pytest.MonkeyPatch, processors: int, ranks: int = 1) -> None:
+    """The rule for the backward pass as one kernel sees a Hopper GPU, as one of so many ranks."""
+    found = SimpleNamespace(multi_processor_count=processors)
+    monkeypatch.setattr(gluon_reverse, "on_hopper", lambda arguments: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: ranks > 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)

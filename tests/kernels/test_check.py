@@ -1,15 +1,26 @@
 """`check_backend` passes sound backends and finds broken ones."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fla_train.kernels.delta_product import check_backend, contract
-from fla_train.kernels.delta_product.check import CASES, CheckReport, Row, model_cases, relative_rms
+from fla_train.kernels.delta_product import check, check_backend, contract, gluon_reverse, triton_passes
+from fla_train.kernels.delta_product.check import (
+    BATCH,
+    CASES,
+    HEADS,
+    CheckReport,
+    Row,
+    model_cases,
+    relative_rms,
+)
 from fla_train.kernels.delta_product.recurrent import recurrent_delta_product
 from fla_train.kernels.delta_product.triton_split import Pieces
+from tests.kernels.helpers import pretend_hopper
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 FEW = [dataclasses.replace(case, tokens=20) for case in CASES if case.documents is None]
 
 
@@ -61,6 +72,18 @@ def test_one_wrong_gradient_is_found(monkeypatch, name):
     assert {row.tensor for row in report.rows if not row.ok} == {f"d{name}"}
 
 
+def test_one_wrong_copy_of_many_is_found(monkeypatch):
+    def last_sequence(arguments):
+        v = arguments["v"]
+        return arguments | {"v": torch.cat([v[:-1], 1.05 * v[-1:]])}
+
+    monkeypatch.setattr(check, "_copies", lambda *_: 5)
+    assert faulty(monkeypatch, lambda a: a).ok
+    report = faulty(monkeypatch, last_sequence)
+    wrong = {(row.case, row.tensor) for row in report.rows if not row.ok}
+    assert wrong >= {(case.name, tensor) for case in FEW for tensor in ("o", "dv")}
+
+
 def test_nan_is_found(monkeypatch):
     report = faulty(monkeypatch, lambda a: a | {"scale": float("nan")})
     assert not report.ok and "worst o nan" in report.summary()
@@ -107,6 +130,40 @@ def test_the_cut_case_is_cut(monkeypatch):
     assert report.ok, report.summary()
     assert counts == [8, 8]  # forward and backward of two sequences of seven chunks
     assert case not in model_cases(case.substeps, gated=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("processors", [78, 114, 132])
+def test_busy_cases_keep_any_hopper_busy_and_others_do_not(monkeypatch, processors, ranks):
+    pretend_hopper(monkeypatch, processors, ranks)
+    for case in CASES:
+        programs = check._copies(case, "triton", torch.device("cuda")) * BATCH * HEADS
+        assert gluon_reverse.fits({"q": torch.empty(0), "K": 128, "V": 128}, programs) is case.busy
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_every_model_is_checked_on_a_busy_device(gated):
+    assert sum(case.busy for case in model_cases(2, gated)) == 1
+    assert all(case.head_dims is None for case in model_cases(2, gated))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a test of test_gluon.py runs the kernel")
+@pytest.mark.usefixtures("by_chunks")
+@pytest.mark.parametrize("busy", [True, False])
+def test_busy_cases_reach_the_whole_backward(monkeypatch, busy):
+    def launch(arguments, programs):
+        raise RuntimeError(f"launched with {programs} programs")
+
+    pretend_hopper(monkeypatch, processors=8)
+    copies, whole = check._copies, SimpleNamespace(fits=gluon_reverse.fits, launch=launch)
+    monkeypatch.setattr(check, "_copies", lambda case, name, _: copies(case, name, torch.device("cuda")))
+    monkeypatch.setattr(triton_passes, "_hopper", lambda _, name: whole if name == "gluon_reverse" else None)
+    for case in (case for case in CASES if case.busy):
+        small = dataclasses.replace(case, tokens=3, head_dims=(16, 16), busy=busy)
+        report = check_backend("triton", "cpu", torch.float32, cases=[small])
+        expected = f"{case.name}: RuntimeError: launched with 24 programs"
+        assert report.failure == (expected if busy else None)
+        assert report.ok is not busy
 
 
 @pytest.mark.gpu

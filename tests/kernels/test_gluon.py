@@ -2,17 +2,23 @@
 
 from dataclasses import replace
 from importlib import import_module
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fla_train.kernels.delta_product import gluon_reverse
-from fla_train.kernels.delta_product.gluon_reverse import busy, fits
+from fla_train.bench.ahead import operator
+from fla_train.bench.contenders import make_problem
+from fla_train.bench.measure import errors, forward_backward
+from fla_train.bench.roofline import Shape
+from fla_train.kernels.delta_product import check_backend, gluon_reverse
+from fla_train.kernels.delta_product.check import CASES
+from fla_train.kernels.delta_product.gluon_reverse import LEAST_BUSY, busy, fits
 from fla_train.kernels.delta_product.launches import IN_GLUON, forced, lookup
 from tests.kernels.compiled_gluon import Compiled, Variant, compile_for_hopper
+from tests.kernels.helpers import pretend_hopper
 from tests.kernels.test_triton import BF16, BF16_HARD, BF16_LOOSE, check, real, uniform
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SM_MEMORY = 227 * 1024  # bytes of shared memory that a Hopper SM gives a program
 VARIANTS = [
     Variant(name, dim, steps, packed, gated, heads=8)
@@ -55,12 +61,7 @@ def test_share_of_the_processors_that_work(programs: int, share: float) -> None:
     [(128, 1, True), (128, 8, False), (116, 8, True), (90, 1, False), (256, 1, True), (256, 2, False)],
 )
 def test_whole_backward_leaves_room_for_nccl(monkeypatch, programs: int, ranks: int, taken: bool) -> None:
-    monkeypatch.setattr(gluon_reverse, "on_hopper", lambda arguments: True)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)
-    )
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: ranks > 1)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    pretend_hopper(monkeypatch, processors=132, ranks=ranks)
     assert fits({"q": torch.empty(0), "K": 128, "V": 128}, programs) is taken
     assert not fits({"q": torch.empty(0), "K": 128, "V": 64}, programs)
 
@@ -136,3 +137,42 @@ def test_gpu_hard_inputs(inputs, kernels, monkeypatch) -> None:
 def test_gpu_more_chunks_than_processors_and_fp16(kernels, monkeypatch) -> None:
     case = real(tokens=700, heads=16, dtype=torch.float16)
     check_with_gluon(case, uniform(2e-3), monkeypatch, kernels)
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list[int]:
+    """Programs of each launch of the whole backward, which go on to be run."""
+    found, launch = [], gluon_reverse.launch
+
+    def spy(arguments, programs: int) -> None:
+        found.append(programs)
+        launch(arguments, programs)
+
+    monkeypatch.setattr(gluon_reverse, "launch", spy)
+    return found
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gpu_busy_cases_of_the_check_run_the_whole_backward(dtype, launched) -> None:
+    cases = [case for case in CASES if case.busy]
+    report = check_backend("triton", "cuda", dtype, cases=cases)
+    assert report.ok, report.summary()
+    assert len(launched) == len(cases)
+
+
+@hopper
+@pytest.mark.gpu
+def test_gpu_the_shape_that_is_timed(launched) -> None:
+    """By the rule as it stands, every SM at work; the same bits twice."""
+    shape = Shape(batch=32, tokens=2048, heads=8, key_dim=128, value_dim=128, substeps=1, gated=True)
+    device = torch.device("cuda")
+    problem = make_problem(shape, torch.bfloat16, device, norm=True, seed=torch.initial_seed())
+    found, again = (forward_backward(operator, problem) for _ in range(2))
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    assert bool(launched) == (busy(shape.batch * shape.heads, processors) >= LEAST_BUSY)
+    for name, x in found.items():
+        assert torch.equal(x, again[name]), f"{name} differs from run to run"
+    for name, error in errors(operator, problem).items():
+        assert error <= BF16[name], f"{name}: relative error {error:.1e} > {BF16[name]:.1e}"

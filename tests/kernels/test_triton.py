@@ -203,8 +203,16 @@ def test_only_the_final_state_is_used() -> None:
     [
         (Case(tokens=2), torch.float64, "float64"),
         (Case(tokens=1, sub_steps=65), torch.float32, "at most 64 sub-steps"),
-        (Case(tokens=1, key_dim=129), torch.float32, "key dimension of at most 128"),
-        (Case(tokens=1, key_dim=257), torch.bfloat16, "key dimension of at most 256"),
+        (
+            Case(tokens=1, key_dim=129),
+            torch.float32,
+            "key dimension of at most 128 .* choose bfloat16 or backend=chunked",
+        ),
+        (
+            Case(tokens=1, key_dim=257),
+            torch.bfloat16,
+            "key dimension of at most 256 .* choose backend=chunked",
+        ),
     ],
 )
 def test_unsupported_requests_name_the_fault(case: Case, dtype: torch.dtype, message: str) -> None:
@@ -254,6 +262,23 @@ def test_gpu_tiles_of_v(value_dim: int, sub_steps: int, gated: bool, l2norm: boo
 @pytest.mark.gpu
 @pytest.mark.parametrize("gated", [GATED, UNGATED])
 @pytest.mark.parametrize("sub_steps", [1, 2])
+@pytest.mark.parametrize("value_dim", [128, 192])
+def test_gpu_rows_of_the_table_with_narrow_keys(value_dim: int, sub_steps: int, gated: bool) -> None:
+    case = real(key_dim=64, value_dim=value_dim, sub_steps=sub_steps, gated=gated, l2norm=gated)
+    check(case, BF16 if gated else BF16_LOOSE, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sub_steps", [1, 3])
+@pytest.mark.parametrize("dims", [(256, 256), (32, 32), (16, 256)])
+def test_gpu_norm_without_gate(dims: tuple[int, int], sub_steps: int) -> None:
+    case = real(key_dim=dims[0], value_dim=dims[1], sub_steps=sub_steps, gated=UNGATED)
+    check(case, BF16_NARROW if dims[0] < 32 else BF16_LOOSE, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [GATED, UNGATED])
+@pytest.mark.parametrize("sub_steps", [1, 2])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_gpu_options_of_cards_that_no_table_lists(dim: int, sub_steps: int, gated: bool) -> None:
     case = real(key_dim=dim, value_dim=dim, sub_steps=sub_steps, gated=gated, l2norm=gated)
@@ -290,7 +315,16 @@ def test_gpu_all_ones(scale: float | None) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 2e-3), (torch.float32, 2e-5)])
-def test_gpu_other_dtypes(dtype: torch.dtype, bound: float, dim: int) -> None:
-    check(real(dtype=dtype, key_dim=dim, value_dim=dim, tokens=150), uniform(bound), "cuda")
+@pytest.mark.parametrize("gated", [GATED, UNGATED])
+@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+def test_gpu_fp16(dim: int, gated: bool) -> None:
+    case = real(dtype=torch.float16, key_dim=dim, value_dim=dim, tokens=150, gated=gated)
+    check(case, uniform(2e-3), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [GATED, UNGATED])
+@pytest.mark.parametrize(("dim", "sub_steps"), [(64, 1), (128, 1), (64, 3), (128, 4)])
+def test_gpu_fp32(dim: int, sub_steps: int, gated: bool) -> None:
+    sizes = {"key_dim": dim, "value_dim": dim, "sub_steps": sub_steps, "tokens": 150}
+    check(real(dtype=torch.float32, gated=gated, **sizes), uniform(2e-5), "cuda")

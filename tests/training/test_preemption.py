@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,8 +13,9 @@ import pytest
 from test_resume import losses, steps_logged, wait_for, weights, workers
 from warm_ranks import TWO_RANKS, WarmRanks
 
+from fla_train.training import supervise
 from fla_train.training.launch import launch
-from fla_train.training.preemption import SIGNALS, Preempted
+from fla_train.training.preemption import EXIT_CODE, SIGNALS, Preempted
 from fla_train.training.schema import TrainConfig
 
 Make = Callable[..., TrainConfig]
@@ -68,10 +71,59 @@ def test_a_signal_saves_a_checkpoint_and_the_same_command_goes_on(
     assert without_saves(run) == without_saves(whole) and weights(run) == weights(whole)
 
 
+COMPILE = """
+import os, signal
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from fla_train.training.preemption import StopRequest
+
+@triton.jit
+def kernel(x):
+    tl.store(x, tl.load(x) + 1)
+
+request = StopRequest()
+triton.compile(ASTSource(kernel, {"x": "*fp32"}), target=GPUTarget("cuda", 90, 32))
+assert not request.heard()  # as after each step
+os.kill(os.getpid(), signal.SIGUSR1)
+assert request.heard()
+"""
+
+
+def test_a_compiler_does_not_keep_requests_from_us(tmp_path: Path):
+    """Triton's LLVM takes SIGUSR1 for itself when it compiles, for which no GPU is needed."""
+    (tmp_path / "compile.py").write_text(COMPILE)  # a kernel's source must lie in a file
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    subprocess.run([sys.executable, tmp_path / "compile.py"], env=environment, check=True, timeout=120)
+
+
+class Deaf:
+    """A worker that hears the third signal."""
+
+    heard = 0
+
+    def send_signal(self, number: int) -> None:
+        self.heard += 1
+
+    def poll(self) -> int | None:
+        return EXIT_CODE if self.heard == 3 else None
+
+
+def test_a_request_is_repeated_until_the_workers_leave(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(supervise, "REPEAT", 0.01)
+    workers = {0: Deaf(), 1: Deaf()}
+    forward = supervise._Forward(workers)
+    forward.again()
+    assert not workers[0].heard  # nobody has asked yet
+    forward(signal.SIGTERM, None)
+    with pytest.raises(Preempted):
+        supervise._wait(workers, forward)
+
+
 @pytest.mark.gpu
 def test_a_signal_saves_a_checkpoint_on_a_gpu(make_config: Make, tmp_path: Path):
     run = tmp_path / "run"
-    config = make_config(f"run.dir={run}", "launch.device=cuda", "trainer.max_steps=100000")
+    config = make_config(f"run.dir={run}", "launch.device=cuda", "trainer.max_steps=2000")
 
     def ask() -> None:
         wait_for(lambda: steps_logged(run) >= 1)

@@ -130,4 +130,4 @@ def _train(config: Path, data: Path, resume: Path | None = None) -> None:
     from fla_train.training import worker
 
     with (config.parent / "train.log").open("a") as log:
-        worker.train(config, data, resume, log, SimpleNamespace(made=False))
+        worker.train(config, data, resume, log, SimpleNamespace(heard=lambda: False))
