@@ -18,8 +18,8 @@ from fla_train.kernels.sizes import ceil_div
 
 DIFFERENTIABLE = ("q", "k", "v", "beta", "g", "initial_state")
 BATCH, HEADS = 2, 2  # sequences of a case, unless they are packed, and heads
-# Programs per multiprocessor of a busy device, one for each sequence and head. With three, more than three
-# quarters of the multiprocessors work even where some are not counted on: gluon_reverse.LEAST_BUSY.
+# Programs per multiprocessor of a busy device, one for each sequence and head. Rounded up, three keep more
+# than three quarters of any number of them at work: gluon_reverse.LEAST_BUSY.
 BUSY_ROUNDS = 3
 
 

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -73,9 +72,6 @@ WARPS = 8
 ROW_TILES, STATE_TILES = ("q", "k", "do", "errors", "x", "p"), ("states",)
 # The share of the SMs that work, with a program per sequence and head, below which two kernels are taken.
 LEAST_BUSY = 0.75
-# SMs that are not counted on where there are other ranks: NCCL's kernels hold some beside the backward pass,
-# and a program that has to wait for one of the others doubles the time.
-COMMUNICATION = 16
 LEAST_ROW = gl.constexpr(1e-30)  # of dE^T: what has no larger element isn't divided by it
 
 
@@ -381,8 +377,6 @@ def fits(arguments: Mapping[str, Any], programs: int) -> bool:
     if not on_hopper(arguments) or arguments["K"] != arguments["V"]:
         return False
     processors = torch.cuda.get_device_properties(arguments["q"].device).multi_processor_count
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        processors -= COMMUNICATION
     return busy(programs, processors) >= LEAST_BUSY
 
 

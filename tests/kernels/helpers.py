@@ -67,10 +67,8 @@ def documents_of(inputs: dict) -> list[dict]:
     return calls
 
 
-def pretend_hopper(monkeypatch: pytest.MonkeyPatch, processors: int, ranks: int = 1) -> None:
-    """The rule for the backward pass as one kernel sees a Hopper GPU, as one of so many ranks."""
+def pretend_hopper(monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
+    """The rule for the backward pass as one kernel sees a Hopper GPU."""
     found = SimpleNamespace(multi_processor_count=processors)
     monkeypatch.setattr(gluon_reverse, "on_hopper", lambda arguments: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: ranks > 1)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
