@@ -51,8 +51,8 @@ def hub_datasets(mirror: Path | None) -> Iterator[None]:
         folder = mirror / path if mirror else None
         try:
             if folder and folder.is_dir():
-                place = {"cache_dir": str(_cache_of(folder))} | kwargs
-                return _with_train(load_dataset(str(folder), name, *args, **place))
+                kwargs["cache_dir"] = kwargs.get("cache_dir") or str(_cache_of(folder))
+                return _with_train(load_dataset(str(folder), name, *args, **kwargs))
             return load_dataset(path, name, *args, **kwargs)
         except Exception as failure:  # no such name or config, no network, a corrupt file: all end the task
             raise DatasetUnavailable(_remedy(path, name, folder, failure)) from failure

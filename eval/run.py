@@ -108,7 +108,7 @@ def evaluate_model(
         ValueError: the request cannot work; says what to change.
     """
     mirror_folder(mirror)  # a fault shows before the work
-    window = _window(model, suite, trained)
+    window = _window(model, suite, trained) if suite.tasks else trained
     started, count = time.time(), count_parameters(model)
     dtype = str(model.dtype).removeprefix("torch.")
     parts = Parts(folder / "parts", identity | {"dtype": dtype}, ranks)

@@ -1,7 +1,7 @@
 """The least time that the parts of a training step of our models take: FLOPs and bytes over ceilings.
 
 Elementwise work is all between matrix products and operator: convolutions, norms, SwiGLU, and casts of
-weights and their gradients. Communication is ZeRO-2's with nothing beside it. Left out are gates, embeddings,
+weights and their gradients. Communication is the least that ZeRO-2 sends. Left out are gates, embeddings,
 and what checkpointing computes again.
 """
 

@@ -3,20 +3,21 @@
 import os
 import pickle
 import socket
+import threading
 import traceback
 from collections.abc import Callable
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import torch
+FAREWELL = 10.0  # seconds for a process to end by itself, its result sent
 
 
 def on_ranks(count: int, work: Callable[..., Any], *arguments: Any) -> Any:
     """`work(*arguments)` in `count` new processes with the environment of a process group; rank 0's result.
 
-    What they print goes to stderr, and each has a GPU where there are any. None outlives the first failure,
-    which is raised here with the process's traceback as a note.
+    What they print goes to stderr. None outlives this process, nor the first failure, which is raised here
+    with the process's traceback as a note.
 
     Raises:
         RuntimeError: if a process died.
@@ -46,6 +47,8 @@ def on_ranks(count: int, work: Callable[..., Any], *arguments: Any) -> Any:
                 if isinstance(result, Exception):
                     raise result
                 first = result if rank == 0 else first
+        for process in processes:
+            process.join(FAREWELL)
     finally:
         for process in processes:
             process.kill()
@@ -59,8 +62,7 @@ def _rank(
     os.dup2(2, 1)  # stdout holds the tables
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    if torch.cuda.is_available():
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         result = work(*arguments)
         sender.send(result)
@@ -68,6 +70,12 @@ def _rank(
         sent = failure if _survives(failure) else RuntimeError(f"{type(failure).__name__}: {failure}")
         sent.add_note(f"On rank {rank}:\n{traceback.format_exc()}")  # a pickled exception has no traceback
         sender.send(sent)
+
+
+def _end_with_parent() -> None:
+    """Who kills the parent kills its ranks, which might wait for each other for good."""
+    parent_process().join()
+    os._exit(1)
 
 
 def _survives(failure: Exception) -> bool:

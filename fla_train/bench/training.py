@@ -5,6 +5,7 @@ Each model runs in processes of its own, one a GPU, so that none inherits anothe
 optimizer, fed by the loader's thread; what is left out is disks, evaluation, checkpoints and logs.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -97,7 +98,12 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
     """Measure one model as the rank that the environment names, in a process without a group yet."""
     torch.set_num_threads(threads)
     torch.manual_seed(config.seed)
-    with torch.device(resolve_device(config)):  # drawing 1.5B weights on a CPU takes long
+    place = resolve_device(config)
+    if place == "cpu":  # also where there are GPUs
+        os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    else:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    with torch.device(place):  # drawing 1.5B weights on a CPU takes long
         model = MODELS[name](config)
     if config.trainer.activation_checkpointing:
         model.gradient_checkpointing_enable()

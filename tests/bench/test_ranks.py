@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import psutil
@@ -62,3 +64,27 @@ def test_what_cannot_be_sent_is_told():
     with pytest.raises(RuntimeError, match="Odd: 1 and 2") as caught:
         on_ranks(1, odd)
     assert "in odd" in caught.value.__notes__[0]  # where it was raised
+
+
+ORPHANED = """
+import os, sys, time
+from fla_train.bench.ranks import on_ranks
+
+def work():
+    print("rank", os.getpid(), file=sys.stderr, flush=True)
+    time.sleep(1000)
+
+if __name__ == "__main__":
+    on_ranks(2, work)
+"""
+
+
+def test_ranks_do_not_outlive_a_killed_parent(tmp_path):
+    (tmp_path / "parent.py").write_text(ORPHANED)
+    command = [sys.executable, str(tmp_path / "parent.py")]
+    parent = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    ranks = [psutil.Process(int(parent.stderr.readline().split()[1])) for _ in range(2)]
+    parent.kill()
+    parent.wait()
+    _, left = psutil.wait_procs(ranks, timeout=20)
+    assert not left
