@@ -16,10 +16,9 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from fla_train.bench.contenders import Problem, make_problem
+from fla_train.bench.contenders import make_problem, operator
 from fla_train.bench.measure import forward_backward
 from fla_train.bench.roofline import Shape
-from fla_train.kernels.delta_product import delta_product
 from fla_train.kernels.delta_product.launches import Launches, forced
 
 PROCESSES = min(12, os.cpu_count() or 1)
@@ -47,12 +46,6 @@ class Trial:
         problem = make_problem(self.shape, dtype, device, norm=self.norm)
         with forced(self.launches):
             return forward_backward(operator, problem)
-
-
-def operator(problem: Problem, backend: str = "triton") -> Tensor:
-    """o [B, T, H, V] of `delta_product`."""
-    p = problem
-    return delta_product(p.q, p.k, p.v, p.beta, p.g, qk_l2norm=p.norm, backend=backend)[0]
 
 
 class Compiled:

@@ -6,6 +6,7 @@ in their own layout, so no copy of ours counts as their time (but for beta, whic
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -75,16 +76,21 @@ class Contender:
     limit: Callable[[Problem], str | None] = lambda problem: None
 
 
-def ours(backends: list[str]) -> list[Contender]:
-    """The project's backends."""
+def operator(problem: Problem, backend: str = "triton", recompute: bool = False) -> Tensor:
+    """o [B, T, H, V] of `delta_product`."""
+    p = problem
+    options = {"qk_l2norm": p.norm, "backend": backend, "recompute": recompute}
+    return delta_product(p.q, p.k, p.v, p.beta, p.g, **options)[0]
 
-    def contender(backend: str) -> Contender:
-        def run(p: Problem) -> Tensor:
-            return delta_product(p.q, p.k, p.v, p.beta, p.g, qk_l2norm=p.norm, backend=backend)[0]
 
-        return Contender(f"fla_train {backend}", run)
-
-    return [contender(backend) for backend in backends]
+def ours(backends: list[str], *, recompute: bool = False) -> list[Contender]:
+    """The project's backends; with `recompute` each also keeping nothing but its inputs for the backward."""
+    ways = [("", False), (", recomputed", True)] if recompute else [("", False)]
+    return [
+        Contender(f"fla_train {backend}{way}", partial(operator, backend=backend, recompute=again))
+        for backend in backends
+        for way, again in ways
+    ]
 
 
 def peers(device: torch.device) -> tuple[list[Contender], list[str]]:

@@ -14,8 +14,8 @@ from math import nan
 import torch
 from torch import Tensor
 
-from fla_train.bench.ahead import Compiled, Trial, operator
-from fla_train.bench.contenders import Problem, make_problem
+from fla_train.bench.ahead import Compiled, Trial
+from fla_train.bench.contenders import Problem, make_problem, operator
 from fla_train.bench.measure import allocated, forward_backward, median_times, tolerance
 from fla_train.bench.roofline import Shape
 from fla_train.kernels.delta_product.check import relative_rms

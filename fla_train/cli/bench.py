@@ -4,6 +4,7 @@
 
     fla-bench kernels                                         # the shapes of docs/kernels.md on a GPU
     fla-bench kernels --batch 2 --tokens 1024 --heads 4 --head-dim 64 --substeps 1 2 --peers
+    fla-bench decode --heads 512 2048 --substeps 1 2          # one token, beside a copy of the states
     fla-bench tune --head-dim 128 --substeps 1 2              # launch options for this GPU, to a file
     fla-bench train --peers llama -- model=gated_delta_product/340m trainer.seq_len=2048
 
@@ -51,8 +52,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     kernels.add_argument("--backends", nargs="+", help="ours (default: the device's own)")
     kernels.add_argument("--peers", action="store_true", help="also time the peers that are installed")
+    kernels.add_argument(
+        "--recompute", action="store_true", help="also ours with nothing but inputs kept for the backward"
+    )
     kernels.add_argument("--rounds", type=int, default=15, help="samples of each time on a CPU")
     kernels.add_argument("--threads", type=int, help="torch threads on a CPU")
+    decode = commands.add_parser("decode", help="the operator's step of one token")
+    decode.add_argument("--heads", type=int, nargs="+", default=[256, 512, 2048, 8192], help="B x H")
+    decode.add_argument("--head-dim", type=int, default=128, help="K")
+    decode.add_argument("--value-dim", type=int, help="V (default: K)")
+    decode.add_argument("--substeps", type=int, nargs="+", default=[1, 2, 3, 4], help="n_h")
+    decode.add_argument("--dtype", choices=DTYPES, help="of q, k and v (default: as of `kernels`)")
+    decode.add_argument("--state-dtype", choices=("fp32", "bf16"), default="fp32")
+    decode.add_argument("--json", type=Path, help="also write everything to this file")
     train = commands.add_parser("train", help="optimizer steps on random tokens, with their parts")
     train.add_argument("overrides", nargs="*", help="of configs/train.yaml, as for fla-train")
     train.add_argument("--steps", type=int, default=10, help="timed, after as many as needed to warm up")
@@ -86,7 +98,7 @@ def run(arguments: Sequence[str]) -> None:
     if request.command == "tune":
         _tune(request)
         return
-    content = _kernels(request) if request.command == "kernels" else _train(request)
+    content = {"kernels": _kernels, "decode": _decode, "train": _train}[request.command](request)
     if request.json is not None:
         request.json.write_text(json.dumps(content, indent=1) + "\n")
 
@@ -105,7 +117,7 @@ def _kernels(request: argparse.Namespace) -> dict:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = DTYPES[request.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     backends = list(dict.fromkeys(resolve_backend(name, device) for name in request.backends or ["auto"]))
-    contenders = ours(backends)
+    contenders = ours(backends, recompute=request.recompute)
     if request.peers:
         found, missing = peers(device)
         contenders += found
@@ -137,6 +149,26 @@ def _kernels(request: argparse.Namespace) -> dict:
                 print(row.markdown(), flush=True)
                 rows.append({"shape": asdict(shape), **row.record()})
     return _content(request, device, ceilings) | {"rows": rows}
+
+
+def _decode(request: argparse.Namespace) -> dict:
+    from fla_train.bench.decode import HEADER, bench_decode
+
+    value_dim = request.value_dim or request.head_dim
+    if min(*request.heads, *request.substeps, request.head_dim, value_dim) < 1:
+        raise ValueError("sizes must be at least 1")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = DTYPES[request.dtype or ("bf16" if device.type == "cuda" else "fp32")]
+    print(f"{str(dtype).removeprefix('torch.')}, gate, L2 norm inside; {_machine(device)}\n")
+    print("\n".join(HEADER), flush=True)
+    rows = []
+    for heads in request.heads:
+        for substeps in request.substeps:
+            sizes = (heads, request.head_dim, value_dim, substeps)
+            row = bench_decode(*sizes, dtype, DTYPES[request.state_dtype], device)
+            print(row.markdown(), flush=True)
+            rows.append(row.record())
+    return _content(request, device) | {"rows": rows}
 
 
 def _train(request: argparse.Namespace) -> dict:
@@ -214,14 +246,14 @@ def _machine(device: torch.device) -> str:
     return f"{hardware}, torch {torch.__version__}"
 
 
-def _content(request: argparse.Namespace, device: torch.device, ceilings) -> dict:
+def _content(request: argparse.Namespace, device: torch.device, ceilings=None) -> dict:
     settings = {name: value for name, value in vars(request).items() if name != "json"}
-    return {
+    content = {
         "environment": describe_environment(str(device)),
         "threads": torch.get_num_threads(),
         "settings": settings,
-        "ceilings": asdict(ceilings),
     }
+    return content if ceilings is None else content | {"ceilings": asdict(ceilings)}
 
 
 def main() -> None:

@@ -38,6 +38,15 @@ def test_kernels(tmp_path, capsys) -> None:
     assert sum(row["refused"] is None for row in content["rows"]) == 6  # the peer at n_h = 1 only
 
 
+def test_nothing_kept_for_the_backward(capsys) -> None:
+    options = ["--substeps", "1", "--gate", "--backends", "chunked", "--recompute"]
+    bench.run(["kernels", *SMALL, "--tokens", "512", *CEILINGS, *options])
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| fla_train")]
+    assert "chunked, recomputed" in rows[1] and "chunked, recomputed" not in rows[0]
+    kept, recomputed = (float(row.split("|")[5]) for row in rows)
+    assert kept > 0 and recomputed > 0  # forward and backward, ms
+
+
 def test_one_gate_other_dims_and_dtype(capsys) -> None:
     options = ["--no-gate", "--no-norm", "--dtype", "bf16", "--value-dim", "8", "--substeps", "2"]
     bench.run(["kernels", *SMALL, *CEILINGS, *options, "--backends", "chunked", "recurrent"])

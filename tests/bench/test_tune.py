@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fla_train.bench import ahead
+from fla_train.bench import contenders
 from fla_train.bench import tune as tuning
 from fla_train.bench.roofline import Shape
 from fla_train.cli import bench
@@ -67,7 +67,7 @@ def test_the_fastest_is_taken(small):
 
 
 def test_a_fast_one_that_is_wrong_and_one_that_cannot_run_are_refused(small, monkeypatch):
-    sound = ahead.delta_product
+    sound = contenders.delta_product
 
     def unsound(*inputs, backend, **options):
         o, state = sound(*inputs, backend=backend, **options)
@@ -78,7 +78,7 @@ def test_a_fast_one_that_is_wrong_and_one_that_cannot_run_are_refused(small, mon
             raise RuntimeError("out of resource: shared memory\nmore")
         return clock(run)
 
-    monkeypatch.setattr(ahead, "delta_product", unsound)
+    monkeypatch.setattr(contenders, "delta_product", unsound)
     outcome, best = run_tune(timer)[0]
     assert best.prepare == PREPARE[0]
     assert "RuntimeError: out of resource: shared memory" in outcome.refused[0]
@@ -86,13 +86,13 @@ def test_a_fast_one_that_is_wrong_and_one_that_cannot_run_are_refused(small, mon
 
 
 def test_one_that_is_wrong_on_the_timed_sizes_only_is_refused(small, monkeypatch):
-    sound = ahead.delta_product
+    sound = contenders.delta_product
 
     def unsound(q, *inputs, backend, **options):
         o, state = sound(q, *inputs, backend=backend, **options)
         return (o * 1.05 if q.shape[2] == 1 and present() == PREPARE[2] else o), state
 
-    monkeypatch.setattr(ahead, "delta_product", unsound)
+    monkeypatch.setattr(contenders, "delta_product", unsound)
     outcome, best = run_tune(clock)[0]
     assert best.prepare == PREPARE[1]
     assert "o is off by" in outcome.refused[0]

@@ -1,0 +1,43 @@
+"""`fla-bench decode`: sizes, errors, and what it refuses."""
+
+import json
+
+import pytest
+import torch
+
+from fla_train.bench import decode
+from fla_train.bench.decode import HEADER, bench_decode
+from fla_train.cli import bench
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize(("state", "error"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
+def test_a_row_has_times_and_errors(state: torch.dtype, error: float):
+    row = bench_decode(6, 32, 16, 2, torch.float32, state, DEVICE, rounds=1)
+    assert row.microseconds > 0 and row.copy_microseconds > 0
+    assert row.error < 1e-6 and 0 < row.state_error < error
+    assert row.markdown().count("|") == HEADER[0].count("|")
+
+
+def test_a_wrong_step_gets_no_time(monkeypatch: pytest.MonkeyPatch):
+    sound = decode.delta_product_step
+
+    def wrong(*, backend="auto", **inputs):
+        o, state = sound(backend=backend, **inputs)
+        return o, state if backend == "recurrent" else state * 1.05
+
+    monkeypatch.setattr(decode, "delta_product_step", wrong)
+    with pytest.raises(ValueError, match=r"wrong by .* in the state"):
+        bench_decode(2, 16, 16, 1, torch.float32, torch.float32, DEVICE, rounds=1)
+
+
+def test_the_command(tmp_path, capsys):
+    file = tmp_path / "decode.json"
+    sizes = ["--heads", "2", "4", "--head-dim", "16", "--substeps", "1", "3", "--dtype", "fp32"]
+    bench.run(["decode", *sizes, "--state-dtype", "bf16", "--json", str(file)])
+    assert len([line for line in capsys.readouterr().out.splitlines() if "| bfloat16 |" in line]) == 4
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["heads"], row["substeps"]) for row in rows] == [(2, 1), (2, 3), (4, 1), (4, 3)]
+    with pytest.raises(ValueError, match="at least 1"):
+        bench.run(["decode", "--heads", "0"])
