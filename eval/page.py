@@ -30,7 +30,7 @@ def page(records: Sequence[dict]) -> str:
         "comparison": [[row.group, row.label, *comparison_cells(row)] for row in comparison(records)],
     }
     title = html.escape(", ".join(record["name"] for record in records))
-    text = json.dumps(_finite(data), allow_nan=False).replace("<", "\\u003c")  # no text may end the script
+    text = json.dumps(_short(data), allow_nan=False).replace("<", "\\u003c")  # no text may end the script
     template = (files("fla_train.eval") / "page.html").read_text(encoding="utf-8")
     return template.replace("__TITLE__", title).replace("__DATA__", text)
 
@@ -47,10 +47,10 @@ def _lean(record: dict) -> dict:
     return record | {"perplexity": sets}
 
 
-def _finite(value: object) -> object:
-    """Numbers that JSON lacks become null."""
+def _short(value: object) -> object:
+    """Numbers to six digits, more than the page shows of any; those that JSON lacks become null."""
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: _short(item) for key, item in value.items()}
+    return [_short(item) for item in value] if isinstance(value, list | tuple) else value
