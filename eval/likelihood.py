@@ -82,10 +82,15 @@ def log_likelihoods(
 
 
 def _cut(index: int, context: Sequence[int], continuation: Sequence[int], max_length: int) -> _Request:
-    if not context or not 0 < len(continuation) <= max_length:
+    if not context or not continuation:
         raise ValueError(
             f"request {index} has {len(context)} tokens of context and {len(continuation)} of continuation: "
-            f"there must be 1 or more of both, and {max_length} of the latter at most"
+            "there must be 1 or more of both"
+        )
+    if len(continuation) > max_length:
+        raise ValueError(
+            f"the continuation of request {index} has {len(continuation)} tokens, and at most {max_length} "
+            f"are read: set suite.max_length={len(continuation)} or more"
         )
     kept = min(len(context), max_length + 1 - len(continuation))
     return _Request(index, tuple(context[len(context) - kept :]), list(continuation))
