@@ -14,7 +14,6 @@ from multiprocessing import get_context
 from types import TracebackType
 
 import torch
-from torch import Tensor
 
 from fla_train.bench.contenders import make_problem, operator
 from fla_train.bench.measure import forward_backward
@@ -26,7 +25,7 @@ CONTEXT_BYTES = 1 << 30  # what a process takes of a GPU beyond its tensors, abo
 
 
 def pool(processes: int = PROCESSES) -> ProcessPoolExecutor:
-    """Processes for work on tiny tensors: one torch thread each, since many of them starve each other."""
+    """Processes that compile: one torch thread each, since many of them starve each other."""
     context = get_context("spawn")
     return ProcessPoolExecutor(
         processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
@@ -40,12 +39,6 @@ class Trial:
     shape: Shape
     norm: bool
     launches: Launches
-
-    def run(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """Output and gradients, by name, on the inputs of `make_problem`."""
-        problem = make_problem(self.shape, dtype, device, norm=self.norm)
-        with forced(self.launches):
-            return forward_backward(operator, problem)
 
 
 class Compiled:
@@ -83,7 +76,8 @@ class Compiled:
 
 def _once(trial: Trial, dtype: torch.dtype, device: torch.device) -> None:
     try:
-        trial.run(dtype, device)
+        with forced(trial.launches):
+            forward_backward(operator, make_problem(trial.shape, dtype, device, norm=trial.norm))
     finally:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()

@@ -53,7 +53,8 @@ def step_floors(
     if config.optimizer.name == "adamw":
         floors["optimizer"] = ADAMW_BYTES * parameters / ranks / ceilings.bandwidth
     if ranks > 1 and link is not None:
-        # Gradients go to their owners after each micro-batch, weights to all after the step, in a ring.
+        # In a ring: gradients to their owners after each micro-batch (with overlap they go to all, twice the
+        # bytes), weights to all after the step.
         passes = (micro_batches + 1) * (ranks - 1) / ranks
         floors["communication"] = passes * SENT_BYTES * parameters / link
     return {kind: 1e3 * seconds for kind, seconds in floors.items()}

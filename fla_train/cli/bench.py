@@ -114,8 +114,7 @@ def _kernels(request: argparse.Namespace) -> dict:
         raise ValueError(f"{', '.join(bad)} must be at least 1")
     if min(request.substeps) < 1 or (request.value_dim or 1) < 1:
         raise ValueError("--substeps and --value-dim must be at least 1")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = DTYPES[request.dtype or ("bf16" if device.type == "cuda" else "fp32")]
+    device, dtype = _place(request)
     backends = list(dict.fromkeys(resolve_backend(name, device) for name in request.backends or ["auto"]))
     contenders = ours(backends, recompute=request.recompute)
     if request.peers:
@@ -157,8 +156,7 @@ def _decode(request: argparse.Namespace) -> dict:
     value_dim = request.value_dim or request.head_dim
     if min(*request.heads, *request.substeps, request.head_dim, value_dim) < 1:
         raise ValueError("sizes must be at least 1")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = DTYPES[request.dtype or ("bf16" if device.type == "cuda" else "fp32")]
+    device, dtype = _place(request)
     print(f"{str(dtype).removeprefix('torch.')}, gate, L2 norm inside; {_machine(device)}\n")
     print("\n".join(HEADER), flush=True)
     rows = []
@@ -237,6 +235,12 @@ def _ceilings(request: argparse.Namespace, device: torch.device, dtype: torch.dt
     flops, bandwidth = (None if value is None else value * 1e12 for value in given)
     source = f"{found.source}, one given" if any(given) else found.source
     return Ceilings(flops or found.flops, bandwidth or found.bandwidth, source)
+
+
+def _place(request: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
+    """A GPU if there is one, and the dtype asked for or usual there."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return device, DTYPES[request.dtype or ("bf16" if device.type == "cuda" else "fp32")]
 
 
 def _machine(device: torch.device) -> str:

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from fla_train.bench import contenders
 from fla_train.cli import bench
 
 SMALL = ["--batch", "1", "--tokens", "24", "--heads", "2", "--head-dim", "16", "--rounds", "1"]
@@ -38,13 +39,21 @@ def test_kernels(tmp_path, capsys) -> None:
     assert sum(row["refused"] is None for row in content["rows"]) == 6  # the peer at n_h = 1 only
 
 
-def test_nothing_kept_for_the_backward(capsys) -> None:
+def test_nothing_kept_for_the_backward(capsys, monkeypatch) -> None:
+    operator, asked = contenders.delta_product, set()
+
+    def watched(*inputs, recompute, **options):
+        asked.add(recompute)
+        return operator(*inputs, recompute=recompute, **options)
+
+    monkeypatch.setattr(contenders, "delta_product", watched)
     options = ["--substeps", "1", "--gate", "--backends", "chunked", "--recompute"]
     bench.run(["kernels", *SMALL, "--tokens", "512", *CEILINGS, *options])
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| fla_train")]
     assert "chunked, recomputed" in rows[1] and "chunked, recomputed" not in rows[0]
     kept, recomputed = (float(row.split("|")[5]) for row in rows)
     assert kept > 0 and recomputed > 0  # forward and backward, ms
+    assert asked == {False, True}
 
 
 def test_one_gate_other_dims_and_dtype(capsys) -> None:
