@@ -256,8 +256,8 @@ def _check_backend(config: TrainConfig) -> None:
     )
     if not report.ok:
         raise ValueError(
-            f"backend check failed: {report.summary()}; set another model.backend, or "
-            "trainer.check_backend=false to train all the same"
+            f"backend check failed: {report.summary()}; unset TRITON_PTXAS_PATH if it is set, set another "
+            "model.backend, or trainer.check_backend=false to train all the same"
         )
     _say(f"backend      {report.summary()}")
 

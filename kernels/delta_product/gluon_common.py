@@ -73,6 +73,12 @@ def segment(i_s, cu_seqlens, chunk_offsets, T, NT, PACKED: gl.constexpr):
 
 
 @gluon.jit
+def nothing(count):
+    """`triton_common.nothing`."""
+    return (count >> 30) * 1.0
+
+
+@gluon.jit
 def rows_of(p, n_rows, stride, layout: gl.constexpr):
     """[64] scalars in fp32, zeros past `n_rows`."""
     o = gl.arange(0, ROWS, layout)

@@ -25,6 +25,7 @@ from fla_train.kernels.delta_product.gluon_common import (
     barrier,
     copy_pair,
     described,
+    nothing,
     on_hopper,
     rows_of,
     span,
@@ -39,7 +40,7 @@ PER_NAT, LEAST_DECAY = gl.constexpr(LOG2E.value), gl.constexpr(MIN_LOG2_DECAY.va
 
 
 @gluon.jit
-def invert(b_l, s_l, s_rest, s_x, ACC: gl.constexpr):
+def invert(b_l, zero, s_l, s_rest, s_x, ACC: gl.constexpr):
     """(I + L)^-1 of a strictly lower triangular L [64, 64] in fp32, as `unit_lower_inverse` has it.
 
     L stays whole: with X block diagonal, X L X between two blocks is that of L between them. So each product
@@ -52,17 +53,17 @@ def invert(b_l, s_l, s_rest, s_x, ACC: gl.constexpr):
     b_w = b_l.to(gl.float16)
     s_l.store(b_w)
     s_rest.store((b_l - b_w.to(gl.float32)).to(gl.float16))
-    unit = gl.where(o_r == o_c, 1.0, 0.0)
+    unit = gl.where(o_r == o_c, 1.0, zero)
     b_x = unit - gl.where((o_r == o_c + 1) & (o_c % 2 == 0), b_l, 0.0)
-    nothing = gl.zeros([ROWS, ROWS], gl.float32, ACC)
+    empty = gl.zeros([ROWS, ROWS], gl.float32, ACC)
     for level in gl.static_range(1, 6):
         b_y = b_x.to(gl.float16)
         s_x.store(b_y)
         fence_async_shared()
         barrier()
-        b_w = warpgroup_mma(gl.convert_layout(b_y, LEFT), s_l, nothing, is_async=True)
+        b_w = warpgroup_mma(gl.convert_layout(b_y, LEFT), s_l, empty, is_async=True)
         b_w = warpgroup_mma_wait(0, deps=[b_w])
-        b_w = warpgroup_mma(gl.convert_layout(b_w.to(gl.float16), LEFT), s_x, nothing, is_async=True)
+        b_w = warpgroup_mma(gl.convert_layout(b_w.to(gl.float16), LEFT), s_x, empty, is_async=True)
         b_w = warpgroup_mma_wait(0, deps=[b_w])
         below = ((o_r >> level) == (o_c >> level) + 1) & ((o_c >> level) % 2 == 0)
         b_x -= gl.where(below, b_w, 0.0)
@@ -140,10 +141,10 @@ def prepare_kernel(
         t_gt.store(b_gt)
 
     mbarrier.wait(bar, 0)
-    nothing = gl.zeros([ROWS, ROWS], gl.float32, ACC)
-    b_a = warpgroup_mma(m_k, m_k.permute((1, 0)), nothing, is_async=True)
-    b_qq = warpgroup_mma(m_q, m_q.permute((1, 0)), nothing, is_async=True)
-    b_p = warpgroup_mma(m_q, m_k.permute((1, 0)), nothing, is_async=True)
+    empty = gl.zeros([ROWS, ROWS], gl.float32, ACC)
+    b_a = warpgroup_mma(m_k, m_k.permute((1, 0)), empty, is_async=True)
+    b_qq = warpgroup_mma(m_q, m_q.permute((1, 0)), empty, is_async=True)
+    b_p = warpgroup_mma(m_q, m_k.permute((1, 0)), empty, is_async=True)
     b_a, b_qq, b_p = warpgroup_mma_wait(0, deps=[b_a, b_qq, b_p])
     o_r, o_c = gl.arange(0, ROWS, ROW), gl.arange(0, ROWS, COLUMN)
     diagonal = o_r[:, None] == o_c[None, :]
@@ -181,13 +182,14 @@ def prepare_kernel(
     else:
         s_l, s_rest, s_x = m_k._reinterpret(gl.float16, [ROWS, ROWS], TILE), m_rest, m_x
     s_p = s_x if DTYPE == gl.float16 else s_x._reinterpret(DTYPE, [ROWS, ROWS], TILE)
-    s_p.store(gl.where(seen, b_p, 0.0).to(DTYPE))
+    zero = nothing(T)
+    s_p.store(gl.where(seen, b_p, zero).to(DTYPE))
     o_s, o_k = gl.arange(0, ROWS, gl.SliceLayout(1, STORE)), gl.arange(0, ROWS, gl.SliceLayout(0, STORE))
     offset = o_s[:, None] * (H * ROWS) + o_k[None, :]
     barrier()
     gl.store(p + (i_t * H + i_h) * ROWS + offset, s_p.load(STORE), mask=(o_s < n_t)[:, None])
     barrier()  # P has left the buffer of X
-    b_x = invert(gl.where(lower, b_a, 0.0), s_l, s_rest, s_x, ACC)
+    b_x = invert(gl.where(lower, b_a, zero), zero, s_l, s_rest, s_x, ACC)
     s_x.store(b_x.to(gl.float16))
     barrier()
     gl.store(x + (i_m * H + i_h) * ROWS + offset, s_x.load(STORE), mask=(o_s < n_m)[:, None])

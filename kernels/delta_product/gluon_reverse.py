@@ -37,6 +37,7 @@ from fla_train.kernels.delta_product.gluon_common import (
     expect_inverse,
     expect_values,
     make_bar,
+    nothing,
     on_hopper,
     segment,
     store_tile,
@@ -119,7 +120,7 @@ def reverse_kernel(
     n_chunks = (length + C - 1) // C
     o_v, o_k = gl.arange(0, V, gl.SliceLayout(1, STATE)), gl.arange(0, K, gl.SliceLayout(0, STATE))
     p_s = (i_seq.to(gl.int64) * H + i_h) * K * V + o_k[None, :] * V + o_v[:, None]
-    b_ds = gl.zeros([V, K], gl.float32, STATE)  # dS^T
+    b_ds = gl.zeros([V, K], gl.float32, STATE) + nothing(T)  # dS^T
     if HAS_FINAL:
         b_ds = gl.load(dfinal_state + p_s)
     if n_chunks == 0:

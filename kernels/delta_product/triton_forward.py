@@ -23,6 +23,7 @@ from fla_train.kernels.delta_product.triton_common import (
     chunk_span,
     load_rows,
     load_scalars,
+    nothing,
     segment_span,
     store_rows,
     times_inverse,
@@ -34,8 +35,8 @@ MIN_LOG2_DECAY = tl.constexpr(-50.0)
 
 
 @triton.jit
-def unit_lower_inverse(b_l, M: tl.constexpr, OPERAND: tl.constexpr):
-    """(I + L)^-1 of a strictly lower triangular L [M, M], M a power of two; in fp32.
+def unit_lower_inverse(b_l, zero, M: tl.constexpr, OPERAND: tl.constexpr):
+    """(I + L)^-1 of a strictly lower triangular L [M, M], M a power of two; in fp32. `zero` is `nothing`.
 
     Masked doubling: with X the inverse of the diagonal blocks of width w and L_w the blocks below them,
     X - X L_w X is that of the blocks of width 2 w. It equals substitution and never forms a power of L (those
@@ -43,11 +44,11 @@ def unit_lower_inverse(b_l, M: tl.constexpr, OPERAND: tl.constexpr):
     X + X (I - (I + L) X), removes what their rounding did; there L enters in two terms.
     """
     o_r, o_c = tl.arange(0, M)[:, None], tl.arange(0, M)[None, :]
-    unit = tl.where(o_r == o_c, 1.0, 0.0)
+    unit = tl.where(o_r == o_c, 1.0, zero)
     b_x = unit - tl.where((o_r == o_c + 1) & (o_c % 2 == 0), b_l, 0.0)
     for level in tl.static_range(1, M.bit_length() - 1):
         below = ((o_r >> level) == (o_c >> level) + 1) & ((o_c >> level) % 2 == 0)
-        b_w = tl.where(below, b_l, 0.0).to(OPERAND)
+        b_w = tl.where(below, b_l, zero).to(OPERAND)
         b_y = b_x.to(OPERAND)
         b_w = tl.dot(b_y, b_w, input_precision="tf32x3").to(OPERAND)
         b_x -= tl.dot(b_w, b_y, input_precision="tf32x3")
@@ -106,7 +107,7 @@ def prepare_kernel(
     b_a = b_a * b_read[:, None] * b_write[None, :]
     lower = o_m[:, None] > o_m[None, :]
     seen = o_tau[:, None] <= o_t[None, :]
-    chunk_decay = 1.0
+    zero, chunk_decay = nothing(T), 1.0
     if GATED:
         b_g = tl.load(g + (i_t + o_t) * H + i_h, mask=m_t, other=0.0) * LOG2E
         b_g = tl.maximum(b_g, MIN_LOG2_DECAY)
@@ -124,8 +125,8 @@ def prepare_kernel(
     tl.store(write + p_m, b_write, mask=m_m)
     tl.store(query + p_t, b_query, mask=m_t)
     tl.store(decay + i_c.to(tl.int64) * H + i_h, chunk_decay)
-    store_rows(p + (i_t * H + i_h) * M, tl.trans(tl.where(seen, b_p, 0.0)), n_t, 0, M, H * M, BC, M)
-    b_x = unit_lower_inverse(tl.where(lower, b_a, 0.0), M, INVERSE)
+    store_rows(p + (i_t * H + i_h) * M, tl.trans(tl.where(seen, b_p, zero)), n_t, 0, M, H * M, BC, M)
+    b_x = unit_lower_inverse(tl.where(lower, b_a, zero), zero, M, INVERSE)
     store_rows(x + (i_m * H + i_h) * M, b_x, n_m, 0, M, H * M, M, M)
 
 

@@ -98,3 +98,12 @@ def test_missing_barriers_show(kernels: dict[Variant, Compiled]) -> None:
     start = ptx.index("wgmma.mma_async")  # after the copies' barriers have been made
     with pytest.raises(AssertionError):
         run(*WITHOUT_BARRIERS, ptx[:start] + re.sub(r"bar\.sync\s+0;", "", ptx[start:]))
+
+
+def test_no_literal_is_stored_with_stmatrix(kernels: dict[Variant, Compiled]) -> None:
+    # ptxas 13.3 to 13.5 store such registers before they set them.
+    for found, compiled in kernels.items():
+        literals = set(re.findall(r"mov\.b32\s+(%r\d+), (?:-?\d+|0f\w+);", compiled.ptx))
+        stored = re.findall(r"stmatrix[^{]*\{([^}]*)\}", compiled.ptx)
+        assert stored or found.name != "prepare"
+        assert not literals & {register for four in stored for register in four.split(", ")}, found

@@ -185,7 +185,9 @@ def check_cross_entropy(case: Case, backend: str) -> None:
         assert found.dtype == FP32
         torch.testing.assert_close(found.double(), losses.detach(), rtol=1e-5, atol=1e-5)
     assert slope.dtype == case.dtype and not slope[targets == IGNORE].any()
-    assert (slope.double() - gradient).norm() <= BOUNDS[case.dtype] * gradient.norm()
+    # At its target a row has p - 1: fp32's rounding of p remains however small the difference.
+    rounding = 1e-6 * rows**0.5
+    assert (slope.double() - gradient).norm() <= BOUNDS[case.dtype] * gradient.norm() + rounding
 
 
 @pytest.fixture
