@@ -11,8 +11,10 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
     `max_position_embeddings` alone does not tell: rotary models name it and read on. What does is a table
     with a row for each of these positions: an embedding besides that of the tokens (GPT-2, OPT, BERT), or a
-    fixed buffer (CTRL, GPT-J).
+    fixed buffer (CTRL, GPT-J). MPT makes its attention biases anew, for `max_seq_len` tokens.
     """
+    if model.config.model_type == "mpt":
+        return model.config.max_seq_len
     declared = getattr(model.config, "max_position_embeddings", None)
     if not declared:
         return None

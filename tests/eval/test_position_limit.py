@@ -16,6 +16,8 @@ from transformers import (
     GPTJForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MptConfig,
+    MptForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     PreTrainedModel,
@@ -44,6 +46,10 @@ def gptj() -> PreTrainedModel:
     return GPTJForCausalLM(GPTJConfig(rotary_dim=4, **config))
 
 
+def mpt() -> PreTrainedModel:
+    return MptForCausalLM(MptConfig(vocab_size=320, d_model=16, n_layers=1, n_heads=2, max_seq_len=LIMIT))
+
+
 def opt() -> PreTrainedModel:
     return OPTForCausalLM(OPTConfig(ffn_dim=16, word_embed_proj_dim=16, **SIZE))
 
@@ -51,6 +57,7 @@ def opt() -> PreTrainedModel:
 ENDING: dict[str, tuple[Callable[[], PreTrainedModel], int]] = {
     "gpt2": (gpt2, LIMIT),
     "gptj": (gptj, LIMIT),  # rotary, from a fixed table
+    "mpt": (mpt, LIMIT),  # ALiBi, for so many tokens
     "opt": (opt, LIMIT),
     "bert": (lambda: BertLMHeadModel(BertConfig(is_decoder=True, **SIZE)), LIMIT),
     "roberta": (lambda: RobertaForCausalLM(RobertaConfig(is_decoder=True, **SIZE)), LIMIT - 2),
