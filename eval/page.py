@@ -9,7 +9,7 @@ from importlib.resources import files
 from fla_train.eval.compare import comparison
 from fla_train.eval.figures import set_title
 from fla_train.eval.paper import paper_cell, published
-from fla_train.eval.tables import comparison_cells, limit_notes, paper_heads
+from fla_train.eval.tables import comparison_cells, notes, paper_heads
 
 
 def page(records: Sequence[dict]) -> str:
@@ -18,7 +18,7 @@ def page(records: Sequence[dict]) -> str:
     data = {
         "records": [_lean(record) for record in records],
         "titles": {name: set_title(name) for record in records for name in record["perplexity"]},
-        "notes": limit_notes(records),
+        "notes": notes(records),
         "heads": heads,
         "cells": {
             record["name"]: {head: paper_cell(head, record["paper_row"].get(head)) for head in heads}

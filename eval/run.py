@@ -35,6 +35,7 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
     Raises:
         ValueError: the request cannot work; says what to change.
         OSError: the disk is full or gone; finished parts are kept.
+        KeyboardInterrupt: with the folder, where one was begun.
     """
     if not config.checkpoint:
         raise ValueError(
@@ -64,6 +65,8 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
             ranks=ranks,
             progress=progress,
         )
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(str(folder)) from stop  # whoever asked for no folder learns its name
     except OSError as failure:
         if failure.errno and failure.filename is None:  # a disk that fills up while a file is written
             failure.filename = str(folder)

@@ -26,7 +26,7 @@ def markdown(records: Sequence[dict]) -> str:
     else:
         parts = ["# " + ", ".join(record["name"] for record in records) + "\n"]
         parts += ["## Side by side\n", comparison_markdown(records)]
-    parts += [f"{note}\n" for note in limit_notes(records)]
+    parts += [f"{note}\n" for note in notes(records)]
     if heads := paper_heads(records):
         parts += ["## The papers' columns\n", paper_markdown(records, heads)]
     if len(records) == 1 and records[0]["tasks"]:
@@ -35,17 +35,24 @@ def markdown(records: Sequence[dict]) -> str:
     return "\n".join(parts)
 
 
-def limit_notes(records: Sequence[dict]) -> list[str]:
-    """A line for each evaluation whose model cannot read all the lengths that were asked for."""
-    notes = []
+def notes(records: Sequence[dict]) -> list[str]:
+    """What a reader must know: lengths that a model cannot read, sets of which models read other tokens."""
+    lines = []
     for record in records:
         limit, suite = record["model"].get("positions"), record["suite"]["perplexity"]
         if limit and suite and (beyond := [n for n in sorted(suite["lengths"]) if n > limit]):
-            notes.append(
+            lines.append(
                 f"{record['name']} has positions for {limit:,} tokens only: not read over "
                 f"{', '.join(map(str, beyond))}."
             )
-    return notes
+    for name in dict.fromkeys(name for record in records for name in record["perplexity"]):
+        results = [record["perplexity"].get(name, {}) for record in records]
+        if len({result["data"]["fingerprint"] for result in results if "data" in result}) > 1:
+            lines.append(
+                f"{name}: not all models read the same tokens (other tokenizers or documents), so their "
+                "losses and perplexities per token cannot be compared."
+            )
+    return lines
 
 
 def paper_heads(records: Sequence[dict]) -> list[str]:

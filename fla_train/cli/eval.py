@@ -49,9 +49,10 @@ def task(config: DictConfig) -> int:
             if ranks.rank:  # rank 0 has it too, and the console
                 return 2
             raise
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stop:
             if not ranks.rank:
-                fail("interrupted; finished parts are kept: give output=DIR, its folder, to go on from there")
+                kept = [f"finished parts are kept: add output={folder} to go on" for folder in stop.args]
+                fail("; ".join(["interrupted", *kept]))
             sys.exit(INTERRUPTED)
         except OtherRankFailed as failure:
             return 1 if ranks.rank else fail(f"the evaluation stopped: {failure}", code=1)

@@ -160,13 +160,13 @@ def test_requests_that_cannot_work(run: Path, module, name, overrides, message) 
 @pytest.mark.parametrize(
     ("module", "place", "line"),
     [
-        (eval, "fla_train.eval.run.evaluate", "interrupted; finished parts are kept: give output=DIR"),
-        (generate, "fla_train.hub.load_model", "interrupted"),
+        (eval, "fla_train.eval.run.evaluate", "interrupted; finished parts are kept: add output=x/y"),
+        (generate, "fla_train.hub.load_model", "interrupted\n"),
     ],
 )
 def test_an_interrupt_is_a_line(module, place: str, line: str, monkeypatch, capsys) -> None:
     def interrupt(*arguments: object, **options: object) -> None:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(*(["x/y"] if module is eval else []))
 
     monkeypatch.setattr(place, interrupt)
     monkeypatch.setattr(sys, "argv", [module.__name__, "checkpoint=x"])

@@ -1,8 +1,10 @@
 import gzip
+import json
 from dataclasses import replace
 
 import datasets
 import pytest
+import zstandard
 
 from fla_train.data import DataConfig
 from fla_train.data.files import SourceInterrupted
@@ -63,6 +65,14 @@ def test_hub_stream_of_a_local_copy(tmp_path, local, documents):
         texts(replace(hub, name="no-such"))
     with pytest.raises(ValueError, match=r"no column 'content'.*data.text_column"):
         texts(replace(hub, text_column="content"))
+
+
+def test_datasets_can_stream_files_packed_with_zstandard(tmp_path, documents):
+    """As cerebras/SlimPajama-627B has them: of the papers' recipes."""
+    lines = "".join(json.dumps({"text": document["text"]}) + "\n" for document in documents)
+    (tmp_path / "example_train_0.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
+    stream = datasets.load_dataset(str(tmp_path), split="train", streaming=True)
+    assert [row["text"] for row in stream] == [document["text"] for document in documents]
 
 
 def test_hub_offline_says_what_to_do(local, monkeypatch):

@@ -141,7 +141,7 @@ def test_whole_texts_are_encoded_as_by_lm_eval(tokenizer, scholar, monkeypatch) 
 
 
 @pytest.mark.parametrize("batch_size", [3, 7, "auto"])
-def test_batch_size_changes_nothing(model, tokenizer, batch_size: int | str) -> None:
+def test_batch_size_changes_nothing_but_rounding(model, tokenizer, batch_size: int | str) -> None:
     """To the rounding of the softmax, which `HFLM` takes in fp32 here and our models' bridge in fp64."""
     model.double()
     digits = 1e-9 if model.config.model_type == "delta_product" else 1e-4

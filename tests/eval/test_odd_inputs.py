@@ -139,8 +139,9 @@ def test_an_interrupted_evaluation_goes_on(
         return real(*args, tasks=tasks, **options)
 
     monkeypatch.setattr(harness, "simple_evaluate", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as stop:
         evaluate(config, progress=False)
+    assert stop.value.args == (str(tmp_path / "out"),)
     assert not (tmp_path / "out/results.json").exists()
     _, record = evaluate(config, progress=False)
     assert run == ["first", "second", "second", "third"]

@@ -17,7 +17,7 @@ from fla_train.eval.figures import _legend, _panel
 from fla_train.eval.page import page
 from fla_train.eval.paper import HEADS, paper_row
 from fla_train.eval.report import write_report
-from fla_train.eval.tables import latex, markdown
+from fla_train.eval.tables import latex, markdown, notes
 
 TASKS = {
     "wikitext": {"word_perplexity": 30.0, "higher_is_better": {"word_perplexity": False}},
@@ -150,6 +150,14 @@ def test_differences_are_paired_on_the_same_sequences_only() -> None:
     cells = rows["web", "perplexity, 64 tokens"]
     assert [cell.mark for cell in cells] == ["", "▲▲", "", ""]
     assert cells[0].value == pytest.approx(math.exp(3)) and cells[0].error == pytest.approx(math.exp(3) / 2)
+
+
+def test_other_tokens_are_said_to_be_others() -> None:
+    base, same, other = (record(name, [1.0, 2.0]) for name in ("base", "same", "other"))
+    other["perplexity"]["web"]["data"]["fingerprint"] = "of another tokenizer"
+    assert notes([base, same]) == []
+    (line,) = notes([base, same, other])
+    assert line.startswith("web: not all models read the same tokens") and line in markdown([base, other])
 
 
 def test_documents_with_and_without_a_prefix_token_are_not_paired() -> None:
