@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fla_train.cli.help import help_text
 
 CONFIG_PATH = "pkg://fla_train.configs"
+SWEEP = ("-m", "--multirun")
 INTERRUPTED = 130  # what a shell reports for a command ended by Ctrl-C
 
 
@@ -108,7 +109,9 @@ def run_hydra(
     with `FLA_TRAIN_TRACEBACK=1` they are raised instead.
     In a sweep (`-m`) the other jobs still run, and the exit code is the highest of all.
     """
-    sys.argv[1:] = (a if a.startswith("-") else readable(a) for a in sys.argv[1:])
+    arguments = [a if a.startswith("-") else readable(a) for a in sys.argv[1:]]
+    # In front: Hydra takes no overrides on both sides of it.
+    sys.argv[1:] = sorted(arguments, key=lambda a: a not in SWEEP)
     flags = [a for a in sys.argv[1:] if a.startswith("-")]
     overrides = [a for a in sys.argv[1:] if not a.startswith("-")]
     if {"-h", "--help"} & set(flags):

@@ -18,8 +18,13 @@ def train(node: DictConfig) -> int:
 
     config = to_config(node)
     hydra = HydraConfig.get()
-    if hydra.mode == RunMode.MULTIRUN and config.run.dir is not None:
-        config.run.dir = f"{config.run.dir}/{hydra.job.num}"
+    if hydra.mode == RunMode.MULTIRUN:
+        if config.run.job not in (None, hydra.job.num):
+            return 0
+        if config.run.dir is not None:
+            config.run.dir = f"{config.run.dir}/{hydra.job.num}"
+    elif config.run.job is not None:
+        raise ValueError(f"run.job={config.run.job} is a job of a sweep: add -m")
     if config.trainer.suite_every:
         check_suite(config.trainer.suite, config.trainer.suite_options)
     try:

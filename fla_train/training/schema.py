@@ -100,6 +100,7 @@ class LoggerConfig:
 @dataclass
 class RunConfig:
     dir: str | None = None
+    job: int | None = None
 
 
 @dataclass

@@ -132,22 +132,17 @@ def test_a_preempted_slurm_job_is_queued_again_and_goes_on_on_hosts_without_slur
     assert (run / "train-machine-1.log").is_file()  # two machines can't append to one file on NFS
 
 
-def test_an_array_task_takes_its_overrides_and_its_folder(
+def test_an_array_task_trains_its_job_of_the_sweep(
     overrides: list[str], cluster: dict[str, str], tmp_path: Path
 ):
-    environment = cluster | {
-        "SLURM_JOB_NUM_NODES": "1",
-        "SLURM_ARRAY_TASK_ID": "1",
-        "SWEEP": "optimizer.lr=1e-4; optimizer.lr=5e-4 seed=3",
-    }
-    more = [f"run.dir={tmp_path / 'sweep'}"]
-    config = asked_for("train.slurm", [*overrides, *more], environment, tmp_path)
-    assert (config.optimizer.lr, config.seed, config.run.dir) == (5e-4, 3, str(tmp_path / "sweep" / "1"))
-    assert not Path(cluster["REQUEUED"]).exists()
-    command = ["bash", str(SCRIPTS / "train.slurm"), *overrides, *more]
-    beyond = environment | {"SLURM_ARRAY_TASK_ID": "2"}
-    refused = subprocess.run(command, env=beyond, capture_output=True, text=True)
-    assert refused.returncode != 0 and "SWEEP has no overrides for this array task" in refused.stderr
+    """Here the second of two; dry_run prints what it would train."""
+    environment = cluster | {"SLURM_JOB_NUM_NODES": "1", "SLURM_ARRAY_TASK_ID": "1"}
+    places = [f"run.dir={tmp_path / 'sweep'}", f"hydra.sweep.dir={tmp_path / 'hydra'}"]
+    command = ["bash", str(SCRIPTS / "train.slurm"), "-m", *overrides, "seed=3,4", "dry_run=true", *places]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\nseed: 4\n" in done.stdout and "\nseed: 3\n" not in done.stdout
+    assert f"dir: {tmp_path / 'sweep' / '1'}\n" in done.stdout
 
 
 def test_one_machine_takes_all_its_gpus(overrides: list[str], cluster: dict[str, str], tmp_path: Path):

@@ -231,6 +231,10 @@ def test_the_same_sweep_again_resumes_each_job(sweep: tuple[Path, str], fla_trai
     assert [(s["step"], s["tokens"], s["processes"]) for s in starts] == [(0, 0, 1), (3, 768, 1)]
 
 
+def test_a_job_of_no_sweep_is_refused(fla_train):
+    assert "run.job=1 is a job of a sweep: add -m" in refused(fla_train("run.job=1"))
+
+
 def test_a_run_knows_its_text_wherever_it_lies(
     sweep: tuple[Path, str], fla_train, corpus: Path, tmp_path: Path
 ):
