@@ -22,6 +22,10 @@ SWEEP = ("-m", "--multirun")
 INTERRUPTED = 130  # what a shell reports for a command ended by Ctrl-C
 
 
+class LeftOut(Exception):
+    """Raised by a job of a sweep that is not this process's to do."""
+
+
 def compose(config_name: str, overrides: Sequence[str] = ()) -> DictConfig:
     """Compose `configs/<config_name>.yaml` with Hydra overrides.
 
@@ -107,7 +111,7 @@ def run_hydra(
 
     A `ValueError` is the user's fault and prints one line, as does an `OSError`, say of a disk that is full;
     with `FLA_TRAIN_TRACEBACK=1` they are raised instead.
-    In a sweep (`-m`) the other jobs still run, and the exit code is the highest of all.
+    In a sweep (`-m`) the other jobs still run, and the exit code is the highest of all; 2 if all are `LeftOut`.
     """
     arguments = [a if a.startswith("-") else readable(a) for a in sys.argv[1:]]
     # In front: Hydra takes no overrides on both sides of it.
@@ -126,6 +130,7 @@ def run_hydra(
         GlobalHydra.instance().clear()
 
     codes: list[int] = []
+    left_out: list[LeftOut] = []
 
     def guarded(config: DictConfig) -> None:
         try:
@@ -134,10 +139,14 @@ def run_hydra(
             if os.environ.get("FLA_TRAIN_TRACEBACK"):
                 raise
             codes.append(fail_by(fault))
+        except LeftOut as fault:
+            left_out.append(fault)
         except KeyboardInterrupt:
             fail("interrupted")
             sys.exit(INTERRUPTED)  # ends a sweep too
 
     hydra.main(version_base="1.3", config_path=CONFIG_PATH, config_name=config_name)(guarded)()
+    if left_out and not codes:
+        sys.exit(fail(left_out[-1]))
     if code := max(codes, default=0):  # a job of a sweep that failed did not keep the others from running
         sys.exit(code)

@@ -7,7 +7,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from fla_train.cli.app import INTERRUPTED, compose, fail, run_hydra
+from fla_train.cli.app import INTERRUPTED, LeftOut, compose, fail, run_hydra
 
 
 def train(node: DictConfig) -> int:
@@ -19,8 +19,10 @@ def train(node: DictConfig) -> int:
     config = to_config(node)
     hydra = HydraConfig.get()
     if hydra.mode == RunMode.MULTIRUN:
+        if config.run.job is not None and config.run.dir is None:
+            raise ValueError("give run.dir: a job that is queued again goes on from there")
         if config.run.job not in (None, hydra.job.num):
-            return 0
+            raise LeftOut(f"this sweep has no job {config.run.job}: its jobs are 0 to {hydra.job.num}")
         if config.run.dir is not None:
             config.run.dir = f"{config.run.dir}/{hydra.job.num}"
     elif config.run.job is not None:

@@ -235,6 +235,12 @@ def test_a_job_of_no_sweep_is_refused(fla_train):
     assert "run.job=1 is a job of a sweep: add -m" in refused(fla_train("run.job=1"))
 
 
+def test_a_job_that_a_sweep_lacks_is_refused(fla_train, tmp_path: Path):
+    asked = ["seed=3,4", "run.job=2", f"hydra.sweep.dir={tmp_path / 'hydra'}", "-m"]
+    assert "this sweep has no job 2: its jobs are 0 to 1" in refused(fla_train(f"run.dir={tmp_path}", *asked))
+    assert "give run.dir" in refused(fla_train(*asked))
+
+
 def test_a_run_knows_its_text_wherever_it_lies(
     sweep: tuple[Path, str], fla_train, corpus: Path, tmp_path: Path
 ):
