@@ -111,7 +111,7 @@ def run_hydra(
 
     A `ValueError` is the user's fault and prints one line, as does an `OSError`, say of a disk that is full;
     with `FLA_TRAIN_TRACEBACK=1` they are raised instead.
-    In a sweep (`-m`) the other jobs still run, and the exit code is the highest of all; 2 if all are `LeftOut`.
+    In a sweep (`-m`) the other jobs still run, and the exit code is the highest; 2 if all are `LeftOut`.
     """
     arguments = [a if a.startswith("-") else readable(a) for a in sys.argv[1:]]
     # In front: Hydra takes no overrides on both sides of it.
