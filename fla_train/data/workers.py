@@ -6,6 +6,7 @@ kill -9, because their pipe ends.
 """
 
 import os
+import pickle
 import queue
 import signal
 import socket
@@ -74,7 +75,8 @@ class _Pool:
     def __init__(self, encoder: Encoder, size: int):
         self.depth = 3 * max(1, size)  # chunks under way: enough to keep all busy while one is written
         self._encoder = encoder
-        self._workers = [_Worker(encoder) for _ in range(size)]
+        pickled = pickle.dumps(encoder) if size else b""
+        self._workers = [_Worker(pickled) for _ in range(size)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -97,9 +99,14 @@ class _Pool:
 
 
 class _Worker:
-    """One process and the pipe to it."""
+    """One process and the pipe to it.
 
-    def __init__(self, encoder: Encoder):
+    The encoder goes ahead of the first chunk. It is larger than a pipe holds, so that whoever sends it waits
+    until the process has started: the thread that feeds it, while the other processes start, too.
+    """
+
+    def __init__(self, encoder: bytes):
+        self._unsent = encoder  # pickled
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours.detach())
         with theirs:
@@ -111,10 +118,12 @@ class _Worker:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
-        self._connection.send(encoder)
 
     def encode(self, chunk: Chunk) -> Encoded:
         try:
+            if self._unsent:
+                self._connection.send_bytes(self._unsent)
+                self._unsent = b""
             self._connection.send(chunk)
             result = self._connection.recv()
         except (EOFError, OSError) as failure:

@@ -1,4 +1,7 @@
-"""Optimizer steps on a GPU that fail where the host waits for it: `python engine_syncs.py CONFIG_YAML`."""
+"""Optimizer steps on a GPU that fail where the host waits for it: `python engine_syncs.py CONFIG_YAML`.
+
+One is applied, one is skipped for a NaN on the last rank, one for a spike of the loss.
+"""
 
 import sys
 from pathlib import Path
@@ -19,22 +22,39 @@ def refuse(*arguments: object) -> None:
 def main() -> None:
     config = load_config(Path(sys.argv[1]))
     engine = build_engine(make_model(config), config)
-    guard = StepGuard(engine.device, max_grad_norm=1.0, spike_deviations=4.0)
 
-    def step(number: int) -> Outcome:
+    def guarded(*statistics: float) -> StepGuard:
+        return StepGuard(engine.device, max_grad_norm=1.0, spike_deviations=4.0, statistics=statistics)
+
+    def step(number: int, guard: StepGuard) -> Outcome:
         ids, labels = batches[number]
         return train_step(engine, list(zip(ids.split(2), labels.split(2), strict=True)), 1e-3, guard)
 
     batches = [tuple(part.to(engine.device) for part in make_batch(number)) for number in range(6)]
+
+    def poison(module: torch.nn.Module, arguments: tuple, output):
+        output.loss = output.loss * float("nan")
+        return output
+
+    guard = guarded(0.0, 0.0, 0.0)
     for number in range(3):  # compilation, tuning, the optimizer's first allocations
-        step(number)
+        warm = step(number, guard)
+    surprised = guarded(200.0, warm.read().loss - 1, 1e-4)
     wait, torch.cuda.synchronize = torch.cuda.synchronize, refuse
     torch.cuda.set_sync_debug_mode("error")
-    outcomes = [step(number) for number in range(3, 6)]
+    outcomes = [step(3, guard)]
+    hook = (
+        engine.module.register_forward_hook(poison) if dist.get_rank() == dist.get_world_size() - 1 else None
+    )
+    outcomes.append(step(4, guard))
+    if hook is not None:
+        hook.remove()
+    outcomes.append(step(5, surprised))
     torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize = wait
     results = [outcome.read() for outcome in outcomes]
-    assert all(result.loss > 0 and not result.skipped for result in results)
+    assert [result.skipped for result in results] == [False, True, True], results
+    assert results[0].loss > 0 and results[2].loss > 0, results
     print("read", list(range(3, 6)))
     dist.destroy_process_group()
 

@@ -111,7 +111,7 @@ def test_gpus_may_be_named_by_uuid(monkeypatch: pytest.MonkeyPatch):
 def test_the_host_waits_for_the_gpu_once_per_reading(
     make_config: Callable[..., TrainConfig], tmp_path: Path, gpus: int
 ):
-    """Three accumulated steps under torch's detector of synchronizing calls, then one reading."""
+    """Three accumulated steps, two of them skipped, under torch's detector of waits, then one reading."""
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"needs {gpus} GPUs")
     batch = 256 * gpus
