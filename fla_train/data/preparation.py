@@ -160,6 +160,9 @@ def _build(
     if not splits["train"]["tokens"]:
         shutil.rmtree(building)
         raise ValueError("the corpus has no training document; see data.path and data.validation_fraction")
+    assert build.cursor is not None  # something was read
+    if commit := build.cursor.get("commit"):
+        manifest["commit"] = commit  # of the Hub
     write_manifest(building, manifest | {"empty_documents": build.empty, "splits": splits})
     for journal in building.glob(f"{PROGRESS}*"):  # and one that a kill kept from taking its place
         journal.unlink()

@@ -145,8 +145,12 @@ def _hub(config: DataConfig) -> Source:
 
 
 def _stream(config: DataConfig, start: Cursor | None) -> Iterator[TextChunk]:
-    """Stream by `datasets`. A cursor is the stream's own `state_dict` and the rows before it."""
+    """Stream by `datasets`. A cursor is the stream's `state_dict`, the rows before it, and the Hub's commit.
+
+    So whoever goes on reads the files that were begun, whatever the branch points to by then.
+    """
     import datasets
+    from huggingface_hub import HfApi
 
     where = (
         f"dataset {config.path}" + (f" ({config.name})" if config.name else "") + f", split {config.split}"
@@ -154,11 +158,15 @@ def _stream(config: DataConfig, start: Cursor | None) -> Iterator[TextChunk]:
     remedy = "check data.path, data.name, data.split and the network, or point data.path at a local copy"
     opened: list[datasets.IterableDataset] = []
     first = 0 if start is None else start["row"]
+    commit: str | None = None if start is None else start.get("commit")  # None: a folder, or an older journal
 
     def records() -> Iterator[dict[str, Any]]:
         # In here, so that a failure to find the dataset is reported like one to read it.
+        nonlocal commit
+        if commit is None and not Path(config.path).expanduser().is_dir():
+            commit = HfApi().dataset_info(config.path, revision=config.revision).sha
         stream = datasets.load_dataset(
-            config.path, name=config.name, split=config.split, revision=config.revision, streaming=True
+            config.path, name=config.name, split=config.split, revision=commit, streaming=True
         )
         if stream.features is not None and config.text_column in stream.features:
             present = [c for c in (config.text_column, config.id_column) if c in stream.features]
@@ -177,4 +185,7 @@ def _stream(config: DataConfig, start: Cursor | None) -> Iterator[TextChunk]:
                 record[config.text_column], record.get(config.id_column), place, config.text_column
             )
 
-    return _gathered(documents(), lambda read: {"row": first + read, "stream": opened[0].state_dict()})
+    def after(read: int) -> Cursor:
+        return {"row": first + read, "stream": opened[0].state_dict(), "commit": commit}
+
+    return _gathered(documents(), after)

@@ -1,6 +1,6 @@
 """`fla-prepare` from a Hub behind a connection that breaks: a small server that answers as the Hub does.
 
-The tokens must be those of the same files read from disk.
+The tokens must be those of the same files read from disk, though the dataset is replaced meanwhile.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ import pytest
 
 from tests.data.conftest import write_parquet
 
-NAME, COMMIT = "someone/texts", "a" * 40
+NAME, COMMIT, LATER = "someone/texts", "a" * 40, "c" * 40
 # Journals after every chunk, where a user's takes ten seconds.
 PREPARE = """
 from fla_train.cli.prepare import main
@@ -36,11 +36,15 @@ DOCUMENTS = [
 
 
 class Hub(ThreadingHTTPServer):
-    """One dataset repository. While `cut` names a file, each answer of it ends in the middle."""
+    """One dataset repository. While `cut` names a file, each answer of it ends in the middle.
 
-    def __init__(self, folder: Path):
+    Args:
+        commits: the files of each; the main branch is `head`, at first the first one.
+    """
+
+    def __init__(self, commits: dict[str, Path]):
         super().__init__(("127.0.0.1", 0), Answer)
-        self.folder, self.cut = folder, ""
+        self.commits, self.head, self.cut = commits, next(iter(commits)), ""
         self.was_cut, self.sent = threading.Semaphore(0), []
 
     @property
@@ -57,14 +61,17 @@ class Answer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
+        asked = re.search("/(?:resolve|revision|tree)/([^/]+)", path)
+        commit = asked[1] if asked and asked[1] != "main" else self.server.head
+        folder = self.server.commits[commit]
         entries = [
             {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": "b" * 40}
-            for file in sorted(self.server.folder.iterdir())
+            for file in sorted(folder.iterdir())
         ]
         if found := re.fullmatch(rf"/datasets/{NAME}/resolve/[^/]+/(.*)", path):
-            self.send_file(self.server.folder / found[1])
+            self.send_file(folder / found[1], commit)
         elif re.fullmatch(rf"/api/datasets/{NAME}(/revision/.*)?", path):
-            about = {"id": NAME, "sha": COMMIT, "private": False, "gated": False, "tags": []}
+            about = {"id": NAME, "sha": commit, "private": False, "gated": False, "tags": []}
             self.send(200, about | {"siblings": [{"rfilename": entry["path"]} for entry in entries]}, {})
         elif found := re.fullmatch(rf"/api/datasets/{NAME}/tree/[^/]+/?(.*)", path):
             self.send(200, [entry for entry in entries if entry["path"].startswith(found[1])], {})
@@ -73,11 +80,11 @@ class Answer(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def send_file(self, file: Path) -> None:
+    def send_file(self, file: Path, commit: str) -> None:
         if not file.is_file():
             return self.send(404, {}, {"X-Error-Code": "EntryNotFound"})
         content = file.read_bytes()
-        about = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
+        about = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": commit}
         code, first, last = 200, 0, len(content) - 1
         if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             code, first, last = 206, int(asked[1]), min(int(asked[2] or last), last)
@@ -105,11 +112,13 @@ class Answer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
-    folder = tmp_path / "files"
-    for number in range(2):
-        rows = DOCUMENTS[600 * number : 600 * (number + 1)]
-        write_parquet(folder / f"train-0000{number}-of-00002.parquet", rows, row_group_size=100)
-    with Hub(folder) as server:
+    later = [document | {"text": document["text"].upper()} for document in DOCUMENTS]
+    commits = {COMMIT: tmp_path / "files", LATER: tmp_path / "later"}
+    for folder, documents in zip(commits.values(), (DOCUMENTS, later), strict=True):
+        for number in range(2):
+            rows = documents[600 * number : 600 * (number + 1)]
+            write_parquet(folder / f"train-0000{number}-of-00002.parquet", rows, row_group_size=100)
+    with Hub(commits) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
@@ -121,7 +130,7 @@ def shards(folder: str) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_a_stream_from_the_hub_outlives_broken_connections_and_a_kill(hub: Hub, tmp_path: Path):
-    names = [file.name for file in sorted(hub.folder.iterdir())]
+    names = [file.name for file in sorted(hub.commits[COMMIT].iterdir())]
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     environment |= {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "PYTHONUNBUFFERED": "1"}
     common = ["data.tokenizer.name=bytes", "data.validation_fraction=0.1", "data.num_workers=0"]
@@ -148,12 +157,13 @@ def test_a_stream_from_the_hub_outlives_broken_connections_and_a_kill(hub: Hub, 
     first.send_signal(signal.SIGKILL)
     first.communicate()
     assert names[0] in hub.sent
-    hub.cut = ""
+    hub.cut, hub.head = "", LATER
     second, _ = start(stream).communicate(timeout=120)
     assert "going on after" in second, second
-    files = ["data=local", f"data.path={hub.folder}", f"data.cache_dir={tmp_path / 'read'}"]
+    files = ["data=local", f"data.path={hub.commits[COMMIT]}", f"data.cache_dir={tmp_path / 'read'}"]
     third, _ = start(files).communicate(timeout=120)
     streamed, read = (
         text.strip().splitlines()[-1].removeprefix("data: ready in ") for text in (second, third)
     )
     assert streamed != read and shards(streamed) == shards(read) != {}
+    assert json.loads((Path(streamed) / "manifest.json").read_text())["commit"] == COMMIT
