@@ -80,7 +80,7 @@ def step_kernel(
     b_s = tl.load(state + p_s, mask=m_s, other=0.0).to(tl.float32)
     if g is not None:
         b_s *= tl.exp(tl.load(g + i_bh))
-    for j in range(N):
+    for j in tl.static_range(N):  # unrolled: the next loads and norms go on beside the sums of this
         i_row = (i_b * N + j) * H + i_h
         b_k = load_vector(k + i_row * K, o_k, K, L2NORM, eps)
         b_v = tl.load(v + i_row * V + o_v, mask=m_v, other=0.0).to(tl.float32)
