@@ -19,13 +19,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import psutil
+
+from fla_train.hub.environment import git_commit
 
 STEPS, CHECKPOINT_EVERY = 240, 4
 HANG_TIMEOUT = 15  # seconds
@@ -378,14 +379,13 @@ def main() -> int:
 
 
 def report(injected: list[str], seconds: float, equal: dict[str, bool]) -> str:
-    counts = Counter(injected)
     verdict = ", ".join(f"{what} {'equal' if same else 'DIFFERENT'}" for what, same in equal.items())
-    rows = [f"| {name} | {counts[name]} | {what} |" for name, what in WHAT.items() if counts[name]]
+    rows = [f"| {key} | {injected.count(key)} | {what} |" for key, what in WHAT.items() if key in injected]
     return "\n".join(
         [
             f"{len(injected)} faults in {seconds / 60:.0f} minutes and {STEPS} steps on two CPU ranks, each "
             "noticed, or cleaned away, as it should be. Compared with the undisturbed run, bit for bit: "
-            f"{verdict}.",
+            f"{verdict}. {time.strftime('%Y-%m-%d')}, commit {(git_commit() or 'unknown')[:7]}.",
             "",
             "| fault | times | what is done |",
             "|---|---|---|",
