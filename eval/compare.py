@@ -26,11 +26,13 @@ class Cell:
         error: its standard error, if known.
         mark: empty, or how it stands to the reference: ▲ better, ▼ worse, by more than one standard error of
             the difference; doubled from two on.
+        noted: whether a note on the data must be read with it.
     """
 
     value: float | None
     error: float | None = None
     mark: str = ""
+    noted: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class _Score:
     error: float | None
     higher_is_better: bool | None
     data: str | None
+    noted: bool
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ def flat_metrics(record: dict) -> dict[str, float]:
 def _perplexity_rows(records: Sequence[dict]) -> list[Row]:
     tables = [
         {
-            (name, row["length"]): (row, result["data"]["fingerprint"])
+            (name, row["length"]): (row, result["data"]["fingerprint"], "note" in result)
             for name, result in record["perplexity"].items()
             for row in result.get("lengths", [])
         }
@@ -130,18 +133,18 @@ def _perplexity_rows(records: Sequence[dict]) -> list[Row]:
     ]
 
 
-def _perplexity_cells(entries: Sequence[tuple[dict, str] | None]) -> tuple[Cell, ...]:
+def _perplexity_cells(entries: Sequence[tuple[dict, str, bool] | None]) -> tuple[Cell, ...]:
     cells = []
     for entry in entries:
         if entry is None:
             cells.append(Cell(None))
             continue
-        row, data = entry
+        row, data, noted = entry
         error = None if row["stderr"] is None else row["perplexity"] * row["stderr"]
         sign = ""
         if cells and entries[0] and entries[0][1] == data:  # other data: nothing to be said
             sign = _paired_mark(row["losses"], entries[0][0]["losses"])
-        cells.append(Cell(row["perplexity"], error, sign))
+        cells.append(Cell(row["perplexity"], error, sign, noted))
     return tuple(cells)
 
 
@@ -162,6 +165,7 @@ def _task_rows(records: Sequence[dict]) -> list[Row]:
                 scores.get(f"{metric}_stderr"),
                 scores.get("higher_is_better", {}).get(metric),
                 scores.get("fingerprint"),
+                "note" in result,
             )
             for result in record["tasks"].values()
             for task, scores in result.get("scores", {}).items()
@@ -185,7 +189,7 @@ def _task_cells(scores: Sequence[_Score | None]) -> tuple[Cell, ...]:
         if cells and reference and _comparable(score, reference):
             error = math.hypot(score.error, reference.error)
             sign = mark(score.value - reference.value, error, lower_is_better=not score.higher_is_better)
-        cells.append(Cell(score.value, score.error, sign))
+        cells.append(Cell(score.value, score.error, sign, score.noted))
     return tuple(cells)
 
 

@@ -7,7 +7,9 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import torch
 from omegaconf import OmegaConf
+from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -16,7 +18,9 @@ from fla_train.data.shards import check_sizes, documents_file, tokens_file
 from fla_train.data.sources import open_source
 from fla_train.data.tokenizers import encode
 
-ENCODE_BATCH = 64
+ENCODE_BATCH = 64  # documents that are tokenized together,
+ENCODE_CHARACTERS = 1 << 20  # or fewer, where this many are reached: long ones, one or two at a time
+TOKEN = np.dtype("<u4")  # what is kept of a document: 4 bytes a token, a list of numbers takes 36
 
 
 def run_data(run: Path | None) -> PreparedData:
@@ -66,25 +70,38 @@ def file_documents(
     """
     try:
         source = open_source(DataConfig(source="local", path=path, text_column=text_column))
-        texts = (document["text"] for document in source.documents())
-        while batch := list(islice(texts, ENCODE_BATCH)):
-            yield from (np.asarray(ids, dtype=np.int64) for ids in encode(tokenizer, batch))
+        yield from tokenized((document["text"] for document in source.documents()), tokenizer)
     except ValueError as fault:
         line = str(fault).replace("data.path", "suite.perplexity.sets")  # what these keys are called here
         raise ValueError(line.replace("data.text_column", "suite.perplexity.text_column")) from fault
 
 
+def tokenized(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:
+    """Each text as [tokens], without special tokens. Few long texts go at once: what the tokenizer makes of a
+    text on the way takes many times its size.
+    """
+    batch: list[str] = []
+    for text in texts:
+        batch.append(text)
+        if len(batch) == ENCODE_BATCH or sum(map(len, batch)) >= ENCODE_CHARACTERS:
+            yield from (np.array(ids, dtype=TOKEN) for ids in encode(tokenizer, batch))
+            batch = []
+    if batch:
+        yield from (np.array(ids, dtype=TOKEN) for ids in encode(tokenizer, batch))
+
+
 def longest(
     documents: Iterable[np.ndarray], count: int, length: int, scan: int, progress: bool
-) -> list[list[int]]:
-    """The `count` longest of the first `scan` documents, each cut to `length + 1` tokens.
+) -> list[np.ndarray]:
+    """The `count` longest of the first `scan` documents, each cut to `length + 1` tokens: [tokens] each.
 
     Lengths beyond the cut do not count, so of the documents that reach it the first `count` are taken, in
     order.
     """
     scanned = tqdm(islice(documents, scan), desc="reading documents", unit="document", disable=not progress)
-    cut = (document[: length + 1] for document in scanned)
-    return [document.tolist() for document in heapq.nlargest(count, cut, key=len)]
+    # Copies: a view would keep the whole document.
+    cut = (np.array(document[: length + 1], dtype=TOKEN) for document in scanned)
+    return heapq.nlargest(count, cut, key=len)
 
 
 def packed(
@@ -94,7 +111,7 @@ def packed(
     prefix: Sequence[int],
     scan: int,
     progress: bool,
-) -> list[list[int]]:
+) -> list[np.ndarray]:
     """The first `count` sequences of the documents joined in order, `prefix` between two of them.
 
     Each sequence gives `length` targets once `prefix` stands before it, as `loss_table` puts it; documents
@@ -108,28 +125,45 @@ def packed(
         prefix: what stands between documents: the separator, or nothing.
         scan: documents read at most.
         progress: show a progress bar over documents.
+
+    Returns:
+        [tokens] each.
     """
     scanned = tqdm(islice(documents, scan), desc="reading documents", unit="document", disable=not progress)
     size = length if prefix else length + 1
-    sequences: list[list[int]] = []
-    waiting: list[int] = []
+    sequences: list[np.ndarray] = []
+    sequence, filled = np.empty(size, TOKEN), 0
     for document in scanned:
         if not len(document):
             continue
-        if sequences or waiting:
-            waiting += prefix
-        waiting += document.tolist()
-        while len(waiting) >= size:
-            sequences.append(waiting[:size])
-            waiting = waiting[size:]
-            if len(sequences) == count:
-                return sequences
-    return sequences or ([waiting] if waiting else [])
+        for piece in (prefix if sequences or filled else (), document):
+            while len(piece):
+                taken = piece[: size - filled]
+                sequence[filled : filled + len(taken)] = taken
+                piece, filled = piece[len(taken) :], filled + len(taken)
+                if filled == size:
+                    sequences.append(sequence)
+                    if len(sequences) == count:
+                        return sequences
+                    sequence, filled = np.empty(size, TOKEN), 0
+    return sequences or ([sequence[:filled]] if filled else [])
+
+
+def stacked(documents: Sequence[Sequence[int]], prefix: Sequence[int], start: int, stop: int) -> Tensor:
+    """Tokens start <= i < stop of `prefix` and each document: [D, stop - start], zeros behind the ends."""
+    ids = np.zeros((len(documents), stop - start), np.int64)
+    shift = len(prefix)
+    for row, document in zip(ids, documents, strict=True):
+        head, tail = prefix[start:stop], document[max(start - shift, 0) : max(stop - shift, 0)]
+        row[: len(head)] = head
+        row[len(head) :][: len(tail)] = tail
+    return torch.from_numpy(ids)
 
 
 def fingerprint(documents: Iterable[Sequence[int]]) -> str:
     """sha256 over the tokens and bounds of what was evaluated: equal data, equal fingerprint."""
     digest = hashlib.sha256()
     for document in documents:
-        digest.update(len(document).to_bytes(8, "little") + np.asarray(document, dtype="<u4").tobytes())
+        digest.update(len(document).to_bytes(8, "little"))
+        digest.update(np.ascontiguousarray(document, dtype=TOKEN))
     return digest.hexdigest()

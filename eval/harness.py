@@ -260,8 +260,8 @@ def run_tasks(
         part: called with the task's name and the work; lets the caller keep finished results.
 
     Returns:
-        By task asked for: `{"scores": {task: {metric: value}}}`, or `{"error": line}` for a task that could
-        not run (no data, no network); the others go on.
+        By task asked for: `{"scores": {task: {metric: value}}}`, with a `note` where the mirror has one; or
+        `{"error": line}` for a task that could not run (no data, no network); the others go on.
 
     Raises:
         ValueError: a name that lm-eval does not know, or `mirror` is no folder; nothing was run.
@@ -270,7 +270,7 @@ def run_tasks(
     place = mirror_folder(mirror)
     manager = _task_manager(names, include_path)
 
-    def evaluate(name: str) -> dict:
+    def evaluate(name: str, notes: list[str]) -> dict:
         with redirect_stdout(sys.stderr):  # it prints what it does; the console gets the table alone
             results = simple_evaluate(
                 lm,
@@ -283,13 +283,14 @@ def run_tasks(
             )
         if results is None:  # lm-eval collects them on rank 0
             return {}
-        return {"scores": {task: _scores(results, task) for task in results["results"]}}
+        scores = {task: _scores(results, task) for task in results["results"]}
+        return {"scores": scores} | ({"note": "; ".join(dict.fromkeys(notes))} if notes else {})
 
     finished = {}
     for name in names:
         try:
-            with hub_datasets(place), lm.together():
-                finished[name] = part(f"task-{name}", lambda name=name: evaluate(name))
+            with hub_datasets(place) as notes, lm.together():
+                finished[name] = part(f"task-{name}", lambda name=name, notes=notes: evaluate(name, notes))
         except DatasetUnavailable as failure:
             finished[name] = {"error": str(failure)}
         except Exception as failure:  # a data set's code may raise anything; the other tasks go on

@@ -28,8 +28,14 @@ def mirror_folder(mirror: str | Path | None) -> Path | None:
     return place
 
 
+def dataset_note(mirror: Path | None, name: str, config: str | None) -> str | None:
+    """What a reader must know of a mirrored data set: `NOTE.txt` beside its rows, mostly of a stand-in."""
+    file = mirror and mirror / name / (config or "default") / "NOTE.txt"
+    return " ".join(file.read_text(encoding="utf-8").split()) if file and file.is_file() else None
+
+
 @contextmanager
-def hub_datasets(mirror: Path | None) -> Iterator[None]:
+def hub_datasets(mirror: Path | None) -> Iterator[list[str]]:
     """Inside it `datasets.load_dataset("org/name", ...)` reads `mirror/org/name/` if that folder exists.
 
     The task definitions stay those of lm-eval: they ask for the Hub's names, and only the place is another.
@@ -40,10 +46,14 @@ def hub_datasets(mirror: Path | None) -> Iterator[None]:
         mirror: folder with a dataset repository per `org/name` (parquet or JSON lines, and a README.md whose
             header names the configs); None: the Hub or its cache.
 
+    Yields:
+        The notes of the data sets that have been loaded, see `dataset_note`.
+
     Raises:
         DatasetUnavailable: from `load_dataset`, when a data set cannot be loaded.
     """
     load_dataset, offline = datasets.load_dataset, datasets.config.HF_HUB_OFFLINE
+    notes: list[str] = []
 
     def load(path: str, name: str | None = None, *args: Any, **kwargs: Any) -> Any:
         if not HUB_NAME.fullmatch(path) or Path(path).exists():
@@ -51,6 +61,8 @@ def hub_datasets(mirror: Path | None) -> Iterator[None]:
         folder = mirror / path if mirror else None
         try:
             if folder and folder.is_dir():
+                if note := dataset_note(mirror, path, name):
+                    notes.append(note)
                 kwargs["cache_dir"] = kwargs.get("cache_dir") or str(_cache_of(folder))
                 return _with_train(load_dataset(str(folder), name, *args, **kwargs))
             return load_dataset(path, name, *args, **kwargs)
@@ -59,7 +71,7 @@ def hub_datasets(mirror: Path | None) -> Iterator[None]:
 
     datasets.load_dataset, datasets.config.HF_HUB_OFFLINE = load, offline or mirror is not None
     try:
-        yield
+        yield notes
     finally:
         datasets.load_dataset, datasets.config.HF_HUB_OFFLINE = load_dataset, offline
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from importlib.resources import files
 
 from fla_train.eval.compare import comparison
-from fla_train.eval.figures import set_title
-from fla_train.eval.paper import paper_cell, published
-from fla_train.eval.tables import comparison_cells, notes, paper_heads
+from fla_train.eval.paper import paper_cells, published
+from fla_train.eval.plots import set_title
+from fla_train.eval.tables import comparison_cells, data_notes, notes, paper_heads
 
 
 def page(records: Sequence[dict]) -> str:
@@ -19,10 +19,10 @@ def page(records: Sequence[dict]) -> str:
         "records": [_lean(record) for record in records],
         "titles": {name: set_title(name) for record in records for name in record["perplexity"]},
         "notes": notes(records),
+        "footnotes": data_notes(records),
         "heads": heads,
         "cells": {
-            record["name"]: {head: paper_cell(head, record["paper_row"].get(head)) for head in heads}
-            for record in records
+            record["name"]: dict(zip(heads, paper_cells(record, heads), strict=True)) for record in records
         },
         "published": [
             {"source": group.source, "title": group.title, "rows": group.rows} for group in published()

@@ -2,6 +2,7 @@
 the rows that the papers publish.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -39,6 +40,7 @@ RECALL = (
     Column("SQUAD cont. ↑", "squad_completion", "contains"),
     Column("FDA cont. ↑", "fda", "contains"),
 )
+NOTED = " †"  # behind a score whose data have a note
 HEADS = (*(column.head for column in ZERO_SHOT), AVERAGE, *(column.head for column in RECALL))
 
 
@@ -77,6 +79,24 @@ def _value(column: Column, tasks: dict[str, dict]) -> float | None:
 def paper_cell(head: str, value: float | None) -> str:
     """A value with the papers' number of digits; a dash for None."""
     return "-" if value is None else fixed(value, 2 if "ppl" in head else 1)
+
+
+def paper_cells(record: dict, heads: Sequence[str]) -> list[str]:
+    """The evaluation's values in the columns, `NOTED` behind those whose data have a note."""
+    row, tasks = record["paper_row"], record["tasks"]
+    cells = []
+    for head in heads:
+        value = row.get(head)
+        noted = value is not None and any("note" in tasks.get(c.task, {}) for c in _columns_of(head))
+        cells.append(paper_cell(head, value) + NOTED * noted)
+    return cells
+
+
+def _columns_of(head: str) -> list[Column]:
+    """What a column shows: itself, or all that the average is over."""
+    if head == AVERAGE:
+        return [column for column in ZERO_SHOT if column.percent]
+    return [column for column in (*ZERO_SHOT, *RECALL) if column.head == head]
 
 
 def fixed(value: float, digits: int) -> str:

@@ -17,6 +17,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from fla_train.eval.documents import stacked
+
 Z95 = 1.96
 
 
@@ -133,42 +135,39 @@ def loss_table(
     if chunk < 1 or batch_size < 1:
         raise ValueError("suite.perplexity.chunk and suite.perplexity.batch_size must be at least 1")
     edges = tuple(edges)
-    rows = [_filled([*prefix, *document], edges) for document in documents]
-    sums = np.full((len(rows), len(edges) - 1), np.nan)
-    longest_first = sorted(
-        range(len(rows)), key=lambda d: -len(rows[d])
-    )  # a batch holds documents of like length
-    with tqdm(
-        total=sum(max(len(row) - 1, 0) for row in rows),
-        unit="token",
-        unit_scale=True,
-        desc="loss",
-        disable=not progress,
-    ) as bar:
-        for start in range(0, len(rows), batch_size):
-            members = [d for d in longest_first[start : start + batch_size] if len(rows[d]) > 1]
+    sizes = [_targets(len(prefix) + len(document), edges) for document in documents]
+    sums = np.full((len(documents), len(edges) - 1), np.nan)
+    longest_first = sorted(range(len(sizes)), key=lambda d: -sizes[d])  # a batch holds ones of like length
+    with tqdm(total=sum(sizes), unit="token", unit_scale=True, desc="loss", disable=not progress) as bar:
+        for start in range(0, len(sizes), batch_size):
+            members = [d for d in longest_first[start : start + batch_size] if sizes[d]]
             if not members:
                 break
-            summed = _sums(model, [rows[d] for d in members], edges, chunk, bar)  # [members, buckets]
+            rows = [documents[d][: max(sizes[d] + 1 - len(prefix), 0)] for d in members]
+            summed = _sums(model, rows, prefix, edges, chunk, bar)  # [members, buckets]
             for d, row in zip(members, summed.tolist(), strict=True):
-                full = edges.index(len(rows[d]) - 1)
+                full = edges.index(sizes[d])
                 sums[d, :full] = row[:full]
     return LossTable(edges, sums)
 
 
-def _filled(ids: list[int], edges: tuple[int, ...]) -> list[int]:
-    """`ids` cut so that its targets end on an edge: what no full bucket needs is not computed."""
-    targets = max(edge for edge in edges if edge <= max(len(ids) - 1, 0))
-    return ids[: targets + 1]
+def _targets(tokens: int, edges: tuple[int, ...]) -> int:
+    """Targets to read of a row of `tokens`: up to an edge, since no full bucket needs more."""
+    return max(edge for edge in edges if edge <= max(tokens - 1, 0))
 
 
 def _sums(
-    model: PreTrainedModel, rows: list[list[int]], edges: tuple[int, ...], chunk: int, bar: tqdm
+    model: PreTrainedModel,
+    rows: list[Sequence[int]],
+    prefix: Sequence[int],
+    edges: tuple[int, ...],
+    chunk: int,
+    bar: tqdm,
 ) -> Tensor:
     """`_batch_sums`, in halves where the GPU's memory is too small for the whole."""
     done = bar.n
     try:
-        return _batch_sums(model, rows, edges, chunk, bar)
+        return _batch_sums(model, rows, prefix, edges, chunk, bar)
     except torch.OutOfMemoryError:
         if len(rows) == 1:
             raise ValueError(
@@ -177,32 +176,34 @@ def _sums(
     torch.cuda.empty_cache()
     bar.n = done
     half = len(rows) // 2
-    return torch.cat([_sums(model, part, edges, chunk, bar) for part in (rows[:half], rows[half:])])
+    return torch.cat([_sums(model, part, prefix, edges, chunk, bar) for part in (rows[:half], rows[half:])])
 
 
 @torch.inference_mode()
 def _batch_sums(
-    model: PreTrainedModel, rows: list[list[int]], edges: tuple[int, ...], chunk: int, bar: tqdm
+    model: PreTrainedModel,
+    rows: list[Sequence[int]],
+    prefix: Sequence[int],
+    edges: tuple[int, ...],
+    chunk: int,
+    bar: tqdm,
 ) -> Tensor:
     """Loss sums [B, buckets], float64 on the CPU. Rows are padded on the right: no target sees that."""
     device = model.get_input_embeddings().weight.device
-    length = max(map(len, rows))
-    ids = torch.zeros(len(rows), length, dtype=torch.long)  # [B, T + 1]
-    for row, tokens in zip(ids, rows, strict=True):
-        row[: len(tokens)] = torch.tensor(tokens)
+    sizes = [len(prefix) + len(row) - 1 for row in rows]
     bounds = torch.tensor(edges[1:])
     sums = torch.zeros(len(rows), len(bounds), dtype=torch.float64)
     cache = None
-    for start in range(0, length - 1, chunk):
-        stop = min(start + chunk, length - 1)
-        output = model(ids[:, start:stop].to(device), past_key_values=cache, use_cache=True)
+    for start in range(0, max(sizes), chunk):
+        stop = min(start + chunk, max(sizes))
+        ids = stacked(rows, prefix, start, stop + 1).to(device)  # [B, C + 1]
+        output = model(ids[:, :-1], past_key_values=cache, use_cache=True)
         cache = output.past_key_values
-        targets = ids[:, start + 1 : stop + 1].to(device)
-        losses = torch.stack(list(map(_losses, output.logits, targets)))  # [B, C]
+        losses = torch.stack(list(map(_losses, output.logits, ids[:, 1:])))  # [B, C]
         losses = losses.nan_to_num(math.inf, math.inf)  # NaN marks a bucket without targets, not a lost model
         buckets = torch.bucketize(torch.arange(start, stop), bounds, right=True)
         sums.index_add_(1, buckets, losses.double().cpu())
-        bar.update(sum(max(0, min(stop, len(tokens) - 1) - start) for tokens in rows))
+        bar.update(sum(max(0, min(stop, size) - start) for size in sizes))
     return sums
 
 

@@ -8,17 +8,14 @@ decided here: which columns make a document's text, and the split. How documents
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from fla_train.data.tokenizers import encode
+from fla_train.eval.documents import tokenized
 from fla_train.eval.mirror import DatasetUnavailable, hub_datasets, mirror_folder
-
-ENCODE_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -89,8 +86,7 @@ def hub_documents(
             datasets.load_dataset(chosen.hub, chosen.config, split=chosen.split, streaming=place is None)
         )
     try:
-        while batch := [chosen.text(row) for row in islice(rows, ENCODE_BATCH)]:
-            yield from (np.asarray(ids, dtype=np.int64) for ids in encode(tokenizer, batch))
+        yield from tokenized(map(chosen.text, rows), tokenizer)
     except Exception as failure:  # a row without its columns, or whatever the network raises
         reason = " ".join(str(failure).split())[:200]
         raise DatasetUnavailable(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fla_train.eval.documents import stacked
 from fla_train.models.mixer import DeltaProductMixer
 
 BINS = 20
@@ -77,7 +78,6 @@ def state_statistics(
     if not documents or min(map(len, documents)) < positions[-1]:
         raise ValueError(f"state statistics need documents of at least {positions[-1]} tokens")
     device = model.get_input_embeddings().weight.device
-    ids = torch.tensor([[*prefix, *document[: positions[-1]]] for document in documents])  # [B, T]
     beta_max = max(mixer.beta_max for mixer in mixers.values())
     counts = {layer: torch.zeros(2, BINS, dtype=torch.float64, device=device) for layer in mixers}
 
@@ -94,9 +94,10 @@ def state_statistics(
         for position in positions:
             stop = position + len(prefix)
             while start < stop:
-                piece = ids[:, start : min(start + chunk, stop)].to(device)
-                cache = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
-                start += piece.shape[1]
+                end = min(start + chunk, stop)
+                ids = stacked(documents, prefix, start, end).to(device)
+                cache = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+                start = end
             states = [cache.layers[layer]["state"] for layer in mixers]  # [B, H, K, V] each
             found["norm"].append([state.norm(dim=(-2, -1)).mean().item() for state in states])
             found["effective_rank"].append([effective_rank(state).mean().item() for state in states])

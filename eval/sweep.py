@@ -1,6 +1,6 @@
 """The perplexity part of an evaluation: every set through the loss table, as plain numbers."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from fla_train.eval.documents import (
     run_data,
     validation_documents,
 )
+from fla_train.eval.mirror import dataset_note, mirror_folder
 from fla_train.eval.parallel import Ranks
 from fla_train.eval.parts import Parts
 from fla_train.eval.perplexity import Estimate, LossTable, bucket_edges, loss_table
@@ -51,8 +52,8 @@ def run_sweep(
     Returns:
         By set `lengths`, `positions` (over the documents that reach the longest of these), `panels` (by panel
         the same over the documents that reach it), `not_reached`, `states` (None unless asked for), `data`
-        (sequences, tokens, fingerprint), or `{"error": line}` for a set that cannot be had or read, or has no
-        document of the lengths asked for; the others go on.
+        (sequences, tokens, fingerprint) and, where the mirror has one, `note`; or `{"error": line}` for a set
+        that cannot be had or read, or has no document of the lengths asked for; the others go on.
 
     Raises:
         ValueError: `config.sets` is empty and there is no run whose validation split could be read, or the
@@ -77,6 +78,10 @@ def run_sweep(
                 )
         except ValueError as failure:
             found[name] = {"error": str(failure)}
+            continue
+        paper = PAPER_SETS.get(path)
+        if paper and (note := dataset_note(mirror_folder(mirror), paper.hub, paper.config)):
+            found[name]["note"] = note
     return found
 
 
@@ -86,7 +91,7 @@ def _stream(
     config: PerplexityConfig,
     run: Path | None,
     mirror: str | None,
-) -> Iterator[np.ndarray]:
+) -> Generator[np.ndarray, None, None]:
     if path is None:
         return validation_documents(run_data(run))
     if path in PAPER_SETS:
@@ -97,7 +102,7 @@ def _stream(
 def _sweep(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    stream: Iterator[np.ndarray],
+    stream: Generator[np.ndarray, None, None],
     name: str,
     config: PerplexityConfig,
     ranks: Ranks,
@@ -109,6 +114,7 @@ def _sweep(
         documents = packed(stream, config.documents, length, prefix, config.scan, progress)
     else:
         documents = longest(stream, config.documents, length, config.scan, progress)
+    stream.close()  # the texts that it has read ahead would stay in memory
     # The documents are those of a model without limit: so the two can be compared where both can read.
     within = [n for n in (*config.lengths, *config.panels) if n <= min(length, limit or length)]
     mine = loss_table(
@@ -160,7 +166,7 @@ def _interleaved(tables: list[LossTable], documents: int) -> LossTable:
 
 def _states(
     model: PreTrainedModel,
-    documents: list[list[int]],
+    documents: list[np.ndarray],
     reached: int,
     prefix: list[int],
     config: PerplexityConfig,

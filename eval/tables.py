@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from fla_train.eval.compare import Row, comparison, is_metric
-from fla_train.eval.paper import HEADS, fixed, paper_cell, published
+from fla_train.eval.paper import HEADS, NOTED, fixed, paper_cells, published
 
 TABLE_1 = "delta_product"  # whose rows stand beside ours; the page shows the other papers' too
 LATEX_SPECIAL = {sign: f"\\{sign}" for sign in "_%&#${}"} | {
@@ -13,6 +13,7 @@ LATEX_SPECIAL = {sign: f"\\{sign}" for sign in "_%&#${}"} | {
     "\\": r"\textbackslash{}",
     "↓": r"$\downarrow$",
     "↑": r"$\uparrow$",
+    "†": r"$\dagger$",
 }
 
 
@@ -22,7 +23,8 @@ def markdown(records: Sequence[dict]) -> str:
         (record,) = records
         parts = [f"# {record['suite']['name']}: {record['name']}\n"]
         for name, result in record["perplexity"].items():
-            parts += [f"## Perplexity, {name}\n", _perplexity_table(result, record)]
+            head = name + (NOTED if "note" in result else "")
+            parts += [f"## Perplexity, {head}\n", _perplexity_table(result, record)]
     else:
         parts = ["# " + ", ".join(record["name"] for record in records) + "\n"]
         parts += ["## Side by side\n", comparison_markdown(records)]
@@ -31,6 +33,7 @@ def markdown(records: Sequence[dict]) -> str:
         parts += ["## The papers' columns\n", paper_markdown(records, heads)]
     if len(records) == 1 and records[0]["tasks"]:
         parts += ["## Tasks\n", _task_table(records[0]["tasks"])]
+    parts += [f"{note}\n" for note in data_notes(records)]
     parts += [_footnote(record) for record in records]
     return "\n".join(parts)
 
@@ -55,6 +58,13 @@ def notes(records: Sequence[dict]) -> list[str]:
     return lines
 
 
+def data_notes(records: Sequence[dict]) -> list[str]:
+    """What `NOTED` refers to: the notes that came with data, each once."""
+    results = [item for r in records for item in (*r["perplexity"].items(), *r["tasks"].items())]
+    lines = [f"{NOTED.strip()} {name}: {result['note']}." for name, result in results if "note" in result]
+    return list(dict.fromkeys(lines))
+
+
 def paper_heads(records: Sequence[dict]) -> list[str]:
     """The papers' columns that any of the evaluations has, in the papers' order."""
     return [head for head in HEADS if any(head in record["paper_row"] for record in records)]
@@ -72,10 +82,7 @@ def paper_markdown(records: Sequence[dict], heads: Sequence[str]) -> str:
                 for model, values in group.rows.items()
             ]
     for record in records:
-        row = record["paper_row"]
-        lines.append(
-            _line([f"**{record['name']}**", *(f"**{paper_cell(head, row.get(head))}**" for head in heads)])
-        )
+        lines.append(_line(f"**{cell}**" for cell in (record["name"], *paper_cells(record, heads))))
     return "\n".join([*lines, "", *(f"Published rows: {source}." for source in sources), ""])
 
 
@@ -96,8 +103,11 @@ def comparison_cells(row: Row) -> list[str]:
     """Value, standard error and mark of each cell as text."""
     texts = []
     for cell in row.cells:
+        if cell.value is None:
+            texts.append("-")
+            continue
         error = "" if cell.error is None else f" ± {fixed(cell.error, 3)}"
-        texts.append("-" if cell.value is None else f"{fixed(cell.value, 3)}{error} {cell.mark}".rstrip())
+        texts.append(f"{fixed(cell.value, 3)}{error}{NOTED * cell.noted} {cell.mark}".rstrip())
     return texts
 
 
@@ -114,6 +124,7 @@ def latex(records: Sequence[dict]) -> str:
             for row in rows
         ]
         parts.append(_tabular("lr" + "r" * len(records), header, [(None, body)]))
+    parts += [rf"\par{{\footnotesize {_escape(note)}\par}}" + "\n" for note in data_notes(records)]
     return "\n".join(parts)
 
 
@@ -123,15 +134,12 @@ def _paper_latex(records: Sequence[dict], heads: Sequence[str]) -> str:
         for group in published()
         if group.paper == TABLE_1
     ]
-    ours = [
-        [record["name"], *(paper_cell(head, record["paper_row"].get(head)) for head in heads)]
-        for record in records
-    ]
+    ours = [[record["name"], *paper_cells(record, heads)] for record in records]
     return _tabular("l" + "r" * len(heads), ["model", *heads], [*groups, ("measured here", ours)])
 
 
 def _plain(row: Row) -> list[str]:
-    return ["-" if cell.value is None else fixed(cell.value, 2) for cell in row.cells]
+    return ["-" if cell.value is None else fixed(cell.value, 2) + NOTED * cell.noted for cell in row.cells]
 
 
 def _tabular(
@@ -184,7 +192,8 @@ def _task_table(tasks: dict[str, dict]) -> str:
                 if not is_metric(metric):
                     continue
                 error = scores.get(f"{metric}_stderr")
-                cells = (task, metric, fixed(value, 4), "" if error is None else fixed(error, 4))
+                shown = fixed(value, 4) + (NOTED if "note" in result else "")
+                cells = (task, metric, shown, "" if error is None else fixed(error, 4))
                 lines.append(_line([*cells, str(scores["examples"]), str(scores["num_fewshot"])]))
     return "\n".join([*lines, ""])
 

@@ -8,6 +8,9 @@ columns) or `<config>.<split>.jsonl`; `wikitext2` holds `wiki.<split>.raw` inste
 Of `hendrycks_math` the rows of level 5 are taken, which are MATH-Hard. MIRROR gets
 `<org>/<name>/<config>/` with the rows, and a README.md whose header names the configs and splits, which
 `datasets.load_dataset` understands. Sets that SPLITS lacks are named and left out.
+
+Where SPLITS has a folder `<set>_proxy` instead of `<set>`, its rows are taken as a stand-in, and a NOTE.txt
+beside them says so: evaluations mark the scores and print the note.
 """
 
 import json
@@ -32,6 +35,8 @@ SETS = {  # folder of SPLITS: the Hub's name and config, as lm-eval's task defin
     "slimpajama": ("cerebras/SlimPajama-627B", "default"),
     "hendrycks_math": ("lighteval/MATH-Hard", "default"),
 }
+STAND_IN = "_proxy"  # ends the name of a folder whose rows only look like the set's
+NOTE = "a stand-in of the same layout for {}, not its own data: not to be read beside published numbers"
 SPLITS = ("train", "validation", "test")
 # The newline before a title of the first level, ` = Title = `; deeper headings repeat the sign.
 BEFORE_TITLE = re.compile(r"\n(?= *= (?!=)[^\n]*[^=\n] = *(?:\n|$))")
@@ -54,7 +59,7 @@ def split_text(folder: Path, split: str, config: str) -> str | None:
     raw = folder / f"wiki.{'valid' if split == 'validation' else split}.raw"
     for file in filter(Path.is_file, named):
         text = file.read_text(encoding="utf-8")
-        return hard_rows(text) if folder.name == "hendrycks_math" else text
+        return hard_rows(text) if folder.name.startswith("hendrycks_math") else text
     if raw.is_file():
         rows = wikitext_rows(raw.read_text(encoding="utf-8"))
         return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -80,11 +85,9 @@ def build(source: Path, mirror: Path) -> tuple[dict[str, dict[str, list[str]]], 
     written: dict[str, dict[str, list[str]]] = {}
     missing = []
     for folder, (name, config) in SETS.items():
-        found = {
-            split: text
-            for split in SPLITS
-            if (text := split_text(source / folder, split, config)) is not None
-        }
+        stand_in = not (source / folder).exists()
+        rows = source / (folder + STAND_IN if stand_in else folder)
+        found = {split: text for split in SPLITS if (text := split_text(rows, split, config)) is not None}
         if not found:
             missing.append(folder)
             continue
@@ -92,6 +95,10 @@ def build(source: Path, mirror: Path) -> tuple[dict[str, dict[str, list[str]]], 
         place.mkdir(parents=True, exist_ok=True)
         for split, text in found.items():
             (place / f"{split}.jsonl").write_text(text, encoding="utf-8")
+        note = place / "NOTE.txt"
+        note.unlink(missing_ok=True)  # of a mirror that held the stand-in before
+        if stand_in:
+            note.write_text(NOTE.format(name) + "\n", encoding="utf-8")
         written.setdefault(name, {})[config] = list(found)
     for name, configs in written.items():
         (mirror / name / "README.md").write_text(header(configs))

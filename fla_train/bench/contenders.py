@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,8 @@ from torch import Tensor
 from fla_train.bench.roofline import Shape
 from fla_train.kernels.delta_product import delta_product
 from fla_train.kernels.delta_product.contract import compute_dtype
+
+Task = TypeVar("Task")  # what a contender is run on: a Problem, or a case of the operator's neighbours
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,11 @@ class Problem:
         """The tensors that get a gradient."""
         named = {"q": self.q, "k": self.k, "v": self.v, "beta": self.beta, "g": self.g}
         return {name: x for name, x in named.items() if x is not None}
+
+    @property
+    def output_gradients(self) -> dict[str, Tensor]:
+        """By output: o has one."""
+        return {"o": self.do}
 
 
 def make_problem(
@@ -68,12 +76,13 @@ def make_problem(
 
 
 @dataclass(frozen=True)
-class Contender:
+class Contender(Generic[Task]):
     """A kernel under its name. `limit` says why a problem is beyond it, None where it can be run."""
 
     name: str
-    run: Callable[[Problem], Tensor]
-    limit: Callable[[Problem], str | None] = lambda problem: None
+    run: Callable[[Task], Tensor | tuple[Tensor, ...]]
+    limit: Callable[[Task], str | None] = lambda problem: None
+    overwrites: tuple[str, ...] = ()  # leaves that its backward pass turns into their gradients
 
 
 def operator(problem: Problem, backend: str = "triton", recompute: bool = False) -> Tensor:

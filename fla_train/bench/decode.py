@@ -5,14 +5,13 @@ sets of states in turn, more than any cache holds, and on a GPU as one CUDA grap
 steps take the host's time.
 """
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fla_train.bench.measure import median_times
+from fla_train.bench.measure import median_times, recorded
 from fla_train.kernels.delta_product import delta_product_step
 from fla_train.kernels.delta_product.check import relative_rms
 from fla_train.kernels.sizes import ceil_div
@@ -100,7 +99,7 @@ def bench_decode(
         error, state_error = _errors(inputs, states[0])
         if not max(error, state_error) <= WORST:  # a NaN is wrong
             raise ValueError(f"the step is wrong by {error:.1e} in o and {state_error:.1e} in the state")
-        runs = {name: _recorded(run, device) for name, run in (("step", steps), ("copy", copy))}
+        runs = {name: recorded(run, device) for name, run in (("step", steps), ("copy", copy))}
         times = {name: 1e3 * ms / turns for name, ms in median_times(runs, device, rounds).items()}
     name = str(state_dtype).removeprefix("torch.")
     return Row(heads, key_dim, value_dim, substeps, name, times["step"], times["copy"], error, state_error)
@@ -113,15 +112,3 @@ def _errors(inputs: dict[str, Tensor], state: Tensor) -> tuple[float, float]:
     expected = delta_product_step(**exact, qk_l2norm=True, backend="recurrent")
     found = delta_product_step(**some, qk_l2norm=True)
     return tuple(relative_rms(x, y) for x, y in zip(found, expected, strict=True))
-
-
-def _recorded(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """`run` as a CUDA graph; itself on a CPU."""
-    if device.type != "cuda":
-        return run
-    run()  # compiles
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -80,11 +81,43 @@ def allocated(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
-def forward_backward(run: Callable[[Problem], Tensor], problem: Problem) -> dict[str, Tensor]:
-    """The output as `o` and the gradients as dq, dk, ... for the problem's `do`."""
-    o = run(problem)
-    gradients = torch.autograd.grad(o, list(problem.leaves.values()), problem.do)
-    return {"o": o.detach()} | {f"d{name}": x for name, x in zip(problem.leaves, gradients, strict=True)}
+def recorded(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """`run` as a CUDA graph, for its time without that of its launches; itself on a CPU."""
+    if device.type != "cuda":
+        return run
+    current, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        run()  # compiles, and makes what cuBLAS and autograd keep for this stream
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    return graph.replay
+
+
+class Differentiable(Protocol):
+    """Inputs of a function and the gradients of its outputs."""
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """The tensors that get a gradient."""
+
+    @property
+    def output_gradients(self) -> dict[str, Tensor]:
+        """By output, in the order in which the function returns them."""
+
+
+def forward_backward(
+    run: Callable[..., Tensor | tuple[Tensor, ...]], problem: Differentiable
+) -> dict[str, Tensor]:
+    """The outputs by name and the gradients as dq, dk, ... for the problem's output gradients."""
+    outputs = run(problem)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    names, leaves = problem.output_gradients, problem.leaves
+    gradients = torch.autograd.grad(outputs, list(leaves.values()), list(names.values()))
+    found = {name: y.detach() for name, y in zip(names, outputs, strict=True)}
+    return found | {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}
 
 
 def errors(run: Callable[[Problem], Tensor], problem: Problem) -> dict[str, float]:

@@ -5,6 +5,7 @@
     fla-bench kernels                                         # the shapes of docs/kernels.md on a GPU
     fla-bench kernels --batch 2 --tokens 1024 --heads 4 --head-dim 64 --substeps 1 2 --peers
     fla-bench decode --heads 512 2048 --substeps 1 2          # one token, beside a copy of the states
+    fla-bench neighbours --peers                              # convolution, norms, SwiGLU, gates, loss
     fla-bench tune --head-dim 128 --substeps 1 2              # launch options for this GPU, to a file
     fla-bench train --peers llama -- model=gated_delta_product/340m trainer.seq_len=2048
 
@@ -14,76 +15,14 @@ Tables go to stdout in Markdown, everything to `--json FILE`. Exit code 2: the r
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
 from fla_train.cli.app import compose, fail
+from fla_train.cli.bench_options import DTYPES, build_parser
 from fla_train.hub.environment import describe_environment
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="fla-bench", description="Measure the operator or the training step on this machine."
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    kernels = commands.add_parser("kernels", help="the operator's backends and peers")
-    kernels.add_argument("--batch", type=int, default=32)
-    kernels.add_argument("--tokens", type=int, default=2048)
-    kernels.add_argument("--heads", type=int, default=8)
-    kernels.add_argument("--head-dim", type=int, default=128, help="K")
-    kernels.add_argument("--value-dim", type=int, help="V (default: K)")
-    kernels.add_argument("--substeps", type=int, nargs="+", default=[1, 2, 3], help="n_h")
-    kernels.add_argument(
-        "--gate", action=argparse.BooleanOptionalAction, help="forget gate (default: both with and without)"
-    )
-    kernels.add_argument(
-        "--norm",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="L2 norm of q and k inside the kernel",
-    )
-    kernels.add_argument(
-        "--dtype", choices=DTYPES, help="of q, k and v (default: bf16 on a GPU, fp32 on a CPU)"
-    )
-    kernels.add_argument("--backends", nargs="+", help="ours (default: the device's own)")
-    kernels.add_argument("--peers", action="store_true", help="also time the peers that are installed")
-    kernels.add_argument(
-        "--recompute", action="store_true", help="also ours with nothing but inputs kept for the backward"
-    )
-    kernels.add_argument("--rounds", type=int, default=15, help="samples of each time on a CPU")
-    kernels.add_argument("--threads", type=int, help="torch threads on a CPU")
-    decode = commands.add_parser("decode", help="the operator's step of one token")
-    decode.add_argument("--heads", type=int, nargs="+", default=[256, 512, 2048, 8192], help="B x H")
-    decode.add_argument("--head-dim", type=int, default=128, help="K")
-    decode.add_argument("--value-dim", type=int, help="V (default: K)")
-    decode.add_argument("--substeps", type=int, nargs="+", default=[1, 2, 3, 4], help="n_h")
-    decode.add_argument("--dtype", choices=DTYPES, help="of q, k and v (default: as of `kernels`)")
-    decode.add_argument("--state-dtype", choices=("fp32", "bf16"), default="fp32")
-    decode.add_argument("--json", type=Path, help="also write everything to this file")
-    train = commands.add_parser("train", help="optimizer steps on random tokens, with their parts")
-    train.add_argument("overrides", nargs="*", help="of configs/train.yaml, as for fla-train")
-    train.add_argument("--steps", type=int, default=10, help="timed, after as many as needed to warm up")
-    train.add_argument("--peers", nargs="+", default=[], help="llama (SDPA, equal parameters), fla")
-    train.add_argument("--threads", type=int, help="torch threads on a CPU")
-    tune = commands.add_parser("tune", help="find the fastest launch options of the Triton kernels")
-    tune.add_argument("--head-dim", type=int, nargs="+", default=[128], help="K")
-    tune.add_argument("--value-dim", type=int, help="V (default: K)")
-    tune.add_argument("--substeps", type=int, nargs="+", default=[1, 2, 3], help="n_h")
-    tune.add_argument("--batch", type=int, default=32)
-    tune.add_argument("--tokens", type=int, default=2048)
-    tune.add_argument("--heads", type=int, default=8)
-    tune.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help="of q, k and v")
-    tune.add_argument("--file", type=Path, help="of the table (default: the one that training reads)")
-    for command in (kernels, train):
-        command.add_argument("--peak-tflops", type=float, help="ceiling of matrix products")
-        command.add_argument("--bandwidth", type=float, help="ceiling of the memory in TB/s")
-        command.add_argument("--json", type=Path, help="also write everything to this file")
-    return parser
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -98,7 +37,8 @@ def run(arguments: Sequence[str]) -> None:
     if request.command == "tune":
         _tune(request)
         return
-    content = {"kernels": _kernels, "decode": _decode, "train": _train}[request.command](request)
+    commands = {"kernels": _kernels, "decode": _decode, "neighbours": _neighbours, "train": _train}
+    content = commands[request.command](request)
     if request.json is not None:
         request.json.write_text(json.dumps(content, indent=1) + "\n")
 
@@ -110,8 +50,7 @@ def _kernels(request: argparse.Namespace) -> dict:
     from fla_train.kernels.delta_product import resolve_backend
 
     sizes = ("batch", "tokens", "heads", "head_dim", "rounds")
-    if bad := [f"--{name.replace('_', '-')}" for name in sizes if getattr(request, name) < 1]:
-        raise ValueError(f"{', '.join(bad)} must be at least 1")
+    _check_sizes({name: getattr(request, name) for name in sizes})
     if min(request.substeps) < 1 or (request.value_dim or 1) < 1:
         raise ValueError("--substeps and --value-dim must be at least 1")
     device, dtype = _place(request)
@@ -120,16 +59,13 @@ def _kernels(request: argparse.Namespace) -> dict:
     if request.peers:
         found, missing = peers(device)
         contenders += found
-        for line in missing:
-            print(f"no peer: {line}", file=sys.stderr)
+        _tell(missing)
     ceilings = _ceilings(request, device, dtype)
     norm = "L2 norm inside" if request.norm else "unit vectors"
     value_dim = request.value_dim or request.head_dim
     print(
         f"B={request.batch} T={request.tokens} H={request.heads} K={request.head_dim} V={value_dim}, "
-        f"{str(dtype).removeprefix('torch.')}, {norm}; {_machine(device)}\n"
-        f"Ceilings: {ceilings.flops / 1e12:.3g} TFLOP/s, {ceilings.bandwidth / 1e12:.3g} TB/s "
-        f"({ceilings.source})\n"
+        f"{str(dtype).removeprefix('torch.')}, {norm}; {_machine(device)}\n{_line(ceilings)}\n"
     )
     print("\n".join(HEADER), flush=True)
     rows = []
@@ -167,6 +103,40 @@ def _decode(request: argparse.Namespace) -> dict:
             print(row.markdown(), flush=True)
             rows.append(row.record())
     return _content(request, device) | {"rows": rows}
+
+
+def _neighbours(request: argparse.Namespace) -> dict:
+    from fla_train.bench.liger import liger
+    from fla_train.bench.neighbour_cases import FUNCTIONS, Sizes, make_cases
+    from fla_train.bench.neighbours import HEADER, bench_case, ours
+
+    functions = request.functions or list(FUNCTIONS)
+    if unknown := [name for name in functions if name not in FUNCTIONS]:
+        raise ValueError(f"--functions {' '.join(unknown)}: choose from {', '.join(FUNCTIONS)}")
+    head_dim = request.head_dim or min(128, request.hidden)
+    sizes = Sizes(
+        *(request.batch, request.tokens, request.hidden, head_dim),
+        *(request.intermediate or request.hidden * 11 // 4, request.vocabulary, request.substeps),
+    )
+    _check_sizes(vars(sizes) | {"rounds": request.rounds})
+    if sizes.hidden % head_dim:
+        raise ValueError(f"--hidden {sizes.hidden} is no multiple of --head-dim {head_dim}")
+    device, dtype = _place(request)
+    peers, missing = liger(device) if request.peers else ({}, [])
+    _tell(missing)
+    ceilings = _ceilings(request, device, dtype)
+    print(
+        f"B={sizes.batch} T={sizes.tokens}, {str(dtype).removeprefix('torch.')}; {_machine(device)}\n"
+        f"{_line(ceilings)}\n"
+    )
+    print("\n".join(HEADER), flush=True)
+    rows = []
+    for case in make_cases(functions, sizes, dtype, device):
+        contenders = [*ours(device), *peers.get(case.function, [])]
+        for row in bench_case(case, contenders, dtype, device, ceilings, rounds=request.rounds):
+            print(row.markdown(), flush=True)
+            rows.append(row.record())
+    return _content(request, device, ceilings) | {"rows": rows}
 
 
 def _train(request: argparse.Namespace) -> dict:
@@ -235,6 +205,22 @@ def _ceilings(request: argparse.Namespace, device: torch.device, dtype: torch.dt
     flops, bandwidth = (None if value is None else value * 1e12 for value in given)
     source = f"{found.source}, one given" if any(given) else found.source
     return Ceilings(flops or found.flops, bandwidth or found.bandwidth, source)
+
+
+def _check_sizes(sizes: Mapping[str, int]) -> None:
+    if bad := [f"--{name.replace('_', '-')}" for name, size in sizes.items() if size < 1]:
+        raise ValueError(f"{', '.join(bad)} must be at least 1")
+
+
+def _line(ceilings) -> str:
+    speeds = f"{ceilings.flops / 1e12:.3g} TFLOP/s, {ceilings.bandwidth / 1e12:.3g} TB/s"
+    return f"Ceilings: {speeds} ({ceilings.source})"
+
+
+def _tell(missing: Sequence[str]) -> None:
+    """One line for each peer that is not there."""
+    for line in missing:
+        print(f"no peer: {line}", file=sys.stderr)
 
 
 def _place(request: argparse.Namespace) -> tuple[torch.device, torch.dtype]:

@@ -34,6 +34,7 @@ class Case:
     alpha: tuple[float, float] | None = None  # None: no gate
     closed_every: int = 0  # every so many tokens a gate of exactly zero, g = -inf; 0: never
     initial_state: bool = False
+    final_state: bool = True  # asked for and differentiated; kernels without one are compiled apart
     documents: tuple[int, ...] | None = None  # cu_seqlens
     qk_l2norm: bool = True
     piece_chunks: int = 0  # Triton cuts sequences into pieces of so many chunks; 0: as their sizes say
@@ -43,23 +44,24 @@ class Case:
 
 # Few different (head dims, substeps, gated, packed) combinations, because a compiled backend pays for each.
 CASES = (
-    Case("beta near 0", tokens=97, substeps=1, beta=(0.0, 0.01), qk_l2norm=False),
+    Case("beta near 0", tokens=97, substeps=1, beta=(0.0, 0.01), qk_l2norm=False, final_state=False),
     Case("open gates", tokens=131, substeps=1, alpha=(0.98, 1.0), initial_state=True),
     Case("beta near 2", tokens=67, substeps=2, beta=(1.9, 2.0), initial_state=True),
     Case("mixed gates", tokens=131, substeps=3, alpha=(0.7, 1.0), head_dims=(128, 128)),
     Case("closing gates", tokens=67, substeps=3, alpha=(0.0, 0.2), closed_every=5),
     Case("packed documents", 131, 2, alpha=(0.7, 1.0), initial_state=True, documents=(0, 0, 1, 66, 66, 131)),
     Case("cut sequences", 200, 2, alpha=(0.9, 1.0), initial_state=True, piece_chunks=2),
-    Case("busy device", 131, 1, alpha=(0.7, 1.0), initial_state=True, head_dims=(128, 128), busy=True),
-    Case("busy device, no gate", tokens=67, substeps=2, busy=True),
+    Case("busy device", 131, 1, alpha=(0.7, 1.0), final_state=False, head_dims=(128, 128), busy=True),
+    Case("busy device, no gate", tokens=67, substeps=2, initial_state=True, busy=True),
 )
 
 
 def model_cases(substeps: int, gated: bool) -> tuple[Case, ...]:
-    """What a model with n_h = `substeps` meets in training, so that no other kernels are compiled."""
+    """What a model with n_h = `substeps` runs in training, where no states go in or out."""
     cases = (case for case in CASES if not (case.documents or case.piece_chunks))
     cases = (case for case in cases if (case.alpha is not None) == gated)
-    return tuple(replace(case, substeps=substeps, qk_l2norm=True, head_dims=None) for case in cases)
+    same = {"substeps": substeps, "qk_l2norm": True, "initial_state": False, "final_state": False}
+    return tuple(replace(case, **same, head_dims=None) for case in cases)
 
 
 @dataclass(frozen=True)
@@ -133,11 +135,12 @@ def check_backend(
     for seed, case in enumerate(cases):
         inputs = make_inputs(case, dtype, case.head_dims or head_dims, seed)
         copies = _copies(case, backend, device)
-        reference = evaluate({name: _to(x, "cpu", torch.float64) for name, x in inputs.items()}, "recurrent")
+        exact = {name: _to(x, "cpu", torch.float64) for name, x in inputs.items()}
+        reference = evaluate(exact, "recurrent", final_state=case.final_state)
         try:
             with _cutting(case, backend):
                 many = {name: _repeated(_to(x, device), copies) for name, x in inputs.items()}
-                results = evaluate(many, backend, copies=copies)
+                results = evaluate(many, backend, copies=copies, final_state=case.final_state)
                 results = {name: x.cpu() for name, x in results.items()}  # a GPU's faults show by now
         except Exception as fault:  # a compiler or launch failure of any kind is this function's finding
             message = str(fault).strip().splitlines() or [""]
@@ -186,29 +189,31 @@ def make_inputs(
     )  # fmt: skip
 
 
-def evaluate(inputs: dict[str, object], backend: str, seed: int = 0, copies: int = 1) -> dict[str, Tensor]:
+def evaluate(
+    inputs: dict[str, object], backend: str, seed: int = 0, copies: int = 1, final_state: bool = True
+) -> dict[str, Tensor]:
     """o, final_state and, as dq, dk, ..., gradients of <o, a> + <final_state, b>; `seed` draws a and b.
 
-    Where the batch is so many copies of a smaller one, a and b are the same for each of them.
+    Where the batch is so many copies of a smaller one, a and b are the same for each of them. With
+    `final_state` false there is none, and only o is differentiated, as in training.
     """
     leaves = {
         name: inputs[name].detach().clone().requires_grad_()
         for name in DIFFERENTIABLE
         if inputs.get(name) is not None
     }
-    o, state = delta_product(**{**inputs, **leaves}, output_final_state=True, backend=backend)
+    outputs = delta_product(**{**inputs, **leaves}, output_final_state=final_state, backend=backend)
+    found = {name: x for name, x in zip(("o", "final_state"), outputs, strict=True) if x is not None}
     generator = torch.Generator().manual_seed(seed)
     loss = 0.0
-    for x in (o, state):
+    for x in found.values():
         x = x.unflatten(0, (copies, -1))
         weights = torch.randn(x.shape[1:], generator=generator).bfloat16()  # the same numbers in every dtype
-        loss = loss + (x * weights.to(x)).sum(dtype=compute_dtype(o))
+        loss = loss + (x * weights.to(x)).sum(dtype=compute_dtype(found["o"]))
     gradients = torch.autograd.grad(loss, list(leaves.values()))
-    return dict(
-        o=o.detach(),
-        final_state=state.detach(),
-        **{f"d{name}": grad for name, grad in zip(leaves, gradients, strict=True)},
-    )
+    return {name: x.detach() for name, x in found.items()} | {
+        f"d{name}": grad for name, grad in zip(leaves, gradients, strict=True)
+    }
 
 
 def relative_rms(x: Tensor, reference: Tensor) -> float:

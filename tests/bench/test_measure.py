@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fla_train.bench.contenders import Contender, _fla_contenders, _qla_contenders, make_problem, ours, peers
-from fla_train.bench.kernels import bench_shape, fault_of
+from fla_train.bench.contest import fault_of
+from fla_train.bench.kernels import bench_shape
 from fla_train.bench.measure import errors, median_times, peak_memory
 from fla_train.bench.roofline import Ceilings, Shape
 from fla_train.kernels.delta_product import delta_product

@@ -108,7 +108,7 @@ def test_each_panel_has_all_documents_that_reach_it(
 ) -> None:
     """Against the means of one pass over each document; a panel between two lengths, and one beyond."""
     documents = [np.random.default_rng(n).integers(3, 259, n) for n in (20, 39, 40, 63, 64, 70, 90)]
-    monkeypatch.setattr(sweep_module, "file_documents", lambda *arguments: iter(documents))
+    monkeypatch.setattr(sweep_module, "file_documents", lambda *arguments: (d for d in documents))
     suite = perplexity_suite(sets=["w.jsonl"], lengths=[16, 64, 96], panels=[16, 40, 64, 999], bucket=16)
     _, record = evaluate(EvalConfig(str(run), str(tmp_path / "out"), suite=suite), progress=False)
     result = record["perplexity"]["w"]
@@ -127,6 +127,16 @@ def test_each_panel_has_all_documents_that_reach_it(
             assert point["loss"] == pytest.approx(mean, abs=1e-4)
     assert [points[0]["documents"] for points in result["panels"].values()] == [7, 5, 3, 3]
     assert result["positions"] == result["panels"]["64"] and result["not_reached"] == [96]
+
+
+def test_what_was_read_ahead_is_let_go(run: Path, tmp_path: Path, monkeypatch) -> None:
+    stream = (np.full(90, 5) for _ in range(9))
+    monkeypatch.setattr(sweep_module, "file_documents", lambda *arguments: stream)
+    held = []
+    monkeypatch.setattr(sweep_module, "fingerprint", lambda documents: held.append(stream.gi_frame) or "f")
+    suite = perplexity_suite(sets=["w.jsonl"], lengths=[64], layout="packed", documents=1)
+    evaluate(EvalConfig(str(run), str(tmp_path / "out"), suite=suite), progress=False)
+    assert held == [None]
 
 
 def test_finished_parts_are_not_run_again(run: Path, corpus: Path, tmp_path: Path, monkeypatch) -> None:

@@ -84,15 +84,15 @@ def test_packed_documents_are_the_stream_cut_at_every_length() -> None:
                 stream += (prefix if stream else []) + document.tolist()
         size = 10 if prefix else 11  # without a prefix the first token is context only
         expected = [stream[i : i + size] for i in range(0, len(stream) - size + 1, size)]
-        found = packed(iter(documents), 99, 10, prefix, 99, progress=False)
-        assert found == expected and len(found) >= 6
-        assert packed(iter(documents), 2, 10, prefix, 99, progress=False) == expected[:2]
-        assert (
-            packed(iter(documents), 99, 10, prefix, 4, progress=False)
-            == expected[: (23 + len(prefix) * 2) // size]
-        )
-    short = packed(iter(documents[:1]), 4, 10, [2], 9, progress=False)
-    assert short == [documents[0].tolist()]  # less than one sequence is better than nothing
+
+        def first(count: int, scan: int, prefix: list[int] = prefix) -> list[list[int]]:
+            return [s.tolist() for s in packed(iter(documents), count, 10, prefix, scan, progress=False)]
+
+        assert first(99, 99) == expected and len(expected) >= 6
+        assert first(2, 99) == expected[:2]
+        assert first(99, 4) == expected[: (23 + len(prefix) * 2) // size]
+    (short,) = packed(iter(documents[:1]), 4, 10, [2], 9, progress=False)
+    assert short.tolist() == documents[0].tolist()  # less than one sequence is better than nothing
     assert packed(iter([]), 4, 10, [2], 9, progress=False) == []
 
 
@@ -104,6 +104,8 @@ def test_fingerprint_tells_tokens_and_bounds_apart() -> None:
 def test_suite_through_a_mirror(mirror: Path, scholar, tokenizer, tmp_path: Path) -> None:
     checkpoint = export_model(scholar, tokenizer, tmp_path / "model", CardInfo(seq_len=32))
     (mirror / "codeparrot").rename(mirror / "away")
+    note = mirror / "lighteval/MATH-Hard/default/NOTE.txt"
+    note.write_text("only easy\nones\n")
     perplexity = PerplexityConfig(
         sets=["codeparrot", "math_hard"], layout="packed", lengths=[32, 128], panels=[64, 128, 4096],
         bucket=16, documents=2, state_documents=1,
@@ -128,9 +130,12 @@ def test_suite_through_a_mirror(mirror: Path, scholar, tokenizer, tmp_path: Path
     drawn = {file.name for file in (tmp_path / "out").iterdir()}
     for name in ("perplexity", "length_extrapolation", "states"):
         assert {f"{name}.png", f"{name}.pdf"} <= drawn
+    text = (tmp_path / "out/table.md").read_text()
+    assert "## Perplexity, math_hard †" in text and "\n† math_hard: only easy ones.\n" in text
     (mirror / "away").rename(mirror / "codeparrot")
     _, record = evaluate(config, progress=False)
     assert record["perplexity"]["codeparrot"]["lengths"] and record["perplexity"]["math_hard"] == result
+    note.unlink()
 
 
 def test_a_set_whose_rows_lack_a_column(mirror: Path, tokenizer, tmp_path: Path) -> None:

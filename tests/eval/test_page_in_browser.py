@@ -31,6 +31,9 @@ const select = all("select")[0];
 seen.part = changed(() => { select.value = 1; select.dispatchEvent(new Event("change")); });
 seen.legend = changed(() => document.querySelector(".legend span").click());
 seen.left = document.querySelector("figure").querySelectorAll('path[fill="none"]').length;
+seen.gates = [...all(".controls").pop().querySelectorAll("option")].map(o => o.textContent);
+seen.footnotes = all("p").map(p => p.textContent).filter(text => text.startsWith("†"));
+seen.legends = all(".legend").map(l => [...l.children].map(item => item.textContent));
 const out = document.createElement("output");
 out.textContent = JSON.stringify(seen);
 document.body.append(out);
@@ -39,7 +42,35 @@ document.body.append(out);
 
 @pytest.mark.skipif(BROWSER is None, reason="no browser")
 def test_plots_are_drawn_and_answer_the_mouse(tmp_path: Path) -> None:
-    text = page([record("one", [2.0, 3.0]), record("two", [2.1, 3.3])])
+    seen = looked_at([record("one", [2.0, 3.0]), record("two", [2.1, 3.3])], tmp_path)
+    assert seen["titles"] == [
+        "The papers' columns", "Perplexity along the position", "Perplexity against context length",
+        "The state along the position", "The gates along the position", "Side by side", "Could not run",
+        "How it was obtained",
+    ]  # fmt: skip
+    assert seen["rows"][0] > 2 + 10 and seen["rows"][1] == 1 + 10  # published rows; 2 lengths and 8 metrics
+    assert seen["curves"] == [2, 2, 2, 2] and seen["bands"] == [2, 2, 0, 0]
+    assert seen["hover"] == [True, False, False, False] and "at 96" in seen["tip"]
+    assert seen["log"] == [False, True, False, False]
+    assert seen["part"] == seen["legend"] == [True, False, False, False]
+    assert seen["left"] == 1  # the curve of the model that the legend still shows
+    assert seen["gates"] == ["beta up to 64 tokens", "beta up to 128 tokens"]  # neither has a forget gate
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no browser")
+def test_one_evaluation_shows_its_gates_by_interval_and_notes_below_tables(tmp_path: Path) -> None:
+    one = record("one", [2.0, 3.0])
+    one["perplexity"]["web"]["states"]["decay"] = [[[0.0, 1.0]] * 2, [[0.3, 0.7]] * 2]
+    one["perplexity"]["web"]["note"] = "only easy ones"
+    seen = looked_at([one], tmp_path)
+    assert seen["footnotes"] == ["† web: only easy ones."] * 2  # below the papers' columns and all numbers
+    assert seen["gates"] == ["beta", "decay"] and seen["curves"][2:] == [2, 2]
+    assert seen["legends"][2:] == [["layer 0", "layer 1"], ["up to 64", "up to 128"]]
+
+
+def looked_at(records: list[dict], tmp_path: Path) -> dict:
+    """What `AFTER` saw on the records' page; fails on a script error or coordinates that are no numbers."""
+    text = page(records)
     file = tmp_path / "index.html"
     file.write_text(text.replace("<style>", BEFORE + "<style>", 1).replace("</html>", AFTER + "</html>"))
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
@@ -53,12 +84,4 @@ def test_plots_are_drawn_and_answer_the_mouse(tmp_path: Path) -> None:
     assert found, done.stderr[-2000:]
     seen = json.loads(found[1])
     assert not seen["faults"] and seen["inside"]
-    assert seen["titles"] == [
-        "The papers' columns", "Perplexity along the position", "Perplexity against context length",
-        "The state along the position", "Side by side", "Could not run", "How it was obtained",
-    ]  # fmt: skip
-    assert seen["rows"][0] > 2 + 10 and seen["rows"][1] == 1 + 10  # published rows; 2 lengths and 8 metrics
-    assert seen["curves"] == [2, 2, 2] and seen["bands"] == [2, 2, 0]
-    assert seen["hover"] == [True, False, False] and "at 96" in seen["tip"]
-    assert seen["log"] == [False, True, False] and seen["part"] == seen["legend"] == [True, False, False]
-    assert seen["left"] == 1  # the curve of the model that the legend still shows
+    return seen

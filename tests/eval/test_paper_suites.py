@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -187,6 +188,27 @@ def test_a_missing_data_set_is_one_line_and_is_all_that_runs_again(
     assert second["tasks"]["lambada_openai"] == first["tasks"]["lambada_openai"]
 
 
+def test_a_stand_in_is_marked_until_the_real_rows_are_there(
+    splits: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    some, mirror = tmp_path / "splits", tmp_path / "mirror"
+    some.mkdir()
+    (some / "squad_completion_proxy").symlink_to(splits / "squad_completion")
+    (some / "arc_easy").symlink_to(splits / "arc_easy")
+    assert build(some, mirror).returncode == 0
+    tasks = suite(["squad_completion", "arc_easy"], limit=2)
+    config = EvalConfig(str(checkpoint), str(tmp_path / "out"), str(mirror), suite=tasks)
+    _, record = evaluate(config, progress=False)
+    note = record["tasks"]["squad_completion"]["note"]
+    assert note.startswith("a stand-in of the same layout for hazyresearch/based-squad, not its own data")
+    assert "note" not in record["tasks"]["arc_easy"]
+    text = (tmp_path / "out/table.md").read_text()
+    assert re.search(r"\| squad_completion \| contains \| \d\.\d{4} † \|", text) and text.count(" † ") == 1
+    assert f"\n† squad_completion: {note}.\n" in text
+    (some / "squad_completion_proxy").rename(some / "squad_completion")
+    assert build(some, mirror).returncode == 0 and not list(mirror.rglob("NOTE.txt"))
+
+
 def test_few_shot_prompts_need_the_training_split(mirror: Path, scholar, tokenizer) -> None:
     lm = FlaTrainLM(scholar, tokenizer)
     results = run_tasks(lm, ["arc_easy"], mirror=mirror, num_fewshot=1, limit=1, bootstrap_iters=0)
@@ -298,7 +320,7 @@ def test_a_task_that_could_not_run_leaves_a_dash_and_no_average() -> None:
     tasks = scored() | {"piqa": {"error": "no data"}}
     row = paper_row(tasks)
     assert row["PIQA acc ↑"] is None and row[AVERAGE] is None and row["ARC-e acc ↑"] == pytest.approx(15.0)
-    ours = paper_markdown([{"name": "ours", "paper_row": row}], HEADS)
+    ours = paper_markdown([{"name": "ours", "paper_row": row, "tasks": tasks}], HEADS)
     assert "**11.0** | **-** | **23.0**" in ours and "**26.0** | **-** | **37.0**" in ours
 
 

@@ -68,7 +68,7 @@ def test_published_rows_average_as_printed() -> None:
 
 
 def test_published_rows_stand_beside_ours_digit_by_digit() -> None:
-    record = {"name": "ours", "paper_row": dict.fromkeys(HEADS, 1.0)}
+    record = {"name": "ours", "paper_row": dict.fromkeys(HEADS, 1.0), "tasks": {}}
     text = paper_markdown([record], HEADS)
     assert (
         "| DeltaNet [-1,1] 12 heads, 392M (35B tokens of FineWeb) | 26.57 | 36.76 | 31.8 | 69.2 | 42.3 "

@@ -13,9 +13,10 @@ from matplotlib.figure import Figure
 
 from fla_train.cli.eval import compare
 from fla_train.eval.compare import comparison, flat_metrics, load_record, mark
-from fla_train.eval.figures import _legend, _panel
+from fla_train.eval.figures import _panel
 from fla_train.eval.page import page
 from fla_train.eval.paper import HEADS, paper_row
+from fla_train.eval.plots import legend
 from fla_train.eval.report import write_report
 from fla_train.eval.tables import latex, markdown, notes
 
@@ -130,6 +131,32 @@ def test_the_page_stands_alone() -> None:
     assert data["records"][0]["perplexity"]["web"]["lengths"][0]["loss"] is None  # JSON has no infinity
     assert data["heads"] == list(HEADS[:9]) and data["cells"]["<ours>"]["Avg. ↑"] == "43.3"
     assert len(data["published"]) == 7 and all(len(cells) == 3 for cells in data["comparison"])
+
+
+def test_scores_on_data_with_a_note_are_marked() -> None:
+    """And the average that holds one; nothing else is, nor the same columns of a model on the real data."""
+    noted, plain = record("noted", [2.0, 3.0]), record("plain", [2.0, 3.0])
+    noted["tasks"]["piqa"]["note"] = "a stand-in"
+    noted["perplexity"]["web"]["note"] = "only easy ones"
+    lines = ["† web: only easy ones.", "† piqa: a stand-in."]
+    for records in ([noted], [noted, plain]):
+        text = markdown(records)
+        assert all(f"\n{line}\n" in text for line in lines)
+        assert "| **noted** | **30.00** | **40.00** | **30.0** | **50.0 †** | **40.0** |" in text
+        assert "| **40.0** | **43.3 †** |" in text
+        tex = latex(records)
+        assert r"noted & 30.00 & 40.00 & 30.0 & 50.0 $\dagger$ & 40.0" in tex
+        assert r"{\footnotesize $\dagger$ piqa: a stand-in.\par}" in tex
+        data = json.loads(re.search(r'id="data">(.*?)</script>', page(records), re.S)[1])
+        assert data["footnotes"] == lines
+        assert [head for head, cell in data["cells"]["noted"].items() if "†" in cell] == [
+            "PIQA acc ↑",
+            "Avg. ↑",
+        ]
+        marked = {tuple(cells[:2]) for cells in data["comparison"] if "†" in "".join(cells)}
+        assert marked == {("piqa", "acc"), *(("web", f"perplexity, {n} tokens") for n in (64, 128))}
+    assert "| piqa | acc | 0.500 ± 0.010 † | 0.500 ± 0.010 |" in text
+    assert "†" not in markdown([plain]) + page([plain]).partition("<script")[0] + latex([plain])
 
 
 def test_marks() -> None:
@@ -293,7 +320,7 @@ def test_the_whole_legend_is_on_the_figure(models: int, columns: int) -> None:
     axes = figure.subplots(1, columns, squeeze=False)
     for i in range(models):
         axes[0, 0].plot([0, 1], label=f"gated_delta_product_{i}/step-0000520")
-    _legend(axes)
+    legend(axes)
     figure.canvas.draw()
-    legend = figure.legends[0].get_window_extent()
-    assert legend.x0 >= 0 and legend.x1 <= figure.bbox.x1
+    box = figure.legends[0].get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.x1

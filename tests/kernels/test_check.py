@@ -146,6 +146,14 @@ def test_every_model_is_checked_on_a_busy_device(gated):
     assert all(case.head_dims is None for case in model_cases(2, gated))
 
 
+@pytest.mark.parametrize("gated", [True, False])
+def test_models_are_checked_with_the_kernels_of_training_where_no_states_go_in_or_out(gated):
+    report = check_backend("chunked", cases=model_cases(1, gated), head_dims=(8, 8))
+    assert report.ok, report.summary()
+    tensors = {"o", "dq", "dk", "dv", "dbeta"} | ({"dg"} if gated else set())
+    assert {row.tensor for row in report.rows} == tensors
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a test of test_gluon.py runs the kernel")
 @pytest.mark.usefixtures("by_chunks")
 @pytest.mark.parametrize("busy", [True, False])

@@ -94,12 +94,14 @@ hopper = pytest.mark.skipif(
 @hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernels", [PARTS, WHOLE], ids=["parts", "whole"])
-@pytest.mark.parametrize("l2norm", [True, False])
+@pytest.mark.parametrize(("l2norm", "states"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("sub_steps", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_gpu(dim, sub_steps, gated, l2norm, kernels, monkeypatch) -> None:
-    case = real(key_dim=dim, value_dim=dim, sub_steps=sub_steps, gated=gated, l2norm=l2norm)
+def test_gpu(dim, sub_steps, gated, l2norm, states, kernels, monkeypatch) -> None:
+    """Training normalises, and has no states: the second."""
+    sizes = {"key_dim": dim, "value_dim": dim, "sub_steps": sub_steps}
+    case = real(**sizes, gated=gated, l2norm=l2norm, states=states)
     check_with_gluon(case, BF16 if gated else BF16_LOOSE, monkeypatch, kernels)
 
 
@@ -115,10 +117,12 @@ def test_gpu_lengths(tokens, sub_steps, kernels, monkeypatch) -> None:
 @hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernels", [PARTS, WHOLE], ids=["parts", "whole"])
+@pytest.mark.parametrize("states", [True, False])
 @pytest.mark.parametrize("sub_steps", [1, 2, 3])
-def test_gpu_packed(sub_steps, kernels, monkeypatch) -> None:
+def test_gpu_packed(sub_steps, states, kernels, monkeypatch) -> None:
     bounds = (0, 0, 64, 65, 200, 200, 333, 333)
-    check_with_gluon(real(batch=1, cu_seqlens=bounds, sub_steps=sub_steps), BF16, monkeypatch, kernels)
+    case = real(batch=1, cu_seqlens=bounds, sub_steps=sub_steps, states=states)
+    check_with_gluon(case, BF16, monkeypatch, kernels)
 
 
 @hopper

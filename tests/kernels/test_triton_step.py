@@ -62,10 +62,18 @@ def test_closed_gates_and_step_sizes_at_their_ends():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("sub_steps", [1, 2, 3, 4])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (96, 48)])
-def test_gpu(dims, sub_steps):
-    check(step_inputs(sub_steps, True, dims, torch.bfloat16, batch=16, heads=16), l2norm=True)
+@pytest.mark.parametrize("dims", [(16, 16), (64, 64), (128, 128), (256, 256), (96, 48)])
+def test_gpu(dims, sub_steps, gated):
+    check(step_inputs(sub_steps, gated, dims, torch.bfloat16, batch=16, heads=16), l2norm=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("l2norm", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_gpu_other_types(dtype, l2norm):
+    check(step_inputs(2, not l2norm, (128, 128), dtype, batch=16, heads=16), l2norm)
 
 
 @pytest.mark.parametrize("backend", ["recurrent", pytest.param("triton", marks=pytest.mark.gpu)])

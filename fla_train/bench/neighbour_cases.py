@@ -1,0 +1,197 @@
+"""What `fla-bench neighbours` runs: the operator's neighbours on inputs like those of a training step.
+
+Activations have the dtype that is asked for, weights are fp32, and the residual stream is fp32 or has the
+activations' dtype.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fla_train.bench.case import Case
+from fla_train.kernels.neighbours import (
+    add_rms_norm,
+    recurrence_gates,
+    rms_norm,
+    short_convolution,
+    swiglu_linear,
+)
+from fla_train.models.loss import linear_cross_entropy
+
+EPS = 1e-6  # of the norms
+TAPS = 4  # of the convolution
+DOCUMENTS = 4  # in a sequence's length, where documents are packed
+BETA_MAX = 2.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the layers that the neighbours belong to."""
+
+    batch: int
+    tokens: int
+    hidden: int
+    head_dim: int  # divides `hidden`
+    intermediate: int  # channels of the MLP
+    vocabulary: int
+    substeps: int  # n_h
+
+    @property
+    def heads(self) -> int:
+        return self.hidden // self.head_dim
+
+
+class Source:
+    """Draws tensors, the same ones on every run."""
+
+    def __init__(self, sizes: Sizes, dtype: torch.dtype, device: torch.device):
+        self.sizes, self.dtype, self.device = sizes, dtype, device
+        self.generator = torch.Generator(device).manual_seed(0)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+        x = torch.randn(shape, generator=self.generator, device=self.device)
+        return (scale * x).to(dtype)
+
+    def activations(self, *channels: int, dtype: torch.dtype | None = None) -> Tensor:
+        """[batch, tokens, *channels], in the activations' dtype unless told otherwise."""
+        return self.normal(self.sizes.batch, self.sizes.tokens, *channels, dtype=dtype or self.dtype)
+
+    def projection(self, outputs: int, inputs: int) -> Tensor:
+        """A weight in fp32 whose product has the variance of its input."""
+        return self.normal(outputs, inputs, scale=inputs**-0.5)
+
+    def streams(self) -> dict[str, torch.dtype]:
+        """The dtypes of a residual stream by name."""
+        return {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, self.dtype)}
+
+    def case(self, case: Case, outputs: Sequence[str]) -> Case:
+        """`case` with leaves that ask for gradients and random gradients of its outputs."""
+        with torch.no_grad():
+            found = case.run("torch")
+        for leaf in case.leaves.values():
+            leaf.requires_grad_()
+        gradients = {
+            name: self.normal(*y.shape, dtype=y.dtype) for name, y in zip(outputs, found, strict=True)
+        }
+        return replace(case, output_gradients=gradients)
+
+
+def make_cases(
+    functions: Sequence[str], sizes: Sizes, dtype: torch.dtype, device: torch.device
+) -> Iterator[Case]:
+    """The cases of these functions, names in `FUNCTIONS`; one at a time, since they are large."""
+    for function in functions:
+        yield from FUNCTIONS[function](Source(sizes, dtype, device))
+
+
+def _convolution(source: Source) -> Iterator[Case]:
+    def run(x: Tensor, weight: Tensor, offsets: Tensor | None = None) -> tuple[Tensor]:
+        return (short_convolution(x, weight, offsets=offsets)[0],)
+
+    for channels in (source.sizes.hidden, 2 * source.sizes.hidden):
+        leaves = {"x": source.activations(channels), "weight": source.normal(channels, 1, TAPS)}
+        name = f"convolution + SiLU, {channels} channels"
+        yield source.case(Case("convolution", name, run, leaves), ["y"])
+    packed = {"x": source.activations(channels).reshape(1, -1, channels), "weight": leaves["weight"]}
+    fixed = {"offsets": _offsets(source)}
+    yield source.case(Case("convolution", f"{name}, packed documents", run, packed, fixed), ["y"])
+
+
+def _offsets(source: Source) -> Tensor:
+    """Of each token from the start of its document, [T]; documents end anywhere."""
+    length = source.sizes.batch * source.sizes.tokens
+    drawn = torch.rand(length, generator=source.generator, device=source.device)
+    positions = torch.arange(length, device=source.device)
+    starts = torch.where(drawn * source.sizes.tokens < DOCUMENTS, positions, 0)
+    return positions - starts.cummax(0).values
+
+
+def _norm(source: Source) -> Iterator[Case]:
+    def run(x: Tensor, weight: Tensor) -> tuple[Tensor]:
+        return (rms_norm(x, weight, EPS, dtype=_output(x, source)),)
+
+    size = source.sizes.hidden
+    for name, stream in source.streams().items():
+        leaves = {"x": source.activations(size, dtype=stream), "weight": source.normal(size)}
+        yield source.case(Case("norm", f"RMSNorm, {name} stream, {size}", run, leaves), ["y"])
+
+
+def _residual_norm(source: Source) -> Iterator[Case]:
+    def run(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, residual, weight, EPS, dtype=_output(x, source))
+
+    size = source.sizes.hidden
+    for name, stream in source.streams().items():
+        leaves = {"x": source.activations(size), "residual": source.activations(size, dtype=stream)}
+        leaves["weight"] = source.normal(size)
+        name = f"RMSNorm with residual, {name} stream, {size}"
+        case = Case("residual-norm", name, run, leaves, kept=("sum", "weight"))
+        yield source.case(case, ["y", "sum"])
+
+
+def _output(x: Tensor, source: Source) -> torch.dtype:
+    """Of a norm: what the matmul after it takes; of the definition in fp64 that."""
+    return x.dtype if x.dtype == torch.float64 else source.dtype
+
+
+def _gated_norm(source: Source) -> Iterator[Case]:
+    def run(x: Tensor, gate: Tensor, weight: Tensor) -> tuple[Tensor]:
+        return (rms_norm(x, weight, EPS, gate=gate),)
+
+    heads, size = source.sizes.heads, source.sizes.head_dim
+    leaves = {name: source.activations(heads, size) for name in ("x", "gate")}
+    leaves["weight"] = source.normal(size)
+    yield source.case(Case("gated-norm", f"RMSNorm with gate, {heads} x {size}", run, leaves), ["y"])
+
+
+def _swiglu(source: Source) -> Iterator[Case]:
+    def run(gate: Tensor, up: Tensor, weight: Tensor) -> tuple[Tensor]:
+        return (swiglu_linear(gate, up, weight),)
+
+    size, outputs = source.sizes.intermediate, source.sizes.hidden
+    leaves = {name: source.activations(size) for name in ("gate", "up")}
+    leaves["weight"] = source.projection(outputs, size)
+    flops = 2.0 * source.sizes.batch * source.sizes.tokens * size * outputs
+    name = f"SwiGLU and its product, {size} to {outputs}"
+    yield source.case(Case("swiglu", name, run, leaves, flops=flops), ["y"])
+
+
+def _gates(source: Source) -> Iterator[Case]:
+    def run(b: Tensor, a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+        return recurrence_gates(b, a, A_log, dt_bias, beta_max=BETA_MAX)
+
+    heads, steps = source.sizes.heads, source.sizes.substeps
+    leaves = {"b": source.activations(steps * heads), "a": source.activations(heads)}
+    leaves |= {name: source.normal(heads) for name in ("A_log", "dt_bias")}
+    yield source.case(Case("gates", f"gates, {heads} heads, n_h = {steps}", run, leaves), ["beta", "g"])
+
+
+def _cross_entropy(source: Source) -> Iterator[Case]:
+    def run(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor]:
+        return (linear_cross_entropy(hidden, weight, targets),)
+
+    rows, size = source.sizes.batch * source.sizes.tokens, source.sizes.hidden
+    vocabulary = source.sizes.vocabulary
+    leaves = {"hidden": source.activations(size).flatten(0, 1), "weight": source.projection(vocabulary, size)}
+    targets = torch.randint(vocabulary, (rows,), generator=source.generator, device=source.device)
+    case = Case(
+        *("cross-entropy", f"linear + cross-entropy, {size} to {vocabulary}", run, leaves),
+        fixed={"targets": targets},
+        kept=(),  # gradients are made in the forward pass
+        flops=2.0 * rows * size * vocabulary,
+        graph=False,  # of milliseconds; and peers wait for the device
+    )
+    yield source.case(case, ["loss"])
+
+
+FUNCTIONS: dict[str, Callable[[Source], Iterator[Case]]] = {
+    "convolution": _convolution,
+    "norm": _norm,
+    "residual-norm": _residual_norm,
+    "gated-norm": _gated_norm,
+    "swiglu": _swiglu,
+    "gates": _gates,
+    "cross-entropy": _cross_entropy,
+}

@@ -1,0 +1,119 @@
+"""`fla-bench neighbours`: the functions around the operator, beside their definitions and peers."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fla_train.bench.case import Case
+from fla_train.bench.contenders import Contender
+from fla_train.bench.contest import Entry, contest, worst
+from fla_train.bench.measure import forward_backward
+from fla_train.bench.roofline import Ceilings
+from fla_train.kernels.delta_product.check import relative_rms
+
+HEADER = (
+    "| function | kernel | forward ms | GB | floor ms | % of floor | fwd+bwd ms | GB | floor ms | % of floor "
+    "| extra memory MiB | output error | worst gradient |",
+    "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found of one kernel on one case. No speed is given where `refused` says why."""
+
+    function: str
+    case: str
+    kernel: str
+    forward_bytes: int  # at least: inputs read, outputs written
+    both_bytes: int  # forward and backward
+    forward_floor_ms: float
+    both_floor_ms: float
+    output_errors: dict[str, float]  # relative RMS by tensor
+    gradient_errors: dict[str, float]
+    refused: str | None = None
+    forward_ms: float | None = None
+    both_ms: float | None = None
+    memory_bytes: int | None = None  # peak of forward and backward beyond the inputs
+
+    def markdown(self) -> str:
+        """The row of the table under `HEADER`."""
+        if self.refused is None:
+            forward = _cells(self.forward_ms, self.forward_bytes, self.forward_floor_ms)
+            both = _cells(self.both_ms, self.both_bytes, self.both_floor_ms)
+            measured = f"{forward} | {both} | {self.memory_bytes / 2**20:.4g}"
+        else:
+            measured = f"no speed: {self.refused}" + " |" * 8
+        errors = f"{worst(self.output_errors)} | {worst(self.gradient_errors)}"
+        return f"| {self.case} | {self.kernel} | {measured} | {errors} |"
+
+    def record(self) -> dict:
+        """The row as plain JSON."""
+        return asdict(self)
+
+
+def _cells(milliseconds: float, traffic: int, floor: float) -> str:
+    return f"{milliseconds:.4g} | {traffic / 1e9:.3g} | {floor:.3g} | {100 * floor / milliseconds:.1f}"
+
+
+def ours(device: torch.device) -> list[Contender[Case]]:
+    """The Triton kernels where they run, and the definitions in PyTorch."""
+    backends = ["triton", "torch"] if device.type == "cuda" else ["torch"]
+    return [Contender(f"fla_train {backend}", partial(Case.run, backend=backend)) for backend in backends]
+
+
+def bench_case(
+    case: Case,
+    contenders: Sequence[Contender[Case]],
+    dtype: torch.dtype,
+    device: torch.device,
+    ceilings: Ceilings,
+    *,
+    rounds: int,
+) -> Iterator[Row]:
+    """Measure the contenders on `case`; one that fails or is wrong gets no time.
+
+    Args:
+        dtype: of the activations, which says what error is rounding.
+        rounds: samples of each time on a CPU.
+    """
+    expected = forward_backward(partial(Case.run, backend="torch"), case.exact())
+    forward_floor, both_floor = case.bounds(ceilings)
+    traffic = case.forward_bytes, case.forward_bytes + case.backward_bytes
+    entries = [_entry(contender, case, expected) for contender in contenders]
+    for found in contest(entries, dtype, device, rounds=rounds, graphs=case.graph):
+        outputs = {name: error for name, error in found.errors.items() if name in case.output_gradients}
+        gradients = {name: error for name, error in found.errors.items() if name not in outputs}
+        yield Row(
+            *(case.function, case.name, found.name, *traffic),
+            *(forward_floor * 1e3, both_floor * 1e3, outputs, gradients, found.refused),
+            *(found.forward_ms, found.both_ms, found.memory_bytes),
+        )
+
+
+def _entry(contender: Contender[Case], case: Case, expected: dict[str, Tensor]) -> Entry:
+    own = {name: case.leaves[name].detach().clone().requires_grad_() for name in contender.overwrites}
+    untouched, written = case.detached(), replace(case, leaves=case.leaves | own)
+
+    def restore() -> None:
+        with torch.no_grad():
+            for name, x in own.items():
+                x.copy_(case.leaves[name])
+
+    def forward() -> None:
+        with torch.no_grad():
+            contender.run(untouched)
+
+    def both() -> dict[str, Tensor]:
+        restore()
+        return forward_backward(contender.run, written)
+
+    def errors() -> dict[str, float]:
+        found = both()
+        return {name: relative_rms(found[name], x) for name, x in expected.items()}
+
+    limit, aside = contender.limit(case), restore if own else None
+    return Entry(contender.name, forward, both, errors, limit, aside)

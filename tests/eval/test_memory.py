@@ -1,0 +1,95 @@
+"""What a sweep keeps in memory: 4 bytes for a token, and nothing of what it has read beyond."""
+
+import importlib.util
+import json
+import re
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from fla_train.eval import documents as reading
+from fla_train.eval import perplexity
+from fla_train.eval.documents import fingerprint, longest, packed, tokenized
+from fla_train.eval.perplexity import loss_table
+
+
+class Still:
+    """A model that keeps nothing: what is left is the memory of the sweep itself."""
+
+    def get_input_embeddings(self) -> SimpleNamespace:
+        return SimpleNamespace(weight=torch.zeros(1))
+
+    def __call__(self, ids: torch.Tensor, **options: object) -> SimpleNamespace:
+        return SimpleNamespace(logits=ids, past_key_values=None)
+
+
+def peak(work: Callable[[], object]) -> int:
+    """Bytes that Python and NumPy held at most while `work` ran."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("size", [1_000, 400_000])  # many documents, and one that is longer than all lengths
+@pytest.mark.parametrize("read", [packed, longest])
+def test_a_longer_context_costs_its_tokens(size: int, read: Callable, monkeypatch) -> None:
+    """A vocabulary of 32,000: Python keeps no numbers of that size ready, and each would take 36 bytes."""
+    monkeypatch.setattr(perplexity, "_losses", lambda logits, targets: targets * 0.0)
+    source = np.arange(400_000) % 32_000
+    prefix = [1]
+    between = {"prefix": prefix} if read is packed else {}
+
+    def sweep(length: int) -> None:
+        stream = (source[start : start + size] for start in range(0, len(source), size))
+        documents = read(stream, 1, length, **between, scan=10**6, progress=False)
+        fingerprint(documents)
+        table = loss_table(Still(), documents, (0, length), prefix=prefix, chunk=1000)
+        assert read is longest or table.up_to(length).documents == 1
+
+    sweep(1000)  # imports and the like
+    short, long = peak(lambda: sweep(50_000)), peak(lambda: sweep(300_000))
+    assert (long - short) / 250_000 < 5
+
+
+def test_what_is_cut_off_a_document_is_let_go() -> None:
+    def stream() -> Iterator[np.ndarray]:
+        yield from (np.arange(100_000) for _ in range(20))
+
+    assert peak(lambda: longest(stream(), 10, 100, scan=20, progress=False)) < 3 * 800_000
+
+
+def test_long_texts_are_tokenized_a_few_at_a_time(tokenizer, monkeypatch) -> None:
+    texts = ["ab" * 300, "", "c", *["d" * 400] * 3, *["e"] * 150]
+    batches, encode = [], reading.encode
+    monkeypatch.setattr(reading, "ENCODE_CHARACTERS", 500)
+    monkeypatch.setattr(
+        reading, "encode", lambda tokenizer, batch: batches.append(batch) or encode(tokenizer, batch)
+    )
+    found = list(tokenized(iter(texts), tokenizer))
+    assert [tokenizer.decode(ids) for ids in found] == texts == [t for batch in batches for t in batch]
+    assert [len(batch) for batch in batches] == [1, 4, 64, 64, 23]
+    assert max(sum(map(len, batch[:-1])) for batch in batches) < 500
+    assert list(tokenized(iter([]), tokenizer)) == []
+
+
+def test_the_script_prints_a_line_per_length(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = Path(__file__).resolve().parents[2] / "scripts/sweep_memory.py"
+    place = importlib.util.spec_from_file_location("sweep_memory", file)
+    script = importlib.util.module_from_spec(place)
+    place.loader.exec_module(script)
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "word " * 50}) + "\n")
+    assert script.main(["bytes", str(tmp_path / "texts.jsonl"), "100"]) == 0
+    assert re.fullmatch(r" +100 tokens: [\d,]+ MiB, \d+ s\n", capsys.readouterr().out)
+    with pytest.raises(
+        SystemExit, match="could not run texts"
+    ):  # it has no such length: said, not passed over
+        script.main(["bytes", str(tmp_path / "texts.jsonl"), "1000"])
+    assert script.main(["bytes"]) == 2
