@@ -69,6 +69,13 @@ def imported(path: Path) -> set[str]:
     return names
 
 
+def test_no_two_test_files_share_a_name() -> None:
+    """pytest imports test files by their bare names: of two that share one it collects only the first."""
+    names = [path.name for path in tracked() if path.parts[0] == "tests" and path.name.startswith("test_")]
+    shared = sorted({name for name in names if names.count(name) > 1})
+    assert not shared, f"several test files are named {', '.join(shared)}"
+
+
 def test_top_level_folders_are_those_of_the_design() -> None:
     folders = {
         path.parts[0] for path in tracked() if len(path.parts) > 1 and not path.parts[0].startswith(".")
