@@ -1,7 +1,8 @@
 """Several evaluations side by side: where they differ beyond the standard error.
 
 The first evaluation is the reference. A difference on the same data is set against its standard error: that
-of the differences of single sequences for losses, the root of the summed squares for tasks.
+of the differences of single sequences for losses, of single documents for tasks; the root of the summed
+squares where a score is no sum over documents.
 """
 
 import json
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-NO_METRICS = ("examples", "num_fewshot", "higher_is_better", "fingerprint")
+NO_METRICS = ("examples", "num_fewshot", "higher_is_better", "by_document", "fingerprint")
 _PARTS = {"name", "perplexity", "tasks", "paper_row"}  # of the record of a suite on text
 MARKS = ("▲", "▼")  # better, worse
 
@@ -37,12 +38,19 @@ class Cell:
 
 @dataclass(frozen=True)
 class _Score:
-    """A task's metric in one evaluation; `higher_is_better` is None where the task does not say."""
+    """A task's metric in one evaluation.
+
+    Attributes:
+        higher_is_better: None where the task does not say.
+        data: fingerprint of documents and prompts.
+        by_document: what each adds to the metric, or to its logarithm; empty where that is not known.
+    """
 
     value: float
     error: float | None
     higher_is_better: bool | None
     data: str | None
+    by_document: Sequence[float]
     noted: bool
 
 
@@ -92,7 +100,8 @@ def mark(difference: float, error: float | None, lower_is_better: bool) -> str:
     sign = MARKS[(difference > 0) == lower_is_better]
     if math.isinf(difference):
         return sign * 2
-    if not error or not abs(difference) > error:  # nor if one of them is NaN
+    # Nor if one of them is NaN; one document more or less is an error exactly, but for rounding.
+    if not error or not abs(difference) > error * (1 + 1e-9):
         return ""
     return sign * (2 if abs(difference) >= 2 * error else 1)
 
@@ -143,18 +152,18 @@ def _perplexity_cells(entries: Sequence[tuple[dict, str, bool] | None]) -> tuple
         error = None if row["stderr"] is None else row["perplexity"] * row["stderr"]
         sign = ""
         if cells and entries[0] and entries[0][1] == data:  # other data: nothing to be said
-            sign = _paired_mark(row["losses"], entries[0][0]["losses"])
+            sign = _paired_mark(row["losses"], entries[0][0]["losses"], lower_is_better=True)
         cells.append(Cell(row["perplexity"], error, sign, noted))
     return tuple(cells)
 
 
-def _paired_mark(losses: Sequence[float], reference: Sequence[float]) -> str:
-    if len(losses) != len(reference):  # without a prefix token, a document has one target less
+def _paired_mark(values: Sequence[float], reference: Sequence[float], lower_is_better: bool) -> str:
+    if len(values) != len(reference):  # without a prefix token, a document has one target less
         return ""
-    pairs = np.subtract(losses, reference)  # [documents]
+    pairs = np.subtract(values, reference)  # [documents]
     known = len(pairs) > 1 and np.isfinite(pairs).all()
     spread = pairs.std(ddof=1) / math.sqrt(len(pairs)) if known else None
-    return mark(float(pairs.mean()), spread, lower_is_better=True)
+    return mark(float(pairs.mean()), spread, lower_is_better)
 
 
 def _task_rows(records: Sequence[dict]) -> list[Row]:
@@ -165,6 +174,7 @@ def _task_rows(records: Sequence[dict]) -> list[Row]:
                 scores.get(f"{metric}_stderr"),
                 scores.get("higher_is_better", {}).get(metric),
                 scores.get("fingerprint"),
+                scores.get("by_document", {}).get(metric, ()),
                 "note" in result,
             )
             for result in record["tasks"].values()
@@ -185,14 +195,19 @@ def _task_cells(scores: Sequence[_Score | None]) -> tuple[Cell, ...]:
         if score is None:
             cells.append(Cell(None))
             continue
-        sign = ""
-        if cells and reference and _comparable(score, reference):
-            error = math.hypot(score.error, reference.error)
-            sign = mark(score.value - reference.value, error, lower_is_better=not score.higher_is_better)
+        sign = _task_mark(score, reference) if cells and reference else ""
         cells.append(Cell(score.value, score.error, sign, score.noted))
     return tuple(cells)
 
 
-def _comparable(score: _Score, reference: _Score) -> bool:
-    """The same examples and prompts, errors on both sides, and a direction that counts as better."""
-    return score.data == reference.data and None not in (score.error, reference.error, score.higher_is_better)
+def _task_mark(score: _Score, reference: _Score) -> str:
+    """Nothing is said of other examples or prompts, nor without a direction that counts as better."""
+    if score.data != reference.data or score.higher_is_better is None:
+        return ""
+    lower_is_better = not score.higher_is_better
+    if score.by_document and reference.by_document:
+        return _paired_mark(score.by_document, reference.by_document, lower_is_better)
+    if score.error is None or reference.error is None:
+        return ""
+    error = math.hypot(score.error, reference.error)
+    return mark(score.value - reference.value, error, lower_is_better)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fla_train.eval.paper import ZERO_SHOT, published
+from fla_train.eval.compare import is_metric
+from fla_train.eval.paper import NOTED, RECALL, ZERO_SHOT, Column, published
 from fla_train.eval.plots import grid, legend, mark_training, readable_sets, set_title, short
 from fla_train.eval.state_figures import draw_states
 from fla_train.eval.tables import TABLE_1
@@ -32,8 +33,8 @@ def draw_figures(folder: Path, records: Sequence[dict]) -> list[str]:
         drawn.append("length_extrapolation")
     if draw_states(folder / "states", records):
         drawn.append("states")
-    if any(column.head in record["paper_row"] for record in records for column in ZERO_SHOT):
-        _tasks(folder / "tasks", records)
+    if columns := _columns(records):
+        _tasks(folder / "tasks", records, columns)
         drawn.append("tasks")
     return drawn
 
@@ -74,7 +75,7 @@ def _perplexity(file: Path, records: Sequence[dict]) -> None:
                 if "error" in result:
                     continue
                 panel = axes[0, 0 if alone else i]
-                label = set_title(name) if alone else record["name"]
+                label = set_title(name, records) if alone else record["name"]
                 color = f"C{i if alone else j}"
                 rows = result["lengths"]
                 _curve(panel, [row["length"] for row in rows], rows, label, color, marker="o", markersize=3)
@@ -82,7 +83,7 @@ def _perplexity(file: Path, records: Sequence[dict]) -> None:
                     rows = result["positions"]
                     _curve(axes[0, 1], _middles(rows), rows, label, color)
             if not alone:
-                axes[0, i].set_title(set_title(name), fontsize=10)
+                axes[0, i].set_title(set_title(name, records), fontsize=10)
         lengths = sorted(
             {row["length"] for r in records for s in readable_sets([r]).values() for row in s["lengths"]}
         )
@@ -117,7 +118,7 @@ def _extrapolation(file: Path, records: Sequence[dict], panels: Sequence[int]) -
                 panel.set_xticks([0, length // 2, length], ["0", short(length // 2), short(length)])
                 panel.grid(alpha=0.3)
                 if row == 0:
-                    panel.set_title(set_title(name), fontsize=10)
+                    panel.set_title(set_title(name, records), fontsize=10)
             axes[row, 0].set_ylabel("perplexity")
         for panel in axes[-1]:
             panel.set_xlabel("position (tokens)")
@@ -137,30 +138,53 @@ def _note_count(panel: Axes, counts: set[int]) -> None:
     panel.text(0.97, 0.95, text, ha="right", va="top", fontsize=7, color="0.4", transform=panel.transAxes)
 
 
-def _tasks(file: Path, records: Sequence[dict]) -> None:
-    """Accuracies with standard errors beside the published rows of Table 1 (grey dots)."""
-    columns = [column for column in ZERO_SHOT if column.percent]
+def _columns(records: Sequence[dict]) -> list[Column]:
+    """The papers' columns in percent that any evaluation has; without one every score between 0 and 1."""
+    papers = [column for column in (*ZERO_SHOT, *RECALL) if column.percent]
+    if found := [c for c in papers if any(r["paper_row"].get(c.head) is not None for r in records)]:
+        return found
+    return list(
+        dict.fromkeys(
+            Column(f"{task}\n{metric}", task, metric)
+            for record in records
+            for task, scores in _scores(record).items()
+            for metric, value in scores.items()
+            if is_metric(metric) and "perplexity" not in metric and 0 <= value <= 1
+        )
+    )
+
+
+def _tasks(file: Path, records: Sequence[dict], columns: Sequence[Column]) -> None:
+    """Scores in percent with standard errors; beside those that Table 1 has its rows (grey dots)."""
     rows = [row for group in published() if group.paper == TABLE_1 for row in group.rows.values()]
-    with grid(file, 1, 1, (8.0, 3.6)) as axes:
+    with grid(file, 1, 1, (max(8.0, 0.9 * len(columns)), 3.6)) as axes:
         panel = axes[0, 0]
         width = 0.7 / len(records)
         for i, record in enumerate(records):
             x = np.arange(len(columns)) - 0.4 + (i + 0.5) * width
-            values = [record["paper_row"].get(column.head) for column in columns]
-            heights = [np.nan if value is None else value for value in values]
+            scores = [_scores(record).get(column.task, {}) for column in columns]
+            heights = [100 * found.get(c.metric, np.nan) for found, c in zip(scores, columns, strict=True)]
             errors = [
-                100 * (_scores(record, column.task).get(f"{column.metric}_stderr") or 0) for column in columns
+                100 * found.get(f"{c.metric}_stderr", 0.0) for found, c in zip(scores, columns, strict=True)
             ]
             panel.bar(x, heights, 0.9 * width, yerr=errors, label=record["name"], capsize=2)
-        for j, column in enumerate(columns):
-            values = [float(row[column.head]) for row in rows]
-            label = "published, Table 1" if j == 0 else None
-            panel.scatter([j + 0.38] * len(values), values, s=10, color="0.35", zorder=3, label=label)
-        panel.set_xticks(range(len(columns)), [column.head.removesuffix(" ↑") for column in columns])
-        panel.set(ylabel="percent", xlim=(-0.6, len(columns) - 0.4))
+        shown = [(j, float(row[c.head])) for j, c in enumerate(columns) for row in rows if c.head in row]
+        if shown:
+            places, values = zip(*shown, strict=True)
+            dots = {"s": 10, "color": "0.35", "zorder": 3, "label": "published, Table 1"}
+            panel.scatter(np.add(places, 0.38), values, **dots)
+        noted = {name for record in records for name, result in record["tasks"].items() if "note" in result}
+        heads = [c.head.removesuffix(" ↑") + NOTED * (c.task in noted) for c in columns]
+        panel.set_xticks(range(len(columns)), heads)
+        panel.tick_params(axis="x", labelsize=8)
+        panel.set(ylabel="percent", xlim=(-0.6, len(columns) - 0.4), ylim=(0, None))
         panel.grid(alpha=0.3, axis="y")
         panel.legend(frameon=False, fontsize=8)
 
 
-def _scores(record: dict, task: str) -> dict:
-    return record["tasks"].get(task, {}).get("scores", {}).get(task, {})
+def _scores(record: dict) -> dict[str, dict]:
+    """By task the scores, those within groups too."""
+    found: dict[str, dict] = {}
+    for result in record["tasks"].values():
+        found |= result.get("scores", {})
+    return found

@@ -19,6 +19,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fla_train.eval.contributions import contributions
 from fla_train.eval.likelihood import Answer, log_likelihoods
 from fla_train.eval.mirror import DatasetUnavailable, hub_datasets, mirror_folder
 from fla_train.eval.parallel import ALONE, Ranks
@@ -316,24 +317,34 @@ def _task_manager(names: list[str], include_path: str | Path | None) -> TaskMana
 
 def _scores(results: dict, task: str) -> dict[str, Any]:
     """A task's metrics as plain numbers: `acc`, `acc_stderr`, ..., plus `examples`, `num_fewshot`,
-    `higher_is_better` (by metric, where the task's definition says so or the contrary) and `fingerprint`, a
-    sha256 over documents, prompts and targets (absent for groups).
+    `higher_is_better` (by metric, where the task's definition says so or the contrary), `by_document` (by
+    metric what each document adds to it, see `contributions`) and `fingerprint`, a sha256 over documents,
+    prompts and targets (these two absent for groups).
     """
-    scores, directions = {}, {}
+    scores, directions, shares = {}, {}, {}
     better = results["higher_is_better"].get(task) or {}
+    # In the order of the data set, since ranks mix it.
+    samples = sorted(results["samples"].get(task, ()), key=lambda sample: sample["doc_id"])
     for key, value in results["results"][task].items():
         metric, _, filtered = key.partition(",")
-        if filtered and isinstance(value, int | float):
-            base = metric.removesuffix("_stderr")
-            kind = "" if filtered == "none" else f"_{filtered}"
-            scores[base + kind + metric[len(base) :]] = value
-            if metric == base and better.get(base) is not None:
-                directions[base + kind] = bool(better[base])
+        if not (filtered and isinstance(value, int | float)):
+            continue
+        base = metric.removesuffix("_stderr")
+        name = base + ("" if filtered == "none" else f"_{filtered}")
+        scores[name + metric[len(base) :]] = value
+        if metric != base:
+            continue
+        if better.get(base) is not None:
+            directions[name] = bool(better[base])
+        items = [sample[base] for sample in samples if sample["filter"] == filtered and base in sample]
+        if found := contributions(value, items):
+            shares[name], error = found
+            scores.setdefault(f"{name}_stderr", error)  # lm-eval's own comes later, if it has one
     scores["examples"] = results["n-samples"].get(task, {}).get("effective", 0)
     scores["num_fewshot"] = results["n-shot"].get(task, 0)
     scores["higher_is_better"] = directions
-    if samples := results["samples"].get(task):
-        # Sorted, since ranks mix the order.
+    if samples:
         hashes = sorted((s["doc_hash"], s["prompt_hash"], s["target_hash"]) for s in samples)
+        scores["by_document"] = shares
         scores["fingerprint"] = hashlib.sha256(repr(hashes).encode()).hexdigest()
     return scores

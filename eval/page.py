@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from importlib.resources import files
 
+import numpy as np
+
 from fla_train.eval.compare import comparison
 from fla_train.eval.paper import paper_cells, published
 from fla_train.eval.plots import set_title
@@ -17,7 +19,7 @@ def page(records: Sequence[dict]) -> str:
     heads = paper_heads(records)
     data = {
         "records": [_lean(record) for record in records],
-        "titles": {name: set_title(name) for record in records for name in record["perplexity"]},
+        "titles": {name: set_title(name, records) for record in records for name in record["perplexity"]},
         "notes": notes(records),
         "footnotes": data_notes(records),
         "heads": heads,
@@ -36,15 +38,27 @@ def page(records: Sequence[dict]) -> str:
 
 
 def _lean(record: dict) -> dict:
-    """Without the losses of single documents, which nothing on the page shows."""
-    sets = {
-        name: result
-        if "error" in result
-        else result
-        | {"lengths": [{k: v for k, v in row.items() if k != "losses"} for row in result["lengths"]]}
-        for name, result in record["perplexity"].items()
-    }
+    """What the page shows: no single documents, histograms over all layers, and no panel whose curve is the
+    beginning of the one over all positions.
+    """
+    record = _without(record, ("losses", "by_document"))
+    sets = {}
+    for name, result in record["perplexity"].items():
+        curve, panels = result.get("positions", []), result.get("panels", {})
+        others = {n: points for n, points in panels.items() if points != curve[: len(points)]}
+        states = result.get("states")
+        if states:
+            kept = ((key, states[key]) for key in ("beta", "decay") if states[key])
+            states = states | {key: np.mean(shares, 1).tolist() for key, shares in kept}
+        sets[name] = result | {"panels": others, "states": states}
     return record | {"perplexity": sets}
+
+
+def _without(value: object, keys: Sequence[str]) -> object:
+    """What JSON holds, but for the values of `keys`, however deep."""
+    if isinstance(value, dict):
+        return {key: _without(item, keys) for key, item in value.items() if key not in keys}
+    return [_without(item, keys) for item in value] if isinstance(value, list) else value
 
 
 def _short(value: object) -> object:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fla_train.eval.paper import NOTED
 from fla_train.eval.sets import PAPER_SETS
 
 if TYPE_CHECKING:
@@ -17,9 +18,10 @@ if TYPE_CHECKING:
 TRAINED = {"color": "0.4", "linestyle": "--", "linewidth": 1}
 
 
-def set_title(name: str) -> str:
-    """What figures call a set: the papers' name for theirs."""
-    return PAPER_SETS[name].title if name in PAPER_SETS else name
+def set_title(name: str, records: Sequence[dict]) -> str:
+    """What figures call a set: the papers' name for theirs, marked where its data have a note."""
+    noted = any("note" in record["perplexity"].get(name, {}) for record in records)
+    return (PAPER_SETS[name].title if name in PAPER_SETS else name) + NOTED * noted
 
 
 @contextmanager

@@ -29,7 +29,7 @@ def draw_states(file: Path, records: Sequence[dict]) -> bool:
                 panel.set_xscale("log", base=2)
                 panel.set_xlabel("position (tokens)")
                 mark_training(panel, records, label=True)
-            line[0].set_ylabel(f"{set_title(name)}\nnorm of the state")
+            line[0].set_ylabel(f"{set_title(name, records)}\nnorm of the state")
             line[1].set_ylabel("effective rank")
             line[2].set(xlabel="beta", ylabel="density")
             line[3].set(xlabel="decay exp(g)", yscale="log")  # most of it lies near 1
@@ -58,7 +58,7 @@ def _by_layer_and_interval(line: Sequence[Axes], states: dict) -> None:
         for i, column in enumerate(np.array(states[key]).T):  # [positions, layers]
             label = f"layer {layers[i]}" if i in (0, len(layers) - 1) else None
             panel.plot(positions, column, color=colors(i / max(len(layers), 2)), label=label)
-    line[0].legend(frameon=False, fontsize=7)
+    line[0].legend(framealpha=0.7, edgecolor="none", fontsize=7)
     for panel, key in zip(line[2:], ("beta", "decay"), strict=True):
         for i, (x, density) in enumerate(_densities(states, key)):
             label = short(positions[i]) if i in (0, len(positions) - 1) else None

@@ -14,6 +14,9 @@ LATEX_SPECIAL = {sign: f"\\{sign}" for sign in "_%&#${}"} | {
     "↓": r"$\downarrow$",
     "↑": r"$\uparrow$",
     "†": r"$\dagger$",
+    "±": r"$\pm$",
+    "▲": r"$\bigtriangleup$",
+    "▼": r"$\bigtriangledown$",
 }
 
 
@@ -94,7 +97,7 @@ def comparison_markdown(records: Sequence[dict]) -> str:
         lines.append(_line([row.group, row.label, *comparison_cells(row)]))
     note = (
         "▲ better, ▼ worse than the first by more than one standard error of the difference (doubled: two). "
-        "Perplexities are marked where both read the same sequences; their differences are then paired."
+        "Differences are of the same sequences or prompts, paired one by one where the evaluations kept them."
     )
     return "\n".join([*lines, "", note, ""])
 
@@ -112,11 +115,19 @@ def comparison_cells(row: Row) -> list[str]:
 
 
 def latex(records: Sequence[dict]) -> str:
-    """The papers' table (if an evaluation has its columns) and perplexity against length, for booktabs."""
+    """For booktabs: the papers' table if an evaluation has its columns, else the tasks' scores; and
+    perplexity against length.
+    """
     parts = ["% Needs \\usepackage{booktabs}.\n"]
+    rows, scores = [], []
+    for row in comparison(records):
+        (rows if row.label.startswith("perplexity, ") else scores).append(row)
     if heads := paper_heads(records):
         parts.append(_paper_latex(records, heads))
-    rows = [row for row in comparison(records) if row.label.startswith("perplexity, ")]
+    elif scores:
+        header = ["task", "metric", *(record["name"] for record in records)]
+        body = [[row.group, row.label, *comparison_cells(row)] for row in scores]
+        parts.append(_tabular("ll" + "r" * len(records), header, [(None, body)]))
     if rows:
         header = ["set", "tokens", *(record["name"] for record in records)]
         body = [

@@ -6,9 +6,10 @@ Time the answers to the zero-shot suite's requests, by our bridge and by plain l
 
 MIRROR is what scripts/build_eval_mirror.py wrote, TOKENIZER a folder or Hub name. Only the time in which
 the model answers counts, not that of reading data and building requests, which is the same for both. Both
-answer some requests of a task before either is timed, so that kernels are compiled and memory is there.
-Prints a JSON line per measurement as soon as it is done: for a task the seconds of both and their ratio, at
-the end the same for all tasks.
+answer some requests of a task before either is timed, so that kernels are compiled and memory is there; sizes
+of batches that come later are new in the first of the `--rounds` only.
+Prints a JSON line per measurement as soon as it is done: for a task the seconds of both and their ratio in
+each round, at the end the same for all tasks.
 """
 
 import argparse
@@ -122,6 +123,7 @@ def main() -> int:
     parser.add_argument("--limit", type=int)
     parser.add_argument("--tasks", default=",".join(dict.fromkeys(column.task for column in ZERO_SHOT)))
     parser.add_argument("--batch-size", default="auto", help="of HFLM; ours is always auto")
+    parser.add_argument("--rounds", type=int, default=2, help="how often all requests of a task are answered")
     parser.add_argument("--lengths", default="4096,8192,16384,32768")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -135,16 +137,19 @@ def main() -> int:
         "ours": FlaTrainLM(model, batch_size="auto", **options),
         "hflm": HFLM(model, backend="causal", **hflm, **options),
     }
-    manager, total = TaskManager(), dict.fromkeys(bridges, 0.0)
+    manager = TaskManager()
+    totals = [dict.fromkeys(bridges, 0.0) for _ in range(arguments.rounds)]
     for task in arguments.tasks.split(","):
         with hub_datasets(arguments.mirror):
             asked = requests_of(task, manager, arguments.limit)
         for lm in bridges.values():
             time_answers(lm, asked, device, WARM_UP)
-        seconds = {name: time_answers(lm, asked, device) for name, lm in bridges.items()}
-        total = {name: total[name] + seconds[name] for name in bridges}
-        print(json.dumps({"task": task, **ratio(seconds)}), flush=True)
-    print(json.dumps({"total": arguments.tasks, **ratio(total)}), flush=True)
+        for number, total in enumerate(totals, 1):
+            seconds = {name: time_answers(lm, asked, device) for name, lm in bridges.items()}
+            total |= {name: total[name] + seconds[name] for name in bridges}
+            print(json.dumps({"task": task, "round": number, **ratio(seconds)}), flush=True)
+    for number, total in enumerate(totals, 1):
+        print(json.dumps({"total": arguments.tasks, "round": number, **ratio(total)}), flush=True)
     return 0
 
 

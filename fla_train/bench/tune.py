@@ -20,6 +20,7 @@ from fla_train.bench.measure import allocated, forward_backward, median_times, t
 from fla_train.bench.roofline import Shape
 from fla_train.kernels.delta_product.check import relative_rms
 from fla_train.kernels.delta_product.launches import (
+    GLUON_DIMS,
     IN_GLUON,
     MIN_TILE,
     Key,
@@ -160,9 +161,16 @@ def candidates(kernel: str, key: Key, present: Options) -> list[Options]:
         options = {name: x for name, x in zip(axes, values, strict=True) if x is not None}
         if options not in found and fault(kernel, options, key.value_dim) is None:
             found.append(options)
-    if kernel in IN_GLUON and key.architecture.startswith("9.") and "gluon" not in present:
-        found.append(present | {"gluon": 1})  # Hopper's own kernel; `present` serves where that does not fit
+    if has_gluon(kernel, key) and "gluon" not in present:
+        found.append(present | {"gluon": 1})  # Hopper's own kernel
     return found
+
+
+def has_gluon(kernel: str, key: Key) -> bool:
+    """Whether there is a kernel in Gluon for a row: of the backward pass where K = V."""
+    if kernel not in IN_GLUON or not key.architecture.startswith("9.") or key.key_dim not in GLUON_DIMS:
+        return False
+    return kernel == "prepare" or key.key_dim == key.value_dim
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,10 @@ def environment_lines() -> list[str]:
 
 
 def _ptxas() -> str:
-    """Version of the assembler that Triton will use; old ones miscompile some kernels on Hopper."""
+    """The assembler that Triton will use: its own, or that of TRITON_PTXAS_PATH.
+
+    Neither old nor new versions are right as such (docs/kernels.md, "Compilers"): the comparisons tell.
+    """
     from triton import knobs
 
     return f"{knobs.nvidia.ptxas.version} ({knobs.nvidia.ptxas.path})"
@@ -111,9 +114,16 @@ def main() -> None:
     seconds = time.perf_counter() - start
     if bad:
         names = ", ".join(sorted({f"{r.backend} on {r.device}" for r in bad}))
-        print(f"\nNOT READY ({seconds:.0f} s): {names} is wrong on this machine; set another model.backend")
+        print(f"\nNOT READY ({seconds:.0f} s): {names} is wrong on this machine; {_remedy(bad)}")
         sys.exit(1)
     print(f"\nREADY: {len(reports)} checks passed in {seconds:.0f} s")
+
+
+def _remedy(bad: Sequence[CheckReport]) -> str:
+    other = "set another model.backend"
+    if all(report.backend != "triton" for report in bad):
+        return other
+    return f"{other}, or another assembler for Triton, TRITON_PTXAS_PATH=.../ptxas (12.8 and 13.5 were right)"
 
 
 def _default() -> str:

@@ -121,7 +121,7 @@ def delta_product_step(
             from fla_train.kernels.delta_product.triton_step import triton_step
 
             return triton_step(q, k, v, beta, g, **options)
-        asked = os.environ.get(BACKEND_VARIABLE, "auto") if backend == "auto" else backend
+        asked = os.environ.get(BACKEND_VARIABLE) if backend == "auto" else backend
         if asked == "triton":
             raise ValueError(
                 "the triton step takes no torch.float64 and records no gradients: use torch.no_grad() or "
@@ -140,7 +140,7 @@ def resolve_backend(backend: str, device: torch.device) -> str:
     """
     source = "backend"
     if backend == "auto":
-        backend, source = os.environ.get(BACKEND_VARIABLE, "auto"), BACKEND_VARIABLE
+        backend, source = os.environ.get(BACKEND_VARIABLE) or "auto", BACKEND_VARIABLE
     if backend == "auto":
         return "triton" if device.type == "cuda" else "chunked"
     if backend not in BACKENDS:

@@ -9,11 +9,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from fla_train.kernels.delta_product.launches import GLUON_DIMS
+
 # What triton 3.6 calls thread_barrier.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 ROWS = gl.constexpr(64)  # sub-steps per chunk, and rows of every tile of q, o and k
 
+ALIGNMENT = 16  # bytes, of what the copy engine reads
 # Of tiles of 16-bit numbers, as the copy engine writes them and matrix products read them.
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 # Of 64 scalars in shared memory.
@@ -23,7 +26,7 @@ FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 def on_hopper(arguments: Mapping[str, Any]) -> bool:
     """Whether these run on a Hopper GPU with 16-bit keys of 64 or 128 numbers."""
     q = arguments["q"]
-    if q.dtype not in (torch.bfloat16, torch.float16) or arguments["K"] not in (64, 128):
+    if q.dtype not in (torch.bfloat16, torch.float16) or arguments["K"] not in GLUON_DIMS:
         return False
     return torch.cuda.get_device_capability(q.device)[0] == 9
 
@@ -34,13 +37,14 @@ def described(
     """Those arguments of the Triton kernel that the Gluon one `names`, matrices as the copy engine has them.
 
     `rows` are tensors [..., heads, columns] that it reads in tiles of 64 rows of one head, `blocks` tensors
-    [..., V, K] that it reads in tiles of V x K.
+    [..., V, K] that it reads in tiles of V x K. One that begins off the copy engine's alignment is copied.
     """
     named = {name: arguments[name] for name in names if name in arguments}
     shapes = {name: (named[name].flatten(0, -3).flatten(1), ROWS.value) for name in rows}
     shapes |= {name: (named[name].flatten(0, -2), named["V"]) for name in blocks}
     for name, (matrix, height) in shapes.items():
         tile = [height, named[name].shape[-1]]
+        matrix = matrix.clone() if matrix.data_ptr() % ALIGNMENT else matrix
         named[name] = TensorDescriptor.from_tensor(matrix, tile, TILE.value)
     return named
 

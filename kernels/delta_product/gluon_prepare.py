@@ -132,7 +132,8 @@ def prepare_kernel(
     t_beta.store(b_beta)
     g_last, b_gm, b_gt = 0.0, b_beta, b_beta
     if GATED:
-        b_g = gl.maximum(rows_of(g + i_t * H + i_h, n_t, H, LINE) * PER_NAT, LEAST_DECAY)
+        b_g = rows_of(g + i_t * H + i_h, n_t, H, LINE) * PER_NAT
+        b_g = gl.where(b_g < LEAST_DECAY, LEAST_DECAY, b_g)  # `maximum` would make a NaN a closed gate
         b_gt = gl.associative_scan(b_g, 0, add)
         b_gm = gl.gather(b_gt, o // N, 0)  # sub-steps of one token get bit-identical values
         g_last = gl.sum(b_g, 0)

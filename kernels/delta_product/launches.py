@@ -11,8 +11,9 @@ whose rows come first. A row is for
 and for larger V and n_h where no other is nearer. It gives each kernel's options as its launch takes them:
 tile widths BV and BKO, num_warps, num_stages, maxnreg; `gluon` 1 of `prepare` and `gradient` takes the
 kernel in Gluon where it fits (gluon_prepare.py, gluon_gradient.py), else these; of `adjoint` it takes one
-kernel in place of it and `gradient` (gluon_reverse.py). Other architectures, wider keys and float32, whose
-tiles take twice the shared memory, run with the most modest options (`fallback`).
+kernel in place of it and `gradient` (gluon_reverse.py). What no row serves runs with the most modest options
+(`fallback`): other architectures, K of 256 with a smaller V, and float32, whose tiles take twice the shared
+memory.
 """
 
 import json
@@ -32,8 +33,9 @@ SHIPPED = Path(__file__).with_name("launches.json")
 # Least extent of the tiles of K and V. On Hopper, Triton 3.6 compiled tiles of 32 columns to wrong dk and to
 # illegal accesses (measured 2026-11-21 with its ptxas 12.8); narrower heads are padded with zeros instead.
 MIN_TILE = 64
-# Kernels that Hopper has in Gluon, too.
+# Kernels that Hopper has in Gluon, too, and the K that these take.
 IN_GLUON = ("prepare", "adjoint", "gradient")
+GLUON_DIMS = (64, 128)
 
 Options = dict[str, int]
 

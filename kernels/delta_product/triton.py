@@ -59,6 +59,7 @@ def triton_delta_product(
             f"choose {'bfloat16 or ' if q.shape[3] <= 256 else ''}backend=chunked"
         )
     tensors = [x if x is None else x.contiguous() for x in (q, k, v, beta, g, initial_state)]
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     options = scale, qk_l2norm, output_final_state, keep
     if suits(q, k, v):

@@ -110,7 +110,7 @@ def prepare_kernel(
     zero, chunk_decay = nothing(T), 1.0
     if GATED:
         b_g = tl.load(g + (i_t + o_t) * H + i_h, mask=m_t, other=0.0) * LOG2E
-        b_g = tl.maximum(b_g, MIN_LOG2_DECAY)
+        b_g = tl.where(b_g < MIN_LOG2_DECAY, MIN_LOG2_DECAY, b_g)  # `maximum` would make a NaN a closed gate
         b_gt = tl.cumsum(b_g, 0)
         b_gm = tl.gather(b_gt, o_tau, 0)  # sub-steps of one token get bit-identical values
         g_last = tl.sum(b_g, 0)

@@ -28,7 +28,8 @@ from fla_train.kernels.delta_product.triton_pieces import (
 from fla_train.kernels.sizes import ceil_div
 
 CHUNK_STEPS = CHUNK.value
-PROGRAMS_PER_PROCESSOR = 2  # of the serial kernels that share a multiprocessor
+# Of the serial kernels that share a multiprocessor, with tiles of 64 columns of V; 128 take two places.
+PROGRAMS_PER_PROCESSOR = 2
 # Measured on an H100 (docs/kernels.md): the extra pass over two or three pieces costs what it saves, so do
 # the combination's steps over shorter ones; on shorter rows six more launches may cost more than is saved.
 LEAST_PIECES, LEAST_CHUNKS, LEAST_ROW = 4, 16, 256

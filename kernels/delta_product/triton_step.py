@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fla_train.kernels.delta_product.contract import L2NORM_EPS
+from fla_train.kernels.opaque import opaque
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
 
 # fp32 elements of the state that a warp holds: 128 registers of each of its threads.
@@ -30,27 +31,45 @@ def triton_step(
     qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor]:
     """`delta_product_step` on validated inputs, without gradients; shapes and dtypes as there."""
-    (batch, heads, key_dim), sub_steps, value_dim = q.shape, k.shape[1], v.shape[-1]
     q, k, v, beta, state = (x.contiguous() for x in (q, k, v, beta, state))
-    o, new_state = v.new_empty(batch, heads, value_dim), torch.empty_like(state)
+    g = None if g is None else g.contiguous()
+    o, new_state = v.new_empty(*q.shape[:2], v.shape[-1]), torch.empty_like(state)
+    delta_product_one_step(q, k, v, beta, g, state, scale, qk_l2norm, o, new_state)
+    return o, new_state
+
+
+@opaque(mutates=("o", "new_state"))
+def delta_product_one_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float,
+    qk_l2norm: bool,
+    o: Tensor,
+    new_state: Tensor,
+) -> None:
+    """Fill the output and the new state."""
+    (batch, heads, key_dim), value_dim = q.shape, v.shape[-1]
     key_tile = next_power_of_2(key_dim)
     warps = max(1, key_tile // 128)
     value_tile = min(max(TILE * warps // key_tile, 16), next_power_of_2(value_dim))
     with torch.cuda.device_of(q):
         step_kernel[(batch * heads, ceil_div(value_dim, value_tile))](
-            *(q, k, v, beta, None if g is None else g.contiguous(), state, o, new_state),
+            *(q, k, v, beta, g, state, o, new_state),
             scale=scale,
             eps=L2NORM_EPS,
             H=heads,
             K=key_dim,
             V=value_dim,
-            N=sub_steps,
+            N=k.shape[1],
             BK=key_tile,
             BV=value_tile,
             L2NORM=qk_l2norm,
             num_warps=warps,
         )
-    return o, new_state
 
 
 @triton.jit

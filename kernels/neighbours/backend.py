@@ -22,7 +22,7 @@ def resolve_backend(backend: str, x: Tensor, limit: str | None = None) -> str:
     """
     source = "backend"
     if backend == "auto":
-        backend, source = os.environ.get(BACKEND_VARIABLE, "auto"), BACKEND_VARIABLE
+        backend, source = os.environ.get(BACKEND_VARIABLE) or "auto", BACKEND_VARIABLE
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"{source}={backend!r} is unknown: choose auto, {', '.join(BACKENDS)}")
     if backend == "torch":

@@ -34,6 +34,7 @@ class _ShortConvolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor | None) -> Tensor:
         x, weight = x.contiguous(), weight.contiguous()
+        offsets = None if offsets is None else offsets.contiguous()
         y = torch.empty_like(x)
         short_convolution_forward(x, weight, offsets, y)
         ctx.save_for_backward(x, weight, offsets)

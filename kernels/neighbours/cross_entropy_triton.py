@@ -61,7 +61,8 @@ def consume_kernel(
         o_v = i_v + tl.arange(0, BV)
         b_x = tl.load(p_row + o_v, mask=o_v < V, other=-float("inf")).to(tl.float32)
         higher = tl.maximum(highest, tl.max(b_x, 0))
-        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(b_x - higher), 0)
+        shift = tl.where(higher == -float("inf"), 0.0, higher)  # no logit yet but -inf
+        total = total * tl.exp(highest - shift) + tl.sum(tl.exp(b_x - shift), 0)
         highest = higher
     log_sum = highest + tl.log(total)
     tl.store(losses + i_row, tl.where(has_target, log_sum - chosen, 0.0))

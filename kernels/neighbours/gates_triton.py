@@ -26,7 +26,7 @@ class _Gates(torch.autograd.Function):
     def forward(
         ctx: Any, b: Tensor, a: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None, beta_max: float
     ) -> tuple[Tensor, Tensor | None]:
-        b, a = b.contiguous(), None if a is None else a.contiguous()
+        b, a, A_log, dt_bias = (x if x is None else x.contiguous() for x in (b, a, A_log, dt_bias))
         beta = torch.empty_like(b, dtype=torch.float32)
         g = None if a is None else torch.empty_like(a, dtype=torch.float32)
         recurrence_gates_forward(b, a, A_log, dt_bias, beta_max, beta, g)

@@ -113,7 +113,7 @@ def rms_norm_backward(
 ) -> None:
     """Fill the gradients, that of the weight in fp32; `dresidual` where its dtype is not that of dx."""
     tiles, sizes = _tiles(x)
-    tiles_each = ceil_div(tiles, PROGRAMS_PER_PROCESSOR * _processors(x.device))
+    tiles_each = max(1, ceil_div(tiles, PROGRAMS_PER_PROCESSOR * _processors(x.device)))  # without rows, too
     programs = ceil_div(tiles, tiles_each)
     partial = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):

@@ -35,12 +35,13 @@ class _SwiGLULinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         gate, up, weight = ctx.saved_tensors
-        dgate, dup, product = torch.empty_like(gate), torch.empty_like(up), dz @ weight
-        swiglu_backward(gate, up, product, dgate, dup)
         dweight = None
-        if ctx.needs_input_grad[2]:
-            rows = dz.reshape(-1, dz.shape[-1]), product.reshape(-1, product.shape[-1])
-            dweight = (rows[0].t() @ rows[1]).to(ctx.weight_dtype)
+        with torch.autocast(gate.device.type, enabled=False):
+            dgate, dup, product = torch.empty_like(gate), torch.empty_like(up), dz @ weight
+            swiglu_backward(gate, up, product, dgate, dup)
+            if ctx.needs_input_grad[2]:
+                rows = dz.reshape(-1, dz.shape[-1]), product.reshape(-1, product.shape[-1])
+                dweight = (rows[0].t() @ rows[1]).to(ctx.weight_dtype)
         return dgate, dup, dweight
 
 

@@ -57,6 +57,19 @@ def run_tune(timer: object) -> list:
     return list(tuning.tune(shape, torch.float16, CPU, timer))
 
 
+@pytest.mark.parametrize(
+    ("dims", "kernels"),
+    [((128, 128), {"prepare", "adjoint", "gradient"}), ((64, 128), {"prepare"}), ((256, 256), set())],
+)
+def test_kernels_in_gluon_are_tried_where_they_fit(dims, kernels):
+    key, known = Key("9.0", *dims, 1), fallback(dims[0])
+    found = {
+        kernel: any("gluon" in options for options in tuning.candidates(kernel, key, getattr(known, kernel)))
+        for kernel in tuning.KERNELS
+    }
+    assert {kernel for kernel, tried in found.items() if tried} == kernels
+
+
 def test_the_fastest_is_taken(small):
     outcomes = run_tune(clock)
     assert [outcome.kernel for outcome, _ in outcomes] == list(tuning.KERNELS)

@@ -37,6 +37,16 @@ def test_a_wrong_backend_is_named_and_fails(monkeypatch, capsys):
     assert "chunked on cpu is wrong" in out
 
 
+@pytest.mark.parametrize(("backend", "said"), [("triton", True), ("chunked", False)])
+def test_a_compiler_is_suspected_where_one_ran(monkeypatch, capsys, backend, said):
+    monkeypatch.setattr("sys.argv", ["fla-doctor"])
+    failed = CheckReport(backend, "cpu", torch.float32, (), "gives other numbers")
+    monkeypatch.setattr(doctor, "run_checks", lambda *arguments, **options: [failed])
+    with pytest.raises(SystemExit):
+        doctor.main()
+    assert ("TRITON_PTXAS_PATH" in capsys.readouterr().out) == said
+
+
 def test_merged_reports_hold_every_row_and_the_first_failure():
     parts = [check_backend("chunked", "cpu", torch.float32, cases=[case]) for case in CASES[:2]]
     merged = doctor.merge(parts)

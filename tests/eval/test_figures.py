@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from test_report import record
 
 from fla_train.eval.figures import draw_figures
+from fla_train.eval.paper import paper_row
 from fla_train.eval.state_figures import draw_states
 
 FIRST = "histogram of the first 64 tokens"
@@ -69,3 +70,56 @@ def test_every_panel_says_how_many_sequences_it_is_of(figures: list[Figure], tmp
     assert "length_extrapolation" in draw_figures(tmp_path, [record("a", [2.0] * 3), record("b", [2.0] * 5)])
     panels = next(figure for figure in figures if any(axes.texts for axes in figure.axes)).axes
     assert [axes.texts[0].get_text() for axes in panels] == ["n = 3 to 5"] * 2
+
+
+def test_a_set_whose_data_have_a_note_is_marked(figures: list[Figure], tmp_path: Path) -> None:
+    one, two = record("one", [2.0, 3.0]), record("two", [2.0, 3.0])
+    two["perplexity"]["web"]["note"] = "only easy ones"
+    draw_figures(tmp_path, [one, two])
+    lengths, positions, states, _ = figures
+    assert lengths.axes[0].get_title() == positions.axes[0].get_title() == "web †"
+    assert states.axes[0].get_ylabel() == "web †\nnorm of the state"
+
+
+def bars(axes: object) -> list[list[float]]:
+    return [
+        [round(float(bar.get_height()), 6) for bar in group]
+        for group in axes.containers
+        if hasattr(group, "errorbar")
+    ]
+
+
+def test_recall_is_drawn_beside_the_published_rows(figures: list[Figure], tmp_path: Path) -> None:
+    """A task without data has no column; one whose data have a note is marked."""
+    one = record("one", [2.0])
+    scores = {"contains": 0.25, "contains_stderr": 0.05, "examples": 4, "num_fewshot": 0}
+    tasks = {name: {"scores": {name: scores}} for name in ("squad_completion", "fda")}
+    tasks["fda"] = tasks["fda"] | {"note": "a stand-in"}
+    one |= {"tasks": tasks | {"swde": {"error": "lost"}}, "perplexity": {}}
+    one["paper_row"] = paper_row(one["tasks"])
+    assert draw_figures(tmp_path, [one]) == ["tasks"]
+    (panel,) = figures[0].axes
+    labels = [label.get_text() for label in panel.get_xticklabels()]
+    assert labels == ["SQUAD cont.", "FDA cont. †"] and bars(panel) == [[25.0, 25.0]]
+    assert len(panel.collections[-1].get_offsets()) == 20  # ten rows of Table 1 in both columns
+
+
+def test_any_other_task_is_drawn_too(figures: list[Figure], tmp_path: Path) -> None:
+    """What lies between 0 and 1, subtasks of a group as well; no published row belongs to it."""
+    one, two = record("one", [2.0]), record("two", [2.0])
+    kept = {"examples": 4, "num_fewshot": 0, "fingerprint": "f", "higher_is_better": {}, "by_document": {}}
+    group = {
+        "all": {"acc": 0.5},
+        "part": {"acc": 0.25, "acc_stderr": 0.1, "word_perplexity": 0.5, "bits": 3.0},
+    }
+    for found in (one, two):
+        found |= {"perplexity": {}, "paper_row": {}}
+    one["tasks"] = {"all": {"scores": {name: scores | kept for name, scores in group.items()}}}
+    two["tasks"] = {"all": {"scores": {"all": {"acc": 0.75} | kept}}, "lost": {"error": "no data"}}
+    assert draw_figures(tmp_path, [one, two]) == ["tasks"]
+    (panel,) = figures[0].axes
+    assert [label.get_text() for label in panel.get_xticklabels()] == ["all\nacc", "part\nacc"]
+    assert str(bars(panel)) == "[[50.0, 25.0], [75.0, nan]]"
+    assert texts(panel.get_legend()) == ["one", "two"]
+    one["tasks"] = two["tasks"] = {"lost": {"error": "no data"}}
+    assert draw_figures(tmp_path, [one, two]) == []

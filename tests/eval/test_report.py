@@ -119,6 +119,16 @@ def test_latex_has_the_papers_columns_and_balanced_rows() -> None:
     assert not re.search(r"(?<!\\)_", text) and "↓" not in text
 
 
+def test_latex_of_tasks_that_are_none_of_the_papers() -> None:
+    one, two = record("one", [2.0]), record("two", [2.0])
+    for value, found in ((0.5, one), (0.6, two)):
+        scores = {"acc": value, "acc_stderr": 0.04, "higher_is_better": {"acc": True}, "fingerprint": "f"}
+        found |= {"tasks": {"my_task": {"scores": {"my_task": scores}}}, "paper_row": {}, "perplexity": {}}
+    (body,) = re.findall(r"\\begin\{tabular\}\{llrr\}(.*?)\\end", latex([one, two]), re.S)
+    row = r"my\_task & acc & 0.500 $\pm$ 0.040 & 0.600 $\pm$ 0.040 $\bigtriangleup$ \\"
+    assert "task & metric & one & two" in body and row in body
+
+
 def test_the_page_stands_alone() -> None:
     one = record("<ours>", [2.0, math.inf])
     text = page([one])
@@ -131,6 +141,20 @@ def test_the_page_stands_alone() -> None:
     assert data["records"][0]["perplexity"]["web"]["lengths"][0]["loss"] is None  # JSON has no infinity
     assert data["heads"] == list(HEADS[:9]) and data["cells"]["<ours>"]["Avg. ↑"] == "43.3"
     assert len(data["published"]) == 7 and all(len(cells) == 3 for cells in data["comparison"])
+
+
+def test_the_page_holds_no_more_than_it_shows() -> None:
+    """Histograms over all layers; panels of other documents than the curve over all positions."""
+    one = record("ours", [2.0, 3.0])
+    result = one["perplexity"]["web"]
+    result["states"]["beta"] = [[[0.5, 0.5], [0.25, 0.75]], [[0.0, 1.0]] * 2]
+    more = [point | {"documents": 7} for point in result["positions"]]
+    result["panels"] = {"64": result["positions"][:1], "96": more[:1], "128": result["positions"]}
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page([one]), re.S)[1])
+    shown = data["records"][0]["perplexity"]["web"]
+    assert list(shown["panels"]) == ["96"] and shown["panels"]["96"][0]["documents"] == 7
+    assert shown["states"]["beta"] == [[0.375, 0.625], [0.0, 1.0]] and shown["states"]["decay"] is None
+    assert shown["states"]["norm"] == result["states"]["norm"] and "losses" not in shown["lengths"][0]
 
 
 def test_scores_on_data_with_a_note_are_marked() -> None:
@@ -225,8 +249,33 @@ def test_differences_of_task_scores() -> None:
     assert [cell.mark for cell in rows["lambada_openai", "perplexity"]] == ["", "", "", "▲▲", ""]
     assert rows["piqa", "acc"][3].value is None and rows["wikitext", "word_perplexity"][1].mark == ""
     assert ("lambada_openai", "acc_stderr") not in rows and ("lambada_openai", "examples") not in rows
-    assert ("lambada_openai", "fingerprint") not in rows
-    assert ("lambada_openai", "higher_is_better") not in rows
+    for key in ("fingerprint", "higher_is_better", "by_document"):
+        assert ("lambada_openai", key) not in rows
+
+
+def test_scores_are_paired_by_document() -> None:
+    """Models that fail on the same questions: 4 of 40 more are two errors, and less than one by the root of
+    the summed squares; a single one is an error and not beyond it. And WikiText's perplexity, for which
+    lm-eval has no error, on pages that differ far more than the models do.
+    """
+    right = [0.0, 1.0] * 20
+    pages = [2.0, 3.0, 4.0]
+    records = []
+    for name, more, change in (("a", 0, 0.0), ("b", 4, -0.1), ("c", 1, 0.0)):
+        one = record(name, [1.0], acc=0.5 + more / 40, acc_stderr=0.08)
+        mine = [1.0] * (2 * more) + right[2 * more :]
+        one["tasks"]["lambada_openai"]["scores"]["lambada_openai"]["by_document"] = {"acc": mine}
+        losses = [page + change + 0.01 * i * (change < 0) for i, page in enumerate(pages)]
+        wiki = one["tasks"]["wikitext"]["scores"]["wikitext"]
+        wiki |= {"word_perplexity": math.exp(sum(losses) / 3), "by_document": {"word_perplexity": losses}}
+        records.append(one)
+    rows = {(r.group, r.label): r.cells for r in comparison(records)}
+    assert [cell.mark for cell in rows["lambada_openai", "acc"]] == ["", "▲▲", ""]  # 4 of 40: 2.08 errors
+    assert [cell.mark for cell in rows["wikitext", "word_perplexity"]] == ["", "▲▲", ""]
+    del records[1]["tasks"]["lambada_openai"]["scores"]["lambada_openai"]["by_document"]
+    rows = {(r.group, r.label): r.cells for r in comparison(records)}
+    assert rows["lambada_openai", "acc"][1].mark == ""  # 0.1 of 0.113
+    assert '"by_document"' not in page(records) and '"losses"' not in page(records)
 
 
 def test_the_task_says_which_direction_is_better() -> None:

@@ -1,4 +1,4 @@
-"""Gluon kernels compiled for Hopper, on any machine.
+"""Gluon kernels, and `prepare_kernel` in Triton, compiled for Hopper, on any machine.
 
 In a process of its own, since the tests may have had Triton interpret kernels, which it decides when it is
 imported; and in one for all, since its imports take longer than a kernel.
@@ -27,10 +27,12 @@ class Variant:
     packed: bool
     gated: bool
     heads: int = 1
+    gluon: bool = True  # False, of `prepare` alone: the one in Triton
 
     @property
     def module(self) -> ModuleType:
-        return import_module(f"fla_train.kernels.delta_product.gluon_{self.name}")
+        name = f"gluon_{self.name}" if self.gluon else "triton_forward"
+        return import_module(f"fla_train.kernels.delta_product.{name}")
 
 
 @dataclass(frozen=True)
@@ -70,15 +72,20 @@ def compile_for_hopper(variants: Iterable[Variant]) -> dict[Variant, Compiled]:
 def _compile(variant: Variant) -> Compiled:
     """In the other process."""
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import compile
+    from triton.compiler import ASTSource, compile
     from triton.experimental.gluon._runtime import GluonASTSource
 
     kernel = getattr(variant.module, f"{variant.name}_kernel")
-    warps = variant.module.WARPS
+    warps = variant.module.WARPS if variant.gluon else 4
     constants, types = _constants(variant) | {"num_warps": warps}, _types(variant)
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     values = {(i,): constants[name] for i, name in enumerate(kernel.arg_names) if name in constants}
-    source = GluonASTSource(kernel, signature, values, {})
+    # Triton's loads and stores are as wide as pointers are aligned.
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
+    if variant.gluon:
+        source = GluonASTSource(kernel, signature, values, {})
+    else:
+        source = ASTSource(kernel, signature, values, aligned)
     found = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     return Compiled(found.metadata.shared, found.asm["ptx"])
 
@@ -91,10 +98,22 @@ def _constants(variant: Variant) -> dict[str, object]:
     )
     absent += () if gated else ("g", "gc", "dg")
     absent += () if gated or variant.name == "prepare" else ("rq", "rk")
-    return dict.fromkeys(absent) | {
+    constants = dict.fromkeys(absent) | {
         **{"H": variant.heads, "K": variant.dim, "V": variant.dim},
         **{"N": variant.steps, "C": 64 // variant.steps, "MIN_LOG_DECAY": -34.6},
         **{"GATED": gated, "L2NORM": gated, "PACKED": packed, "HAS_FINAL": packed, "STORE_INITIAL": packed},
+    }
+    return constants if variant.gluon else constants | _triton_constants(variant)
+
+
+def _triton_constants(variant: Variant) -> dict[str, object]:
+    """What `triton_passes` makes of the sizes, for normalised keys in bf16."""
+    import triton.language as tl
+
+    tokens = max(32, 1 << (64 // variant.steps - 1).bit_length())
+    return {
+        **{"M": 64, "BC": tokens, "BK": max(64, 1 << (variant.dim - 1).bit_length())},
+        **{"OPERAND": tl.bfloat16, "PRECISION": "tf32x3", "INVERSE": tl.float16},
     }
 
 
@@ -116,6 +135,8 @@ def _types(variant: Variant) -> dict[str, str]:
         **dict.fromkeys(("states", "dstates"), described("bf16", variant.dim)),
         "x": "*fp16",
     }
+    if not variant.gluon:
+        types |= {"q": "*bf16", "k": "*bf16"}
     if variant.name == "gradient":
         types["dv"] = described("bf16", 64)
     if variant.name == "reverse":

@@ -8,7 +8,7 @@ import torch
 from helpers import differentiable, random_inputs
 from torch import Tensor
 
-from fla_train.kernels.delta_product import delta_product
+from fla_train.kernels.delta_product import delta_product, delta_product_step
 from fla_train.kernels.neighbours import (
     add_rms_norm,
     consume_logits,
@@ -107,6 +107,18 @@ def test_without_gradients():
     with torch.no_grad():
         expected = delta_product(**inputs, backend="triton")[0]
         assert torch.equal(compiled(delta_product)(**inputs, backend="triton")[0], expected)
+
+
+def test_the_step():
+    inputs, _ = operator_inputs(1, alpha=(0.5, 1.0), initial_state=True)
+    token = {name: inputs[name][:, 0] for name in ("q", "k", "v", "beta", "g")}
+
+    def step() -> tuple[Tensor, Tensor]:
+        return delta_product_step(**token, state=inputs["initial_state"], qk_l2norm=True, backend="triton")
+
+    with torch.no_grad():
+        for actual, expected in zip(compiled(step)(), step(), strict=True):
+            assert torch.equal(actual, expected)
 
 
 NEIGHBOURS = {

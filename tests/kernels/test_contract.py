@@ -147,8 +147,9 @@ def test_backend_is_the_argument_then_the_variable_then_the_device(monkeypatch):
     monkeypatch.setenv("FLA_TRAIN_BACKEND", "recurrent")
     assert resolve_backend("auto", CPU) == "recurrent"
     assert resolve_backend("chunked", CPU) == "chunked"
-    monkeypatch.setenv("FLA_TRAIN_BACKEND", "auto")
-    assert resolve_backend("auto", CPU) == "chunked"
+    for unset in ("auto", ""):
+        monkeypatch.setenv("FLA_TRAIN_BACKEND", unset)
+        assert resolve_backend("auto", CPU) == "chunked"
 
 
 def test_an_unknown_backend_is_named_with_its_source(monkeypatch):

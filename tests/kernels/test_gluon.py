@@ -11,6 +11,7 @@ from fla_train.bench.measure import errors, forward_backward
 from fla_train.bench.roofline import Shape
 from fla_train.kernels.delta_product import check_backend, gluon_reverse
 from fla_train.kernels.delta_product.check import CASES
+from fla_train.kernels.delta_product.gluon_common import described
 from fla_train.kernels.delta_product.gluon_reverse import LEAST_BUSY, busy, fits
 from fla_train.kernels.delta_product.launches import IN_GLUON, forced, lookup
 from tests.kernels.compiled_gluon import Compiled, Variant, compile_for_hopper
@@ -46,6 +47,14 @@ def test_compiles_for_hopper_anywhere(variant: Variant, compiled: dict[Variant, 
         "reverse": 9 * dim + 6 * 64 + 2 * (64 if variant.steps == 1 else 32),
     }
     assert found.products == columns[variant.name] // 16
+
+
+def test_matrices_that_begin_anywhere_are_described() -> None:
+    apart = torch.randn(2 * 64 * 64 + 1).bfloat16()[1:].view(64, 2, 64)
+    assert apart.is_contiguous() and apart.data_ptr() % 16
+    named = described({"q": apart, "scale": 1.0}, ("q", "k", "scale"), rows=("q",))
+    assert named["q"].base.data_ptr() % 16 == 0 and named["scale"] == 1.0
+    assert torch.equal(named["q"].base, apart.flatten(1)) and named["q"].block_shape == [64, 64]
 
 
 @pytest.mark.parametrize(

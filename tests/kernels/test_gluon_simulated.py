@@ -24,6 +24,8 @@ CASES = [
     Case(tokens=50, sub_steps=3, gated=False, l2norm=False, states=False, key_dim=64, value_dim=64),
 ]
 SIMULATED = [(name, case) for case in CASES for name in MODULES if case.l2norm or name != "prepare"]
+# Triton's `prepare`, which wide keys take.
+WIDE = [Variant("prepare", 256, steps, packed=False, gated=True, gluon=False) for steps in (1, 2)]
 WITHOUT_BARRIERS = ("reverse", Case(tokens=70, key_dim=64, value_dim=64, states=False))
 
 pytestmark = [
@@ -38,7 +40,7 @@ def variant(name: str, case: Case) -> Variant:
 
 @pytest.fixture(scope="module")
 def kernels() -> dict[Variant, Compiled]:
-    return compile_for_hopper(variant(*simulated) for simulated in [*SIMULATED, WITHOUT_BARRIERS])
+    return compile_for_hopper([*(variant(*simulated) for simulated in [*SIMULATED, WITHOUT_BARRIERS]), *WIDE])
 
 
 def simulate(name: str, case: Case, ptx: str, order: Sequence[int]) -> Launch:
@@ -107,3 +109,10 @@ def test_no_literal_is_stored_with_stmatrix(kernels: dict[Variant, Compiled]) ->
         stored = re.findall(r"stmatrix[^{]*\{([^}]*)\}", compiled.ptx)
         assert stored or found.name != "prepare"
         assert not literals & {register for four in stored for register in four.split(", ")}, found
+
+
+def test_gates_that_are_nan_stay_so(kernels: dict[Variant, Compiled]) -> None:
+    # A maximum of NaN and a number is the number: of a NaN it would make the least gate there is.
+    gated = [compiled.ptx for found, compiled in kernels.items() if found.name == "prepare" and found.gated]
+    assert len(gated) > len(WIDE)
+    assert not any("max.f32" in ptx for ptx in gated)

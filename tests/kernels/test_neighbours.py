@@ -254,19 +254,6 @@ def test_gates(case: Case, gated: bool) -> None:
     check_gates(case, "triton", gated)
 
 
-def test_a_target_outside_the_vocabulary_gives_nan() -> None:
-    losses, _ = consume_logits(
-        random(3, 7), torch.tensor([7, -1, 6], device=DEVICE), with_gradient=True, backend="triton"
-    )
-    assert losses.isnan().tolist() == [True, True, False]
-
-
-@pytest.mark.parametrize("target", [-1, 7])
-def test_a_target_outside_the_vocabulary_is_an_error_of_the_definition(target: int) -> None:
-    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
-        consume_logits(torch.zeros(1, 7), torch.tensor([target]), with_gradient=False, backend="torch")
-
-
 def test_definitions() -> None:
     """The torch backend by the same measure, in fp32."""
     for case in (case for case in CONVOLUTIONS if case.dtype is FP32):
@@ -294,41 +281,6 @@ def test_gradients_of_the_definitions() -> None:
     assert torch.autograd.gradcheck(swiglu_linear, (x, other, leaf(3, 6)))
     b, a, A_log, dt_bias = leaf(4, 6), leaf(4, 3), leaf(3), leaf(3)
     assert torch.autograd.gradcheck(partial(recurrence_gates, beta_max=2.0), (b, a, A_log, dt_bias))
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_swiglu_with_one_row_a_frozen_weight_and_autocast(backend: str) -> None:
-    gate, up, weight = random(20).requires_grad_(), random(20), random(3, 20)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        y = swiglu_linear(gate, up, weight, backend=backend)
-    assert y.dtype == FP32
-    torch.testing.assert_close(y, F.linear(F.silu(gate) * up, weight))
-    frozen = torch.autograd.grad(y.sum(), gate)[0]
-    y = swiglu_linear(gate, up, weight.requires_grad_(), backend=backend)
-    dgate, dweight = torch.autograd.grad(y.sum(), (gate, weight))
-    torch.testing.assert_close(dgate, frozen)
-    torch.testing.assert_close(dweight, (F.silu(gate) * up).detach().expand(3, 20))
-
-
-@pytest.mark.parametrize("used", [0, 1])
-def test_one_output_alone_has_gradients(used: int) -> None:
-    x, residual, weight = random(3, 20).requires_grad_(), random(3, 20).requires_grad_(), random(20)
-    grads = [
-        torch.autograd.grad(add_rms_norm(x, residual, weight, EPS, backend=b)[used].sum(), (x, residual))
-        for b in ("torch", "triton")
-    ]
-    torch.testing.assert_close(grads[1], grads[0])
-
-
-def test_strided_inputs() -> None:
-    both, weight = random(3, 5, 40), random(20)
-    a, b = both.chunk(2, dim=-1)
-
-    def outputs(backend: str) -> list[Tensor]:
-        normed = rms_norm(a, weight, EPS, gate=b, backend=backend)
-        return [normed, swiglu_linear(a, b, weight[None], backend=backend)]
-
-    torch.testing.assert_close(outputs("triton"), outputs("torch"))
 
 
 @pytest.mark.gpu

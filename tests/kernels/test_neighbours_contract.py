@@ -27,6 +27,8 @@ def test_backend_is_chosen_by_argument_variable_and_input(monkeypatch: pytest.Mo
         resolve_backend("triton", x.double())
     with pytest.raises(ValueError, match="backend='cuda' is unknown: choose auto, torch, triton"):
         resolve_backend("cuda", x)
+    monkeypatch.setenv("FLA_TRAIN_NEIGHBOURS", "")
+    assert resolve_backend("auto", x) == "torch"
     monkeypatch.setenv("FLA_TRAIN_NEIGHBOURS", "fast")
     assert resolve_backend("torch", x) == "torch"
     with pytest.raises(ValueError, match="FLA_TRAIN_NEIGHBOURS='fast' is unknown"):

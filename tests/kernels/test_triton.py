@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fla_train.kernels.delta_product import delta_product
+from fla_train.kernels.delta_product import delta_product, triton_walk
 from fla_train.kernels.delta_product.launches import fallback, forced
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "by_chunks")
@@ -196,6 +196,27 @@ def test_only_the_final_state_is_used() -> None:
         grads.append([x.grad for x in leaves])
     for expected, actual in zip(*grads, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("longest", [0, 4096])  # by chunks, and step by step
+def test_boundaries_may_lie_apart(monkeypatch: pytest.MonkeyPatch, longest: int) -> None:
+    monkeypatch.setattr(triton_walk, "LONGEST", longest)
+    device = "cpu" if INTERPRETED else "cuda"
+    (q, k, v, beta, g, _), *_ = make_inputs(Case(tokens=20), device)
+    bounds = torch.tensor([[0, 99], [3, 99], [20, 99]], device=device)[:, 0]
+    kwargs = {"qk_l2norm": True, "backend": "triton"}
+    expected, _ = delta_product(q, k, v, beta, g, cu_seqlens=bounds.contiguous(), **kwargs)
+    assert torch.equal(delta_product(q, k, v, beta, g, cu_seqlens=bounds, **kwargs)[0], expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [16, 128, 256])
+def test_gpu_gates_that_are_nan_show(dim: int) -> None:
+    case = real(tokens=70, batch=1, heads=1, key_dim=dim, value_dim=dim)
+    (q, k, v, beta, g, _), *_ = make_inputs(case, "cuda")
+    g[0, 65] = torch.nan
+    o, _ = delta_product(q, k, v, beta, g, qk_l2norm=True, backend="triton")
+    assert o[0, 65].isnan().all() and not o[0, :64].isnan().any()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,64 @@
+"""What a document adds to a score: lm-eval's own aggregations come out again, with their standard errors."""
+
+import math
+
+import numpy as np
+import pytest
+from lm_eval.api.metrics import bits_per_byte, mean, perplexity, weighted_perplexity
+
+from fla_train.eval.contributions import contributions
+
+DRAW = np.random.default_rng(0)
+RIGHT = DRAW.integers(0, 2, 60).tolist()
+LOSSES = (-DRAW.gamma(2.0, 1.5, 60)).tolist()
+PAGES = list(zip((-DRAW.gamma(9.0, 30.0, 60)).tolist(), DRAW.integers(20, 900, 60).tolist(), strict=True))
+
+
+def jackknife(aggregate, items: list) -> float:
+    """Standard error from the scores without one document each."""
+    left = np.array([aggregate([*items[:i], *items[i + 1 :]]) for i in range(len(items))])
+    return math.sqrt((len(items) - 1) / len(items) * ((left - left.mean()) ** 2).sum())
+
+
+@pytest.mark.parametrize(
+    ("aggregate", "items", "back"),
+    [
+        (mean, RIGHT, float),
+        (np.mean, [bool(value) for value in RIGHT], float),
+        (perplexity, LOSSES, math.exp),
+        (weighted_perplexity, PAGES, math.exp),
+        (bits_per_byte, PAGES, float),
+    ],
+)
+def test_their_mean_is_the_score_and_their_spread_its_error(aggregate, items: list, back) -> None:
+    score = aggregate(items)
+    values, error = contributions(score, items)
+    assert len(values) == len(items) and back(np.mean(values)) == pytest.approx(score, rel=1e-9)
+    assert error == pytest.approx(jackknife(aggregate, items), rel=0.1)
+
+
+def test_differences_of_two_models_on_the_same_pages() -> None:
+    """By the logarithm of both perplexities; the pages' weights fall out of no difference."""
+    other = [(loss - 0.01 * words, words) for loss, words in PAGES]  # 0.01 nats a word more on each page
+    mine, theirs = (contributions(weighted_perplexity(items), items)[0] for items in (PAGES, other))
+    assert np.mean(np.subtract(theirs, mine)) == pytest.approx(0.01)
+    assert np.std(np.subtract(theirs, mine)) == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("score", "items"),
+    [
+        (0.7, RIGHT),  # not their mean
+        (0.5, ["a", "b"]),
+        (0.5, [None, 1.0]),
+        (0.5, [[1, 2, 3], [4, 5, 6]]),
+        (0.5, [[0.5, 1], [1]]),
+        (math.inf, [-math.inf, -1.0]),
+        (1.0, [1.0]),
+        (1.0, []),
+        (1.0, [(1.0, 0.0), (2.0, 0.0)]),
+        (2.0, [[[1.0]], [[2.0]]]),
+    ],
+)
+def test_other_scores_are_not_split(score: float, items: list) -> None:
+    assert contributions(score, items) is None

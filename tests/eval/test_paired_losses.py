@@ -1,0 +1,66 @@
+"""The script that sets losses of several evaluations against one of them, document by document."""
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+# Loss per token of two documents over their first 4, 8 and 16 tokens.
+ONE = {4: [2.0, 4.0], 8: [3.0, 5.0], 16: [3.5, 6.0]}
+TWO = {4: [2.0, 3.0], 8: [2.5, 4.5], 16: [3.0, 6.5]}
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    file = Path(__file__).resolve().parents[2] / "scripts/paired_losses.py"
+    place = importlib.util.spec_from_file_location("paired_losses", file)
+    module = importlib.util.module_from_spec(place)
+    place.loader.exec_module(module)
+    return module
+
+
+def write(folder: Path, losses: dict[int, list[float]], fingerprint: str = "f") -> str:
+    result = {
+        "lengths": [{"length": length, "losses": values} for length, values in losses.items()],
+        "data": {"fingerprint": fingerprint},
+    }
+    sets = {"web": result, "code": result, "lost": {"error": "not to be had"}}
+    folder.mkdir()
+    record = {"name": folder.name, "perplexity": sets, "tasks": {}, "paper_row": {}}
+    (folder / "results.json").write_text(json.dumps(record))
+    return str(folder)
+
+
+def test_spans_and_what_is_lost_with_the_length(script, tmp_path: Path, capsys) -> None:
+    places = [write(tmp_path / name, losses) for name, losses in (("one", ONE), ("two", TWO), ("same", ONE))]
+    assert script.main([*places, "--of", "0:4", "0:4,8:16"]) == 0
+    head, _, *rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    assert head[-3:] == ["web (2)", "code (2)", "all (4)"]
+    assert [row[:2] for row in rows] == [
+        [name, label] for name in ("two", "same") for label in ("0 to 4", "8 to 16 less 0 to 4")
+    ]
+    # First 4 tokens: 0 and -1. Tokens 8 to 16 are 2 l(16) - l(8): 4 and 7 in `one`, 3.5 and 8.5 in `two`.
+    assert rows[0][2] == "-0.500 (0.500)" and rows[0][4] == f"-0.500 ({0.5 / math.sqrt(3):.3f})"
+    assert rows[1][2] == "+1.000 (1.500)" and rows[1][2] == rows[1][3]
+    assert rows[2][2] == rows[3][2] == "+0.000 (0.000)"
+
+
+def test_what_cannot_be_paired_is_a_line(script, tmp_path: Path, capsys) -> None:
+    one = write(tmp_path / "one", ONE)
+    other = write(tmp_path / "other", TWO, fingerprint="g")
+    short = write(tmp_path / "short", ONE | {16: [3.5]})
+    for places, of, message in (
+        ([one, other], "0:4", "other and one did not read the same tokens of web"),
+        ([one, one], "0:5", "web: 5 is no length that was measured and that all 2 documents reach"),
+        ([short, short], "0:16", "web: 16 is no length"),
+        ([one, str(tmp_path)], "0:4", "holds no results.json"),
+    ):
+        assert script.main([*places, "--of", of]) == 2
+        printed = capsys.readouterr()
+        assert message in printed.err and not printed.out
+    for wrong in ("4:0", "0", "0:4,4:8,8:16", "a:b"):
+        with pytest.raises(SystemExit):
+            script.main([one, one, "--of", wrong])
