@@ -18,7 +18,8 @@ import yaml
 
 from fla_train.tasks.plots import plot_accuracy
 
-WALL = "wall_seconds"  # written into a run folder by scripts/reproduce_expressivity.sh
+# Written into a run folder by scripts/reproduce_expressivity.sh: how long it took; or why it did not run.
+WALL, SKIPPED = "wall_seconds", "skipped"
 USAGE = "usage: expressivity_table plan TABLE[,TABLE...] FOLDER SEEDS [full] | write FOLDER"
 SCAN_WEIGHT = 8  # Mamba loops over tokens: about so many layers of ours
 
@@ -110,7 +111,8 @@ def write_tables(home: Path) -> Path:
     ]
     for name, table in read_tables().items():
         if any(cell for row in results[name].values() for cell in row.values()):
-            lines += ["", *_markdown(table, results[name]), "", *_figures(name, table, results[name], home)]
+            rows = _markdown(name, table, results[name], home)
+            lines += ["", *rows, "", *_figures(name, table, results[name], home)]
     out = home / "tables.md"
     out.write_text("\n".join(lines) + "\n")
     return out
@@ -173,7 +175,9 @@ def _statistics(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _markdown(table: Mapping[str, Any], results: Mapping[str, Mapping[str, dict | None]]) -> list[str]:
+def _markdown(
+    name: str, table: Mapping[str, Any], results: Mapping[str, Mapping[str, dict | None]], home: Path
+) -> list[str]:
     columns = list(table["columns"])
     header = [part for column in columns for part in (f"{column}: paper", "ours")]
     lines = [
@@ -189,10 +193,18 @@ def _markdown(table: Mapping[str, Any], results: Mapping[str, Mapping[str, dict 
         for published, column in zip(content["published"], columns, strict=True):
             cells += [_published(published), _ours(results[row][column])]
         lines.append(f"| {row} | {' | '.join(cells)} |")
-    skipped = [
-        f"{row} was not run: {text}." for row, c in table["rows"].items() if (text := c.get("skipped"))
-    ]
+    skipped = [f"{row} was not run: {reason}." for row, reason in _skipped(name, table, home).items()]
     return [*lines, "", *skipped] if skipped else lines
+
+
+def _skipped(name: str, table: Mapping[str, Any], home: Path) -> dict[str, str]:
+    """Why a row has not been run, by row: as the table says, or as its first run that failed does."""
+    reasons = {}
+    for row, content in table["rows"].items():
+        notes = sorted(Run(name, row, "", 0, ()).folder(home).parent.glob(f"*/seed-*/{SKIPPED}"))
+        if reason := content.get("skipped") or (notes and notes[0].read_text().strip()):
+            reasons[row] = reason.removeprefix("error: ").removesuffix(".")
+    return reasons
 
 
 def _figures(
@@ -242,11 +254,8 @@ def main(arguments: Sequence[str]) -> int:
     """The command line; returns the exit code."""
     match list(arguments):
         case ["plan", name, home, seeds, *rest] if rest in ([], ["full"]):
-            print(
-                "\n".join(
-                    plan(name.split(","), Path(home), [int(s) for s in seeds.split(",")], fast=not rest)
-                )
-            )
+            numbers = [int(seed) for seed in seeds.split(",")]
+            print(*plan(name.split(","), Path(home), numbers, fast=not rest), sep="\n")
         case ["write", home]:
             print(write_tables(Path(home)).read_text())
         case _:
@@ -256,4 +265,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ValueError as fault:
+        sys.exit(f"error: {fault}")

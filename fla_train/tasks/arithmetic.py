@@ -2,7 +2,8 @@
 
 Both writers take draws [2, L, n] uint32, lengths [n] (tokens before "=", at most L) and the digits and
 operators to draw from, and return two arrays [n, L] int64, of which row i means its first lengths[i] places:
-the tokens, and the token id of the value of the expression that ends at a token (IGNORE where none ends).
+the tokens, and at a token that ends an expression the token id of the value of the text so far, its open
+brackets closed there; IGNORE at other tokens.
 """
 
 import numpy as np
@@ -24,7 +25,7 @@ _OPERATOR, _MINUS, _OPEN, _CLOSE = 5, 6, 8, 9
 def write_flat(draws: np.ndarray, lengths: np.ndarray, alphabet: str) -> tuple[np.ndarray, np.ndarray]:
     """Digits joined by operators, without brackets; * binds first. Lengths are odd.
 
-    An expression ends at each digit: it is the text so far.
+    An expression ends at each digit.
     """
     drawn_digits, drawn_operators = split_alphabet(alphabet)
     text = np.empty((len(lengths), draws.shape[1]), dtype=np.int64)
@@ -49,7 +50,9 @@ def write_flat(draws: np.ndarray, lengths: np.ndarray, alphabet: str) -> tuple[n
 def write_brackets(draws: np.ndarray, lengths: np.ndarray, alphabet: str) -> tuple[np.ndarray, np.ndarray]:
     """Nested (L op R); the leaves are d, -d, (d) and (-d).
 
-    An expression ends at the last token of each leaf and at each bracket that closes an (L op R).
+    An expression ends at the last token of each leaf and at each bracket that closes an (L op R). What stands
+    around it so far, L op at each bracket that is still open, makes the value of the text so far an affine
+    function of its own, scale * value + shift.
 
     An expression of 5 tokens or more splits the tokens between its operands uniformly, as in Deletang et al.
     (arXiv 2207.02098). All expressions of the batch that lie at one depth are written together; an expression
@@ -61,11 +64,11 @@ def write_brackets(draws: np.ndarray, lengths: np.ndarray, alphabet: str) -> tup
     answers = np.full_like(text, IGNORE)
     values = np.zeros_like(text)  # at the place where an expression starts, its value
     rows, starts, sizes = np.arange(n), np.zeros(n, dtype=np.int64), lengths
-    splits = []
+    splits, ends = [], []
     while len(rows):
         leaf = sizes < 5
         _write_leaves(text, values, draws, digits, rows[leaf], starts[leaf], sizes[leaf])
-        answers[rows[leaf], (starts + sizes - 1)[leaf]] = values[rows[leaf], starts[leaf]]
+        ends.append((rows, starts, starts + sizes - 1))
         rows, starts, sizes = rows[~leaf], starts[~leaf], sizes[~leaf]
         left_sizes = 1 + below(draws[0, starts, rows], sizes - 4)
         chosen = operators[below(draws[1, starts, rows], len(operators))]
@@ -73,14 +76,22 @@ def write_brackets(draws: np.ndarray, lengths: np.ndarray, alphabet: str) -> tup
         text[rows, starts] = _OPEN
         text[rows, rights - 1] = _OPERATOR + chosen
         text[rows, starts + sizes - 1] = _CLOSE
-        splits.append((rows, starts, rights, starts + sizes - 1, chosen))
+        splits.append((rows, starts, rights, chosen))
         rows = np.concatenate([rows, rows])
         starts = np.concatenate([lefts, rights])
         sizes = np.concatenate([left_sizes, sizes - left_sizes - 3])
-    for rows, starts, rights, ends, chosen in reversed(splits):
+    for rows, starts, rights, chosen in reversed(splits):
         left, right = values[rows, starts + 1], values[rows, rights]
-        value = np.choose(chosen, [left + right, left - right, left * right]) % MODULUS
-        values[rows, starts] = answers[rows, ends] = value
+        values[rows, starts] = np.choose(chosen, [left + right, left - right, left * right]) % MODULUS
+
+    scales, shifts = np.ones_like(text), np.zeros_like(text)  # at the place where an expression starts
+    for rows, starts, rights, chosen in splits:
+        left, scale, shift = values[rows, starts + 1], scales[rows, starts], shifts[rows, starts]
+        scales[rows, starts + 1], shifts[rows, starts + 1] = scale, shift
+        scales[rows, rights] = np.choose(chosen, [scale, -scale, scale * left]) % MODULUS
+        shifts[rows, rights] = np.where(chosen == 2, shift, scale * left + shift) % MODULUS
+    for rows, starts, last in ends:
+        answers[rows, last] = (scales * values + shifts)[rows, starts] % MODULUS
     return text, answers
 
 

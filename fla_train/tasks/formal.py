@@ -31,8 +31,8 @@ class Language:
             ends the word.
         answers: how many answers there are; the papers' chance level is 1 / answers.
         write: (draws [2, L, n] uint32, lengths [n]) -> (words [n, L], answers [n, L]), both token ids. The
-            answer at a token is that of the part of the word which ends there, the whole word at its last
-            token; IGNORE where no part ends. Written with `alphabet` as a third argument, where there is one.
+            answer at a token is that of the word so far, its open brackets closed; IGNORE where that is no
+            word. Written with `alphabet` as a third argument, where there is one.
         odd_lengths: only odd lengths exist.
         alphabet: the tokens that words are drawn from, one character each; None: they cannot be chosen.
     """
@@ -61,9 +61,9 @@ class FormalLanguage(Task):
             papers'. seq_len is max_length, and one more with "=".
         seed, num_sequences: see Task.
         alphabet: of arithmetic: draw only these digits and operators, as in "12+"; None draws from all.
-        label_parts: label not only the last token, but each at which a part of the word ends that has an
-            answer of its own: every bit and action (the word so far), every digit of flat arithmetic (the
-            text so far), the last token of every sub-expression with brackets.
+        label_parts: label not only the last token, but each at which the word so far, its open brackets
+            closed, has an answer: every bit and action, every digit of flat arithmetic, with brackets the
+            last token of every sub-expression.
 
     `alphabet` and `label_parts` are for the early stages of a curriculum.
 

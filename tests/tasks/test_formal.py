@@ -121,7 +121,7 @@ def test_a_longer_bracket_expression_splits_its_tokens_uniformly() -> None:
 
 @pytest.mark.parametrize("name", LANGUAGES)
 def test_labels_of_parts_are_the_answers_of_what_ends_there(name: str) -> None:
-    """Read each part alone: the word so far, or with brackets the sub-expression that ends at the token."""
+    """Read each part alone: the word so far, its open brackets closed."""
     settings = {"max_length": 25, "seed": 8}
     whole, parts = FormalLanguage(name, **settings), FormalLanguage(name, label_parts=True, **settings)
     batch, plain = parts.batch(range(200)), whole.batch(range(200))
@@ -135,29 +135,22 @@ def test_labels_of_parts_are_the_answers_of_what_ends_there(name: str) -> None:
         assert all(label == IGNORE for label in labels[len(word) :])
         expected = {}
         for t in range(len(word)):
-            if (part := part_ending_at(word, t, "brackets" in name)) is not None:
+            if (part := part_ending_at(word, t)) is not None:
                 expected[t] = READERS[name](part)
         assert found == expected, word
 
 
-def part_ending_at(word: list[str], t: int, brackets: bool) -> list[str] | None:
-    """The part of `word` with an answer whose last token is t; "=" ends the whole of it."""
-    arithmetic = "=" in word
-    if not arithmetic or word[t] == "=":
-        return word[: t + 1]
-    if not brackets:
-        return [*word[: t + 1], "="] if word[t].isdigit() else None
-    if word[t] == ")":
-        start, depth = t, 1
-        while depth:
-            start -= 1
-            depth += {")": 1, "(": -1}.get(word[start], 0)
-        return [*word[start : t + 1], "="]
-    # A digit, with its sign, is an expression unless it is bracketed with nothing else, which is one leaf.
-    start = t - (word[t - 1] == "-" and (t == 1 or word[t - 2] in "(+-*")) if t else t
-    if not word[t].isdigit() or (start > 0 and word[start - 1] == "(" and word[t + 1] == ")"):
+def part_ending_at(word: list[str], t: int) -> list[str] | None:
+    """The word up to t, as far as it has an answer there; "=" ends the whole of it."""
+    token, part = word[t], word[: t + 1]
+    if "=" not in word or token == "=":
+        return part
+    # A digit ends an expression unless it is bracketed with nothing but its sign, which is one leaf.
+    before = t - 1 - (t > 1 and word[t - 1] == "-" and word[t - 2] in "(+-*")
+    alone = t > 0 and word[before] == "(" and word[t + 1] == ")"
+    if token != ")" and (not token.isdigit() or alone):
         return None
-    return [*word[start : t + 1], "="]
+    return [*part, *")" * (part.count("(") - part.count(")")), "="]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from fla_train.cli.app import compose
 from fla_train.training.launch import launch
@@ -33,6 +34,13 @@ def recipe(overrides: list[str]) -> Callable[..., TrainConfig]:
 
 def test_every_recipe_is_listed_here():
     assert {path.stem for path in FOLDER.glob("*.yaml")} == set(PAPER)
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_a_recipe_prepares_what_its_steps_read_and_little_more(name: str):
+    tokens, steps, *_ = PAPER[name]
+    cap = OmegaConf.load(FOLDER / f"{name}.yaml").data.max_tokens
+    assert tokens * steps < cap <= 1.01 * tokens * steps
 
 
 @pytest.mark.parametrize("name", PAPER)
