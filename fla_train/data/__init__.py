@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fla_train.data.config import DataConfig, TokenizerConfig, data_faults
     from fla_train.data.dataset import Sequences, TokenDataset
     from fla_train.data.opening import open_train, open_validation
+    from fla_train.data.place import find_commits, find_prepared
     from fla_train.data.preparation import prepare
     from fla_train.data.prepared import PreparedData, open_prepared
     from fla_train.data.tokenizers import check_vocabulary
@@ -31,6 +32,8 @@ __all__ = [
     "TokenizerConfig",
     "check_vocabulary",
     "data_faults",
+    "find_commits",
+    "find_prepared",
     "open_prepared",
     "open_train",
     "open_validation",
@@ -46,6 +49,7 @@ _MODULES = {
     "config": ("DataConfig", "TokenizerConfig", "data_faults"),
     "dataset": ("Sequences", "TokenDataset"),
     "opening": ("open_train", "open_validation"),
+    "place": ("find_commits", "find_prepared"),
     "preparation": ("prepare",),
     "prepared": ("PreparedData", "open_prepared"),
     "tokenizers": ("check_vocabulary",),

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,23 +77,25 @@ class MixtureSequences:
 
 
 def prepare_mixture(
-    config: DataConfig, prepare: Callable[[DataConfig], PreparedData], log: Callable[[str], None]
+    config: DataConfig, prepare: Callable[[DataConfig, str], PreparedData], log: Callable[[str], None]
 ) -> PreparedData:
     """Prepare every part, and the folder that joins them.
+
+    Args:
+        prepare: gets a part's settings and its name.
 
     Raises:
         ValueError: what preparing a part raises, naming the part; or weights that do not work.
     """
-    shares = integer_shares({name: part.weight for name, part in config.mixture.items()})
     parts = {}
-    for name in shares:
+    for name in _shares(config):
         log(f"data: part {name} of the mixture")
         try:
-            parts[name] = prepare(part_config(config, name))
+            parts[name] = prepare(part_config(config, name), name)
         except ValueError as failure:
             raise ValueError(f"data.mixture.{name}: {failure}") from failure
-    manifest = _manifest(config, parts, shares)
-    final = cache_folder(config) / manifest["fingerprint"]
+    manifest = _manifest(parts, _shares(config))
+    final = mixture_folder(config, parts)
     if not (final / MANIFEST).exists():
         building = final.with_name(f".building-{final.name}-{os.getpid()}")
         try:
@@ -116,7 +119,16 @@ def part_config(config: DataConfig, name: str) -> DataConfig:
     return replace(config, mixture={}, source=part.source, **{key: getattr(part, key) for key in keys})
 
 
-def _manifest(config: DataConfig, parts: dict[str, PreparedData], shares: dict[str, int]) -> dict[str, Any]:
+def mixture_folder(config: DataConfig, parts: dict[str, PreparedData]) -> Path:
+    """Where the folder that joins `parts` lies, or would lie."""
+    return cache_folder(config) / _manifest(parts, _shares(config))["fingerprint"]
+
+
+def _shares(config: DataConfig) -> dict[str, int]:
+    return integer_shares({name: part.weight for name, part in config.mixture.items()})
+
+
+def _manifest(parts: dict[str, PreparedData], shares: dict[str, int]) -> dict[str, Any]:
     listed = [
         {"name": name, "fingerprint": parts[name].folder.name, "share": share}
         for name, share in shares.items()

@@ -8,98 +8,78 @@ apart.
 """
 
 import fcntl
-import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from fla_train.data.build import PROGRESS, Build, read_journal, resume
-from fla_train.data.config import DataConfig, cache_folder, data_faults
+from fla_train.data.config import DataConfig, data_faults
 from fla_train.data.encoding import is_held_out, utf8
 from fla_train.data.mixture import prepare_mixture
+from fla_train.data.place import Place, place_of, recorded
 from fla_train.data.prepared import PreparedData, open_prepared
 from fla_train.data.progress import Progress
 from fla_train.data.shards import FORMAT, MANIFEST, sync, write_manifest
-from fla_train.data.sources import Source, open_source
+from fla_train.data.sources import Source
 from fla_train.data.stream import prepare_stream
 from fla_train.data.tokenizers import fingerprint, ids_needed, load_tokenizer, make_encoder
 
 Log = Callable[[str], None]
-# Settings that no manifest records: equal preparations are equal byte for byte, wherever they lie and however
-# they came about.
-_UNRECORDED = (
-    *("cache_dir", "num_workers", "document_boundaries", "mixture"),
-    *("stream", "stream_head_documents"),
-)
+NO_COMMITS: Mapping[str, str] = MappingProxyType({})
 
 
-def prepare(config: DataConfig, log: Log = print, progress: bool = True) -> PreparedData:
+def prepare(
+    config: DataConfig,
+    log: Log = print,
+    progress: bool = True,
+    commits: Mapping[str, str] = NO_COMMITS,
+) -> PreparedData:
     """Tokenize the source of `config` into the cache, go on with what was begun, or reuse what is there.
 
     Args:
         log: receives one line at each stage.
         progress: show progress, tokens/s and the time left: a bar on a terminal, else a line a minute.
+        commits: of datasets on the Hub, the commit to read by the part of a mixture, "" without one; of the
+            others it is what was prepared before, or what `data.revision` points to now.
 
     Raises:
-        ValueError: for settings that cannot work, for missing or corrupt input, naming the file, and for a
-            disk that is full. What was tokenized before is kept for the next attempt.
+        ValueError: for settings that cannot work, for missing or corrupt input, naming the file, for a disk
+            that is full, and for data prepared from another commit. What was tokenized before is kept for the
+            next attempt.
     """
     if faults := data_faults(config):
         raise ValueError("; ".join(faults))
+
+    def part(settings: DataConfig, name: str = "") -> PreparedData:
+        return prepare(settings, log, progress, {"": commits[name]} if name in commits else NO_COMMITS)
+
     if config.source == "mixture":
-        return prepare_mixture(config, lambda part: prepare(part, log, progress), log)
+        return prepare_mixture(config, part, log)
     if config.stream:
-        return prepare_stream(config, lambda head: prepare(head, log, progress))
-    source = open_source(config)
-    # A bpe tokenizer follows from the corpus and its size, so it needs no training to be told apart.
-    trains = config.tokenizer.name == "bpe"
-    tokenizer = None if trains else load_tokenizer(config.tokenizer)
-    if tokenizer is not None and config.append_eos and tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"tokenizer {config.tokenizer.name} has no end-of-sequence token; "
-            "set data.tokenizer.eos_token, or data.append_eos=false"
-        )
-    identity = asdict(config.tokenizer) if tokenizer is None else fingerprint(tokenizer)
-    name = _fingerprint(config, source, identity)
-    cache = cache_folder(config)
-    final = cache / name
-    if not (final / MANIFEST).exists():
-        building = cache / f".building-{_build_key(config, identity)}"
-        with _lock(building.with_suffix(".lock"), log):
-            if not (final / MANIFEST).exists():  # another process may have built it while this one waited
+        return prepare_stream(config, part)
+    commit = commits.get("")
+    place = place_of(config, commit)
+    if not place.is_ready():
+        with _lock(place.building.with_suffix(".lock"), log):
+            if not place.is_ready():  # another process may have built it while this one waited
                 try:
-                    _build(building, final, config, source, tokenizer, log, progress)
+                    _build(place, config, commit, log, progress)
                 except OSError as failure:
-                    raise _unwritable(final, failure) from failure
-    return open_prepared(final)
-
-
-def _fingerprint(config: DataConfig, source: Source, tokenizer: Any) -> str:
-    keys = ("validation_fraction", "max_documents", "max_tokens", "append_eos")
-    content = {
-        "format": FORMAT,
-        "source": source.description,
-        "tokenizer": tokenizer,
-        "settings": {key: getattr(config, key) for key in keys},
-    }
-    return _digest(content)
-
-
-def _build_key(config: DataConfig, tokenizer: Any) -> str:
-    """Names an unfinished build by what it was asked for, not by the text: a faulty file may get repaired."""
-    settings = {key: value for key, value in asdict(config).items() if key not in _UNRECORDED}
-    return _digest({"format": FORMAT, "settings": settings, "tokenizer": tokenizer})
-
-
-def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+                    raise _unwritable(place.final, failure) from failure
+    prepared = open_prepared(place.final)
+    if commit is not None and prepared.commits().get("", commit) != commit:
+        raise ValueError(
+            f"{place.final} holds commit {prepared.commits()['']} of {config.path}, and this run reads "
+            f"{commit}: delete that folder, or set another data.cache_dir, and the same command prepares it"
+        )
+    return prepared
 
 
 @contextmanager
@@ -125,17 +105,10 @@ def _unwritable(path: Path, failure: OSError) -> ValueError:
     )
 
 
-def _build(
-    building: Path,
-    final: Path,
-    config: DataConfig,
-    source: Source,
-    tokenizer: PreTrainedTokenizerBase | None,
-    log: Log,
-    show: bool,
-) -> None:
+def _build(place: Place, config: DataConfig, commit: str | None, log: Log, show: bool) -> None:
     """Fill `building` with the tokenizer, both splits and, last, the manifest; then rename it to `final`."""
-    resumed = _resume(building, config, source, log)
+    source, tokenizer, final, building = place.source, place.tokenizer, place.final, place.building
+    resumed = _resume(place, config, commit, log)
     if resumed is None:
         log(f"data: preparing {config.source} in {final}")
         if tokenizer is not None:
@@ -192,16 +165,20 @@ def _tell_of_another_tokenizer(
             log(f"data: tokenizer {config.tokenizer.name} has changed since {path.parent} was prepared")
 
 
-def _resume(building: Path, config: DataConfig, source: Source, log: Log) -> dict[str, Any] | None:
+def _resume(place: Place, config: DataConfig, commit: str | None, log: Log) -> dict[str, Any] | None:
     """The journal an earlier attempt left, at a snapshot whose text is still the source's."""
-    journal = read_journal(building)
+    journal = read_journal(place.building)
     if journal is None:
         return None
+    if commit is not None and place.commit() not in (None, commit):
+        log(f"data: {place.building} was begun with commit {place.commit()}: starting anew with {commit}")
+        return None
     # bpe was trained on the text as it was.
-    same = journal["source"] == source.description
-    resumed = resume(journal, source.description) if same or config.tokenizer.name != "bpe" else None
+    description = place.source.description
+    same = journal["source"] == description
+    resumed = resume(journal, description) if same or config.tokenizer.name != "bpe" else None
     if resumed is None:
-        log(f"data: the text has changed since {building} was begun: starting anew")
+        log(f"data: the text has changed since {place.building} was begun: starting anew")
     return resumed
 
 
@@ -212,7 +189,7 @@ def _begin_manifest(
     return {
         "format": FORMAT,
         "fingerprint": name,
-        "settings": {key: value for key, value in asdict(config).items() if key not in _UNRECORDED},
+        "settings": recorded(config),
         "source": source.description,
         "dtype": "uint16" if ids_needed(tokenizer) <= 1 << 16 else "uint32",
         "tokenizer": {

@@ -28,6 +28,11 @@ class PreparedData:
         listed = self.manifest["parts"]
         return {part["name"]: open_prepared(self.folder.with_name(part["fingerprint"])) for part in listed}
 
+    def commits(self) -> dict[str, str]:
+        """{part: the Hub's commit that it holds}, of the parts that came from the Hub; "": no mixture."""
+        parts = self.parts() if "parts" in self.manifest else {"": self}
+        return {name: part.manifest["commit"] for name, part in parts.items() if "commit" in part.manifest}
+
     def verify(self) -> None:
         """Compare every shard with its checksum. Raises `ValueError` naming the first that differs."""
         for part in self.parts().values():

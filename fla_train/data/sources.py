@@ -9,6 +9,7 @@ import importlib.metadata
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,13 @@ from fla_train.data.files import (
     find_files,
     guarded,
     read_files,
+    reading,
     text_bytes,
 )
 
 # A stream resumed by 5.0.0 saves a wrong state in its turn: documents are lost from the second resume on.
 _FORBIDDEN_DATASETS = ("5.0.0",)
+REMEDY = "check data.path, data.name, data.split and the network, or point data.path at a local copy"
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,12 @@ class Source:
             yield from chunk.documents()
 
 
-def open_source(config: DataConfig) -> Source:
+def open_source(config: DataConfig, commit: str | None = None) -> Source:
     """The source that `config` names.
+
+    Args:
+        commit: of a dataset on the Hub, to be read whatever `data.revision` points to by now; None: what it
+            points to when the source is first opened.
 
     Raises:
         ValueError: if it does not exist or lacks the text column; reading raises it too, for corrupt input.
@@ -67,7 +74,7 @@ def open_source(config: DataConfig) -> Source:
         case "local":
             return _local(config)
         case "hub":
-            return _hub(config)
+            return _hub(config, commit)
     raise ValueError(f"data.source={config.source} is none of stdlib, local, hub")
 
 
@@ -125,7 +132,24 @@ def _local(config: DataConfig) -> Source:
     )
 
 
-def _hub(config: DataConfig) -> Source:
+def is_on_hub(config: DataConfig) -> bool:
+    """Whether the text is a dataset on the Hub, and no local folder of the same layout."""
+    return config.source == "hub" and not Path(str(config.path)).expanduser().is_dir()
+
+
+def hub_commit(config: DataConfig) -> str:
+    """The commit that `data.revision` of the dataset points to now.
+
+    Raises:
+        SourceInterrupted: the Hub does not tell.
+    """
+    from huggingface_hub import HfApi
+
+    with reading(_where(config), REMEDY, SourceInterrupted):
+        return HfApi().dataset_info(config.path, revision=config.revision).sha
+
+
+def _hub(config: DataConfig, commit: str | None) -> Source:
     assert config.path
     if (version := importlib.metadata.version("datasets")) in _FORBIDDEN_DATASETS:
         raise ValueError(
@@ -139,32 +163,36 @@ def _hub(config: DataConfig) -> Source:
         "split": config.split,
         "text_column": config.text_column,
     }
-    if Path(config.path).expanduser().is_dir():  # a local mirror: its content decides, not where it lies
+    if not is_on_hub(config):  # a local mirror: its content decides, not where it lies
         description |= {"path": None, "files": describe_files(find_files(config.path))}
-    return Source(description, lambda: None, lambda start: _stream(config, start))
+
+    @cache  # a tokenizer is trained on the text that is then tokenized
+    def find_commit() -> str | None:
+        return commit or (hub_commit(config) if is_on_hub(config) else None)
+
+    return Source(description, lambda: None, lambda start: _stream(config, start, find_commit))
 
 
-def _stream(config: DataConfig, start: Cursor | None) -> Iterator[TextChunk]:
+def _where(config: DataConfig) -> str:
+    return f"dataset {config.path}" + (f" ({config.name})" if config.name else "") + f", split {config.split}"
+
+
+def _stream(
+    config: DataConfig, start: Cursor | None, find_commit: Callable[[], str | None]
+) -> Iterator[TextChunk]:
     """Stream by `datasets`. A cursor is the stream's `state_dict`, the rows before it, and the Hub's commit.
 
     So whoever goes on reads the files that were begun, whatever the branch points to by then.
     """
     import datasets
-    from huggingface_hub import HfApi
 
-    where = (
-        f"dataset {config.path}" + (f" ({config.name})" if config.name else "") + f", split {config.split}"
-    )
-    remedy = "check data.path, data.name, data.split and the network, or point data.path at a local copy"
+    where = _where(config)
     opened: list[datasets.IterableDataset] = []
     first = 0 if start is None else start["row"]
     commit: str | None = None if start is None else start.get("commit")  # None: a folder, or an older journal
 
     def records() -> Iterator[dict[str, Any]]:
         # In here, so that a failure to find the dataset is reported like one to read it.
-        nonlocal commit
-        if commit is None and not Path(config.path).expanduser().is_dir():
-            commit = HfApi().dataset_info(config.path, revision=config.revision).sha
         stream = datasets.load_dataset(
             config.path, name=config.name, split=config.split, revision=commit, streaming=True
         )
@@ -177,7 +205,9 @@ def _stream(config: DataConfig, start: Cursor | None) -> Iterator[TextChunk]:
         yield from stream
 
     def documents() -> Iterator[Document]:
-        read = guarded(records(), where, remedy, SourceInterrupted)
+        nonlocal commit
+        commit = commit or find_commit()
+        read = guarded(records(), where, REMEDY, SourceInterrupted)
         for row, record in enumerate(read, start=first):
             require_column(where, config.text_column, record)
             place = f"{where}, row {row}"

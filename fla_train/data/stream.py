@@ -28,7 +28,7 @@ from fla_train.data.chunks import Cursor
 from fla_train.data.config import DataConfig, TokenizerConfig, cache_folder
 from fla_train.data.prepared import PreparedData, open_prepared
 from fla_train.data.shards import FORMAT, read_manifest, write_manifest
-from fla_train.data.sources import open_source
+from fla_train.data.sources import hub_commit, is_on_hub, open_source
 from fla_train.data.tokenizers import make_encoder
 from fla_train.data.workers import encode_all
 
@@ -65,7 +65,10 @@ class StreamSequences:
         self._encoder = make_encoder(
             head.tokenizer(), head.folder / "tokenizer", self._config, manifest["dtype"]
         )
-        self._notes = [Note(0, None, ""), *read_notes(self.folder / INDEX)]
+        self._commit: str | None = manifest.get("commit")
+        # Of the text that is read: a cache that was prepared anew may hold another commit's notes.
+        notes = (n for n in read_notes(self.folder / INDEX) if (n.cursor or {}).get("commit") == self._commit)
+        self._notes = [Note(0, None, ""), *notes]
         self._writer = _IndexWriter(self.folder / INDEX)
         self._open(self._notes[0])
 
@@ -112,7 +115,7 @@ class StreamSequences:
         cursor, expected = note.cursor, note.digest
         while True:
             began, whole = self._end, cursor is None
-            source = open_source(self._config)
+            source = open_source(self._config, self._commit)
             for piece in encode_all(self._encoder, source.chunks(cursor), self._config.num_workers or 0):
                 if piece.fault is not None:
                     raise ValueError(piece.fault)
@@ -174,23 +177,35 @@ def read_notes(path: Path) -> list[Note]:
     return sorted(notes, key=lambda note: note.token)
 
 
+def head_config(config: DataConfig) -> DataConfig:
+    """The settings of the preparation of a stream's first documents."""
+    return replace(config, stream=False, max_documents=config.stream_head_documents)
+
+
+def stream_folder(config: DataConfig, head: PreparedData) -> Path:
+    content = json.dumps({"head": head.folder.name, "stream": True})
+    return cache_folder(config) / hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
 def prepare_stream(config: DataConfig, prepare: Callable[[DataConfig], PreparedData]) -> PreparedData:
     """A folder to train from: the manifest, and a preparation of the source's first documents beside it.
 
     The held-out documents among those first `stream_head_documents` are the validation split, and a bpe
-    tokenizer is trained on the others.
+    tokenizer is trained on the others. The stream is read from the head's commit, in every epoch and by every
+    rank, whatever the Hub's branch points to by then.
     """
-    head = prepare(replace(config, stream=False, max_documents=config.stream_head_documents))
+    head = prepare(head_config(config))
+    commit = head.manifest.get("commit")
+    if commit is None and is_on_hub(config):  # a head from before commits were kept
+        commit = hub_commit(config)
     # The head may have been prepared when the same text lay elsewhere.
     settings = head.manifest["settings"] | {"max_documents": None, "path": config.path}
-    content = json.dumps({"head": head.folder.name, "stream": True})
-    name = hashlib.sha256(content.encode()).hexdigest()[:16]
-    folder = cache_folder(config) / name
+    folder = stream_folder(config, head)
     unknown = dict.fromkeys(("documents", "text_bytes", "unigram_entropy"))
     train = unknown | {"tokens": math.inf, "shards": []}
     manifest: dict[str, Any] = {
         "format": FORMAT,
-        "fingerprint": name,
+        "fingerprint": folder.name,
         "settings": settings,
         "source": head.manifest["source"],
         "head": head.folder.name,
@@ -198,6 +213,8 @@ def prepare_stream(config: DataConfig, prepare: Callable[[DataConfig], PreparedD
         "tokenizer": head.manifest["tokenizer"],
         "splits": {"train": train, "validation": head.manifest["splits"]["validation"]},
     }
+    if commit is not None:
+        manifest["commit"] = commit
     folder.mkdir(exist_ok=True)
     if not (folder / "tokenizer").exists():
         os.symlink(Path("..") / head.folder.name / "tokenizer", folder / "tokenizer")

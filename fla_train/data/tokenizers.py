@@ -22,10 +22,20 @@ from fla_train.data.sentencepiece import from_sentencepiece
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 
 
-def load_tokenizer(config: TokenizerConfig, train_texts: Iterable[str] = ()) -> PreTrainedTokenizerBase:
+class TokenizerNotCached(ValueError):
+    """A tokenizer of the Hub is not on this machine, and was not to be fetched."""
+
+
+def load_tokenizer(
+    config: TokenizerConfig, train_texts: Iterable[str] = (), *, offline: bool = False
+) -> PreTrainedTokenizerBase:
     """The tokenizer that `config` names; `train_texts` is read only by "bpe".
 
+    Args:
+        offline: take one on the Hub from its cache, or not at all.
+
     Raises:
+        TokenizerNotCached: `offline`, and it is not there.
         ValueError: if it cannot be found or loaded, or if there is no text to train on.
     """
     match config.name:
@@ -33,7 +43,7 @@ def load_tokenizer(config: TokenizerConfig, train_texts: Iterable[str] = ()) -> 
             return _byte_tokenizer()
         case "bpe":
             return _train_bpe(train_texts, config.vocab_size, config.train_bytes)
-    return _pretrained(config.name, config.eos_token)
+    return _pretrained(config.name, config.eos_token, offline)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
@@ -147,7 +157,7 @@ def _byte_symbols() -> list[str]:
     return symbols
 
 
-def _pretrained(name: str, eos_token: str | None) -> PreTrainedTokenizerBase:
+def _pretrained(name: str, eos_token: str | None, offline: bool) -> PreTrainedTokenizerBase:
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     path = Path(name).expanduser()
     if looks_local and not path.is_dir():
@@ -155,8 +165,14 @@ def _pretrained(name: str, eos_token: str | None) -> PreTrainedTokenizerBase:
             f"data.tokenizer.name={name}: no such folder; give a folder, a Hub name, bytes or bpe"
         )
     try:
-        tokenizer = _load_folder(path) if path.is_dir() else AutoTokenizer.from_pretrained(name)
+        tokenizer = (
+            _load_folder(path)
+            if path.is_dir()
+            else AutoTokenizer.from_pretrained(name, local_files_only=offline)
+        )
     except Exception as failure:
+        if offline and not path.is_dir():
+            raise TokenizerNotCached(name) from failure
         reason = " ".join(str(failure).split())[:200]
         raise ValueError(
             f"data.tokenizer.name={name}: cannot be loaded ({reason}); give a folder with tokenizer.json, "

@@ -21,6 +21,7 @@ def run_facts(
     content = asdict(config)
     facts: dict[str, str | None] = {key: json.dumps(content[key], sort_keys=True) for key in SECTIONS}
     facts["the prepared data"] = data.folder.name
+    facts["the Hub's commit of the data"] = json.dumps(data.commits(), sort_keys=True)
     facts["data.document_boundaries"] = str(config.data.document_boundaries)
     facts["the checkpoint to resume"] = resume.name if resume else None
     # The first machine has written it by now. Another content, or none, means another folder.

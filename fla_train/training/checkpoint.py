@@ -15,6 +15,7 @@ so a kill at any moment leaves either the whole new checkpoint or only the ones 
 import hashlib
 import json
 import logging
+import math
 import os
 import random
 import re
@@ -53,6 +54,7 @@ class TrainState:
     loss_statistics: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # of `StepGuard`
     wandb_id: str | None = None
     data: str | None = None  # fingerprint of the prepared data
+    commits: dict[str, str] = field(default_factory=dict)  # of the Hub's datasets, by part of a mixture
 
 
 def folder_name(step: int) -> str:
@@ -89,24 +91,37 @@ def load(engine, folder: Path) -> TrainState:
 
 
 def read_state(folder: Path) -> TrainState:
-    return TrainState(**json.loads((folder / STATE).read_text()))
+    """Raises `ValueError`: another version wrote it, with other fields."""
+    try:
+        return TrainState(**json.loads((folder / STATE).read_text()))
+    except TypeError as failure:
+        raise ValueError(f"{folder / STATE} is of another version: {failure}") from failure
 
 
 def world_size(checkpoint: Path) -> int:
     """The number of ranks that wrote it."""
-    return json.loads((checkpoint / MANIFEST).read_text())["world_size"]
+    return _manifest(checkpoint)["world_size"]
+
+
+def _manifest(checkpoint: Path) -> dict:
+    return json.loads((checkpoint / MANIFEST).read_text())
+
+
+def step_of(name: str) -> int:
+    """The step of a checkpoint folder's name."""
+    return int(name.removeprefix("step-"))
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Checkpoint folders, oldest first; not verified. A copy by another name is none of the run's."""
-    return sorted(path for path in folder.glob("step-*") if NAME.fullmatch(path.name) and path.is_dir())
+    present = (path for path in folder.glob("step-*") if NAME.fullmatch(path.name) and path.is_dir())
+    return sorted(present, key=lambda path: step_of(path.name))
 
 
 def find_fault(checkpoint: Path) -> str | None:
     """Why a checkpoint can't be used, or None when every file is as its manifest says."""
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text())
-        files = manifest["files"].items()
+        files = _manifest(checkpoint)["files"].items()
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is missing or unreadable"
     for name, entry in files:
@@ -137,21 +152,35 @@ def choose(resume: str, folder: Path) -> Path | None:
     if resume != "auto":
         if fault := find_fault(Path(resume)):
             raise ValueError(f"trainer.resume={resume} is not an intact checkpoint: {fault}")
-        later = [path.name for path in present if path.name > Path(resume).resolve().name]
+        step = _manifest(Path(resume))["step"]
+        later = [path.name for path in present if step_of(path.name) > step]
         if later:  # resume=auto would later take them for this run's
             raise ValueError(
                 f"{folder} holds {later[-1]}, which comes after {resume}: use trainer.resume=auto to go on "
                 "from it, or another run.dir"
             )
         return Path(resume)
+    return newest_intact(folder)
+
+
+def newest_intact(folder: Path, until: float = math.inf) -> Path | None:
+    """The newest checkpoint up to step `until` that verifies; None if the folder holds no checkpoint at all.
+
+    Raises:
+        ValueError: none of those it holds will do.
+    """
+    present = checkpoints(folder)
     for checkpoint in reversed(present):
+        if step_of(checkpoint.name) > until:
+            continue
         fault = find_fault(checkpoint)
         if fault is None:
             return checkpoint
         logger.warning("checkpoint %s is corrupt (%s): trying the one before it", checkpoint, fault)
-    if present:
-        raise ValueError(f"no checkpoint in {folder} is intact: delete the folder to start again")
-    return None
+    if not present:
+        return None
+    which = "" if until == math.inf else f" up to step {until:,}"
+    raise ValueError(f"no checkpoint in {folder}{which} is intact: delete the folder to start again")
 
 
 def clean(folder: Path) -> None:
@@ -168,8 +197,9 @@ def prune(newest: Path, keep: int, keep_every: int = 0) -> None:
     """
     if not keep:
         return
-    for old in [path for path in checkpoints(newest.parent) if path.name <= newest.name][:-keep]:
-        if not keep_every or int(old.name.removeprefix("step-")) % keep_every:
+    last = step_of(newest.name)
+    for old in [path for path in checkpoints(newest.parent) if step_of(path.name) <= last][:-keep]:
+        if not keep_every or step_of(old.name) % keep_every:
             remove(old)
 
 

@@ -61,7 +61,7 @@ class Trainer:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         check_agreement(run_facts(config, data, resume, self.folder))
         self.state = checkpoint.load(self.engine, resume) if resume else TrainState()
-        self.state.data = data.folder.name
+        self.state.data, self.state.commits = data.folder.name, data.commits()
         own = resume is not None and resume.resolve().parent == self.folder.checkpoints.resolve()
         if not own:  # a branch of another run, whose W&B run stays its own
             self.state.wandb_id = None

@@ -23,30 +23,31 @@ ASSUMED_GPU, ASSUMED_MFU = "H100", 0.4  # for the estimate of GPU-hours
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes of a run; plan.json holds the same."""
+    """Sizes of a run; plan.json holds the same. What the data decide is None before they are prepared."""
 
     parameters: int  # as the papers count: the embedding once
     parameters_held: int  # with the head, unless it is tied to the embedding
     tokens: int  # of the whole run
-    epochs: float  # tokens / tokens of the training split
+    epochs: float | None  # tokens / tokens of the training split
     flops_per_token: float  # forward and backward
     memory_bytes: int  # estimate per process
     gpu_hours: float  # on H100s at the assumed utilisation
     accumulation: int  # micro-batches per rank and step
-    validation_tokens: int  # of the validation split
+    validation_tokens: int | None  # of the validation split
     unigram_entropy: float | None  # of the same, nats per token
-    data_folder: str
+    data_folder: str | None
 
 
-def make_plan(config: TrainConfig, data: PreparedData) -> Plan:
+def make_plan(config: TrainConfig, data: PreparedData | None) -> Plan:
     """Work out the plan.
 
     Raises:
         ValueError: a model config whose parts do not fit together, shards that are missing or cut short, or
             fewer training tokens than one sequence.
     """
-    trainer, splits = config.trainer, data.manifest["splits"]
-    if config.task is None:
+    trainer = config.trainer
+    train, validation = (data.manifest["splits"][split] if data else {} for split in ("train", "validation"))
+    if data is not None and config.task is None:
         open_train(data.folder, trainer.seq_len, config.seed)  # its faults belong before the start
     count = _count(config)
     tokens = trainer.max_steps * trainer.global_batch_tokens
@@ -55,14 +56,14 @@ def make_plan(config: TrainConfig, data: PreparedData) -> Plan:
         parameters=count.embedding_once,
         parameters_held=count.total,
         tokens=tokens,
-        epochs=tokens / splits["train"]["tokens"],
+        epochs=tokens / train["tokens"] if train else None,
         flops_per_token=flops,
         memory_bytes=_memory(config, count),
         gpu_hours=flops * tokens / (ASSUMED_MFU * peak_flops(ASSUMED_GPU, "bf16")) / 3600,
         accumulation=accumulation_steps(config),
-        validation_tokens=splits["validation"]["tokens"],
-        unigram_entropy=splits["validation"]["unigram_entropy"],
-        data_folder=str(data.folder),
+        validation_tokens=validation.get("tokens"),
+        unigram_entropy=validation.get("unigram_entropy"),
+        data_folder=str(data.folder) if data else None,
     )
 
 
@@ -101,8 +102,8 @@ def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:
     trainer, launch = config.trainer, config.launch
     return [
         f"parameters   {plan.parameters:,} with the embedding counted once, {plan.parameters_held:,} in all",
-        f"tokens       {plan.tokens:,} = {trainer.max_steps:,} steps x {trainer.global_batch_tokens:,} "
-        f"({plan.epochs:.2f} epochs)",
+        f"tokens       {plan.tokens:,} = {trainer.max_steps:,} steps x {trainer.global_batch_tokens:,}"
+        + ("" if plan.epochs is None else f" ({plan.epochs:.2f} epochs)"),
         f"batch        {launch.num_processes} process(es) x {plan.accumulation} micro-batch(es) x "
         f"{trainer.micro_batch_size} sequences x {trainer.seq_len} tokens",
         f"FLOPs        {plan.flops_per_token:.3g} per token, {plan.flops_per_token * plan.tokens:.3g} in all",
@@ -111,7 +112,7 @@ def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:
         f"schedule     {config.schedule.name}, peak {config.optimizer.lr:g}, "
         f"{warmup_steps(config.schedule, trainer.max_steps)} warm-up steps",
         f"device       {launch.device}, {trainer.precision}",
-        *_validation_warning(plan.validation_tokens, trainer.seq_len),
+        *_data_lines(plan.validation_tokens, trainer.seq_len),
     ]
 
 
@@ -121,7 +122,9 @@ def _gpu_hours(hours: float) -> list[str]:
     return [f"GPU-hours    about {hours:,.0f}, if {ASSUMED_GPU}s ran at {ASSUMED_MFU:.0%} of their peak"]
 
 
-def _validation_warning(tokens: int, seq_len: int) -> list[str]:
+def _data_lines(tokens: int | None, seq_len: int) -> list[str]:
+    if tokens is None:
+        return ["data         not prepared yet: fla-prepare does it, or the start of the run"]
     if tokens >= seq_len:
         return []
     return [

@@ -17,6 +17,8 @@ class RanksMissing(RuntimeError):
 def join(backend: str, timeout: float) -> None:
     """Join the process group of all ranks. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set.
 
+    FLA_TRAIN_ATTEMPT, if it is set, names the attempt: ranks of another one are not met.
+
     Args:
         backend: `gloo` or `nccl`; gloo groups, of which one writes checkpoints, are made in any case.
         timeout: seconds that this rank waits for the others.
@@ -62,14 +64,19 @@ def interface_towards(host: str, port: int) -> str | None:
 
 
 def _meet(host: str, port: int, rank: int, world: int, timeout: float) -> dist.Store:
-    """The store, once all ranks have come to it."""
+    """The store, once all ranks of this attempt have come to it.
+
+    Its keys begin with the attempt's name: another attempt's rank 0 may still be there, with the keys of all
+    its ranks.
+    """
     limit = timedelta(seconds=timeout)
     try:
-        store = dist.TCPStore(host, port, is_master=rank == 0, timeout=limit, wait_for_workers=False)
+        server = dist.TCPStore(host, port, is_master=rank == 0, timeout=limit, wait_for_workers=False)
     except dist.DistNetworkError as failure:
         if rank == 0:
             raise RanksMissing(f"port {port} can't be served: {failure}") from failure
         raise RanksMissing(f"machine 0 did not answer at {host}:{port} {_within(timeout)}") from failure
+    store = dist.PrefixStore(os.environ.get("FLA_TRAIN_ATTEMPT", "alone"), server)
     store.set(f"rank-{rank}", "here")
     names = [f"rank-{other}" for other in range(world)]
     try:

@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
+from fla_train.data.shards import sync
 from fla_train.hub.environment import describe_environment
 
 LOCK_WAIT = 10.0  # seconds; the workers of a killed launcher need a moment to die
@@ -107,6 +108,7 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file in one move: a reader, or a run after a kill, finds the old content or the new."""
     aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     aside.write_text(text)
+    sync(aside)
     os.replace(aside, path)
 
 

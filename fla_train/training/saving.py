@@ -7,7 +7,7 @@ from safetensors import SafetensorError
 
 from fla_train.data import PreparedData
 from fla_train.hub import export_model
-from fla_train.training.checkpoint import TrainState, folder_name
+from fla_train.training.checkpoint import TrainState, folder_name, step_of
 from fla_train.training.report import Reporter, model_card
 from fla_train.training.runfolder import RunFolder
 from fla_train.training.schema import TrainConfig
@@ -106,7 +106,7 @@ class Saver:
         return None
 
     def _tell(self, written: Written) -> None:
-        step = int(written.path.name.removeprefix("step-"))
+        step = step_of(written.path.name)
         if written.fault is None:
             self._reporter.say(
                 f"step {step:,}: checkpoint {written.path}, written in {written.seconds:.1f} s"

@@ -1,4 +1,4 @@
-"""Start this machine's workers; stop all of them when one fails, and pass on requests to stop."""
+"""Start this machine's workers; stop them when one fails here or elsewhere; pass on requests to stop."""
 
 import json
 import os
@@ -8,38 +8,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from fla_train.training.machines import Failure
 from fla_train.training.preemption import EXIT_CODE, SIGNALS, Preempted, answer, restore
 from fla_train.training.schema import LaunchConfig
 
 POLL = 0.1  # seconds between looks at the workers
 REPEAT = 1.0  # seconds after which a request to stop is passed on again
 GRACE = 1.0  # seconds in which the others' failures are gathered, to name the first one
-DEFAULT_PORT = 29500
-
-
-@dataclass
-class Failure:
-    """The first worker that failed."""
-
-    rank: int
-    line: str
-    final: bool = False  # to start again would end the same way
 
 
 def choose_port(launch: LaunchConfig) -> int:
-    """The port that rank 0 will listen on: the given one, or a free one on a single machine.
+    """A port of this machine for rank 0: the given one, or a free one; with several machines, whose launchers
+    meet at the given one, always a free one.
 
     Raises:
-        ValueError: this is machine 0 and the given port is in use.
+        ValueError: the given port is in use.
     """
     several = launch.num_machines > 1
-    port = launch.main_process_port or (DEFAULT_PORT if several else 0)
-    if launch.machine_rank > 0:
-        return port
+    port = 0 if several else launch.main_process_port or 0
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -53,11 +42,20 @@ def choose_port(launch: LaunchConfig) -> int:
 
 
 def run_workers(
-    arguments: Sequence[str], launch: LaunchConfig, *, port: int, inherited: Sequence[int] = ()
+    arguments: Sequence[str],
+    launch: LaunchConfig,
+    *,
+    port: int,
+    attempt: str,
+    elsewhere: Callable[[], Failure | None],
+    inherited: Sequence[int] = (),
 ) -> Failure | None:
     """Run `python -m fla_train.training.worker ARGUMENTS` for each rank of this machine until all have ended.
 
     Args:
+        port: of machine 0, where the ranks meet.
+        attempt: its name.
+        elsewhere: tells of a failure on another machine.
         inherited: descriptors the workers keep open; the run's lock is held as long as one of them lives.
 
     Returns:
@@ -66,7 +64,7 @@ def run_workers(
     SIGUSR1 and SIGTERM have the workers save a checkpoint and end, however often they come.
 
     Raises:
-        Preempted: the workers have done so.
+        Preempted: the workers have done so, or failed meanwhile in a way that another start may mend.
         KeyboardInterrupt: on SIGINT, after the workers have been killed.
     """
     local = launch.num_processes // launch.num_machines
@@ -85,6 +83,7 @@ def run_workers(
                     "LOCAL_WORLD_SIZE": str(local),
                     "MASTER_ADDR": launch.main_process_ip,
                     "MASTER_PORT": str(port),
+                    "FLA_TRAIN_ATTEMPT": attempt,
                     "FLA_TRAIN_LAUNCHER": str(os.getpid()),
                     "FLA_TRAIN_ERROR_FILE": str(error_file),
                     "TOKENIZERS_PARALLELISM": "false",
@@ -103,11 +102,14 @@ def run_workers(
                     start_new_session=True,
                     pass_fds=inherited,
                 )
-            failed = _wait(workers, forward)
-            if failed is None:
-                return None
+            failed = _wait(workers, forward, elsewhere)
+            if failed is None or isinstance(failed, Failure):
+                return failed
             time.sleep(GRACE)
-            return _first_failure(workers, error_files, failed)
+            failure = _first_failure(workers, error_files, failed)
+            if forward.requested and not failure.final:  # who is to leave does not start again
+                raise Preempted
+            return failure
         finally:
             _kill(workers)
             restore(previous)
@@ -136,8 +138,10 @@ class _Forward:
             worker.send_signal(SIGNALS[0])
 
 
-def _wait(workers: dict[int, subprocess.Popen], forward: _Forward) -> int | None:
-    """The first rank seen to have failed, or None once all have ended well.
+def _wait(
+    workers: dict[int, subprocess.Popen], forward: _Forward, elsewhere: Callable[[], Failure | None]
+) -> int | Failure | None:
+    """The first rank seen to have failed, a failure elsewhere, or None once all have ended well.
 
     Raises:
         Preempted: all have left on request.
@@ -157,6 +161,8 @@ def _wait(workers: dict[int, subprocess.Popen], forward: _Forward) -> int | None
             if EXIT_CODE in codes.values():
                 raise Preempted
             return None
+        if failure := elsewhere():
+            return failure
         time.sleep(POLL)
 
 
@@ -166,15 +172,19 @@ def _first_failure(
     """The earliest reported failure. A killed rank reports nothing, and makes the others fail."""
     code = workers[failed].poll()
     if code is not None and code < 0:
-        return Failure(failed, f"was killed by {signal.Signals(-code).name}")
+        return _killed(failed, code)
     reports = {rank: json.loads(f.read_text()) for rank, f in error_files.items() if f.is_file()}
     for rank, worker in workers.items():
         if (worker.poll() or 0) < 0:
-            return Failure(rank, f"was killed by {signal.Signals(-worker.poll()).name}")
+            return _killed(rank, worker.poll())
     if not reports:
-        return Failure(failed, f"ended with exit code {code}")
+        return Failure(f"rank {failed}", f"ended with exit code {code}")
     rank = min(reports, key=lambda r: reports[r]["time"])
-    return Failure(rank, reports[rank]["line"], reports[rank]["final"])
+    return Failure(f"rank {rank}", reports[rank]["line"], reports[rank]["final"])
+
+
+def _killed(rank: int, code: int) -> Failure:
+    return Failure(f"rank {rank}", f"was killed by {signal.Signals(-code).name}")
 
 
 def _kill(workers: dict[int, subprocess.Popen]) -> None:

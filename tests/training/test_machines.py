@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from test_preemption import without_saves
-from test_resume import steps_logged, wait_for, weights
+from test_resume import TIMEOUT, steps_logged, wait_for, weights
 from warm_ranks import TWO_RANKS
 
 from fla_train.cli.app import compose
@@ -130,6 +130,41 @@ def test_a_preempted_slurm_job_is_queued_again_and_goes_on_on_hosts_without_slur
     assert sorted(path.name for path in random_states) == ["rng-0.pt", "rng-1.pt"]
     assert (run / "config-machine-1.yaml").is_file()
     assert (run / "train-machine-1.log").is_file()  # two machines can't append to one file on NFS
+
+
+@pytest.mark.usefixtures("unwatched")
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_machine_that_is_killed_and_started_again_is_met_again(
+    overrides: list[str], whole: Path, tmp_path: Path, killed: int
+):
+    """At once, though `trainer.hang_timeout` is long; the other machine's launcher lives on."""
+    run, port = tmp_path / "run", free_port()
+    launchers: dict[int, subprocess.Popen] = {}
+
+    def start(machine: int) -> None:
+        options = [f"launch.machine_rank={machine}", "launch.num_machines=2", "launch.max_restarts=1"]
+        options += [f"launch.main_process_port={port}", f"run.dir={run}"]
+        code = "from fla_train.cli.train import main; main()"
+        command = [sys.executable, "-c", code, *overrides, *TWO_RANKS, *options]
+        with (tmp_path / f"said-{machine}").open("a") as said:
+            launchers[machine] = subprocess.Popen(command, stdout=said, stderr=said)
+
+    try:
+        for machine in range(2):
+            start(machine)
+        wait_for(lambda: steps_logged(run) >= 1)
+        launchers[killed].kill()
+        launchers[killed].wait()
+        start(killed)
+        codes = [launchers[machine].wait(TIMEOUT) for machine in range(2)]
+    finally:
+        for launcher in launchers.values():
+            launcher.kill()
+    said = [(tmp_path / f"said-{machine}").read_text() for machine in range(2)]
+    assert codes == [0, 0], "".join(said)
+    assert said[1 - killed].count("restart      1 of 1, ") == 1
+    assert without_saves(run) == without_saves(whole) and weights(run) == weights(whole)
 
 
 def test_an_array_task_trains_its_job_of_the_sweep(

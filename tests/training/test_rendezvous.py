@@ -6,8 +6,9 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 
-from fla_train.training.rendezvous import RanksMissing, interface_towards, join
+from fla_train.training.rendezvous import RanksMissing, _meet, interface_towards, join
 
 
 @pytest.fixture
@@ -38,6 +39,19 @@ def test_machine_0_may_be_the_one_that_does_not_come(rank_of):
     rank_of(1, 2)
     with pytest.raises(RanksMissing, match=r"machine 0 did not answer at 127\.0\.0\.1:\d+ within 0\.5 s"):
         join("gloo", 0.5)
+
+
+def test_ranks_of_another_attempt_are_not_met(rank_of, monkeypatch: pytest.MonkeyPatch):
+    """Theirs may live on, behind a network that was cut, with the keys of all their ranks."""
+    rank_of(1, 2)
+    place = "127.0.0.1", int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(*place, is_master=True, wait_for_workers=False)
+    for prefix in ("", "before/"):
+        for rank in range(2):
+            store.set(f"{prefix}rank-{rank}", "here")
+    monkeypatch.setenv("FLA_TRAIN_ATTEMPT", "now")
+    with pytest.raises(RanksMissing, match="machine 0 did not come to"):
+        _meet(*place, rank=1, world=2, timeout=0.5)
 
 
 MEET = """

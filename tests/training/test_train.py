@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from warm_ranks import WarmRanks
 
 from fla_train.cli import train as command
+from fla_train.data import prepare
 from fla_train.training.launch import TrainingFailed, launch
 from fla_train.training.metrics import read_metrics
 from fla_train.training.schema import TrainConfig
@@ -116,16 +117,54 @@ def test_the_home_folder_may_be_a_tilde(fla_train, tmp_path: Path, monkeypatch: 
     assert f"dir: {tmp_path}/runs/first" in stdout and f"resume: {tmp_path}/step" in stdout
 
 
-def test_too_little_validation_text_is_said_in_the_plan(fla_train):
+MIXTURE = "{a: {weight: 0.5, path: PATH}, b: {weight: 0.5, path: PATH}}"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        [],
+        ["data.stream=true"],
+        ["data=mixture", f"+data.mixture={MIXTURE}"],
+        ["data.tokenizer.name=someone/tokenizer"],
+        ["data=hub", "data.path=someone/texts"],  # no Hub is reached by tests
+    ],
+    ids=["files", "stream", "mixture", "tokenizer", "hub"],
+)
+def test_a_dry_run_fetches_and_writes_nothing(fla_train, corpus: Path, tmp_path: Path, data: list[str]):
+    cache = tmp_path / "cache"
+    data = [option.replace("PATH", str(corpus)) for option in data]
+    if "data=mixture" in data:
+        data.append("data.path=null")
+    code, stdout, stderr = fla_train("dry_run=true", f"data.cache_dir={cache}", *data)
+    assert code == 0, stderr
+    assert "data         not prepared yet" in stdout and "3,072 = 12 steps x 256\n" in stdout
+    assert not cache.exists()
+
+
+def test_a_dry_run_tells_of_data_that_are_prepared(fla_train, make_config, corpus: Path, tmp_path: Path):
+    here = f"data.cache_dir={tmp_path / 'cache'}"
+    for more in ([], ["data.stream=true"], ["data=mixture", "data.path=null", f"+data.mixture={MIXTURE}"]):
+        options = [here, *(option.replace("PATH", str(corpus)) for option in more)]
+        prepare(make_config(*options).data, log=lambda line: None, progress=False)
+        before = sorted(tmp_path.rglob("*"))
+        code, stdout, _ = fla_train("dry_run=true", *options)
+        assert code == 0 and "epochs)" in stdout and "not prepared" not in stdout
+        assert sorted(tmp_path.rglob("*")) == before
+    assert "model.vocab_size=128" in refused(fla_train("dry_run=true", here, "model.vocab_size=128"))
+
+
+def test_too_little_validation_text_is_said_in_the_plan(fla_train, make_config):
+    prepare(make_config("data.validation_fraction=0").data, log=lambda line: None, progress=False)
     code, stdout, _ = fla_train("dry_run=true", "data.validation_fraction=0")
     assert code == 0
     assert "no validation: the split has 0 tokens, fewer than one sequence of 32" in stdout
     assert "no validation" not in fla_train("dry_run=true")[1]
 
 
-def test_a_damaged_shard_is_found_before_the_start(fla_train, corpus: Path, tmp_path: Path):
+def test_a_damaged_shard_is_found_before_the_start(fla_train, make_config, tmp_path: Path):
     here = [f"data.cache_dir={tmp_path / 'cache'}", f"run.dir={tmp_path / 'run'}"]
-    assert fla_train("dry_run=true", *here)[0] == 0
+    prepare(make_config(*here).data, log=lambda line: None, progress=False)
     (shard,) = (tmp_path / "cache").glob("*/train/tokens-00000.bin")
     shard.write_bytes(shard.read_bytes()[:-2])
     assert f"{shard} has" in refused(fla_train(*here))

@@ -13,13 +13,15 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from fla_train.training.launch import launch
+from fla_train.training.machines import Failure
 from fla_train.training.schema import LaunchConfig, TrainConfig
-from fla_train.training.supervise import Failure, run_workers
+from fla_train.training.supervise import run_workers
 
 TWO_RANKS = [
     *("launch.num_processes=2", "launch.device=cpu", "trainer.precision=fp32"),
@@ -46,7 +48,7 @@ class WarmRanks:
     def as_workers(self) -> Iterator[None]:
         """Inside, training on the CPU is done by these ranks."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("fla_train.training.launch.run_workers", self._run_workers)
+            patch.setattr("fla_train.training.attempts.run_workers", self._run_workers)
             yield
 
     def run(self, world: int, work: Callable, *arguments: object) -> list:
@@ -78,11 +80,9 @@ class WarmRanks:
         for process, _ in self._ranks:
             process.join()
 
-    def _run_workers(
-        self, arguments: Sequence[str], config: LaunchConfig, *, port: int, inherited: Sequence[int] = ()
-    ) -> Failure | None:
+    def _run_workers(self, arguments: Sequence[str], config: LaunchConfig, **how: Any) -> Failure | None:
         if config.device != "cpu":
-            return run_workers(arguments, config, port=port, inherited=inherited)
+            return run_workers(arguments, config, **how)
         self.run(config.num_processes, _train, *map(Path, arguments))
         return None
 

@@ -1,0 +1,109 @@
+"""How often a run is started again, with workers that only leave a checkpoint behind, or don't."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from test_checkpoint import DAMAGE, make
+
+from fla_train.data import prepare
+from fla_train.training import attempts
+from fla_train.training.launch import TrainingFailed, launch
+from fla_train.training.machines import Failure
+from fla_train.training.schema import TrainConfig
+
+Workers = Callable[[Iterator[int | None]], list[str]]
+PATH = 2  # where the checkpoint stands among a worker's arguments
+
+
+@pytest.fixture
+def workers(
+    monkeypatch: pytest.MonkeyPatch, make_config: Callable[..., TrainConfig], tmp_path: Path
+) -> Workers:
+    """`workers(steps)`: each attempt leaves a checkpoint of the next step and fails; None: it leaves none.
+
+    Attempts end well once there are no more. Returns, later, what each went on from.
+    """
+    fingerprint = prepare(make_config().data, log=lambda line: None, progress=False).folder.name
+
+    def play(steps: Iterator[int | None]) -> list[str]:
+        begun: list[str] = []
+
+        def run(arguments: list[str], *_: object, **__: object) -> Failure | None:
+            begun.append(Path(arguments[PATH]).name if len(arguments) > PATH else "the beginning")
+            step = next(steps, 0)
+            if step:
+                path = make(tmp_path / "run" / "checkpoints", step)
+                (path / "state.json").write_text(json.dumps({"step": step, "data": fingerprint}))
+            return None if step == 0 else Failure("rank 0", "was killed")
+
+        monkeypatch.setattr(attempts, "run_workers", run)
+        return begun
+
+    return play
+
+
+def test_a_new_checkpoint_forgives_the_failures_before_it(
+    make_config: Callable[..., TrainConfig], workers: Workers, tmp_path: Path, capfd: pytest.CaptureFixture
+):
+    begun = workers(iter([None, None, 1, None, 2, None]))
+    launch(make_config("launch.device=cpu", "launch.max_restarts=2", f"run.dir={tmp_path / 'run'}"))
+    first, second = "step-0000001", "step-0000002"
+    assert begun == [*["the beginning"] * 3, *[first] * 2, *[second] * 2]
+    said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("restart")]
+    assert [line.split()[1] for line in said] == ["1", "2", "1", "2", "1", "2"]
+    assert said[0] == "restart      1 of 2, rank 0: was killed"
+
+
+def test_failures_without_a_new_checkpoint_are_counted(
+    make_config: Callable[..., TrainConfig], workers: Workers, tmp_path: Path
+):
+    begun = workers(iter([3, None, None, None, 6]))
+    config = make_config("launch.device=cpu", "launch.max_restarts=2", f"run.dir={tmp_path / 'run'}")
+    with pytest.raises(TrainingFailed, match="rank 0: was killed"):
+        launch(config)
+    assert begun == ["the beginning", "step-0000003", "step-0000003"]
+
+
+def test_checkpoints_that_are_all_lost_meanwhile_end_the_run_as_failed(
+    make_config: Callable[..., TrainConfig], workers: Workers, tmp_path: Path
+):
+    """Not as a fault of the request."""
+    workers(iter([3]))
+    losing = attempts.run_workers
+
+    def lose(*arguments: object, **options: object) -> Failure | None:
+        failure = losing(*arguments, **options)
+        DAMAGE["manifest lost"](tmp_path / "run" / "checkpoints" / "step-0000003")
+        return failure
+
+    attempts.run_workers = lose  # undone by the fixture
+    config = make_config("launch.device=cpu", "launch.max_restarts=2", f"run.dir={tmp_path / 'run'}")
+    with pytest.raises(TrainingFailed, match=r"machine 0: no checkpoint in \S+ is intact"):
+        launch(config)
+
+
+def test_no_restart_is_no_restart_however_far_it_came(
+    make_config: Callable[..., TrainConfig], workers: Workers, tmp_path: Path
+):
+    begun = workers(iter([3, 6]))
+    with pytest.raises(TrainingFailed):
+        launch(make_config("launch.device=cpu", f"run.dir={tmp_path / 'run'}"))
+    assert begun == ["the beginning"]
+
+
+def test_a_branch_goes_on_from_its_own_checkpoints_by_the_same_command(
+    make_config: Callable[..., TrainConfig], workers: Workers, tmp_path: Path
+):
+    """A batch system gives it again; another path in its place is refused."""
+    begun = workers(iter([4, 5]))
+    begin = [make(tmp_path / name, 3) for name in ("trunk", "other")]
+    for path in begin:
+        (path / "state.json").write_text(json.dumps({"step": 3}))
+    for asked in (begin[0], begin[0]):
+        with pytest.raises(TrainingFailed):
+            launch(make_config("launch.device=cpu", f"run.dir={tmp_path / 'run'}", f"trainer.resume={asked}"))
+    assert begun == ["step-0000003", "step-0000004"]
+    with pytest.raises(ValueError, match="holds step-0000005, which comes after"):
+        launch(make_config("launch.device=cpu", f"run.dir={tmp_path / 'run'}", f"trainer.resume={begin[1]}"))
