@@ -6,6 +6,7 @@ from pathlib import Path
 from omegaconf import MISSING
 
 LAYOUTS = ("documents", "packed")
+ENDINGS = (".gz", ".parquet", ".jsonl")  # of files of documents, the last one first
 
 
 @dataclass
@@ -63,9 +64,12 @@ class EvalConfig:
 
 
 def set_name(path: str) -> str:
-    """What a set of documents is called: its file or folder without endings, or the folder of a glob."""
+    """What a set of documents is called: its folder, its file without endings, or the folder of a glob."""
     place = Path(path)
-    return (place.parent if "*" in place.name else place).name.split(".")[0]
+    name = (place.parent if "*" in place.name else place).name
+    for ending in ENDINGS:
+        name = name.removesuffix(ending)
+    return name
 
 
 def suite_faults(suite: SuiteConfig) -> list[str]:

@@ -66,7 +66,7 @@ def file_documents(
     """Each document of parquet or JSON-lines files as [tokens], without special tokens.
 
     Raises:
-        ValueError: missing or corrupt files, or no such column.
+        ValueError: missing, corrupt or unreadable files, or no such column.
     """
     try:
         source = open_source(DataConfig(source="local", path=path, text_column=text_column))
@@ -74,6 +74,9 @@ def file_documents(
     except ValueError as fault:
         line = str(fault).replace("data.path", "suite.perplexity.sets")  # what these keys are called here
         raise ValueError(line.replace("data.text_column", "suite.perplexity.text_column")) from fault
+    except OSError as failure:  # no permission, or gone meanwhile
+        reason = failure.strerror or failure
+        raise ValueError(f"suite.perplexity.sets={path}: cannot be read ({reason})") from failure
 
 
 def tokenized(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:

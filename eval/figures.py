@@ -10,9 +10,9 @@ import numpy as np
 
 from fla_train.eval.compare import is_metric
 from fla_train.eval.paper import NOTED, RECALL, ZERO_SHOT, Column, published
-from fla_train.eval.plots import grid, legend, mark_training, readable_sets, set_title, short
+from fla_train.eval.plots import grid, legend, mark_training, meaning, readable_sets, set_title, short
 from fla_train.eval.state_figures import draw_states
-from fla_train.eval.tables import TABLE_1
+from fla_train.eval.tables import COUNTS, TABLE_1, varied
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,11 +53,25 @@ def _panels(records: Sequence[dict]) -> list[int]:
 def _curve(
     axes: Axes, x: Sequence[float], rows: Sequence[dict], name: str, color: str, **style: object
 ) -> None:
-    """Perplexity with its 95% interval as a band."""
-    axes.plot(x, [row["perplexity"] for row in rows], label=name, color=color, **style)
-    if all(row["low"] is not None for row in rows):
-        low, high = ([row[key] for row in rows] for key in ("low", "high"))
-        axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+    """Perplexity with its 95% interval as a band; a bar at a point that stands alone."""
+    for i, part in enumerate(_same_documents(rows)):
+        kept, places = rows[part], x[part]
+        label = None if i else name
+        axes.plot(places, [row["perplexity"] for row in kept], label=label, color=color, **style)
+        if all(row["low"] is not None for row in kept):
+            low, high = ([row[key] for row in kept] for key in ("low", "high"))
+            if len(kept) == 1:
+                axes.vlines(places, low, high, color=color, alpha=0.4)
+            else:
+                axes.fill_between(places, low, high, color=color, alpha=0.15, linewidth=0)
+
+
+def _same_documents(rows: Sequence[dict]) -> list[slice]:
+    """The parts of a curve to join: a line between points of different documents would show their difference
+    as one of the model.
+    """
+    breaks = [i for i in range(1, len(rows)) if rows[i]["documents"] != rows[i - 1]["documents"]]
+    return [slice(a, b) for a, b in zip([0, *breaks], [*breaks, len(rows)], strict=True)]
 
 
 def _middles(rows: Sequence[dict]) -> list[float]:
@@ -68,22 +82,27 @@ def _perplexity(file: Path, records: Sequence[dict]) -> None:
     """Against context length: a panel per set, and for a single evaluation a panel over positions besides."""
     names = list(readable_sets(records))
     alone = len(records) == 1
+    titles = [set_title(name, records) for name in names]
+    lines = meaning(titles)
     with grid(file, 1, 2 if alone else len(names), (5.2, 3.8)) as axes:
         for i, name in enumerate(names):
+            panel, curves = axes[0, 0 if alone else i], []
             for j, record in enumerate(records):
                 result = record["perplexity"].get(name, {"error": ""})
                 if "error" in result:
                     continue
-                panel = axes[0, 0 if alone else i]
-                label = set_title(name, records) if alone else record["name"]
+                label = titles[i] if alone else record["name"]
                 color = f"C{i if alone else j}"
-                rows = result["lengths"]
+                curves.append(rows := result["lengths"])
                 _curve(panel, [row["length"] for row in rows], rows, label, color, marker="o", markersize=3)
                 if alone:
                     rows = result["positions"]
                     _curve(axes[0, 1], _middles(rows), rows, label, color)
+            if any(map(varied, curves)):
+                _write_counts(panel, curves, f"C{i}" if alone else "0.4")
+                lines = [*meaning(titles), COUNTS]
             if not alone:
-                axes[0, i].set_title(set_title(name, records), fontsize=10)
+                panel.set_title(titles[i], fontsize=10)
         lengths = sorted(
             {row["length"] for r in records for s in readable_sets([r]).values() for row in s["lengths"]}
         )
@@ -97,11 +116,25 @@ def _perplexity(file: Path, records: Sequence[dict]) -> None:
         for panel in axes[0]:
             mark_training(panel, records, label=panel is axes[0, 0])
             panel.grid(alpha=0.3)
-        legend(axes)
+        legend(axes, lines)
+
+
+def _write_counts(panel: Axes, curves: Sequence[Sequence[dict]], color: str) -> None:
+    """How many documents stand behind each point, once where several curves have the same."""
+    tops: dict[tuple[int, int], float] = {}
+    for row in (row for rows in curves for row in rows):
+        key = row["length"], row["documents"]
+        tops[key] = max(tops.get(key, 0.0), row["high"] or row["perplexity"])
+    style = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center", "va": "bottom", "fontsize": 7}
+    style["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8}
+    for (length, count), top in tops.items():
+        panel.annotate(f"n = {count}", (length, top), color=color, **style)
+    panel.margins(x=0.08, y=0.1)  # the text lies above its point
 
 
 def _extrapolation(file: Path, records: Sequence[dict], panels: Sequence[int]) -> None:
     names = list(readable_sets(records))
+    titles = [set_title(name, records) for name in names]
     with grid(file, len(panels), len(names), (3.3, 2.5)) as axes:
         for row, length in enumerate(panels):
             for column, name in enumerate(names):
@@ -118,11 +151,11 @@ def _extrapolation(file: Path, records: Sequence[dict], panels: Sequence[int]) -
                 panel.set_xticks([0, length // 2, length], ["0", short(length // 2), short(length)])
                 panel.grid(alpha=0.3)
                 if row == 0:
-                    panel.set_title(set_title(name, records), fontsize=10)
+                    panel.set_title(titles[column], fontsize=10)
             axes[row, 0].set_ylabel("perplexity")
         for panel in axes[-1]:
             panel.set_xlabel("position (tokens)")
-        legend(axes)
+        legend(axes, meaning(titles))
 
 
 def _panel(result: dict, length: int) -> list[dict]:
@@ -155,7 +188,9 @@ def _columns(records: Sequence[dict]) -> list[Column]:
 
 
 def _tasks(file: Path, records: Sequence[dict], columns: Sequence[Column]) -> None:
-    """Scores in percent with standard errors; beside those that Table 1 has its rows (grey dots)."""
+    """Scores in percent with standard errors; beside those that Table 1 has, and on its data, its rows (grey
+    dots).
+    """
     rows = [row for group in published() if group.paper == TABLE_1 for row in group.rows.values()]
     with grid(file, 1, 1, (max(8.0, 0.9 * len(columns)), 3.6)) as axes:
         panel = axes[0, 0]
@@ -168,18 +203,19 @@ def _tasks(file: Path, records: Sequence[dict], columns: Sequence[Column]) -> No
                 100 * found.get(f"{c.metric}_stderr", 0.0) for found, c in zip(scores, columns, strict=True)
             ]
             panel.bar(x, heights, 0.9 * width, yerr=errors, label=record["name"], capsize=2)
-        shown = [(j, float(row[c.head])) for j, c in enumerate(columns) for row in rows if c.head in row]
+        noted = {name for record in records for name, result in record["tasks"].items() if "note" in result}
+        theirs = [(j, c.head) for j, c in enumerate(columns) if c.task not in noted]
+        shown = [(j, float(row[head])) for j, head in theirs for row in rows if head in row]
         if shown:
             places, values = zip(*shown, strict=True)
             dots = {"s": 10, "color": "0.35", "zorder": 3, "label": "published, Table 1"}
             panel.scatter(np.add(places, 0.38), values, **dots)
-        noted = {name for record in records for name, result in record["tasks"].items() if "note" in result}
         heads = [c.head.removesuffix(" ↑") + NOTED * (c.task in noted) for c in columns]
         panel.set_xticks(range(len(columns)), heads)
         panel.tick_params(axis="x", labelsize=8)
         panel.set(ylabel="percent", xlim=(-0.6, len(columns) - 0.4), ylim=(0, None))
         panel.grid(alpha=0.3, axis="y")
-        panel.legend(frameon=False, fontsize=8)
+        legend(axes, meaning(heads))
 
 
 def _scores(record: dict) -> dict[str, dict]:

@@ -141,9 +141,14 @@ class FlaTrainLM(HFLM):
         token = super().prefix_token_id
         if token is None:
             raise ValueError(
-                "the tokenizer has neither BOS nor EOS for an empty context: give prefix_token_id"
+                "an empty context needs a token, and the tokenizer has neither BOS nor EOS: name one of its "
+                "tokens as eos_token in the checkpoint's tokenizer_config.json"
             )
         return token
+
+    @property
+    def _has_prefix(self) -> bool:
+        return super().prefix_token_id is not None
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Answer]:
         """As lm-eval's; for our models, each text that it will ask the tokenizer for is encoded beforehand,
@@ -158,8 +163,8 @@ class FlaTrainLM(HFLM):
     @contextmanager
     def _encoding(self, texts: set[str]) -> Iterator[None]:
         """A block in which `tok_encode` looks up these texts, but for those it has to treat by itself."""
-        prefix = self.tokenizer.decode(self.prefix_token_id)
-        plain = [text for text in texts if text and not text.startswith(prefix)]
+        prefix = self.tokenizer.decode(self.prefix_token_id) if self._has_prefix else None
+        plain = [text for text in texts if text and not (prefix and text.startswith(prefix))]
         special = {} if self.add_bos_token is None else {"add_special_tokens": self.add_bos_token}
         try:
             if plain:
@@ -178,6 +183,8 @@ class FlaTrainLM(HFLM):
         """Token ids of a text, looked up if they are there already."""
         if add_special_tokens is None and left_truncate_len is None and string in self._encoded:
             return self._encoded[string]
+        if add_special_tokens is None and not self._has_prefix:  # `HFLM` asks whether the text begins with it
+            add_special_tokens = self.add_bos_token is not False
         return super().tok_encode(string, add_special_tokens, left_truncate_len, **options)
 
     def _loglikelihood_tokens(

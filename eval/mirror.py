@@ -35,7 +35,7 @@ def dataset_note(mirror: Path | None, name: str, config: str | None) -> str | No
 
 
 @contextmanager
-def hub_datasets(mirror: Path | None) -> Iterator[list[str]]:
+def hub_datasets(mirror: Path | None, streamed: bool = False) -> Iterator[list[str]]:
     """Inside it `datasets.load_dataset("org/name", ...)` reads `mirror/org/name/` if that folder exists.
 
     The task definitions stay those of lm-eval: they ask for the Hub's names, and only the place is another.
@@ -45,6 +45,7 @@ def hub_datasets(mirror: Path | None) -> Iterator[list[str]]:
     Args:
         mirror: folder with a dataset repository per `org/name` (parquet or JSON lines, and a README.md whose
             header names the configs); None: the Hub or its cache.
+        streamed: what comes from the Hub is not kept, so that no second run can do without network.
 
     Yields:
         The notes of the data sets that have been loaded, see `dataset_note`.
@@ -67,7 +68,7 @@ def hub_datasets(mirror: Path | None) -> Iterator[list[str]]:
                 return _with_train(load_dataset(str(folder), name, *args, **kwargs))
             return load_dataset(path, name, *args, **kwargs)
         except Exception as failure:  # no such name or config, no network, a corrupt file: all end the task
-            raise DatasetUnavailable(_remedy(path, name, folder, failure)) from failure
+            raise DatasetUnavailable(_remedy(path, name, folder, streamed, failure)) from failure
 
     datasets.load_dataset, datasets.config.HF_HUB_OFFLINE = load, offline or mirror is not None
     try:
@@ -98,8 +99,10 @@ def _with_train(splits: Any) -> Any:
     return splits
 
 
-def _remedy(path: str, name: str | None, folder: Path | None, failure: Exception) -> str:
+def _remedy(path: str, name: str | None, folder: Path | None, streamed: bool, failure: Exception) -> str:
     wanted = f"data set {path}" + (f" ({name})" if name else "")
+    if folder is None and streamed:
+        return f"{wanted} cannot be had from the Hub: {streaming_remedy(path)}"
     if folder is None:
         return (
             f"{wanted} cannot be had from the Hub or its cache: run once with network, or give mirror=FOLDER "
@@ -107,7 +110,16 @@ def _remedy(path: str, name: str | None, folder: Path | None, failure: Exception
         )
     if folder.is_dir():
         return f"{wanted} in {folder} cannot be read: {' '.join(str(failure).split())[:200]}"
+    run = "run" if streamed else "run once"
     return (
         f"{wanted} is neither in the mirror nor in the cache: put it into {folder}/ "
-        "(scripts/build_eval_mirror.py), or run once with network and without mirror"
+        f"(scripts/build_eval_mirror.py), or {run} with network and without mirror"
+    )
+
+
+def streaming_remedy(path: str) -> str:
+    """What to do about a set that is read from the Hub as it is needed."""
+    return (
+        "it is streamed and nothing of it kept, so each run needs the network, or mirror=FOLDER with "
+        f"FOLDER/{path}/ in it (build one with scripts/build_eval_mirror.py)"
     )

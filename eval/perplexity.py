@@ -1,5 +1,5 @@
-"""Loss against position: documents read in chunks, the state carried through the cache, memory constant in
-length.
+"""Loss against position: documents read in chunks, the state carried through the cache, so that memory is
+constant in length for recurrent models and grows by keys and values alone for others.
 
 Targets of a document are counted from 0; target i is predicted from a prefix token and the i tokens before
 it. A *bucket* is a range of targets. All results follow from one table, the summed loss of each document in
@@ -9,6 +9,7 @@ each bucket.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +19,12 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from fla_train.eval.documents import stacked
+from fla_train.models import DeltaProductForCausalLM
 
 Z95 = 1.96
+CACHES = ("past_key_values", "cache_params", "state")  # what models call what they carry: most, Mamba, RWKV
+TRIED = 32  # tokens by which a model shows that it carries on
+ROUNDING, COARSE_ROUNDING = 1e-3, 0.03  # of logits, relative: in fp32 (as TF32 has it), in 16 bits
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ def loss_table(
     """Run `model` over `documents` and sum the losses by bucket.
 
     Args:
-        model: any causal language model with a cache; in eval mode.
+        model: any causal language model, with a cache if documents are longer than a chunk; in eval mode.
         documents: token ids; one shorter than the first bucket gets a row of NaN.
         edges: see `LossTable`.
         prefix: tokens before each document (usually the separator). Without any, a document's first token is
@@ -130,7 +135,8 @@ def loss_table(
     A batch that exceeds the GPU's memory is read in halves.
 
     Raises:
-        ValueError: a chunk or batch size below 1, or the memory is too small for one document.
+        ValueError: a chunk or batch size below 1, the memory is too small for one document, or a document is
+            longer than a chunk and the model does not carry its state from one to the next.
     """
     if chunk < 1 or batch_size < 1:
         raise ValueError("suite.perplexity.chunk and suite.perplexity.batch_size must be at least 1")
@@ -138,6 +144,8 @@ def loss_table(
     sizes = [_targets(len(prefix) + len(document), edges) for document in documents]
     sums = np.full((len(documents), len(edges) - 1), np.nan)
     longest_first = sorted(range(len(sizes)), key=lambda d: -sizes[d])  # a batch holds ones of like length
+    if sizes and sizes[first := longest_first[0]] > chunk and not isinstance(model, DeltaProductForCausalLM):
+        _check_cache(model, stacked([documents[first]], prefix, 0, min(sizes[first], TRIED)), chunk)
     with tqdm(total=sum(sizes), unit="token", unit_scale=True, desc="loss", disable=not progress) as bar:
         for start in range(0, len(sizes), batch_size):
             members = [d for d in longest_first[start : start + batch_size] if sizes[d]]
@@ -154,6 +162,63 @@ def loss_table(
 def _targets(tokens: int, edges: tuple[int, ...]) -> int:
     """Targets to read of a row of `tokens`: up to an edge, since no full bucket needs more."""
     return max(edge for edge in edges if edge <= max(tokens - 1, 0))
+
+
+@torch.inference_mode()
+def _check_cache(model: PreTrainedModel, ids: Tensor, chunk: int) -> None:
+    """That tokens read in chunks get the logits of one pass over all of them.
+
+    Some of transformers' models do not: Mamba's forward of several tokens begins with an empty state whatever
+    the cache holds, and goes on from it by single tokens only. So do its layers among others (Jamba, Bamba).
+    That shows in the logits as more than rounding, or, where what was read before matters little, as an error
+    as large as if it had not been read at all.
+
+    Args:
+        model: in eval mode.
+        ids: the beginning of a document, [1, T], T >= 2.
+        chunk: tokens per forward.
+
+    Raises:
+        ValueError: the model keeps no cache, fails with it, or loses what it has read.
+    """
+    ids = ids.to(model.get_input_embeddings().weight.device)
+    half = ids.shape[1] // 2
+    cache: dict[str, Any] = {}
+    parts = []
+    for part in ids.split(min(chunk, half), dim=1):
+        if parts and not cache:
+            raise ValueError(_beyond(model, chunk, "keeps no cache"))
+        try:
+            logits, cache = _forward(model, part, cache, keep=True)
+        except Exception as failure:  # what goes wrong with a cache alone, whole documents may do without
+            reason = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+            raise ValueError(_beyond(model, chunk, f"fails with its cache ({reason})")) from failure
+        parts.append(logits)
+    carried = torch.cat(parts, dim=1)[:, half:].double()
+    whole = _forward(model, ids, {}, keep=False)[0][:, half:].double()
+    unread = _forward(model, ids[:, half:], {}, keep=False)[0].double() - whole
+    error = carried - whole
+    late = error.shape[1] // 2  # before it a short convolution, which is carried on, hides the lost state
+    late_error, least = error[:, late:].norm(), 8 * torch.finfo(model.dtype).eps * whole[:, late:].norm()
+    rounding = (COARSE_ROUNDING if model.dtype.itemsize < 4 else ROUNDING) * whole.norm()
+    if error.norm() > rounding or late_error > max(0.5 * unread[:, late:].norm(), least):
+        raise ValueError(_beyond(model, chunk, "loses its state between chunks"))
+
+
+def _beyond(model: PreTrainedModel, chunk: int, fault: str) -> str:
+    return (
+        f"the model ({model.config.model_type}) {fault}: cannot be read beyond a chunk of {chunk:,} tokens; "
+        "raise suite.perplexity.chunk to the longest length"
+    )
+
+
+def _forward(
+    model: PreTrainedModel, ids: Tensor, cache: dict[str, Any], keep: bool
+) -> tuple[Tensor, dict[str, Any]]:
+    """Logits [B, T, vocabulary] of `ids` [B, T], and the cache after them by its name, if it is kept."""
+    output = model(ids, use_cache=keep, **cache)
+    kept = {name: getattr(output, name, None) for name in CACHES}
+    return output.logits, {name: value for name, value in kept.items() if value is not None}
 
 
 def _sums(
@@ -193,13 +258,12 @@ def _batch_sums(
     sizes = [len(prefix) + len(row) - 1 for row in rows]
     bounds = torch.tensor(edges[1:])
     sums = torch.zeros(len(rows), len(bounds), dtype=torch.float64)
-    cache = None
+    cache: dict[str, Any] = {}
     for start in range(0, max(sizes), chunk):
         stop = min(start + chunk, max(sizes))
         ids = stacked(rows, prefix, start, stop + 1).to(device)  # [B, C + 1]
-        output = model(ids[:, :-1], past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        losses = torch.stack(list(map(_losses, output.logits, ids[:, 1:])))  # [B, C]
+        logits, cache = _forward(model, ids[:, :-1], cache, keep=max(sizes) > chunk)
+        losses = torch.stack(list(map(_losses, logits, ids[:, 1:])))  # [B, C]
         losses = losses.nan_to_num(math.inf, math.inf)  # NaN marks a bucket without targets, not a lost model
         buckets = torch.bucketize(torch.arange(start, stop), bounds, right=True)
         sums.index_add_(1, buckets, losses.double().cpu())

@@ -19,7 +19,7 @@ from fla_train.eval.report import check_output, write_report
 from fla_train.eval.sweep import run_sweep
 from fla_train.hub.device import pick_device, pick_dtype
 from fla_train.hub.environment import describe_environment
-from fla_train.hub.load import load_model, resolve_checkpoint, run_folder, trained_length
+from fla_train.hub.load import load_model, recorded_length, resolve_checkpoint, run_folder, trained_length
 from fla_train.models.accounting import count_parameters
 
 
@@ -60,7 +60,7 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
             name=_name(source),
             identity={"checkpoint": str(source), "weights": _weights_stamp(source, model)},
             run=run_folder(source),
-            trained=trained_length(model),
+            trained=recorded_length(model),
             mirror=config.mirror,
             ranks=ranks,
             progress=progress,
@@ -83,7 +83,7 @@ def evaluate_model(
     name: str,
     identity: dict,
     run: Path | None,
-    trained: int,
+    trained: int | None,
     mirror: str | None = None,
     ranks: Ranks = ALONE,
     progress: bool = True,
@@ -99,7 +99,7 @@ def evaluate_model(
         name: what tables and figures call the model.
         identity: plain JSON that tells these weights from others.
         run: run folder, whose validation split `suite.perplexity.sets=[]` means; None: there is none.
-        trained: length of the training sequences (tokens).
+        trained: length of the training sequences (tokens), which the report marks; None: not known.
         mirror: folder of the data sets, or None for the Hub or its cache.
         ranks: that evaluate together, each with the same model.
         progress: show progress bars.
@@ -111,7 +111,7 @@ def evaluate_model(
         ValueError: the request cannot work; says what to change.
     """
     mirror_folder(mirror)  # a fault shows before the work
-    window = _window(model, suite, trained) if suite.tasks else trained
+    window = _window(model, suite, trained or trained_length(model)) if suite.tasks else None
     started, count = time.time(), count_parameters(model)
     dtype = str(model.dtype).removeprefix("torch.")
     parts = Parts(folder / "parts", identity | {"dtype": dtype}, ranks)

@@ -15,7 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from fla_train.eval.documents import tokenized
-from fla_train.eval.mirror import DatasetUnavailable, hub_datasets, mirror_folder
+from fla_train.eval.mirror import DatasetUnavailable, hub_datasets, mirror_folder, streaming_remedy
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ def hub_documents(
     Args:
         chosen: one of `PAPER_SETS`.
         tokenizer: of the model.
-        mirror: folder with the set's files under `org/name/`, see `fla_train.eval.mirror`; None: the Hub or
-            its cache.
+        mirror: folder with the set's files under `org/name/`, see `fla_train.eval.mirror`; None: the Hub, as
+            a stream of which nothing is kept.
 
     Raises:
         DatasetUnavailable: when reading starts, if the set cannot be had or a row lacks its columns.
@@ -81,7 +81,7 @@ def hub_documents(
     import datasets
 
     place = mirror_folder(mirror)
-    with hub_datasets(place):
+    with hub_datasets(place, streamed=True):
         rows = iter(
             datasets.load_dataset(chosen.hub, chosen.config, split=chosen.split, streaming=place is None)
         )
@@ -89,7 +89,8 @@ def hub_documents(
         yield from tokenized(map(chosen.text, rows), tokenizer)
     except Exception as failure:  # a row without its columns, or whatever the network raises
         reason = " ".join(str(failure).split())[:200]
+        remedy = "lay it out again" if place else streaming_remedy(chosen.hub)
         raise DatasetUnavailable(
-            f"data set {chosen.hub} cannot be read ({type(failure).__name__}: {reason}): fetch it again, or "
-            "name a copy of yours in suite.perplexity.sets"
+            f"data set {chosen.hub} cannot be read ({type(failure).__name__}: {reason}): {remedy}; or name a "
+            "copy of yours in suite.perplexity.sets"
         ) from failure

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fla_train.eval.plots import grid, legend, mark_training, readable_sets, set_title, short
+from fla_train.eval.plots import grid, legend, mark_training, meaning, readable_sets, set_title, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,13 +23,14 @@ def draw_states(file: Path, records: Sequence[dict]) -> bool:
     names = [name for name in readable_sets(records) if any(_states(record, name) for record in records)]
     if not names:
         return False
+    titles = [set_title(name, records) for name in names]
     with grid(file, len(names), 4, (3.4, 2.6)) as axes:
-        for line, name in zip(axes, names, strict=True):
+        for line, name, title in zip(axes, names, titles, strict=True):
             for panel in line[:2]:
                 panel.set_xscale("log", base=2)
                 panel.set_xlabel("position (tokens)")
                 mark_training(panel, records, label=True)
-            line[0].set_ylabel(f"{set_title(name, records)}\nnorm of the state")
+            line[0].set_ylabel(f"{title}\nnorm of the state")
             line[1].set_ylabel("effective rank")
             line[2].set(xlabel="beta", ylabel="density")
             line[3].set(xlabel="decay exp(g)", yscale="log")  # most of it lies near 1
@@ -44,8 +45,7 @@ def draw_states(file: Path, records: Sequence[dict]) -> bool:
                 line[3].text(
                     0.5, 0.5, "no forget gate", ha="center", transform=line[3].transAxes, color="0.4"
                 )
-        if len(records) > 1:
-            legend(axes)
+        legend(axes, meaning(titles))
     return True
 
 
@@ -58,13 +58,10 @@ def _by_layer_and_interval(line: Sequence[Axes], states: dict) -> None:
         for i, column in enumerate(np.array(states[key]).T):  # [positions, layers]
             label = f"layer {layers[i]}" if i in (0, len(layers) - 1) else None
             panel.plot(positions, column, color=colors(i / max(len(layers), 2)), label=label)
-    line[0].legend(framealpha=0.7, edgecolor="none", fontsize=7)
     for panel, key in zip(line[2:], ("beta", "decay"), strict=True):
         for i, (x, density) in enumerate(_densities(states, key)):
-            label = short(positions[i]) if i in (0, len(positions) - 1) else None
+            label = f"histogram up to {short(positions[i])} tokens" if i in (0, len(positions) - 1) else None
             panel.plot(x, density, color=colors(i / max(len(positions), 2)), label=label)
-        if panel.lines:
-            panel.legend(frameon=False, fontsize=7, title="up to", title_fontsize=7)
 
 
 def _by_evaluation(line: Sequence[Axes], found: Sequence[tuple[int, str, dict]]) -> None:

@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fla_train.eval.config import PerplexityConfig, set_name
@@ -52,8 +53,9 @@ def run_sweep(
     Returns:
         By set `lengths`, `positions` (over the documents that reach the longest of these), `panels` (by panel
         the same over the documents that reach it), `not_reached`, `states` (None unless asked for), `data`
-        (sequences, tokens, fingerprint) and, where the mirror has one, `note`; or `{"error": line}` for a set
-        that cannot be had or read, or has no document of the lengths asked for; the others go on.
+        (sequences, tokens, fingerprint), `own_file` (true) where it is no set of the papers but a file of the
+        user's, whatever its name, and, where the mirror has one, `note`; or `{"error": line}` for a set that
+        cannot be had or read, or has no document of the lengths asked for; the others go on.
 
     Raises:
         ValueError: `config.sets` is empty and there is no run whose validation split could be read, or the
@@ -80,6 +82,8 @@ def run_sweep(
             found[name] = {"error": str(failure)}
             continue
         paper = PAPER_SETS.get(path)
+        if path and not paper:
+            found[name]["own_file"] = True
         if paper and (note := dataset_note(mirror_folder(mirror), paper.hub, paper.config)):
             found[name]["note"] = note
     return found
@@ -174,7 +178,37 @@ def _states(
     chosen = [document for document in documents if len(document) >= reached][: config.state_documents]
     if not chosen:
         return None
-    return state_statistics(model, chosen, positions_up_to(reached), prefix=prefix, chunk=config.chunk)
+    return _statistics(model, chosen, positions_up_to(reached), prefix, config.chunk)
+
+
+def _statistics(
+    model: PreTrainedModel,
+    documents: list[np.ndarray],
+    positions: list[int],
+    prefix: list[int],
+    chunk: int,
+) -> dict | None:
+    """`state_statistics`, in halves where the GPU's memory is too small for the whole."""
+    try:
+        return state_statistics(model, documents, positions, prefix=prefix, chunk=chunk)
+    except torch.OutOfMemoryError:
+        if len(documents) == 1:
+            raise ValueError(
+                f"the GPU's memory is too small for the states of {chunk} tokens at once: lower "
+                "suite.perplexity.chunk, or set suite.perplexity.state_documents=0"
+            ) from None
+    torch.cuda.empty_cache()
+    half = len(documents) // 2
+    halves = [
+        _statistics(model, part, positions, prefix, chunk) for part in (documents[:half], documents[half:])
+    ]
+    weights = [part["documents"] for part in halves]
+    means = {
+        name: np.average([part[name] for part in halves], axis=0, weights=weights).tolist()
+        for name in ("norm", "effective_rank", "beta", "decay")
+        if halves[0][name] is not None
+    }
+    return halves[0] | means | {"documents": sum(weights)}
 
 
 def _numbers(estimate: Estimate) -> dict:

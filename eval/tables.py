@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from fla_train.eval.compare import Row, comparison, is_metric
 from fla_train.eval.paper import HEADS, NOTED, fixed, paper_cells, published
 
+COUNTS = "Perplexity against context length: points of different n (documents) are of different documents."
 TABLE_1 = "delta_product"  # whose rows stand beside ours; the page shows the other papers' too
 LATEX_SPECIAL = {sign: f"\\{sign}" for sign in "_%&#${}"} | {
     "~": r"\textasciitilde{}",
@@ -42,7 +43,9 @@ def markdown(records: Sequence[dict]) -> str:
 
 
 def notes(records: Sequence[dict]) -> list[str]:
-    """What a reader must know: lengths that a model cannot read, sets of which models read other tokens."""
+    """What a reader must know: lengths that a model cannot read, sets of which models read other tokens,
+    lengths that fewer documents have.
+    """
     lines = []
     for record in records:
         limit, suite = record["model"].get("positions"), record["suite"]["perplexity"]
@@ -58,7 +61,14 @@ def notes(records: Sequence[dict]) -> list[str]:
                 f"{name}: not all models read the same tokens (other tokenizers or documents), so their "
                 "losses and perplexities per token cannot be compared."
             )
+    if any(varied(result.get("lengths", [])) for r in records for result in r["perplexity"].values()):
+        lines.append(COUNTS)
     return lines
+
+
+def varied(rows: Sequence[dict]) -> bool:
+    """Whether a curve's points are not all of the same number of documents, so not of the same documents."""
+    return len({row["documents"] for row in rows}) > 1
 
 
 def data_notes(records: Sequence[dict]) -> list[str]:

@@ -130,7 +130,7 @@ def find_commits(config: DataConfig) -> dict[str, str]:
         return {}
     place = place_of(head_config(config) if config.stream else config)
     commit = place.commit()
-    if commit is None and not place.is_ready():
+    if commit is None and (config.stream or not place.is_ready()):  # a stream has more to read
         commit = hub_commit(config)
     return {} if commit is None else {"": commit}
 

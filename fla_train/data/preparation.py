@@ -63,7 +63,7 @@ def prepare(
     if config.source == "mixture":
         return prepare_mixture(config, part, log)
     if config.stream:
-        return prepare_stream(config, part)
+        return prepare_stream(config, part, commits.get(""))
     commit = commits.get("")
     place = place_of(config, commit)
     if not place.is_ready():

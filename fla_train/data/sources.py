@@ -168,7 +168,7 @@ def _hub(config: DataConfig, commit: str | None) -> Source:
 
     @cache  # a tokenizer is trained on the text that is then tokenized
     def find_commit() -> str | None:
-        return commit or (hub_commit(config) if is_on_hub(config) else None)
+        return (commit or hub_commit(config)) if is_on_hub(config) else None
 
     return Source(description, lambda: None, lambda start: _stream(config, start, find_commit))
 

@@ -187,17 +187,23 @@ def stream_folder(config: DataConfig, head: PreparedData) -> Path:
     return cache_folder(config) / hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def prepare_stream(config: DataConfig, prepare: Callable[[DataConfig], PreparedData]) -> PreparedData:
+def prepare_stream(
+    config: DataConfig, prepare: Callable[[DataConfig], PreparedData], commit: str | None
+) -> PreparedData:
     """A folder to train from: the manifest, and a preparation of the source's first documents beside it.
 
     The held-out documents among those first `stream_head_documents` are the validation split, and a bpe
     tokenizer is trained on the others. The stream is read from the head's commit, in every epoch and by every
     rank, whatever the Hub's branch points to by then.
+
+    Args:
+        commit: to be read with a head from before commits were kept; None: that of now.
     """
     head = prepare(head_config(config))
-    commit = head.manifest.get("commit")
-    if commit is None and is_on_hub(config):  # a head from before commits were kept
-        commit = hub_commit(config)
+    if "commit" in head.manifest or not is_on_hub(config):
+        commit = head.manifest.get("commit")
+    else:
+        commit = commit or hub_commit(config)
     # The head may have been prepared when the same text lay elsewhere.
     settings = head.manifest["settings"] | {"max_documents": None, "path": config.path}
     folder = stream_folder(config, head)

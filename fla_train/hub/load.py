@@ -81,10 +81,18 @@ def training_record(model: PreTrainedModel) -> dict:
         return {}
 
 
+def recorded_length(model: PreTrainedModel) -> int | None:
+    """Tokens per training sequence as the export records them; None: nobody recorded them."""
+    return training_record(model).get("seq_len") or None
+
+
 def trained_length(model: PreTrainedModel) -> int:
-    """Tokens per training sequence: as the export records it, else `max_position_embeddings`, else 2048."""
-    recorded = training_record(model).get("seq_len")
-    return recorded or getattr(model.config, "max_position_embeddings", None) or FALLBACK_LENGTH
+    """Tokens to read at once of a task: `recorded_length`, else `max_position_embeddings`, else 2048.
+
+    The latter two are no training lengths, and no report calls them so.
+    """
+    positions = getattr(model.config, "max_position_embeddings", None)
+    return recorded_length(model) or positions or FALLBACK_LENGTH
 
 
 def document_prefix(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -1,6 +1,7 @@
 """Attempts to train, until one ends well: each from the newest checkpoint that all machines can read."""
 
 import json
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,9 @@ class Attempts:
             failure = self._machines.fail(failure)
             if failure.final or not limit:
                 break
-            try:
+            if missing := self._meet_again(failure):
+                return missing
+            try:  # only now that no machine has workers, which write checkpoints and delete them
                 resume = checkpoint.newest_intact(folder) or resume
             except ValueError as fault:
                 return self._given_up(fault)
@@ -75,12 +78,25 @@ class Attempts:
                 break
             restarts += 1
             say(f"restart      {restarts} of {limit}, {failure}")
+            failure = self._attempt(resume)
+        return failure
+
+    def _meet_again(self, failure: Failure) -> Failure | None:
+        """Meet after `failure`, waiting up to `launch.max_restarts` times; None, or why it can't be done."""
+        launch = self._config.launch
+        for _ in range(launch.max_restarts):
+            if launch.num_machines > 1:
+                say(f"failed       {failure}")
             try:
-                meet(self._machines, self._config.launch, self._greeting)
+                meet(self._machines, launch, self._greeting)
             except AttemptEnded as ended:
                 failure = ended.failure
+                if failure.final:
+                    break
+            except ValueError as fault:
+                return self._given_up(fault)
             else:
-                failure = self._attempt(resume)
+                return None
         return failure
 
     def _attempt(self, resume: Path | None) -> Failure | None:
@@ -160,8 +176,9 @@ def meet(machines: Machines, launch: LaunchConfig, greeting: dict[str, Any]) -> 
 
 
 def say(text: str) -> None:
-    """A line for whoever gave the command."""
-    print(text, flush=True)
+    """A line for whoever gave the command, if their terminal is still there."""
+    with suppress(OSError):
+        print(text, flush=True)
 
 
 def _state(resume: Path | None) -> TrainState:

@@ -1,7 +1,8 @@
 """What the launchers of a run tell each other: notices on a board that machine 0 keeps.
 
-A notice stays as it was first put up. The board belongs to one attempt to train, whose name is drawn anew
-each time: what is said of another attempt is not put up, so nobody takes its word for this one's.
+A notice stays as it was first put up, but for that of a machine's coming: until the roll has been called it
+may come anew. The board belongs to one attempt to train, whose name is drawn anew each time: what is said of
+another attempt is not put up, so nobody takes its word for this one's. Who names another run gets no answer.
 
 Every request is a connection of its own and ends within seconds. So a network that comes back is simply used
 again, and nobody is held up by a machine that has gone.
@@ -18,6 +19,8 @@ from typing import Any
 
 REQUEST = 5.0  # seconds for one request
 LONGEST = 1 << 20  # bytes of one
+HERE = "here "  # begins the names of notices that a machine has come
+ROLL = "roll"  # the notice of who takes part
 LEFT = "left "  # begins the names of notices that outlive an attempt
 
 
@@ -30,9 +33,10 @@ class Notices:
 
 
 class Board:
-    """The board itself, on machine 0. Threads may share it."""
+    """The board of a run itself, on machine 0. Threads may share it."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: str = "") -> None:
+        self.run = run
         self._lock = threading.Lock()
         self._notices = Notices()
         self.seen: dict[int, float] = {}  # when each machine last looked, by time.monotonic()
@@ -49,8 +53,10 @@ class Board:
         with self._lock:
             self.seen[machine] = time.monotonic()
             if attempt == self._notices.attempt:
+                content = self._notices.content
                 for name, notice in posts.items():
-                    self._notices.content.setdefault(name, notice)
+                    if name not in content or (name.startswith(HERE) and ROLL not in content):
+                        content[name] = notice
             return Notices(self._notices.attempt, dict(self._notices.content))
 
 
@@ -66,14 +72,14 @@ def serve(board: Board, port: int) -> socketserver.BaseServer:
     return server
 
 
-def ask(address: tuple[str, int], machine: int, attempt: str, posts: dict[str, Any]) -> Notices:
-    """`Board.exchange` with the board that is served at `address`.
+def ask(address: tuple[str, int], run: str, machine: int, attempt: str, posts: dict[str, Any]) -> Notices:
+    """`Board.exchange` with the board of `run` that is served at `address`.
 
     Raises:
-        OSError: there is no answer.
+        OSError: there is no answer, as from the board of another run.
         ValueError: something else answers there.
     """
-    request = {"machine": machine, "attempt": attempt, "posts": posts}
+    request = {"run": run, "machine": machine, "attempt": attempt, "posts": posts}
     with socket.create_connection(address, timeout=REQUEST) as connection, connection.makefile("rwb") as file:
         file.write(json.dumps(request).encode() + b"\n")
         file.flush()
@@ -90,7 +96,10 @@ class _Answer(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         try:
             request = json.loads(self.rfile.readline(LONGEST))
-            notices = self.server.board.exchange(request["machine"], request["attempt"], request["posts"])
+            board = self.server.board
+            if request["run"] != board.run:
+                return
+            notices = board.exchange(request["machine"], request["attempt"], request["posts"])
             self.wfile.write(json.dumps(asdict(notices)).encode() + b"\n")
         except (OSError, ValueError, KeyError, TypeError):  # it has gone, or is none of ours
             return

@@ -126,12 +126,15 @@ def find_fault(checkpoint: Path) -> str | None:
         return f"{MANIFEST} is missing or unreadable"
     for name, entry in files:
         path = checkpoint / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != entry["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
-        if _sha256(path) != entry["sha256"]:
-            return f"{name} has a wrong checksum"
+        try:
+            if not path.is_file():
+                return f"{name} is missing"
+            if (size := path.stat().st_size) != entry["bytes"]:
+                return f"{name} has {size} bytes instead of {entry['bytes']}"
+            if _sha256(path) != entry["sha256"]:
+                return f"{name} has a wrong checksum"
+        except OSError as error:  # it may have been deleted meanwhile
+            return f"{name} can't be read ({error.strerror})"
     return None
 
 

@@ -52,7 +52,7 @@ def _show(config: TrainConfig) -> None:
 
 
 def _launch(config: TrainConfig) -> None:
-    with Machines(config.launch) as machines:
+    with Machines(config.launch, config.run.dir) as machines:
         main = config.launch.machine_rank == 0
         greeting = {"commits": _commits(config) if main else {}}
         try:
@@ -71,10 +71,14 @@ def _launch(config: TrainConfig) -> None:
 
 
 def _commits(config: TrainConfig) -> dict[str, str]:
-    """The commits of the Hub's datasets that all machines are to read, by part of a mixture."""
+    """The commits of the Hub's datasets that all machines are to read, by part of a mixture.
+
+    Of one machine without checkpoints none: the preparation looks up those that it needs.
+    """
     if config.task is not None:
         return {}
-    return saved_commits(config) or find_commits(config.data)
+    commits = saved_commits(config)
+    return commits if commits or config.launch.num_machines == 1 else find_commits(config.data)
 
 
 def _check_vocabulary(config: TrainConfig, data: PreparedData) -> None:

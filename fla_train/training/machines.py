@@ -1,5 +1,6 @@
 """The machines of a run, as their launchers see each other: who takes part in an attempt, and how it ends."""
 
+import os
 import secrets
 import threading
 import time
@@ -7,9 +8,9 @@ from dataclasses import asdict, dataclass
 from socketserver import BaseServer
 from typing import Any
 
-from fla_train.training.board import LEFT, Board, Notices, ask, serve
+from fla_train.training.board import HERE, LEFT, ROLL, Board, Notices, ask, serve
 from fla_train.training.preemption import Preempted
-from fla_train.training.rendezvous import interface_towards
+from fla_train.training.rendezvous import check_address
 from fla_train.training.schema import LaunchConfig
 
 DEFAULT_PORT = 29500
@@ -43,7 +44,10 @@ class Machines:
     """This machine's launcher among those of a run. All make one and call its methods alike.
 
     A machine that has been started again joins the next attempt, which its coming begins. Inside `with`, an
-    exception ends the run on all machines, but for `Preempted`, which the workers agree on.
+    exception ends the run on all machines; `Preempted` the attempt only, or nothing where all have agreed.
+
+    Args:
+        run: the run's folder, as all machines are told it. A board of another run is none of theirs.
 
     Attributes:
         attempt: the name of the present attempt; unlike that of any other, before or elsewhere.
@@ -51,24 +55,25 @@ class Machines:
         place: where machine 0's board is served, for a reader.
     """
 
-    def __init__(self, launch: LaunchConfig):
+    def __init__(self, launch: LaunchConfig, run: str | None = None):
         self._number, self._count = launch.machine_rank, launch.num_machines
         self._processes, self._timeout = launch.num_processes, launch.rendezvous_timeout
         self._address = launch.main_process_ip, launch.main_process_port or DEFAULT_PORT
         self.place = f"{self._address[0]}:{self._address[1]}"
         self.attempt = ""
         self.greeting: dict[str, Any] = {}
-        self._board = Board() if self._number == 0 else None
+        self._run = os.path.abspath(run) if run else ""
+        self._board = Board(self._run) if self._number == 0 else None
         self._server: BaseServer | None = None
         self._newest, self._heard = Notices(), time.monotonic()
         self._asking = threading.Lock()  # an older answer must not follow a newer one
         self._closed = threading.Event()
 
     def __enter__(self) -> "Machines":
-        """Raises `ValueError`: the address does not resolve, or its port is taken."""
+        """Raises `ValueError`: the address is none for all machines, or its port is taken."""
         if self._count > 1:
             host, port = self._address
-            interface_towards(host, port)
+            check_address(host, port)
             if self._board is None:
                 threading.Thread(target=self._watch, name="machines", daemon=True).start()
             else:
@@ -85,11 +90,13 @@ class Machines:
         self._closed.set()
         if self._count == 1:
             return
-        if fault is not None and not isinstance(fault, Preempted):
-            line = " ".join(str(fault).split()) or "was interrupted"
-            self.fail(Failure(f"machine {self._number}", line, final=True))
+        asked = isinstance(fault, Preempted)
+        agreed = asked and fault.agreed
+        if fault is not None and not agreed:
+            line = "was asked to leave" if asked else " ".join(str(fault).split()) or "was interrupted"
+            self.fail(Failure(f"machine {self._number}", line, final=not asked))
         if self._board is not None:
-            if not isinstance(fault, Preempted):
+            if not agreed:
                 self._linger(self._board)
             self._server.shutdown()
             self._server.server_close()
@@ -105,7 +112,7 @@ class Machines:
         sizes = {"launch.num_machines": self._count, "launch.num_processes": self._processes}
         here = {"token": token, "sizes": sizes, "greeting": greeting}
         attempt = self._board.begin() if self._board is not None else ""
-        names = [f"here {machine}" for machine in range(self._count)]
+        names = [f"{HERE}{machine}" for machine in range(self._count)]
         deadline = time.monotonic() + self._timeout
         content: dict[str, Any] = {}
         while time.monotonic() < deadline:
@@ -118,12 +125,12 @@ class Machines:
             # Machine 0 may have gone for good after it said so.
             if (over := _over(content or self._newest.content)) and over.final:
                 raise AttemptEnded(over)
-            if "roll" not in content:
+            if ROLL not in content:
                 if self._board is not None and all(name in content for name in names):
-                    self._look(attempt, {"roll": [content[name]["token"] for name in names]})
+                    self._look(attempt, {ROLL: [content[name]["token"] for name in names]})
                     continue
-            elif content["roll"][self._number] == token:
-                self.attempt, self.greeting = attempt, content["here 0"]["greeting"]
+            elif content[ROLL][self._number] == token:
+                self.attempt, self.greeting = attempt, content[names[0]]["greeting"]
                 return
             else:  # the one before goes on without this machine, which had a part in it: it must end
                 again = Failure(f"machine {self._number}", "was started again")
@@ -168,7 +175,7 @@ class Machines:
             return self._board.exchange(self._number, attempt, posts)
         with self._asking:
             try:
-                self._newest = ask(self._address, self._number, attempt, posts)
+                self._newest = ask(self._address, self._run, self._number, attempt, posts)
             except (OSError, ValueError, TypeError):  # the last two: another program answers
                 return None
             self._heard = time.monotonic()
@@ -189,27 +196,28 @@ class Machines:
         since = time.monotonic() - self._timeout
         if self._board is None:
             return [0] if self._heard < since else []
-        return [machine for machine, seen in self._board.seen.items() if seen < since]
+        return [machine for machine, seen in list(self._board.seen.items()) if seen < since]
 
     def _missing(self, names: list[str], content: dict[str, Any]) -> Failure:
         within = f"within {self._timeout:g} s (launch.rendezvous_timeout): see what fla-train says there"
         missing = [str(machine) for machine, name in enumerate(names) if name not in content]
-        if "here 0" not in content:
-            return Failure("machine 0", f"did not answer at {self.place} {within}")
-        if "roll" in content:
+        if names[0] not in content:
+            of = f" for run.dir={self._run}" if self._run else ""
+            return Failure("machine 0", f"did not answer at {self.place}{of} {within}")
+        if ROLL in content:
             return Failure("machine 0", f"did not begin another attempt {within}")
         return Failure(f"machine {', '.join(missing)}", f"did not come to {self.place} {within}")
 
     def _linger(self, board: Board) -> None:
         """Let the others read what hangs there now."""
         posted = time.monotonic()
-        others = [machine for machine in board.seen if machine != self._number]
+        others = [machine for machine in list(board.seen) if machine != self._number]
         while time.monotonic() < posted + LINGER and any(board.seen[m] < posted for m in others):
             time.sleep(0.05)
 
 
 def _check_sizes(sizes: dict[str, int], content: dict[str, Any]) -> None:
-    first = content.get("here 0", {}).get("sizes", sizes)
+    first = content.get(f"{HERE}0", {}).get("sizes", sizes)
     if faults := [
         f"{key}={value} (machine 0: {first[key]})" for key, value in sizes.items() if value != first[key]
     ]:

@@ -52,7 +52,14 @@ class Preempted(BaseException):
     """This process was asked to leave: the workers, if there were any, have saved a checkpoint and left.
 
     Like KeyboardInterrupt it passes by what handles errors.
+
+    Attributes:
+        agreed: the workers of all machines leave together.
     """
+
+    def __init__(self, agreed: bool = False):
+        super().__init__()
+        self.agreed = agreed
 
 
 @contextmanager

@@ -2,11 +2,14 @@
 
 import os
 import socket
+from contextlib import suppress
 from datetime import timedelta
+from ipaddress import ip_address
 
 import psutil
 import torch.distributed as dist
 
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 TIMEOUT = timedelta(minutes=30)  # for one operation of the ranks together, once they have met
 
 
@@ -30,12 +33,33 @@ def join(backend: str, timeout: float) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if interface := interface_towards(host, port):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault(GLOO_INTERFACE, interface)
     # Gradients are reduced beside kernels that fill the device: NCCL's blocks come first wherever one ends.
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     # Alone there is nobody to meet, and no port that another run's start could take first.
     store = dist.HashStore() if world == 1 else _meet(host, port, rank, world, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+
+
+def check_address(host: str, port: int) -> None:
+    """Refuse a name of machine 0 by which it finds itself on its loopback, where no other machine reaches it.
+
+    `localhost`, and a number, are taken at their word; and who names gloo's interface needs no other address.
+
+    Raises:
+        ValueError: it is such a name, or none.
+    """
+    own = _own_address(host, port)
+    if own is None or not ip_address(own).is_loopback or GLOO_INTERFACE in os.environ:
+        return
+    with suppress(ValueError):  # no number
+        ip_address(host)
+        return
+    if host != "localhost":
+        raise ValueError(
+            f"launch.main_process_ip={host} resolves to a loopback address on {socket.gethostname()}: "
+            f"give machine 0's address as all machines see it, or set {GLOO_INTERFACE}"
+        )
 
 
 def interface_towards(host: str, port: int) -> str | None:
@@ -47,20 +71,29 @@ def interface_towards(host: str, port: int) -> str | None:
     Raises:
         ValueError: `host` does not resolve.
     """
+    own = _own_address(host, port)
+    owners = (name for name, held in psutil.net_if_addrs().items() if any(a.address == own for a in held))
+    return next(owners, None)
+
+
+def _own_address(host: str, port: int) -> str | None:
+    """This machine's address on the way to `host`; None if there is no way: joining says what is wrong.
+
+    Raises:
+        ValueError: `host` does not resolve.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # chooses a route; a datagram socket sends nothing yet
-            own = probe.getsockname()[0]
+            return probe.getsockname()[0]
     except socket.gaierror as error:
         raise ValueError(
             f"launch.main_process_ip={host} is unknown on {socket.gethostname()} ({error.strerror}): "
             "give machine 0's address as all machines see it"
         ) from None
-    except OSError:  # no route by now: joining says what is wrong
+    except OSError:
         return None
-    owners = (name for name, held in psutil.net_if_addrs().items() if any(a.address == own for a in held))
-    return next(owners, None)
 
 
 def _meet(host: str, port: int, rank: int, world: int, timeout: float) -> dist.Store:

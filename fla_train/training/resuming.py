@@ -74,7 +74,7 @@ def where_to_begin(config: TrainConfig, folder: RunFolder) -> Path | None:
         ValueError: as `checkpoint.choose`.
     """
     resume = config.trainer.resume
-    earlier = folder.config(config.launch.machine_rank)
+    earlier = folder.config(0)  # this machine may not have been one of the run's
     if resume not in ("auto", "none") and checkpoint.checkpoints(folder.checkpoints) and earlier.is_file():
         if load_config(earlier).trainer.resume == resume:
             resume = "auto"

@@ -102,17 +102,17 @@ def run_workers(
                     start_new_session=True,
                     pass_fds=inherited,
                 )
-            failed = _wait(workers, forward, elsewhere)
-            if failed is None or isinstance(failed, Failure):
-                return failed
-            time.sleep(GRACE)
-            failure = _first_failure(workers, error_files, failed)
-            if forward.requested and not failure.final:  # who is to leave does not start again
-                raise Preempted
-            return failure
+            failure = _wait(workers, forward, elsewhere)
+            if isinstance(failure, int):
+                time.sleep(GRACE)
+                failure = _first_failure(workers, error_files, failure)
         finally:
             _kill(workers)
             restore(previous)
+        # Only here, where no request can come too late: who is to leave does not start again.
+        if failure is not None and not failure.final and forward.requested:
+            raise Preempted
+        return failure
 
 
 class _Forward:
@@ -159,7 +159,7 @@ def _wait(
             raise Preempted
         if all(code is not None for code in codes.values()):
             if EXIT_CODE in codes.values():
-                raise Preempted
+                raise Preempted(agreed=True)
             return None
         if failure := elsewhere():
             return failure

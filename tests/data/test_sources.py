@@ -61,6 +61,8 @@ def test_hub_stream_of_a_local_copy(tmp_path, local, documents):
     hub = replace(local, source="hub", path=str(root), name="sample-10BT")
     assert texts(hub) == [d["text"] for d in documents]
     assert texts(replace(hub, name="default")) == [d["text"] for d in documents[:3]]
+    (chunk,) = open_source(hub, "a commit of the Hub").chunks(None)
+    assert chunk.after["commit"] is None  # a run that was begun on the Hub may go on from a copy
     with pytest.raises(ValueError, match=r"fineweb \(no-such\).*data.name"):
         texts(replace(hub, name="no-such"))
     with pytest.raises(ValueError, match=r"no column 'content'.*data.text_column"):

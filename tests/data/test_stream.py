@@ -1,6 +1,7 @@
 """Training from a stream: the tokens are those of a preparation, also after any resume."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from fla_train.data import (
     files,
     open_train,
     open_validation,
+    place,
     prepare,
     sources,
 )
@@ -164,3 +166,22 @@ def test_an_index_that_the_disk_refuses_does_not_end_the_reading(tmp_path):
     for token in (0, 5):
         writer.append(Note(token, None, ""))
     assert not writer._mine
+
+
+def test_a_head_from_before_commits_were_kept_is_read_on_at_the_one_asked_for(streamed, monkeypatch):
+    """That of a run's checkpoints; the branch may have moved since."""
+    head = quiet(replace(streamed, stream=False, max_documents=60))
+    hub = replace(streamed, source="hub", path="some/dataset")
+    monkeypatch.setattr(stream_module, "hub_commit", lambda config: "of now")
+    for asked, read in (("begun with", "begun with"), (None, "of now")):
+        assert stream_module.prepare_stream(hub, lambda config: head, asked).commits() == {"": read}
+
+
+def test_machines_agree_on_the_commit_of_such_a_head(streamed, monkeypatch):
+    monkeypatch.setattr(
+        place, "place_of", lambda config: SimpleNamespace(commit=lambda: None, is_ready=lambda: True)
+    )
+    monkeypatch.setattr(place, "hub_commit", lambda config: "of now")
+    hub = replace(streamed, source="hub", path="some/dataset")
+    assert place.find_commits(hub) == {"": "of now"}
+    assert place.find_commits(replace(hub, stream=False)) == {}

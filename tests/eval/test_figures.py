@@ -7,11 +7,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from test_report import record
+from test_report import record, row
 
 from fla_train.eval.figures import draw_figures
 from fla_train.eval.paper import paper_row
+from fla_train.eval.plots import MEANING, set_title
 from fla_train.eval.state_figures import draw_states
+from fla_train.eval.tables import COUNTS
 
 FIRST = "histogram of the first 64 tokens"
 
@@ -54,9 +56,11 @@ def test_states_of_several_models_with_their_gates(figures: list[Figure], tmp_pa
 
 def test_states_of_one_model(figures: list[Figure], tmp_path: Path) -> None:
     assert draw_states(tmp_path / "states", [record("one", [2.0, 3.0])])
-    norm, _, beta, decay = figures[0].axes
-    assert texts(norm.get_legend()) == ["training length", "layer 0", "layer 1"]
-    assert texts(beta.get_legend()) == ["64", "128"] and curves(beta) == [([0.5, 1.5], [0.5, 0.5])] * 2
+    _, _, beta, decay = figures[0].axes
+    names = ["training length", "layer 0", "layer 1", *(f"histogram up to {n} tokens" for n in (64, 128))]
+    assert texts(figures[0].legends[0]) == names  # below the panels: within them it would cover curves
+    assert not any(axes.get_legend() for axes in figures[0].axes)
+    assert curves(beta) == [([0.5, 1.5], [0.5, 0.5])] * 2
     assert not decay.lines and decay.texts[0].get_text() == "no forget gate"
 
 
@@ -79,6 +83,48 @@ def test_a_set_whose_data_have_a_note_is_marked(figures: list[Figure], tmp_path:
     lengths, positions, states, _ = figures
     assert lengths.axes[0].get_title() == positions.axes[0].get_title() == "web †"
     assert states.axes[0].get_ylabel() == "web †\nnorm of the state"
+    assert [below(figure) for figure in (lengths, positions, states)] == [MEANING] * 3
+    del two["perplexity"]["web"]["note"]
+    draw_figures(tmp_path, [one, two])
+    assert {below(figure) for figure in figures[4:]} == {""}
+
+
+def below(figure: Figure) -> str:
+    return figure.legends[0].get_title().get_text().replace("\n", " ")
+
+
+def test_points_of_different_documents_are_not_joined(figures: list[Figure], tmp_path: Path) -> None:
+    """64 and 128 tokens of three documents, 256 of two, 512 of one, which has no interval."""
+    rows = [row(64, [2.0] * 3), row(128, [2.0] * 3), row(256, [3.0] * 2)]
+    rows.append(row(512, [4.0]) | {"low": None, "high": None})
+    one, two = record("one", [2.0]), record("two", [2.0])
+    for found in (one, two):
+        found["perplexity"]["web"]["lengths"] = rows
+    for records in ([one], [one, two]):
+        draw_figures(tmp_path, records)
+        panel = figures[0].axes[0]
+        drawn = [line.get_xdata().tolist() for line in panel.lines if line.get_linestyle() == "-"]
+        assert drawn == [[64, 128], [256], [512]] * len(records)
+        counts = [(text.get_text(), text.xy[0]) for text in panel.texts]
+        assert counts == [("n = 3", 64), ("n = 3", 128), ("n = 2", 256), ("n = 1", 512)]
+        assert below(figures[0]) == COUNTS
+        figures.clear()
+
+
+def test_no_line_at_a_training_length_that_nobody_recorded(figures: list[Figure], tmp_path: Path) -> None:
+    one = record("one", [2.0, 3.0])
+    one["trained_length"] = None
+    draw_figures(tmp_path, [one])
+    labels = [line.get_label() for figure in figures for axes in figure.axes for line in axes.lines]
+    assert labels and "training length" not in labels
+
+
+def test_a_file_of_ones_own_keeps_its_name() -> None:
+    one = record("one", [2.0])
+    one["perplexity"]["slimpajama"] = one["perplexity"]["web"]
+    assert set_title("slimpajama", [one]) == "SlimPajama"
+    one["perplexity"]["slimpajama"] = one["perplexity"]["web"] | {"own_file": True}
+    assert set_title("slimpajama", [one]) == "slimpajama"
 
 
 def bars(axes: object) -> list[list[float]]:
@@ -90,7 +136,7 @@ def bars(axes: object) -> list[list[float]]:
 
 
 def test_recall_is_drawn_beside_the_published_rows(figures: list[Figure], tmp_path: Path) -> None:
-    """A task without data has no column; one whose data have a note is marked."""
+    """A task without data has no column; one whose data have a note is marked and stands alone."""
     one = record("one", [2.0])
     scores = {"contains": 0.25, "contains_stderr": 0.05, "examples": 4, "num_fewshot": 0}
     tasks = {name: {"scores": {name: scores}} for name in ("squad_completion", "fda")}
@@ -101,7 +147,9 @@ def test_recall_is_drawn_beside_the_published_rows(figures: list[Figure], tmp_pa
     (panel,) = figures[0].axes
     labels = [label.get_text() for label in panel.get_xticklabels()]
     assert labels == ["SQUAD cont.", "FDA cont. †"] and bars(panel) == [[25.0, 25.0]]
-    assert len(panel.collections[-1].get_offsets()) == 20  # ten rows of Table 1 in both columns
+    places = panel.collections[-1].get_offsets()[:, 0]
+    assert len(places) == 10 and set(places) == {0.38}  # the rows of Table 1, in the first column only
+    assert below(figures[0]) == MEANING
 
 
 def test_any_other_task_is_drawn_too(figures: list[Figure], tmp_path: Path) -> None:
@@ -120,6 +168,6 @@ def test_any_other_task_is_drawn_too(figures: list[Figure], tmp_path: Path) -> N
     (panel,) = figures[0].axes
     assert [label.get_text() for label in panel.get_xticklabels()] == ["all\nacc", "part\nacc"]
     assert str(bars(panel)) == "[[50.0, 25.0], [75.0, nan]]"
-    assert texts(panel.get_legend()) == ["one", "two"]
+    assert texts(figures[0].legends[0]) == ["one", "two"]
     one["tasks"] = two["tasks"] = {"lost": {"error": "no data"}}
     assert draw_figures(tmp_path, [one, two]) == []

@@ -107,8 +107,41 @@ def test_tasks_with_a_tokenizer_without_bos(build_model, write_task) -> None:
     scores = run_tasks(lm, ["texts"], include_path=folder)["texts"]["scores"]["texts"]
     expected = (loss(model, [1, 2, 3, 4, 5]) + loss(model, [1, 0, 0, 0, 0])) / 2
     assert scores["word_perplexity"] == pytest.approx(math.exp(expected), rel=1e-4)
-    lost = run_tasks(FlaTrainLM(model, words(pad_token="."), batch_size=2), ["texts"], include_path=folder)
-    assert "neither BOS nor EOS" in lost["texts"]["error"]
+
+
+@pytest.mark.parametrize("share_contexts", [True, False])
+def test_tasks_with_neither_bos_nor_eos(build_model, write_task, tmp_path, share_contexts: bool) -> None:
+    """Only what begins with nothing is lost, until the tokenizer's settings name a token for it."""
+    model = build_model(initializer_range=0.3).eval()
+    rows = [{"text": "the sun is up", "head": "the sun", "choices": ["is up .", "up is"], "answer": 0}]
+    write_task("texts", rows, **ROLLING, metric_list=[{"metric": "word_perplexity"}])
+    choices = {"doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"}
+    choices |= {"output_type": "multiple_choice", "metric_list": [{"metric": "acc"}]}
+    write_task("empty", rows, doc_to_text="", **choices)
+    folder = write_task("choice", rows, doc_to_text="{{head}}", **choices)
+
+    tokenizer = words(pad_token=".")
+    lm = FlaTrainLM(model, tokenizer, batch_size=2, share_contexts=share_contexts)
+    results = run_tasks(lm, ["texts", "empty", "choice"], include_path=folder)
+    with torch.no_grad():
+        log_p = [
+            model(torch.tensor([ids])).logits[0].log_softmax(-1) for ids in ([2, 3, 4, 5, 6], [2, 3, 5, 4])
+        ]
+    right = log_p[0][1, 4] + log_p[0][2, 5] + log_p[0][3, 6]
+    wrong = log_p[1][1, 5] + log_p[1][2, 4]
+    assert results["choice"]["scores"]["choice"]["acc"] == float(right > wrong)
+    for name in ("texts", "empty"):
+        assert "neither BOS nor EOS" in results[name]["error"] and "\n" not in results[name]["error"]
+
+    assert "eos_token in the checkpoint's tokenizer_config.json" in results["texts"]["error"]
+    checkpoint = export_model(model, tokenizer, tmp_path / "model", CardInfo(seq_len=8))
+    settings = checkpoint / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"eos_token": "<end>"}))
+    mended = FlaTrainLM(checkpoint, batch_size=2, device="cpu", share_contexts=share_contexts)
+    scores = run_tasks(mended, ["texts", "empty"], include_path=folder)
+    perplexity = scores["texts"]["scores"]["texts"]["word_perplexity"]
+    assert perplexity == pytest.approx(math.exp(loss(model, [1, 2, 3, 4, 5])), rel=1e-4)
+    assert "scores" in scores["empty"]
 
 
 def test_a_task_whose_data_are_empty(build_model, write_task, tokenizer) -> None:

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_report import record
+from test_report import record, row
 
 from fla_train.eval.page import page
 
@@ -33,6 +33,10 @@ seen.legend = changed(() => document.querySelector(".legend span").click());
 seen.left = document.querySelector("figure").querySelectorAll('path[fill="none"]').length;
 seen.gates = [...all(".controls").pop().querySelectorAll("option")].map(o => o.textContent);
 seen.footnotes = all("p").map(p => p.textContent).filter(text => text.startsWith("†"));
+seen.captions = all("figcaption").map(c => c.textContent);
+const words = all("figure").map(f => [...f.querySelectorAll("text")].map(t => t.textContent));
+seen.counts = words.map(found => found.filter(text => text.startsWith("n = ")));
+seen.marked = all("svg text").filter(t => t.textContent === "training length").length;
 seen.legends = all(".legend").map(l => [...l.children].map(item => item.textContent));
 const out = document.createElement("output");
 out.textContent = JSON.stringify(seen);
@@ -64,8 +68,21 @@ def test_one_evaluation_shows_its_gates_by_interval_and_notes_below_tables(tmp_p
     one["perplexity"]["web"]["note"] = "only easy ones"
     seen = looked_at([one], tmp_path)
     assert seen["footnotes"] == ["† web: only easy ones."] * 2  # below the papers' columns and all numbers
+    assert seen["captions"] == ["† only easy ones"] * 4  # below each figure
     assert seen["gates"] == ["beta", "decay"] and seen["curves"][2:] == [2, 2]
     assert seen["legends"][2:] == [["layer 0", "layer 1"], ["up to 64", "up to 128"]]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no browser")
+def test_points_of_different_documents_are_not_joined(tmp_path: Path) -> None:
+    """Two models on 3 documents of 64 and 128 tokens and one of 256; neither's training is known."""
+    records = [record("one", [2.0] * 3), record("two", [2.1] * 3)]
+    for found in records:
+        found["perplexity"]["web"]["lengths"].append(row(256, [3.0]))
+        found["trained_length"] = None
+    seen = looked_at(records, tmp_path)
+    assert seen["curves"][1] == 4 and seen["bands"][1] == 2
+    assert seen["counts"] == [[], ["n = 3", "n = 3", "n = 1"], [], []] and seen["marked"] == 0
 
 
 def looked_at(records: list[dict], tmp_path: Path) -> dict:

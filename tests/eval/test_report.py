@@ -3,22 +3,24 @@
 import copy
 import json
 import math
-import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from fla_train.cli.eval import compare
-from fla_train.eval.compare import comparison, flat_metrics, load_record, mark
+from fla_train.eval.compare import comparison, flat_metrics, mark
+from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
 from fla_train.eval.figures import _panel
 from fla_train.eval.page import page
 from fla_train.eval.paper import HEADS, paper_row
 from fla_train.eval.plots import legend
 from fla_train.eval.report import write_report
-from fla_train.eval.tables import latex, markdown, notes
+from fla_train.eval.run import evaluate
+from fla_train.eval.tables import COUNTS, latex, markdown, notes
+from fla_train.hub import CardInfo, export_model
 
 TASKS = {
     "wikitext": {"word_perplexity": 30.0, "higher_is_better": {"word_perplexity": False}},
@@ -211,6 +213,31 @@ def test_other_tokens_are_said_to_be_others() -> None:
     assert line.startswith("web: not all models read the same tokens") and line in markdown([base, other])
 
 
+def test_lengths_that_fewer_documents_have_are_said_to_be_of_others() -> None:
+    one = record("one", [1.0, 2.0])
+    one["perplexity"]["web"]["lengths"][1] = row(128, [1.0])
+    assert notes([one]) == [COUNTS] and COUNTS in markdown([one]) and COUNTS in page([one])
+
+
+def test_a_training_length_is_marked_only_where_it_was_recorded(
+    build_model, tokenizer, tmp_path: Path
+) -> None:
+    """A Llama, whose folder says how many positions it has and nothing of its training; and an export."""
+    size = {"vocab_size": 320, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    llama = LlamaForCausalLM(LlamaConfig(num_attention_heads=2, max_position_embeddings=32, **size))
+    llama.save_pretrained(tmp_path / "llama")
+    tokenizer.save_pretrained(tmp_path / "llama")
+    export_model(build_model(), tokenizer, tmp_path / "ours", CardInfo(seq_len=32), validate=False)
+    file = tmp_path / "texts.jsonl"
+    file.write_text(json.dumps({"text": "red and blue " * 9}) + "\n")
+    suite = SuiteConfig("short", PerplexityConfig(sets=[str(file)], lengths=[16, 32], bucket=8))
+    for name, length in (("llama", None), ("ours", 32)):
+        config = EvalConfig(str(tmp_path / name), str(tmp_path / f"{name}_out"), device="cpu", suite=suite)
+        folder, found = evaluate(config, progress=False)
+        assert found["trained_length"] == length
+        assert ("| 32 (trained) |" in (folder / "table.md").read_text()) == (length is not None)
+
+
 def test_documents_with_and_without_a_prefix_token_are_not_paired() -> None:
     """The same documents, of which one is a target too short without the prefix."""
     rows = comparison([record("with", [1.0, 3.0, 5.0]), record("without", [0.9, 2.8])])
@@ -292,62 +319,6 @@ def test_the_task_says_which_direction_is_better() -> None:
     assert marks == {"loss": "▲▲", "acc": ""}
     rows = comparison([scored(1.0, {}), scored(2.0, {"acc": False, "loss": False})])
     assert {row.label: row.cells[1].mark for row in rows if row.group == "odd"} == {"loss": "▼▼", "acc": "▼▼"}
-
-
-def test_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    write_report(tmp_path / "run/eval/all-1", record("ours", [2.0, 3.0, 4.0]))
-    write_report(tmp_path / "b", record("ours", [1.5, 2.4, 3.5]))
-    out = tmp_path / "out"
-    assert compare([str(tmp_path / "run"), str(tmp_path / "b"), f"output={out}"]) == 0
-    printed = capsys.readouterr().out
-    names = [f"ours ({tmp_path / 'run'})", f"ours ({tmp_path / 'b'})"]  # equal names are told apart
-    assert printed.startswith(f"# {', '.join(names)}\n") and f"{out}/index.html" in printed
-    assert "| web | perplexity, 64 tokens | 20.086 ± 10.043 | 11.783 ± 5.892 ▲▲ |" in printed
-    assert {"length_extrapolation.png", "perplexity.pdf", "states.png", "table.tex"} <= {
-        f.name for f in out.iterdir()
-    }
-    assert names[1] in (out / "index.html").read_text()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["--help"], 0, "usage: fla-eval compare"),
-        (["--bold", "a", "b"], 2, "usage: fla-eval compare"),
-        (["one"], 2, "at least two"),
-        (["absent", "absent"], 2, "absent holds no results.json"),
-        (["absent", "absent", f"output={__file__}/x"], 2, "test_report.py is no folder"),
-    ],
-)
-def test_compare_requests_that_cannot_work(arguments, code, message, capsys, tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert compare(arguments) == code
-    printed = capsys.readouterr()
-    assert message in printed.out + printed.err and not list(tmp_path.iterdir())
-
-
-def test_a_damaged_record(tmp_path: Path) -> None:
-    (tmp_path / "results.json").write_text("{")
-    with pytest.raises(ValueError, match=r"results\.json is damaged .*: run the evaluation again"):
-        load_record(tmp_path)
-    for content in ("[1]", '{"paper_row": {}}'):
-        (tmp_path / "results.json").write_text(content)
-        with pytest.raises(ValueError, match=r"holds no results\.json of a suite on text"):
-            load_record(tmp_path)
-
-
-def test_the_newest_evaluation_on_text_counts(tmp_path: Path) -> None:
-    contents = [
-        record("old", [1.0]),
-        record("new", [1.0]),
-        {"accuracy": 1.0},
-    ]  # the last is of a synthetic task
-    for i, content in enumerate(contents):
-        file = tmp_path / f"eval/{i}/results.json"
-        file.parent.mkdir(parents=True)
-        file.write_text(json.dumps(content))
-        os.utime(file, (i, i))
-    assert load_record(tmp_path)["name"] == "new" and load_record(tmp_path / "eval/0")["name"] == "old"
 
 
 def test_side_by_side_in_markdown() -> None:

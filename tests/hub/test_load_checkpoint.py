@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fla_train.hub import CardInfo, export_model, load_model, pick_device, pick_dtype, resolve_checkpoint
-from fla_train.hub.load import document_prefix, run_folder, trained_length
+from fla_train.hub.load import document_prefix, recorded_length, run_folder, trained_length
 
 
 @pytest.fixture
@@ -50,8 +50,15 @@ def test_load(run: Path, small_model) -> None:
     model, tokenizer = load_model(run, dtype=torch.float64)
     assert not model.training and model.dtype == torch.float64
     assert torch.equal(model.lm_head.weight, small_model.lm_head.weight.double())
-    assert trained_length(model) == 77
+    assert recorded_length(model) == trained_length(model) == 77
     assert document_prefix(model, tokenizer) == [tokenizer.eos_token_id]
+
+
+def test_positions_are_no_training_length(small_model) -> None:
+    small_model.config.max_position_embeddings = 32
+    assert recorded_length(small_model) is None and trained_length(small_model) == 32
+    del small_model.config.max_position_embeddings
+    assert recorded_length(small_model) is None and trained_length(small_model) == 2048
 
 
 def test_a_model_from_the_hub_has_its_training_record_too(run: Path, tmp_path: Path, monkeypatch) -> None:

@@ -1,7 +1,12 @@
 """How often a run is started again, with workers that only leave a checkpoint behind, or don't."""
 
+import errno
+import io
 import json
+import os
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +15,10 @@ from test_checkpoint import DAMAGE, make
 from fla_train.data import prepare
 from fla_train.training import attempts
 from fla_train.training.launch import TrainingFailed, launch
-from fla_train.training.machines import Failure
-from fla_train.training.schema import TrainConfig
+from fla_train.training.machines import AttemptEnded, Failure
+from fla_train.training.resuming import where_to_begin
+from fla_train.training.runfolder import RunFolder
+from fla_train.training.schema import TrainConfig, to_yaml
 
 Workers = Callable[[Iterator[int | None]], list[str]]
 PATH = 2  # where the checkpoint stands among a worker's arguments
@@ -84,6 +91,62 @@ def test_checkpoints_that_are_all_lost_meanwhile_end_the_run_as_failed(
         launch(config)
 
 
+def test_what_other_machines_wrote_until_they_came_is_seen(
+    make_config: Callable[..., TrainConfig],
+    workers: Workers,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Their ranks may write, and delete, after ours have failed."""
+    begun = workers(iter([3, None]))
+    folder = tmp_path / "run" / "checkpoints"
+
+    def meet(*_: object) -> None:
+        old, new = folder / "step-0000003", folder / "step-0000006"
+        if old.exists():
+            old.rename(new)
+            manifest = json.loads((new / "manifest.json").read_text()) | {"step": 6}
+            (new / "manifest.json").write_text(json.dumps(manifest))
+
+    monkeypatch.setattr(attempts, "meet", meet)
+    launch(make_config("launch.device=cpu", "launch.max_restarts=2", f"run.dir={tmp_path / 'run'}"))
+    assert begun == ["the beginning", *["step-0000006"] * 2]
+
+
+@pytest.mark.parametrize(
+    ("fault", "waits"),
+    [(AttemptEnded(Failure("machine 1", "did not come")), 2), (ValueError("told different things"), 1)],
+)
+def test_machines_that_do_not_come_again_end_the_run_as_failed(
+    make_config: Callable[..., TrainConfig],
+    workers: Workers,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Exception,
+    waits: int,
+):
+    begun, met = workers(iter([3])), []
+
+    def meet(*_: object) -> None:
+        met.append(True)
+        raise fault
+
+    monkeypatch.setattr(attempts, "meet", meet)
+    config = make_config("launch.device=cpu", "launch.max_restarts=2", f"run.dir={tmp_path / 'run'}")
+    with pytest.raises(TrainingFailed, match=str(fault)):
+        launch(config)
+    assert len(begun) == 1 and len(met) == waits
+
+
+def test_a_terminal_that_has_gone_does_not_keep_a_run_from_starting_again(monkeypatch: pytest.MonkeyPatch):
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    attempts.say("restart")
+
+
 def test_no_restart_is_no_restart_however_far_it_came(
     make_config: Callable[..., TrainConfig], workers: Workers, tmp_path: Path
 ):
@@ -107,3 +170,14 @@ def test_a_branch_goes_on_from_its_own_checkpoints_by_the_same_command(
     assert begun == ["step-0000003", "step-0000004"]
     with pytest.raises(ValueError, match="holds step-0000005, which comes after"):
         launch(make_config("launch.device=cpu", f"run.dir={tmp_path / 'run'}", f"trainer.resume={begin[1]}"))
+
+
+def test_a_branch_goes_on_with_more_machines_than_it_was_begun_with(
+    make_config: Callable[..., TrainConfig], tmp_path: Path
+):
+    config = make_config("launch.device=cpu", f"trainer.resume={make(tmp_path / 'trunk', 3)}")
+    folder = RunFolder(tmp_path / "run")
+    newest = make(folder.checkpoints, 4)
+    folder.config(0).write_text(to_yaml(config))
+    second = replace(config, launch=replace(config.launch, num_machines=2, machine_rank=1))
+    assert where_to_begin(second, folder) == newest

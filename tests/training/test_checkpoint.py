@@ -130,3 +130,19 @@ def test_a_checkpoint_of_another_model_is_one_line(tmp_path: Path, monkeypatch: 
         ValueError, match=r"^\S+step-0000003 is of another model: size mismatch for weight.*$"
     ):
         checkpoint.load(Engine(), make(tmp_path, 3))
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_verified_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    older = make(tmp_path, 3)
+    newest = make(tmp_path, 6)
+    checksum = checkpoint._sha256
+
+    def lose(path: Path) -> str:
+        if newest in path.parents:
+            shutil.rmtree(newest)
+        return checksum(path)
+
+    monkeypatch.setattr(checkpoint, "_sha256", lose)
+    assert checkpoint.newest_intact(tmp_path) == older

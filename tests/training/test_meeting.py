@@ -92,7 +92,7 @@ def test_a_machine_started_again_ends_the_attempt_and_joins_the_next(config: Lau
         old = machines.attempt
         if number == 1:
             begun.wait(LIMIT)
-            raise Preempted  # as good as killed: it says nothing
+            raise Preempted(agreed=True)  # as good as killed: it says nothing
         begun.set()
         with pytest.raises(AttemptEnded, match="machine 1: was started again"):
             machines.gather("never", None)
@@ -114,6 +114,64 @@ def test_a_machine_started_again_ends_the_attempt_and_joins_the_next(config: Lau
         one.result()
     old, new = zero.result()
     assert again.result() == new != old
+
+
+def test_a_machine_started_again_while_it_waits_is_met_at_once(config: LaunchConfig):
+    """What its forerunner put up does not count."""
+
+    def here(machines: Machines) -> str | None:
+        notices = machines._look("", {})
+        return notices and notices.content.get("here 1", {}).get("token")
+
+    def play(machines: Machines, number: int) -> list[int]:
+        deadline = time.monotonic() + 5.0
+        if number == 1:
+            while not ((notices := machines._look("", {})) and notices.attempt):
+                time.sleep(0.02)
+            machines._look(notices.attempt, {"here 1": {"token": "killed", "sizes": {}, "greeting": {}}})
+        elif number == 2:
+            while here(machines) in (None, "killed") and time.monotonic() < deadline:
+                time.sleep(0.02)
+        machines.meet({})
+        return machines.gather("number", number)
+
+    assert results(on_each(config, play, count=3)) == [[0, 1, 2]] * 3
+
+
+@pytest.mark.parametrize("leaving", [0, 1])
+def test_a_machine_that_is_asked_to_leave_says_so(config: LaunchConfig, leaving: int):
+    """Another may yet start again, or has been asked too."""
+    met = threading.Barrier(2)
+
+    def play(machines: Machines, number: int) -> None:
+        machines.meet({})
+        met.wait(LIMIT)
+        if number == leaving:
+            raise Preempted
+        machines.gather("never", None)
+
+    with pytest.raises(AttemptEnded, match=rf"^machine {leaving}: was asked to leave$") as ended:
+        on_each(config, play)[1 - leaving].result()
+    assert not ended.value.failure.final
+
+
+def test_another_run_at_the_same_port_is_not_met(config: LaunchConfig):
+    """Nor can it end this one."""
+    short = replace(config, rendezvous_timeout=0.5, machine_rank=1)
+    with Machines(replace(config, rendezvous_timeout=0.5), "runs/a") as machines:
+        with pytest.raises(
+            AttemptEnded, match=r"machine 0: did not answer at .* for run\.dir=/.*/runs/b within 0\.5"
+        ):
+            with Machines(short, "runs/b") as other:
+                other.meet({})
+        with pytest.raises(AttemptEnded, match="machine 1: did not come"):
+            machines.meet({})
+        with pytest.raises(AttemptEnded, match="machine 1: did not come"):
+            machines.meet({})
+    with Machines(config, "runs/a") as machines, ThreadPoolExecutor(1) as pool:
+        pool.submit(machines.meet, {})
+        with Machines(replace(config, machine_rank=1), f"{Path.cwd()}/runs/a") as other:
+            other.meet({})
 
 
 def test_a_failure_ends_the_attempt_everywhere_under_one_name(config: LaunchConfig):
@@ -192,7 +250,10 @@ def test_a_board_keeps_what_outlives_an_attempt_and_nothing_of_another():
     board = Board()
     first = board.begin()
     board.exchange(1, first, {"failed 1": 1, "left 1": 2, "here 1": 3})
-    assert board.exchange(1, first, {"here 1": 4}).content["here 1"] == 3  # as it was first put up
+    later = board.exchange(1, first, {"failed 1": 4, "here 1": 5}).content
+    assert (later["failed 1"], later["here 1"]) == (1, 5)  # it has been started again
+    board.exchange(0, first, {"roll": []})
+    assert board.exchange(1, first, {"here 1": 6}).content["here 1"] == 5
     second = board.begin()
     assert board.exchange(1, first, {"here 1": 5}).content == {"left 1": 2}
     assert board.exchange(1, second, {"here 1": 6}).content == {"left 1": 2, "here 1": 6}
@@ -313,6 +374,12 @@ def test_all_machines_read_the_commit_of_machine_0(
         (folder / "state.json").write_text(json.dumps(state))
     start()
     assert asked[2:] == [{"": "begun"}] * 2
+
+
+def test_one_machine_looks_up_no_commit_beforehand(make_config: Callable[..., TrainConfig], monkeypatch):
+    """The preparation does, where one is needed: what is prepared needs no network."""
+    monkeypatch.setattr(launch_module, "find_commits", lambda data: pytest.fail("asked the Hub"))
+    assert launch_module._commits(make_config("launch.device=cpu")) == {}
 
 
 def test_a_machine_that_does_not_come_at_first_is_no_traceback(

@@ -118,8 +118,9 @@ def test_a_request_is_repeated_until_the_workers_leave(monkeypatch: pytest.Monke
     forward.again()
     assert not workers[0].heard  # nobody has asked yet
     forward(signal.SIGTERM, None)
-    with pytest.raises(Preempted):
+    with pytest.raises(Preempted) as raised:
         supervise._wait(workers, forward, lambda: None)
+    assert raised.value.agreed
 
 
 @pytest.mark.parametrize("final", [False, True])
@@ -150,6 +151,46 @@ def test_who_is_to_leave_does_not_start_again(monkeypatch: pytest.MonkeyPatch, f
     else:
         with pytest.raises(Preempted):
             run()
+
+
+@pytest.mark.parametrize("when", ["before", "as the workers are killed"])
+@pytest.mark.parametrize("final", [False, True])
+def test_a_request_is_not_forgotten_for_a_failure_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, when: str, final: bool
+):
+    """Else it would wait for machines that have left, and no batch system would queue it again."""
+    failure = Failure("machine 1", "was asked to leave", final)
+
+    def ask() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    class Running:
+        def __init__(self, *arguments: object, **options: object): ...
+
+        def send_signal(self, number: int) -> None: ...
+
+        def poll(self) -> None: ...
+
+        def kill(self) -> None:
+            if when != "before":
+                ask()
+
+        def wait(self) -> None: ...
+
+    def elsewhere() -> Failure:
+        if when == "before":
+            ask()
+        return failure
+
+    monkeypatch.setattr(supervise.subprocess, "Popen", Running)
+    config = LaunchConfig("cpu", 1, 1, 0, "127.0.0.1")
+    run = partial(supervise.run_workers, [], config, port=1, attempt="a", elsewhere=elsewhere)
+    if final:
+        assert run() is failure
+    else:
+        with pytest.raises(Preempted) as raised:
+            run()
+        assert not raised.value.agreed
 
 
 @pytest.mark.gpu

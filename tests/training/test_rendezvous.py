@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from fla_train.training.rendezvous import RanksMissing, _meet, interface_towards, join
+from fla_train.training.rendezvous import RanksMissing, _meet, check_address, interface_towards, join
 
 
 @pytest.fixture
@@ -87,6 +87,21 @@ def test_a_rank_alone_needs_no_port(rank_of):
 def test_an_address_that_is_none_is_a_fault_of_the_config():
     with pytest.raises(ValueError, match=r"launch\.main_process_ip=nowhere\.invalid is unknown on "):
         interface_towards("nowhere.invalid", 29500)
+
+
+def test_a_name_that_means_this_machine_only_is_refused(monkeypatch: pytest.MonkeyPatch):
+    """As /etc/hosts of some systems has it. On purpose it may be, as in tests, and who names the interface
+    needs no other address."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    found = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 29500))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with pytest.raises(ValueError, match=r"main_process_ip=node1 resolves to a loopback address on "):
+        check_address("node1", 29500)
+    for on_purpose in ("localhost", "127.0.1.1"):
+        check_address(on_purpose, 29500)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    check_address("node1", 29500)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of Linux's interfaces")

@@ -76,8 +76,8 @@ def test_machines_that_lose_sight_of_each_other_go_on_when_the_cable_is_back(
         wait_for(lambda: steps_logged(run) >= 30 or shell.poll() is not None)
         assert shell.poll() is None, output.read_text()[-3000:]
         switch(shell, "down")
-        restarts = "restart      1 of 3"
-        wait_for(lambda: output.read_text().count(restarts) == 2 or shell.poll() is not None, poll=0.1)
+        failed = ": failed       "  # each says so, and then waits for the other
+        wait_for(lambda: output.read_text().count(failed) == 2 or shell.poll() is not None, poll=0.1)
         switch(shell, "up")
         assert shell.wait(TIMEOUT) == 0, output.read_text()[-3000:]
     finally:

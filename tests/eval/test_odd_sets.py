@@ -1,0 +1,136 @@
+"""Sets of the sweep that cannot be had, are short of memory, or have odd names."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fla_train.data import files
+from fla_train.eval import sweep
+from fla_train.eval.config import PerplexityConfig, SuiteConfig, set_name, suite_faults
+from fla_train.eval.mirror import DatasetUnavailable
+from fla_train.eval.parts import Parts
+from fla_train.eval.sets import PAPER_SETS, hub_documents
+from fla_train.eval.sweep import run_sweep
+
+
+@pytest.fixture
+def measured(build_model, tokenizer, tmp_path: Path):
+    """`measured(names, **settings)`: the sweep over files of these names, each with the same five texts."""
+
+    def run(names: list[str], **settings: object) -> dict:
+        for name in names:
+            rows = (json.dumps({"text": "red and blue " * n}) + "\n" for n in (9, 12, 7, 9, 8))
+            (tmp_path / name).write_text("".join(rows))
+        torch.manual_seed(0)
+        model = build_model(initializer_range=0.3).double().eval()
+        config = PerplexityConfig([str(tmp_path / name) for name in names], lengths=[16, 64], **settings)
+        parts = Parts(tmp_path / "parts", {})
+        return run_sweep(model, tokenizer, config, run=None, mirror=None, parts=parts, progress=False)
+
+    return run
+
+
+def test_a_file_that_may_not_be_read_costs_only_itself(measured, monkeypatch) -> None:
+    describe = files._ends
+
+    def guarded(path: Path) -> str:  # the tests may run as root, who may read all
+        if path.name == "secret.jsonl":
+            raise PermissionError(13, "Permission denied", str(path))
+        return describe(path)
+
+    monkeypatch.setattr(files, "_ends", guarded)
+    found = measured(["secret.jsonl", "open.jsonl"])
+    assert found["secret"]["error"].startswith("suite.perplexity.sets=")
+    assert found["secret"]["error"].endswith("secret.jsonl: cannot be read (Permission denied)")
+    assert found["open"]["lengths"][0]["documents"] == 5
+
+
+def test_a_full_disk_stops_the_sweep(measured, monkeypatch) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Parts, "__call__", full)
+    with pytest.raises(OSError, match="No space left"):
+        measured(["open.jsonl"])
+
+
+def test_states_are_looked_at_in_halves_when_memory_is_short(measured, monkeypatch, tmp_path) -> None:
+    expected = measured(["texts.jsonl"], state_documents=5)["texts"]["states"]
+    statistics, sizes, most = sweep.state_statistics, [], 2
+
+    def short_of_memory(model, documents: list, *args: object, **options: object) -> dict:
+        sizes.append(len(documents))
+        if len(documents) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return statistics(model, documents, *args, **options)
+
+    monkeypatch.setattr(sweep, "state_statistics", short_of_memory)
+    (tmp_path / "parts/perplexity-texts.json").unlink()
+    found = measured(["texts.jsonl"], state_documents=5)["texts"]["states"]
+    assert sizes == [5, 2, 3, 1, 2] and found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.allclose(torch.tensor(found[name]).double(), torch.tensor(values).double(), atol=1e-9), (
+            name
+        )
+    most = 0
+    (tmp_path / "parts/perplexity-texts.json").unlink()
+    found = measured(["texts.jsonl", "more.jsonl"], state_documents=5)
+    assert all(
+        "or set suite.perplexity.state_documents=0" in found[name]["error"] for name in ("texts", "more")
+    )
+
+
+def test_what_is_streamed_is_not_said_to_be_kept(tokenizer, tmp_path, monkeypatch) -> None:
+    import datasets
+
+    def no_network(*args: object, **options: object) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", no_network)
+    lines = []
+    for mirror in (None, tmp_path):
+        with pytest.raises(DatasetUnavailable) as failure:
+            next(hub_documents(PAPER_SETS["slimpajama"], tokenizer, mirror))
+        lines.append(str(failure.value))
+    assert "once" not in "".join(lines) and "streamed and nothing of it kept" in lines[0]
+    assert "mirror=FOLDER with FOLDER/cerebras/SlimPajama-627B/ in it" in lines[0]
+    assert all("scripts/build_eval_mirror.py" in line for line in lines)
+
+    def breaks(*args: object, **options: object):
+        yield {"text": "red"}
+        raise ConnectionError("reset")
+
+    monkeypatch.setattr(datasets, "load_dataset", breaks)
+    with pytest.raises(
+        DatasetUnavailable, match=r"\(ConnectionError: reset\): it is streamed.*copy of yours"
+    ):
+        list(hub_documents(PAPER_SETS["slimpajama"], tokenizer, None))
+
+
+def test_names_end_before_known_endings_only() -> None:
+    names = {
+        "v1.0-web.jsonl": "v1.0-web",
+        "a/v1.0-code.jsonl.gz": "v1.0-code",
+        "web.v2.parquet": "web.v2",
+        "v1.0/*.jsonl": "v1.0",
+        "corpus.v3": "corpus.v3",
+        "~/texts.jsonl": "texts",
+    }
+    assert {path: set_name(path) for path in names} == names
+    assert not suite_faults(SuiteConfig("own", PerplexityConfig(sets=list(names))))
+    same = SuiteConfig("own", PerplexityConfig(sets=["a/web.jsonl", "b/web.parquet"]))
+    assert "several sets named web" in suite_faults(same)[0]
+
+
+def test_a_file_is_told_from_the_papers_set(measured, build_model, monkeypatch, tokenizer, tmp_path) -> None:
+    found = measured(["slimpajama.jsonl"])
+    assert found["slimpajama"]["own_file"] is True
+    assert measured(["slimpajama.jsonl"]) == found  # the kept part, too
+    ours = tokenizer.encode("red and blue " * 30, add_special_tokens=False)
+    monkeypatch.setattr(sweep, "hub_documents", lambda *args: (ids for ids in [ours]))
+    config = PerplexityConfig(["slimpajama"], lengths=[16])
+    options = {"run": None, "mirror": None, "parts": Parts(tmp_path / "other", {}), "progress": False}
+    paper = run_sweep(build_model().eval(), tokenizer, config, **options)
+    assert "lengths" in paper["slimpajama"] and "own_file" not in paper["slimpajama"]

@@ -1,0 +1,150 @@
+"""The sweep on models that call their cache otherwise, lose what it should hold, or have none."""
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    FalconMambaConfig,
+    FalconMambaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
+    xLSTMConfig,
+    xLSTMForCausalLM,
+)
+
+from fla_train.eval.config import PerplexityConfig
+from fla_train.eval.parts import Parts
+from fla_train.eval.perplexity import loss_table
+from fla_train.eval.sweep import run_sweep
+
+EDGES = (0, 16, 32, 64)
+SIZE = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2}
+HEADS = {"num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 8}
+ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32}
+XLSTM = {"hidden_size": 64, "embedding_dim": 64, "num_heads": 4, "num_blocks": 2, "chunk_size": 16}
+BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8}
+MODELS = {
+    "mamba": lambda: MambaForCausalLM(MambaConfig(state_size=4, **SIZE)),
+    "falcon_mamba": lambda: FalconMambaForCausalLM(FalconMambaConfig(state_size=4, **SIZE)),
+    "mamba2": lambda: Mamba2ForCausalLM(Mamba2Config(state_size=8, **HEADS, **SIZE)),
+    "rwkv": lambda: RwkvForCausalLM(RwkvConfig(attention_hidden_size=32, context_length=128, **SIZE)),
+    "bamba": lambda: BambaForCausalLM(
+        BambaConfig(**SIZE | ATTENTION | BAMBA | {"attn_layer_indices": [1], "pad_token_id": 0})
+    ),
+    "recurrent_gemma": lambda: RecurrentGemmaForCausalLM(
+        RecurrentGemmaConfig(block_types=["recurrent", "attention"], lru_width=32, **ATTENTION, **SIZE)
+    ),
+}
+MODELS["xlstm"] = lambda: xLSTMForCausalLM(xLSTMConfig(**SIZE | XLSTM))
+MODELS["square_xlstm"] = lambda: xLSTMForCausalLM(xLSTMConfig(qk_dim_factor=1.0, **SIZE | XLSTM))
+LOSES = ("mamba", "falcon_mamba")  # their forward of several tokens begins with an empty state
+
+
+def built(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """With random weights wide enough that what was read long ago tells."""
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
+                module.weight.normal_(0, 0.3)
+    return model.to(dtype)
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[list[int]]:
+    draw = np.random.default_rng(0)
+    return [draw.integers(3, 320, size=length).tolist() for length in (64, 40, 70)]
+
+
+@torch.no_grad()
+def expected(model: PreTrainedModel, documents: list[list[int]]) -> np.ndarray:
+    """Sums by bucket from one forward over each document, NaN where it ends before."""
+    sums = np.full((len(documents), len(EDGES) - 1), math.nan)
+    for row, document in zip(sums, documents, strict=True):
+        ids = torch.tensor([[2, *document]])
+        log_p = model(ids, use_cache=False).logits[0, :-1].double().log_softmax(-1)
+        losses = -log_p.gather(1, ids[0, 1:, None])[:, 0].numpy()
+        for j, (a, b) in enumerate(pairwise(EDGES)):
+            row[j] = losses[a:b].sum() if b <= len(document) else math.nan
+    return sums
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk"),
+    [
+        *((name, 64) for name in MODELS),
+        *((name, 1) for name in LOSES),
+        *((name, 10) for name in ("mamba2", "rwkv", "square_xlstm")),
+    ],
+)
+def test_equals_one_pass(name: str, chunk: int, documents) -> None:
+    """A chunk holds the whole, or the model goes on from its cache; Mamba by single tokens."""
+    model = built(name)
+    found = loss_table(model, documents, EDGES, prefix=[2], chunk=chunk, batch_size=2)
+    assert found.sums == pytest.approx(expected(model, documents), rel=1e-4, nan_ok=True)
+
+
+def test_a_model_as_it_is_made_loses_its_state_too(documents) -> None:
+    """With weights so narrow that what was read before changes the logits by a thousandth."""
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match="loses its state"):
+        loss_table(MODELS["mamba"]().eval(), documents, EDGES, prefix=[2], chunk=16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [7, 63])
+@pytest.mark.parametrize("name", [*LOSES, "bamba"])
+def test_a_model_that_loses_its_state_is_not_read_beyond_a_chunk(name, chunk, dtype, documents) -> None:
+    line = (
+        rf"\({name}\) loses its state between chunks: cannot be read beyond a chunk of {chunk} tokens; raise"
+    )
+    with pytest.raises(ValueError, match=line):
+        loss_table(built(name, dtype), documents, EDGES, prefix=[2], chunk=chunk)
+
+
+def test_a_model_without_a_cache(model, documents, monkeypatch) -> None:
+    """One that has none in its output, and one that leaves it empty."""
+    line = r"keeps no cache: cannot be read beyond a chunk of 16 tokens; raise suite\.perplexity\.chunk"
+    with pytest.raises(ValueError, match=line):
+        loss_table(built("recurrent_gemma"), documents, EDGES, prefix=[2], chunk=16)
+    if model.config.model_type != "llama":
+        return
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda ids, **options: forward(ids, use_cache=False))
+    with pytest.raises(ValueError, match=line):
+        loss_table(model, documents, EDGES, prefix=[2], chunk=16)
+
+
+def test_a_model_that_fails_with_its_cache(documents) -> None:
+    """xLSTM's has the shape of square states, and keys are narrower than values by default."""
+    with pytest.raises(
+        ValueError, match=r"\(xlstm\) fails with its cache \(\w+: .*beyond a chunk of 16 tokens;"
+    ):
+        loss_table(built("xlstm"), documents, EDGES, prefix=[2], chunk=16)
+
+
+def test_it_is_a_line_of_the_report(tokenizer, tmp_path) -> None:
+    file = tmp_path / "texts.jsonl"
+    file.write_text('{"text": "%s"}\n' % ("red and blue " * 9))
+    config = PerplexityConfig(sets=[str(file)], lengths=[32, 64], chunk=48)
+    parts = Parts(tmp_path / "parts", {})
+    options = {"run": None, "mirror": None, "parts": parts, "progress": False}
+    found = run_sweep(built("mamba"), tokenizer, config, **options)
+    assert "loses its state" in found["texts"]["error"] and "\n" not in found["texts"]["error"]
+    config.chunk = 64
+    assert [
+        row["length"] for row in run_sweep(built("mamba"), tokenizer, config, **options)["texts"]["lengths"]
+    ]
