@@ -34,7 +34,7 @@ def test_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         (["--bold", "a", "b"], 2, "usage: fla-eval compare"),
         (["one"], 2, "at least two"),
         (["absent", "absent"], 2, "absent holds no results.json"),
-        (["absent", "absent", f"output={__file__}/x"], 2, "test_report.py is no folder"),
+        (["absent", "absent", f"output={__file__}/x"], 2, "test_compare_command.py is no folder"),
     ],
 )
 def test_compare_requests_that_cannot_work(arguments, code, message, capsys, tmp_path, monkeypatch) -> None:
