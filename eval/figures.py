@@ -12,7 +12,7 @@ from fla_train.eval.compare import is_metric
 from fla_train.eval.paper import NOTED, RECALL, ZERO_SHOT, Column, published
 from fla_train.eval.plots import grid, legend, mark_training, meaning, readable_sets, set_title, short
 from fla_train.eval.state_figures import draw_states
-from fla_train.eval.tables import COUNTS, TABLE_1, varied
+from fla_train.eval.tables import COUNTS, TABLE_1, restrictions, varied
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -215,7 +215,7 @@ def _tasks(file: Path, records: Sequence[dict], columns: Sequence[Column]) -> No
         panel.tick_params(axis="x", labelsize=8)
         panel.set(ylabel="percent", xlim=(-0.6, len(columns) - 0.4), ylim=(0, None))
         panel.grid(alpha=0.3, axis="y")
-        legend(axes, meaning(heads))
+        legend(axes, [*meaning(heads), *restrictions(records)])
 
 
 def _scores(record: dict) -> dict[str, dict]:

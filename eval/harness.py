@@ -27,6 +27,7 @@ from fla_train.hub.load import document_prefix, resolve_checkpoint, trained_leng
 from fla_train.models import DeltaProductForCausalLM
 
 CPU_BATCH = 8  # what `auto` means there: a CPU has no out-of-memory error to find the limit by
+NO_SHOTS = "no documents available for sampling"  # lm-eval, where nothing can fill a few-shot prompt
 AUTO_TOKENS = 131_072  # tokens of a forward pass that `auto` means for our models on a GPU
 
 
@@ -302,7 +303,10 @@ def run_tasks(
         except DatasetUnavailable as failure:
             finished[name] = {"error": str(failure)}
         except Exception as failure:  # a data set's code may raise anything; the other tasks go on
-            finished[name] = {"error": f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"}
+            line = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
+            if NO_SHOTS in line:
+                line += " Few-shot prompts need the task's training split."
+            finished[name] = {"error": line}
     return finished
 
 

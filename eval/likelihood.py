@@ -66,7 +66,8 @@ def log_likelihoods(
     Raises:
         ValueError: an empty context, or a continuation that is empty or longer than `max_length`.
     """
-    rows = [_cut(i, context, continuation, max_length) for i, (context, continuation) in enumerate(requests)]
+    needed = max((len(continuation) for _, continuation in requests), default=0)
+    rows = [_cut(i, *parts, max_length, needed) for i, parts in enumerate(requests)]
     shared, alone = _by_context(rows)
     answers: list[Answer] = [(0.0, False)] * len(rows)
     after_contexts = partial(_after_contexts, model, batch_tokens=batch_tokens)
@@ -81,7 +82,10 @@ def log_likelihoods(
     return answers
 
 
-def _cut(index: int, context: Sequence[int], continuation: Sequence[int], max_length: int) -> _Request:
+def _cut(
+    index: int, context: Sequence[int], continuation: Sequence[int], max_length: int, needed: int
+) -> _Request:
+    """A request without the beginning that is too much; `needed`: tokens of the longest continuation."""
     if not context or not continuation:
         raise ValueError(
             f"request {index} has {len(context)} tokens of context and {len(continuation)} of continuation: "
@@ -90,7 +94,7 @@ def _cut(index: int, context: Sequence[int], continuation: Sequence[int], max_le
     if len(continuation) > max_length:
         raise ValueError(
             f"the continuation of request {index} has {len(continuation)} tokens, and at most {max_length} "
-            f"are read: set suite.max_length={len(continuation)} or more"
+            f"are read: set suite.max_length={needed} or more"
         )
     kept = min(len(context), max_length + 1 - len(continuation))
     return _Request(index, tuple(context[len(context) - kept :]), list(continuation))

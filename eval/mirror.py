@@ -109,12 +109,21 @@ def _remedy(path: str, name: str | None, folder: Path | None, streamed: bool, fa
             f"with FOLDER/{path}/ in it (scripts/build_eval_mirror.py)"
         )
     if folder.is_dir():
-        return f"{wanted} in {folder} cannot be read: {' '.join(str(failure).split())[:200]}"
+        return f"{wanted} in {folder} cannot be read: {_reason(failure)}"
     run = "run" if streamed else "run once"
     return (
         f"{wanted} is neither in the mirror nor in the cache: put it into {folder}/ "
         f"(scripts/build_eval_mirror.py), or {run} with network and without mirror"
     )
+
+
+def _reason(failure: BaseException) -> str:
+    """What went wrong in the first place: `datasets` wraps it in lines that do not say."""
+    while failure.__cause__:
+        failure = failure.__cause__
+    if isinstance(failure, StopIteration):
+        return "it holds no rows"
+    return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
 
 
 def streaming_remedy(path: str) -> str:

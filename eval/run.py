@@ -126,6 +126,7 @@ def evaluate_model(
             "positions": position_limit(model),
         },
         "trained_length": trained,
+        "window": window,
         "suite": asdict(suite),
         "mirror": mirror,
         "perplexity": {},

@@ -32,6 +32,7 @@ def markdown(records: Sequence[dict]) -> str:
     else:
         parts = ["# " + ", ".join(record["name"] for record in records) + "\n"]
         parts += ["## Side by side\n", comparison_markdown(records)]
+        parts += [f"{line}\n" for line in _lost(records)]
     parts += [f"{note}\n" for note in notes(records)]
     if heads := paper_heads(records):
         parts += ["## The papers' columns\n", paper_markdown(records, heads)]
@@ -72,10 +73,25 @@ def varied(rows: Sequence[dict]) -> bool:
 
 
 def data_notes(records: Sequence[dict]) -> list[str]:
-    """What `NOTED` refers to: the notes that came with data, each once."""
+    """What must be read with the scores: what `NOTED` refers to, the notes that came with data, each once,
+    and the `restrictions`.
+    """
     results = [item for r in records for item in (*r["perplexity"].items(), *r["tasks"].items())]
     lines = [f"{NOTED.strip()} {name}: {result['note']}." for name, result in results if "note" in result]
-    return list(dict.fromkeys(lines))
+    return [*dict.fromkeys(lines), *restrictions(records)]
+
+
+def restrictions(records: Sequence[dict]) -> list[str]:
+    """Whose tasks were not run on all documents, or with examples in the prompts."""
+    found: dict[str, list[str]] = {}
+    for record in records:
+        suite = record["suite"]
+        if record["tasks"] and suite["limit"]:
+            line = f"Only the first {suite['limit']} examples of each task (suite.limit)"
+            found.setdefault(line, []).append(record["name"])
+        if record["tasks"] and (shots := suite.get("num_fewshot")):
+            found.setdefault(f"{shots}-shot (suite.num_fewshot)", []).append(record["name"])
+    return [f"{line}: {', '.join(names)}." for line, names in found.items()]
 
 
 def paper_heads(records: Sequence[dict]) -> list[str]:
@@ -219,12 +235,19 @@ def _task_table(tasks: dict[str, dict]) -> str:
     return "\n".join([*lines, ""])
 
 
+def _lost(records: Sequence[dict]) -> list[str]:
+    """A line for each set and task that could not run."""
+    return [
+        f"{record['name']}, {name}: could not run: {result['error']}"
+        for record in records
+        for name, result in (*record["perplexity"].items(), *record["tasks"].items())
+        if "error" in result
+    ]
+
+
 def _footnote(record: dict) -> str:
     environment = record["environment"]
-    text = (
+    return (
         f"{record['name']}: {environment['hardware']}, {environment['dtype']}, "
         f"torch {environment['packages']['torch']}, commit {environment['commit'] or 'unknown'}.\n"
     )
-    if record["suite"]["limit"] and record["tasks"]:
-        text += f"Only the first {record['suite']['limit']} examples of each task (suite.limit) were run.\n"
-    return text

@@ -7,10 +7,19 @@ FLA_TRAIN_TEST_SEED=<seed>.
 
 import os
 import secrets
+from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
+
+from tests.startup import sitecustomize
+
+# Processes that the tests start import it, too.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(sitecustomize.__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 import torch
 
@@ -18,18 +27,34 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from triton.runtime import interpreter
 
 from tests.untraced import untraced
 
 interpreter.GridExecutor.__call__ = untraced(interpreter.GridExecutor.__call__)
+ConfigLoaderImpl.load_configuration = untraced(ConfigLoaderImpl.load_configuration)
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+SHARING = "tests/training/"  # its tests share ranks, whose imports cost more than most of them
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """As `--dist loadfile`, but the tests that share ranks are done by one worker."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return SHARING if nodeid.startswith(SHARING) else super()._split_scope(nodeid)
+
+    return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Files with slow tests first: `make test` would end with one worker on the last of them, the other idle.
+    # What takes long comes first: `make test` would end with one worker on the last of it, the other idle.
     slow = {item.path for item in items if "slow" in item.keywords}
-    items.sort(key=lambda item: item.path not in slow)
+    items.sort(key=lambda item: (not item.nodeid.startswith(SHARING), item.path not in slow))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU")

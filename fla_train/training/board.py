@@ -68,7 +68,8 @@ def serve(board: Board, port: int) -> socketserver.BaseServer:
     """
     server = _Server(("", port), _Answer)
     server.board = board
-    threading.Thread(target=server.serve_forever, name="board", daemon=True).start()
+    closes_within = 0.05  # seconds
+    threading.Thread(target=server.serve_forever, args=(closes_within,), name="board", daemon=True).start()
     return server
 
 

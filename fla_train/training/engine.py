@@ -106,6 +106,7 @@ def build_engine(model: nn.Module, config: TrainConfig):
         _ask_cuda_for_memory()
     else:
         _skip_cpu_operator()
+    _skip_muon()
     from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 
     settings = deepspeed_config(config, on_gpu=on_gpu)
@@ -255,3 +256,10 @@ def _skip_cpu_operator() -> None:
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _skip_muon() -> None:
+    """Keep DeepSpeed from importing a compiler for a Muon of its own, not used here: a second per rank."""
+    from deepspeed.runtime import compiler
+
+    compiler.compile = lambda: lambda function: function

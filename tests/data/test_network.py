@@ -29,26 +29,27 @@ from fla_train.data import build
 build.COMMIT_SECONDS = 0
 main()
 """
-# Three runs of one dataset, the last of them in a cache of its own, each in a process of its own.
+# Runs of one dataset, one after another.
 STREAM = """
 import json, sys
 import numpy as np
 from fla_train.data import DataConfig, TokenizerConfig, find_commits, open_train, prepare
 
-name, cache, pinned, reads = json.loads(sys.argv[1])
-config = DataConfig(
-    source="hub", path=name, cache_dir=cache, tokenizer=TokenizerConfig(name="bytes"), num_workers=0,
-    validation_fraction=0.0, stream=True, stream_head_documents=20, shard_tokens=10000,
-)
-said = {"found": find_commits(config)}
-try:
-    data = prepare(config, log=lambda line: None, progress=False, commits=pinned)
-    stream = open_train(data.folder, 16, 0)
-    tokens = [stream.sequences(np.array([index]))[0] for index in reads]
-    said |= {"commits": data.commits(), "texts": [data.tokenizer().decode(row) for row in tokens]}
-except ValueError as fault:
-    said["fault"] = str(fault)
-print(json.dumps(said))
+def run(name, cache, pinned, reads):
+    config = DataConfig(
+        source="hub", path=name, cache_dir=cache, tokenizer=TokenizerConfig(name="bytes"), num_workers=0,
+        validation_fraction=0.0, stream=True, stream_head_documents=20, shard_tokens=10000,
+    )
+    said = {"found": find_commits(config)}
+    try:
+        data = prepare(config, log=lambda line: None, progress=False, commits=pinned)
+        stream = open_train(data.folder, 16, 0)
+        tokens = [stream.sequences(np.array([index]))[0] for index in reads]
+        return said | {"commits": data.commits(), "texts": [data.tokenizer().decode(row) for row in tokens]}
+    except ValueError as fault:
+        return said | {"fault": str(fault)}
+
+print(json.dumps([run(*asked) for asked in json.loads(sys.argv[1])]))
 """
 DOCUMENTS = [
     {"id": str(i), "text": f"document {i}: " + "the state forgets what its gate closes on " * 120}
@@ -200,23 +201,24 @@ def test_a_stream_from_the_hub_outlives_broken_connections_and_a_kill(
 def test_a_branch_that_moves_does_not_move_a_stream(hub: Hub, environment: dict[str, str], tmp_path: Path):
     """Neither between ranks nor between epochs, and a run that lost its cache reads its commit again."""
 
-    def stream(cache: str, pinned: dict[str, str], reads: list[int]) -> dict:
-        asked = json.dumps([NAME, str(tmp_path / cache), pinned, reads])
-        command = [sys.executable, "-c", STREAM, asked]
+    def stream(*runs: tuple[str, dict[str, str], list[int]]) -> list[dict]:
+        """Each in the cache, with the commits and of the sequences given, all in a process of their own."""
+        asked = [(NAME, str(tmp_path / cache), pinned, reads) for cache, pinned, reads in runs]
+        command = [sys.executable, "-c", STREAM, json.dumps(asked)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
     epoch = sum(len(document["text"].encode()) + 1 for document in DOCUMENTS) // 16 + 1
-    before = stream("one", {}, [0, 1])
+    (before,) = stream(("one", {}, [0, 1]))
     assert before["found"] == before["commits"] == {"": COMMIT}
     hub.head = LATER
-    again = stream("one", {}, [0, 1, epoch])
+    again, refused = stream(("one", {}, [0, 1, epoch]), ("one", {"": LATER}, [0]))
     assert again["found"] == again["commits"] == {"": COMMIT}
     assert again["texts"][:2] == before["texts"] and "document 0" in before["texts"][0]
     assert again["texts"][2] == again["texts"][2].lower()  # the later commit shouts
-    lost = stream("two", {"": COMMIT}, [0, 1])
+    (lost,) = stream(("two", {"": COMMIT}, [0, 1]))
     assert lost["found"] == {"": LATER} and lost["commits"] == {"": COMMIT}
     assert lost["texts"] == before["texts"]
-    refused = stream("one", {"": LATER}, [0])["fault"]
-    assert f"holds commit {COMMIT} of {NAME}, and this run reads {LATER}: delete that folder" in refused
+    fault = f"holds commit {COMMIT} of {NAME}, and this run reads {LATER}: delete that folder"
+    assert fault in refused["fault"]

@@ -150,6 +150,9 @@ def test_recall_is_drawn_beside_the_published_rows(figures: list[Figure], tmp_pa
     places = panel.collections[-1].get_offsets()[:, 0]
     assert len(places) == 10 and set(places) == {0.38}  # the rows of Table 1, in the first column only
     assert below(figures[0]) == MEANING
+    one["suite"] |= {"limit": 20}
+    draw_figures(tmp_path, [one])
+    assert below(figures[1]) == f"{MEANING} Only the first 20 examples of each task (suite.limit): one."
 
 
 def test_any_other_task_is_drawn_too(figures: list[Figure], tmp_path: Path) -> None:

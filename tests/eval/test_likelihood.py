@@ -170,10 +170,11 @@ def test_batches_are_halved_when_memory_is_short(build_model, requests, monkeypa
     [
         (([], [1]), "request 1 has 0 tokens of context"),
         (([1], []), "1 tokens of context and 0 of continuation"),
-        (([1], [1] * 61), "request 1 has 61 tokens, .* set suite.max_length=61 or more"),
+        (([1], [1] * 61), "request 1 has 61 tokens, .* set suite.max_length=65 or more"),  # the longest
     ],
 )
 def test_requests_that_cannot_work(request_: Request, message: str, build_model) -> None:
+    requests = [([1], [1]), request_, ([1], [1] * 65)]
     with pytest.raises(ValueError, match=message):
-        log_likelihoods(build_model().eval(), [([1], [1]), request_], max_length=60, batch_tokens=100)
+        log_likelihoods(build_model().eval(), requests, max_length=60, batch_tokens=100)
     assert log_likelihoods(build_model().eval(), [], max_length=60, batch_tokens=100) == []

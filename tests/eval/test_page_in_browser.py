@@ -85,6 +85,14 @@ def test_points_of_different_documents_are_not_joined(tmp_path: Path) -> None:
     assert seen["counts"] == [[], ["n = 3", "n = 3", "n = 1"], [], []] and seen["marked"] == 0
 
 
+@pytest.mark.skipif(BROWSER is None, reason="no browser")
+def test_a_training_length_below_all_points_is_marked(tmp_path: Path) -> None:
+    one = record("one", [2.0, 3.0])
+    one["trained_length"] = 16
+    # Against length and in the states: of the first plot the only curve has been clicked away by then.
+    assert looked_at([one], tmp_path)["marked"] == 2
+
+
 def looked_at(records: list[dict], tmp_path: Path) -> dict:
     """What `AFTER` saw on the records' page; fails on a script error or coordinates that are no numbers."""
     text = page(records)

@@ -218,6 +218,7 @@ def test_few_shot_prompts_need_the_training_split(mirror: Path, scholar, tokeniz
     lm = FlaTrainLM(scholar, tokenizer)
     results = run_tasks(lm, ["arc_easy"], mirror=mirror, num_fewshot=1, limit=1, bootstrap_iters=0)
     assert "no documents available for sampling" in results["arc_easy"]["error"]
+    assert "Few-shot prompts need the task's training split." in results["arc_easy"]["error"]
 
 
 def test_data_sets_that_cannot_be_had(mirror: Path, tmp_path: Path, scholar, tokenizer) -> None:
@@ -230,6 +231,17 @@ def test_data_sets_that_cannot_be_had(mirror: Path, tmp_path: Path, scholar, tok
     assert datasets.load_dataset is load_dataset
     with pytest.raises(ValueError, match=r"mirror=.*absent is no folder"):
         run_tasks(FlaTrainLM(scholar, tokenizer), ["arc_easy"], mirror=tmp_path / "absent")
+
+
+def test_a_mirrored_file_without_rows_or_with_damaged_ones(splits: Path, tmp_path: Path) -> None:
+    """What went wrong in the first place is said, not what `datasets` makes of it."""
+    mirror = tmp_path / "mirror"
+    assert build(splits, mirror).returncode == 0
+    file = mirror / "EleutherAI/lambada_openai/default/test.jsonl"
+    for text, reason in (("", "it holds no rows$"), ("{broken\n", "Missing a name for object member")):
+        file.write_text(text)
+        with hub_datasets(mirror), pytest.raises(DatasetUnavailable, match=f"cannot be read: .*{reason}"):
+            datasets.load_dataset("EleutherAI/lambada_openai", "default")
 
 
 def test_what_the_hubs_cache_holds_needs_neither_network_nor_mirror(tmp_path: Path, monkeypatch) -> None:
@@ -247,7 +259,9 @@ def test_what_the_hubs_cache_holds_needs_neither_network_nor_mirror(tmp_path: Pa
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     for mirror in (None, tmp_path):
         with hub_datasets(mirror):
-            assert list(datasets.load_dataset("someone/riddles", split="test")) == ARC
+            for streaming in (False, True):  # as tasks ask for their data, and sets of documents for theirs
+                rows = datasets.load_dataset("someone/riddles", split="test", streaming=streaming)
+                assert list(rows) == ARC
 
 
 def test_two_mirrors_and_changed_files_are_not_taken_for_each_other(tmp_path: Path) -> None:

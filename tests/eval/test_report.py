@@ -19,7 +19,7 @@ from fla_train.eval.paper import HEADS, paper_row
 from fla_train.eval.plots import legend
 from fla_train.eval.report import write_report
 from fla_train.eval.run import evaluate
-from fla_train.eval.tables import COUNTS, latex, markdown, notes
+from fla_train.eval.tables import COUNTS, data_notes, latex, markdown, notes
 from fla_train.hub import CardInfo, export_model
 
 TASKS = {
@@ -322,9 +322,31 @@ def test_the_task_says_which_direction_is_better() -> None:
 
 
 def test_side_by_side_in_markdown() -> None:
-    text = markdown([record("a", [1.0, 2.0]), record("b", [1.0, 2.0])])
+    one, two = record("a", [1.0, 2.0]), record("b", [1.0, 2.0])
+    two["tasks"]["swde"] = {"error": "no data"}
+    text = markdown([one, two])
     assert text.startswith("# a, b\n") and "| lambada_openai | acc | 0.300 ± 0.010 | 0.300 ± 0.010 |" in text
     assert text.count("\n| **") == 2  # both rows below the published ones
+    assert "\na, code: could not run: not to be had <" in text
+    assert "\nb, swde: could not run: no data\n" in text
+
+
+def test_a_part_of_the_documents_and_prompts_with_examples_are_said_everywhere(tmp_path: Path) -> None:
+    """In every table that may be copied from the report, and in the figure beside the published rows."""
+    some = record("some", [2.0])
+    some["suite"] |= {"limit": 20, "num_fewshot": 2}
+    lines = [
+        "Only the first 20 examples of each task (suite.limit): some.",
+        "2-shot (suite.num_fewshot): some.",
+    ]
+    for records in ([some], [record("whole", [2.0]), some]):
+        assert data_notes(records) == lines
+        html = page(records)
+        for line in lines:
+            assert line in markdown(records) and line in html
+            assert line.replace("_", r"\_") in latex(records)
+    assert data_notes([some, some])[1] == "2-shot (suite.num_fewshot): some, some."
+    assert data_notes([some | {"tasks": {}}]) == []
 
 
 def test_metrics_for_the_training_log() -> None:

@@ -134,11 +134,12 @@ def test_a_preempted_slurm_job_is_queued_again_and_goes_on_on_hosts_without_slur
 
 @pytest.mark.usefixtures("unwatched")
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 1])
 def test_a_machine_that_is_killed_and_started_again_is_met_again(
-    overrides: list[str], whole: Path, tmp_path: Path, killed: int
+    overrides: list[str], whole: Path, tmp_path: Path
 ):
-    """At once, though `trainer.hang_timeout` is long; the other machine's launcher lives on."""
+    """At once, though `trainer.hang_timeout` is long; the other machine's launcher lives on. First machine 0,
+    before there is a checkpoint, then machine 1.
+    """
     run, port = tmp_path / "run", free_port()
     launchers: dict[int, subprocess.Popen] = {}
 
@@ -147,23 +148,32 @@ def test_a_machine_that_is_killed_and_started_again_is_met_again(
         options += [f"launch.main_process_port={port}", f"run.dir={run}"]
         code = "from fla_train.cli.train import main; main()"
         command = [sys.executable, "-c", code, *overrides, *TWO_RANKS, *options]
-        with (tmp_path / f"said-{machine}").open("a") as said:
-            launchers[machine] = subprocess.Popen(command, stdout=said, stderr=said)
+        with (tmp_path / f"said-{machine}").open("a") as file:
+            launchers[machine] = subprocess.Popen(command, stdout=file, stderr=file)
+
+    def said(machine: int) -> str:
+        return (tmp_path / f"said-{machine}").read_text()
+
+    def kill_and_start(machine: int) -> None:
+        launchers[machine].kill()
+        launchers[machine].wait()
+        start(machine)
+        wait_for(lambda: "restart      1 of 1, " in said(1 - machine), poll=0.1)
 
     try:
         for machine in range(2):
             start(machine)
         wait_for(lambda: steps_logged(run) >= 1)
-        launchers[killed].kill()
-        launchers[killed].wait()
-        start(killed)
+        kill_and_start(0)
+        wait_for((run / "checkpoints" / "step-0000005").exists)
+        kill_and_start(1)
         codes = [launchers[machine].wait(TIMEOUT) for machine in range(2)]
     finally:
         for launcher in launchers.values():
             launcher.kill()
-    said = [(tmp_path / f"said-{machine}").read_text() for machine in range(2)]
-    assert codes == [0, 0], "".join(said)
-    assert said[1 - killed].count("restart      1 of 1, ") == 1
+    assert codes == [0, 0], said(0) + said(1)
+    assert [said(machine).count("restart      1 of 1, ") for machine in range(2)] == [1, 1]
+    assert f"run          {run}, from {run}/checkpoints/step-" in said(0)
     assert without_saves(run) == without_saves(whole) and weights(run) == weights(whole)
 
 

@@ -29,7 +29,8 @@ Play = Callable[..., list[Future]]
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> LaunchConfig:
-    monkeypatch.setattr(machines_module, "LINGER", 1.0)
+    for name, seconds in {"POLL": 0.02, "WATCH": 0.05, "LINGER": 0.5}.items():
+        monkeypatch.setattr(machines_module, name, seconds)
     return LaunchConfig("cpu", 2, 2, 0, "127.0.0.1", free_port(), rendezvous_timeout=LIMIT)
 
 

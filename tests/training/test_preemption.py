@@ -1,5 +1,6 @@
 """Signals and restarts: nothing is lost and nothing is done twice."""
 
+import contextlib
 import os
 import re
 import signal
@@ -228,9 +229,9 @@ def test_a_signal_while_the_data_are_prepared_can_be_tried_again(
 @pytest.mark.usefixtures("unwatched")
 @pytest.mark.slow
 def test_workers_that_die_or_hang_are_started_again(
-    make_config: Make, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+    make_config: Make, warm_ranks: WarmRanks, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture
 ):
-    run = tmp_path / "run"
+    run, afterwards = tmp_path / "run", contextlib.ExitStack()
 
     def disturb() -> None:
         wait_for(lambda: steps_logged(run) * 2 >= 3)
@@ -239,15 +240,17 @@ def test_workers_that_die_or_hang_are_started_again(
         wait_for(lambda: victim.pid not in [w.pid for w in workers(os.getpid())], poll=0.1)
         wait_for(lambda: len(workers(os.getpid())) == 2, poll=0.1)
         wait_for(lambda: steps_logged(run) * 2 >= 8)
+        afterwards.enter_context(warm_ranks.as_workers())  # processes have been started again by now
         workers(os.getpid())[1].suspend()
 
     disturber = threading.Thread(target=disturb)
     disturber.start()
     config = make_config(*TWO_RANKS, f"run.dir={run}", "launch.max_restarts=3")
-    config.trainer.hang_timeout = 15.0
-    launch(config)
+    config.trainer.hang_timeout = 8.0
+    with afterwards:
+        launch(config)
     disturber.join()
     said = capfd.readouterr().out
     assert "restart      1 of 3, rank 0: was killed by SIGKILL" in said
-    assert re.search(r"restart      [12] of 3, rank 0: no progress for 15 s while \w", said), said
+    assert re.search(r"restart      [12] of 3, rank 0: no progress for 8 s while \w", said), said
     assert losses(run) == losses(whole) and weights(run) == weights(whole)
