@@ -87,9 +87,9 @@ def bench_decode(
     states = [normal(1, key_dim, value_dim).to(state_dtype) for _ in range(turns)]
     copies = [torch.empty_like(state) for state in states]
 
-    def steps() -> None:
-        for state in states:
-            delta_product_step(**inputs, state=state, qk_l2norm=True)
+    def steps() -> list[tuple[Tensor, Tensor]]:
+        # All are kept, or each new state would take the place of the one before, which the cache still holds.
+        return [delta_product_step(**inputs, state=state, qk_l2norm=True) for state in states]
 
     def copy() -> None:
         for state, target in zip(states, copies, strict=True):

@@ -26,7 +26,7 @@ from fla_train.data.mixture import prepare_mixture
 from fla_train.data.place import Place, place_of, recorded
 from fla_train.data.prepared import PreparedData, open_prepared
 from fla_train.data.progress import Progress
-from fla_train.data.shards import FORMAT, MANIFEST, sync, write_manifest
+from fla_train.data.shards import FORMAT, MANIFEST, check_sizes, sync, write_manifest
 from fla_train.data.sources import Source
 from fla_train.data.stream import prepare_stream
 from fla_train.data.tokenizers import fingerprint, ids_needed, load_tokenizer, make_encoder
@@ -51,8 +51,8 @@ def prepare(
 
     Raises:
         ValueError: for settings that cannot work, for missing or corrupt input, naming the file, for a disk
-            that is full, and for data prepared from another commit. What was tokenized before is kept for the
-            next attempt.
+            that is full, and for data prepared from another commit, or of which shards are lost or cut short.
+            What was tokenized before is kept for the next attempt.
     """
     if faults := data_faults(config):
         raise ValueError("; ".join(faults))
@@ -74,6 +74,8 @@ def prepare(
                 except OSError as failure:
                     raise _unwritable(place.final, failure) from failure
     prepared = open_prepared(place.final)
+    for split in prepared.manifest["splits"]:
+        check_sizes(prepared.folder, prepared.manifest, split)
     if commit is not None and prepared.commits().get("", commit) != commit:
         raise ValueError(
             f"{place.final} holds commit {prepared.commits()['']} of {config.path}, and this run reads "

@@ -16,6 +16,7 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fla_train.data import DataConfig, TokenizerConfig, data_faults, open_prepared, prepare
+from fla_train.data.config import PartConfig
 from tests.data.conftest import write_jsonl, write_parquet
 
 
@@ -288,6 +289,17 @@ def test_damaged_manifest(local, damage, message):
     damage(folder / "manifest.json")
     with pytest.raises(ValueError, match=message):
         open_prepared(folder)
+
+
+@pytest.mark.parametrize("file", ["train/tokens-00001.bin", "validation/documents-00000.bin"])
+def test_a_shard_that_is_cut_short_or_lost_is_not_called_ready(local, file):
+    shard = quiet(local).folder / file
+    os.truncate(shard, shard.stat().st_size - 2)
+    with pytest.raises(ValueError, match=rf"{file} has \d+ bytes instead of .*run fla-prepare again"):
+        quiet(local)
+    shard.unlink()
+    with pytest.raises(ValueError, match=rf"{file} is missing"):
+        quiet(replace(local, source="mixture", path=None, mixture={"a": PartConfig(1.0, path=local.path)}))
 
 
 def test_describe(local, documents):
