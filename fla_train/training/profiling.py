@@ -1,11 +1,16 @@
 """Traces and memory snapshots of chosen steps, in run.dir/profile."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+from fla_train.training.writer import reason
+
+logger = logging.getLogger(__name__)
 
 MEMORY_EVENTS = 100_000  # newest allocations and frees that a snapshot keeps
 
@@ -15,9 +20,9 @@ def profiled(folder: Path, step: int, rank: int) -> Iterator[None]:
     """Record what runs inside.
 
     `step-N-rank-R.json` opens in https://ui.perfetto.dev, `...-memory.pickle` (GPU only) in
-    https://pytorch.org/memory_viz, and `...-operators.txt` is a table of the costliest operators.
+    https://pytorch.org/memory_viz, and `...-operators.txt` is a table of the costliest operators. What a full
+    disk refuses is left out, with a line in the log.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     stem = folder / f"step-{step:07d}-rank-{rank}"
     on_gpu = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
@@ -27,9 +32,15 @@ def profiled(folder: Path, step: int, rank: int) -> Iterator[None]:
         yield
         if on_gpu:
             torch.cuda.synchronize()
-    trace.export_chrome_trace(f"{stem}.json")
     order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    Path(f"{stem}-operators.txt").write_text(trace.key_averages().table(sort_by=order, row_limit=40))
-    if on_gpu:
-        torch.cuda.memory._dump_snapshot(f"{stem}-memory.pickle")
-        torch.cuda.memory._record_memory_history(enabled=None)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        trace.export_chrome_trace(f"{stem}.json")
+        Path(f"{stem}-operators.txt").write_text(trace.key_averages().table(sort_by=order, row_limit=40))
+        if on_gpu:
+            torch.cuda.memory._dump_snapshot(f"{stem}-memory.pickle")
+    except (OSError, RuntimeError) as failure:
+        logger.warning("step %d: the trace can't be written (%s)", step, reason(failure))
+    finally:
+        if on_gpu:
+            torch.cuda.memory._record_memory_history(enabled=None)

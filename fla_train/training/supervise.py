@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from fla_train.data.workers import available_cores
 from fla_train.training.machines import Failure
 from fla_train.training.preemption import EXIT_CODE, SIGNALS, Preempted, answer, restore
 from fla_train.training.schema import LaunchConfig
@@ -88,7 +89,7 @@ def run_workers(
                     "FLA_TRAIN_ERROR_FILE": str(error_file),
                     "TOKENIZERS_PARALLELISM": "false",
                 }
-                environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // local)))
+                environment.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // local)))
                 # Threads that spin while they wait slow a shared CPU down several times over.
                 environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
                 if launch.device == "cpu":

@@ -111,6 +111,9 @@ def _values(config: TrainConfig) -> list[str]:
         faults.append(f"launch.rendezvous_timeout={config.launch.rendezvous_timeout} must be positive")
     if config.trainer.keep_every and not config.trainer.keep_checkpoints:
         faults.append("trainer.keep_every has no effect with trainer.keep_checkpoints=0, which keeps all")
+    steps = config.trainer.max_steps
+    if outside := [step for step in config.trainer.profile_steps if not 1 <= step <= steps]:
+        faults.append(f"trainer.profile_steps={outside} must lie in 1..{steps}, the steps of the run")
     if config.trainer.seq_len == 1:
         faults.append("trainer.seq_len=1 leaves no token to predict: use at least 2")
     faults += [f"{key}={v} must lie in [0, 1)" for key in BETAS if not 0 <= (v := _read(config, key)) < 1]

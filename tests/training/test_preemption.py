@@ -154,6 +154,28 @@ def test_who_is_to_leave_does_not_start_again(monkeypatch: pytest.MonkeyPatch, f
             run()
 
 
+def test_ranks_share_the_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch):
+    """Batch systems give a part of a machine, and Python counts all of it."""
+    threads: list[str] = []
+
+    class Done:
+        def __init__(self, *arguments: object, env: dict[str, str], **options: object):
+            threads.append(env["OMP_NUM_THREADS"])
+
+        def poll(self) -> int:
+            return 0
+
+        def wait(self) -> None: ...
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
+    monkeypatch.setattr(supervise.subprocess, "Popen", Done)
+    config = LaunchConfig("cpu", 2, 1, 0, "127.0.0.1")
+    assert supervise.run_workers([], config, port=1, attempt="a", elsewhere=lambda: None) is None
+    assert threads == ["3", "3"]
+
+
 @pytest.mark.parametrize("when", ["before", "as the workers are killed"])
 @pytest.mark.parametrize("final", [False, True])
 def test_a_request_is_not_forgotten_for_a_failure_elsewhere(

@@ -34,6 +34,7 @@ def test_the_example_config_has_no_fault(make_config: Make):
         ("optimizer.eps=0", r"optimizer.eps=0.0 must be positive"),
         ("optimizer.momentum=0.9", "optimizer.momentum=0.9 is for optimizer=muon only"),
         ("launch.peak_tflops=0", "launch.peak_tflops=0.0 must be positive"),
+        ("trainer.profile_steps=[0,3,13]", r"trainer.profile_steps=\[0, 13\] must lie in 1..12"),
         ("trainer.hang_timeout=-1", "trainer.hang_timeout=-1.0 must not be negative"),
         (
             "trainer.cuda_graph=true",
