@@ -19,6 +19,7 @@ from fla_train.kernels.delta_product.triton_passes import (
     delta_product_backward,
     delta_product_forward,
     in_half,
+    overwrites_errors,
     row_length,
 )
 from fla_train.kernels.delta_product.triton_split import find_cut
@@ -122,7 +123,10 @@ class _DeltaProduct(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dfinal_state: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, beta, g, initial_state, errors, states, transitions, *kept = ctx.saved_tensors
         bounds, prepared = kept[: ctx.num_bounds], kept[ctx.num_bounds :]
-        dv = torch.empty_like(errors)
+        # E goes where its graph is not kept, and dV may have its place.
+        spent = not torch.compiler.is_compiling() and not _keeps_graph()
+        in_place = spent and overwrites_errors(q, k, errors.shape[-1], bounds, transitions)
+        dv = errors if in_place else torch.empty_like(errors)
         do = torch.zeros_like(dv[:, :, 0]).contiguous() if do is None else do.contiguous()
         dfinal_state = None if dfinal_state is None else dfinal_state.contiguous()
         dq, dk, dbeta = (torch.empty_like(x) for x in (q, k, beta))
@@ -134,6 +138,11 @@ class _DeltaProduct(torch.autograd.Function):
             *(dq, dk, dv, dbeta, dg, dinitial_state),
         )
         return dq, dk, dv, dbeta, dg, dinitial_state, *[None] * (4 + ctx.num_bounds)
+
+
+def _keeps_graph() -> bool:
+    """Whether the backward pass that runs may be followed by another of the same graph."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _make_prepared(

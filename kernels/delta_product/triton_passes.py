@@ -148,8 +148,7 @@ def delta_product_backward(
         "MIN_LOG_DECAY": MIN_LOG2_DECAY.value / LOG2E.value,
     }
     with torch.cuda.device_of(q):
-        whole = None if transitions is not None else _hopper(options.adjoint, "gluon_reverse")
-        if whole and whole.fits(arguments, serial):
+        if whole := _whole_backward(q, k, dv.shape[-1], bounds, transitions):
             whole.launch({**arguments, **products, **ends}, serial)
             return
         dstates, spans = torch.empty_like(states), sizes
@@ -173,6 +172,26 @@ def delta_product_backward(
             pieces.first(ends["dinitial_state"], out=dinitial_state)
         arguments["dstates"] = dstates
         _launch(gradient_kernel, programs, arguments, options.gradient, hopper="gluon_gradient")
+
+
+def overwrites_errors(
+    q: Tensor, k: Tensor, value_dim: int, bounds: Sequence[Tensor], transitions: Tensor | None
+) -> bool:
+    """Whether the backward pass reads each element of `errors` before it writes that of `dv`."""
+    return _whole_backward(q, k, value_dim, bounds, transitions) is not None
+
+
+def _whole_backward(
+    q: Tensor, k: Tensor, value_dim: int, bounds: Sequence[Tensor], transitions: Tensor | None
+) -> ModuleType | None:
+    """The backward pass as one kernel, where it fits."""
+    if transitions is not None:
+        return None
+    options = launches.lookup(q.device, q.dtype, q.shape[-1], value_dim, k.shape[2])
+    whole = _hopper(options.adjoint, "gluon_reverse")
+    segments = bounds[0].numel() - 1 if bounds else q.shape[0]
+    sizes = {"q": q, "K": q.shape[-1], "V": value_dim}
+    return whole if whole and whole.fits(sizes, segments * q.shape[2]) else None
 
 
 def _launch(

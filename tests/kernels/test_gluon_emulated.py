@@ -7,10 +7,11 @@ find what they are for is tested by taking such a line out of a kernel.
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.kernels.emulated_gluon import Emulator
-from tests.kernels.gluon_judge import MODULES, TILED, Launch, judge
-from tests.kernels.test_triton import INTERPRETED, Case, uniform
+from tests.kernels.gluon_judge import MODULES, TILED, Launch, judge, replaced
+from tests.kernels.test_triton import INTERPRETED, NAMES, Case, backward, forward, make_inputs, uniform
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter for the other kernels"),
@@ -174,3 +175,29 @@ def test_a_kernel_that_could_race_is_caught(
     case = Case(tokens=260, key_dim=64, value_dim=64)
     with pytest.raises(AssertionError, match=message):
         judge(name, case, [emulate(name, late=False, path=changed)], uniform(2e-5))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(tokens=130, key_dim=64, value_dim=64),
+        Case(tokens=70, sub_steps=3, key_dim=64, value_dim=64),  # the last of 64 rows is the next chunk's
+        Case(tokens=100, sub_steps=2, cu_seqlens=(0, 0, 33, 34, 100, 100), key_dim=64, value_dim=64),
+    ],
+    ids=str,
+)
+def test_gradients_of_v_take_the_place_of_errors_that_nobody_needs_again(case: Case) -> None:
+    inputs, *gradients = make_inputs(case, "cpu")
+    with replaced("reverse", emulate("reverse", late=True)):
+        outputs, leaves = forward(case, inputs, backend="triton")
+        node = outputs["o"].grad_fn
+        while not hasattr(node, "saved_tensors"):
+            node = node.next_functions[0][0]
+        places = {x.data_ptr() for x in node.saved_tensors if x is not None}
+        first, again = (backward(outputs, leaves, *gradients) for _ in range(2))
+        named = {name: x for name, x in zip(NAMES[2:], leaves, strict=True) if x is not None}
+        last = torch.autograd.grad(tuple(outputs.values()), tuple(named.values()), gradients)
+    for name, x in zip(named, last, strict=True):
+        assert torch.equal(x, first[name]) and torch.equal(x, again[name])
+        assert (x.data_ptr() in places) == (name == "dv")
+        assert first[name].data_ptr() not in places
