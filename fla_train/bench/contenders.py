@@ -4,7 +4,7 @@ A contender takes the tensors of one `Problem` and returns o [B, T, H, V]. Peers
 in their own layout, so no copy of ours counts as their time (but for beta, which is small).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -85,20 +85,24 @@ class Contender(Generic[Task]):
     overwrites: tuple[str, ...] = ()  # leaves that its backward pass turns into their gradients
 
 
-def operator(problem: Problem, backend: str = "triton", recompute: bool = False) -> Tensor:
+def operator(problem: Problem, backend: str = "triton", recompute: bool | int = False) -> Tensor:
     """o [B, T, H, V] of `delta_product`."""
     p = problem
     options = {"qk_l2norm": p.norm, "backend": backend, "recompute": recompute}
     return delta_product(p.q, p.k, p.v, p.beta, p.g, **options)[0]
 
 
-def ours(backends: list[str], *, recompute: bool = False) -> list[Contender]:
-    """The project's backends; with `recompute` each also keeping nothing but its inputs for the backward."""
-    ways = [("", False), (", recomputed", True)] if recompute else [("", False)]
+def ours(backends: Sequence[str], recompute: Sequence[bool | int] = ()) -> list[Contender]:
+    """The project's backends, each also with these values of `recompute`."""
+    ways = [("", False)]
+    ways += [
+        (", recomputed" if value is True else f", a state kept every {value} tokens", value)
+        for value in recompute
+    ]
     return [
-        Contender(f"fla_train {backend}{way}", partial(operator, backend=backend, recompute=again))
+        Contender(f"fla_train {backend}{way}", partial(operator, backend=backend, recompute=value))
         for backend in backends
-        for way, again in ways
+        for way, value in ways
     ]
 
 

@@ -51,11 +51,11 @@ def _kernels(request: argparse.Namespace) -> dict:
 
     sizes = ("batch", "tokens", "heads", "head_dim", "rounds")
     _check_sizes({name: getattr(request, name) for name in sizes})
-    if min(request.substeps) < 1 or (request.value_dim or 1) < 1:
-        raise ValueError("--substeps and --value-dim must be at least 1")
+    if min(*request.substeps, request.value_dim or 1, *(request.recompute or [1])) < 1:
+        raise ValueError("--substeps, --value-dim and --recompute must be at least 1")
     device, dtype = _place(request)
     backends = list(dict.fromkeys(resolve_backend(name, device) for name in request.backends or ["auto"]))
-    contenders = ours(backends, recompute=request.recompute)
+    contenders = ours(backends, [] if request.recompute is None else [True, *request.recompute])
     if request.peers:
         found, missing = peers(device)
         contenders += found

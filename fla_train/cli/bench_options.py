@@ -35,7 +35,11 @@ def build_parser() -> argparse.ArgumentParser:
     kernels.add_argument("--backends", nargs="+", help="ours (default: the device's own)")
     kernels.add_argument("--peers", action="store_true", help="also time the peers that are installed")
     kernels.add_argument(
-        "--recompute", action="store_true", help="also ours with nothing but inputs kept for the backward"
+        "--recompute",
+        type=int,
+        nargs="*",
+        metavar="TOKENS",
+        help="also ours with nothing but inputs kept for the backward, and with a state every so many tokens",
     )
     decode = commands.add_parser("decode", help="the operator's step of one token")
     decode.add_argument("--heads", type=int, nargs="+", default=[256, 512, 2048, 8192], help="B x H")

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from fla_train.kernels.delta_product import BACKENDS
+from fla_train.kernels.delta_product import BACKENDS, is_recompute
 
 MACHINE_KEYS = ("backend", "recompute_operator")
 HYBRID_KEYS = ("layers", "num_heads", "num_kv_heads", "window_size", "rope_theta")
@@ -25,8 +25,8 @@ class DeltaProductConfig(PreTrainedConfig):
     steps per token. `intermediate_size=None` becomes 256 * ceil(int(hidden_size * hidden_ratio * 2/3) / 256).
     `attn` turns some layers into softmax attention: `{"layers": [3, 7], "num_heads": 8, "num_kv_heads": 8,
     "window_size": None, "rope_theta": 10000.0}`, of which the first two keys are required. `backend` chooses
-    the operator's backend, and `recompute_operator` lets it keep its inputs only; both belong to the machine,
-    so `save_pretrained` does not write them.
+    the operator's backend, and `recompute_operator` lets it keep its inputs only (True), or a state every so
+    many tokens; both belong to the machine, so `save_pretrained` does not write them.
 
     Raises:
         ValueError: listing every fault at once.
@@ -60,7 +60,7 @@ class DeltaProductConfig(PreTrainedConfig):
     eos_token_id: int | None = None
     pad_token_id: int | None = None
     backend: str = "auto"
-    recompute_operator: bool = False
+    recompute_operator: bool | int = False
 
     def __post_init__(self, **kwargs: Any) -> None:
         if faults := self._faults():
@@ -112,6 +112,11 @@ class DeltaProductConfig(PreTrainedConfig):
             faults.append(f"hidden_act {self.hidden_act!r} is unknown, use 'silu'")
         if self.backend not in ("auto", *BACKENDS):
             faults.append(f"backend {self.backend!r} is unknown, use auto, {', '.join(BACKENDS)}")
+        if not is_recompute(self.recompute_operator):
+            faults.append(
+                "recompute_operator must be false, true or a number of tokens >= 1, "
+                f"got {self.recompute_operator!r}"
+            )
         if not faults and self.head_v_dim < 1:
             faults.append(f"head_dim * expand_v must be >= 1, got {self.head_dim} * {self.expand_v}")
         if faults or self.attn is None:

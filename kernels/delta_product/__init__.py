@@ -5,6 +5,7 @@ from fla_train.kernels.delta_product.contract import (
     BACKENDS,
     delta_product,
     delta_product_step,
+    is_recompute,
     resolve_backend,
 )
 
@@ -14,5 +15,6 @@ __all__ = [
     "check_backend",
     "delta_product",
     "delta_product_step",
+    "is_recompute",
     "resolve_backend",
 ]

@@ -15,7 +15,8 @@ from typing import TypedDict
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+
+from fla_train.kernels.delta_product.stretches import run_in_stretches, run_recomputed
 
 BACKENDS = ("recurrent", "chunked", "triton")
 BACKEND_VARIABLE = "FLA_TRAIN_BACKEND"
@@ -50,7 +51,7 @@ def delta_product(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     qk_l2norm: bool = False,
-    recompute: bool = False,
+    recompute: bool | int = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Run the (gated) delta-product recurrence over whole sequences.
@@ -67,7 +68,9 @@ def delta_product(
         cu_seqlens: int32 or int64 [S + 1], boundaries 0 = c_0 <= ... <= c_S = T of S documents packed in one
             row (B = 1). The state starts anew at each boundary; documents may be empty.
         qk_l2norm: divide every query and key vector by sqrt(|x|^2 + 1e-6) first, in float32.
-        recompute: keep nothing but the inputs for the backward, which then runs the forward again.
+        recompute: True: keep nothing but the inputs for the backward, which then runs the forward again. A
+            number of tokens: also the states between stretches of so many, and run one stretch again at a
+            time, which lowers the peak of memory. Multiples of 64 waste nothing; the last may be shorter.
         backend: "recurrent", "chunked", "triton" or "auto" (see `resolve_backend`).
 
     Returns:
@@ -79,10 +82,14 @@ def delta_product(
     inputs = validate_inputs(
         q, k, v, beta, g, scale, initial_state, output_final_state, cu_seqlens, qk_l2norm
     )
+    if not is_recompute(recompute):
+        raise ValueError(f"recompute is {recompute!r}, expected False, True or a number of tokens >= 1")
     run = load_backend(resolve_backend(backend, q.device))
-    if recompute and torch.is_grad_enabled():
-        return checkpoint(run, **inputs, use_reentrant=False, preserve_rng_state=False)
-    return run(**inputs)
+    if recompute is False or not torch.is_grad_enabled():
+        return run(**inputs)
+    if recompute is True or recompute >= q.shape[1]:
+        return run_recomputed(run, **inputs)
+    return run_in_stretches(run, recompute, **inputs)
 
 
 def delta_product_step(
@@ -130,6 +137,11 @@ def delta_product_step(
     from fla_train.kernels.delta_product.recurrent import recurrent_step
 
     return recurrent_step(q, k, v, beta, g, **options)
+
+
+def is_recompute(value: object) -> bool:
+    """Whether `delta_product` takes it for `recompute`."""
+    return isinstance(value, int) and (value is False or value >= 1)
 
 
 def resolve_backend(backend: str, device: torch.device) -> str:

@@ -39,7 +39,8 @@ def test_kernels(tmp_path, capsys) -> None:
     assert sum(row["refused"] is None for row in content["rows"]) == 6  # the peer at n_h = 1 only
 
 
-def test_nothing_kept_for_the_backward(capsys, monkeypatch) -> None:
+@pytest.mark.parametrize("numbers", [[], [64, 256]], ids=["nothing", "states"])
+def test_little_kept_for_the_backward(numbers, tmp_path, capsys, monkeypatch) -> None:
     operator, asked = contenders.delta_product, set()
 
     def watched(*inputs, recompute, **options):
@@ -47,13 +48,18 @@ def test_nothing_kept_for_the_backward(capsys, monkeypatch) -> None:
         return operator(*inputs, recompute=recompute, **options)
 
     monkeypatch.setattr(contenders, "delta_product", watched)
-    options = ["--substeps", "1", "--gate", "--backends", "chunked", "--recompute"]
+    file = tmp_path / "kernels.json"
+    options = ["--substeps", "1", "--gate", "--backends", "chunked", "--json", str(file)]
+    options += ["--recompute", *map(str, numbers)]
     bench.run(["kernels", *SMALL, "--tokens", "512", *CEILINGS, *options])
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| fla_train")]
-    assert "chunked, recomputed" in rows[1] and "chunked, recomputed" not in rows[0]
-    kept, recomputed = (float(row.split("|")[5]) for row in rows)
-    assert kept > 0 and recomputed > 0  # forward and backward, ms
-    assert asked == {False, True}
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| fla_train")]
+    ways = ["", ", recomputed", *(f", a state kept every {number} tokens" for number in numbers)]
+    assert [line.split(" | ")[0] for line in table] == [f"| fla_train chunked{way}" for way in ways]
+    assert asked == {False, True, *numbers}
+    rows = json.loads(file.read_text())["rows"]
+    assert all(row["both_ms"] > 0 for row in rows)
+    _, recomputed, *peaks = (row["memory_bytes"] for row in rows)
+    assert [*peaks, recomputed] == sorted({*peaks, recomputed})
 
 
 def test_one_gate_other_dims_and_dtype(capsys) -> None:
@@ -99,6 +105,7 @@ def test_train_on_two_ranks(tmp_path, capfd) -> None:
     [
         (["kernels", "--tokens", "0"], "--tokens must be at least 1"),
         (["kernels", "--substeps", "0"], "--substeps"),
+        (["kernels", "--recompute", "64", "0"], "--recompute must be at least 1"),
         (["kernels", *SMALL, "--bandwidth", "-1"], "must be positive"),
         (["kernels", *SMALL, "--backends", "fast"], "choose auto, recurrent"),
         (["train", "--peers", "gpt", "--", *STEP], "choose from fla, llama"),

@@ -97,9 +97,13 @@ def test_the_number_of_tokens_may_vary_in_one_graph(backend):
     assert len(graphs) == 1
 
 
-def test_only_one_output_is_used_and_inputs_are_recomputed(backend):
-    inputs, leaves = operator_inputs(6, alpha=(0.5, 1.0))
-    assert_same(lambda: delta_product(**inputs, recompute=True, backend=backend)[:1], leaves)
+@pytest.mark.parametrize("recompute", [True, 4])
+@pytest.mark.parametrize(
+    "case", [{"alpha": (0.5, 1.0)}, {"documents": (0, 0, 3, 6)}], ids=["gated", "packed"]
+)
+def test_only_one_output_is_used_and_inputs_are_recomputed(backend, case, recompute):
+    inputs, leaves = operator_inputs(6, **case)
+    assert_same(lambda: delta_product(**inputs, recompute=recompute, backend=backend)[:1], leaves)
 
 
 def test_without_gradients():

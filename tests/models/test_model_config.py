@@ -132,6 +132,22 @@ def test_hydra_refuses_unknown_keys_and_wrong_types():
         compose_model("model.num_heads=many")
 
 
+@pytest.mark.parametrize("value", [False, True, 512])
+def test_what_the_operator_keeps_belongs_to_the_machine(value, tmp_path):
+    config = config_of(f"model.recompute_operator={value}")
+    assert type(config.recompute_operator) is type(value) and config.recompute_operator == value
+    config.save_pretrained(tmp_path)
+    assert DeltaProductConfig.from_pretrained(tmp_path).recompute_operator is False
+    assert DeltaProductConfig.from_pretrained(tmp_path, recompute_operator=value).recompute_operator == value
+
+
+@pytest.mark.parametrize("value", ["0", "-64", "1.5", "some", "null"])
+def test_a_wrong_number_of_tokens_between_states_is_named(value):
+    with pytest.raises(ValueError, match="recompute_operator") as fault:
+        config_of(f"model.recompute_operator={value}")
+    assert "\n" not in str(fault.value)
+
+
 def test_hybrid_layers_can_be_given_on_the_command_line():
     assert config_of("model.attn={layers:[1],num_heads:2}").attn == {
         "layers": [1],

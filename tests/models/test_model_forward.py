@@ -177,6 +177,25 @@ def test_gradient_checkpointing_gives_the_same_gradients(build, tokens, variant)
         assert torch.equal(parameter.grad, expected[name]), name
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("value", [True, 5])
+def test_an_operator_that_keeps_little_gives_the_same_gradients(build, tokens, value, packed):
+    inputs = {"input_ids": tokens, "labels": tokens}
+    if packed:
+        inputs = {name: x.view(1, -1) for name, x in inputs.items()}
+        inputs["cu_seqlens"] = torch.tensor([0, 3, 3, tokens.numel()])
+    gradients = []
+    for recompute, nested in ((False, False), (value, False), (value, True)):
+        model = build(backend="chunked", recompute_operator=recompute).train()
+        if nested:  # blocks that run again, and in each of them the operator
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model(**inputs).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for found in gradients[1:]:
+        torch.testing.assert_close(found, gradients[0], rtol=1e-9, atol=1e-12)
+
+
 @every_variant
 def test_every_parameter_gets_a_gradient(build, tokens, variant):
     model = build(variant)
