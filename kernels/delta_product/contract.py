@@ -70,7 +70,7 @@ def delta_product(
         qk_l2norm: divide every query and key vector by sqrt(|x|^2 + 1e-6) first, in float32.
         recompute: True: keep nothing but the inputs for the backward, which then runs the forward again. A
             number of tokens: also the states between stretches of so many, and run one stretch again at a
-            time, which lowers the peak of memory. Multiples of 64 waste nothing; the last may be shorter.
+            time, which lowers the peak of memory. Multiples of a chunk, 64 // N tokens, waste nothing.
         backend: "recurrent", "chunked", "triton" or "auto" (see `resolve_backend`).
 
     Returns:
