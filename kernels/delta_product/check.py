@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fla_train.kernels.delta_product.contract import compute_dtype, delta_product, resolve_backend
-from fla_train.kernels.sizes import ceil_div
+from fla_train.kernels.sizes import ceil_div, processors
 
 DIFFERENTIABLE = ("q", "k", "v", "beta", "g", "initial_state")
 BATCH, HEADS = 2, 2  # sequences of a case, unless they are packed, and heads
@@ -234,8 +234,7 @@ def _copies(case: Case, backend: str, device: torch.device) -> int:
     """How many copies of its batch a case runs with; more than one where the device is to be busy."""
     if not case.busy or backend != "triton" or device.type != "cuda":
         return 1  # the others have no rule that looks at how busy a device is
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return ceil_div(BUSY_ROUNDS * processors, BATCH * HEADS)
+    return ceil_div(BUSY_ROUNDS * processors(device), BATCH * HEADS)
 
 
 def _repeated(value: object, copies: int) -> object:

@@ -228,15 +228,16 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | No
     for name, (tensor, axes) in layouts.items():
         if tensor is None and name == "g":
             continue
-        layout = f"[{', '.join(axes)}]"
         if tensor.dim() != len(axes):
-            raise ValueError(f"{name} has shape {list(tensor.shape)}, expected {len(axes)} axes {layout}")
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}, expected {len(axes)} axes [{', '.join(axes)}]"
+            )
         for axis, size in zip(axes, tensor.shape, strict=True):
             if size < 1 or sizes.setdefault(axis, size) != size:
                 expected = sizes.get(axis, "at least 1")
                 raise ValueError(
                     f"{name} has shape {list(tensor.shape)}: "
-                    f"axis {axis} of {layout} is {size}, expected {expected}"
+                    f"axis {axis} of [{', '.join(axes)}] is {size}, expected {expected}"
                 )
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {q.device} (the device of q)")

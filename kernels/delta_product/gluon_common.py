@@ -4,12 +4,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fla_train.kernels.delta_product.launches import GLUON_DIMS
+from fla_train.kernels.delta_product.launches import GLUON_DIMS, architecture
 
 # What triton 3.6 calls thread_barrier.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -28,25 +29,38 @@ def on_hopper(arguments: Mapping[str, Any]) -> bool:
     q = arguments["q"]
     if q.dtype not in (torch.bfloat16, torch.float16) or arguments["K"] not in GLUON_DIMS:
         return False
-    return torch.cuda.get_device_capability(q.device)[0] == 9
+    return architecture(q.device).startswith("9.")
+
+
+class Described(TensorDescriptor):
+    """A matrix as the copy engine has it, without the checks of one that anybody may have made."""
+
+    def __post_init__(self) -> None:
+        """These take the host as long as a quarter of a launch."""
 
 
 def described(
-    arguments: Mapping[str, Any], names: Iterable[str], rows: Iterable[str], blocks: Iterable[str] = ()
+    arguments: Mapping[str, Any], rows: Iterable[str], blocks: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Those arguments of the Triton kernel that the Gluon one `names`, matrices as the copy engine has them.
+    """The arguments of the Triton kernel, with matrices as the copy engine has them.
 
     `rows` are tensors [..., heads, columns] that it reads in tiles of 64 rows of one head, `blocks` tensors
     [..., V, K] that it reads in tiles of V x K. One that begins off the copy engine's alignment is copied.
     """
-    named = {name: arguments[name] for name in names if name in arguments}
-    shapes = {name: (named[name].flatten(0, -3).flatten(1), ROWS.value) for name in rows}
-    shapes |= {name: (named[name].flatten(0, -2), named["V"]) for name in blocks}
-    for name, (matrix, height) in shapes.items():
-        tile = [height, named[name].shape[-1]]
-        matrix = matrix.clone() if matrix.data_ptr() % ALIGNMENT else matrix
-        named[name] = TensorDescriptor.from_tensor(matrix, tile, TILE.value)
-    return named
+    matrices = {}
+    for name in rows:
+        *_, heads, width = arguments[name].shape
+        matrices[name] = _matrix(arguments[name], heads * width, [ROWS.value, width])
+    for name in blocks:
+        *_, height, width = arguments[name].shape
+        matrices[name] = _matrix(arguments[name], width, [height, width])
+    return {**arguments, **matrices}
+
+
+def _matrix(tensor: Tensor, columns: int, tile: list[int]) -> Described:
+    """A contiguous tensor as a matrix of so many columns, to be read in tiles."""
+    tensor = tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
+    return Described(tensor, [tensor.numel() // columns, columns], [columns, 1], tile, TILE.value)
 
 
 @gluon.jit

@@ -10,7 +10,6 @@ For 16-bit inputs with K = V = 64 or 128; `gradient_kernel` of triton_backward.p
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -44,6 +43,8 @@ from fla_train.kernels.delta_product.gluon_scalars import (
     keep_scalars,
     make_table,
 )
+from fla_train.kernels.dispatch import run_kernel
+from fla_train.kernels.sizes import processors
 
 WARPS = 8
 # Per SM, one after the other: with a single one, NCCL's kernels beside this one would find no room to begin.
@@ -263,6 +264,6 @@ def fits(arguments: Mapping[str, Any]) -> bool:
 def launch(arguments: Mapping[str, Any], programs: int) -> None:
     """Run `gradient_kernel` on the arguments of the Triton kernel, for so many chunks x heads."""
     rows, blocks = ("q", "k", "do", "dv", "errors"), ("states", "dstates")
-    named = described(arguments, gradient_kernel.arg_names, rows, blocks)
-    processors = torch.cuda.get_device_properties(arguments["q"].device).multi_processor_count
-    gradient_kernel[(min(programs, PROGRAMS * processors),)](**named, n_work=programs, num_warps=WARPS)
+    tiled = {**described(arguments, rows, blocks), "n_work": programs}
+    resident = PROGRAMS * processors(arguments["q"].device)
+    run_kernel(gradient_kernel, (min(programs, resident),), tiled, num_warps=WARPS)

@@ -32,6 +32,7 @@ from fla_train.kernels.delta_product.gluon_common import (
 )
 from fla_train.kernels.delta_product.gluon_sums import add
 from fla_train.kernels.delta_product.triton_forward import LOG2E, MIN_LOG2_DECAY
+from fla_train.kernels.dispatch import run_kernel
 
 WARPS = 4
 REGISTERS = 128  # of a thread, instead of 150: four programs share an SM and not three, and few are spilled
@@ -203,5 +204,5 @@ def fits(arguments: Mapping[str, Any]) -> bool:
 
 def launch(arguments: Mapping[str, Any], programs: int) -> None:
     """Run `prepare_kernel` on the arguments of the Triton kernel, for so many chunks x heads."""
-    named = described(arguments, prepare_kernel.arg_names, rows=("q", "k"))
-    prepare_kernel[(programs,)](**named, num_warps=WARPS, maxnreg=REGISTERS)
+    tiled = described(arguments, rows=("q", "k"))
+    run_kernel(prepare_kernel, (programs,), tiled, num_warps=WARPS, maxnreg=REGISTERS)

@@ -14,7 +14,6 @@ one of these barriers. For 16-bit inputs with K = V = 64 or 128.
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -66,7 +65,8 @@ from fla_train.kernels.delta_product.gluon_sums import (
     suffix_sums,
     widened,
 )
-from fla_train.kernels.sizes import ceil_div
+from fla_train.kernels.dispatch import run_kernel
+from fla_train.kernels.sizes import ceil_div, processors
 
 WARPS = 8
 # What the copy engine reads: in tiles of 64 rows, in tiles of V x K.
@@ -377,8 +377,7 @@ def fits(arguments: Mapping[str, Any], programs: int) -> bool:
     """Whether `launch` takes these arguments of the Triton kernels, and is worth it."""
     if not on_hopper(arguments) or arguments["K"] != arguments["V"]:
         return False
-    processors = torch.cuda.get_device_properties(arguments["q"].device).multi_processor_count
-    return busy(programs, processors) >= LEAST_BUSY
+    return busy(programs, processors(arguments["q"].device)) >= LEAST_BUSY
 
 
 def busy(programs: int, processors: int) -> float:
@@ -388,5 +387,4 @@ def busy(programs: int, processors: int) -> float:
 
 def launch(arguments: Mapping[str, Any], programs: int) -> None:
     """Run `reverse_kernel` on the arguments of the Triton kernels, for so many sequences x heads."""
-    named = described(arguments, reverse_kernel.arg_names, ROW_TILES, STATE_TILES)
-    reverse_kernel[(programs,)](**named, num_warps=WARPS)
+    run_kernel(reverse_kernel, (programs,), described(arguments, ROW_TILES, STATE_TILES), num_warps=WARPS)

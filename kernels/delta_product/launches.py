@@ -21,7 +21,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,7 @@ def user_file() -> Path:
     return Path(os.environ.get("FLA_TRAIN_CACHE") or "~/.cache/fla_train").expanduser() / "launches.json"
 
 
+@cache
 def architecture(device: torch.device) -> str:
     """Compute capability as the table writes it; "cpu" for the interpreter."""
     if device.type != "cuda":

@@ -27,6 +27,7 @@ from fla_train.kernels.delta_product.triton_forward import (
     state_kernel,
 )
 from fla_train.kernels.delta_product.triton_split import Pieces
+from fla_train.kernels.dispatch import run_kernel
 from fla_train.kernels.opaque import opaque
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
 
@@ -40,9 +41,8 @@ OPERAND_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.
 # A head's row of scalars is as long as a multiple of this: where 16 does not divide a row's length, which it
 # seldom does in evaluations, Triton would compile each kernel once more.
 ROW_MULTIPLE = 16
-# What `prepare_kernel` writes, in the order of lists of it: `gc` only with gates, `rq` and `rk` only where q
-# and k are normalised.
-PRODUCTS, NORMS = ("x", "p", "read", "write", "query", "decay"), ("gc", "rq", "rk")
+# What `prepare_kernel` writes, in the order of lists of it: always, with gates, where q and k are normalised.
+PRODUCTS, GATES, NORMS = ("x", "p", "read", "write", "query", "decay"), ("gc",), ("rq", "rk")
 
 
 @opaque(mutates=("o", "prepared", "errors", "states", "transitions", "final_state"))
@@ -67,40 +67,26 @@ def delta_product_forward(
 
     `transitions` [pieces, H, K, K] is given where `find_cut` cuts the sequences.
     """
-    sizes, parallel, programs, serial = _arguments(q, k, g, bounds, scale, qk_l2norm)
+    arguments, programs, serial = _arguments(q, k, beta, g, v.shape[-1], bounds, scale, qk_l2norm, prepared)
     options = launches.lookup(q.device, q.dtype, q.shape[-1], v.shape[-1], k.shape[2])
-    products, norms = _by_name(prepared, g is not None, qk_l2norm)
+    arguments |= {"eps": L2NORM_EPS, "INVERSE": tl.float16 if in_half(q, qk_l2norm) else tl.float32}
     ends = final_state
     with torch.cuda.device_of(q):
-        arguments = {
-            **{"q": q, "k": k, "beta": beta, "g": g, "eps": L2NORM_EPS},
-            **products,
-            **norms,
-            **sizes,
-            **parallel,
-            "INVERSE": tl.float16 if in_half(q, qk_l2norm) else tl.float32,
-        }
         _launch(prepare_kernel, programs, arguments, options.prepare, hopper="gluon_prepare")
         if transitions is not None:
-            pieces = Pieces(q, k, v.shape[-1], bounds, sizes, forgets=g is not None and qk_l2norm)
-            sizes, serial = pieces.sizes, pieces.programs
-            initial_state = pieces.start_states(k, v, products, initial_state, transitions, options.state)
+            pieces = Pieces(q, k, v.shape[-1], bounds, arguments)
+            arguments, serial = pieces.arguments, pieces.programs
+            initial_state = pieces.start_states(v, initial_state, transitions, options.state)
             ends = None if final_state is None else torch.empty_like(initial_state)
-        state_kernel[(serial * ceil_div(v.shape[-1], options.state["BV"]),)](
-            *(q, k, v),
-            **products,
-            o=o,
-            errors=errors,
-            states=states,
-            initial_state=initial_state,
-            final_state=ends,
-            **sizes,
-            V=v.shape[-1],
-            HAS_INITIAL=initial_state is not None,
-            STORE_FINAL=final_state is not None,
-            KEEP=states is not None,
-            **options.state,
-        )
+        arguments |= {
+            **{"v": v, "o": o, "errors": errors, "states": states},
+            **{"initial_state": initial_state, "final_state": ends},
+            "HAS_INITIAL": initial_state is not None,
+            "STORE_FINAL": final_state is not None,
+            "KEEP": states is not None,
+        }
+        tiles = ceil_div(v.shape[-1], options.state["BV"])
+        run_kernel(state_kernel, (serial * tiles,), arguments, **options.state)
         if ends is not final_state:
             pieces.last(ends, out=final_state)
 
@@ -128,49 +114,32 @@ def delta_product_backward(
     dinitial_state: Tensor | None,
 ) -> None:
     """Fill the gradients."""
-    sizes, parallel, programs, serial = _arguments(q, k, g, bounds, scale, qk_l2norm)
+    arguments, programs, serial = _arguments(q, k, beta, g, dv.shape[-1], bounds, scale, qk_l2norm, prepared)
     options = launches.lookup(q.device, q.dtype, q.shape[-1], dv.shape[-1], k.shape[2])
-    products, norms = _by_name(prepared, g is not None, qk_l2norm)
     adjoint = launches.plain(options.adjoint)
-    ends = {
-        "dfinal_state": dfinal_state,
-        "dinitial_state": dinitial_state,
+    arguments |= {
+        **{"do": do, "errors": errors, "states": states, "dfinal_state": dfinal_state},
+        **{"dq": dq, "dk": dk, "dv": dv, "dbeta": dbeta, "dg": dg, "dinitial_state": dinitial_state},
         "HAS_FINAL": dfinal_state is not None,
         "STORE_INITIAL": dinitial_state is not None,
-    }
-    arguments = {
-        **{"q": q, "k": k, "beta": beta, "g": g, "do": do, "dv": dv, "errors": errors, "states": states},
-        **{"dq": dq, "dk": dk, "dbeta": dbeta, "dg": dg},
-        **norms,
-        **sizes,
-        **parallel,
-        "V": dv.shape[-1],
         "MIN_LOG_DECAY": MIN_LOG2_DECAY.value / LOG2E.value,
     }
     with torch.cuda.device_of(q):
         if whole := _whole_backward(q, k, dv.shape[-1], bounds, transitions):
-            whole.launch({**arguments, **products, **ends}, serial)
+            whole.launch(arguments, serial)
             return
-        dstates, spans = torch.empty_like(states), sizes
+        arguments["dstates"] = torch.empty_like(states)
+        walked, starts = arguments, dinitial_state
         if transitions is not None:
-            pieces = Pieces(q, k, dv.shape[-1], bounds, sizes, forgets=g is not None and qk_l2norm)
-            spans, serial = pieces.sizes, pieces.programs
-            dfinal_state = pieces.end_gradients(q, k, do, products, dfinal_state, transitions, adjoint)
+            pieces = Pieces(q, k, dv.shape[-1], bounds, arguments)
+            walked, serial = pieces.arguments, pieces.programs
+            dfinal_state = pieces.end_gradients(do, dfinal_state, transitions, adjoint)
             starts = None if dinitial_state is None else torch.empty_like(dfinal_state)
-            ends |= {"dfinal_state": dfinal_state, "dinitial_state": starts, "HAS_FINAL": True}
-        adjoint_kernel[(serial * ceil_div(dv.shape[-1], adjoint["BV"]),)](
-            *(q, k, do),
-            **products,
-            dv=dv,
-            dstates=dstates,
-            **ends,
-            **spans,
-            V=dv.shape[-1],
-            **adjoint,
-        )
-        if ends["dinitial_state"] is not dinitial_state:
-            pieces.first(ends["dinitial_state"], out=dinitial_state)
-        arguments["dstates"] = dstates
+            walked |= {"dfinal_state": dfinal_state, "dinitial_state": starts, "HAS_FINAL": True}
+        tiles = ceil_div(dv.shape[-1], adjoint["BV"])
+        run_kernel(adjoint_kernel, (serial * tiles,), walked, **adjoint)
+        if starts is not dinitial_state:
+            pieces.first(starts, out=dinitial_state)
         _launch(gradient_kernel, programs, arguments, options.gradient, hopper="gluon_gradient")
 
 
@@ -207,7 +176,7 @@ def _launch(
     if module and module.fits(arguments):
         module.launch(arguments, programs)
         return
-    kernel[(programs,)](**arguments, **launches.plain(options))
+    run_kernel(kernel, (programs,), arguments, **launches.plain(options))
 
 
 def _hopper(options: launches.Options, name: str) -> ModuleType | None:
@@ -217,50 +186,48 @@ def _hopper(options: launches.Options, name: str) -> ModuleType | None:
 
 
 def _arguments(
-    q: Tensor, k: Tensor, g: Tensor | None, bounds: Sequence[Tensor], scale: float, qk_l2norm: bool
-) -> tuple[dict[str, Any], dict[str, Any], int, int]:
-    """Arguments of every kernel; further ones of those that run over all chunks at once, and their programs;
-    the programs per tile of V of those that walk each sequence."""
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    value_dim: int,
+    bounds: Sequence[Tensor],
+    scale: float,
+    qk_l2norm: bool,
+    prepared: Sequence[Tensor],
+) -> tuple[dict[str, Any], int, int]:
+    """What several kernels take, by name; the programs of those that run over all chunks at once; the
+    programs per tile of V of those that walk each sequence."""
     (batch, length, heads, key_dim), sub_steps = q.shape, k.shape[2]
     chunk_tokens = CHUNK_STEPS // sub_steps
     row_chunks = ceil_div(length, chunk_tokens)
     cu_seqlens, offsets, chunk_segment = bounds or (None, None, None)
-    sizes = {
-        "cu_seqlens": cu_seqlens,
-        "chunk_offsets": offsets,
+    names = PRODUCTS + (GATES if g is not None else ()) + (NORMS if qk_l2norm else ())
+    arguments = {
+        **{"q": q, "k": k, "beta": beta, "g": g, "gc": None, "rq": None, "rk": None},
+        **dict(zip(names, prepared, strict=True)),
+        **{"cu_seqlens": cu_seqlens, "chunk_offsets": offsets, "chunk_segment": chunk_segment},
+        "scale": scale,
         "n_total": row_length(q),
         "T": length,
         "NT": row_chunks,
         "H": heads,
         "K": key_dim,
+        "V": value_dim,
         "N": sub_steps,
         "C": chunk_tokens,
         "M": CHUNK_STEPS,
         "BC": max(MIN_TOKENS, next_power_of_2(chunk_tokens)),
         "BK": max(launches.MIN_TILE, next_power_of_2(key_dim)),
+        "GATED": g is not None,
+        "L2NORM": qk_l2norm,
         "PACKED": bool(bounds),
         "OPERAND": tl.float32 if INTERPRETED else OPERAND_DTYPES[q.dtype],
         "PRECISION": FP32_PRECISION,
     }
-    parallel = {
-        "chunk_segment": chunk_segment,
-        "scale": scale,
-        "GATED": g is not None,
-        "L2NORM": qk_l2norm,
-    }
     chunks = chunk_segment.numel() if bounds else batch * row_chunks
     segments = cu_seqlens.numel() - 1 if bounds else batch
-    return sizes, parallel, chunks * heads, segments * heads
-
-
-def _by_name(
-    prepared: Sequence[Tensor], gated: bool, qk_l2norm: bool
-) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
-    """Tensors of `prepared` as arguments: those of PRODUCTS, those of NORMS."""
-    present = [gated, qk_l2norm, qk_l2norm]
-    rest = iter(prepared[len(PRODUCTS) :])
-    norms = {name: next(rest) if there else None for name, there in zip(NORMS, present, strict=True)}
-    return dict(zip(PRODUCTS, prepared, strict=False)), norms
+    return arguments, chunks * heads, segments * heads
 
 
 def row_length(q: Tensor) -> int:

@@ -25,6 +25,7 @@ from fla_train.kernels.delta_product.triton_pieces import (
     piece_adjoint_kernel,
     piece_state_kernel,
 )
+from fla_train.kernels.dispatch import run_kernel
 from fla_train.kernels.sizes import ceil_div
 
 CHUNK_STEPS = CHUNK.value
@@ -75,8 +76,10 @@ class Cut:
 def find_cut(q: Tensor, k: Tensor, value_dim: int, bounds: Sequence[Tensor]) -> Cut | None:
     """How to cut the sequences of a call, None for not at all. `bounds[0]`: `cu_seqlens` of a packed row."""
     (batch, length, heads, _), chunk_tokens, chunks = q.shape, CHUNK_STEPS // k.shape[2], _forced
-    if chunks is None:
-        chunks = piece_chunks(batch, ceil_div(length, chunk_tokens), heads, value_dim, _processors(q.device))
+    row_chunks = ceil_div(length, chunk_tokens)
+    # Short rows stay whole, and asking for the device's properties takes longer than all of this.
+    if chunks is None and row_chunks >= LEAST_ROW:
+        chunks = piece_chunks(batch, row_chunks, heads, value_dim, _processors(q.device))
     if not chunks:
         return None
     tokens = chunks * chunk_tokens
@@ -86,8 +89,9 @@ def find_cut(q: Tensor, k: Tensor, value_dim: int, bounds: Sequence[Tensor]) -> 
 
 
 def _processors(device: torch.device) -> int:
+    """As `sizes.processors`, without the cache: torch.compile traces this, and warns of caches."""
     if device.type != "cuda":
-        return 1  # the interpreter runs one program at a time
+        return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -96,8 +100,7 @@ class Pieces:
 
     Args:
         q, k, value_dim, bounds: of a call that `find_cut` cuts.
-        sizes: the arguments that all kernels of the call share.
-        forgets: whether the gates bound every transition: there are some, and keys have norm one.
+        arguments: what kernels of the call take, by name.
     """
 
     def __init__(
@@ -106,118 +109,81 @@ class Pieces:
         k: Tensor,
         value_dim: int,
         bounds: Sequence[Tensor],
-        sizes: Mapping[str, Any],
-        forgets: bool,
+        arguments: Mapping[str, Any],
     ) -> None:
         cut = find_cut(q, k, value_dim, bounds)
         segments = bounds[0].numel() - 1 if bounds else q.shape[0]
         self.count, self.programs = cut.pieces, cut.pieces * q.shape[2]
-        self._chunks, self._sizes, self._segments = cut.chunks, sizes, segments
-        self._forgets = forgets
+        self._segments = segments
         # Rows of a multiple of 16 bytes: a pointer's alignment decides which variant of a kernel is compiled.
+        # The longest has the end of the last piece, too; there are never fewer pieces than segments.
         table = torch.empty(4, -(-(cut.pieces + 1) // 4) * 4, dtype=torch.int32, device=q.device)
-        lengths = (cut.pieces + 1, cut.pieces, cut.pieces, segments + 1)
-        bounds, chunk, segment, self._offsets = (x[:n] for x, n in zip(table, lengths, strict=True))
-        self._spans = {"bounds": bounds, "piece_chunk": chunk, "piece_segment": segment}
-        cut_kernel[(segments,)](
-            *(sizes["cu_seqlens"], sizes["chunk_offsets"]),
-            **self._spans,
-            piece_offsets=self._offsets,
-            T=sizes["T"],
-            NT=sizes["NT"],
-            n_pieces=cut.pieces,
-            piece_chunks=cut.chunks,
-            C=sizes["C"],
-            PACKED=sizes["PACKED"],
-            BLOCK=128,
-        )
+        bounds, chunk, segment, self._offsets = table.unbind()
+        self._arguments = {
+            **arguments,
+            **{"bounds": bounds, "piece_chunk": chunk, "piece_segment": segment},
+            "piece_offsets": self._offsets,
+            "n_pieces": cut.pieces,
+            "piece_chunks": cut.chunks,
+            # Whether the gates bound every transition: there are some, and keys have norm one.
+            "FORGETS": arguments["GATED"] and arguments["L2NORM"],
+            "BLOCK": 128,
+        }
+        run_kernel(cut_kernel, (segments,), self._arguments)
 
     @property
-    def sizes(self) -> dict[str, Any]:
-        """The shared arguments for a kernel that is to take the pieces for the documents of a packed row."""
-        tables = {"cu_seqlens": self._spans["bounds"], "chunk_offsets": self._spans["piece_chunk"]}
-        return {**self._sizes, **tables, "PACKED": True}
+    def arguments(self) -> dict[str, Any]:
+        """Those of a kernel that is to take the pieces for the documents of a packed row."""
+        bounds, chunk = self._arguments["bounds"], self._arguments["piece_chunk"]
+        return {**self._arguments, "cu_seqlens": bounds, "chunk_offsets": chunk, "PACKED": True}
 
     def start_states(
-        self,
-        k: Tensor,
-        v: Tensor,
-        products: Mapping[str, Tensor],
-        initial_state: Tensor | None,
-        transitions: Tensor,
-        options: Options,
+        self, v: Tensor, initial_state: Tensor | None, transitions: Tensor, options: Options
     ) -> Tensor:
         """The state at each piece's start [pieces, H, K, V]; fills `transitions` [pieces, H, K, K]."""
-        heads, key_dim, value_dim = *k.shape[3:], v.shape[-1]
+        (_, heads, key_dim, _), value_dim = transitions.shape, v.shape[-1]
         local = transitions.new_empty(self.count, heads, value_dim, key_dim)
         tiles = ceil_div(value_dim, options["BV"]) + ceil_div(key_dim, options["BV"])
-        piece_state_kernel[(self.count * heads * tiles,)](
-            *(k, v),
-            **{name: products[name] for name in ("x", "read", "write", "decay")},
-            initial_state=initial_state,
-            local=local,
-            transition=transitions,
-            **self._spans,
-            piece_offsets=self._offsets,
-            piece_chunks=self._chunks,
-            V=value_dim,
-            HAS_INITIAL=initial_state is not None,
-            FORGETS=self._forgets,
-            **self._pick("n_total", "H", "K", "N", "C", "M", "BK", "OPERAND", "PRECISION"),
-            **options,
-        )
+        arguments = {
+            **self._arguments,
+            **{"v": v, "initial_state": initial_state, "local": local, "transition": transitions},
+            "HAS_INITIAL": initial_state is not None,
+        }
+        run_kernel(piece_state_kernel, (self.count * heads * tiles,), arguments, **options)
         return self._combine(local, transitions, initial_state, reverse=False)
 
     def end_gradients(
-        self,
-        q: Tensor,
-        k: Tensor,
-        do: Tensor,
-        products: Mapping[str, Tensor],
-        dfinal_state: Tensor | None,
-        transitions: Tensor,
-        options: Options,
+        self, do: Tensor, dfinal_state: Tensor | None, transitions: Tensor, options: Options
     ) -> Tensor:
         """The gradient of the state at each piece's end [pieces, H, K, V]."""
-        heads, key_dim, value_dim = *k.shape[3:], do.shape[-1]
+        (_, heads, key_dim, _), value_dim = transitions.shape, do.shape[-1]
         local = transitions.new_empty(self.count, heads, value_dim, key_dim)
-        piece_adjoint_kernel[(self.count * heads * ceil_div(value_dim, options["BV"]),)](
-            *(q, k, do),
-            **products,
-            dfinal_state=dfinal_state,
-            local=local,
-            **self._spans,
-            piece_offsets=self._offsets,
-            V=value_dim,
-            HAS_FINAL=dfinal_state is not None,
-            FORGETS=self._forgets,
-            **self._pick("n_total", "H", "K", "N", "C", "M", "BC", "BK", "OPERAND", "PRECISION"),
-            **options,
-        )
+        tiles = ceil_div(value_dim, options["BV"])
+        arguments = {
+            **self._arguments,
+            **{"do": do, "dfinal_state": dfinal_state, "local": local},
+            "HAS_FINAL": dfinal_state is not None,
+        }
+        run_kernel(piece_adjoint_kernel, (self.count * heads * tiles,), arguments, **options)
         return self._combine(local, transitions, dfinal_state, reverse=True)
 
     def first(self, states: Tensor, out: Tensor) -> None:
         """Of `states` [pieces, ...] those of each segment's first piece."""
-        torch.index_select(states, 0, self._offsets[:-1], out=out)
+        torch.index_select(states, 0, self._offsets[: self._segments], out=out)
 
     def last(self, states: Tensor, out: Tensor) -> None:
         """Of `states` [pieces, ...] those of each segment's last piece."""
-        torch.index_select(states, 0, self._offsets[1:] - 1, out=out)
+        torch.index_select(states, 0, self._offsets[1 : self._segments + 1] - 1, out=out)
 
     def _combine(self, local: Tensor, transitions: Tensor, edge: Tensor | None, reverse: bool) -> Tensor:
         _, heads, value_dim, key_dim = local.shape
         states = local.new_empty(self.count, heads, key_dim, value_dim)
-        combine_kernel[(self._segments * heads * ceil_div(value_dim, MIN_TILE),)](
-            *(local, transitions, edge, states, self._offsets),
-            V=value_dim,
-            BV=MIN_TILE,
-            HAS_EDGE=edge is not None,
-            REVERSE=reverse,
-            **self._pick("H", "K", "BK", "PRECISION"),
-            num_warps=4 if key_dim <= 2 * MIN_TILE else 8,
-            num_stages=1,
-        )
+        arguments = {
+            **self._arguments,
+            **{"local": local, "transition": transitions, "edge": edge, "states": states},
+            **{"BV": MIN_TILE, "HAS_EDGE": edge is not None, "REVERSE": reverse},
+        }
+        programs = self._segments * heads * ceil_div(value_dim, MIN_TILE)
+        warps = 4 if key_dim <= 2 * MIN_TILE else 8
+        run_kernel(combine_kernel, (programs,), arguments, num_warps=warps, num_stages=1)
         return states
-
-    def _pick(self, *names: str) -> dict[str, Any]:
-        return {name: self._sizes[name] for name in names}

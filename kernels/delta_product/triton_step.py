@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fla_train.kernels.delta_product.contract import L2NORM_EPS
+from fla_train.kernels.dispatch import run_kernel
 from fla_train.kernels.opaque import opaque
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
 
@@ -56,20 +57,14 @@ def delta_product_one_step(
     key_tile = next_power_of_2(key_dim)
     warps = max(1, key_tile // 128)
     value_tile = min(max(TILE * warps // key_tile, 16), next_power_of_2(value_dim))
+    arguments = {
+        **{"q": q, "k": k, "v": v, "beta": beta, "g": g, "scale": scale, "eps": L2NORM_EPS},
+        **{"state": state, "o": o, "new_state": new_state},
+        **{"H": heads, "K": key_dim, "V": value_dim, "N": k.shape[1]},
+        **{"BK": key_tile, "BV": value_tile, "L2NORM": qk_l2norm},
+    }
     with torch.cuda.device_of(q):
-        step_kernel[(batch * heads, ceil_div(value_dim, value_tile))](
-            *(q, k, v, beta, g, state, o, new_state),
-            scale=scale,
-            eps=L2NORM_EPS,
-            H=heads,
-            K=key_dim,
-            V=value_dim,
-            N=k.shape[1],
-            BK=key_tile,
-            BV=value_tile,
-            L2NORM=qk_l2norm,
-            num_warps=warps,
-        )
+        run_kernel(step_kernel, (batch * heads, ceil_div(value_dim, value_tile)), arguments, num_warps=warps)
 
 
 @triton.jit

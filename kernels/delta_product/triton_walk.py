@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fla_train.kernels.delta_product.contract import L2NORM_EPS
+from fla_train.kernels.dispatch import run_kernel
 from fla_train.kernels.opaque import opaque
 from fla_train.kernels.sizes import next_power_of_2
 
@@ -93,10 +94,13 @@ def walk_forward(
 ) -> None:
     """Fill the output and, where given, the states [B, T, N, H, K, V] and those at the ends."""
     programs, sizes = _sizes(q, k, v, bounds, qk_l2norm)
+    arguments = {
+        **{"q": q, "k": k, "v": v, "beta": beta, "g": g, "initial_state": initial_state, "scale": scale},
+        **{"o": o, "states": states, "final_state": final_state},
+        **sizes,
+    }
     with torch.cuda.device_of(q):
-        walk_kernel[(programs,)](
-            q, k, v, beta, g, initial_state, o, states, final_state, scale, **sizes, num_warps=1
-        )
+        run_kernel(walk_kernel, (programs,), arguments, num_warps=1)
 
 
 @opaque(mutates=("dq", "dk", "dv", "dbeta", "dg", "dinitial_state"))
@@ -121,13 +125,14 @@ def walk_backward(
 ) -> None:
     """Fill the gradients."""
     programs, sizes = _sizes(q, k, v, bounds, qk_l2norm)
+    arguments = {
+        **{"q": q, "k": k, "v": v, "beta": beta, "g": g, "states": states, "scale": scale},
+        **{"do": do, "dfinal_state": dfinal_state},
+        **{"dq": dq, "dk": dk, "dv": dv, "dbeta": dbeta, "dg": dg, "dinitial_state": dinitial_state},
+        **sizes,
+    }
     with torch.cuda.device_of(q):
-        walk_back_kernel[(programs,)](
-            *(q, k, v, beta, g, states, do, dfinal_state),
-            *(dq, dk, dv, dbeta, dg, dinitial_state, scale),
-            **sizes,
-            num_warps=1,
-        )
+        run_kernel(walk_back_kernel, (programs,), arguments, num_warps=1)
 
 
 def _sizes(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fla_train.kernels.opaque import opaque
-from fla_train.kernels.sizes import ceil_div, next_power_of_2
+from fla_train.kernels.sizes import ceil_div, next_power_of_2, processors
 
 TILE = 2048  # elements of a tile of short rows
 ELEMENTS_PER_WARP = 512
@@ -113,7 +113,7 @@ def rms_norm_backward(
 ) -> None:
     """Fill the gradients, that of the weight in fp32; `dresidual` where its dtype is not that of dx."""
     tiles, sizes = _tiles(x)
-    tiles_each = max(1, ceil_div(tiles, PROGRAMS_PER_PROCESSOR * _processors(x.device)))  # without rows, too
+    tiles_each = max(1, ceil_div(tiles, PROGRAMS_PER_PROCESSOR * processors(x.device)))  # without rows, too
     programs = ceil_div(tiles, tiles_each)
     partial = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
@@ -138,12 +138,6 @@ def _tiles(x: Tensor) -> tuple[int, dict[str, int]]:
     warps = min(16, max(4, tile_rows * block // ELEMENTS_PER_WARP))
     sizes = {"n_rows": rows, "D": size, "BR": tile_rows, "BD": block, "num_warps": warps}
     return ceil_div(rows, tile_rows), sizes
-
-
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1  # the interpreter
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit

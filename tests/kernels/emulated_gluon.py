@@ -191,7 +191,7 @@ class Emulator:
             "triton.experimental": SimpleNamespace(gluon=SimpleNamespace(jit=jit)),
             gluon: SimpleNamespace(jit=jit, language=self.language()),
             f"{gluon}.language.nvidia.hopper": hopper,
-            f"{gluon}.nvidia.hopper": SimpleNamespace(TensorDescriptor=None),
+            f"{gluon}.nvidia.hopper": SimpleNamespace(TensorDescriptor=object),
         }
         with patch.dict(sys.modules, modules):
             parts = {part.__name__: Path(part.__file__) for part in (gluon_common, gluon_scalars, gluon_sums)}

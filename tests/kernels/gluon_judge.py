@@ -58,6 +58,9 @@ def replaced(name: str, launch: Launch) -> Iterator[None]:
     """Inside, the Triton backend has `launch` run the kernel of that name."""
 
     class Kernel:
+        def __init__(self, arg_names: Sequence[str]) -> None:
+            self.arg_names = arg_names
+
         def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
             # Of two programs of `gradient`, each has several chunks.
             programs = min(2, grid[0]) if name == "gradient" else grid[0]
@@ -69,7 +72,8 @@ def replaced(name: str, launch: Launch) -> Iterator[None]:
             only = {"gluon_reverse": whole}
             patch.setattr(triton_passes, "_hopper", lambda _, module: only.get(module))
         else:
-            patch.setattr(triton_passes, f"{name}_kernel", Kernel())
+            arg_names = getattr(triton_passes, f"{name}_kernel").arg_names
+            patch.setattr(triton_passes, f"{name}_kernel", Kernel(arg_names))
         yield
 
 

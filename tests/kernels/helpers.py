@@ -1,13 +1,12 @@
 """Inputs and comparisons shared by the operator's tests."""
 
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from fla_train.kernels.delta_product import gluon_reverse
+from fla_train.kernels.delta_product import check, gluon_reverse
 from fla_train.kernels.delta_product.check import Case, evaluate, make_inputs, relative_rms
 
 
@@ -69,6 +68,6 @@ def documents_of(inputs: dict) -> list[dict]:
 
 def pretend_hopper(monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
     """The rule for the backward pass as one kernel sees a Hopper GPU."""
-    found = SimpleNamespace(multi_processor_count=processors)
     monkeypatch.setattr(gluon_reverse, "on_hopper", lambda arguments: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    for module in (gluon_reverse, check):
+        monkeypatch.setattr(module, "processors", lambda _: processors)

@@ -66,7 +66,8 @@ def test_pieces_lie_end_to_end(
         bounds, offsets = (torch.tensor(cu_seqlens, device=DEVICE),), torch.tensor(first_chunk, device=DEVICE)
     sizes = {"cu_seqlens": bounds[0] if bounds else None, "chunk_offsets": offsets}
     sizes |= {"T": length, "NT": row_chunks, "C": chunk_tokens, "PACKED": bool(bounds)}
-    pieces = Pieces(q.to(DEVICE), k.to(DEVICE), 8, bounds, sizes, forgets=False)
+    sizes |= {"GATED": False, "L2NORM": False}
+    pieces = Pieces(q.to(DEVICE), k.to(DEVICE), 8, bounds, sizes)
 
     expected, owners = [], []
     for number, ((start, end), chunk) in enumerate(zip(segments, first_chunk, strict=False)):
@@ -76,8 +77,8 @@ def test_pieces_lie_end_to_end(
     spare = pieces.count - len(expected)
     assert 0 <= spare <= len(segments)
     ends = [first for first, _ in expected] + [segments[-1][1]] * (spare + 1)
-    assert pieces.sizes["cu_seqlens"].tolist() == ends
-    assert pieces.sizes["chunk_offsets"][: len(expected)].tolist() == [chunk for _, chunk in expected]
+    assert pieces.arguments["cu_seqlens"][: pieces.count + 1].tolist() == ends
+    assert pieces.arguments["chunk_offsets"][: len(expected)].tolist() == [chunk for _, chunk in expected]
     numbers, out = torch.arange(pieces.count, device=DEVICE), torch.empty(0, dtype=torch.int64, device=DEVICE)
     pieces.first(numbers, out)
     assert out.tolist() == [owners.index(s) for s in range(len(segments))]
