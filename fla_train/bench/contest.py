@@ -52,15 +52,14 @@ def contest(
         try:
             entry.both()  # compiles and warms up too
             timed = _recorded(entry, device) if graphs else entry
+            found[name], memory[name] = entry.errors(), peak_memory(entry.both, device)
         except Exception as failure:  # of any kind a compiler, a launch or a peer's own check may raise
             line = " ".join(str(failure).split())[:160]
             yield Finding(name, refused=f"{type(failure).__name__}: {line}")
             continue
-        found[name] = entry.errors()
         if (fault := fault_of(found[name], dtype)) is not None:
             yield Finding(name, found[name], fault)
             continue
-        memory[name] = peak_memory(entry.both, device)
         sound.append(timed)
     forward = median_times({entry.name: entry.forward for entry in sound}, device, rounds)
     both = median_times({entry.name: entry.both for entry in sound}, device, rounds)

@@ -15,14 +15,20 @@ KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 
 
 def launched_kernels(folder: str) -> set[str]:
-    """Names of the Triton functions in a folder that are launched: `name[grid](...)`."""
+    """Names of the Triton functions that a folder launches: `name[grid](...)`, `run_kernel(name, ...)`."""
     launched = set()
     for file in (KERNELS / folder).glob("*.py"):
-        tree = ast.parse(file.read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
-                launched |= {n.id for n in ast.walk(node.func.value) if isinstance(n, ast.Name)}
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.Call(func=ast.Subscript(value=kernel)):
+                    launched |= names(kernel)
+                case ast.Call(func=ast.Name(id="run_kernel"), args=[kernel, *_]):
+                    launched |= names(kernel)
     return {name for name in launched if name.endswith("_kernel")}
+
+
+def names(expression: ast.expr) -> set[str]:
+    return {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)}
 
 
 def test_every_kernel_of_ours_has_its_kind() -> None:

@@ -58,9 +58,15 @@ def test_a_wrong_kernel_gets_no_speed(change: str) -> None:
     assert sound.ns_per_token_head == pytest.approx(sound.both_ms * 1e6 / (2 * 20 * 3))
 
 
-def test_a_kernel_that_fails_is_told_from_the_rest() -> None:
+@pytest.mark.parametrize("calls", [0, 1])  # that succeed: the second is made for errors
+def test_a_kernel_that_fails_is_told_from_the_rest(calls: int) -> None:
+    good, left = ours(["chunked"])[0].run, [None] * calls
+
     def fail(problem):
-        raise RuntimeError("no such\ninstruction")
+        if not left:
+            raise RuntimeError("no such\ninstruction")
+        left.pop()
+        return good(problem)
 
     failed, sound = bench(Contender("failing", fail), *ours(["recurrent"]))
     assert failed.refused == "RuntimeError: no such instruction"

@@ -16,7 +16,7 @@ from fla_train.kernels.delta_product.gluon_reverse import LEAST_BUSY, busy, fits
 from fla_train.kernels.delta_product.launches import IN_GLUON, forced, lookup
 from tests.kernels.compiled_gluon import Compiled, Variant, compile_for_hopper
 from tests.kernels.helpers import pretend_hopper
-from tests.kernels.test_triton import BF16, BF16_HARD, BF16_LOOSE, check, real, uniform
+from tests.kernels.test_triton import BF16, HARD, Case, bounds_of, check, real, uniform
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SM_MEMORY = 227 * 1024  # bytes of shared memory that a Hopper SM gives a program
@@ -112,7 +112,7 @@ def test_gpu(dim, sub_steps, gated, l2norm, states, kernels, monkeypatch) -> Non
     """Training normalises, and has no states: the second."""
     sizes = {"key_dim": dim, "value_dim": dim, "sub_steps": sub_steps}
     case = real(**sizes, gated=gated, l2norm=l2norm, states=states)
-    check_with_gluon(case, BF16 if gated else BF16_LOOSE, monkeypatch, kernels)
+    check_with_gluon(case, bounds_of(case), monkeypatch, kernels)
 
 
 @hopper
@@ -138,9 +138,9 @@ def test_gpu_packed(sub_steps, states, kernels, monkeypatch) -> None:
 @hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernels", [PARTS, WHOLE], ids=["parts", "whole"])
-@pytest.mark.parametrize("inputs", ["correlated", "zero beta", "resets", "fast decay"])
-def test_gpu_hard_inputs(inputs, kernels, monkeypatch) -> None:
-    check_with_gluon(real(inputs=inputs, sub_steps=2), BF16_HARD, monkeypatch, kernels)
+@pytest.mark.parametrize(("case", "bounds"), HARD, ids=lambda x: x.inputs if isinstance(x, Case) else "")
+def test_gpu_hard_inputs(case, bounds, kernels, monkeypatch) -> None:
+    check_with_gluon(case, bounds, monkeypatch, kernels)
 
 
 @hopper

@@ -34,6 +34,13 @@ def run(name: str, case: Case) -> None:
     judge(name, case, [emulate(name, late=late) for late in (False, True)], uniform(2e-5))
 
 
+HARD = [
+    Case(tokens=65, inputs="correlated", key_dim=64, value_dim=64),
+    Case(tokens=65, inputs="repeated", gated=False, key_dim=64, value_dim=64),
+    Case(tokens=65, inputs="ones", gated=False, scale=1.0, key_dim=64, value_dim=64),
+]
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -45,6 +52,7 @@ def run(name: str, case: Case) -> None:
         Case(tokens=1, key_dim=64, value_dim=64),
         Case(tokens=65, sub_steps=2, inputs="resets", key_dim=64, value_dim=64),
         Case(tokens=65, inputs="zero beta", key_dim=64, value_dim=64),
+        *HARD,
     ],
     ids=str,
 )
@@ -83,6 +91,7 @@ def test_prepared(case: Case) -> None:
         Case(tokens=1, key_dim=64, value_dim=64),
         Case(tokens=65, sub_steps=2, inputs="resets", key_dim=64, value_dim=64),
         Case(tokens=65, inputs="zero beta", key_dim=64, value_dim=64),
+        *HARD,
     ],
     ids=str,
 )
