@@ -17,6 +17,8 @@ def train(node: DictConfig) -> int:
     from fla_train.training.schema import to_config
 
     config = to_config(node)
+    if config.run.dir == "":  # `run.dir=$RUN` without RUN: a run that could never go on
+        raise ValueError("run.dir is empty: give a folder, or null for a new one in runs/")
     hydra = HydraConfig.get()
     if hydra.mode == RunMode.MULTIRUN:
         if config.run.job is not None and config.run.dir is None:

@@ -174,8 +174,9 @@ def resume(journal: dict[str, Any], description: dict[str, Any]) -> dict[str, An
         return None
     before, now = journal["source"]["files"], description["files"]
     for state in (journal["now"], journal["file_start"]):
-        read = state["cursor"]["file"] + 1 if state else 0  # files this state has taken text from
-        if state and before[:read] == now[:read]:
+        cursor = state and state["cursor"]  # None also where the first chunk was at fault
+        read = cursor["file"] + 1 if cursor else 0  # files this state has taken text from
+        if read and before[:read] == now[:read]:
             return journal | {"now": state}
     return None
 

@@ -19,7 +19,7 @@ from fla_train.training.engine import Outcome, StepResult, build_engine, train_s
 from fla_train.training.evaluation import PART_PERPLEXITY, validate_text
 from fla_train.training.graphed import GraphedPass
 from fla_train.training.guard import StepGuard
-from fla_train.training.metrics import Record, last_losses
+from fla_train.training.metrics import Record, last_losses, read_metrics
 from fla_train.training.plan import training_flops
 from fla_train.training.plots import plot_losses
 from fla_train.training.preemption import StopRequest
@@ -33,6 +33,8 @@ from fla_train.training.suites import SuiteRuns
 from fla_train.training.text_data import open_text, to_batch
 from fla_train.training.throughput import Meter, peak_flops
 from fla_train.training.watchdog import Watchdog
+
+READ_EVERY = 10  # steps within which outcomes are read, however seldom they are logged
 
 
 class Trainer:
@@ -99,6 +101,8 @@ class Trainer:
             False when a request ended it earlier, with a checkpoint.
         """
         trainer, state = self.config.trainer, self.state
+        if self.suites is not None:
+            self._make_up(self.suites)
         sequences = MicroBatches(self.train_data, self.batches, state.step, trainer.max_steps)
         with sequences as micro_batches, _left_out_of_collections():
             while not self._finished():
@@ -128,6 +132,18 @@ class Trainer:
                     return False
         self._finish()
         return True
+
+    def _make_up(self, suites: SuiteRuns) -> None:
+        """Start the newest suite again if its results are lost.
+
+        They are logged under a later step, which a kill may forestall, and whose record a resume drops.
+        """
+        every, step = self.config.trainer.suite_every, self.state.step
+        due = step if self._finished() else step // every * every
+        export = self.folder.export(due)
+        logged = (record.get("evaluated_step") for record in read_metrics(self.folder.metrics))
+        if export.is_dir() and due not in logged:
+            suites.start(export, due)
 
     def _step(self, micro_batches: MicroBatches) -> None:
         """Launch the next optimizer step; its outcome stays on the device."""
@@ -159,14 +175,16 @@ class Trainer:
         """How many of `rows`, from the oldest on, something needs now.
 
         Reading waits for the device, and nothing else does. What is only logged is therefore read a step
-        late, when the next step's work is in the device's queue.
+        late, when the next step's work is in the device's queue; and no later than READ_EVERY steps on, since
+        a request to stop comes with an outcome, and a batch system grants minutes.
         """
         trainer = self.config.trainer
         readers = (trainer.eval_every, trainer.export_every, trainer.checkpoint_every, trainer.suite_every)
         if self.observed or any(self._due(every) for every in readers):
             return len(self.rows)
         before = len(self.rows) - 1
-        return before if before and self.rows[before - 1][0] % trainer.log_every == 0 else 0
+        step = self.rows[before - 1][0]
+        return before if before and 0 in (step % trainer.log_every, step % READ_EVERY) else 0
 
     def _read(self, count: int) -> list[tuple[int, float, StepResult]]:
         """Step, learning rate and outcome of the `count` oldest rows, which are dropped."""

@@ -18,7 +18,7 @@ def finite(record: Record) -> Record:
 
 
 class Sink(Protocol):
-    """Takes the records of a run in order of steps. `log` raises `OSError` where a disk is full."""
+    """Takes the records of a run in order of steps. Both raise `OSError`: a full disk, a service gone."""
 
     name: str
 
@@ -54,7 +54,12 @@ class MetricsFile:
 
 
 class Wandb:
-    """A W&B run; offline unless asked otherwise. `id` continues an earlier one."""
+    """A W&B run; offline unless asked otherwise. `id` continues an earlier one.
+
+    Raises:
+        ValueError: the package is missing.
+        ConnectionError: W&B gives no run.
+    """
 
     name = "W&B"
 
@@ -65,15 +70,18 @@ class Wandb:
             raise ValueError(
                 "wandb is not installed: pip install wandb, or set logger.wandb.mode=disabled"
             ) from None
-        self._run = wandb.init(
-            project=config.wandb.project,
-            name=config.wandb.name or folder.name,
-            mode=config.wandb.mode,
-            dir=str(folder),
-            id=run_id,
-            resume="allow",
-            config=settings,
-        )
+        try:
+            self._run = wandb.init(
+                project=config.wandb.project,
+                name=config.wandb.name or folder.name,
+                mode=config.wandb.mode,
+                dir=str(folder),
+                id=run_id,
+                resume="allow",
+                config=settings,
+            )
+        except wandb.Error as failure:
+            raise ConnectionError(" ".join(str(failure).split())) from failure
         self.id: str = self._run.id
 
     def log(self, record: Record) -> None:

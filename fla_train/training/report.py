@@ -1,5 +1,6 @@
 """What a run tells about itself: where its records go, the card of its export, the summary at its end."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
@@ -23,6 +24,7 @@ from fla_train.training.metrics import (
 )
 from fla_train.training.runfolder import RunFolder
 from fla_train.training.schema import TrainConfig, to_yaml
+from fla_train.training.writer import reason
 
 
 class Reporter:
@@ -38,7 +40,7 @@ class Reporter:
         self._console = (
             Console(stream, total=config.trainer.max_steps, done=state.step) if rank == 0 else None
         )
-        self._sinks = open_sinks(config, folder, state) if rank == 0 else []
+        self._sinks = open_sinks(config, folder, state, self.say) if rank == 0 else []
         self._refused: set[Sink] = set()  # sinks that could not write their last record
 
     def log(self, record: Record) -> None:
@@ -50,7 +52,7 @@ class Reporter:
                 self._refused.discard(sink)
             except OSError as failure:
                 if sink not in self._refused:
-                    self.say(f"step {record['step']:,}: {sink.name} can't be written ({failure.strerror})")
+                    self.say(f"step {record['step']:,}: {sink.name} can't be written ({reason(failure)})")
                 self._refused.add(sink)
 
     def say(self, text: str) -> None:
@@ -75,23 +77,38 @@ class Reporter:
             self._console.progress(record)
 
     def close(self) -> None:
-        """The last record has been logged; lines can still follow."""
+        """The last record has been logged; lines can still follow. What a sink has lost is told of."""
         for sink in self._sinks:
-            sink.close()
+            try:
+                sink.close()
+            except OSError as failure:
+                self.say(f"{sink.name} can't be closed ({reason(failure)})")
         if self._console is not None:
             self._console.close()
 
 
-def open_sinks(config: TrainConfig, folder: RunFolder, state: TrainState) -> list[Sink]:
+def open_sinks(
+    config: TrainConfig, folder: RunFolder, state: TrainState, say: Callable[[str], None]
+) -> list[Sink]:
     """metrics.jsonl and the views that the config asks for, continued after `state.step`.
 
-    A W&B run keeps its id in `state`, and so over resumes.
+    A W&B run keeps its id in `state`, and so over resumes. Where W&B does not answer, training that has begun
+    goes on without it until the next start, with a line.
+
+    Raises:
+        ConnectionError: W&B refuses a run that is new.
     """
     sinks: list[Sink] = [MetricsFile(folder.metrics, state.step)]
     if config.logger.wandb.mode != "disabled":
-        run = Wandb(config.logger, folder.root, asdict(config), state.wandb_id)
-        state.wandb_id = run.id
-        sinks.append(run)
+        try:
+            run = Wandb(config.logger, folder.root, asdict(config), state.wandb_id)
+        except ConnectionError as failure:
+            if not state.step:
+                raise
+            say(f"{Wandb.name} is left out until the next start ({failure})")
+        else:
+            state.wandb_id = run.id
+            sinks.append(run)
     if config.logger.tensorboard:
         sinks.append(Tensorboard(folder.root / "tensorboard", state.step))
     return sinks

@@ -240,6 +240,18 @@ def test_changed_text_starts_anew(local, corpus, documents, small_chunks):
     assert read(prepared, "train")[0] == expected_bytes(documents[:69] + documents[70:], 0.2, "train")[0]
 
 
+def test_a_fault_in_the_first_chunk_can_be_repaired(tmp_path, local):
+    """Before any text was taken: there is nothing to go on from, and nothing to lose."""
+    file = tmp_path / "faulty" / "a.jsonl"
+    write_jsonl(file, [{"text": "fine"}])
+    file.write_text(file.read_text() + "{")
+    faulty = replace(local, path=str(file.parent), validation_fraction=0.0)
+    with pytest.raises(ValueError, match=r"line 2: not JSON.*repair or remove the line"):
+        quiet(faulty)
+    write_jsonl(file, [{"text": "fine"}, {"text": "repaired"}])
+    assert quiet(faulty).manifest["splits"]["train"]["documents"] == 2
+
+
 def test_another_tokenizer_of_the_same_name(tmp_path, local):
     folder = tmp_path / "tokenizer"
     quiet(replace(local, cache_dir=str(tmp_path / "other"))).tokenizer().save_pretrained(folder)

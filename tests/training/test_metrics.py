@@ -111,13 +111,35 @@ def test_a_wandb_run_keeps_its_id_over_a_resume(
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     config = make_config("logger=default", "logger.wandb.mode=online")
     state = TrainState()
-    for sink in open_sinks(config, RunFolder(tmp_path), state):
+    for sink in open_sinks(config, RunFolder(tmp_path), state, print):
         sink.log({"step": 1, "tokens": 8, "loss": 2.0, "grad_norm": None})
         sink.close()
     resumed = TrainState(**json.loads(json.dumps(asdict(state))))  # by way of a checkpoint's state.json
-    open_sinks(config, RunFolder(tmp_path), resumed)
+    open_sinks(config, RunFolder(tmp_path), resumed, print)
     assert [run["id"] for run in runs] == [None, "fresh"] and runs[1]["resume"] == "allow"
     assert logged == [(1, {"tokens": 8, "loss": 2.0})]
+
+
+def test_training_that_has_begun_does_not_need_wandb(
+    make_config: Callable[..., TrainConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+):
+    class Down(Exception):
+        """What wandb raises."""
+
+    def init(**settings: object) -> None:
+        raise Down("connection\nrefused")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Error=Down))
+    config, folder = make_config("logger=default", "logger.wandb.mode=online"), RunFolder(tmp_path)
+    with pytest.raises(ConnectionError, match="connection refused"):
+        open_sinks(config, folder, TrainState(), print)
+    state = TrainState(step=3, wandb_id="begun")
+    (sink,) = open_sinks(config, folder, state, print)
+    assert sink.name == "metrics.jsonl" and state.wandb_id == "begun"
+    assert capsys.readouterr().out == "W&B is left out until the next start (connection refused)\n"
 
 
 def test_tensorboard_shows_the_records(tmp_path: Path):
@@ -190,6 +212,30 @@ def test_a_full_disk_is_told_of_once_and_the_views_go_on(
     assert told == [f"step 2: {fault}", f"step 5: {fault}"]
 
 
+def test_a_view_that_has_gone_does_not_end_the_run(
+    make_config: Callable[..., TrainConfig], tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    class Gone:
+        name = "W&B"
+
+        def log(self, record: dict) -> None:
+            raise ConnectionResetError("Connection lost")
+
+        def close(self) -> None:
+            raise ConnectionResetError("Connection lost")
+
+    reporter = Reporter(make_config(), RunFolder(tmp_path), TrainState(), io.StringIO(), rank=0)
+    reporter._sinks.insert(0, Gone())
+    reporter.log({"step": 1, "loss": 1.0})
+    reporter.close()
+    fault = "can't be {} (Connection lost)"
+    assert capsys.readouterr().out.splitlines() == [
+        f"step 1: W&B {fault.format('written')}",
+        f"W&B {fault.format('closed')}",
+    ]
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+
+
 def test_a_terminal_that_has_gone_costs_lines_only(capsys: pytest.CaptureFixture):
     class Gone(io.StringIO):
         def __init__(self, terminal: bool):
@@ -225,6 +271,7 @@ def test_a_terminal_that_has_gone_costs_lines_only(capsys: pytest.CaptureFixture
         ([8, 9, 10, 11], 10, False, 3),
         ([11, 12], 10, False, 0),
         ([11, 12], 10, True, 2),
+        ([9, 10, 11], 2000, False, 2),  # a request to stop does not wait for the next logged step
     ],
 )
 def test_outcomes_that_are_only_logged_are_read_a_step_late(unread, log_every, due, read):

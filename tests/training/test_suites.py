@@ -14,6 +14,7 @@ import pytest
 from warm_ranks import WarmRanks
 
 from fla_train.training.checkpoint import TrainState
+from fla_train.training.loop import Trainer
 from fla_train.training.metrics import read_metrics
 from fla_train.training.report import Reporter
 from fla_train.training.runfolder import RunFolder
@@ -98,6 +99,34 @@ def test_a_suite_that_fails_is_a_line(runs, tmp_path: Path) -> None:
     suites.finish(4, 400, lambda doing: None)
     assert not records and len(lines) == 1 and lines[0].startswith("step 4: suite demo failed, see ")
     assert "no such data" in (tmp_path / "eval/demo-step-0000004/eval.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("exports", "evaluated", "step", "started"),
+    [
+        ([], [], 0, []),  # a fresh run
+        ([4, 8], [4, 8], 9, []),
+        ([4, 8], [4], 9, [8]),  # killed while it ran, or resumed at a step before its record
+        ([4, 8], [4], 8, [8]),
+        ([4, 8, 10], [4, 8], 10, [10]),  # the last step, after which nothing is trained
+        ([8], [], 7, []),  # step 4 was of another run
+    ],
+)
+def test_a_resume_makes_up_for_lost_results(
+    tmp_path: Path, exports: list[int], evaluated: list[int], step: int, started: list[int]
+) -> None:
+    folder, found = RunFolder(tmp_path), []
+    folder.metrics.write_text("".join(json.dumps({"step": s, "evaluated_step": s}) + "\n" for s in evaluated))
+    for exported in exports:
+        folder.export(exported).mkdir(parents=True)
+    run = SimpleNamespace(
+        config=SimpleNamespace(trainer=SimpleNamespace(suite_every=4)),
+        state=TrainState(step=step),
+        folder=folder,
+        _finished=lambda: step == 10,
+    )
+    Trainer._make_up(run, SimpleNamespace(start=lambda export, due: found.append((export, due))))
+    assert found == [(folder.export(due), due) for due in started]
 
 
 def test_stop_ends_the_evaluation(runs, tmp_path: Path) -> None:

@@ -71,6 +71,12 @@ def test_impossible_arithmetic_starts_nothing(fla_train, tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("sweep", [[], ["-m"]])
+def test_an_empty_run_dir(fla_train, sweep: list[str]):
+    """As a shell leaves it where a variable is unset. A sweep would take the root folder for it."""
+    assert "run.dir is empty" in refused(fla_train(*sweep, "run.dir=", "dry_run=true"))
+
+
 def test_a_tokenizer_larger_than_the_vocabulary(fla_train):
     assert "model.vocab_size=128" in refused(fla_train("model.vocab_size=128"))
 
