@@ -66,16 +66,18 @@ def bench_shape(
     *,
     norm: bool,
     rounds: int,
+    graphs: bool = False,
 ) -> Iterator[Row]:
     """Measure the contenders that take this shape; a kernel that fails or is wrong gets no time.
 
     Args:
         norm: the L2 norm of q and k is part of the kernel's work; otherwise they are unit vectors.
         rounds: samples of each time on a CPU.
+        graphs: on a GPU, time CUDA graphs: what is left when the host does not have to launch.
     """
     problem = make_problem(shape, dtype, device, norm=norm)
     entries = [_entry(contender, problem) for contender in contenders]
-    for found in contest(entries, dtype, device, rounds=rounds):
+    for found in contest(entries, dtype, device, rounds=rounds, graphs=graphs):
         row = Row(found.name, shape.substeps, shape.gated, found.errors, found.refused)
         if found.refused is None:
             row = replace(

@@ -54,6 +54,8 @@ def _kernels(request: argparse.Namespace) -> dict:
     if min(*request.substeps, request.value_dim or 1, *(request.recompute or [1])) < 1:
         raise ValueError("--substeps, --value-dim and --recompute must be at least 1")
     device, dtype = _place(request)
+    if request.graphs and device.type != "cuda":
+        raise ValueError("--graphs needs a GPU: leave it out here")
     backends = list(dict.fromkeys(resolve_backend(name, device) for name in request.backends or ["auto"]))
     contenders = ours(backends, [] if request.recompute is None else [True, *request.recompute])
     if request.peers:
@@ -62,6 +64,7 @@ def _kernels(request: argparse.Namespace) -> dict:
         _tell(missing)
     ceilings = _ceilings(request, device, dtype)
     norm = "L2 norm inside" if request.norm else "unit vectors"
+    norm += ", CUDA graphs" if request.graphs else ""
     value_dim = request.value_dim or request.head_dim
     print(
         f"B={request.batch} T={request.tokens} H={request.heads} K={request.head_dim} V={value_dim}, "
@@ -78,9 +81,8 @@ def _kernels(request: argparse.Namespace) -> dict:
                 gated,
                 dtype.itemsize,
             )
-            for row in bench_shape(
-                shape, contenders, dtype, device, ceilings, norm=request.norm, rounds=request.rounds
-            ):
+            how = {"norm": request.norm, "rounds": request.rounds, "graphs": request.graphs}
+            for row in bench_shape(shape, contenders, dtype, device, ceilings, **how):
                 print(row.markdown(), flush=True)
                 rows.append({"shape": asdict(shape), **row.record()})
     return _content(request, device, ceilings) | {"rows": rows}

@@ -35,6 +35,9 @@ def build_parser() -> argparse.ArgumentParser:
     kernels.add_argument("--backends", nargs="+", help="ours (default: the device's own)")
     kernels.add_argument("--peers", action="store_true", help="also time the peers that are installed")
     kernels.add_argument(
+        "--graphs", action="store_true", help="time CUDA graphs: the device without the host's launches"
+    )
+    kernels.add_argument(
         "--recompute",
         type=int,
         nargs="*",

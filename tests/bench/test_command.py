@@ -39,6 +39,13 @@ def test_kernels(tmp_path, capsys) -> None:
     assert sum(row["refused"] is None for row in content["rows"]) == 6  # the peer at n_h = 1 only
 
 
+@pytest.mark.gpu
+def test_gpu_graphs(capsys) -> None:
+    bench.run(["kernels", *SMALL, *CEILINGS, "--substeps", "2", "--graphs", "--recompute", "8"])
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| fla_train")]
+    assert len(table) == 2 * 3 and not any("no speed" in line for line in table)
+
+
 @pytest.mark.parametrize("numbers", [[], [64, 256]], ids=["nothing", "states"])
 def test_little_kept_for_the_backward(numbers, tmp_path, capsys, monkeypatch) -> None:
     operator, asked = contenders.delta_product, set()
@@ -108,6 +115,11 @@ def test_train_on_two_ranks(tmp_path, capfd) -> None:
         (["kernels", "--recompute", "64", "0"], "--recompute must be at least 1"),
         (["kernels", *SMALL, "--bandwidth", "-1"], "must be positive"),
         (["kernels", *SMALL, "--backends", "fast"], "choose auto, recurrent"),
+        pytest.param(
+            ["kernels", *SMALL, "--graphs"],
+            "--graphs needs a GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes it"),
+        ),
         (["train", "--peers", "gpt", "--", *STEP], "choose from fla, llama"),
         (["train", *CEILINGS, "trainer.seq_len=7"], "trainer.global_batch_tokens"),
         (["train", *CEILINGS, *MACHINES], "one machine"),
