@@ -26,9 +26,9 @@ class Parts:
         """The result of `work()`, or of the earlier call with equal `settings`; a failure is not kept."""
         file = self.folder / (re.sub(r"[^\w.-]", "_", name) + ".json")
         request = json.loads(json.dumps(self.identity | {"part": name} | settings))
-        kept = self.ranks.share(_read(file) if self.ranks.rank == 0 else None)
-        if kept and kept["request"] == request:
-            return kept["result"]
+        kept = self.ranks.share(_kept(file, request) if self.ranks.rank == 0 else None)
+        if kept is not None:
+            return kept
         result = work()
         if self.ranks.rank:
             return result
@@ -39,9 +39,10 @@ class Parts:
         return result
 
 
-def _read(file: Path) -> dict | None:
-    """What the file holds; None if it is not there or damaged: the part is run again then."""
+def _kept(file: Path, request: dict) -> dict | None:
+    """The result that the file holds of this request. None if there is none, or the file is damaged."""
     try:
-        return json.loads(file.read_text())
+        content = json.loads(file.read_text())
     except (FileNotFoundError, ValueError):
         return None
+    return content["result"] if content["request"] == request else None

@@ -1,6 +1,7 @@
 """One evaluation: load a checkpoint, run the suite part by part, write the report."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -21,6 +22,8 @@ from fla_train.hub.device import pick_device, pick_dtype
 from fla_train.hub.environment import describe_environment
 from fla_train.hub.load import load_model, recorded_length, resolve_checkpoint, run_folder, trained_length
 from fla_train.models.accounting import count_parameters
+
+DEFINITIONS = (".yaml", ".py", ".jsonl", ".parquet")  # what tasks of the user's own are made of
 
 
 def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) -> tuple[Path, dict]:
@@ -161,7 +164,7 @@ def _tasks(
 
     lm = FlaTrainLM(model, tokenizer, max_length=window, batch_size=suite.batch_size, ranks=parts.ranks)
     settings = {key: getattr(suite, key) for key in ("include_path", "num_fewshot", "limit", "max_length")}
-    settings["mirror"] = mirror
+    settings |= {"mirror": mirror, "definitions": _definitions(suite.include_path)}
     return run_tasks(
         lm,
         suite.tasks,
@@ -203,5 +206,15 @@ def _weights_stamp(source: Path | str, model: PreTrainedModel) -> list:
     """Name, size and time of each weights file, or the Hub's commit: new weights are another checkpoint."""
     if isinstance(source, str):
         return [getattr(model.config, "_commit_hash", None)]
-    files = sorted(f for f in source.iterdir() if f.suffix in (".safetensors", ".bin"))
-    return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    return _stamps(f for f in source.iterdir() if f.suffix in (".safetensors", ".bin"))
+
+
+def _definitions(include_path: str | None) -> list:
+    """Name, size and time of the files behind tasks of the user's own: edited ones are other tasks."""
+    if include_path is None:
+        return []
+    return _stamps(f for f in Path(include_path).rglob("*") if f.suffix in DEFINITIONS)
+
+
+def _stamps(files: Iterable[Path]) -> list:
+    return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in sorted(files)]

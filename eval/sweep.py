@@ -1,6 +1,7 @@
 """The perplexity part of an evaluation: every set through the loss table, as plain numbers."""
 
 from collections.abc import Generator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fla_train.data.files import describe_files, find_files
 from fla_train.eval.config import PerplexityConfig, set_name
 from fla_train.eval.documents import (
     file_documents,
@@ -73,7 +75,7 @@ def run_sweep(
             with parts.ranks.together():
                 found[name] = parts(
                     f"perplexity-{name}",
-                    settings | {"path": path},
+                    settings | {"path": path, "files": _files(path, mirror)},
                     lambda name=name, stream=stream: _sweep(
                         model, tokenizer, stream, name, config, parts.ranks, progress
                     ),
@@ -101,6 +103,15 @@ def _stream(
     if path in PAPER_SETS:
         return hub_documents(PAPER_SETS[path], tokenizer, mirror)
     return file_documents(path, tokenizer, config.text_column)
+
+
+def _files(path: str | None, mirror: str | None) -> list[dict] | None:
+    """What tells a set's files from earlier ones of the same names; None where it is not made of files."""
+    place = mirror_folder(mirror)
+    if path in PAPER_SETS:
+        path = str(place / PAPER_SETS[path].hub) if place else None
+    with suppress(ValueError, OSError):  # none, or unreadable: whoever opens the set says so
+        return None if path is None else describe_files(find_files(path))
 
 
 def _sweep(

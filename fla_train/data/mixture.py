@@ -19,6 +19,7 @@ import torch
 from fla_train.data.config import DataConfig, cache_folder
 from fla_train.data.dataset import Sequences
 from fla_train.data.interleave import integer_shares, turns
+from fla_train.data.lock import Log, locked, unwritable
 from fla_train.data.prepared import PreparedData, open_prepared
 from fla_train.data.shards import FORMAT, MANIFEST, write_manifest
 
@@ -77,7 +78,7 @@ class MixtureSequences:
 
 
 def prepare_mixture(
-    config: DataConfig, prepare: Callable[[DataConfig, str], PreparedData], log: Callable[[str], None]
+    config: DataConfig, prepare: Callable[[DataConfig, str], PreparedData], log: Log
 ) -> PreparedData:
     """Prepare every part, and the folder that joins them.
 
@@ -97,19 +98,24 @@ def prepare_mixture(
     manifest = _manifest(parts, _shares(config))
     final = mixture_folder(config, parts)
     if not (final / MANIFEST).exists():
-        building = final.with_name(f".building-{final.name}-{os.getpid()}")
-        try:
-            shutil.copytree(next(iter(parts.values())).folder / "tokenizer", building / "tokenizer")
-            write_manifest(building, manifest)
-            shutil.rmtree(final, ignore_errors=True)
-            os.rename(building, final)
-        except OSError as failure:
-            shutil.rmtree(building, ignore_errors=True)
-            if not (final / MANIFEST).exists():  # else another process was faster
-                raise ValueError(
-                    f"cannot write {final}: {failure.strerror}; make room or set data.cache_dir"
-                ) from failure
+        # All machines of a run, and all runs of a sweep, come here at once.
+        with locked(final.with_name(f".{final.name}.lock"), log):
+            if not (final / MANIFEST).exists():
+                try:
+                    _join(parts, manifest, final)
+                except OSError as failure:
+                    raise unwritable(final, failure) from failure
     return open_prepared(final)
+
+
+def _join(parts: dict[str, PreparedData], manifest: dict[str, Any], final: Path) -> None:
+    """Build the folder beside its place, then rename it."""
+    building = final.with_name(f".building-{final.name}")
+    shutil.rmtree(building, ignore_errors=True)  # what a kill has left
+    shutil.copytree(next(iter(parts.values())).folder / "tokenizer", building / "tokenizer")
+    write_manifest(building, manifest)
+    shutil.rmtree(final, ignore_errors=True)
+    os.rename(building, final)
 
 
 def part_config(config: DataConfig, name: str) -> DataConfig:

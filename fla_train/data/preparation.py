@@ -7,12 +7,10 @@ stays there and goes on when the same command is given again. A lock that dies w
 apart.
 """
 
-import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from fla_train.data.build import PROGRESS, Build, read_journal, resume
 from fla_train.data.config import DataConfig, data_faults
 from fla_train.data.encoding import is_held_out, utf8
+from fla_train.data.lock import Log, locked, unwritable
 from fla_train.data.mixture import prepare_mixture
 from fla_train.data.place import Place, place_of, recorded
 from fla_train.data.prepared import PreparedData, open_prepared
@@ -31,7 +30,6 @@ from fla_train.data.sources import Source
 from fla_train.data.stream import prepare_stream
 from fla_train.data.tokenizers import fingerprint, ids_needed, load_tokenizer, make_encoder
 
-Log = Callable[[str], None]
 NO_COMMITS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -63,16 +61,16 @@ def prepare(
     if config.source == "mixture":
         return prepare_mixture(config, part, log)
     if config.stream:
-        return prepare_stream(config, part, commits.get(""))
+        return prepare_stream(config, part, commits.get(""), log)
     commit = commits.get("")
     place = place_of(config, commit)
     if not place.is_ready():
-        with _lock(place.building.with_suffix(".lock"), log):
+        with locked(place.building.with_suffix(".lock"), log):
             if not place.is_ready():  # another process may have built it while this one waited
                 try:
                     _build(place, config, commit, log, progress)
                 except OSError as failure:
-                    raise _unwritable(place.final, failure) from failure
+                    raise unwritable(place.final, failure) from failure
     prepared = open_prepared(place.final)
     for split in prepared.manifest["splits"]:
         check_sizes(prepared.folder, prepared.manifest, split)
@@ -82,29 +80,6 @@ def prepare(
             f"{commit}: delete that folder, or set another data.cache_dir, and the same command prepares it"
         )
     return prepared
-
-
-@contextmanager
-def _lock(path: Path, log: Log) -> Iterator[None]:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w")
-    except OSError as failure:
-        raise _unwritable(path.parent, failure) from failure
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log(f"data: another process is preparing the same data; waiting for it ({path})")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield  # closing the file, or dying, releases the lock
-
-
-def _unwritable(path: Path, failure: OSError) -> ValueError:
-    return ValueError(
-        f"cannot write {path}: {failure.strerror}; make room and run the same command again, it goes on from "
-        "here, or set data.cache_dir"
-    )
 
 
 def _build(place: Place, config: DataConfig, commit: str | None, log: Log, show: bool) -> None:

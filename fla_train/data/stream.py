@@ -26,6 +26,7 @@ import torch
 
 from fla_train.data.chunks import Cursor
 from fla_train.data.config import DataConfig, TokenizerConfig, cache_folder
+from fla_train.data.lock import Log, locked
 from fla_train.data.prepared import PreparedData, open_prepared
 from fla_train.data.shards import FORMAT, read_manifest, write_manifest
 from fla_train.data.sources import hub_commit, is_on_hub, open_source
@@ -188,7 +189,7 @@ def stream_folder(config: DataConfig, head: PreparedData) -> Path:
 
 
 def prepare_stream(
-    config: DataConfig, prepare: Callable[[DataConfig], PreparedData], commit: str | None
+    config: DataConfig, prepare: Callable[[DataConfig], PreparedData], commit: str | None, log: Log
 ) -> PreparedData:
     """A folder to train from: the manifest, and a preparation of the source's first documents beside it.
 
@@ -221,8 +222,10 @@ def prepare_stream(
     }
     if commit is not None:
         manifest["commit"] = commit
-    folder.mkdir(exist_ok=True)
-    if not (folder / "tokenizer").exists():
-        os.symlink(Path("..") / head.folder.name / "tokenizer", folder / "tokenizer")
-    write_manifest(folder, manifest)
+    # All machines of a run, and all runs of a sweep, come here at once.
+    with locked(folder.with_name(f".{folder.name}.lock"), log):
+        folder.mkdir(exist_ok=True)
+        if not (folder / "tokenizer").exists():
+            os.symlink(Path("..") / head.folder.name / "tokenizer", folder / "tokenizer")
+        write_manifest(folder, manifest)
     return open_prepared(folder)

@@ -181,7 +181,8 @@ def _pretrained(name: str, eos_token: str | None, offline: bool) -> PreTrainedTo
     if eos_token is not None:
         if eos_token not in tokenizer.get_vocab():
             raise ValueError(f"data.tokenizer.eos_token={eos_token} is not in the vocabulary of {name}")
-        tokenizer.eos_token = eos_token
+        # Assigned, it would turn special only once saved and loaded: a text that holds it would be cut there.
+        tokenizer.add_special_tokens({"eos_token": eos_token})
     _keep_texts_whole(tokenizer)
     return tokenizer
 

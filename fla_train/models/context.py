@@ -1,6 +1,6 @@
 """What all layers of one forward pass share: padding, document boundaries and the position in the stream."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -57,6 +57,11 @@ class SequenceContext:
                 length, seen, config.attn["window_size"], attention_mask, segments, tokens.device
             )
         return cls(seen, keep, cu_seqlens, offsets, visible)
+
+    def to(self, device: torch.device | str | int) -> "SequenceContext":
+        """The same on `device`: accelerate asks for it where a `device_map` spreads the layers."""
+        held = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: x.to(device) for name, x in held.items() if isinstance(x, Tensor)})
 
 
 def _visible(

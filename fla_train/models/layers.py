@@ -24,14 +24,20 @@ def project(x: Tensor, *layers: nn.Linear) -> list[Tensor]:
     by one, each time reading two tensors of the size of x and writing a third. Layers that are not plain
     `nn.Linear` any more, or have hooks, are called as they are.
     """
-    if torch.is_grad_enabled() and all(map(_plain, layers)):
+    if torch.is_grad_enabled() and all(map(is_plain, layers)):
         return list(_Projections.apply(x, matmul_dtype(x), *(layer.weight for layer in layers)))
     return [layer(x) for layer in layers]
 
 
-def _plain(layer: nn.Module) -> bool:
+def is_plain(layer: nn.Module) -> bool:
+    """Whether `layer` is x W^T and no more, so that its weight may be used without calling it.
+
+    accelerate replaces `forward` of the layers of a `device_map`: a weight that it has offloaded is there in
+    that call only, and is no memory at all, from which torch reads without complaint, before and after.
+    """
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    return type(layer) is nn.Linear and layer.bias is None and not any(hooks)
+    own = "forward" in vars(layer)
+    return type(layer) is nn.Linear and layer.bias is None and not own and not any(hooks)
 
 
 class _Projections(torch.autograd.Function):
@@ -119,6 +125,6 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = project(x, self.gate_proj, self.up_proj)
-        if self.fused and _plain(self.down_proj):
+        if self.fused and is_plain(self.down_proj):
             return swiglu_linear(gate, up, self.down_proj.weight)
         return self.down_proj(self.act(gate) * up)

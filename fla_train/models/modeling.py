@@ -3,6 +3,7 @@
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
@@ -14,7 +15,7 @@ from fla_train.models.attention import HybridAttention
 from fla_train.models.cache import DeltaProductCache, cache_for
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import SequenceContext
-from fla_train.models.layers import GatedMLP, RMSNorm, ShortConvolution
+from fla_train.models.layers import GatedMLP, RMSNorm, ShortConvolution, is_plain
 from fla_train.models.loss import count_targets, linear_cross_entropy, shift_labels, token_losses
 from fla_train.models.mixer import DeltaProductMixer
 
@@ -47,7 +48,7 @@ class Block(GradientCheckpointingLayer):
             y = self.attn_norm(x)
         else:
             y, x = self.attn_norm(update, residual=x)
-        y, x = self.mlp_norm(self.attn(y, context, cache), residual=x)
+        y, x = self.mlp_norm(self.attn(y, context, cache=cache), residual=x)
         return x, self.mlp(y)
 
 
@@ -58,7 +59,8 @@ class DeltaProductPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ("Block",)
-    _skip_keys_device_placement = ("past_key_values",)
+    # accelerate hands dictionaries on as copies, in which what a layer writes to its cache would be lost.
+    _skip_keys_device_placement = ("past_key_values", "cache")
     _keep_in_fp32_modules_strict = ("A_log", "dt_bias")
     _is_stateful = True
 
@@ -139,7 +141,8 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
         for index, block in enumerate(self.layers):
             if update is not None and checkpointing:  # one tensor per block to keep instead of two
                 hidden, update = hidden + update, None
-            hidden, update = block(hidden, update, context, None if cache is None else cache.layers[index])
+            kept = None if cache is None else cache.layers[index]
+            hidden, update = block(hidden, update, context, cache=kept)
         if cache is not None:
             cache.seen_tokens += hidden.shape[1]
         normed, _ = self.norm(update, residual=hidden)
@@ -150,6 +153,8 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
     """The language model: backbone and linear head, tied to the embedding if the config says so."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012  transformers wants a dict
+    # transformers' Trainer hands `num_items_in_batch` to models that say so, or that take any keyword.
+    accepts_loss_kwargs = True
 
     def __init__(self, config: DeltaProductConfig) -> None:
         super().__init__(config)
@@ -198,12 +203,14 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
 
         loss = logits = None
         if labels is not None:
-            targets = shift_labels(labels).flatten()
             if num_items_in_batch is None:
                 num_items_in_batch = count_targets(labels).clamp(min=1)
-            loss = (
-                linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets) / num_items_in_batch
-            )
+            if is_plain(self.lm_head):
+                targets = shift_labels(labels).flatten()
+                total = linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets)
+            else:
+                total = self._losses_of_logits(hidden, labels).sum()
+            loss = total / num_items_in_batch
         if labels is None or logits_to_keep is not None:
             indices = isinstance(logits_to_keep, Tensor)
             logits = self.lm_head(
@@ -218,8 +225,19 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         """For evaluation: -log p(input_ids[:, t + 1] | input_ids[:, : t + 1]) at each t, fp32 [B, T - 1]."""
         outputs = self.model(input_ids, attention_mask, use_cache=False, cu_seqlens=cu_seqlens)
         hidden = outputs.last_hidden_state
-        losses = token_losses(hidden.flatten(0, 1), self.lm_head.weight, shift_labels(input_ids).flatten())
+        if is_plain(self.lm_head):
+            targets = shift_labels(input_ids).flatten()
+            losses = token_losses(hidden.flatten(0, 1), self.lm_head.weight, targets)
+        else:
+            losses = self._losses_of_logits(hidden, input_ids)
         return losses.view(input_ids.shape)[:, :-1]
+
+    def _losses_of_logits(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """[B * T] losses, 0 without a target, by a head that has to be called: offloaded, adapted, hooked."""
+        logits = self.lm_head(hidden).flatten(0, 1)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        targets = shift_labels(labels).flatten().to(logits.device)
+        return F.cross_entropy(logits, targets, reduction="none")
 
     def prepare_inputs_for_generation(
         self,

@@ -16,7 +16,7 @@ from fla_train.training.schedule import warmup_steps
 from fla_train.training.schema import TrainConfig, to_yaml
 from fla_train.training.supervise import choose_port
 from fla_train.training.task_data import task_data, with_task_sizes
-from fla_train.training.validate import resolve_device, validate
+from fla_train.training.validate import device_faults, resolve_device, validate
 
 
 class TrainingFailed(RuntimeError):
@@ -54,11 +54,16 @@ def _show(config: TrainConfig) -> None:
 def _launch(config: TrainConfig) -> None:
     with Machines(config.launch, config.run.dir) as machines:
         main = config.launch.machine_rank == 0
+        faults = device_faults(config)
+        for fault in faults:
+            say(f"refused      {fault}")
         greeting = {"commits": _commits(config) if main else {}}
         try:
             meet(machines, config.launch, greeting)
         except AttemptEnded as ended:
             raise TrainingFailed(str(ended)) from None
+        if faults:  # only now, when the others hear of it
+            raise ValueError("\n  ".join(faults))
         if config.task is None:
             data = prepare(config.data, log=say, commits=machines.greeting["commits"])
         else:

@@ -52,7 +52,7 @@ BETAS = ("optimizer.beta1", "optimizer.beta2")
 
 
 def validate(config: TrainConfig) -> None:
-    """Check every value against the others and against this machine.
+    """Check every value against the others and, if it is alone, against this machine.
 
     Raises:
         ValueError: one line per fault, each naming the key and a value that would do.
@@ -61,8 +61,9 @@ def validate(config: TrainConfig) -> None:
     data = data_faults(config.data) if config.task is None else _task(config)
     faults = [*sizes, *_values(config), *data, *_model(config), *_suite(config), *_resume(config)]
     if not sizes:  # the arithmetic below divides by them
-        faults += [*_batch(config), *_graph(config), *_schedule(config), *_devices(config)]
-        faults += _machines(config)
+        faults += [*_batch(config), *_graph(config), *_schedule(config), *_machines(config)]
+        if config.launch.num_machines == 1:
+            faults += device_faults(config)
     if faults:
         raise ValueError("\n  ".join(faults))
 
@@ -217,7 +218,8 @@ def _schedule(config: TrainConfig) -> list[str]:
     return faults
 
 
-def _devices(config: TrainConfig) -> list[str]:
+def device_faults(config: TrainConfig) -> list[str]:
+    """What this machine lacks for its part; among several, another may have it."""
     if resolve_device(config) != "cuda":
         return []
     present = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -174,7 +174,8 @@ def test_a_head_from_before_commits_were_kept_is_read_on_at_the_one_asked_for(st
     hub = replace(streamed, source="hub", path="some/dataset")
     monkeypatch.setattr(stream_module, "hub_commit", lambda config: "of now")
     for asked, read in (("begun with", "begun with"), (None, "of now")):
-        assert stream_module.prepare_stream(hub, lambda config: head, asked).commits() == {"": read}
+        found = stream_module.prepare_stream(hub, lambda config: head, asked, lambda line: None)
+        assert found.commits() == {"": read}
 
 
 def test_machines_agree_on_the_commit_of_such_a_head(streamed, monkeypatch):

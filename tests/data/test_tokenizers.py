@@ -98,6 +98,24 @@ def test_faults(tmp_path, monkeypatch):
         load_tokenizer(TokenizerConfig(name=str(tmp_path / "bpe"), eos_token="<nope>"))
 
 
+@pytest.mark.parametrize("added", [True, False], ids=["an added token", "a word of the vocabulary"])
+def test_a_chosen_end_of_sequence_in_a_text_stays_text(tmp_path, added):
+    """In what is prepared as in what the saved tokenizer makes of it."""
+    letters = {letter: i for i, letter in enumerate("<end>b")}
+    vocab = letters if added else letters | {"<end>": len(letters)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    if added:
+        backend.add_tokens([tokenizers.AddedToken("<end>", special=False)])
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path / "given")
+    chosen = load_tokenizer(TokenizerConfig(name=str(tmp_path / "given"), eos_token="<end>"))
+    chosen.save_pretrained(tmp_path / "saved")
+    saved = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert chosen.eos_token_id == saved.eos_token_id == len(letters)
+    text = "b<end>b"
+    assert encode(chosen, [text]) == encode(saved, [text]) == [[letters[letter] for letter in text]]
+    assert fingerprint(chosen) == fingerprint(saved)
+
+
 def test_check_vocabulary():
     tokenizer = make("bytes", None)
     check_vocabulary(tokenizer, 259)

@@ -1,0 +1,37 @@
+"""Keeping processes that write the same folder apart, on one machine or on several that share a disk."""
+
+import fcntl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+Log = Callable[[str], None]
+
+
+@contextmanager
+def locked(path: Path, log: Log) -> Iterator[None]:
+    """Inside, no other process is inside with the same `path`, a file that is made if need be.
+
+    Raises:
+        ValueError: it can't be made.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError as failure:
+        raise unwritable(path.parent, failure) from failure
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log(f"data: another process is preparing the same data; waiting for it ({path})")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield  # closing the file, or dying, releases the lock
+
+
+def unwritable(path: Path, failure: OSError) -> ValueError:
+    """What to raise where the system refuses to write `path`."""
+    return ValueError(
+        f"cannot write {path}: {failure.strerror}; make room and run the same command again, it goes on from "
+        "here, or set data.cache_dir"
+    )

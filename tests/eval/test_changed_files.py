@@ -1,0 +1,57 @@
+"""Finished parts are not taken for those of documents or tasks that have changed since."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
+from fla_train.eval.run import evaluate
+from fla_train.hub import CardInfo, export_model
+
+
+@pytest.fixture
+def result_of(scholar, tokenizer, tmp_path: Path) -> Callable[..., dict]:
+    """`result_of(suite, mirror=None)`: what the same folder says of the same model."""
+    checkpoint = export_model(scholar, tokenizer, tmp_path / "model", CardInfo(seq_len=64))
+
+    def result(suite: SuiteConfig, mirror: Path | None = None) -> dict:
+        where = {"output": str(tmp_path / "out"), "mirror": mirror and str(mirror)}
+        return evaluate(EvalConfig(str(checkpoint), suite=suite, **where), progress=False)[1]
+
+    return result
+
+
+def write(file: Path, text: str, key: str = "text") -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({key: text}) + "\n")
+    return file
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_documents(mirrored: bool, result_of, tmp_path: Path) -> None:
+    place = tmp_path / "mirror/cerebras/SlimPajama-627B/test.jsonl" if mirrored else tmp_path / "own.jsonl"
+    sets = ["slimpajama" if mirrored else str(place)]
+    suite = SuiteConfig(name="p", perplexity=PerplexityConfig(sets=sets, lengths=[16], layout="documents"))
+
+    def found() -> tuple[str, float]:
+        (result,) = result_of(suite, tmp_path / "mirror" if mirrored else None)["perplexity"].values()
+        return result["data"]["fingerprint"], result["lengths"][0]["loss"]
+
+    write(place, "all work and no play")
+    first = found()
+    write(place, "all play and no work")  # as many bytes
+    second = found()
+    assert first[0] != second[0] and first[1] != second[1]
+
+
+def test_tasks(result_of, write_task, quiz: list[dict]) -> None:
+    task = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"}
+
+    def prompts(text: str) -> str:
+        folder = write_task("quiz", quiz, doc_to_text=text, **task)
+        suite = SuiteConfig(name="t", tasks=["quiz"], include_path=str(folder), limit=2)
+        return result_of(suite)["tasks"]["quiz"]["scores"]["quiz"]["fingerprint"]
+
+    assert prompts("{{question}}") != prompts("Q: {{question}}")

@@ -1,0 +1,59 @@
+"""Models that a `device_map` spreads: what accelerate keeps elsewhere, copies and moves changes no number."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.utils import send_to_device
+
+from fla_train.models import DeltaProductForCausalLM
+from fla_train.models.context import SequenceContext
+
+ON_DISK = ("model.layers.1", "model.norm", "lm_head")
+PLACES = {"model.embeddings": "cpu", "model.layers.0": "cpu"} | dict.fromkeys(ON_DISK, "disk")
+
+
+@pytest.fixture(params=["gated_delta_product", "hybrid"])
+def pair(
+    request: pytest.FixtureRequest, build: Callable, tmp_path: Path
+) -> tuple[DeltaProductForCausalLM, DeltaProductForCausalLM]:
+    """The same model twice: as it is, and with half of its weights on disk until a layer is called."""
+    model = build(request.param)
+    model.save_pretrained(tmp_path / "model")
+    spread = DeltaProductForCausalLM.from_pretrained(
+        tmp_path / "model", dtype="auto", device_map=PLACES, offload_folder=tmp_path / "offload"
+    )
+    spread.config.backend = model.config.backend
+    assert spread.model.layers[1].mlp.down_proj.weight.is_meta and spread.lm_head.weight.is_meta
+    return model, spread
+
+
+def test_losses_and_logits_are_the_same(pair, tokens: torch.Tensor) -> None:
+    expected, found = (
+        {
+            "token losses": model.token_losses(tokens),
+            "loss": model(tokens, labels=tokens).loss.detach(),
+            "logits": model(tokens).logits.detach(),
+        }
+        for model in pair
+    )
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)
+
+
+def test_generation_is_the_same(pair, tokens: torch.Tensor) -> None:
+    mask = torch.ones_like(tokens)
+    mask[0, :5] = 0
+    settings = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    expected, found = (model.generate(tokens, num_beams=2, **settings) for model in pair)
+    assert torch.equal(found, expected)
+
+
+def test_the_layout_of_a_call_follows_its_tokens_to_another_device(build, tokens: torch.Tensor) -> None:
+    config, mask = build("hybrid").config, torch.ones_like(tokens)
+    padded = SequenceContext.build(config, tokens, mask, None, seen=0)
+    packed = SequenceContext.build(config, tokens[:1], None, torch.tensor([0, 7, 19]), seen=0)
+    for context, names in ((padded, ("keep", "visible")), (packed, ("cu_seqlens", "offsets", "visible"))):
+        moved = send_to_device(context, "meta")
+        assert moved.seen == context.seen and all(getattr(moved, name).is_meta for name in names)
