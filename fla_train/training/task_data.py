@@ -70,8 +70,11 @@ def has_reached(config: TaskConfig, folder: RunFolder, step: int) -> bool:
     if not config.stop_at or not folder.metrics.is_file():
         return False
     tests = [r for r in read_metrics(folder.metrics) if "validation_loss" in r and r["step"] <= step]
+    # A test set may be newer than an evaluation, which then says nothing of it.
     return len(tests) >= PASSES and all(
-        record[metric] >= value for record in tests[-PASSES:] for metric, value in config.stop_at
+        record.get(metric, -math.inf) >= value
+        for record in tests[-PASSES:]
+        for metric, value in config.stop_at
     )
 
 
