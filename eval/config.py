@@ -1,5 +1,6 @@
 """Typed settings of `fla-eval`. The YAML files configs/eval.yaml and configs/suite/ explain every key."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,7 +66,7 @@ class EvalConfig:
 
 def set_name(path: str) -> str:
     """What a set of documents is called: its folder, its file without endings, or the folder of a glob."""
-    place = Path(path)
+    place = Path(os.path.abspath(path))  # the name of `.` is that of the folder
     name = (place.parent if "*" in place.name else place).name
     for ending in ENDINGS:
         name = name.removesuffix(ending)

@@ -21,6 +21,7 @@ from fla_train.eval.transitions import Transitions, transitions
 from fla_train.hub.device import pick_device, pick_dtype
 from fla_train.hub.environment import describe_environment
 from fla_train.hub.load import load_weights, resolve_checkpoint, run_folder, training_record
+from fla_train.hub.paths import own_name
 from fla_train.tasks import GroupWords, Score, Task, TaskConfig, make_task, tasks_for_testing
 from fla_train.tasks.config import TEST_SEED
 from fla_train.tasks.plots import plot_accuracy
@@ -52,7 +53,7 @@ def evaluate_expressivity(config: EvalConfig) -> tuple[Path, dict[str, Any]]:
     model = load_weights(source, device, pick_dtype(config.dtype))
     task = _trained_on(model, source)
     run = run_folder(source)
-    home = run / "eval" if run else Path("evaluations") / Path(source).name
+    home = run / "eval" if run else Path("evaluations") / own_name(source)
     default = home / f"{config.suite.name}-{datetime.now():%Y%m%d-%H%M%S}"
     folder = Path(config.output).expanduser() if config.output else default
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +61,7 @@ def evaluate_expressivity(config: EvalConfig) -> tuple[Path, dict[str, Any]]:
     tests = _tests(task, settings)
     scores = {name: _score(model, test, settings) for name, test in tests.items()}
     curves = {name: scores[name].curve(test) for name, test in tests.items()}
-    plot_accuracy(curves, (run or Path(source)).name, folder / "accuracy.png")
+    plot_accuracy(curves, own_name(run or source), folder / "accuracy.png")
     sample = next(iter(tests.values())).batch(range(settings.contexts)).input_ids
     kept = _drawn_tokens(next(iter(tests.values())))
     layers = [layer.only(kept) for layer in transitions(model, sample.to(device))]

@@ -21,6 +21,7 @@ from fla_train.eval.sweep import run_sweep
 from fla_train.hub.device import pick_device, pick_dtype
 from fla_train.hub.environment import describe_environment
 from fla_train.hub.load import load_model, recorded_length, resolve_checkpoint, run_folder, trained_length
+from fla_train.hub.paths import own_name
 from fla_train.models.accounting import count_parameters
 
 DEFINITIONS = (".yaml", ".py", ".jsonl", ".parquet")  # what tasks of the user's own are made of
@@ -190,16 +191,16 @@ def _window(model: PreTrainedModel, suite: SuiteConfig, trained: int) -> int:
 
 def _default_folder(source: Path | str, suite: str) -> Path:
     run = run_folder(source)
-    home = run / "eval" if run else Path("evaluations") / Path(source).name
+    home = run / "eval" if run else Path("evaluations") / own_name(source)
     return home / f"{suite}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def _name(source: Path | str) -> str:
     """`run/step-0000100` for an export of a run, else the folder's or the Hub's name."""
     run = run_folder(source)
-    return (
-        f"{run.name}/{Path(source).name}" if run else str(source if isinstance(source, str) else source.name)
-    )
+    if run:
+        return f"{run.name}/{own_name(source)}"
+    return source if isinstance(source, str) else own_name(source)
 
 
 def _weights_stamp(source: Path | str, model: PreTrainedModel) -> list:

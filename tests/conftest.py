@@ -7,6 +7,7 @@ FLA_TRAIN_TEST_SEED=<seed>.
 
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +65,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seeded(request: pytest.FixtureRequest) -> None:
-    seed = 0
-    if "gpu" in request.node.keywords:
+def _seeded(request: pytest.FixtureRequest) -> Iterator[None]:
+    seed, on_gpu = 0, "gpu" in request.node.keywords
+    if on_gpu:
         seed = int(os.environ.get("FLA_TRAIN_TEST_SEED") or secrets.randbits(32))
         print(f"FLA_TRAIN_TEST_SEED={seed}")
     torch.manual_seed(seed)
+    yield
+    if on_gpu:
+        torch.cuda.empty_cache()  # the tests of other processes need it
 
 
 @pytest.fixture

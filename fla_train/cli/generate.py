@@ -38,6 +38,7 @@ def faults(config: GenerateConfig) -> list[str]:
         "max_new_tokens must be at least 1": config.max_new_tokens >= 1,
         "temperature must be at least 0 (0: always the likeliest token)": config.temperature >= 0,
         "top_k must be at least 0 (0: off)": config.top_k >= 0,
+        "seed must lie in -2^63..2^63 - 1": -(2**63) <= config.seed < 2**63,
         "top_p must be above 0 and at most 1 (1: off)": 0 < config.top_p <= 1,
     }
     return [line for line, fine in checks.items() if not fine]

@@ -1,5 +1,6 @@
 """Typed settings of the data: the schema of Hydra's `data` node. configs/data/*.yaml explain every key."""
 
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,8 +101,8 @@ def _mixture_faults(config: DataConfig) -> list[str]:
         return ["data.mixture is set but data.source is not mixture"] if config.mixture else []
     faults = [] if config.mixture else ["data.source=mixture needs data.mixture: {name: {weight, path}, ...}"]
     for name, part in config.mixture.items():
-        if not part.weight > 0:
-            faults.append(f"data.mixture.{name}.weight={part.weight} must be positive")
+        if not 0 < part.weight < math.inf:
+            faults.append(f"data.mixture.{name}.weight={part.weight} must be positive and finite")
         if part.source not in SOURCES[:-1]:
             faults.append(f"data.mixture.{name}.source={part.source} is none of {', '.join(SOURCES[:-1])}")
         elif part.source != "stdlib" and not part.path:

@@ -167,14 +167,19 @@ class _IndexWriter:
 
 
 def read_notes(path: Path) -> list[Note]:
-    """The notes of an index in order; a line cut short by a kill is left out."""
+    """The notes of an index in order; a line that is none, such as one cut short by a kill, is left out."""
     notes = []
-    lines = path.read_text().splitlines() if path.is_file() else []
-    for line in lines:
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
         try:
-            notes.append(Note(**json.loads(line)))
+            note = Note(**json.loads(line))
         except (ValueError, TypeError):
             continue
+        if (
+            isinstance(note.token, int)
+            and isinstance(note.cursor, dict | None)
+            and isinstance(note.digest, str)
+        ):
+            notes.append(note)
     return sorted(notes, key=lambda note: note.token)
 
 

@@ -1,6 +1,7 @@
 """Find a checkpoint by run folder, export folder or Hub name, and load it."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def _exports(folder: Path) -> list[Path]:
 
 def run_folder(checkpoint: Path | str) -> Path | None:
     """The run folder that a resolved checkpoint lies in (`<run>/hf/step-*`), or None."""
-    path = Path(checkpoint).absolute()
+    path = Path(os.path.abspath(checkpoint))  # without the `..` of a path that goes through one
     inside = path.is_dir() and STEP.fullmatch(path.name) and path.parent.name == "hf"
     return path.parent.parent if inside else None
 

@@ -5,6 +5,8 @@ from pathlib import Path
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+from fla_train.hub.paths import own_name
+
 HTTPError = HfHubHTTPError.__bases__[0]  # of the HTTP library that this huggingface_hub uses: httpx or httpx2
 
 
@@ -43,7 +45,7 @@ def push(
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # with the user's name
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
-        message = f"Upload {folder.name} with fla-train"
+        message = f"Upload {own_name(folder)} with fla-train"
         commit = api.upload_folder(
             repo_id=repo_id, folder_path=folder, revision=revision, commit_message=message
         )

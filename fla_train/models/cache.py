@@ -39,6 +39,13 @@ class DeltaProductCache:
             for name, tensor in layer.items():
                 layer[name] = tensor.repeat_interleave(repeats, dim=0)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "DeltaProductCache":
+        """Clones, through which gradients flow on: torch deep-copies no tensor that has a history."""
+        copied = type(self)(0)
+        copied.layers = [{name: tensor.clone() for name, tensor in layer.items()} for layer in self.layers]
+        copied.seen_tokens = self.seen_tokens
+        return copied
+
     def memory_bytes(self) -> int:
         """Bytes held by the tensors of all layers."""
         return sum(t.numel() * t.element_size() for layer in self.layers for t in layer.values())

@@ -104,9 +104,9 @@ class DeltaProductConfig(PreTrainedConfig):
             if (value := getattr(self, name)) is not None and (not isinstance(value, int) or value < 1)
         ]
         faults += [
-            f"{name} must be > 0, got {value!r}"
+            f"{name} must be > 0 and finite, got {value!r}"
             for name in ("expand_v", "hidden_ratio", "norm_eps", "initializer_range")
-            if not (value := getattr(self, name)) > 0
+            if not 0 < (value := getattr(self, name)) < math.inf
         ]
         if self.hidden_act != "silu" and not _is_activation(self.hidden_act):
             faults.append(f"hidden_act {self.hidden_act!r} is unknown, use 'silu'")
@@ -140,8 +140,8 @@ class DeltaProductConfig(PreTrainedConfig):
         ]
         if not isinstance(layers, list | tuple) or not all(isinstance(layer, int) for layer in layers):
             faults.append(f"attn.layers must be a list of integers, got {layers!r}")
-        if not isinstance(theta, int | float) or theta <= 0:
-            faults.append(f"attn.rope_theta must be a number > 0, got {theta!r}")
+        if not isinstance(theta, int | float) or not 0 < theta < math.inf:
+            faults.append(f"attn.rope_theta must be a finite number > 0, got {theta!r}")
         if faults:
             return faults
         heads, kv_heads = attn["num_heads"], attn.get("num_kv_heads") or attn["num_heads"]

@@ -198,7 +198,9 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         """
         if use_cache is None and labels is not None:
             use_cache = False
-        outputs = self.model(input_ids, attention_mask, inputs_embeds, past_key_values, use_cache, cu_seqlens)
+        outputs = self.model(
+            input_ids, attention_mask, inputs_embeds, past_key_values, use_cache, cu_seqlens, return_dict=True
+        )
         hidden = outputs.last_hidden_state
 
         loss = logits = None
@@ -223,7 +225,9 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         self, input_ids: Tensor, attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
         """For evaluation: -log p(input_ids[:, t + 1] | input_ids[:, : t + 1]) at each t, fp32 [B, T - 1]."""
-        outputs = self.model(input_ids, attention_mask, use_cache=False, cu_seqlens=cu_seqlens)
+        outputs = self.model(
+            input_ids, attention_mask, use_cache=False, cu_seqlens=cu_seqlens, return_dict=True
+        )
         hidden = outputs.last_hidden_state
         if is_plain(self.lm_head):
             targets = shift_labels(input_ids).flatten()

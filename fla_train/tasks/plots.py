@@ -1,6 +1,7 @@
 """Accuracy curves as PNG. Of several runs: `python -m fla_train.tasks.plots OUT.png SET runs/a runs/b`."""
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,7 +51,8 @@ def plot_runs(runs: Sequence[Path], name: str, out: Path) -> Path:
         sets = json.loads(file.read_text())["sets"] if file.is_file() else {}
         if name not in sets:
             raise ValueError(f"{run} has no accuracy on '{name}'; it has {', '.join(sets) or 'none'}")
-        curves[run.name] = sets[name]
+        # `.` has no name of its own.
+        curves[os.path.basename(os.path.abspath(run))] = sets[name]
     return plot_accuracy(curves, name.replace("_", " "), out)
 
 

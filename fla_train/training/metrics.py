@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Protocol
 
-from fla_train.training.runfolder import write_whole
+from fla_train.training.runfolder import RunFolder, write_whole
 from fla_train.training.schema import LoggerConfig
 
 # `step`, `tokens`, and training keys (loss, lr, grad_norm, tokens_per_second, ...) or validation keys.
@@ -73,7 +73,7 @@ class Wandb:
         try:
             self._run = wandb.init(
                 project=config.wandb.project,
-                name=config.wandb.name or folder.name,
+                name=config.wandb.name or RunFolder(folder).name,
                 mode=config.wandb.mode,
                 dir=str(folder),
                 id=run_id,

@@ -30,8 +30,8 @@ def plot_losses(runs: list[Path], out: Path) -> Path:
         train = [r for r in records if r.get("loss") is not None]
         if not train:
             raise ValueError(f"{run} has no training losses to plot")
-        color = f"C{number}"
-        axes.plot([r["tokens"] for r in train], [r["loss"] for r in train], color=color, lw=1, label=run.name)
+        name, color = RunFolder(run).name, f"C{number}"
+        axes.plot([r["tokens"] for r in train], [r["loss"] for r in train], color=color, lw=1, label=name)
         validation = [r for r in records if "validation_loss" in r]
         axes.plot(
             [r["tokens"] for r in validation],
@@ -40,10 +40,10 @@ def plot_losses(runs: list[Path], out: Path) -> Path:
             ls="none",
             marker="o",
             ms=4,
-            label=f"{run.name}, validation",
+            label=f"{name}, validation",
         )
         for i, tokens in enumerate(resumed_at(run)):
-            axes.axvline(tokens, color=color, ls=":", lw=1, label=None if i else f"{run.name}, resumed")
+            axes.axvline(tokens, color=color, ls=":", lw=1, label=None if i else f"{name}, resumed")
         if (entropy := unigram_entropy(run)) is not None:
             entropies[round(entropy, 4)] = entropy
     for entropy in entropies.values():

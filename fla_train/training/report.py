@@ -119,7 +119,7 @@ def model_card(config: TrainConfig, data: PreparedData, folder: RunFolder, state
     train, validation = last_losses(folder.metrics)
     losses = {"train": train, "validation": validation}
     return CardInfo(
-        name=folder.root.name,
+        name=folder.name,
         data=data.manifest["source"]["kind"],
         tokenizer=data.manifest["tokenizer"]["name"],
         step=state.step,

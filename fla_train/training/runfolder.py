@@ -13,6 +13,7 @@ from typing import IO
 
 from fla_train.data.shards import sync
 from fla_train.hub.environment import describe_environment
+from fla_train.hub.paths import own_name
 
 LOCK_WAIT = 10.0  # seconds; the workers of a killed launcher need a moment to die
 
@@ -22,6 +23,11 @@ class RunFolder:
     """Paths inside a run folder (docs/architecture.md lists them)."""
 
     root: Path
+
+    @property
+    def name(self) -> str:
+        """What plots, cards and loggers call the run."""
+        return own_name(self.root)
 
     @property
     def environment(self) -> Path:

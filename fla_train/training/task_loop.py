@@ -53,7 +53,7 @@ class TaskTrainer(Trainer):
             curves = {name: scores[name].curve(task) for name, task in self.tests.items()}
             content = {"step": self.state.step, "sets": curves}
             write_whole(self.folder.accuracy, json.dumps(content) + "\n")
-            title = f"{self.folder.root.name}, step {self.state.step:,}"
+            title = f"{self.folder.name}, step {self.state.step:,}"
             plot_accuracy(curves, title, self.folder.accuracy_plot)
         shown = [f"{name} {record[f'{name}/{task.headline}']:.4f}" for name, task in self.tests.items()]
         metric = next(iter(self.tests.values())).headline.replace("_", " ")

@@ -1,6 +1,8 @@
 """Faults of a composed training config that types cannot show. All of them are reported together."""
 
 import math
+from collections.abc import Iterator
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 
@@ -48,6 +50,7 @@ NOT_NEGATIVE = (
     "trainer.hang_timeout",
     "launch.max_restarts",
 )
+LONGEST_WAIT = 1e9  # seconds; torch's store counts nanoseconds in 64 bits
 BETAS = ("optimizer.beta1", "optimizer.beta2")
 
 
@@ -90,15 +93,26 @@ def _read(config: TrainConfig, key: str) -> object:
     return node
 
 
+def _numbers(key: str, value: object) -> Iterator[str]:
+    """Numbers that neither a timer nor a tensor or a random generator takes, wherever they stand."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _numbers(f"{key}.{name}".removeprefix("."), inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _numbers(key, inner)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{key}={value} must be a finite number"
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        yield f"{key}={value} must lie in -2^63..2^63 - 1"
+
+
 def _values(config: TrainConfig) -> list[str]:
-    faults = []
+    faults = [*_numbers("", asdict(config))]
     for key, names in CHOICES.items():
         if (value := _read(config, key)) not in names:
             faults.append(f"{key}={value} is not one of {', '.join(names)}")
     faults += [f"{key}={v} must not be negative" for key in NOT_NEGATIVE if (v := _read(config, key)) < 0]
-    faults += [
-        f"{key}={v} is no number" for key in NOT_NEGATIVE if not math.isfinite(v := _read(config, key))
-    ]
     if not 0 < (eps := config.optimizer.eps) < math.inf:
         faults.append(f"optimizer.eps={eps} must be positive: a weight without a gradient would become 0 / 0")
     momentum = config.optimizer.momentum
@@ -108,8 +122,8 @@ def _values(config: TrainConfig) -> list[str]:
         faults.append(f"optimizer.momentum={momentum} must lie in [0, 1) for optimizer=muon")
     if (peak := config.launch.peak_tflops) is not None and not peak > 0:
         faults.append(f"launch.peak_tflops={peak} must be positive, or null")
-    if not config.launch.rendezvous_timeout > 0:
-        faults.append(f"launch.rendezvous_timeout={config.launch.rendezvous_timeout} must be positive")
+    if not 0 < (wait := config.launch.rendezvous_timeout) <= LONGEST_WAIT:
+        faults.append(f"launch.rendezvous_timeout={wait} must be positive, at most {LONGEST_WAIT:g} seconds")
     if config.trainer.keep_every and not config.trainer.keep_checkpoints:
         faults.append("trainer.keep_every has no effect with trainer.keep_checkpoints=0, which keeps all")
     steps = config.trainer.max_steps

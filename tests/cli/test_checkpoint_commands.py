@@ -144,6 +144,7 @@ def test_export(run: Path, tmp_path: Path) -> None:
             "give checkpoint=(.|\n)*temperature(.|\n)*top_p",
         ),
         (generate, "generate", ["checkpoint=RUN", "max_new_tokens=0"], "max_new_tokens"),
+        (generate, "generate", ["checkpoint=RUN", f"seed={2**65}"], "seed must lie in"),
         (generate, "generate", ["checkpoint=RUN", "device=abacus"], "device=abacus"),
         (eval, "eval", [], "give checkpoint="),
         (eval, "eval", ["checkpoint=RUN", "suite=tasks"], "the suite is empty"),

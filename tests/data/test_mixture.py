@@ -130,8 +130,9 @@ def test_faults(mixture, tmp_path):
     assert "data.mixture" in data_faults(DataConfig(source="mixture"))[0]
     bad = replace(mixture, max_tokens=5, tokenizer=TokenizerConfig(name="bpe"))
     bad.mixture["web"] = PartConfig(weight=-1.0)
+    bad.mixture["code"] = PartConfig(weight=float("inf"))
     faults = " ".join(data_faults(bad))
-    for key in ("max_tokens", "bpe", "web.weight", "web.path"):
+    for key in ("max_tokens", "bpe", "web.weight", "web.path", "code.weight=inf"):
         assert key in faults
     assert "source is not mixture" in data_faults(replace(mixture, source="stdlib"))[0]
 

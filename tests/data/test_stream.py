@@ -1,5 +1,6 @@
 """Training from a stream: the tokens are those of a preparation, also after any resume."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -105,6 +106,27 @@ def test_resume_opens_near_the_place_and_works_without_the_index(streamed, docum
     assert StreamSequences(folder, 48).sequences(wanted).tolist() == expected
     index.unlink()
     assert StreamSequences(folder, 48).sequences(wanted).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"token": 9, "cursor": null, "digest": "\xff"}',
+        b"null",
+        b"[9, null, 3]",
+        b'{"token": 9}',
+        b'{"token": "9", "cursor": null, "digest": "a"}',
+        b'{"token": NaN, "cursor": null, "digest": "a"}',
+        b'{"token": 9, "cursor": [4], "digest": "a"}',
+        b'{"token": 9, "cursor": {}, "digest": 4}',
+    ],
+)
+def test_a_line_of_the_index_that_is_no_note_is_left_out(tmp_path, line):
+    index = tmp_path / INDEX
+    notes = [Note(5, {"file": 0, "row": 2}, "a"), Note(12, None, "b")]
+    first, second = (json.dumps(note._asdict()).encode() for note in notes)
+    index.write_bytes(b"\n".join([first, line, second, b""]))
+    assert read_notes(index) == notes
 
 
 def test_a_changed_stream_is_refused(streamed, corpus, documents):

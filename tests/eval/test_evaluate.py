@@ -16,9 +16,9 @@ from fla_train.eval import run as run_module
 from fla_train.eval import sweep as sweep_module
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig, suite_faults
 from fla_train.eval.documents import file_documents, longest, run_data, validation_documents
-from fla_train.eval.run import _weights_stamp, evaluate
+from fla_train.eval.run import _default_folder, _name, _weights_stamp, evaluate
 from fla_train.eval.tables import markdown
-from fla_train.hub import CardInfo, export_model
+from fla_train.hub import CardInfo, export_model, resolve_checkpoint
 
 TEXTS = [f"document {i}: " + "all work and no play " * (i % 7) for i in range(60)] + ["", "x"]
 
@@ -175,6 +175,18 @@ def test_a_new_commit_on_the_hub_is_another_checkpoint(build_model) -> None:
     model = build_model()
     model.config._commit_hash = "abc"
     assert _weights_stamp("user/model", model) == ["abc"]
+
+
+def test_models_are_named_from_within_their_folders(run: Path, tmp_path: Path, monkeypatch) -> None:
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "config.json").touch()
+    for folder, name in ((run, "first/step-0000080"), (run / "hf/step-0000080", "first/step-0000080"),
+                         (alone, "alone")):  # fmt: skip
+        monkeypatch.chdir(folder)
+        assert _name(resolve_checkpoint(".")) == name
+    assert _default_folder(Path("."), "recall").parent == Path("evaluations/alone")
+    assert _name("user/model") == "user/model"
 
 
 def test_tasks_and_a_task_that_fails(run: Path, write_task, quiz, tmp_path: Path) -> None:

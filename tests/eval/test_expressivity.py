@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fla_train.eval import expressivity
 from fla_train.eval.config import EvalConfig, ExpressivityConfig, SuiteConfig, suite_faults
 from fla_train.eval.expressivity import evaluate_expressivity
 from fla_train.eval.transitions import Transitions, transitions
@@ -109,6 +110,19 @@ def test_the_suite_reports_a_solved_task(tmp_path: Path) -> None:
     assert "| length_100 | sequence accuracy | 1.0000 |" in (folder / "table.md").read_text()
     names = {"accuracy", "betas-layer-0", "keys-layer-0", "eigenvalues-layer-0"}
     assert {path.stem for path in folder.glob("*.png")} == names
+
+
+def test_a_model_is_named_from_within_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    titles = []
+    monkeypatch.setattr(expressivity, "plot_accuracy", lambda curves, title, out: titles.append(title))
+    monkeypatch.setattr(expressivity, "draw_transitions", lambda *given: None)
+    suite = SuiteConfig(name="expressivity", expressivity=ExpressivityConfig(sequences=2, contexts=2))
+    for name in ("alone", "run/hf/step-0000001"):
+        export = export_model(symmetric(3).float(), None, tmp_path / name, CardInfo(config=TASK))
+        monkeypatch.chdir(export)
+        folder, _ = evaluate_expressivity(EvalConfig(checkpoint=".", device="cpu", suite=suite))
+        titles.append(folder.parent)
+    assert titles == ["alone", Path("evaluations/alone"), "run", tmp_path / "run/eval"]
 
 
 def test_damaged_weights_are_one_line_and_missing_ones_are_not_drawn_at_random(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_what_is_streamed_is_not_said_to_be_kept(tokenizer, tmp_path, monkeypatc
         list(hub_documents(PAPER_SETS["slimpajama"], tokenizer, None))
 
 
-def test_names_end_before_known_endings_only() -> None:
+def test_names_end_before_known_endings_only(tmp_path: Path, monkeypatch) -> None:
     names = {
         "v1.0-web.jsonl": "v1.0-web",
         "a/v1.0-code.jsonl.gz": "v1.0-code",
@@ -120,6 +120,8 @@ def test_names_end_before_known_endings_only() -> None:
     }
     assert {path: set_name(path) for path in names} == names
     assert not suite_faults(SuiteConfig("own", PerplexityConfig(sets=list(names))))
+    monkeypatch.chdir(tmp_path)
+    assert set_name(".") == set_name("*.jsonl") == tmp_path.name
     same = SuiteConfig("own", PerplexityConfig(sets=["a/web.jsonl", "b/web.parquet"]))
     assert "several sets named web" in suite_faults(same)[0]
 

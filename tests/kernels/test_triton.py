@@ -90,6 +90,8 @@ def forward(
         output_final_state=case.states,
         cu_seqlens=case.cu_seqlens and torch.tensor(case.cu_seqlens, device=device),
         qk_l2norm=case.l2norm,
+        # All states in float64 are 37 GB at 256 channels and seven sub-steps, and tests share a GPU.
+        recompute=32 if backend == "recurrent" else False,
         backend=backend,
     )
     return {name: x for name, x in zip(NAMES, outputs, strict=False) if x is not None}, leaves

@@ -39,13 +39,24 @@ def test_all_faults_are_reported_together():
         ({"layers": 0, "num_heads": 4}, "attn.layers must be a list of integers, got 0"),
         ({"layers": ["0"], "num_heads": 4}, "attn.layers must be a list of integers"),
         ({"layers": [0], "num_heads": "4"}, "attn.num_heads must be an integer, got '4'"),
-        ({"layers": [0], "num_heads": 4, "rope_theta": "1e4"}, "attn.rope_theta must be a number > 0"),
+        ({"layers": [0], "num_heads": 4, "rope_theta": "1e4"}, "attn.rope_theta must be a finite number > 0"),
+        (
+            {"layers": [0], "num_heads": 4, "rope_theta": float("inf")},
+            "attn.rope_theta must be a finite number",
+        ),
         (4, "attn must be null or a mapping of layers, num_heads"),
     ],
 )
 def test_hybrid_faults(attn, message):
     with pytest.raises(ValueError, match=message):
         small_config("hybrid", attn=attn)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("key", ["expand_v", "hidden_ratio", "norm_eps", "initializer_range"])
+def test_sizes_and_scales_are_finite(key, value):
+    with pytest.raises(ValueError, match=f"{key} must be > 0 and finite"):
+        small_config(**{key: value})
 
 
 def test_a_hybrid_layer_named_twice_counts_once():

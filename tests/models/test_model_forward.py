@@ -249,6 +249,24 @@ def test_token_losses_are_those_of_the_logits(build, tokens):
     torch.testing.assert_close(model.token_losses(tokens), expected, **EXACT)
 
 
+@pytest.mark.parametrize("configured", [False, True], ids=["asked", "configured"])
+@torch.no_grad()
+def test_tuples_in_the_place_of_outputs(build, tokens, configured):
+    """As transformers' own models: what is None is left out."""
+    model = build()
+    expected = model(tokens, labels=tokens, logits_to_keep=0)
+    model.config.return_dict = not configured
+    given = {} if configured else {"return_dict": False}
+    (logits,) = model(tokens, use_cache=False, **given)
+    loss, kept = model(tokens, labels=tokens, logits_to_keep=0, **given)
+    assert torch.equal(logits, expected.logits) and torch.equal(kept, logits) and loss == expected.loss
+    _, cache = model(tokens, use_cache=True, **given)
+    hidden, of_backbone = model.model(tokens, use_cache=True, **given)
+    assert cache.seen_tokens == of_backbone.seen_tokens == 19 and hidden.shape == (3, 19, 16)
+    assert model.token_losses(tokens).mean() == pytest.approx(loss.item())
+    assert model.generate(tokens, max_new_tokens=2, pad_token_id=0).shape == (3, 21)
+
+
 @torch.no_grad()
 def test_logits_to_keep(build, tokens):
     model = build()

@@ -1,5 +1,6 @@
 """`model.generate` of transformers against loops over the parallel forward."""
 
+import copy
 import itertools
 
 import pytest
@@ -125,6 +126,18 @@ def test_batch_selection_and_repetition(build, tokens):
     cache.batch_repeat_interleave(2)
     found = model(tokens[[1, 1], 10:11], past_key_values=cache).logits[:, -1]
     torch.testing.assert_close(found, model(tokens[[1, 1], :11]).logits[:, -1])
+
+
+@pytest.mark.parametrize("variant", ["gated_delta_product", "hybrid"])
+def test_a_copied_cache_goes_its_own_way_and_carries_gradients(build, tokens, variant):
+    model = build(variant)
+    cache = model(tokens[:, :10], use_cache=True).past_key_values
+    copied = copy.deepcopy(cache)
+    model(tokens[:, :3], past_key_values=cache)
+    assert (cache.get_seq_length(), copied.get_seq_length()) == (13, 10)
+    found = model(tokens[:, 10:], past_key_values=copied).logits
+    torch.testing.assert_close(found, model(tokens).logits[:, 10:], rtol=1e-5, atol=1e-6)
+    assert found.sum().backward() is None and model.model.embeddings.weight.grad[tokens[:, :10]].any()
 
 
 @torch.no_grad()

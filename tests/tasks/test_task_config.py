@@ -1,6 +1,7 @@
 """Tasks made from plain settings, the labels a causal language model trains on, and scores that add up."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -125,12 +126,15 @@ def test_prefix_accuracies_are_read_at_powers_of_two() -> None:
     assert found["sequence_accuracy"] == 15 / 16
 
 
-def test_runs_are_drawn_together(tmp_path) -> None:
+def test_runs_are_drawn_together(tmp_path, monkeypatch) -> None:
     curve = {"axis": "length", "metric": "accuracy", "x": list(range(100)), "y": [0.5] * 100, "n": [2] * 100}
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "accuracy.json").write_text(json.dumps({"step": 1, "sets": {"longer": curve}}))
     runs = [tmp_path / "a", tmp_path / "b"]
     assert plot_runs(runs, "longer", tmp_path / "out.png").stat().st_size > 1000
+    drawn = plot_runs(runs[:1], "longer", tmp_path / "out.png").read_bytes()
+    monkeypatch.chdir(tmp_path / "a")
+    assert plot_runs([Path(".")], "longer", tmp_path / "out.png").read_bytes() == drawn
     with pytest.raises(ValueError, match="no accuracy on 'other'; it has longer"):
         plot_runs(runs, "other", tmp_path / "out.png")

@@ -22,7 +22,7 @@ from fla_train.training.metrics import (
     read_metrics,
 )
 from fla_train.training.plots import plot_losses, resumed_at
-from fla_train.training.report import Reporter, open_sinks
+from fla_train.training.report import Reporter, model_card, open_sinks
 from fla_train.training.runfolder import RunFolder
 from fla_train.training.schema import TrainConfig
 
@@ -73,6 +73,23 @@ def test_several_runs_are_drawn_in_one_figure(tmp_path: Path):
     two = plot_losses([tmp_path / "a", tmp_path / "b"], tmp_path / "plots" / "two.png")
     assert one.read_bytes().startswith(b"\x89PNG")
     assert one.read_bytes() != two.read_bytes()
+
+
+def test_a_run_is_named_from_within_its_folder(
+    make_config: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run, names, drawn = tmp_path / "run", [], tmp_path / "drawn.png"
+    run.mkdir()
+    write(run / "metrics.jsonl", range(1, 5))
+    named = plot_losses([run], drawn).read_bytes()
+    wandb = SimpleNamespace(init=lambda **given: SimpleNamespace(id=names.append(given["name"])))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.chdir(run)
+    assert plot_losses([Path(".")], drawn).read_bytes() == named
+    config, folder = make_config("logger=default", "logger.wandb.mode=online"), RunFolder(Path("."))
+    open_sinks(config, folder, TrainState(), print)
+    data = SimpleNamespace(manifest={"source": {"kind": "local"}, "tokenizer": {"name": "bytes"}})
+    assert [*names, model_card(config, data, folder, TrainState()).name] == ["run", "run"]
 
 
 def test_resumes_are_marked_once_each(tmp_path: Path):

@@ -26,7 +26,19 @@ def test_the_example_config_has_no_fault(make_config: Make):
         ("trainer.max_steps=0", "trainer.max_steps=0 must be at least 1"),
         ("trainer.seq_len=1", "use at least 2"),
         ("optimizer.lr=-1", "optimizer.lr=-1.0 must not be negative"),
-        ("optimizer.lr=nan", "optimizer.lr=nan is no number"),
+        ("optimizer.lr=nan", "optimizer.lr=nan must be a finite number"),
+        ("optimizer.weight_decay=inf", "optimizer.weight_decay=inf must be a finite number"),
+        ("launch.rendezvous_timeout=inf", "launch.rendezvous_timeout=inf must be a finite number"),
+        ("launch.rendezvous_timeout=nan", "launch.rendezvous_timeout=nan must be positive, at most 1e.09"),
+        ("launch.rendezvous_timeout=-1", "launch.rendezvous_timeout=-1.0 must be positive"),
+        ("launch.rendezvous_timeout=1e10", "at most 1e.09 seconds"),
+        ("launch.peak_tflops=inf", "launch.peak_tflops=inf must be a finite number"),
+        (f"seed={2**65}", rf"seed={2**65} must lie in -2\^63\.\.2\^63 - 1"),
+        (
+            "trainer.profile_steps=[9223372036854775808]",
+            r"trainer.profile_steps=9223372036854775808 must lie",
+        ),
+        ("model.expand_v=inf", "model.expand_v=inf must be a finite number"),
         ("optimizer.beta2=1", r"optimizer.beta2=1.0 must lie in \[0, 1\)"),
         ("schedule.min_ratio=1.5", r"schedule.min_ratio=1.5 must lie in \[0, 1\]"),
         ("schedule.start_ratio=-0.1", r"schedule.start_ratio=-0.1 must lie in \[0, 1\]"),
@@ -83,11 +95,12 @@ def test_all_faults_are_reported_together(make_config: Make):
             make_config(
                 "trainer.precision=fp8", "optimizer.beta1=2", "data.shard_tokens=0", "model.num_heads=0",
                 "trainer.global_batch_tokens=300", "trainer.resume=/no/such", "launch.machine_rank=7",
+                "launch.rendezvous_timeout=inf", f"seed={2**65}",
             )
         )  # fmt: skip
     for part in (
         "trainer.precision", "optimizer.beta1", "data.shard_tokens", "num_heads", "use 256 or 320",
-        "trainer.resume", "launch.machine_rank",
+        "trainer.resume", "launch.machine_rank", "launch.rendezvous_timeout", "seed",
     ):  # fmt: skip
         assert part in str(caught.value)
 
