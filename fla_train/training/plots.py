@@ -31,7 +31,15 @@ def plot_losses(runs: list[Path], out: Path) -> Path:
         if not train:
             raise ValueError(f"{run} has no training losses to plot")
         name, color = RunFolder(run).name, f"C{number}"
-        axes.plot([r["tokens"] for r in train], [r["loss"] for r in train], color=color, lw=1, label=name)
+        # Pale, or the noise of single steps hides the validation points.
+        axes.plot(
+            [r["tokens"] for r in train],
+            [r["loss"] for r in train],
+            color=color,
+            lw=0.8,
+            alpha=0.5,
+            label=name,
+        )
         validation = [r for r in records if "validation_loss" in r]
         axes.plot(
             [r["tokens"] for r in validation],
@@ -39,7 +47,10 @@ def plot_losses(runs: list[Path], out: Path) -> Path:
             color=color,
             ls="none",
             marker="o",
-            ms=4,
+            ms=5,
+            mec="black",
+            mew=0.7,
+            zorder=3,
             label=f"{name}, validation",
         )
         for i, tokens in enumerate(resumed_at(run)):
