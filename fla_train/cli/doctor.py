@@ -33,7 +33,7 @@ def checks() -> list[Combination]:
 
 
 def compiled_cases(dtype: torch.dtype) -> list[Case]:
-    """Of float32, which compiles slowest, without the busy device: it has no other kernels there."""
+    """Of float32, which compiles slowest, without the busy device: it has no other code there."""
     return [case for case in CASES if dtype.itemsize == 2 or not case.busy]
 
 

@@ -174,7 +174,9 @@ def test_busy_cases_reach_the_whole_backward(monkeypatch, busy):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_default_backend_on_a_gpu_passes(dtype):
-    report = check_backend("auto", "cuda", dtype)
+def test_the_default_backend_on_a_gpu_passes(dtype, case):
+    """Case by case: each compiles its kernels, in float32 for ten seconds and more."""
+    report = check_backend("auto", "cuda", dtype, cases=[case])
     assert report.backend == "triton" and report.ok, report.summary()
