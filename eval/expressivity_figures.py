@@ -32,17 +32,17 @@ def _grid(heads: int, title: str, *, square: bool):
 
 
 def _betas(layer: Transitions, name: str, out: Path) -> Path:
-    tokens, steps, heads = layer.beta.shape
+    _, steps, heads = layer.beta.shape
     figure, panels = _grid(heads, f"{name}: beta of each sub-step, by token", square=False)
     for head, panel in enumerate(panels):
         for j in range(steps):
-            panel.plot(range(tokens), layer.beta[:, j, head], ".", ms=4, label=f"sub-step {j + 1}")
+            panel.plot(layer.tokens, layer.beta[:, j, head], ".", ms=4, label=f"sub-step {j + 1}")
         panel.set_title(f"head {head}", fontsize="small")
         panel.set_ylim(-0.1, 2.1)
         panel.xaxis.get_major_locator().set_params(integer=True)
         panel.grid(alpha=0.3)
     panels[0].legend(fontsize="x-small", loc="lower left")
-    figure.supxlabel("token")
+    figure.supxlabel("token id")
     figure.supylabel("beta")
     figure.savefig(out, dpi=120)
     return out

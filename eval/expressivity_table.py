@@ -8,84 +8,16 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.resources import files
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from fla_train.eval.expressivity_runs import Run, plan, read_tables, slug
 from fla_train.tasks.plots import plot_accuracy
 
-# Written into a run folder by scripts/reproduce_expressivity.sh: how long it took; or why it did not run.
+# Written into a run folder by scripts/reproduce_expressivity.sh: how long it took; why it did not end.
 WALL, SKIPPED = "wall_seconds", "skipped"
 USAGE = "usage: expressivity_table plan TABLE[,TABLE...] FOLDER SEEDS [full] | write FOLDER"
-SCAN_WEIGHT = 8  # Mamba loops over tokens: about so many layers of ours
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training run of a table."""
-
-    table: str
-    row: str
-    column: str
-    seed: int
-    overrides: tuple[str, ...]
-
-    @property
-    def weight(self) -> int:
-        """How long it takes, roughly: Householder steps x layers."""
-        values = dict(text.split("=", 1) for text in self.overrides)
-        scan = SCAN_WEIGHT if values.get("baseline", "").startswith("mamba") else 1
-        return (
-            scan * int(values.get("model.num_householder", 1)) * int(values.get("model.num_hidden_layers", 1))
-        )
-
-    def folder(self, home: Path) -> Path:
-        return home.joinpath(*map(_slug, (self.table, self.row, self.column)), f"seed-{self.seed}")
-
-
-def read_tables() -> dict[str, dict[str, Any]]:
-    """The tables by name, as expressivity_tables.yaml has them."""
-    return yaml.safe_load((files("fla_train.eval") / "expressivity_tables.yaml").read_text())
-
-
-def runs_of(name: str, seeds: Sequence[int], *, fast: bool = True) -> Iterator[Run]:
-    """Every run of a table: the papers' recipes, or their fast variants.
-
-    Raises:
-        ValueError: there is no such table.
-    """
-    tables = read_tables()
-    if name not in tables:
-        raise ValueError(f"unknown table '{name}'; choose one of {', '.join(tables)}")
-    table = tables[name]
-    for row, content in table["rows"].items():
-        if content["overrides"] is None:
-            continue
-        for column, experiment in table["columns"].items():
-            for seed in seeds:
-                yield Run(
-                    *(name, row, column, seed),
-                    overrides=(
-                        f"experiment={experiment}{'_fast' if fast else ''}",
-                        *table.get("column_overrides", {}).get(column, []),
-                        *content["overrides"],
-                        f"seed={seed}",
-                    ),
-                )
-
-
-def plan(names: Sequence[str], home: Path, seeds: Sequence[int], *, fast: bool = True) -> list[str]:
-    """The arguments of `fla-train` for the runs of tables `names`, one run a line, run.dir first.
-
-    Long runs come first, so that several at once end at about the same time.
-    """
-    runs = [run for name in names for run in runs_of(name, seeds, fast=fast)]
-    runs.sort(key=lambda run: -run.weight)
-    return [" ".join((f"run.dir={run.folder(home)}", *run.overrides)) for run in runs]
 
 
 def write_tables(home: Path) -> Path:
@@ -97,25 +29,33 @@ def write_tables(home: Path) -> Path:
         ValueError: no run has been tested.
     """
     results = {name: _results(name, table, home) for name, table in read_tables().items()}
-    found = [cell for rows in results.values() for row in rows.values() for cell in row.values() if cell]
-    if not found:
+    tried = {name for name, table in read_tables().items() if _tried(name, table, results[name], home)}
+    if not tried:
         raise ValueError(f"no run with a test below {home}: run scripts/reproduce_expressivity.sh first")
+    found = [cell for rows in results.values() for row in rows.values() for cell in row.values() if cell]
     (home / "tables.json").write_text(json.dumps(results, indent=2) + "\n")
     hardware = sorted({device for cell in found for device in cell["hardware"]})
     lines = [
-        "Ours: best (mean; lowest to highest; runs; minutes of one run; the best run at another length). "
-        "`cut` counts runs that were stopped before their end, with their newest test. A figure of the "
-        "papers has no numbers: there `yes` and `no` say whether its text calls the problem learnt.",
+        "Ours: best (mean; lowest to highest; runs; steps; minutes of one run; the best run at another "
+        "length). `cut` counts runs that were stopped before their end, with their newest test. A figure of "
+        "the papers has no numbers: there `yes` and `no` say whether its text calls the problem learnt.",
         "",
-        f"Hardware: {'; '.join(hardware)}.",
+        f"Hardware: {'; '.join(hardware) or 'no run has been tested'}.",
     ]
     for name, table in read_tables().items():
-        if any(cell for row in results[name].values() for cell in row.values()):
+        if name in tried:
             rows = _markdown(name, table, results[name], home)
             lines += ["", *rows, "", *_figures(name, table, results[name], home)]
     out = home / "tables.md"
     out.write_text("\n".join(lines) + "\n")
     return out
+
+
+def _tried(
+    name: str, table: Mapping[str, Any], results: Mapping[str, Mapping[str, dict | None]], home: Path
+) -> bool:
+    """Whether any run has been tested, or has left word why not."""
+    return any(any(row.values()) for row in results.values()) or bool(_skipped(name, table, home))
 
 
 def _results(name: str, table: Mapping[str, Any], home: Path) -> dict[str, dict[str, dict | None]]:
@@ -193,18 +133,28 @@ def _markdown(
         for published, column in zip(content["published"], columns, strict=True):
             cells += [_published(published), _ours(results[row][column])]
         lines.append(f"| {row} | {' | '.join(cells)} |")
-    skipped = [f"{row} was not run: {reason}." for row, reason in _skipped(name, table, home).items()]
+    skipped = [f"{row} was not run: {reason}." for row, reason in _never(table).items()]
+    skipped += _skipped(name, table, home)
     return [*lines, "", *skipped] if skipped else lines
 
 
-def _skipped(name: str, table: Mapping[str, Any], home: Path) -> dict[str, str]:
-    """Why a row has not been run, by row: as the table says, or as its first run that failed does."""
-    reasons = {}
-    for row, content in table["rows"].items():
-        notes = sorted(Run(name, row, "", 0, ()).folder(home).parent.glob(f"*/seed-*/{SKIPPED}"))
-        if reason := content.get("skipped") or (notes and notes[0].read_text().strip()):
-            reasons[row] = reason.removeprefix("error: ").removesuffix(".")
-    return reasons
+def _never(table: Mapping[str, Any]) -> dict[str, str]:
+    """Why nobody can run a row, as the table says."""
+    return {row: content["skipped"] for row, content in table["rows"].items() if "skipped" in content}
+
+
+def _skipped(name: str, table: Mapping[str, Any], home: Path) -> list[str]:
+    """A line for each reason why runs of a row were not made, or did not come to their end."""
+    lines = []
+    for row in table["rows"]:
+        failed: dict[str, list[str]] = {}
+        for column in table["columns"]:
+            place = Run(name, row, column, 0, ()).folder(home).parent
+            for note in sorted(place.glob(f"seed-*/{SKIPPED}")):
+                reason = note.read_text().strip().removeprefix("error: ").removesuffix(".")
+                failed.setdefault(reason, []).append(f"{column} {note.parent.name}")
+        lines += [f"{row} did not run or end ({', '.join(runs)}): {r}." for r, runs in failed.items()]
+    return lines
 
 
 def _figures(
@@ -220,14 +170,10 @@ def _figures(
             if file is not None and file.is_file():
                 curves[row] = json.loads(file.read_text())["sets"][test_set]
         if curves:
-            out = home / f"{_slug(name)}-{_slug(column)}.png"
+            out = home / f"{slug(name)}-{slug(column)}.png"
             plot_accuracy(curves, f"{table['title'].split(',')[0]}: {column}", out)
             lines.append(f"![{column}]({out.name})")
     return lines
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^\w.-]+", "_", text).strip("_")
 
 
 def _published(value: float | bool | None) -> str:
@@ -241,12 +187,14 @@ def _published(value: float | bool | None) -> str:
 def _ours(cell: Mapping[str, Any] | None) -> str:
     if cell is None:
         return ""
+    steps = sorted(set(cell["steps"].values()))
+    span = f"; {' to '.join(f'{n:,}' for n in dict.fromkeys((steps[0], steps[-1])))} steps"
     minutes = "" if cell["minutes"] is None else f"; {cell['minutes']:.1f} min"
     cut = f"; {cell['cut']} cut" if cell["cut"] else ""
     beside = "".join(f"; {name} {value:.3f}" for name, value in cell["beside"].items())
     return (
         f"{cell['best']:.3f} ({cell['mean']:.3f}; {cell['lowest']:.3f} to {cell['best']:.3f}; "
-        f"{cell['runs']}{minutes}{cut}{beside})"
+        f"{cell['runs']}{span}{minutes}{cut}{beside})"
     )
 
 
@@ -254,6 +202,8 @@ def main(arguments: Sequence[str]) -> int:
     """The command line; returns the exit code."""
     match list(arguments):
         case ["plan", name, home, seeds, *rest] if rest in ([], ["full"]):
+            if not re.fullmatch(r"\d+(,\d+)*", seeds):
+                raise ValueError(f"seeds are numbers and commas, as in 0,1,2: got '{seeds}'")
             numbers = [int(seed) for seed in seeds.split(",")]
             print(*plan(name.split(","), Path(home), numbers, fast=not rest), sep="\n")
         case ["write", home]:

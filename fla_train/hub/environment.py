@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from datetime import datetime
@@ -56,7 +57,10 @@ def _hardware(device: str) -> str:
     """The model of the GPU, or the processor as far as the system names it."""
     if device.startswith("cuda") and torch.cuda.is_available():
         return torch.cuda.get_device_name(device)
-    return platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")  # Linux; platform names the instruction set there, and no processor
+    text = cpuinfo.read_text() if cpuinfo.is_file() else ""
+    named = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
+    return named[1] if named else platform.processor() or platform.machine()
 
 
 def _gpus() -> list[str]:

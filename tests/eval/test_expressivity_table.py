@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from fla_train.cli.app import compose
-from fla_train.eval.expressivity_table import main, plan, read_tables, runs_of, write_tables
+from fla_train.eval.expressivity_runs import plan, read_tables, runs_of
+from fla_train.eval.expressivity_table import main, write_tables
 from fla_train.training.schema import register, to_config
 
 TABLES = list(read_tables())
@@ -82,15 +83,25 @@ def test_finished_runs_fill_the_table(tmp_path: Path) -> None:
     text = write_tables(tmp_path).read_text()
     results = json.loads((tmp_path / "tables.json").read_text())
     line = next(line for line in text.splitlines() if line.startswith("| DeltaNet [-1, 1] |"))
-    assert line.split(" | ")[1:3] == ["0.982", "1.000 (0.800; 0.500 to 1.000; 3; 1.5 min)"]
+    assert line.split(" | ")[1:3] == ["0.982", "1.000 (0.800; 0.500 to 1.000; 3; 10 steps; 1.5 min)"]
     assert {path.name for path in tmp_path.glob("*.png")} == {"formal-parity.png", "state_tracking-S3.png"}
     assert "![parity](formal-parity.png)" in text
     assert results["formal"]["DeltaNet [-1, 1]"]["parity"]["best_run"].endswith("seed-1")
     assert "an abacus" in text and "Multi-query" not in text
-    assert "| yes | 0.250 (0.250; 0.250 to 0.250; 1; 1.0 min; 1 cut; at 128 0.750) |" in text
+    assert "| yes | 0.250 (0.250; 0.250 to 0.250; 1; 7 steps; 1.0 min; 1 cut; at 128 0.750) |" in text
     assert "sLSTM was not run: " in text
     assert results["state_tracking"]["DeltaProduct_2 [-1, 1]"]["S3"]["steps"] == {"seed-0": 7}
     assert results["mqar"]["DeltaNet [0, 1]"]["width 64"] is None
+
+
+def test_a_run_that_failed_takes_nothing_from_those_that_did_not(tmp_path: Path) -> None:
+    done, failed = [r for r in runs_of("layers", [0]) if r.row == "2 layers"][:2]
+    finish(done.folder(tmp_path), "longer/sequence_accuracy", 0.5, seconds=60)
+    failed.folder(tmp_path).mkdir(parents=True)
+    (failed.folder(tmp_path) / "skipped").write_text("error: out of memory\n")
+    text = write_tables(tmp_path).read_text()
+    assert "2 layers did not run or end (S4 seed-0): out of memory." in text
+    assert next(line for line in text.splitlines() if line.startswith("| 2 layers |")).count("0.500") == 4
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,6 +111,8 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert first[1] == "experiment=mqar/hardest_fast" and "model.head_dim=32" in first
     assert plan(["mqar"], tmp_path, [0], fast=False)[0].split()[1] == "experiment=mqar/hardest"
     assert main(["plan"]) == 2
+    with pytest.raises(ValueError, match="seeds are numbers and commas"):
+        main(["plan", "mqar", "runs/x", "a"])
     with pytest.raises(ValueError, match="unknown table"):
         plan(["table 9"], tmp_path, [0])
     with pytest.raises(ValueError, match="no run with a test"):
