@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoConfig
 
 from fla_train.baselines import configuration
-from fla_train.baselines.build import KINDS, baseline_faults, build_baseline
+from fla_train.baselines.build import (
+    KINDS,
+    MODEL_KEYS,
+    baseline_faults,
+    build_baseline,
+    ignored_overrides,
+)
 from fla_train.baselines.configuration import BaselineConfig
 
 if TYPE_CHECKING:
@@ -18,11 +24,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KINDS",
+    "MODEL_KEYS",
     "BaselineConfig",
     "SignedMambaConfig",
     "SignedMambaForCausalLM",
     "baseline_faults",
     "build_baseline",
+    "ignored_overrides",
     "linear_scan",
 ]
 

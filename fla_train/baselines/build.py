@@ -1,6 +1,6 @@
 """Baselines by name, at the sizes of a `model` node. Each imports its own model, which takes seconds."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FLA = "flash-linear-attention"
+MODEL_KEYS = ("vocab_size", "hidden_size", "num_hidden_layers")  # what a baseline takes over from `model`
 
 
 @dataclass(frozen=True)
@@ -131,14 +132,24 @@ def baseline_faults(config: BaselineConfig, model: Mapping[str, Any]) -> list[st
     return faults
 
 
+def ignored_overrides(overrides: Sequence[str]) -> list[str]:
+    """The keys of `model` among Hydra's `overrides` that no baseline reads.
+
+    Experiments set all keys, for our models: only a user who wrote one can have meant the baseline.
+    `model.head_dim` passes: it goes with `model.hidden_size` where a table sets the width of all its rows.
+    """
+    keys = [text.split("=", 1)[0].lstrip("+~") for text in overrides]
+    read = [f"model.{name}" for name in (*MODEL_KEYS, "head_dim")]
+    return [key for key in keys if key.startswith("model.") and key not in read]
+
+
 def build_baseline(config: BaselineConfig, model: Mapping[str, Any]) -> "PreTrainedModel":
     """The baseline at the sizes of the `model` node, with fresh weights.
 
     Raises:
         ValueError: its package is not installed, or does not work here.
     """
-    keys = ("vocab_size", "hidden_size", "num_hidden_layers")
-    sizes = {key: model[key] for key in keys}
+    sizes = {key: model[key] for key in MODEL_KEYS}
     return KINDS[config.kind](
         Sizes(**sizes, num_heads=config.num_heads, allow_neg_eigval=config.allow_neg_eigval)
     )

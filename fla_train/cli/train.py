@@ -12,6 +12,7 @@ from fla_train.cli.app import INTERRUPTED, LeftOut, compose, fail, run_hydra
 
 def train(node: DictConfig) -> int:
     """Train one composed config; in a sweep (`-m`) each job has a run folder of its own."""
+    from fla_train.baselines import MODEL_KEYS, ignored_overrides
     from fla_train.training.launch import TrainingFailed, launch
     from fla_train.training.preemption import EXIT_CODE, Preempted
     from fla_train.training.schema import to_config
@@ -29,6 +30,11 @@ def train(node: DictConfig) -> int:
             config.run.dir = f"{config.run.dir}/{hydra.job.num}"
     elif config.run.job is not None:
         raise ValueError(f"run.job={config.run.job} is a job of a sweep: add -m")
+    if config.baseline is not None and (ignored := ignored_overrides(hydra.overrides.task)):
+        raise ValueError(
+            f"baseline={config.baseline.kind} takes only {', '.join(MODEL_KEYS)} from model: leave out "
+            f"{', '.join(ignored)} (it has baseline.num_heads and baseline.allow_neg_eigval of its own)"
+        )
     if config.trainer.suite_every:
         check_suite(config.trainer.suite, config.trainer.suite_options)
     try:

@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from fla_train.tasks.annotations import fits, in_words
 from fla_train.tasks.contract import Tally, Task
 from fla_train.tasks.formal import FormalLanguage
 from fla_train.tasks.group_words import GroupWords
@@ -64,15 +65,35 @@ def make_task(
         ValueError: for an unknown kind or option, a missing option, or one that gives no task.
     """
     if kind not in KINDS:
-        raise ValueError(f"unknown task '{kind}'; choose one of {', '.join(KINDS)}")
-    parameters = inspect.signature(KINDS[kind]).parameters
-    known = [name for name in parameters if name not in ("seed", "num_sequences")]
-    if unknown := sorted(set(options) - set(known)):
-        raise ValueError(f"{kind} has no option {', '.join(unknown)}; it has {', '.join(known)}")
-    required = [name for name in known if parameters[name].default is inspect.Parameter.empty]
+        raise ValueError(_unknown(kind))
+    if faults := _option_faults(kind, options):
+        raise ValueError("; ".join(faults))
+    required = [name for name, option in _options(kind).items() if option.default is option.empty]
     if missing := [name for name in required if options.get(name) is None]:
         raise ValueError(f"{kind} needs {', '.join(missing)}")
     return KINDS[kind](**options, seed=seed, num_sequences=num_sequences)
+
+
+def _unknown(kind: str) -> str:
+    return f"unknown task '{kind}'; choose one of {', '.join(KINDS)}"
+
+
+def _options(kind: str) -> dict[str, inspect.Parameter]:
+    parameters = inspect.signature(KINDS[kind]).parameters
+    return {name: value for name, value in parameters.items() if name not in ("seed", "num_sequences")}
+
+
+def _option_faults(kind: str, options: Mapping[str, Any]) -> list[str]:
+    """Options that the class of `kind` does not have, and values of other types than it declares."""
+    known = _options(kind)
+    unknown = sorted(set(options) - set(known))
+    faults = [f"{kind} has no option {', '.join(unknown)}; it has {', '.join(known)}"] if unknown else []
+    for name in [name for name in options if name in known]:
+        value, option = options[name], known[name]
+        missing = value is None and option.default is option.empty
+        if not missing and not fits(value, option.annotation):
+            faults.append(f"{name}={value} must be {in_words(option.annotation)}")
+    return faults
 
 
 def training_task(config: TaskConfig, seed: int) -> Task:
@@ -110,16 +131,26 @@ def task_faults(config: TaskConfig) -> list[str]:
     ]
     if not config.tests:
         faults.append("task.tests is empty: name at least one test set")
+    if config.kind not in KINDS:
+        return [*faults, f"task.kind: {_unknown(config.kind)}"]
     sets = {"train": config.train} | {f"tests.{name}": options for name, options in config.tests.items()}
+    places: dict[str, list[str]] = {}  # of each fault: test sets repeat the options of the training set
+    for place, options in {"options": config.options, **sets}.items():
+        for fault in _option_faults(config.kind, options):
+            places.setdefault(fault, []).append(f"task.{place}")
     sizes = {}
     for name, options in sets.items():
+        whole = {**config.options, **options}
+        if _option_faults(config.kind, whole):
+            continue  # what its class would say of them follows from these
         try:
-            sizes[name] = make_task(config.kind, {**config.options, **options}).vocab_size
+            sizes[name] = make_task(config.kind, whole).vocab_size
         except ValueError as fault:
-            faults.append(f"task.{name}: {fault}")
+            places.setdefault(str(fault), []).append(f"task.{name}")
+    faults += [f"{', '.join(where)}: {fault}" for fault, where in places.items()]
     if len(set(sizes.values())) > 1:
         faults.append(f"the task's sets have different vocabularies, {sizes}: make their options agree")
-    return list(dict.fromkeys(faults)) or [*_curriculum_faults(config), *_target_faults(config)]
+    return faults or [*_curriculum_faults(config), *_target_faults(config)]
 
 
 def _curriculum_faults(config: TaskConfig) -> list[str]:
@@ -147,12 +178,7 @@ def _curriculum_faults(config: TaskConfig) -> list[str]:
 
 
 def _is_stage(stage: Any) -> bool:
-    return (
-        isinstance(stage, list)
-        and len(stage) in (2, 3)
-        and all(isinstance(n, int) and n > 0 for n in stage[:2])
-        and all(isinstance(options, dict) for options in stage[2:])
-    )
+    return fits(stage, tuple[int, int] | tuple[int, int, dict]) and min(stage[:2]) > 0
 
 
 def _target_faults(config: TaskConfig) -> list[str]:
@@ -165,10 +191,5 @@ def _target_faults(config: TaskConfig) -> list[str]:
     return [
         f"task.stop_at: {target} is no [metric, value] with a metric of {', '.join(known)}"
         for target in config.stop_at
-        if not (
-            isinstance(target, list)
-            and len(target) == 2
-            and target[0] in known
-            and isinstance(target[1], int | float)
-        )
+        if not (fits(target, tuple[str, float]) and target[0] in known)
     ]

@@ -101,7 +101,7 @@ class FormalLanguage(Task):
         if alphabet is not None and self.language.alphabet is None:
             raise ValueError(f"'{language}' has no other alphabet; leave out alphabet={alphabet}")
         if alphabet is not None:
-            arithmetic.split_alphabet(str(alphabet))  # YAML reads digits alone as a number
+            arithmetic.split_alphabet(alphabet)
         self.alphabet = alphabet or self.language.alphabet
         self.label_parts = label_parts
         tokens = self.language.tokens

@@ -77,7 +77,7 @@ class MQAR(Task):
 
     def __init__(
         self,
-        settings: Sequence[MQARSetting | Sequence[float]],
+        settings: Sequence[MQARSetting | tuple[int, int] | tuple[int, int, float]],
         *,
         vocab_size: int = 8192,
         power: float = 0.01,
@@ -87,7 +87,7 @@ class MQAR(Task):
     ):
         if not settings or power <= 0:
             raise ValueError("MQAR needs at least one setting and a power above 0")
-        settings = [_setting(setting) for setting in settings]
+        settings = [s if isinstance(s, MQARSetting) else MQARSetting(*s) for s in settings]
         self._first_value = vocab_size // 2
         for setting in settings:
             self._check(setting)
@@ -160,11 +160,3 @@ class MQAR(Task):
             blank = inputs == _BLANK
             inputs[blank] = below(for_blanks, self.vocab_size).T[blank]
         return inputs, labels
-
-
-def _setting(value: MQARSetting | Sequence[float]) -> MQARSetting:
-    if isinstance(value, MQARSetting):
-        return value
-    if not isinstance(value, list | tuple) or len(value) not in (2, 3):
-        raise ValueError(f"setting {value} must be a list [seq_len, num_kv_pairs] with an optional share")
-    return MQARSetting(*value)

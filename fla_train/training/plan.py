@@ -113,6 +113,7 @@ def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:
         f"{warmup_steps(config.schedule, trainer.max_steps)} warm-up steps",
         f"device       {launch.device}, {trainer.precision}",
         *_data_lines(plan.validation_tokens, trainer.seq_len),
+        *_curriculum_lines(config),
     ]
 
 
@@ -130,4 +131,15 @@ def _data_lines(tokens: int | None, seq_len: int) -> list[str]:
     return [
         f"warning      no validation: the split has {tokens:,} tokens, fewer than one sequence of "
         f"{seq_len:,} (raise data.validation_fraction)"
+    ]
+
+
+def _curriculum_lines(config: TrainConfig) -> list[str]:
+    """Only a warning: a run may be cut into parts, or try out its first steps."""
+    steps = sum(stage[1] for stage in config.task.curriculum) if config.task is not None else 0
+    if steps < config.trainer.max_steps:
+        return []
+    return [
+        f"warning      no step trains on the whole task: its curriculum takes {steps:,} steps "
+        f"(raise trainer.max_steps={config.trainer.max_steps}, or shorten task.curriculum)"
     ]

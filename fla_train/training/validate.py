@@ -64,7 +64,9 @@ def validate(config: TrainConfig) -> None:
     data = data_faults(config.data) if config.task is None else _task(config)
     faults = [*sizes, *_values(config), *data, *_model(config), *_suite(config), *_resume(config)]
     if not sizes:  # the arithmetic below divides by them
-        faults += [*_batch(config), *_graph(config), *_schedule(config), *_machines(config)]
+        if config.task is None or not data:  # sizes follow from a task without faults
+            faults += [*_batch(config), *_graph(config)]
+        faults += [*_schedule(config), *_machines(config)]
         if config.launch.num_machines == 1:
             faults += device_faults(config)
     if faults:
@@ -151,14 +153,13 @@ def _model(config: TrainConfig) -> list[str]:
 
 
 def _task(config: TrainConfig) -> list[str]:
-    faults, task = task_faults(config.task), config.task
-    if not faults and task.batch_size % (
-        unit := config.trainer.micro_batch_size * config.launch.num_processes
-    ):
+    faults, task, processes = task_faults(config.task), config.task, config.launch.num_processes
+    unit = config.trainer.micro_batch_size * processes
+    if not faults and unit > 0 and task.batch_size % unit:
         faults.append(
             f"task.batch_size={task.batch_size} is not a multiple of {unit} = micro_batch_size x processes"
         )
-    if task.test_sequences < config.launch.num_processes:
+    if 1 <= task.test_sequences < processes:
         faults.append(f"task.test_sequences={task.test_sequences} leaves processes without a sequence")
     return faults
 

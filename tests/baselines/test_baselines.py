@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fla_train.baselines import KINDS, BaselineConfig, baseline_faults, build_baseline
+from fla_train.baselines import KINDS, BaselineConfig, baseline_faults, build_baseline, ignored_overrides
 
 SIZES = {"vocab_size": 11, "hidden_size": 32, "num_hidden_layers": 2}
 OF_FLA = ("gla", "retnet", "rwkv7")
@@ -86,3 +86,15 @@ def test_faults(config: BaselineConfig, fault: str) -> None:
     (found,) = baseline_faults(config, SIZES)
     assert fault in found
     assert baseline_faults(BaselineConfig("mamba", 4, allow_neg_eigval=True), SIZES) == []
+
+
+def test_overrides_of_the_model_that_no_baseline_reads() -> None:
+    read = ["model.hidden_size=64", "model.num_hidden_layers=2", "model.head_dim=32", "+model.vocab_size=9"]
+    others = ["experiment=formal/parity_fast", "model=delta_net/tiny", "baseline.num_heads=2", "seed=0"]
+    assert ignored_overrides([*read, *others]) == []
+    ignored = ["model.num_householder=3", "++model.allow_neg_eigval=true", "~model.attn"]
+    assert ignored_overrides([*read, *ignored]) == [
+        "model.num_householder",
+        "model.allow_neg_eigval",
+        "model.attn",
+    ]

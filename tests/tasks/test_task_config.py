@@ -1,7 +1,9 @@
 """Tasks made from plain settings, the labels a causal language model trains on, and scores that add up."""
 
+import inspect
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,8 @@ from fla_train.tasks import (
     tasks_for_testing,
     training_task,
 )
+from fla_train.tasks.annotations import fits, in_words
+from fla_train.tasks.config import KINDS
 from fla_train.tasks.plots import plot_runs
 
 
@@ -56,10 +60,49 @@ def test_sets_share_options_and_differ_in_their_seeds() -> None:
         ({"tests": {"other": {"length": 8, "group": "S4"}}}, "different vocabularies"),
         ({"batch_size": 0}, "task.batch_size=0 must be at least 1"),
         ({"kind": "mqar", "options": {}, "train": {"settings": [3]}, "tests": {"t": {}}}, "must be a list"),
+        ({"curriculum": [[3, True]]}, "[3, True] is no [tokens, steps]"),
+        ({"curriculum": [[3, 2, {"elements": "abc"}]]}, "elements=abc must be a whole number or null"),
+        ({"stop_at": [["same/token_accuracy", True]]}, "is no [metric, value]"),
     ],
 )
 def test_faults_are_named(changes: dict, fault: str) -> None:
     assert any(fault in line for line in task_faults(config(**changes)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", ["abc", 2.5, True, [2], [[64, "a"]], {"a": 1}])
+def test_an_option_of_another_type_is_one_line(kind: str, value: Any) -> None:
+    """Whatever the task and the option: its signature says what it takes."""
+    for name, option in inspect.signature(KINDS[kind]).parameters.items():
+        if name in ("seed", "num_sequences") or fits(value, option.annotation):
+            continue
+        options = {"group": "S3", "length": 8, "language": "parity", "settings": [[64, 4]]}
+        needed = {key: v for key, v in options.items() if key in inspect.signature(KINDS[kind]).parameters}
+        wrong = {"kind": kind, "options": {**needed, name: value}, "train": {}, "tests": {"t": {}}}
+        (fault,) = task_faults(config(**wrong))
+        assert fault == f"task.options: {name}={value} must be {in_words(option.annotation)}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "faults"),
+    [
+        ({"kind": "sudoku"}, ["task.kind: unknown task 'sudoku'"]),
+        ({"options": {"group": "Q8"}}, ["task.train, task.tests.same, task.tests.longer: unknown group"]),
+        ({"options": {"group": "S3", "size": 3}}, ["task.options: group_words has no option size"]),
+        (
+            {"options": {"group": "S3", "bos": "maybe"}, "train": {"length": 2.5}},
+            ["task.options: bos=maybe must be true or false", "task.train: length=2.5 must be a whole"],
+        ),
+        (
+            {"train": {"length": 2.5}, "tests": {"same": {"length": 2.5}, "longer": {"length": 0}}},
+            ["task.train, task.tests.same: length=2.5 must be", "task.tests.longer: length 0 must be"],
+        ),
+    ],
+)
+def test_a_fault_of_many_sets_is_said_once(changes: dict, faults: list[str]) -> None:
+    found = task_faults(config(**changes))
+    assert len(found) == len(faults)
+    assert all(line.startswith(fault) for line, fault in zip(found, faults, strict=True))
 
 
 def test_settings_that_work_have_no_faults() -> None:

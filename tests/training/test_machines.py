@@ -134,6 +134,29 @@ def test_a_preempted_slurm_job_is_queued_again_and_goes_on_on_hosts_without_slur
 
 @pytest.mark.usefixtures("unwatched")
 @pytest.mark.slow
+def test_hosts_that_are_asked_to_stop_save_a_checkpoint_and_are_waited_for(
+    overrides: list[str], cluster: dict[str, str], tmp_path: Path
+):
+    run = tmp_path / "run"
+    reach = put(tmp_path / "tools" / "reach", REACH)
+    environment = cluster | {"SSH": str(reach), "HOSTS": "127.0.0.1 localhost", "GPUS": "1"}
+    long = ["trainer.max_steps=3000", "trainer.eval_every=0", "trainer.checkpoint_every=0"]
+    settings = [*overrides, *TWO_RANKS, *long, f"run.dir={run}", f"launch.main_process_port={free_port()}"]
+    script = ["bash", str(SCRIPTS / "train_hosts.sh"), *settings]
+    hosts = subprocess.Popen(
+        script, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    wait_for(lambda: steps_logged(run) >= 1 or hosts.poll() is not None)
+    hosts.terminate()
+    out, _ = hosts.communicate(timeout=TIMEOUT)
+    assert hosts.returncode == 75, out
+    assert "127.0.0.1: error: stopped on request" in out and "localhost: error: stopped on request" in out
+    assert list((run / "checkpoints").glob("step-*"))
+    assert not any(map(is_training, psutil.Process().children(recursive=True)))
+
+
+@pytest.mark.usefixtures("unwatched")
+@pytest.mark.slow
 def test_a_machine_that_is_killed_and_started_again_is_met_again(
     overrides: list[str], whole: Path, tmp_path: Path
 ):

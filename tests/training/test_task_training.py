@@ -182,6 +182,30 @@ def test_faults(make, overrides: list[str], fault: str) -> None:
         launch(make(*SMALL, *overrides))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "count"),
+    [
+        (["task.options.group=Q8"], 1),
+        (["task.options.elements=abc", "trainer.micro_batch_size=8", "trainer.cuda_graph=true"], 1),
+        (["task.batch_size=12", "trainer.micro_batch_size=8"], 1),
+        (["trainer.micro_batch_size=0"], 1),
+        (["task.options.bos=maybe", "optimizer.lr=-1"], 2),
+    ],
+)
+def test_what_follows_from_a_fault_is_not_said(make, overrides: list[str], count: int) -> None:
+    """The run's sizes follow from its task: of one with a fault they are those of a run on text."""
+    with pytest.raises(ValueError) as caught:
+        launch(make(*SMALL, *overrides))
+    assert len(str(caught.value).splitlines()) == count, str(caught.value)
+
+
+def test_a_curriculum_that_leaves_no_step_is_warned_of(make, capsys: pytest.CaptureFixture[str]) -> None:
+    """It isn't refused: a run of 8 steps may be the first part of a longer one."""
+    for steps, warned in ((7, False), (8, True)):
+        launch(make(*SMALL, f"task.curriculum=[[3,{steps}]]", "dry_run=true"))
+        assert ("warning      no step trains on the whole task" in capsys.readouterr().out) is warned
+
+
 def test_a_baseline_needs_a_task(make) -> None:
     with pytest.raises(ValueError, match="trains on tasks only"):
         launch(make("baseline=llama"))

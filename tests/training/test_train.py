@@ -77,6 +77,15 @@ def test_an_empty_run_dir(fla_train, sweep: list[str]):
     assert "run.dir is empty" in refused(fla_train(*sweep, "run.dir=", "dry_run=true"))
 
 
+@pytest.mark.parametrize("sweep", [[], ["-m"]])
+def test_a_key_of_the_model_that_a_baseline_does_not_read(fla_train, sweep: list[str]):
+    """Each run of these tests sets model.num_heads."""
+    fault = refused(
+        fla_train(*sweep, "task=group_words", "baseline=llama", "+model.attn=null", "dry_run=true")
+    )
+    assert "leave out model.num_heads, model.attn (it has baseline.num_heads" in fault
+
+
 def test_a_tokenizer_larger_than_the_vocabulary(fla_train):
     assert "model.vocab_size=128" in refused(fla_train("model.vocab_size=128"))
 
