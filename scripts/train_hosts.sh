@@ -3,28 +3,41 @@
 #
 # Several machines without a batch system: one `fla-train` on each by ssh, in this folder, which all of them must see, as
 # they must run.dir. The first host is rank 0 and must be reachable by the others under the name given here. What the
-# hosts print comes with their name in front. SSH overrides the command that reaches a host.
+# hosts print comes with their name in front. SIGTERM and Ctrl-C have all of them save a checkpoint, for which this script
+# waits; it ends with 75 then. A second one does not wait. SSH overrides the command that reaches a host. Bash 5.1 or newer.
 set -euo pipefail
 
 read -ra hosts <<<"${HOSTS:?HOSTS names the machines: HOSTS=\"node1 node2\"}"
 gpus=${GPUS:?GPUS is the number of GPUs of each machine}
-pids=()
-stop() { kill "${pids[@]}" 2>/dev/null || true; }
-trap stop INT TERM EXIT
+mark=/tmp/fla-train-hosts-$$-$RANDOM # on each host, with its rank: the number of its process
+declare -A pids=() # of the connections, by rank
+
+stop() {
+  for rank in "${!pids[@]}"; do
+    ${SSH:-ssh -tt} "${hosts[rank]}" "kill \$(cat $mark-$rank)" < /dev/null > /dev/null 2>&1 &
+  done
+}
+trap 'trap - INT TERM; stop' INT TERM
+trap 'kill "${pids[@]}" 2> /dev/null || true' EXIT
 
 for rank in "${!hosts[@]}"; do
   command=$(printf '%q ' fla-train launch.max_restarts=3 "$@" launch.num_machines="${#hosts[@]}" launch.machine_rank="$rank" \
     launch.num_processes="$((gpus * ${#hosts[@]}))" launch.main_process_ip="${hosts[0]}")
-  # -tt: the remote command ends when the connection does.
-  ${SSH:-ssh -tt} "${hosts[rank]}" "cd $(printf '%q' "$PWD") && $command" \
+  marked="sh -c $(printf '%q' "echo \$\$ > $mark-$rank; exec $command")"
+  # -tt: the remote command hears of it when the connection ends.
+  ${SSH:-ssh -tt} "${hosts[rank]}" "cd $(printf '%q' "$PWD") && { $marked; code=\$?; rm -f $mark-$rank; exit \$code; }" \
     < /dev/null > >(sed -u "s/^/${hosts[rank]}: /") 2>&1 &
-  pids+=($!)
+  pids[$rank]=$!
 done
 
 status=0
-for _ in "${pids[@]}"; do
+while [ ${#pids[@]} -gt 0 ]; do
   code=0
-  wait -n || code=$?
+  wait -n -p ended "${pids[@]}" || code=$?
+  [ -n "${ended:-}" ] || continue # a signal came first
+  for rank in "${!pids[@]}"; do
+    [ "${pids[$rank]}" != "$ended" ] || unset "pids[$rank]"
+  done
   [ "$status" -ne 0 ] || status=$code
   [ "$code" -eq 0 ] || [ "$code" -eq 75 ] || stop # one has failed: the others would wait for it
 done

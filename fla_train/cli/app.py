@@ -1,12 +1,14 @@
 """What every Hydra command shares: composing the config, reporting faults in plain lines, exit codes.
 
-Exit codes: 0 done, 1 the work failed, 2 the request was wrong (nothing was started), 130 interrupted.
+Exit codes: 0 done, 1 the work failed, 2 the request or a file that it names is at fault and would be again,
+75 stopped on request, 130 interrupted.
 """
 
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -16,6 +18,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from fla_train.cli.help import help_text
+from fla_train.data.faults import Interrupted
 
 CONFIG_PATH = "pkg://fla_train.configs"
 SWEEP = ("-m", "--multirun")
@@ -91,17 +94,19 @@ def readable(argument: str) -> str:
 
 
 def fail(message: object, code: int = 2) -> int:
-    """Print one `error:` line to stderr and return the exit code."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    """Print one `error:` line to stderr and return the exit code, also where the terminal has gone."""
+    with suppress(OSError):
+        print(f"error: {message}", file=sys.stderr, flush=True)
     return code
 
 
 def fail_by(fault: Exception) -> int:
-    """`fail` for what ended a command: the exit code is 1 where the system refused, else 2."""
+    """`fail` for what ended a command: the exit code is 1 where the machine or the network failed, else 2."""
     if isinstance(fault, OSError):
         place = f"{fault.filename}: " if fault.filename else ""
         return fail(f"{place}{fault.strerror or ' '.join(str(fault).split())}", code=1)
-    return fail(_one_line(fault) if isinstance(fault, OmegaConfBaseException) else fault)
+    message = _one_line(fault) if isinstance(fault, OmegaConfBaseException) else fault
+    return fail(message, code=1 if isinstance(fault, Interrupted) else 2)
 
 
 def run_hydra(

@@ -29,7 +29,7 @@ def launch(config: TrainConfig) -> None:
     Raises:
         ValueError: the config, the data, the port or the run folder does not allow it; nothing was started.
         TrainingFailed: a worker failed, and `launch.max_restarts` did not help; or a machine did not come.
-        Preempted: SIGUSR1 or SIGTERM came; if it was training, a checkpoint has been saved.
+        Preempted: SIGUSR1, SIGTERM or SIGHUP came; if it was training, a checkpoint has been saved.
     """
     with leaving_at_once():
         config = with_task_sizes(config)

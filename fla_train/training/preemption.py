@@ -1,4 +1,4 @@
-"""Being asked to leave: SIGUSR1 and SIGTERM, which batch systems send, mean "save a checkpoint, then end"."""
+"""Being asked to leave, by a batch system or a terminal that closes: "save a checkpoint, then end"."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from types import FrameType
 
 # What `fla-train` and its workers end with after such a checkpoint: sysexits.h's "try again later".
 EXIT_CODE = 75
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
 Handler = Callable[[int, FrameType | None], object] | int | None
 
 
@@ -15,10 +15,11 @@ def answer(handler: Handler) -> dict[int, Handler]:
     """Have SIGNALS call `handler`; returns what they called before. Only the main thread may ask for it.
 
     They are let through, too: a process inherits which signals are blocked, and one that is blocked is never
-    seen, whoever would handle it.
+    seen, whoever would handle it. A hang-up that is ignored stays so: that is what `nohup` is for.
     """
-    previous = {number: signal.signal(number, handler) for number in SIGNALS}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    asked = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, handler) for number in asked}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, asked)
     return previous
 
 

@@ -62,7 +62,7 @@ def run_workers(
     Returns:
         None when all succeeded, else the first failure; by then no worker is left.
 
-    SIGUSR1 and SIGTERM have the workers save a checkpoint and end, however often they come.
+    SIGUSR1, SIGTERM and SIGHUP have the workers save a checkpoint and end, however often they come.
 
     Raises:
         Preempted: the workers have done so, or failed meanwhile in a way that another start may mend.
