@@ -45,7 +45,7 @@ WHAT = {
     "disk filled": f"a disk of {DISK} is filled to its last byte and freed once a checkpoint has failed",
     "write refused": "files as large as a shard can't be written while a checkpoint is due",
     "launcher killed": "kill -9 of the launcher; its ranks die with it",
-    "preempted": "SIGTERM to the launcher: checkpoint, status 75",
+    "preempted": "SIGTERM, SIGUSR1 or SIGHUP to the launcher: checkpoint, status 75",
     "bit flipped": "one bit of a file of the newest checkpoint",
     "cut short": "a file of the newest checkpoint loses its second half",
     "file lost": "a file of the newest checkpoint is deleted",
@@ -182,7 +182,7 @@ def kill_launcher(drill: Drill) -> None:
 
 
 def preempt(drill: Drill) -> None:
-    drill.launcher.send_signal(signal.SIGTERM)
+    drill.launcher.send_signal(drill.draw.choice((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)))
     if (code := drill.launcher.wait(PATIENCE)) != 75:
         raise Unnoticed(f"the launcher ended with {code} instead of 75")
 
