@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from fla_train.cli.app import INTERRUPTED, fail, run_hydra
 from fla_train.data.config import DataConfig
+from fla_train.training.preemption import EXIT_CODE, Preempted, leaving_at_once
 
 
 @dataclass
@@ -26,13 +27,17 @@ def register() -> None:
 
 
 def task(config: DictConfig) -> int:
-    from fla_train.data.preparation import prepare  # heavy, and not needed for --help or a faulty override
-
     try:
-        settings: PrepareConfig = OmegaConf.to_object(config)
-        prepared = prepare(settings.data)
-        if settings.verify:
-            prepared.verify()
+        with leaving_at_once():
+            from fla_train.data.preparation import prepare  # heavy, and not needed for --help
+
+            settings: PrepareConfig = OmegaConf.to_object(config)
+            prepared = prepare(settings.data)
+            if settings.verify:
+                prepared.verify()
+    except Preempted:
+        fail("stopped on request; the same command goes on from here")
+        sys.exit(EXIT_CODE)
     except KeyboardInterrupt:
         fail("interrupted; the same command goes on from here")
         sys.exit(INTERRUPTED)

@@ -82,7 +82,7 @@ class JsonChunk:
             where = f"{self.path}, line {number}"
             try:
                 record = json.loads(line)
-            except ValueError as failure:
+            except (ValueError, RecursionError) as failure:
                 raise ValueError(f"{where}: not JSON ({failure}); {remedy}") from failure
             if not isinstance(record, dict):
                 raise ValueError(f"{where}: not a JSON object; {remedy}")

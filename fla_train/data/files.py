@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from fla_train.data.chunks import CHUNK_BYTES, Chunk, Cursor, JsonChunk, ParquetChunk, require_column
+from fla_train.data.faults import Interrupted
 
 if TYPE_CHECKING:
     import pyarrow
@@ -24,8 +25,11 @@ _PROBE = 1 << 16  # bytes at each end of a file that stand for its content
 _READ_BYTES = 16 << 20  # of a row group decoded at once, so that large documents don't fill the memory
 
 
-def find_files(path: str) -> list[tuple[str, Path]]:
+def find_files(path: str, endings: tuple[str, ...] = _ENDINGS) -> list[tuple[str, Path]]:
     """(name, file) of every corpus file behind a file, folder (recursive) or glob, sorted by name.
+
+    In a folder, names that begin with a dot are left out, as `datasets` does: what editors, downloads and
+    notebooks keep there is no text of the corpus.
 
     Raises:
         ValueError: if there are none.
@@ -34,19 +38,24 @@ def find_files(path: str) -> list[tuple[str, Path]]:
     if root.is_file():
         candidates = [root]
     elif root.is_dir():
-        candidates = [f for f in root.rglob("*") if f.is_file()]
+        candidates = [f for f in root.rglob("*") if not _is_hidden(f.relative_to(root)) and f.is_file()]
     else:
         candidates = [Path(f) for f in glob.glob(str(root), recursive=True) if Path(f).is_file()]
     base = root if root.is_dir() else None
     named = sorted(
         (f.relative_to(base).as_posix() if base else f.name, f)
         for f in candidates
-        if f.name.endswith(_ENDINGS)
+        if f.name.endswith(endings)
     )
     if not named:
-        what = "no such file or folder" if not candidates else f"no file ending in {', '.join(_ENDINGS)}"
+        ending = f" ending in {', '.join(endings)}" if all(endings) else ""
+        what = f"no file{ending}" if candidates or root.is_dir() else "no such file or folder"
         raise ValueError(f"data.path={path}: {what}; give a file, a folder or a quoted glob")
     return named
+
+
+def _is_hidden(name: Path) -> bool:
+    return any(part.startswith(".") for part in name.parts)
 
 
 def describe_files(files: list[tuple[str, Path]]) -> list[dict[str, str | int]]:
@@ -96,18 +105,24 @@ def text_bytes(files: list[Path], column: str) -> int | None:
     return total
 
 
-class SourceInterrupted(ValueError):
+class SourceInterrupted(Interrupted):
     """A remote source stopped answering: another attempt may go on from there."""
 
 
 @contextmanager
-def reading(where: str, remedy: str, fault: type[ValueError] = ValueError) -> Iterator[None]:
-    """Inside, any failure becomes a `fault` that names the place."""
+def reading(
+    where: str,
+    remedy: str,
+    fault: type[ValueError] = ValueError,
+    wrong: tuple[type[Exception], ...] = (),
+) -> Iterator[None]:
+    """Inside, any failure becomes a `fault` that names the place; one of the `wrong` a plain `ValueError`."""
     try:
         yield
     except Exception as failure:
         message = " ".join(str(failure).split())
-        raise fault(f"{where}: cannot be read ({message}); {remedy}") from failure
+        kind = ValueError if isinstance(failure, wrong) else fault
+        raise kind(f"{where}: cannot be read ({message}); {remedy}") from failure
 
 
 def guarded(
@@ -136,7 +151,7 @@ def _open_parquet(path: Path, column: str) -> "pyarrow.parquet.ParquetFile":
     require_column(path, column, file.schema_arrow.names)
     kind = file.schema_arrow.field(column).type
     kind = kind.value_type if types.is_dictionary(kind) else kind
-    if not (types.is_string(kind) or types.is_large_string(kind)):
+    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
         raise ValueError(f"{path}: column '{column}' holds {kind}, not text; set data.text_column")
     return file
 
@@ -169,10 +184,14 @@ def _read_parquet(
 def _pieces(batch: "pyarrow.RecordBatch", column: str) -> Iterator["pyarrow.RecordBatch"]:
     """Cut a batch after each document that completes `CHUNK_BYTES` of text."""
     import numpy as np
+    import pyarrow
     from pyarrow import compute, types
 
     texts = batch.column(column)
     texts = texts.dictionary_decode() if types.is_dictionary(texts.type) else texts
+    texts = texts.cast(pyarrow.large_string()) if types.is_string_view(texts.type) else texts
+    # Of a dictionary or of views each piece would carry all the text.
+    batch = batch.set_column(batch.schema.get_field_index(column), column, texts)
     sizes = compute.fill_null(compute.binary_length(texts), 0).to_numpy()
     ends = np.cumsum(sizes)
     start = 0
@@ -198,7 +217,10 @@ def _read_jsonl(
     remedy = "fetch the file again or remove it"
     line = start.get("line", 0)
     with reading(str(path), remedy):
-        opened = gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+        packed = path.suffix == ".gz"
+        if packed and not path.stat().st_size:  # to gzip no fault: a file of no streams
+            raise EOFError("it has no bytes, as a download that was cut short")
+        opened = gzip.open(path, "rb") if packed else path.open("rb")
     with opened as file:
         with reading(str(path), remedy):
             # Decompresses what lies before the offset once more; a plain file jumps there.

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fla_train.data.faults import Interrupted
+
 Log = Callable[[str], None]
 
 
@@ -13,7 +15,7 @@ def locked(path: Path, log: Log) -> Iterator[None]:
     """Inside, no other process is inside with the same `path`, a file that is made if need be.
 
     Raises:
-        ValueError: it can't be made.
+        Interrupted: it can't be made.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -29,9 +31,9 @@ def locked(path: Path, log: Log) -> Iterator[None]:
         yield  # closing the file, or dying, releases the lock
 
 
-def unwritable(path: Path, failure: OSError) -> ValueError:
+def unwritable(path: Path, failure: OSError) -> Interrupted:
     """What to raise where the system refuses to write `path`."""
-    return ValueError(
+    return Interrupted(
         f"cannot write {path}: {failure.strerror}; make room and run the same command again, it goes on from "
         "here, or set data.cache_dir"
     )

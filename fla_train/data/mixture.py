@@ -18,6 +18,7 @@ import torch
 
 from fla_train.data.config import DataConfig, cache_folder
 from fla_train.data.dataset import Sequences
+from fla_train.data.faults import Interrupted
 from fla_train.data.interleave import integer_shares, turns
 from fla_train.data.lock import Log, locked, unwritable
 from fla_train.data.prepared import PreparedData, open_prepared
@@ -94,7 +95,8 @@ def prepare_mixture(
         try:
             parts[name] = prepare(part_config(config, name), name)
         except ValueError as failure:
-            raise ValueError(f"data.mixture.{name}: {failure}") from failure
+            kind = Interrupted if isinstance(failure, Interrupted) else ValueError
+            raise kind(f"data.mixture.{name}: {failure}") from failure
     manifest = _manifest(parts, _shares(config))
     final = mixture_folder(config, parts)
     if not (final / MANIFEST).exists():

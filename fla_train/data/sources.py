@@ -141,11 +141,15 @@ def hub_commit(config: DataConfig) -> str:
     """The commit that `data.revision` of the dataset points to now.
 
     Raises:
+        ValueError: the Hub has no such dataset or revision, or not for this user.
         SourceInterrupted: the Hub does not tell.
     """
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-    with reading(_where(config), REMEDY, SourceInterrupted):
+    with reading(
+        _where(config), REMEDY, SourceInterrupted, wrong=(RepositoryNotFoundError, RevisionNotFoundError)
+    ):
         return HfApi().dataset_info(config.path, revision=config.revision).sha
 
 
@@ -164,7 +168,9 @@ def _hub(config: DataConfig, commit: str | None) -> Source:
         "text_column": config.text_column,
     }
     if not is_on_hub(config):  # a local mirror: its content decides, not where it lies
-        description |= {"path": None, "files": describe_files(find_files(config.path))}
+        # Whatever `datasets` can read, but the card: its words change more often than the files it names.
+        files = [(name, file) for name, file in find_files(config.path, ("",)) if name != "README.md"]
+        description |= {"path": None, "files": describe_files(files)}
 
     @cache  # a tokenizer is trained on the text that is then tokenized
     def find_commit() -> str | None:
@@ -187,28 +193,29 @@ def _stream(
     import datasets
 
     where = _where(config)
-    opened: list[datasets.IterableDataset] = []
+    fault = SourceInterrupted if is_on_hub(config) else ValueError
+    stream: datasets.IterableDataset
     first = 0 if start is None else start["row"]
     commit: str | None = None if start is None else start.get("commit")  # None: a folder, or an older journal
 
-    def records() -> Iterator[dict[str, Any]]:
-        # In here, so that a failure to find the dataset is reported like one to read it.
+    def open_stream() -> datasets.IterableDataset:
+        path = config.path if is_on_hub(config) else str(Path(config.path).expanduser())
         stream = datasets.load_dataset(
-            config.path, name=config.name, split=config.split, revision=commit, streaming=True
+            path, name=config.name, split=config.split, revision=commit, streaming=True
         )
         if stream.features is not None and config.text_column in stream.features:
             present = [c for c in (config.text_column, config.id_column) if c in stream.features]
             stream = stream.select_columns(list(dict.fromkeys(present)))
         if start is not None:
             stream.load_state_dict(start["stream"])
-        opened.append(stream)
-        yield from stream
+        return stream
 
     def documents() -> Iterator[Document]:
-        nonlocal commit
+        nonlocal commit, stream
         commit = commit or find_commit()
-        read = guarded(records(), where, REMEDY, SourceInterrupted)
-        for row, record in enumerate(read, start=first):
+        with reading(where, REMEDY, fault, wrong=(ValueError,)):  # which names no configuration, or no split
+            stream = open_stream()
+        for row, record in enumerate(guarded(stream, where, REMEDY, fault), start=first):
             require_column(where, config.text_column, record)
             place = f"{where}, row {row}"
             yield make_document(
@@ -216,6 +223,6 @@ def _stream(
             )
 
     def after(read: int) -> Cursor:
-        return {"row": first + read, "stream": opened[0].state_dict(), "commit": commit}
+        return {"row": first + read, "stream": stream.state_dict(), "commit": commit}
 
     return _gathered(documents(), after)

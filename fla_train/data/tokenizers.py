@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 import tokenizers
+from huggingface_hub.errors import LocalEntryNotFoundError
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoTokenizer,
@@ -17,6 +18,7 @@ from transformers import (
 
 from fla_train.data.config import DataConfig, TokenizerConfig
 from fla_train.data.encoding import Encoder
+from fla_train.data.faults import Interrupted
 from fla_train.data.sentencepiece import from_sentencepiece
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
@@ -36,6 +38,7 @@ def load_tokenizer(
 
     Raises:
         TokenizerNotCached: `offline`, and it is not there.
+        Interrupted: the Hub can't be asked for it.
         ValueError: if it cannot be found or loaded, or if there is no text to train on.
     """
     match config.name:
@@ -174,7 +177,8 @@ def _pretrained(name: str, eos_token: str | None, offline: bool) -> PreTrainedTo
         if offline and not path.is_dir():
             raise TokenizerNotCached(name) from failure
         reason = " ".join(str(failure).split())[:200]
-        raise ValueError(
+        unreachable = isinstance(failure.__cause__, LocalEntryNotFoundError)
+        raise (Interrupted if unreachable else ValueError)(
             f"data.tokenizer.name={name}: cannot be loaded ({reason}); give a folder with tokenizer.json, "
             "tokenizer.model or vocab.json + merges.txt, a Hub name that is cached or reachable, bytes or bpe"
         ) from failure

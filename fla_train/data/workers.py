@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 
 from fla_train.data.chunks import CHUNK_BYTES, Chunk
 from fla_train.data.encoding import Encoded, Encoder
+from fla_train.data.faults import Interrupted
 
 # A corpus below this is done before processes would have started.
 _START_CHUNKS = (16 << 20) // CHUNK_BYTES
@@ -38,7 +39,8 @@ def encode_all(encoder: Encoder, chunks: Iterable[Chunk], num_workers: int | Non
             alone, with the tokenizer's own threads.
 
     Raises:
-        ValueError: what reading the chunks raises, after all chunks before it; also if a process dies.
+        ValueError: what reading the chunks raises, after all chunks before it.
+        Interrupted: a process died.
     """
     started = 0 if num_workers is None else num_workers
     pending: deque[Future[Encoded]] = deque()
@@ -128,7 +130,7 @@ class _Worker:
             result = self._connection.recv()
         except (EOFError, OSError) as failure:
             code = self._process.wait()
-            raise ValueError(
+            raise Interrupted(
                 f"a tokenizing process ended with code {code} (-9 may mean too little memory: set a lower "
                 "data.num_workers); run the same command again, it goes on from here"
             ) from failure
@@ -144,7 +146,8 @@ class _Worker:
 
 def serve(descriptor: int) -> None:
     """The process's side: encode what comes until the pipe ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # sent to the whole group, they are the parent's to handle
     connection = Connection(descriptor)
     try:
         encoder: Encoder = connection.recv()

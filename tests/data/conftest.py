@@ -5,6 +5,7 @@ import random
 import pyarrow
 import pyarrow.parquet
 import pytest
+import zstandard
 
 from fla_train.data import DataConfig, TokenizerConfig
 
@@ -58,6 +59,26 @@ def write_jsonl(path, rows):
     )
     with opened as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def write_mirror(folder, rows, layout):
+    """A copy of a dataset of the papers' recipes as the Hub has it; returns its configuration."""
+    half = len(rows) // 2
+    for number, part in enumerate((rows[:half], rows[half:])):
+        lines = "".join(json.dumps({"text": row["text"]}) + "\n" for row in part).encode()
+        if layout == "SlimPajama":  # cerebras/SlimPajama-627B
+            file, packed = folder / "train" / f"chunk_{number}.jsonl.zst", zstandard.compress(lines)
+        else:  # allenai/c4
+            file, packed = folder / "en" / f"c4-train.0000{number}-of-00002.json.gz", gzip.compress(lines)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(packed)
+    if layout == "SlimPajama":
+        return None
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: en\n  data_files:\n"
+        "  - split: train\n    path: en/c4-train.*.json.gz\n---\n"
+    )
+    return "en"
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import datasets
 import pytest
 
 from fla_train.data import TokenizerConfig, build, files, prepare, shards, sources, workers
+from fla_train.data.faults import Interrupted
 from fla_train.data.shards import ShardWriter
 from tests.data.conftest import WORDS, write_jsonl, write_parquet
 from tests.data.test_prepare import expected_bytes, read
@@ -157,10 +158,24 @@ def test_a_worker_that_dies(local, small_chunks, monkeypatch):
         return encode(self, chunk)
 
     monkeypatch.setattr(workers._Worker, "encode", dying)
-    with pytest.raises(ValueError, match=r"process ended with code -9.*data\.num_workers.*same command"):
+    with pytest.raises(Interrupted, match=r"process ended with code -9.*data\.num_workers.*same command"):
         quiet(replace(local, num_workers=1))
     monkeypatch.undo()
     quiet(local).verify()
+
+
+def test_a_worker_leaves_signals_to_its_parent(local, small_chunks, monkeypatch):
+    """Batch systems and terminals send them to every process of a job."""
+    encode = workers._Worker.encode
+
+    def signalled(self, chunk):
+        encoded = encode(self, chunk)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            self._process.send_signal(number)
+        return encoded
+
+    monkeypatch.setattr(workers._Worker, "encode", signalled)
+    quiet(replace(local, num_workers=1)).verify()
 
 
 def test_a_faulty_file_costs_nothing_that_lies_before_it(tmp_path, local, corpus, documents, small_chunks):
@@ -276,7 +291,7 @@ def test_disk_full(tmp_path, local, documents, small_chunks, monkeypatch):
         append(self, tokens, ends)
 
     monkeypatch.setattr(shards.ShardWriter, "_append", full)
-    with pytest.raises(ValueError, match=r"cannot write .*No space left on device; make room.*same command"):
+    with pytest.raises(Interrupted, match=r"cannot write .*No space left on device; make room.*same command"):
         quiet(local)
     room[0] = 10**9
     lines = []

@@ -1,7 +1,9 @@
 import errno
+import gzip
 import os
 import re
 import shlex
+import signal
 import sys
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from omegaconf import OmegaConf
 
 from fla_train.cli import prepare as command
 from fla_train.cli.app import compose
-from fla_train.data import data_faults
+from fla_train.data import data_faults, workers
 from fla_train.data.config import PartConfig
 from fla_train.training import schema
 
@@ -98,6 +100,64 @@ def test_a_mixture_on_the_command_line(monkeypatch, capsys, local, tmp_path):
     assert "one: 3 of 4 sequences; train: " in capsys.readouterr().out
     assert run(monkeypatch, *overrides, f"+data.mixture={{{one}, two: {{weight: 0}}}}") == 2
     assert "data.mixture.two.weight=0" in capsys.readouterr().err
+
+
+UNREACHABLE = ["data=hub", "data.path=no/dataset"]
+PART = "+data.mixture={a: {weight: 1, source: hub, path: no/dataset}}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data=stdlib", "data.cache_dir={tmp}/file/cache"], "cannot write"),
+        (["data=local", "data.path={corpus}", "data.num_workers=1"], "ended with code -9"),
+        (UNREACHABLE, "dataset no/dataset, split train: cannot be read"),
+        (["data=mixture", PART], "data.mixture.a: dataset no/dataset, split train: cannot be read"),
+        (["data=stdlib", "data.tokenizer.name=no/tokenizer"], "no/tokenizer: cannot be loaded"),
+    ],
+)
+def test_what_another_attempt_may_mend_is_exit_code_1(
+    monkeypatch, capsys, tmp_path, corpus, overrides, message
+):
+    encode = workers._Worker.encode
+
+    def dying(self, chunk):
+        self._process.kill()
+        return encode(self, chunk)
+
+    monkeypatch.setattr(workers._Worker, "encode", dying)
+    (tmp_path / "file").touch()
+    given = [text.replace("{tmp}", str(tmp_path)).replace("{corpus}", str(corpus)) for text in overrides]
+    assert run(monkeypatch, "data.tokenizer.name=bytes", f"data.cache_dir={tmp_path}/cache", *given) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and message in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999, mtime=0)[:-12]),
+        ("a.jsonl", b'{"text": "a"}\n' * 300 + b"{"),
+        ("a.jsonl", b'{"text": "a"}\n' * 200 + b'{"text": "\\ud800"}'),
+        ("a.jsonl", b'{"text": ' + b"[" * 10**5),
+    ],
+)
+def test_a_fault_of_the_text_is_exit_code_2(monkeypatch, capsys, tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    overrides = ["data=local", f"data.path={tmp_path / name}", f"data.cache_dir={tmp_path}/cache"]
+    assert run(monkeypatch, *overrides, "data.tokenizer.name=bytes") == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_a_request_to_stop_is_one_line_and_exit_code_75(monkeypatch, capsys):
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(
+        "fla_train.data.preparation.prepare", lambda settings: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    assert run(monkeypatch, "data=stdlib") == 75
+    assert capsys.readouterr().err == "error: stopped on request; the same command goes on from here\n"
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_what_the_system_refuses_is_one_line_and_exit_code_1(monkeypatch, capsys, tmp_path):

@@ -98,7 +98,8 @@ class Answer(BaseHTTPRequestHandler):
         elif found := re.fullmatch(rf"/api/datasets/{NAME}/tree/[^/]+/?(.*)", path):
             self.send(200, [entry for entry in entries if entry["path"].startswith(found[1])], {})
         else:
-            self.send(404, {}, {"X-Error-Code": "EntryNotFound"})
+            missing = "EntryNotFound" if path.startswith(f"/datasets/{NAME}/") else "RepoNotFound"
+            self.send(404, {}, {"X-Error-Code": missing})
 
     do_HEAD = do_GET
 
@@ -196,6 +197,24 @@ def test_a_stream_from_the_hub_outlives_broken_connections_and_a_kill(
     )
     assert streamed != read and shards(streamed) == shards(read) != {}
     assert json.loads((Path(streamed) / "manifest.json").read_text())["commit"] == COMMIT
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.path=someone/else", "Repository Not Found"),
+        ("data.name=other", "'other' not found"),
+        ("data.split=other", "Bad split: other"),
+        ("data.tokenizer.name=someone/else", "not a valid model identifier"),
+    ],
+)
+def test_what_the_hub_does_not_have_is_a_fault_of_the_request(
+    hub: Hub, environment: dict[str, str], tmp_path: Path, override: str, said: str
+):
+    given = ["data=hub", f"data.path={NAME}", f"data.cache_dir={tmp_path / 'cache'}"]
+    command = [sys.executable, "-c", PREPARE, *given, "data.tokenizer.name=bytes", override]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and said in done.stderr, done.stderr
 
 
 def test_a_branch_that_moves_does_not_move_a_stream(hub: Hub, environment: dict[str, str], tmp_path: Path):

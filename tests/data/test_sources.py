@@ -1,15 +1,16 @@
 import gzip
-import json
 from dataclasses import replace
 
 import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
-import zstandard
 
-from fla_train.data import DataConfig
+from fla_train.data import DataConfig, files
+from fla_train.data.faults import Interrupted
 from fla_train.data.files import SourceInterrupted
 from fla_train.data.sources import open_source
-from tests.data.conftest import write_jsonl, write_parquet
+from tests.data.conftest import write_jsonl, write_mirror, write_parquet
 
 
 def texts(config):
@@ -69,12 +70,33 @@ def test_hub_stream_of_a_local_copy(tmp_path, local, documents):
         texts(replace(hub, text_column="content"))
 
 
-def test_datasets_can_stream_files_packed_with_zstandard(tmp_path, documents):
-    """As cerebras/SlimPajama-627B has them: of the papers' recipes."""
-    lines = "".join(json.dumps({"text": document["text"]}) + "\n" for document in documents)
-    (tmp_path / "example_train_0.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
-    stream = datasets.load_dataset(str(tmp_path), split="train", streaming=True)
-    assert [row["text"] for row in stream] == [document["text"] for document in documents]
+@pytest.mark.parametrize("layout", ["SlimPajama", "c4"])
+def test_hub_stream_of_copies_that_are_no_parquet(tmp_path, local, documents, layout, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    name = write_mirror(tmp_path / "copy", documents, layout)
+    mirror = replace(local, source="hub", path="~/copy", name=name)
+    assert texts(mirror) == [document["text"] for document in documents]
+    before = open_source(mirror).description
+    (tmp_path / "copy" / "README.md").write_text("Another word on the card.")
+    assert open_source(mirror).description == before
+    write_mirror(tmp_path / "copy", documents[1:], layout)
+    assert open_source(mirror).description != before
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"data\.path=.*empty: no file; give"):
+        open_source(replace(mirror, path="~/empty"))
+
+
+def test_a_fault_of_a_copy_is_no_interruption(tmp_path, local, documents):
+    """A connection may come back; what the copy lacks does not."""
+    write_mirror(tmp_path / "copy", documents, "SlimPajama")
+    copy = replace(local, source="hub", path=str(tmp_path / "copy"))
+    with pytest.raises(ValueError, match="Bad split: test") as fault:
+        texts(replace(copy, split="test"))
+    assert not isinstance(fault.value, Interrupted)
+    (tmp_path / "copy" / "train" / "chunk_1.jsonl.zst").write_bytes(b"no zstandard")
+    with pytest.raises(ValueError, match=r"dataset .*copy, split train: cannot be read") as fault:
+        texts(copy)
+    assert not isinstance(fault.value, Interrupted)
 
 
 def test_hub_offline_says_what_to_do(local, monkeypatch):
@@ -91,6 +113,41 @@ def test_description_follows_content_not_place(tmp_path, local, corpus, document
     assert open_source(local).description == before
     write_parquet(corpus / "000_00001.parquet", [*documents[70:-1], {**documents[-1], "text": "y" * 3000}])
     assert open_source(local).description != before
+
+
+def test_hidden_files_are_no_text(tmp_path, local, documents):
+    folder = tmp_path / ".dataset"  # above what was asked for, a dot hides nothing
+    write_parquet(folder / "a.parquet", documents[:5])
+    for name in (".ipynb_checkpoints/a.parquet", "b/.cache/a.parquet", ".a.parquet.tmp.parquet"):
+        write_parquet(folder / name, documents[5:])
+    hidden = replace(local, path=str(folder))
+    assert texts(hidden) == [document["text"] for document in documents[:5]]
+    assert [file["name"] for file in open_source(hidden).description["files"]] == ["a.parquet"]
+    given = replace(local, path=str(folder / ".a.parquet.tmp.parquet"))
+    assert texts(given) == [document["text"] for document in documents[5:]]
+    (folder / "a.parquet").unlink()
+    with pytest.raises(ValueError, match=r"no file ending in \.parquet"):
+        open_source(hidden)
+
+
+def test_an_empty_file_that_is_not_packed_has_no_documents(tmp_path, local):
+    (tmp_path / "a.jsonl").touch()
+    write_jsonl(tmp_path / "b.jsonl", [{"text": "b"}])
+    assert texts(replace(local, path=str(tmp_path / "*.jsonl"))) == ["b"]
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
+def test_every_arrow_type_of_text(tmp_path, local, documents, kind, monkeypatch):
+    monkeypatch.setattr(files, "CHUNK_BYTES", 1500)
+    kinds = {"dictionary": pyarrow.dictionary(pyarrow.int32(), pyarrow.string())}
+    column = pyarrow.array([document["text"] for document in documents])
+    table = pyarrow.table({"text": column.cast(kinds.get(kind) or getattr(pyarrow, kind)())})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    source = open_source(replace(local, path=str(tmp_path / "a.parquet")))
+    chunks = list(source.chunks(None))
+    found = [document["text"] for chunk in chunks for document in chunk.documents()]
+    assert found == [document["text"] for document in documents]
+    assert len(chunks) > 5 and sum(len(chunk.stream) for chunk in chunks) < 3 * column.nbytes
 
 
 def test_missing_id_and_null_text(tmp_path, local):
@@ -112,6 +169,8 @@ def test_missing_id_and_null_text(tmp_path, local):
         ),
         ("a.jsonl", b'{"text": 3}\n', r"a\.jsonl line 1: 'text' is int, not text"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl, line 1: not JSON"),
+        ("a.jsonl", b'{"text": "a", "x": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", r"line 1: not JSON.*repair"),
+        ("a.jsonl.gz", b"", r"a\.jsonl\.gz: cannot be read \(it has no bytes.*fetch the file again"),
         (
             "a.jsonl.gz",
             gzip.compress(b'{"text": "a"}\n' * 999, mtime=0)[:-12],

@@ -21,7 +21,7 @@ from fla_train.data import (
 )
 from fla_train.data import stream as stream_module
 from fla_train.data.stream import INDEX, Note, StreamSequences, _IndexWriter, read_notes
-from tests.data.conftest import write_jsonl, write_parquet
+from tests.data.conftest import write_jsonl, write_mirror, write_parquet
 from tests.data.test_prepare import expected_bytes
 
 
@@ -47,13 +47,16 @@ def endless(documents, epochs=4):
     return np.array(tokens * epochs), bounds
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl", "hub"])
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "hub", "SlimPajama", "c4"])
 def test_the_stream_is_the_documents_in_order_over_epochs(tmp_path, streamed, documents, kind):
     if kind == "jsonl":
         write_jsonl(tmp_path / "a.jsonl", documents)
         streamed = replace(streamed, path=str(tmp_path / "a.jsonl"))
     elif kind == "hub":
         streamed = replace(streamed, source="hub")
+    elif kind != "parquet":
+        name = write_mirror(tmp_path / "mirror", documents, kind)
+        streamed = replace(streamed, source="hub", path=str(tmp_path / "mirror"), name=name)
     prepared = quiet(streamed)
     tokens, bounds = endless(documents)
     data = open_train(prepared.folder, 48, seed=0)
