@@ -106,7 +106,7 @@ class _DeltaProduct(torch.autograd.Function):
         states = q.new_empty(chunks, heads, value_dim, key_dim) if keep else None
         final_state = beta.new_empty(segments, heads, key_dim, value_dim) if output_final_state else None
         cut = find_cut(q, k, value_dim, bounds)
-        transitions = None if cut is None else beta.new_empty(cut.pieces, heads, key_dim, key_dim)
+        transitions = None if cut is None else prepared[0].new_empty(cut.pieces, heads, key_dim, key_dim)
         delta_product_forward(
             *(q, k, v, beta, g, initial_state, bounds, scale, qk_l2norm),
             *(o, prepared, errors, states, transitions, final_state),

@@ -125,10 +125,8 @@ def delta_product_backward(
         "MIN_LOG_DECAY": MIN_LOG2_DECAY.value / LOG2E.value,
     }
     with torch.cuda.device_of(q):
-        if whole := _whole_backward(q, k, dv.shape[-1], bounds, transitions):
-            whole.launch(arguments, serial)
-            return
-        arguments["dstates"] = torch.empty_like(states)
+        whole = _whole_backward(q, k, dv.shape[-1], bounds, transitions)
+        arguments["dstates"] = None if whole else torch.empty_like(states)
         walked, starts = arguments, dinitial_state
         if transitions is not None:
             pieces = Pieces(q, k, dv.shape[-1], bounds, arguments)
@@ -136,11 +134,14 @@ def delta_product_backward(
             dfinal_state = pieces.end_gradients(do, dfinal_state, transitions, adjoint)
             starts = None if dinitial_state is None else torch.empty_like(dfinal_state)
             walked |= {"dfinal_state": dfinal_state, "dinitial_state": starts, "HAS_FINAL": True}
-        tiles = ceil_div(dv.shape[-1], adjoint["BV"])
-        run_kernel(adjoint_kernel, (serial * tiles,), walked, **adjoint)
+        if whole:
+            whole.launch(walked, serial)
+        else:
+            tiles = ceil_div(dv.shape[-1], adjoint["BV"])
+            run_kernel(adjoint_kernel, (serial * tiles,), walked, **adjoint)
+            _launch(gradient_kernel, programs, arguments, options.gradient, hopper="gluon_gradient")
         if starts is not dinitial_state:
             pieces.first(starts, out=dinitial_state)
-        _launch(gradient_kernel, programs, arguments, options.gradient, hopper="gluon_gradient")
 
 
 def overwrites_errors(
@@ -153,14 +154,13 @@ def overwrites_errors(
 def _whole_backward(
     q: Tensor, k: Tensor, value_dim: int, bounds: Sequence[Tensor], transitions: Tensor | None
 ) -> ModuleType | None:
-    """The backward pass as one kernel, where it fits."""
-    if transitions is not None:
-        return None
+    """The backward pass as one kernel, where it fits. Sequences, or their pieces, run at once."""
     options = launches.lookup(q.device, q.dtype, q.shape[-1], value_dim, k.shape[2])
     whole = _hopper(options.adjoint, "gluon_reverse")
     segments = bounds[0].numel() - 1 if bounds else q.shape[0]
+    pieces = segments if transitions is None else transitions.shape[0]
     sizes = {"q": q, "K": q.shape[-1], "V": value_dim}
-    return whole if whole and whole.fits(sizes, segments * q.shape[2]) else None
+    return whole if whole and whole.fits(sizes, pieces * q.shape[2]) else None
 
 
 def _launch(

@@ -211,45 +211,39 @@ def piece_adjoint_kernel(
 
 @triton.jit
 def combine_kernel(
-    local, transition,  # [pieces, H, V, K], [pieces, H, K, K], fp32, from the kernels above
+    local, transition,  # [pieces, H, V, K] fp32 and [pieces, H, K, K], from the kernels above
     edge,  # [segments, H, K, V] fp32: the initial state, or the gradient of the final one
     states,  # out [pieces, H, K, V] fp32: the state at each piece's start, or the gradient at its end
     piece_offsets,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    HAS_EDGE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_EDGE: tl.constexpr, REVERSE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Per segment, head and block of V, piece after piece: S <- Phi S + L, backwards S <- Phi^T S + L.
 
-    Each step reads the one before from memory, in blocks of K, so that any K fits.
+    Nothing but the product waits for the piece before: Phi and L are copied meanwhile.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = (tl.program_id(0) % NV) * BV
     i_h = (tl.program_id(0) // NV) % H
     i_s = tl.program_id(0) // (NV * H)
     i_first, i_end = tl.load(piece_offsets + i_s), tl.load(piece_offsets + i_s + 1)
-    i_0 = i_end - 1 if REVERSE else i_first
+    n_pieces = i_end - i_first
 
-    o_k, o_v, o_j = tl.arange(0, BK), i_v + tl.arange(0, BV), tl.arange(0, BV)
+    o_k, o_v = tl.arange(0, BK), i_v + tl.arange(0, BV)
     m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
     p_s = o_k[None, :] * V + o_v[:, None]
     b_s = tl.zeros((BV, BK), tl.float32)  # S^T
     if HAS_EDGE:
         b_s += tl.load(edge + (i_s.to(tl.int64) * H + i_h) * K * V + p_s, mask=m_s, other=0.0)
-    tl.store(states + (i_0.to(tl.int64) * H + i_h) * K * V + p_s, b_s, mask=m_s)
-    for i_step in range(1, i_end - i_first):
-        i_p = i_0 - i_step if REVERSE else i_0 + i_step
-        i_from = i_p + 1 if REVERSE else i_p - 1
-        p_from = i_from.to(tl.int64) * H + i_h
-        b_s = load_rows(local + (p_from * V + i_v) * K, V - i_v, 0, K, K, BV, BK)
-        if i_step > 1:  # the piece at the edge has the state before it in its L
-            for i_j in range(0, K, BV):
-                p_j = states + p_from * K * V + (i_j + o_j)[None, :] * V + o_v[:, None]
-                b_j = tl.load(p_j, mask=(o_v < V)[:, None] & (i_j + o_j < K)[None, :], other=0.0)
-                p_phi = transition + p_from * K * K
-                if REVERSE:
-                    b_phi = tl.trans(load_rows(p_phi, K, i_j, K, K, BK, BV))
-                else:
-                    b_phi = load_rows(p_phi + i_j * K, K - i_j, 0, K, K, BV, BK)
-                b_s = tl.dot(b_j, b_phi, b_s, input_precision=PRECISION)
-        tl.store(states + (i_p.to(tl.int64) * H + i_h) * K * V + p_s, b_s, mask=m_s)
-        tl.debug_barrier()
+    i_p = ((i_end - 1 if REVERSE else i_first).to(tl.int64)) * H + i_h  # piece and head
+    tl.store(states + i_p * K * V + p_s, b_s, mask=m_s)
+    if n_pieces > 1:  # the piece at the edge has the state before it in its L
+        b_s = load_rows(local + (i_p * V + i_v) * K, V - i_v, 0, K, K, BV, BK)
+        i_p += -H if REVERSE else H
+        tl.store(states + i_p * K * V + p_s, b_s, mask=m_s)
+    for _ in range(2, n_pieces):
+        b_phi = load_rows(transition + i_p * K * K, K, 0, K, K, BK, BK)  # Phi^T
+        b_local = load_rows(local + (i_p * V + i_v) * K, V - i_v, 0, K, K, BV, BK)
+        b_s = times_inverse(b_s, tl.trans(b_phi) if REVERSE else b_phi, OPERAND, PRECISION) + b_local
+        i_p += -H if REVERSE else H
+        tl.store(states + i_p * K * V + p_s, b_s, mask=m_s)

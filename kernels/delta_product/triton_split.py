@@ -2,8 +2,9 @@
 
 `state_kernel` and `adjoint_kernel` have one program per sequence, head and tile of V. Where that leaves most
 of the device idle, sequences are cut into pieces; `triton_pieces` finds the true state at each piece's start
-(backwards, the gradient at its end), and the same two kernels then take the pieces for the documents of a
-packed row. Everything follows from sizes: nothing is tuned and nothing waits for the device.
+(backwards, the gradient at its end), and the same kernels, or Hopper's whole backward pass, then take the
+pieces for the documents of a packed row. Everything follows from sizes: nothing is tuned and nothing waits
+for the device.
 
 The cut is as stable as the uncut recurrence whatever the norm of the keys: an error in a piece's start is
 carried on by the same transitions that carry on the rounding of the state itself.
@@ -31,9 +32,9 @@ from fla_train.kernels.sizes import ceil_div
 CHUNK_STEPS = CHUNK.value
 # Of the serial kernels that share a multiprocessor, with tiles of 64 columns of V; 128 take two places.
 PROGRAMS_PER_PROCESSOR = 2
-# Measured on an H100 (docs/kernels.md): the extra pass over two or three pieces costs what it saves, so do
-# the combination's steps over shorter ones; on shorter rows six more launches may cost more than is saved.
-LEAST_PIECES, LEAST_CHUNKS, LEAST_ROW = 4, 16, 256
+# Measured on an H100 (docs/kernels.md): the extra pass over two or three pieces costs what it saves, and on
+# shorter rows the host takes longer for five more launches than the device for the rows as they are.
+LEAST_PIECES, LEAST_CHUNKS, LEAST_ROW = 4, 8, 128
 
 _forced: int | None = None
 
@@ -142,7 +143,7 @@ class Pieces:
     ) -> Tensor:
         """The state at each piece's start [pieces, H, K, V]; fills `transitions` [pieces, H, K, K]."""
         (_, heads, key_dim, _), value_dim = transitions.shape, v.shape[-1]
-        local = transitions.new_empty(self.count, heads, value_dim, key_dim)
+        local = _empty(v, self.count, heads, value_dim, key_dim)
         tiles = ceil_div(value_dim, options["BV"]) + ceil_div(key_dim, options["BV"])
         arguments = {
             **self._arguments,
@@ -157,7 +158,7 @@ class Pieces:
     ) -> Tensor:
         """The gradient of the state at each piece's end [pieces, H, K, V]."""
         (_, heads, key_dim, _), value_dim = transitions.shape, do.shape[-1]
-        local = transitions.new_empty(self.count, heads, value_dim, key_dim)
+        local = _empty(do, self.count, heads, value_dim, key_dim)
         tiles = ceil_div(value_dim, options["BV"])
         arguments = {
             **self._arguments,
@@ -184,6 +185,12 @@ class Pieces:
             **{"BV": MIN_TILE, "HAS_EDGE": edge is not None, "REVERSE": reverse},
         }
         programs = self._segments * heads * ceil_div(value_dim, MIN_TILE)
-        warps = 4 if key_dim <= 2 * MIN_TILE else 8
-        run_kernel(combine_kernel, (programs,), arguments, num_warps=warps, num_stages=1)
+        # Of K = 256, and of float32, one Phi fills the shared memory; else the next one is on its way.
+        large = key_dim > 2 * MIN_TILE or transitions.dtype == torch.float32
+        warps, stages = (8, 1) if large else (4, 2)
+        run_kernel(combine_kernel, (programs,), arguments, num_warps=warps, num_stages=stages)
         return states
+
+
+def _empty(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.float32)

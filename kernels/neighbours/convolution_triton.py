@@ -22,7 +22,7 @@ HALO = tl.constexpr(3)  # inputs before a token that reach it
 GROUP = tl.constexpr(4)
 # (L, BR, BD, warps): tokens per stretch (a multiple of GROUP), stretches and channels per program.
 FORWARD = (32, 4, 128, 4)
-BACKWARD = (64, 4, 128, 4)
+BACKWARD = (64, 8, 64, 4)
 
 
 def triton_short_convolution(x: Tensor, weight: Tensor, offsets: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fla_train.kernels.delta_product import gluon_gradient, gluon_prepare, gluon_reverse, triton_passes
+from fla_train.kernels.delta_product.triton_split import cutting
 from tests.kernels.test_triton import Case, assert_close, backward, forward, make_inputs, results
 
 MODULES: dict[str, ModuleType] = {
@@ -33,20 +34,22 @@ def judge(
     launches: Sequence[Launch],
     bounds: dict[str, float],
     dtype: torch.dtype = torch.float32,
+    piece: int = 0,
 ) -> None:
     """All of `launches` of the kernel lead to the same bits, within `bounds` of the recurrence.
 
-    The tensors that are q, k, v and dO hold numbers of `dtype`. The other kernels are Triton's, interpreted,
+    The tensors that are q, k, v and dO hold numbers of `dtype`; sequences are cut into pieces of so many
+    chunks, or not at all. The other kernels are Triton's, interpreted,
     which takes longer than all the rest; so what comes before a kernel of the backward pass runs once.
     """
     inputs, gradients = _rounded(case, dtype)
     found = []
     for launch in launches:
-        with replaced(name, launch):
+        with replaced(name, launch), cutting(piece):
             if name == "prepare":
                 found.append(results(case, inputs, *gradients, backend="triton"))
             else:
-                outputs, leaves = _forward(case, dtype)
+                outputs, leaves = _forward(case, dtype, piece)
                 found.append(outputs | backward(outputs, leaves, *gradients))
     assert_close(found[0], results(case, inputs, *gradients, "recurrent", torch.float64), bounds)
     for other in found[1:]:
@@ -86,5 +89,6 @@ def _rounded(case: Case, dtype: torch.dtype) -> tuple[list[Tensor | None], list[
 
 
 @cache
-def _forward(case: Case, dtype: torch.dtype) -> tuple[dict[str, Tensor], list[Tensor | None]]:
+def _forward(case: Case, dtype: torch.dtype, piece: int) -> tuple[dict[str, Tensor], list[Tensor | None]]:
+    """Inside `cutting(piece)`."""
     return forward(case, _rounded(case, dtype)[0], backend="triton")

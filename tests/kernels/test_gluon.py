@@ -14,6 +14,8 @@ from fla_train.kernels.delta_product.check import CASES
 from fla_train.kernels.delta_product.gluon_common import described
 from fla_train.kernels.delta_product.gluon_reverse import LEAST_BUSY, busy, fits
 from fla_train.kernels.delta_product.launches import IN_GLUON, forced, lookup
+from fla_train.kernels.delta_product.triton_split import cutting, piece_chunks
+from fla_train.kernels.sizes import ceil_div
 from tests.kernels.compiled_gluon import Compiled, Variant, compile_for_hopper
 from tests.kernels.helpers import pretend_hopper
 from tests.kernels.test_triton import BF16, HARD, Case, bounds_of, check, real, uniform
@@ -138,6 +140,26 @@ def test_gpu_packed(sub_steps, states, kernels, monkeypatch) -> None:
 @hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernels", [PARTS, WHOLE], ids=["parts", "whole"])
+@pytest.mark.parametrize(
+    ("case", "piece"),
+    [
+        *((real(key_dim=d, value_dim=d, sub_steps=n), 2) for d in (64, 128) for n in (1, 2, 3)),
+        *((real(sub_steps=n, gated=False, states=n > 1), 1) for n in (1, 2, 3)),
+        (real(batch=1, cu_seqlens=(0, 0, 64, 65, 200, 200, 333, 333), sub_steps=2), 1),
+        (real(inputs="resets"), 2),
+        (real(inputs="fast decay", tokens=700), 2),
+        (real(tokens=1000, gated=False, l2norm=False), 3),
+    ],
+    ids=str,
+)
+def test_gpu_pieces(case, piece, kernels, monkeypatch) -> None:
+    with cutting(piece):
+        check_with_gluon(case, bounds_of(case), monkeypatch, kernels)
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", [PARTS, WHOLE], ids=["parts", "whole"])
 @pytest.mark.parametrize(("case", "bounds"), HARD, ids=lambda x: x.inputs if isinstance(x, Case) else "")
 def test_gpu_hard_inputs(case, bounds, kernels, monkeypatch) -> None:
     check_with_gluon(case, bounds, monkeypatch, kernels)
@@ -176,14 +198,16 @@ def test_gpu_busy_cases_of_the_check_run_the_whole_backward(dtype, launched) -> 
 
 @hopper
 @pytest.mark.gpu
-def test_gpu_the_shape_that_is_timed(launched) -> None:
-    """By the rule as it stands, every SM at work; the same bits twice."""
-    shape = Shape(batch=32, tokens=2048, heads=8, key_dim=128, value_dim=128, substeps=1, gated=True)
+@pytest.mark.parametrize(("batch", "tokens", "heads"), [(32, 2048, 8), (1, 32768, 16)])
+def test_gpu_the_shapes_that_are_timed(launched, batch: int, tokens: int, heads: int) -> None:
+    """By the rules as they stand, every SM at work; the same bits twice. The second is cut into pieces."""
+    shape = Shape(batch=batch, tokens=tokens, heads=heads, key_dim=128, value_dim=128, substeps=1, gated=True)
     device = torch.device("cuda")
     problem = make_problem(shape, torch.bfloat16, device, norm=True, seed=torch.initial_seed())
     found, again = (forward_backward(operator, problem) for _ in range(2))
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    assert bool(launched) == (busy(shape.batch * shape.heads, processors) >= LEAST_BUSY)
+    pieces = 1 if batch > 1 else ceil_div(tokens, 64 * piece_chunks(1, tokens // 64, heads, 128, processors))
+    assert bool(launched) == (busy(batch * pieces * heads, processors) >= LEAST_BUSY)
     for name, x in found.items():
         assert torch.equal(x, again[name]), f"{name} differs from run to run"
     for name, error in errors(operator, problem).items():

@@ -30,8 +30,8 @@ def emulate(name: str, *, late: bool, path: Path | None = None) -> Launch:
     return launch
 
 
-def run(name: str, case: Case) -> None:
-    judge(name, case, [emulate(name, late=late) for late in (False, True)], uniform(2e-5))
+def run(name: str, case: Case, **kwargs: int) -> None:
+    judge(name, case, [emulate(name, late=late) for late in (False, True)], uniform(2e-5), **kwargs)
 
 
 HARD = [
@@ -97,6 +97,20 @@ def test_prepared(case: Case) -> None:
 )
 def test_whole_backward(case: Case) -> None:
     run("reverse", case)
+
+
+@pytest.mark.parametrize(
+    ("case", "piece"),
+    [
+        (Case(tokens=130, heads=2, batch=2, key_dim=64, value_dim=64), 1),
+        (Case(tokens=90, sub_steps=3, gated=False, states=False, key_dim=64, value_dim=64), 2),
+        (Case(tokens=100, sub_steps=2, cu_seqlens=(0, 0, 33, 100, 100), key_dim=64, value_dim=64), 1),
+        (Case(tokens=160, inputs="fast decay", key_dim=64, value_dim=64), 1),
+    ],
+    ids=str,
+)
+def test_whole_backward_of_pieces(case: Case, piece: int) -> None:
+    run("reverse", case, piece=piece)
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,9 @@ def test_only_calls_that_leave_the_device_idle_are_cut() -> None:
     assert chunks(1, 32768, 16) == 64  # 8 pieces, 256 programs
     assert chunks(1, 32768, 16, sub_steps=3) == 196  # of 1561 chunks
     assert chunks(1, 16384, 8) == 16  # 16 pieces
-    assert chunks(1, 16384, 4) == 16  # no shorter than that
-    assert chunks(1, 16384 - 64, 8) == 0
+    assert chunks(1, 8192, 8) == chunks(1, 16384, 4) == 8  # no shorter than that
+    assert chunks(2, 8192, 16) == 32
+    assert chunks(1, 8192 - 64, 8) == 0
     for batch, tokens, heads in ((3, 32768, 16), (8, 2048, 16), (32, 2048, 8), (1, 32768, 64)):
         assert chunks(batch, tokens, heads) == 0
 
