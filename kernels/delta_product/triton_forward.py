@@ -179,11 +179,7 @@ def state_kernel(
         b_w = tl.trans(b_v) - b_w * b_read[None, :]
         b_e = times_inverse(b_w, tl.trans(b_x), OPERAND, PRECISION)
         b_o = tl.dot(b_sc, tl.trans(b_q), input_precision=PRECISION) * b_query[None, :]  # [BV, BC]
-        b_ec = b_e.to(OPERAND)
-        b_o = tl.dot(b_ec, tl.trans(b_p), b_o, input_precision=PRECISION)
-        if OPERAND == tl.bfloat16:
-            # What rounding took from E: with correlated keys o is a small sum of large terms.
-            b_o = tl.dot((b_e - b_ec.to(tl.float32)).to(OPERAND), tl.trans(b_p), b_o)
+        b_o = tl.dot(b_e.to(OPERAND), tl.trans(b_p), b_o, input_precision=PRECISION)
         b_s *= tl.load(decay + (i_chunk + i_c) * H + i_h)
         b_s = tl.dot((b_e * b_write[None, :]).to(OPERAND), b_k, b_s, input_precision=PRECISION)
         if KEEP:

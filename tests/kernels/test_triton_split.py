@@ -184,8 +184,8 @@ GPU_CASES = [
     (real(inputs="zero beta"), 2),
     (real(inputs="resets", sub_steps=7, tokens=1300, heads=1), 70),
 ]
-GPU_CASES += [(real(inputs=name), 1) for name in ("correlated", "repeated")]
-GPU_HARD = [(real(inputs="correlated", gated=UNGATED), 1)]
+GPU_HARD = [(real(inputs=name), 1) for name in ("correlated", "repeated")]
+GPU_HARD += [(real(inputs="correlated", gated=UNGATED), 1)]
 GPU_HARD += [(real(inputs="ones", gated=UNGATED, scale=1.0), 1)]
 GPU_DTYPES = [
     (real(dtype=dtype, key_dim=dim, value_dim=dim, sub_steps=2), bound)
