@@ -10,7 +10,7 @@ from fla_train.training.attempts import Attempts, meet, say
 from fla_train.training.machines import AttemptEnded, Machines
 from fla_train.training.plan import Plan, make_plan, plan_lines
 from fla_train.training.preemption import leaving_at_once
-from fla_train.training.resuming import saved_commits
+from fla_train.training.resuming import saved_commits, saved_warmup
 from fla_train.training.runfolder import RunFolder, new_run_dir
 from fla_train.training.schedule import warmup_steps
 from fla_train.training.schema import TrainConfig, to_yaml
@@ -43,6 +43,7 @@ def launch(config: TrainConfig) -> None:
 
 def _show(config: TrainConfig) -> None:
     """Print the config and its plan, with what prepared data there are. Nothing is fetched or written."""
+    config = _with_warmup(config, saved_warmup(config))
     data = find_prepared(config.data) if config.task is None else task_data(config.task, config.seed)
     if data is not None:
         _check_vocabulary(config, data)
@@ -57,13 +58,14 @@ def _launch(config: TrainConfig) -> None:
         faults = device_faults(config)
         for fault in faults:
             say(f"refused      {fault}")
-        greeting = {"commits": _commits(config) if main else {}}
+        greeting = {"commits": _commits(config), "warmup": saved_warmup(config)} if main else {}
         try:
             meet(machines, config.launch, greeting)
         except AttemptEnded as ended:
             raise TrainingFailed(str(ended)) from None
         if faults:  # only now, when the others hear of it
             raise ValueError("\n  ".join(faults))
+        config = _with_warmup(config, machines.greeting["warmup"])
         if config.task is None:
             data = prepare(config.data, log=say, commits=machines.greeting["commits"])
         else:
@@ -92,12 +94,11 @@ def _check_vocabulary(config: TrainConfig, data: PreparedData) -> None:
 
 
 def resolve(config: TrainConfig) -> TrainConfig:
-    """`config` with every "auto" and null that stands for a derived value replaced by it, but for run.dir."""
+    """`config` with "auto" and null replaced by what they stand for, but for run.dir and the warm-up."""
     device = resolve_device(config)
     precision = config.trainer.precision
     if precision == "auto":
         precision = "bf16" if device == "cuda" else "fp32"
-    warmup = warmup_steps(config.schedule, config.trainer.max_steps)
     run_dir, resume = (
         None if path is None else os.path.expanduser(path)  # a shell leaves the ~ of run.dir=~/runs
         for path in (config.run.dir, config.trainer.resume)
@@ -106,9 +107,20 @@ def resolve(config: TrainConfig) -> TrainConfig:
         config,
         launch=replace(config.launch, device=device),
         trainer=replace(config.trainer, precision=precision, resume=resume),
-        schedule=replace(config.schedule, warmup_steps=warmup),
         run=replace(config.run, dir=run_dir),
     )
+
+
+def _with_warmup(config: TrainConfig, saved: int | None) -> TrainConfig:
+    """`config` with its number of warm-up steps; where it is null, `saved`, of the run that it goes on with.
+
+    A share of trainer.max_steps would take a run that goes on for longer back into its warm-up.
+    """
+    schedule = config.schedule
+    if schedule.warmup_steps is None:
+        schedule = replace(schedule, warmup_steps=saved)
+    steps = warmup_steps(schedule, config.trainer.max_steps)
+    return replace(config, schedule=replace(schedule, warmup_steps=steps))
 
 
 def _train(

@@ -73,29 +73,54 @@ def where_to_begin(config: TrainConfig, folder: RunFolder) -> Path | None:
     Raises:
         ValueError: as `checkpoint.choose`.
     """
+    return checkpoint.choose(_asked(config, folder), folder.checkpoints)
+
+
+def _asked(config: TrainConfig, folder: RunFolder) -> str:
+    """`trainer.resume`, or auto for the same path again."""
     resume = config.trainer.resume
     earlier = folder.config(0)  # this machine may not have been one of the run's
     if resume not in ("auto", "none") and checkpoint.checkpoints(folder.checkpoints) and earlier.is_file():
         if load_config(earlier).trainer.resume == resume:
-            resume = "auto"
-    return checkpoint.choose(resume, folder.checkpoints)
+            return "auto"
+    return resume
+
+
+def _saved(config: TrainConfig) -> list[Path]:
+    """The checkpoints that the run may go on from, oldest first; not verified."""
+    resume, own = config.trainer.resume, []
+    if config.run.dir is not None:
+        folder = RunFolder(Path(config.run.dir))
+        resume, own = _asked(config, folder), checkpoint.checkpoints(folder.checkpoints)
+    if resume == "auto":
+        return own
+    return [] if resume == "none" else [Path(resume)]
+
+
+def _run_of(saved: Path) -> RunFolder:
+    """The run that a checkpoint belongs to, if it lies where that wrote it."""
+    return RunFolder(saved.resolve().parent.parent)
 
 
 def saved_commits(config: TrainConfig) -> dict[str, str]:
     """The commits of the Hub that the run to go on with was begun with, by part of a mixture."""
-    resume = config.trainer.resume
-    if resume not in ("auto", "none"):
-        found = [Path(resume)]
-    elif resume == "auto" and config.run.dir is not None:
-        found = checkpoint.checkpoints(RunFolder(Path(config.run.dir)).checkpoints)
-    else:
-        found = []
-    for folder in reversed(found):
+    for folder in reversed(_saved(config)):
         try:
             return checkpoint.read_state(folder).commits
         except (OSError, ValueError):  # a corrupt one: those of a run name the same commits
             continue
     return {}
+
+
+def saved_warmup(config: TrainConfig) -> int | None:
+    """The warm-up steps of the run to go on with; None: there is none, or nothing tells.
+
+    Raises:
+        ValueError: that run's config is unreadable.
+    """
+    found = _saved(config)
+    earlier = _run_of(found[-1]).config(0) if found else None
+    return load_config(earlier).schedule.warmup_steps if earlier and earlier.is_file() else None
 
 
 def is_complete(folder: RunFolder, resume: Path | None, config: TrainConfig) -> bool:
@@ -130,7 +155,7 @@ def check_same_run(config: TrainConfig, data: PreparedData, resume: Path, say: S
     Raises:
         ValueError: naming each key that differs and the value to use.
     """
-    earlier = RunFolder(resume.resolve().parent.parent)
+    earlier = _run_of(resume)
     fingerprint = checkpoint.read_state(resume).data or _data_fingerprint(earlier)
     other_data = fingerprint not in (None, data.folder.name)
     if not earlier.config(0).is_file():

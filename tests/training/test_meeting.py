@@ -377,6 +377,36 @@ def test_all_machines_read_the_commit_of_machine_0(
     assert asked[2:] == [{"": "begun"}] * 2
 
 
+def test_all_machines_take_the_warmup_of_machine_0(
+    make_config: Callable[..., TrainConfig], config: LaunchConfig, monkeypatch
+):
+    """A shared disk may show the run that goes on to it alone, and ranks that differ are refused."""
+    planned: list[int | None] = []
+    met = threading.Barrier(2)
+
+    def make_plan(config: TrainConfig, data: object) -> None:
+        planned.append(config.schedule.warmup_steps)
+        met.wait(LIMIT)
+        raise Preempted
+
+    def saved_warmup(config: TrainConfig) -> int | None:
+        return 3 if config.launch.machine_rank == 0 else None
+
+    monkeypatch.setattr(launch_module, "prepare", lambda data, log, commits: None)
+    monkeypatch.setattr(launch_module, "_check_vocabulary", lambda config, data: None)
+    monkeypatch.setattr(launch_module, "make_plan", make_plan)
+    monkeypatch.setattr(launch_module, "saved_warmup", saved_warmup)
+    options = ["launch.num_machines=2", "launch.num_processes=2", "launch.device=cpu", "run.dir=run"]
+    options += [f"launch.main_process_port={config.main_process_port}", "trainer.max_steps=600"]
+    with ThreadPoolExecutor(2) as pool:
+        for future in [
+            pool.submit(launch_module._launch, make_config(*options, f"launch.machine_rank={number}"))
+            for number in range(2)
+        ]:
+            assert isinstance(future.exception(LIMIT), Preempted)
+    assert planned == [3, 3]
+
+
 def test_one_machine_looks_up_no_commit_beforehand(make_config: Callable[..., TrainConfig], monkeypatch):
     """The preparation does, where one is needed: what is prepared needs no network."""
     monkeypatch.setattr(launch_module, "find_commits", lambda data: pytest.fail("asked the Hub"))

@@ -20,7 +20,7 @@ from warm_ranks import WarmRanks
 from fla_train.training import checkpoint
 from fla_train.training.launch import TrainingFailed, launch
 from fla_train.training.metrics import read_metrics
-from fla_train.training.schema import TrainConfig
+from fla_train.training.schema import TrainConfig, load_config
 
 TIMEOUT = 300.0  # seconds until an awaited state counts as lost
 OF_THE_MACHINE = {"tokens_per_second", "data_wait", "memory_gib", "mfu", "checkpoint_stall_s"}
@@ -206,6 +206,38 @@ def test_a_resumed_run_decays_as_its_config_says(
         warm_ranks.launch(make_config(*common, run, *more))
         ends.append(weights(tmp_path / str(first)))
     assert ends[0] == ends[1]
+
+
+def test_a_run_that_goes_on_keeps_its_warmup(
+    make_config: Make, warm_ranks: WarmRanks, tmp_path: Path, capfd: pytest.CaptureFixture
+):
+    """By default it is a share of trainer.max_steps, and that of more steps would lower the rate again."""
+
+    def planned(*options: str) -> str:
+        capfd.readouterr()
+        launch(make_config(*wsd, "dry_run=true", "trainer.max_steps=600", *options))
+        plan = next(line for line in capfd.readouterr().out.splitlines() if line.startswith("schedule "))
+        return plan.rpartition(", ")[2]
+
+    wsd = ["schedule=wsd", "launch.device=cpu", "trainer.checkpoint_every=0", "trainer.eval_every=0"]
+    run = f"run.dir={tmp_path / 'run'}"
+    warm_ranks.launch(make_config(*wsd, run, "trainer.max_steps=20"))
+    for _ in range(2):
+        assert planned(run) == "1 warm-up steps"
+        warm_ranks.launch(make_config(*wsd, run, "trainer.max_steps=40"))
+        assert load_config(tmp_path / "run/config.yaml").schedule.warmup_steps == 1
+    assert "schedule.warmup_steps" not in capfd.readouterr().out
+    assert planned(run, "schedule.warmup_steps=7") == "7 warm-up steps"  # who asks for it gets it
+    assert planned(f"run.dir={tmp_path / 'fresh'}") == planned() == "30 warm-up steps"
+
+    trunk = tmp_path / "run/checkpoints/step-0000020"
+    branch = [f"run.dir={tmp_path / 'branch'}", f"trainer.resume={trunk}"]
+    assert planned(*branch) == "1 warm-up steps"
+    alone = shutil.copytree(trunk, tmp_path / "away/alone")  # nothing beside it tells its warm-up
+    twig = [f"run.dir={tmp_path / 'twig'}", f"trainer.resume={alone}"]
+    assert planned(*twig) == "30 warm-up steps"
+    warm_ranks.launch(make_config(*wsd, *twig, "trainer.max_steps=40"))
+    assert planned(*twig) == "2 warm-up steps"  # of its own config, as soon as it has checkpoints
 
 
 def test_another_optimizer_is_refused(make_config: Make, warm_ranks: WarmRanks, tmp_path: Path):
