@@ -33,8 +33,8 @@ class Plan:
     memory_bytes: int  # estimate per process
     gpu_hours: float  # on H100s at the assumed utilisation
     accumulation: int  # micro-batches per rank and step
-    validation_tokens: int | None  # of the validation split
-    unigram_entropy: float | None  # of the same, nats per token
+    validation_tokens: dict[str, int] | None  # of each part's validation split; "": no mixture
+    unigram_entropy: float | None  # of the validation split, nats per token
     data_folder: str | None
 
 
@@ -61,10 +61,15 @@ def make_plan(config: TrainConfig, data: PreparedData | None) -> Plan:
         memory_bytes=_memory(config, count),
         gpu_hours=flops * tokens / (ASSUMED_MFU * peak_flops(ASSUMED_GPU, "bf16")) / 3600,
         accumulation=accumulation_steps(config),
-        validation_tokens=validation.get("tokens"),
+        validation_tokens=_held_out(data) if data else None,
         unigram_entropy=validation.get("unigram_entropy"),
         data_folder=str(data.folder) if data else None,
     )
+
+
+def _held_out(data: PreparedData) -> dict[str, int]:
+    """Tokens of each part's validation split, one of which alone must hold a sequence."""
+    return {name: part.manifest["splits"]["validation"]["tokens"] for name, part in data.parts().items()}
 
 
 def training_flops(config: TrainConfig) -> float:
@@ -123,15 +128,19 @@ def _gpu_hours(hours: float) -> list[str]:
     return [f"GPU-hours    about {hours:,.0f}, if {ASSUMED_GPU}s ran at {ASSUMED_MFU:.0%} of their peak"]
 
 
-def _data_lines(tokens: int | None, seq_len: int) -> list[str]:
+def _data_lines(tokens: dict[str, int] | None, seq_len: int) -> list[str]:
+    """Warnings of the parts that validation leaves out, by the tokens of their validation splits."""
     if tokens is None:
         return ["data         not prepared yet: fla-prepare does it, or the start of the run"]
-    if tokens >= seq_len:
-        return []
-    return [
-        f"warning      no validation: the split has {tokens:,} tokens, fewer than one sequence of "
-        f"{seq_len:,} (raise data.validation_fraction)"
+    short = {name: count for name, count in tokens.items() if count < seq_len}
+    lines = [
+        f"warning      no validation{f' of {name}: its' if name else ': the'} split has {count:,} tokens, "
+        f"fewer than one sequence of {seq_len:,} (raise data.validation_fraction)"
+        for name, count in short.items()
     ]
+    if len(short) == len(tokens) > 1:
+        lines.append("warning      no validation at all: no part of the mixture is left")
+    return lines
 
 
 def _curriculum_lines(config: TrainConfig) -> list[str]:

@@ -177,6 +177,27 @@ def test_too_little_validation_text_is_said_in_the_plan(fla_train, make_config):
     assert "no validation" not in fla_train("dry_run=true")[1]
 
 
+def test_each_part_without_validation_is_named_in_the_plan(fla_train, make_config, corpus: Path):
+    """Its held-out tokens are no whole sequence, however many those of all parts are."""
+    parts = "{large: {weight: 0.5, path: PATH}, small: {weight: 0.5, path: PATH, max_documents: 60}}"
+    options = ["data=mixture", "data.path=null", f"+data.mixture={parts.replace('PATH', str(corpus))}"]
+    prepared = prepare(make_config(*options).data, log=lambda line: None, progress=False)
+    large, small = (p.manifest["splits"]["validation"]["tokens"] for p in prepared.parts().values())
+    sizes = ["trainer.micro_batch_size=1", "trainer.seq_len=SIZE", "trainer.global_batch_tokens=SIZE"]
+
+    def warnings(seq_len: int) -> list[str]:
+        asked = [option.replace("SIZE", str(seq_len)) for option in sizes]
+        code, stdout, stderr = fla_train("dry_run=true", *options, *asked)
+        assert code == 0, stderr
+        return [line for line in stdout.splitlines() if line.startswith("warning ")]
+
+    assert warnings(small) == []
+    (said,) = warnings(small + 1)
+    assert f"no validation of small: its split has {small:,} tokens, fewer than one sequence of" in said
+    of_large, of_small, none_left = warnings(large + 1)
+    assert "of large: " in of_large and "of small: " in of_small and "at all" in none_left
+
+
 def test_a_damaged_shard_is_found_before_the_start(fla_train, make_config, tmp_path: Path):
     here = [f"data.cache_dir={tmp_path / 'cache'}", f"run.dir={tmp_path / 'run'}"]
     prepare(make_config(*here).data, log=lambda line: None, progress=False)
