@@ -55,14 +55,17 @@ class SuiteRuns:
         self._log, self._say = log, say
         self._process: subprocess.Popen | None = None
         self._output, self._of_step = folder, 0
+        self._left_out: tuple[Path, int] | None = None  # the newest export and its step, if it was
 
     def start(self, export: Path, step: int) -> None:
         """Evaluate the export of `step`, unless an earlier evaluation is still at it."""
         if self._process is not None:
+            self._left_out = export, step
             self._say(
                 f"step {step:,}: suite {self._suite} left out, that of step {self._of_step:,} still runs"
             )
             return
+        self._left_out = None
         self._output, self._of_step = self._folder / f"{self._suite}-step-{step:07d}", step
         try:
             self._launch(export)
@@ -100,7 +103,19 @@ class SuiteRuns:
         self._say(f"step {self._of_step:,}: suite {self._suite} done, {self._output}")
 
     def finish(self, step: int, tokens: int, beat: Callable[[str], None]) -> None:
-        """Wait for the evaluation that runs, if one does, and log it; `beat` hears that this is progress."""
+        """Log the evaluation that runs, then that of the newest export if it was left out: it is the result.
+
+        Args:
+            beat: hears that waiting for them is progress.
+        """
+        self._wait(step, tokens, beat)
+        if self._left_out is not None:
+            export, of_step = self._left_out
+            self._say(f"step {of_step:,}: suite {self._suite} starts late")
+            self.start(export, of_step)
+            self._wait(step, tokens, beat)
+
+    def _wait(self, step: int, tokens: int, beat: Callable[[str], None]) -> None:
         while self._process is not None:
             beat(f"waiting for suite {self._suite}")
             self.collect(step, tokens)
