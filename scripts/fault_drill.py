@@ -86,8 +86,13 @@ class Drill:
         return self.run.parents[1] / "launcher.log"  # not on the small disk
 
     def launch(self) -> None:
-        with self.output.open("w") as out:
-            self.launcher = subprocess.Popen(self.command, stdout=out, stderr=subprocess.STDOUT)
+        # Under nohup the drill ignores hang-ups, and what it starts would, too.
+        ignored = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        try:
+            with self.output.open("w") as out:
+                self.launcher = subprocess.Popen(self.command, stdout=out, stderr=subprocess.STDOUT)
+        finally:
+            signal.signal(signal.SIGHUP, ignored)
 
     def workers(self) -> list[psutil.Process]:
         children = psutil.Process(self.launcher.pid).children()

@@ -53,6 +53,7 @@ CASES = (
     Case("cut sequences", 200, 2, alpha=(0.9, 1.0), initial_state=True, piece_chunks=2),
     Case("busy device", 131, 1, alpha=(0.7, 1.0), final_state=False, head_dims=(128, 128), busy=True),
     Case("busy device, no gate", tokens=67, substeps=2, initial_state=True, busy=True),
+    Case("busy device, cut", 131, 1, alpha=(0.9, 1.0), head_dims=(128, 128), piece_chunks=1, busy=True),
 )
 
 

@@ -106,7 +106,9 @@ class _DeltaProduct(torch.autograd.Function):
         states = q.new_empty(chunks, heads, value_dim, key_dim) if keep else None
         final_state = beta.new_empty(segments, heads, key_dim, value_dim) if output_final_state else None
         cut = find_cut(q, k, value_dim, bounds)
-        transitions = None if cut is None else prepared[0].new_empty(cut.pieces, heads, key_dim, key_dim)
+        # With |k| <= 1 and beta <= 2 no element is beyond 1.
+        dtype = torch.float32 if q.dtype == torch.float32 else torch.float16
+        transitions = None if cut is None else q.new_empty(cut.pieces, heads, key_dim, key_dim, dtype=dtype)
         delta_product_forward(
             *(q, k, v, beta, g, initial_state, bounds, scale, qk_l2norm),
             *(o, prepared, errors, states, transitions, final_state),

@@ -6,8 +6,9 @@ of the device idle, sequences are cut into pieces; `triton_pieces` finds the tru
 pieces for the documents of a packed row. Everything follows from sizes: nothing is tuned and nothing waits
 for the device.
 
-The cut is as stable as the uncut recurrence whatever the norm of the keys: an error in a piece's start is
-carried on by the same transitions that carry on the rounding of the state itself.
+The cut is as stable as the uncut recurrence: an error in a piece's start is carried on by the same
+transitions that carry on the rounding of the state itself. With 16-bit inputs state and transition are
+rounded to fp16 once more for each piece, which shows only where beta is so small that the chunks add less.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,24 +77,33 @@ class Cut:
 
 def find_cut(q: Tensor, k: Tensor, value_dim: int, bounds: Sequence[Tensor]) -> Cut | None:
     """How to cut the sequences of a call, None for not at all. `bounds[0]`: `cu_seqlens` of a packed row."""
-    (batch, length, heads, _), chunk_tokens, chunks = q.shape, CHUNK_STEPS // k.shape[2], _forced
+    (batch, length, heads, key_dim), chunk_tokens, chunks = q.shape, CHUNK_STEPS // k.shape[2], _forced
     row_chunks = ceil_div(length, chunk_tokens)
+    documents = bounds[0].numel() - 1 if bounds else 0
     # Short rows stay whole, and asking for the device's properties takes longer than all of this.
     if chunks is None and row_chunks >= LEAST_ROW:
-        chunks = piece_chunks(batch, row_chunks, heads, value_dim, _processors(q.device))
+        processors, hopper = _device(q.device)
+        if key_dim <= 2 * MIN_TILE or hopper:  # whose shared memory holds a wider transition, too
+            chunks = piece_chunks(batch, row_chunks, heads, value_dim, processors)
+        if chunks and documents * chunks >= row_chunks:  # the mean document is no longer than a piece
+            chunks = 0
     if not chunks:
         return None
     tokens = chunks * chunk_tokens
     if bounds:
-        return Cut(chunks, length // tokens + bounds[0].numel() - 1)
+        return Cut(chunks, length // tokens + documents)
     return Cut(chunks, batch * ceil_div(length, tokens))
 
 
-def _processors(device: torch.device) -> int:
-    """As `sizes.processors`, without the cache: torch.compile traces this, and warns of caches."""
+def _device(device: torch.device) -> tuple[int, bool]:
+    """Multiprocessors, and whether it is a Hopper GPU.
+
+    Without the caches of `sizes` and `launches`: torch.compile traces this, and warns of caches.
+    """
     if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
+        return 1, False
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.major == 9
 
 
 class Pieces:

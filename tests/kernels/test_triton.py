@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from fla_train.kernels.delta_product import delta_product, triton_walk
 from fla_train.kernels.delta_product.launches import fallback, forced
@@ -61,6 +62,8 @@ def make_inputs(case: Case, device: str) -> tuple[list[Tensor | None], Tensor, T
             beta = torch.full_like(beta, 2.0)
         case "ones":
             q, k, v, beta = (torch.ones_like(x) for x in (q, k, v, beta))
+        case "small beta":
+            beta = beta / 100
         case "zero beta":
             beta[:, ::3] = 0.0
         case "resets":
@@ -391,3 +394,19 @@ def test_gpu_fp32(dims: tuple[int, int], sub_steps: int, gated: bool) -> None:
 def test_gpu_fp32_packed() -> None:
     case = real(dtype=torch.float32, batch=1, tokens=150, cu_seqlens=(0, 0, 64, 65, 150), sub_steps=2)
     check(case, uniform(2e-5), "cuda")
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_autocast_and_activation_checkpointing_change_nothing(checkpointed: bool) -> None:
+    device = "cpu" if INTERPRETED else "cuda"
+    (q, k, v, beta, g, _), do, _ = make_inputs(Case(tokens=30, sub_steps=2, states=False), device)
+    leaves = [x.requires_grad_() for x in (q, k, v, beta, g)]
+
+    def run() -> Tensor:
+        return delta_product(*leaves, qk_l2norm=True, backend="triton")[0]
+
+    expected = torch.autograd.grad(run(), leaves, do)
+    with torch.autocast(device, torch.bfloat16):
+        o = checkpoint(run, use_reentrant=False) if checkpointed else run()
+    found = torch.autograd.grad(o, leaves, do)
+    assert o.dtype == torch.float32 and all(map(torch.equal, found, expected))

@@ -8,15 +8,14 @@ import pytest
 import torch
 import triton.language as tl
 
-from fla_train.kernels.delta_product import delta_product, triton_pieces
+from fla_train.kernels.delta_product import delta_product, triton_pieces, triton_split
 from fla_train.kernels.delta_product.triton_split import Pieces, cutting, find_cut, piece_chunks
 from tests.kernels.test_triton import (
-    BF16,
     BF16_HARD,
-    BF16_LOOSE,
     INTERPRETED,
     UNGATED,
     Case,
+    bounds_of,
     check,
     make_inputs,
     real,
@@ -48,6 +47,28 @@ def test_only_calls_that_leave_the_device_idle_are_cut() -> None:
     assert chunks(1, 8192 - 64, 8) == 0
     for batch, tokens, heads in ((3, 32768, 16), (8, 2048, 16), (32, 2048, 8), (1, 32768, 64)):
         assert chunks(batch, tokens, heads) == 0
+
+
+def test_packed_rows_are_cut_where_documents_are_longer_than_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_split, "_device", lambda _: (132, True))
+    q, k = torch.empty(1, 32768, 16, 1), torch.empty(1, 32768, 1, 16, 1)
+
+    def pieces(documents: int) -> int:
+        cut = find_cut(q, k, 128, (torch.empty(documents + 1),))
+        return 0 if cut is None else cut.pieces
+
+    assert (pieces(1), pieces(7), pieces(8), pieces(1000)) == (9, 15, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("hopper", "dim", "cut"), [(False, 128, True), (False, 256, False), (True, 256, True)]
+)
+def test_wide_keys_are_cut_where_shared_memory_holds_a_transition(
+    monkeypatch: pytest.MonkeyPatch, hopper: bool, dim: int, cut: bool
+) -> None:
+    monkeypatch.setattr(triton_split, "_device", lambda _: (132, hopper))
+    q, k = torch.empty(1, 32768, 4, dim), torch.empty(1, 32768, 1, 4, dim)
+    assert (find_cut(q, k, dim, ()) is not None) is cut
 
 
 @pytest.mark.parametrize("cu_seqlens", [None, (0, 0, 3, 60, 60, 130, 150, 150), (0, 150)])
@@ -184,6 +205,7 @@ GPU_CASES = [
     (real(inputs="zero beta"), 2),
     (real(inputs="resets", sub_steps=7, tokens=1300, heads=1), 70),
 ]
+GPU_CASES += [(real(tokens=1000, inputs="small beta", gated=UNGATED, l2norm=n), 1) for n in (True, False)]
 GPU_HARD = [(real(inputs=name), 1) for name in ("correlated", "repeated")]
 GPU_HARD += [(real(inputs="correlated", gated=UNGATED), 1)]
 GPU_HARD += [(real(inputs="ones", gated=UNGATED, scale=1.0), 1)]
@@ -198,7 +220,7 @@ GPU_DTYPES = [
 @pytest.mark.parametrize(("case", "chunks"), GPU_CASES, ids=str)
 def test_gpu_bf16(case: Case, chunks: int, cut_into: Callable[[int], None]) -> None:
     cut_into(chunks)
-    check(case, BF16 if case.gated else BF16_LOOSE, "cuda")
+    check(case, bounds_of(case), "cuda")
 
 
 @pytest.mark.gpu
