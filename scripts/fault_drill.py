@@ -86,13 +86,8 @@ class Drill:
         return self.run.parents[1] / "launcher.log"  # not on the small disk
 
     def launch(self) -> None:
-        # Under nohup the drill ignores hang-ups, and what it starts would, too.
-        ignored = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        try:
-            with self.output.open("w") as out:
-                self.launcher = subprocess.Popen(self.command, stdout=out, stderr=subprocess.STDOUT)
-        finally:
-            signal.signal(signal.SIGHUP, ignored)
+        with self.output.open("w") as out:
+            self.launcher = subprocess.Popen(self.command, stdout=out, stderr=subprocess.STDOUT)
 
     def workers(self) -> list[psutil.Process]:
         children = psutil.Process(self.launcher.pid).children()
@@ -345,6 +340,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=len(ROUNDS), help="leave the rest out, to try it")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup what is started here would ignore it, too
     shutil.rmtree(arguments.out, ignore_errors=True)
     corpus(arguments.out / "corpus")
     disk = arguments.out / "disk"

@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import assert_agrees, differentiable, random_inputs
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from fla_train.kernels.delta_product import delta_product
 from fla_train.kernels.delta_product.check import evaluate
@@ -118,3 +119,20 @@ def test_one_state_a_row_is_kept_between_stretches(case: dict, backend: str, com
         run()
     rows = 1 if "documents" in case else 2
     assert kept == [[rows, 1, 8, 5]] * 2  # before tokens 32 and 64
+
+
+@pytest.mark.usefixtures("by_chunks")
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_autocast_and_activation_checkpointing_change_nothing(checkpointed: bool) -> None:
+    inputs = on_device(random_inputs(30, 2, **GATED))
+    leaves = [inputs[name].float().requires_grad_() for name in ("q", "k", "v", "beta", "g")]
+
+    def run() -> Tensor:
+        return delta_product(*leaves, qk_l2norm=True, backend="triton")[0]
+
+    do = torch.randn_like(run())
+    expected = torch.autograd.grad(run(), leaves, do)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        o = checkpoint(run, use_reentrant=False) if checkpointed else run()
+    found = torch.autograd.grad(o, leaves, do)
+    assert o.dtype == torch.float32 and all(map(torch.equal, found, expected))

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from fla_train.kernels.delta_product import delta_product, triton_walk
 from fla_train.kernels.delta_product.launches import fallback, forced
@@ -394,19 +393,3 @@ def test_gpu_fp32(dims: tuple[int, int], sub_steps: int, gated: bool) -> None:
 def test_gpu_fp32_packed() -> None:
     case = real(dtype=torch.float32, batch=1, tokens=150, cu_seqlens=(0, 0, 64, 65, 150), sub_steps=2)
     check(case, uniform(2e-5), "cuda")
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_autocast_and_activation_checkpointing_change_nothing(checkpointed: bool) -> None:
-    device = "cpu" if INTERPRETED else "cuda"
-    (q, k, v, beta, g, _), do, _ = make_inputs(Case(tokens=30, sub_steps=2, states=False), device)
-    leaves = [x.requires_grad_() for x in (q, k, v, beta, g)]
-
-    def run() -> Tensor:
-        return delta_product(*leaves, qk_l2norm=True, backend="triton")[0]
-
-    expected = torch.autograd.grad(run(), leaves, do)
-    with torch.autocast(device, torch.bfloat16):
-        o = checkpoint(run, use_reentrant=False) if checkpointed else run()
-    found = torch.autograd.grad(o, leaves, do)
-    assert o.dtype == torch.float32 and all(map(torch.equal, found, expected))
