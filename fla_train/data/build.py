@@ -72,13 +72,13 @@ class Build:
             ValueError: what reading the source raises. The work up to there is committed.
             OSError: the disk is full or gone; the last commit stands.
         """
-        progress.start(self._done(), self.tokens)
+        progress.start(self._done(progress.unit), self.tokens)
         encoded = encode_all(encoder, source.chunks(self.cursor), self._config.num_workers)
         try:
             ended = self._is_full()
             while not ended and (piece := next(encoded, None)) is not None:
                 ended = self._take(piece)
-                progress.update(self._done(), self.tokens)
+                progress.update(self._done(progress.unit), self.tokens)
                 if time.monotonic() - self._committed >= COMMIT_SECONDS:
                     self._commit()
         except BaseException:
@@ -128,12 +128,13 @@ class Build:
             tokens += int(piece.lengths[:take][~piece.held_out[:take]].sum())
         return (self.read + take) == config.max_documents or tokens >= (config.max_tokens or math.inf)
 
-    def _done(self) -> int:
-        """What progress counts: tokens or documents where they are capped, else text bytes."""
-        if self._config.max_tokens is not None:
-            return self._writers["train"].tokens
-        if self._config.max_documents is not None:
-            return self.read
+    def _done(self, unit: str) -> int:
+        """How far it has come, in the unit of the progress: training tokens, documents or text bytes."""
+        match unit:
+            case "tok":
+                return self._writers["train"].tokens
+            case "doc":
+                return self.read
         return sum(writer.text_bytes for writer in self._writers.values())
 
     def _snapshot(self) -> dict[str, Any]:

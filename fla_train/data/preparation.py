@@ -191,7 +191,7 @@ def _train_texts(source: Source, config: DataConfig) -> Iterator[str]:
 
 def _progress(config: DataConfig, source: Source, log: Log, show: bool) -> Progress:
     if config.max_tokens is not None:
-        return Progress(config.max_tokens, "tok", log, show)
+        return Progress(lambda: config.max_tokens, "tok", log, show)
     if config.max_documents is not None:
-        return Progress(config.max_documents, "doc", log, show)
-    return Progress(source.total_bytes(), "B", log, show)
+        return Progress(lambda: config.max_documents, "doc", log, show)
+    return Progress(source.total, source.unit, log, show)

@@ -9,15 +9,16 @@ LINE_SECONDS = 60.0
 
 
 class Progress:
-    """Counts what bounds the work, in `unit` (bytes of text, tokens or documents), of `total` if known.
+    """Counts what bounds the work, in `unit`: "B", bytes of text, "tok", tokens, or "doc", documents.
 
     Args:
+        total: finds how much there is; None when unknown. Then it is asked again: a Hub tells when read.
         log: receives the lines where there is no terminal.
         show: False shows nothing.
     """
 
-    def __init__(self, total: int | None, unit: str, log: Callable[[str], None], show: bool):
-        self._total, self._unit, self._log, self._show = total, unit, log, show
+    def __init__(self, total: Callable[[], int | None], unit: str, log: Callable[[str], None], show: bool):
+        self._total, self.unit, self._log, self._show = total, unit, log, show
         self._bar: tqdm | None = None
         self.seconds = 0.0
         self.tokens = 0  # of this process: what an earlier one did is not its merit
@@ -27,9 +28,9 @@ class Progress:
         self._began = self._said = time.monotonic()
         self._first, self._first_tokens = done, tokens
         self._bar = tqdm(
-            total=self._total,
+            total=self._total(),
             initial=done,
-            unit=self._unit,
+            unit=self.unit,
             unit_scale=True,
             desc="tokenizing",
             disable=None if self._show else True,  # None: only on a terminal
@@ -39,6 +40,8 @@ class Progress:
         now = time.monotonic()
         self.seconds, self.tokens = now - self._began, tokens - self._first_tokens
         rate = self.tokens / self.seconds
+        if self._bar.total is None:
+            self._bar.total = self._total()
         if not self._bar.disable:
             self._bar.update(done - self._bar.n)
             self._bar.set_postfix_str(f"{rate / 1e6:.2f}M tokens/s", refresh=False)
@@ -50,8 +53,9 @@ class Progress:
         self._bar.close()
 
     def _left(self, done: int) -> str:
-        if self._total is None or done <= self._first:
+        total = self._bar.total
+        if total is None or done <= self._first:
             return ""
-        seconds = (self._total - done) * self.seconds / (done - self._first)
-        share = 100 * done / self._total
+        seconds = (total - done) * self.seconds / (done - self._first)
+        share = 100 * done / total
         return f", {share:.0f}%, {tqdm.format_interval(max(0, seconds))} left"

@@ -44,13 +44,15 @@ class Source:
 
     Attributes:
         description: JSON-able identity; two sources with equal descriptions hold the same text.
-        total_bytes: finds the text bytes to expect, approximately; None when unknown.
+        total: finds how much to expect, approximately; None when unknown, perhaps until the corpus is opened.
         chunks: opens the corpus and yields it in its fixed order, from a chunk's `after` or the beginning on.
+        unit: what `total` counts: "B", bytes of text, or "doc", documents.
     """
 
     description: dict[str, Any]
-    total_bytes: Callable[[], int | None]
+    total: Callable[[], int | None]
     chunks: Callable[[Cursor | None], Iterator[Chunk]]
+    unit: str = "B"
 
     def documents(self) -> Iterator[Document]:
         """All documents in order."""
@@ -127,7 +129,7 @@ def _local(config: DataConfig) -> Source:
     description = {"kind": "local", "text_column": config.text_column, "files": describe_files(files)}
     return Source(
         description,
-        lambda: text_bytes([f for _, f in files], config.text_column),
+        cache(lambda: text_bytes([f for _, f in files], config.text_column)),
         lambda start: read_files(files, config.text_column, config.id_column, start),
     )
 
@@ -176,7 +178,16 @@ def _hub(config: DataConfig, commit: str | None) -> Source:
     def find_commit() -> str | None:
         return (commit or hub_commit(config)) if is_on_hub(config) else None
 
-    return Source(description, lambda: None, lambda start: _stream(config, start, find_commit))
+    counted: int | None = None
+
+    def opened(info: Any) -> None:
+        nonlocal counted
+        if is_on_hub(config):  # a folder may be a part of what its card counts
+            counted = getattr((info.splits or {}).get(config.split), "num_examples", None)
+
+    return Source(
+        description, lambda: counted, lambda start: _stream(config, start, find_commit, opened), "doc"
+    )
 
 
 def _where(config: DataConfig) -> str:
@@ -184,11 +195,17 @@ def _where(config: DataConfig) -> str:
 
 
 def _stream(
-    config: DataConfig, start: Cursor | None, find_commit: Callable[[], str | None]
+    config: DataConfig,
+    start: Cursor | None,
+    find_commit: Callable[[], str | None],
+    opened: Callable[[Any], None],
 ) -> Iterator[TextChunk]:
     """Stream by `datasets`. A cursor is the stream's `state_dict`, the rows before it, and the Hub's commit.
 
     So whoever goes on reads the files that were begun, whatever the branch points to by then.
+
+    Args:
+        opened: hears what `datasets` knows of the dataset, a `DatasetInfo`, before its first row is read.
     """
     import datasets
 
@@ -203,6 +220,7 @@ def _stream(
         stream = datasets.load_dataset(
             path, name=config.name, split=config.split, revision=commit, streaming=True
         )
+        opened(stream.info)
         if stream.features is not None and config.text_column in stream.features:
             present = [c for c in (config.text_column, config.id_column) if c in stream.features]
             stream = stream.select_columns(list(dict.fromkeys(present)))

@@ -199,6 +199,33 @@ def test_a_stream_from_the_hub_outlives_broken_connections_and_a_kill(
     assert json.loads((Path(streamed) / "manifest.json").read_text())["commit"] == COMMIT
 
 
+CARD = """---
+dataset_info:
+  splits:
+  - {name: train, num_bytes: 1, num_examples: 1200}
+  - {name: test, num_bytes: 1, num_examples: 7}
+---
+"""
+
+
+@pytest.mark.parametrize("card", [CARD, None])
+def test_the_time_left_where_the_card_counts_the_documents(
+    hub: Hub, environment: dict[str, str], tmp_path: Path, card: str | None
+):
+    if card:
+        (hub.commits[COMMIT] / "README.md").write_text(card)
+    at_once = "from fla_train.data import progress; progress.LINE_SECONDS = 0"
+    given = ["data=hub", f"data.path={NAME}", f"data.cache_dir={tmp_path / 'cache'}", "data.num_workers=0"]
+    command = [sys.executable, "-c", at_once + PREPARE, *given, "data.tokenizer.name=bytes"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    said = re.findall(r"M tokens/s(?:, (\d+)%, .* left)?$", done.stdout, re.MULTILINE)[:-1]  # less the sum
+    assert len(said) > 5, done.stderr
+    if card:
+        assert 0 < int(said[0]) < 50 and said[-1] == "100"
+    else:
+        assert set(said) == {""}
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [

@@ -21,7 +21,7 @@ def clock(monkeypatch):
 @pytest.mark.parametrize(("total", "rest"), [(1000, ", 40%, 02:00 left"), (None, "")])
 def test_a_line_a_minute_where_there_is_no_terminal(clock, total, rest):
     lines = []
-    progress = Progress(total, "B", lines.append, show=True)
+    progress = Progress(lambda: total, "B", lines.append, show=True)
     progress.start(done=100, tokens=50)  # what an earlier process did counts for no speed
     for seconds, done, tokens in ((30, 300, 10**6), (60, 400, 120_000_050), (90, 500, 2 * 10**8)):
         clock[0] = 1000.0 + seconds
@@ -35,8 +35,8 @@ def test_a_bar_on_a_terminal(clock, monkeypatch):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
-    lines = []
-    progress = Progress(1000, "B", lines.append, show=True)
+    lines, totals = [], iter([None, 1000])  # not known before the first text has been read
+    progress = Progress(lambda: next(totals), "B", lines.append, show=True)
     progress.start(done=100, tokens=0)
     clock[0] += 60.0
     progress.update(400, 120_000_000)
@@ -48,7 +48,7 @@ def test_a_bar_on_a_terminal(clock, monkeypatch):
 
 def test_nothing_where_nothing_is_asked_for(clock, capsys):
     lines = []
-    progress = Progress(1000, "B", lines.append, show=False)
+    progress = Progress(lambda: 1000, "B", lines.append, show=False)
     progress.start(done=0, tokens=0)
     clock[0] += 100.0
     progress.update(400, 120)
