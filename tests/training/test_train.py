@@ -220,6 +220,7 @@ def test_an_impossible_job_does_not_stop_a_sweep(fla_train, tmp_path: Path):
     assert code == 2
     assert stderr.count("error: ") == 1 and "micro_batch_size 3" in stderr
     assert stdout.count("parameters ") == 2
+    assert [path.name for path in tmp_path.rglob("*")] == ["multirun.yaml"]  # no folders of Hydra's for jobs
 
 
 def test_help_shows_groups_and_every_key_with_its_comment(fla_train):
