@@ -26,8 +26,8 @@ def in_a_terminal(overrides: list[str], tmp_path: Path) -> Callable[[bool], int]
 
         def take_terminal() -> None:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-            if ignored:
-                signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            # Set either way: the tests themselves may run under nohup.
+            signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
 
         code = "from fla_train.cli.train import main; main()"
         command = [sys.executable, "-c", code, *overrides, f"run.dir={tmp_path / 'run'}"]
