@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fla_train.kernels.delta_product.launches import GLUON_DIMS, architecture
@@ -176,3 +176,13 @@ def copy_inverse(x, p, s_x, s_p, bar_x, bar_p, i_m, i_t, i_column, pred):
     """X and P D of a chunk and head, in the same way."""
     tma.async_copy_global_to_shared(p, [i_t, i_column], bar_p, s_p, pred=pred)
     tma.async_copy_global_to_shared(x, [i_m, i_column], bar_x, s_x, pred=pred)
+
+
+@gluon.jit
+def make_operand(s_kept, s_p, n_rows, peak, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """P D from what is kept of it, which may lie in the same place; zeros past the chunk."""
+    o_r = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    b_p = s_kept.load(LAYOUT).to(gl.float32) * peak
+    s_p.store(gl.where((o_r < n_rows)[:, None], b_p, 0.0).to(DTYPE))
+    fence_async_shared()
+    barrier()

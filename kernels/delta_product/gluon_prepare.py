@@ -31,13 +31,15 @@ from fla_train.kernels.delta_product.gluon_common import (
     span,
 )
 from fla_train.kernels.delta_product.gluon_sums import add
+from fla_train.kernels.delta_product.triton_common import TINY
 from fla_train.kernels.delta_product.triton_forward import LOG2E, MIN_LOG2_DECAY
 from fla_train.kernels.dispatch import run_kernel
 
 WARPS = 4
 REGISTERS = 128  # of a thread, instead of 150: four programs share an SM and not three, and few are spilled
-# Of triton_forward, for Gluon: log2(e), and the least log2 decay of a token.
+# Of the Triton kernels, for Gluon: log2(e), the least log2 decay of a token, the least factor of a tile.
 PER_NAT, LEAST_DECAY = gl.constexpr(LOG2E.value), gl.constexpr(MIN_LOG2_DECAY.value)
+LEAST = gl.constexpr(TINY.value)
 
 
 @gluon.jit
@@ -90,7 +92,7 @@ def invert(b_l, zero, s_l, s_rest, s_x, ACC: gl.constexpr):
 def prepare_kernel(
     q, k,  # descriptors of [rows, columns]
     beta, g,
-    x, p, read, write, query, decay, gc, rq, rk,
+    x, p, read, write, query, decay, peak, gc, rq, rk,
     cu_seqlens, chunk_offsets, chunk_segment, scale, eps, n_total, T, NT,
     H: gl.constexpr, K: gl.constexpr, N: gl.constexpr, C: gl.constexpr,
     GATED: gl.constexpr, PACKED: gl.constexpr, num_warps: gl.constexpr,
@@ -131,6 +133,8 @@ def prepare_kernel(
     p_t, p_m = i_h.to(gl.int64) * n_total + i_t, i_h.to(gl.int64) * n_total * N + i_m
     b_beta = rows_of(beta + i_m * H + i_h, n_m, H, LINE)
     t_beta.store(b_beta)
+    b_peak = gl.maximum(gl.abs(scale) * gl.max(gl.abs(b_beta), 0), LEAST)
+    gl.store(peak + i_c.to(gl.int64) * H + i_h, b_peak)
     g_last, b_gm, b_gt = 0.0, b_beta, b_beta
     if GATED:
         b_g = rows_of(g + i_t * H + i_h, n_t, H, LINE) * PER_NAT
@@ -172,7 +176,7 @@ def prepare_kernel(
     lower = (o_r[:, None] > o_c[None, :]) & (o_r < n_m)[:, None]
     seen = ((o_c // N)[None, :] <= o_r[:, None]) & (o_r < n_t)[:, None]
     b_a *= t_rk.load(ROW)[:, None] * write_c
-    b_p *= (t_rq.load(ROW) * scale)[:, None] * write_c
+    b_p *= (t_rq.load(ROW) * (scale / b_peak))[:, None] * write_c
     if GATED:
         gm_c = t_gm.load(COLUMN)[None, :]
         b_a *= gl.exp2(gl.where(lower, t_gm.load(ROW)[:, None] - gm_c, 0.0))
@@ -183,13 +187,12 @@ def prepare_kernel(
         s_x = m_q._reinterpret(gl.float16, [2, ROWS, ROWS], TILE).index(0)
     else:
         s_l, s_rest, s_x = m_k._reinterpret(gl.float16, [ROWS, ROWS], TILE), m_rest, m_x
-    s_p = s_x if DTYPE == gl.float16 else s_x._reinterpret(DTYPE, [ROWS, ROWS], TILE)
     zero = nothing(T)
-    s_p.store(gl.where(seen, b_p, zero).to(DTYPE))
+    s_x.store(gl.where(seen, b_p, zero).to(gl.float16))
     o_s, o_k = gl.arange(0, ROWS, gl.SliceLayout(1, STORE)), gl.arange(0, ROWS, gl.SliceLayout(0, STORE))
     offset = o_s[:, None] * (H * ROWS) + o_k[None, :]
     barrier()
-    gl.store(p + (i_t * H + i_h) * ROWS + offset, s_p.load(STORE), mask=(o_s < n_t)[:, None])
+    gl.store(p + (i_t * H + i_h) * ROWS + offset, s_x.load(STORE), mask=(o_s < n_t)[:, None])
     barrier()  # P has left the buffer of X
     b_x = invert(gl.where(lower, b_a, zero), zero, s_l, s_rest, s_x, ACC)
     s_x.store(b_x.to(gl.float16))

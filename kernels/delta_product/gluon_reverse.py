@@ -36,6 +36,7 @@ from fla_train.kernels.delta_product.gluon_common import (
     expect_inverse,
     expect_values,
     make_bar,
+    make_operand,
     nothing,
     on_hopper,
     segment,
@@ -65,6 +66,7 @@ from fla_train.kernels.delta_product.gluon_sums import (
     suffix_sums,
     widened,
 )
+from fla_train.kernels.delta_product.triton_common import TINY
 from fla_train.kernels.dispatch import run_kernel
 from fla_train.kernels.sizes import ceil_div, processors
 
@@ -73,13 +75,13 @@ WARPS = 8
 ROW_TILES, STATE_TILES = ("q", "k", "do", "errors", "x", "p"), ("states",)
 # The share of the SMs that work, with a program per sequence and head, below which two kernels are taken.
 LEAST_BUSY = 0.75
-LEAST_ROW = gl.constexpr(1e-30)  # of dE^T: what has no larger element isn't divided by it
+LEAST = gl.constexpr(TINY.value)  # of dE^T's rows: what has no larger element is divided by it
 
 
 @gluon.jit(do_not_specialize=["T", "NT"])
 def reverse_kernel(
     q, k, do, errors, states, x, p,  # descriptors of [rows, columns]
-    beta, g, gc, rq, rk,
+    peak, beta, g, gc, rq, rk,
     dv, dq, dk, dbeta, dg, dfinal_state, dinitial_state,
     cu_seqlens, chunk_offsets, scale, n_total, T, NT,
     H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, N: gl.constexpr, C: gl.constexpr,
@@ -135,7 +137,8 @@ def reverse_kernel(
     m_k = gl.allocate_shared_memory(DTYPE, [2, ROWS, K], k.layout)
     m_q = gl.allocate_shared_memory(DTYPE, [1, ROWS, K], q.layout)
     m_x = gl.allocate_shared_memory(INVERSE, [1, ROWS, ROWS], x.layout)
-    m_p = gl.allocate_shared_memory(DTYPE, [1, ROWS, ROWS], p.layout)
+    m_kept = gl.allocate_shared_memory(p.dtype, [1, ROWS, ROWS], p.layout)  # P D as it was stored
+    m_p = m_kept if p.dtype == DTYPE else m_kept._reinterpret(DTYPE, [1, ROWS, ROWS], TILE)
     m_w = gl.allocate_shared_memory(INVERSE, [1, V, ROWS], TILE)
     m_dv = gl.allocate_shared_memory(DTYPE, [1, ROWS, V], TILE)
     m_dp = gl.allocate_shared_memory(DTYPE, [1, ROWS, ROWS], TILE)
@@ -159,13 +162,13 @@ def reverse_kernel(
         beta, g, gc, rq, rk, i_t.to(gl.int64), n_t, i_h, n_total, H, N, GATED, L2NORM, num_warps
     )
     keep_scalars(table, scalars, scale, GATED)
-    g_last = scalars[5]
+    g_last, b_peak = scalars[5], gl.load(peak + (i_chunk + i_c) * H + i_h)
     m_ds.index(0).store(b_ds.to(DTYPE))
     fence_async_shared()
     barrier()
     copy_rows(k, m_k.index(0), bars_k.index(0), i_t * N, i_h * K, True, TILE_BYTES)
     expect_inverse(bar_x, bar_p, True)
-    copy_inverse(x, p, m_x.index(0), m_p.index(0), bar_x, bar_p, i_t * N, i_t, i_h * ROWS, True)
+    copy_inverse(x, p, m_x.index(0), m_kept.index(0), bar_x, bar_p, i_t * N, i_t, i_h * ROWS, True)
     expect_values(bar_do, bar_e, bar_s, True, K, V)
     copy_values(
         *(do, errors, states, m_do.index(0), m_e.index(0), m_s.index(0), bar_do, bar_e, bar_s),
@@ -192,12 +195,10 @@ def reverse_kernel(
 
         # dE^T = (dS'^T K^T) .* write + dO^T P D, and beside it what reads E, dO and the states as they are
         mbarrier.wait(bar_p, step & 1)
-        if n_t < TOKENS:
-            o_s = gl.arange(0, ROWS, gl.SliceLayout(1, MASK))
-            b_p = s_p.load(MASK)
-            s_p.store(gl.where((o_s < n_t)[:, None], b_p, gl.zeros_like(b_p)))
-            fence_async_shared()
-            barrier()
+        if L2NORM:
+            make_operand(m_kept.index(zero), s_p, n_t, b_peak, DTYPE, MASK)
+        elif n_t < TOKENS:
+            make_operand(s_p, s_p, n_t, 1.0, DTYPE, MASK)
         b_de *= (table[WRITE].load(STEP) * table[BETA].load(STEP))[None, :]
         mbarrier.wait(bar_do, step & 1)
         b_de = warpgroup_mma(s_do.slice(0, TOKENS).permute((1, 0)), s_p.slice(0, TOKENS), b_de, is_async=True)
@@ -216,7 +217,7 @@ def reverse_kernel(
                 b_max = gl.maximum(maxima.slice(0, ROWS).load(DIM), maxima.slice(ROWS, ROWS).load(DIM))
             else:
                 b_max = gl.max(gl.abs(b_de), 1)
-            b_max = gl.where(b_max > LEAST_ROW, b_max, 1.0)
+            b_max = gl.maximum(b_max, LEAST)
             b_de *= (1.0 / b_max)[:, None]
         s_w.store(b_de.to(INVERSE))
         fence_async_shared()
@@ -262,7 +263,7 @@ def reverse_kernel(
         s_do.store(b_do)
         fence_async_shared()
         barrier()
-        copy_inverse(x, p, m_x.index(zero), m_p.index(zero), bar_x, bar_p, f_t * N, f_t, i_h * ROWS, pred)
+        copy_inverse(x, p, m_x.index(zero), m_kept.index(zero), bar_x, bar_p, f_t * N, f_t, i_h * ROWS, pred)
         b_da = warpgroup_mma(s_e, s_dv.permute((1, 0)), square, is_async=True)  # dA^T = E dV^T
         b_ds = warpgroup_mma(s_do.slice(0, TOKENS).permute((1, 0)), s_q.slice(0, TOKENS), b_ds, is_async=True)
         b_ds = warpgroup_mma(s_r, s_k, b_ds, is_async=True)
@@ -313,6 +314,7 @@ def reverse_kernel(
         scalars = fetch_scalars(
             beta, g, gc, rq, rk, f_t.to(gl.int64), f_n, i_h, n_total, H, N, GATED, L2NORM, num_warps
         )
+        f_peak = gl.load(peak + (i_chunk + gl.maximum(i_c, 0)) * H + i_h)
         keep_row_sums(inner, pairs + row_sums(b_da * b_kk))  # dA .* A
         if GATED:
             b_da = (b_da * beta_r[:, None] - widened(r_da)) * b_kk
@@ -368,7 +370,7 @@ def reverse_kernel(
             b_dg = gl.where(raw > MIN_LOG_DECAY, b_dg, 0.0)
             gl.store(dg + (p_t + o_m) * H + i_h, b_dg, mask=o_m < n_t)
         b_de = warpgroup_mma_wait(0, deps=[b_de])
-        i_t, n_t, g_last = f_t, f_n, scalars[5]
+        i_t, n_t, g_last, b_peak = f_t, f_n, scalars[5], f_peak
     if STORE_INITIAL:
         gl.store(dinitial_state + p_s, b_ds)
 

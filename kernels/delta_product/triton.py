@@ -153,12 +153,9 @@ def _make_prepared(
     """Room for what `prepare_kernel` writes; shapes are stated there."""
     tokens, heads, sub_steps = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
     by_token, by_step = (heads, row_length(q)), (heads, row_length(q) * sub_steps)
-    shapes = [by_step, by_step, by_token, (chunks, heads)]
+    shapes = [by_step, by_step, by_token, (chunks, heads), (chunks, heads)]
     shapes += [by_token] if gated else []
     shapes += [by_token, by_step] if qk_l2norm else []
-    inverse = torch.float16 if in_half(q, qk_l2norm) else q.dtype
-    matrices = [
-        q.new_empty(tokens * sub_steps, heads, CHUNK_STEPS, dtype=inverse),
-        q.new_empty(tokens, heads, CHUNK_STEPS),
-    ]
+    dtype = torch.float16 if in_half(q, qk_l2norm) else q.dtype
+    matrices = [q.new_empty(rows, heads, CHUNK_STEPS, dtype=dtype) for rows in (tokens * sub_steps, tokens)]
     return matrices + [beta.new_empty(shape) for shape in shapes]

@@ -28,6 +28,7 @@ from fla_train.kernels.delta_product.triton_common import (
     load_gates,
     load_rows,
     load_scalars,
+    load_scores,
     segment_span,
     store_rows,
     times_inverse,
@@ -37,13 +38,13 @@ from fla_train.kernels.delta_product.triton_common import (
 @triton.jit(do_not_specialize=["T", "NT"])
 def adjoint_kernel(
     q, k, do,  # [tokens, H, K], [tokens * N, H, K], [tokens, H, V]
-    x, p, read, write, query, decay,  # from prepare_kernel
+    x, p, read, write, query, decay, peak,  # from prepare_kernel
     dv, dstates,  # out [tokens * N, H, V]; [chunks, H, V, K], the gradient of the state at each chunk's end
     dfinal_state, dinitial_state,  # [segments, H, K, V] fp32, in and out
     cu_seqlens, chunk_offsets, n_total, T, NT,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, HAS_FINAL: tl.constexpr, STORE_INITIAL: tl.constexpr,
+    L2NORM: tl.constexpr, PACKED: tl.constexpr, HAS_FINAL: tl.constexpr, STORE_INITIAL: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Per segment, head and block of V, from the last chunk to the first: the state's gradient and dv."""
@@ -71,7 +72,7 @@ def adjoint_kernel(
         b_q = load_rows(q + (i_t * H + i_h) * K, n_t, 0, K, H * K, BC, BK).to(OPERAND)
         b_do = load_rows(do + (i_t * H + i_h) * V, n_t, i_v, V, H * V, BC, BV).to(OPERAND)
         b_x = load_rows(x + (i_m * H + i_h) * M, n_m, 0, M, H * M, M, M)
-        b_p = load_rows(p + (i_t * H + i_h) * M, n_t, 0, M, H * M, BC, M).to(OPERAND)
+        b_p = load_scores(p, peak, i_chunk + i_c, i_t, n_t, i_h, H, M, BC, L2NORM, OPERAND)
         b_read = load_scalars(read, i_h, n_total * N, i_m, n_m, M)
         b_write = load_scalars(write, i_h, n_total * N, i_m, n_m, M)
         b_query = load_scalars(query, i_h, n_total, i_t, n_t, BC)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 CHUNK = tl.constexpr(64)  # sub-steps per chunk: the row count of a Hopper matrix instruction
+TINY = tl.constexpr(1e-30)  # least factor that a row or a tile is divided by, to fit in fp16
 
 
 @triton.jit
@@ -82,17 +83,38 @@ def load_scalars(p, i_h, n_total, i_row, n_rows, R: tl.constexpr):
 
 
 @triton.jit
-def times_inverse(b_w, b_x, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """W X of W [R, M] in fp32 and X [M, M] as it was stored: X, or X^T, of `prepare_kernel`.
+def factored_times_inverse(b_w, b_x, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """W X as Y [R, M] and a factor of each row [R], of W [R, M] in fp32 and X [M, M] as it was stored: X, or
+    X^T, of `prepare_kernel`.
 
     Normalised keys leave X in fp16, whose three more bits are what keeps reflections from shrinking; W then
-    goes with it, each row divided by its largest element to fit fp16's range.
+    goes with it, each row divided by its largest element to fit fp16's range. Y fits, too: as |A D| <= 2, its
+    rows' largest elements lie between 1 / 127 and 128.
     """
     if b_x.dtype == tl.float16 and OPERAND != tl.float32:
-        b_max = tl.max(tl.abs(b_w), 1)
-        b_max = tl.where(b_max > 0, b_max, 1.0)
-        return tl.dot((b_w / b_max[:, None]).to(tl.float16), b_x) * b_max[:, None]
-    return tl.dot(b_w.to(OPERAND), b_x.to(OPERAND), input_precision=PRECISION)
+        b_row = tl.maximum(tl.max(tl.abs(b_w), 1), TINY)
+        return tl.dot((b_w * (1.0 / b_row)[:, None]).to(tl.float16), b_x), b_row
+    b_row = tl.full((b_w.shape[0],), 1.0, tl.float32)
+    return tl.dot(b_w.to(OPERAND), b_x.to(OPERAND), input_precision=PRECISION), b_row
+
+
+@triton.jit
+def times_inverse(b_w, b_x, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """W X of W [R, M] in fp32 and X, as in `factored_times_inverse`."""
+    b_y, b_row = factored_times_inverse(b_w, b_x, OPERAND, PRECISION)
+    return b_y * b_row[:, None]
+
+
+@triton.jit
+def load_scores(
+    p, peak, i_c, i_t, n_t, i_h,
+    H: tl.constexpr, M: tl.constexpr, BC: tl.constexpr, L2NORM: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """P D [BC, M] of a chunk, as an operand."""
+    b_p = load_rows(p + (i_t * H + i_h) * M, n_t, 0, M, H * M, BC, M)
+    if L2NORM:
+        b_p = b_p.to(tl.float32) * tl.load(peak + i_c.to(tl.int64) * H + i_h)
+    return b_p.to(OPERAND)
 
 
 @triton.jit

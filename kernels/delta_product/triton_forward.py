@@ -20,13 +20,14 @@ import triton
 import triton.language as tl
 
 from fla_train.kernels.delta_product.triton_common import (
+    TINY,
     chunk_span,
+    factored_times_inverse,
     load_rows,
     load_scalars,
     nothing,
     segment_span,
     store_rows,
-    times_inverse,
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -65,7 +66,7 @@ def unit_lower_inverse(b_l, zero, M: tl.constexpr, OPERAND: tl.constexpr):
 def prepare_kernel(
     q, k, beta, g,  # [tokens, H, K], [tokens * N, H, K], [tokens * N, H], [tokens, H]
     x, p,  # out [tokens * N, H, M] and [tokens, H, M], 16 bits or as q
-    read, write, query, decay,  # out [H, n_total * N], the same, [H, n_total], [chunks, H], fp32
+    read, write, query, decay, peak,  # out [H, n_total * N], the same, [H, n_total], [chunks, H] twice, fp32
     gc, rq, rk,  # out [H, n_total], the same, [H, n_total * N], fp32
     cu_seqlens, chunk_offsets, chunk_segment, scale, eps, n_total, T, NT,
     H: tl.constexpr, K: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
@@ -76,7 +77,8 @@ def prepare_kernel(
     """Per chunk and head: X, P D, the cumulative gates, the reciprocal norms, and the factors made of them.
 
     `read`, `write` and `query` are the factors (norm, gate, beta, scale) of raw k where it reads the state,
-    of raw k where it writes it and of raw q; `decay` is that of the state over the chunk.
+    of raw k where it writes it and of raw q; `decay` is that of the state over the chunk. Of normalised keys
+    P D is divided by `peak`, so that it fits in fp16 whatever scale and beta are: no element is beyond 1.
     """
     i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H  # heads side by side: their rows are neighbours
     i_t, n_t = chunk_span(i_c, cu_seqlens, chunk_offsets, chunk_segment, T, NT, C, PACKED)
@@ -101,8 +103,13 @@ def prepare_kernel(
         tl.store(rk + p_m, b_read, mask=m_m)
         tl.store(rq + p_t, b_rq, mask=m_t)
     b_write = b_read * b_beta
+    b_row = b_query  # of P D
+    if L2NORM:
+        b_peak = tl.maximum(tl.abs(scale) * tl.max(tl.abs(b_beta), 0), TINY)
+        tl.store(peak + i_c.to(tl.int64) * H + i_h, b_peak)
+        b_row *= 1.0 / b_peak
     b_p = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [M, BC]
-    b_p = b_p * b_write[:, None] * b_query[None, :]
+    b_p = b_p * b_write[:, None] * b_row[None, :]
     b_a = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)  # [M, M]
     b_a = b_a * b_read[:, None] * b_write[None, :]
     lower = o_m[:, None] > o_m[None, :]
@@ -133,14 +140,15 @@ def prepare_kernel(
 @triton.jit(do_not_specialize=["T", "NT"])
 def state_kernel(
     q, k, v,  # [tokens, H, K], [tokens * N, H, K], [tokens * N, H, V]
-    x, p, read, write, query, decay,  # from prepare_kernel
+    x, p, read, write, query, decay, peak,  # from prepare_kernel
     o,  # out [tokens, H, V]
     errors, states,  # out [tokens * N, H, V], E; out [chunks, H, V, K], the state at each chunk's start
     initial_state, final_state,  # [segments, H, K, V] fp32, in and out
     cu_seqlens, chunk_offsets, n_total, T, NT,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr, STORE_FINAL: tl.constexpr, KEEP: tl.constexpr,
+    L2NORM: tl.constexpr, PACKED: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, STORE_FINAL: tl.constexpr, KEEP: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Per segment, head and block of V: the state and the output, chunk after chunk.
@@ -170,16 +178,26 @@ def state_kernel(
         b_q = load_rows(q + (i_t * H + i_h) * K, n_t, 0, K, H * K, BC, BK).to(OPERAND)
         b_v = load_rows(v + (i_m * H + i_h) * V, n_m, i_v, V, H * V, M, BV).to(tl.float32)
         b_x = load_rows(x + (i_m * H + i_h) * M, n_m, 0, M, H * M, M, M)
-        b_p = load_rows(p + (i_t * H + i_h) * M, n_t, 0, M, H * M, BC, M).to(OPERAND)
+        b_p = load_rows(p + (i_t * H + i_h) * M, n_t, 0, M, H * M, BC, M)
+        if OPERAND == tl.float32:
+            b_p = b_p.to(OPERAND)
         b_read = load_scalars(read, i_h, n_total * N, i_m, n_m, M)
         b_write = load_scalars(write, i_h, n_total * N, i_m, n_m, M)
         b_query = load_scalars(query, i_h, n_total, i_t, n_t, BC)
 
         b_w = tl.dot(b_sc, tl.trans(b_k), input_precision=PRECISION)  # [BV, M]
         b_w = tl.trans(b_v) - b_w * b_read[None, :]
-        b_e = times_inverse(b_w, tl.trans(b_x), OPERAND, PRECISION)
+        b_e, b_row = factored_times_inverse(b_w, tl.trans(b_x), OPERAND, PRECISION)
         b_o = tl.dot(b_sc, tl.trans(b_q), input_precision=PRECISION) * b_query[None, :]  # [BV, BC]
-        b_o = tl.dot(b_e.to(OPERAND), tl.trans(b_p), b_o, input_precision=PRECISION)
+        # E without its rows' factors, and P D without its own: both in fp16, or of correlated keys, whose
+        # output is a small sum of large terms, rounding takes more than of all else together.
+        b_factor = b_row
+        if L2NORM:
+            b_factor *= tl.load(peak + (i_chunk + i_c) * H + i_h)
+        b_factor = tl.maximum(b_factor, TINY)
+        b_o *= (1.0 / b_factor)[:, None]
+        b_o = tl.dot(b_e.to(b_p.dtype), tl.trans(b_p), b_o, input_precision=PRECISION) * b_factor[:, None]
+        b_e *= b_row[:, None]
         b_s *= tl.load(decay + (i_chunk + i_c) * H + i_h)
         b_s = tl.dot((b_e * b_write[None, :]).to(OPERAND), b_k, b_s, input_precision=PRECISION)
         if KEEP:

@@ -42,7 +42,7 @@ OPERAND_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.
 # seldom does in evaluations, Triton would compile each kernel once more.
 ROW_MULTIPLE = 16
 # What `prepare_kernel` writes, in the order of lists of it: always, with gates, where q and k are normalised.
-PRODUCTS, GATES, NORMS = ("x", "p", "read", "write", "query", "decay"), ("gc",), ("rq", "rk")
+PRODUCTS, GATES, NORMS = ("x", "p", "read", "write", "query", "decay", "peak"), ("gc",), ("rq", "rk")
 
 
 @opaque(mutates=("o", "prepared", "errors", "states", "transitions", "final_state"))

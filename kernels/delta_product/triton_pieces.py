@@ -19,6 +19,7 @@ import triton.language as tl
 from fla_train.kernels.delta_product.triton_common import (
     load_rows,
     load_scalars,
+    load_scores,
     store_rows,
     times_inverse,
 )
@@ -150,12 +151,12 @@ def piece_state_kernel(
 @triton.jit
 def piece_adjoint_kernel(
     q, k, do,  # [tokens, H, K], [tokens * N, H, K], [tokens, H, V]
-    x, p, read, write, query, decay,  # from prepare_kernel
+    x, p, read, write, query, decay, peak,  # from prepare_kernel
     dfinal_state,  # [segments, H, K, V] fp32
     local,  # out [pieces, H, V, K] fp32
     bounds, piece_chunk, piece_segment, piece_offsets, n_total,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
-    M: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    M: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L2NORM: tl.constexpr,
     HAS_FINAL: tl.constexpr, FORGETS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Per piece, head and block of V: dL. A last piece's has the final state's gradient in it."""
@@ -193,7 +194,7 @@ def piece_adjoint_kernel(
         b_q = load_rows(q + (i_t * H + i_h) * K, n_t, 0, K, H * K, BC, BK).to(OPERAND)
         b_do = load_rows(do + (i_t * H + i_h) * V, n_t, i_v, V, H * V, BC, BV).to(OPERAND)
         b_x = load_rows(x + (i_m * H + i_h) * M, n_m, 0, M, H * M, M, M)
-        b_p = load_rows(p + (i_t * H + i_h) * M, n_t, 0, M, H * M, BC, M).to(OPERAND)
+        b_p = load_scores(p, peak, i_chunk + i_c, i_t, n_t, i_h, H, M, BC, L2NORM, OPERAND)
         b_read = load_scalars(read, i_h, n_total * N, i_m, n_m, M)
         b_write = load_scalars(write, i_h, n_total * N, i_m, n_m, M)
         b_query = load_scalars(query, i_h, n_total, i_t, n_t, BC)

@@ -125,22 +125,23 @@ def _types(variant: Variant) -> dict[str, str]:
         return f"tensordesc<{dtype}[{rows}, {columns}],{TILE.value!r}>"
 
     types = {
-        **dict.fromkeys(("p", "dv", "dq", "dk"), "*bf16"),
+        **dict.fromkeys(("dv", "dq", "dk"), "*bf16"),
         **dict.fromkeys(("scale", "eps"), "fp32"),
         **dict.fromkeys(("beta", "g", "gc", "rq", "rk", "dbeta", "dg"), "*fp32"),
-        **dict.fromkeys(("read", "write", "query", "decay", "dfinal_state", "dinitial_state"), "*fp32"),
+        **dict.fromkeys(("read", "write", "query", "decay", "peak"), "*fp32"),
+        **dict.fromkeys(("dfinal_state", "dinitial_state"), "*fp32"),
         **dict.fromkeys(("n_total", "T", "NT", "n_work"), "i32"),
         **dict.fromkeys(("cu_seqlens", "chunk_offsets", "chunk_segment"), "*i64"),
         **dict.fromkeys(("q", "k", "do", "errors"), described("bf16", 64)),
         **dict.fromkeys(("states", "dstates"), described("bf16", variant.dim)),
-        "x": "*fp16",
+        **dict.fromkeys(("x", "p"), "*fp16"),
     }
     if not variant.gluon:
         types |= {"q": "*bf16", "k": "*bf16"}
     if variant.name == "gradient":
         types["dv"] = described("bf16", 64)
     if variant.name == "reverse":
-        types |= {"x": described("fp16" if variant.gated else "bf16", 64, 64), "p": described("bf16", 64, 64)}
+        types |= dict.fromkeys(("x", "p"), described("fp16" if variant.gated else "bf16", 64, 64))
     return types
 
 

@@ -181,8 +181,8 @@ def test_whole_backward_of_pieces(case: Case, piece: int) -> None:
         ("reverse", "(ahead >> 1) & 1", "((ahead >> 1) & 1) ^ 1", "never completes"),
         (
             "reverse",
-            "        i_t, n_t, g_last = f_t, f_n, scalars[5]\n",
-            "        i_t, n_t, g_last = f_t, f_n, scalars[5]\n"
+            "        i_t, n_t, g_last, b_peak = f_t, f_n, scalars[5], f_peak\n",
+            "        i_t, n_t, g_last, b_peak = f_t, f_n, scalars[5], f_peak\n"
             "    copy_rows(q, s_q, bar_q, 0, 0, True, TILE_BYTES)\n",
             "nobody waits for",
         ),

@@ -5,12 +5,14 @@ The Triton kernels beside them are interpreted, in float32; the tiles that a Glu
 """
 
 import re
+import struct
 from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
+from fla_train.kernels.delta_product.triton_forward import MIN_LOG2_DECAY
 from tests.kernels.compiled_gluon import Compiled, Variant, compile_for_hopper
 from tests.kernels.gluon_judge import MODULES, TILED, Launch, judge
 from tests.kernels.simulated_ptx import SPACE, Matrix, Program
@@ -55,7 +57,7 @@ def simulate(name: str, case: Case, ptx: str, order: Sequence[int]) -> Launch:
             value = {"n_work": n_work, **arguments}.get(argument)
             if value is None or argument in constants:
                 continue
-            dtype = torch.float16 if argument == "x" and case.l2norm else torch.bfloat16
+            dtype = torch.float16 if argument in ("x", "p") and case.l2norm else torch.bfloat16
             if argument in TILED[name]:
                 parameters[number] = tiles(value.to(dtype), whole=argument.endswith("states"))
                 number += DESCRIPTOR
@@ -115,4 +117,6 @@ def test_gates_that_are_nan_stay_so(kernels: dict[Variant, Compiled]) -> None:
     # A maximum of NaN and a number is the number: of a NaN it would make the least gate there is.
     gated = [compiled.ptx for found, compiled in kernels.items() if found.name == "prepare" and found.gated]
     assert len(gated) > len(WIDE)
-    assert not any("max.f32" in ptx for ptx in gated)
+    least = f"0f{struct.pack('>f', MIN_LOG2_DECAY.value).hex().upper()}"
+    for ptx in gated:
+        assert least in ptx and not re.search(rf"max\.f32[^;]*{least}", ptx)

@@ -75,7 +75,9 @@ def check(ours: Function, reference: Function, leaves: list[Tensor], bound: floa
     for i, (a, b, e) in enumerate(zip(actual, again, expected, strict=True)):
         assert torch.equal(a, b), f"result {i} differs from run to run"
         error = (a.double() - e).norm() / e.norm().clamp_min(1e-9)
-        assert error <= bound, f"result {i}: relative error {error:.1e} > {bound:.1e}"
+        # A few numbers may all be small differences of larger terms.
+        limit = bound if e.numel() >= 16 else max(bound, 1e-5)
+        assert error <= limit, f"result {i}: relative error {error:.1e} > {limit:.1e}"
 
 
 def bound_of(case: Case) -> float:

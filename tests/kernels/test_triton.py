@@ -63,6 +63,8 @@ def make_inputs(case: Case, device: str) -> tuple[list[Tensor | None], Tensor, T
             q, k, v, beta = (torch.ones_like(x) for x in (q, k, v, beta))
         case "small beta":
             beta = beta / 100
+        case "tiny beta":
+            beta = beta / 1e4
         case "zero beta":
             beta[:, ::3] = 0.0
         case "resets":
@@ -162,6 +164,7 @@ def uniform(bound: float) -> dict[str, float]:
         Case(tokens=1, scale=1.0),
         Case(inputs="correlated", key_dim=32),
         Case(inputs="zero beta"),
+        Case(inputs="tiny beta", scale=1e5, states=False),
         Case(inputs="resets", sub_steps=2, tokens=40),
     ],
     ids=str,
@@ -256,11 +259,11 @@ def test_unsupported_requests_name_the_fault(case: Case, dtype: torch.dtype, mes
 
 # Rounding every operand of a product to bf16, and nothing else, costs up to 0.8 of these bounds (worked out
 # in fp64). Without forgetting the errors stay in the state, and more so in smaller heads; keys that repeat
-# at beta near 2 amplify them.
+# at beta near 2 amplify them: the final state's, whose update takes E in bf16, and dq, which reads the states.
 BF16 = uniform(8e-3) | {"o": 5e-3, "final_state": 5e-3, "dbeta": 1.5e-2, "dg": 1.5e-2}
 BF16_LOOSE = uniform(1.2e-2) | {"dbeta": 1.5e-2, "dg": 1.5e-2}
 BF16_NARROW = uniform(1.5e-2)
-BF16_HARD = uniform(2e-2) | {"dbeta": 5e-2, "dg": 5e-2}
+BF16_HARD = uniform(1e-2) | {"o": 5e-3, "dbeta": 3e-2, "dg": 3e-2}
 
 
 def real(**changes: object) -> Case:
@@ -269,11 +272,11 @@ def real(**changes: object) -> Case:
 
 
 def bounds_of(case: Case) -> dict[str, float]:
-    """Of random inputs; without a gate wide normalised keys keep the targets, up to four sub-steps."""
+    """Of random inputs; without a gate normalised keys keep the targets, up to four sub-steps."""
     if case.key_dim < 32:
         return BF16_NARROW
-    wide = case.key_dim >= 128 and case.l2norm and case.sub_steps <= 4
-    return BF16 if wide or (case.gated and case.key_dim >= 64) else BF16_LOOSE
+    normal = case.l2norm and case.sub_steps <= 4
+    return BF16 if normal or (case.gated and case.key_dim >= 64) else BF16_LOOSE
 
 
 @pytest.mark.gpu
@@ -348,7 +351,8 @@ def test_gpu_packed(sub_steps: int, states: bool) -> None:
 HARD = [
     *[(real(inputs=x, sub_steps=n), BF16_HARD) for x in ("correlated", "repeated") for n in (1, 2)],
     *[(real(inputs=x, sub_steps=n), BF16) for x in ("zero beta", "resets", "fast decay") for n in (1, 2)],
-    (real(inputs="correlated", gated=UNGATED), uniform(5e-2)),
+    *[(real(inputs="tiny beta", states=False, scale=scale), BF16) for scale in (None, 1e-2, 1e5)],
+    (real(inputs="correlated", gated=UNGATED), BF16_HARD),
     (real(inputs="repeated", gated=UNGATED), uniform(0.15)),
     *[(real(inputs="ones", gated=UNGATED, scale=scale), BF16_HARD) for scale in (None, 1.0)],
 ]
