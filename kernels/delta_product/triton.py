@@ -2,9 +2,10 @@
 
 Narrow heads in float32 are walked step by step (`triton_walk`). All others go by chunks, as follows.
 
-For the backward the forward keeps, in the dtype of q: X and E per sub-step (M and V elements a head; v itself
-is not kept), P D per token (M elements), and one state per chunk of M = 64 steps. `triton_passes` launches
-the kernels; it is `opaque` to torch.compile, which traces what is here.
+For the backward the forward keeps, in the dtype of q: E per sub-step (V elements a head; v itself is not
+kept) and one state per chunk of M = 64 steps; and in 16 bits, where q has them, X per sub-step and P D per
+token (M elements each). `triton_passes` launches the kernels; it is `opaque` to torch.compile, which traces
+what is here.
 """
 
 from typing import Any
