@@ -19,6 +19,7 @@ from fla_train.bench.contenders import make_problem, operator
 from fla_train.bench.measure import forward_backward
 from fla_train.bench.roofline import Shape
 from fla_train.kernels.delta_product.launches import Launches, forced
+from fla_train.kernels.delta_product.triton_split import cutting
 
 PROCESSES = min(12, os.cpu_count() or 1)
 CONTEXT_BYTES = 1 << 30  # what a process takes of a GPU beyond its tensors, about
@@ -39,6 +40,7 @@ class Trial:
     shape: Shape
     norm: bool
     launches: Launches
+    piece: int | None = None  # chunks of its pieces (`triton_split.cutting`)
 
 
 class Compiled:
@@ -76,7 +78,7 @@ class Compiled:
 
 def _once(trial: Trial, dtype: torch.dtype, device: torch.device) -> None:
     try:
-        with forced(trial.launches):
+        with forced(trial.launches), cutting(trial.piece):
             forward_backward(operator, make_problem(trial.shape, dtype, device, norm=trial.norm))
     finally:
         torch.cuda.synchronize(device)

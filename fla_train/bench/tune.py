@@ -32,6 +32,7 @@ from fla_train.kernels.delta_product.launches import (
     lookup,
     plain,
 )
+from fla_train.kernels.delta_product.triton_split import cutting
 
 # `adjoint` comes last: in Gluon it takes the place of `gradient`, too, whose best options it has to beat.
 KERNELS = ("prepare", "state", "gradient", "adjoint")
@@ -92,6 +93,7 @@ def tune(
     judges = [
         short_judge(shape, dtype, device, gated, norm) for gated in (True, False) for norm in (True, False)
     ]
+    judges += [replace(judge, piece=1) for judge in judges]  # their kernels run under the same options
     judges.append(present)
     tried = {kernel: candidates(kernel, key, getattr(best, kernel)) for kernel in KERNELS}
 
@@ -179,24 +181,25 @@ class Judge:
 
     problem: Problem
     reference: dict[str, Tensor]
+    piece: int | None = None  # chunks of the pieces that sequences are cut into; None: by their sizes
 
     def trial(self, launches: Launches) -> Trial:
         """What `fault` runs."""
-        return Trial(self.problem.shape, self.problem.norm, launches)
+        return Trial(self.problem.shape, self.problem.norm, launches, self.piece)
 
     def fault(self, launches: Launches) -> str | None:
         """What is wrong with results under these options, None if nothing."""
         shape, dtype = self.problem.shape, self.problem.q.dtype
         try:
-            with forced(launches):
+            with forced(launches), cutting(self.piece):
                 results = forward_backward(operator, self.problem)
         except Exception as failure:
             return _first_line(failure)
         for name, expected in self.reference.items():
             error = relative_rms(results[name], expected)
             if not error <= tolerance(name, dtype):  # a NaN is wrong
-                gate = "gate" if shape.gated else "no gate"
-                return f"{name} is off by {error:.1e} ({gate}, {'norm' if self.problem.norm else 'no norm'})"
+                case = f"{'gate' if shape.gated else 'no gate'}, {'norm' if self.problem.norm else 'no norm'}"
+                return f"{name} is off by {error:.1e} ({case}{', in pieces' if self.piece else ''})"
         return None
 
 

@@ -41,8 +41,11 @@ _forced: int | None = None
 
 
 @contextmanager
-def cutting(chunks: int) -> Iterator[None]:
-    """Calls inside have pieces of so many chunks, 0 for none, whatever their sizes: for checks and tests."""
+def cutting(chunks: int | None) -> Iterator[None]:
+    """Calls inside have pieces of so many chunks, 0 for none, whatever their sizes: for checks and tests.
+
+    None: by their sizes, as outside.
+    """
     global _forced
     before, _forced = _forced, chunks
     try:

@@ -13,7 +13,7 @@ from fla_train.bench import contenders
 from fla_train.bench import tune as tuning
 from fla_train.bench.roofline import Shape
 from fla_train.cli import bench
-from fla_train.kernels.delta_product import launches
+from fla_train.kernels.delta_product import launches, triton_split
 from fla_train.kernels.delta_product.launches import Key, fallback, fault, lookup
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compiles every candidate there")
@@ -109,6 +109,19 @@ def test_one_that_is_wrong_on_the_timed_sizes_only_is_refused(small, monkeypatch
     outcome, best = run_tune(clock)[0]
     assert best.prepare == PREPARE[1]
     assert "o is off by" in outcome.refused[0]
+
+
+def test_one_that_is_wrong_in_pieces_only_is_refused(small, monkeypatch):
+    sound = contenders.delta_product
+
+    def unsound(*inputs, backend, **options):
+        o, state = sound(*inputs, backend=backend, **options)
+        return (o * 1.05 if triton_split._forced and present() == PREPARE[2] else o), state
+
+    monkeypatch.setattr(contenders, "delta_product", unsound)
+    outcome, best = run_tune(clock)[0]
+    assert best.prepare == PREPARE[1]
+    assert "o is off by" in outcome.refused[0] and "in pieces" in outcome.refused[0]
 
 
 def test_gradient_is_timed_and_a_whole_backward_is_judged_where_both_kernels_run(small, monkeypatch):
