@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import NoReturn
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -91,6 +92,16 @@ def readable(argument: str) -> str:
     except HydraException:
         return f"{key}={quote(text)}"
     return argument
+
+
+def leave(code: int) -> NoReturn:
+    """End with this status. Of a terminal that has gone Python would make 120, since it can't be flushed."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    sys.exit(code)
 
 
 def fail(message: object, code: int = 2) -> int:

@@ -1,13 +1,12 @@
 """`fla-train`: compose the config, print the plan, train. `fla-train debug=smoke` tries it out."""
 
-import sys
 from collections.abc import Sequence
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from fla_train.cli.app import INTERRUPTED, LeftOut, compose, fail, run_hydra
+from fla_train.cli.app import INTERRUPTED, LeftOut, compose, fail, leave, run_hydra
 
 
 def train(node: DictConfig) -> int:
@@ -43,10 +42,10 @@ def train(node: DictConfig) -> int:
         return fail(failure, 1)
     except Preempted:
         fail("stopped on request; the same command with this run.dir goes on from where it was")
-        sys.exit(EXIT_CODE)
+        leave(EXIT_CODE)
     except KeyboardInterrupt:
         fail("interrupted; the same command with this run.dir goes on from the last checkpoint")
-        sys.exit(INTERRUPTED)
+        leave(INTERRUPTED)
     return 0
 
 

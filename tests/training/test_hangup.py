@@ -56,3 +56,17 @@ def test_a_terminal_that_closes(in_a_terminal, ignored: bool, tmp_path: Path) ->
     (newest, *_) = sorted((path.name for path in (tmp_path / "run" / "checkpoints").iterdir()), reverse=True)
     finished = newest == "step-0000012"
     assert (status, finished) == ((0, True) if ignored else (EXIT_CODE, False))
+
+
+@pytest.mark.parametrize("end", ["leave(75)", "sys.exit(75)"])
+def test_a_status_that_a_closed_terminal_would_change(end: str) -> None:
+    ours, its = pty.openpty()
+    code = "import sys; from fla_train.cli.app import leave; print('begun', flush=True); "
+    code += f"sys.stdin.readline(); sys.stdout.write('rest'); {end}"
+    command, buffered = [sys.executable, "-c", code], os.environ | {"PYTHONUNBUFFERED": ""}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=its, stderr=its, env=buffered)
+    os.close(its)
+    os.read(ours, 16)
+    os.close(ours)
+    process.communicate(b"\n", timeout=60)
+    assert process.returncode == (EXIT_CODE if end == "leave(75)" else 120)
