@@ -11,11 +11,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fla_train.kernels.delta_product.launches import GLUON_DIMS, architecture
+from fla_train.kernels.delta_product.triton_common import TINY
 
 # What triton 3.6 calls thread_barrier.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 ROWS = gl.constexpr(64)  # sub-steps per chunk, and rows of every tile of q, o and k
+
+LEAST = gl.constexpr(TINY.value)  # `triton_common.TINY`, for Gluon
 
 ALIGNMENT = 16  # bytes, of what the copy engine reads
 # Of tiles of 16-bit numbers, as the copy engine writes them and matrix products read them.

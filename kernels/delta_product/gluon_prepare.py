@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fla_train.kernels.delta_product.gluon_common import (
     FLAT,
+    LEAST,
     ROWS,
     TILE,
     barrier,
@@ -31,15 +32,13 @@ from fla_train.kernels.delta_product.gluon_common import (
     span,
 )
 from fla_train.kernels.delta_product.gluon_sums import add
-from fla_train.kernels.delta_product.triton_common import TINY
 from fla_train.kernels.delta_product.triton_forward import LOG2E, MIN_LOG2_DECAY
 from fla_train.kernels.dispatch import run_kernel
 
 WARPS = 4
 REGISTERS = 128  # of a thread, instead of 150: four programs share an SM and not three, and few are spilled
-# Of the Triton kernels, for Gluon: log2(e), the least log2 decay of a token, the least factor of a tile.
+# Of triton_forward, for Gluon: log2(e), and the least log2 decay of a token.
 PER_NAT, LEAST_DECAY = gl.constexpr(LOG2E.value), gl.constexpr(MIN_LOG2_DECAY.value)
-LEAST = gl.constexpr(TINY.value)
 
 
 @gluon.jit

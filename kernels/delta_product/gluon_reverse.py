@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fla_train.kernels.delta_product.gluon_common import (
+    LEAST,
     ROWS,
     TILE,
     anew,
@@ -66,7 +67,6 @@ from fla_train.kernels.delta_product.gluon_sums import (
     suffix_sums,
     widened,
 )
-from fla_train.kernels.delta_product.triton_common import TINY
 from fla_train.kernels.dispatch import run_kernel
 from fla_train.kernels.sizes import ceil_div, processors
 
@@ -75,7 +75,6 @@ WARPS = 8
 ROW_TILES, STATE_TILES = ("q", "k", "do", "errors", "x", "p"), ("states",)
 # The share of the SMs that work, with a program per sequence and head, below which two kernels are taken.
 LEAST_BUSY = 0.75
-LEAST = gl.constexpr(TINY.value)  # of dE^T's rows: what has no larger element is divided by it
 
 
 @gluon.jit(do_not_specialize=["T", "NT"])
