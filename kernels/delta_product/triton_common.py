@@ -85,11 +85,12 @@ def load_scalars(p, i_h, n_total, i_row, n_rows, R: tl.constexpr):
 @triton.jit
 def factored_times_inverse(b_w, b_x, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """W X as Y [R, M] and a factor of each row [R], of W [R, M] in fp32 and X [M, M] as it was stored: X, or
-    X^T, of `prepare_kernel`.
+    X^T, of `prepare_kernel`, or a piece's Phi.
 
-    Normalised keys leave X in fp16, whose three more bits are what keeps reflections from shrinking; W then
-    goes with it, each row divided by its largest element to fit fp16's range. Y fits, too: as |A D| <= 2, its
-    rows' largest elements lie between 1 / 127 and 128.
+    Normalised keys leave X in fp16, whose three more bits are what keeps reflections from shrinking, and so
+    do fp16 inputs; W then goes with it, each row divided by its largest element to fit fp16's range. Of
+    normalised keys Y fits, too: as |A D| <= 2, the largest element of a row that is not zero lies between
+    1 / 127 and 128.
     """
     if b_x.dtype == tl.float16 and OPERAND != tl.float32:
         b_row = tl.maximum(tl.max(tl.abs(b_w), 1), TINY)
