@@ -257,9 +257,9 @@ def test_unsupported_requests_name_the_fault(case: Case, dtype: torch.dtype, mes
         results(case, tensors, *gradients, backend="triton")
 
 
-# Random inputs reach up to 0.9 of these bounds (docs/kernels.md, "Errors"). Without forgetting the errors stay
-# in the state, and more so in smaller heads; keys that repeat at beta near 2 amplify them, most in the final
-# state, whose update takes E in bf16, and in dq, which reads such states.
+# Random inputs reach up to 0.9 of these bounds (docs/kernels.md, "Errors"). Without forgetting the errors
+# stay in the state, and more so in smaller heads; keys that repeat at beta near 2 amplify them, most in the
+# final state, whose update takes E in bf16, and in dq, which reads such states.
 BF16 = uniform(8e-3) | {"o": 5e-3, "final_state": 5e-3, "dbeta": 1.5e-2, "dg": 1.5e-2}
 BF16_LOOSE = uniform(1.2e-2) | {"dbeta": 1.5e-2, "dg": 1.5e-2}
 BF16_NARROW = uniform(1.5e-2)
