@@ -132,7 +132,8 @@ def prepare_kernel(
     p_t, p_m = i_h.to(gl.int64) * n_total + i_t, i_h.to(gl.int64) * n_total * N + i_m
     b_beta = rows_of(beta + i_m * H + i_h, n_m, H, LINE)
     t_beta.store(b_beta)
-    b_peak = gl.maximum(gl.abs(scale) * gl.max(gl.abs(b_beta), 0), LEAST)
+    b_peak = gl.abs(scale) * gl.max(gl.abs(b_beta), 0)
+    b_peak = gl.where(b_peak > LEAST, b_peak, 1.0)  # of a chunk without writes, P D is 0 over anything
     gl.store(peak + i_c.to(gl.int64) * H + i_h, b_peak)
     g_last, b_gm, b_gt = 0.0, b_beta, b_beta
     if GATED:

@@ -216,7 +216,7 @@ def reverse_kernel(
                 b_max = gl.maximum(maxima.slice(0, ROWS).load(DIM), maxima.slice(ROWS, ROWS).load(DIM))
             else:
                 b_max = gl.max(gl.abs(b_de), 1)
-            b_max = gl.maximum(b_max, LEAST)
+            b_max = gl.where(b_max > LEAST, b_max, 1.0)
             b_de *= (1.0 / b_max)[:, None]
         s_w.store(b_de.to(INVERSE))
         fence_async_shared()

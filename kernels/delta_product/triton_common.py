@@ -93,7 +93,8 @@ def factored_times_inverse(b_w, b_x, OPERAND: tl.constexpr, PRECISION: tl.conste
     1 / 127 and 128.
     """
     if b_x.dtype == tl.float16 and OPERAND != tl.float32:
-        b_row = tl.maximum(tl.max(tl.abs(b_w), 1), TINY)
+        b_row = tl.max(tl.abs(b_w), 1)
+        b_row = tl.where(b_row > TINY, b_row, 1.0)
         return tl.dot((b_w * (1.0 / b_row)[:, None]).to(tl.float16), b_x), b_row
     b_row = tl.full((b_w.shape[0],), 1.0, tl.float32)
     return tl.dot(b_w.to(OPERAND), b_x.to(OPERAND), input_precision=PRECISION), b_row
@@ -104,6 +105,19 @@ def times_inverse(b_w, b_x, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """W X of W [R, M] in fp32 and X, as in `factored_times_inverse`."""
     b_y, b_row = factored_times_inverse(b_w, b_x, OPERAND, PRECISION)
     return b_y * b_row[:, None]
+
+
+@triton.jit
+def plus_writes(b_s, b_u, b_k, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """S^T + U^T K, in fp32, of S^T [BV, BK], U^T [BV, M] in fp32 and K [M, BK] in the operands' type.
+
+    What rounding takes from U goes in as a second term: of correlated keys the sum is small and its terms are
+    large, so that one term's rounding would be most of the state's error.
+    """
+    b_s = tl.dot(b_u.to(OPERAND), b_k, b_s, input_precision=PRECISION)
+    if OPERAND == tl.float32:
+        return b_s
+    return tl.dot((b_u - b_u.to(OPERAND).to(tl.float32)).to(OPERAND), b_k, b_s)
 
 
 @triton.jit

@@ -26,6 +26,7 @@ from fla_train.kernels.delta_product.triton_common import (
     load_rows,
     load_scalars,
     nothing,
+    plus_writes,
     segment_span,
     store_rows,
 )
@@ -105,7 +106,8 @@ def prepare_kernel(
     b_write = b_read * b_beta
     b_row = b_query  # of P D
     if L2NORM:
-        b_peak = tl.maximum(tl.abs(scale) * tl.max(tl.abs(b_beta), 0), TINY)
+        b_peak = tl.abs(scale) * tl.max(tl.abs(b_beta), 0)
+        b_peak = tl.where(b_peak > TINY, b_peak, 1.0)  # of a chunk without writes, P D is 0 over anything
         tl.store(peak + i_c.to(tl.int64) * H + i_h, b_peak)
         b_row *= 1.0 / b_peak
     b_p = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [M, BC]
@@ -199,7 +201,7 @@ def state_kernel(
         b_o = tl.dot(b_e.to(b_p.dtype), tl.trans(b_p), b_o, input_precision=PRECISION) * b_factor[:, None]
         b_e *= b_row[:, None]
         b_s *= tl.load(decay + (i_chunk + i_c) * H + i_h)
-        b_s = tl.dot((b_e * b_write[None, :]).to(OPERAND), b_k, b_s, input_precision=PRECISION)
+        b_s = plus_writes(b_s, b_e * b_write[None, :], b_k, OPERAND, PRECISION)
         if KEEP:
             store_rows(errors + (i_m * H + i_h) * V, tl.trans(b_e), n_m, i_v, V, H * V, M, BV)
         store_rows(o + (i_t * H + i_h) * V, tl.trans(b_o), n_t, i_v, V, H * V, BC, BV)

@@ -20,6 +20,7 @@ from fla_train.kernels.delta_product.triton_common import (
     load_rows,
     load_scalars,
     load_scores,
+    plus_writes,
     store_rows,
     times_inverse,
 )
@@ -140,7 +141,7 @@ def piece_state_kernel(
         b_w = tl.trans(b_v) - b_w * b_read[None, :]
         b_e = times_inverse(b_w, tl.trans(b_x), OPERAND, PRECISION)
         b_s *= tl.load(decay + (i_chunk + i_c) * H + i_h)
-        b_s = tl.dot((b_e * b_write[None, :]).to(OPERAND), b_k, b_s, input_precision=PRECISION)
+        b_s = plus_writes(b_s, b_e * b_write[None, :], b_k, OPERAND, PRECISION)
     p_h = i_p.to(tl.int64) * H + i_h
     if transits:
         store_rows(transition + (p_h * K + i_v) * K, b_s, K - i_v, 0, K, K, BV, BK)

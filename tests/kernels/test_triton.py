@@ -67,6 +67,8 @@ def make_inputs(case: Case, device: str) -> tuple[list[Tensor | None], Tensor, T
             beta = beta / 1e4
         case "zero beta":
             beta[:, ::3] = 0.0
+        case "no writes":  # in the first chunk
+            beta[:, :64] = 0.0
         case "resets":
             g[:, 5::9] = -torch.inf
         case "fast decay":
@@ -165,6 +167,8 @@ def uniform(bound: float) -> dict[str, float]:
         Case(inputs="correlated", key_dim=32),
         Case(inputs="zero beta"),
         Case(inputs="tiny beta", scale=1e5, states=False),
+        Case(inputs="no writes", scale=1e10),
+        Case(scale=-3.0, tokens=20),
         Case(inputs="resets", sub_steps=2, tokens=40),
     ],
     ids=str,
@@ -352,6 +356,8 @@ HARD = [
     *[(real(inputs=x, sub_steps=n), BF16_HARD) for x in ("correlated", "repeated") for n in (1, 2)],
     *[(real(inputs=x, sub_steps=n), BF16) for x in ("zero beta", "resets", "fast decay") for n in (1, 2)],
     *[(real(inputs="tiny beta", states=False, scale=scale), BF16) for scale in (None, 1e-2, 1e5)],
+    *[(real(scale=scale, states=scale < 1), BF16) for scale in (-1.0, 1e5)],
+    *[(real(inputs="no writes", scale=1e10, sub_steps=n), BF16) for n in (1, 2)],
     (real(inputs="correlated", gated=UNGATED), BF16_HARD),
     (real(inputs="repeated", gated=UNGATED), uniform(0.15)),
     *[(real(inputs="ones", gated=UNGATED, scale=scale), BF16_HARD) for scale in (None, 1.0)],

@@ -203,6 +203,8 @@ GPU_CASES = [
     (real(inputs="resets", sub_steps=2), 3),
     (real(inputs="fast decay", tokens=700), 2),
     (real(inputs="zero beta"), 2),
+    (real(inputs="no writes", scale=1e10), 1),
+    (real(inputs="tiny beta", states=False), 1),
     (real(inputs="resets", sub_steps=7, tokens=1300, heads=1), 70),
 ]
 GPU_CASES += [(real(tokens=1000, inputs="small beta", gated=UNGATED, l2norm=n), 1) for n in (True, False)]
