@@ -207,13 +207,14 @@ def reverse_kernel(
         mbarrier.wait(bar_s, step & 1)
         b_dq = warpgroup_mma(s_do, s_s, wide, is_async=True)
         if GATED:
-            keep_row_sums(state_sums, row_sums(widened(s_s.load(STATE)) * widened(s_ds.load(STATE))))
+            keep_row_sums(state_sums, row_sums(widened(s_s.load(STATE)) * widened(s_ds.load(STATE))), zero)
         b_de = warpgroup_mma_wait(3, deps=[b_de])
         if INVERSE == gl.float16:
             if V == ROWS:
-                keep_row_sums(maxima, gl.max(in_parts(gl.abs(b_de)), 2))
+                keep_row_sums(maxima, gl.max(in_parts(gl.abs(b_de)), 2), zero)
                 barrier()
-                b_max = gl.maximum(maxima.slice(0, ROWS).load(DIM), maxima.slice(ROWS, ROWS).load(DIM))
+                halves = maxima.index(0)
+                b_max = gl.maximum(halves.slice(0, ROWS).load(DIM), halves.slice(ROWS, ROWS).load(DIM))
             else:
                 b_max = gl.max(gl.abs(b_de), 1)
             b_max = gl.where(b_max > LEAST, b_max, 1.0)
@@ -270,7 +271,7 @@ def reverse_kernel(
         store_tile(dv + (p_m * H + i_h) * V, s_dv, n_m, zero, H * V, V, STORE)
 
         # By way of the state, and the inner products of k with what is written to it.
-        keep_row_sums(written, row_sums(widened(s_k.load(WIDE)) * b_dk))
+        keep_row_sums(written, row_sums(widened(s_k.load(WIDE)) * b_dk), zero)
         b_dk *= (table[WRITE].load(WROW) * table[BETA].load(WROW))[:, None]
         b_dq *= table[QUERY].load(WROW)[:, None]
         b_dk = warpgroup_mma(s_r.permute((1, 0)), s_s, b_dk, is_async=True)
@@ -314,21 +315,21 @@ def reverse_kernel(
             beta, g, gc, rq, rk, f_t.to(gl.int64), f_n, i_h, n_total, H, N, GATED, L2NORM, num_warps
         )
         f_peak = gl.load(peak + (i_chunk + gl.maximum(i_c, 0)) * H + i_h)
-        keep_row_sums(inner, pairs + row_sums(b_da * b_kk))  # dA .* A
+        keep_row_sums(inner, pairs + row_sums(b_da * b_kk), zero)  # dA .* A
         if GATED:
             b_da = (b_da * beta_r[:, None] - widened(r_da)) * b_kk
-            keep_row_sums(lost, row_sums(b_da + b_dp))
+            keep_row_sums(lost, row_sums(b_da + b_dp), zero)
             if N == 1:
-                keep_column_sums(lost_k, b_da + b_dp)
+                keep_column_sums(lost_k, b_da + b_dp, zero)
             else:
-                keep_column_sums(lost_k, b_da)
-                keep_column_sums(lost_q, b_dp)
+                keep_column_sums(lost_k, b_da, zero)
+                keep_column_sums(lost_q, b_dp, zero)
         b_dq = warpgroup_mma_wait(3, deps=[b_dq])
         if GATED or L2NORM:
-            keep_row_sums(queries, row_sums(widened(s_q.load(WIDE)) * b_dq))
+            keep_row_sums(queries, row_sums(widened(s_q.load(WIDE)) * b_dq), zero)
         b_dk = warpgroup_mma_wait(1, deps=[b_dk])
         if GATED or L2NORM:
-            keep_row_sums(keys, row_sums(widened(s_k.load(WIDE)) * b_dk))
+            keep_row_sums(keys, row_sums(widened(s_k.load(WIDE)) * b_dk), zero)
         o_m = gl.arange(0, ROWS, LINE)
         beta_m, write_m = table[BETA].load(LINE), table[WRITE].load(LINE)
         if GATED:

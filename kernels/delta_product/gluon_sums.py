@@ -32,7 +32,7 @@ def widened(x):
 @gluon.jit
 def make_sums(parts: gl.constexpr):
     """Shared memory for 64 sums, each in so many parts."""
-    return gl.allocate_shared_memory(gl.float32, [parts * ROWS], FLAT)
+    return gl.allocate_shared_memory(gl.float32, [1, parts * ROWS], FLAT)
 
 
 @gluon.jit
@@ -53,22 +53,24 @@ def row_sums(x):
 
 
 @gluon.jit
-def keep_row_sums(sums, parts):
-    """Write the result of `row_sums`."""
-    sums._reinterpret(gl.float32, [parts.shape[1], parts.shape[0]], PARTS).permute((1, 0)).store(parts)
+def keep_row_sums(sums, parts, zero):
+    """Write the result of `row_sums`; `zero` is that of `anew`, since stores keep addresses, too."""
+    columns = sums.index(zero)._reinterpret(gl.float32, [parts.shape[1], parts.shape[0]], PARTS)
+    columns.permute((1, 0)).store(parts)
 
 
 @gluon.jit
-def keep_column_sums(sums, x):
+def keep_column_sums(sums, x, zero):
     """Write sums of the columns of x [64, 64], of each warp's 16 rows."""
-    sums._reinterpret(gl.float32, [4, ROWS], PARTS).store(gl.sum(gl.reshape(x, [4, 16, ROWS]), 1))
+    sums.index(zero)._reinterpret(gl.float32, [4, ROWS], PARTS).store(gl.sum(gl.reshape(x, [4, 16, ROWS]), 1))
 
 
 @gluon.jit
 def load_sums(sums, layout: gl.constexpr):
     """[64] sums of all parts."""
-    LENGTH: gl.constexpr = sums.shape[0]
-    total = sums.slice(0, ROWS).load(layout)
+    LENGTH: gl.constexpr = sums.shape[1]
+    parts = sums.index(0)
+    total = parts.slice(0, ROWS).load(layout)
     for i in gl.static_range(ROWS, LENGTH, ROWS):
-        total += sums.slice(i, ROWS).load(layout)
+        total += parts.slice(i, ROWS).load(layout)
     return total
