@@ -116,11 +116,11 @@ def copy_pair(a, b, s_a, s_b, bar, i_a, i_b, i_column, pred, BYTES: gl.constexpr
 
 @gluon.jit
 def anew(step, part: gl.constexpr, H: gl.constexpr):
-    """0 and the program's head, by sums that the compiler can't see through.
+    """0 and the program's head, by an instruction that the compiler can't see through; steps stay below 2^30.
 
     With the same indices all over the loop it would keep the addresses of all tiles, and spill them; so each
-    part of a chunk has its own. Not pure, it stays where it is among barriers and products: Triton 3.7 works
-    out the addresses of a part before the part in front of it ends, and has 208 bytes a thread spilled.
+    part of a chunk has its own. Not pure, the instruction keeps its place among barriers and products: Triton
+    3.7 moves a plain shift ahead of the part in front, and then the kernel spills three times as much.
     """
     shift: gl.constexpr = "shr.s32 $0, $1, 30;"
     zero = gl.inline_asm_elementwise(shift, "=r,r", [step + part], gl.int32, is_pure=False, pack=1)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 CHUNK = tl.constexpr(64)  # sub-steps per chunk: the row count of a Hopper matrix instruction
-TINY = tl.constexpr(1e-30)  # least factor that a row or a tile is divided by, to fit in fp16
+TINY = tl.constexpr(1e-30)  # rows and tiles are divided by factors beyond it, to fit in fp16
 
 
 @triton.jit
@@ -112,7 +112,8 @@ def plus_writes(b_s, b_u, b_k, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """S^T + U^T K, in fp32, of S^T [BV, BK], U^T [BV, M] in fp32 and K [M, BK] in the operands' type.
 
     What rounding takes from U goes in as a second term: of correlated keys the sum is small and its terms are
-    large, so that one term's rounding would be most of the state's error.
+    large, so that one term's rounding would be most of the state's error. In fp16 U must stay below 65504, as
+    one term must, and the second helps from 1e-5 on.
     """
     b_s = tl.dot(b_u.to(OPERAND), b_k, b_s, input_precision=PRECISION)
     if OPERAND == tl.float32:

@@ -107,7 +107,7 @@ def prepare_kernel(
     b_row = b_query  # of P D
     if L2NORM:
         b_peak = tl.abs(scale) * tl.max(tl.abs(b_beta), 0)
-        b_peak = tl.where(b_peak > TINY, b_peak, 1.0)  # of a chunk without writes, P D is 0 over anything
+        b_peak = tl.where(b_peak > TINY, b_peak, 1.0)  # P D of no writes is 0 over anything
         tl.store(peak + i_c.to(tl.int64) * H + i_h, b_peak)
         b_row *= 1.0 / b_peak
     b_p = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [M, BC]
@@ -196,7 +196,7 @@ def state_kernel(
         b_factor = b_row
         if L2NORM:
             b_factor *= tl.load(peak + (i_chunk + i_c) * H + i_h)
-        b_factor = tl.maximum(b_factor, TINY)
+        b_factor = tl.maximum(b_factor, TINY)  # their product may be less than either
         b_o *= (1.0 / b_factor)[:, None]
         b_o = tl.dot(b_e.to(b_p.dtype), tl.trans(b_p), b_o, input_precision=PRECISION) * b_factor[:, None]
         b_e *= b_row[:, None]

@@ -6,8 +6,10 @@ imported; and in one for all, since its imports take longer than a kernel.
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -38,6 +40,7 @@ class Variant:
 @dataclass(frozen=True)
 class Compiled:
     shared: int  # bytes of shared memory
+    stack: int  # bytes a thread, of registers that were spilled
     ptx: str
 
     @property
@@ -87,7 +90,18 @@ def _compile(variant: Variant) -> Compiled:
     else:
         source = ASTSource(kernel, signature, values, aligned)
     found = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-    return Compiled(found.metadata.shared, found.asm["ptx"])
+    return Compiled(found.metadata.shared, _stack(found.asm["cubin"]), found.asm["ptx"])
+
+
+def _stack(cubin: bytes) -> int:
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", usage)[1])
 
 
 def _constants(variant: Variant) -> dict[str, object]:

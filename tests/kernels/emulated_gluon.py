@@ -129,7 +129,7 @@ class Emulator:
 
     @staticmethod
     def assembly(text: str, constraints: str, values: list, dtype: torch.dtype, **_: object) -> Tensor | int:
-        """The one instruction that kernels have here; float32 is never `widened`."""
+        """The shift of `anew`; `widened` has more, but not for tensors that are float32, as here."""
         assert (text, constraints, dtype) == ("shr.s32 $0, $1, 30;", "=r,r", torch.int32)
         return values[0] >> 30
 

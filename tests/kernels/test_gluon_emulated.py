@@ -70,6 +70,7 @@ def test_gradients(case: Case) -> None:
         Case(tokens=1, key_dim=64, value_dim=64),
         Case(tokens=65, sub_steps=2, inputs="resets", key_dim=64, value_dim=64),
         Case(tokens=65, inputs="correlated", key_dim=128, value_dim=64),
+        Case(tokens=65, inputs="no writes", key_dim=64, value_dim=64, scale=1e10),
     ],
     ids=str,
 )
