@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fla_train.kernels.delta_product import gluon_gradient, gluon_prepare, gluon_reverse, triton_passes
 from fla_train.kernels.delta_product.triton_split import cutting
-from tests.kernels.test_triton import Case, assert_close, backward, forward, make_inputs, results
+from tests.kernels.operator_cases import Case, assert_close, backward, forward, make_inputs, results
 
 MODULES: dict[str, ModuleType] = {
     "gradient": gluon_gradient,

@@ -18,7 +18,7 @@ from fla_train.kernels.delta_product.triton_split import cutting, piece_chunks
 from fla_train.kernels.sizes import ceil_div
 from tests.kernels.compiled_gluon import Compiled, Variant, compile_for_hopper
 from tests.kernels.helpers import pretend_hopper
-from tests.kernels.test_triton import BF16, HARD, Case, bounds_of, check, real, uniform
+from tests.kernels.operator_cases import BF16, HARD, Case, bounds_of, check, real, uniform
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SM_MEMORY = 227 * 1024  # bytes of shared memory that a Hopper SM gives a program

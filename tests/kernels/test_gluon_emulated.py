@@ -11,7 +11,7 @@ import torch
 
 from tests.kernels.emulated_gluon import Emulator
 from tests.kernels.gluon_judge import MODULES, TILED, Launch, judge, replaced
-from tests.kernels.test_triton import INTERPRETED, Case, backward, forward, make_inputs, uniform
+from tests.kernels.operator_cases import INTERPRETED, Case, backward, forward, make_inputs, uniform
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter for the other kernels"),

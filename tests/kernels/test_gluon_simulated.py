@@ -15,8 +15,8 @@ from torch import Tensor
 from fla_train.kernels.delta_product.triton_forward import MIN_LOG2_DECAY
 from tests.kernels.compiled_gluon import Compiled, Variant, compile_for_hopper
 from tests.kernels.gluon_judge import MODULES, TILED, Launch, judge
+from tests.kernels.operator_cases import BF16, BF16_LOOSE, INTERPRETED, Case
 from tests.kernels.simulated_ptx import SPACE, Matrix, Program
-from tests.kernels.test_triton import BF16, BF16_LOOSE, INTERPRETED, Case
 
 NARROW = ("dq", "dk", "dv", "p", "x")  # what a kernel writes in 16 bits
 DESCRIPTOR = 5  # parameters that one takes: itself, two sizes, two strides

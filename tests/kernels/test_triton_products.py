@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fla_train.kernels.delta_product.triton_common import factored_times_inverse, plus_writes
-from tests.kernels.test_triton import INTERPRETED
+from tests.kernels.operator_cases import INTERPRETED
 
 SIZE = 64
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the GPU tests of whole calls cover these")

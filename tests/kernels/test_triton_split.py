@@ -10,7 +10,7 @@ import triton.language as tl
 
 from fla_train.kernels.delta_product import delta_product, triton_pieces, triton_split
 from fla_train.kernels.delta_product.triton_split import Pieces, cutting, find_cut, piece_chunks
-from tests.kernels.test_triton import (
+from tests.kernels.operator_cases import (
     BF16_HARD,
     INTERPRETED,
     UNGATED,

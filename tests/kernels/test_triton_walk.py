@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fla_train.kernels.delta_product import delta_product, triton_walk
-from tests.kernels.test_triton import GATED, INTERPRETED, UNGATED, Case, check, make_inputs, uniform
+from tests.kernels.operator_cases import GATED, INTERPRETED, UNGATED, Case, check, make_inputs, uniform
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 DEVICE = "cpu" if INTERPRETED else "cuda"
