@@ -133,7 +133,7 @@ def prepare_kernel(
     b_beta = rows_of(beta + i_m * H + i_h, n_m, H, LINE)
     t_beta.store(b_beta)
     b_peak = gl.abs(scale) * gl.max(gl.abs(b_beta), 0)
-    b_peak = gl.where(b_peak > LEAST, b_peak, 1.0)  # P D of no writes is 0 over anything
+    b_peak = gl.where(b_peak > LEAST, b_peak, 1.0)  # without writes P D is 0, whatever divides it
     gl.store(peak + i_c.to(gl.int64) * H + i_h, b_peak)
     g_last, b_gm, b_gt = 0.0, b_beta, b_beta
     if GATED:

@@ -107,7 +107,7 @@ def prepare_kernel(
     b_row = b_query  # of P D
     if L2NORM:
         b_peak = tl.abs(scale) * tl.max(tl.abs(b_beta), 0)
-        b_peak = tl.where(b_peak > TINY, b_peak, 1.0)  # P D of no writes is 0 over anything
+        b_peak = tl.where(b_peak > TINY, b_peak, 1.0)  # without writes P D is 0, whatever divides it
         tl.store(peak + i_c.to(tl.int64) * H + i_h, b_peak)
         b_row *= 1.0 / b_peak
     b_p = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [M, BC]

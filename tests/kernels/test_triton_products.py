@@ -10,7 +10,10 @@ from fla_train.kernels.delta_product.triton_common import factored_times_inverse
 from tests.kernels.operator_cases import INTERPRETED
 
 SIZE = 64
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the GPU tests of whole calls cover these")
+pytestmark = [
+    pytest.mark.skipif(not INTERPRETED, reason="the GPU tests of whole calls cover these"),
+    pytest.mark.usefixtures("poisoned_memory"),
+]
 
 
 @triton.jit

@@ -11,6 +11,7 @@ import triton.language as tl
 from fla_train.kernels.delta_product import delta_product, triton_pieces, triton_split
 from fla_train.kernels.delta_product.triton_split import Pieces, cutting, find_cut, piece_chunks
 from tests.kernels.operator_cases import (
+    BF16_EQUAL,
     BF16_HARD,
     INTERPRETED,
     UNGATED,
@@ -210,7 +211,7 @@ GPU_CASES = [
 GPU_CASES += [(real(tokens=1000, inputs="small beta", gated=UNGATED, l2norm=n), 1) for n in (True, False)]
 GPU_HARD = [(real(inputs=name), BF16_HARD) for name in ("correlated", "repeated")]
 GPU_HARD += [(real(inputs="correlated", gated=UNGATED), BF16_HARD)]
-GPU_HARD += [(real(inputs="ones", gated=UNGATED, scale=1.0), BF16_HARD | {"dbeta": 3e-2})]
+GPU_HARD += [(real(inputs="ones", gated=UNGATED, scale=1.0), BF16_EQUAL)]
 GPU_DTYPES = [
     (real(dtype=dtype, key_dim=dim, value_dim=dim, sub_steps=2), bound)
     for dtype, bound in ((torch.float16, 2e-3), (torch.float32, 2e-5))
