@@ -22,10 +22,10 @@ from fla_train.bench.roofline import Ceilings, link_bandwidth
 from fla_train.data import BatchPlan, MicroBatches, send
 from fla_train.training.engine import Outcome, build_engine, train_step
 from fla_train.training.guard import StepGuard
-from fla_train.training.launch import resolve
+from fla_train.training.resolve import accumulation_steps, resolve, resolve_device, with_vocabulary
 from fla_train.training.schema import TrainConfig
 from fla_train.training.throughput import Meter
-from fla_train.training.validate import accumulation_steps, resolve_device, validate
+from fla_train.training.validate import validate
 
 WARM_UP = 3  # steps: compilation, the optimizer's first allocations
 
@@ -81,7 +81,7 @@ def bench_models(
         raise ValueError(f"launch.num_machines={machines}: fla-bench train measures one machine")
     if config.task is not None:
         raise ValueError("fla-bench train measures language models: leave task at null")
-    config = resolve(config)
+    config = with_vocabulary(resolve(config), offline=True)
     processes = config.launch.num_processes
     arguments = (ceilings, steps, max(1, torch.get_num_threads() // processes))
     for name in names:

@@ -121,12 +121,16 @@ def fail_by(fault: Exception) -> int:
 
 
 def run_hydra(
-    config_name: str, register: Callable[[], None], task: Callable[[DictConfig], int | None]
+    config_name: str,
+    register: Callable[[], None],
+    task: Callable[[DictConfig], int | None],
+    extend: Callable[[Sequence[str]], list[str]] = list,
 ) -> None:
     """Entry of a console command: `register()` the schemas, compose from `sys.argv`, run `task`, exit.
 
     A `ValueError` is the user's fault and prints one line, as does an `OSError`, say of a disk that is full;
-    with `FLA_TRAIN_TRACEBACK=1` they are raised instead.
+    with `FLA_TRAIN_TRACEBACK=1` they are raised instead. `extend` may add overrides to those given, but for a
+    sweep's.
     In a sweep (`-m`) the other jobs still run, and the exit code is the highest; 2 if all are `LeftOut`.
     """
     arguments = [a if a.startswith("-") else readable(a) for a in sys.argv[1:]]
@@ -138,6 +142,12 @@ def run_hydra(
         print(help_text(config_name, overrides))
         return
     register()
+    if not set(SWEEP) & set(flags):
+        try:
+            overrides = extend(overrides)
+        except ValueError as fault:
+            sys.exit(fail(fault))
+        sys.argv[1:] = [*flags, *overrides]
     if not flags:  # sweeps and Hydra's own flags (--cfg, -m) go straight to Hydra
         try:
             compose(config_name, overrides)

@@ -145,7 +145,7 @@ def _train(request: argparse.Namespace) -> dict:
     from fla_train.bench.models import MODELS
     from fla_train.bench.training import bench_models, markdown
     from fla_train.training import schema
-    from fla_train.training.validate import resolve_device
+    from fla_train.training.resolve import resolve_device
 
     if unknown := [name for name in request.peers if name not in MODELS]:
         raise ValueError(

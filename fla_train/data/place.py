@@ -111,6 +111,22 @@ def find_prepared(config: DataConfig) -> PreparedData | None:
     return open_prepared(folder) if folder is not None and (folder / MANIFEST).exists() else None
 
 
+def prepared_name(config: DataConfig) -> str | None:
+    """Name of the folder that `prepare` would return; None: only preparing it tells.
+
+    Raises:
+        ValueError: as `place_of`.
+    """
+    if (found := find_prepared(config)) is not None:
+        return found.folder.name
+    if config.source == "mixture" or config.stream:  # named after their parts
+        return None
+    try:
+        return place_of(config, offline=True).final.name
+    except TokenizerNotCached:
+        return None
+
+
 def find_commits(config: DataConfig) -> dict[str, str]:
     """{part: the Hub's commit that `prepare` would read}, of the parts that lie on the Hub; "": no mixture.
 

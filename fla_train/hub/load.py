@@ -67,15 +67,17 @@ def training_record(model: PreTrainedModel) -> dict:
         ValueError: the file is damaged.
     """
     source = model.config.name_or_path
-    if not source:
-        return {}
+    return read_training_record(source, getattr(model.config, "_commit_hash", None)) if source else {}
+
+
+def read_training_record(source: Path | str, commit: str | None = None) -> dict:
+    """`training_record` of an export folder or a Hub name, at `commit` if given."""
     if Path(source).is_dir():
         record = Path(source) / TRAINING_FILE
         try:
             return json.loads(record.read_text()) if record.is_file() else {}
         except ValueError as failure:
             raise ValueError(f"{record} is damaged ({failure}): export the model again") from failure
-    commit = getattr(model.config, "_commit_hash", None)
     try:
         return json.loads(Path(hf_hub_download(source, TRAINING_FILE, revision=commit)).read_text())
     except (HfHubHTTPError, HFValidationError, OSError):  # no such file there, or the Hub is out of reach

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from fla_train.training.metrics import read_metrics
@@ -70,12 +69,7 @@ def plot_losses(runs: list[Path], out: Path) -> Path:
 
 def resumed_at(run: Path) -> list[int]:
     """The training tokens at which a run went on from a checkpoint, ascending."""
-    starts = RunFolder(run).starts
-    found = set()
-    for line in starts.read_text().splitlines() if starts.is_file() else ():
-        with suppress(ValueError):  # a line cut short
-            found.add(json.loads(line)["tokens"])
-    return sorted(found - {0})
+    return sorted({record["tokens"] for record in RunFolder(run).start_records()} - {0})
 
 
 def unigram_entropy(run: Path) -> float | None:

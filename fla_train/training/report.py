@@ -8,6 +8,7 @@ from typing import TextIO
 from fla_train.data import PreparedData
 from fla_train.hub import CardInfo
 from fla_train.hub.environment import git_commit
+from fla_train.hub.paths import public_name
 from fla_train.training.checkpoint import TrainState, folder_name
 from fla_train.training.console import Console
 from fla_train.training.engine import StepResult
@@ -122,6 +123,7 @@ def model_card(config: TrainConfig, data: PreparedData, folder: RunFolder, state
         name=folder.name,
         data=data.manifest["source"]["kind"],
         tokenizer=data.manifest["tokenizer"]["name"],
+        init_from=None if config.init_from is None else public_name(config.init_from),
         step=state.step,
         tokens=state.tokens,
         seq_len=config.trainer.seq_len,

@@ -3,13 +3,14 @@
 import fcntl
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from fla_train.data.shards import sync
 from fla_train.hub.environment import describe_environment
@@ -43,8 +44,8 @@ class RunFolder:
 
     @property
     def starts(self) -> Path:
-        """One JSON line for each time the workers were started."""
-        return self.root / "starts.jsonl"
+        """A numbered folder each time workers were started: start.json, config.yaml, environment.json."""
+        return self.root / "starts"
 
     @property
     def checkpoints(self) -> Path:
@@ -81,12 +82,31 @@ class RunFolder:
         except OSError as error:
             raise _unwritable(self.root, error) from error
 
-    def note_start(self, step: int, tokens: int, processes: int) -> None:
-        """Note that workers start after `step`; where the disk is full, it goes unnoted."""
+    def record_start(self, step: int, tokens: int, processes: int) -> None:
+        """Record that workers start after `step`, with copies of config and environment.
+
+        A full disk costs the record, not the start.
+        """
         now = datetime.now().astimezone().isoformat(timespec="seconds")
-        note = {"time": now, "step": step, "tokens": tokens, "processes": processes}
-        with suppress(OSError), self.starts.open("a") as file:
-            file.write(json.dumps(note) + "\n")
+        record = {"time": now, "step": step, "tokens": tokens, "processes": processes}
+        with suppress(OSError):
+            self.starts.mkdir(exist_ok=True)
+            folder = self.starts / f"{1 + sum(1 for _ in self.starts.iterdir()):04d}"
+            folder.mkdir()
+            for file in (self.config(0), self.environment):
+                shutil.copyfile(file, folder / file.name)
+            write_whole(folder / "start.json", json.dumps(record) + "\n")
+
+    def start_records(self) -> list[dict[str, Any]]:
+        """What `record_start` recorded, oldest first; of earlier versions the lines of starts.jsonl."""
+        lines = self.root / "starts.jsonl"
+        texts = lines.read_text().splitlines() if lines.is_file() else []
+        texts += [file.read_text() for file in sorted(self.starts.glob("*/start.json"))]
+        records = []
+        for text in texts:
+            with suppress(ValueError):  # a line that a kill cut short
+                records.append(json.loads(text))
+        return records
 
     @contextmanager
     def locked(self) -> Iterator[int]:

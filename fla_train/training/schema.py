@@ -44,7 +44,7 @@ class ScheduleConfig:
 class TrainerConfig:
     max_steps: int = MISSING
     seq_len: int = MISSING
-    global_batch_tokens: int = MISSING
+    global_batch_tokens: int | str = MISSING
     micro_batch_size: int = MISSING
     precision: str = MISSING
     activation_checkpointing: bool = MISSING
@@ -58,6 +58,7 @@ class TrainerConfig:
     max_skipped_steps: int = MISSING
     check_backend: bool = MISSING
     # With values, so that the config.yaml of a run begun before they were keys can be read.
+    target_batch_tokens: int = 16384
     keep_every: int = 0
     spike_deviations: float = 0.0
     stats_every: int = 0
@@ -117,14 +118,15 @@ class TrainConfig:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    init_from: str | None = None
     seed: int = MISSING
     dry_run: bool = MISSING
 
 
-def register() -> None:
-    """Put the schemas that `train.yaml` merges in Hydra's ConfigStore."""
+def register(root: type[TrainConfig] = TrainConfig) -> None:
+    """Put the schemas that `train.yaml` merges in Hydra's ConfigStore; `root` may add keys."""
     store = ConfigStore.instance()
-    store.store(name="train_schema", node=TrainConfig)
+    store.store(name="train_schema", node=root)
     store.store(name="model_schema", node=model_schema(), package="model")
 
 
