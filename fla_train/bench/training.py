@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fla_train.bench.breakdown import breakdown
 from fla_train.bench.floors import step_floors
-from fla_train.bench.models import MODELS, training_flops
+from fla_train.bench.models import build, training_flops
 from fla_train.bench.ranks import on_ranks
 from fla_train.bench.roofline import Ceilings, link_bandwidth
 from fla_train.data import BatchPlan, MicroBatches, send
@@ -104,7 +104,7 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
     else:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     with torch.device(place):  # drawing 1.5B weights on a CPU takes long
-        model = MODELS[name](config)
+        model = build(name, config)
     if config.trainer.activation_checkpointing:
         model.gradient_checkpointing_enable()
     parameters = sum(p.numel() for p in model.parameters())
