@@ -7,7 +7,7 @@ optimizer, fed by the loader's thread; what is left out is disks, evaluation, ch
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -20,9 +20,10 @@ from fla_train.bench.models import build, training_flops
 from fla_train.bench.ranks import on_ranks
 from fla_train.bench.roofline import Ceilings, link_bandwidth
 from fla_train.data import BatchPlan, MicroBatches, send
+from fla_train.models import DeltaProductConfig
 from fla_train.training.engine import Outcome, build_engine, train_step
 from fla_train.training.guard import StepGuard
-from fla_train.training.resolve import accumulation_steps, resolve, resolve_device, with_vocabulary
+from fla_train.training.resolve import accumulation_steps, resolve, resolve_device
 from fla_train.training.schema import TrainConfig
 from fla_train.training.throughput import Meter
 from fla_train.training.validate import validate
@@ -81,7 +82,9 @@ def bench_models(
         raise ValueError(f"launch.num_machines={machines}: fla-bench train measures one machine")
     if config.task is not None:
         raise ValueError("fla-bench train measures language models: leave task at null")
-    config = with_vocabulary(resolve(config), offline=True)
+    config = resolve(config)
+    if config.model["vocab_size"] is None:  # the tokens are random: no tokenizer decides
+        config = replace(config, model={**config.model, "vocab_size": DeltaProductConfig.vocab_size})
     processes = config.launch.num_processes
     arguments = (ceilings, steps, max(1, torch.get_num_threads() // processes))
     for name in names:
