@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from fla_train.configs.saved import read_saved
 from fla_train.data import DataConfig, PreparedData, prepare
 from fla_train.data.shards import check_sizes, documents_file, tokens_file
 from fla_train.data.sources import open_source
@@ -35,7 +36,7 @@ def run_data(run: Path | None) -> PreparedData:
             "the checkpoint lies in no run folder, so its validation split is unknown: name documents with "
             "'suite.perplexity.sets=[documents.parquet]'"
         )
-    node = OmegaConf.merge(OmegaConf.structured(DataConfig), OmegaConf.load(config).data)
+    node = OmegaConf.merge(OmegaConf.structured(DataConfig), read_saved(config)["data"])
     return prepare(OmegaConf.to_object(node), log=lambda line: None, progress=False)
 
 

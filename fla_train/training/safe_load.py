@@ -1,7 +1,7 @@
 """Read the torch files of a checkpoint: tensors, plain Python values and a few named types, and no code.
 
-A pickle can call any function while it is read, and a checkpoint may come from someone else; its checksums say
-only that it is as its writer left it.
+A pickle can call any function while it is read, and a checkpoint may come from someone else; its checksums
+say only that it is as its writer left it.
 """
 
 import pickle
@@ -37,7 +37,7 @@ def load_file(path: str | Path, map_location: Any = "cpu", *, mmap: bool = False
     except pickle.UnpicklingError as failure:
         cause = " ".join(str(failure.__context__ or failure).split())  # torch puts advice around it
         raise ValueError(
-            f"{path} holds more than tensors and plain values, and was not read, since it could run code: {cause}"
+            f"{path} holds more than tensors and plain values and was not read: it could run code ({cause})"
         ) from failure
 
 

@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from fla_train.baselines import BaselineConfig
+from fla_train.configs.saved import read_saved
 from fla_train.data.config import DataConfig
 from fla_train.models.configuration import model_schema
 from fla_train.tasks.config import TaskConfig
@@ -147,13 +148,13 @@ def to_yaml(config: TrainConfig) -> str:
 
 
 def load_config(path: Path) -> TrainConfig:
-    """Read a run's `config.yaml`.
+    """Read a run's `config.yaml`. What looks like an interpolation in it is text: the run may be another's.
 
     Raises:
         ValueError: it is unreadable, or another version wrote it with other keys.
     """
     try:
-        return to_config(OmegaConf.to_container(OmegaConf.load(path)))
+        return to_config(read_saved(path))
     except (OSError, YAMLError, OmegaConfBaseException) as failure:
         raise ValueError(
             f"{path} is no config of this version: {' '.join(str(failure).split())}"
