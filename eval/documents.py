@@ -73,7 +73,8 @@ def file_documents(
         source = open_source(DataConfig(source="local", path=path, text_column=text_column))
         yield from tokenized((document["text"] for document in source.documents()), tokenizer)
     except ValueError as fault:
-        line = str(fault).replace("data.path", "suite.perplexity.sets")  # what these keys are called here
+        line = str(fault).replace(" (data.max_line_bytes)", "")  # no key here; the others by other names
+        line = line.replace("data.path", "suite.perplexity.sets")
         raise ValueError(line.replace("data.text_column", "suite.perplexity.text_column")) from fault
     except OSError as failure:  # no permission, or gone meanwhile
         reason = failure.strerror or failure

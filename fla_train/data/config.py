@@ -49,6 +49,7 @@ class DataConfig:
     max_documents: int | None = None
     max_tokens: int | None = None
     append_eos: bool = True
+    max_line_bytes: int = 16_000_000
     shard_tokens: int = 100_000_000
     cache_dir: str | None = None
     num_workers: int | None = None
@@ -78,7 +79,7 @@ def data_faults(config: DataConfig) -> list[str]:
             faults.append(f"data.{key} caps no stream: leave it at null, or prepare the data")
     if config.stream and config.source == "mixture":
         faults.append("data.stream=true reads a single source: prepare the mixture")
-    for key in ("max_documents", "max_tokens", "shard_tokens", "stream_head_documents"):
+    for key in ("max_documents", "max_tokens", "max_line_bytes", "shard_tokens", "stream_head_documents"):
         value = getattr(config, key)
         if value is not None and value < 1:
             faults.append(f"data.{key}={value} must be at least 1")
