@@ -1,7 +1,7 @@
 """`fla-export`: copy a run's exported model somewhere, or push it to the Hugging Face Hub.
 
 fla-export checkpoint=runs/my-run output=my-model
-fla-export checkpoint=runs/my-run hub.repo_id=user/my-model hub.private=true
+fla-export checkpoint=runs/my-run hub.repo_id=user/my-model hub.private=false
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class HubConfig:
     """Where on the Hub."""
 
     repo_id: str | None = None
-    private: bool = False
+    private: bool = True
     revision: str | None = None
 
 

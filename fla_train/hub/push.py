@@ -14,7 +14,7 @@ def push(
     folder: str | Path,
     repo_id: str,
     *,
-    private: bool = False,
+    private: bool = True,
     revision: str | None = None,
     token: str | None = None,
     endpoint: str | None = None,
