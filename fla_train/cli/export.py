@@ -37,12 +37,15 @@ def register() -> None:
 
 def task(config: DictConfig) -> int:
     from fla_train.hub import copy_export, push, resolve_checkpoint  # heavy, and not needed for --help
+    from fla_train.hub.push import check_repo_id
 
     settings: ExportConfig = OmegaConf.to_object(config)
     if not settings.checkpoint:
         raise ValueError("give checkpoint=RUN: a run folder or an exported folder")
     if not (settings.output or settings.hub.repo_id):
         raise ValueError("nothing to do: give output=DIR, hub.repo_id=user/model, or both")
+    if settings.hub.repo_id:
+        check_repo_id(settings.hub.repo_id)
     folder = resolve_checkpoint(settings.checkpoint)
     if not isinstance(folder, Path):
         raise ValueError(f"{folder} is on the Hub already: give a run folder or an exported folder")

@@ -67,6 +67,7 @@ def data_faults(config: DataConfig) -> list[str]:
         faults.append(f"data.source={config.source} is none of {', '.join(SOURCES)}")
     if config.source in ("local", "hub") and not config.path:
         faults.append(f"data.source={config.source} needs data.path")
+    faults += _name_faults("data", config)
     keys = ("path", "name", "revision", "split")
     reads = {"stdlib": (), "local": ("path",), "mixture": ()}.get(config.source, keys)
     for key in keys:
@@ -108,6 +109,7 @@ def _mixture_faults(config: DataConfig) -> list[str]:
             faults.append(f"data.mixture.{name}.source={part.source} is none of {', '.join(SOURCES[:-1])}")
         elif part.source != "stdlib" and not part.path:
             faults.append(f"data.mixture.{name}.path must be given")
+        faults += _name_faults(f"data.mixture.{name}", part)
     for key in ("max_documents", "max_tokens"):
         if getattr(config, key) is not None:
             faults.append(f"data.{key} caps no mixture: set data.mixture.PART.{key}")
@@ -117,6 +119,22 @@ def _mixture_faults(config: DataConfig) -> list[str]:
             "tokenizer/ of prepared data) or a Hub name"
         )
     return faults
+
+
+def _name_faults(key: str, config: DataConfig | PartConfig) -> list[str]:
+    """A path that is neither a folder nor a name leads nowhere, and must not lead elsewhere."""
+    if config.source != "hub" or not config.path or Path(config.path).expanduser().is_dir():
+        return []
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(config.path)
+    except HFValidationError:
+        return [
+            f"{key}.path={config.path} is no name of a dataset on the Hub (user/name), and no folder here"
+        ]
+    return []
 
 
 def cache_folder(config: DataConfig) -> Path:

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 import fla_train.models  # noqa: F401  registers the model with the Auto classes
 from fla_train.hub.card import TRAINING_FILE
 from fla_train.hub.export import no_progress_bars
+from fla_train.hub.paths import is_hub_name
 
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 STEP = re.compile(r"step-(\d+)")
 FALLBACK_LENGTH = 2048
 REMEDY = "give a run folder with an export in hf/, an exported folder, or a Hub name such as user/model"
@@ -40,7 +40,7 @@ def resolve_checkpoint(checkpoint: str | Path) -> Path | str:
         if not exports:
             raise ValueError(f"no exported model in {path}: {REMEDY}")
         return exports[max(exports)]
-    if HUB_NAME.fullmatch(name) and not path.parent.is_dir():
+    if "/" in name and is_hub_name(name) and not path.parent.is_dir():
         return name
     raise ValueError(f"{name} does not exist: {REMEDY}")
 
