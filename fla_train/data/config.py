@@ -67,7 +67,7 @@ def data_faults(config: DataConfig) -> list[str]:
         faults.append(f"data.source={config.source} is none of {', '.join(SOURCES)}")
     if config.source in ("local", "hub") and not config.path:
         faults.append(f"data.source={config.source} needs data.path")
-    faults += _name_faults("data", config)
+    faults += _name_errors("data", config)
     keys = ("path", "name", "revision", "split")
     reads = {"stdlib": (), "local": ("path",), "mixture": ()}.get(config.source, keys)
     for key in keys:
@@ -109,7 +109,7 @@ def _mixture_faults(config: DataConfig) -> list[str]:
             faults.append(f"data.mixture.{name}.source={part.source} is none of {', '.join(SOURCES[:-1])}")
         elif part.source != "stdlib" and not part.path:
             faults.append(f"data.mixture.{name}.path must be given")
-        faults += _name_faults(f"data.mixture.{name}", part)
+        faults += _name_errors(f"data.mixture.{name}", part)
     for key in ("max_documents", "max_tokens"):
         if getattr(config, key) is not None:
             faults.append(f"data.{key} caps no mixture: set data.mixture.PART.{key}")
@@ -121,7 +121,7 @@ def _mixture_faults(config: DataConfig) -> list[str]:
     return faults
 
 
-def _name_faults(key: str, config: DataConfig | PartConfig) -> list[str]:
+def _name_errors(key: str, config: DataConfig | PartConfig) -> list[str]:
     """A path that is neither a folder nor a name leads nowhere, and must not lead elsewhere."""
     if config.source != "hub" or not config.path or Path(config.path).expanduser().is_dir():
         return []
