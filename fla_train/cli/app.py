@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fla_train.cli.help import help_text
 from fla_train.data.faults import Interrupted
+from fla_train.hub.saved_config import escape
 
 CONFIG_PATH = "pkg://fla_train.configs"
 SWEEP = ("-m", "--multirun")
@@ -73,8 +74,7 @@ def _one_line(failure: Exception) -> str:
 
 def quote(text: str) -> str:
     """`text` as Hydra reads it back; it gives commas, quotes and `${` a meaning."""
-    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # OmegaConf: backslashes escape `${` and each other
-    text = re.sub(r"(\\*)'", r"\1\1\'", text)  # Hydra: the same with quotes
+    text = re.sub(r"(\\*)'", r"\1\1\'", escape(text))  # Hydra: backslashes escape quotes, too
     trailing = len(text) - len(text.rstrip("\\"))
     return f"'{text}" + "\\" * trailing + "'"
 

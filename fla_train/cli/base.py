@@ -15,6 +15,8 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from fla_train.hub.saved_config import escaped
+
 RECIPES = ("experiment", "debug")  # groups whose files choose options of other groups
 
 
@@ -37,7 +39,7 @@ def with_base(overrides: Sequence[str]) -> list[str]:
         base = _of_weights(str(weights), with_model="model" not in chosen)
     else:
         return list(overrides)
-    ConfigStore.instance().store(group="base", name="found", node=_escaped(base), package="_global_")
+    ConfigStore.instance().store(group="base", name="found", node=escaped(base), package="_global_")
     return ["base=found", *overrides]
 
 
@@ -84,12 +86,3 @@ def _groups_of(option: str) -> Iterator[str]:
             yield from _groups_of(entry.removeprefix("/"))
         elif isinstance(entry, dict):
             yield from (key.removeprefix("override /") for key in entry if key.startswith("override /"))
-
-
-def _escaped(node: Any) -> Any:
-    """`node` with each `${` in its texts escaped: OmegaConf would take it for an interpolation."""
-    if isinstance(node, dict):
-        return {key: _escaped(value) for key, value in node.items()}
-    if isinstance(node, list | tuple):
-        return [_escaped(value) for value in node]
-    return node.replace("${", "\\${") if isinstance(node, str) else node

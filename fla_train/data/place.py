@@ -21,7 +21,7 @@ from fla_train.data.tokenizers import TokenizerNotCached, fingerprint, load_toke
 # they came about.
 _UNRECORDED = (
     *("cache_dir", "num_workers", "document_boundaries", "mixture"),
-    *("stream", "stream_head_documents"),
+    *("stream", "stream_head_documents", "max_line_bytes"),
 )
 
 

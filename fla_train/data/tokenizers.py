@@ -184,7 +184,7 @@ def _pretrained(name: str, eos_token: str | None, offline: bool) -> PreTrainedTo
         tokenizer = (
             _load_folder(path)
             if path.is_dir()
-            else AutoTokenizer.from_pretrained(name, local_files_only=offline)
+            else AutoTokenizer.from_pretrained(name, local_files_only=offline, trust_remote_code=False)
         )
     except Exception as failure:
         if offline and not path.is_dir():
@@ -219,4 +219,4 @@ def _load_folder(folder: Path) -> PreTrainedTokenizerBase:
             return from_sentencepiece(folder / "tokenizer.model")
         if (folder / "merges.txt").exists():
             return GPT2Tokenizer.from_pretrained(folder)
-    return AutoTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

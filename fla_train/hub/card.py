@@ -75,7 +75,7 @@ class CardInfo:
         tokens: training tokens seen.
         seq_len: training sequence length in tokens.
         losses: final losses in nats per token by name, for example `{"train": 2.31, "validation": 2.40}`.
-        config: the resolved training config as YAML.
+        config: the training config as YAML, without what tells of the machine.
         commit: the commit of the code that trained it.
     """
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 import yaml
@@ -15,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 import fla_train.models  # noqa: F401  registers the model with the Auto classes
 from fla_train.hub.card import TRAINING_FILE
 from fla_train.hub.export import no_progress_bars
+from fla_train.hub.paths import is_hub_name
 
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 STEP = re.compile(r"step-(\d+)")
 FALLBACK_LENGTH = 2048
 REMEDY = "give a run folder with an export in hf/, an exported folder, or a Hub name such as user/model"
@@ -39,7 +40,7 @@ def resolve_checkpoint(checkpoint: str | Path) -> Path | str:
         if not exports:
             raise ValueError(f"no exported model in {path}: {REMEDY}")
         return exports[max(exports)]
-    if HUB_NAME.fullmatch(name) and not path.parent.is_dir():
+    if "/" in name and is_hub_name(name) and not path.parent.is_dir():
         return name
     raise ValueError(f"{name} does not exist: {REMEDY}")
 
@@ -114,7 +115,11 @@ def document_prefix(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
 
 
 def load_model(
-    checkpoint: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    checkpoint: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    *,
+    trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model, in eval mode, and its tokenizer.
 
@@ -122,14 +127,15 @@ def load_model(
         checkpoint: what `resolve_checkpoint` takes.
         device: where to put the model.
         dtype: of the weights; None keeps the stored one.
+        trust_remote_code: run the Python files that a model may bring along.
 
     Raises:
-        ValueError: no such checkpoint, or its files are missing or damaged.
+        ValueError: no such checkpoint, its files are missing or damaged, or it needs its own code.
     """
     source = resolve_checkpoint(checkpoint)
-    model = load_weights(source, device, dtype)
+    model = load_weights(source, device, dtype, trust_remote_code=trust_remote_code)
     try:
-        return model, AutoTokenizer.from_pretrained(source)
+        return model, AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, RuntimeError) as failure:
         if isinstance(source, Path) and not any(source.glob("tokenizer*")):
             raise ValueError(
@@ -140,16 +146,23 @@ def load_model(
 
 
 def load_weights(
-    checkpoint: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    checkpoint: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    *,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """`load_model` without the tokenizer, which models of synthetic tasks do not have."""
     source = resolve_checkpoint(checkpoint)
     try:
         with no_progress_bars():
             model, report = AutoModelForCausalLM.from_pretrained(
-                source, dtype=dtype or "auto", output_loading_info=True
+                source,
+                dtype=dtype or "auto",
+                output_loading_info=True,
+                trust_remote_code=trust_remote_code,
             )
-    except (SafetensorError, OSError, ValueError, RuntimeError) as failure:
+    except (SafetensorError, UnpicklingError, OSError, ValueError, RuntimeError) as failure:
         raise ValueError(_explain(source, failure)) from failure
     if report["missing_keys"]:
         raise ValueError(
@@ -160,6 +173,8 @@ def load_weights(
 
 def _explain(source: Path | str, failure: Exception) -> str:
     """One line for a checkpoint that does not load; names the weights file that is cut short, if one is."""
+    if "trust_remote_code" in str(failure):
+        return f"{source} needs Python code that it brings along: give trust_remote_code=true if you trust it"
     if isinstance(source, str):
         return (
             f"cannot load {source}: no such folder here, and the Hub did not give it ({_first_line(failure)})"

@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
+from fla_train.data.lock import open_lock
 from fla_train.data.shards import sync
 from fla_train.hub.environment import describe_environment
 from fla_train.hub.paths import own_name
@@ -116,7 +117,7 @@ class RunFolder:
             ValueError: another trainer holds it, or the folder is not to be written to.
         """
         try:
-            lock = (self.root / ".lock").open("w")
+            lock = open_lock(self.root / ".lock")
         except OSError as error:
             raise _unwritable(self.root, error) from error
         with lock as file:

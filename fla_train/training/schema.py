@@ -15,6 +15,7 @@ from yaml import YAMLError
 
 from fla_train.baselines import BaselineConfig
 from fla_train.data.config import DataConfig
+from fla_train.hub.saved_config import escaped, read_saved
 from fla_train.models.configuration import model_schema
 from fla_train.tasks.config import TaskConfig
 
@@ -139,7 +140,7 @@ def to_config(node: DictConfig | dict) -> TrainConfig:
     if isinstance(node, DictConfig):
         if missing := OmegaConf.missing_keys(node):
             raise ValueError(f"these keys need a value: {', '.join(sorted(missing))}")
-        node = OmegaConf.to_container(node, resolve=True)
+        node = escaped(OmegaConf.to_container(node, resolve=True))  # what is resolved is plain text now
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), node))
 
 
@@ -149,13 +150,13 @@ def to_yaml(config: TrainConfig) -> str:
 
 
 def load_config(path: Path) -> TrainConfig:
-    """Read a run's `config.yaml`.
+    """Read a run's `config.yaml`. What looks like an interpolation in it is text: the run may be another's.
 
     Raises:
         ValueError: it is unreadable, or another version wrote it with other keys.
     """
     try:
-        return to_config(OmegaConf.to_container(OmegaConf.load(path)))
+        return to_config(read_saved(path))
     except (OSError, YAMLError, OmegaConfBaseException) as failure:
         raise ValueError(
             f"{path} is no config of this version: {' '.join(str(failure).split())}"
