@@ -12,6 +12,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from fla_train.utils.filesystem import sha256, sync, write_whole
+
 FORMAT = 1
 MANIFEST = "manifest.json"
 
@@ -191,24 +193,6 @@ def _sync(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def sync(path: Path) -> None:
-    """Have the disk hold a file's content, or a folder's entries, before what is written next."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_aside(path: Path, text: str) -> None:
-    """Replace a file in one move: a reader, even after a power cut, finds the old content or the new."""
-    aside = path.with_name(path.name + ".new")
-    aside.write_text(text)
-    sync(aside)
-    os.replace(aside, path)
-    sync(path.parent)
-
-
 def unigram_entropy(counts: np.ndarray) -> float | None:
     """Entropy in nats per token of the empirical distribution `counts / sum`; None without tokens."""
     total = int(counts.sum())
@@ -219,7 +203,7 @@ def unigram_entropy(counts: np.ndarray) -> float | None:
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    write_aside(folder / MANIFEST, json.dumps(manifest, indent=2))
+    write_whole(folder / MANIFEST, json.dumps(manifest, indent=2))
     for part in (*(path for path in folder.iterdir() if path.is_dir()), folder):
         sync(part)
 
@@ -285,9 +269,7 @@ def verify(folder: Path) -> None:
                 (documents_file(number), "documents_sha256"),
             ):
                 path = folder / split / name
-                with path.open("rb") as file:
-                    digest = hashlib.file_digest(file, "sha256").hexdigest()
-                if digest != shard[key]:
+                if sha256(path) != shard[key]:
                     raise ValueError(
                         f"shard {path} is corrupt (checksum); delete {folder} and run fla-prepare again"
                     )

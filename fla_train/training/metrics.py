@@ -5,11 +5,9 @@ import math
 from pathlib import Path
 from typing import Protocol
 
-from fla_train.training.runfolder import RunFolder, write_whole
+from fla_train.training.runfolder import RunFolder
 from fla_train.training.schema import LoggerConfig
-
-# `step`, `tokens`, and training keys (loss, lr, grad_norm, tokens_per_second, ...) or validation keys.
-Record = dict[str, float | int | bool | None]
+from fla_train.utils.records import Record, drop_records_after, read_metrics
 
 
 def finite(record: Record) -> Record:
@@ -36,7 +34,7 @@ class MetricsFile:
     name = "metrics.jsonl"
 
     def __init__(self, path: Path, resumed_step: int):
-        truncate(path, resumed_step)
+        drop_records_after(path, resumed_step)
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
 
@@ -115,17 +113,6 @@ class Tensorboard:
         self._writer.close()
 
 
-def read_metrics(path: Path) -> list[Record]:
-    """The records of a metrics.jsonl; a last line cut short by a kill is left out."""
-    records = []
-    for line in path.read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
-    return records
-
-
 def last_losses(path: Path) -> tuple[float | None, float | None]:
     """The last finite training and validation losses, nats per token; None where there is none."""
     last: dict[str, float | None] = {"loss": None, "validation_loss": None}
@@ -142,15 +129,8 @@ def checkpoint_seconds(path: Path) -> tuple[float, float]:
     before = 0  # tokens
     for record in read_metrics(path):
         stood += record.get("checkpoint_stall_s") or 0.0
-        if rate := record.get("tokens_per_second"):
-            trained += (record["tokens"] - before) / rate
-            before = record["tokens"]
+        rate, tokens = record.get("tokens_per_second"), record.get("tokens")
+        if rate and tokens:
+            trained += (tokens - before) / rate
+            before = tokens
     return stood, trained
-
-
-def truncate(path: Path, step: int) -> None:
-    """Drop the records after `step`, which a resumed run writes again. The file is replaced in one move."""
-    if not path.exists():
-        return
-    kept = [record for record in read_metrics(path) if record["step"] <= step]
-    write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))

@@ -2,11 +2,10 @@
 
 import json
 import sys
-from contextlib import suppress
 from pathlib import Path
 
-from fla_train.training.metrics import read_metrics
 from fla_train.training.runfolder import RunFolder
+from fla_train.utils.records import read_metrics
 
 
 def plot_losses(runs: list[Path], out: Path) -> Path:
@@ -25,8 +24,7 @@ def plot_losses(runs: list[Path], out: Path) -> Path:
     axes = figure.add_subplot()
     entropies = {}
     for number, run in enumerate(runs):
-        metrics = run / "metrics.jsonl"
-        records = read_metrics(metrics) if metrics.is_file() else []
+        records = [r for r in read_metrics(RunFolder(run).metrics) if r.get("tokens") is not None]
         train = [r for r in records if r.get("loss") is not None]
         if not train:
             raise ValueError(f"{run} has no training losses to plot")
@@ -70,11 +68,7 @@ def plot_losses(runs: list[Path], out: Path) -> Path:
 
 def resumed_at(run: Path) -> list[int]:
     """The training tokens at which a run went on from a checkpoint, ascending."""
-    starts = RunFolder(run).starts
-    found = set()
-    for line in starts.read_text().splitlines() if starts.is_file() else ():
-        with suppress(ValueError):  # a line cut short
-            found.add(json.loads(line)["tokens"])
+    found = {start.get("tokens") or 0 for start in read_metrics(RunFolder(run).starts)}
     return sorted(found - {0})
 
 

@@ -14,7 +14,6 @@ from fla_train.training.engine import StepResult
 from fla_train.training.evaluation import perplexity
 from fla_train.training.metrics import (
     MetricsFile,
-    Record,
     Sink,
     Tensorboard,
     Wandb,
@@ -25,6 +24,7 @@ from fla_train.training.metrics import (
 from fla_train.training.runfolder import RunFolder
 from fla_train.training.schema import TrainConfig, to_yaml
 from fla_train.training.writer import reason
+from fla_train.utils.records import Record
 
 
 class Reporter:

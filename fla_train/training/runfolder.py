@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,9 +10,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
-from fla_train.data.shards import sync
 from fla_train.hub.environment import describe_environment
 from fla_train.hub.paths import own_name
+from fla_train.utils.filesystem import write_whole
 
 LOCK_WAIT = 10.0  # seconds; the workers of a killed launcher need a moment to die
 
@@ -108,14 +107,6 @@ class RunFolder:
                     )
                 time.sleep(0.2)
             yield file.fileno()
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file in one move: a reader, or a run after a kill, finds the old content or the new."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    aside.write_text(text)
-    sync(aside)
-    os.replace(aside, path)
 
 
 def _unwritable(path: Path, error: OSError) -> ValueError:
