@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -51,12 +53,23 @@ class MetricsFile:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
 
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """Raise whatever a view's package raises as an `OSError`, so that no view ends a run."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as failure:
+        raise OSError(" ".join(str(failure).split()) or type(failure).__name__) from failure
+
+
 class Wandb:
     """A W&B run; offline unless asked otherwise. `id` continues an earlier one.
 
     Raises:
-        ValueError: the package is missing.
-        ConnectionError: W&B gives no run.
+        ValueError: the package or the login is missing, or W&B refuses a setting.
+        OSError: W&B does not answer, or its folder can't be written.
     """
 
     name = "W&B"
@@ -69,29 +82,39 @@ class Wandb:
                 "wandb is not installed: pip install wandb, or set logger.wandb.mode=disabled"
             ) from None
         try:
-            self._run = wandb.init(
-                project=config.wandb.project,
-                name=config.wandb.name or RunFolder(folder).name,
-                mode=config.wandb.mode,
-                dir=str(folder),
-                id=run_id,
-                resume="allow",
-                config=settings,
-            )
-        except wandb.Error as failure:
-            raise ConnectionError(" ".join(str(failure).split())) from failure
+            with _as_os_error():
+                self._run = wandb.init(
+                    project=config.wandb.project,
+                    name=config.wandb.name or RunFolder(folder).name,
+                    mode=config.wandb.mode,
+                    dir=str(folder),
+                    id=run_id,
+                    resume="allow",
+                    config=settings,
+                )
+        except OSError as failure:
+            if isinstance(failure.__cause__, (wandb.errors.UsageError, wandb.errors.AuthenticationError)):
+                raise ValueError(f"W&B: {failure}; or set logger.wandb.mode=offline") from failure
+            raise
         self.id: str = self._run.id
 
     def log(self, record: Record) -> None:
         values = {key: value for key, value in record.items() if key != "step" and value is not None}
-        self._run.log(values, step=int(record["step"]))
+        with _as_os_error():
+            self._run.log(values, step=int(record["step"]))
 
     def close(self) -> None:
-        self._run.finish()
+        with _as_os_error():
+            self._run.finish()
 
 
 class Tensorboard:
-    """Event files in `folder`."""
+    """Event files in `folder`.
+
+    Raises:
+        ValueError: the package is missing.
+        OSError: the folder can't be written.
+    """
 
     name = "tensorboard"
 
@@ -102,15 +125,18 @@ class Tensorboard:
             raise ValueError(
                 "tensorboard is not installed: pip install tensorboard, or set logger.tensorboard=false"
             ) from None
-        self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)
+        with _as_os_error():
+            self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)
 
     def log(self, record: Record) -> None:
-        for key, value in record.items():
-            if key != "step" and value is not None:
-                self._writer.add_scalar(key, value, record["step"])
+        with _as_os_error():
+            for key, value in record.items():
+                if key != "step" and value is not None:
+                    self._writer.add_scalar(key, value, record["step"])
 
     def close(self) -> None:
-        self._writer.close()
+        with _as_os_error():
+            self._writer.close()
 
 
 def last_losses(path: Path) -> tuple[float | None, float | None]:
