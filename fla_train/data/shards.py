@@ -1,7 +1,8 @@
 """Token shards on disk: writing them, the manifest that vouches for them, and checking them again.
 
 A split is a folder of pairs: `tokens-00000.bin` (uint16 or uint32, little-endian) and `documents-00000.bin`
-(uint64, the end of each document in tokens from the shard's start). Documents never cross a shard.
+(uint64, the end of each document in tokens from the shard's start). Documents never cross a shard. Beside
+each file lie its block checksums (`blocks.py`).
 """
 
 import hashlib
@@ -12,6 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from fla_train.data.blocks import checksums_file, restore_checksums, write_checksums
 from fla_train.utils.filesystem import sha256, sync, write_whole
 
 FORMAT = 1
@@ -135,8 +137,10 @@ class ShardWriter:
             if name not in present or present[name].stat().st_size < size:
                 remedy = f"delete {self._folder.parent} and run fla-prepare again"
                 raise ValueError(f"{self._folder / name} is cut short; {remedy}")
+        finished = [name(n) for n in range(number) for name in (tokens_file, documents_file)]
+        wanted = kept.keys() | {checksums_file(Path(name)).name for name in finished}
         for name, path in present.items():
-            if name not in kept:
+            if name not in wanted:
                 path.unlink()
         if self._count:
             self._tokens_file, self._ends_file = (
@@ -167,6 +171,7 @@ class ShardWriter:
         for file in (self._tokens_file, self._ends_file):
             _sync(file)
             file.close()
+            write_checksums(Path(file.name))
         tokens_sha256, documents_sha256 = (digest.hexdigest() for digest in self._digests)
         self._shards.append(
             {
@@ -255,7 +260,7 @@ def check_sizes(folder: Path, manifest: dict[str, Any], split: str) -> None:
 
 
 def verify(folder: Path) -> None:
-    """Read every shard of both splits and compare checksums.
+    """Read every shard of both splits and compare checksums; write block checksums that are missing or wrong.
 
     Raises:
         ValueError: naming the first file that is missing, cut short or altered.
@@ -273,3 +278,4 @@ def verify(folder: Path) -> None:
                     raise ValueError(
                         f"shard {path} is corrupt (checksum); delete {folder} and run fla-prepare again"
                     )
+                restore_checksums(path)
