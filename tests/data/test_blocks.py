@@ -78,6 +78,7 @@ def test_blocks_are_compared_once(prepared: PreparedData, monkeypatch: pytest.Mo
 def test_data_without_block_checksums_load_and_are_given_some(prepared: PreparedData) -> None:
     expected = TokenDataset(prepared.folder, "train", 16).sequences(np.arange(40))
     written = checksums(prepared)
+    assert len(written) == len(list(prepared.folder.glob("*/*.bin")))
     for path in written:
         path.unlink()
     assert torch.equal(TokenDataset(prepared.folder, "train", 16).sequences(np.arange(40)), expected)
