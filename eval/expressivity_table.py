@@ -14,6 +14,7 @@ from typing import Any
 
 from fla_train.eval.expressivity_runs import Run, plan, read_tables, slug
 from fla_train.tasks.plots import plot_accuracy
+from fla_train.utils.records import read_metrics
 
 # Written into a run folder by scripts/reproduce_expressivity.sh: how long it took; why it did not end.
 WALL, SKIPPED = "wall_seconds", "skipped"
@@ -76,11 +77,7 @@ def _newest(run: Path, metric: str, beside: Mapping[str, str]) -> dict[str, Any]
 
     The run has ended by itself if it left an export of that step.
     """
-    metrics = run / "metrics.jsonl"
-    if not metrics.is_file():
-        return None
-    records = [json.loads(line) for line in metrics.read_text().splitlines() if line.endswith("}")]
-    records = [record for record in records if metric in record]
+    records = [record for record in read_metrics(run / "metrics.jsonl") if metric in record]
     if not records:
         return None
     step = records[-1]["step"]

@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import lm_eval.evaluator
 import torch
 import torch.nn.functional as F
 from lm_eval import simple_evaluate
@@ -23,12 +24,16 @@ from fla_train.eval.contributions import contributions
 from fla_train.eval.likelihood import Answer, log_likelihoods
 from fla_train.eval.mirror import DatasetUnavailable, hub_datasets, mirror_folder
 from fla_train.eval.parallel import ALONE, Ranks
+from fla_train.hub.environment import git_commit
 from fla_train.hub.load import document_prefix, resolve_checkpoint, trained_length, training_record
 from fla_train.models import DeltaProductForCausalLM
 
 CPU_BATCH = 8  # what `auto` means there: a CPU has no out-of-memory error to find the limit by
 NO_SHOTS = "no documents available for sampling"  # lm-eval, where nothing can fill a few-shot prompt
 AUTO_TOKENS = 131_072  # tokens of a forward pass that `auto` means for our models on a GPU
+
+# lm-eval's own asks git about the current folder, and git complains where that is no checkout.
+lm_eval.evaluator.get_git_commit_hash = git_commit
 
 
 @register_model("fla_train")

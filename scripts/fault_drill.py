@@ -27,6 +27,7 @@ from typing import BinaryIO
 import psutil
 
 from fla_train.hub.environment import git_commit
+from fla_train.utils.records import read_metrics
 
 STEPS, CHECKPOINT_EVERY = 240, 4
 HANG_TIMEOUT = 15  # seconds
@@ -214,7 +215,7 @@ def leave_over(drill: Drill) -> str:
 def tear_metrics(drill: Drill) -> str:
     with (drill.run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 999, "lo')
-    return "run  "  # nothing is said: the line is dropped, and the end compares the records
+    return "run  "  # the line is skipped, as train.log says, and the end compares the records
 
 
 def damage_shard(change: Callable[[Path], None], read: Callable[[Drill], int]) -> Callable[[Drill], str]:
@@ -297,9 +298,9 @@ def command(folder: Path, run: Path) -> list[str]:
 
 def records(run: Path) -> list[dict]:
     """What the run did, but for speeds and for checkpoints, of which a preempted run has more."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    kept = [{key: value for key, value in line.items() if key not in OF_THE_MACHINE} for line in lines]
-    return [record for record in kept if set(record) - {"step", "tokens"}]
+    found = read_metrics(run / "metrics.jsonl")
+    kept = [{key: value for key, value in record.items() if key not in OF_THE_MACHINE} for record in found]
+    return [record for record in kept if record.keys() - {"step", "tokens"}]
 
 
 def weights(run: Path) -> bytes:
@@ -364,14 +365,13 @@ def main() -> int:
     finally:
         if drill.launcher is not None and drill.launcher.poll() is None:
             drill.launcher.kill()
-    seconds = time.monotonic() - begin
     if leftovers := list((run / "checkpoints").glob(".*")):
         raise Unnoticed(f"half-written or half-deleted files are left: {leftovers}")
     equal = {
         "weights": weights(run) == weights(calm),
         "records of metrics.jsonl": records(run) == records(calm),
     }
-    text = report(injected, seconds, equal)
+    text = report(injected, time.monotonic() - begin, equal)
     print(f"\n{text}")
     if arguments.report:
         head = arguments.report.read_text().split(MARK)[0] if arguments.report.exists() else ""

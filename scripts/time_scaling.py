@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from fla_train.bench.breakdown import KINDS, time_by_kind
+from fla_train.utils.records import read_metrics
 
 SEQ_LEN = 2048  # tokens
 MICRO_BATCH = {"tiny": 1, "340m": 16, "1.3b": 8}  # sequences per GPU
@@ -113,12 +114,7 @@ def start(run: Run, folder: Path, further: list[str]) -> subprocess.Popen:
 
 def records(folder: Path) -> list[dict]:
     """The steps logged so far."""
-    try:
-        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    except FileNotFoundError:
-        return []
-    whole = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [record for record in whole if "loss" in record]
+    return [record for record in read_metrics(folder / "metrics.jsonl") if "loss" in record]
 
 
 def carry_out(run: Run, folder: Path, further: list[str], limit: float) -> None:
@@ -152,10 +148,8 @@ def read(run: Run, folder: Path) -> None:
         events = json.loads(trace.read_text())["traceEvents"]
         run.parts = time_by_kind(events, on_gpu=any(event.get("cat") == "kernel" for event in events))
         run.parts["whole step"] = 1e3 * tokens_per_step(run) / run.tokens_per_second
-    lines = (folder / run.name / "metrics.jsonl").read_text().splitlines()
-    stalls = [
-        record["checkpoint_stall_s"] for record in map(json.loads, lines) if "checkpoint_stall_s" in record
-    ]
+    metrics = read_metrics(folder / run.name / "metrics.jsonl")
+    stalls = [record["checkpoint_stall_s"] for record in metrics if "checkpoint_stall_s" in record]
     written = re.findall(r"checkpoint .*written in ([\d.]+) s", (folder / f"{run.name}.log").read_text())
     run.stall_s, run.write_s = max(stalls, default=0.0), max(map(float, written), default=0.0)
 

@@ -23,15 +23,16 @@ FOLDERS = {
 ARROWS = {
     "kernels": set(),
     "models": {"kernels"},
-    "hub": {"models", "kernels"},
-    "data": set(),
+    "hub": {"models", "kernels", "utils"},
+    "data": {"utils"},
     "tasks": set(),
     "baselines": {"models"},
-    "training": {"baselines", "data", "tasks", "hub", "models", "kernels", "configs"},
-    "eval": {"baselines", "data", "tasks", "hub", "models", "kernels", "configs"},
+    "training": {"baselines", "data", "tasks", "hub", "models", "kernels", "configs", "utils"},
+    "eval": {"baselines", "data", "tasks", "hub", "models", "kernels", "configs", "utils"},
     "bench": {"training", "data", "models", "kernels"},
     "cli": {"baselines", "bench", "training", "eval", "data", "tasks", "hub", "models", "kernels", "configs"},
     "configs": set(),
+    "utils": set(),
 }
 KERNEL_IMPORTS = {"torch", "triton", "fla_train"}
 MODEL_IMPORTS = {"torch", "transformers", "fla_train"}

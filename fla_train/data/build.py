@@ -19,9 +19,10 @@ from fla_train.data.chunks import Cursor
 from fla_train.data.config import DataConfig
 from fla_train.data.encoding import Encoded, Encoder
 from fla_train.data.progress import Progress
-from fla_train.data.shards import ShardWriter, write_aside
+from fla_train.data.shards import ShardWriter
 from fla_train.data.sources import Source
 from fla_train.data.workers import encode_all
+from fla_train.utils.filesystem import write_whole
 
 PROGRESS = "progress.json"
 COMMIT_SECONDS = 10.0  # work that a kill can cost
@@ -145,7 +146,7 @@ class Build:
         for writer in self._writers.values():
             writer.sync()
         journal = {"source": self._description, "now": self._snapshot(), "file_start": self._file_start}
-        write_aside(self._folder / PROGRESS, json.dumps(journal))
+        write_whole(self._folder / PROGRESS, json.dumps(journal))
         self._committed = time.monotonic()
 
 

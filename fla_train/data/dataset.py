@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from fla_train.data import shards
+from fla_train.data.blocks import CheckedFile
 from fla_train.data.permutation import permute
 
 
@@ -40,7 +41,8 @@ class TokenDataset:
         seq_len: tokens per sequence.
 
     Raises:
-        ValueError: if the manifest is corrupt, a shard is missing or cut short, or no sequence fits.
+        ValueError: if the manifest is corrupt, a shard is missing or cut short, or no sequence fits; while
+            reading, if a block of a shard is not as it was written.
     """
 
     def __init__(self, folder: str | Path, split: str, seq_len: int, seed: int | None = None):
@@ -62,7 +64,8 @@ class TokenDataset:
                 f"the {split} split of {self.folder} has {entry['tokens']} tokens, fewer than one sequence "
                 f"of {seq_len}; use shorter sequences, more data or another data.validation_fraction"
             )
-        self._maps: dict[int, np.ndarray] = {}
+        self._shards = entry["shards"]
+        self._files: dict[int, CheckedFile] = {}  # tokens by shard
         self._ends: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
@@ -97,7 +100,7 @@ class TokenDataset:
         number = self._shard_of(start)
         while filled < len(out):
             offset = start + filled - self._starts[number]
-            piece = self._shard(number)[offset : offset + len(out) - filled]
+            piece = self._shard(number).read(offset, offset + len(out) - filled)
             out[filled : filled + len(piece)] = piece
             filled += len(piece)
             number += 1
@@ -109,7 +112,8 @@ class TokenDataset:
         while self._starts[number] < start + self.seq_len:
             if number not in self._ends:
                 path = self.folder / self.split / shards.documents_file(number)
-                self._ends[number] = np.memmap(path, dtype="<u8", mode="r").view(np.ndarray)
+                file = CheckedFile(path, np.dtype("<u8"), self._shards[number]["documents_sha256"])
+                self._ends[number] = file.read(0, len(file))  # all, since a search reads anywhere
             local = start - self._starts[number]
             bounds = np.array([max(local + 1, 0), local + self.seq_len], dtype=np.uint64)
             first, last = self._ends[number].searchsorted(bounds)
@@ -124,8 +128,8 @@ class TokenDataset:
         """The shard that holds a token of the stream."""
         return bisect_right(self._starts, token) - 1
 
-    def _shard(self, number: int) -> np.ndarray:
-        if number not in self._maps:
+    def _shard(self, number: int) -> CheckedFile:
+        if number not in self._files:
             path = self.folder / self.split / shards.tokens_file(number)
-            self._maps[number] = np.memmap(path, dtype=self._dtype, mode="r").view(np.ndarray)
-        return self._maps[number]
+            self._files[number] = CheckedFile(path, self._dtype, self._shards[number]["tokens_sha256"])
+        return self._files[number]

@@ -25,10 +25,11 @@ from fla_train.data.mixture import prepare_mixture
 from fla_train.data.place import Place, place_of, recorded
 from fla_train.data.prepared import PreparedData, open_prepared
 from fla_train.data.progress import Progress
-from fla_train.data.shards import FORMAT, MANIFEST, check_sizes, sync, write_manifest
+from fla_train.data.shards import FORMAT, MANIFEST, check_sizes, write_manifest
 from fla_train.data.sources import Source
 from fla_train.data.stream import prepare_stream
 from fla_train.data.tokenizers import fingerprint, ids_needed, load_tokenizer, make_encoder
+from fla_train.utils.filesystem import sync
 
 NO_COMMITS: Mapping[str, str] = MappingProxyType({})
 

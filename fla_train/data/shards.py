@@ -1,7 +1,8 @@
 """Token shards on disk: writing them, the manifest that vouches for them, and checking them again.
 
 A split is a folder of pairs: `tokens-00000.bin` (uint16 or uint32, little-endian) and `documents-00000.bin`
-(uint64, the end of each document in tokens from the shard's start). Documents never cross a shard.
+(uint64, the end of each document in tokens from the shard's start). Documents never cross a shard. Beside
+each file lie its block checksums (`blocks.py`).
 """
 
 import hashlib
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+
+from fla_train.data.blocks import checksums_file, restore_checksums, write_checksums
+from fla_train.utils.filesystem import sha256, sync, write_whole
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -133,8 +137,10 @@ class ShardWriter:
             if name not in present or present[name].stat().st_size < size:
                 remedy = f"delete {self._folder.parent} and run fla-prepare again"
                 raise ValueError(f"{self._folder / name} is cut short; {remedy}")
+        finished = [name(n) for n in range(number) for name in (tokens_file, documents_file)]
+        wanted = kept.keys() | {checksums_file(Path(name)).name for name in finished}
         for name, path in present.items():
-            if name not in kept:
+            if name not in wanted:
                 path.unlink()
         if self._count:
             self._tokens_file, self._ends_file = (
@@ -165,6 +171,7 @@ class ShardWriter:
         for file in (self._tokens_file, self._ends_file):
             _sync(file)
             file.close()
+            write_checksums(Path(file.name))
         tokens_sha256, documents_sha256 = (digest.hexdigest() for digest in self._digests)
         self._shards.append(
             {
@@ -191,24 +198,6 @@ def _sync(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def sync(path: Path) -> None:
-    """Have the disk hold a file's content, or a folder's entries, before what is written next."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_aside(path: Path, text: str) -> None:
-    """Replace a file in one move: a reader, even after a power cut, finds the old content or the new."""
-    aside = path.with_name(path.name + ".new")
-    aside.write_text(text)
-    sync(aside)
-    os.replace(aside, path)
-    sync(path.parent)
-
-
 def unigram_entropy(counts: np.ndarray) -> float | None:
     """Entropy in nats per token of the empirical distribution `counts / sum`; None without tokens."""
     total = int(counts.sum())
@@ -219,7 +208,7 @@ def unigram_entropy(counts: np.ndarray) -> float | None:
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    write_aside(folder / MANIFEST, json.dumps(manifest, indent=2))
+    write_whole(folder / MANIFEST, json.dumps(manifest, indent=2))
     for part in (*(path for path in folder.iterdir() if path.is_dir()), folder):
         sync(part)
 
@@ -271,7 +260,7 @@ def check_sizes(folder: Path, manifest: dict[str, Any], split: str) -> None:
 
 
 def verify(folder: Path) -> None:
-    """Read every shard of both splits and compare checksums.
+    """Read every shard of both splits and compare checksums; write block checksums that are missing or wrong.
 
     Raises:
         ValueError: naming the first file that is missing, cut short or altered.
@@ -285,9 +274,8 @@ def verify(folder: Path) -> None:
                 (documents_file(number), "documents_sha256"),
             ):
                 path = folder / split / name
-                with path.open("rb") as file:
-                    digest = hashlib.file_digest(file, "sha256").hexdigest()
-                if digest != shard[key]:
+                if sha256(path) != shard[key]:
                     raise ValueError(
                         f"shard {path} is corrupt (checksum); delete {folder} and run fla-prepare again"
                     )
+                restore_checksums(path)

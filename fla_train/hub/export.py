@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from fla_train.hub.card import TRAINING_FILE, CardInfo, render_card
+from fla_train.hub.checksums import REMEDY, find_export_damage, write_checksums
 
 
 def export_model(
@@ -28,7 +29,7 @@ def export_model(
     dtype: torch.dtype = torch.float32,
     validate: bool = True,
 ) -> Path:
-    """Write weights, config, tokenizer, generation config and model card to `folder`.
+    """Write weights, config, tokenizer, generation config, model card and checksums to `folder`.
 
     Everything is written to a hidden folder beside it, loaded back and compared, and then renamed: `folder`
     is complete or absent. The model, its mode and the random state are left as they were.
@@ -65,16 +66,24 @@ def export_model(
         config.save_pretrained(aside)
         (aside / TRAINING_FILE).write_text(json.dumps(asdict(card), indent=2) + "\n")
         (aside / "README.md").write_text(render_card(model, card, tokenizer is not None))
+        # safetensors makes files that only their owner can read; the others are as the umask says.
+        mode = (aside / TRAINING_FILE).stat().st_mode
+        for file in aside.glob("*.safetensors"):
+            file.chmod(mode)
         if validate:
             _load_back(model, weights, aside, dtype)
+        write_checksums(aside)
     return folder
 
 
 def copy_export(source: Path, folder: str | Path) -> Path:
     """Copy an exported model to `folder`, complete or absent; an earlier export there is replaced.
 
+    The files are as readable as the umask says, whatever they were.
+
     Raises:
-        ValueError: `folder` holds something that is not an export, or one of the two lies in the other.
+        ValueError: `folder` holds something that is not an export, one of the two lies in the other, or
+            `source` is damaged.
     """
     folder = Path(folder).expanduser()
     _require_replaceable(folder)
@@ -83,10 +92,12 @@ def copy_export(source: Path, folder: str | Path) -> Path:
         raise ValueError(f"{folder} is, holds or lies in the exported model {source}: give another output")
     with _written_aside(folder) as aside:
         try:
-            shutil.copytree(source, aside, dirs_exist_ok=True)
+            shutil.copytree(source, aside, dirs_exist_ok=True, copy_function=shutil.copyfile)
         except shutil.Error as failure:  # a list of files, each with its reason
             _, target, reason = failure.args[0][0]
             raise OSError(f"{target} could not be written: {reason}") from failure
+        if damage := find_export_damage(aside):  # of the copy, and so of what was read, too
+            raise ValueError(f"{source}/{damage}: {REMEDY}")
     return folder
 
 

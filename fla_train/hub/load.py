@@ -10,11 +10,13 @@ import torch
 import yaml
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import fla_train.models  # noqa: F401  registers the model with the Auto classes
 from fla_train.hub.card import TRAINING_FILE
+from fla_train.hub.checksums import CHECKSUMS, find_export_damage
+from fla_train.hub.checksums import REMEDY as EXPORT_AGAIN
 from fla_train.hub.export import no_progress_bars
 from fla_train.hub.paths import is_hub_name
 
@@ -154,6 +156,10 @@ def load_weights(
 ) -> PreTrainedModel:
     """`load_model` without the tokenizer, which models of synthetic tasks do not have."""
     source = resolve_checkpoint(checkpoint)
+    if isinstance(source, Path) and (source / CHECKSUMS).is_file():
+        # Sizes only: to hash the weights would take longer than to load them.
+        if damage := find_export_damage(source, content=False):
+            raise ValueError(f"{source}/{damage}: {EXPORT_AGAIN}")
     try:
         with no_progress_bars():
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -179,12 +185,8 @@ def _explain(source: Path | str, failure: Exception) -> str:
         return (
             f"cannot load {source}: no such folder here, and the Hub did not give it ({_first_line(failure)})"
         )
-    for file in sorted(source.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as damage:
-            return f"{file} is damaged or cut short ({_first_line(damage)}): export or download it again"
+    if damage := find_export_damage(source):
+        return f"{source}/{damage}: {EXPORT_AGAIN}"
     return f"cannot load {source}: {_first_line(failure)}"
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError
 
+from fla_train.hub.checksums import REMEDY, find_export_damage
 from fla_train.hub.paths import is_hub_name, own_name
 
 HTTPError = HfHubHTTPError.__bases__[0]  # of the HTTP library that this huggingface_hub uses: httpx or httpx2
@@ -33,7 +34,7 @@ def push(
         The commit's address.
 
     Raises:
-        ValueError: `repo_id` is no valid name, or there is no token.
+        ValueError: `repo_id` is no valid name, there is no token, or a file of `folder` is damaged.
         ConnectionError: no network, or the Hub refused; one line with the remedy.
     """
     folder = Path(folder)
@@ -41,6 +42,8 @@ def push(
     token = token or get_token()
     if token is None:
         raise ValueError(f"no Hub token: run `hf auth login` or set HF_TOKEN; the model is safe in {folder}")
+    if damage := find_export_damage(folder):
+        raise ValueError(f"{folder}/{damage}: {REMEDY}")
     api = HfApi(endpoint=endpoint, token=token)
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # with the user's name

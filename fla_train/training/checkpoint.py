@@ -12,7 +12,6 @@ so a kill at any moment leaves either the whole new checkpoint or only the ones 
 `load`.
 """
 
-import hashlib
 import json
 import logging
 import math
@@ -28,7 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fla_train.data.shards import sync
+from fla_train.utils.filesystem import find_damage, sync
 
 logger = logging.getLogger(__name__)
 
@@ -125,21 +124,10 @@ def checkpoints(folder: Path) -> list[Path]:
 def find_fault(checkpoint: Path) -> str | None:
     """Why a checkpoint can't be used, or None when every file is as its manifest says."""
     try:
-        files = _manifest(checkpoint)["files"].items()
+        files = dict(_manifest(checkpoint)["files"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is missing or unreadable"
-    for name, entry in files:
-        path = checkpoint / name
-        try:
-            if not path.is_file():
-                return f"{name} is missing"
-            if (size := path.stat().st_size) != entry["bytes"]:
-                return f"{name} has {size} bytes instead of {entry['bytes']}"
-            if _sha256(path) != entry["sha256"]:
-                return f"{name} has a wrong checksum"
-        except OSError as error:  # it may have been deleted meanwhile
-            return f"{name} can't be read ({error.strerror})"
-    return None
+    return find_damage(checkpoint, files)
 
 
 def choose(resume: str, folder: Path) -> Path | None:
@@ -257,16 +245,6 @@ def write_manifest(folder: Path, state: TrainState, files: dict[str, dict]) -> N
             sync(path)
 
 
-def describe(path: Path) -> dict[str, int | str]:
-    """A file's entry in the manifest."""
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-
-
 def write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
     sync(path)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -11,7 +11,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from fla_train.training.metrics import Record
+from fla_train.utils.records import Record
 
 PLAIN_INTERVAL = 5.0  # seconds between progress lines without a terminal
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fla_train.data import Batch, DocumentSequences, TokenDataset, sequential_batches
-from fla_train.training.metrics import Record
 from fla_train.training.schema import TrainerConfig
+from fla_train.utils.records import Record
 
 PART_PERPLEXITY = "validation_perplexity/"  # key of a part's, before its name
 Part = tuple[TokenDataset | DocumentSequences, float]  # held-out sequences and their weight

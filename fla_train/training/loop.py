@@ -19,7 +19,7 @@ from fla_train.training.engine import Outcome, StepResult, build_engine, train_s
 from fla_train.training.evaluation import PART_PERPLEXITY, validate_text
 from fla_train.training.graphed import GraphedPass
 from fla_train.training.guard import StepGuard
-from fla_train.training.metrics import Record, last_losses, read_metrics
+from fla_train.training.metrics import last_losses
 from fla_train.training.plan import training_flops
 from fla_train.training.plots import plot_losses
 from fla_train.training.preemption import StopRequest
@@ -33,6 +33,7 @@ from fla_train.training.suites import SuiteRuns
 from fla_train.training.text_data import open_text, to_batch
 from fla_train.training.throughput import Meter, peak_flops
 from fla_train.training.watchdog import Watchdog
+from fla_train.utils.records import Record, read_metrics
 
 READ_EVERY = 10  # steps within which outcomes are read, however seldom they are logged
 

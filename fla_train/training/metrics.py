@@ -2,14 +2,14 @@
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from fla_train.training.runfolder import RunFolder, write_whole
+from fla_train.training.runfolder import RunFolder
 from fla_train.training.schema import LoggerConfig
-
-# `step`, `tokens`, and training keys (loss, lr, grad_norm, tokens_per_second, ...) or validation keys.
-Record = dict[str, float | int | bool | None]
+from fla_train.utils.records import Record, drop_records_after, read_metrics
 
 
 def finite(record: Record) -> Record:
@@ -36,7 +36,7 @@ class MetricsFile:
     name = "metrics.jsonl"
 
     def __init__(self, path: Path, resumed_step: int):
-        truncate(path, resumed_step)
+        drop_records_after(path, resumed_step)
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
 
@@ -53,12 +53,23 @@ class MetricsFile:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
 
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """Raise whatever a view's package raises as an `OSError`, so that no view ends a run."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as failure:
+        raise OSError(" ".join(str(failure).split()) or type(failure).__name__) from failure
+
+
 class Wandb:
     """A W&B run; offline unless asked otherwise. `id` continues an earlier one.
 
     Raises:
-        ValueError: the package is missing.
-        ConnectionError: W&B gives no run.
+        ValueError: the package or the login is missing, or W&B refuses a setting.
+        OSError: W&B does not answer, or its folder can't be written.
     """
 
     name = "W&B"
@@ -71,29 +82,39 @@ class Wandb:
                 "wandb is not installed: pip install wandb, or set logger.wandb.mode=disabled"
             ) from None
         try:
-            self._run = wandb.init(
-                project=config.wandb.project,
-                name=config.wandb.name or RunFolder(folder).name,
-                mode=config.wandb.mode,
-                dir=str(folder),
-                id=run_id,
-                resume="allow",
-                config=settings,
-            )
-        except wandb.Error as failure:
-            raise ConnectionError(" ".join(str(failure).split())) from failure
+            with _as_os_error():
+                self._run = wandb.init(
+                    project=config.wandb.project,
+                    name=config.wandb.name or RunFolder(folder).name,
+                    mode=config.wandb.mode,
+                    dir=str(folder),
+                    id=run_id,
+                    resume="allow",
+                    config=settings,
+                )
+        except OSError as failure:
+            if isinstance(failure.__cause__, (wandb.errors.UsageError, wandb.errors.AuthenticationError)):
+                raise ValueError(f"W&B: {failure}; or set logger.wandb.mode=offline") from failure
+            raise
         self.id: str = self._run.id
 
     def log(self, record: Record) -> None:
         values = {key: value for key, value in record.items() if key != "step" and value is not None}
-        self._run.log(values, step=int(record["step"]))
+        with _as_os_error():
+            self._run.log(values, step=int(record["step"]))
 
     def close(self) -> None:
-        self._run.finish()
+        with _as_os_error():
+            self._run.finish()
 
 
 class Tensorboard:
-    """Event files in `folder`."""
+    """Event files in `folder`.
+
+    Raises:
+        ValueError: the package is missing.
+        OSError: the folder can't be written.
+    """
 
     name = "tensorboard"
 
@@ -104,26 +125,18 @@ class Tensorboard:
             raise ValueError(
                 "tensorboard is not installed: pip install tensorboard, or set logger.tensorboard=false"
             ) from None
-        self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)
+        with _as_os_error():
+            self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)
 
     def log(self, record: Record) -> None:
-        for key, value in record.items():
-            if key != "step" and value is not None:
-                self._writer.add_scalar(key, value, record["step"])
+        with _as_os_error():
+            for key, value in record.items():
+                if key != "step" and value is not None:
+                    self._writer.add_scalar(key, value, record["step"])
 
     def close(self) -> None:
-        self._writer.close()
-
-
-def read_metrics(path: Path) -> list[Record]:
-    """The records of a metrics.jsonl; a last line cut short by a kill is left out."""
-    records = []
-    for line in path.read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
-    return records
+        with _as_os_error():
+            self._writer.close()
 
 
 def last_losses(path: Path) -> tuple[float | None, float | None]:
@@ -142,15 +155,8 @@ def checkpoint_seconds(path: Path) -> tuple[float, float]:
     before = 0  # tokens
     for record in read_metrics(path):
         stood += record.get("checkpoint_stall_s") or 0.0
-        if rate := record.get("tokens_per_second"):
-            trained += (record["tokens"] - before) / rate
-            before = record["tokens"]
+        rate, tokens = record.get("tokens_per_second"), record.get("tokens")
+        if rate and tokens:
+            trained += (tokens - before) / rate
+            before = tokens
     return stood, trained
-
-
-def truncate(path: Path, step: int) -> None:
-    """Drop the records after `step`, which a resumed run writes again. The file is replaced in one move."""
-    if not path.exists():
-        return
-    kept = [record for record in read_metrics(path) if record["step"] <= step]
-    write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))

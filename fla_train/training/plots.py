@@ -4,8 +4,8 @@ import json
 import sys
 from pathlib import Path
 
-from fla_train.training.metrics import read_metrics
 from fla_train.training.runfolder import RunFolder
+from fla_train.utils.records import read_metrics
 
 
 def plot_losses(runs: list[Path], out: Path) -> Path:
@@ -24,8 +24,7 @@ def plot_losses(runs: list[Path], out: Path) -> Path:
     axes = figure.add_subplot()
     entropies = {}
     for number, run in enumerate(runs):
-        metrics = run / "metrics.jsonl"
-        records = read_metrics(metrics) if metrics.is_file() else []
+        records = [r for r in read_metrics(RunFolder(run).metrics) if r.get("tokens") is not None]
         train = [r for r in records if r.get("loss") is not None]
         if not train:
             raise ValueError(f"{run} has no training losses to plot")
@@ -69,7 +68,7 @@ def plot_losses(runs: list[Path], out: Path) -> Path:
 
 def resumed_at(run: Path) -> list[int]:
     """The training tokens at which a run went on from a checkpoint, ascending."""
-    return sorted({record["tokens"] for record in RunFolder(run).start_records()} - {0})
+    return sorted({start.get("tokens") or 0 for start in RunFolder(run).start_records()} - {0})
 
 
 def unigram_entropy(run: Path) -> float | None:

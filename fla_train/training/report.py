@@ -15,7 +15,6 @@ from fla_train.training.engine import StepResult
 from fla_train.training.evaluation import perplexity
 from fla_train.training.metrics import (
     MetricsFile,
-    Record,
     Sink,
     Tensorboard,
     Wandb,
@@ -27,6 +26,7 @@ from fla_train.training.public import public_config
 from fla_train.training.runfolder import RunFolder
 from fla_train.training.schema import TrainConfig
 from fla_train.training.writer import reason
+from fla_train.utils.records import Record
 
 
 class Reporter:
@@ -94,25 +94,32 @@ def open_sinks(
 ) -> list[Sink]:
     """metrics.jsonl and the views that the config asks for, continued after `state.step`.
 
-    A W&B run keeps its id in `state`, and so over resumes. Where W&B does not answer, training that has begun
-    goes on without it until the next start, with a line.
+    A W&B run keeps its id in `state`, and so over resumes. A view that can't be opened is left out until the
+    next start, with a line.
 
     Raises:
-        ConnectionError: W&B refuses a run that is new.
+        ValueError: a new run asks for a view whose package or login is missing.
+        OSError: metrics.jsonl can't be written.
     """
     sinks: list[Sink] = [MetricsFile(folder.metrics, state.step)]
-    if config.logger.wandb.mode != "disabled":
+
+    def add(name: str, make: Callable[[], Sink]) -> None:
         try:
-            run = Wandb(config.logger, folder.root, asdict(config), state.wandb_id)
-        except ConnectionError as failure:
-            if not state.step:
+            sinks.append(make())
+        except (OSError, ValueError) as failure:
+            if isinstance(failure, ValueError) and not state.step:
                 raise
-            say(f"{Wandb.name} is left out until the next start ({failure})")
-        else:
-            state.wandb_id = run.id
-            sinks.append(run)
+            say(f"{name} is left out until the next start ({reason(failure)})")
+
+    def wandb() -> Wandb:
+        run = Wandb(config.logger, folder.root, asdict(config), state.wandb_id)
+        state.wandb_id = run.id
+        return run
+
+    if config.logger.wandb.mode != "disabled":
+        add(Wandb.name, wandb)
     if config.logger.tensorboard:
-        sinks.append(Tensorboard(folder.root / "tensorboard", state.step))
+        add(Tensorboard.name, lambda: Tensorboard(folder.root / "tensorboard", state.step))
     return sinks
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fla_train.data import PreparedData, prepared_name
+from fla_train.hub import find_export_damage
 from fla_train.training import checkpoint
 from fla_train.training.machines import Machines
 from fla_train.training.runfolder import RunFolder
@@ -149,13 +150,16 @@ def check_before_preparing(config: TrainConfig) -> None:
 
 
 def is_complete(folder: RunFolder, resume: Path | None, config: TrainConfig) -> bool:
-    """Whether nothing is left to do. A run killed in its last moments still lacks export or plot."""
+    """Whether nothing is left to do. A run killed in its last moments still lacks export or plot.
+
+    A damaged export counts as none: the run goes on and writes it again.
+    """
     if resume is None:
         return False
     step = checkpoint.read_state(resume).step
     if step < config.trainer.max_steps and not _has_reached(folder, step, config):
         return False
-    return folder.export(step).is_dir() and folder.loss_plot.is_file()
+    return folder.loss_plot.is_file() and find_export_damage(folder.export(step)) is None
 
 
 def completion_lines(folder: RunFolder, resume: Path, config: TrainConfig) -> list[str]:

@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -10,12 +9,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from fla_train.data.lock import open_lock
-from fla_train.data.shards import sync
 from fla_train.hub.environment import describe_environment
 from fla_train.hub.paths import own_name
+from fla_train.utils.filesystem import write_whole
+from fla_train.utils.records import Record, read_metrics
 
 LOCK_WAIT = 10.0  # seconds; the workers of a killed launcher need a moment to die
 
@@ -98,16 +98,10 @@ class RunFolder:
                 shutil.copyfile(file, folder / file.name)
             write_whole(folder / "start.json", json.dumps(record) + "\n")
 
-    def start_records(self) -> list[dict[str, Any]]:
+    def start_records(self) -> list[Record]:
         """What `record_start` recorded, oldest first; of earlier versions the lines of starts.jsonl."""
-        lines = self.root / "starts.jsonl"
-        texts = lines.read_text().splitlines() if lines.is_file() else []
-        texts += [file.read_text() for file in sorted(self.starts.glob("*/start.json"))]
-        records = []
-        for text in texts:
-            with suppress(ValueError):  # a line that a kill cut short
-                records.append(json.loads(text))
-        return records
+        files = [self.root / "starts.jsonl", *sorted(self.starts.glob("*/start.json"))]
+        return [record for file in files for record in read_metrics(file)]
 
     @contextmanager
     def locked(self) -> Iterator[int]:
@@ -129,14 +123,6 @@ class RunFolder:
                     )
                 time.sleep(0.2)
             yield file.fileno()
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file in one move: a reader, or a run after a kill, finds the old content or the new."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    aside.write_text(text)
-    sync(aside)
-    os.replace(aside, path)
 
 
 def _unwritable(path: Path, error: OSError) -> ValueError:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from fla_train.data import PreparedData
-from fla_train.hub import export_model
+from fla_train.hub import export_model, find_export_damage
 from fla_train.training.checkpoint import TrainState, folder_name, step_of
 from fla_train.training.report import Reporter, model_card
 from fla_train.training.runfolder import RunFolder
@@ -73,7 +73,7 @@ class Saver:
         """Export this step's model.
 
         Args:
-            last: the run's last: one that is there already stays, and a fault ends the run.
+            last: the run's last: one that is there already and whole stays, and a fault ends the run.
 
         Returns:
             Its folder; on rank 0 None if it could not be written, which the others do not know.
@@ -84,7 +84,7 @@ class Saver:
         path = self._folder.export(state.step)
         fault = None
         # Rank 0 looks: other machines may see a shared folder late.
-        if dist.get_rank() == 0 and not (last and path.is_dir()):
+        if dist.get_rank() == 0 and not (last and self._is_whole(path)):
             fault = self._export(state, path)
             outcome = f"exported {path}" if fault is None else f"NO EXPORT, {fault}"
             self._reporter.say(f"step {state.step:,}: {outcome}")
@@ -95,6 +95,13 @@ class Saver:
             )
         dist.barrier()
         return path if fault is None else None
+
+    def _is_whole(self, export: Path) -> bool:
+        """Whether there is an export with every file as it was written; a damaged one is named."""
+        damage = find_export_damage(export) if export.is_dir() else None
+        if damage is not None:
+            self._reporter.say(f"export {export} is written again: {damage}")
+        return damage is None and export.is_dir()
 
     def _export(self, state: TrainState, path: Path) -> str | None:
         """Why the disk refused it, or None."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fla_train.training.metrics import Record
+from fla_train.utils.records import Record
 
 # What torch.distributed and the launcher tell a rank; with it the process would take itself for one.
 OF_A_RANK = (

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fla_train.data import PreparedData
 from fla_train.tasks import Task, TaskConfig, task_faults, training_task
-from fla_train.training.metrics import read_metrics
 from fla_train.training.runfolder import RunFolder
 from fla_train.training.schema import TrainConfig
+from fla_train.utils.records import read_metrics
 
 NO_FOLDER = Path("task")  # sequences are drawn while training: nothing lies on disk
 PASSES = 2  # evaluations in a row that end a run
@@ -67,7 +67,7 @@ def has_reached(config: TaskConfig, folder: RunFolder, step: int) -> bool:
     """Whether the run in `folder` had every metric of `stop_at` at its value or above in its last two
     evaluations up to `step`. One could be luck, where accuracy swings between evaluations.
     """
-    if not config.stop_at or not folder.metrics.is_file():
+    if not config.stop_at:
         return False
     tests = [r for r in read_metrics(folder.metrics) if "validation_loss" in r and r["step"] <= step]
     # A test set may be newer than an evaluation, which then says nothing of it.

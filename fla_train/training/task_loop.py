@@ -15,9 +15,9 @@ from fla_train.tasks import Score, Task, curriculum_tasks, tasks_for_testing, tr
 from fla_train.tasks.plots import plot_accuracy
 from fla_train.training.checkpoint import folder_name
 from fla_train.training.loop import Trainer
-from fla_train.training.metrics import Record, read_metrics
-from fla_train.training.runfolder import write_whole
 from fla_train.training.task_data import TaskSequences, has_reached
+from fla_train.utils.filesystem import write_whole
+from fla_train.utils.records import Record, read_metrics
 
 
 class TaskTrainer(Trainer):
@@ -92,7 +92,8 @@ class TaskTrainer(Trainer):
 
     def _summary(self, export: Path) -> list[str]:
         root, state = self.folder.root, self.state
-        newest = next(r for r in reversed(read_metrics(self.folder.metrics)) if "validation_loss" in r)
+        records = read_metrics(self.folder.metrics)
+        newest = next((r for r in reversed(records) if "validation_loss" in r), {})
         accuracies = [f"  {key:<32}{value:.4f}" for key, value in newest.items() if "/" in key]
         return [
             *("", f"Trained {state.step:,} steps, {state.step * self.batches.global_batch:,} sequences."),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fla_train.training.metrics import Record
+from fla_train.utils.records import Record
 
 # Dense bf16 matrix products with fp32 accumulation, TFLOP/s, from NVIDIA's data sheets (which state twice as
 # much "with sparsity"). The first one counts that a device's name holds as whole words: an A10G is no A10.

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from torch import Tensor
 
-from fla_train.data.shards import sync
 from fla_train.training import checkpoint
 from fla_train.training.checkpoint import DEEPSPEED_TAG, STATE, WRITING, TrainState, folder_name
+from fla_train.utils.filesystem import describe, sync
 
 TIMEOUT = timedelta(hours=2)  # for the slowest rank's files
 
@@ -236,10 +236,10 @@ def _write_files(folder: Path, files: dict[str, object]) -> dict[str, dict]:
         with (folder / name).open("wb") as file:
             torch.save(content, file)
         sync(folder / name)
-        entries[name] = checkpoint.describe(folder / name)
+        entries[name] = describe(folder / name)
     return entries
 
 
 def _write_text(folder: Path, name: str, content: dict) -> dict[str, dict]:
     checkpoint.write_json(folder / name, content)
-    return {name: checkpoint.describe(folder / name)}
+    return {name: describe(folder / name)}

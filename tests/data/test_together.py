@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from fla_train.data import DataConfig, prepare, shards
+from fla_train.data import DataConfig, prepare
 from fla_train.data.config import PartConfig
+from fla_train.utils import filesystem
 
 
 def quiet(config):
@@ -25,15 +26,15 @@ def test_all_find_the_folder_whole(local, monkeypatch, kind):
     config = replace(local, stream=True) if kind == "stream" else mixture_of(local)
     folder = quiet(config).folder
     shutil.rmtree(folder)  # what it is made of stays: all come to make it at the same moment
-    sync = shards.sync
+    sync = filesystem.sync
 
     def slow_disk(path):
         time.sleep(0.02)
         sync(path)
 
-    monkeypatch.setattr(shards, "sync", slow_disk)
+    monkeypatch.setattr(filesystem, "sync", slow_disk)
     with ThreadPoolExecutor(4) as machines:
         found = list(machines.map(quiet, [config] * 4))
     assert [prepared.folder for prepared in found] == [folder] * 4
     assert quiet(config).tokenizer().eos_token_id is not None
-    assert not list(folder.parent.glob(".building-*/")) and not list(folder.glob("*.new"))
+    assert not list(folder.parent.glob(".building-*/")) and not list(folder.glob("*.tmp"))

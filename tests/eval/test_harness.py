@@ -267,6 +267,18 @@ def test_few_shot_prompts(write_task, quiz, scholar, tokenizer, monkeypatch) -> 
     assert all(request.args[0].count("\n\n") == 2 for request in seen) and len(seen) == 8
 
 
+def test_git_does_not_complain_outside_a_checkout(
+    write_task, quiz, scholar, tokenizer, tmp_path, monkeypatch, capfd
+) -> None:
+    folder = write_task("quiz", quiz, **CHOICES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    lm = FlaTrainLM(scholar, tokenizer, batch_size=4)
+    results = run_tasks(lm, ["quiz"], include_path=folder, limit=1, bootstrap_iters=0)
+    assert "scores" in results["quiz"]
+    assert "fatal" not in capfd.readouterr().err
+
+
 @pytest.mark.usefixtures("unwatched")
 @pytest.mark.slow
 def test_the_command_line_of_lm_eval(write_task, quiz, scholar, tokenizer, tmp_path) -> None:

@@ -111,22 +111,24 @@ def test_weights_cut_short(run: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-1000])
     with pytest.raises(ValueError) as failure:
         load_model(run)
-    assert f"{weights} is damaged or cut short" in one_line(failure)
+    assert str(weights) in one_line(failure)
 
 
 def test_a_training_record_cut_short(run: Path) -> None:
     record = run / "hf/step-10000000/training.json"
     record.write_text(record.read_text()[:20])
+    (record.parent / "checksums.json").unlink()  # as in an export of an earlier version
     with pytest.raises(ValueError) as failure:
         trained_length(load_model(run)[0])
     assert f"{record} is damaged" in one_line(failure)
 
 
 def test_weights_missing(run: Path) -> None:
-    (run / "hf/step-10000000/model.safetensors").unlink()
+    weights = run / "hf/step-10000000/model.safetensors"
+    weights.unlink()
     with pytest.raises(ValueError) as failure:
         load_model(run)
-    assert "no file named" in one_line(failure)
+    assert f"{weights} is missing" in one_line(failure)
 
 
 def test_a_weight_missing_is_not_drawn_at_random(run: Path) -> None:
@@ -136,6 +138,7 @@ def test_a_weight_missing_is_not_drawn_at_random(run: Path) -> None:
     tensors = load_file(weights)
     del tensors["model.norm.weight"]
     save_file(tensors, weights, metadata={"format": "pt"})
+    (weights.parent / "checksums.json").unlink()
     with pytest.raises(ValueError, match=r"lacks weights: model\.norm\.weight"):
         load_model(run)
 

@@ -45,5 +45,6 @@ def test_a_push_names_the_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> 
     )
     monkeypatch.setattr(sys.modules[push.__module__], "HfApi", lambda **settings: api)
     monkeypatch.chdir(run)
+    (run / "pytorch_model.bin").touch()
     push(".", "user/model", token="hf_test")
     assert messages == ["Upload run with fla-train"]

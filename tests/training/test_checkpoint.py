@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fla_train.training import checkpoint
+from fla_train.utils import filesystem
 
 
 def make(folder: Path, step: int, world_size: int = 1) -> Path:
@@ -137,12 +138,12 @@ def test_a_checkpoint_that_is_deleted_while_it_is_verified_is_passed_over(
 ):
     older = make(tmp_path, 3)
     newest = make(tmp_path, 6)
-    checksum = checkpoint._sha256
+    checksum = filesystem.sha256
 
     def lose(path: Path) -> str:
         if newest in path.parents:
             shutil.rmtree(newest)
         return checksum(path)
 
-    monkeypatch.setattr(checkpoint, "_sha256", lose)
+    monkeypatch.setattr(filesystem, "sha256", lose)
     assert checkpoint.newest_intact(tmp_path) == older

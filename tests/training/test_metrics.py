@@ -141,26 +141,76 @@ def test_a_wandb_run_keeps_its_id_over_a_resume(
     assert logged == [(1, {"tokens": 8, "loss": 2.0})]
 
 
-def test_training_that_has_begun_does_not_need_wandb(
+def test_a_run_does_not_need_wandb(
     make_config: Callable[..., TrainConfig],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ):
     class Down(Exception):
-        """What wandb raises."""
+        """What the package raises, whatever it is."""
+
+    class Refused(Exception):
+        """What wandb raises for a missing login."""
+
+    raised: list[type[Exception]] = []
 
     def init(**settings: object) -> None:
-        raise Down("connection\nrefused")
+        raise raised[-1]("connection\nrefused")
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Error=Down))
+    errors = SimpleNamespace(UsageError=Refused, AuthenticationError=Refused)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, errors=errors))
     config, folder = make_config("logger=default", "logger.wandb.mode=online"), RunFolder(tmp_path)
-    with pytest.raises(ConnectionError, match="connection refused"):
+    for failure, state in (
+        (Down, TrainState()),
+        (Down, TrainState(step=3, wandb_id="begun")),
+        (Refused, TrainState(step=3, wandb_id="begun")),
+    ):
+        raised.append(failure)
+        before = state.wandb_id
+        (sink,) = open_sinks(config, folder, state, print)
+        assert sink.name == "metrics.jsonl" and state.wandb_id == before
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.startswith("W&B is left out until the next start") and "connection refused" in line
+    with pytest.raises(ValueError, match="connection refused"):  # a new run without a login
         open_sinks(config, folder, TrainState(), print)
-    state = TrainState(step=3, wandb_id="begun")
-    (sink,) = open_sinks(config, folder, state, print)
-    assert sink.name == "metrics.jsonl" and state.wandb_id == "begun"
-    assert capsys.readouterr().out == "W&B is left out until the next start (connection refused)\n"
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_views_whose_folders_cannot_be_written_are_left_out(
+    make_config: Callable[..., TrainConfig], tmp_path: Path, step: int, capsys: pytest.CaptureFixture
+):
+    """The real packages, each with a file where its folder should be."""
+    pytest.importorskip("wandb")
+    pytest.importorskip("tensorboard")
+    config = make_config("logger=default", "logger.wandb.mode=offline", "logger.tensorboard=true")
+    for name in ("wandb", "tensorboard"):
+        (tmp_path / name).touch()
+    (sink,) = open_sinks(config, RunFolder(tmp_path), TrainState(step=step), print)
+    assert sink.name == "metrics.jsonl"
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in told] == ["W&B", "tensorboard"]
+
+
+def test_nothing_that_a_view_raises_ends_a_run(
+    make_config: Callable[..., TrainConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+):
+    def gone(*arguments: object, **options: object) -> None:
+        raise RuntimeError("the service is gone")
+
+    run = SimpleNamespace(id="fresh", log=gone, finish=gone)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: run))
+    config = make_config("logger=default", "logger.wandb.mode=online")
+    reporter = Reporter(config, RunFolder(tmp_path), TrainState(), io.StringIO(), rank=0)
+    for step in (1, 2):
+        reporter.log({"step": step, "loss": 1.0})
+    reporter.close()
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == 2 and all("the service is gone" in line for line in told)
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def test_tensorboard_shows_the_records(tmp_path: Path):

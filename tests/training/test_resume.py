@@ -21,6 +21,7 @@ from fla_train.training import checkpoint
 from fla_train.training.launch import TrainingFailed, launch
 from fla_train.training.metrics import read_metrics
 from fla_train.training.schema import TrainConfig, load_config
+from fla_train.utils.filesystem import describe
 
 TIMEOUT = 300.0  # seconds until an awaited state counts as lost
 OF_THE_MACHINE = {"tokens_per_second", "data_wait", "memory_gib", "mfu", "checkpoint_stall_s"}
@@ -183,7 +184,7 @@ def test_a_branch_of_another_run_stands_on_its_own(make_config: Make, warm_ranks
     trunk = tmp_path / "trunk/checkpoints/step-0000001"
     state, manifest = (json.loads((trunk / name).read_text()) for name in ("state.json", "manifest.json"))
     checkpoint.write_json(trunk / "state.json", state | {"wandb_id": "the trunk's"})
-    manifest["files"]["state.json"] = checkpoint.describe(trunk / "state.json")
+    manifest["files"]["state.json"] = describe(trunk / "state.json")
     checkpoint.write_json(trunk / "manifest.json", manifest)
     warm_ranks.launch(make_config(*more, f"run.dir={tmp_path / 'branch'}", f"trainer.resume={trunk}"))
     branch = tmp_path / "branch/checkpoints/step-0000001"

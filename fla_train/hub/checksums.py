@@ -1,0 +1,49 @@
+"""checksums.json of an exported folder: writing it, finding a file that is missing, cut or changed."""
+
+import json
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from fla_train.utils.filesystem import describe, find_damage
+
+CHECKSUMS = "checksums.json"
+EDITED = ("README.md",)  # the card is for people to edit
+REMEDY = f"export or download it again (after a change of your own, delete {CHECKSUMS})"
+
+
+def write_checksums(folder: Path) -> None:
+    """Write size and sha256 of every file in `folder` but the card."""
+    files = {path.name: describe(path) for path in sorted(folder.iterdir()) if path.name not in EDITED}
+    (folder / CHECKSUMS).write_text(json.dumps({"files": files}, indent=2) + "\n")
+
+
+def find_export_damage(folder: Path, *, content: bool = True) -> str | None:
+    """The first file of an export that is missing, cut short or changed, and how; None if all are whole.
+
+    Of an export without checksums.json, as earlier versions wrote it, only the weights' lengths are checked.
+
+    Args:
+        content: read the files and compare checksums; False compares sizes only.
+    """
+    if not (folder / CHECKSUMS).is_file():
+        return _find_cut_weights(folder)
+    try:
+        files = dict(json.loads((folder / CHECKSUMS).read_text())["files"])
+        return find_damage(folder, files, content=content)
+    except (OSError, ValueError, KeyError, TypeError) as failure:
+        return f"{CHECKSUMS} is damaged ({type(failure).__name__})"
+
+
+def _find_cut_weights(folder: Path) -> str | None:
+    """Compare the length of safetensors files with what their headers say."""
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights and not any(folder.glob("*.bin")):
+        return "model.safetensors is missing"
+    for file in weights:
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as failure:
+            return f"{file.name} is damaged or cut short ({' '.join(str(failure).split())})"
+    return None

@@ -1,0 +1,61 @@
+"""Files on disk: flushing, atomic replacement, size and sha256 of a folder's files."""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold a file's content, or a folder's entries, before what is written next."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Replace a file in one move: a reader, even after a power cut, finds the old content or the new.
+
+    Raises:
+        OSError: the disk is full, or the folder can't be written.
+    """
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    aside.write_bytes(content.encode() if isinstance(content, str) else content)
+    sync(aside)
+    os.replace(aside, path)
+    sync(path.parent)
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file's content."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def describe(path: Path) -> dict[str, int | str]:
+    """`{"bytes": size, "sha256": hex}` of a file, which `find_damage` compares."""
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def find_damage(folder: Path, files: Mapping[str, Mapping[str, Any]], *, content: bool = True) -> str | None:
+    """The first file that differs from its description, and how; None if all are as described.
+
+    Args:
+        files: name in `folder` -> what `describe` returned.
+        content: compare checksums, too; False compares sizes only, which reads no file.
+    """
+    for name, described in files.items():
+        path = folder / name
+        try:
+            if not path.is_file():
+                return f"{name} is missing"
+            if (size := path.stat().st_size) != described["bytes"]:
+                return f"{name} has {size} bytes instead of {described['bytes']}"
+            if content and sha256(path) != described["sha256"]:
+                return f"{name} has a wrong checksum"
+        except OSError as error:  # it may have been deleted meanwhile
+            return f"{name} can't be read ({error.strerror})"
+    return None

@@ -1,0 +1,59 @@
+"""The records of metrics.jsonl and starts.jsonl: one JSON object a line, each with the number `step`.
+
+A damaged line (a flipped byte, a write that a kill cut short) costs itself only: readers skip it and name it,
+and `drop_records_after` keeps it in its place.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from fla_train.utils.filesystem import write_whole
+
+logger = logging.getLogger(__name__)
+
+# `step`, `tokens`, and training keys (loss, lr, grad_norm, tokens_per_second, ...) or validation keys.
+Record = dict[str, float | int | bool | None]
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """The records of a file in its order, none of a missing one. Each damaged line is logged once."""
+    return [record for _, record in _lines(path) if record is not None]
+
+
+def drop_records_after(path: Path, step: int) -> None:
+    """Drop the records of later steps, in one move; damaged lines stay. The file then ends with a newline.
+
+    Raises:
+        OSError: the disk is full, or the folder can't be written.
+    """
+    kept = [line for line, record in _lines(path) if record is None or record["step"] <= step]
+    content = b"".join(line + b"\n" for line in kept)
+    if path.exists() and content != path.read_bytes():
+        write_whole(path, content)
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, Record | None]]:
+    """Each line without its newline, and its record; None: it is damaged."""
+    content = path.read_bytes() if path.exists() else b""
+    for number, line in enumerate(content.removesuffix(b"\n").split(b"\n") if content else (), start=1):
+        try:
+            record = json.loads(line.decode())
+            if not isinstance(record, dict) or not _is_number(record.get("step")):
+                raise ValueError("not a JSON object with a number as step")
+        except ValueError as error:
+            _warn(path, number, str(error))
+            record = None
+        yield line, record
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
+
+
+@cache
+def _warn(path: Path, number: int, why: str) -> None:
+    logger.warning("%s line %d is damaged (%s): it is skipped, and stays in the file", path, number, why)

@@ -1,0 +1,64 @@
+"""A finished run whose files were damaged since: the same command mends what it can, and drops nothing."""
+
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from warm_ranks import TWO_RANKS, WarmRanks
+
+from fla_train.hub import find_export_damage
+from fla_train.training.metrics import read_metrics
+from fla_train.training.schema import TrainConfig
+
+
+@pytest.mark.slow
+def test_the_same_command_mends_a_finished_run(
+    make_config: Callable[..., TrainConfig],
+    warm_ranks: WarmRanks,
+    whole: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    (run / "wandb").touch()  # where W&B wants its folder
+    config = make_config(
+        *TWO_RANKS, f"run.dir={run}", "logger=default", "logger.wandb.mode=offline", "logger.tensorboard=true"
+    )
+    (run / "tensorboard").touch()
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    number = next(i for i, line in enumerate(lines) if b'"loss"' in line)
+    lines[number] = lines[number].replace(b'"loss"', b'"l\xffss"')
+    (run / "metrics.jsonl").write_bytes(b"".join(lines) + b'{"step": 13, "lo')
+    kept = read_metrics(run / "metrics.jsonl")
+    weights = run / "hf/step-0000012/model.safetensors"
+    expected = weights.read_bytes()
+    weights.write_bytes(expected[:-1] + bytes([expected[-1] ^ 1]))
+    assert find_export_damage(weights.parent).startswith(weights.name)
+
+    warm_ranks.launch(config)
+    assert weights.read_bytes() == expected
+    assert read_metrics(run / "metrics.jsonl") == kept and len(kept) == len(lines) - 1
+    content = (run / "metrics.jsonl").read_bytes()
+    assert lines[number] in content and content.endswith(b'{"step": 13, "lo\n')
+    capsys.readouterr()
+    warm_ranks.launch(config)
+    assert "is complete: 12 steps" in capsys.readouterr().out
+    weights.unlink()
+    warm_ranks.launch(config)
+    assert weights.read_bytes() == expected
+
+
+def test_files_of_runs_and_data_are_as_readable_as_the_umask_says(
+    make_config: Callable[..., TrainConfig], whole: Path
+) -> None:
+    probe = whole / "probe"
+    probe.touch()
+    expected = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    places = [whole, Path(make_config().data.cache_dir)]
+    modes = {p: stat.S_IMODE(p.stat().st_mode) for place in places for p in place.rglob("*") if p.is_file()}
+    assert len(modes) > 20
+    assert {path: oct(mode) for path, mode in modes.items() if mode != expected} == {}
