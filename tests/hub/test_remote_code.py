@@ -44,6 +44,7 @@ def foreign(tokenizer, marker: Path, tmp_path: Path) -> Path:
     config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "own.py").write_text(CODE.format(marker=str(marker)))
+    (folder / "checksums.json").unlink()  # a folder made by others has none
     return folder
 
 
