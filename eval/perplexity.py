@@ -1,7 +1,7 @@
 """Loss against position: documents read in chunks, the state carried through the cache, so that memory is
 constant in length for recurrent models and grows by keys and values alone for others.
 
-Targets of a document are counted from 0; target i is predicted from a prefix token and the i tokens before
+Targets of a sequence are counted from 0; target i is predicted from a prefix token and the i tokens before
 it. A *bucket* is a range of targets. All results follow from one table, the summed loss of each document in
 each bucket.
 """
@@ -18,83 +18,87 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from fla_train.eval.documents import stacked
+from fla_train.eval.documents import Spans, stacked
+from fla_train.eval.intervals import Estimate
 from fla_train.models import DeltaProductForCausalLM
 
-Z95 = 1.96
 CACHES = ("past_key_values", "cache_params", "state")  # what models call what they carry: most, Mamba, RWKV
 TRIED = 32  # tokens by which a model shows that it carries on
 ROUNDING, COARSE_ROUNDING = 1e-3, 0.03  # of logits, relative: in fp32 (as TF32 has it), in 16 bits
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """Mean loss (nats per token) over documents, and what its spread says.
-
-    Attributes:
-        loss: mean over documents of each one's mean loss.
-        stderr: normal standard error over documents; None for a single one or an infinite loss.
-        documents: how many.
-        losses: each one's mean loss.
-    """
-
-    loss: float
-    stderr: float | None
-    documents: int
-    losses: tuple[float, ...]
-
-    @classmethod
-    def of(cls, losses: np.ndarray) -> "Estimate":
-        """From one mean loss per document, shape [D], D >= 1."""
-        n = len(losses)
-        spread = float(losses.std(ddof=1) / math.sqrt(n)) if n > 1 and np.isfinite(losses).all() else None
-        return cls(float(losses.mean()), spread, n, tuple(losses.tolist()))
-
-    @property
-    def perplexity(self) -> float:
-        return _exp(self.loss)
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """95% confidence interval of the perplexity, normal on the scale of the loss."""
-        if self.stderr is None:
-            return None
-        return _exp(self.loss - Z95 * self.stderr), _exp(self.loss + Z95 * self.stderr)
-
-
-def _exp(loss: float) -> float:
-    """exp, at most the largest float: a model that diverges has a perplexity beyond all numbers."""
-    return math.exp(min(loss, 700.0))
-
-
-@dataclass(frozen=True)
 class LossTable:
-    """Summed losses by document and bucket.
+    """Summed losses by bucket, a row for each document in each sequence.
 
     Attributes:
         edges: bucket j holds the targets edges[j] <= i < edges[j + 1]; edges[0] = 0.
-        sums: [D, len(edges) - 1] float64, nats; NaN where the document does not fill the bucket.
+        sums: [R, len(edges) - 1] float64, nats; NaN where the sequence does not fill the bucket.
+        targets: [R, len(edges) - 1] int64, how many were summed.
+        sizes: [R, len(edges) - 1] int64, bytes of text that they stand for; None: not known.
+        sequences: [R] int64, number of the row's sequence.
+        documents: [R] int64, number of its document.
     """
 
     edges: tuple[int, ...]
     sums: np.ndarray
+    targets: np.ndarray
+    sizes: np.ndarray | None
+    sequences: np.ndarray
+    documents: np.ndarray
 
     def up_to(self, length: int) -> Estimate | None:
-        """The first `length` targets (an edge) of every document that has them; None if none has."""
-        cumulative = self.sums[:, : self.edges.index(length)].sum(axis=1)
-        losses = cumulative[~np.isnan(cumulative)] / length
-        return Estimate.of(losses) if len(losses) else None
+        """The first `length` targets (an edge) of every sequence that has them; None if none has."""
+        last = self.edges.index(length)
+        found = self._estimates(last, [slice(0, last)])
+        return found[0] if found else None
 
     def by_position(self, length: int) -> list[tuple[int, int, Estimate]]:
-        """(start, end, estimate) of each bucket below `length`, over the documents that reach `length`.
+        """(start, end, estimate) of each bucket below `length`, over the sequences that reach `length`.
 
-        The same documents stand behind every point, so the curve shows the model and not the choice of
+        The same sequences stand behind every point, so the curve shows the model and not the choice of
         documents.
         """
         last = self.edges.index(length)
-        sums = self.sums[~np.isnan(self.sums[:, last - 1]), :last]
         bounds = list(zip(self.edges, self.edges[1:], strict=False))[:last]
-        return [(a, b, Estimate.of(sums[:, j] / (b - a))) for j, (a, b) in enumerate(bounds)]
+        found = self._estimates(last, [slice(j, j + 1) for j in range(last)])
+        return [(a, b, estimate) for (a, b), estimate in zip(bounds, found, strict=False)]
+
+    def _estimates(self, last: int, ranges: Sequence[slice]) -> list[Estimate]:
+        """An estimate for each range of buckets, over the sequences that fill the first `last` buckets."""
+        rows = ~np.isnan(self.sums[:, last - 1])
+        if not rows.any():
+            return []
+        documents, index = np.unique(self.documents[rows], return_inverse=True)
+        sequences = len(np.unique(self.sequences[rows]))
+
+        def by_document(table: np.ndarray, buckets: slice) -> np.ndarray:
+            return np.bincount(index, table[rows, buckets].sum(axis=1), len(documents))
+
+        return [
+            Estimate.of(
+                by_document(self.sums, buckets),
+                by_document(self.targets, buckets),
+                None if self.sizes is None else by_document(self.sizes, buckets),
+                sequences,
+            )
+            for buckets in ranges
+        ]
+
+    @classmethod
+    def interleaved(cls, tables: Sequence["LossTable"]) -> "LossTable":
+        """The table of all sequences from those of the ranks, of which each has every `len(tables)`-th."""
+        numbers = [table.sequences * len(tables) + rank for rank, table in enumerate(tables)]
+        order = np.argsort(np.concatenate(numbers), kind="stable")
+
+        def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+            return np.concatenate(arrays)[order]
+
+        sizes = None if tables[0].sizes is None else joined([table.sizes for table in tables])
+        sums, targets, documents = (
+            joined([getattr(table, name) for table in tables]) for name in ("sums", "targets", "documents")
+        )
+        return cls(tables[0].edges, sums, targets, sizes, joined(numbers), documents)
 
 
 def bucket_edges(lengths: Sequence[int], bucket: int) -> tuple[int, ...]:
@@ -112,51 +116,86 @@ def bucket_edges(lengths: Sequence[int], bucket: int) -> tuple[int, ...]:
 
 def loss_table(
     model: PreTrainedModel,
-    documents: Sequence[Sequence[int]],
+    sequences: Sequence[Sequence[int]],
     edges: Sequence[int],
     *,
+    spans: Sequence[Spans] | None = None,
+    token_sizes: np.ndarray | None = None,
     prefix: Sequence[int] = (),
     chunk: int = 1024,
     batch_size: int = 4,
     progress: bool = False,
 ) -> LossTable:
-    """Run `model` over `documents` and sum the losses by bucket.
+    """Run `model` over `sequences` and sum the losses by bucket and document.
 
     Args:
-        model: any causal language model, with a cache if documents are longer than a chunk; in eval mode.
-        documents: token ids; one shorter than the first bucket gets a row of NaN.
+        model: any causal language model, with a cache if sequences are longer than a chunk; in eval mode.
+        sequences: token ids; one shorter than the first bucket gets rows of NaN.
         edges: see `LossTable`.
-        prefix: tokens before each document (usually the separator). Without any, a document's first token is
+        spans: of each sequence the documents in it; None: each sequence is a document.
+        token_sizes: bytes of each token id, see `token_bytes`; None: not known.
+        prefix: the token before each sequence (usually the separator), if any. Without any, a sequence's first token is
             context only and target 0 is its second.
         chunk: tokens per forward; memory is proportional to `batch_size * chunk * vocab_size`.
-        batch_size: documents read side by side.
+        batch_size: sequences read side by side.
         progress: show a progress bar over tokens.
 
     A batch that exceeds the GPU's memory is read in halves.
 
     Raises:
-        ValueError: a chunk or batch size below 1, the memory is too small for one document, or a document is
+        ValueError: a chunk or batch size below 1, the memory is too small for one sequence, or a sequence is
             longer than a chunk and the model does not carry its state from one to the next.
     """
     if chunk < 1 or batch_size < 1:
         raise ValueError("suite.perplexity.chunk and suite.perplexity.batch_size must be at least 1")
     edges = tuple(edges)
-    sizes = [_targets(len(prefix) + len(document), edges) for document in documents]
-    sums = np.full((len(documents), len(edges) - 1), np.nan)
-    longest_first = sorted(range(len(sizes)), key=lambda d: -sizes[d])  # a batch holds ones of like length
-    if sizes and sizes[first := longest_first[0]] > chunk and not isinstance(model, DeltaProductForCausalLM):
-        _check_cache(model, stacked([documents[first]], prefix, 0, min(sizes[first], TRIED)), chunk)
-    with tqdm(total=sum(sizes), unit="token", unit_scale=True, desc="loss", disable=not progress) as bar:
-        for start in range(0, len(sizes), batch_size):
-            members = [d for d in longest_first[start : start + batch_size] if sizes[d]]
+    assert len(prefix) <= 1
+    spans = spans or [((d, 0),) for d in range(len(sequences))]
+    counts = [len(span) for span in spans]
+    shape, first_row = (sum(counts), len(edges) - 1), np.cumsum([0, *counts])
+    sums, targets, sizes = np.full(shape, np.nan), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    lengths = [_targets(len(prefix) + len(sequence), edges) for sequence in sequences]
+    longest_first = sorted(range(len(lengths)), key=lambda s: -lengths[s])  # a batch holds ones of like length
+    recurrent = isinstance(model, DeltaProductForCausalLM)
+    if lengths and lengths[first := longest_first[0]] > chunk and not recurrent:
+        _check_cache(model, stacked([sequences[first]], prefix, 0, min(lengths[first], TRIED)), chunk)
+    with tqdm(total=sum(lengths), unit="token", unit_scale=True, desc="loss", disable=not progress) as bar:
+        for start in range(0, len(lengths), batch_size):
+            members = [s for s in longest_first[start : start + batch_size] if lengths[s]]
             if not members:
                 break
-            rows = [documents[d][: max(sizes[d] + 1 - len(prefix), 0)] for d in members]
-            summed = _sums(model, rows, prefix, edges, chunk, bar)  # [members, buckets]
-            for d, row in zip(members, summed.tolist(), strict=True):
-                full = edges.index(sizes[d])
-                sums[d, :full] = row[:full]
-    return LossTable(edges, sums)
+            rows = [sequences[s][: max(lengths[s] + 1 - len(prefix), 0)] for s in members]
+            for s, row, losses in zip(members, rows, _losses(model, rows, prefix, chunk, bar), strict=True):
+                own = slice(first_row[s], first_row[s + 1]), slice(edges.index(lengths[s]))
+                cells = _cells(spans[s], len(prefix), edges[: own[1].stop + 1])
+                area = counts[s], own[1].stop
+                sums[own] = np.bincount(cells, losses, math.prod(area)).reshape(area)
+                targets[own] = np.bincount(cells, minlength=math.prod(area)).reshape(area)
+                if token_sizes is not None:
+                    asked = token_sizes[np.asarray(row)[1 - len(prefix) :]]
+                    sizes[own] = np.bincount(cells, asked, math.prod(area)).reshape(area)
+    return LossTable(
+        edges,
+        sums,
+        targets,
+        None if token_sizes is None else sizes,
+        np.repeat(np.arange(len(sequences)), counts),
+        np.array([document for span in spans for document, _ in span], np.int64),
+    )
+
+
+def _cells(spans: Spans, shift: int, edges: tuple[int, ...]) -> np.ndarray:
+    """Of each target below the last edge, [targets], its document's place in the sequence times the buckets, plus its bucket.
+
+    Args:
+        spans: of the sequence.
+        shift: tokens of the prefix.
+        edges: of the buckets that the sequence fills.
+    """
+    positions = np.arange(edges[-1])
+    starts = [start for _, start in spans]
+    owner = np.searchsorted(starts, positions + 1 - shift, side="right") - 1
+    return owner * (len(edges) - 1) + np.searchsorted(edges, positions, side="right") - 1
 
 
 def _targets(tokens: int, edges: tuple[int, ...]) -> int:
@@ -221,18 +260,13 @@ def _forward(
     return output.logits, {name: value for name, value in kept.items() if value is not None}
 
 
-def _sums(
-    model: PreTrainedModel,
-    rows: list[Sequence[int]],
-    prefix: Sequence[int],
-    edges: tuple[int, ...],
-    chunk: int,
-    bar: tqdm,
-) -> Tensor:
-    """`_batch_sums`, in halves where the GPU's memory is too small for the whole."""
+def _losses(
+    model: PreTrainedModel, rows: list[Sequence[int]], prefix: Sequence[int], chunk: int, bar: tqdm
+) -> list[np.ndarray]:
+    """`_batch_losses`, in halves where the GPU's memory is too small for the whole."""
     done = bar.n
     try:
-        return _batch_sums(model, rows, prefix, edges, chunk, bar)
+        return _batch_losses(model, rows, prefix, chunk, bar)
     except torch.OutOfMemoryError:
         if len(rows) == 1:
             raise ValueError(
@@ -241,37 +275,33 @@ def _sums(
     torch.cuda.empty_cache()
     bar.n = done
     half = len(rows) // 2
-    return torch.cat([_sums(model, part, prefix, edges, chunk, bar) for part in (rows[:half], rows[half:])])
+    return [
+        losses for part in (rows[:half], rows[half:]) for losses in _losses(model, part, prefix, chunk, bar)
+    ]
 
 
 @torch.inference_mode()
-def _batch_sums(
-    model: PreTrainedModel,
-    rows: list[Sequence[int]],
-    prefix: Sequence[int],
-    edges: tuple[int, ...],
-    chunk: int,
-    bar: tqdm,
-) -> Tensor:
-    """Loss sums [B, buckets], float64 on the CPU. Rows are padded on the right: no target sees that."""
+def _batch_losses(
+    model: PreTrainedModel, rows: list[Sequence[int]], prefix: Sequence[int], chunk: int, bar: tqdm
+) -> list[np.ndarray]:
+    """Loss of each target, a float64 array [targets] per row. Rows are padded on the right: none sees that."""
     device = model.get_input_embeddings().weight.device
     sizes = [len(prefix) + len(row) - 1 for row in rows]
-    bounds = torch.tensor(edges[1:])
-    sums = torch.zeros(len(rows), len(bounds), dtype=torch.float64)
+    found = []
     cache: dict[str, Any] = {}
     for start in range(0, max(sizes), chunk):
         stop = min(start + chunk, max(sizes))
         ids = stacked(rows, prefix, start, stop + 1).to(device)  # [B, C + 1]
         logits, cache = _forward(model, ids[:, :-1], cache, keep=max(sizes) > chunk)
-        losses = torch.stack(list(map(_losses, logits, ids[:, 1:])))  # [B, C]
-        losses = losses.nan_to_num(math.inf, math.inf)  # NaN marks a bucket without targets, not a lost model
-        buckets = torch.bucketize(torch.arange(start, stop), bounds, right=True)
-        sums.index_add_(1, buckets, losses.double().cpu())
+        losses = torch.stack(list(map(_row_losses, logits, ids[:, 1:])))  # [B, C]
+        # NaN marks a bucket without targets, not a lost model.
+        found.append(losses.nan_to_num(math.inf, math.inf).double().cpu())
         bar.update(sum(max(0, min(stop, size) - start) for size in sizes))
-    return sums
+    whole = torch.cat(found, dim=1).numpy()  # [B, longest]
+    return [row[:size] for row, size in zip(whole, sizes, strict=True)]
 
 
-def _losses(logits: Tensor, targets: Tensor) -> Tensor:
+def _row_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Losses [C] of one row, in fp32 or fp64. Row by row, so that no second copy of all logits is made."""
     return F.cross_entropy(
         logits if logits.dtype == torch.float64 else logits.float(), targets, reduction="none"

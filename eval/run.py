@@ -141,7 +141,12 @@ def evaluate_model(
     with progress_bars(progress):
         if suite.perplexity is not None:
             record["perplexity"] = run_sweep(
-                *(model, tokenizer, suite.perplexity), run=run, mirror=mirror, parts=parts, progress=progress
+                *(model, tokenizer, suite.perplexity),
+                run=run,
+                trained=trained,
+                mirror=mirror,
+                parts=parts,
+                progress=progress,
             )
         if suite.tasks:
             record["tasks"] = _tasks(model, tokenizer, suite, mirror, parts, window)
