@@ -139,7 +139,11 @@ def _perplexity_rows(records: Sequence[dict]) -> list[Row]:
     ]
     keys = sorted({key for table in tables for key in table})
     rows = [
-        Row(name, f"{label}{length:,} tokens", _length_cells([t.get((name, length)) for t in tables], quantity))
+        Row(
+            name,
+            f"{label}{length:,} tokens",
+            _length_cells([t.get((name, length)) for t in tables], quantity),
+        )
         for name, length in keys
         for quantity, label in LENGTH_LABELS.items()
     ]
@@ -159,7 +163,9 @@ def _length_cells(entries: Sequence[tuple[dict, str, bool] | None], quantity: st
         sign = ""
         if cells and entries[0] and entries[0][1] == data:  # other data: nothing to be said
             reference = entries[0][0]
-            if loss_targets(row) == loss_targets(reference):  # without a prefix, a document has one target less
+            if loss_targets(row) == loss_targets(
+                reference
+            ):  # without a prefix, a document has one target less
                 # Of the same tokens the bits per byte differ as the losses do.
                 sign = _paired_mark(row["losses"], reference["losses"], True, loss_targets(row))
         cells.append(Cell(row[quantity], error, sign, noted))
@@ -167,7 +173,7 @@ def _length_cells(entries: Sequence[tuple[dict, str, bool] | None], quantity: st
 
 
 def loss_targets(row: dict) -> list[int]:
-    """Targets behind each of a row's `losses`. Earlier versions kept a loss per sequence, all of one length."""
+    """Targets behind each of a row's `losses`; earlier versions kept one per sequence, all of one length."""
     return row.get("targets") or [row["length"]] * len(row["losses"])
 
 

@@ -93,8 +93,10 @@ def suite_faults(suite: SuiteConfig) -> list[str]:
         value = getattr(suite, key)
         if value is not None and value < least:
             faults.append(f"suite.{key}={value} must be at least {least}")
-    if suite.limit is not None and (suite.limit <= 0 or suite.limit > 1 and suite.limit % 1):
-        faults.append(f"suite.limit={suite.limit} must be a number of examples, or a fraction below 1 of them")
+    if suite.limit is not None and (suite.limit <= 0 or (suite.limit > 1 and suite.limit % 1)):
+        faults.append(
+            f"suite.limit={suite.limit} must be a number of examples, or a fraction below 1 of them"
+        )
     return faults + (_perplexity_faults(suite.perplexity) if suite.perplexity is not None else [])
 
 

@@ -1,7 +1,7 @@
 """Standard errors and 95% intervals of a mean over documents, clustered by document.
 
-Tokens of one document are alike, so a document counts as one observation, whatever its length and however many
-sequences it is cut into. The mean is a ratio of sums: losses by targets, or losses by bytes.
+Tokens of one document are alike, so a document counts as one observation, whatever its length and however
+many sequences it is cut into. The mean is a ratio of sums: losses by targets, or losses by bytes.
 """
 
 import math
@@ -11,7 +11,6 @@ import numpy as np
 from scipy.special import stdtrit
 
 LEVEL = 0.95
-LEAST_DOCUMENTS = 2.0  # effective ones, from which an interval is given
 
 
 def leave_one_out(sums: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -24,21 +23,42 @@ def jackknife_error(left_out: np.ndarray, value: float) -> float:
     return math.sqrt((1 - 1 / len(left_out)) * float(((left_out - value) ** 2).sum()))
 
 
+def degrees_of_freedom(shares: np.ndarray) -> float:
+    """Of the squared `jackknife_error`: those of the scaled chi-squared with its mean and variance.
+
+    Bell and McCaffrey (2002), for losses that differ by document: the variance of a document's sum is
+    proportional to its weight squared. D - 1 for equal documents, fewer where a few hold most of the weight.
+
+    Args:
+        shares: of each document in the weight, [D], all below 1.
+    """
+    # The squared error is sum_i a_i (sum_j c_ij s_j)^2 with c = identity - shares 1^T, for sums s of variance
+    # v; its mean is tr(M), its variance 2 tr(M^2), M = a^1/2 c v c^T a^1/2. Below without a matrix [D, D].
+    h, a, v = shares, (1 - shares) ** -2.0, shares**2
+    total = v.sum()
+    diagonal = total * h**2 - 2 * h * v
+    hh, hv, vv = (a * h * h).sum(), (a * h * v).sum(), (a * v * v).sum()
+    mean = (a * (v + diagonal)).sum()
+    square = (a**2 * (v**2 + 2 * v * diagonal)).sum()
+    square += 2 * hh * vv + (total * hh) ** 2 + 2 * hv**2 - 4 * total * hh * hv
+    return float(np.clip(mean**2 / square, 1.0, len(h) - 1.0))  # rounding, where a share is nearly 1
+
+
 @dataclass(frozen=True)
 class Mean:
     """A mean per unit of weight over documents, and what their spread says of it.
 
     Attributes:
         value: sum of the documents' sums by the sum of their weights.
-        stderr: jackknife error, a document left out at a time; None where there is no interval.
+        stderr: jackknife error, a document left out at a time; None for one document or an infinite value.
+        freedom: degrees of freedom of `stderr`; 0 without it.
         documents: how many have weight.
-        effective: sum(weights)^2 / sum(weights^2), the equal documents that would tell as much (Kish, 1965).
     """
 
     value: float
     stderr: float | None
+    freedom: float
     documents: int
-    effective: float
 
     @classmethod
     def of(cls, sums: np.ndarray, weights: np.ndarray) -> "Mean":
@@ -46,23 +66,23 @@ class Mean:
         sums, weights = np.asarray(sums, float), np.asarray(weights, float)
         value = float(sums.sum() / weights.sum())
         documents = int((weights > 0).sum())
-        effective = float(weights.sum() ** 2 / (weights**2).sum())
-        error = None
-        if documents > 1 and effective > LEAST_DOCUMENTS - 1e-9 and math.isfinite(value):
-            counted = (weights > 0) | (sums != 0)
-            error = jackknife_error(leave_one_out(sums[counted], weights[counted]), value)
-        return cls(value, error, documents, effective)
+        if documents < 2 or not math.isfinite(value):
+            return cls(value, None, 0.0, documents)
+        counted = (weights > 0) | (sums != 0)
+        sums, weights = sums[counted], weights[counted]
+        error = jackknife_error(leave_one_out(sums, weights), value)
+        return cls(value, error, degrees_of_freedom(weights / weights.sum()), documents)
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95% interval with the quantile of Student's t for the effective documents - 1; None without error.
+        """95% interval by the quantile of Student's t; None without `stderr`.
 
-        The plain number of documents would be too many degrees of freedom where a few long ones hold most
-        tokens: scripts/check_interval_coverage.py measures both.
+        With the plain number of documents for degrees of freedom it would be too narrow where lengths differ:
+        scripts/check_interval_coverage.py measures both.
         """
         if self.stderr is None:
             return None
-        reach = float(stdtrit(max(self.effective - 1, 1.0), (1 + LEVEL) / 2)) * self.stderr
+        reach = float(stdtrit(self.freedom, (1 + LEVEL) / 2)) * self.stderr
         return self.value - reach, self.value + reach
 
     @property
@@ -70,9 +90,7 @@ class Mean:
         """Why there is no interval; None if there is one."""
         if self.stderr is not None:
             return None
-        if self.documents == 1:
-            return "one document"
-        return "infinite loss" if not math.isfinite(self.value) else "one document holds most tokens"
+        return "one document" if math.isfinite(self.value) else "infinite loss"
 
 
 @dataclass(frozen=True)
@@ -113,7 +131,7 @@ class Estimate:
             "stderr": self.mean.stderr,
             "sequences": self.sequences,
             "documents": self.mean.documents,
-            "effective_documents": round(self.mean.effective, 1),
+            "degrees_of_freedom": round(self.mean.freedom, 2),
             "perplexity": perplexity(self.mean.value),
             "low": None if low is None else perplexity(low),
             "high": None if high is None else perplexity(high),

@@ -134,8 +134,8 @@ def loss_table(
         edges: see `LossTable`.
         spans: of each sequence the documents in it; None: each sequence is a document.
         token_sizes: bytes of each token id, see `token_bytes`; None: not known.
-        prefix: the token before each sequence (usually the separator), if any. Without any, a sequence's first token is
-            context only and target 0 is its second.
+        prefix: the token before each sequence (usually the separator), if any. Without any, a sequence's
+            first token is context only and target 0 is its second.
         chunk: tokens per forward; memory is proportional to `batch_size * chunk * vocab_size`.
         batch_size: sequences read side by side.
         progress: show a progress bar over tokens.
@@ -155,7 +155,9 @@ def loss_table(
     shape, first_row = (sum(counts), len(edges) - 1), np.cumsum([0, *counts])
     sums, targets, sizes = np.full(shape, np.nan), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     lengths = [_targets(len(prefix) + len(sequence), edges) for sequence in sequences]
-    longest_first = sorted(range(len(lengths)), key=lambda s: -lengths[s])  # a batch holds ones of like length
+    longest_first = sorted(
+        range(len(lengths)), key=lambda s: -lengths[s]
+    )  # a batch holds ones of like length
     recurrent = isinstance(model, DeltaProductForCausalLM)
     if lengths and lengths[first := longest_first[0]] > chunk and not recurrent:
         _check_cache(model, stacked([sequences[first]], prefix, 0, min(lengths[first], TRIED)), chunk)
@@ -185,7 +187,7 @@ def loss_table(
 
 
 def _cells(spans: Spans, shift: int, edges: tuple[int, ...]) -> np.ndarray:
-    """Of each target below the last edge, [targets], its document's place in the sequence times the buckets, plus its bucket.
+    """The cell of each target below the last edge, [targets]: by document of the sequence, then bucket.
 
     Args:
         spans: of the sequence.
@@ -284,7 +286,7 @@ def _losses(
 def _batch_losses(
     model: PreTrainedModel, rows: list[Sequence[int]], prefix: Sequence[int], chunk: int, bar: tqdm
 ) -> list[np.ndarray]:
-    """Loss of each target, a float64 array [targets] per row. Rows are padded on the right: none sees that."""
+    """Losses of each row, float64 [targets]. Rows are padded on the right: no target sees that."""
     device = model.get_input_embeddings().weight.device
     sizes = [len(prefix) + len(row) - 1 for row in rows]
     found = []

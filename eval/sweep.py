@@ -57,11 +57,11 @@ def run_sweep(
 
     Returns:
         By set `lengths`, `positions` (over the documents that reach the longest of these), `panels` (by panel
-        the same over the documents that reach it), each row as `Estimate.numbers` gives it and those of `lengths`
-        with `losses` and `targets` of each document, `not_reached`, `states` (None unless asked for), `data`
-        (sequences, tokens, fingerprint), `own_file` (true) where it is no set of the papers but a file of the
-        user's, whatever its name, and, where the mirror has one, `note`; or `{"error": line}` for a set that
-        cannot be had or read, or has no document of the lengths asked for; the others go on.
+        the same over the documents that reach it), each row as `Estimate.numbers` gives it and those of
+        `lengths` with `losses` and `targets` of each document, `not_reached`, `states` (None unless asked
+        for), `data` (sequences, tokens, fingerprint), `own_file` (true) where it is no set of the papers but
+        a file of the user's, whatever its name, and, where the mirror has one, `note`; or `{"error": line}`
+        for a set that cannot be had or read, or has no document of the lengths asked for; the others go on.
 
     Raises:
         ValueError: `config.sets` is empty and there is no run whose validation split could be read, or the
@@ -163,7 +163,12 @@ def _sweep(
         )
     return {
         "lengths": [
-            {"length": n, **found[n].numbers(), "losses": list(found[n].losses), "targets": list(found[n].targets)}
+            {
+                "length": n,
+                **found[n].numbers(),
+                "losses": list(found[n].losses),
+                "targets": list(found[n].targets),
+            }
             for n in reached
         ],
         "positions": _curve(table, max(reached)),

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from fla_train.eval.compare import LENGTH_LABELS, Row, comparison, is_metric
 from fla_train.eval.paper import HEADS, NOTED, fixed, paper_cells, published
 
-COUNTS = "Perplexity against context length: points of different n (documents or sequences) are of different ones."
+COUNTS = (
+    "Perplexity against context length: points of different n (documents or sequences) are of different ones."
+)
 TABLE_1 = "delta_product"  # whose rows stand beside ours; the page shows the other papers' too
 LATEX_SPECIAL = {sign: f"\\{sign}" for sign in "_%&#${}"} | {
     "~": r"\textasciitilde{}",
@@ -60,7 +62,7 @@ def notes(records: Sequence[dict]) -> list[str]:
         if len({result["data"]["fingerprint"] for result in results if "data" in result}) > 1:
             lines.append(
                 f"{name}: not all models read the same tokens (other tokenizers or documents), so their "
-                "losses and perplexities per token cannot be compared; their bits per byte can, as far as the "
+                "losses and perplexities per token cannot be compared; bits per byte can, as far as the "
                 "texts are the same."
             )
     if any(varied(result.get("lengths", [])) for r in records for result in r["perplexity"].values()):
@@ -88,16 +90,32 @@ def data_notes(records: Sequence[dict]) -> list[str]:
 
 
 def restrictions(records: Sequence[dict]) -> list[str]:
-    """Whose tasks were not run on all documents, or with examples in the prompts."""
+    """Whose tasks were not run on all documents, with examples in the prompts, or with prompts cut short."""
     found: dict[str, list[str]] = {}
     for record in records:
+        if not record["tasks"]:
+            continue
         suite = record["suite"]
-        if record["tasks"] and suite["limit"]:
-            line = f"Only the first {suite['limit']} examples of each task (suite.limit)"
+        if limit := suite["limit"]:
+            some = f"{limit:.0f}" if limit >= 1 else f"{100 * limit:g}% of the"
+            line = f"Only the first {some} examples of each task (suite.limit)"
             found.setdefault(line, []).append(record["name"])
-        if record["tasks"] and (shots := suite.get("num_fewshot")):
+        if shots := suite.get("num_fewshot"):
             found.setdefault(f"{shots}-shot (suite.num_fewshot)", []).append(record["name"])
+        if counts := _truncated(record):
+            line = f"Prompts longer than the window of {record.get('window')} tokens lost their beginning"
+            found.setdefault(f"{line} in {', '.join(counts)} (suite.max_length)", []).append(record["name"])
     return [f"{line}: {', '.join(names)}." for line, names in found.items()]
+
+
+def _truncated(record: dict) -> list[str]:
+    """`<n> of <examples> of <task>` for each task asked for with truncated prompts."""
+    return [
+        f"{scores['truncated']} of {scores['examples']} of {task}"
+        for name, result in record["tasks"].items()
+        for task, scores in result.get("scores", {}).items()
+        if scores.get("truncated") and (task == name or name not in result["scores"])
+    ]
 
 
 def paper_heads(records: Sequence[dict]) -> list[str]:
@@ -185,7 +203,9 @@ def _paper_latex(records: Sequence[dict], heads: Sequence[str]) -> str:
 
 def _plain(row: Row) -> list[str]:
     digits = 4 if row.label.startswith(LENGTH_LABELS["bits_per_byte"]) else 2
-    return ["-" if cell.value is None else fixed(cell.value, digits) + NOTED * cell.noted for cell in row.cells]
+    return [
+        "-" if cell.value is None else fixed(cell.value, digits) + NOTED * cell.noted for cell in row.cells
+    ]
 
 
 def _tabular(
@@ -235,10 +255,11 @@ def _perplexity_table(result: dict, record: dict) -> str:
 
 
 def _task_table(tasks: dict[str, dict]) -> str:
-    lines = ["| task | metric | value | standard error | examples | shots |", "|---|---|---:|---:|---:|---:|"]
+    columns = ["task", "metric", "value", "standard error", "examples", "truncated", "shots"]
+    lines = [_line(columns), "|---|---|---:|---:|---:|---:|---:|"]
     for name, result in tasks.items():
         if "error" in result:
-            lines.append(f"| {name} | could not run: {result['error'].replace('|', '/')} | | | | |")
+            lines.append(f"| {name} | could not run: {result['error'].replace('|', '/')} | | | | | |")
             continue
         for task, scores in result["scores"].items():
             for metric, value in scores.items():
@@ -247,7 +268,8 @@ def _task_table(tasks: dict[str, dict]) -> str:
                 error = scores.get(f"{metric}_stderr")
                 shown = fixed(value, 4) + (NOTED if "note" in result else "")
                 cells = (task, metric, shown, "" if error is None else fixed(error, 4))
-                lines.append(_line([*cells, str(scores["examples"]), str(scores["num_fewshot"])]))
+                counts = (scores["examples"], scores.get("truncated", "-"), scores["num_fewshot"])
+                lines.append(_line([*cells, *map(str, counts)]))
     return "\n".join([*lines, ""])
 
 

@@ -15,8 +15,8 @@ FALLBACK = re.compile(r"<0x[0-9A-F]{2}>")  # SentencePiece's token of a single b
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray | None:
     """UTF-8 bytes of each token id, [ids] int64; special tokens have none.
 
-    The sum over a text's tokens is the text's size, but for what the tokenizer changes before it cuts the text:
-    SentencePiece puts a space before a text, and some normalise characters.
+    The sum over a text's tokens is the text's size, but for what the tokenizer changes before it cuts the
+    text: SentencePiece puts a space before it, and some normalise characters.
 
     Returns:
         None for a tokenizer whose tokens do not spell the text: neither byte-level BPE nor SentencePiece.

@@ -94,7 +94,9 @@ def test_packed_documents_are_the_stream_cut_at_every_length() -> None:
         assert first(2, 99) == expected[:2]
         assert first(99, 4) == expected[: (23 + len(prefix) * 2) // size]
     (short,), (span,) = packed(iter(documents[:1]), 4, [10], [2], 9, progress=False)
-    assert span == ((0, 0),) and short.tolist() == documents[0].tolist()  # less than one sequence is better than nothing
+    assert (
+        span == ((0, 0),) and short.tolist() == documents[0].tolist()
+    )  # less than one sequence is better than nothing
     assert packed(iter([]), 4, [10], [2], 9, progress=False) == ([], [])
 
 
@@ -144,7 +146,9 @@ def test_suite_through_a_mirror(mirror: Path, scholar, tokenizer, tmp_path: Path
     assert targets == len(tokenizer.encode(ROWS["math_hard"][1], add_special_tokens=False)) + 1
     assert row["losses"][0] == pytest.approx(losses[:targets].mean().item(), abs=1e-4)
     assert row["sequences"] == 2 and row["documents"] == len(row["losses"]) == -(-256 // targets)
-    per_byte = row["loss"] / math.log(2) * targets / (targets - 1)  # of bytes as tokens; the separator is none
+    per_byte = (
+        row["loss"] / math.log(2) * targets / (targets - 1)
+    )  # of bytes as tokens; the separator is none
     assert row["bits_per_byte"] == pytest.approx(per_byte, rel=5e-3)
     assert result["data"]["sequences"] == 2 and result["data"]["tokens"] == 256
     assert result["states"]["positions"] == [64, 128] and result["states"]["documents"] == 1
