@@ -138,16 +138,14 @@ def packed(
     """
     more = 0 if prefix else 1  # without a separator before it, a sequence's first token is context only
     wanted = None if count is None else count * (max(lengths) + more)
-    pieces, starts, filled = [], [], 0
+    stream, starts, filled = np.empty(wanted or 1 << 16, TOKEN), [], 0
     for document in _scanned(documents, scan, progress):
         if not len(document):
             continue
-        for piece in (prefix if filled else (), document):
-            if piece is document:
-                starts.append(filled)
-            kept = np.array(piece if wanted is None else piece[: wanted - filled], dtype=TOKEN)
-            pieces.append(kept)
-            filled += len(kept)
+        if filled:
+            filled = _append(stream, filled, prefix, wanted)
+        starts.append(filled)
+        filled = _append(stream, filled, document, wanted)
         if filled == wanted:
             break
     if not filled:
@@ -157,8 +155,18 @@ def packed(
         enough = [n for n in lengths if filled >= LEAST_SEQUENCES * (n + more)]
         length = max([least if least in lengths else min(lengths), *enough])
     size = min(length + more, filled)
-    stream = np.concatenate(pieces)[: filled // size * size]
-    return list(stream.reshape(-1, size)), _spans(starts, size, len(stream) // size)
+    count = filled // size
+    return list(stream[: count * size].reshape(count, size)), _spans(starts, size, count)
+
+
+def _append(stream: np.ndarray, filled: int, tokens: Sequence[int], most: int | None) -> int:
+    """Put `tokens` behind the first `filled` ones of `stream`, `most` in all; how many it then holds."""
+    tokens = tokens if most is None else tokens[: most - filled]
+    end = filled + len(tokens)
+    if end > len(stream):
+        stream.resize(2 * end, refcheck=False)  # in place
+    stream[filled:end] = tokens
+    return end
 
 
 def _scanned(documents: Iterable[np.ndarray], scan: int | None, progress: bool) -> Iterable[np.ndarray]:

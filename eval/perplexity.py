@@ -152,8 +152,9 @@ def loss_table(
     assert len(prefix) <= 1
     spans = spans or [((d, 0),) for d in range(len(sequences))]
     counts = [len(span) for span in spans]
-    shape, first_row = (sum(counts), len(edges) - 1), np.cumsum([0, *counts])
-    sums, targets, sizes = np.full(shape, np.nan), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    first_row = np.cumsum([0, *counts])
+    sums, targets, sizes = found = np.zeros((3, sum(counts), len(edges) - 1))
+    sums[:] = np.nan
     lengths = [_targets(len(prefix) + len(sequence), edges) for sequence in sequences]
     longest_first = sorted(
         range(len(lengths)), key=lambda s: -lengths[s]
@@ -161,43 +162,24 @@ def loss_table(
     recurrent = isinstance(model, DeltaProductForCausalLM)
     if lengths and lengths[first := longest_first[0]] > chunk and not recurrent:
         _check_cache(model, stacked([sequences[first]], prefix, 0, min(lengths[first], TRIED)), chunk)
+    reader = _Reader(model, prefix, edges, chunk, token_sizes)
     with tqdm(total=sum(lengths), unit="token", unit_scale=True, desc="loss", disable=not progress) as bar:
         for start in range(0, len(lengths), batch_size):
             members = [s for s in longest_first[start : start + batch_size] if lengths[s]]
             if not members:
                 break
             rows = [sequences[s][: max(lengths[s] + 1 - len(prefix), 0)] for s in members]
-            for s, row, losses in zip(members, rows, _losses(model, rows, prefix, chunk, bar), strict=True):
-                own = slice(first_row[s], first_row[s + 1]), slice(edges.index(lengths[s]))
-                cells = _cells(spans[s], len(prefix), edges[: own[1].stop + 1])
-                area = counts[s], own[1].stop
-                sums[own] = np.bincount(cells, losses, math.prod(area)).reshape(area)
-                targets[own] = np.bincount(cells, minlength=math.prod(area)).reshape(area)
-                if token_sizes is not None:
-                    asked = token_sizes[np.asarray(row)[1 - len(prefix) :]]
-                    sizes[own] = np.bincount(cells, asked, math.prod(area)).reshape(area)
+            for s, summed in zip(members, reader.sums(rows, [spans[s] for s in members], bar), strict=True):
+                full = edges.index(lengths[s])
+                found[:, first_row[s] : first_row[s + 1], :full] = summed[..., :full]
     return LossTable(
         edges,
         sums,
-        targets,
-        None if token_sizes is None else sizes,
+        targets.astype(np.int64),
+        None if token_sizes is None else sizes.astype(np.int64),
         np.repeat(np.arange(len(sequences)), counts),
         np.array([document for span in spans for document, _ in span], np.int64),
     )
-
-
-def _cells(spans: Spans, shift: int, edges: tuple[int, ...]) -> np.ndarray:
-    """The cell of each target below the last edge, [targets]: by document of the sequence, then bucket.
-
-    Args:
-        spans: of the sequence.
-        shift: tokens of the prefix.
-        edges: of the buckets that the sequence fills.
-    """
-    positions = np.arange(edges[-1])
-    starts = [start for _, start in spans]
-    owner = np.searchsorted(starts, positions + 1 - shift, side="right") - 1
-    return owner * (len(edges) - 1) + np.searchsorted(edges, positions, side="right") - 1
 
 
 def _targets(tokens: int, edges: tuple[int, ...]) -> int:
@@ -262,48 +244,69 @@ def _forward(
     return output.logits, {name: value for name, value in kept.items() if value is not None}
 
 
-def _losses(
-    model: PreTrainedModel, rows: list[Sequence[int]], prefix: Sequence[int], chunk: int, bar: tqdm
-) -> list[np.ndarray]:
-    """`_batch_losses`, in halves where the GPU's memory is too small for the whole."""
-    done = bar.n
-    try:
-        return _batch_losses(model, rows, prefix, chunk, bar)
-    except torch.OutOfMemoryError:
-        if len(rows) == 1:
-            raise ValueError(
-                f"the GPU's memory is too small for {chunk} tokens at once: lower suite.perplexity.chunk"
-            ) from None
-    torch.cuda.empty_cache()
-    bar.n = done
-    half = len(rows) // 2
-    return [
-        losses for part in (rows[:half], rows[half:]) for losses in _losses(model, part, prefix, chunk, bar)
-    ]
+@dataclass(frozen=True)
+class _Reader:
+    """Reads batches of sequences; arguments as those of `loss_table`."""
+
+    model: PreTrainedModel
+    prefix: Sequence[int]
+    edges: tuple[int, ...]
+    chunk: int
+    token_sizes: np.ndarray | None
+
+    def sums(self, rows: list[Sequence[int]], spans: list[Spans], bar: tqdm) -> list[np.ndarray]:
+        """`_batch_sums`, in halves where the GPU's memory is too small for the whole."""
+        done = bar.n
+        try:
+            return self._batch_sums(rows, spans, bar)
+        except torch.OutOfMemoryError:
+            if len(rows) == 1:
+                raise ValueError(
+                    f"the GPU's memory is too small for {self.chunk} tokens at once: "
+                    "lower suite.perplexity.chunk"
+                ) from None
+        torch.cuda.empty_cache()
+        bar.n = done
+        half = len(rows) // 2
+        return self.sums(rows[:half], spans[:half], bar) + self.sums(rows[half:], spans[half:], bar)
+
+    @torch.inference_mode()
+    def _batch_sums(self, rows: list[Sequence[int]], spans: list[Spans], bar: tqdm) -> list[np.ndarray]:
+        """Losses, targets and bytes of each row by document and bucket, [3, documents, buckets] float64.
+
+        Rows are padded on the right: no target sees that.
+        """
+        device = self.model.get_input_embeddings().weight.device
+        sizes = [len(self.prefix) + len(row) - 1 for row in rows]
+        found = [np.zeros((3, len(span), len(self.edges) - 1)) for span in spans]
+        cache: dict[str, Any] = {}
+        for start in range(0, max(sizes), self.chunk):
+            stop = min(start + self.chunk, max(sizes))
+            ids = stacked(rows, self.prefix, start, stop + 1)  # [B, C + 1]
+            moved = ids.to(device)
+            logits, cache = _forward(self.model, moved[:, :-1], cache, keep=max(sizes) > self.chunk)
+            losses = torch.stack(list(map(_losses, logits, moved[:, 1:])))  # [B, C]
+            # NaN marks a bucket without targets, not a lost model.
+            losses = losses.nan_to_num(math.inf, math.inf).double().cpu().numpy()
+            for row, size in enumerate(sizes):
+                if (end := min(stop, size)) > start:
+                    asked = ids[row, 1 : end - start + 1].numpy()
+                    self._add(found[row], spans[row], start, losses[row, : end - start], asked)
+                    bar.update(end - start)
+        return found
+
+    def _add(self, found: np.ndarray, span: Spans, start: int, losses: np.ndarray, asked: np.ndarray) -> None:
+        """Count targets `asked` [n] from the `start`-th on, with their losses [n], into `found`."""
+        places = np.arange(start, start + len(asked))
+        firsts = [first for _, first in span]
+        document = np.searchsorted(firsts, places + 1 - len(self.prefix), side="right") - 1
+        cells = document * found.shape[2] + np.searchsorted(self.edges, places, side="right") - 1
+        weights = [losses, None] + ([] if self.token_sizes is None else [self.token_sizes[asked]])
+        for total, weight in zip(found, weights, strict=False):
+            total += np.bincount(cells, weight, total.size).reshape(total.shape)
 
 
-@torch.inference_mode()
-def _batch_losses(
-    model: PreTrainedModel, rows: list[Sequence[int]], prefix: Sequence[int], chunk: int, bar: tqdm
-) -> list[np.ndarray]:
-    """Losses of each row, float64 [targets]. Rows are padded on the right: no target sees that."""
-    device = model.get_input_embeddings().weight.device
-    sizes = [len(prefix) + len(row) - 1 for row in rows]
-    found = []
-    cache: dict[str, Any] = {}
-    for start in range(0, max(sizes), chunk):
-        stop = min(start + chunk, max(sizes))
-        ids = stacked(rows, prefix, start, stop + 1).to(device)  # [B, C + 1]
-        logits, cache = _forward(model, ids[:, :-1], cache, keep=max(sizes) > chunk)
-        losses = torch.stack(list(map(_row_losses, logits, ids[:, 1:])))  # [B, C]
-        # NaN marks a bucket without targets, not a lost model.
-        found.append(losses.nan_to_num(math.inf, math.inf).double().cpu())
-        bar.update(sum(max(0, min(stop, size) - start) for size in sizes))
-    whole = torch.cat(found, dim=1).numpy()  # [B, longest]
-    return [row[:size] for row, size in zip(whole, sizes, strict=True)]
-
-
-def _row_losses(logits: Tensor, targets: Tensor) -> Tensor:
+def _losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Losses [C] of one row, in fp32 or fp64. Row by row, so that no second copy of all logits is made."""
     return F.cross_entropy(
         logits if logits.dtype == torch.float64 else logits.float(), targets, reduction="none"

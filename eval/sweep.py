@@ -38,7 +38,7 @@ def run_sweep(
     config: PerplexityConfig,
     *,
     run: Path | None,
-    trained: int | None,
+    trained: int | None = None,
     mirror: str | None,
     parts: Parts,
     progress: bool,
