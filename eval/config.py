@@ -53,7 +53,7 @@ class SuiteConfig:
     batch_size: str = "8"  # a number, or auto
     max_length: int | None = None
     save_samples: bool = False
-    gen_kwargs: dict[str, Any] | None = None
+    gen_kwargs: Any = None  # a mapping; Hydra would take no new keys into one that is typed so
     apply_chat_template: bool | str = False
     system_instruction: str | None = None
     seed: int | None = None
@@ -93,6 +93,10 @@ def suite_faults(suite: SuiteConfig) -> list[str]:
         value = getattr(suite, key)
         if value is not None and value < least:
             faults.append(f"suite.{key}={value} must be at least {least}")
+    if not isinstance(suite.gen_kwargs, dict | None):
+        faults.append(
+            f"suite.gen_kwargs={suite.gen_kwargs} must be a mapping: {{max_gen_toks:64,do_sample:true}}"
+        )
     if suite.limit is not None and (suite.limit <= 0 or (suite.limit > 1 and suite.limit % 1)):
         faults.append(
             f"suite.limit={suite.limit} must be a number of examples, or a fraction below 1 of them"
