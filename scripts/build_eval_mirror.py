@@ -129,7 +129,7 @@ def split_files(folder: Path) -> dict[str, list[Path]]:
     """The JSON-lines and parquet files of a folder by the split that their names hold.
 
     Raises:
-        ValueError: none, no split or several in a name, or both formats in one split.
+        ValueError: none, no split or several in a name, or both formats.
     """
     found: dict[str, list[Path]] = {}
     for file in sorted(file for file in folder.iterdir() if file.suffix in (".jsonl", ".parquet")):
@@ -140,10 +140,11 @@ def split_files(folder: Path) -> dict[str, list[Path]]:
         found.setdefault(splits.pop(), []).append(file)
     if not found:
         raise ValueError(f"{folder} holds no .jsonl or .parquet file")
-    for split, files in found.items():
-        if len({file.suffix for file in files}) > 1:
-            raise ValueError(f"{folder}: the {split} split is there as .jsonl and as .parquet: leave one")
-    return found
+    if len({file.suffix for files in found.values() for file in files}) > 1:
+        raise ValueError(
+            f"{folder} holds .jsonl and .parquet files, and a data set has one format: leave one"
+        )
+    return {split: found[split] for split in SPLITS if split in found}
 
 
 def count_rows(file: Path) -> int:
@@ -187,7 +188,7 @@ def add(folder: Path, mirror: Path, name: str, config: str, wanted: dict[str, in
         Rows by split.
 
     Raises:
-        ValueError: files, names or counts that cannot be right; nothing was written, or it does not load.
+        ValueError: files, names or counts that cannot be right, or rows that do not load; nothing is left.
     """
     if not HUB_NAME.fullmatch(name) or not re.fullmatch(r"[\w-][\w.-]*", config):
         raise ValueError(
@@ -201,14 +202,13 @@ def add(folder: Path, mirror: Path, name: str, config: str, wanted: dict[str, in
                 f"{folder}: {rows.get(split, 0):,} rows of {split} for {count:,}: files are missing"
             )
     place, readme = mirror / name / config, mirror / name / "README.md"
-    configs = known_configs(readme) | {
-        config: {split: ([file.name for file in files[split]], rows[split]) for split in files}
-    }
+    before = known_configs(readme)
+    mine = {split: ([file.name for file in files[split]], rows[split]) for split in files}
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     for file in (file for split in files.values() for file in split):
         shutil.copyfile(file, place / file.name)
-    readme.write_text(header(configs), encoding="utf-8")
+    readme.write_text(header(before | {config: mine}), encoding="utf-8")
     import datasets  # takes seconds
 
     with tempfile.TemporaryDirectory() as cache:
@@ -217,10 +217,10 @@ def add(folder: Path, mirror: Path, name: str, config: str, wanted: dict[str, in
         except Exception as failure:  # whatever `datasets` makes of rows that do not fit together
             while failure.__cause__:
                 failure = failure.__cause__
+            shutil.rmtree(place)
+            readme.write_text(header({name: splits for name, splits in before.items() if name != config}))
             raise ValueError(f"{place} does not load: {' '.join(str(failure).split())[:300]}") from failure
-        found = {split: len(loaded[split]) for split in loaded}
-    if found != rows:
-        raise ValueError(f"{place}: {found} rows loaded of {rows}")
+        assert {split: len(loaded[split]) for split in loaded} == rows
     return rows
 
 
