@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fla_train.data.files import describe_files, find_files
+from fla_train.data.token_bytes import token_bytes
 from fla_train.eval.config import PerplexityConfig, set_name
 from fla_train.eval.documents import (
     file_documents,
@@ -26,7 +27,6 @@ from fla_train.eval.perplexity import LossTable, bucket_edges, loss_table
 from fla_train.eval.positions import position_limit
 from fla_train.eval.sets import PAPER_SETS, hub_documents
 from fla_train.eval.states import positions_up_to, state_statistics
-from fla_train.eval.token_bytes import token_bytes
 from fla_train.hub.load import document_prefix
 
 VALIDATION = "validation"
