@@ -17,6 +17,7 @@ class SequenceContext:
     cu_seqlens: Tensor | None = None  # [S + 1] packed documents
     offsets: Tensor | None = None  # [T] distance from the document's start, with cu_seqlens
     visible: Tensor | None = None  # [B or 1, 1, T, keys] bool for attention layers; None: plain causal
+    attentions: list[Tensor] | None = None  # where attention layers leave their softmax weights, if asked for
 
     @classmethod
     def build(
@@ -26,6 +27,7 @@ class SequenceContext:
         attention_mask: Tensor | None,
         cu_seqlens: Tensor | None,
         seen: int,
+        attentions: list[Tensor] | None = None,
     ) -> "SequenceContext":
         """Derive the layout for tokens [B, T, ...] without waiting for the device.
 
@@ -56,12 +58,44 @@ class SequenceContext:
             visible = _visible(
                 length, seen, config.attn["window_size"], attention_mask, segments, tokens.device
             )
-        return cls(seen, keep, cu_seqlens, offsets, visible)
+        return cls(seen, keep, cu_seqlens, offsets, visible, attentions)
 
     def to(self, device: torch.device | str | int) -> "SequenceContext":
         """The same on `device`: accelerate asks for it where a `device_map` spreads the layers."""
         held = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: x.to(device) for name, x in held.items() if isinstance(x, Tensor)})
+
+
+def document_bounds(position_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor | None:
+    """The `cu_seqlens` [S + 1] that position_ids [B, T] stand for, or None where each row is one document.
+
+    A document starts where the position is 0 again; padding may have any position. The result depends on
+    values, so the host waits for the device.
+
+    Raises:
+        ValueError: for positions that jump, or for packed documents in more than one row.
+    """
+    length = position_ids.shape[-1]
+    if length == 1:
+        return None
+    position_ids = position_ids.view(-1, length)
+    starts = position_ids[:, 1:] == 0
+    jumps = (position_ids.diff() != 1) & ~starts
+    if attention_mask is not None:
+        keep = attention_mask[:, -length:].bool()
+        pairs = keep[:, 1:] & keep[:, :-1]
+        starts, jumps = starts & pairs, jumps & pairs
+    if jumps.any():
+        raise ValueError("position_ids must count up by one, and from 0 again where a packed document starts")
+    if not starts.any():
+        return None
+    if len(starts) != 1:
+        raise ValueError(
+            f"position_ids pack documents in {len(starts)} rows: put all in one row, "
+            "as transformers' DataCollatorWithFlattening does"
+        )
+    inner = starts[0].nonzero().flatten() + 1
+    return torch.cat([inner.new_zeros(1), inner, inner.new_full((1,), length)])
 
 
 def _visible(
