@@ -1,14 +1,15 @@
 #!/usr/bin/env python
 """python scripts/run_transformers_tests.py [--source FOLDER] [--cache FOLDER] [--only NAME ...] [-- OPTIONS]
 
-Run transformers' common model tests on four models of ours, and its own tests of three linear RNNs beside them.
+Run transformers' common model tests on four models of ours, and beside them on three linear RNNs of its own.
 
-The installed package has no tests. They come from --source, a checkout of huggingface/transformers of the installed
-version; without it the tag of that version is cloned into --cache (default: ~/.cache/fla_train). Needs `pip install
-parameterized`; tests that need more packages, a GPU or the network skip themselves. OPTIONS go to pytest (-n 4, -v).
+The installed package has no tests. They come from --source, a checkout of huggingface/transformers of the
+installed version; without it the tag of that version is cloned into --cache (default: ~/.cache/fla_train).
+Needs `pip install parameterized`; tests that need more packages, a GPU or the network skip themselves.
+OPTIONS go to pytest (-n 4, -v).
 
-Prints passed, failed and skipped tests per model, then the failed by name and the skipped by reason; the exit status
-is 1 if one failed.
+Prints passed, failed and skipped tests per model, then the failed by name and the skipped by reason; the exit
+status is 1 if one failed.
 """
 
 import argparse

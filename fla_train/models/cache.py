@@ -61,7 +61,7 @@ def cache_for(past_key_values: object, num_layers: int, use_cache: bool) -> Delt
         return DeltaProductCache(num_layers) if use_cache else None
     if not isinstance(past_key_values, DeltaProductCache):
         raise ValueError(
-            f"past_key_values is a {type(past_key_values).__name__}, which does not hold this model's states: "
+            f"past_key_values is a {type(past_key_values).__name__}, which has no place for the states: "
             f"pass fla_train.models.DeltaProductCache({num_layers}), or none and use_cache=True"
         )
     if len(past_key_values.layers) != num_layers:

@@ -124,10 +124,7 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
         position_ids: Tensor | None = None,
         output_hidden_states: bool | int | list[int] | None = None,
         output_attentions: bool | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        cu_seq_lens_k: Tensor | None = None,
-        max_length_q: int | None = None,
-        max_length_k: int | None = None,
+        **packing: Tensor | int | None,
     ) -> BaseModelOutputWithPast:
         """Run the backbone over T new tokens.
 
@@ -138,16 +135,16 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
             past_key_values: the cache of the tokens before; updated in place.
             use_cache: make a cache when none is given. Default: `config.use_cache`, off in training mode.
             cu_seqlens: [S + 1] bounds of the documents packed in one row (B = 1); nothing crosses them.
-            position_ids: [B or 1, T], counting up by one; where they start again at 0, a document starts
-                (needs B = 1). Not read beside `cu_seqlens`. Where they begin has no effect: positions are
-                relative.
+            position_ids: [B or 1, T], counting up by one; where they are 0 again, a packed document starts
+                (needs B = 1). Where they begin has no effect: positions are relative.
             output_hidden_states: return the embeddings and each block's output, [B, T, hidden_size] each, the
                 last one after the final norm; or one or several of these by index, with None in the other
                 places. Default: the config's.
             output_attentions: return the softmax weights [B, H, T, keys] of each attention layer (an empty
                 tuple without such layers). Default: the config's.
-            cu_seq_lens_q, cu_seq_lens_k: `cu_seqlens` as transformers' `DataCollatorWithFlattening` names them;
-                they must be equal. The lengths `max_length_q` and `max_length_k` beside them are not needed.
+            packing: the bounds of packed documents by the names that collators of transformers and TRL give
+                them, `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`, `seq_idx`; see
+                `document_bounds`.
 
         Raises:
             ValueError: for arguments that contradict each other, or that this model cannot honour.
@@ -161,12 +158,7 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
                 "gradient checkpointing runs a block twice, which would update past_key_values twice: "
                 "pass no cache, or call model.gradient_checkpointing_disable()"
             )
-        if cu_seqlens is None and cu_seq_lens_q is not None:
-            if cu_seq_lens_k is not None and not torch.equal(cu_seq_lens_q, cu_seq_lens_k):
-                raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be equal: the bounds of the documents")
-            cu_seqlens = cu_seq_lens_q
-        if cu_seqlens is None and position_ids is not None:
-            cu_seqlens = document_bounds(position_ids, attention_mask)
+        cu_seqlens = document_bounds(attention_mask, cu_seqlens, position_ids, **packing)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and cu_seqlens is None
         cache = cache_for(past_key_values, self.config.num_hidden_layers, use_cache and not checkpointing)
@@ -236,14 +228,10 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         cu_seqlens: Tensor | None = None,
         logits_to_keep: int | Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
-        shift_labels: Tensor | None = None,
         position_ids: Tensor | None = None,
         output_hidden_states: bool | int | list[int] | None = None,
         output_attentions: bool | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        cu_seq_lens_k: Tensor | None = None,
-        max_length_q: int | None = None,
-        max_length_k: int | None = None,
+        **others: Tensor | int | None,
     ) -> CausalLMOutputWithPast:
         """Logits, the loss of `labels`, or both, for T new tokens; see `DeltaProductModel` for the rest.
 
@@ -256,13 +244,15 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
             num_items_in_batch: what the summed loss is divided by: the number of targets of the *global*
                 batch (over the ranks, where gradients are averaged), so that gradients summed over
                 micro-batches are exact. Default: the number of targets in `labels`.
-            shift_labels: [B, T], the target of each position, in place of `labels` where a caller has shifted
-                them already.
+            others: `shift_labels` [B, T], the target of each position, in place of `labels` where a caller
+                has shifted them already (Trainer would require of every batch what the signature calls
+                labels); and `packing` of the backbone.
 
         Returns:
             `loss` (fp32 scalar) with labels, `logits` [B, kept, vocabulary], `past_key_values`, and
             `hidden_states` and `attentions` if asked for.
         """
+        shift_labels = others.pop("shift_labels", None)
         if shift_labels is None and labels is not None:
             shift_labels = next_tokens(labels)
         if use_cache is None and shift_labels is not None:
@@ -277,9 +267,8 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
             position_ids,
             output_hidden_states,
             output_attentions,
-            cu_seq_lens_q,
-            cu_seq_lens_k,
             return_dict=True,
+            **others,
         )
         hidden = outputs.last_hidden_state
 
