@@ -90,6 +90,15 @@ class DeltaProductConfig(PreTrainedConfig):
         """Heads of the attention layers, or of the mixer without any: the name that other libraries read."""
         return self.num_heads if self.attn is None else self.attn["num_heads"]
 
+    @property
+    def layer_types(self) -> list[str]:
+        """The kind of each layer by transformers' names, such as "linear_attention"."""
+        attention = "full_attention"
+        if self.attn is not None and self.attn["window_size"] is not None:
+            attention = "sliding_attention"
+        layers = range(self.num_hidden_layers)
+        return [attention if self.is_attention_layer(i) else "linear_attention" for i in layers]
+
     def is_attention_layer(self, layer: int) -> bool:
         """Whether layer `layer` is softmax attention instead of the recurrence."""
         return self.attn is not None and layer in self.attn["layers"]
