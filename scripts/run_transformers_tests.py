@@ -15,6 +15,7 @@ status is 1 if one failed.
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -45,10 +46,9 @@ def checkout(cache: Path) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         tag = f"v{transformers.__version__}"
         part = folder.with_suffix(".part")
-        subprocess.run(
-            ["git", "clone", "--depth", "1", "--branch", tag, REPOSITORY, str(part)],
-            check=True,
-        )
+        shutil.rmtree(part, ignore_errors=True)
+        command = ["git", "clone", "--depth", "1", "--branch", tag, REPOSITORY, str(part)]
+        subprocess.run(command, check=True)
         part.rename(folder)
     return folder
 
@@ -99,7 +99,7 @@ def main() -> int:
         passed = len(cases) - len(failed) - len(skipped)
         print(f"{name:<16} {passed:>6} {len(failed):>6} {len(skipped):>7}", flush=True)
         for case in failed:
-            print(f"    failed: {case.get('name')}")
+            print(f"    failed: {case.get('name') or 'collecting the tests; see them with -- -v'}")
         for reason, count in Counter(map(without_names, skipped)).most_common():
             print(f"    skipped {count:>3}: {reason}")
     return int(failed_anywhere)

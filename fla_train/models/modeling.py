@@ -79,6 +79,9 @@ class DeltaProductPreTrainedModel(PreTrainedModel):
     # accelerate hands dictionaries on as copies, in which what a layer writes to its cache would be lost.
     _skip_keys_device_placement = ("past_key_values", "cache")
     _is_stateful = True
+    accepts_loss_kwargs = (
+        False  # of Trainer's, the task heads would hand `num_items_in_batch` to the backbone
+    )
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -207,8 +210,7 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
     """The language model: backbone and linear head, tied to the embedding if the config says so."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012  transformers wants a dict
-    # transformers' Trainer hands `num_items_in_batch` to models that say so, or that take any keyword.
-    accepts_loss_kwargs = True
+    accepts_loss_kwargs = True  # Trainer hands over `num_items_in_batch`
 
     def __init__(self, config: DeltaProductConfig) -> None:
         super().__init__(config)
@@ -342,9 +344,8 @@ class DeltaProductForTokenClassification(GenericForTokenClassification, DeltaPro
 class DeltaProductForQuestionAnswering(GenericForQuestionAnswering, DeltaProductPreTrainedModel):
     """The backbone and start and end logits of a span for every token."""
 
-    get_input_embeddings = (
-        PreTrainedModel.get_input_embeddings
-    )  # the mixin's are of a backbone with other names
+    # The mixin has its own, for backbones whose embedding is called embed_tokens.
+    get_input_embeddings = PreTrainedModel.get_input_embeddings
     set_input_embeddings = PreTrainedModel.set_input_embeddings
 
 

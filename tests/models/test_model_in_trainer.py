@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from small_models import small_config
 from transformers import ByT5Tokenizer, EvalPrediction, PreTrainedModel, Trainer, TrainingArguments
+
+from fla_train.models import DeltaProductForSequenceClassification
 
 SIZE = 16
 
@@ -88,6 +91,22 @@ def test_the_trainer_evaluates_and_predicts(build: Callable, tmp_path: Path) -> 
         assert metrics["eval_loss"] == pytest.approx(expected, rel=1e-6)
         assert metrics["eval_accuracy"] == pytest.approx(right)
     torch.testing.assert_close(torch.from_numpy(predicted.predictions), logits)
+
+
+def test_a_task_head_in_the_trainer(tmp_path: Path) -> None:
+    """Two accumulated rows make the step of both at once."""
+    rows = [{"input_ids": row(SIZE)["input_ids"].roll(i), "labels": i} for i in range(2)]
+    found = []
+    for size in (2, 1):
+        torch.manual_seed(0)
+        model = DeltaProductForSequenceClassification(small_config(pad_token_id=0, num_labels=2))
+        sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 2 // size}
+        trainer = Trainer(model, TrainingArguments(**training(tmp_path, **sizes)), train_dataset=rows)
+        before = flat(model)
+        trainer.train()
+        found.append(flat(model) - before)
+    assert found[0].abs().max() > 1e-3
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj", "o_proj"], ["down_proj", "lm_head"]])
