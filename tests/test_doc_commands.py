@@ -1,0 +1,128 @@
+"""Every command in README and docs is one that its program accepts as it is written, in bash and in zsh."""
+
+import re
+import shlex
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from fla_train.cli import app, export, generate, prepare
+from fla_train.cli import eval as eval_command
+from fla_train.cli.base import with_base
+from fla_train.cli.bench_options import build_parser
+from fla_train.cli.train import check_suite
+from fla_train.data import TokenizerConfig, data_faults
+from fla_train.data.tokenizers import load_tokenizer
+from fla_train.eval.config import suite_faults
+from fla_train.hub import export_model
+from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+from fla_train.training import schema
+from fla_train.training.task_data import with_task_sizes
+from fla_train.training.validate import validate
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"")
+GLOB = re.compile(r"[][*?{}()<>|^#]")  # zsh expands these or refuses them; `=` and `~` matter at a word's start only
+
+
+def lines() -> Iterator[tuple[str, str]]:
+    """(page, command) of each line in ```sh and ```bash fences, continued lines as one."""
+    for page in PAGES:
+        for block in re.findall(r"^```(?:sh|bash)\n(.*?)^```", page.read_text(), re.S | re.M):
+            for line in block.replace("\\\n", " ").splitlines():
+                if (command := re.sub(r"\s+#.*$", "", line).strip()) and not command.startswith("#"):
+                    yield page.name, " ".join(command.split(" "))
+
+
+COMMANDS = sorted(set(lines()))
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=lambda text: text[:60])
+def test_words_that_a_shell_would_expand_are_quoted(page: str, command: str):
+    bare = QUOTED.sub("", command)
+    assert not GLOB.search(bare), f"{page}: quote {command}"
+
+
+@pytest.fixture
+def in_a_folder_with_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The docs' runs/first: what `init_from` and the like find there."""
+    size = {"vocab_size": 320, "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 1, "head_dim": 16}
+    tokenizer = load_tokenizer(TokenizerConfig(name="bytes"))
+    model = DeltaProductForCausalLM(DeltaProductConfig(**size))
+    export_model(model, tokenizer, tmp_path / "runs" / "first" / "hf" / "step-0000020", validate=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def jobs(overrides: list[str]) -> Iterator[list[str]]:
+    """The overrides of each job of a sweep; without `-m` there is one."""
+    if "-m" not in overrides:
+        yield overrides
+        return
+    plain = [override for override in overrides if override != "-m"]
+    parsed = OverridesParser.create().parse_overrides(plain)
+    lengths = [len(list(o.sweep_iterator())) if o.is_sweep_override() else 1 for o in parsed]
+    for job in range(max(lengths)):
+        yield [
+            f"{o.input_line.split('=')[0]}={list(o.sweep_iterator())[job % n]}" if n > 1 else o.input_line
+            for o, n in zip(parsed, lengths, strict=True)
+        ]
+
+
+def check(words: list[str]) -> None:
+    """Raise what the program would say of these words before it starts its work."""
+    match words:
+        case ["fla-train", *overrides]:
+            schema.register()
+            for job in jobs(overrides):
+                config = with_task_sizes(schema.to_config(app.compose("train", with_base(job))))
+                validate(config)
+                if config.trainer.suite_every:
+                    check_suite(config.trainer.suite, config.trainer.suite_options)
+        case ["fla-prepare", *overrides]:
+            prepare.register()
+            config = app.compose("prepare", with_base(overrides))
+            assert not data_faults(OmegaConf.to_object(config.data))
+        case ["fla-eval", "compare", *places]:
+            assert len([place for place in places if "=" not in place]) > 1
+        case ["fla-eval", *overrides]:
+            eval_command.register()
+            config = OmegaConf.to_object(app.compose("eval", overrides))
+            assert config.checkpoint and not suite_faults(config.suite)
+        case ["fla-export", *overrides]:
+            export.register()
+            config = OmegaConf.to_object(app.compose("export", overrides))
+            assert config.checkpoint and (config.output or config.hub.repo_id)
+        case ["fla-generate", *overrides]:
+            generate.register()
+            assert not generate.faults(OmegaConf.to_object(app.compose("generate", overrides)))
+        case ["fla-bench", *arguments]:
+            request = build_parser().parse_args(arguments)
+            if request.command == "train":
+                schema.register()
+                validate(schema.to_config(app.compose("train", request.overrides)))
+        case ["fla-doctor", *arguments]:
+            assert set(arguments) <= {"--verbose"}
+        case _:
+            raise AssertionError(f"no program is called {words[0]}")
+
+
+OURS = [(page, command) for page, command in COMMANDS if command.startswith("fla-")]
+
+
+@pytest.mark.usefixtures("in_a_folder_with_a_run")
+@pytest.mark.parametrize(("page", "command"), OURS, ids=lambda text: text[:60])
+def test_it_is_accepted_as_written(page: str, command: str):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check(shlex.split(command))
+
+
+def test_scripts_that_the_pages_name_are_there():
+    for page, command in COMMANDS:
+        for script in re.findall(r"\b(?:scripts|tests)/[\w./-]+", command):
+            assert (ROOT / script).exists(), f"{page}: {script}"
