@@ -7,22 +7,27 @@ Exit codes: 0 done, 1 the work failed, 2 the request or a file that it names is 
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NoReturn
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from fla_train.cli.help import help_text
+from fla_train import __version__
+from fla_train.cli.config_files import ConfigFiles
+from fla_train.cli.help import completions, help_text, list_text
+from fla_train.cli.names import flag_error, key_error, option_error
 from fla_train.data.faults import Interrupted
 
 CONFIG_PATH = "pkg://fla_train.configs"
-SWEEP = ("-m", "--multirun")
 INTERRUPTED = 130  # what a shell reports for a command ended by Ctrl-C
 
 
@@ -30,45 +35,138 @@ class LeftOut(Exception):
     """Raised by a job of a sweep that is not this process's to do."""
 
 
-def compose(config_name: str, overrides: Sequence[str] = ()) -> DictConfig:
-    """Compose `configs/<config_name>.yaml` with Hydra overrides.
+def compose(config_name: str, overrides: Sequence[str] = (), *, config_dir: str | None = None) -> DictConfig:
+    """Compose `configs/<config_name>.yaml` with Hydra overrides, and with options of `config_dir` too.
 
     Raises:
-        ValueError: naming every override that does not fit, with Hydra's reason for each.
+        ValueError: naming every override that does not fit, with the reason and close names for each.
     """
+    configs = ConfigFiles(config_name, config_dir)
+    with _hydra(config_dir) as compose_with:
+        try:
+            config = compose_with(config_name, overrides)
+        except Exception as failure:
+            errors = _errors(configs, overrides, compose_with)
+            # Errors that show only in combination have no single override to blame.
+            raise ValueError("\n  ".join(errors) if errors else _one_line(failure)) from failure
+        if errors := _unknown_additions(configs, config, overrides):
+            raise ValueError("\n  ".join(errors))
+        return config
+
+
+def check_sweep(config_name: str, overrides: Sequence[str], *, config_dir: str | None = None) -> None:
+    """Compose with each value of a sweep's overrides by itself.
+
+    Raises:
+        ValueError: naming every value that does not fit, as `compose` does.
+    """
+    with _hydra(config_dir) as compose_with:
+        if errors := _errors(ConfigFiles(config_name, config_dir), overrides, compose_with, sweep=True):
+            raise ValueError("\n  ".join(errors))
+
+
+@contextmanager
+def _hydra(config_dir: str | None) -> Iterator[Callable[[str, Sequence[str]], DictConfig]]:
+    """Hydra, initialized with our configs and the folder; yields what composes a config with overrides."""
+    if config_dir and not Path(config_dir).is_dir():
+        raise ValueError(f"--config-dir {config_dir}: there is no such folder")
+    folder = [f"hydra.searchpath=[{quote(f'file://{Path(config_dir).resolve()}')}]"] if config_dir else []
     GlobalHydra.instance().clear()
     with hydra.initialize_config_module("fla_train.configs", version_base="1.3"):
-        try:
-            return hydra.compose(config_name, overrides=list(overrides))
-        except Exception as failure:
-            faults = _faults(config_name, overrides)
-            # Faults that show only in combination have no single override to blame.
-            raise ValueError("\n  ".join(faults) if faults else _one_line(failure)) from failure
+        yield lambda config_name, overrides: hydra.compose(config_name, overrides=[*folder, *overrides])
+    GlobalHydra.instance().clear()
 
 
-def _faults(config_name: str, overrides: Sequence[str]) -> list[str]:
-    """The overrides that do not fit those that do. Choices of groups come first: values depend on them."""
+def _errors(
+    configs: ConfigFiles,
+    overrides: Sequence[str],
+    compose_with: Callable[[str, Sequence[str]], DictConfig],
+    sweep: bool = False,
+) -> list[str]:
+    """The overrides that do not fit those that do. Choices of groups come first: keys depend on them."""
+    config = compose_with(configs.config_name, [])
     good: list[str] = []
-    faults = {}
+    errors: dict[str, list[str]] = {}
     for override in sorted(overrides, key=lambda text: "." in text.split("=")[0]):
-        try:
-            hydra.compose(config_name, overrides=[*good, override])
-            good.append(override)
-        except Exception as failure:
-            faults[override] = f"{override}: {_one_line(failure)}"
-    return [faults[override] for override in overrides if override in faults]
+        fits = []
+        for single in _values_of_sweep(override) if sweep else [override]:
+            try:
+                composed = compose_with(configs.config_name, [*good, single])
+            except Exception as failure:
+                reason = [_reason(configs, config, single, failure)]
+            else:
+                reason = _unknown_additions(configs, composed, [single])
+                fits += [] if reason else [(single, composed)]
+            errors.setdefault(override, []).extend(reason)
+        if fits:
+            good.append(fits[0][0])
+            config = fits[0][1]
+    return [reason for override in dict.fromkeys(overrides) for reason in errors[override]]
 
 
-def _one_line(failure: Exception) -> str:
-    """The cause behind Hydra's wrapping, without its `full_key:` trailer.
+def _values_of_sweep(override: str) -> list[str]:
+    """An override for each of its values: `seed=1,2` is seed=1 and seed=2."""
+    try:
+        parsed = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_override(override)
+        if not parsed.is_sweep_override():
+            return [override]
+        return [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
+    except HydraException:  # reported when it is composed
+        return [override]
+
+
+def _reason(configs: ConfigFiles, config: DictConfig, text: str, failure: Exception) -> str:
+    """`text: what is wrong with it`, an override that Hydra refused to add to what gave `config`."""
+    if "=" not in text and not text.startswith("~"):
+        return f"{text}: write KEY=VALUE or GROUP=OPTION"
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException:
+        return f"{text}: {_one_line(failure)}"
+    if override.is_sweep_override():
+        key = override.get_key_element()
+        values = text.partition("=")[2]
+        return f"{text}: add -m to run once with each value, or write '{key}=[{values}]' for a list"
+    key, value = override.key_or_group, override.value()
+    if key in configs.defaults:
+        for option in value if isinstance(value, list) else [value]:
+            if option is not None and not configs.has(key, str(option)):
+                return option_error(configs, key, str(option))
+    cause = _cause(failure)
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
+        key = cause.full_key  # a key inside of a mapping, or in the file of an option
+    plain = "VALUE" if override.value_type is None or isinstance(value, dict) else text.partition("=")[2]
+    return f"{text}: {key_error(configs, config, key, plain) or _one_line(failure)}"
+
+
+def _unknown_additions(configs: ConfigFiles, config: DictConfig, overrides: Sequence[str]) -> list[str]:
+    """Errors of `+KEY=VALUE` whose key the schema lacks: Hydra adds it all the same."""
+    added = {text: text.lstrip("+").partition("=") for text in overrides if text.startswith("+")}
+    errors = {
+        text: key_error(configs, config, key, value)
+        for text, (key, _, value) in added.items()
+        if key not in configs.defaults
+    }
+    return [f"{text}: {error}" for text, error in errors.items() if error]
+
+
+def _cause(failure: BaseException) -> BaseException:
+    """The error behind Hydra's wrapping.
 
     Under a debugger OmegaConf chains its errors to templates of their messages, so the first one counts.
     """
     while failure.__cause__ is not None and not isinstance(failure, OmegaConfBaseException):
         failure = failure.__cause__
-    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
+    return failure
+
+
+def _one_line(failure: Exception) -> str:
+    """The cause behind Hydra's wrapping, without its `full_key:` trailer and its search path."""
+    cause = _cause(failure)
+    text = str(cause).partition("Config search path:")[0].partition("See https://hydra.cc")[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     kept = [line for line in lines if not line.startswith(("full_key:", "object_type=", "reference_type="))]
-    return " ".join(kept) or type(failure).__name__
+    return " ".join(kept) or type(cause).__name__
 
 
 def quote(text: str) -> str:
@@ -120,6 +218,42 @@ def fail_by(fault: Exception) -> int:
     return fail(message, code=1 if isinstance(fault, Interrupted) else 2)
 
 
+class FlagParser(ArgumentParser):
+    """Hydra's flags, `--list`, our version; an error is a line of ours."""
+
+    def __init__(self) -> None:
+        super().__init__(parents=[get_args_parser()], add_help=False, conflict_handler="resolve")
+        self.add_argument("--version", action="version", version=f"fla_train {__version__}")
+        self.add_argument("--list", action="store_true")
+
+    def error(self, message: str) -> NoReturn:
+        if unknown := re.fullmatch(r"unrecognized arguments: (\S+).*", message):
+            known = (flag for action in self._actions for flag in action.option_strings)
+            message = flag_error(unknown[1], known)
+        sys.exit(fail(message))
+
+
+def _answer(configs: ConfigFiles, flags: Namespace, overrides: Sequence[str]) -> bool:
+    """Print what --help, --list or a shell's completion asks for, without heavy imports; whether one did.
+
+    Raises:
+        ValueError: an option of a group does not exist.
+    """
+    if flags.help:
+        for group, option in configs.chosen(overrides).items():
+            if option not in (None, "null") and not configs.has(group, option):
+                raise ValueError(option_error(configs, group, option))
+        print(help_text(configs, overrides))
+    elif flags.list:
+        print(list_text(configs, overrides))
+    elif flags.shell_completion and overrides[:1] and overrides[0].startswith("query="):
+        separator = "\n" if overrides[0] == "query=fish" else " "
+        print(separator.join(completions(configs, os.environ["COMP_LINE"])))
+    else:
+        return False
+    return True
+
+
 def run_hydra(
     config_name: str, register: Callable[[], None], task: Callable[[DictConfig], int | None]
 ) -> None:
@@ -129,21 +263,19 @@ def run_hydra(
     with `FLA_TRAIN_TRACEBACK=1` they are raised instead.
     In a sweep (`-m`) the other jobs still run, and the exit code is the highest; 2 if all are `LeftOut`.
     """
-    arguments = [a if a.startswith("-") else readable(a) for a in sys.argv[1:]]
-    # In front: Hydra takes no overrides on both sides of it.
-    sys.argv[1:] = sorted(arguments, key=lambda a: a not in SWEEP)
-    flags = [a for a in sys.argv[1:] if a.startswith("-")]
-    overrides = [a for a in sys.argv[1:] if not a.startswith("-")]
-    if {"-h", "--help"} & set(flags):
-        print(help_text(config_name, overrides))
-        return
-    register()
-    if not flags:  # sweeps and Hydra's own flags (--cfg, -m) go straight to Hydra
-        try:
-            compose(config_name, overrides)
-        except ValueError as fault:
-            sys.exit(fail(fault))
-        GlobalHydra.instance().clear()
+    flags = FlagParser().parse_intermixed_args()
+    overrides = [readable(override) for override in flags.overrides]
+    # Flags in front: Hydra takes no overrides on both sides of them.
+    sys.argv[1:] = [*(word for word in sys.argv[1:] if word not in flags.overrides), *overrides]
+    config_name = flags.config_name or config_name
+    try:
+        if _answer(ConfigFiles(config_name, flags.config_dir), flags, overrides):
+            return
+        register()
+        check = check_sweep if flags.multirun else compose
+        check(config_name, overrides, config_dir=flags.config_dir)
+    except ValueError as fault:
+        sys.exit(fail(fault))
 
     codes: list[int] = []
     left_out: list[LeftOut] = []
@@ -161,7 +293,13 @@ def run_hydra(
             fail("interrupted")
             sys.exit(INTERRUPTED)  # ends a sweep too
 
-    hydra.main(version_base="1.3", config_path=CONFIG_PATH, config_name=config_name)(guarded)()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors; else it prints them and exits with 1
+    try:
+        hydra.main(version_base="1.3", config_path=CONFIG_PATH, config_name=config_name)(guarded)()
+    except (HydraException, OmegaConfBaseException, ValueError) as failure:
+        if os.environ.get("FLA_TRAIN_TRACEBACK"):
+            raise
+        sys.exit(fail(_one_line(failure)))
     if left_out and not codes:
         sys.exit(fail(left_out[-1]))
     if code := max(codes, default=0):  # a job of a sweep that failed did not keep the others from running
