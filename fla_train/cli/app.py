@@ -124,18 +124,18 @@ def _reason(configs: ConfigFiles, config: DictConfig, text: str, failure: Except
     except HydraException:
         return f"{text}: {_one_line(failure)}"
     if override.is_sweep_override():
-        key = override.get_key_element()
-        values = text.partition("=")[2]
-        return f"{text}: add -m to run once with each value, or write '{key}=[{values}]' for a list"
+        return f"{text}: several values are KEY=1,2 with -m, to run once with each, or 'KEY=[1,2]' for a list"
     key, value = override.key_or_group, override.value()
-    if key in configs.defaults:
+    group = key.split("/")[0]
+    if group in configs.defaults and not isinstance(value, dict):
         for option in value if isinstance(value, list) else [value]:
-            if option is not None and not configs.has(key, str(option)):
-                return option_error(configs, key, str(option))
+            if option is not None and not configs.has(group, str(option)):
+                return option_error(configs, group, str(option))
     cause = _cause(failure)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
-        key = cause.full_key  # a key inside of a mapping, or in the file of an option
-    plain = "VALUE" if override.value_type is None or isinstance(value, dict) else text.partition("=")[2]
+        if not key.startswith(cause.full_key):
+            key = cause.full_key  # a key inside of a mapping, or in the file of an option
+    plain = "VALUE" if value is None or isinstance(value, dict) else text.partition("=")[2]
     return f"{text}: {key_error(configs, config, key, plain) or _one_line(failure)}"
 
 
@@ -269,6 +269,10 @@ def run_hydra(
     sys.argv[1:] = [*(word for word in sys.argv[1:] if word not in flags.overrides), *overrides]
     config_name = flags.config_name or config_name
     try:
+        if flags.experimental_rerun:
+            raise ValueError(
+                "--experimental-rerun loads a pickle, which may run code: give the overrides again"
+            )
         if _answer(ConfigFiles(config_name, flags.config_dir), flags, overrides):
             return
         register()
@@ -300,6 +304,10 @@ def run_hydra(
         if os.environ.get("FLA_TRAIN_TRACEBACK"):
             raise
         sys.exit(fail(_one_line(failure)))
+    except SystemExit as end:
+        if flags.cfg and end.code == 1:  # --package names no key, as Hydra has said
+            sys.exit(2)
+        raise
     if left_out and not codes:
         sys.exit(fail(left_out[-1]))
     if code := max(codes, default=0):  # a job of a sweep that failed did not keep the others from running

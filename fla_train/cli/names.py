@@ -67,7 +67,7 @@ ELSEWHERE = {
     "max_new_tokens={}": "max_length max_tokens max_gen_toks",
     "hub.repo_id={}": "hub_model_id push_to_hub",
 }
-CLOSE = 0.75  # least similarity of a suggestion; 1 is equal but for case, "_" and "-"
+CLOSE = 0.75  # least similarity of a suggestion
 
 
 def option_error(configs: ConfigFiles, group: str, option: str) -> str:
@@ -128,8 +128,10 @@ def _closest(name: str, names: Iterable[str], parts: Callable[[str], list[str]])
 
 
 def _alike(a: str, b: str) -> float:
+    """From 0 to 1: equal but for case, "_", "-" and "/". A beginning is close enough."""
     a, b = (re.sub("[_/-]", "", text.lower()) for text in (a, b))
-    return SequenceMatcher(None, a, b, autojunk=False).ratio()
+    ratio = SequenceMatcher(None, a, b, autojunk=False).ratio()
+    return max(ratio, CLOSE) if len(a) > 2 and b.startswith(a) else ratio
 
 
 def _parts_of_option(name: str) -> list[str]:

@@ -137,7 +137,7 @@ def test_every_variant_and_size_composes(variant, size, householder, gate):
 
 
 def test_hydra_refuses_unknown_keys_and_wrong_types():
-    with pytest.raises(ValueError, match="no key model.hiden_size: did you mean model.hidden_size"):
+    with pytest.raises(ValueError, match=r"did you mean model\.hidden_size"):
         compose_model("model.hiden_size=3")
     with pytest.raises(ValueError, match="could not be converted to Integer"):
         compose_model("model.num_heads=many")
