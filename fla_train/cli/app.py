@@ -19,7 +19,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from fla_train import __version__
 from fla_train.cli.config_files import ConfigFiles
@@ -84,7 +84,10 @@ def _errors(
     sweep: bool = False,
 ) -> list[str]:
     """The overrides that do not fit those that do. Choices of groups come first: keys depend on them."""
-    config = compose_with(configs.config_name, [])
+    try:
+        config = compose_with(configs.config_name, [])
+    except Exception as failure:  # --config-name or the folder of --config-dir
+        return [_one_line(failure)]
     good: list[str] = []
     errors: dict[str, list[str]] = {}
     for override in sorted(overrides, key=lambda text: "." in text.split("=")[0]):
@@ -130,12 +133,15 @@ def _reason(configs: ConfigFiles, config: DictConfig, text: str, failure: Except
     if group in configs.defaults and not isinstance(value, dict):
         for option in value if isinstance(value, list) else [value]:
             if option is not None and not configs.has(group, str(option)):
-                return option_error(configs, group, str(option))
-    cause = _cause(failure)
-    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
-        if not key.startswith(cause.full_key):
-            key = cause.full_key  # a key inside of a mapping, or in the file of an option
-    plain = "VALUE" if value is None or isinstance(value, dict) else text.partition("=")[2]
+                error = option_error(configs, group, str(option))
+                return error if error.startswith(text.lstrip("+")) else f"{text}: {error}"
+    plain = "VALUE" if value is None else text.partition("=")[2]
+    # A key inside of a mapping, or in the file of an option, is another than the override's.
+    unknown = re.search(
+        r"^Key '.*' (?:is )?not in .*\n\s*full_key: (\S+)", str(_cause(failure)), re.MULTILINE
+    )
+    if unknown and not key.startswith(unknown[1]):
+        key, plain = unknown[1], "VALUE"
     return f"{text}: {key_error(configs, config, key, plain) or _one_line(failure)}"
 
 
@@ -275,16 +281,20 @@ def run_hydra(
             )
         if _answer(ConfigFiles(config_name, flags.config_dir), flags, overrides):
             return
-        register()
-        check = check_sweep if flags.multirun else compose
-        check(config_name, overrides, config_dir=flags.config_dir)
+        if not flags.shell_completion:
+            register()
+            check = check_sweep if flags.multirun else compose
+            check(config_name, overrides, config_dir=flags.config_dir)
     except ValueError as fault:
         sys.exit(fail(fault))
 
     codes: list[int] = []
     left_out: list[LeftOut] = []
+    begun = False
 
     def guarded(config: DictConfig) -> None:
+        nonlocal begun
+        begun = True
         try:
             codes.append(task(config) or 0)
         except (ValueError, OmegaConfBaseException, OSError) as fault:
@@ -300,10 +310,10 @@ def run_hydra(
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors; else it prints them and exits with 1
     try:
         hydra.main(version_base="1.3", config_path=CONFIG_PATH, config_name=config_name)(guarded)()
-    except (HydraException, OmegaConfBaseException, ValueError) as failure:
-        if os.environ.get("FLA_TRAIN_TRACEBACK"):
+    except Exception as failure:
+        if begun or os.environ.get("FLA_TRAIN_TRACEBACK"):
             raise
-        sys.exit(fail(_one_line(failure)))
+        sys.exit(fail(_one_line(failure)))  # Hydra's: flags, or jobs of a sweep that do not fit as a whole
     except SystemExit as end:
         if flags.cfg and end.code == 1:  # --package names no key, as Hydra has said
             sys.exit(2)

@@ -2,7 +2,7 @@
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import SequenceMatcher
 
@@ -73,7 +73,7 @@ CLOSE = 0.75  # least similarity of a suggestion
 def option_error(configs: ConfigFiles, group: str, option: str) -> str:
     """What is wrong with `group=option` if there is no such file. Names the closest ones, and all."""
     options = configs.options(group)
-    found = [f"{group}={name}" for name in _closest(option, options, _parts_of_option)]
+    found = [f"{group}={name}" for name in _closest([option], options, _parts_of_option)]
     if not found:  # model=llama: it may be an option of another group
         pairs = ((other, name) for other in configs.defaults for name in configs.options(other))
         found = [f"{other}={name}" for other, name in pairs if option in _parts_of_option(name)]
@@ -103,13 +103,13 @@ def key_error(configs: ConfigFiles, config: DictConfig, key: str, value: str) ->
     ours += [f"{other}={value}" for other in sorted(values) if other.split(".")[-1] == name]
     if ours:
         return f"there is no key {key}: write {' or '.join(ours[:4])}"
-    close = _closest(key, sorted(known), _parts_of_key)
+    close = _closest([key, name], sorted(known), _parts_of_key)
     return f"there is no key {key}{_did_you_mean(close) or f': fla-{configs.config_name} --help lists them'}"
 
 
 def flag_error(flag: str, flags: Iterable[str]) -> str:
     """Why `flag` cannot be. Names the closest of `flags`."""
-    return f"there is no flag {flag}{_did_you_mean(_closest(flag, list(flags), lambda name: [name]))}"
+    return f"there is no flag {flag}{_did_you_mean(_closest([flag], list(flags), lambda name: [name]))}"
 
 
 def _did_you_mean(names: list[str]) -> str:
@@ -118,13 +118,12 @@ def _did_you_mean(names: list[str]) -> str:
     return f": did you mean {listed}?" if names else ""
 
 
-def _closest(name: str, names: Iterable[str], parts: Callable[[str], list[str]]) -> list[str]:
-    """At most six of `names` of which a part is like `name` or its last part, the closest first."""
-    wanted = {name, parts(name)[-1]}
-    scores = {other: max(_alike(w, part) for w in wanted for part in parts(other)) for other in names}
+def _closest(words: Sequence[str], names: Iterable[str], parts: Callable[[str], list[str]]) -> list[str]:
+    """At most six of `names` of which a part is like one of `words`, those most like the first word first."""
+    scores = {name: max(_alike(word, part) for word in words for part in parts(name)) for name in names}
     least = max([CLOSE, *(score - 0.1 for score in scores.values())])
-    found = [other for other in names if scores[other] >= least]
-    return sorted(found, key=lambda other: -_alike(name, other))[:6]
+    found = [name for name, score in scores.items() if score >= least]
+    return sorted(found, key=lambda name: -_alike(words[0], name))[:6]
 
 
 def _alike(a: str, b: str) -> float:
