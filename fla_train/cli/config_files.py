@@ -12,8 +12,8 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 # What a file is put together from, by its defaults: `- /model/size@_here_: tiny`, `- /experiment/mad/common`.
-PART = re.compile(r"^\s*- /(\S+?)(@_here_)?(?:: (\S+))?$", re.MULTILINE)
-OVERRIDE = re.compile(r"^\s*- override /(\w+): (\S+)$", re.MULTILINE)
+PART = re.compile(r"^ *- /(\S+?)(@_here_)?(?:: (\S+))?$", re.MULTILINE)
+OVERRIDE = re.compile(r"^ *- override /(\w+): (\S+)$", re.MULTILINE)
 GLOBAL = "# @package _global_"
 
 
