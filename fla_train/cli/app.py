@@ -24,7 +24,8 @@ from omegaconf.errors import OmegaConfBaseException
 from fla_train import __version__
 from fla_train.cli.config_files import ConfigFiles
 from fla_train.cli.help import completions, help_text, list_text
-from fla_train.cli.names import flag_error, key_error, option_error
+from fla_train.cli.names import flag_error, option_error
+from fla_train.cli.overrides import addition_errors, one_line, override_errors
 from fla_train.data.faults import Interrupted
 
 CONFIG_PATH = "pkg://fla_train.configs"
@@ -42,14 +43,14 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, config_dir: str 
         ValueError: naming every override that does not fit, with the reason and close names for each.
     """
     configs = ConfigFiles(config_name, config_dir)
-    with _hydra(config_dir) as compose_with:
+    with _hydra(configs) as compose_with:
         try:
-            config = compose_with(config_name, overrides)
+            config = compose_with(overrides)
         except Exception as failure:
-            errors = _errors(configs, overrides, compose_with)
+            errors = override_errors(configs, overrides, compose_with)
             # Errors that show only in combination have no single override to blame.
-            raise ValueError("\n  ".join(errors) if errors else _one_line(failure)) from failure
-        if errors := _unknown_additions(configs, config, overrides):
+            raise ValueError("\n  ".join(errors) if errors else one_line(failure)) from failure
+        if errors := addition_errors(configs, config, overrides):
             raise ValueError("\n  ".join(errors))
         return config
 
@@ -60,119 +61,24 @@ def check_sweep(config_name: str, overrides: Sequence[str], *, config_dir: str |
     Raises:
         ValueError: naming every value that does not fit, as `compose` does.
     """
-    with _hydra(config_dir) as compose_with:
-        if errors := _errors(ConfigFiles(config_name, config_dir), overrides, compose_with, sweep=True):
+    configs = ConfigFiles(config_name, config_dir)
+    with _hydra(configs) as compose_with:
+        if errors := override_errors(configs, overrides, compose_with, sweep=True):
             raise ValueError("\n  ".join(errors))
 
 
 @contextmanager
-def _hydra(config_dir: str | None) -> Iterator[Callable[[str, Sequence[str]], DictConfig]]:
-    """Hydra, initialized with our configs and the folder; yields what composes a config with overrides."""
-    if config_dir and not Path(config_dir).is_dir():
-        raise ValueError(f"--config-dir {config_dir}: there is no such folder")
-    folder = [f"hydra.searchpath=[{quote(f'file://{Path(config_dir).resolve()}')}]"] if config_dir else []
+def _hydra(configs: ConfigFiles) -> Iterator[Callable[[Sequence[str]], DictConfig]]:
+    """Hydra, initialized with these files; yields what composes a config with overrides."""
+    folder = []
+    if configs.folder:
+        if not configs.folder.is_dir():
+            raise ValueError(f"--config-dir {configs.folder}: there is no such folder")
+        folder = [f"hydra.searchpath=[{quote(f'file://{configs.folder.resolve()}')}]"]
     GlobalHydra.instance().clear()
     with hydra.initialize_config_module("fla_train.configs", version_base="1.3"):
-        yield lambda config_name, overrides: hydra.compose(config_name, overrides=[*folder, *overrides])
+        yield lambda overrides: hydra.compose(configs.config_name, overrides=[*folder, *overrides])
     GlobalHydra.instance().clear()
-
-
-def _errors(
-    configs: ConfigFiles,
-    overrides: Sequence[str],
-    compose_with: Callable[[str, Sequence[str]], DictConfig],
-    sweep: bool = False,
-) -> list[str]:
-    """The overrides that do not fit those that do. Choices of groups come first: keys depend on them."""
-    try:
-        config = compose_with(configs.config_name, [])
-    except Exception as failure:  # --config-name or the folder of --config-dir
-        return [_one_line(failure)]
-    good: list[str] = []
-    errors: dict[str, list[str]] = {}
-    for override in sorted(overrides, key=lambda text: "." in text.split("=")[0]):
-        fits = []
-        for single in _values_of_sweep(override) if sweep else [override]:
-            try:
-                composed = compose_with(configs.config_name, [*good, single])
-            except Exception as failure:
-                reason = [_reason(configs, config, single, failure)]
-            else:
-                reason = _unknown_additions(configs, composed, [single])
-                fits += [] if reason else [(single, composed)]
-            errors.setdefault(override, []).extend(reason)
-        if fits:
-            good.append(fits[0][0])
-            config = fits[0][1]
-    return [reason for override in dict.fromkeys(overrides) for reason in errors[override]]
-
-
-def _values_of_sweep(override: str) -> list[str]:
-    """An override for each of its values: `seed=1,2` is seed=1 and seed=2."""
-    try:
-        parsed = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_override(override)
-        if not parsed.is_sweep_override():
-            return [override]
-        return [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
-    except HydraException:  # reported when it is composed
-        return [override]
-
-
-def _reason(configs: ConfigFiles, config: DictConfig, text: str, failure: Exception) -> str:
-    """`text: what is wrong with it`, an override that Hydra refused to add to what gave `config`."""
-    if "=" not in text and not text.startswith("~"):
-        return f"{text}: write KEY=VALUE or GROUP=OPTION"
-    try:
-        override = OverridesParser.create().parse_override(text)
-    except HydraException:
-        return f"{text}: {_one_line(failure)}"
-    if override.is_sweep_override():
-        return f"{text}: several values are KEY=1,2 with -m, to run once with each, or 'KEY=[1,2]' for a list"
-    key, value = override.key_or_group, override.value()
-    group = key.split("/")[0]
-    if group in configs.defaults and not isinstance(value, dict):
-        for option in value if isinstance(value, list) else [value]:
-            if option is not None and not configs.has(group, str(option)):
-                error = option_error(configs, group, str(option))
-                return error if error.startswith(text.lstrip("+")) else f"{text}: {error}"
-    plain = "VALUE" if value is None else text.partition("=")[2]
-    # A key inside of a mapping, or in the file of an option, is another than the override's.
-    unknown = re.search(
-        r"^Key '.*' (?:is )?not in .*\n\s*full_key: (\S+)", str(_cause(failure)), re.MULTILINE
-    )
-    if unknown and not key.startswith(unknown[1]):
-        key, plain = unknown[1], "VALUE"
-    return f"{text}: {key_error(configs, config, key, plain) or _one_line(failure)}"
-
-
-def _unknown_additions(configs: ConfigFiles, config: DictConfig, overrides: Sequence[str]) -> list[str]:
-    """Errors of `+KEY=VALUE` whose key the schema lacks: Hydra adds it all the same."""
-    added = {text: text.lstrip("+").partition("=") for text in overrides if text.startswith("+")}
-    errors = {
-        text: key_error(configs, config, key, value)
-        for text, (key, _, value) in added.items()
-        if key not in configs.defaults
-    }
-    return [f"{text}: {error}" for text, error in errors.items() if error]
-
-
-def _cause(failure: BaseException) -> BaseException:
-    """The error behind Hydra's wrapping.
-
-    Under a debugger OmegaConf chains its errors to templates of their messages, so the first one counts.
-    """
-    while failure.__cause__ is not None and not isinstance(failure, OmegaConfBaseException):
-        failure = failure.__cause__
-    return failure
-
-
-def _one_line(failure: Exception) -> str:
-    """The cause behind Hydra's wrapping, without its `full_key:` trailer and its search path."""
-    cause = _cause(failure)
-    text = str(cause).partition("Config search path:")[0].partition("See https://hydra.cc")[0]
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    kept = [line for line in lines if not line.startswith(("full_key:", "object_type=", "reference_type="))]
-    return " ".join(kept) or type(cause).__name__
 
 
 def quote(text: str) -> str:
@@ -220,7 +126,7 @@ def fail_by(fault: Exception) -> int:
     if isinstance(fault, OSError):
         place = f"{fault.filename}: " if fault.filename else ""
         return fail(f"{place}{fault.strerror or ' '.join(str(fault).split())}", code=1)
-    message = _one_line(fault) if isinstance(fault, OmegaConfBaseException) else fault
+    message = one_line(fault) if isinstance(fault, OmegaConfBaseException) else fault
     return fail(message, code=1 if isinstance(fault, Interrupted) else 2)
 
 
@@ -313,7 +219,7 @@ def run_hydra(
     except Exception as failure:
         if begun or os.environ.get("FLA_TRAIN_TRACEBACK"):
             raise
-        sys.exit(fail(_one_line(failure)))  # Hydra's: flags, or jobs of a sweep that do not fit as a whole
+        sys.exit(fail(one_line(failure)))  # Hydra's: flags, or jobs of a sweep that do not fit as a whole
     except SystemExit as end:
         if flags.cfg and end.code == 1:  # --package names no key, as Hydra has said
             sys.exit(2)

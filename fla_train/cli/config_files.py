@@ -9,10 +9,9 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 # What a file is put together from, by its defaults: `- /model/size@_here_: tiny`, `- /experiment/mad/common`.
 PART = re.compile(r"^ *- /(\S+?)(@_here_)?(?:: (\S+))?$", re.MULTILINE)
+GROUP = re.compile(r"^  - (\w+): (\S+)", re.MULTILINE)
 OVERRIDE = re.compile(r"^ *- override /(\w+): (\S+)$", re.MULTILINE)
 GLOBAL = "# @package _global_"
 
@@ -22,16 +21,13 @@ class ConfigFiles:
 
     def __init__(self, config_name: str, config_dir: str | None = None):
         self.config_name = config_name
-        self._roots: list[Traversable] = [
-            files("fla_train.configs"),
-            *([Path(config_dir)] if config_dir else []),
-        ]
+        self.folder = Path(config_dir) if config_dir else None
+        self._roots: list[Traversable] = [files("fla_train.configs"), *filter(None, [self.folder])]
         text = self._read(config_name)
         self.intro, self.own_keys = sections(text)
-        entries = OmegaConf.to_container(OmegaConf.create(text or "{}")).get("defaults", [])
         # {group: option that is chosen by default}
         self.defaults: dict[str, str | None] = {
-            group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()
+            group: None if option == "null" else option for group, option in GROUP.findall(text)
         }
 
     def options(self, group: str) -> list[str]:
