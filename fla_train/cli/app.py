@@ -148,7 +148,7 @@ def _answer(configs: ConfigFiles, flags: Namespace, overrides: Sequence[str]) ->
     """Print what --help, --list or a shell's completion asks for, without heavy imports; whether one did.
 
     Raises:
-        ValueError: an option of a group does not exist.
+        ValueError: a group or an option does not exist.
     """
     if flags.help:
         for group, option in configs.chosen(overrides).items():
@@ -156,6 +156,8 @@ def _answer(configs: ConfigFiles, flags: Namespace, overrides: Sequence[str]) ->
                 raise ValueError(option_error(configs, group, option))
         print(help_text(configs, overrides))
     elif flags.list:
+        if unknown := [word for word in overrides if word not in configs.defaults]:
+            raise ValueError(f"there is no group {unknown[0]}: groups are {', '.join(configs.defaults)}")
         print(list_text(configs, overrides))
     elif flags.shell_completion and overrides[:1] and overrides[0].startswith("query="):
         separator = "\n" if overrides[0] == "query=fish" else " "

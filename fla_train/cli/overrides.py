@@ -70,9 +70,11 @@ def _reason(configs: ConfigFiles, config: DictConfig, text: str, failure: Except
         return f"{text}: several values are KEY=1,2 with -m, to run once with each, or 'KEY=[1,2]' for a list"
     key, value = override.key_or_group, override.value()
     group = key.split("/")[0]
+    if key in configs.defaults and value is None:
+        return f"{text}: write ~{key} to choose none"
     if group in configs.defaults and not isinstance(value, dict):
         for option in value if isinstance(value, list) else [value]:
-            if option is not None and not configs.has(group, str(option)):
+            if not configs.has(group, str(option)):
                 error = option_error(configs, group, str(option))
                 return error if error.startswith(text.lstrip("+")) else f"{text}: {error}"
     plain = "VALUE" if value is None else text.partition("=")[2]

@@ -101,6 +101,7 @@ UNKNOWN = {
         "task.batch_size=8": "no task is chosen",
         "seed=1,2": "-m",
         "seed": "KEY=VALUE",
+        "debug=null": "~debug",
         "zzz=1": "--help",
     },
     "fla-eval": {"model=x": "write checkpoint=x", "tasks=[piqa]": "write suite.tasks=[piqa]"},
@@ -210,6 +211,7 @@ def test_the_status_is_2_with_any_flag(run, flags: list[str]) -> None:
     ("words", "part"),
     [
         (["--lst"], "--list"),
+        (["--list", "models"], "model,"),
         (["--cfg", "jobs"], "job"),
         (["--resolve"], "--cfg"),
         (["-m", "--cfg", "job"], "--cfg"),
@@ -228,7 +230,7 @@ def test_wrong_flags_are_errors_of_ours(run, words: list[str], part: str) -> Non
     [
         (["seed=1,2", "trainer.max_steps=3,many", "model=llama,delta_net/tiny"], ["many", "baseline=llama"]),
         (["seed=1,2", "trainer.max_step=3,4"], ["trainer.max_steps"]),
-        (["task=mqar,null", "task.batch_size=8"], ["None"]),  # each fits by itself
+        (["task=mqar,compression", "task.options.power=1"], ["power"]),  # each fits by itself
     ],
 )
 def test_a_sweep_names_what_does_not_fit_before_a_job_runs(run, monkeypatch, tmp_path, words, parts) -> None:
