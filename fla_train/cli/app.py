@@ -220,6 +220,8 @@ def run_hydra(
     except Exception as failure:
         if begun or os.environ.get("FLA_TRAIN_TRACEBACK"):
             raise
+        if isinstance(failure, OSError) and not isinstance(failure, HydraException):
+            sys.exit(fail_by(failure))  # the record of a sweep can't be written
         sys.exit(fail(one_line(failure)))  # Hydra's: flags, or jobs of a sweep that do not fit as a whole
     except SystemExit as end:
         if flags.cfg and end.code == 1:  # --package names no key, as Hydra has said

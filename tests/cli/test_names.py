@@ -239,6 +239,11 @@ def test_a_sweep_names_what_does_not_fit_before_a_job_runs(run, monkeypatch, tmp
     assert_error(run("fla-train", "-m", *words), *parts)
 
 
+def test_a_sweep_whose_record_cannot_be_written_is_not_the_requests_fault(run) -> None:
+    code, _, err = run("fla-train", "-m", "seed=1,2", "hydra.sweep.dir=/proc/no")
+    assert code == 1 and err.startswith("error: /proc/no")
+
+
 def test_flags_may_stand_among_overrides(run) -> None:
     code, out, _ = run("fla-train", "seed=3", "--cfg", "job", "trainer.max_steps=7")
     config = OmegaConf.create(out)
