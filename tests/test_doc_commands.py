@@ -27,7 +27,7 @@ from fla_train.training.validate import validate
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"")
-GLOB = re.compile(r"[][*?{}()<>|^#]")  # zsh expands these or refuses them; `=` and `~` matter at a word's start only
+GLOB = re.compile(r"[][*?{}()<>|^#]")  # zsh expands these or refuses them
 
 
 def lines() -> Iterator[tuple[str, str]]:

@@ -24,7 +24,7 @@ from fla_train.models import DeltaProductConfig
 from fla_train.training.engine import Outcome, build_engine, train_step
 from fla_train.training.guard import StepGuard
 from fla_train.training.resolve import accumulation_steps, resolve, resolve_device
-from fla_train.training.schema import TrainConfig
+from fla_train.training.schema import LoggerConfig, TrainConfig, WandbConfig
 from fla_train.training.throughput import Meter
 from fla_train.training.validate import validate
 
@@ -77,6 +77,8 @@ def bench_models(
     Raises:
         ValueError: a config that `fla-train` refuses too, of several machines, or of a task.
     """
+    quiet = LoggerConfig(wandb=WandbConfig(mode="disabled", project=""), tensorboard=False)
+    config = replace(config, logger=quiet)  # steps are timed and not logged: wandb need not be installed
     validate(config)
     if (machines := config.launch.num_machines) != 1:
         raise ValueError(f"launch.num_machines={machines}: fla-bench train measures one machine")

@@ -7,23 +7,28 @@ Exit codes: 0 done, 1 the work failed, 2 the request or a file that it names is 
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from fla_train.cli.help import help_text
+from fla_train import __version__
+from fla_train.cli.config_files import ConfigFiles
+from fla_train.cli.help import completions, help_text, list_text
+from fla_train.cli.names import flag_error, option_error
+from fla_train.cli.overrides import addition_errors, one_line, override_errors
 from fla_train.data.faults import Interrupted
 from fla_train.hub.saved_config import escape
 
 CONFIG_PATH = "pkg://fla_train.configs"
-SWEEP = ("-m", "--multirun")
 INTERRUPTED = 130  # what a shell reports for a command ended by Ctrl-C
 
 
@@ -31,45 +36,49 @@ class LeftOut(Exception):
     """Raised by a job of a sweep that is not this process's to do."""
 
 
-def compose(config_name: str, overrides: Sequence[str] = ()) -> DictConfig:
-    """Compose `configs/<config_name>.yaml` with Hydra overrides.
+def compose(config_name: str, overrides: Sequence[str] = (), *, config_dir: str | None = None) -> DictConfig:
+    """Compose `configs/<config_name>.yaml` with Hydra overrides, and with options of `config_dir` too.
 
     Raises:
-        ValueError: naming every override that does not fit, with Hydra's reason for each.
+        ValueError: naming every override that does not fit, with the reason and close names for each.
     """
+    configs = ConfigFiles(config_name, config_dir)
+    with _hydra(configs) as compose_with:
+        try:
+            config = compose_with(overrides)
+        except Exception as failure:
+            errors = override_errors(configs, overrides, compose_with)
+            # Errors that show only in combination have no single override to blame.
+            raise ValueError("\n  ".join(errors) if errors else one_line(failure)) from failure
+        if errors := addition_errors(configs, config, overrides):
+            raise ValueError("\n  ".join(errors))
+        return config
+
+
+def check_sweep(config_name: str, overrides: Sequence[str], *, config_dir: str | None = None) -> None:
+    """Compose with each value of a sweep's overrides by itself.
+
+    Raises:
+        ValueError: naming every value that does not fit, as `compose` does.
+    """
+    configs = ConfigFiles(config_name, config_dir)
+    with _hydra(configs) as compose_with:
+        if errors := override_errors(configs, overrides, compose_with, sweep=True):
+            raise ValueError("\n  ".join(errors))
+
+
+@contextmanager
+def _hydra(configs: ConfigFiles) -> Iterator[Callable[[Sequence[str]], DictConfig]]:
+    """Hydra, initialized with these files; yields what composes a config with overrides."""
+    folder = []
+    if configs.folder:
+        if not configs.folder.is_dir():
+            raise ValueError(f"--config-dir {configs.folder}: there is no such folder")
+        folder = [f"hydra.searchpath=[{quote(f'file://{configs.folder.resolve()}')}]"]
     GlobalHydra.instance().clear()
     with hydra.initialize_config_module("fla_train.configs", version_base="1.3"):
-        try:
-            return hydra.compose(config_name, overrides=list(overrides))
-        except Exception as failure:
-            faults = _faults(config_name, overrides)
-            # Faults that show only in combination have no single override to blame.
-            raise ValueError("\n  ".join(faults) if faults else _one_line(failure)) from failure
-
-
-def _faults(config_name: str, overrides: Sequence[str]) -> list[str]:
-    """The overrides that do not fit those that do. Choices of groups come first: values depend on them."""
-    good: list[str] = []
-    faults = {}
-    for override in sorted(overrides, key=lambda text: "." in text.split("=")[0]):
-        try:
-            hydra.compose(config_name, overrides=[*good, override])
-            good.append(override)
-        except Exception as failure:
-            faults[override] = f"{override}: {_one_line(failure)}"
-    return [faults[override] for override in overrides if override in faults]
-
-
-def _one_line(failure: Exception) -> str:
-    """The cause behind Hydra's wrapping, without its `full_key:` trailer.
-
-    Under a debugger OmegaConf chains its errors to templates of their messages, so the first one counts.
-    """
-    while failure.__cause__ is not None and not isinstance(failure, OmegaConfBaseException):
-        failure = failure.__cause__
-    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
-    kept = [line for line in lines if not line.startswith(("full_key:", "object_type=", "reference_type="))]
-    return " ".join(kept) or type(failure).__name__
+        yield lambda overrides: hydra.compose(configs.config_name, overrides=[*folder, *overrides])
+    GlobalHydra.instance().clear()
 
 
 def quote(text: str) -> str:
@@ -116,8 +125,46 @@ def fail_by(fault: Exception) -> int:
     if isinstance(fault, OSError):
         place = f"{fault.filename}: " if fault.filename else ""
         return fail(f"{place}{fault.strerror or ' '.join(str(fault).split())}", code=1)
-    message = _one_line(fault) if isinstance(fault, OmegaConfBaseException) else fault
+    message = one_line(fault) if isinstance(fault, OmegaConfBaseException) else fault
     return fail(message, code=1 if isinstance(fault, Interrupted) else 2)
+
+
+class FlagParser(ArgumentParser):
+    """Hydra's flags, `--list`, our version; an error is a line of ours."""
+
+    def __init__(self) -> None:
+        super().__init__(parents=[get_args_parser()], add_help=False, conflict_handler="resolve")
+        self.add_argument("--version", action="version", version=f"fla_train {__version__}")
+        self.add_argument("--list", action="store_true")
+
+    def error(self, message: str) -> NoReturn:
+        if unknown := re.fullmatch(r"unrecognized arguments: (\S+).*", message):
+            known = (flag for action in self._actions for flag in action.option_strings)
+            message = flag_error(unknown[1], known)
+        sys.exit(fail(message))
+
+
+def _answer(configs: ConfigFiles, flags: Namespace, overrides: Sequence[str]) -> bool:
+    """Print what --help, --list or a shell's completion asks for, without heavy imports; whether one did.
+
+    Raises:
+        ValueError: a group or an option does not exist.
+    """
+    if flags.help:
+        for group, option in configs.chosen(overrides).items():
+            if option not in (None, "null") and not configs.has(group, option):
+                raise ValueError(option_error(configs, group, option))
+        print(help_text(configs, overrides))
+    elif flags.list:
+        if unknown := [word for word in overrides if word not in configs.defaults]:
+            raise ValueError(f"there is no group {unknown[0]}: groups are {', '.join(configs.defaults)}")
+        print(list_text(configs, overrides))
+    elif flags.shell_completion and overrides[:1] and overrides[0].startswith("query="):
+        separator = "\n" if overrides[0] == "query=fish" else " "
+        print(separator.join(completions(configs, os.environ["COMP_LINE"])))
+    else:
+        return False
+    return True
 
 
 def run_hydra(
@@ -133,32 +180,34 @@ def run_hydra(
     sweep's.
     In a sweep (`-m`) the other jobs still run, and the exit code is the highest; 2 if all are `LeftOut`.
     """
-    arguments = [a if a.startswith("-") else readable(a) for a in sys.argv[1:]]
-    # In front: Hydra takes no overrides on both sides of it.
-    sys.argv[1:] = sorted(arguments, key=lambda a: a not in SWEEP)
-    flags = [a for a in sys.argv[1:] if a.startswith("-")]
-    overrides = [a for a in sys.argv[1:] if not a.startswith("-")]
-    if {"-h", "--help"} & set(flags):
-        print(help_text(config_name, overrides))
-        return
-    register()
-    if not set(SWEEP) & set(flags):
-        try:
-            overrides = extend(overrides)
-        except ValueError as fault:
-            sys.exit(fail(fault))
-        sys.argv[1:] = [*flags, *overrides]
-    if not flags:  # sweeps and Hydra's own flags (--cfg, -m) go straight to Hydra
-        try:
-            compose(config_name, overrides)
-        except ValueError as fault:
-            sys.exit(fail(fault))
-        GlobalHydra.instance().clear()
+    flags = FlagParser().parse_intermixed_args()
+    overrides = [readable(override) for override in flags.overrides]
+    words = [word for word in sys.argv[1:] if word not in flags.overrides]
+    config_name = flags.config_name or config_name
+    try:
+        if flags.experimental_rerun:
+            raise ValueError(
+                "--experimental-rerun loads a pickle, which may run code: give the overrides again"
+            )
+        if _answer(ConfigFiles(config_name, flags.config_dir), flags, overrides):
+            return
+        if not flags.shell_completion:
+            register()
+            if not flags.multirun:
+                overrides = extend(overrides)
+            check = check_sweep if flags.multirun else compose
+            check(config_name, overrides, config_dir=flags.config_dir)
+    except ValueError as fault:
+        sys.exit(fail(fault))
+    sys.argv[1:] = [*words, *overrides]  # Hydra takes no overrides on both sides of flags
 
     codes: list[int] = []
     left_out: list[LeftOut] = []
+    begun = False
 
     def guarded(config: DictConfig) -> None:
+        nonlocal begun
+        begun = True
         try:
             codes.append(task(config) or 0)
         except (ValueError, OmegaConfBaseException, OSError) as fault:
@@ -171,7 +220,19 @@ def run_hydra(
             fail("interrupted")
             sys.exit(INTERRUPTED)  # ends a sweep too
 
-    hydra.main(version_base="1.3", config_path=CONFIG_PATH, config_name=config_name)(guarded)()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors; else it prints them and exits with 1
+    try:
+        hydra.main(version_base="1.3", config_path=CONFIG_PATH, config_name=config_name)(guarded)()
+    except Exception as failure:
+        if begun or os.environ.get("FLA_TRAIN_TRACEBACK"):
+            raise
+        if isinstance(failure, OSError) and not isinstance(failure, HydraException):
+            sys.exit(fail_by(failure))  # the record of a sweep can't be written
+        sys.exit(fail(one_line(failure)))  # Hydra's: flags, or jobs of a sweep that do not fit as a whole
+    except SystemExit as end:
+        if flags.cfg and end.code == 1:  # --package names no key, as Hydra has said
+            sys.exit(2)
+        raise
     if left_out and not codes:
         sys.exit(fail(left_out[-1]))
     if code := max(codes, default=0):  # a job of a sweep that failed did not keep the others from running

@@ -4,17 +4,16 @@ It is one more entry of the defaults list in configs/train.yaml. Groups that the
 choose replace the base's sections; single overrides change single keys.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from fla_train.cli.config_files import ConfigFiles
 from fla_train.hub.saved_config import escaped
 
 RECIPES = ("experiment", "debug")  # groups whose files choose options of other groups
@@ -69,20 +68,9 @@ def _of_weights(source: str, with_model: bool) -> dict[str, Any]:
 
 def _chosen_groups(given: dict[str, Any]) -> set[str]:
     """Groups for which the command names an option, by itself or through a recipe."""
-    chosen = {key for key in given if "." not in key}
+    configs = ConfigFiles("train")
+    chosen = {key for key in given if key in configs.defaults}
     for group in RECIPES:
         if given.get(group):
-            chosen |= set(_groups_of(f"{group}/{given[group]}"))
+            chosen |= configs.overridden(group, given[group]).keys()
     return chosen
-
-
-def _groups_of(option: str) -> Iterator[str]:
-    """Groups of which configs/<option>.yaml overrides the option, through the files it builds on as well."""
-    file = files("fla_train.configs") / f"{option}.yaml"
-    if not file.is_file():  # Hydra will say so
-        return
-    for entry in (yaml.safe_load(file.read_text()) or {}).get("defaults", []):
-        if isinstance(entry, str) and entry.startswith("/"):
-            yield from _groups_of(entry.removeprefix("/"))
-        elif isinstance(entry, dict):
-            yield from (key.removeprefix("override /") for key in entry if key.startswith("override /"))

@@ -6,6 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 SOURCES = ("stdlib", "local", "hub", "mixture")
+# What reads each of these keys, beside the parts of a mixture.
+USERS = {
+    "path": "data=local for files, data=hub for a dataset on the Hub",
+    "name": "data=hub",
+    "revision": "data=hub",
+    "split": "data=hub",
+}
 
 
 @dataclass
@@ -68,11 +75,11 @@ def data_faults(config: DataConfig) -> list[str]:
     if config.source in ("local", "hub") and not config.path:
         faults.append(f"data.source={config.source} needs data.path")
     faults += _name_errors("data", config)
-    keys = ("path", "name", "revision", "split")
-    reads = {"stdlib": (), "local": ("path",), "mixture": ()}.get(config.source, keys)
-    for key in keys:
+    reads = {"stdlib": (), "local": ("path",), "mixture": ()}.get(config.source, USERS)
+    for key in USERS:
         if key not in reads and getattr(config, key) != getattr(DataConfig, key):
-            faults.append(f"data.{key} is set but data.source={config.source} does not use it")
+            use = "set it in a part of data.mixture" if config.source == "mixture" else f"choose {USERS[key]}"
+            faults.append(f"data.{key} is set but data.source={config.source} does not use it: {use}")
     if not 0 <= config.validation_fraction < 1:
         faults.append(f"data.validation_fraction={config.validation_fraction} must be in [0, 1)")
     for key in ("max_documents", "max_tokens"):

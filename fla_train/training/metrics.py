@@ -85,6 +85,9 @@ class Wandb:
             with _as_os_error():
                 self._run = wandb.init(
                     project=config.wandb.project,
+                    entity=config.wandb.entity,
+                    group=config.wandb.group,
+                    tags=config.wandb.tags,
                     name=config.wandb.name or RunFolder(folder).name,
                     mode=config.wandb.mode,
                     dir=str(folder),

@@ -91,6 +91,9 @@ class WandbConfig:
     mode: str = MISSING
     project: str = MISSING
     name: str | None = None
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
 
 
 @dataclass

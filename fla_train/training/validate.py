@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -71,6 +72,7 @@ def validate(config: TrainConfig) -> None:
         sizes.append(f"trainer.global_batch_tokens={batch} must be at least 1")
     data = data_faults(config.data) if config.task is None else _task(config)
     faults = [*sizes, *_values(config), *data, *_model(config), *_suite(config), *_resume(config)]
+    faults += _packages(config)
     if not sizes:  # the arithmetic below divides by them
         if config.task is None or not data:  # sizes follow from a task without faults
             faults += [*_batch(config), *_graph(config)]
@@ -240,6 +242,20 @@ def device_faults(config: TrainConfig) -> list[str]:
             f"which has {present}: use launch.num_processes={present * config.launch.num_machines}"
         ]
     return []
+
+
+def _packages(config: TrainConfig) -> list[str]:
+    """Packages that training would import only once the data are prepared, and that are not installed."""
+    needed = dict.fromkeys(("accelerate", "deepspeed", "matplotlib"), ("training", ""))
+    if (mode := config.logger.wandb.mode) != "disabled":
+        needed["wandb"] = (f"logger.wandb.mode={mode}", ", or train without it: logger=none")
+    if config.logger.tensorboard:
+        needed["tensorboard"] = ("logger.tensorboard=true", ", or leave that at false")
+    specs = {name: find_spec(name) for name in needed}
+    missing = [
+        name for name, spec in specs.items() if spec is None or spec.origin is None
+    ]  # None: a bare folder
+    return [f"{needed[name][0]} needs a package: pip install {name}{needed[name][1]}" for name in missing]
 
 
 def _machines(config: TrainConfig) -> list[str]:

@@ -47,7 +47,7 @@ def test_it_prepares_and_says_where(monkeypatch, capsys, local, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data.foo=1"], "'foo'"),
+        (["data.foo=1"], "no key data.foo"),
         (["data.max_tokens=many"], "'many'"),
         (["data=local"], "needs data.path"),
         (["data=local", "data.path=no/such/place"], "no such file or folder"),

@@ -173,10 +173,22 @@ def test_all_faulty_settings_are_named_together():
         quiet(config)
     for key in ("data.path", "validation_fraction", "max_tokens", "vocab_size"):
         assert key in str(failure.value)
-    assert data_faults(DataConfig(path="x")) == ["data.path is set but data.source=stdlib does not use it"]
-    assert data_faults(DataConfig(source="local", path="x", split="test")) == [
-        "data.split is set but data.source=local does not use it"
-    ]
+    for config, key, option in (
+        (DataConfig(path="x"), "data.path", "data=local"),
+        (DataConfig(source="local", path="x", split="test"), "data.split", "data=hub"),
+        (
+            DataConfig(
+                source="mixture",
+                mixture={"a": PartConfig(1, "stdlib")},
+                path="x",
+                tokenizer=TokenizerConfig("bytes"),
+            ),
+            "data.path",
+            "data.mixture",
+        ),
+    ):
+        (fault,) = data_faults(config)
+        assert fault.startswith(f"{key} is set") and option in fault
     for name in ("../x", "/x", "a/../b", "a/b/c", "hf://datasets/a/b"):
         for config in (
             DataConfig(source="hub", path=name),

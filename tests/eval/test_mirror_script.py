@@ -99,7 +99,8 @@ def test_what_cannot_be_laid_out_is_a_line(script, folder, tmp_path: Path, capsy
 
     assert "8 rows of train for 9" in refused(*hub, "--rows", "train=9")
     assert "0 rows of test for 3" in refused(*hub, "--rows", "test=3")
-    assert "org/name" in refused("--hub", "../quiz") and "a/b is no config" in refused(*hub, "--config", "a/b")
+    assert "org/name" in refused("--hub", "../quiz")
+    assert "a/b is no config" in refused(*hub, "--config", "a/b")
     (folder / "more.jsonl").write_text("{}\n")
     assert "more.jsonl: its name must hold one of train" in refused(*hub)
     (folder / "more.jsonl").rename(folder / "test.jsonl")

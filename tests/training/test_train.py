@@ -105,7 +105,8 @@ def test_a_port_in_use(fla_train, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("option", "message"), [("suite.limt=3", "Key 'limt' not in"), ("suite.limit=0", "must be at least 1")]
+    ("option", "message"),
+    [("suite.limt=3", "did you mean suite.limit"), ("suite.limit=0", "must be at least 1")],
 )
 def test_a_suite_that_would_be_refused_while_training(fla_train, option: str, message: str):
     fault = refused(fla_train("trainer.suite_every=4", f'trainer.suite_options=["{option}"]', "dry_run=true"))

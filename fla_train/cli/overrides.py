@@ -1,0 +1,115 @@
+"""Which Hydra overrides do not fit a config, and why, in lines of ours."""
+
+import re
+from collections.abc import Callable, Sequence
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from fla_train.cli.config_files import ConfigFiles
+from fla_train.cli.names import key_error, option_error
+
+
+def override_errors(
+    configs: ConfigFiles,
+    overrides: Sequence[str],
+    compose_with: Callable[[Sequence[str]], DictConfig],
+    *,
+    sweep: bool = False,
+) -> list[str]:
+    """A line for each override that does not fit those that do; in a sweep, for each of its values.
+
+    Choices of groups come first: keys depend on them. `compose_with` composes a config with overrides.
+    """
+    try:
+        config = compose_with([])
+    except Exception as failure:  # --config-name or the folder of --config-dir
+        return [one_line(failure)]
+    good: list[str] = []
+    errors: dict[str, list[str]] = {}
+    for override in sorted(overrides, key=lambda text: "." in text.split("=")[0]):
+        fits = []
+        for single in _single_values(override) if sweep else [override]:
+            try:
+                composed = compose_with([*good, single])
+            except Exception as failure:
+                reason = [_reason(configs, config, single, failure)]
+            else:
+                reason = addition_errors(configs, composed, [single])
+                fits += [] if reason else [(single, composed)]
+            errors.setdefault(override, []).extend(reason)
+        if fits:
+            good.append(fits[0][0])
+            config = fits[0][1]
+    return [reason for override in dict.fromkeys(overrides) for reason in errors[override]]
+
+
+def _single_values(override: str) -> list[str]:
+    """An override for each of its values: `seed=1,2` is seed=1 and seed=2."""
+    try:
+        parsed = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_override(override)
+        if not parsed.is_sweep_override():
+            return [override]
+        return [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
+    except HydraException:  # reported when it is composed
+        return [override]
+
+
+def _reason(configs: ConfigFiles, config: DictConfig, text: str, failure: Exception) -> str:
+    """`text: what is wrong with it`, an override that Hydra refused to add to what gave `config`."""
+    if "=" not in text and not text.startswith("~"):
+        return f"{text}: write KEY=VALUE or GROUP=OPTION"
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException:
+        return f"{text}: {one_line(failure)}"
+    if override.is_sweep_override():
+        return f"{text}: several values are KEY=1,2 with -m, to run once with each, or 'KEY=[1,2]' for a list"
+    key, value = override.key_or_group, override.value()
+    group = key.split("/")[0]
+    if key in configs.defaults and value is None:
+        return f"{text}: write ~{key} to choose none"
+    if group in configs.defaults and not isinstance(value, dict):
+        for option in value if isinstance(value, list) else [value]:
+            if not configs.has(group, str(option)):
+                error = option_error(configs, group, str(option))
+                return error if error.startswith(text.lstrip("+")) else f"{text}: {error}"
+    plain = "VALUE" if value is None else text.partition("=")[2]
+    # A key inside of a mapping, or in the file of an option, is another than the override's.
+    unknown = re.search(r"Key '.*' (?:is )?not in .*\n\s*full_key: (\S+)", str(_cause(failure)))
+    if unknown and not key.startswith(unknown[1]):
+        key, plain = unknown[1], "VALUE"
+    return f"{text}: {key_error(configs, config, key, plain) or one_line(failure)}"
+
+
+def addition_errors(configs: ConfigFiles, config: DictConfig, overrides: Sequence[str]) -> list[str]:
+    """Errors of `+KEY=VALUE` whose key the schema lacks: Hydra adds it all the same."""
+    added = {text: text.lstrip("+").partition("=") for text in overrides if text.startswith("+")}
+    errors = {
+        text: key_error(configs, config, key, value)
+        for text, (key, _, value) in added.items()
+        if key not in configs.defaults
+    }
+    return [f"{text}: {error}" for text, error in errors.items() if error]
+
+
+def _cause(failure: BaseException) -> BaseException:
+    """The error behind Hydra's wrapping.
+
+    Under a debugger OmegaConf chains its errors to templates of their messages, so the first one counts.
+    """
+    while failure.__cause__ is not None and not isinstance(failure, OmegaConfBaseException):
+        failure = failure.__cause__
+    return failure
+
+
+def one_line(failure: Exception) -> str:
+    """The cause behind Hydra's wrapping, without its `full_key:` trailer and its search path."""
+    cause = _cause(failure)
+    text = str(cause).partition("Config search path:")[0].partition("See https://hydra.cc")[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    kept = [line for line in lines if not line.startswith(("full_key:", "object_type=", "reference_type="))]
+    return " ".join(kept) or type(cause).__name__

@@ -1,0 +1,68 @@
+"""What the logger's config asks for: packages that must be there, and what W&B is told."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fla_train.cli import train
+from fla_train.training.metrics import Wandb
+from fla_train.training.validate import validate
+
+
+@pytest.mark.parametrize(
+    ("package", "asked", "without"),
+    [
+        ("wandb", "logger=default", "logger=none"),
+        ("wandb", "logger=wandb", "logger=none"),
+        ("tensorboard", "logger.tensorboard=true", "false"),
+        ("deepspeed", "logger=none", ""),
+        ("accelerate", "logger=none", ""),
+    ],
+)
+def test_a_missing_package_is_named_before_data_are_prepared(
+    package, asked, without, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    cache, folder = tmp_path / "cache", tmp_path / "run"
+    words = [asked, f"data.cache_dir={cache}", f"run.dir={folder}", "trainer.max_steps=1"]
+    monkeypatch.setattr(sys, "argv", ["fla-train", *words])
+    with pytest.raises(SystemExit) as end:
+        train.main()
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"pip install {package}" in line and without in line
+    assert not cache.exists() and not folder.exists()
+
+
+def test_what_is_not_asked_for_may_be_missing(make_config, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("wandb", "tensorboard"):
+        monkeypatch.setitem(sys.modules, package, None)
+    validate(make_config("logger=none"))
+
+
+def test_a_folder_that_wandb_has_written_is_not_the_package(
+    make_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(sys, "path_importer_cache", {})
+    with pytest.raises(ValueError, match="pip install wandb"):
+        validate(make_config("logger=wandb"))
+
+
+def test_wandb_is_told_whose_run_it_is(make_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict = {}
+
+    def init(**settings: object) -> SimpleNamespace:
+        given.update(settings)
+        return SimpleNamespace(id="1")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Error=Exception))
+    wandb = "logger.wandb"
+    config = make_config("logger=wandb", f"{wandb}.entity=us", f"{wandb}.group=sizes", f"{wandb}.tags=[a,b]")
+    Wandb(config.logger, tmp_path, {}, None)
+    told = {key: given[key] for key in ("mode", "entity", "group", "tags")}
+    assert told == {"mode": "online", "entity": "us", "group": "sizes", "tags": ["a", "b"]}
