@@ -61,6 +61,7 @@ class EvalConfig:
     mirror: str | None = None
     device: str = "auto"
     dtype: str = "auto"
+    trust_remote_code: bool = False
     suite: SuiteConfig = field(default_factory=SuiteConfig)
 
 

@@ -17,6 +17,7 @@ from fla_train.data import DataConfig, PreparedData, prepare
 from fla_train.data.shards import check_sizes, documents_file, tokens_file
 from fla_train.data.sources import open_source
 from fla_train.data.tokenizers import encode
+from fla_train.hub.saved_config import read_saved
 
 ENCODE_BATCH = 64  # documents that are tokenized together,
 ENCODE_CHARACTERS = 1 << 20  # or fewer, where this many are reached: long ones, one or two at a time
@@ -35,7 +36,7 @@ def run_data(run: Path | None) -> PreparedData:
             "the checkpoint lies in no run folder, so its validation split is unknown: name documents with "
             "'suite.perplexity.sets=[documents.parquet]'"
         )
-    node = OmegaConf.merge(OmegaConf.structured(DataConfig), OmegaConf.load(config).data)
+    node = OmegaConf.merge(OmegaConf.structured(DataConfig), read_saved(config)["data"])
     return prepare(OmegaConf.to_object(node), log=lambda line: None, progress=False)
 
 
@@ -72,7 +73,8 @@ def file_documents(
         source = open_source(DataConfig(source="local", path=path, text_column=text_column))
         yield from tokenized((document["text"] for document in source.documents()), tokenizer)
     except ValueError as fault:
-        line = str(fault).replace("data.path", "suite.perplexity.sets")  # what these keys are called here
+        line = str(fault).replace(" (data.max_line_bytes)", "")  # no key here; the others by other names
+        line = line.replace("data.path", "suite.perplexity.sets")
         raise ValueError(line.replace("data.text_column", "suite.perplexity.text_column")) from fault
     except OSError as failure:  # no permission, or gone meanwhile
         reason = failure.strerror or failure

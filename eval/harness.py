@@ -61,6 +61,7 @@ class FlaTrainLM(HFLM):
             trained here.
         prefix_token_id: stands for an empty context; None is EOS for models trained here, else BOS, else EOS.
         share_contexts: False takes our models through `HFLM` too: equal to it to the last digit, and slower.
+        trust_remote_code: run the Python files that a model loaded here may bring along.
         ranks: processes that evaluate together, each with the model loaded; None leaves that to `HFLM`, which
             sees what `accelerate launch` started when the model is loaded here.
     """
@@ -78,6 +79,7 @@ class FlaTrainLM(HFLM):
         add_bos_token: bool | None = None,
         prefix_token_id: int | None = None,
         share_contexts: bool = True,
+        trust_remote_code: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
         loaded = isinstance(pretrained, PreTrainedModel)
@@ -98,6 +100,7 @@ class FlaTrainLM(HFLM):
             softmax_dtype=torch.float32,
             add_bos_token=add_bos_token,
             prefix_token_id=prefix_token_id,
+            trust_remote_code=trust_remote_code,
         )
         self._max_length = max_length or trained_length(self.model)
         if add_bos_token is None and training_record(self.model):

@@ -1,7 +1,6 @@
 """Where lm-eval's tasks find their data: a folder that mirrors the Hub, else the Hub or its cache."""
 
 import hashlib
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 import datasets
 
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+from fla_train.hub.paths import is_hub_name
 
 
 class DatasetUnavailable(ValueError):
@@ -28,9 +27,23 @@ def mirror_folder(mirror: str | Path | None) -> Path | None:
     return place
 
 
+def mirror_place(mirror: Path, name: str, config: str | None = None) -> Path:
+    """Where `mirror` holds the data set `name` of the Hub, or one of its configs.
+
+    Raises:
+        DatasetUnavailable: `name` is not of the form `org/name`, or `config` is no name. Neither leads out of
+            the mirror.
+    """
+    if "/" not in name or not is_hub_name(name):
+        raise DatasetUnavailable(f"{name} is no data set of the Hub: its name must be of the form org/name")
+    if config in (".", "..") or set(config or "") & set("/\\\0"):
+        raise DatasetUnavailable(f"{config} is no config of {name}: a name holds no separator of folders")
+    return mirror / name / config if config else mirror / name
+
+
 def dataset_note(mirror: Path | None, name: str, config: str | None) -> str | None:
     """What a reader must know of a mirrored data set: `NOTE.txt` beside its rows, mostly of a stand-in."""
-    file = mirror and mirror / name / (config or "default") / "NOTE.txt"
+    file = mirror and mirror_place(mirror, name, config or "default") / "NOTE.txt"
     return " ".join(file.read_text(encoding="utf-8").split()) if file and file.is_file() else None
 
 
@@ -40,7 +53,7 @@ def hub_datasets(mirror: Path | None, streamed: bool = False) -> Iterator[list[s
 
     The task definitions stay those of lm-eval: they ask for the Hub's names, and only the place is another.
     With a mirror the network is not used: what the mirror lacks must be in the cache of `datasets`. Names
-    that are no `org/name` (`json`, ...) and paths of this machine pass untouched.
+    without a slash (`json`, ...) and paths of this machine pass untouched.
 
     Args:
         mirror: folder with a dataset repository per `org/name` (parquet or JSON lines, and a README.md whose
@@ -57,9 +70,9 @@ def hub_datasets(mirror: Path | None, streamed: bool = False) -> Iterator[list[s
     notes: list[str] = []
 
     def load(path: str, name: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        if not HUB_NAME.fullmatch(path) or Path(path).exists():
+        if "/" not in path or Path(path).exists():
             return load_dataset(path, name, *args, **kwargs)
-        folder = mirror / path if mirror else None
+        folder = mirror_place(mirror, path) if mirror else None
         try:
             if folder and folder.is_dir():
                 if note := dataset_note(mirror, path, name):

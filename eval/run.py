@@ -50,7 +50,10 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
     with ranks.together():
         source = resolve_checkpoint(config.checkpoint)
         model, tokenizer = load_model(
-            source, pick_device(ranks.device(config.device)), pick_dtype(config.dtype)
+            source,
+            pick_device(ranks.device(config.device)),
+            pick_dtype(config.dtype),
+            trust_remote_code=config.trust_remote_code,
         )
     folder = Path(config.output).expanduser() if config.output else _default_folder(source, config.suite.name)
     folder = ranks.share(folder)  # its name has the time in it

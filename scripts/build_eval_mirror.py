@@ -18,6 +18,8 @@ import re
 import sys
 from pathlib import Path
 
+from fla_train.eval.mirror import mirror_place
+
 SETS = {  # folder of SPLITS: the Hub's name and config, as lm-eval's task definitions ask for them
     "wikitext2": ("EleutherAI/wikitext_document_level", "wikitext-2-raw-v1"),
     "lambada_openai": ("EleutherAI/lambada_openai", "default"),
@@ -91,7 +93,7 @@ def build(source: Path, mirror: Path) -> tuple[dict[str, dict[str, list[str]]], 
         if not found:
             missing.append(folder)
             continue
-        place = mirror / name / config
+        place = mirror_place(mirror, name, config)
         place.mkdir(parents=True, exist_ok=True)
         for split, text in found.items():
             (place / f"{split}.jsonl").write_text(text, encoding="utf-8")

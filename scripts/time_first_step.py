@@ -24,7 +24,8 @@ def main() -> None:
         from fla_train.cli.app import compose
         from fla_train.models import DeltaProductForCausalLM, build_config
         from fla_train.training import schema
-        from fla_train.training.validate import resolve_device, validate
+        from fla_train.training.resolve import resolve_device
+        from fla_train.training.validate import validate
 
         schema.register()
         config = schema.to_config(compose("train", sys.argv[1:]))

@@ -35,7 +35,10 @@ def _llama(config: TrainConfig) -> PreTrainedModel:
 
 
 def _fla(config: TrainConfig) -> PreTrainedModel:
-    """flash-linear-attention's model of the same recurrence, with that package's defaults for the rest."""
+    """flash-linear-attention's model of the same recurrence and the same parameters.
+
+    What our config does not name keeps that package's defaults.
+    """
     models = import_module("fla.models")
     ours = build_config(config.model)
     kind = "DeltaNet" if not ours.use_forget_gate else "GatedDeltaNet"
@@ -44,6 +47,7 @@ def _fla(config: TrainConfig) -> PreTrainedModel:
         "hidden_size": ours.hidden_size,
         "num_hidden_layers": ours.num_hidden_layers,
         "num_heads": ours.num_heads,
+        "intermediate_size": ours.intermediate_size,
         "max_position_embeddings": config.trainer.seq_len,
     }
     if ours.use_forget_gate or ours.num_householder > 1:
@@ -51,14 +55,27 @@ def _fla(config: TrainConfig) -> PreTrainedModel:
     if ours.num_householder > 1:
         kind = "GatedDeltaProduct"
         common |= {
+            "use_output_gate": ours.use_output_gate,
             "num_householder": ours.num_householder,
             "use_forget_gate": ours.use_forget_gate,
             "allow_neg_eigval": ours.allow_neg_eigval,
         }
+    else:
+        common["use_gate"] = ours.use_output_gate
     return getattr(models, f"{kind}ForCausalLM")(getattr(models, f"{kind}Config")(**common))
 
 
 MODELS: dict[str, Callable[[TrainConfig], PreTrainedModel]] = {"ours": _ours, "llama": _llama, "fla": _fla}
+COMPILED = "-compiled"  # after a model's name: run by torch.compile
+NAMES = [*MODELS, *(f"{name}{COMPILED}" for name in MODELS)]
+
+
+def build(name: str, config: TrainConfig) -> PreTrainedModel:
+    """The model of one of `NAMES`, on torch's default device; a compiled one compiles at its first call."""
+    model = MODELS[name.removesuffix(COMPILED)](config)
+    if name.endswith(COMPILED):
+        model.compile()
+    return model
 
 
 def training_flops(name: str, model: PreTrainedModel, config: TrainConfig) -> float:
@@ -67,6 +84,7 @@ def training_flops(name: str, model: PreTrainedModel, config: TrainConfig) -> fl
     Ours by its formula; of a peer 6 per parameter outside its embedding, and for attention 12 per channel and
     visible key.
     """
+    name = name.removesuffix(COMPILED)
     if name == "ours":
         return flops_per_token(model.config, config.trainer.seq_len)
     count = count_parameters(model)

@@ -7,7 +7,7 @@ optimizer, fed by the loader's thread; what is left out is disks, evaluation, ch
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -16,16 +16,17 @@ from torch import Tensor
 
 from fla_train.bench.breakdown import breakdown
 from fla_train.bench.floors import step_floors
-from fla_train.bench.models import MODELS, training_flops
+from fla_train.bench.models import build, training_flops
 from fla_train.bench.ranks import on_ranks
 from fla_train.bench.roofline import Ceilings, link_bandwidth
 from fla_train.data import BatchPlan, MicroBatches, send
+from fla_train.models import DeltaProductConfig
 from fla_train.training.engine import Outcome, build_engine, train_step
 from fla_train.training.guard import StepGuard
-from fla_train.training.launch import resolve
+from fla_train.training.resolve import accumulation_steps, resolve, resolve_device
 from fla_train.training.schema import TrainConfig
 from fla_train.training.throughput import Meter
-from fla_train.training.validate import accumulation_steps, resolve_device, validate
+from fla_train.training.validate import validate
 
 WARM_UP = 3  # steps: compilation, the optimizer's first allocations
 
@@ -82,6 +83,8 @@ def bench_models(
     if config.task is not None:
         raise ValueError("fla-bench train measures language models: leave task at null")
     config = resolve(config)
+    if config.model["vocab_size"] is None:  # the tokens are random: no tokenizer decides
+        config = replace(config, model={**config.model, "vocab_size": DeltaProductConfig.vocab_size})
     processes = config.launch.num_processes
     arguments = (ceilings, steps, max(1, torch.get_num_threads() // processes))
     for name in names:
@@ -104,7 +107,7 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
     else:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     with torch.device(place):  # drawing 1.5B weights on a CPU takes long
-        model = MODELS[name](config)
+        model = build(name, config)
     if config.trainer.activation_checkpointing:
         model.gradient_checkpointing_enable()
     parameters = sum(p.numel() for p in model.parameters())

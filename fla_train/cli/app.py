@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fla_train.cli.help import help_text
 from fla_train.data.faults import Interrupted
+from fla_train.hub.saved_config import escape
 
 CONFIG_PATH = "pkg://fla_train.configs"
 SWEEP = ("-m", "--multirun")
@@ -73,8 +74,7 @@ def _one_line(failure: Exception) -> str:
 
 def quote(text: str) -> str:
     """`text` as Hydra reads it back; it gives commas, quotes and `${` a meaning."""
-    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # OmegaConf: backslashes escape `${` and each other
-    text = re.sub(r"(\\*)'", r"\1\1\'", text)  # Hydra: the same with quotes
+    text = re.sub(r"(\\*)'", r"\1\1\'", escape(text))  # Hydra: backslashes escape quotes, too
     trailing = len(text) - len(text.rstrip("\\"))
     return f"'{text}" + "\\" * trailing + "'"
 
@@ -121,12 +121,16 @@ def fail_by(fault: Exception) -> int:
 
 
 def run_hydra(
-    config_name: str, register: Callable[[], None], task: Callable[[DictConfig], int | None]
+    config_name: str,
+    register: Callable[[], None],
+    task: Callable[[DictConfig], int | None],
+    extend: Callable[[Sequence[str]], list[str]] = list,
 ) -> None:
     """Entry of a console command: `register()` the schemas, compose from `sys.argv`, run `task`, exit.
 
     A `ValueError` is the user's fault and prints one line, as does an `OSError`, say of a disk that is full;
-    with `FLA_TRAIN_TRACEBACK=1` they are raised instead.
+    with `FLA_TRAIN_TRACEBACK=1` they are raised instead. `extend` may add overrides to those given, but for a
+    sweep's.
     In a sweep (`-m`) the other jobs still run, and the exit code is the highest; 2 if all are `LeftOut`.
     """
     arguments = [a if a.startswith("-") else readable(a) for a in sys.argv[1:]]
@@ -138,6 +142,12 @@ def run_hydra(
         print(help_text(config_name, overrides))
         return
     register()
+    if not set(SWEEP) & set(flags):
+        try:
+            overrides = extend(overrides)
+        except ValueError as fault:
+            sys.exit(fail(fault))
+        sys.argv[1:] = [*flags, *overrides]
     if not flags:  # sweeps and Hydra's own flags (--cfg, -m) go straight to Hydra
         try:
             compose(config_name, overrides)

@@ -142,14 +142,14 @@ def _neighbours(request: argparse.Namespace) -> dict:
 
 
 def _train(request: argparse.Namespace) -> dict:
-    from fla_train.bench.models import MODELS
+    from fla_train.bench.models import NAMES
     from fla_train.bench.training import bench_models, markdown
     from fla_train.training import schema
-    from fla_train.training.validate import resolve_device
+    from fla_train.training.resolve import resolve_device
 
-    if unknown := [name for name in request.peers if name not in MODELS]:
+    if unknown := [name for name in request.peers if name not in NAMES]:
         raise ValueError(
-            f"--peers {' '.join(unknown)}: choose from {', '.join(sorted(set(MODELS) - {'ours'}))}"
+            f"--peers {' '.join(unknown)}: choose from {', '.join(sorted(set(NAMES) - {'ours'}))}"
         )
     if request.steps < 1:
         raise ValueError("--steps must be at least 1")

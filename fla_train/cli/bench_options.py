@@ -68,7 +68,12 @@ def build_parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="optimizer steps on random tokens, with their parts")
     train.add_argument("overrides", nargs="*", help="of configs/train.yaml, as for fla-train")
     train.add_argument("--steps", type=int, default=10, help="timed, after as many as needed to warm up")
-    train.add_argument("--peers", nargs="+", default=[], help="llama (SDPA, equal parameters), fla")
+    train.add_argument(
+        "--peers",
+        nargs="+",
+        default=[],
+        help="llama (transformers, SDPA) or fla, of equal parameters; llama-compiled: by torch.compile",
+    )
     tune = commands.add_parser("tune", help="find the fastest launch options of the Triton kernels")
     tune.add_argument("--head-dim", type=int, nargs="+", default=[128], help="K")
     tune.add_argument("--value-dim", type=int, help="V (default: K)")

@@ -1,7 +1,7 @@
 """`fla-export`: copy a run's exported model somewhere, or push it to the Hugging Face Hub.
 
 fla-export checkpoint=runs/my-run output=my-model
-fla-export checkpoint=runs/my-run hub.repo_id=user/my-model hub.private=true
+fla-export checkpoint=runs/my-run hub.repo_id=user/my-model hub.private=false
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class HubConfig:
     """Where on the Hub."""
 
     repo_id: str | None = None
-    private: bool = False
+    private: bool = True
     revision: str | None = None
 
 
@@ -37,12 +37,15 @@ def register() -> None:
 
 def task(config: DictConfig) -> int:
     from fla_train.hub import copy_export, push, resolve_checkpoint  # heavy, and not needed for --help
+    from fla_train.hub.push import check_repo_id
 
     settings: ExportConfig = OmegaConf.to_object(config)
     if not settings.checkpoint:
         raise ValueError("give checkpoint=RUN: a run folder or an exported folder")
     if not (settings.output or settings.hub.repo_id):
         raise ValueError("nothing to do: give output=DIR, hub.repo_id=user/model, or both")
+    if settings.hub.repo_id:
+        check_repo_id(settings.hub.repo_id)
     folder = resolve_checkpoint(settings.checkpoint)
     if not isinstance(folder, Path):
         raise ValueError(f"{folder} is on the Hub already: give a run folder or an exported folder")

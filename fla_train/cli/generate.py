@@ -25,6 +25,7 @@ class GenerateConfig:
     seed: int = 0
     device: str = "auto"
     dtype: str = "auto"
+    trust_remote_code: bool = False
 
 
 def register() -> None:
@@ -54,7 +55,10 @@ def task(config: DictConfig) -> int:
     from fla_train.hub.generate import stream
 
     model, tokenizer = load_model(
-        settings.checkpoint, pick_device(settings.device), pick_dtype(settings.dtype)
+        settings.checkpoint,
+        pick_device(settings.device),
+        pick_dtype(settings.dtype),
+        trust_remote_code=settings.trust_remote_code,
     )
     torch.manual_seed(settings.seed)
     stream(

@@ -1,39 +1,42 @@
 """`fla-prepare`: tokenize a corpus once, for every run that will read it.
 
-fla-prepare data=local data.path=corpus/ data.tokenizer.name=bpe data.tokenizer.vocab_size=32000
+It takes the overrides of `fla-train`, of which those of `data` decide what is prepared:
+
+    fla-prepare data=local data.path=corpus/ data.tokenizer.name=bpe data.tokenizer.vocab_size=32000
+    fla-prepare experiment=paper/deltaproduct_340m
 """
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from fla_train.cli.app import INTERRUPTED, fail, run_hydra
-from fla_train.data.config import DataConfig
+from fla_train.cli.base import with_base
 from fla_train.training.preemption import EXIT_CODE, Preempted, leaving_at_once
 
 
-@dataclass
-class PrepareConfig:
-    """Schema of configs/prepare.yaml."""
-
-    data: DataConfig = field(default_factory=DataConfig)
-    verify: bool = False
-
-
 def register() -> None:
-    ConfigStore.instance().store(name="prepare_schema", node=PrepareConfig)
+    from fla_train.training import schema  # heavy, and not needed for --help
+
+    @dataclass
+    class PrepareConfig(schema.TrainConfig):
+        """Schema of configs/prepare.yaml."""
+
+        verify: bool = False
+
+    schema.register(PrepareConfig)
 
 
 def task(config: DictConfig) -> int:
     try:
         with leaving_at_once():
-            from fla_train.data.preparation import prepare  # heavy, and not needed for --help
+            from fla_train.data import prepare
 
-            settings: PrepareConfig = OmegaConf.to_object(config)
-            prepared = prepare(settings.data)
-            if settings.verify:
+            if config.task is not None:
+                raise ValueError("a synthetic task draws its sequences while it trains: nothing is prepared")
+            prepared = prepare(OmegaConf.to_object(config.data))
+            if config.verify:
                 prepared.verify()
     except Preempted:
         fail("stopped on request; the same command goes on from here")
@@ -43,12 +46,12 @@ def task(config: DictConfig) -> int:
         sys.exit(INTERRUPTED)
     for line in prepared.describe():
         print(f"data: {line}")
-    print(f"data: {'every shard is as written, ' if settings.verify else ''}ready in {prepared.folder}")
+    print(f"data: {'every shard is as written, ' if config.verify else ''}ready in {prepared.folder}")
     return 0
 
 
 def main() -> None:
-    run_hydra("prepare", register, task)
+    run_hydra("prepare", register, task, with_base)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from fla_train.cli.app import INTERRUPTED, LeftOut, compose, fail, leave, run_hydra
+from fla_train.cli.base import with_base
 
 
 def train(node: DictConfig) -> int:
@@ -75,7 +76,7 @@ def register() -> None:
 
 def main() -> None:
     """Console command."""
-    run_hydra("train", register, train)
+    run_hydra("train", register, train, with_base)
 
 
 if __name__ == "__main__":

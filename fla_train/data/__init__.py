@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from fla_train.data.config import DataConfig, TokenizerConfig, data_faults
     from fla_train.data.dataset import Sequences, TokenDataset
     from fla_train.data.opening import open_train, open_validation
-    from fla_train.data.place import find_commits, find_prepared
+    from fla_train.data.place import find_commits, find_prepared, prepared_name
     from fla_train.data.preparation import prepare
     from fla_train.data.prepared import PreparedData, open_prepared
-    from fla_train.data.tokenizers import check_vocabulary
+    from fla_train.data.tokenizers import TokenizerNotCached, same_tokenizer, tokenizer_size
 
 __all__ = [
     "Batch",
@@ -30,7 +30,7 @@ __all__ = [
     "Sequences",
     "TokenDataset",
     "TokenizerConfig",
-    "check_vocabulary",
+    "TokenizerNotCached",
     "data_faults",
     "find_commits",
     "find_prepared",
@@ -38,8 +38,11 @@ __all__ = [
     "open_train",
     "open_validation",
     "prepare",
+    "prepared_name",
+    "same_tokenizer",
     "send",
     "sequential_batches",
+    "tokenizer_size",
 ]
 
 # Where the names live; imported when first asked for, since a tokenizing process needs neither torch nor
@@ -49,10 +52,10 @@ _MODULES = {
     "config": ("DataConfig", "TokenizerConfig", "data_faults"),
     "dataset": ("Sequences", "TokenDataset"),
     "opening": ("open_train", "open_validation"),
-    "place": ("find_commits", "find_prepared"),
+    "place": ("find_commits", "find_prepared", "prepared_name"),
     "preparation": ("prepare",),
     "prepared": ("PreparedData", "open_prepared"),
-    "tokenizers": ("check_vocabulary",),
+    "tokenizers": ("TokenizerNotCached", "same_tokenizer", "tokenizer_size"),
 }
 
 

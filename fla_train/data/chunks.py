@@ -72,6 +72,7 @@ class JsonChunk:
     first_line: int  # counted from 1
     text_column: str
     id_column: str
+    max_line_bytes: int
     after: Cursor
 
     def documents(self) -> Iterator[Document]:
@@ -80,6 +81,9 @@ class JsonChunk:
             if not line.strip():
                 continue
             where = f"{self.path}, line {number}"
+            if len(line.rstrip(b"\n")) > self.max_line_bytes:
+                limit = f"{self.max_line_bytes:,} bytes (data.max_line_bytes)"
+                raise ValueError(f"{where}: longer than {limit}; split or remove it")
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as failure:

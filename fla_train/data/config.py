@@ -49,6 +49,7 @@ class DataConfig:
     max_documents: int | None = None
     max_tokens: int | None = None
     append_eos: bool = True
+    max_line_bytes: int = 16_000_000
     shard_tokens: int = 100_000_000
     cache_dir: str | None = None
     num_workers: int | None = None
@@ -66,6 +67,7 @@ def data_faults(config: DataConfig) -> list[str]:
         faults.append(f"data.source={config.source} is none of {', '.join(SOURCES)}")
     if config.source in ("local", "hub") and not config.path:
         faults.append(f"data.source={config.source} needs data.path")
+    faults += _name_errors("data", config)
     keys = ("path", "name", "revision", "split")
     reads = {"stdlib": (), "local": ("path",), "mixture": ()}.get(config.source, keys)
     for key in keys:
@@ -78,7 +80,7 @@ def data_faults(config: DataConfig) -> list[str]:
             faults.append(f"data.{key} caps no stream: leave it at null, or prepare the data")
     if config.stream and config.source == "mixture":
         faults.append("data.stream=true reads a single source: prepare the mixture")
-    for key in ("max_documents", "max_tokens", "shard_tokens", "stream_head_documents"):
+    for key in ("max_documents", "max_tokens", "max_line_bytes", "shard_tokens", "stream_head_documents"):
         value = getattr(config, key)
         if value is not None and value < 1:
             faults.append(f"data.{key}={value} must be at least 1")
@@ -107,6 +109,7 @@ def _mixture_faults(config: DataConfig) -> list[str]:
             faults.append(f"data.mixture.{name}.source={part.source} is none of {', '.join(SOURCES[:-1])}")
         elif part.source != "stdlib" and not part.path:
             faults.append(f"data.mixture.{name}.path must be given")
+        faults += _name_errors(f"data.mixture.{name}", part)
     for key in ("max_documents", "max_tokens"):
         if getattr(config, key) is not None:
             faults.append(f"data.{key} caps no mixture: set data.mixture.PART.{key}")
@@ -116,6 +119,22 @@ def _mixture_faults(config: DataConfig) -> list[str]:
             "tokenizer/ of prepared data) or a Hub name"
         )
     return faults
+
+
+def _name_errors(key: str, config: DataConfig | PartConfig) -> list[str]:
+    """A path that is neither a folder nor a name leads nowhere, and must not lead elsewhere."""
+    if config.source != "hub" or not config.path or Path(config.path).expanduser().is_dir():
+        return []
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(config.path)
+    except HFValidationError:
+        return [
+            f"{key}.path={config.path} is no name of a dataset on the Hub (user/name), and no folder here"
+        ]
+    return []
 
 
 def cache_folder(config: DataConfig) -> Path:

@@ -114,7 +114,7 @@ class Encoder:
         if self.backend is None:
             from transformers import AutoTokenizer
 
-            return AutoTokenizer.from_pretrained(self.folder)
+            return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
         import tokenizers
 
         tokenizer = tokenizers.Tokenizer.from_str(self.backend)

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import IO, TYPE_CHECKING, TypeVar
 
 from fla_train.data.chunks import CHUNK_BYTES, Chunk, Cursor, JsonChunk, ParquetChunk, require_column
 from fla_train.data.faults import Interrupted
@@ -74,7 +74,11 @@ def _ends(path: Path) -> str:
 
 
 def read_files(
-    files: list[tuple[str, Path]], text_column: str, id_column: str, start: Cursor | None
+    files: list[tuple[str, Path]],
+    text_column: str,
+    id_column: str,
+    max_line_bytes: int,
+    start: Cursor | None,
 ) -> Iterator[Chunk]:
     """The documents of all files from `start` on.
 
@@ -85,8 +89,11 @@ def read_files(
     for number in range(first, len(files)):
         name, path = files[number]
         within = start if start is not None and number == first else {}
-        read = _read_parquet if path.name.endswith(".parquet") else _read_jsonl
-        yield from read(path, name, number, text_column, id_column, within)
+        columns = text_column, id_column
+        if path.name.endswith(".parquet"):
+            yield from _read_parquet(path, name, number, *columns, within)
+        else:
+            yield from _read_jsonl(path, name, number, *columns, max_line_bytes, within)
 
 
 def text_bytes(files: list[Path], column: str) -> int | None:
@@ -212,7 +219,13 @@ def _arrow_stream(batch: "pyarrow.RecordBatch") -> bytes:
 
 
 def _read_jsonl(
-    path: Path, name: str, number: int, text_column: str, id_column: str, start: Cursor
+    path: Path,
+    name: str,
+    number: int,
+    text_column: str,
+    id_column: str,
+    max_line_bytes: int,
+    start: Cursor,
 ) -> Iterator[JsonChunk]:
     remedy = "fetch the file again or remove it"
     line = start.get("line", 0)
@@ -225,8 +238,26 @@ def _read_jsonl(
         with reading(str(path), remedy):
             # Decompresses what lies before the offset once more; a plain file jumps there.
             file.seek(start.get("offset", 0))
-        blocks = iter(lambda: file.readlines(CHUNK_BYTES), [])
+        blocks = iter(lambda: _read_lines(file, max_line_bytes), [])
         for lines in guarded(blocks, str(path), remedy):
             first, line = line + 1, line + len(lines)
             after = {"file": number, "offset": file.tell(), "line": line}
-            yield JsonChunk(lines, str(path), name, first, text_column, id_column, after)
+            yield JsonChunk(lines, str(path), name, first, text_column, id_column, max_line_bytes, after)
+            if len(lines[-1]) > max_line_bytes and not lines[-1].endswith(b"\n"):
+                return  # only its beginning was read; the chunk refuses it
+
+
+def _read_lines(file: IO[bytes], max_line_bytes: int) -> list[bytes]:
+    """Lines of about `CHUNK_BYTES` together; at the end of the file none.
+
+    Of a line that is too long the last one holds the first `max_line_bytes + 1` bytes: a small archive may
+    hold one that would fill the memory.
+    """
+    lines: list[bytes] = []
+    size = 0
+    while size < CHUNK_BYTES and (line := file.readline(max_line_bytes + 1)):
+        lines.append(line)
+        size += len(line)
+        if len(line) > max_line_bytes:
+            break
+    return lines

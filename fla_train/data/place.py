@@ -21,7 +21,7 @@ from fla_train.data.tokenizers import TokenizerNotCached, fingerprint, load_toke
 # they came about.
 _UNRECORDED = (
     *("cache_dir", "num_workers", "document_boundaries", "mixture"),
-    *("stream", "stream_head_documents"),
+    *("stream", "stream_head_documents", "max_line_bytes"),
 )
 
 
@@ -109,6 +109,22 @@ def find_prepared(config: DataConfig) -> PreparedData | None:
         except TokenizerNotCached:  # so nothing can have been prepared with it here, or it was lost since
             folder = None
     return open_prepared(folder) if folder is not None and (folder / MANIFEST).exists() else None
+
+
+def prepared_name(config: DataConfig) -> str | None:
+    """Name of the folder that `prepare` would return; None: only preparing it tells.
+
+    Raises:
+        ValueError: as `place_of`.
+    """
+    if (found := find_prepared(config)) is not None:
+        return found.folder.name
+    if config.source == "mixture" or config.stream:  # named after their parts
+        return None
+    try:
+        return place_of(config, offline=True).final.name
+    except TokenizerNotCached:
+        return None
 
 
 def find_commits(config: DataConfig) -> dict[str, str]:

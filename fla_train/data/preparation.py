@@ -100,7 +100,7 @@ def _build(place: Place, config: DataConfig, commit: str | None, log: Log, show:
         for file in (building / "tokenizer").iterdir():
             sync(file)
     elif tokenizer is None:
-        tokenizer = AutoTokenizer.from_pretrained(building / "tokenizer")
+        tokenizer = AutoTokenizer.from_pretrained(building / "tokenizer", trust_remote_code=False)
     manifest = _begin_manifest(config, source, tokenizer, final.name)
     build = Build(building, config, manifest["dtype"], ids_needed(tokenizer), source.description, resumed)
     if resumed is not None:

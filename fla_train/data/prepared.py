@@ -17,7 +17,7 @@ class PreparedData:
     manifest: dict[str, Any]
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return AutoTokenizer.from_pretrained(self.folder / "tokenizer")
+        return AutoTokenizer.from_pretrained(self.folder / "tokenizer", trust_remote_code=False)
 
     def parts(self) -> dict[str, "PreparedData"]:
         """What holds the shards: a mixture's parts by name, else this corpus, or a stream's head, as ""."""

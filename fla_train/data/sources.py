@@ -130,7 +130,7 @@ def _local(config: DataConfig) -> Source:
     return Source(
         description,
         cache(lambda: text_bytes([f for _, f in files], config.text_column)),
-        lambda start: read_files(files, config.text_column, config.id_column, start),
+        lambda start: read_files(files, config.text_column, config.id_column, config.max_line_bytes, start),
     )
 
 

@@ -212,6 +212,7 @@ def prepare_stream(
         commit = commit or hub_commit(config)
     # The head may have been prepared when the same text lay elsewhere.
     settings = head.manifest["settings"] | {"max_documents": None, "path": config.path}
+    settings["max_line_bytes"] = config.max_line_bytes  # of reading, which goes on while it trains
     folder = stream_folder(config, head)
     unknown = dict.fromkeys(("documents", "text_bytes", "unigram_entropy"))
     train = unknown | {"tokens": math.inf, "shards": []}

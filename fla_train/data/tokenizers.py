@@ -88,14 +88,27 @@ def ids_needed(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Raise `ValueError` if the tokenizer has an id for which a model of `vocab_size` has no embedding."""
-    needed = ids_needed(tokenizer)
-    if needed > vocab_size:
-        raise ValueError(
-            f"the tokenizer has {needed} tokens but model.vocab_size={vocab_size}; "
-            f"set model.vocab_size={-(-needed // 64) * 64} or choose a smaller tokenizer"
-        )
+def tokenizer_size(config: TokenizerConfig, *, offline: bool = False) -> int:
+    """Rows that an embedding needs for the tokenizer, known before any text is read.
+
+    Args:
+        offline: take a tokenizer of the Hub from the cache, or raise `TokenizerNotCached`.
+
+    Raises:
+        ValueError: as `load_tokenizer`.
+    """
+    if config.name == "bpe":  # a small corpus may train fewer
+        return config.vocab_size
+    return ids_needed(load_tokenizer(config, offline=offline))
+
+
+def same_tokenizer(one: TokenizerConfig, other: TokenizerConfig) -> bool:
+    """Whether both give every text the same ids. A bpe that is yet to be trained is the same as none."""
+    if one == other:
+        return True
+    if "bpe" in (one.name, other.name):
+        return False
+    return fingerprint(load_tokenizer(one)) == fingerprint(load_tokenizer(other))
 
 
 def _byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -171,7 +184,7 @@ def _pretrained(name: str, eos_token: str | None, offline: bool) -> PreTrainedTo
         tokenizer = (
             _load_folder(path)
             if path.is_dir()
-            else AutoTokenizer.from_pretrained(name, local_files_only=offline)
+            else AutoTokenizer.from_pretrained(name, local_files_only=offline, trust_remote_code=False)
         )
     except Exception as failure:
         if offline and not path.is_dir():
@@ -206,4 +219,4 @@ def _load_folder(folder: Path) -> PreTrainedTokenizerBase:
             return from_sentencepiece(folder / "tokenizer.model")
         if (folder / "merges.txt").exists():
             return GPT2Tokenizer.from_pretrained(folder)
-    return AutoTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -70,17 +70,19 @@ class CardInfo:
         name: title of the card, for example the run's name.
         data: the training data in a few words, for example `stdlib` or `HuggingFaceFW/fineweb sample-100BT`.
         tokenizer: the tokenizer's name.
+        init_from: the weights it started from; None: random ones.
         step: optimizer steps done.
         tokens: training tokens seen.
         seq_len: training sequence length in tokens.
         losses: final losses in nats per token by name, for example `{"train": 2.31, "validation": 2.40}`.
-        config: the resolved training config as YAML.
+        config: the training config as YAML, without what tells of the machine.
         commit: the commit of the code that trained it.
     """
 
     name: str = "delta-product language model"
     data: str | None = None
     tokenizer: str | None = None
+    init_from: str | None = None
     step: int | None = None
     tokens: int | None = None
     seq_len: int | None = None
@@ -113,6 +115,7 @@ def render_card(model: PreTrainedModel, info: CardInfo, tokenizer: bool) -> str:
             {
                 "data": info.data,
                 "tokenizer": info.tokenizer,
+                "started from the weights of": info.init_from,
                 "optimizer steps": _thousands(info.step),
                 "training tokens": _thousands(info.tokens),
                 "sequence length": _thousands(info.seq_len),

@@ -179,7 +179,9 @@ def _load_back(model: PreTrainedModel, weights: dict[str, Tensor], folder: Path,
     device = model.get_input_embeddings().weight.device
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), no_progress_bars():
-        loaded, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        loaded, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, output_loading_info=True, trust_remote_code=False
+        )
     state = loaded.state_dict()
     faults = {kind: report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     faults["different_keys"] = [] if any(faults.values()) else _unequal(weights, state)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 import yaml
@@ -17,10 +18,11 @@ from fla_train.hub.card import TRAINING_FILE
 from fla_train.hub.checksums import CHECKSUMS, find_export_damage
 from fla_train.hub.checksums import REMEDY as EXPORT_AGAIN
 from fla_train.hub.export import no_progress_bars
+from fla_train.hub.paths import is_hub_name
 
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 STEP = re.compile(r"step-(\d+)")
 FALLBACK_LENGTH = 2048
+HASHED_BYTES = 1 << 24  # to hash all the weights would take longer than to load them
 REMEDY = "give a run folder with an export in hf/, an exported folder, or a Hub name such as user/model"
 
 
@@ -41,7 +43,7 @@ def resolve_checkpoint(checkpoint: str | Path) -> Path | str:
         if not exports:
             raise ValueError(f"no exported model in {path}: {REMEDY}")
         return exports[max(exports)]
-    if HUB_NAME.fullmatch(name) and not path.parent.is_dir():
+    if "/" in name and is_hub_name(name) and not path.parent.is_dir():
         return name
     raise ValueError(f"{name} does not exist: {REMEDY}")
 
@@ -69,15 +71,17 @@ def training_record(model: PreTrainedModel) -> dict:
         ValueError: the file is damaged.
     """
     source = model.config.name_or_path
-    if not source:
-        return {}
+    return read_training_record(source, getattr(model.config, "_commit_hash", None)) if source else {}
+
+
+def read_training_record(source: Path | str, commit: str | None = None) -> dict:
+    """`training_record` of an export folder or a Hub name, at `commit` if given."""
     if Path(source).is_dir():
         record = Path(source) / TRAINING_FILE
         try:
             return json.loads(record.read_text()) if record.is_file() else {}
         except ValueError as failure:
             raise ValueError(f"{record} is damaged ({failure}): export the model again") from failure
-    commit = getattr(model.config, "_commit_hash", None)
     try:
         return json.loads(Path(hf_hub_download(source, TRAINING_FILE, revision=commit)).read_text())
     except (HfHubHTTPError, HFValidationError, OSError):  # no such file there, or the Hub is out of reach
@@ -114,7 +118,11 @@ def document_prefix(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
 
 
 def load_model(
-    checkpoint: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    checkpoint: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    *,
+    trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model, in eval mode, and its tokenizer.
 
@@ -122,14 +130,15 @@ def load_model(
         checkpoint: what `resolve_checkpoint` takes.
         device: where to put the model.
         dtype: of the weights; None keeps the stored one.
+        trust_remote_code: run the Python files that a model may bring along.
 
     Raises:
-        ValueError: no such checkpoint, or its files are missing or damaged.
+        ValueError: no such checkpoint, its files are missing or damaged, or it needs its own code.
     """
     source = resolve_checkpoint(checkpoint)
-    model = load_weights(source, device, dtype)
+    model = load_weights(source, device, dtype, trust_remote_code=trust_remote_code)
     try:
-        return model, AutoTokenizer.from_pretrained(source)
+        return model, AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, RuntimeError) as failure:
         if isinstance(source, Path) and not any(source.glob("tokenizer*")):
             raise ValueError(
@@ -140,20 +149,26 @@ def load_model(
 
 
 def load_weights(
-    checkpoint: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    checkpoint: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    *,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """`load_model` without the tokenizer, which models of synthetic tasks do not have."""
     source = resolve_checkpoint(checkpoint)
     if isinstance(source, Path) and (source / CHECKSUMS).is_file():
-        # Sizes only: to hash the weights would take longer than to load them.
-        if damage := find_export_damage(source, content=False):
+        if damage := find_export_damage(source, hashed_bytes=HASHED_BYTES):
             raise ValueError(f"{source}/{damage}: {EXPORT_AGAIN}")
     try:
         with no_progress_bars():
             model, report = AutoModelForCausalLM.from_pretrained(
-                source, dtype=dtype or "auto", output_loading_info=True
+                source,
+                dtype=dtype or "auto",
+                output_loading_info=True,
+                trust_remote_code=trust_remote_code,
             )
-    except (SafetensorError, OSError, ValueError, RuntimeError) as failure:
+    except (SafetensorError, UnpicklingError, OSError, ValueError, RuntimeError) as failure:
         raise ValueError(_explain(source, failure)) from failure
     if report["missing_keys"]:
         raise ValueError(
@@ -164,6 +179,8 @@ def load_weights(
 
 def _explain(source: Path | str, failure: Exception) -> str:
     """One line for a checkpoint that does not load; names the weights file that is cut short, if one is."""
+    if "trust_remote_code" in str(failure):
+        return f"{source} needs Python code that it brings along: give trust_remote_code=true if you trust it"
     if isinstance(source, str):
         return (
             f"cannot load {source}: no such folder here, and the Hub did not give it ({_first_line(failure)})"

@@ -1,9 +1,34 @@
-"""What a folder is called."""
+"""Names of folders, models and Hub repositories."""
 
 import os
 from pathlib import Path
+
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 
 def own_name(path: str | Path) -> str:
     """The last part of a path, also of `.` and `..`, whose `Path.name` is no name."""
     return os.path.basename(os.path.abspath(path))
+
+
+def public_name(text: str) -> str:
+    """A path of this machine as others may read it: its last part, and of an export in a run the run's name.
+
+    Names of the Hub and all other words stay as they are.
+    """
+    path = Path(text).expanduser()
+    if not text or not (text.startswith(("/", "~", ".")) or text.count("/") > 1 or path.exists()):
+        return text
+    if path.parent.name == "hf":
+        return f"{own_name(path.parent.parent)}/{path.name}"
+    return own_name(path)
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a repository of the Hub can be called `name`: `user/model`, or `model` alone; no path can."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HfHubHTTPError
 
 from fla_train.hub.checksums import REMEDY, find_export_damage
-from fla_train.hub.paths import own_name
+from fla_train.hub.paths import is_hub_name, own_name
 
 HTTPError = HfHubHTTPError.__bases__[0]  # of the HTTP library that this huggingface_hub uses: httpx or httpx2
 
@@ -15,7 +15,7 @@ def push(
     folder: str | Path,
     repo_id: str,
     *,
-    private: bool = False,
+    private: bool = True,
     revision: str | None = None,
     token: str | None = None,
     endpoint: str | None = None,
@@ -38,6 +38,7 @@ def push(
         ConnectionError: no network, or the Hub refused; one line with the remedy.
     """
     folder = Path(folder)
+    check_repo_id(repo_id)
     token = token or get_token()
     if token is None:
         raise ValueError(f"no Hub token: run `hf auth login` or set HF_TOKEN; the model is safe in {folder}")
@@ -52,10 +53,6 @@ def push(
         commit = api.upload_folder(
             repo_id=repo_id, folder_path=folder, revision=revision, commit_message=message
         )
-    except HFValidationError as fault:
-        raise ValueError(
-            f"hub.repo_id={repo_id} is not a name of the form user/model: {_line(fault)}"
-        ) from fault
     except HfHubHTTPError as refusal:
         raise ConnectionError(
             f"the Hub refused {repo_id}: {_line(refusal)}; the model is safe in {folder}"
@@ -66,6 +63,12 @@ def push(
             f"cannot reach the Hub at {api.endpoint} ({_line(failure)}): {remedy} hub.repo_id={repo_id}`"
         ) from failure
     return str(commit.commit_url)
+
+
+def check_repo_id(repo_id: str) -> None:
+    """Raise `ValueError` unless a model on the Hub can have this name."""
+    if not is_hub_name(repo_id):
+        raise ValueError(f"hub.repo_id={repo_id} is not a name of the form user/model")
 
 
 def _line(failure: Exception) -> str:

@@ -172,18 +172,22 @@ def config_fields() -> dict[str, dataclasses.Field]:
 
 
 def model_schema() -> type:
-    """A dataclass with the fields, types and defaults of `DeltaProductConfig`, for Hydra's `model` node."""
+    """A dataclass with the fields, types and defaults of `DeltaProductConfig`, for Hydra's `model` node.
+
+    There `vocab_size` may be null: a run takes its tokenizer's.
+    """
+    fields = {name: (f.type, f.default) for name, f in config_fields().items()}
+    fields |= {"attn": (Any, None), "vocab_size": (int | None, None)}
     return dataclasses.make_dataclass(
         "ModelSchema",
-        [
-            (name, Any if name == "attn" else f.type, dataclasses.field(default=f.default))
-            for name, f in config_fields().items()
-        ],
+        [(name, kind, dataclasses.field(default=default)) for name, (kind, default) in fields.items()],
     )
 
 
 def build_config(node: Mapping[str, Any]) -> DeltaProductConfig:
     """The config of a composed `model` node, as a plain dict (`OmegaConf.to_container(..., resolve=True)`).
+
+    A `vocab_size` of None, which no tokenizer has filled in yet, becomes the class's default.
 
     Raises:
         ValueError: for unknown keys, or for settings that do not fit together.
@@ -192,4 +196,5 @@ def build_config(node: Mapping[str, Any]) -> DeltaProductConfig:
         raise ValueError(
             f"model config: unknown {', '.join(unknown)}; known are {', '.join(config_fields())}"
         )
-    return DeltaProductConfig(**node)
+    given = {key: value for key, value in node.items() if (key, value) != ("vocab_size", None)}
+    return DeltaProductConfig(**given)

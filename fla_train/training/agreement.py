@@ -11,7 +11,7 @@ from fla_train.data import PreparedData
 from fla_train.training.runfolder import RunFolder
 from fla_train.training.schema import TrainConfig
 
-SECTIONS = ("seed", "model", "task", "baseline", "optimizer", "schedule", "trainer")
+SECTIONS = ("seed", "model", "task", "baseline", "optimizer", "schedule", "trainer", "init_from")
 
 
 def run_facts(

@@ -1,7 +1,6 @@
 """Attempts to train, until one ends well: each from the newest checkpoint that all machines can read."""
 
 import json
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from fla_train.data import PreparedData
 from fla_train.kernels.delta_product.check import check_backend, model_cases
 from fla_train.training import checkpoint
 from fla_train.training.checkpoint import TrainState
+from fla_train.training.console import say
 from fla_train.training.machines import AttemptEnded, Failure, Machines
 from fla_train.training.plan import Plan, plan_lines
 from fla_train.training.resuming import (
@@ -136,7 +136,7 @@ class Attempts:
         if resume is not None and (saved := checkpoint.world_size(resume)) != processes:
             say(f"resume       checkpoint of {saved} process(es), optimizer state cut anew for {processes}")
         if main:
-            folder.note_start(state.step, state.tokens, processes)
+            folder.record_start(state.step, state.tokens, processes)
         config_file = folder.config(launch.machine_rank)
         failure = run_workers(
             [str(config_file), str(self._data.folder), *([str(resume)] if resume else [])],
@@ -173,12 +173,6 @@ def meet(machines: Machines, launch: LaunchConfig, greeting: dict[str, Any]) -> 
     if launch.num_machines > 1:
         say(f"machines     waiting for all {launch.num_machines} at {machines.place}")
     machines.meet(greeting)
-
-
-def say(text: str) -> None:
-    """A line for whoever gave the command, if their terminal is still there."""
-    with suppress(OSError):
-        print(text, flush=True)
 
 
 def _state(resume: Path | None) -> TrainState:

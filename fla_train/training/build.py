@@ -1,4 +1,4 @@
-"""The model of a run, fresh."""
+"""The model of a run at its start: fresh weights, or those of `init_from`."""
 
 import torch
 from transformers import PreTrainedModel
@@ -6,11 +6,16 @@ from transformers import PreTrainedModel
 from fla_train.baselines import build_baseline
 from fla_train.data import PreparedData
 from fla_train.models import DeltaProductForCausalLM, build_config
+from fla_train.training.initial_weights import load_initial_weights
 from fla_train.training.schema import TrainConfig
 
 
-def build_model(config: TrainConfig, data: PreparedData) -> PreTrainedModel:
-    """The model with the tokenizer's special ids; its fresh fp32 weights depend on `seed` only."""
+def build_model(config: TrainConfig, data: PreparedData, *, resumed: bool = False) -> PreTrainedModel:
+    """The model with the tokenizer's special ids, in fp32; fresh weights depend on `seed` only.
+
+    Args:
+        resumed: a checkpoint will fill in the weights, so those of `init_from` are not read.
+    """
     if config.baseline is not None:
         torch.manual_seed(config.seed)
         return build_baseline(config.baseline, config.model).float()
@@ -20,6 +25,8 @@ def build_model(config: TrainConfig, data: PreparedData) -> PreTrainedModel:
             setattr(settings, key, data.manifest["tokenizer"][key])
     torch.manual_seed(config.seed)
     model = DeltaProductForCausalLM(settings).float()
+    if config.init_from is not None and not resumed:
+        load_initial_weights(model, config.init_from)
     if config.trainer.activation_checkpointing:
         model.gradient_checkpointing_enable()
     return model

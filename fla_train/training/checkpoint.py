@@ -27,7 +27,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fla_train.training.reshard import load_optimizer
 from fla_train.utils.filesystem import find_damage, sync
 
 logger = logging.getLogger(__name__)
@@ -68,11 +67,16 @@ def load(engine, folder: Path) -> TrainState:
     Weight decay, betas and the like stay those of `engine`: a config may change them.
 
     Raises:
-        ValueError: it is of another model.
+        ValueError: it is of another model, or a file holds more than tensors and plain values.
     """
+    # DeepSpeed takes seconds to import, and launchers do without it.
+    from fla_train.training.reshard import load_optimizer
+    from fla_train.training.safe_load import SafeCheckpointEngine, load_file
+
     saved = world_size(folder)
     same = saved == dist.get_world_size()
     settings = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
+    engine.checkpoint_engine = SafeCheckpointEngine()
     try:
         path, _ = engine.load_checkpoint(str(folder), tag=DEEPSPEED_TAG, load_optimizer_states=same)
     except RuntimeError as failure:
@@ -85,7 +89,7 @@ def load(engine, folder: Path) -> TrainState:
         load_optimizer(engine, folder / DEEPSPEED_TAG, saved)
     for group, own in zip(engine.optimizer.param_groups, settings, strict=True):
         group.update(own)
-    set_random_states(torch.load(folder / f"rng-{dist.get_rank() % saved}.pt", weights_only=False))
+    set_random_states(load_file(folder / f"rng-{dist.get_rank() % saved}.pt"))
     return read_state(folder)
 
 
@@ -207,8 +211,10 @@ def remove(checkpoint: Path) -> None:
 
 
 def random_states() -> dict:
-    """Random states of Python, numpy, torch and this rank's GPU."""
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    """Random states of Python, numpy, torch and this rank's GPU, as tensors and plain values."""
+    kind, keys, *rest = np.random.get_state()
+    numpy_state = (kind, torch.from_numpy(keys), *rest)
+    states = {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     return states
@@ -217,7 +223,8 @@ def random_states() -> dict:
 def set_random_states(states: dict) -> None:
     """Inverse of `random_states`."""
     random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, np.asarray(keys), *rest))  # the keys were an array in older checkpoints
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])

@@ -29,6 +29,12 @@ def redirect_output(log: Path) -> TextIO:
     return console
 
 
+def say(text: str) -> None:
+    """Print a line for whoever gave the command, if their terminal is still there."""
+    with suppress(OSError):
+        print(text, flush=True)
+
+
 class Console:
     """Progress of rank 0. Lines go to the terminal and, through the redirected stdout, to train.log.
 

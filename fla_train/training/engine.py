@@ -19,8 +19,8 @@ from fla_train.training.graphed import GraphedPass
 from fla_train.training.guard import StepGuard
 from fla_train.training.optimizer import build_optimizer
 from fla_train.training.rendezvous import join
+from fla_train.training.resolve import accumulation_steps, resolve_device
 from fla_train.training.schema import TrainConfig
-from fla_train.training.validate import accumulation_steps, resolve_device
 
 BUCKET_ELEMENTS = 50_000_000  # gradient elements reduced at once: 200 MB of fp32
 

@@ -60,7 +60,7 @@ class Trainer:
         self.config, self.data = config, data
         self.watchdog, self.request = watchdog, request
         self.folder = RunFolder(Path(config.run.dir))
-        self.engine = build_engine(build_model(config, data), config)
+        self.engine = build_engine(build_model(config, data, resumed=resume is not None), config)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         check_agreement(run_facts(config, data, resume, self.folder))
         self.state = checkpoint.load(self.engine, resume) if resume else TrainState()

@@ -13,10 +13,10 @@ from fla_train.models.accounting import (
     training_memory_bytes,
 )
 from fla_train.models.configuration import build_config
+from fla_train.training.resolve import accumulation_steps
 from fla_train.training.schedule import warmup_steps
 from fla_train.training.schema import TrainConfig
 from fla_train.training.throughput import peak_flops
-from fla_train.training.validate import accumulation_steps
 
 ASSUMED_GPU, ASSUMED_MFU = "H100", 0.4  # for the estimate of GPU-hours
 

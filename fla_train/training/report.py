@@ -8,6 +8,7 @@ from typing import TextIO
 from fla_train.data import PreparedData
 from fla_train.hub import CardInfo
 from fla_train.hub.environment import git_commit
+from fla_train.hub.paths import public_name
 from fla_train.training.checkpoint import TrainState, folder_name
 from fla_train.training.console import Console
 from fla_train.training.engine import StepResult
@@ -21,8 +22,9 @@ from fla_train.training.metrics import (
     finite,
     last_losses,
 )
+from fla_train.training.public import public_config
 from fla_train.training.runfolder import RunFolder
-from fla_train.training.schema import TrainConfig, to_yaml
+from fla_train.training.schema import TrainConfig
 from fla_train.training.writer import reason
 from fla_train.utils.records import Record
 
@@ -122,18 +124,20 @@ def open_sinks(
 
 
 def model_card(config: TrainConfig, data: PreparedData, folder: RunFolder, state: TrainState) -> CardInfo:
-    """What the card of an export says."""
+    """What the card of an export says: nothing that tells of this machine, since exports are published."""
     train, validation = last_losses(folder.metrics)
     losses = {"train": train, "validation": validation}
+    tokenizer = data.manifest["tokenizer"]["name"]
     return CardInfo(
         name=folder.name,
         data=data.manifest["source"]["kind"],
-        tokenizer=data.manifest["tokenizer"]["name"],
+        tokenizer=tokenizer and public_name(tokenizer),  # models of tasks have none
+        init_from=config.init_from and public_name(config.init_from),
         step=state.step,
         tokens=state.tokens,
         seq_len=config.trainer.seq_len,
         losses={name: loss for name, loss in losses.items() if loss is not None},
-        config=to_yaml(config),
+        config=public_config(config),
         commit=git_commit(),
     )
 

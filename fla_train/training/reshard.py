@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fla_train.training.safe_load import load_file
+
 # DeepSpeed's names inside a ZeRO-2 checkpoint
 SHARD_FILE = "zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 SHARD = "optimizer_state_dict"
@@ -40,7 +42,7 @@ def load_optimizer(engine, folder: Path, saved_world: int) -> None:
     Every rank calls it.
     """
     files = [folder / SHARD_FILE.format(rank=rank) for rank in range(saved_world)]
-    shards = [torch.load(f, map_location="cpu", mmap=True, weights_only=False)[SHARD] for f in files]
+    shards = [load_file(file, mmap=True)[SHARD] for file in files]
     layouts: list[Sequence[Layout]] = [()] * dist.get_world_size()
     dist.all_gather_object(layouts, engine.optimizer.state_dict()[FRAGMENTS])
     sizes = [group["params"][0].numel() for group in engine.optimizer.param_groups]

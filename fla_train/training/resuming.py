@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
+from typing import Any
 
-from fla_train.data import PreparedData
+from fla_train.data import PreparedData, prepared_name
 from fla_train.hub import find_export_damage
 from fla_train.training import checkpoint
 from fla_train.training.machines import Machines
@@ -19,13 +20,15 @@ from fla_train.training.task_data import has_reached
 FIXED_KEYS = (
     *("seed", "trainer.seq_len", "trainer.global_batch_tokens", "model.", "optimizer.name"),
     *("task.kind", "task.options", "task.train", "task.batch_size", "task.curriculum", "baseline."),
+    "init_from",
 )
 SEQUENCE_KEYS = ("data.document_boundaries",)  # of the data keys, what no fingerprint covers
 # These say where and how a run is carried out, not what it computes: nobody asks whether they changed.
 FREE_KEYS = (
-    *("run.", "launch.", "logger.", "data.", "trainer.resume", "dry_run"),
+    *("run.", "launch.", "logger.", "data.", "trainer.resume", "trainer.target_batch_tokens", "dry_run"),
     *("model.backend", "model.recompute_operator"),
 )
+FREE_DATA_KEYS = ("data.cache_dir", "data.num_workers")  # of the data keys, what no token depends on
 VISIBLE = 60  # times that a machine looks again, a second apart, for what another has written
 
 Say = Callable[[str], None]
@@ -103,6 +106,11 @@ def _run_of(saved: Path) -> RunFolder:
     return RunFolder(saved.resolve().parent.parent)
 
 
+def has_checkpoint(config: TrainConfig) -> bool:
+    """Whether there is a checkpoint that the run may go on from."""
+    return bool(_saved(config))
+
+
 def saved_commits(config: TrainConfig) -> dict[str, str]:
     """The commits of the Hub that the run to go on with was begun with, by part of a mixture."""
     for folder in reversed(_saved(config)):
@@ -113,15 +121,32 @@ def saved_commits(config: TrainConfig) -> dict[str, str]:
     return {}
 
 
-def saved_warmup(config: TrainConfig) -> int | None:
-    """The warm-up steps of the run to go on with; None: there is none, or nothing tells.
+def saved_sizes(config: TrainConfig) -> dict[str, Any]:
+    """What `with_saved` takes from the run to continue; empty: there is none, or nothing tells.
 
     Raises:
         ValueError: that run's config is unreadable.
     """
     found = _saved(config)
     earlier = _run_of(found[-1]).config(0) if found else None
-    return load_config(earlier).schedule.warmup_steps if earlier and earlier.is_file() else None
+    if earlier is None or not earlier.is_file():
+        return {}
+    saved = load_config(earlier)
+    return {
+        "warmup_steps": saved.schedule.warmup_steps,
+        "global_batch_tokens": saved.trainer.global_batch_tokens,
+        "vocab_size": saved.model["vocab_size"],
+    }
+
+
+def check_before_preparing(config: TrainConfig) -> None:
+    """Refuse what `check_same_run` would refuse, before hours of tokenizing, as far as settings show it.
+
+    Raises:
+        ValueError: as `check_same_run`.
+    """
+    if found := _saved(config):
+        check_same_run(config, None, found[-1], lambda line: None)
 
 
 def is_complete(folder: RunFolder, resume: Path | None, config: TrainConfig) -> bool:
@@ -153,17 +178,21 @@ def _has_reached(folder: RunFolder, step: int, config: TrainConfig) -> bool:
     return config.task is not None and has_reached(config.task, folder, step)
 
 
-def check_same_run(config: TrainConfig, data: PreparedData, resume: Path, say: Say) -> None:
+def check_same_run(config: TrainConfig, data: PreparedData | None, resume: Path, say: Say) -> None:
     """Refuse to go on from a checkpoint of another model or another stream of tokens; say what else changed.
+
+    Args:
+        data: None: they are not prepared yet. A change of settings that leads to other data is found all the
+            same; a change of the text itself is not.
 
     Raises:
         ValueError: naming each key that differs and the value to use.
     """
     earlier = _run_of(resume)
-    fingerprint = checkpoint.read_state(resume).data or _data_fingerprint(earlier)
-    other_data = fingerprint not in (None, data.folder.name)
     if not earlier.config(0).is_file():
-        if other_data:
+        if data is None:
+            return
+        if _fingerprint(resume) not in (None, data.folder.name):
             raise ValueError(f"{resume} is of other prepared data: restore them or use another checkpoint")
         say(f"resume       {resume} lies in no run folder: its model and seed can't be compared")
         return
@@ -178,9 +207,15 @@ def check_same_run(config: TrainConfig, data: PreparedData, resume: Path, say: S
         for key, text in changed.items()
         if key in SEQUENCE_KEYS or (key.startswith(FIXED_KEYS) and not key.startswith(FREE_KEYS))
     ]
-    if other_data:
-        of_data = [text for key, text in changed.items() if key.startswith("data.")]
-        faults += of_data or ["the text itself or the tokenizer has changed since"]
+    of_data = [key for key in changed if key.startswith("data.") and key not in FREE_DATA_KEYS]
+    if data is not None:
+        name = data.folder.name
+    else:
+        name = prepared_name(config.data) if of_data and config.task is None else _fingerprint(resume)
+    if _fingerprint(resume) not in (None, name):
+        faults += [changed[key] for key in of_data if key not in SEQUENCE_KEYS] or [
+            "the text itself or the tokenizer has changed since"
+        ]
     if faults:
         raise ValueError(
             f"{resume} belongs to another run: {', '.join(faults)}; restore them or use another run.dir"
@@ -188,6 +223,11 @@ def check_same_run(config: TrainConfig, data: PreparedData, resume: Path, say: S
     for key, text in changed.items():
         if not key.startswith(FREE_KEYS):
             say(f"changed      {text}")
+
+
+def _fingerprint(resume: Path) -> str | None:
+    """Name of the prepared data that a checkpoint is of, if anything tells."""
+    return checkpoint.read_state(resume).data or _data_fingerprint(_run_of(resume))
 
 
 def _data_fingerprint(earlier: RunFolder) -> str | None:

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,9 +11,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
+from fla_train.data.lock import open_lock
 from fla_train.hub.environment import describe_environment
 from fla_train.hub.paths import own_name
 from fla_train.utils.filesystem import write_whole
+from fla_train.utils.records import Record, read_metrics
 
 LOCK_WAIT = 10.0  # seconds; the workers of a killed launcher need a moment to die
 
@@ -42,8 +45,8 @@ class RunFolder:
 
     @property
     def starts(self) -> Path:
-        """One JSON line for each time the workers were started."""
-        return self.root / "starts.jsonl"
+        """A numbered folder each time workers were started: start.json, config.yaml, environment.json."""
+        return self.root / "starts"
 
     @property
     def checkpoints(self) -> Path:
@@ -80,12 +83,25 @@ class RunFolder:
         except OSError as error:
             raise _unwritable(self.root, error) from error
 
-    def note_start(self, step: int, tokens: int, processes: int) -> None:
-        """Note that workers start after `step`; where the disk is full, it goes unnoted."""
+    def record_start(self, step: int, tokens: int, processes: int) -> None:
+        """Record that workers start after `step`, with copies of config and environment.
+
+        A full disk costs the record, not the start.
+        """
         now = datetime.now().astimezone().isoformat(timespec="seconds")
-        note = {"time": now, "step": step, "tokens": tokens, "processes": processes}
-        with suppress(OSError), self.starts.open("a") as file:
-            file.write(json.dumps(note) + "\n")
+        record = {"time": now, "step": step, "tokens": tokens, "processes": processes}
+        with suppress(OSError):
+            self.starts.mkdir(exist_ok=True)
+            folder = self.starts / f"{1 + sum(1 for _ in self.starts.iterdir()):04d}"
+            folder.mkdir()
+            for file in (self.config(0), self.environment):
+                shutil.copyfile(file, folder / file.name)
+            write_whole(folder / "start.json", json.dumps(record) + "\n")
+
+    def start_records(self) -> list[Record]:
+        """What `record_start` recorded, oldest first; of earlier versions the lines of starts.jsonl."""
+        files = [self.root / "starts.jsonl", *sorted(self.starts.glob("*/start.json"))]
+        return [record for file in files for record in read_metrics(file)]
 
     @contextmanager
     def locked(self) -> Iterator[int]:
@@ -95,7 +111,7 @@ class RunFolder:
             ValueError: another trainer holds it, or the folder is not to be written to.
         """
         try:
-            lock = (self.root / ".lock").open("w")
+            lock = open_lock(self.root / ".lock")
         except OSError as error:
             raise _unwritable(self.root, error) from error
         with lock as file:

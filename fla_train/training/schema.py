@@ -15,6 +15,7 @@ from yaml import YAMLError
 
 from fla_train.baselines import BaselineConfig
 from fla_train.data.config import DataConfig
+from fla_train.hub.saved_config import escaped, read_saved
 from fla_train.models.configuration import model_schema
 from fla_train.tasks.config import TaskConfig
 
@@ -44,7 +45,7 @@ class ScheduleConfig:
 class TrainerConfig:
     max_steps: int = MISSING
     seq_len: int = MISSING
-    global_batch_tokens: int = MISSING
+    global_batch_tokens: int | str = MISSING
     micro_batch_size: int = MISSING
     precision: str = MISSING
     activation_checkpointing: bool = MISSING
@@ -58,6 +59,7 @@ class TrainerConfig:
     max_skipped_steps: int = MISSING
     check_backend: bool = MISSING
     # With values, so that the config.yaml of a run begun before they were keys can be read.
+    target_batch_tokens: int = 16384
     keep_every: int = 0
     spike_deviations: float = 0.0
     stats_every: int = 0
@@ -117,14 +119,15 @@ class TrainConfig:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    init_from: str | None = None
     seed: int = MISSING
     dry_run: bool = MISSING
 
 
-def register() -> None:
-    """Put the schemas that `train.yaml` merges in Hydra's ConfigStore."""
+def register(root: type[TrainConfig] = TrainConfig) -> None:
+    """Put the schemas that `train.yaml` merges in Hydra's ConfigStore; `root` may add keys."""
     store = ConfigStore.instance()
-    store.store(name="train_schema", node=TrainConfig)
+    store.store(name="train_schema", node=root)
     store.store(name="model_schema", node=model_schema(), package="model")
 
 
@@ -137,7 +140,7 @@ def to_config(node: DictConfig | dict) -> TrainConfig:
     if isinstance(node, DictConfig):
         if missing := OmegaConf.missing_keys(node):
             raise ValueError(f"these keys need a value: {', '.join(sorted(missing))}")
-        node = OmegaConf.to_container(node, resolve=True)
+        node = escaped(OmegaConf.to_container(node, resolve=True))  # what is resolved is plain text now
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), node))
 
 
@@ -147,13 +150,13 @@ def to_yaml(config: TrainConfig) -> str:
 
 
 def load_config(path: Path) -> TrainConfig:
-    """Read a run's `config.yaml`.
+    """Read a run's `config.yaml`. What looks like an interpolation in it is text: the run may be another's.
 
     Raises:
         ValueError: it is unreadable, or another version wrote it with other keys.
     """
     try:
-        return to_config(OmegaConf.to_container(OmegaConf.load(path)))
+        return to_config(read_saved(path))
     except (OSError, YAMLError, OmegaConfBaseException) as failure:
         raise ValueError(
             f"{path} is no config of this version: {' '.join(str(failure).split())}"

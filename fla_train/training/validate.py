@@ -12,6 +12,7 @@ from fla_train.baselines import baseline_faults
 from fla_train.data import data_faults
 from fla_train.models.configuration import build_config
 from fla_train.tasks import task_faults
+from fla_train.training.resolve import accumulation_steps, resolve_device, with_batch
 from fla_train.training.schedule import warmup_steps
 from fla_train.training.schema import TrainConfig
 
@@ -25,7 +26,7 @@ CHOICES = {
 AT_LEAST_ONE = (
     "trainer.max_steps",
     "trainer.seq_len",
-    "trainer.global_batch_tokens",
+    "trainer.target_batch_tokens",
     "trainer.micro_batch_size",
     "trainer.log_every",
     "trainer.eval_tokens",
@@ -61,6 +62,13 @@ def validate(config: TrainConfig) -> None:
         ValueError: one line per fault, each naming the key and a value that would do.
     """
     sizes = [f"{key}={v} must be at least 1" for key in AT_LEAST_ONE if (v := _read(config, key)) < 1]
+    if not sizes:  # a number where it is auto, so that what is said below of a batch holds for the run's
+        config = with_batch(config)
+    batch = config.trainer.global_batch_tokens
+    if isinstance(batch, str):
+        sizes.append(f"trainer.global_batch_tokens={batch} must be a number of tokens, or auto")
+    elif batch < 1:
+        sizes.append(f"trainer.global_batch_tokens={batch} must be at least 1")
     data = data_faults(config.data) if config.task is None else _task(config)
     faults = [*sizes, *_values(config), *data, *_model(config), *_suite(config), *_resume(config)]
     if not sizes:  # the arithmetic below divides by them
@@ -71,21 +79,6 @@ def validate(config: TrainConfig) -> None:
             faults += device_faults(config)
     if faults:
         raise ValueError("\n  ".join(faults))
-
-
-def accumulation_steps(config: TrainConfig) -> int:
-    """Micro-batches per rank and optimizer step."""
-    trainer = config.trainer
-    return trainer.global_batch_tokens // (
-        trainer.seq_len * trainer.micro_batch_size * config.launch.num_processes
-    )
-
-
-def resolve_device(config: TrainConfig) -> str:
-    """`cuda` or `cpu`."""
-    if config.launch.device != "auto":
-        return config.launch.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _read(config: TrainConfig, key: str) -> object:

@@ -8,8 +8,9 @@ import pytest
 
 from fla_train.cli.app import compose
 from fla_train.cli.train import register
+from fla_train.training.resolve import accumulation_steps
 from fla_train.training.schema import to_config
-from fla_train.training.validate import accumulation_steps, validate
+from fla_train.training.validate import validate
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "time_scaling.py"
 

@@ -137,6 +137,7 @@ def test_export(run: Path, tmp_path: Path) -> None:
         (export, "export", ["checkpoint=RUN"], "nothing to do"),
         (export, "export", ["checkpoint=user/model", "output=x"], "on the Hub already"),
         (export, "export", ["checkpoint=absent", "output=x"], "absent does not exist"),
+        (export, "export", ["checkpoint=absent", "hub.repo_id=../x"], r"hub\.repo_id=\.\./x is not a name"),
         (
             generate,
             "generate",

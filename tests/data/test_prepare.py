@@ -177,6 +177,12 @@ def test_all_faulty_settings_are_named_together():
     assert data_faults(DataConfig(source="local", path="x", split="test")) == [
         "data.split is set but data.source=local does not use it"
     ]
+    for name in ("../x", "/x", "a/../b", "a/b/c", "hf://datasets/a/b"):
+        for config in (
+            DataConfig(source="hub", path=name),
+            DataConfig(source="mixture", mixture={"a": PartConfig(1.0, "hub", name)}),
+        ):
+            assert f"path={name} is no name of a dataset on the Hub" in " ".join(data_faults(config))
     assert data_faults(DataConfig(source="web")) == ["data.source=web is none of stdlib, local, hub, mixture"]
     assert not data_faults(DataConfig())
 

@@ -1,10 +1,11 @@
 import json
+from dataclasses import replace
 
 import pytest
 import tokenizers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
-from fla_train.data import DataConfig, TokenizerConfig, check_vocabulary
+from fla_train.data import DataConfig, TokenizerConfig, same_tokenizer, tokenizer_size
 from fla_train.data.tokenizers import encode, fingerprint, load_tokenizer, make_encoder
 
 TEXTS = [
@@ -116,19 +117,20 @@ def test_a_chosen_end_of_sequence_in_a_text_stays_text(tmp_path, added):
     assert fingerprint(chosen) == fingerprint(saved)
 
 
-def test_check_vocabulary():
-    tokenizer = make("bytes", None)
-    check_vocabulary(tokenizer, 259)
-    with pytest.raises(ValueError, match=r"259 tokens but model.vocab_size=258; set model.vocab_size=320"):
-        check_vocabulary(tokenizer, 258)
-
-
-def test_check_vocabulary_counts_to_the_largest_id(tmp_path):
+def test_the_size_of_a_tokenizer_counts_to_the_largest_id(tmp_path):
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 299}, unk_token="a"))
-    holed = PreTrainedTokenizerFast(tokenizer_object=backend)
-    check_vocabulary(holed, 300)
-    with pytest.raises(ValueError, match=r"has 300 tokens but model.vocab_size=299"):
-        check_vocabulary(holed, 299)
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
+    assert tokenizer_size(TokenizerConfig(name=str(tmp_path))) == 300
+    assert tokenizer_size(TokenizerConfig(name="bytes")) == 259
+    assert tokenizer_size(TokenizerConfig(name="bpe", vocab_size=400)) == 400
+
+
+def test_tokenizers_are_compared_by_what_they_do(tmp_path):
+    load_tokenizer(TokenizerConfig(name="bytes")).save_pretrained(tmp_path)
+    saved = TokenizerConfig(name=str(tmp_path))
+    assert same_tokenizer(saved, TokenizerConfig(name="bytes"))
+    assert not same_tokenizer(saved, TokenizerConfig(name="bpe"))
+    assert not same_tokenizer(saved, replace(saved, eos_token="a"))
 
 
 def test_texts_are_neither_cut_nor_padded(tmp_path):

@@ -7,7 +7,6 @@ import os
 import random
 import subprocess
 import sys
-from importlib.metadata import entry_points
 
 import pytest
 import torch
@@ -300,13 +299,6 @@ def test_the_command_line_of_lm_eval(write_task, quiz, scholar, tokenizer, tmp_p
     assert done.returncode == 0, done.stderr[-2000:]
     (file,) = (tmp_path / "results").rglob("results_*.json")
     assert json.loads(file.read_text())["results"]["quiz"]["acc,none"] == 1.0
-
-
-def test_lm_evals_command_is_the_one_that_knows_our_models() -> None:
-    """As pyproject.toml installs it; which of the two packages wrote the script last is not asked."""
-    for name in ("lm_eval", "lm-eval"):
-        points = entry_points(group="console_scripts", name=name)
-        assert [point.load() for point in points if point.dist.name == "fla-train"] == [command_line]
 
 
 def test_a_mirror_that_is_no_folder(monkeypatch, tmp_path) -> None:

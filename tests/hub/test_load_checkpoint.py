@@ -29,7 +29,9 @@ def test_resolve(run: Path) -> None:
     assert run_folder("some-user/some.model-1b") is None
 
 
-@pytest.mark.parametrize("name", ["absent", "./user/model", "/user/model", "a/b/c", "user/"])
+@pytest.mark.parametrize(
+    "name", ["absent", "./user/model", "../model", "user/..", "/user/model", "a/b/c", "user/"]
+)
 def test_resolve_what_is_not_there(name: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="does not exist: give a run folder"):

@@ -124,7 +124,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_every_file_arrives(hub: FakeHub, folder: Path) -> None:
-    address = push(folder, "user/tiny", private=True, token=TOKEN, endpoint=hub.address)
+    address = push(folder, "user/tiny", token=TOKEN, endpoint=hub.address)
     assert address == f"{hub.address}/user/tiny/commit/1"
     assert hub.repos["user/tiny"] == {"private": True, "main": contents(folder)}
     assert len(hub.lfs) == 1  # the weights, and only they
@@ -132,9 +132,9 @@ def test_every_file_arrives(hub: FakeHub, folder: Path) -> None:
 
 
 def test_to_a_new_branch(hub: FakeHub, folder: Path) -> None:
-    push(folder, "user/tiny", revision="step-7", token=TOKEN, endpoint=hub.address)
+    push(folder, "user/tiny", private=False, revision="step-7", token=TOKEN, endpoint=hub.address)
     assert hub.repos["user/tiny"]["step-7"] == contents(folder)
-    assert hub.repos["user/tiny"]["main"] == {}
+    assert hub.repos["user/tiny"]["main"] == {} and hub.repos["user/tiny"]["private"] is False
 
 
 def test_a_name_without_user_is_the_users_own(hub: FakeHub, folder: Path) -> None:

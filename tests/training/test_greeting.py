@@ -64,13 +64,13 @@ def test_all_machines_take_the_warmup_of_machine_0(make_config: Callable[..., Tr
         met.wait(LIMIT)
         raise Preempted
 
-    def saved_warmup(config: TrainConfig) -> int | None:
-        return 3 if config.launch.machine_rank == 0 else None
+    def saved_sizes(config: TrainConfig) -> dict[str, int]:
+        sizes = {"warmup_steps": 3, "global_batch_tokens": 256, "vocab_size": 320}
+        return sizes if config.launch.machine_rank == 0 else {}
 
     monkeypatch.setattr(launch_module, "prepare", lambda data, log, commits: None)
-    monkeypatch.setattr(launch_module, "_check_vocabulary", lambda config, data: None)
     monkeypatch.setattr(launch_module, "make_plan", make_plan)
-    monkeypatch.setattr(launch_module, "saved_warmup", saved_warmup)
+    monkeypatch.setattr(launch_module, "saved_sizes", saved_sizes)
     options = ["launch.num_machines=2", "launch.num_processes=2", "launch.device=cpu", "run.dir=run"]
     options += [f"launch.main_process_port={free_port()}", "trainer.max_steps=600"]
     with ThreadPoolExecutor(2) as pool:

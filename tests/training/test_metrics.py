@@ -96,14 +96,18 @@ def test_resumes_are_marked_once_each(tmp_path: Path):
     write(tmp_path / "metrics.jsonl", range(1, 9))
     plain = plot_losses([tmp_path], tmp_path / "plain.png").read_bytes()
     assert resumed_at(tmp_path) == []
-    for step in (0, 5, 3, 3):
-        RunFolder(tmp_path).note_start(step, 8 * step, processes=1)
-    with RunFolder(tmp_path).starts.open("a") as file:
-        file.write('{"step": 8, "tok')
+    # Of a run begun by an earlier version, the last line cut short by a kill.
+    (tmp_path / "starts.jsonl").write_text(
+        '{"step": 0, "tokens": 0}\n{"step": 5, "tokens": 40}\n{"step": 8, "tok'
+    )
+    for name in ("config.yaml", "environment.json"):
+        (tmp_path / name).touch()
+    for step in (3, 3):
+        RunFolder(tmp_path).record_start(step, 8 * step, processes=1)
     assert resumed_at(tmp_path) == [24, 40]
     assert plot_losses([tmp_path], tmp_path / "marked.png").read_bytes() != plain
     (tmp_path / "file").touch()
-    RunFolder(tmp_path / "file").note_start(1, 8, processes=1)  # what can't be written is left out
+    RunFolder(tmp_path / "file").record_start(1, 8, processes=1)  # what can't be written is left out
 
 
 def test_a_folder_without_losses_is_refused(tmp_path: Path):

@@ -21,7 +21,6 @@ def test_what_one_machine_lacks_ends_the_run_on_all(
         return ["no usable GPU"] if config.launch.machine_rank == 1 else []
 
     monkeypatch.setattr(launch_module, "device_faults", lacks)
-    monkeypatch.setattr(launch_module, "_check_vocabulary", lambda *_: None)
     for name, result in {"prepare": None, "make_plan": None, "plan_lines": []}.items():
         monkeypatch.setattr(launch_module, name, lambda *_, found=result, **__: found)
     with ThreadPoolExecutor(2) as pool:

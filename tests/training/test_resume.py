@@ -166,6 +166,18 @@ def test_two_trainers_never_write_one_run(tmp_path: Path, monkeypatch: pytest.Mo
         pass
 
 
+def test_a_lock_that_is_a_link_leaves_its_target_alone(tmp_path: Path):
+    from fla_train.data.lock import locked
+    from fla_train.training.runfolder import RunFolder
+
+    (tmp_path / "target").write_text("precious")
+    (tmp_path / ".lock").symlink_to(tmp_path / "target")
+    for lock in (RunFolder(tmp_path).locked(), locked(tmp_path / ".lock", print)):
+        with pytest.raises(ValueError, match="lock is a symbolic link: delete it"), lock:
+            pass
+    assert (tmp_path / "target").read_text() == "precious"
+
+
 def test_a_branch_of_another_run_stands_on_its_own(make_config: Make, warm_ranks: WarmRanks, tmp_path: Path):
     more = ["trainer.precision=fp32", "launch.device=cpu", "trainer.max_steps=1"]
     warm_ranks.launch(make_config(*more, f"run.dir={tmp_path / 'trunk'}"))

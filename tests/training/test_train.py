@@ -303,7 +303,7 @@ def test_the_same_sweep_again_resumes_each_job(sweep: tuple[Path, str], fla_trai
     after = read_metrics(folder / "1" / "metrics.jsonl")
     assert [r.get("loss") for r in after] == [r.get("loss") for r in before]
     assert (folder / "1" / "hf" / "step-0000004").is_dir()
-    starts = [json.loads(line) for line in (folder / "1" / "starts.jsonl").read_text().splitlines()]
+    starts = [json.loads((folder / "1" / "starts" / f"{n:04d}" / "start.json").read_text()) for n in (1, 2)]
     assert [(s["step"], s["tokens"], s["processes"]) for s in starts] == [(0, 0, 1), (3, 768, 1)]
 
 

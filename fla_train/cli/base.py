@@ -1,0 +1,88 @@
+"""The config that a command starts from: that of the run in `run.dir`, or the model that `init_from` names.
+
+It is one more entry of the defaults list in configs/train.yaml. Groups that the command or its experiment
+choose replace the base's sections; single overrides change single keys.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from fla_train.hub.saved_config import escaped
+
+RECIPES = ("experiment", "debug")  # groups whose files choose options of other groups
+
+
+def with_base(overrides: Sequence[str]) -> list[str]:
+    """`overrides`, and in front of them the one that puts a base under them if there is one.
+
+    Raises:
+        ValueError: the run's config is unreadable, or `init_from` names no model.
+    """
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException:  # composing says what is wrong with them
+        return list(overrides)
+    given = {override.key_or_group: override.value() for override in parsed}
+    run, weights = given.get("run.dir"), given.get("init_from")
+    chosen = _chosen_groups(given)
+    if run and (file := Path(str(run)).expanduser() / "config.yaml").is_file():
+        base = {section: values for section, values in _of_run(file).items() if section not in chosen}
+    elif weights:
+        base = _of_weights(str(weights), with_model="model" not in chosen)
+    else:
+        return list(overrides)
+    ConfigStore.instance().store(group="base", name="found", node=escaped(base), package="_global_")
+    return ["base=found", *overrides]
+
+
+def _of_run(file: Path) -> dict[str, Any]:
+    """The config of a run, without where it lies and without what asked it to begin from the beginning."""
+    from fla_train.training.schema import load_config
+
+    base = asdict(load_config(file))
+    del base["run"], base["dry_run"]
+    if base["trainer"]["resume"] == "none":
+        del base["trainer"]["resume"]
+    return base
+
+
+def _of_weights(source: str, with_model: bool) -> dict[str, Any]:
+    """The tokenizer of an export, its model and the batch that it was trained with.
+
+    Model and batch are left out where the command chooses a model, which is then compared.
+    """
+    from fla_train.training.initial_weights import architecture, batch_sizes, tokenizer_source
+
+    base = {"model": architecture(source), "trainer": batch_sizes(source)} if with_model else {}
+    if (name := tokenizer_source(source)) is not None:
+        base["data"] = {"tokenizer": {"name": name, "eos_token": None}}
+    return base
+
+
+def _chosen_groups(given: dict[str, Any]) -> set[str]:
+    """Groups for which the command names an option, by itself or through a recipe."""
+    chosen = {key for key in given if "." not in key}
+    for group in RECIPES:
+        if given.get(group):
+            chosen |= set(_groups_of(f"{group}/{given[group]}"))
+    return chosen
+
+
+def _groups_of(option: str) -> Iterator[str]:
+    """Groups of which configs/<option>.yaml overrides the option, through the files it builds on as well."""
+    file = files("fla_train.configs") / f"{option}.yaml"
+    if not file.is_file():  # Hydra will say so
+        return
+    for entry in (yaml.safe_load(file.read_text()) or {}).get("defaults", []):
+        if isinstance(entry, str) and entry.startswith("/"):
+            yield from _groups_of(entry.removeprefix("/"))
+        elif isinstance(entry, dict):
+            yield from (key.removeprefix("override /") for key in entry if key.startswith("override /"))

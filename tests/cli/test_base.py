@@ -1,0 +1,106 @@
+"""A command on a run's folder starts from the run's own config; one with init_from from a model's."""
+
+from pathlib import Path
+
+import pytest
+
+from fla_train.cli.app import compose
+from fla_train.cli.base import with_base
+from fla_train.data import TokenizerConfig
+from fla_train.data.tokenizers import load_tokenizer
+from fla_train.hub import export_model
+from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+from fla_train.training.resolve import resolve
+from fla_train.training.schema import TrainConfig, register, to_config, to_yaml
+
+OTHERS = ("trainer.eval_every=7", "model.num_householder=3", "data=local", "data.path=corpus")
+
+
+def composed(*overrides: str) -> TrainConfig:
+    register()
+    return to_config(compose("train", with_base(overrides)))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "a run (1)"
+    folder.mkdir()
+    asked = ("schedule=wsd", "schedule.decay_steps=5", "trainer.resume=none", *OTHERS)
+    config = resolve(composed(*asked))
+    config.run.dir = str(folder)
+    (folder / "config.yaml").write_text(to_yaml(config))
+    return folder
+
+
+def at(run: Path) -> str:
+    return f"run.dir='{run}'"
+
+
+def test_only_the_overrides_change(run: Path):
+    config = composed(at(run), "trainer.max_steps=48", "optimizer.lr=1e-2")
+    assert (config.trainer.max_steps, config.optimizer.lr) == (48, 1e-2)
+    assert (config.trainer.eval_every, config.model["num_householder"]) == (7, 3)
+    assert (config.data.source, config.data.path) == ("local", "corpus")
+    assert (config.schedule.name, config.schedule.decay_steps) == ("wsd", 5)
+    assert config.trainer.global_batch_tokens == 16384  # the number that auto was at the start
+
+
+def test_a_run_that_began_from_the_beginning_is_resumed(run: Path):
+    assert composed(at(run)).trainer.resume == "auto"
+    assert composed(at(run), "trainer.resume=none").trainer.resume == "none"
+
+
+def test_a_chosen_group_replaces_the_runs(run: Path):
+    config = composed(at(run), "schedule=linear", "model=delta_net/tiny")
+    assert (config.schedule.name, config.schedule.decay_steps) == ("linear", None)
+    assert config.model["num_householder"] == 1
+    assert config.data.path == "corpus"
+
+
+def test_a_recipe_brings_its_groups_and_keys(run: Path):
+    config = composed(at(run), "experiment=demo")  # which chooses model and data, and not the schedule
+    assert (config.data.source, config.model["num_householder"]) == ("stdlib", 2)
+    assert (config.trainer.max_steps, config.schedule.name) == (200, "wsd")
+    nested = composed(at(run), "experiment=formal/parity_fast")  # chooses them in a file that it builds on
+    assert nested.task is not None and nested.task.kind == "formal_language"
+
+
+def test_a_run_on_a_task_takes_changes_of_its_task(tmp_path: Path):
+    config = composed("task=group_words", "task.options.group=S3", "task.train.length=8")
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    again = composed(at(tmp_path), "task.test_sequences=16")
+    assert again.task is not None and again.task.options["group"] == "S3"
+    assert again.task.test_sequences == 16
+
+
+def test_text_of_the_saved_config_is_not_interpolated(run: Path):
+    file = run / "config.yaml"
+    file.write_text(file.read_text().replace("path: corpus", "path: ${oc.env:HOME}"))
+    assert composed(at(run)).data.path == "${oc.env:HOME}"
+
+
+def test_a_config_of_another_version_is_one_line(run: Path):
+    (run / "config.yaml").write_text("trainer: {max_stepz: 3}")
+    with pytest.raises(ValueError, match=r"config\.yaml"):
+        composed(at(run))
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Path:
+    config = DeltaProductConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1, num_heads=1, head_dim=16)
+    tokenizer = load_tokenizer(TokenizerConfig(name="bytes"))
+    return export_model(DeltaProductForCausalLM(config), tokenizer, tmp_path / "export")
+
+
+def test_model_and_tokenizer_follow_the_weights(export: Path):
+    config = composed(f"init_from='{export}'", "data=local", "data.path=corpus", "trainer.max_steps=3")
+    assert (config.model["hidden_size"], config.model["vocab_size"]) == (32, 320)
+    assert config.data.tokenizer.name == str(export)
+    assert config.init_from == str(export)
+    chosen = composed(f"init_from='{export}'", "model=delta_net/tiny", "data.tokenizer.name=bytes")
+    assert (chosen.model["hidden_size"], chosen.data.tokenizer.name) == (128, "bytes")
+
+
+def test_weights_that_are_not_there(tmp_path: Path):
+    with pytest.raises(ValueError, match="does not exist: give a run folder"):
+        composed(f"init_from={tmp_path}/nothing")

@@ -1,0 +1,112 @@
+"""`init_from`: continued pretraining and fine-tuning from the weights of a run, an export or the Hub."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+from warm_ranks import TWO_RANKS, WarmRanks
+
+from fla_train.hub import load_model
+from fla_train.training.initial_weights import check_initial_weights
+from fla_train.training.metrics import read_metrics
+from fla_train.training.schema import TrainConfig
+
+Make = Callable[..., TrainConfig]
+
+
+@pytest.fixture(scope="module")
+def other_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text that `corpus` does not hold: digits."""
+    folder = tmp_path_factory.mktemp("digits")
+    texts = [" ".join(str((7 * n + k) % 100) for k in range(60)) for n in range(200)]
+    (folder / "documents.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return folder
+
+
+def losses(run: Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+
+
+def test_pretraining_continues_on_the_weights_of_a_run(
+    make_config: Make, warm_ranks: WarmRanks, whole: Path, tmp_path: Path
+):
+    """Weights of two ranks, on one; the first loss is that of the model, on the new run's first batch."""
+    run = tmp_path / "run"
+    more = ["trainer.precision=fp32", "launch.device=cpu", "seed=5", "trainer.max_steps=2"]
+    warm_ranks.launch(make_config(f"run.dir={run}", f"init_from={whole}", *more))
+    fresh = tmp_path / "fresh"
+    warm_ranks.launch(make_config(f"run.dir={fresh}", *more))
+    assert losses(run)[0] < losses(fresh)[0] - 1
+    assert losses(run)[0] == pytest.approx(losses(whole)[-1], abs=0.3)
+    assert yaml.safe_load((run / "config.yaml").read_text())["init_from"] == str(whole)
+    (card,) = run.glob("hf/*/README.md")
+    assert f"| started from the weights of | {whole.name} |" in card.read_text()
+
+
+def test_no_optimizer_state_comes_along(
+    make_config: Make, warm_ranks: WarmRanks, whole: Path, tmp_path: Path
+):
+    """A learning rate of 0 leaves the weights as they were: the schedule and step counts begin anew."""
+    run = tmp_path / "run"
+    more = ["optimizer.lr=0", "trainer.max_steps=1", "launch.device=cpu", "trainer.precision=fp32"]
+    warm_ranks.launch(make_config(f"run.dir={run}", f"init_from={whole}", *more))
+    before, after = (AutoModelForCausalLM.from_pretrained(next(r.glob("hf/step-*"))) for r in (whole, run))
+    for name, tensor in before.state_dict().items():
+        assert torch.equal(tensor, after.state_dict()[name]), name
+
+
+def test_fine_tuning_on_other_text_with_two_ranks(
+    make_config: Make, warm_ranks: WarmRanks, whole: Path, other_text: Path, tmp_path: Path
+):
+    run = tmp_path / "run"
+    more = [f"data.path={other_text}", "data.document_boundaries=true", "optimizer.lr=3e-2"]
+    config = make_config(*TWO_RANKS, f"run.dir={run}", f"init_from={whole}", *more, "trainer.log_every=1")
+    warm_ranks.launch(config)
+    assert losses(run)[-1] < losses(run)[0] - 0.5
+
+
+def test_weights_of_the_hub(
+    make_config: Make,
+    warm_ranks: WarmRanks,
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """In the Hub's cache layout, on disk, without a network."""
+    repository = tmp_path / "cache" / "models--somebody--a-model"
+    shutil.copytree(next(whole.glob("hf/step-*")), repository / "snapshots" / "0123abc")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0123abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    config = make_config("init_from=somebody/a-model", "data.tokenizer.name=somebody/a-model")
+    check_initial_weights(config)
+    model, _ = load_model("somebody/a-model")
+    assert model.config.hidden_size == 32
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.hidden_size=64", r"model.hidden_size=64 \(there 32\)"),
+        ("model.num_householder=3", r"model.num_householder=3 \(there 2\)"),
+        ("model.vocab_size=384", r"model.vocab_size=384 \(there 320\)"),
+        (
+            "data.tokenizer.name=bpe",
+            r"another tokenizer than data.tokenizer.name=bpe: set data.tokenizer.name=",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_one_line(make_config: Make, whole: Path, override: str, message: str):
+    with pytest.raises(ValueError, match=message) as caught:
+        check_initial_weights(make_config(f"init_from={whole}", override))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_may_differ(make_config: Make, whole: Path):
+    check_initial_weights(make_config(f"init_from={whole}", "model.max_position_embeddings=64"))

@@ -1,0 +1,95 @@
+"""`fla-train run.dir=RUN [overrides]`: the run's own config is the base; refused changes cost nothing."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from warm_ranks import WarmRanks
+
+from fla_train.cli import train as command
+from fla_train.training import launch as launch_module
+from fla_train.training.metrics import read_metrics
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(whole, tmp_path / "run")
+
+
+@pytest.fixture
+def fla_train(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> Callable[..., tuple[int, str]]:
+    """`fla_train("key=value", ...)` gives the exit status and all that was printed."""
+
+    def run_command(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["fla-train", *arguments])
+        code = 0
+        try:
+            command.main()
+        except SystemExit as end:
+            code = end.code or 0
+        return code, "".join(capfd.readouterr())
+
+    return run_command
+
+
+def test_it_goes_on_with_nothing_but_the_change(run: Path, fla_train, warm_ranks: WarmRanks):
+    before = (run / "config.yaml").read_text()
+    with warm_ranks.as_workers():
+        code, said = fla_train(f"run.dir={run}", "trainer.max_steps=14")
+    assert code == 0, said
+    steps = [record["step"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+    assert steps[-1] == 14
+    first, second = (yaml.safe_load(text) for text in (before, (run / "config.yaml").read_text()))
+    assert second["trainer"].pop("max_steps") == 14 and first["trainer"].pop("max_steps") == 12
+    assert second.pop("run")["dir"] == str(run) and first.pop("run")
+    assert first == second
+    # Each start keeps its own config.
+    starts = [
+        yaml.safe_load((run / "starts" / name / "config.yaml").read_text()) for name in ("0001", "0002")
+    ]
+    assert [start["trainer"]["max_steps"] for start in starts] == [12, 14]
+    record = json.loads((run / "starts" / "0002" / "start.json").read_text())
+    assert (record["step"], record["processes"]) == (12, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (["data.validation_fraction=0.2"], "data.validation_fraction=0.2 (was 0.1)"),
+        (["data.max_documents=20"], "data.max_documents=20 (was None)"),
+        (["data=stdlib"], "data.source=stdlib (was local)"),
+        (["data.document_boundaries=true"], "data.document_boundaries=True (was False)"),
+        (["model.num_householder=3"], "model.num_householder=3 (was 2)"),
+        (["model=delta_net/tiny"], "model.hidden_size=128 (was 32)"),
+        (["trainer.seq_len=16"], "trainer.seq_len=16 (was 32)"),
+    ],
+    ids=str,
+)
+def test_a_change_that_is_refused_prepares_nothing(
+    run: Path, fla_train, change: list[str], named: str, monkeypatch: pytest.MonkeyPatch
+):
+    def prepare(*_: object, **__: object) -> None:
+        raise AssertionError("data were prepared")
+
+    monkeypatch.setattr(launch_module, "prepare", prepare)
+    code, said = fla_train(f"run.dir={run}", *change)
+    assert code == 2 and named in said and "belongs to another run" in said
+
+
+def test_data_that_have_moved_are_the_same(run: Path, corpus: Path, fla_train, tmp_path: Path):
+    moved = shutil.copytree(corpus, tmp_path / "moved")
+    code, said = fla_train(f"run.dir={run}", f"data.path={moved}", f"data.cache_dir={tmp_path / 'cache'}")
+    assert code == 0 and "is complete" in said
+
+
+def test_the_batch_stays_on_other_ranks(run: Path, fla_train, warm_ranks: WarmRanks):
+    """It was given as a number here; test_resolve.py has the number that auto was."""
+    with warm_ranks.as_workers():
+        code, said = fla_train(f"run.dir={run}", "launch.num_processes=1", "trainer.max_steps=13")
+    assert code == 0 and "1 process(es) x 4 micro-batch(es)" in said
