@@ -1,8 +1,7 @@
 """Several evaluations side by side: where they differ beyond the standard error.
 
 The first evaluation is the reference. A difference on the same data is set against its standard error: that
-of the differences of single sequences for losses, of single documents for tasks; the root of the summed
-squares where a score is no sum over documents.
+of the differences of single documents; the root of the summed squares where a score is no sum over documents.
 """
 
 import json
@@ -13,7 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-NO_METRICS = ("examples", "num_fewshot", "higher_is_better", "by_document", "fingerprint")
+from fla_train.eval.intervals import Mean
+
+NO_METRICS = ("examples", "num_fewshot", "higher_is_better", "by_document", "fingerprint", "truncated")
+LENGTH_LABELS = {"perplexity": "perplexity, ", "bits_per_byte": "bits per byte, "}  # before `1,024 tokens`
 _PARTS = {"name", "perplexity", "tasks", "paper_row"}  # of the record of a suite on text
 MARKS = ("▲", "▼")  # better, worse
 
@@ -114,9 +116,11 @@ def is_metric(name: str) -> bool:
 def flat_metrics(record: dict) -> dict[str, float]:
     """The results as `eval/<set or task>/<name>`, for metrics.jsonl and wandb."""
     found = {
-        f"eval/{name}/loss_{row['length']}": row["loss"]
+        f"eval/{name}/{key}_{row['length']}": row[key]
         for name, result in record["perplexity"].items()
         for row in result.get("lengths", [])
+        for key in ("loss", "bits_per_byte")
+        if row.get(key) is not None
     }
     for result in record["tasks"].values():
         for task, scores in result.get("scores", {}).items():
@@ -134,36 +138,57 @@ def _perplexity_rows(records: Sequence[dict]) -> list[Row]:
         for record in records
     ]
     keys = sorted({key for table in tables for key in table})
-    return [
+    rows = [
         Row(
-            name, f"perplexity, {length:,} tokens", _perplexity_cells([t.get((name, length)) for t in tables])
+            name,
+            f"{label}{length:,} tokens",
+            _length_cells([t.get((name, length)) for t in tables], quantity),
         )
         for name, length in keys
+        for quantity, label in LENGTH_LABELS.items()
     ]
+    return [row for row in rows if any(cell.value is not None for cell in row.cells)]
 
 
-def _perplexity_cells(entries: Sequence[tuple[dict, str, bool] | None]) -> tuple[Cell, ...]:
+def _length_cells(entries: Sequence[tuple[dict, str, bool] | None], quantity: str) -> tuple[Cell, ...]:
     cells = []
     for entry in entries:
-        if entry is None:
+        if entry is None or entry[0].get(quantity) is None:
             cells.append(Cell(None))
             continue
         row, data, noted = entry
-        error = None if row["stderr"] is None else row["perplexity"] * row["stderr"]
+        error = row["stderr"] if quantity == "perplexity" else row["bits_per_byte_stderr"]
+        if quantity == "perplexity" and error is not None:
+            error *= row["perplexity"]
         sign = ""
         if cells and entries[0] and entries[0][1] == data:  # other data: nothing to be said
-            sign = _paired_mark(row["losses"], entries[0][0]["losses"], lower_is_better=True)
-        cells.append(Cell(row["perplexity"], error, sign, noted))
+            reference = entries[0][0]
+            if loss_targets(row) == loss_targets(
+                reference
+            ):  # without a prefix, a document has one target less
+                # Of the same tokens the bits per byte differ as the losses do.
+                sign = _paired_mark(row["losses"], reference["losses"], True, loss_targets(row))
+        cells.append(Cell(row[quantity], error, sign, noted))
     return tuple(cells)
 
 
-def _paired_mark(values: Sequence[float], reference: Sequence[float], lower_is_better: bool) -> str:
-    if len(values) != len(reference):  # without a prefix token, a document has one target less
+def loss_targets(row: dict) -> list[int]:
+    """Targets behind each of a row's `losses`; earlier versions kept one per sequence, all of one length."""
+    return row.get("targets") or [row["length"]] * len(row["losses"])
+
+
+def _paired_mark(
+    values: Sequence[float],
+    reference: Sequence[float],
+    lower_is_better: bool,
+    weights: Sequence[float] | None = None,
+) -> str:
+    """How the mean of `values` stands to that of `reference`, document by document."""
+    if len(values) != len(reference):
         return ""
-    pairs = np.subtract(values, reference)  # [documents]
-    known = len(pairs) > 1 and np.isfinite(pairs).all()
-    spread = pairs.std(ddof=1) / math.sqrt(len(pairs)) if known else None
-    return mark(float(pairs.mean()), spread, lower_is_better)
+    weights = np.ones(len(values)) if weights is None else np.array(weights, float)
+    difference = Mean.of(np.subtract(values, reference) * weights, weights)
+    return mark(difference.value, difference.stderr, lower_is_better)
 
 
 def _task_rows(records: Sequence[dict]) -> list[Row]:

@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -17,10 +18,11 @@ class PerplexityConfig:
     sets: list[str] = field(default_factory=list)
     layout: str = "documents"
     lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096])
+    training_length: bool = False
     panels: list[int] = field(default_factory=list)
     bucket: int = 512
-    documents: int = 64
-    scan: int = 20_000
+    documents: int | None = 64
+    scan: int | None = 20_000
     text_column: str = "text"
     chunk: int = 1024
     batch_size: int = 4
@@ -47,9 +49,14 @@ class SuiteConfig:
     tasks: list[str] = field(default_factory=list)
     include_path: str | None = None
     num_fewshot: int | None = None
-    limit: int | None = None
+    limit: int | float | None = None
     batch_size: str = "8"  # a number, or auto
     max_length: int | None = None
+    save_samples: bool = False
+    gen_kwargs: Any = None  # a mapping; Hydra would take no new keys into one that is typed so
+    apply_chat_template: bool | str = False
+    system_instruction: str | None = None
+    seed: int | None = None
 
 
 @dataclass
@@ -83,10 +90,18 @@ def suite_faults(suite: SuiteConfig) -> list[str]:
         faults.append("the suite is empty: give suite.tasks=[...] or choose suite=perplexity")
     if suite.batch_size != "auto" and not (suite.batch_size.isdigit() and int(suite.batch_size) > 0):
         faults.append(f"suite.batch_size={suite.batch_size} must be an integer of at least 1, or auto")
-    for key, least in (("num_fewshot", 0), ("limit", 1), ("max_length", 1)):
+    for key, least in (("num_fewshot", 0), ("max_length", 1)):
         value = getattr(suite, key)
         if value is not None and value < least:
             faults.append(f"suite.{key}={value} must be at least {least}")
+    if not isinstance(suite.gen_kwargs, dict | None):
+        faults.append(
+            f"suite.gen_kwargs={suite.gen_kwargs} must be a mapping: {{max_gen_toks:64,do_sample:true}}"
+        )
+    if suite.limit is not None and (suite.limit <= 0 or (suite.limit > 1 and suite.limit % 1)):
+        faults.append(
+            f"suite.limit={suite.limit} must be a number of examples, or a fraction below 1 of them"
+        )
     return faults + (_perplexity_faults(suite.perplexity) if suite.perplexity is not None else [])
 
 
@@ -107,7 +122,8 @@ def _expressivity_faults(suite: SuiteConfig) -> list[str]:
 def _perplexity_faults(config: PerplexityConfig) -> list[str]:
     faults = []
     for key in ("bucket", "documents", "scan", "chunk", "batch_size"):
-        if (value := getattr(config, key)) < 1:
+        value = getattr(config, key)
+        if value is not None and value < 1:
             faults.append(f"suite.perplexity.{key}={value} must be at least 1")
     if config.state_documents < 0:
         faults.append(f"suite.perplexity.state_documents={config.state_documents} must be at least 0")

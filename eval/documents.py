@@ -21,7 +21,9 @@ from fla_train.hub.saved_config import read_saved
 
 ENCODE_BATCH = 64  # documents that are tokenized together,
 ENCODE_CHARACTERS = 1 << 20  # or fewer, where this many are reached: long ones, one or two at a time
+LEAST_SEQUENCES = 16  # that a length needs where as many are read as there are: from 16 on intervals hold
 TOKEN = np.dtype("<u4")  # what is kept of a document: 4 bytes a token, a list of numbers takes 36
+Spans = tuple[tuple[int, int], ...]  # (document, its first token in the sequence) of each document, in order
 
 
 def run_data(run: Path | None) -> PreparedData:
@@ -96,62 +98,90 @@ def tokenized(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Itera
 
 
 def longest(
-    documents: Iterable[np.ndarray], count: int, length: int, scan: int, progress: bool
+    documents: Iterable[np.ndarray], count: int | None, length: int, scan: int | None, progress: bool
 ) -> list[np.ndarray]:
     """The `count` longest of the first `scan` documents, each cut to `length + 1` tokens: [tokens] each.
 
     Lengths beyond the cut do not count, so of the documents that reach it the first `count` are taken, in
-    order.
+    order. None for `count` or `scan` is all.
     """
-    scanned = tqdm(islice(documents, scan), desc="reading documents", unit="document", disable=not progress)
     # Copies: a view would keep the whole document.
-    cut = (np.array(document[: length + 1], dtype=TOKEN) for document in scanned)
-    return heapq.nlargest(count, cut, key=len)
+    cut = (np.array(document[: length + 1], dtype=TOKEN) for document in _scanned(documents, scan, progress))
+    return sorted(cut, key=len, reverse=True) if count is None else heapq.nlargest(count, cut, key=len)
 
 
 def packed(
     documents: Iterable[np.ndarray],
-    count: int,
-    length: int,
+    count: int | None,
+    lengths: Sequence[int],
     prefix: Sequence[int],
-    scan: int,
+    scan: int | None,
     progress: bool,
-) -> list[np.ndarray]:
-    """The first `count` sequences of the documents joined in order, `prefix` between two of them.
+    least: int = 1,
+) -> tuple[list[np.ndarray], list[Spans]]:
+    """Sequences of the documents joined in order, `prefix` between two of them.
 
-    Each sequence gives `length` targets once `prefix` stands before it, as `loss_table` puts it; documents
-    may begin and end anywhere in it, as in training. Empty documents are left out. What does not fill a
-    sequence is dropped, unless there is no full one.
+    Each sequence gives as many targets as the longest of `lengths` once `prefix` stands before it, as
+    `loss_table` puts it; documents may begin and end anywhere in it, as in training. Empty documents are left
+    out. What does not fill a sequence is dropped, unless there is no full one.
 
     Args:
         documents: token ids, [tokens] each.
-        count: sequences wanted.
-        length: targets of a sequence.
+        count: sequences wanted; None: all that the documents fill, of the longest length of which there are
+            16, and of `least` or the shortest length if there are not.
+        lengths: targets of a sequence.
         prefix: what stands between documents: the separator, or nothing.
-        scan: documents read at most.
+        scan: documents read at most; None: all.
         progress: show a progress bar over documents.
+        least: length that sequences have at least where `count` is None.
 
     Returns:
-        [tokens] each.
+        [tokens] each, and the documents in each; the separator after a document counts as its last token.
     """
-    scanned = tqdm(islice(documents, scan), desc="reading documents", unit="document", disable=not progress)
-    size = length if prefix else length + 1
-    sequences: list[np.ndarray] = []
-    sequence, filled = np.empty(size, TOKEN), 0
-    for document in scanned:
+    more = 0 if prefix else 1  # without a separator before it, a sequence's first token is context only
+    wanted = None if count is None else count * (max(lengths) + more)
+    stream, starts, filled = np.empty(wanted or 1 << 16, TOKEN), [], 0
+    for document in _scanned(documents, scan, progress):
         if not len(document):
             continue
-        for piece in (prefix if sequences or filled else (), document):
-            while len(piece):
-                taken = piece[: size - filled]
-                sequence[filled : filled + len(taken)] = taken
-                piece, filled = piece[len(taken) :], filled + len(taken)
-                if filled == size:
-                    sequences.append(sequence)
-                    if len(sequences) == count:
-                        return sequences
-                    sequence, filled = np.empty(size, TOKEN), 0
-    return sequences or ([sequence[:filled]] if filled else [])
+        if filled:
+            filled = _append(stream, filled, prefix, wanted)
+        starts.append(filled)
+        filled = _append(stream, filled, document, wanted)
+        if filled == wanted:
+            break
+    if not filled:
+        return [], []
+    length = max(lengths)
+    if count is None:
+        enough = [n for n in lengths if filled >= LEAST_SEQUENCES * (n + more)]
+        length = max([least if least in lengths else min(lengths), *enough])
+    size = min(length + more, filled)
+    count = filled // size
+    return list(stream[: count * size].reshape(count, size)), _spans(starts, size, count)
+
+
+def _append(stream: np.ndarray, filled: int, tokens: Sequence[int], most: int | None) -> int:
+    """Put `tokens` behind the first `filled` ones of `stream`, `most` in all; how many it then holds."""
+    tokens = tokens if most is None else tokens[: most - filled]
+    end = filled + len(tokens)
+    if end > len(stream):
+        stream.resize(2 * end, refcheck=False)  # in place
+    stream[filled:end] = tokens
+    return end
+
+
+def _scanned(documents: Iterable[np.ndarray], scan: int | None, progress: bool) -> Iterable[np.ndarray]:
+    return tqdm(islice(documents, scan), desc="reading documents", unit="document", disable=not progress)
+
+
+def _spans(starts: Sequence[int], size: int, count: int) -> list[Spans]:
+    """The documents, which begin at `starts` of the stream, in each of `count` sequences of `size` tokens."""
+    found = []
+    for begin in range(0, count * size, size):
+        first, end = np.searchsorted(starts, [begin, begin + size - 1], side="right")
+        found.append(tuple((d, max(starts[d] - begin, 0)) for d in range(first - 1, end)))
+    return found
 
 
 def stacked(documents: Sequence[Sequence[int]], prefix: Sequence[int], start: int, stop: int) -> Tensor:

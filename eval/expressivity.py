@@ -17,6 +17,7 @@ import fla_train.baselines
 import fla_train.models  # noqa: F401  both register their models with the Auto classes
 from fla_train.eval.config import EvalConfig, ExpressivityConfig, suite_faults
 from fla_train.eval.expressivity_figures import draw_transitions
+from fla_train.eval.report import output_lock
 from fla_train.eval.transitions import Transitions, transitions
 from fla_train.hub.device import pick_device, pick_dtype
 from fla_train.hub.environment import describe_environment
@@ -56,29 +57,28 @@ def evaluate_expressivity(config: EvalConfig) -> tuple[Path, dict[str, Any]]:
     home = run / "eval" if run else Path("evaluations") / own_name(source)
     default = home / f"{config.suite.name}-{datetime.now():%Y%m%d-%H%M%S}"
     folder = Path(config.output).expanduser() if config.output else default
-    folder.mkdir(parents=True, exist_ok=True)
-
-    tests = _tests(task, settings)
-    scores = {name: _score(model, test, settings) for name, test in tests.items()}
-    curves = {name: scores[name].curve(test) for name, test in tests.items()}
-    plot_accuracy(curves, own_name(run or source), folder / "accuracy.png")
-    sample = next(iter(tests.values())).batch(range(settings.contexts)).input_ids
-    kept = _drawn_tokens(next(iter(tests.values())))
-    layers = [layer.only(kept) for layer in transitions(model, sample.to(device))]
-    for number, layer in enumerate(layers):
-        draw_transitions(layer, f"layer-{number}", folder)
-    record = {
-        "checkpoint": str(source),
-        "task": asdict(task),
-        "model": model.config.to_dict() | {"class": type(model).__name__},
-        "accuracy": {name: scores[name].scalars(test) for name, test in tests.items()},
-        "curves": curves,
-        "layers": [_summary(layer) for layer in layers],
-        "environment": describe_environment(device),
-        "seconds": round(time.time() - started, 1),
-    }
-    (folder / "results.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
-    (folder / "table.md").write_text(_table(record))
+    with output_lock(folder):
+        tests = _tests(task, settings)
+        scores = {name: _score(model, test, settings) for name, test in tests.items()}
+        curves = {name: scores[name].curve(test) for name, test in tests.items()}
+        plot_accuracy(curves, own_name(run or source), folder / "accuracy.png")
+        sample = next(iter(tests.values())).batch(range(settings.contexts)).input_ids
+        kept = _drawn_tokens(next(iter(tests.values())))
+        layers = [layer.only(kept) for layer in transitions(model, sample.to(device))]
+        for number, layer in enumerate(layers):
+            draw_transitions(layer, f"layer-{number}", folder)
+        record = {
+            "checkpoint": str(source),
+            "task": asdict(task),
+            "model": model.config.to_dict() | {"class": type(model).__name__},
+            "accuracy": {name: scores[name].scalars(test) for name, test in tests.items()},
+            "curves": curves,
+            "layers": [_summary(layer) for layer in layers],
+            "environment": describe_environment(device),
+            "seconds": round(time.time() - started, 1),
+        }
+        (folder / "results.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
+        (folder / "table.md").write_text(_table(record))
     return folder, record
 
 

@@ -12,7 +12,7 @@ from fla_train.eval.compare import is_metric
 from fla_train.eval.paper import NOTED, RECALL, ZERO_SHOT, Column, published
 from fla_train.eval.plots import grid, legend, mark_training, meaning, readable_sets, set_title, short
 from fla_train.eval.state_figures import draw_states
-from fla_train.eval.tables import COUNTS, TABLE_1, restrictions, varied
+from fla_train.eval.tables import COUNTS, TABLE_1, restrictions, sequences, varied
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,11 +66,18 @@ def _curve(
                 axes.fill_between(places, low, high, color=color, alpha=0.15, linewidth=0)
 
 
+def _bound(panel: Axes) -> None:
+    """Let no band hide the curves: that of few documents may reach far beyond all values."""
+    values = [y for line in panel.lines for y in line.get_ydata()]  # those of the training length end at 1
+    if values and panel.get_ylim()[1] > (top := 2 * max(values)):
+        panel.set_ylim(top=top)
+
+
 def _same_documents(rows: Sequence[dict]) -> list[slice]:
     """The parts of a curve to join: a line between points of different documents would show their difference
     as one of the model.
     """
-    breaks = [i for i in range(1, len(rows)) if rows[i]["documents"] != rows[i - 1]["documents"]]
+    breaks = [i for i in range(1, len(rows)) if sequences(rows[i]) != sequences(rows[i - 1])]
     return [slice(a, b) for a, b in zip([0, *breaks], [*breaks, len(rows)], strict=True)]
 
 
@@ -116,14 +123,15 @@ def _perplexity(file: Path, records: Sequence[dict]) -> None:
         for panel in axes[0]:
             mark_training(panel, records, label=panel is axes[0, 0])
             panel.grid(alpha=0.3)
+            _bound(panel)
         legend(axes, lines)
 
 
 def _write_counts(panel: Axes, curves: Sequence[Sequence[dict]], color: str) -> None:
-    """How many documents stand behind each point, once where several curves have the same."""
+    """How many sequences stand behind each point, once where several curves have the same."""
     tops: dict[tuple[int, int], float] = {}
     for row in (row for rows in curves for row in rows):
-        key = row["length"], row["documents"]
+        key = row["length"], sequences(row)
         tops[key] = max(tops.get(key, 0.0), row["high"] or row["perplexity"])
     style = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center", "va": "bottom", "fontsize": 7}
     style["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8}
@@ -143,10 +151,11 @@ def _extrapolation(file: Path, records: Sequence[dict], panels: Sequence[int]) -
                 for i, record in enumerate(records):
                     if points := _panel(record["perplexity"].get(name, {}), length):
                         _curve(panel, _middles(points), points, record["name"], f"C{i}")
-                        counts.add(points[0]["documents"])
+                        counts.add(sequences(points[0]))
                 if counts:
                     _note_count(panel, counts)
                 mark_training(panel, records, label=True)
+                _bound(panel)
                 panel.set_xlim(0, length)
                 panel.set_xticks([0, length // 2, length], ["0", short(length // 2), short(length)])
                 panel.grid(alpha=0.3)

@@ -1,8 +1,8 @@
 """Bridge to lm-eval: our checkpoints as an lm-eval model, and a task list run one task at a time."""
 
-import hashlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from itertools import islice
 from pathlib import Path
@@ -15,15 +15,17 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fla_train.eval.contributions import contributions
 from fla_train.eval.likelihood import Answer, log_likelihoods
 from fla_train.eval.mirror import DatasetUnavailable, hub_datasets, mirror_folder
 from fla_train.eval.parallel import ALONE, Ranks
+from fla_train.eval.report import write_samples
+from fla_train.eval.scores import LoadedTasks, task_scores
 from fla_train.hub.environment import git_commit
 from fla_train.hub.load import document_prefix, resolve_checkpoint, trained_length, training_record
 from fla_train.models import DeltaProductForCausalLM
@@ -112,6 +114,8 @@ class FlaTrainLM(HFLM):
         if self._share_contexts and self.batch_size == "auto":
             self.batch_size_per_gpu = max(AUTO_TOKENS // self._max_length, 1)
 
+        self._asked: Sequence[Instance] = ()
+        self._truncated: set[tuple[str | None, int | None]] = set()
         self._ranks = ranks
         if ranks is not None:
             self._rank, self._world_size = ranks.rank, ranks.world
@@ -163,11 +167,43 @@ class FlaTrainLM(HFLM):
         """As lm-eval's; for our models, each text that it will ask the tokenizer for is encoded beforehand,
         all in one call, which uses every core and takes the context of several answers once.
         """
-        if not self._share_contexts:
-            return super().loglikelihood(requests, disable_tqdm)
-        pairs = {request.args for request in requests if request.args[0]}
-        with self._encoding({text for head, tail in pairs for text in (head + tail, head.rstrip())}):
-            return super().loglikelihood(requests, disable_tqdm)
+        pairs = {request.args for request in requests if request.args[0]} if self._share_contexts else set()
+        self._asked = requests
+        try:
+            with self._encoding({text for head, tail in pairs for text in (head + tail, head.rstrip())}):
+                return super().loglikelihood(requests, disable_tqdm)
+        finally:
+            self._asked = ()
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """As `HFLM`'s.
+
+        Raises:
+            ValueError: the window leaves no room for a prompt beside the answer.
+        """
+        rooms: dict[str, int] = {}  # tokens left for a prompt, by settings of the generation
+        for request in requests:
+            prompt, settings = request.args
+            key = repr(settings)
+            if key not in rooms:
+                answer = normalize_gen_kwargs(settings, self.max_gen_toks)["max_gen_toks"]
+                rooms[key] = self.max_length - answer
+                if rooms[key] <= 0:
+                    longest = max(len(self.tok_encode(other.args[0])) for other in requests)
+                    raise ValueError(
+                        f"an answer of up to {answer} tokens leaves no room for a prompt in a window of "
+                        f"{self.max_length}: set suite.max_length={answer + longest} (the longest prompt has "
+                        f"{longest} tokens), or fewer tokens by suite.gen_kwargs={{max_gen_toks:...}}"
+                    )
+            if len(self.tok_encode(prompt)) > rooms[key]:
+                self._truncated.add((request.task_name, request.doc_id))
+        return super().generate_until(requests, disable_tqdm)
+
+    def pop_truncated(self) -> dict[str, int]:
+        """By task the examples, of all ranks, of which a prompt lost its beginning since the last call."""
+        found = set().union(*(self._ranks or ALONE).gather(self._truncated))
+        self._truncated = set()
+        return dict(Counter(task for task, _ in found))
 
     @contextmanager
     def _encoding(self, texts: set[str]) -> Iterator[None]:
@@ -202,6 +238,9 @@ class FlaTrainLM(HFLM):
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[Answer]:
+        for asked, (_, context, continuation) in zip(self._asked, requests, strict=False):
+            if len(context) + len(continuation) > self.max_length + 1:
+                self._truncated.add((asked.task_name, asked.doc_id))
         if not self._share_contexts:
             return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
         pairs = [(context, continuation) for _, context, continuation in requests]
@@ -260,7 +299,12 @@ def run_tasks(
     include_path: str | Path | None = None,
     mirror: str | Path | None = None,
     num_fewshot: int | None = None,
-    limit: int | None = None,
+    limit: int | float | None = None,
+    gen_kwargs: dict[str, Any] | None = None,
+    apply_chat_template: bool | str = False,
+    system_instruction: str | None = None,
+    seed: int | None = None,
+    samples: Path | None = None,
     bootstrap_iters: int = 1000,
     part: Callable[[str, Callable[[], dict]], dict] = lambda name, work: work(),
 ) -> dict[str, dict]:
@@ -272,7 +316,14 @@ def run_tasks(
         include_path: folder with local task definitions.
         mirror: folder with the tasks' data sets, see `fla_train.eval.mirror`; None: the Hub or its cache.
         num_fewshot: examples in the prompt; None is each task's own number.
-        limit: examples per task; None is all. Limited results are not comparable with published ones.
+        limit: examples per task, or a fraction below 1 of them; None is all. Limited results are not
+            comparable with published ones.
+        gen_kwargs: settings of generation in place of the tasks', such as `max_gen_toks` or `temperature`.
+        apply_chat_template: put prompts into the tokenizer's chat template, or into the one of this name.
+        system_instruction: begin prompts with it.
+        seed: of few-shot examples and sampling; None: lm-eval's own (0 for `random`, 1234 for the others).
+        samples: folder that gets a `<task>.jsonl` with what was asked and answered of each example; None:
+            they are not kept.
         bootstrap_iters: resamples for the standard errors of metrics that have no closed form.
         part: called with the task's name and the work; lets the caller keep finished results.
 
@@ -281,11 +332,15 @@ def run_tasks(
         `{"error": line}` for a task that could not run (no data, no network); the others go on.
 
     Raises:
-        ValueError: a name that lm-eval does not know, or `mirror` is no folder; nothing was run.
+        ValueError: a name that lm-eval does not know, `mirror` is no folder, or the tokenizer has no chat
+            template; nothing was run.
     """
     names = list(tasks)
     place = mirror_folder(mirror)
-    manager = _task_manager(names, include_path)
+    if apply_chat_template and not getattr(lm.tokenizer, "chat_template", None):
+        raise ValueError("suite.apply_chat_template: the checkpoint's tokenizer has no chat template")
+    manager = LoadedTasks(_task_manager(names, include_path))
+    kinds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 
     def evaluate(name: str, notes: list[str]) -> dict:
         with redirect_stdout(sys.stderr):  # it prints what it does; the console gets the table alone
@@ -295,12 +350,19 @@ def run_tasks(
                 task_manager=manager,
                 num_fewshot=num_fewshot,
                 limit=limit,
+                gen_kwargs=gen_kwargs,
+                apply_chat_template=apply_chat_template,
+                system_instruction=system_instruction,
                 bootstrap_iters=bootstrap_iters,
-                log_samples=True,  # for their hashes; the samples themselves are dropped
+                log_samples=True,  # for their hashes
+                **(dict.fromkeys(kinds, seed) if seed is not None else {}),
             )
+        truncated = lm.pop_truncated()
         if results is None:  # lm-eval collects them on rank 0
             return {}
-        scores = {task: _scores(results, task) for task in results["results"]}
+        if samples is not None:
+            write_samples(samples, results["samples"])
+        scores = task_scores(results, **manager.loaded, truncated=truncated)
         return {"scores": scores} | ({"note": "; ".join(dict.fromkeys(notes))} if notes else {})
 
     finished = {}
@@ -311,7 +373,9 @@ def run_tasks(
         except DatasetUnavailable as failure:
             finished[name] = {"error": str(failure)}
         except Exception as failure:  # a data set's code may raise anything; the other tasks go on
-            line = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
+            line = " ".join(str(failure).split())[:300]
+            if not isinstance(failure, ValueError):
+                line = f"{type(failure).__name__}: {line}"
             if NO_SHOTS in line:
                 line += " Few-shot prompts need the task's training split."
             finished[name] = {"error": line}
@@ -332,38 +396,3 @@ def _task_manager(names: list[str], include_path: str | Path | None) -> TaskMana
             f"lm-eval knows no task {', '.join(unknown)}: see `lm-eval ls tasks`, or set suite.include_path"
         )
     return manager
-
-
-def _scores(results: dict, task: str) -> dict[str, Any]:
-    """A task's metrics as plain numbers: `acc`, `acc_stderr`, ..., plus `examples`, `num_fewshot`,
-    `higher_is_better` (by metric, where the task's definition says so or the contrary), `by_document` (by
-    metric what each document adds to it, see `contributions`) and `fingerprint`, a sha256 over documents,
-    prompts and targets (these two absent for groups).
-    """
-    scores, directions, shares = {}, {}, {}
-    better = results["higher_is_better"].get(task) or {}
-    # In the order of the data set, since ranks mix it.
-    samples = sorted(results["samples"].get(task, ()), key=lambda sample: sample["doc_id"])
-    for key, value in results["results"][task].items():
-        metric, _, filtered = key.partition(",")
-        if not (filtered and isinstance(value, int | float)):
-            continue
-        base = metric.removesuffix("_stderr")
-        name = base + ("" if filtered == "none" else f"_{filtered}")
-        scores[name + metric[len(base) :]] = value
-        if metric != base:
-            continue
-        if better.get(base) is not None:
-            directions[name] = bool(better[base])
-        items = [sample[base] for sample in samples if sample["filter"] == filtered and base in sample]
-        if found := contributions(value, items):
-            shares[name], error = found
-            scores.setdefault(f"{name}_stderr", error)  # lm-eval's own comes later, if it has one
-    scores["examples"] = results["n-samples"].get(task, {}).get("effective", 0)
-    scores["num_fewshot"] = results["n-shot"].get(task, 0)
-    scores["higher_is_better"] = directions
-    if samples:
-        hashes = sorted((s["doc_hash"], s["prompt_hash"], s["target_hash"]) for s in samples)
-        scores["by_document"] = shares
-        scores["fingerprint"] = hashlib.sha256(repr(hashes).encode()).hexdigest()
-    return scores

@@ -47,6 +47,28 @@ def dataset_note(mirror: Path | None, name: str, config: str | None) -> str | No
     return " ".join(file.read_text(encoding="utf-8").split()) if file and file.is_file() else None
 
 
+class _Splits(datasets.DatasetDict):
+    """The splits of a data set; one that it lacks is named with what to do."""
+
+    def __init__(
+        self, splits: datasets.DatasetDict, path: str, name: str | None, mirror: Path | None
+    ) -> None:
+        super().__init__(splits)
+        self._place = mirror / path if mirror and (mirror / path).is_dir() else None
+        self._wanted = _named(path, name)
+
+    def __getitem__(self, split: Any) -> Any:
+        if split in self or not isinstance(split, str):
+            return super().__getitem__(split)
+        filled = [name for name, rows in self.items() if len(rows)]
+        remedy = "choose another in the task's definition"
+        if self._place:
+            remedy = f"lay its rows out in {self._place}/ (scripts/build_eval_mirror.py)"
+        raise DatasetUnavailable(
+            f"{self._wanted} has no split {split!r} (it has {', '.join(filled) or 'none'}): {remedy}"
+        )
+
+
 @contextmanager
 def hub_datasets(mirror: Path | None, streamed: bool = False) -> Iterator[list[str]]:
     """Inside it `datasets.load_dataset("org/name", ...)` reads `mirror/org/name/` if that folder exists.
@@ -70,6 +92,12 @@ def hub_datasets(mirror: Path | None, streamed: bool = False) -> Iterator[list[s
     notes: list[str] = []
 
     def load(path: str, name: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        found = load_splits(path, name, *args, **kwargs)
+        if isinstance(found, datasets.DatasetDict):
+            return _Splits(found, path, name, mirror)
+        return found
+
+    def load_splits(path: str, name: str | None, *args: Any, **kwargs: Any) -> Any:
         if "/" not in path or Path(path).exists():
             return load_dataset(path, name, *args, **kwargs)
         folder = mirror_place(mirror, path) if mirror else None
@@ -112,8 +140,12 @@ def _with_train(splits: Any) -> Any:
     return splits
 
 
+def _named(path: str, name: str | None) -> str:
+    return f"data set {path}" + (f" ({name})" if name else "")
+
+
 def _remedy(path: str, name: str | None, folder: Path | None, streamed: bool, failure: Exception) -> str:
-    wanted = f"data set {path}" + (f" ({name})" if name else "")
+    wanted = _named(path, name)
     if folder is None and streamed:
         return f"{wanted} cannot be had from the Hub: {streaming_remedy(path)}"
     if folder is None:
@@ -136,6 +168,8 @@ def _reason(failure: BaseException) -> str:
         failure = failure.__cause__
     if isinstance(failure, StopIteration):
         return "it holds no rows"
+    if isinstance(failure, datasets.exceptions.NonMatchingSplitsSizesError):
+        return "its files have other numbers of rows than its README.md says: lay it out again"
     return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
 
 

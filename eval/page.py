@@ -41,7 +41,7 @@ def _lean(record: dict) -> dict:
     """What the page shows: no single documents, histograms over all layers, and no panel whose curve is the
     beginning of the one over all positions.
     """
-    record = _without(record, ("losses", "by_document"))
+    record = _without(record, ("losses", "targets", "by_document"))
     sets = {}
     for name, result in record["perplexity"].items():
         curve, panels = result.get("positions", []), result.get("panels", {})

@@ -1,6 +1,7 @@
 """Finished parts of an evaluation on disk, so that an interrupted one goes on where it stopped."""
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +34,7 @@ class Parts:
         if self.ranks.rank:
             return result
         self.folder.mkdir(parents=True, exist_ok=True)
-        aside = file.with_suffix(".writing")
+        aside = file.with_suffix(f".{os.getpid()}.writing")
         aside.write_text(json.dumps({"request": request, "result": result}))
         aside.replace(file)
         return result

@@ -1,7 +1,7 @@
 """Loss against position: documents read in chunks, the state carried through the cache, so that memory is
 constant in length for recurrent models and grows by keys and values alone for others.
 
-Targets of a document are counted from 0; target i is predicted from a prefix token and the i tokens before
+Targets of a sequence are counted from 0; target i is predicted from a prefix token and the i tokens before
 it. A *bucket* is a range of targets. All results follow from one table, the summed loss of each document in
 each bucket.
 """
@@ -18,83 +18,87 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from fla_train.eval.documents import stacked
+from fla_train.eval.documents import Spans, stacked
+from fla_train.eval.intervals import Estimate
 from fla_train.models import DeltaProductForCausalLM
 
-Z95 = 1.96
 CACHES = ("past_key_values", "cache_params", "state")  # what models call what they carry: most, Mamba, RWKV
 TRIED = 32  # tokens by which a model shows that it carries on
 ROUNDING, COARSE_ROUNDING = 1e-3, 0.03  # of logits, relative: in fp32 (as TF32 has it), in 16 bits
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """Mean loss (nats per token) over documents, and what its spread says.
-
-    Attributes:
-        loss: mean over documents of each one's mean loss.
-        stderr: normal standard error over documents; None for a single one or an infinite loss.
-        documents: how many.
-        losses: each one's mean loss.
-    """
-
-    loss: float
-    stderr: float | None
-    documents: int
-    losses: tuple[float, ...]
-
-    @classmethod
-    def of(cls, losses: np.ndarray) -> "Estimate":
-        """From one mean loss per document, shape [D], D >= 1."""
-        n = len(losses)
-        spread = float(losses.std(ddof=1) / math.sqrt(n)) if n > 1 and np.isfinite(losses).all() else None
-        return cls(float(losses.mean()), spread, n, tuple(losses.tolist()))
-
-    @property
-    def perplexity(self) -> float:
-        return _exp(self.loss)
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """95% confidence interval of the perplexity, normal on the scale of the loss."""
-        if self.stderr is None:
-            return None
-        return _exp(self.loss - Z95 * self.stderr), _exp(self.loss + Z95 * self.stderr)
-
-
-def _exp(loss: float) -> float:
-    """exp, at most the largest float: a model that diverges has a perplexity beyond all numbers."""
-    return math.exp(min(loss, 700.0))
-
-
-@dataclass(frozen=True)
 class LossTable:
-    """Summed losses by document and bucket.
+    """Summed losses by bucket, a row for each document in each sequence.
 
     Attributes:
         edges: bucket j holds the targets edges[j] <= i < edges[j + 1]; edges[0] = 0.
-        sums: [D, len(edges) - 1] float64, nats; NaN where the document does not fill the bucket.
+        sums: [R, len(edges) - 1] float64, nats; NaN where the sequence does not fill the bucket.
+        targets: [R, len(edges) - 1] int64, how many were summed.
+        sizes: [R, len(edges) - 1] int64, bytes of text that they stand for; None: not known.
+        sequences: [R] int64, number of the row's sequence.
+        documents: [R] int64, number of its document.
     """
 
     edges: tuple[int, ...]
     sums: np.ndarray
+    targets: np.ndarray
+    sizes: np.ndarray | None
+    sequences: np.ndarray
+    documents: np.ndarray
 
     def up_to(self, length: int) -> Estimate | None:
-        """The first `length` targets (an edge) of every document that has them; None if none has."""
-        cumulative = self.sums[:, : self.edges.index(length)].sum(axis=1)
-        losses = cumulative[~np.isnan(cumulative)] / length
-        return Estimate.of(losses) if len(losses) else None
+        """The first `length` targets (an edge) of every sequence that has them; None if none has."""
+        last = self.edges.index(length)
+        found = self._estimates(last, [slice(0, last)])
+        return found[0] if found else None
 
     def by_position(self, length: int) -> list[tuple[int, int, Estimate]]:
-        """(start, end, estimate) of each bucket below `length`, over the documents that reach `length`.
+        """(start, end, estimate) of each bucket below `length`, over the sequences that reach `length`.
 
-        The same documents stand behind every point, so the curve shows the model and not the choice of
+        The same sequences stand behind every point, so the curve shows the model and not the choice of
         documents.
         """
         last = self.edges.index(length)
-        sums = self.sums[~np.isnan(self.sums[:, last - 1]), :last]
         bounds = list(zip(self.edges, self.edges[1:], strict=False))[:last]
-        return [(a, b, Estimate.of(sums[:, j] / (b - a))) for j, (a, b) in enumerate(bounds)]
+        found = self._estimates(last, [slice(j, j + 1) for j in range(last)])
+        return [(a, b, estimate) for (a, b), estimate in zip(bounds, found, strict=False)]
+
+    def _estimates(self, last: int, ranges: Sequence[slice]) -> list[Estimate]:
+        """An estimate for each range of buckets, over the sequences that fill the first `last` buckets."""
+        rows = ~np.isnan(self.sums[:, last - 1])
+        if not rows.any():
+            return []
+        documents, index = np.unique(self.documents[rows], return_inverse=True)
+        sequences = len(np.unique(self.sequences[rows]))
+
+        def by_document(table: np.ndarray, buckets: slice) -> np.ndarray:
+            return np.bincount(index, table[rows, buckets].sum(axis=1), len(documents))
+
+        return [
+            Estimate.of(
+                by_document(self.sums, buckets),
+                by_document(self.targets, buckets),
+                None if self.sizes is None else by_document(self.sizes, buckets),
+                sequences,
+            )
+            for buckets in ranges
+        ]
+
+    @classmethod
+    def interleaved(cls, tables: Sequence["LossTable"]) -> "LossTable":
+        """The table of all sequences from those of the ranks, of which each has every `len(tables)`-th."""
+        numbers = [table.sequences * len(tables) + rank for rank, table in enumerate(tables)]
+        order = np.argsort(np.concatenate(numbers), kind="stable")
+
+        def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+            return np.concatenate(arrays)[order]
+
+        sizes = None if tables[0].sizes is None else joined([table.sizes for table in tables])
+        sums, targets, documents = (
+            joined([getattr(table, name) for table in tables]) for name in ("sums", "targets", "documents")
+        )
+        return cls(tables[0].edges, sums, targets, sizes, joined(numbers), documents)
 
 
 def bucket_edges(lengths: Sequence[int], bucket: int) -> tuple[int, ...]:
@@ -112,51 +116,70 @@ def bucket_edges(lengths: Sequence[int], bucket: int) -> tuple[int, ...]:
 
 def loss_table(
     model: PreTrainedModel,
-    documents: Sequence[Sequence[int]],
+    sequences: Sequence[Sequence[int]],
     edges: Sequence[int],
     *,
+    spans: Sequence[Spans] | None = None,
+    token_sizes: np.ndarray | None = None,
     prefix: Sequence[int] = (),
     chunk: int = 1024,
     batch_size: int = 4,
     progress: bool = False,
 ) -> LossTable:
-    """Run `model` over `documents` and sum the losses by bucket.
+    """Run `model` over `sequences` and sum the losses by bucket and document.
 
     Args:
-        model: any causal language model, with a cache if documents are longer than a chunk; in eval mode.
-        documents: token ids; one shorter than the first bucket gets a row of NaN.
+        model: any causal language model, with a cache if sequences are longer than a chunk; in eval mode.
+        sequences: token ids; one shorter than the first bucket gets rows of NaN.
         edges: see `LossTable`.
-        prefix: tokens before each document (usually the separator). Without any, a document's first token is
-            context only and target 0 is its second.
+        spans: of each sequence the documents in it; None: each sequence is a document.
+        token_sizes: bytes of each token id, see `token_bytes`; None: not known.
+        prefix: the token before each sequence (usually the separator), if any. Without any, a sequence's
+            first token is context only and target 0 is its second.
         chunk: tokens per forward; memory is proportional to `batch_size * chunk * vocab_size`.
-        batch_size: documents read side by side.
+        batch_size: sequences read side by side.
         progress: show a progress bar over tokens.
 
     A batch that exceeds the GPU's memory is read in halves.
 
     Raises:
-        ValueError: a chunk or batch size below 1, the memory is too small for one document, or a document is
+        ValueError: a chunk or batch size below 1, the memory is too small for one sequence, or a sequence is
             longer than a chunk and the model does not carry its state from one to the next.
     """
     if chunk < 1 or batch_size < 1:
         raise ValueError("suite.perplexity.chunk and suite.perplexity.batch_size must be at least 1")
     edges = tuple(edges)
-    sizes = [_targets(len(prefix) + len(document), edges) for document in documents]
-    sums = np.full((len(documents), len(edges) - 1), np.nan)
-    longest_first = sorted(range(len(sizes)), key=lambda d: -sizes[d])  # a batch holds ones of like length
-    if sizes and sizes[first := longest_first[0]] > chunk and not isinstance(model, DeltaProductForCausalLM):
-        _check_cache(model, stacked([documents[first]], prefix, 0, min(sizes[first], TRIED)), chunk)
-    with tqdm(total=sum(sizes), unit="token", unit_scale=True, desc="loss", disable=not progress) as bar:
-        for start in range(0, len(sizes), batch_size):
-            members = [d for d in longest_first[start : start + batch_size] if sizes[d]]
+    assert len(prefix) <= 1
+    spans = spans or [((d, 0),) for d in range(len(sequences))]
+    counts = [len(span) for span in spans]
+    first_row = np.cumsum([0, *counts])
+    sums, targets, sizes = found = np.zeros((3, sum(counts), len(edges) - 1))
+    sums[:] = np.nan
+    lengths = [_targets(len(prefix) + len(sequence), edges) for sequence in sequences]
+    longest_first = sorted(
+        range(len(lengths)), key=lambda s: -lengths[s]
+    )  # a batch holds ones of like length
+    recurrent = isinstance(model, DeltaProductForCausalLM)
+    if lengths and lengths[first := longest_first[0]] > chunk and not recurrent:
+        _check_cache(model, stacked([sequences[first]], prefix, 0, min(lengths[first], TRIED)), chunk)
+    reader = _Reader(model, prefix, edges, chunk, token_sizes)
+    with tqdm(total=sum(lengths), unit="token", unit_scale=True, desc="loss", disable=not progress) as bar:
+        for start in range(0, len(lengths), batch_size):
+            members = [s for s in longest_first[start : start + batch_size] if lengths[s]]
             if not members:
                 break
-            rows = [documents[d][: max(sizes[d] + 1 - len(prefix), 0)] for d in members]
-            summed = _sums(model, rows, prefix, edges, chunk, bar)  # [members, buckets]
-            for d, row in zip(members, summed.tolist(), strict=True):
-                full = edges.index(sizes[d])
-                sums[d, :full] = row[:full]
-    return LossTable(edges, sums)
+            rows = [sequences[s][: max(lengths[s] + 1 - len(prefix), 0)] for s in members]
+            for s, summed in zip(members, reader.sums(rows, [spans[s] for s in members], bar), strict=True):
+                full = edges.index(lengths[s])
+                found[:, first_row[s] : first_row[s + 1], :full] = summed[..., :full]
+    return LossTable(
+        edges,
+        sums,
+        targets.astype(np.int64),
+        None if token_sizes is None else sizes.astype(np.int64),
+        np.repeat(np.arange(len(sequences)), counts),
+        np.array([document for span in spans for document, _ in span], np.int64),
+    )
 
 
 def _targets(tokens: int, edges: tuple[int, ...]) -> int:
@@ -221,54 +244,66 @@ def _forward(
     return output.logits, {name: value for name, value in kept.items() if value is not None}
 
 
-def _sums(
-    model: PreTrainedModel,
-    rows: list[Sequence[int]],
-    prefix: Sequence[int],
-    edges: tuple[int, ...],
-    chunk: int,
-    bar: tqdm,
-) -> Tensor:
-    """`_batch_sums`, in halves where the GPU's memory is too small for the whole."""
-    done = bar.n
-    try:
-        return _batch_sums(model, rows, prefix, edges, chunk, bar)
-    except torch.OutOfMemoryError:
-        if len(rows) == 1:
-            raise ValueError(
-                f"the GPU's memory is too small for {chunk} tokens at once: lower suite.perplexity.chunk"
-            ) from None
-    torch.cuda.empty_cache()
-    bar.n = done
-    half = len(rows) // 2
-    return torch.cat([_sums(model, part, prefix, edges, chunk, bar) for part in (rows[:half], rows[half:])])
+@dataclass(frozen=True)
+class _Reader:
+    """Reads batches of sequences; arguments as those of `loss_table`."""
 
+    model: PreTrainedModel
+    prefix: Sequence[int]
+    edges: tuple[int, ...]
+    chunk: int
+    token_sizes: np.ndarray | None
 
-@torch.inference_mode()
-def _batch_sums(
-    model: PreTrainedModel,
-    rows: list[Sequence[int]],
-    prefix: Sequence[int],
-    edges: tuple[int, ...],
-    chunk: int,
-    bar: tqdm,
-) -> Tensor:
-    """Loss sums [B, buckets], float64 on the CPU. Rows are padded on the right: no target sees that."""
-    device = model.get_input_embeddings().weight.device
-    sizes = [len(prefix) + len(row) - 1 for row in rows]
-    bounds = torch.tensor(edges[1:])
-    sums = torch.zeros(len(rows), len(bounds), dtype=torch.float64)
-    cache: dict[str, Any] = {}
-    for start in range(0, max(sizes), chunk):
-        stop = min(start + chunk, max(sizes))
-        ids = stacked(rows, prefix, start, stop + 1).to(device)  # [B, C + 1]
-        logits, cache = _forward(model, ids[:, :-1], cache, keep=max(sizes) > chunk)
-        losses = torch.stack(list(map(_losses, logits, ids[:, 1:])))  # [B, C]
-        losses = losses.nan_to_num(math.inf, math.inf)  # NaN marks a bucket without targets, not a lost model
-        buckets = torch.bucketize(torch.arange(start, stop), bounds, right=True)
-        sums.index_add_(1, buckets, losses.double().cpu())
-        bar.update(sum(max(0, min(stop, size) - start) for size in sizes))
-    return sums
+    def sums(self, rows: list[Sequence[int]], spans: list[Spans], bar: tqdm) -> list[np.ndarray]:
+        """`_batch_sums`, in halves where the GPU's memory is too small for the whole."""
+        done = bar.n
+        try:
+            return self._batch_sums(rows, spans, bar)
+        except torch.OutOfMemoryError:
+            if len(rows) == 1:
+                raise ValueError(
+                    f"the GPU's memory is too small for {self.chunk} tokens at once: "
+                    "lower suite.perplexity.chunk"
+                ) from None
+        torch.cuda.empty_cache()
+        bar.n = done
+        half = len(rows) // 2
+        return self.sums(rows[:half], spans[:half], bar) + self.sums(rows[half:], spans[half:], bar)
+
+    @torch.inference_mode()
+    def _batch_sums(self, rows: list[Sequence[int]], spans: list[Spans], bar: tqdm) -> list[np.ndarray]:
+        """Losses, targets and bytes of each row by document and bucket, [3, documents, buckets] float64.
+
+        Rows are padded on the right: no target sees that.
+        """
+        device = self.model.get_input_embeddings().weight.device
+        sizes = [len(self.prefix) + len(row) - 1 for row in rows]
+        found = [np.zeros((3, len(span), len(self.edges) - 1)) for span in spans]
+        cache: dict[str, Any] = {}
+        for start in range(0, max(sizes), self.chunk):
+            stop = min(start + self.chunk, max(sizes))
+            ids = stacked(rows, self.prefix, start, stop + 1)  # [B, C + 1]
+            moved = ids.to(device)
+            logits, cache = _forward(self.model, moved[:, :-1], cache, keep=max(sizes) > self.chunk)
+            losses = torch.stack(list(map(_losses, logits, moved[:, 1:])))  # [B, C]
+            # NaN marks a bucket without targets, not a lost model.
+            losses = losses.nan_to_num(math.inf, math.inf).double().cpu().numpy()
+            for row, size in enumerate(sizes):
+                if (end := min(stop, size)) > start:
+                    asked = ids[row, 1 : end - start + 1].numpy()
+                    self._add(found[row], spans[row], start, losses[row, : end - start], asked)
+                    bar.update(end - start)
+        return found
+
+    def _add(self, found: np.ndarray, span: Spans, start: int, losses: np.ndarray, asked: np.ndarray) -> None:
+        """Count targets `asked` [n] from the `start`-th on, with their losses [n], into `found`."""
+        places = np.arange(start, start + len(asked))
+        firsts = [first for _, first in span]
+        document = np.searchsorted(firsts, places + 1 - len(self.prefix), side="right") - 1
+        cells = document * found.shape[2] + np.searchsorted(self.edges, places, side="right") - 1
+        weights = [losses, None] + ([] if self.token_sizes is None else [self.token_sizes[asked]])
+        for total, weight in zip(found, weights, strict=False):
+            total += np.bincount(cells, weight, total.size).reshape(total.shape)
 
 
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
 """The report of an evaluation, or of several side by side: one folder with everything."""
 
+import fcntl
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from fla_train.eval.compare import load_record
@@ -24,6 +26,24 @@ def check_output(folder: Path) -> None:
         raise ValueError(f"{place} can't be written to: give another output")
 
 
+@contextmanager
+def output_lock(folder: Path) -> Iterator[None]:
+    """A block in which no other evaluation writes to `folder`, which is made if need be.
+
+    Raises:
+        ValueError: another process is in such a block.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as failure:
+            raise ValueError(
+                f"another evaluation writes {folder}: wait for it or give another output"
+            ) from failure
+        yield  # closing the file, or dying, releases the lock
+
+
 def write_report(folder: Path, record: dict) -> None:
     """Write results.json, table.md, table.tex, index.html and the figures (png and pdf) to `folder`.
 
@@ -34,6 +54,18 @@ def write_report(folder: Path, record: dict) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "results.json").write_text(json.dumps(record, indent=2) + "\n")
     _write_views(folder, [record])
+
+
+def write_samples(folder: Path, samples: dict[str, list[dict]]) -> None:
+    """A file per task, a line per example and filter, in the order of the data set."""
+    from lm_eval.utils import handle_non_serializable  # lm-eval takes seconds to import
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for task, rows in samples.items():
+        with (folder / f"{task}.jsonl").open("w", encoding="utf-8") as file:
+            for row in sorted(rows, key=lambda row: row["doc_id"]):
+                line = json.dumps(row, default=handle_non_serializable, ensure_ascii=False)
+                file.write(line + "\n")
 
 
 def write_comparison(folder: Path, places: Sequence[str | Path]) -> list[dict]:
@@ -58,8 +90,8 @@ def write_comparison(folder: Path, places: Sequence[str | Path]) -> list[dict]:
     for record, place in zip(records, places, strict=True):
         if names.count(record["name"]) > 1:
             record["name"] = f"{record['name']} ({place})"
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_views(folder, records)
+    with output_lock(folder):
+        _write_views(folder, records)
     return records
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +17,7 @@ from fla_train.eval.parallel import ALONE, Ranks
 from fla_train.eval.parts import Parts
 from fla_train.eval.positions import position_limit
 from fla_train.eval.progress import progress_bars
-from fla_train.eval.report import check_output, write_report
+from fla_train.eval.report import check_output, output_lock, write_report
 from fla_train.eval.sweep import run_sweep
 from fla_train.hub.device import pick_device, pick_dtype
 from fla_train.hub.environment import describe_environment
@@ -24,6 +25,10 @@ from fla_train.hub.load import load_model, recorded_length, resolve_checkpoint, 
 from fla_train.hub.paths import own_name
 from fla_train.models.accounting import count_parameters
 
+TASK_OPTIONS = (  # of a suite, for `run_tasks`
+    *("include_path", "num_fewshot", "limit", "gen_kwargs"),
+    *("apply_chat_template", "system_instruction", "seed"),
+)
 DEFINITIONS = (".yaml", ".py", ".jsonl", ".parquet")  # what tasks of the user's own are made of
 
 
@@ -37,7 +42,8 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
         The evaluation's folder and what results.json holds (on rank 0; the others hold a part of it).
 
     Raises:
-        ValueError: the request cannot work; says what to change.
+        ValueError: the request cannot work, or another evaluation writes to the same output; says what to
+            change.
         OSError: the disk is full or gone; finished parts are kept.
         KeyboardInterrupt: with the folder, where one was begun.
     """
@@ -59,19 +65,23 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
     folder = ranks.share(folder)  # its name has the time in it
     check_output(folder)
     try:
-        record = evaluate_model(
-            model,
-            tokenizer,
-            config.suite,
-            folder,
-            name=_name(source),
-            identity={"checkpoint": str(source), "weights": _weights_stamp(source, model)},
-            run=run_folder(source),
-            trained=recorded_length(model),
-            mirror=config.mirror,
-            ranks=ranks,
-            progress=progress,
-        )
+        with ExitStack() as held:
+            with ranks.together():
+                if ranks.rank == 0:
+                    held.enter_context(output_lock(folder))
+            record = evaluate_model(
+                model,
+                tokenizer,
+                config.suite,
+                folder,
+                name=_name(source),
+                identity={"checkpoint": str(source), "weights": _weights_stamp(source, model)},
+                run=run_folder(source),
+                trained=recorded_length(model),
+                mirror=config.mirror,
+                ranks=ranks,
+                progress=progress,
+            )
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(str(folder)) from stop  # whoever asked for no folder learns its name
     except OSError as failure:
@@ -144,10 +154,15 @@ def evaluate_model(
     with progress_bars(progress):
         if suite.perplexity is not None:
             record["perplexity"] = run_sweep(
-                *(model, tokenizer, suite.perplexity), run=run, mirror=mirror, parts=parts, progress=progress
+                *(model, tokenizer, suite.perplexity),
+                run=run,
+                trained=trained,
+                mirror=mirror,
+                parts=parts,
+                progress=progress,
             )
         if suite.tasks:
-            record["tasks"] = _tasks(model, tokenizer, suite, mirror, parts, window)
+            record["tasks"] = _tasks(model, tokenizer, suite, mirror, parts, window, folder / "samples")
             record["paper_row"] = paper_row(record["tasks"])
     record["metrics"] = flat_metrics(record)
     record["seconds"] = round(time.time() - started, 1)
@@ -163,20 +178,21 @@ def _tasks(
     mirror: str | None,
     parts: Parts,
     window: int,
+    samples: Path,
 ) -> dict:
     from fla_train.eval.harness import FlaTrainLM, run_tasks  # lm-eval takes seconds to import
 
     lm = FlaTrainLM(model, tokenizer, max_length=window, batch_size=suite.batch_size, ranks=parts.ranks)
-    settings = {key: getattr(suite, key) for key in ("include_path", "num_fewshot", "limit", "max_length")}
+    options = {key: getattr(suite, key) for key in TASK_OPTIONS}
+    settings = options | {key: getattr(suite, key) for key in ("max_length", "save_samples")}
     settings |= {"mirror": mirror, "definitions": _definitions(suite.include_path)}
     return run_tasks(
         lm,
         suite.tasks,
-        include_path=suite.include_path,
         mirror=mirror,
-        num_fewshot=suite.num_fewshot,
-        limit=suite.limit,
+        samples=samples if suite.save_samples else None,
         part=lambda name, work: parts(name, settings, work),
+        **options,
     )
 
 

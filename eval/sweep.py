@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fla_train.data.files import describe_files, find_files
+from fla_train.data.token_bytes import token_bytes
 from fla_train.eval.config import PerplexityConfig, set_name
 from fla_train.eval.documents import (
     file_documents,
@@ -22,7 +23,7 @@ from fla_train.eval.documents import (
 from fla_train.eval.mirror import dataset_note, mirror_folder
 from fla_train.eval.parallel import Ranks
 from fla_train.eval.parts import Parts
-from fla_train.eval.perplexity import Estimate, LossTable, bucket_edges, loss_table
+from fla_train.eval.perplexity import LossTable, bucket_edges, loss_table
 from fla_train.eval.positions import position_limit
 from fla_train.eval.sets import PAPER_SETS, hub_documents
 from fla_train.eval.states import positions_up_to, state_statistics
@@ -37,6 +38,7 @@ def run_sweep(
     config: PerplexityConfig,
     *,
     run: Path | None,
+    trained: int | None = None,
     mirror: str | None,
     parts: Parts,
     progress: bool,
@@ -48,21 +50,25 @@ def run_sweep(
         tokenizer: of the model.
         config: what to read and how.
         run: run folder, whose validation split is read if `config.sets` is empty.
+        trained: length of the training sequences (tokens), None if not known.
         mirror: folder with the papers' sets, or None for the Hub.
         parts: keeps finished sets; its ranks share the sequences.
         progress: show progress bars.
 
     Returns:
         By set `lengths`, `positions` (over the documents that reach the longest of these), `panels` (by panel
-        the same over the documents that reach it), `not_reached`, `states` (None unless asked for), `data`
-        (sequences, tokens, fingerprint), `own_file` (true) where it is no set of the papers but a file of the
-        user's, whatever its name, and, where the mirror has one, `note`; or `{"error": line}` for a set that
-        cannot be had or read, or has no document of the lengths asked for; the others go on.
+        the same over the documents that reach it), each row as `Estimate.numbers` gives it and those of
+        `lengths` with `losses` and `targets` of each document, `not_reached`, `states` (None unless asked
+        for), `data` (sequences, tokens, fingerprint), `own_file` (true) where it is no set of the papers but
+        a file of the user's, whatever its name, and, where the mirror has one, `note`; or `{"error": line}`
+        for a set that cannot be had or read, or has no document of the lengths asked for; the others go on.
 
     Raises:
         ValueError: `config.sets` is empty and there is no run whose validation split could be read, or the
             model can read none of the lengths.
     """
+    if config.training_length and trained:
+        config = replace(config, lengths=sorted({*config.lengths, trained}))
     limit = position_limit(model)
     if limit is not None and min(config.lengths) > limit:
         raise ValueError(f"the model has positions for {limit:,} tokens only: lower suite.perplexity.lengths")
@@ -77,7 +83,7 @@ def run_sweep(
                     f"perplexity-{name}",
                     settings | {"path": path, "files": _files(path, mirror)},
                     lambda name=name, stream=stream: _sweep(
-                        model, tokenizer, stream, name, config, parts.ranks, progress
+                        *(model, tokenizer, stream, name, config), trained, parts.ranks, progress
                     ),
                 )
         except ValueError as failure:
@@ -120,15 +126,19 @@ def _sweep(
     stream: Generator[np.ndarray, None, None],
     name: str,
     config: PerplexityConfig,
+    trained: int | None,
     ranks: Ranks,
     progress: bool,
 ) -> dict:
     prefix = document_prefix(model, tokenizer)
     length, limit = max(config.lengths), position_limit(model)
     if config.layout == "packed":
-        documents = packed(stream, config.documents, length, prefix, config.scan, progress)
+        documents, spans = packed(
+            *(stream, config.documents, config.lengths, prefix, config.scan, progress), least=trained or 1
+        )
     else:
         documents = longest(stream, config.documents, length, config.scan, progress)
+        spans = [((d, 0),) for d in range(len(documents))]
     stream.close()  # the texts that it has read ahead would stay in memory
     # The documents are those of a model without limit: so the two can be compared where both can read.
     within = [n for n in (*config.lengths, *config.panels) if n <= min(length, limit or length)]
@@ -136,12 +146,14 @@ def _sweep(
         model,
         documents[ranks.rank :: ranks.world],
         bucket_edges(within, config.bucket),
+        spans=spans[ranks.rank :: ranks.world],
+        token_sizes=token_bytes(tokenizer),
         prefix=prefix,
         chunk=config.chunk,
         batch_size=config.batch_size,
         progress=progress,
     )
-    table = _interleaved(ranks.gather(mine), len(documents))
+    table = LossTable.interleaved(ranks.gather(mine))
     found = {n: estimate for n in sorted(within) if (estimate := table.up_to(n))}
     reached = [n for n in sorted(config.lengths) if n in found]
     if not reached:
@@ -150,7 +162,15 @@ def _sweep(
             f"no document of {what} has {min(config.lengths)} tokens: lower suite.perplexity.lengths"
         )
     return {
-        "lengths": [{"length": n, **_numbers(found[n]), "losses": list(found[n].losses)} for n in reached],
+        "lengths": [
+            {
+                "length": n,
+                **found[n].numbers(),
+                "losses": list(found[n].losses),
+                "targets": list(found[n].targets),
+            }
+            for n in reached
+        ],
         "positions": _curve(table, max(reached)),
         "panels": {str(n): _curve(table, max(m for m in found if m <= n)) for n in sorted(config.panels)},
         "not_reached": [n for n in sorted(config.lengths) if n not in reached],
@@ -168,15 +188,7 @@ def _sweep(
 
 def _curve(table: LossTable, length: int) -> list[dict]:
     """A point per bucket below `length`, over all documents that reach it."""
-    return [{"start": a, "end": b, **_numbers(estimate)} for a, b, estimate in table.by_position(length)]
-
-
-def _interleaved(tables: list[LossTable], documents: int) -> LossTable:
-    """The table of all documents from those of the ranks, of which each has every `len(tables)`-th."""
-    sums = np.empty((documents, len(tables[0].edges) - 1))
-    for rank, table in enumerate(tables):
-        sums[rank :: len(tables)] = table.sums
-    return LossTable(tables[0].edges, sums)
+    return [{"start": a, "end": b, **estimate.numbers()} for a, b, estimate in table.by_position(length)]
 
 
 def _states(
@@ -220,15 +232,3 @@ def _statistics(
         if halves[0][name] is not None
     }
     return halves[0] | means | {"documents": sum(weights)}
-
-
-def _numbers(estimate: Estimate) -> dict:
-    low, high = estimate.interval or (None, None)
-    return {
-        "loss": estimate.loss,
-        "stderr": estimate.stderr,
-        "documents": estimate.documents,
-        "perplexity": estimate.perplexity,
-        "low": low,
-        "high": high,
-    }

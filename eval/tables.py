@@ -3,10 +3,12 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from fla_train.eval.compare import Row, comparison, is_metric
+from fla_train.eval.compare import LENGTH_LABELS, Row, comparison, is_metric
 from fla_train.eval.paper import HEADS, NOTED, fixed, paper_cells, published
 
-COUNTS = "Perplexity against context length: points of different n (documents) are of different documents."
+COUNTS = (
+    "Perplexity against context length: points of different n (documents or sequences) are of different ones."
+)
 TABLE_1 = "delta_product"  # whose rows stand beside ours; the page shows the other papers' too
 LATEX_SPECIAL = {sign: f"\\{sign}" for sign in "_%&#${}"} | {
     "~": r"\textasciitilde{}",
@@ -60,7 +62,8 @@ def notes(records: Sequence[dict]) -> list[str]:
         if len({result["data"]["fingerprint"] for result in results if "data" in result}) > 1:
             lines.append(
                 f"{name}: not all models read the same tokens (other tokenizers or documents), so their "
-                "losses and perplexities per token cannot be compared."
+                "losses and perplexities per token cannot be compared; bits per byte can, as far as the "
+                "texts are the same."
             )
     if any(varied(result.get("lengths", [])) for r in records for result in r["perplexity"].values()):
         lines.append(COUNTS)
@@ -69,7 +72,12 @@ def notes(records: Sequence[dict]) -> list[str]:
 
 def varied(rows: Sequence[dict]) -> bool:
     """Whether a curve's points are not all of the same number of documents, so not of the same documents."""
-    return len({row["documents"] for row in rows}) > 1
+    return len(set(map(sequences, rows))) > 1
+
+
+def sequences(row: dict) -> int:
+    """How many sequences stand behind a point; earlier versions called them documents."""
+    return row.get("sequences", row["documents"])
 
 
 def data_notes(records: Sequence[dict]) -> list[str]:
@@ -82,16 +90,32 @@ def data_notes(records: Sequence[dict]) -> list[str]:
 
 
 def restrictions(records: Sequence[dict]) -> list[str]:
-    """Whose tasks were not run on all documents, or with examples in the prompts."""
+    """Whose tasks were not run on all documents, with examples in the prompts, or with prompts cut short."""
     found: dict[str, list[str]] = {}
     for record in records:
+        if not record["tasks"]:
+            continue
         suite = record["suite"]
-        if record["tasks"] and suite["limit"]:
-            line = f"Only the first {suite['limit']} examples of each task (suite.limit)"
+        if limit := suite["limit"]:
+            some = f"{limit:.0f}" if limit >= 1 else f"{100 * limit:g}% of the"
+            line = f"Only the first {some} examples of each task (suite.limit)"
             found.setdefault(line, []).append(record["name"])
-        if record["tasks"] and (shots := suite.get("num_fewshot")):
+        if shots := suite.get("num_fewshot"):
             found.setdefault(f"{shots}-shot (suite.num_fewshot)", []).append(record["name"])
+        if counts := _truncated(record):
+            line = f"Prompts longer than the window of {record.get('window')} tokens lost their beginning"
+            found.setdefault(f"{line} in {', '.join(counts)} (suite.max_length)", []).append(record["name"])
     return [f"{line}: {', '.join(names)}." for line, names in found.items()]
+
+
+def _truncated(record: dict) -> list[str]:
+    """`<n> of <examples> of <task>` for each task asked for with truncated prompts."""
+    return [
+        f"{scores['truncated']} of {scores['examples']} of {task}"
+        for name, result in record["tasks"].items()
+        for task, scores in result.get("scores", {}).items()
+        if scores.get("truncated") and (task == name or name not in result["scores"])
+    ]
 
 
 def paper_heads(records: Sequence[dict]) -> list[str]:
@@ -142,25 +166,27 @@ def comparison_cells(row: Row) -> list[str]:
 
 def latex(records: Sequence[dict]) -> str:
     """For booktabs: the papers' table if an evaluation has its columns, else the tasks' scores; and
-    perplexity against length.
+    perplexity and bits per byte against length.
     """
     parts = ["% Needs \\usepackage{booktabs}.\n"]
-    rows, scores = [], []
+    by_length: dict[str, list[list[str]]] = {}
+    scores = []
     for row in comparison(records):
-        (rows if row.label.startswith("perplexity, ") else scores).append(row)
+        label = next((label for label in LENGTH_LABELS.values() if row.label.startswith(label)), None)
+        if label is None:
+            scores.append(row)
+            continue
+        cells = [row.group, row.label.removeprefix(label).removesuffix(" tokens"), *_plain(row)]
+        by_length.setdefault(label.removesuffix(", "), []).append(cells)
     if heads := paper_heads(records):
         parts.append(_paper_latex(records, heads))
     elif scores:
         header = ["task", "metric", *(record["name"] for record in records)]
         body = [[row.group, row.label, *comparison_cells(row)] for row in scores]
         parts.append(_tabular("ll" + "r" * len(records), header, [(None, body)]))
-    if rows:
+    if by_length:
         header = ["set", "tokens", *(record["name"] for record in records)]
-        body = [
-            [row.group, row.label.removeprefix("perplexity, ").removesuffix(" tokens"), *_plain(row)]
-            for row in rows
-        ]
-        parts.append(_tabular("lr" + "r" * len(records), header, [(None, body)]))
+        parts.append(_tabular("lr" + "r" * len(records), header, by_length.items()))
     parts += [rf"\par{{\footnotesize {_escape(note)}\par}}" + "\n" for note in data_notes(records)]
     return "\n".join(parts)
 
@@ -176,7 +202,10 @@ def _paper_latex(records: Sequence[dict], heads: Sequence[str]) -> str:
 
 
 def _plain(row: Row) -> list[str]:
-    return ["-" if cell.value is None else fixed(cell.value, 2) + NOTED * cell.noted for cell in row.cells]
+    digits = 4 if row.label.startswith(LENGTH_LABELS["bits_per_byte"]) else 2
+    return [
+        "-" if cell.value is None else fixed(cell.value, digits) + NOTED * cell.noted for cell in row.cells
+    ]
 
 
 def _tabular(
@@ -206,23 +235,31 @@ def _line(cells: Iterable[str]) -> str:
 def _perplexity_table(result: dict, record: dict) -> str:
     if "error" in result:
         return f"Could not run: {result['error']}\n"
-    lines = ["| context | perplexity | 95% interval | loss | documents |", "|---:|---:|:---:|---:|---:|"]
+    columns = ["context", "perplexity", "95% interval", "bits per byte", "loss", "sequences", "documents"]
+    lines = [_line(columns), "|---:|---:|:---:|---:|---:|---:|---:|"]
     for row in result["lengths"]:
-        interval = "" if row["low"] is None else f"{fixed(row['low'], 3)} to {fixed(row['high'], 3)}"
+        interval = f"none: {row.get('no_interval', 'one document')}"
+        if row["low"] is not None:
+            interval = f"{fixed(row['low'], 3)} to {fixed(row['high'], 3)}"
         mark = " (trained)" if row["length"] == record["trained_length"] else ""
-        cells = (f"{row['length']:,}{mark}", fixed(row["perplexity"], 3), interval, f"{row['loss']:.4f}")
-        lines.append(_line([*cells, str(row["documents"])]))
+        bits = row.get("bits_per_byte")
+        cells = (f"{row['length']:,}{mark}", fixed(row["perplexity"], 3), interval)
+        cells += ("-" if bits is None else fixed(bits, 4), f"{row['loss']:.4f}")
+        lines.append(_line([*cells, str(sequences(row)), str(row["documents"])]))
     limit = record["model"].get("positions") or math.inf
     if lacking := [n for n in result["not_reached"] if n <= limit]:
-        lines += ["", f"No document is long enough for {', '.join(map(str, lacking))}."]
+        packed = result["data"]["layout"] == "packed"
+        what = "The documents fill too few sequences of" if packed else "No document is long enough for"
+        lines += ["", f"{what} {', '.join(map(str, lacking))}{' tokens' * packed}."]
     return "\n".join([*lines, ""])
 
 
 def _task_table(tasks: dict[str, dict]) -> str:
-    lines = ["| task | metric | value | standard error | examples | shots |", "|---|---|---:|---:|---:|---:|"]
+    columns = ["task", "metric", "value", "standard error", "examples", "truncated", "shots"]
+    lines = [_line(columns), "|---|---|---:|---:|---:|---:|---:|"]
     for name, result in tasks.items():
         if "error" in result:
-            lines.append(f"| {name} | could not run: {result['error'].replace('|', '/')} | | | | |")
+            lines.append(f"| {name} | could not run: {result['error'].replace('|', '/')} | | | | | |")
             continue
         for task, scores in result["scores"].items():
             for metric, value in scores.items():
@@ -231,7 +268,8 @@ def _task_table(tasks: dict[str, dict]) -> str:
                 error = scores.get(f"{metric}_stderr")
                 shown = fixed(value, 4) + (NOTED if "note" in result else "")
                 cells = (task, metric, shown, "" if error is None else fixed(error, 4))
-                lines.append(_line([*cells, str(scores["examples"]), str(scores["num_fewshot"])]))
+                counts = (scores["examples"], scores.get("truncated", "-"), scores["num_fewshot"])
+                lines.append(_line([*cells, *map(str, counts)]))
     return "\n".join([*lines, ""])
 
 

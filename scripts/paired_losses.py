@@ -1,8 +1,9 @@
 #!/usr/bin/env python
 """python scripts/paired_losses.py REFERENCE OTHER... --of 0:2048 0:32768 0:2048,16384:32768
 
-Losses of evaluations less those of REFERENCE (nats per token; negative is better), document by document,
-with the standard error of the mean in parentheses. All are folders that fla-eval wrote, with the same sets.
+Losses of evaluations less those of REFERENCE (nats per token; negative is better), with the standard error
+over documents in parentheses (a document left out at a time). All are folders that fla-eval wrote, with the
+same sets.
 
   A:B      loss per token of tokens A to B
   A:B,C:D  what tokens C to D cost more than tokens A to B: what a model loses with the length
@@ -12,12 +13,12 @@ Prints a Markdown table with a column per set, and one for all documents of all 
 """
 
 import argparse
-import math
 import sys
 
 import numpy as np
 
-from fla_train.eval.compare import load_record
+from fla_train.eval.compare import load_record, loss_targets
+from fla_train.eval.intervals import jackknife_error, leave_one_out
 
 Span = tuple[int, int]
 
@@ -30,31 +31,28 @@ def spans(text: str) -> list[Span]:
     return found
 
 
-def span_losses(result: dict, span: Span) -> np.ndarray:
-    """Loss per token of the span, of each document [D].
+def span_sums(result: dict, span: Span) -> np.ndarray:
+    """Summed losses and targets of the span, of each document [2, D].
 
     Raises:
         ValueError: a bound is no length of the evaluation, or not all documents reach it.
     """
-    rows = {row["length"]: np.array(row["losses"]) for row in result["lengths"]}
-    documents = len(rows[min(rows)])
-    sums = {0: np.zeros(documents)} | {n: n * row for n, row in rows.items() if len(row) == documents}
+    rows = {row["length"]: np.array([row["losses"], loss_targets(row)], float) for row in result["lengths"]}
+    documents = rows[min(rows)].shape[1]
+    sums = {0: np.zeros((2, documents))}
+    for n, (losses, targets) in rows.items():
+        if len(losses) == documents:
+            sums[n] = np.array([losses * targets, targets])
     if lacking := [n for n in span if n not in sums]:
         raise ValueError(
             f"{lacking[0]} is no length that was measured and that all {documents} documents reach"
         )
     start, end = span
-    return (sums[end] - sums[start]) / (end - start)
-
-
-def quantity(result: dict, wanted: list[Span]) -> np.ndarray:
-    """The loss of the last span, less that of the first if there are two; of each document [D]."""
-    first, *rest = (span_losses(result, span) for span in wanted)
-    return rest[0] - first if rest else first
+    return sums[end] - sums[start]
 
 
 def differences(record: dict, reference: dict, wanted: list[Span]) -> dict[str, np.ndarray]:
-    """By set the quantity in `record` less that in `reference`, of each document [D].
+    """By set and span the summed losses in `record` less those in `reference`, and the targets: [S, 2, D].
 
     Raises:
         ValueError: other sets or other tokens.
@@ -69,16 +67,29 @@ def differences(record: dict, reference: dict, wanted: list[Span]) -> dict[str, 
                 f"{record['name']} and {reference['name']} did not read the same tokens of {name}"
             )
         try:
-            found[name] = quantity(mine, wanted) - quantity(result, wanted)
+            pairs = [(span_sums(mine, span), span_sums(result, span)) for span in wanted]
         except ValueError as fault:
             raise ValueError(f"{name}: {fault}") from fault
+        if any(a.shape != b.shape or (a[1] != b[1]).any() for a, b in pairs):
+            raise ValueError(
+                f"{name}: one evaluation counts by sequence, the other by document: run it again"
+            )
+        found[name] = np.array([(a[0] - b[0], b[1]) for a, b in pairs])
     return found
 
 
-def cell(values: np.ndarray) -> str:
-    """Mean and standard error; the former alone for one document."""
-    error = f" ({values.std(ddof=1) / math.sqrt(len(values)):.3f})" if len(values) > 1 else ""
-    return f"{values.mean():+.3f}{error}"
+def cell(sums: np.ndarray) -> str:
+    """The difference per target of the last span, less that of the first if there are two, of sums [S, 2, D].
+
+    And its standard error, unless there is but one document.
+    """
+    sums = sums[:, :, sums[:, 1].any(axis=0)]  # documents that lie in no span tell nothing
+    sign = [1.0] if len(sums) == 1 else [-1.0, 1.0]
+    value = float(np.dot(sign, [losses.sum() / targets.sum() for losses, targets in sums]))
+    if sums.shape[2] < 2:
+        return f"{value:+.3f}"
+    left = np.dot(sign, [leave_one_out(losses, targets) for losses, targets in sums])
+    return f"{value:+.3f} ({jackknife_error(left, value):.3f})"
 
 
 def main(arguments: list[str]) -> int:
@@ -95,13 +106,13 @@ def main(arguments: list[str]) -> int:
         for record in others:
             for wanted in options.of:
                 found = differences(record, reference, wanted)
-                columns = [*found.values(), np.concatenate(list(found.values()))]
+                columns = [*found.values(), np.concatenate(list(found.values()), axis=2)]
                 label = " less ".join(f"{start:,} to {end:,}" for start, end in reversed(wanted))
                 rows.append([record["name"], label, *map(cell, columns)])
     except ValueError as fault:
         print(f"error: {fault}", file=sys.stderr)
         return 2
-    heads = [f"{name} ({len(values)})" for name, values in found.items()] + [f"all ({len(columns[-1])})"]
+    heads = [f"{name} ({sums.shape[2]})" for name, sums in (*found.items(), ("all", columns[-1]))]
     for row in (["", "tokens", *heads], ["---"] * (len(heads) + 2), *rows):
         print(f"| {' | '.join(row)} |")
     return 0

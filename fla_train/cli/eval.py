@@ -92,7 +92,7 @@ def compare(arguments: Sequence[str]) -> int:
 
 def _show(folder: Path) -> None:
     print((folder / "table.md").read_text())
-    for file in sorted(path for path in folder.iterdir() if path.is_file()):
+    for file in sorted(path for path in folder.glob("[!.]*") if path.is_file()):
         print(file)
 
 

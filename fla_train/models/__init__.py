@@ -16,12 +16,21 @@ if TYPE_CHECKING:
     from fla_train.models.cache import DeltaProductCache
     from fla_train.models.configuration import DeltaProductConfig, build_config, model_schema
     from fla_train.models.loss import count_targets
-    from fla_train.models.modeling import DeltaProductForCausalLM, DeltaProductModel
+    from fla_train.models.modeling import (
+        DeltaProductForCausalLM,
+        DeltaProductForQuestionAnswering,
+        DeltaProductForSequenceClassification,
+        DeltaProductForTokenClassification,
+        DeltaProductModel,
+    )
 
 __all__ = [
     "DeltaProductCache",
     "DeltaProductConfig",
     "DeltaProductForCausalLM",
+    "DeltaProductForQuestionAnswering",
+    "DeltaProductForSequenceClassification",
+    "DeltaProductForTokenClassification",
     "DeltaProductModel",
     "build_config",
     "count_targets",
@@ -36,7 +45,7 @@ _MODULES = {
     "cache": ("DeltaProductCache",),
     "configuration": ("DeltaProductConfig", "build_config", "model_schema"),
     "loss": ("count_targets",),
-    "modeling": ("DeltaProductForCausalLM", "DeltaProductModel"),
+    "modeling": tuple(name for name in __all__ if name.endswith("Model") or "For" in name),
 }
 
 

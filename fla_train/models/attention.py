@@ -24,12 +24,30 @@ def rotate(x: Tensor, first: int, theta: float) -> Tensor:
     return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)
 
 
+def eager_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Outputs [B, H, T, D] and softmax weights [B, H, T, S] of q [B, H, T, D] on k and v [B, H_kv, S, D].
+
+    `visible` is bool, broadcast to the weights; None: plain causal, T = S. The softmax is taken in fp32.
+    """
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if visible is None:
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    scores = scores.masked_fill(~visible, float("-inf"))
+    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    return weights @ v, weights
+
+
 class HybridAttention(nn.Module):
-    """Causal softmax attention over [B, T, hidden_size], by torch's scaled_dot_product_attention."""
+    """Causal softmax attention over [B, T, hidden_size].
+
+    `attn_implementation` "sdpa" (the default) is torch's scaled_dot_product_attention, "eager" writes it out;
+    a call that asks for the weights is "eager" too.
+    """
 
     def __init__(self, config: DeltaProductConfig) -> None:
         super().__init__()
-        attn = config.attn
+        self.config, attn = config, config.attn
         self.num_heads, self.num_kv_heads = attn["num_heads"], attn["num_kv_heads"]
         self.head_dim = config.hidden_size // self.num_heads
         self.window, self.rope_theta = attn["window_size"], attn["rope_theta"]
@@ -53,7 +71,12 @@ class HybridAttention(nn.Module):
             limit = None if self.window is None else self.window - 1
             k, cache["keys"] = append_along_time(cache.get("keys"), k, limit)
             v, cache["values"] = append_along_time(cache.get("values"), v, limit)
-        o = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=context.visible, is_causal=context.visible is None, enable_gqa=True
-        )
+        if self.config._attn_implementation == "eager" or context.attentions is not None:
+            o, weights = eager_attention(q, k, v, context.visible)
+            if context.attentions is not None:
+                context.attentions.append(weights)
+        else:
+            o = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=context.visible, is_causal=context.visible is None, enable_gqa=True
+            )
         return self.o_proj(o.transpose(1, 2).reshape(batch, length, -1))

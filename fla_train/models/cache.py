@@ -55,15 +55,20 @@ def cache_for(past_key_values: object, num_layers: int, use_cache: bool) -> Delt
     """The cache to run with: the caller's own, a new one when `use_cache`, or none.
 
     Raises:
-        ValueError: for a filled cache of another kind, whose content could only be dropped.
+        ValueError: for a cache of another class or of another number of layers, which could only be dropped.
     """
-    if isinstance(past_key_values, DeltaProductCache):
-        return past_key_values
-    if past_key_values is not None and past_key_values.get_seq_length() > 0:
+    if past_key_values is None:
+        return DeltaProductCache(num_layers) if use_cache else None
+    if not isinstance(past_key_values, DeltaProductCache):
         raise ValueError(
-            f"past_key_values is a {type(past_key_values).__name__}, expected a DeltaProductCache"
+            f"past_key_values is a {type(past_key_values).__name__}, which has no place for the states: "
+            f"pass fla_train.models.DeltaProductCache({num_layers}), or none and use_cache=True"
         )
-    return DeltaProductCache(num_layers) if use_cache else None
+    if len(past_key_values.layers) != num_layers:
+        raise ValueError(
+            f"past_key_values has {len(past_key_values.layers)} layers, the model has {num_layers}"
+        )
+    return past_key_values
 
 
 def append_along_time(past: Tensor | None, new: Tensor, limit: int | None) -> tuple[Tensor, Tensor]:

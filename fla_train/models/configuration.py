@@ -33,7 +33,7 @@ class DeltaProductConfig(PreTrainedConfig):
     """
 
     model_type = "delta_product"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  Trainer adds a list to it
 
     vocab_size: int = 32000
     hidden_size: int = 1024
@@ -84,6 +84,20 @@ class DeltaProductConfig(PreTrainedConfig):
     def head_v_dim(self) -> int:
         """Channels of a value head, V."""
         return int(self.head_dim * self.expand_v)
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Heads of the attention layers, or of the mixer without any: the name that other libraries read."""
+        return self.num_heads if self.attn is None else self.attn["num_heads"]
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The kind of each layer by transformers' names, such as "linear_attention"."""
+        attention = "full_attention"
+        if self.attn is not None and self.attn["window_size"] is not None:
+            attention = "sliding_attention"
+        layers = range(self.num_hidden_layers)
+        return [attention if self.is_attention_layer(i) else "linear_attention" for i in layers]
 
     def is_attention_layer(self, layer: int) -> bool:
         """Whether layer `layer` is softmax attention instead of the recurrence."""

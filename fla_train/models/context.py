@@ -17,6 +17,7 @@ class SequenceContext:
     cu_seqlens: Tensor | None = None  # [S + 1] packed documents
     offsets: Tensor | None = None  # [T] distance from the document's start, with cu_seqlens
     visible: Tensor | None = None  # [B or 1, 1, T, keys] bool for attention layers; None: plain causal
+    attentions: list[Tensor] | None = None  # where attention layers leave their softmax weights, if asked for
 
     @classmethod
     def build(
@@ -26,6 +27,7 @@ class SequenceContext:
         attention_mask: Tensor | None,
         cu_seqlens: Tensor | None,
         seen: int,
+        attentions: list[Tensor] | None = None,
     ) -> "SequenceContext":
         """Derive the layout for tokens [B, T, ...] without waiting for the device.
 
@@ -56,12 +58,70 @@ class SequenceContext:
             visible = _visible(
                 length, seen, config.attn["window_size"], attention_mask, segments, tokens.device
             )
-        return cls(seen, keep, cu_seqlens, offsets, visible)
+        return cls(seen, keep, cu_seqlens, offsets, visible, attentions)
 
     def to(self, device: torch.device | str | int) -> "SequenceContext":
         """The same on `device`: accelerate asks for it where a `device_map` spreads the layers."""
         held = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: x.to(device) for name, x in held.items() if isinstance(x, Tensor)})
+
+
+def document_bounds(
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    *,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+) -> Tensor | None:
+    """The `cu_seqlens` [S + 1] of packed documents, whichever argument gives them; None: rows are not packed.
+
+    The first of these that is given is read; for all but `cu_seqlens` the host waits for the device.
+
+    Args:
+        attention_mask: [B, at least T]; what it calls padding may have any position.
+        cu_seqlens: [S + 1], returned as it is.
+        cu_seq_lens_q, cu_seq_lens_k: [S + 1], equal; `max_length_q` and `max_length_k` are not needed.
+        seq_idx: [B, T], the number of each token's document.
+        position_ids: [B, T], counting up by one, 0 again where a document starts.
+
+    Raises:
+        ValueError: for positions that jump, unequal bounds, or packed documents in more than one row.
+    """
+    if cu_seqlens is not None:
+        return cu_seqlens
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        if cu_seq_lens_q is None or (cu_seq_lens_k is not None and not cu_seq_lens_q.equal(cu_seq_lens_k)):
+            raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be equal, the bounds of the documents")
+        return cu_seq_lens_q
+    numbers = position_ids if seq_idx is None else seq_idx
+    if numbers is None or numbers.shape[-1] == 1:
+        return None
+    length = numbers.shape[-1]
+    numbers = numbers.view(-1, length)
+    starts = numbers[:, 1:] == 0 if seq_idx is None else numbers.diff() != 0
+    if attention_mask is not None:
+        keep = attention_mask[:, -length:].bool()
+        pairs = keep[:, 1:] & keep[:, :-1]
+        starts = starts & pairs
+    if seq_idx is None:
+        jumps = (numbers.diff() != 1) & ~starts
+        if (jumps if attention_mask is None else jumps & pairs).any():
+            raise ValueError(
+                "position_ids must count up by one, and from 0 again where a packed document starts"
+            )
+    if not starts.any():
+        return None
+    if len(starts) != 1:
+        raise ValueError(
+            f"documents are packed in {len(starts)} rows: put all in one row, "
+            "as transformers' DataCollatorWithFlattening does"
+        )
+    inner = starts[0].nonzero().flatten() + 1
+    return torch.cat([inner.new_zeros(1), inner, inner.new_full((1,), length)])
 
 
 def _visible(

@@ -8,7 +8,7 @@ from fla_train.kernels.neighbours import IGNORE, consume_logits, resolve_backend
 CHUNK_ELEMENTS = 2**25  # logits held at once at 8 bytes each
 
 
-def shift_labels(labels: Tensor) -> Tensor:
+def next_tokens(labels: Tensor) -> Tensor:
     """The target of each position: labels [B, T] moved one to the left, IGNORE at the end."""
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
 

@@ -1,22 +1,36 @@
-"""`DeltaProductModel` and `DeltaProductForCausalLM`: pre-norm blocks around the mixer, for transformers."""
+"""The model classes for transformers: a backbone of pre-norm blocks, the language model, task heads."""
 
 import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+)
 from transformers import initialization as init
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from fla_train.models.attention import HybridAttention
 from fla_train.models.cache import DeltaProductCache, cache_for
 from fla_train.models.configuration import DeltaProductConfig
-from fla_train.models.context import SequenceContext
+from fla_train.models.context import SequenceContext, document_bounds
 from fla_train.models.layers import GatedMLP, RMSNorm, ShortConvolution, is_plain
-from fla_train.models.loss import count_targets, linear_cross_entropy, shift_labels, token_losses
+from fla_train.models.loss import IGNORE, linear_cross_entropy, next_tokens, token_losses
 from fla_train.models.mixer import DeltaProductMixer
 
 A_RANGE = (0.0, 16.0)  # A = exp(A_log) is drawn uniformly from here, and
@@ -57,12 +71,17 @@ class DeltaProductPreTrainedModel(PreTrainedModel):
 
     config_class = DeltaProductConfig
     base_model_prefix = "model"
+    _input_embed_layer = "embeddings"
     supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _can_record_outputs = {"hidden_states": Block}  # noqa: RUF012  as transformers names what it can return
     _no_split_modules = ("Block",)
     # accelerate hands dictionaries on as copies, in which what a layer writes to its cache would be lost.
     _skip_keys_device_placement = ("past_key_values", "cache")
-    _keep_in_fp32_modules_strict = ("A_log", "dt_bias")
     _is_stateful = True
+    accepts_loss_kwargs = (
+        False  # of Trainer's, the task heads would hand `num_items_in_batch` to the backbone
+    )
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -73,6 +92,8 @@ class DeltaProductPreTrainedModel(PreTrainedModel):
         """Draw the parameters a module holds itself. `init.*` skip tensors that a checkpoint has filled."""
         if isinstance(module, nn.Linear | nn.Embedding | ShortConvolution):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+            if getattr(module, "bias", None) is not None:  # of a task head
+                init.zeros_(module.bias)
         elif isinstance(module, RMSNorm):
             init.ones_(module.weight)
         elif isinstance(module, DeltaProductMixer) and self.config.use_forget_gate:
@@ -90,13 +111,9 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        if config.use_forget_gate:
+            self._keep_in_fp32_modules_strict = ("A_log", "dt_bias")
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self.embeddings
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.embeddings = value
 
     @can_return_tuple
     def forward(
@@ -107,6 +124,10 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
         past_key_values: DeltaProductCache | None = None,
         use_cache: bool | None = None,
         cu_seqlens: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        output_hidden_states: bool | int | list[int] | None = None,
+        output_attentions: bool | None = None,
+        **packing: Tensor | int | None,
     ) -> BaseModelOutputWithPast:
         """Run the backbone over T new tokens.
 
@@ -117,56 +138,85 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
             past_key_values: the cache of the tokens before; updated in place.
             use_cache: make a cache when none is given. Default: `config.use_cache`, off in training mode.
             cu_seqlens: [S + 1] bounds of the documents packed in one row (B = 1); nothing crosses them.
+            position_ids: [B or 1, T], counting up by one; where they are 0 again, a packed document starts
+                (needs B = 1). Where they begin has no effect: positions are relative.
+            output_hidden_states: return the embeddings and each block's output, [B, T, hidden_size] each, the
+                last one after the final norm; or one or several of these by index, with None in the other
+                places. Default: the config's.
+            output_attentions: return the softmax weights [B, H, T, keys] of each attention layer (an empty
+                tuple without such layers). Default: the config's.
+            packing: the bounds of packed documents by the names that collators of transformers and TRL give
+                them, `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`, `seq_idx`; see
+                `document_bounds`.
 
         Raises:
-            ValueError: for arguments that contradict each other.
+            ValueError: for arguments that contradict each other, or that this model cannot honour.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         hidden = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        checkpointing = self.training and self.layers[0].gradient_checkpointing
+        if checkpointing and past_key_values is not None:
+            raise ValueError(
+                "gradient checkpointing runs a block twice, which would update past_key_values twice: "
+                "pass no cache, or call model.gradient_checkpointing_disable()"
+            )
+        cu_seqlens = document_bounds(attention_mask, cu_seqlens, position_ids, **packing)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and cu_seqlens is None
-        checkpointing = self.training and self.layers[0].gradient_checkpointing
-        if checkpointing:
-            past_key_values, use_cache = None, False  # recomputing a block would update its cache twice
-        cache = cache_for(past_key_values, self.config.num_hidden_layers, use_cache)
+        cache = cache_for(past_key_values, self.config.num_hidden_layers, use_cache and not checkpointing)
         if cache is not None and cu_seqlens is not None:
             raise ValueError(
-                "cu_seqlens packs whole documents, which no cache continues: use_cache must be off"
+                "packed documents cannot continue from a cache or fill one: use_cache must be off"
             )
         seen = 0 if cache is None else cache.seen_tokens
-        context = SequenceContext.build(self.config, hidden, attention_mask, cu_seqlens, seen)
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        attentions = [] if output_attentions else None
+        wanted = _indices(output_hidden_states, 1 + len(self.layers))
+        context = SequenceContext.build(self.config, hidden, attention_mask, cu_seqlens, seen, attentions)
 
-        update = None
+        update, hidden_states = None, [hidden if 0 in wanted else None]
         for index, block in enumerate(self.layers):
             if update is not None and checkpointing:  # one tensor per block to keep instead of two
                 hidden, update = hidden + update, None
             kept = None if cache is None else cache.layers[index]
             hidden, update = block(hidden, update, context, cache=kept)
+            hidden_states.append(hidden + update if index + 1 in wanted else None)
         if cache is not None:
             cache.seen_tokens += hidden.shape[1]
         normed, _ = self.norm(update, residual=hidden)
-        return BaseModelOutputWithPast(last_hidden_state=normed, past_key_values=cache)
+        if hidden_states[-1] is not None:
+            hidden_states[-1] = normed
+        return BaseModelOutputWithPast(
+            last_hidden_state=normed,
+            past_key_values=cache,
+            hidden_states=tuple(hidden_states) if wanted else None,
+            attentions=None if attentions is None else tuple(attentions),
+        )
+
+
+def _indices(chosen: bool | int | list[int], count: int) -> set[int]:
+    """Which of `count` hidden states are asked for; True: all, negative indices count from the end."""
+    if isinstance(chosen, bool):
+        return set(range(count)) if chosen else set()
+    chosen = [chosen] if isinstance(chosen, int) else chosen
+    return {index % count for index in chosen if -count <= index < count}
 
 
 class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
     """The language model: backbone and linear head, tied to the embedding if the config says so."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012  transformers wants a dict
-    # transformers' Trainer hands `num_items_in_batch` to models that say so, or that take any keyword.
-    accepts_loss_kwargs = True
+    accepts_loss_kwargs = True  # Trainer hands over `num_items_in_batch`
 
     def __init__(self, config: DeltaProductConfig) -> None:
         super().__init__(config)
         self.model = DeltaProductModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self.model.embeddings
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.model.embeddings = value
 
     @can_return_tuple
     def forward(
@@ -180,45 +230,72 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         cu_seqlens: Tensor | None = None,
         logits_to_keep: int | Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
+        position_ids: Tensor | None = None,
+        output_hidden_states: bool | int | list[int] | None = None,
+        output_attentions: bool | None = None,
+        **others: Tensor | int | None,
     ) -> CausalLMOutputWithPast:
-        """Logits, or the loss of `labels`, for T new tokens; see `DeltaProductModel.forward` for the rest.
+        """Logits, the loss of `labels`, or both, for T new tokens; see `DeltaProductModel` for the rest.
 
         Args:
             labels: [B, T], aligned with `input_ids` and shifted inside; -100 where there is no target. With
                 packed documents the labels of their first tokens should be -100, else a document predicts the
                 next one.
-            logits_to_keep: which positions get logits: the last n (0: all), or an index tensor. Default: all
-                without labels, none with labels (training never makes the [B, T, vocabulary] logits).
+            logits_to_keep: which positions get logits: the last n (0: all), or an index tensor. Default: all,
+                but none with labels in training mode (which never makes the [B, T, vocabulary] logits).
             num_items_in_batch: what the summed loss is divided by: the number of targets of the *global*
                 batch (over the ranks, where gradients are averaged), so that gradients summed over
                 micro-batches are exact. Default: the number of targets in `labels`.
+            others: `shift_labels` [B, T], the target of each position, in place of `labels` where a caller
+                has shifted them already (Trainer would require of every batch what the signature calls
+                labels); and `packing` of the backbone.
 
         Returns:
-            `loss` (fp32 scalar) with labels, `logits` [B, kept, vocabulary], and `past_key_values`.
+            `loss` (fp32 scalar) with labels, `logits` [B, kept, vocabulary], `past_key_values`, and
+            `hidden_states` and `attentions` if asked for.
         """
-        if use_cache is None and labels is not None:
+        shift_labels = others.pop("shift_labels", None)
+        if shift_labels is None and labels is not None:
+            shift_labels = next_tokens(labels)
+        if use_cache is None and shift_labels is not None:
             use_cache = False
         outputs = self.model(
-            input_ids, attention_mask, inputs_embeds, past_key_values, use_cache, cu_seqlens, return_dict=True
+            input_ids,
+            attention_mask,
+            inputs_embeds,
+            past_key_values,
+            use_cache,
+            cu_seqlens,
+            position_ids,
+            output_hidden_states,
+            output_attentions,
+            return_dict=True,
+            **others,
         )
         hidden = outputs.last_hidden_state
 
         loss = logits = None
-        if labels is not None:
+        if shift_labels is not None:
             if num_items_in_batch is None:
-                num_items_in_batch = count_targets(labels).clamp(min=1)
+                num_items_in_batch = (shift_labels != IGNORE).sum().clamp(min=1)
             if is_plain(self.lm_head):
-                targets = shift_labels(labels).flatten()
+                targets = shift_labels.flatten()
                 total = linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets)
             else:
-                total = self._losses_of_logits(hidden, labels).sum()
+                total = self._losses_of_logits(hidden, shift_labels).sum()
             loss = total / num_items_in_batch
-        if labels is None or logits_to_keep is not None:
+        if shift_labels is None or not self.training or logits_to_keep is not None:
             indices = isinstance(logits_to_keep, Tensor)
             logits = self.lm_head(
                 hidden[:, logits_to_keep if indices else slice(-(logits_to_keep or 0), None)]
             )
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
 
     @torch.no_grad()
     def token_losses(
@@ -229,47 +306,54 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
             input_ids, attention_mask, use_cache=False, cu_seqlens=cu_seqlens, return_dict=True
         )
         hidden = outputs.last_hidden_state
+        targets = next_tokens(input_ids)
         if is_plain(self.lm_head):
-            targets = shift_labels(input_ids).flatten()
-            losses = token_losses(hidden.flatten(0, 1), self.lm_head.weight, targets)
+            losses = token_losses(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten())
         else:
-            losses = self._losses_of_logits(hidden, input_ids)
+            losses = self._losses_of_logits(hidden, targets)
         return losses.view(input_ids.shape)[:, :-1]
 
-    def _losses_of_logits(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def _losses_of_logits(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """[B * T] losses, 0 without a target, by a head that has to be called: offloaded, adapted, hooked."""
         logits = self.lm_head(hidden).flatten(0, 1)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        targets = shift_labels(labels).flatten().to(logits.device)
-        return F.cross_entropy(logits, targets, reduction="none")
+        return F.cross_entropy(logits, targets.flatten().to(logits.device), reduction="none")
 
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: Tensor,
-        next_sequence_length: int | None = None,
-        past_key_values: DeltaProductCache | None = None,
-        attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        **kwargs: object,
-    ) -> dict[str, object]:
-        """The forward arguments of one generation step: the tokens the cache has not seen.
-
-        `generate` passes either all tokens so far, with `next_sequence_length` new ones or a mask of the same
-        length, or (chunked prefill) only new tokens, whose mask is longer. Its other arguments do not concern
-        this model.
-        """
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-        if next_sequence_length is not None:
-            input_ids = input_ids[:, -next_sequence_length:]
-        elif seen and attention_mask is not None and attention_mask.shape[1] == input_ids.shape[1]:
-            input_ids = input_ids[:, seen:]
-        inputs = {"past_key_values": past_key_values, "attention_mask": attention_mask}
-        if inputs_embeds is None or seen:
-            inputs["input_ids"] = input_ids
-        else:
-            inputs["inputs_embeds"] = inputs_embeds
-        return inputs | {key: kwargs[key] for key in ("use_cache", "logits_to_keep") if key in kwargs}
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, object], *rest: object
+    ) -> None:
+        """Give `generate` an empty cache of this model's own class unless it has one, or needs none."""
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation={generation_config.cache_implementation!r} is not available: "
+                "leave it out, the cache of this model is a DeltaProductCache"
+            )
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *rest)
+        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = DeltaProductCache(self.config.num_hidden_layers)
 
 
-AutoModel.register(DeltaProductConfig, DeltaProductModel, exist_ok=True)
-AutoModelForCausalLM.register(DeltaProductConfig, DeltaProductForCausalLM, exist_ok=True)
+class DeltaProductForSequenceClassification(GenericForSequenceClassification, DeltaProductPreTrainedModel):
+    """The backbone and a linear layer on the last token that is not padding."""
+
+
+class DeltaProductForTokenClassification(GenericForTokenClassification, DeltaProductPreTrainedModel):
+    """The backbone and a linear layer on every token."""
+
+
+class DeltaProductForQuestionAnswering(GenericForQuestionAnswering, DeltaProductPreTrainedModel):
+    """The backbone and start and end logits of a span for every token."""
+
+    # The mixin has its own, for backbones whose embedding is called embed_tokens.
+    get_input_embeddings = PreTrainedModel.get_input_embeddings
+    set_input_embeddings = PreTrainedModel.set_input_embeddings
+
+
+for auto_class, model_class in {
+    AutoModel: DeltaProductModel,
+    AutoModelForCausalLM: DeltaProductForCausalLM,
+    AutoModelForSequenceClassification: DeltaProductForSequenceClassification,
+    AutoModelForTokenClassification: DeltaProductForTokenClassification,
+    AutoModelForQuestionAnswering: DeltaProductForQuestionAnswering,
+}.items():
+    auto_class.register(DeltaProductConfig, model_class, exist_ok=True)

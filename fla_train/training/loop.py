@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TextIO
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fla_train.data import Batch, BatchPlan, MicroBatches, PreparedData
+from fla_train.data.token_bytes import token_bytes
 from fla_train.training import checkpoint, statistics
 from fla_train.training.agreement import check_agreement, run_facts
 from fla_train.training.build import build_model
@@ -231,6 +233,12 @@ class Trainer:
     def _to_device(self, read: Tensor | Batch) -> Batch:
         return to_batch(read, self.engine.device)
 
+    @cached_property
+    def _token_sizes(self) -> Tensor | None:
+        """Bytes of each token id, [ids] int64, if they are known."""
+        sizes = token_bytes(self.data.tokenizer())
+        return None if sizes is None else torch.from_numpy(sizes).to(self.engine.device)
+
     def _evaluate(self) -> None:
         """Log the validation of this step."""
         if not self.validation_data:
@@ -240,7 +248,9 @@ class Trainer:
         def prepare(read: Iterable[Tensor | Batch]) -> Iterator[Batch]:
             return map(self._to_device, self.watchdog.over(read, f"evaluating after step {state.step}"))
 
-        found = validate_text(self.engine, self.validation_data, self.config.trainer, prepare)
+        found = validate_text(
+            self.engine, self.validation_data, self.config.trainer, prepare, self._token_sizes
+        )
         self.reporter.log({"step": state.step, "tokens": state.tokens, **found})
         loss, perplexity = found["validation_loss"], found["validation_perplexity"]
         parts = [

@@ -68,8 +68,7 @@ def plot_losses(runs: list[Path], out: Path) -> Path:
 
 def resumed_at(run: Path) -> list[int]:
     """The training tokens at which a run went on from a checkpoint, ascending."""
-    found = {record.get("tokens") or 0 for record in RunFolder(run).start_records()}
-    return sorted(found - {0})
+    return sorted({start.get("tokens") or 0 for start in RunFolder(run).start_records()} - {0})
 
 
 def unigram_entropy(run: Path) -> float | None:

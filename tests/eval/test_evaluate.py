@@ -96,6 +96,40 @@ def test_report_of_a_sweep(run: Path) -> None:
     assert (folder / "perplexity.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_default_reads_the_whole_validation_split(run: Path, scholar, tokenizer, tmp_path: Path) -> None:
+    """As configs/suite/perplexity.yaml stands: the training length is there, though it is in no list."""
+    file = Path(__file__).resolve().parents[2] / "configs/suite/perplexity.yaml"
+    suite = OmegaConf.to_container(OmegaConf.load(file)).get("perplexity")
+    config = PerplexityConfig(**(suite | {"lengths": [32, 4096], "bucket": 16}))
+    assert config.layout == "packed" and config.documents is None and config.scan is None
+    config = EvalConfig(str(run), str(tmp_path / "out"), suite=SuiteConfig("perplexity", config))
+    folder, record = evaluate(config, progress=False)
+    result = record["perplexity"]["validation"]
+    held_out = [document for document in validation_documents(run_data(run)) if len(document)]
+    tokens = sum(map(len, held_out)) + len(held_out) - 1
+    assert tokens - 64 < result["data"]["tokens"] <= tokens  # but for what fills no sequence
+    row = result["lengths"][-1]
+    assert row["length"] == record["trained_length"] == 64 and result["not_reached"] == [4096]
+    assert row["sequences"] == tokens // 64 and row["documents"] == len(row["losses"])
+    assert sum(row["targets"]) == result["data"]["tokens"]
+
+    stream = [t for document in held_out for t in (tokenizer.eos_token_id, *document.tolist())]
+    losses = []
+    for start in range(0, result["data"]["tokens"], 64):
+        ids = torch.tensor([[tokenizer.eos_token_id, *stream[start + 1 : start + 65]]])
+        with torch.no_grad():
+            log_p = scholar(ids).logits[0, :-1].double().log_softmax(-1)
+        losses.append(-log_p.gather(1, ids[0, 1:, None])[:, 0].numpy())
+    total = np.concatenate(losses).sum()
+    assert row["loss"] == pytest.approx(total / result["data"]["tokens"], abs=1e-4)
+    size = sum(token != tokenizer.eos_token_id for token in stream[1 : result["data"]["tokens"] + 1])
+    assert row["bits_per_byte"] == pytest.approx(total / np.log(2) / size, abs=1e-4)  # a token is a byte
+    text = (folder / "table.md").read_text()
+    assert f"| {row['bits_per_byte']:.4f} |" in text and "bits per byte" in text
+    assert "The documents fill too few sequences of 4096 tokens." in text
+    assert record["metrics"]["eval/validation/bits_per_byte_64"] == row["bits_per_byte"]
+
+
 def test_several_sets_of_files(run: Path, corpus: Path, tmp_path: Path) -> None:
     suite = perplexity_suite(sets=[str(corpus), f"{corpus.parent}/*.jsonl"], documents=5)
     _, record = evaluate(EvalConfig(str(run), str(tmp_path / "out"), suite=suite), progress=False)

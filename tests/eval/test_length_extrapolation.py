@@ -86,14 +86,31 @@ def test_packed_documents_are_the_stream_cut_at_every_length() -> None:
         expected = [stream[i : i + size] for i in range(0, len(stream) - size + 1, size)]
 
         def first(count: int, scan: int, prefix: list[int] = prefix) -> list[list[int]]:
-            return [s.tolist() for s in packed(iter(documents), count, 10, prefix, scan, progress=False)]
+            found, spans = packed(iter(documents), count, [10], prefix, scan, progress=False)
+            assert len(found) == len(spans)
+            return [s.tolist() for s in found]
 
         assert first(99, 99) == expected and len(expected) >= 6
         assert first(2, 99) == expected[:2]
         assert first(99, 4) == expected[: (23 + len(prefix) * 2) // size]
-    (short,) = packed(iter(documents[:1]), 4, 10, [2], 9, progress=False)
-    assert short.tolist() == documents[0].tolist()  # less than one sequence is better than nothing
-    assert packed(iter([]), 4, 10, [2], 9, progress=False) == []
+    (short,), (span,) = packed(iter(documents[:1]), 4, [10], [2], 9, progress=False)
+    assert (
+        span == ((0, 0),) and short.tolist() == documents[0].tolist()
+    )  # less than one sequence is better than nothing
+    assert packed(iter([]), 4, [10], [2], 9, progress=False) == ([], [])
+
+
+def test_all_of_the_documents_are_cut_to_the_longest_length_of_which_there_are_enough() -> None:
+    """And to the training length at least."""
+    documents = [np.full(100, i) for i in range(20)]  # 2,019 tokens with the separators
+
+    def sizes(lengths: list[int], least: int = 1) -> set[tuple[int, int]]:
+        found, _ = packed(iter(documents), None, lengths, [2], None, progress=False, least=least)
+        return {(len(found), len(sequence)) for sequence in found}
+
+    assert sizes([32, 64, 126, 127, 2048]) == {(16, 126)}  # 16 of 127 would be 2,032
+    assert sizes([32, 500], least=500) == {(4, 500)}
+    assert sizes([500, 900], least=4) == {(4, 500)}
 
 
 def test_fingerprint_tells_tokens_and_bounds_apart() -> None:
@@ -124,7 +141,15 @@ def test_suite_through_a_mirror(mirror: Path, scholar, tokenizer, tmp_path: Path
     with torch.no_grad():  # the first sequence, by one pass over it
         logits = scholar(torch.tensor([ids[:129]])).logits[0, :-1].double()
     losses = -logits.log_softmax(-1).gather(1, torch.tensor(ids[1:129])[:, None])[:, 0]
-    assert result["lengths"][1]["losses"][0] == pytest.approx(losses.mean().item(), abs=1e-4)
+    row = result["lengths"][1]
+    targets = row["targets"][0]  # of the first document, with the separator after it
+    assert targets == len(tokenizer.encode(ROWS["math_hard"][1], add_special_tokens=False)) + 1
+    assert row["losses"][0] == pytest.approx(losses[:targets].mean().item(), abs=1e-4)
+    assert row["sequences"] == 2 and row["documents"] == len(row["losses"]) == -(-256 // targets)
+    per_byte = (
+        row["loss"] / math.log(2) * targets / (targets - 1)
+    )  # of bytes as tokens; the separator is none
+    assert row["bits_per_byte"] == pytest.approx(per_byte, rel=5e-3)
     assert result["data"]["sequences"] == 2 and result["data"]["tokens"] == 256
     assert result["states"]["positions"] == [64, 128] and result["states"]["documents"] == 1
     drawn = {file.name for file in (tmp_path / "out").iterdir()}
@@ -209,6 +234,6 @@ def test_a_model_that_overflows_has_an_infinite_loss_and_loses_no_document(build
     with torch.no_grad():
         model.model.embeddings.weight[7] = math.nan
     table = loss_table(model, [[3] * 17, [3] * 12 + [7] * 5], (0, 8, 16))
-    assert table.up_to(8).documents == 2
-    assert table.up_to(16).loss == math.inf and table.up_to(16).stderr is None
-    assert math.isfinite(table.up_to(16).perplexity) and math.isfinite(table.up_to(8).losses[0])
+    assert table.up_to(8).mean.documents == 2
+    assert table.up_to(16).mean.value == math.inf and table.up_to(16).mean.stderr is None
+    assert math.isfinite(table.up_to(16).numbers()["perplexity"]) and math.isfinite(table.up_to(8).losses[0])

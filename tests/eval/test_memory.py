@@ -46,14 +46,16 @@ def test_a_longer_context_costs_its_tokens(size: int, read: Callable, monkeypatc
     monkeypatch.setattr(perplexity, "_check_cache", lambda *arguments: None)  # there is nothing to carry
     source = np.arange(400_000) % 32_000
     prefix = [1]
-    between = {"prefix": prefix} if read is packed else {}
 
     def sweep(length: int) -> None:
         stream = (source[start : start + size] for start in range(0, len(source), size))
-        documents = read(stream, 1, length, **between, scan=10**6, progress=False)
+        if read is packed:
+            documents, spans = packed(stream, 1, [length], prefix, scan=10**6, progress=False)
+        else:
+            documents, spans = longest(stream, 1, length, scan=10**6, progress=False), None
         fingerprint(documents)
-        table = loss_table(Still(), documents, (0, length), prefix=prefix, chunk=1000)
-        assert read is longest or table.up_to(length).documents == 1
+        table = loss_table(Still(), documents, (0, length), spans=spans, prefix=prefix, chunk=1000)
+        assert read is longest or table.up_to(length).sequences == 1
 
     sweep(1000)  # imports and the like
     short, long = peak(lambda: sweep(50_000)), peak(lambda: sweep(300_000))

@@ -64,3 +64,26 @@ def test_what_cannot_be_paired_is_a_line(script, tmp_path: Path, capsys) -> None
     for wrong in ("4:0", "0", "0:4,4:8,8:16", "a:b"):
         with pytest.raises(SystemExit):
             script.main([one, one, "--of", wrong])
+
+
+def test_documents_count_by_their_targets(script, tmp_path: Path, capsys) -> None:
+    """Of packed sequences, where documents are of any length, and some begin behind the span."""
+    rows = {4: ([2.0, 3.0, 0.0], [6, 2, 0]), 8: ([2.0, 3.0, 4.0], [8, 4, 4])}
+    places = []
+    for name, more in (("one", 0.0), ("two", 0.5)):
+        lengths = [
+            {"length": n, "losses": [losses[0] + more, *losses[1:]], "targets": targets}
+            for n, (losses, targets) in rows.items()
+        ]
+        sets = {"web": {"lengths": lengths, "data": {"fingerprint": "f"}}}
+        (tmp_path / name).mkdir()
+        record = {"name": name, "perplexity": sets, "tasks": {}, "paper_row": {}}
+        (tmp_path / name / "results.json").write_text(json.dumps(record))
+        places.append(str(tmp_path / name))
+    assert script.main([*places, "--of", "0:4", "0:8"]) == 0
+    *_, first, whole = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    error = math.sqrt(1 / 2 * ((3 / 8 - 0) ** 2 + (3 / 8 - 3 / 6) ** 2))  # 0.5 nats on 6 of 8 targets
+    assert first[2] == f"+0.375 ({error:.3f})"
+    left = [0.0, 4 / 12, 4 / 12]
+    error = math.sqrt(2 / 3 * sum((0.25 - value) ** 2 for value in left))
+    assert whole[2] == f"+0.250 ({error:.3f})"

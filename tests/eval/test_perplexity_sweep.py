@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fla_train.eval import perplexity
-from fla_train.eval.perplexity import Estimate, LossTable, bucket_edges, loss_table
+from fla_train.eval.documents import packed
+from fla_train.eval.perplexity import LossTable, bucket_edges, loss_table
 
 EDGES = (0, 8, 16, 32, 64)
 LENGTHS = [70, 64, 33, 20, 8, 7, 1, 0]
@@ -54,15 +55,16 @@ def test_lengths_and_positions(model, documents) -> None:
     for length in EDGES[1:]:
         means = [row[:length].mean() for row in losses if len(row) >= length]
         estimate = table.up_to(length)
-        assert estimate.documents == len(means) == sum(n >= length for n in LENGTHS)
-        assert estimate.loss == pytest.approx(statistics.mean(means), abs=1e-9)
-        assert estimate.stderr == pytest.approx(statistics.stdev(means) / math.sqrt(len(means)), abs=1e-9)
-        assert estimate.perplexity == pytest.approx(math.exp(statistics.mean(means)))
+        assert estimate.mean.documents == len(means) == sum(n >= length for n in LENGTHS)
+        assert estimate.mean.value == pytest.approx(statistics.mean(means), abs=1e-9)
+        error = statistics.stdev(means) / math.sqrt(len(means))
+        assert estimate.mean.stderr == pytest.approx(error, abs=1e-9)
+        assert estimate.numbers()["perplexity"] == pytest.approx(math.exp(statistics.mean(means)))
     curve = table.by_position(32)
     assert [(a, b) for a, b, _ in curve] == [(0, 8), (8, 16), (16, 32)]
     for a, b, estimate in curve:  # always the three documents that reach 32
-        assert estimate.documents == 3
-        assert estimate.loss == pytest.approx(
+        assert estimate.mean.documents == 3
+        assert estimate.mean.value == pytest.approx(
             statistics.mean(row[a:b].mean() for row in losses[:3]), abs=1e-9
         )
 
@@ -72,20 +74,47 @@ def test_no_document_is_long_enough(model) -> None:
     assert np.isnan(table.sums).all() and table.up_to(8) is None
 
 
-def test_estimate() -> None:
-    estimate = Estimate.of(np.array([1.0, 2.0, 3.0]))
-    assert estimate.loss == 2.0 and estimate.stderr == pytest.approx(1 / math.sqrt(3))
-    low, high = estimate.interval
-    assert math.log(high) - 2.0 == pytest.approx(1.96 / math.sqrt(3)) == pytest.approx(2.0 - math.log(low))
-    alone = Estimate.of(np.array([1.5]))
-    assert alone.stderr is None and alone.interval is None
+def test_losses_are_counted_by_document(model) -> None:
+    """Documents that begin and end anywhere in the sequences: by a loop over single targets."""
+    draw = np.random.default_rng(0)
+    documents = [draw.integers(3, 320, size=n) for n in (40, 3, 30, 1, 25, 60)]
+    token_sizes = draw.integers(0, 5, size=320)
+    for prefix in ([2], []):
+        sequences, spans = packed(iter(documents), None, [32], prefix, None, False)
+        stream = [t for d in documents for t in (*d, *prefix)]  # the separator ends a document
+        owner = [i for i, d in enumerate(documents) for _ in (*d, *prefix)]
+        table = loss_table(
+            model.double(),
+            sequences,
+            (0, 8, 32),
+            spans=spans,
+            prefix=prefix,
+            token_sizes=token_sizes,
+            chunk=10,
+        )
+        sums, targets, sizes = np.zeros(6), np.zeros(6), np.zeros(6)
+        for number, losses in enumerate(direct(model, [s.tolist() for s in sequences], prefix)):
+            for i, loss in enumerate(losses[:8]):
+                at = number * len(sequences[0]) + i + 1 - len(prefix)
+                sums[owner[at]] += loss
+                targets[owner[at]] += 1
+                sizes[owner[at]] += token_sizes[stream[at]]
+        found = table.up_to(8)
+        assert found.sequences == len(sequences) > 3
+        assert found.mean.value == pytest.approx(sums.sum() / targets.sum())
+        assert found.bits.value == pytest.approx(sums.sum() / math.log(2) / sizes.sum())
+        seen = [i for i, count in enumerate(targets) if count]
+        assert [n for n in found.targets if n] == targets[seen].tolist()
+        losses = np.array(found.losses)[np.array(found.targets) > 0]
+        assert losses == pytest.approx(sums[seen] / targets[seen])
 
 
 def test_the_table_leaves_no_document_half_counted() -> None:
-    table = LossTable((0, 2, 4), np.array([[2.0, 4.0], [6.0, np.nan]]))
-    assert table.up_to(2).loss == pytest.approx(2.0)  # (2 + 6) / 2 documents / 2 targets
-    assert table.up_to(4).loss == pytest.approx(1.5)
-    assert [e.loss for _, _, e in table.by_position(4)] == [1.0, 2.0]
+    sums = np.array([[2.0, 4.0], [6.0, np.nan]])
+    table = LossTable((0, 2, 4), sums, np.full((2, 2), 2), None, np.arange(2), np.arange(2))
+    assert table.up_to(2).mean.value == pytest.approx(2.0)  # (2 + 6) / 2 documents / 2 targets
+    assert table.up_to(4).mean.value == pytest.approx(1.5)
+    assert [e.mean.value for _, _, e in table.by_position(4)] == [1.0, 2.0]
 
 
 def test_memory_does_not_grow_with_the_length() -> None:

@@ -67,6 +67,20 @@ def test_a_hybrid_layer_named_twice_counts_once():
     )
 
 
+@pytest.mark.parametrize(
+    ("variant", "types", "heads"),
+    [
+        ("delta_net", ["linear_attention", "linear_attention"], 2),
+        ("hybrid", ["linear_attention", "sliding_attention"], 4),
+        ("hybrid_full_attention", ["linear_attention", "full_attention"], 4),
+    ],
+)
+def test_names_that_other_libraries_read_are_not_written(variant, types, heads):
+    config = small_config(variant)
+    assert config.layer_types == types and config.num_attention_heads == heads
+    assert not {"layer_types", "num_attention_heads"} & set(config.to_dict())
+
+
 def test_unknown_keys_are_refused():
     with pytest.raises(ValueError, match="unknown head_dims, hiden_size"):
         build_config({"hiden_size": 3, "head_dims": 3, "num_heads": 2})

@@ -217,7 +217,8 @@ def test_loss_equals_cross_entropy_of_the_logits(build, tokens):
     for items in (7, 0.25, torch.tensor(3.0)):  # a global count over the ranks may be any positive number
         torch.testing.assert_close(model(tokens, labels=labels, num_items_in_batch=items).loss, total / items)
     assert count_targets(labels) == (labels[:, 1:] != -100).sum()
-    assert model(tokens, labels=labels).logits is None
+    assert torch.equal(model(tokens, labels=labels).logits, outputs.logits)
+    assert model.train()(tokens, labels=labels).logits is None  # they would be the largest tensor of a step
 
 
 def test_uneven_micro_batches_sum_to_the_whole_batch(build, tokens):

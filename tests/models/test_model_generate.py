@@ -82,9 +82,22 @@ def test_generation_continues_from_a_given_cache(build, tokens):
 
 @torch.no_grad()
 def test_chunked_prefill_of_generate(build, tokens):
-    model = build()
-    found = model.generate(tokens, past_key_values=DeltaProductCache(2), prefill_chunk_size=4, **GREEDY)
+    model, lengths = build(), []
+    model.model.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    found = model.generate(tokens, prefill_chunk_size=8, **GREEDY)
+    assert lengths[:3] == [8, 8, 3]
     assert torch.equal(found[:, 19:], torch.stack([argmax_loop(model, row) for row in tokens]))
+
+
+@pytest.mark.parametrize("variant", ["gated_delta_product", "hybrid"])
+@torch.no_grad()
+def test_embeddings_continue_from_a_given_cache(build, tokens, variant):
+    """The embeddings and the mask are those of all tokens, as transformers has it; the new ones are read."""
+    model, cache = build(variant), DeltaProductCache(2)
+    model(tokens[:, :7], past_key_values=cache)
+    embeddings, mask = model.get_input_embeddings()(tokens), torch.ones_like(tokens)
+    found = model.generate(inputs_embeds=embeddings, attention_mask=mask, past_key_values=cache, **GREEDY)
+    assert torch.equal(found, torch.stack([argmax_loop(model, row) for row in tokens]))
 
 
 @pytest.mark.parametrize("variant", ["gated_delta_product", "hybrid"])
@@ -140,15 +153,20 @@ def test_a_copied_cache_goes_its_own_way_and_carries_gradients(build, tokens, va
     assert found.sum().backward() is None and model.model.embeddings.weight.grad[tokens[:, :10]].any()
 
 
+@pytest.mark.parametrize("filled", [False, True])
 @torch.no_grad()
-def test_an_empty_cache_of_transformers_is_replaced_and_a_filled_one_refused(build, tokens):
-    model = build()
-    outputs = model(tokens, past_key_values=DynamicCache(), use_cache=True)
-    assert isinstance(outputs.past_key_values, DeltaProductCache)
-    filled = DynamicCache()
-    filled.update(torch.zeros(3, 1, 4, 8), torch.zeros(3, 1, 4, 8), 0)
-    with pytest.raises(ValueError, match="expected a DeltaProductCache"):
-        model(tokens, past_key_values=filled)
+def test_a_cache_that_has_no_place_for_the_states_is_refused(build, tokens, filled):
+    model, cache = build(), DynamicCache()
+    if filled:
+        cache.update(torch.zeros(3, 1, 4, 8), torch.zeros(3, 1, 4, 8), 0)
+    with pytest.raises(ValueError, match=r"DynamicCache.*DeltaProductCache\(2\)"):
+        model(tokens, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"DynamicCache.*DeltaProductCache\(2\)"):
+        model.generate(tokens, past_key_values=cache, **GREEDY)
+    with pytest.raises(ValueError, match="has 3 layers, the model has 2"):
+        model(tokens, past_key_values=DeltaProductCache(3))
+    with pytest.raises(ValueError, match="cache_implementation='static'"):
+        model.generate(tokens, cache_implementation="static", **GREEDY)
 
 
 @torch.no_grad()
@@ -158,16 +176,3 @@ def test_sampling_with_return_of_scores(build, tokens):
         tokens[:, :5], max_new_tokens=4, do_sample=True, return_dict_in_generate=True, output_scores=True
     )
     assert outputs.sequences.shape == (3, 9) and len(outputs.scores) == 4
-
-
-def test_inputs_are_cut_to_the_unseen_tokens_however_they_are_announced(build, tokens):
-    model, cache = build(), DeltaProductCache(2)
-    cache.seen_tokens = 15
-    mask = torch.ones(3, 19)
-
-    def cut(ids, **given):
-        return model.prepare_inputs_for_generation(ids, past_key_values=cache, **given)["input_ids"]
-
-    assert torch.equal(cut(tokens, next_sequence_length=1), tokens[:, -1:])
-    assert torch.equal(cut(tokens, attention_mask=mask), tokens[:, 15:])
-    assert torch.equal(cut(tokens[:, 15:], attention_mask=mask), tokens[:, 15:])  # a chunk of a prefill

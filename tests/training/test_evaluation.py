@@ -66,6 +66,14 @@ def test_losses_by_context(engine: SimpleNamespace, packed: bool, buckets: int):
     assert engine.module.training
 
 
+def test_bits_per_byte_of_the_targets(engine: SimpleNamespace):
+    ids, sizes = torch.randint(31, (3, LENGTH)), torch.arange(31)
+    result = evaluate(engine, [Batch(ids, ids)], seq_len=LENGTH, buckets=2, token_sizes=sizes)
+    nats = result.loss * 3 * (LENGTH - 1)
+    assert result.bits_per_byte == pytest.approx(nats / np.log(2) / ids[:, 1:].sum().item())
+    assert evaluate(engine, [Batch(ids, ids)], seq_len=LENGTH, buckets=2).bits_per_byte is None
+
+
 def test_batches_add_up_and_may_be_absent(engine: SimpleNamespace):
     ids = torch.randint(31, (4, LENGTH))
     whole = evaluate(engine, [Batch(ids, ids)], seq_len=LENGTH, buckets=2)

@@ -1,4 +1,4 @@
-"""What a document adds to a score: lm-eval's own aggregations come out again, with their standard errors."""
+"""What a document adds to a score, as lm-eval's own aggregations name it, with their standard errors."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from lm_eval.api.metrics import bits_per_byte, mean, perplexity, weighted_perplexity
 
-from fla_train.eval.contributions import contributions
+from fla_train.eval.scores import per_document_scores
 
 DRAW = np.random.default_rng(0)
 RIGHT = DRAW.integers(0, 2, 60).tolist()
@@ -32,7 +32,7 @@ def jackknife(aggregate, items: list) -> float:
 )
 def test_their_mean_is_the_score_and_their_spread_its_error(aggregate, items: list, back) -> None:
     score = aggregate(items)
-    values, error = contributions(score, items)
+    values, error = per_document_scores(aggregate, items)
     assert len(values) == len(items) and back(np.mean(values)) == pytest.approx(score, rel=1e-9)
     assert error == pytest.approx(jackknife(aggregate, items), rel=0.1)
 
@@ -40,25 +40,33 @@ def test_their_mean_is_the_score_and_their_spread_its_error(aggregate, items: li
 def test_differences_of_two_models_on_the_same_pages() -> None:
     """By the logarithm of both perplexities; the pages' weights fall out of no difference."""
     other = [(loss - 0.01 * words, words) for loss, words in PAGES]  # 0.01 nats a word more on each page
-    mine, theirs = (contributions(weighted_perplexity(items), items)[0] for items in (PAGES, other))
+    mine, theirs = (per_document_scores(weighted_perplexity, items)[0] for items in (PAGES, other))
     assert np.mean(np.subtract(theirs, mine)) == pytest.approx(0.01)
     assert np.std(np.subtract(theirs, mine)) == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.parametrize(
-    ("score", "items"),
+    ("aggregate", "items"),
     [
-        (0.7, RIGHT),  # not their mean
-        (0.5, ["a", "b"]),
-        (0.5, [None, 1.0]),
-        (0.5, [[1, 2, 3], [4, 5, 6]]),
-        (0.5, [[0.5, 1], [1]]),
-        (math.inf, [-math.inf, -1.0]),
-        (1.0, [1.0]),
-        (1.0, []),
-        (1.0, [(1.0, 0.0), (2.0, 0.0)]),
-        (2.0, [[[1.0]], [[2.0]]]),
+        (max, RIGHT),  # no sum over documents,
+        (lambda items: sum(items) / len(items), RIGHT),  # or not known to be one
+        (mean, ["a", "b"]),
+        (mean, [None, 1.0]),
+        (mean, PAGES),
+        (weighted_perplexity, [[1, 2, 3], [4, 5, 6]]),
+        (mean, [[0.5, 1], [1]]),
+        (perplexity, [-math.inf, -1.0]),
+        (mean, [1.0]),
+        (mean, []),
+        (weighted_perplexity, [(1.0, 0.0), (2.0, 0.0)]),
+        (weighted_perplexity, [[[1.0]], [[2.0]]]),
     ],
 )
-def test_other_scores_are_not_split(score: float, items: list) -> None:
-    assert contributions(score, items) is None
+def test_other_scores_are_not_split(aggregate, items: list) -> None:
+    assert per_document_scores(aggregate, items) is None
+
+
+def test_the_definition_names_the_aggregation_and_not_the_value() -> None:
+    """A perplexity of 1, which is the mean of its items' ones too."""
+    assert per_document_scores(perplexity, [0.0, 0.0])[0] == [0.0, 0.0]
+    assert per_document_scores(mean, [1.0, 1.0])[0] == [1.0, 1.0]

@@ -1,0 +1,147 @@
+"""Our models under transformers' common model tests, for scripts/run_transformers_tests.py.
+
+The mixins come from a checkout of transformers, whose package `tests` is, and run as they are.
+"""
+
+import unittest
+
+import torch
+from tests.causal_lm_tester import CausalLMModelTest, CausalLMModelTester
+from tests.test_configuration_common import ConfigTester
+from transformers.models.auto import modeling_auto
+
+from fla_train.models import (
+    DeltaProductCache,
+    DeltaProductConfig,
+    DeltaProductForCausalLM,
+    DeltaProductForQuestionAnswering,
+    DeltaProductForSequenceClassification,
+    DeltaProductForTokenClassification,
+    DeltaProductModel,
+)
+
+# The mixins tell by these tables of class names what kind of labels a model takes.
+for task, model_class in {
+    "": DeltaProductModel,
+    "FOR_CAUSAL_LM_": DeltaProductForCausalLM,
+    "FOR_QUESTION_ANSWERING_": DeltaProductForQuestionAnswering,
+    "FOR_SEQUENCE_CLASSIFICATION_": DeltaProductForSequenceClassification,
+    "FOR_TOKEN_CLASSIFICATION_": DeltaProductForTokenClassification,
+}.items():
+    names = getattr(modeling_auto, f"MODEL_{task}MAPPING_NAMES")
+    names[DeltaProductConfig.model_type] = model_class.__name__
+
+
+class DeltaProductModelTester(CausalLMModelTester):
+    """Small models; `settings` are the variant's own."""
+
+    base_model_class = DeltaProductModel
+    config_class = DeltaProductConfig
+    causal_lm_class = DeltaProductForCausalLM
+    question_answering_class = DeltaProductForQuestionAnswering
+    sequence_classification_class = DeltaProductForSequenceClassification
+    token_classification_class = DeltaProductForTokenClassification
+    settings: dict[str, object] = {}  # noqa: RUF012
+
+    def get_config(self) -> DeltaProductConfig:
+        return DeltaProductConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            num_hidden_layers=self.num_hidden_layers,
+            num_heads=2,
+            head_dim=8,
+            intermediate_size=self.intermediate_size,
+            max_position_embeddings=self.max_position_embeddings,
+            bos_token_id=self.bos_token_id,
+            eos_token_id=self.eos_token_id,
+            pad_token_id=self.pad_token_id,
+            **self.settings,
+        )
+
+
+class DeltaNetTester(DeltaProductModelTester):
+    settings = {"num_householder": 1}  # noqa: RUF012
+
+
+class GatedDeltaNetTester(DeltaProductModelTester):
+    settings = {"num_householder": 1, "use_forget_gate": True, "use_output_gate": True}  # noqa: RUF012
+
+
+class DeltaProductTester(DeltaProductModelTester):
+    settings = {"num_householder": 2}  # noqa: RUF012
+
+
+class HybridTester(DeltaProductModelTester):
+    settings = {  # noqa: RUF012
+        "num_householder": 2,
+        "use_forget_gate": True,
+        "attn": {"layers": [1], "num_heads": 4, "num_kv_heads": 2},
+    }
+
+
+class CommonTest(CausalLMModelTest):
+    """What the mixins leave to a model: the names of its config, and the form of its cache."""
+
+    has_attentions = False
+    test_can_init_all_missing_weights_before_2023 = True  # runs that test though no file has a year on top
+
+    def setUp(self) -> None:
+        super().setUp()
+        names = ["hidden_size", "num_hidden_layers"]  # the heads are those of the mixer and of attention
+        self.config_tester = ConfigTester(self, config_class=DeltaProductConfig, common_properties=names)
+
+    def _check_caches_are_equal(self, cache1: DeltaProductCache, cache2: DeltaProductCache) -> None:
+        self.assertEqual(cache1.seen_tokens, cache2.seen_tokens)
+        for layer1, layer2 in zip(cache1.layers, cache2.layers, strict=True):
+            torch.testing.assert_close(layer1, layer2)
+
+    def _check_past_key_values_for_generate(
+        self, batch_size: int, past_key_values: DeltaProductCache, seq_length: int, config: DeltaProductConfig
+    ) -> None:
+        self.assertEqual(past_key_values.get_seq_length(), seq_length)
+        for index, layer in enumerate(past_key_values.layers):
+            found = {name: tuple(tensor.shape) for name, tensor in layer.items()}
+            if config.is_attention_layer(index):
+                head_dim = config.hidden_size // config.attn["num_heads"]
+                shape = (batch_size, config.attn["num_kv_heads"], seq_length, head_dim)
+                expected = {"keys": shape, "values": shape}
+            else:
+                heads, steps, past = config.num_heads, config.num_householder, config.conv_size - 1
+                expected = {
+                    "state": (batch_size, heads, config.head_dim, config.head_v_dim),
+                    "q_conv": (batch_size, heads * config.head_dim, past),
+                    "k_conv": (batch_size, steps * heads * config.head_dim, past),
+                    "v_conv": (batch_size, steps * heads * config.head_v_dim, past),
+                }
+            self.assertEqual(found, expected)
+
+
+class DeltaNetTest(CommonTest, unittest.TestCase):
+    model_tester_class = DeltaNetTester
+
+
+class GatedDeltaNetTest(CommonTest, unittest.TestCase):
+    model_tester_class = GatedDeltaNetTester
+
+
+class DeltaProductTest(CommonTest, unittest.TestCase):
+    model_tester_class = DeltaProductTester
+
+
+class HybridTest(CommonTest, unittest.TestCase):
+    model_tester_class = HybridTester
+    has_attentions = True
+
+    def test_attention_outputs(self) -> None:
+        """In place of the mixin's, which expects weights from every layer."""
+        config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
+        length = self.model_tester.seq_length
+        for model_class in self.all_model_classes:
+            model = model_class._from_config(config, attn_implementation="eager").eval()
+            expected = [(self.model_tester.batch_size, config.num_attention_heads, length, length)]
+            asked = model(**inputs, output_attentions=True, output_hidden_states=True)
+            self.assertEqual([tuple(weights.shape) for weights in asked.attentions], expected)
+            self.assertEqual(list(asked.keys())[-2:], ["hidden_states", "attentions"])
+            model.config.output_attentions = True
+            torch.testing.assert_close(model(**inputs).attentions, asked.attentions)
+            model.config.output_attentions = False

@@ -1,0 +1,77 @@
+"""Clustered standard errors and intervals against plain statistics, and what has no interval."""
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+
+from fla_train.eval.intervals import Estimate, Mean, degrees_of_freedom
+
+
+def test_documents_of_equal_length_have_the_error_of_a_mean_and_the_quantile_of_t() -> None:
+    mean = Mean.of(np.array([2.0, 4.0, 6.0]), np.array([2.0, 2.0, 2.0]))
+    assert mean.value == 2.0 and mean.stderr == pytest.approx(statistics.stdev([1, 2, 3]) / math.sqrt(3))
+    low, high = mean.interval
+    assert high - 2.0 == pytest.approx(4.3027 / math.sqrt(3), rel=1e-4) == pytest.approx(2.0 - low, rel=1e-4)
+    assert mean.freedom == pytest.approx(2)
+    wide = Mean.of(np.arange(1000.0), np.ones(1000))  # 1.9623 of the normal's 1.9600
+    assert wide.interval[1] - wide.value == pytest.approx(1.9623 * wide.stderr, rel=1e-4)
+
+
+def test_cutting_documents_into_more_sequences_changes_nothing() -> None:
+    """The error is that of the documents: counted as observations, their parts would halve it."""
+    draw = np.random.default_rng(0)
+    sums, targets = draw.normal(3, 0.4, 20) * 400, np.full(20, 400.0)
+    whole = Mean.of(sums, targets)
+    parts = np.repeat(sums / 4, 4) + draw.normal(0, 1, 80)
+    assert whole.stderr > 1.8 * statistics.stdev(parts / 100) / math.sqrt(80)
+
+
+def test_documents_of_unequal_length_by_leaving_each_out() -> None:
+    sums, weights = np.array([3.0, 40.0, 5.0, 90.0, 7.0]), np.array([1.0, 10.0, 2.0, 30.0, 2.0])
+    mean = Mean.of(sums, weights)
+    left = [np.delete(sums, i).sum() / np.delete(weights, i).sum() for i in range(5)]
+    expected = math.sqrt(4 / 5 * sum((value - mean.value) ** 2 for value in left))
+    assert mean.value == pytest.approx(145 / 45) and mean.stderr == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("weights", [[1, 10, 2, 30, 2], [7, 7, 7, 7], [1, 1000], list(range(1, 60))])
+def test_degrees_of_freedom_from_the_eigenvalues_of_the_error(weights: list) -> None:
+    """The squared error is a quadratic form of independent sums; and by drawing them."""
+    share = np.array(weights) / np.sum(weights)
+    count = len(share)
+    left = np.eye(count) - share[:, None]  # a document's residual
+    form = np.diag(share) @ left.T @ np.diag((1 - share) ** -2.0) @ left @ np.diag(share)
+    values = np.linalg.eigvalsh(form)
+    found = degrees_of_freedom(share)
+    assert found == pytest.approx(values.sum() ** 2 / (values**2).sum())
+    if len(set(weights)) == 1:
+        assert found == pytest.approx(count - 1)
+    draw = np.random.default_rng(0)
+    errors = np.array([Mean.of(share * row, share).stderr ** 2 for row in draw.normal(size=(2000, count))])
+    assert 2 * errors.mean() ** 2 / errors.var() == pytest.approx(found, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("sums", "weights", "reason"),
+    [
+        ([4.0], [2.0], "one document"),
+        ([4.0, 0.0], [2.0, 0.0], "one document"),
+        ([4.0, math.inf], [2.0, 2.0], "infinite loss"),
+    ],
+)
+def test_no_interval_rather_than_a_wrong_one(sums: list, weights: list, reason: str) -> None:
+    estimate = Estimate.of(np.array(sums), np.array(weights), None, 1)
+    assert estimate.mean.interval is None and estimate.mean.no_interval == reason
+    numbers = estimate.numbers()
+    assert numbers["low"] is None and numbers["stderr"] is None and numbers["no_interval"] == reason
+    assert numbers["bits_per_byte"] is None
+
+
+def test_bits_per_byte() -> None:
+    """Of 800 bits over 400 bytes and of 300 over 100: 2.2 bits a byte, whatever the tokens."""
+    nats = np.array([800.0, 300.0]) * math.log(2)
+    for targets in ([100, 25], [10, 90]):
+        estimate = Estimate.of(nats, np.array(targets), np.array([400, 100]), 2)
+        assert estimate.bits.value == pytest.approx(1100 / 500)
