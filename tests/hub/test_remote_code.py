@@ -43,7 +43,6 @@ def foreign(tokenizer, marker: Path, tmp_path: Path) -> Path:
     config |= {"model_type": "own", "architectures": ["OwnModel"]}
     config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "checksums.json").unlink()
     (folder / "own.py").write_text(CODE.format(marker=str(marker)))
     (folder / "checksums.json").unlink()  # a folder made by others has none
     return folder
