@@ -71,7 +71,7 @@ class CheckedFile:
         self._block, self._checksums = 1, np.empty(0, dtype="<u4")
         if checksums_file(path).is_file():
             content = np.fromfile(checksums_file(path), dtype="<u4")
-            self._block, self._checksums = int(content[:1].sum()), content[1:]
+            self._block, self._checksums = int(content[0]) if len(content) else 0, content[1:]
             if self._block == 0 or len(self._checksums) != -(-len(self._bytes) // self._block):
                 raise ValueError(self._wrong_checksums())
         self._unread = bytearray(b"\1") * len(self._checksums)  # 1: not compared yet

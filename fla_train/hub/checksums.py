@@ -1,6 +1,7 @@
 """checksums.json of an exported folder: writing it, finding a file that is missing, cut or changed."""
 
 import json
+import math
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -18,19 +19,19 @@ def write_checksums(folder: Path) -> None:
     (folder / CHECKSUMS).write_text(json.dumps({"files": files}, indent=2) + "\n")
 
 
-def find_export_damage(folder: Path, *, content: bool = True) -> str | None:
+def find_export_damage(folder: Path, *, hashed_bytes: float = math.inf) -> str | None:
     """The first file of an export that is missing, cut short or changed, and how; None if all are whole.
 
     Of an export without checksums.json, as earlier versions wrote it, only the weights' lengths are checked.
 
     Args:
-        content: read the files and compare checksums; False compares sizes only.
+        hashed_bytes: of files up to this size compare the checksums, too; of larger ones the sizes only.
     """
     if not (folder / CHECKSUMS).is_file():
         return _find_cut_weights(folder)
     try:
         files = dict(json.loads((folder / CHECKSUMS).read_text())["files"])
-        return find_damage(folder, files, content=content)
+        return find_damage(folder, files, hashed_bytes=hashed_bytes)
     except (OSError, ValueError, KeyError, TypeError) as failure:
         return f"{CHECKSUMS} is damaged ({type(failure).__name__})"
 

@@ -22,6 +22,7 @@ from fla_train.hub.paths import is_hub_name
 
 STEP = re.compile(r"step-(\d+)")
 FALLBACK_LENGTH = 2048
+HASHED_BYTES = 1 << 24  # to hash all the weights would take longer than to load them
 REMEDY = "give a run folder with an export in hf/, an exported folder, or a Hub name such as user/model"
 
 
@@ -157,8 +158,7 @@ def load_weights(
     """`load_model` without the tokenizer, which models of synthetic tasks do not have."""
     source = resolve_checkpoint(checkpoint)
     if isinstance(source, Path) and (source / CHECKSUMS).is_file():
-        # Sizes only: to hash the weights would take longer than to load them.
-        if damage := find_export_damage(source, content=False):
+        if damage := find_export_damage(source, hashed_bytes=HASHED_BYTES):
             raise ValueError(f"{source}/{damage}: {EXPORT_AGAIN}")
     try:
         with no_progress_bars():

@@ -98,10 +98,12 @@ class Saver:
 
     def _is_whole(self, export: Path) -> bool:
         """Whether there is an export with every file as it was written; a damaged one is named."""
-        damage = find_export_damage(export) if export.is_dir() else None
+        if not export.is_dir():
+            return False
+        damage = find_export_damage(export)
         if damage is not None:
             self._reporter.say(f"export {export} is written again: {damage}")
-        return damage is None and export.is_dir()
+        return damage is None
 
     def _export(self, state: TrainState, path: Path) -> str | None:
         """Why the disk refused it, or None."""

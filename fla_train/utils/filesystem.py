@@ -1,6 +1,7 @@
 """Files on disk: flushing, atomic replacement, size and sha256 of a folder's files."""
 
 import hashlib
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,12 +41,14 @@ def describe(path: Path) -> dict[str, int | str]:
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
-def find_damage(folder: Path, files: Mapping[str, Mapping[str, Any]], *, content: bool = True) -> str | None:
+def find_damage(
+    folder: Path, files: Mapping[str, Mapping[str, Any]], *, hashed_bytes: float = math.inf
+) -> str | None:
     """The first file that differs from its description, and how; None if all are as described.
 
     Args:
         files: name in `folder` -> what `describe` returned.
-        content: compare checksums, too; False compares sizes only, which reads no file.
+        hashed_bytes: of files up to this size compare the checksums, too; of larger ones the sizes only.
     """
     for name, described in files.items():
         path = folder / name
@@ -54,7 +57,7 @@ def find_damage(folder: Path, files: Mapping[str, Mapping[str, Any]], *, content
                 return f"{name} is missing"
             if (size := path.stat().st_size) != described["bytes"]:
                 return f"{name} has {size} bytes instead of {described['bytes']}"
-            if content and sha256(path) != described["sha256"]:
+            if size <= hashed_bytes and sha256(path) != described["sha256"]:
                 return f"{name} has a wrong checksum"
         except OSError as error:  # it may have been deleted meanwhile
             return f"{name} can't be read ({error.strerror})"

@@ -1,4 +1,4 @@
-"""The records of metrics.jsonl and starts.jsonl: one JSON object a line, each with the number `step`.
+"""The records of metrics.jsonl and of starts: one JSON object a line, each with the number `step`.
 
 A damaged line (a flipped byte, a write that a kill cut short) costs itself only: readers skip it and name it,
 and `drop_records_after` keeps it in its place.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fla_train.hub import copy_export, export_model, find_export_damage, load_model, push
+from fla_train.hub import copy_export, export_model, find_export_damage, load, load_model, push
 
 
 @pytest.fixture
@@ -59,10 +59,19 @@ def test_damaged_weights_are_named(damage, export: Path, tmp_path: Path) -> None
     assert not (tmp_path / "copy").exists()
     nowhere = {"token": "hf_test", "endpoint": "http://127.0.0.1:9"}
     assert str(weights) in refusal(push, export, "user/tiny", **nowhere)
-    if damage is change:
-        load_model(export)  # compares sizes only
-    else:
-        assert str(weights) in refusal(load_model, export)
+    assert str(weights) in refusal(load_model, export)
+
+
+def test_loading_compares_the_sizes_of_large_files_only(
+    export: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = export / "model.safetensors"
+    monkeypatch.setattr(load, "HASHED_BYTES", weights.stat().st_size - 1)
+    change(weights)
+    load_model(export)
+    config = export / "config.json"
+    config.write_text(config.read_text().replace("true", "TRUE", 1))
+    assert str(config) in refusal(load_model, export)
 
 
 def test_damaged_checksums_are_named(export: Path) -> None:
