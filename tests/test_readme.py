@@ -1,5 +1,4 @@
-"""The README's commands work. Those in ```bash fences are run in order in one folder, made small by options;
-those in ```sh fences need more hardware, data or a network, so their configs are composed."""
+"""The README's tour, its ```bash fences, works: in order, in one folder, made small by options."""
 
 import os
 import re
@@ -10,13 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fla_train.cli import app
-from fla_train.cli import eval as eval_command
-from fla_train.cli import export as export_command
-from fla_train.training import schema
-
 ROOT = Path(__file__).resolve().parent.parent
-REGISTER = {"train": schema.register, "eval": eval_command.register, "export": export_command.register}
 
 
 def commands(fence: str) -> list[list[str]]:
@@ -45,15 +38,6 @@ def test_the_tour_runs_in_order(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     assert list(tmp_path.glob("runs/first/eval/*/table.md"))
-
-
-@pytest.mark.parametrize("words", commands("sh"), ids=" ".join)
-def test_the_other_commands_compose(words: list[str]) -> None:
-    command = words[0].removeprefix("fla-")
-    # A sweep's lists are Hydra's business; each of their values is an ordinary override.
-    overrides = [re.sub(r"=(?!\[)([^,]*),.*", r"=\1", word) for word in words[1:] if word != "-m"]
-    REGISTER[command]()
-    app.compose(command, overrides)
 
 
 def test_every_console_command_is_in_the_readme() -> None:

@@ -9,8 +9,13 @@ from fla_train.models.accounting import count_parameters
 LOADING = """\
 ## Use
 
-The model class lives in the package `fla-train` (`pip install fla-train`); importing `{package}`
-registers it with the Auto classes. No remote code is involved.
+The model class lives in the package `fla_train`, which is not on PyPI. In a checkout of its source:
+
+```sh
+pip install torch==2.13.0 && pip install -c constraints.txt .
+```
+
+Importing `{package}` registers the class with the Auto classes. No remote code is involved.
 
 ```python
 import {package}

@@ -121,7 +121,7 @@ def test_train_on_two_ranks(tmp_path, capfd) -> None:
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes it"),
         ),
         (["train", "--peers", "gpt", "--", *STEP], "choose from fla, fla-compiled, llama"),
-        (["train", *CEILINGS, "trainer.seq_len=7"], "trainer.global_batch_tokens"),
+        (["train", *CEILINGS, "trainer.global_batch_tokens=7"], "trainer.global_batch_tokens"),
         (["train", *CEILINGS, *MACHINES], "one machine"),
         (["train", "trainer.no_such_key=1"], "no_such_key"),
     ],
