@@ -20,7 +20,7 @@ from fla_train.data.tokenizers import encode
 
 ENCODE_BATCH = 64  # documents that are tokenized together,
 ENCODE_CHARACTERS = 1 << 20  # or fewer, where this many are reached: long ones, one or two at a time
-LEAST_SEQUENCES = 16  # that a length needs where as many are read as there are: from 16 on intervals hold
+LEAST_SEQUENCES = 32  # that a length needs where as many are read as there are
 TOKEN = np.dtype("<u4")  # what is kept of a document: 4 bytes a token, a list of numbers takes 36
 Spans = tuple[tuple[int, int], ...]  # (document, its first token in the sequence) of each document, in order
 
@@ -126,7 +126,7 @@ def packed(
     Args:
         documents: token ids, [tokens] each.
         count: sequences wanted; None: all that the documents fill, of the longest length of which there are
-            16, and of `least` or the shortest length if there are not.
+            32, and of `least` or the shortest length if there are not.
         lengths: targets of a sequence.
         prefix: what stands between documents: the separator, or nothing.
         scan: documents read at most; None: all.
