@@ -169,6 +169,19 @@ def _append(stream: np.ndarray, filled: int, tokens: Sequence[int], most: int | 
     return end
 
 
+def recut(
+    sequences: Sequence[np.ndarray], spans: Sequence[Spans], size: int
+) -> tuple[list[np.ndarray], list[Spans]]:
+    """What `packed` returned, cut to sequences of `size` tokens instead."""
+    starts: dict[int, int] = {}
+    for number, span in enumerate(spans):
+        for document, first in span:
+            starts.setdefault(document, number * len(sequences[0]) + first)
+    stream = np.concatenate(sequences)
+    count = len(stream) // size
+    return list(stream[: count * size].reshape(count, size)), _spans(list(starts.values()), size, count)
+
+
 def _scanned(documents: Iterable[np.ndarray], scan: int | None, progress: bool) -> Iterable[np.ndarray]:
     return tqdm(islice(documents, scan), desc="reading documents", unit="document", disable=not progress)
 
