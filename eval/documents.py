@@ -21,7 +21,7 @@ from fla_train.hub.saved_config import read_saved
 
 ENCODE_BATCH = 64  # documents that are tokenized together,
 ENCODE_CHARACTERS = 1 << 20  # or fewer, where this many are reached: long ones, one or two at a time
-LEAST_SEQUENCES = 16  # that a length needs where as many are read as there are: from 16 on intervals hold
+LEAST_SEQUENCES = 32  # that a length needs where as many are read as there are
 TOKEN = np.dtype("<u4")  # what is kept of a document: 4 bytes a token, a list of numbers takes 36
 Spans = tuple[tuple[int, int], ...]  # (document, its first token in the sequence) of each document, in order
 
@@ -128,7 +128,7 @@ def packed(
     Args:
         documents: token ids, [tokens] each.
         count: sequences wanted; None: all that the documents fill, of the longest length of which there are
-            16, and of `least` or the shortest length if there are not.
+            32, and of `least` or the shortest length if there are not.
         lengths: targets of a sequence.
         prefix: what stands between documents: the separator, or nothing.
         scan: documents read at most; None: all.
@@ -169,6 +169,19 @@ def _append(stream: np.ndarray, filled: int, tokens: Sequence[int], most: int | 
         stream.resize(2 * end, refcheck=False)  # in place
     stream[filled:end] = tokens
     return end
+
+
+def recut(
+    sequences: Sequence[np.ndarray], spans: Sequence[Spans], size: int
+) -> tuple[list[np.ndarray], list[Spans]]:
+    """What `packed` returned, cut to sequences of `size` tokens instead."""
+    starts: dict[int, int] = {}
+    for number, span in enumerate(spans):
+        for document, first in span:
+            starts.setdefault(document, number * len(sequences[0]) + first)
+    stream = np.concatenate(sequences)
+    count = len(stream) // size
+    return list(stream[: count * size].reshape(count, size)), _spans(list(starts.values()), size, count)
 
 
 def _scanned(documents: Iterable[np.ndarray], scan: int | None, progress: bool) -> Iterable[np.ndarray]:

@@ -13,10 +13,12 @@ from fla_train.data.files import describe_files, find_files
 from fla_train.data.token_bytes import token_bytes
 from fla_train.eval.config import PerplexityConfig, set_name
 from fla_train.eval.documents import (
+    Spans,
     file_documents,
     fingerprint,
     longest,
     packed,
+    recut,
     run_data,
     validation_documents,
 )
@@ -58,8 +60,9 @@ def run_sweep(
     Returns:
         By set `lengths`, `positions` (over the documents that reach the longest of these), `panels` (by panel
         the same over the documents that reach it), each row as `Estimate.numbers` gives it and those of
-        `lengths` with `losses` and `targets` of each document, `not_reached`, `states` (None unless asked
-        for), `data` (sequences, tokens, fingerprint), `own_file` (true) where it is no set of the papers but
+        `lengths` with `losses` and `targets` of each document (and `own_sequences` (true) where its
+        sequences are not the beginnings of the others'), `not_reached`, `states` (None unless asked for),
+        `data` (sequences, tokens, fingerprint), `own_file` (true) where it is no set of the papers but
         a file of the user's, whatever its name, and, where the mirror has one, `note`; or `{"error": line}`
         for a set that cannot be had or read, or has no document of the lengths asked for; the others go on.
 
@@ -142,19 +145,28 @@ def _sweep(
     stream.close()  # the texts that it has read ahead would stay in memory
     # The documents are those of a model without limit: so the two can be compared where both can read.
     within = [n for n in (*config.lengths, *config.panels) if n <= min(length, limit or length)]
-    mine = loss_table(
-        model,
-        documents[ranks.rank :: ranks.world],
-        bucket_edges(within, config.bucket),
-        spans=spans[ranks.rank :: ranks.world],
-        token_sizes=token_bytes(tokenizer),
-        prefix=prefix,
-        chunk=config.chunk,
-        batch_size=config.batch_size,
-        progress=progress,
-    )
-    table = LossTable.interleaved(ranks.gather(mine))
+    token_sizes = token_bytes(tokenizer)
+
+    def read(sequences: list[np.ndarray], spans: list[Spans], edges: tuple[int, ...]) -> LossTable:
+        mine = loss_table(
+            model,
+            sequences[ranks.rank :: ranks.world],
+            edges,
+            spans=spans[ranks.rank :: ranks.world],
+            token_sizes=token_sizes,
+            prefix=prefix,
+            chunk=config.chunk,
+            batch_size=config.batch_size,
+            progress=progress,
+        )
+        return LossTable.interleaved(ranks.gather(mine))
+
+    table = read(documents, spans, bucket_edges(within, config.bucket))
     found = {n: estimate for n in sorted(within) if (estimate := table.up_to(n))}
+    again = config.layout == "packed" and config.documents is None and trained in found
+    own = (trained or 0) + (0 if prefix else 1)  # tokens of a sequence of the training length
+    if again := again and len(documents[0]) > own:  # of long sequences only the beginnings would count
+        found[trained] = read(*recut(documents, spans, own), (0, trained)).up_to(trained)
     reached = [n for n in sorted(config.lengths) if n in found]
     if not reached:
         what = "the validation split" if name == VALIDATION else name
@@ -169,6 +181,7 @@ def _sweep(
                 "losses": list(found[n].losses),
                 "targets": list(found[n].targets),
             }
+            | ({"own_sequences": True} if again and n == trained else {})
             for n in reached
         ],
         "positions": _curve(table, max(reached)),

@@ -37,12 +37,14 @@ def span_sums(result: dict, span: Span) -> np.ndarray:
     Raises:
         ValueError: a bound is no length of the evaluation, or not all documents reach it.
     """
-    rows = {row["length"]: np.array([row["losses"], loss_targets(row)], float) for row in result["lengths"]}
-    documents = rows[min(rows)].shape[1]
+    # A row of sequences of its own does not begin with the tokens of a shorter one.
+    rows = {row["length"]: row for row in result["lengths"] if "own_sequences" not in row}
+    documents = len(rows[min(rows)]["losses"])
     sums = {0: np.zeros((2, documents))}
-    for n, (losses, targets) in rows.items():
-        if len(losses) == documents:
-            sums[n] = np.array([losses * targets, targets])
+    for n, row in rows.items():
+        if len(row["losses"]) == documents:
+            targets = np.array(loss_targets(row), float)
+            sums[n] = np.array([row["losses"] * targets, targets])
     if lacking := [n for n in span if n not in sums]:
         raise ValueError(
             f"{lacking[0]} is no length that was measured and that all {documents} documents reach"

@@ -49,6 +49,7 @@ def sweep(model: Path, file: str, length: int, output: Path) -> tuple[int, float
         "documents": 1,
         "lengths": f"[{length}]",
         "bucket": 10000,
+        "training_length": "false",
     }
     command = [
         sys.executable,

@@ -259,8 +259,10 @@ class Trainer:
             if key.startswith(PART_PERPLEXITY)
         ]
         of_parts = f" ({', '.join(parts)})" if parts else ""
+        bits = found.get("validation_bits_per_byte")
+        of_bits = "" if bits is None else f", {bits:.4f} bits per byte"
         self.reporter.say(
-            f"step {state.step:,}: validation loss {loss:.4f}, perplexity {perplexity:.2f}{of_parts}"
+            f"step {state.step:,}: validation loss {loss:.4f}, perplexity {perplexity:.2f}{of_parts}{of_bits}"
         )
 
     def _save(self) -> None:

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from fla_train.data import DataConfig, TokenizerConfig, prepare
 from fla_train.data.tokenizers import encode
+from fla_train.eval import documents as documents_module
 from fla_train.eval import run as run_module
 from fla_train.eval import sweep as sweep_module
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig, suite_faults
@@ -96,22 +97,33 @@ def test_report_of_a_sweep(run: Path) -> None:
     assert (folder / "perplexity.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_default_reads_the_whole_validation_split(run: Path, scholar, tokenizer, tmp_path: Path) -> None:
-    """As configs/suite/perplexity.yaml stands: the training length is there, though it is in no list."""
+@pytest.mark.parametrize("least", [999, 4])
+def test_the_default_reads_the_whole_validation_split(
+    run: Path, scholar, tokenizer, tmp_path: Path, monkeypatch, least: int
+) -> None:
+    """As configs/suite/perplexity.yaml stands: the training length is there, though it is in no list, and
+    counts every token also where sequences are longer.
+    """
+    monkeypatch.setattr(documents_module, "LEAST_SEQUENCES", least)
     file = Path(__file__).resolve().parents[2] / "configs/suite/perplexity.yaml"
     suite = OmegaConf.to_container(OmegaConf.load(file)).get("perplexity")
-    config = PerplexityConfig(**(suite | {"lengths": [32, 4096], "bucket": 16}))
+    config = PerplexityConfig(**(suite | {"lengths": [32, 256, 4096], "bucket": 16}))
     assert config.layout == "packed" and config.documents is None and config.scan is None
     config = EvalConfig(str(run), str(tmp_path / "out"), suite=SuiteConfig("perplexity", config))
     folder, record = evaluate(config, progress=False)
     result = record["perplexity"]["validation"]
     held_out = [document for document in validation_documents(run_data(run)) if len(document)]
     tokens = sum(map(len, held_out)) + len(held_out) - 1
-    assert tokens - 64 < result["data"]["tokens"] <= tokens  # but for what fills no sequence
-    row = result["lengths"][-1]
-    assert row["length"] == record["trained_length"] == 64 and result["not_reached"] == [4096]
-    assert row["sequences"] == tokens // 64 and row["documents"] == len(row["losses"])
+    size = 256 if least == 4 else 64
+    assert tokens - size < result["data"]["tokens"] <= tokens  # but for what fills no sequence
+    rows = {row["length"]: row for row in result["lengths"]}
+    row = rows[record["trained_length"]]
+    longest = max(rows)
+    assert longest == (256 if least == 4 else 64) and result["not_reached"][-1] == 4096
+    assert row["sequences"] == result["data"]["tokens"] // 64 and row["documents"] == len(row["losses"])
     assert sum(row["targets"]) == result["data"]["tokens"]
+    assert sum(rows[longest]["targets"]) == result["data"]["tokens"] and sum(rows[32]["targets"]) < tokens
+    assert ("own_sequences" in row) == (longest > 64) and "own_sequences" not in rows[32]
 
     stream = [t for document in held_out for t in (tokenizer.eos_token_id, *document.tolist())]
     losses = []
@@ -126,7 +138,7 @@ def test_the_default_reads_the_whole_validation_split(run: Path, scholar, tokeni
     assert row["bits_per_byte"] == pytest.approx(total / np.log(2) / size, abs=1e-4)  # a token is a byte
     text = (folder / "table.md").read_text()
     assert f"| {row['bits_per_byte']:.4f} |" in text and "bits per byte" in text
-    assert "The documents fill too few sequences of 4096 tokens." in text
+    assert "The documents fill too few sequences of" in text and "4096 tokens." in text
     assert record["metrics"]["eval/validation/bits_per_byte_64"] == row["bits_per_byte"]
 
 

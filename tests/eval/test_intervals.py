@@ -1,7 +1,10 @@
 """Clustered standard errors and intervals against plain statistics, and what has no interval."""
 
+import importlib.util
+import json
 import math
 import statistics
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -75,3 +78,19 @@ def test_bits_per_byte() -> None:
     for targets in ([100, 25], [10, 90]):
         estimate = Estimate.of(nats, np.array(targets), np.array([400, 100]), 2)
         assert estimate.bits.value == pytest.approx(1100 / 500)
+
+
+def test_the_coverage_script_on_an_evaluation(tmp_path: Path, capsys) -> None:
+    """The population and the resampling stand before the figures; documents without targets do not count."""
+    file = Path(__file__).resolve().parents[2] / "scripts/check_interval_coverage.py"
+    place = importlib.util.spec_from_file_location("check_interval_coverage", file)
+    script = importlib.util.module_from_spec(place)
+    place.loader.exec_module(script)
+    row = {"length": 64, "losses": [2.0, 2.5, 3.0, 0.0], "targets": [64, 32, 64, 0]}
+    record = {"name": "a", "perplexity": {"web": {"lengths": [row]}}, "tasks": {}, "paper_row": {}}
+    (tmp_path / "results.json").write_text(json.dumps(record))
+    script.main([str(tmp_path), "--draws", "20"])
+    population, resampling, _, head, _, *rows = capsys.readouterr().out.splitlines()
+    assert "web: 3 documents of the first 64 tokens" in population and "mean 2.5000" in population
+    assert "20 times" in resampling and head.startswith("| documents |")
+    assert [line.split(" | ")[0] for line in rows if line] == [f"| {n}" for n in script.SIZES]

@@ -12,7 +12,7 @@ import torch
 from omegaconf import OmegaConf
 
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig, set_name, suite_faults
-from fla_train.eval.documents import fingerprint, packed
+from fla_train.eval.documents import fingerprint, packed, recut
 from fla_train.eval.perplexity import loss_table
 from fla_train.eval.run import evaluate
 from fla_train.eval.sets import PAPER_SETS, hub_documents
@@ -108,9 +108,21 @@ def test_all_of_the_documents_are_cut_to_the_longest_length_of_which_there_are_e
         found, _ = packed(iter(documents), None, lengths, [2], None, progress=False, least=least)
         return {(len(found), len(sequence)) for sequence in found}
 
-    assert sizes([32, 64, 126, 127, 2048]) == {(16, 126)}  # 16 of 127 would be 2,032
+    assert sizes([32, 62, 63, 64, 2048]) == {(32, 63)}  # 32 of 64 would be 2,048
     assert sizes([32, 500], least=500) == {(4, 500)}
     assert sizes([500, 900], least=4) == {(4, 500)}
+
+
+def test_cutting_again_is_as_packing_to_that_length() -> None:
+    draw = np.random.default_rng(0)
+    documents = [draw.integers(3, 300, size=n) for n in (5, 0, 1, 170, 3, 40, 2, 90)]
+    for prefix in ([2], []):
+        long = packed(iter(documents), None, [100], prefix, None, progress=False)
+        size = 10 if prefix else 11
+        found, spans = recut(*long, size)
+        expected, expected_spans = packed(iter(documents), len(found), [10], prefix, None, progress=False)
+        assert [s.tolist() for s in found] == [s.tolist() for s in expected] and spans == expected_spans
+        assert len(found) == sum(map(len, long[0])) // size > 20
 
 
 def test_fingerprint_tells_tokens_and_bounds_apart() -> None:

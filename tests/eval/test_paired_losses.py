@@ -87,3 +87,10 @@ def test_documents_count_by_their_targets(script, tmp_path: Path, capsys) -> Non
     left = [0.0, 4 / 12, 4 / 12]
     error = math.sqrt(2 / 3 * sum((0.25 - value) ** 2 for value in left))
     assert whole[2] == f"+0.250 ({error:.3f})"
+    for place in places:  # sequences of the training length, which the longer ones do not begin with
+        record = json.loads((tmp_path / place / "results.json").read_text())
+        record["perplexity"]["web"]["lengths"][0]["own_sequences"] = True
+        (tmp_path / place / "results.json").write_text(json.dumps(record))
+    assert script.main([*places, "--of", "0:4"]) == 2
+    assert "4 is no length" in capsys.readouterr().err
+    assert script.main([*places, "--of", "0:8"]) == 0

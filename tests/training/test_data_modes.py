@@ -65,6 +65,8 @@ def test_resumed_runs_equal_whole_ones(
         assert last["validation_loss"] == pytest.approx(0.75 * parts[0] + 0.25 * parts[1])
         each = [last[f"validation_perplexity/{name}"] for name in ("long", "short")]
         assert each == pytest.approx([math.exp(loss) for loss in parts])
+        bits = [last[f"validation_bits_per_byte/{name}"] for name in ("long", "short")]
+        assert last["validation_bits_per_byte"] == pytest.approx(0.75 * bits[0] + 0.25 * bits[1])
         said = f"perplexity {last['validation_perplexity']:.2f} (long {each[0]:.2f}, short {each[1]:.2f})"
         assert said in (tmp_path / "whole" / "train.log").read_text()
         changed = two_parts(make_config(f"run.dir={tmp_path / 'whole'}"), corpus, tmp_path)
