@@ -7,7 +7,7 @@ batches that are hardly padded. The output head sees only the positions that are
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
+from transformers.cache_utils import Cache
 
 from fla_train.kernels.neighbours import consume_logits
 from fla_train.models import DeltaProductForCausalLM
-from fla_train.models.cache import DeltaProductCache
 
 SHARE_FROM = 8  # tokens of a shared context from which a forward pass of its own pays
 MAX_ROWS = 512  # sequences side by side: each has a state of its own
@@ -216,10 +216,9 @@ def _tensor(numbers: list) -> Tensor:
     return torch.from_numpy(np.array(numbers))
 
 
-def _selected(cache: DeltaProductCache, rows: Tensor) -> DeltaProductCache:
+def _selected(cache: Cache, rows: Tensor) -> Cache:
     """A cache of its own for the sequences `rows` [R], which may name one several times."""
-    chosen = copy(cache)
-    chosen.layers = [dict(layer) for layer in cache.layers]
+    chosen = deepcopy(cache)
     chosen.reorder_cache(rows)
     return chosen
 

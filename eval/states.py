@@ -98,7 +98,7 @@ def state_statistics(
                 ids = stacked(documents, prefix, start, end).to(device)
                 cache = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
                 start = end
-            states = [cache.layers[layer]["state"] for layer in mixers]  # [B, H, K, V] each
+            states = [cache.layers[layer].recurrent_states[0] for layer in mixers]  # [B, H, K, V] each
             found["norm"].append([state.norm(dim=(-2, -1)).mean().item() for state in states])
             found["effective_rank"].append([effective_rank(state).mean().item() for state in states])
             shares = [count / count.sum(-1, keepdim=True).clamp_min(1) for count in counts.values()]

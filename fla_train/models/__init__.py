@@ -13,7 +13,6 @@ from transformers import AutoConfig
 from fla_train.models import configuration
 
 if TYPE_CHECKING:
-    from fla_train.models.cache import DeltaProductCache
     from fla_train.models.configuration import DeltaProductConfig, build_config, model_schema
     from fla_train.models.loss import count_targets
     from fla_train.models.modeling import (
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "DeltaProductCache",
     "DeltaProductConfig",
     "DeltaProductForCausalLM",
     "DeltaProductForQuestionAnswering",
@@ -42,7 +40,6 @@ AutoConfig.register(
 )
 
 _MODULES = {
-    "cache": ("DeltaProductCache",),
     "configuration": ("DeltaProductConfig", "build_config", "model_schema"),
     "loss": ("count_targets",),
     "modeling": tuple(name for name in __all__ if name.endswith("Model") or "For" in name),

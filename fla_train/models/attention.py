@@ -3,22 +3,21 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
-from fla_train.models.cache import append_along_time
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import SequenceContext
 
 
-def rotate(x: Tensor, first: int, theta: float) -> Tensor:
-    """Rotary position embedding (half-rotation layout) of x [B, H, T, D] at positions first, first + 1, ...
+def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Rotary position embedding (half-rotation layout) of x [B, H, T, D] at `positions`, integers [T].
 
     The angles are made anew, in fp32: a buffer would have to survive meta initialisation and casts of the
     model.
     """
     half = x.shape[-1] // 2
     channel = torch.arange(half, device=x.device, dtype=torch.float32)
-    position = torch.arange(first, first + x.shape[2], device=x.device, dtype=torch.float32)
-    angle = position[:, None] * theta ** (-channel / half)  # [T, D / 2]
+    angle = positions.float()[:, None] * theta ** (-channel / half)  # [T, D / 2]
     cos, sin = angle.cos(), angle.sin()
     left, right = x[..., :half], x[..., half:]
     return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)
@@ -45,32 +44,30 @@ class HybridAttention(nn.Module):
     a call that asks for the weights is "eager" too.
     """
 
-    def __init__(self, config: DeltaProductConfig) -> None:
+    def __init__(self, config: DeltaProductConfig, layer: int = 0) -> None:
         super().__init__()
-        self.config, attn = config, config.attn
+        self.config, self.layer, attn = config, layer, config.attn
         self.num_heads, self.num_kv_heads = attn["num_heads"], attn["num_kv_heads"]
         self.head_dim = config.hidden_size // self.num_heads
-        self.window, self.rope_theta = attn["window_size"], attn["rope_theta"]
+        self.rope_theta = attn["rope_theta"]
         kv_size = self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, context: SequenceContext, cache: dict[str, Tensor] | None = None) -> Tensor:
-        """Attend; `cache` is this layer's dict of a `DeltaProductCache`, read and updated in place."""
+    def forward(self, x: Tensor, context: SequenceContext, cache: Cache | None = None) -> Tensor:
+        """Attend; this layer's keys and values in `cache` are read and updated in place."""
         batch, length, _ = x.shape
 
         def heads(y: Tensor) -> Tensor:
             return y.view(batch, length, -1, self.head_dim).transpose(1, 2)  # [B, H, T, D]
 
-        q = rotate(heads(self.q_proj(x)), context.seen, self.rope_theta)
-        k = rotate(heads(self.k_proj(x)), context.seen, self.rope_theta)
+        q = rotate(heads(self.q_proj(x)), context.positions, self.rope_theta)
+        k = rotate(heads(self.k_proj(x)), context.positions, self.rope_theta)
         v = heads(self.v_proj(x))
         if cache is not None:
-            limit = None if self.window is None else self.window - 1
-            k, cache["keys"] = append_along_time(cache.get("keys"), k, limit)
-            v, cache["values"] = append_along_time(cache.get("values"), v, limit)
+            k, v = cache.update(k, v, self.layer)
         if self.config._attn_implementation == "eager" or context.attentions is not None:
             o, weights = eager_attention(q, k, v, context.visible)
             if context.attentions is not None:

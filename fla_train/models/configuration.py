@@ -91,17 +91,30 @@ class DeltaProductConfig(PreTrainedConfig):
         return self.num_heads if self.attn is None else self.attn["num_heads"]
 
     @property
+    def attention_layers(self) -> list[int]:
+        """The layers that are softmax attention instead of the recurrence, in order."""
+        return [] if self.attn is None else self.attn["layers"]
+
+    @property
     def layer_types(self) -> list[str]:
         """The kind of each layer by transformers' names, such as "linear_attention"."""
-        attention = "full_attention"
-        if self.attn is not None and self.attn["window_size"] is not None:
-            attention = "sliding_attention"
+        attention = "full_attention" if self.sliding_window is None else "sliding_attention"
         layers = range(self.num_hidden_layers)
         return [attention if self.is_attention_layer(i) else "linear_attention" for i in layers]
 
+    @property
+    def sliding_window(self) -> int | None:
+        """Tokens that an attention layer sees, itself included; None: all. A name that caches read."""
+        return None if self.attn is None else self.attn["window_size"]
+
+    @property
+    def number_of_conv_states(self) -> int:
+        """Convolutions of a mixer: q, k and v. A name that caches read."""
+        return 3
+
     def is_attention_layer(self, layer: int) -> bool:
         """Whether layer `layer` is softmax attention instead of the recurrence."""
-        return self.attn is not None and layer in self.attn["layers"]
+        return layer in self.attention_layers
 
     def to_diff_dict(self) -> dict[str, Any]:
         """What `save_pretrained` writes: everything but the machine's choices."""
@@ -168,8 +181,8 @@ class DeltaProductConfig(PreTrainedConfig):
             )
         if kv_heads < 1 or heads % kv_heads:
             faults.append(f"attn.num_kv_heads {kv_heads} must divide attn.num_heads {heads}")
-        if (window := attn.get("window_size")) is not None and window < 1:
-            faults.append(f"attn.window_size must be >= 1 or null, got {window}")
+        if (window := attn.get("window_size")) is not None and window < 2:
+            faults.append(f"attn.window_size must be >= 2 or null, got {window}")
         return faults
 
 

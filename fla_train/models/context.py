@@ -1,21 +1,25 @@
-"""What all layers of one forward pass share: padding, document boundaries and the position in the stream."""
+"""What all layers of one forward pass share: padding, document boundaries and positions."""
 
 from dataclasses import dataclass, fields, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from fla_train.models.configuration import DeltaProductConfig
+
+Masks = dict[str, Tensor | None]  # the fields `keep` and `visible` of a SequenceContext
 
 
 @dataclass(frozen=True)
 class SequenceContext:
-    """One call's layout of its T new tokens, after `seen` tokens in the cache."""
+    """One call's layout of its T new tokens, after those in the cache."""
 
-    seen: int
     keep: Tensor | None = None  # [B, T] bool, False at padding; None: no padding
     cu_seqlens: Tensor | None = None  # [S + 1] packed documents
     offsets: Tensor | None = None  # [T] distance from the document's start, with cu_seqlens
+    positions: Tensor | None = None  # [T] positions in the stream, for attention layers
     visible: Tensor | None = None  # [B or 1, 1, T, keys] bool for attention layers; None: plain causal
     attentions: list[Tensor] | None = None  # where attention layers leave their softmax weights, if asked for
 
@@ -24,29 +28,23 @@ class SequenceContext:
         cls,
         config: DeltaProductConfig,
         tokens: Tensor,
-        attention_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        seen: int,
+        attention_mask: Tensor | Masks | None = None,
+        cu_seqlens: Tensor | None = None,
+        cache: Cache | None = None,
         attentions: list[Tensor] | None = None,
     ) -> "SequenceContext":
         """Derive the layout for tokens [B, T, ...] without waiting for the device.
 
         Args:
-            attention_mask: [B, seen + T], 0 at padding.
+            attention_mask: as `masks` takes it, or what `masks` has returned.
             cu_seqlens: [S + 1] bounds of the documents packed in one row (B = 1).
+            cache: what was read before, as `cache_for` returns it.
 
         Raises:
             ValueError: when the arguments contradict each other.
         """
         batch, length = tokens.shape[:2]
-        keep = segments = offsets = visible = None
-        if attention_mask is not None:
-            if attention_mask.shape != (batch, seen + length):
-                raise ValueError(
-                    f"attention_mask has shape {list(attention_mask.shape)}, "
-                    f"expected [batch, seen + new tokens] = {[batch, seen + length]}"
-                )
-            keep = attention_mask[:, seen:].bool()
+        segments = offsets = positions = None
         if cu_seqlens is not None:
             if batch != 1:
                 raise ValueError(f"cu_seqlens packs documents in one row: batch 1, not {batch}")
@@ -54,11 +52,12 @@ class SequenceContext:
             cu_seqlens = cu_seqlens.to(position)  # searchsorted wants one dtype
             segments = torch.searchsorted(cu_seqlens[1:], position, right=True)
             offsets = position - cu_seqlens[segments]
-        if config.attn is not None:
-            visible = _visible(
-                length, seen, config.attn["window_size"], attention_mask, segments, tokens.device
-            )
-        return cls(seen, keep, cu_seqlens, offsets, visible, attentions)
+        if config.attention_layers:
+            positions = torch.arange(length, device=tokens.device) + _seen(config, cache, tokens.device)
+        found = attention_mask
+        if not isinstance(found, dict):
+            found = masks(config, tokens, attention_mask, cache, segments)
+        return cls(found["keep"], cu_seqlens, offsets, positions, found["visible"], attentions)
 
     def to(self, device: torch.device | str | int) -> "SequenceContext":
         """The same on `device`: accelerate asks for it where a `device_map` spreads the layers."""
@@ -124,23 +123,71 @@ def document_bounds(
     return torch.cat([inner.new_zeros(1), inner, inner.new_full((1,), length)])
 
 
+def masks(
+    config: DeltaProductConfig,
+    tokens: Tensor,
+    attention_mask: Tensor | None,
+    cache: Cache | None = None,
+    segments: Tensor | None = None,
+) -> Masks:
+    """What the new tokens [B, T, ...] may read: `keep` and `visible` of a `SequenceContext`.
+
+    Args:
+        attention_mask: [B, seen + T], 0 at padding. Without attention layers only the last T columns are
+            read, and after a cache there may be no others.
+        cache: what was read before.
+        segments: [T] number of each token's document, if several are packed.
+
+    Raises:
+        ValueError: for a mask of another shape.
+    """
+    batch, length = tokens.shape[:2]
+    seen = _seen(config, cache, tokens.device)
+    keep = visible = None
+    if attention_mask is not None:
+        counted = cache is None or (bool(config.attention_layers) and isinstance(seen, int))
+        columns = seen + length if counted else max(length, attention_mask.shape[-1])
+        if attention_mask.shape != (batch, columns):
+            raise ValueError(
+                f"attention_mask has shape {list(attention_mask.shape)}, "
+                f"expected [batch, seen + new tokens] = {[batch, columns]}"
+            )
+        keep = attention_mask[:, -length:].bool()
+    if config.attention_layers:
+        layer = None if cache is None else cache.layers[config.attention_layers[0]]
+        keys, first = (length, 0) if layer is None else layer.get_mask_sizes(length)
+        window = config.sliding_window
+        visible = _visible(length, seen, keys, first, window, attention_mask, segments, tokens.device)
+    return {"keep": keep, "visible": visible}
+
+
+def _seen(config: DeltaProductConfig, cache: Cache | None, device: torch.device) -> int | Tensor:
+    """Tokens in the cache, by its first attention layer (0 without such layers); a tensor if it is static."""
+    if cache is None or not config.attention_layers:
+        return 0
+    seen = cache.layers[config.attention_layers[0]].get_seq_length()
+    return seen.to(device) if isinstance(seen, Tensor) else seen
+
+
 def _visible(
     length: int,
-    seen: int,
+    seen: int | Tensor,
+    keys: int,
+    first: int,
     window: int | None,
     attention_mask: Tensor | None,
     segments: Tensor | None,
     device: torch.device,
 ) -> Tensor | None:
-    """Which keys each new token may attend to, or None where plain causality says it all.
+    """Which keys, at positions `first` and on, each new token may attend to; None: plain causality.
 
-    Keys are the new tokens after what the cache kept: all `seen` tokens, or the last window - 1 of them.
+    A static cache has keys beyond the newest token, which causality hides.
     """
-    past = seen if window is None else min(seen, window - 1)
-    if past == 0 and attention_mask is None and segments is None and (window is None or window >= length):
+    anew = isinstance(seen, int) and seen == 0 and keys == length
+    if anew and attention_mask is None and segments is None and (window is None or window >= length):
         return None
-    query = torch.arange(length, device=device)[:, None]
-    key = torch.arange(-past, length, device=device)[None, :]
+    query = torch.arange(length, device=device)[:, None] + seen
+    key = torch.arange(first, first + keys, device=device)[None, :]
     visible = key <= query
     if window is not None:
         visible = visible & (key > query - window)
@@ -149,6 +196,7 @@ def _visible(
     visible = visible[None, None]
     if attention_mask is not None:
         # A padded query sees itself, so that no row of the softmax is empty.
-        unpadded = attention_mask[:, seen - past :].bool()[:, None, None, :]
+        unpadded = attention_mask[:, first : first + keys].bool()
+        unpadded = F.pad(unpadded, (0, keys - unpadded.shape[1]), value=True)[:, None, None, :]
         visible = (visible & unpadded) | (key == query)
     return visible

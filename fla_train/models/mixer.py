@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from fla_train.kernels.delta_product import delta_product, delta_product_step
 from fla_train.kernels.neighbours import recurrence_gates
@@ -23,9 +24,9 @@ class DeltaProductMixer(nn.Module):
     (N, H, V), of `b_proj` (N, H), so the operator's layout is a view of each projection.
     """
 
-    def __init__(self, config: DeltaProductConfig) -> None:
+    def __init__(self, config: DeltaProductConfig, layer: int = 0) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.layer = config, layer
         steps, heads = config.num_householder, config.num_heads
         key_size, value_size = heads * config.head_dim, heads * config.head_v_dim
 
@@ -48,8 +49,8 @@ class DeltaProductMixer(nn.Module):
         self.o_proj = nn.Linear(value_size, config.hidden_size, bias=False)
         self.beta_max = 2.0 if config.allow_neg_eigval else 1.0
 
-    def forward(self, x: Tensor, context: SequenceContext, cache: dict[str, Tensor] | None = None) -> Tensor:
-        """Mix x [B, T, hidden_size]; `cache` is this layer's dict of a `DeltaProductCache`, updated in place.
+    def forward(self, x: Tensor, context: SequenceContext, cache: Cache | None = None) -> Tensor:
+        """Mix x [B, T, hidden_size]; this layer's states in `cache` are updated in place.
 
         Padding changes nothing: its rows enter the convolutions as zeros, and beta = 0 and g = 0 there leave
         the state alone.
@@ -84,16 +85,16 @@ class DeltaProductMixer(nn.Module):
             g = g if g is None else g * keep[..., None]
         return beta, g
 
-    def _convolve(
-        self, name: str, y: Tensor, context: SequenceContext, cache: dict[str, Tensor] | None
-    ) -> Tensor:
-        """SiLU of the convolved projection y; its last inputs go to the cache as `{name}_conv`."""
-        if not self.config.use_short_conv:
-            return F.silu(y)
-        past = None if cache is None else cache.get(f"{name}_conv")
-        y, state = getattr(self, f"{name}_conv1d")(y, past, context.offsets)
+    def _convolve(self, name: str, y: Tensor, context: SequenceContext, cache: Cache | None) -> Tensor:
+        """SiLU of the convolved projection y; its last inputs go to the cache, to one of its three places."""
+        place = "qkv".index(name)
+        if self.config.use_short_conv:
+            past = None if cache is None else cache.layers[self.layer].conv_states[place]
+            y, state = getattr(self, f"{name}_conv1d")(y, past, context.offsets)
+        else:  # the cache takes a layer without any for one that has not run yet
+            y, state = F.silu(y), y.new_empty(len(y), 0, 0)
         if cache is not None:
-            cache[f"{name}_conv"] = state.contiguous()
+            cache.update_conv_state(state, self.layer, state_idx=place)
         return y
 
     def _recur(
@@ -104,14 +105,15 @@ class DeltaProductMixer(nn.Module):
         beta: Tensor,
         g: Tensor | None,
         context: SequenceContext,
-        cache: dict[str, Tensor] | None,
+        cache: Cache | None,
     ) -> Tensor:
         """The operator on one layer's sequence, by a single step where one token follows a state."""
-        state = None if cache is None else cache.get("state")
+        state = None if cache is None else cache.layers[self.layer].recurrent_states[0]
         options = {"qk_l2norm": True, "backend": self.config.backend}
         if state is not None and q.shape[1] == 1:
             now = [None if tensor is None else tensor[:, 0] for tensor in (q, k, v, beta, g)]
-            o, cache["state"] = delta_product_step(*now, state=state, **options)
+            o, final = delta_product_step(*now, state=state, **options)
+            cache.update_recurrent_state(final, self.layer)
             return o[:, None]
         o, final = delta_product(
             *(q, k, v, beta, g),
@@ -122,5 +124,5 @@ class DeltaProductMixer(nn.Module):
             **options,
         )
         if cache is not None:
-            cache["state"] = final
+            cache.update_recurrent_state(final, self.layer)
         return o

@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers import initialization as init
+from transformers.cache_utils import Cache
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -26,9 +27,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 
 from fla_train.models.attention import HybridAttention
-from fla_train.models.cache import DeltaProductCache, cache_for
+from fla_train.models.cache import cache_for, count_tokens
 from fla_train.models.configuration import DeltaProductConfig
-from fla_train.models.context import SequenceContext, document_bounds
+from fla_train.models.context import Masks, SequenceContext, document_bounds, masks
 from fla_train.models.layers import GatedMLP, RMSNorm, ShortConvolution, is_plain
 from fla_train.models.loss import IGNORE, linear_cross_entropy, next_tokens, token_losses
 from fla_train.models.mixer import DeltaProductMixer
@@ -46,7 +47,8 @@ class Block(GradientCheckpointingLayer):
     def __init__(self, config: DeltaProductConfig, layer: int) -> None:
         super().__init__()
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attn = HybridAttention(config) if config.is_attention_layer(layer) else DeltaProductMixer(config)
+        mixer = HybridAttention if config.is_attention_layer(layer) else DeltaProductMixer
+        self.attn = mixer(config, layer)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act)
 
@@ -55,7 +57,7 @@ class Block(GradientCheckpointingLayer):
         x: Tensor,
         update: Tensor | None,
         context: SequenceContext,
-        cache: dict[str, Tensor] | None = None,
+        cache: Cache | None = None,
     ) -> tuple[Tensor, Tensor]:
         """From the stream x + update [B, T, hidden_size] (`update` None: x) to the next x and update."""
         if update is None:
@@ -76,16 +78,12 @@ class DeltaProductPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _can_record_outputs = {"hidden_states": Block}  # noqa: RUF012  as transformers names what it can return
     _no_split_modules = ("Block",)
-    # accelerate hands dictionaries on as copies, in which what a layer writes to its cache would be lost.
     _skip_keys_device_placement = ("past_key_values", "cache")
     _is_stateful = True
+    _can_compile_fullgraph = True
     accepts_loss_kwargs = (
         False  # of Trainer's, the task heads would hand `num_items_in_batch` to the backbone
     )
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -119,9 +117,9 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | Masks | None = None,
         inputs_embeds: Tensor | None = None,
-        past_key_values: DeltaProductCache | None = None,
+        past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         cu_seqlens: Tensor | None = None,
         position_ids: Tensor | None = None,
@@ -161,32 +159,31 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
                 "gradient checkpointing runs a block twice, which would update past_key_values twice: "
                 "pass no cache, or call model.gradient_checkpointing_disable()"
             )
-        cu_seqlens = document_bounds(attention_mask, cu_seqlens, position_ids, **packing)
+        padding = attention_mask["keep"] if isinstance(attention_mask, dict) else attention_mask
+        cu_seqlens = document_bounds(padding, cu_seqlens, position_ids, **packing)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and cu_seqlens is None
-        cache = cache_for(past_key_values, self.config.num_hidden_layers, use_cache and not checkpointing)
+        cache = cache_for(past_key_values, self.config, use_cache and not checkpointing, hidden.device)
         if cache is not None and cu_seqlens is not None:
             raise ValueError(
                 "packed documents cannot continue from a cache or fill one: use_cache must be off"
             )
-        seen = 0 if cache is None else cache.seen_tokens
         if output_attentions is None:
             output_attentions = self.config.output_attentions
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         attentions = [] if output_attentions else None
         wanted = _indices(output_hidden_states, 1 + len(self.layers))
-        context = SequenceContext.build(self.config, hidden, attention_mask, cu_seqlens, seen, attentions)
+        context = SequenceContext.build(self.config, hidden, attention_mask, cu_seqlens, cache, attentions)
 
         update, hidden_states = None, [hidden if 0 in wanted else None]
         for index, block in enumerate(self.layers):
             if update is not None and checkpointing:  # one tensor per block to keep instead of two
                 hidden, update = hidden + update, None
-            kept = None if cache is None else cache.layers[index]
-            hidden, update = block(hidden, update, context, cache=kept)
+            hidden, update = block(hidden, update, context, cache=cache)
             hidden_states.append(hidden + update if index + 1 in wanted else None)
         if cache is not None:
-            cache.seen_tokens += hidden.shape[1]
+            count_tokens(cache, hidden.shape[1])
         normed, _ = self.norm(update, residual=hidden)
         if hidden_states[-1] is not None:
             hidden_states[-1] = normed
@@ -222,10 +219,10 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | Masks | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        past_key_values: DeltaProductCache | None = None,
+        past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         cu_seqlens: Tensor | None = None,
         logits_to_keep: int | Tensor | None = None,
@@ -322,15 +319,20 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, object], *rest: object
     ) -> None:
-        """Give `generate` an empty cache of this model's own class unless it has one, or needs none."""
-        if generation_config.cache_implementation not in (None, "dynamic"):
-            raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r} is not available: "
-                "leave it out, the cache of this model is a DeltaProductCache"
-            )
+        """Of the cache that `generate` has made or was given, which it asks for a count of tokens at once."""
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *rest)
-        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = DeltaProductCache(self.config.num_hidden_layers)
+        cache_for(model_kwargs.get("past_key_values"), self.config, False, self.device)
+
+    @staticmethod
+    def create_masks_for_generate(
+        config: DeltaProductConfig,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        past_key_values: Cache,
+        **_: object,
+    ) -> Masks:
+        """The masks of a step, made before a compiled forward because the attention mask grows."""
+        return masks(config, inputs_embeds, attention_mask, past_key_values)
 
 
 class DeltaProductForSequenceClassification(GenericForSequenceClassification, DeltaProductPreTrainedModel):

@@ -215,10 +215,10 @@ def test_state_statistics_against_the_recurrence(build_model, chunk: int) -> Non
         for t in range(25):
             cache = model(ids[:, t : t + 1], past_key_values=cache, use_cache=True).past_key_values
             if t == 8:
-                early = cache.layers[1]["state"].clone()
+                early = cache.layers[1].recurrent_states[0].clone()
         beta, g = model.model.layers[1].attn.gates(torch.cat(seen, 1))  # [2, 25, N, H], [2, 25, H]
     hook.remove()
-    late = cache.layers[1]["state"]
+    late = cache.layers[1].recurrent_states[0]
     assert [row[1] for row in found["norm"]] == pytest.approx(
         [state.flatten(2).norm(dim=-1).mean().item() for state in (early, late)]
     )

@@ -1,6 +1,8 @@
 """Configurations of the small models that the tests of this folder build."""
 
 import pytest
+from torch import Tensor
+from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from fla_train.models import DeltaProductConfig
 
@@ -29,3 +31,18 @@ def small_config(variant: str = "gated_delta_product", **overrides) -> DeltaProd
         "backend": "recurrent",
     }
     return DeltaProductConfig(**(fields | VARIANTS[variant] | overrides))
+
+
+def cache_tensors(cache: Cache) -> list[Tensor]:
+    """What a cache holds, layer by layer: convolution inputs and state, or keys and values."""
+    held: list[Tensor | None] = []
+    for layer in cache.layers:
+        if isinstance(layer, LinearAttentionLayer):
+            held += [*layer.conv_states.values(), *layer.recurrent_states.values()]
+        else:
+            held += [layer.keys, layer.values]
+    return [tensor for tensor in held if tensor is not None]
+
+
+def cache_bytes(cache: Cache) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in cache_tensors(cache))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
-from small_models import every_variant, small_config
+from small_models import cache_bytes, every_variant, small_config
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fla_train.cli.app import compose
@@ -33,7 +33,7 @@ def test_all_faults_are_reported_together():
         ({"layers": [9], "num_heads": 4}, r"attn.layers \[9\] do not exist, layers are 0..1"),
         ({"layers": [0], "num_heads": 5}, "attn.num_heads 5"),
         ({"layers": [0], "num_heads": 4, "num_kv_heads": 3}, "attn.num_kv_heads 3 must divide"),
-        ({"layers": [0], "num_heads": 4, "window_size": 0}, "attn.window_size must be >= 1"),
+        ({"layers": [0], "num_heads": 4, "window_size": 1}, "attn.window_size must be >= 2"),
         ({"layers": [0], "num_heads": 4, "window": 3}, "attn.window is unknown"),
         ({"layers": [0]}, "attn.num_heads is required"),
         ({"layers": 0, "num_heads": 4}, "attn.layers must be a list of integers, got 0"),
@@ -240,7 +240,7 @@ def test_state_bytes_equal_what_the_cache_holds(variant):
     config = small_config(variant)
     model = DeltaProductForCausalLM(config).eval()
     cache = model(torch.ones(2, 9, dtype=torch.long), use_cache=True).past_key_values
-    assert cache.memory_bytes() == 2 * state_bytes_per_sequence(config, context=9, element_size=4)
+    assert cache_bytes(cache) == 2 * state_bytes_per_sequence(config, context=9, element_size=4)
 
 
 def test_training_memory_shards_gradients_and_optimizer():

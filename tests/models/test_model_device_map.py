@@ -52,8 +52,9 @@ def test_generation_is_the_same(pair, tokens: torch.Tensor) -> None:
 
 def test_the_layout_of_a_call_follows_its_tokens_to_another_device(build, tokens: torch.Tensor) -> None:
     config, mask = build("hybrid").config, torch.ones_like(tokens)
-    padded = SequenceContext.build(config, tokens, mask, None, seen=0)
-    packed = SequenceContext.build(config, tokens[:1], None, torch.tensor([0, 7, 19]), seen=0)
-    for context, names in ((padded, ("keep", "visible")), (packed, ("cu_seqlens", "offsets", "visible"))):
+    padded = SequenceContext.build(config, tokens, mask)
+    packed = SequenceContext.build(config, tokens[:1], None, torch.tensor([0, 7, 19]))
+    both = ("positions", "visible")
+    for context, names in ((padded, ("keep", *both)), (packed, ("cu_seqlens", "offsets", *both))):
         moved = send_to_device(context, "meta")
-        assert moved.seen == context.seen and all(getattr(moved, name).is_meta for name in names)
+        assert all(getattr(moved, name).is_meta for name in names)

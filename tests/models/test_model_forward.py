@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import every_variant, small_config
+from small_models import cache_bytes, every_variant, small_config
+from transformers.cache_utils import LinearAttentionLayer
 
 from fla_train.models import DeltaProductForCausalLM, count_targets
 
@@ -109,12 +110,12 @@ def test_padding_leaves_the_cache_of_the_real_tokens(build, tokens):
     model = build()
     row = tokens[:1, :7]
     expected = model(row, use_cache=True).past_key_values
-    for sides, names in (((5, 0), ["state", "q_conv", "k_conv", "v_conv"]), ((0, 5), ["state"])):
+    for sides, names in (((5, 0), ["recurrent_states", "conv_states"]), ((0, 5), ["recurrent_states"])):
         mask = F.pad(torch.ones(1, 7), sides)
         found = model(F.pad(row, sides), attention_mask=mask, use_cache=True).past_key_values
         for ours, reference in zip(found.layers, expected.layers, strict=True):
             for name in names:
-                torch.testing.assert_close(ours[name], reference[name], **EXACT)
+                torch.testing.assert_close(getattr(ours, name), getattr(reference, name), **EXACT)
 
 
 @every_variant
@@ -152,12 +153,12 @@ def test_pieces_through_the_cache_equal_the_parallel_forward(build, tokens, vari
 def test_cache_memory_is_constant_and_fp32(build, tokens):
     model = build().float()
     cache = model(tokens[:, :4], use_cache=True).past_key_values
-    before = cache.memory_bytes()
+    before = cache_bytes(cache)
     for step in range(4, 19):
         model(tokens[:, step : step + 1], past_key_values=cache)
-    assert cache.memory_bytes() == before
+    assert cache_bytes(cache) == before
     half = model.to(torch.bfloat16)(tokens, use_cache=True).past_key_values
-    assert {layer["state"].dtype for layer in half.layers} == {torch.float32}
+    assert {layer.recurrent_states[0].dtype for layer in half.layers} == {torch.float32}
 
 
 # transformers 5.23 has a new name for it, which 5.17 does not know
@@ -263,7 +264,7 @@ def test_tuples_in_the_place_of_outputs(build, tokens, configured):
     assert torch.equal(logits, expected.logits) and torch.equal(kept, logits) and loss == expected.loss
     _, cache = model(tokens, use_cache=True, **given)
     hidden, of_backbone = model.model(tokens, use_cache=True, **given)
-    assert cache.seen_tokens == of_backbone.seen_tokens == 19 and hidden.shape == (3, 19, 16)
+    assert cache.get_seq_length() == of_backbone.get_seq_length() == 19 and hidden.shape == (3, 19, 16)
     assert model.token_losses(tokens).mean() == pytest.approx(loss.item())
     assert model.generate(tokens, max_new_tokens=2, pad_token_id=0).shape == (3, 21)
 
@@ -300,7 +301,7 @@ def test_autocast_stays_close_to_fp32_and_keeps_states_wide(tokens):
     with torch.autocast("cpu", torch.bfloat16):
         outputs = model(tokens, labels=tokens, logits_to_keep=0, use_cache=True)
     assert outputs.loss.dtype == torch.float32 and outputs.logits.dtype == torch.bfloat16
-    assert {layer["state"].dtype for layer in outputs.past_key_values.layers} == {torch.float32}
+    assert {layer.recurrent_states[0].dtype for layer in outputs.past_key_values.layers} == {torch.float32}
     torch.testing.assert_close(outputs.loss, exact, rtol=5e-3, atol=0)
     outputs.loss.backward()
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
@@ -322,18 +323,23 @@ def test_a_model_in_bf16_trains_and_decodes(build, tokens, variant, backend):
         for length in (1, 5, 18):
             cache = half(tokens[:, :length], use_cache=True).past_key_values
             pieces = [half(tokens[:, t : t + 1], past_key_values=cache).logits for t in range(length, 19)]
-            states = [layer["state"] for layer in cache.layers if "state" in layer]
-            assert states and {state.dtype for state in states} == {torch.float32}
+            mixers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
+            assert mixers and {layer.recurrent_states[0].dtype for layer in mixers} == {torch.float32}
             error = (torch.cat(pieces, 1) - whole.logits[:, length:]).abs().max()
             assert error <= 0.05 * whole.logits.abs().max()
         assert half.generate(tokens[:, :5], max_new_tokens=3, pad_token_id=0).shape == (3, 8)
 
 
 def test_contradicting_arguments_are_refused(build, tokens):
-    model = build()
-    cache = model(tokens, use_cache=True).past_key_values
+    model, hybrid = build(), build("hybrid")
+    cache = hybrid(tokens, use_cache=True).past_key_values
     with pytest.raises(ValueError, match=r"attention_mask has shape \[3, 19\].*\[3, 20\]"):
-        model(tokens[:, :1], past_key_values=cache, attention_mask=torch.ones(3, 19))
+        hybrid(tokens[:, :1], past_key_values=cache, attention_mask=torch.ones(3, 19))
+    with pytest.raises(ValueError, match=r"attention_mask has shape \[3, 18\].*\[3, 19\]"):
+        model(tokens, attention_mask=torch.ones(3, 18))
+    cache = model(tokens, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"attention_mask has shape \[3, 1\].*\[3, 2\]"):
+        model(tokens[:, :2], past_key_values=cache, attention_mask=torch.ones(3, 1))
     with pytest.raises(ValueError, match="batch 1"):
         model(tokens, cu_seqlens=torch.tensor([0, 19]))
     with pytest.raises(ValueError, match="use_cache must be off"):

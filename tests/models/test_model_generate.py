@@ -2,13 +2,12 @@
 
 import copy
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
-from small_models import every_variant
-from transformers import DynamicCache
-
-from fla_train.models import DeltaProductCache
+from small_models import every_variant, small_config
+from transformers import CompileConfig, DynamicCache, Mamba2Config, StaticCache
 
 GREEDY = {"do_sample": False, "max_new_tokens": 9, "pad_token_id": 0}
 
@@ -58,7 +57,7 @@ def test_generation_by_the_triton_backend(build, dtype, length):
     expected = model.double()(whole).logits[:, length - 1 :]
     found = torch.stack(outputs.logits, 1).double()
     assert (found - expected).norm() <= (1e-4 if dtype == torch.float32 else 0.03) * expected.norm()
-    assert outputs.past_key_values.layers[0]["state"].dtype == torch.float32
+    assert outputs.past_key_values.layers[0].recurrent_states[0].dtype == torch.float32
 
 
 @torch.no_grad()
@@ -73,7 +72,7 @@ def test_generation_reads_only_new_tokens(build, tokens):
 @torch.no_grad()
 def test_generation_continues_from_a_given_cache(build, tokens):
     model = build()
-    cache = DeltaProductCache(2)
+    cache = DynamicCache(config=model.config)
     first = model.generate(tokens[:, :6], past_key_values=cache, **(GREEDY | {"max_new_tokens": 3}))
     assert cache.get_seq_length() == 8
     second = model.generate(first, past_key_values=cache, **(GREEDY | {"max_new_tokens": 6}))
@@ -93,7 +92,8 @@ def test_chunked_prefill_of_generate(build, tokens):
 @torch.no_grad()
 def test_embeddings_continue_from_a_given_cache(build, tokens, variant):
     """The embeddings and the mask are those of all tokens, as transformers has it; the new ones are read."""
-    model, cache = build(variant), DeltaProductCache(2)
+    model = build(variant)
+    cache = DynamicCache(config=model.config)
     model(tokens[:, :7], past_key_values=cache)
     embeddings, mask = model.get_input_embeddings()(tokens), torch.ones_like(tokens)
     found = model.generate(inputs_embeds=embeddings, attention_mask=mask, past_key_values=cache, **GREEDY)
@@ -132,17 +132,9 @@ def test_reordered_cache_continues_the_chosen_sequences(build, tokens):
 
 
 @torch.no_grad()
-def test_batch_selection_and_repetition(build, tokens):
-    model = build()
-    cache = model(tokens[:, :10], use_cache=True).past_key_values
-    cache.batch_select_indices(torch.tensor([1]))
-    cache.batch_repeat_interleave(2)
-    found = model(tokens[[1, 1], 10:11], past_key_values=cache).logits[:, -1]
-    torch.testing.assert_close(found, model(tokens[[1, 1], :11]).logits[:, -1])
-
-
 @pytest.mark.parametrize("variant", ["gated_delta_product", "hybrid"])
-def test_a_copied_cache_goes_its_own_way_and_carries_gradients(build, tokens, variant):
+@torch.no_grad()
+def test_a_copied_cache_goes_its_own_way(build, tokens, variant):
     model = build(variant)
     cache = model(tokens[:, :10], use_cache=True).past_key_values
     copied = copy.deepcopy(cache)
@@ -150,7 +142,42 @@ def test_a_copied_cache_goes_its_own_way_and_carries_gradients(build, tokens, va
     assert (cache.get_seq_length(), copied.get_seq_length()) == (13, 10)
     found = model(tokens[:, 10:], past_key_values=copied).logits
     torch.testing.assert_close(found, model(tokens).logits[:, 10:], rtol=1e-5, atol=1e-6)
-    assert found.sum().backward() is None and model.model.embeddings.weight.grad[tokens[:, :10]].any()
+
+
+@every_variant
+@torch.no_grad()
+def test_a_static_cache_gives_what_a_growing_one_does(build, tokens, variant):
+    """Padded on the left, in one pass or in chunks, used again after a reset, reordered by beam search."""
+    model, mask = build(variant), torch.ones(3, 12, dtype=torch.long)
+    mask[0, :4] = 0
+    inputs = {"inputs": tokens[:, :12], "attention_mask": mask, **GREEDY}
+    expected = model.generate(**inputs)
+    cache = StaticCache(config=model.config, max_cache_len=30)
+    assert torch.equal(model.generate(**inputs, past_key_values=cache), expected)
+    cache.reset()
+    assert torch.equal(model.generate(**inputs, past_key_values=cache, prefill_chunk_size=5), expected)
+    beams = inputs | {"num_beams": 3}
+    assert torch.equal(model.generate(**beams, cache_implementation="static"), model.generate(**beams))
+
+
+@every_variant
+@torch.no_grad()
+def test_generation_by_a_compiled_forward(build, tokens, variant):
+    """By one graph for all steps; with a window by one per step, whose number transformers' cache reads."""
+    model, graphs = build(variant), []
+
+    def backend(graph: torch.fx.GraphModule, _: list) -> Callable:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = CompileConfig(fullgraph=True, dynamic=False, backend=backend, mode=None)
+    compiled._compile_all_devices = True  # not only GPUs
+    torch._dynamo.reset()
+    settings = GREEDY | {"max_new_tokens": 6}
+    found = model.generate(tokens, cache_implementation="static", compile_config=compiled, **settings)
+    assert torch.equal(found, model.generate(tokens, **settings))
+    assert len(graphs) == (5 if variant == "hybrid" else 1)
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("filled", [False, True])
@@ -159,14 +186,15 @@ def test_a_cache_that_has_no_place_for_the_states_is_refused(build, tokens, fill
     model, cache = build(), DynamicCache()
     if filled:
         cache.update(torch.zeros(3, 1, 4, 8), torch.zeros(3, 1, 4, 8), 0)
-    with pytest.raises(ValueError, match=r"DynamicCache.*DeltaProductCache\(2\)"):
+    with pytest.raises(ValueError, match=r"DynamicCache.*DynamicCache\(config=model.config\)"):
         model(tokens, past_key_values=cache)
-    with pytest.raises(ValueError, match=r"DynamicCache.*DeltaProductCache\(2\)"):
+    with pytest.raises(ValueError, match=r"DynamicCache.*DynamicCache\(config=model.config\)"):
         model.generate(tokens, past_key_values=cache, **GREEDY)
-    with pytest.raises(ValueError, match="has 3 layers, the model has 2"):
-        model(tokens, past_key_values=DeltaProductCache(3))
-    with pytest.raises(ValueError, match="cache_implementation='static'"):
-        model.generate(tokens, cache_implementation="static", **GREEDY)
+    for other in (DynamicCache(config=small_config("hybrid")), DynamicCache(config=Mamba2Config())):
+        with pytest.raises(ValueError, match="without a place for the model's states"):
+            model(tokens, past_key_values=other)
+    with pytest.raises(ValueError, match="assistant_model"):
+        build("hybrid_full_attention").generate(tokens, is_assistant=True, **GREEDY)
 
 
 @torch.no_grad()

@@ -100,7 +100,7 @@ def test_attention_equals_brute_force(window, packed):
     layer = HybridAttention(config).double()
     x = torch.randn(1, 9, 16, dtype=torch.float64)
     cu_seqlens = torch.tensor([0, 4, 9]) if packed else None
-    context = SequenceContext.build(config, x, None, cu_seqlens, 0)
+    context = SequenceContext.build(config, x, None, cu_seqlens)
     document = [0] * 4 + [int(packed)] * 5
 
     def allowed(i, j):
