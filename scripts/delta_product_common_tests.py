@@ -83,7 +83,8 @@ class HybridTester(DeltaProductModelTester):
 
 def without_count(cache: Cache) -> Cache:
     """The same states; the first layer's of the class that the mixins know, not of the one that counts."""
-    changed = copy.deepcopy(cache)
+    changed = copy.copy(cache)
+    changed.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in changed.layers:
         if isinstance(layer, CountingLayer):
             layer.__class__ = LinearAttentionLayer
@@ -142,6 +143,10 @@ class DeltaProductTest(CommonTest, unittest.TestCase):
 class HybridTest(CommonTest, unittest.TestCase):
     model_tester_class = HybridTester
     has_attentions = True
+
+    @unittest.skip("a mask of four axes is refused: the recurrent layers could not honour it")
+    def test_custom_4d_attention_mask(self) -> None:
+        pass
 
     def test_attention_outputs(self) -> None:
         """In place of the mixin's, which expects weights from every layer."""

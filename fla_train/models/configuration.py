@@ -104,8 +104,14 @@ class DeltaProductConfig(PreTrainedConfig):
 
     @property
     def sliding_window(self) -> int | None:
-        """Tokens that an attention layer sees, itself included; None: all. A name that caches read."""
+        """`attn.window_size` by the name that caches read: how many tokens a token sees, with itself."""
         return None if self.attn is None else self.attn["window_size"]
+
+    @sliding_window.setter
+    def sliding_window(self, window: int | None) -> None:
+        if self.attn is None:
+            raise ValueError("sliding_window belongs to attention layers, and attn is null")
+        self.attn["window_size"] = window
 
     @property
     def number_of_conv_states(self) -> int:

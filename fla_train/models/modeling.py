@@ -132,9 +132,11 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
         Args:
             input_ids: [B, T], or `inputs_embeds` [B, T, hidden_size] in their place.
             attention_mask: [B, seen + T], 0 at padding (left or right); masked positions change no other
-                position.
-            past_key_values: the cache of the tokens before; updated in place.
-            use_cache: make a cache when none is given. Default: `config.use_cache`, off in training mode.
+                position. Or what `create_masks_for_generate` makes of it.
+            past_key_values: the cache of the tokens before, a `DynamicCache(config=model.config)` or
+                `StaticCache(config=model.config, max_cache_len=...)`; updated in place.
+            use_cache: make a `DynamicCache` when none is given. Default: `config.use_cache`, off in training
+                mode.
             cu_seqlens: [S + 1] bounds of the documents packed in one row (B = 1); nothing crosses them.
             position_ids: [B or 1, T], counting up by one; where they are 0 again, a packed document starts
                 (needs B = 1). Where they begin has no effect: positions are relative.
@@ -160,6 +162,11 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
                 "pass no cache, or call model.gradient_checkpointing_disable()"
             )
         padding = attention_mask["keep"] if isinstance(attention_mask, dict) else attention_mask
+        if padding is not None and padding.dim() != 2:
+            raise ValueError(
+                f"attention_mask must be [batch, tokens], it has {padding.dim()} axes: "
+                "a recurrent layer cannot hide a token from some of the later tokens only"
+            )
         cu_seqlens = document_bounds(padding, cu_seqlens, position_ids, **packing)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and cu_seqlens is None

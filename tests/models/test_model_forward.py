@@ -337,6 +337,8 @@ def test_contradicting_arguments_are_refused(build, tokens):
         hybrid(tokens[:, :1], past_key_values=cache, attention_mask=torch.ones(3, 19))
     with pytest.raises(ValueError, match=r"attention_mask has shape \[3, 18\].*\[3, 19\]"):
         model(tokens, attention_mask=torch.ones(3, 18))
+    with pytest.raises(ValueError, match="4 axes"):
+        hybrid(tokens, attention_mask=torch.ones(3, 1, 19, 19))
     cache = model(tokens, use_cache=True).past_key_values
     with pytest.raises(ValueError, match=r"attention_mask has shape \[3, 1\].*\[3, 2\]"):
         model(tokens[:, :2], past_key_values=cache, attention_mask=torch.ones(3, 1))
