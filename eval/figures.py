@@ -21,13 +21,16 @@ if TYPE_CHECKING:
 def draw_figures(folder: Path, records: Sequence[dict]) -> list[str]:
     """Draw what the evaluations hold into `folder`; the names of the figures, without ending.
 
-    `perplexity` (against length and position), `length_extrapolation` (a row per length of
-    `suite.perplexity.panels`, a column per set, a line per evaluation), `states` and `tasks`.
+    `perplexity` and `bits_per_byte` (against length and position), `length_extrapolation` (a row per length
+    of `suite.perplexity.panels`, a column per set, a line per evaluation), `states` and `tasks`.
     """
     drawn = []
     if any(readable_sets([record]) for record in records):
-        _perplexity(folder / "perplexity", records)
+        _perplexity(folder / "perplexity", records, "perplexity")
         drawn.append("perplexity")
+    if counted := [record | {"perplexity": _with_bits(record)} for record in records if _with_bits(record)]:
+        _perplexity(folder / "bits_per_byte", counted, "bits_per_byte")
+        drawn.append("bits_per_byte")
     if panels := _panels(records):
         _extrapolation(folder / "length_extrapolation", records, panels)
         drawn.append("length_extrapolation")
@@ -37,6 +40,24 @@ def draw_figures(folder: Path, records: Sequence[dict]) -> list[str]:
         _tasks(folder / "tasks", records, columns)
         drawn.append("tasks")
     return drawn
+
+
+def _with_bits(record: dict) -> dict[str, dict]:
+    """The sets of an evaluation whose bytes are known at each length."""
+    return {
+        name: result
+        for name, result in readable_sets([record]).items()
+        if all(row.get("bits_per_byte") is not None for row in [*result["lengths"], *result["positions"]])
+    }
+
+
+def _points(rows: Sequence[dict], quantity: str = "perplexity") -> list[dict]:
+    """`rows` with `value`, `low` and `high` of the perplexity or of the bits per byte."""
+    before = "" if quantity == "perplexity" else f"{quantity}_"
+    return [
+        row | {"value": row[quantity], "low": row[f"{before}low"], "high": row[f"{before}high"]}
+        for row in rows
+    ]
 
 
 def _panels(records: Sequence[dict]) -> list[int]:
@@ -53,11 +74,11 @@ def _panels(records: Sequence[dict]) -> list[int]:
 def _curve(
     axes: Axes, x: Sequence[float], rows: Sequence[dict], name: str, color: str, **style: object
 ) -> None:
-    """Perplexity with its 95% interval as a band; a bar at a point that stands alone."""
+    """Values with their 95% intervals as a band; a bar at a point that stands alone."""
     for i, part in enumerate(_same_documents(rows)):
         kept, places = rows[part], x[part]
         label = None if i else name
-        axes.plot(places, [row["perplexity"] for row in kept], label=label, color=color, **style)
+        axes.plot(places, [row["value"] for row in kept], label=label, color=color, **style)
         if all(row["low"] is not None for row in kept):
             low, high = ([row[key] for row in kept] for key in ("low", "high"))
             if len(kept) == 1:
@@ -85,7 +106,7 @@ def _middles(rows: Sequence[dict]) -> list[float]:
     return [(row["start"] + row["end"]) / 2 for row in rows]
 
 
-def _perplexity(file: Path, records: Sequence[dict]) -> None:
+def _perplexity(file: Path, records: Sequence[dict], quantity: str) -> None:
     """Against context length: a panel per set, and for a single evaluation a panel over positions besides."""
     names = list(readable_sets(records))
     alone = len(records) == 1
@@ -100,10 +121,10 @@ def _perplexity(file: Path, records: Sequence[dict]) -> None:
                     continue
                 label = titles[i] if alone else record["name"]
                 color = f"C{i if alone else j}"
-                curves.append(rows := result["lengths"])
+                curves.append(rows := _points(result["lengths"], quantity))
                 _curve(panel, [row["length"] for row in rows], rows, label, color, marker="o", markersize=3)
                 if alone:
-                    rows = result["positions"]
+                    rows = _points(result["positions"], quantity)
                     _curve(axes[0, 1], _middles(rows), rows, label, color)
             if any(map(varied, curves)):
                 _write_counts(panel, curves, f"C{i}" if alone else "0.4")
@@ -117,9 +138,10 @@ def _perplexity(file: Path, records: Sequence[dict]) -> None:
             panel.set_xscale("log", base=2)
             panel.set_xticks(lengths, [short(length) for length in lengths])
             panel.set_xlabel("context length (tokens)")
-        axes[0, 0].set_ylabel("perplexity up to the length")
+        what = quantity.replace("_", " ")
+        axes[0, 0].set_ylabel(f"{what} up to the length")
         if alone:
-            axes[0, 1].set(xlabel="position (tokens)", ylabel="perplexity in the bucket", xlim=(0, None))
+            axes[0, 1].set(xlabel="position (tokens)", ylabel=f"{what} in the bucket", xlim=(0, None))
         for panel in axes[0]:
             mark_training(panel, records, label=panel is axes[0, 0])
             panel.grid(alpha=0.3)
@@ -132,7 +154,7 @@ def _write_counts(panel: Axes, curves: Sequence[Sequence[dict]], color: str) -> 
     tops: dict[tuple[int, int], float] = {}
     for row in (row for rows in curves for row in rows):
         key = row["length"], sequences(row)
-        tops[key] = max(tops.get(key, 0.0), row["high"] or row["perplexity"])
+        tops[key] = max(tops.get(key, 0.0), row["high"] or row["value"])
     style = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center", "va": "bottom", "fontsize": 7}
     style["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8}
     for (length, count), top in tops.items():
@@ -150,7 +172,7 @@ def _extrapolation(file: Path, records: Sequence[dict], panels: Sequence[int]) -
                 counts = set()
                 for i, record in enumerate(records):
                     if points := _panel(record["perplexity"].get(name, {}), length):
-                        _curve(panel, _middles(points), points, record["name"], f"C{i}")
+                        _curve(panel, _middles(points), _points(points), record["name"], f"C{i}")
                         counts.add(sequences(points[0]))
                 if counts:
                     _note_count(panel, counts)

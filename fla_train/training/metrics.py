@@ -144,12 +144,13 @@ class Tensorboard:
 
 def last_losses(path: Path) -> tuple[float | None, float | None]:
     """The last finite training and validation losses, nats per token; None where there is none."""
-    last: dict[str, float | None] = {"loss": None, "validation_loss": None}
-    for record in read_metrics(path):
-        for key in last:
-            if record.get(key) is not None:
-                last[key] = record[key]
-    return last["loss"], last["validation_loss"]
+    return last_value(path, "loss"), last_value(path, "validation_loss")
+
+
+def last_value(path: Path, key: str) -> float | None:
+    """The last finite value of a key; None where there is none."""
+    values = [record[key] for record in read_metrics(path) if record.get(key) is not None]
+    return values[-1] if values else None
 
 
 def checkpoint_seconds(path: Path) -> tuple[float, float]:

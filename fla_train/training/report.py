@@ -21,6 +21,7 @@ from fla_train.training.metrics import (
     checkpoint_seconds,
     finite,
     last_losses,
+    last_value,
 )
 from fla_train.training.public import public_config
 from fla_train.training.runfolder import RunFolder
@@ -152,7 +153,11 @@ def summary_lines(data: PreparedData, folder: RunFolder, state: TrainState, expo
     if train is not None:
         lines.append(f"  training loss     {train:.4f}")
     if validation is not None:
-        lines.append(f"  validation loss   {validation:.4f}, perplexity {perplexity(validation):.2f}")
+        bits = last_value(folder.metrics, "validation_bits_per_byte")
+        of_bits = "" if bits is None else f", {bits:.4f} bits per byte"
+        lines.append(
+            f"  validation loss   {validation:.4f}, perplexity {perplexity(validation):.2f}{of_bits}"
+        )
     if entropy is not None:
         lines.append(f"  unigram entropy   {entropy:.4f} (what token frequencies alone reach)")
     stood, trained = checkpoint_seconds(folder.metrics)
