@@ -326,7 +326,7 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, object], *rest: object
     ) -> None:
-        """Of the cache that `generate` has made or was given, which it asks for a count of tokens at once."""
+        """Check the cache that `generate` made or was given, and have it count before `generate` asks."""
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *rest)
         cache_for(model_kwargs.get("past_key_values"), self.config, False, self.device)
 
