@@ -17,7 +17,7 @@ from fla_train.data import DataConfig, PreparedData, prepare
 from fla_train.data.shards import check_sizes, documents_file, tokens_file
 from fla_train.data.sources import open_source
 from fla_train.data.tokenizers import encode
-from fla_train.hub.saved_config import read_saved
+from fla_train.hub.saved_config import kept_tokenizer, read_saved
 
 ENCODE_BATCH = 64  # documents that are tokenized together,
 ENCODE_CHARACTERS = 1 << 20  # or fewer, where this many are reached: long ones, one or two at a time
@@ -38,7 +38,9 @@ def run_data(run: Path | None) -> PreparedData:
             "the checkpoint lies in no run folder, so its validation split is unknown: name documents with "
             "'suite.perplexity.sets=[documents.parquet]'"
         )
-    node = OmegaConf.merge(OmegaConf.structured(DataConfig), read_saved(config)["data"])
+    data = read_saved(config)["data"]
+    data["tokenizer"]["name"] = kept_tokenizer(data["tokenizer"]["name"], run)
+    node = OmegaConf.merge(OmegaConf.structured(DataConfig), data)
     return prepare(OmegaConf.to_object(node), log=lambda line: None, progress=False)
 
 

@@ -171,13 +171,13 @@ def run_hydra(
     config_name: str,
     register: Callable[[], None],
     task: Callable[[DictConfig], int | None],
-    extend: Callable[[Sequence[str]], list[str]] = list,
+    extend: Callable[..., list[str]] | None = None,
 ) -> None:
     """Entry of a console command: `register()` the schemas, compose from `sys.argv`, run `task`, exit.
 
     A `ValueError` is the user's fault and prints one line, as does an `OSError`, say of a disk that is full;
-    with `FLA_TRAIN_TRACEBACK=1` they are raised instead. `extend` may add overrides to those given, but for a
-    sweep's.
+    with `FLA_TRAIN_TRACEBACK=1` they are raised instead. `extend(overrides, sweep=..., config_dir=...)` may
+    add overrides to those given.
     In a sweep (`-m`) the other jobs still run, and the exit code is the highest; 2 if all are `LeftOut`.
     """
     flags = FlagParser().parse_intermixed_args()
@@ -193,12 +193,14 @@ def run_hydra(
             return
         if not flags.shell_completion:
             register()
-            if not flags.multirun:
-                overrides = extend(overrides)
+            if extend is not None:
+                overrides = extend(overrides, sweep=flags.multirun, config_dir=flags.config_dir)
             check = check_sweep if flags.multirun else compose
             check(config_name, overrides, config_dir=flags.config_dir)
     except ValueError as fault:
         sys.exit(fail(fault))
+    except BrokenPipeError:  # `fla-train --list | head` has read enough
+        leave(0)
     sys.argv[1:] = [*words, *overrides]  # Hydra takes no overrides on both sides of flags
 
     codes: list[int] = []

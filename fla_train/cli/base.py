@@ -14,13 +14,17 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from fla_train.cli.config_files import ConfigFiles
-from fla_train.hub.saved_config import escaped
+from fla_train.hub.saved_config import escaped, kept_tokenizer
 
 RECIPES = ("experiment", "debug")  # groups whose files choose options of other groups
 
 
-def with_base(overrides: Sequence[str]) -> list[str]:
+def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str | None = None) -> list[str]:
     """`overrides`, and in front of them the one that puts a base under them if there is one.
+
+    Args:
+        sweep: the jobs of a sweep share what `init_from` gives; no run's config is their base.
+        config_dir: folder of further options, as of `--config-dir`.
 
     Raises:
         ValueError: the run's config is unreadable, or `init_from` names no model.
@@ -29,9 +33,9 @@ def with_base(overrides: Sequence[str]) -> list[str]:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException:  # composing says what is wrong with them
         return list(overrides)
-    given = {override.key_or_group: override.value() for override in parsed}
-    run, weights = given.get("run.dir"), given.get("init_from")
-    chosen = _chosen_groups(given)
+    given = {o.key_or_group: None if o.is_sweep_override() else o.value() for o in parsed}
+    run, weights = None if sweep else given.get("run.dir"), given.get("init_from")
+    chosen = _chosen_groups(given, ConfigFiles("train", config_dir))
     if run and (file := Path(str(run)).expanduser() / "config.yaml").is_file():
         base = {section: values for section, values in _of_run(file).items() if section not in chosen}
     elif weights:
@@ -48,6 +52,8 @@ def _of_run(file: Path) -> dict[str, Any]:
 
     base = asdict(load_config(file))
     del base["run"], base["dry_run"]
+    tokenizer = base["data"]["tokenizer"]
+    tokenizer["name"] = kept_tokenizer(tokenizer["name"], file.parent)
     if base["trainer"]["resume"] == "none":
         del base["trainer"]["resume"]
     return base
@@ -66,9 +72,8 @@ def _of_weights(source: str, with_model: bool) -> dict[str, Any]:
     return base
 
 
-def _chosen_groups(given: dict[str, Any]) -> set[str]:
+def _chosen_groups(given: dict[str, Any], configs: ConfigFiles) -> set[str]:
     """Groups for which the command names an option, by itself or through a recipe."""
-    configs = ConfigFiles("train")
     chosen = {key for key in given if key in configs.defaults}
     for group in RECIPES:
         if given.get(group):

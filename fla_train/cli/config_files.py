@@ -76,9 +76,7 @@ class ConfigFiles:
         if intro := sections(text)[0].strip():
             return " ".join(re.split(r"\n\s", intro)[0].split())  # an indented line is a command
         parts = [_name(*part) for part in PART.findall(text) if part[1] in ("", "@_here_")]
-        return " ".join(
-            self.description(*part.split("/", 1)) for part in reversed(parts) if "/common" not in part
-        )
+        return " ".join(self.description(*part.split("/", 1)) for part in parts if "/common" not in part)
 
     def _read(self, name: str) -> str:
         for root in self._roots:
@@ -111,11 +109,6 @@ def sections(text: str) -> tuple[str, str]:
 
 def _name(part: str, place: str, option: str) -> str:
     return f"{part}/{option}" if option else part
-
-
-def _is_common(name: str) -> bool:
-    """Whether options share this file and none is made of it alone."""
-    return name.rpartition("/")[2].startswith("common")
 
 
 def _walk(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, str]]:

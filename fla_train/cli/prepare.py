@@ -8,6 +8,7 @@ It takes the overrides of `fla-train`, of which those of `data` decide what is p
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -31,11 +32,13 @@ def register() -> None:
 def task(config: DictConfig) -> int:
     try:
         with leaving_at_once():
-            from fla_train.data import prepare
+            from fla_train.data import prepare, with_absolute_paths
 
+            if config.run.dir and not (Path(config.run.dir).expanduser() / "config.yaml").is_file():
+                raise ValueError(f"run.dir={config.run.dir} holds no run whose data could be prepared")
             if config.task is not None:
                 raise ValueError("a synthetic task draws its sequences while it trains: nothing is prepared")
-            prepared = prepare(OmegaConf.to_object(config.data))
+            prepared = prepare(with_absolute_paths(OmegaConf.to_object(config.data)))
             if config.verify:
                 prepared.verify()
     except Preempted:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
         send,
         sequential_batches,
     )
-    from fla_train.data.config import DataConfig, TokenizerConfig, data_faults
+    from fla_train.data.config import DataConfig, TokenizerConfig, data_faults, with_absolute_paths
     from fla_train.data.dataset import Sequences, TokenDataset
     from fla_train.data.opening import open_train, open_validation
     from fla_train.data.place import find_commits, find_prepared, prepared_name
@@ -43,13 +43,14 @@ __all__ = [
     "send",
     "sequential_batches",
     "tokenizer_size",
+    "with_absolute_paths",
 ]
 
 # Where the names live; imported when first asked for, since a tokenizing process needs neither torch nor
 # transformers.
 _MODULES = {
     "batches": ("Batch", "BatchPlan", "DocumentSequences", "MicroBatches", "send", "sequential_batches"),
-    "config": ("DataConfig", "TokenizerConfig", "data_faults"),
+    "config": ("DataConfig", "TokenizerConfig", "data_faults", "with_absolute_paths"),
     "dataset": ("Sequences", "TokenDataset"),
     "opening": ("open_train", "open_validation"),
     "place": ("find_commits", "find_prepared", "prepared_name"),

@@ -2,8 +2,9 @@
 
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 SOURCES = ("stdlib", "local", "hub", "mixture")
 # What reads each of these keys, beside the parts of a mixture.
@@ -142,6 +143,24 @@ def _name_errors(key: str, config: DataConfig | PartConfig) -> list[str]:
             f"{key}.path={config.path} is no name of a dataset on the Hub (user/name), and no folder here"
         ]
     return []
+
+
+def with_absolute_paths(config: DataConfig) -> DataConfig:
+    """`config` with the folders of this machine as absolute paths: a run is resumed from any other folder."""
+
+    def part(settings: Any) -> Any:
+        local = settings.source == "local" or (settings.path and Path(settings.path).expanduser().exists())
+        return replace(settings, path=absolute(settings.path)) if local and settings.path else settings
+
+    name = config.tokenizer.name
+    tokenizer = replace(config.tokenizer, name=absolute(name)) if Path(name).expanduser().is_dir() else None
+    mixture = {key: part(settings) for key, settings in config.mixture.items()}
+    return replace(part(config), tokenizer=tokenizer or config.tokenizer, mixture=mixture)
+
+
+def absolute(path: str) -> str:
+    """`path` from the root, with a leading `~` expanded; a glob stays one."""
+    return os.path.abspath(os.path.expanduser(path))
 
 
 def cache_folder(config: DataConfig) -> Path:

@@ -189,7 +189,7 @@ def _pretrained(name: str, eos_token: str | None, offline: bool) -> PreTrainedTo
     except Exception as failure:
         if offline and not path.is_dir():
             raise TokenizerNotCached(name) from failure
-        reason = " ".join(str(failure).split())[:200]
+        reason = str(failure).strip().partition("\n")[0][:300]
         unreachable = isinstance(failure.__cause__, LocalEntryNotFoundError)
         raise (Interrupted if unreachable else ValueError)(
             f"data.tokenizer.name={name}: cannot be loaded ({reason}); give a folder with tokenizer.json, "

@@ -21,7 +21,7 @@ def public_name(text: str) -> str:
     if not text or not (text.startswith(("/", "~", ".")) or text.count("/") > 1 or path.exists()):
         return text
     if path.parent.name == "hf":
-        return f"{own_name(path.parent.parent)}/{path.name}"
+        return f"{own_name(path.parent.parent)} {path.name}"  # no slash: it is no name of the Hub
     return own_name(path)
 
 

@@ -1,5 +1,7 @@
 """Read the config that a run wrote, perhaps someone else's: nothing in it is interpolated."""
 
+import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,18 @@ def read_saved(path: Path) -> dict[str, Any]:
         OSError, yaml.YAMLError, omegaconf.errors.OmegaConfBaseException: it can't be read.
     """
     return escaped(OmegaConf.to_container(OmegaConf.load(path)))
+
+
+def kept_tokenizer(name: str, run: Path) -> str:
+    """`name` of a run's tokenizer; of a folder that has gone, the copy kept with the prepared data."""
+    plan = run / "plan.json"
+    if os.path.isabs(name) and not os.path.isdir(name) and plan.is_file():
+        try:
+            kept = Path(json.loads(plan.read_text())["data_folder"]) / "tokenizer"
+        except (ValueError, KeyError, TypeError):
+            return name
+        return str(kept) if kept.is_dir() else name
+    return name
 
 
 def escape(text: str) -> str:

@@ -36,11 +36,18 @@ def tokenizer_source(source: str) -> str | None:
 
 def batch_sizes(source: str) -> dict[str, Any]:
     """The `trainer` keys of the batch that `source` was trained with, as far as it records them."""
-    record = yaml.safe_load(read_training_record(resolve_checkpoint(source)).get("config") or "") or {}
-    trainer = record.get("trainer") or {}
-    trainer["target_batch_tokens"] = trainer.get("global_batch_tokens")
-    keys = ("seq_len", "micro_batch_size", "target_batch_tokens", "activation_checkpointing")
-    return {key: trainer[key] for key in keys if trainer.get(key) is not None}
+    try:
+        record = yaml.safe_load(read_training_record(resolve_checkpoint(source))["config"] or "")
+        trainer = record["trainer"] | {"target_batch_tokens": record["trainer"]["global_batch_tokens"]}
+    except (yaml.YAMLError, KeyError, TypeError):  # another program's export
+        return {}
+    kinds = {
+        "seq_len": int,
+        "micro_batch_size": int,
+        "target_batch_tokens": int,
+        "activation_checkpointing": bool,
+    }
+    return {key: trainer[key] for key, kind in kinds.items() if type(trainer.get(key)) is kind}
 
 
 def check_initial_weights(config: TrainConfig) -> None:
@@ -87,7 +94,8 @@ def _config(source: str) -> DeltaProductConfig:
     try:
         config = AutoConfig.from_pretrained(found, trust_remote_code=False)
     except (OSError, ValueError) as failure:
-        raise ValueError(f"init_from={source}: {' '.join(str(failure).split())[:200]}") from failure
+        reason = str(failure).strip().partition("\n")[0]
+        raise ValueError(f"init_from={source} can't be read: {reason}") from failure
     if not isinstance(config, DeltaProductConfig):
         raise ValueError(
             f"init_from={source} is a {config.model_type} model: only models of this package can be continued"

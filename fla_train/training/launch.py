@@ -51,6 +51,10 @@ def _show(config: TrainConfig) -> None:
 
 
 def _launch(config: TrainConfig) -> None:
+    if config.run.dir is not None:
+        RunFolder(Path(config.run.dir)).check()
+        if not RunFolder(Path(config.run.dir)).config(0).is_file():
+            say(f"new run      {config.run.dir} holds none yet")
     with Machines(config.launch, config.run.dir) as machines:
         main = config.launch.machine_rank == 0
         faults = device_faults(config)
@@ -65,11 +69,11 @@ def _launch(config: TrainConfig) -> None:
             raise ValueError("\n  ".join(faults))
         config = with_warmup(with_saved(config, machines.greeting["sizes"]))
         check_before_preparing(config)
-        config = with_vocabulary(config)
         if config.init_from is not None and not has_checkpoint(config):
             from fla_train.training.initial_weights import check_initial_weights  # imports the models
 
             check_initial_weights(config)
+        config = with_vocabulary(config)
         if config.task is None:
             data = prepare(config.data, log=say, commits=machines.greeting["commits"])
         else:

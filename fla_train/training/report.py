@@ -174,5 +174,5 @@ def summary_lines(data: PreparedData, folder: RunFolder, state: TrainState, expo
         "Next:",
         f"  fla-generate checkpoint={export} prompt='def main('",
         f"  fla-eval checkpoint={export}",
-        f"  train on: the same fla-train command with run.dir={folder.root} and a larger trainer.max_steps",
+        f"  fla-train run.dir={folder.root} trainer.max_steps={2 * state.step}",
     ]

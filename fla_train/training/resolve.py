@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from fla_train.data import TokenizerNotCached, tokenizer_size
+from fla_train.data import TokenizerNotCached, tokenizer_size, with_absolute_paths
+from fla_train.data.config import absolute
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.training.console import say
 from fla_train.training.schedule import warmup_steps
@@ -18,7 +19,10 @@ ROUND = 64  # a vocabulary is a multiple of this: matmuls with the head are slow
 
 
 def resolve(config: TrainConfig) -> TrainConfig:
-    """`config` with "auto" replaced and paths expanded; run.dir, vocabulary and warm-up may stay null."""
+    """`config` with "auto" replaced and paths expanded; run.dir, vocabulary and warm-up may stay null.
+
+    Paths of data, tokenizer and weights become absolute, so that `run.dir` alone resumes from any folder.
+    """
     device = resolve_device(config)
     precision = config.trainer.precision
     if precision == AUTO:
@@ -27,8 +31,13 @@ def resolve(config: TrainConfig) -> TrainConfig:
         None if path is None else os.path.expanduser(path)  # a shell leaves the ~ of run.dir=~/runs
         for path in (config.run.dir, config.trainer.resume)
     )
+    init_from = config.init_from
+    if init_from is not None and os.path.exists(os.path.expanduser(init_from)):
+        init_from = absolute(init_from)
     config = replace(
         config,
+        data=with_absolute_paths(config.data),
+        init_from=init_from,
         launch=replace(config.launch, device=device),
         trainer=replace(config.trainer, precision=precision, resume=resume),
         run=replace(config.run, dir=run_dir),

@@ -198,7 +198,7 @@ def check_same_run(config: TrainConfig, data: PreparedData | None, resume: Path,
         return
     before, now = dict(_flat(asdict(load_config(earlier.config(0))))), dict(_flat(asdict(config)))
     changed = {
-        key: f"{key}={now.get(key)} (was {before.get(key)})"
+        key: f"{key}={_plain(now.get(key))} (was {_plain(before.get(key))})"
         for key in sorted(before | now)
         if now.get(key) != before.get(key)
     }
@@ -239,6 +239,11 @@ def _data_fingerprint(earlier: RunFolder) -> str | None:
         return Path(json.loads(earlier.plan.read_text())["data_folder"]).name
     except (OSError, ValueError, KeyError):
         return None
+
+
+def _plain(value: object) -> str:
+    """A value as one writes it on the command line: null, true, 3, text."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _flat(node: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:

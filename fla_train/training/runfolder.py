@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -76,6 +77,27 @@ class RunFolder:
     def export(self, step: int) -> Path:
         return self.root / "hf" / f"step-{step:07d}"
 
+    def check(self) -> None:
+        """Refuse what can't be a run folder, before there is any work to lose.
+
+        Raises:
+            ValueError: it is a checkpoint, an export, a sweep or a file, or nothing can be written there.
+        """
+        for name, what in (("manifest.json", "a checkpoint"), ("config.json", "an export")):
+            if (self.root / name).is_file():
+                run = self.root.parent.parent
+                raise ValueError(f"run.dir={self.root} is {what} of a run: give the run's folder, {run}")
+        if jobs := sorted(file.parent.name for file in self.root.glob("[0-9]*/config.yaml")):
+            raise ValueError(
+                f"run.dir={self.root} holds the runs of a sweep: give run.dir={self.root / jobs[0]}"
+            )
+        place = self.root.absolute()
+        while not place.exists():
+            place = place.parent
+        if not place.is_dir() or not os.access(place, os.W_OK):
+            reason = "Permission denied" if place.is_dir() else f"{place} is a file"
+            raise _unwritable(self.root, OSError(None, reason))
+
     def create(self) -> None:
         """Make the folder. Raises `ValueError` where that can't be done."""
         try:
@@ -92,7 +114,8 @@ class RunFolder:
         record = {"time": now, "step": step, "tokens": tokens, "processes": processes}
         with suppress(OSError):
             self.starts.mkdir(exist_ok=True)
-            folder = self.starts / f"{1 + sum(1 for _ in self.starts.iterdir()):04d}"
+            number = max((int(f.name) for f in self.starts.iterdir() if f.name.isdecimal()), default=0) + 1
+            folder = self.starts / f"{number:04d}"
             folder.mkdir()
             for file in (self.config(0), self.environment):
                 shutil.copyfile(file, folder / file.name)

@@ -44,7 +44,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, Record | None]]:
             record = json.loads(line.decode())
             if not isinstance(record, dict) or not _is_number(record.get("step")):
                 raise ValueError("not a JSON object with a number as step")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             _warn(path, number, str(error))
             record = None
         yield line, record

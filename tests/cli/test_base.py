@@ -1,5 +1,6 @@
 """A command on a run's folder starts from the run's own config; one with init_from from a model's."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
 from fla_train.training.resolve import resolve
 from fla_train.training.schema import TrainConfig, register, to_config, to_yaml
 
+CORPUS = str(Path("corpus").absolute())
 OTHERS = ("trainer.eval_every=7", "model.num_householder=3", "data=local", "data.path=corpus")
 
 
@@ -40,7 +42,7 @@ def test_only_the_overrides_change(run: Path):
     config = composed(at(run), "trainer.max_steps=48", "optimizer.lr=1e-2")
     assert (config.trainer.max_steps, config.optimizer.lr) == (48, 1e-2)
     assert (config.trainer.eval_every, config.model["num_householder"]) == (7, 3)
-    assert (config.data.source, config.data.path) == ("local", "corpus")
+    assert (config.data.source, config.data.path) == ("local", CORPUS)
     assert (config.schedule.name, config.schedule.decay_steps) == ("wsd", 5)
     assert config.trainer.global_batch_tokens == 16384  # the number that auto was at the start
 
@@ -54,7 +56,7 @@ def test_a_chosen_group_replaces_the_runs(run: Path):
     config = composed(at(run), "schedule=linear", "model=delta_net/tiny")
     assert (config.schedule.name, config.schedule.decay_steps) == ("linear", None)
     assert config.model["num_householder"] == 1
-    assert config.data.path == "corpus"
+    assert config.data.path == CORPUS
 
 
 def test_a_recipe_brings_its_groups_and_keys(run: Path):
@@ -75,7 +77,7 @@ def test_a_run_on_a_task_takes_changes_of_its_task(tmp_path: Path):
 
 def test_text_of_the_saved_config_is_not_interpolated(run: Path):
     file = run / "config.yaml"
-    file.write_text(file.read_text().replace("path: corpus", "path: ${oc.env:HOME}"))
+    file.write_text(file.read_text().replace(f"path: {CORPUS}", "path: ${oc.env:HOME}"))
     assert composed(at(run)).data.path == "${oc.env:HOME}"
 
 
@@ -104,3 +106,41 @@ def test_model_and_tokenizer_follow_the_weights(export: Path):
 def test_weights_that_are_not_there(tmp_path: Path):
     with pytest.raises(ValueError, match="does not exist: give a run folder"):
         composed(f"init_from={tmp_path}/nothing")
+
+
+def test_jobs_of_a_sweep_share_the_weights_and_no_config(export: Path, run: Path):
+    register()
+    given = [f"init_from='{export}'", "optimizer.lr=1e-3,2e-3"]
+    (base, *rest) = with_base(given, sweep=True)
+    assert rest == given and to_config(compose("train", [base, given[0]])).model["hidden_size"] == 32
+    assert with_base([at(run), "seed=1,2"], sweep=True) == [at(run), "seed=1,2"]
+
+
+def test_an_option_of_the_users_own_chooses_groups_too(run: Path, tmp_path: Path):
+    (tmp_path / "own" / "experiment").mkdir(parents=True)
+    text = "# @package _global_\ndefaults:\n  - override /model: delta_net/tiny\n"
+    (tmp_path / "own" / "experiment" / "mine.yaml").write_text(text)
+    register()
+    overrides = with_base([at(run), "experiment=mine"], config_dir=str(tmp_path / "own"))
+    config = to_config(compose("train", overrides, config_dir=str(tmp_path / "own")))
+    assert config.model["num_householder"] == 1
+
+
+def test_a_tokenizer_folder_that_has_gone_is_found_with_the_prepared_data(run: Path, tmp_path: Path):
+    file, gone, kept = run / "config.yaml", tmp_path / "gone", tmp_path / "prepared" / "tokenizer"
+    file.write_text(file.read_text().replace("name: bpe", f"name: {gone}"))
+    (run / "plan.json").write_text(json.dumps({"data_folder": str(kept.parent)}))
+    assert composed(at(run)).data.tokenizer.name == str(gone)
+    kept.mkdir(parents=True)
+    assert composed(at(run)).data.tokenizer.name == str(kept)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [[], {}, {"config": "text"}, {"config": "a: [b"}, {"config": "trainer: {seq_len: abc}"}],
+    ids=str,
+)
+def test_a_foreign_training_record_gives_no_batch(export: Path, record: object):
+    (export / "checksums.json").unlink()
+    (export / "training.json").write_text(json.dumps(record))
+    assert composed(f"init_from='{export}'").trainer.seq_len == 512

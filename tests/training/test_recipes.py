@@ -28,6 +28,7 @@ def recipe(overrides: list[str]) -> Callable[..., TrainConfig]:
     """`recipe(name, ...)` composes an experiment, on the text of the tests' corpus."""
     register()
     data = [item for item in overrides if item.startswith("data")]
+    data.append("model.vocab_size=32000")  # of the papers' tokenizer, for which the tests have bytes
     free = [*data, "data.name=null", "logger=none", "launch.device=cpu", "dry_run=true"]
     return lambda name, *more: to_config(compose("train", [f"experiment=paper/{name}", *free, *more]))
 

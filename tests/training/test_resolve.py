@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fla_train.training.resolve import accumulation_steps, with_batch, with_saved, with_vocabulary
+from fla_train.training.resolve import accumulation_steps, resolve, with_batch, with_saved, with_vocabulary
 from fla_train.training.schema import TrainConfig
 from fla_train.training.validate import validate
 
@@ -89,3 +89,18 @@ def test_a_continued_run_keeps_what_it_was_begun_with(make_config: Make):
     assert kept.model["vocab_size"] == 384
     given = make_config("schedule.warmup_steps=1")
     assert with_saved(given, saved) == given
+
+
+def test_paths_become_absolute_so_that_a_run_is_resumed_from_any_folder(
+    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "export").mkdir()
+    given = ["data.path=text/*.jsonl", "data.tokenizer.name=tokenizer", "init_from=export"]
+    config = resolve(make_config(*given))
+    assert config.data.path == str(tmp_path / "text" / "*.jsonl")
+    assert config.data.tokenizer.name == str(tmp_path / "tokenizer")
+    assert config.init_from == str(tmp_path / "export")
+    named = resolve(make_config("data.tokenizer.name=user/tokenizer", "init_from=user/model"))
+    assert (named.data.tokenizer.name, named.init_from) == ("user/tokenizer", "user/model")

@@ -62,9 +62,9 @@ def test_it_goes_on_with_nothing_but_the_change(run: Path, fla_train, warm_ranks
     ("change", "named"),
     [
         (["data.validation_fraction=0.2"], "data.validation_fraction=0.2 (was 0.1)"),
-        (["data.max_documents=20"], "data.max_documents=20 (was None)"),
+        (["data.max_documents=20"], "data.max_documents=20 (was null)"),
         (["data=stdlib"], "data.source=stdlib (was local)"),
-        (["data.document_boundaries=true"], "data.document_boundaries=True (was False)"),
+        (["data.document_boundaries=true"], "data.document_boundaries=true (was false)"),
         (["model.num_householder=3"], "model.num_householder=3 (was 2)"),
         (["model=delta_net/tiny"], "model.hidden_size=128 (was 32)"),
         (["trainer.seq_len=16"], "trainer.seq_len=16 (was 32)"),
@@ -93,3 +93,10 @@ def test_the_batch_stays_on_other_ranks(run: Path, fla_train, warm_ranks: WarmRa
     with warm_ranks.as_workers():
         code, said = fla_train(f"run.dir={run}", "launch.num_processes=1", "trainer.max_steps=13")
     assert code == 0 and "1 process(es) x 4 micro-batch(es)" in said
+
+
+@pytest.mark.parametrize("place", ["hf/step-0000012", "checkpoints/step-0000012", "config.yaml"])
+def test_what_is_no_run_folder_is_refused(run: Path, fla_train, place: str):
+    code, said = fla_train(f"run.dir={run / place}", "trainer.max_steps=3")
+    assert code == 2 and f"run.dir={run / place}" in said
+    assert not (run / place / "checkpoints").exists()

@@ -11,6 +11,7 @@ from fla_train.training.plots import plot_losses, resumed_at
 from fla_train.utils.records import read_metrics
 
 DAMAGED = {
+    "brackets without end": b"[" * 100_000,
     "bad JSON": b'{"step": 10, "tokens": 80, "loss"; 4.0}',
     "a wrong byte": b'{"step": 10, "tokens": 80, "loss\xff": 4.0}',
     "no step": b'{"stfp": 10, "tokens": 80, "loss": 4.0}',
