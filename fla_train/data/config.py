@@ -152,10 +152,12 @@ def with_absolute_paths(config: DataConfig) -> DataConfig:
         local = settings.source == "local" or (settings.path and Path(settings.path).expanduser().exists())
         return replace(settings, path=absolute(settings.path)) if local and settings.path else settings
 
-    name = config.tokenizer.name
-    tokenizer = replace(config.tokenizer, name=absolute(name)) if Path(name).expanduser().is_dir() else None
+    tokenizer, cache = config.tokenizer, config.cache_dir
+    if tokenizer.name not in ("bytes", "bpe") and Path(tokenizer.name).expanduser().is_dir():
+        tokenizer = replace(tokenizer, name=absolute(tokenizer.name))
     mixture = {key: part(settings) for key, settings in config.mixture.items()}
-    return replace(part(config), tokenizer=tokenizer or config.tokenizer, mixture=mixture)
+    cache = absolute(cache) if cache else cache
+    return replace(part(config), tokenizer=tokenizer, mixture=mixture, cache_dir=cache)
 
 
 def absolute(path: str) -> str:

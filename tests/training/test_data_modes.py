@@ -70,5 +70,5 @@ def test_resumed_runs_equal_whole_ones(
         said = f"perplexity {last['validation_perplexity']:.2f} (long {each[0]:.2f}, short {each[1]:.2f})"
         assert said in (tmp_path / "whole" / "train.log").read_text()
         changed = two_parts(make_config(f"run.dir={tmp_path / 'whole'}"), corpus, tmp_path)
-        with pytest.raises(ValueError, match=r"data\.document_boundaries=False \(was True\)"):
+        with pytest.raises(ValueError, match=r"data\.document_boundaries=false \(was true\)"):
             launch(changed)
