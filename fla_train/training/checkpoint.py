@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from fla_train.training.deepspeed_patches import files_through
 from fla_train.utils.filesystem import find_damage, sync
 
 logger = logging.getLogger(__name__)
@@ -76,9 +77,9 @@ def load(engine, folder: Path) -> TrainState:
     saved = world_size(folder)
     same = saved == dist.get_world_size()
     settings = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
-    engine.checkpoint_engine = SafeCheckpointEngine()
     try:
-        path, _ = engine.load_checkpoint(str(folder), tag=DEEPSPEED_TAG, load_optimizer_states=same)
+        with files_through(engine, SafeCheckpointEngine()):
+            path, _ = engine.load_checkpoint(str(folder), tag=DEEPSPEED_TAG, load_optimizer_states=same)
     except RuntimeError as failure:
         heading, *keys = str(failure).splitlines()
         if "loading state_dict" not in heading:

@@ -6,8 +6,7 @@ keeps out of autocast, stay fp32.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fla_train.data import Batch
+from fla_train.training import deepspeed_patches
 from fla_train.training.graphed import GraphedPass
 from fla_train.training.guard import StepGuard
 from fla_train.training.optimizer import build_optimizer
@@ -103,10 +103,10 @@ def build_engine(model: nn.Module, config: TrainConfig):
     """
     on_gpu = resolve_device(config) == "cuda"
     if on_gpu:
-        _ask_cuda_for_memory()
+        deepspeed_patches.ask_cuda_for_free_memory()
     else:
-        _skip_cpu_operator()
-    _skip_muon()
+        deepspeed_patches.skip_cpu_operator()
+    deepspeed_patches.skip_muon_compilation()
     from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 
     settings = deepspeed_config(config, on_gpu=on_gpu)
@@ -126,7 +126,7 @@ def build_engine(model: nn.Module, config: TrainConfig):
     assert dist.get_world_size() == config.launch.num_processes
     assert engine.gradient_accumulation_steps() == settings["gradient_accumulation_steps"]
     if dist.get_world_size() == 1:
-        _reduce_nothing(engine)
+        deepspeed_patches.reduce_nothing(engine)
     return engine
 
 
@@ -171,11 +171,11 @@ def train_step(
             loss = graphed(inputs)
         else:
             loss = engine(**inputs, use_cache=False).loss
-            with _host_free(zero):
+            with deepspeed_patches.wait_on_stream(zero):
                 engine.backward(loss, scale_wrt_gas=False)
         sums[0] += loss.detach().double()
     if world == 1:
-        zero.averaged_gradients = _gradients(zero.params_in_partition)
+        deepspeed_patches.keep_as_averaged(zero)
     dist.all_reduce(sums)
     loss = sums[0] / world
     grad_norm = _grad_norm(zero.averaged_gradients)
@@ -183,50 +183,6 @@ def train_step(
     engine.step()
     skipped = zero.optimizer.found_inf
     return Outcome(torch.stack([loss, grad_norm, targets.double(), skipped.double(), sums[1]]))
-
-
-@contextmanager
-def _host_free(zero) -> Iterator[None]:
-    """Where DeepSpeed's host waits for the device, have the compute stream wait for the reductions instead.
-
-    With `overlap_comm` the host waits after each backward pass until all kernels have ended, so that none is
-    queued when the next step begins (8% of a step of 340M on four GPUs, docs/log.md). What follows, clearing
-    gradients and giving their memory back, is in order on the compute stream.
-    """
-    if not zero.overlap_comm:
-        yield
-        return
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator = get_accelerator()
-
-    def wait(*_: object) -> None:
-        accelerator.current_stream().wait_stream(zero.reduction_stream)
-
-    accelerator.synchronize = wait  # hides the method of its class
-    try:
-        yield
-    finally:
-        del accelerator.synchronize
-
-
-def _reduce_nothing(engine) -> None:
-    """Leave the gradients of a single rank where autograd adds them up.
-
-    DeepSpeed would copy each of them twice in every micro-batch: a third of the host's time of a step whose
-    kernels take none (docs/log.md).
-    """
-    engine.enable_backward_allreduce = False
-    for hook in engine.optimizer._grad_acc_hooks:
-        hook.remove()
-
-
-def _gradients(groups: Sequence[Sequence[nn.Parameter]]) -> dict[int, list[Tensor]]:
-    """The gradients of each group, zeros where there is none, as DeepSpeed keeps those it has averaged."""
-    return {
-        i: [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
-        for i, group in enumerate(groups)
-    }
 
 
 def _grad_norm(gradients: Mapping[int, Sequence[Tensor]]) -> Tensor:
@@ -241,28 +197,3 @@ def _grad_norm(gradients: Mapping[int, Sequence[Tensor]]) -> Tensor:
     square = torch.nn.utils.get_total_norm(pieces).double().square()
     dist.all_reduce(square)
     return square.sqrt()
-
-
-def _ask_cuda_for_memory() -> None:
-    """Keep DeepSpeed from asking NVML how much memory is free.
-
-    It would look for the GPU's number in CUDA_VISIBLE_DEVICES, where schedulers may write UUIDs, and fail.
-    """
-    from deepspeed.accelerator import get_accelerator
-
-    # Hides the method of its class.
-    get_accelerator().available_memory = lambda index=None: torch.cuda.mem_get_info(index)[0]
-
-
-def _skip_cpu_operator() -> None:
-    """Keep DeepSpeed from compiling a shared-memory operator: half a minute, and fatal without a compiler."""
-    import deepspeed.ops
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-def _skip_muon() -> None:
-    """Keep DeepSpeed from importing a compiler for a Muon of its own, not used here: a second per rank."""
-    from deepspeed.runtime import compiler
-
-    compiler.compile = lambda: lambda function: function

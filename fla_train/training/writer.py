@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fla_train.training import checkpoint
 from fla_train.training.checkpoint import DEEPSPEED_TAG, STATE, WRITING, TrainState, folder_name
+from fla_train.training.deepspeed_patches import files_through
 from fla_train.utils.filesystem import describe, sync
 
 TIMEOUT = timedelta(hours=2)  # for the slowest rank's files
@@ -148,12 +149,9 @@ class CheckpointWriter:
 
     def _capture(self, engine) -> dict[str, object]:
         """This rank's files, name to content, in host memory."""
-        usual, capture = engine.checkpoint_engine, Capture(self._host)
-        engine.checkpoint_engine = capture
-        engine._copy_recovery_script = lambda folder: None  # scripts that DeepSpeed would put beside
-        with self._host.copying():
+        capture = Capture(self._host)
+        with self._host.copying(), files_through(engine, capture):
             engine.save_checkpoint("nowhere", tag=DEEPSPEED_TAG, save_latest=False)
-        engine.checkpoint_engine = usual
         return capture.files | {f"rng-{dist.get_rank()}.pt": checkpoint.random_states()}
 
     def _run(self, files: dict[str, object], state: TrainState) -> None:

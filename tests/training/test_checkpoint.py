@@ -121,7 +121,7 @@ def test_a_copy_under_another_name_is_neither_used_nor_deleted(tmp_path: Path):
 
 def test_a_checkpoint_of_another_model_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     class Engine:
-        optimizer = SimpleNamespace(param_groups=[])
+        checkpoint_engine, optimizer = None, SimpleNamespace(param_groups=[])
 
         def load_checkpoint(self, *arguments: object, **options: object) -> None:
             torch.nn.Linear(2, 2).load_state_dict(torch.nn.Linear(3, 2).state_dict())

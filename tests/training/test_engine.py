@@ -7,18 +7,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import patch
 
 import engine_steps
 import numpy as np
 import pytest
 import torch
-from deepspeed.accelerator import cuda_accelerator, get_accelerator
-from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from warm_ranks import WarmRanks
 
-from fla_train.training.engine import _ask_cuda_for_memory, _grad_norm, _host_free, deepspeed_config
+from fla_train.training.engine import _grad_norm, deepspeed_config
 from fla_train.training.optimizer import build_optimizer
 from fla_train.training.schema import TrainConfig, to_yaml
 
@@ -78,40 +74,11 @@ def test_nothing_of_the_deepspeed_config_is_automatic(make_config: Callable[...,
     assert not settings["bf16"]["enabled"] and settings["torch_autocast"]["enabled"]
 
 
-def test_deepspeed_waits_on_the_stream_and_not_on_the_host_while_gradients_are_reduced():
-    accelerator, order = get_accelerator(), []
-    stream = SimpleNamespace(wait_stream=order.append)
-    zero = SimpleNamespace(overlap_comm=True, reduction_stream="reductions")
-    with (
-        patch.object(type(accelerator), "synchronize", lambda *_: order.append("host")),
-        patch.object(type(accelerator), "current_stream", lambda *_: stream),
-    ):
-        with pytest.raises(RuntimeError), _host_free(zero):
-            accelerator.synchronize()
-            raise RuntimeError
-        accelerator.synchronize()
-        with _host_free(SimpleNamespace(overlap_comm=False)):
-            accelerator.synchronize()
-    assert order == ["reductions", "host", "host"]
-
-
 def test_the_norm_of_many_gradients_is_that_of_float64(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda _: None)
     gradient = 0.1 + torch.rand(4_000_000)
     expected = np.linalg.norm(gradient.numpy().astype(np.float64))
     assert _grad_norm({0: [gradient[:7], gradient[7:]], 1: []}).item() == pytest.approx(expected, rel=1e-12)
-
-
-def test_gpus_may_be_named_by_uuid(monkeypatch: pytest.MonkeyPatch):
-    accelerator = CUDA_Accelerator()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-ffbb84ad-35a2-4822-b8c3-8758fbd9f6ed")
-    monkeypatch.setattr(cuda_accelerator, "pynvml", SimpleNamespace(nvmlDeviceGetHandleByIndex=int))
-    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: accelerator)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (7 + (index or 0), 99))
-    with pytest.raises(ValueError, match="invalid literal for int"):
-        accelerator.available_memory(0)
-    _ask_cuda_for_memory()
-    assert (accelerator.available_memory(), accelerator.available_memory(1)) == (7, 8)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,102 @@
+"""Every change to DeepSpeed's internals: what it does, why, and the version it was seen on.
+
+Each changes one engine, one module attribute or one accelerator object; no file of DeepSpeed is edited.
+`tests/training/test_deepspeed_patches.py` has a test for each that fails once DeepSpeed no longer needs it.
+All were seen on DeepSpeed 0.19.8.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+def skip_cpu_operator() -> None:
+    """Keep DeepSpeed from compiling a shared-memory operator: half a minute, and fatal without a compiler."""
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def skip_muon_compilation() -> None:
+    """Keep DeepSpeed from importing a compiler for a Muon of its own, not used here: a second per rank."""
+    from deepspeed.runtime import compiler
+
+    compiler.compile = lambda: lambda function: function
+
+
+def ask_cuda_for_free_memory() -> None:
+    """Keep DeepSpeed from asking NVML how much memory is free.
+
+    It would look for the GPU's number in CUDA_VISIBLE_DEVICES, where schedulers may write UUIDs, and fail.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    # Hides the method of its class.
+    get_accelerator().available_memory = lambda index=None: torch.cuda.mem_get_info(index)[0]
+
+
+def reduce_nothing(engine) -> None:
+    """Leave the gradients of a single rank where autograd adds them up; see `keep_as_averaged`.
+
+    DeepSpeed would copy each of them twice in every micro-batch: a third of the host's time of a step whose
+    kernels take none (docs/log.md).
+    """
+    engine.enable_backward_allreduce = False
+    for hook in engine.optimizer._grad_acc_hooks:
+        hook.remove()
+
+
+def keep_as_averaged(zero) -> None:
+    """Hand a single rank's gradients to the optimizer as DeepSpeed keeps those that it has averaged."""
+    zero.averaged_gradients = _gradients(zero.params_in_partition)
+
+
+def _gradients(groups: Sequence[Sequence[nn.Parameter]]) -> dict[int, list[Tensor]]:
+    """The gradients of each group, zeros where there is none."""
+    return {
+        i: [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
+        for i, group in enumerate(groups)
+    }
+
+
+@contextmanager
+def wait_on_stream(zero) -> Iterator[None]:
+    """Inside, where DeepSpeed's host waits for the device, the compute stream waits for the reductions.
+
+    With `overlap_comm` the host waits after each backward pass until all kernels have ended, so that none is
+    queued when the next step begins (8% of a step of 340M on four GPUs, docs/log.md). What follows, clearing
+    gradients and giving their memory back, is in order on the compute stream.
+    """
+    if not zero.overlap_comm:
+        yield
+        return
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+
+    def wait(*_: object) -> None:
+        accelerator.current_stream().wait_stream(zero.reduction_stream)
+
+    accelerator.synchronize = wait  # hides the method of its class
+    try:
+        yield
+    finally:
+        del accelerator.synchronize
+
+
+@contextmanager
+def files_through(engine, checkpoint_engine) -> Iterator[None]:
+    """Inside, `engine` saves and loads its files through `checkpoint_engine`, without a script beside them.
+
+    DeepSpeed's own engine loads pickles without `weights_only=True`, and the choice is not open to others.
+    """
+    usual = engine.checkpoint_engine
+    engine.checkpoint_engine = checkpoint_engine
+    engine._copy_recovery_script = lambda folder: None
+    try:
+        yield
+    finally:
+        engine.checkpoint_engine = usual
+        del engine._copy_recovery_script

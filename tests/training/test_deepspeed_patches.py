@@ -1,0 +1,127 @@
+"""What DeepSpeed does without each of our patches. A test that fails here says that its patch can go."""
+
+import inspect
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from deepspeed.accelerator import cuda_accelerator, get_accelerator
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+from warm_ranks import WarmRanks
+
+from fla_train.training import deepspeed_patches
+from fla_train.training.deepspeed_patches import ask_cuda_for_free_memory, wait_on_stream
+from fla_train.training.schema import TrainConfig
+
+
+def unpatched(code: str, tmp_path: Path) -> str:
+    """What `code` prints in a process of its own, in which nothing is patched."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()[-1]
+
+
+def test_import_of_deepspeed_compiles_and_offers_the_shared_memory_operator(tmp_path: Path):
+    code = """
+import deepspeed.ops
+from deepspeed.runtime import compiler
+calls = []
+compiler.compile = lambda: lambda function: calls.append(function) or function
+import deepspeed.runtime.zero.muon.original_muon
+print(len(calls) > 0, deepspeed.ops.__compatible_ops__.get("deepspeed_shm_comm"))
+"""
+    assert unpatched(code, tmp_path) == "True True"
+
+
+def test_gpus_may_be_named_by_uuid(monkeypatch: pytest.MonkeyPatch):
+    accelerator = CUDA_Accelerator()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-ffbb84ad-35a2-4822-b8c3-8758fbd9f6ed")
+    monkeypatch.setattr(cuda_accelerator, "pynvml", SimpleNamespace(nvmlDeviceGetHandleByIndex=int))
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (7 + (index or 0), 99))
+    with pytest.raises(ValueError, match="invalid literal for int"):
+        accelerator.available_memory(0)
+    ask_cuda_for_free_memory()
+    assert (accelerator.available_memory(), accelerator.available_memory(1)) == (7, 8)
+
+
+def test_the_host_waits_for_the_device_after_a_backward_pass():
+    """Only a GPU shows it; here the source does."""
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    source = inspect.getsource(DeepSpeedZeroOptimizer.reduce_ipg_grads) + inspect.getsource(
+        DeepSpeedZeroOptimizer.overlapping_partition_gradients_reduce_epilogue
+    )
+    source += inspect.getsource(DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue)
+    assert "get_accelerator().synchronize()" in source
+
+
+def test_deepspeed_waits_on_the_stream_and_not_on_the_host_while_gradients_are_reduced():
+    accelerator, order = get_accelerator(), []
+    stream = SimpleNamespace(wait_stream=order.append)
+    zero = SimpleNamespace(overlap_comm=True, reduction_stream="reductions")
+    with (
+        patch.object(type(accelerator), "synchronize", lambda *_: order.append("host")),
+        patch.object(type(accelerator), "current_stream", lambda *_: stream),
+    ):
+        with pytest.raises(RuntimeError), wait_on_stream(zero):
+            accelerator.synchronize()
+            raise RuntimeError
+        accelerator.synchronize()
+        with wait_on_stream(SimpleNamespace(overlap_comm=False)):
+            accelerator.synchronize()
+    assert order == ["reductions", "host", "host"]
+
+
+def test_a_single_rank_hooks_every_gradient(make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks):
+    config = make_config("launch.device=cpu", "trainer.precision=fp32")
+    (counts,) = warm_ranks.run(1, hooks_and_parameters, config)
+    assert counts[0] >= counts[1] > 0
+
+
+def hooks_and_parameters(config: TrainConfig) -> tuple[int, int]:
+    """On a rank: hooks that DeepSpeed has put on gradients (ours removed them), and parameters."""
+    from fla_train.models import DeltaProductForCausalLM, build_config
+    from fla_train.training.engine import build_engine
+
+    engine = build_engine(DeltaProductForCausalLM(build_config(config.model)).float(), config)
+    return len(engine.optimizer._grad_acc_hooks), sum(1 for _ in engine.module.parameters())
+
+
+def test_its_own_checkpoint_engine_runs_what_a_pickle_asks_for(tmp_path: Path):
+    from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+
+    class Payload:
+        def __reduce__(self) -> tuple:
+            return (Path.touch, (tmp_path / "ran",))
+
+    torch.save(Payload(), tmp_path / "file.pt", pickle_module=pickle)
+    TorchCheckpointEngine().load(str(tmp_path / "file.pt"))
+    assert (tmp_path / "ran").exists()
+
+
+def test_it_copies_a_script_beside_a_checkpoint():
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    assert "_copy_recovery_script" in inspect.getsource(DeepSpeedEngine._save_zero_checkpoint)
+
+
+def test_every_patch_is_in_this_list():
+    """Each has a test above."""
+    patches = {
+        "skip_cpu_operator", "skip_muon_compilation", "ask_cuda_for_free_memory", "wait_on_stream",
+        "reduce_nothing", "keep_as_averaged", "files_through",
+    }  # fmt: skip
+    assert patches == {
+        name
+        for name, value in vars(deepspeed_patches).items()
+        if inspect.isfunction(value)
+        and value.__module__ == deepspeed_patches.__name__
+        and not name.startswith("_")
+    }
