@@ -1,1 +1,1 @@
-"""Hydra configuration files, which `pkg://fla_train.configs` finds, and how a saved one is read (`saved`)."""
+"""Hydra configuration files; `pkg://fla_train.configs` finds them. No code lives here."""

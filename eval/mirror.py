@@ -8,7 +8,7 @@ from typing import Any
 
 import datasets
 
-from fla_train.hub.paths import is_hub_name
+from fla_train.utils.hub_names import is_hub_name
 
 
 class DatasetUnavailable(ValueError):

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fla_train.utils.hub_names import is_hub_name
+
 SOURCES = ("stdlib", "local", "hub", "mixture")
 # What reads each of these keys, beside the parts of a mixture.
 USERS = {
@@ -133,16 +135,9 @@ def _name_errors(key: str, config: DataConfig | PartConfig) -> list[str]:
     """A path that is neither a folder nor a name leads nowhere, and must not lead elsewhere."""
     if config.source != "hub" or not config.path or Path(config.path).expanduser().is_dir():
         return []
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(config.path)
-    except HFValidationError:
-        return [
-            f"{key}.path={config.path} is no name of a dataset on the Hub (user/name), and no folder here"
-        ]
-    return []
+    if is_hub_name(config.path):
+        return []
+    return [f"{key}.path={config.path} is no name of a dataset on the Hub (user/name), and no folder here"]
 
 
 def with_absolute_paths(config: DataConfig) -> DataConfig:

@@ -103,7 +103,7 @@ def tokenizer_size(config: TokenizerConfig, *, offline: bool = False) -> int:
 
 
 def same_tokenizer(one: TokenizerConfig, other: TokenizerConfig) -> bool:
-    """Whether both give every text the same ids. A bpe that is yet to be trained is the same as none."""
+    """Whether both give every text the same ids. A bpe that is yet to be trained equals no other."""
     if one == other:
         return True
     if "bpe" in (one.name, other.name):

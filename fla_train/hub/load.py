@@ -18,7 +18,7 @@ from fla_train.hub.card import TRAINING_FILE
 from fla_train.hub.checksums import CHECKSUMS, find_export_damage
 from fla_train.hub.checksums import REMEDY as EXPORT_AGAIN
 from fla_train.hub.export import no_progress_bars
-from fla_train.hub.paths import is_hub_name
+from fla_train.utils.hub_names import is_hub_name
 
 STEP = re.compile(r"step-(\d+)")
 FALLBACK_LENGTH = 2048

@@ -1,10 +1,7 @@
-"""Names of folders, models and Hub repositories."""
+"""Names of folders and models, as a reader is shown them."""
 
 import os
 from pathlib import Path
-
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 
 
 def own_name(path: str | Path) -> str:
@@ -23,12 +20,3 @@ def public_name(text: str) -> str:
     if path.parent.name == "hf":
         return f"{own_name(path.parent.parent)} {path.name}"  # no slash: it is no name of the Hub
     return own_name(path)
-
-
-def is_hub_name(name: str) -> bool:
-    """Whether a repository of the Hub can be called `name`: `user/model`, or `model` alone; no path can."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return True

@@ -6,7 +6,8 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError
 
 from fla_train.hub.checksums import REMEDY, find_export_damage
-from fla_train.hub.paths import is_hub_name, own_name
+from fla_train.hub.paths import own_name
+from fla_train.utils.hub_names import is_hub_name
 
 HTTPError = HfHubHTTPError.__bases__[0]  # of the HTTP library that this huggingface_hub uses: httpx or httpx2
 
