@@ -163,9 +163,8 @@ def _length_cells(entries: Sequence[tuple[dict, str, bool] | None], quantity: st
         sign = ""
         if cells and entries[0] and entries[0][1] == data:  # other data: nothing to be said
             reference = entries[0][0]
-            if loss_targets(row) == loss_targets(
-                reference
-            ):  # without a prefix, a document has one target less
+            # Without a prefix, a document has one target less: those can't be paired.
+            if loss_targets(row) == loss_targets(reference):
                 # Of the same tokens the bits per byte differ as the losses do.
                 sign = _paired_mark(row["losses"], reference["losses"], True, loss_targets(row))
         cells.append(Cell(row[quantity], error, sign, noted))

@@ -81,9 +81,8 @@ class DeltaProductPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ("past_key_values", "cache")
     _is_stateful = True
     _can_compile_fullgraph = True
-    accepts_loss_kwargs = (
-        False  # of Trainer's, the task heads would hand `num_items_in_batch` to the backbone
-    )
+    # Trainer would give `num_items_in_batch` to the task heads, which hand all keywords to the backbone.
+    accepts_loss_kwargs = False
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

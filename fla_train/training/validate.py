@@ -252,9 +252,8 @@ def _packages(config: TrainConfig) -> list[str]:
     if config.logger.tensorboard:
         needed["tensorboard"] = ("logger.tensorboard=true", ", or leave that at false")
     specs = {name: find_spec(name) for name in needed}
-    missing = [
-        name for name, spec in specs.items() if spec is None or spec.origin is None
-    ]  # None: a bare folder
+    # A spec without an origin is a bare folder of that name, such as W&B's ./wandb.
+    missing = [name for name, spec in specs.items() if spec is None or spec.origin is None]
     return [f"{needed[name][0]} needs a package: pip install {name}{needed[name][1]}" for name in missing]
 
 
