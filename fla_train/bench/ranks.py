@@ -2,13 +2,16 @@
 
 import os
 import pickle
-import socket
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
+
+from fla_train.training.rendezvous import STORE_FILE
 
 FAREWELL = 10.0  # seconds for a process to end by itself, its result sent
 
@@ -22,16 +25,18 @@ def on_ranks(count: int, work: Callable[..., Any], *arguments: Any) -> Any:
     Raises:
         RuntimeError: if a process died.
     """
+    with tempfile.TemporaryDirectory(prefix="fla-bench-") as folder:
+        return _run(count, Path(folder, "store"), work, arguments)
+
+
+def _run(count: int, store: Path, work: Callable[..., Any], arguments: tuple) -> Any:
     context = get_context("spawn")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     processes, pending, first = [], {}, None
     try:
         for rank in range(count):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank, args=(sender, rank, count, port, work, arguments), daemon=True
+                target=_rank, args=(sender, rank, count, store, work, arguments), daemon=True
             )
             process.start()
             processes.append(process)
@@ -57,11 +62,13 @@ def on_ranks(count: int, work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _rank(
-    sender: Connection, rank: int, count: int, port: int, work: Callable[..., Any], arguments: tuple
+    sender: Connection, rank: int, count: int, store: Path, work: Callable[..., Any], arguments: tuple
 ) -> None:
     os.dup2(2, 1)  # stdout holds the tables
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # They meet at a file: a port found free could be taken before they listen there.
+    os.environ |= {"LOCAL_WORLD_SIZE": str(count), STORE_FILE: str(store)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         result = work(*arguments)

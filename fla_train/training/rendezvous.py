@@ -10,6 +10,7 @@ import psutil
 import torch.distributed as dist
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+STORE_FILE = "FLA_TRAIN_STORE_FILE"  # ranks of one machine may meet at a new file in place of a port
 TIMEOUT = timedelta(minutes=30)  # for one operation of the ranks together, once they have met
 
 
@@ -36,8 +37,12 @@ def join(backend: str, timeout: float) -> None:
         os.environ.setdefault(GLOO_INTERFACE, interface)
     # Gradients are reduced beside kernels that fill the device: NCCL's blocks come first wherever one ends.
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
-    # Alone there is nobody to meet, and no port that another run's start could take first.
-    store = dist.HashStore() if world == 1 else _meet(host, port, rank, world, timeout)
+    if world == 1:  # nobody to meet, and no port that another run's start could take first
+        store = dist.HashStore()
+    elif file := os.environ.get(STORE_FILE):
+        store = dist.FileStore(file, world)
+    else:
+        store = _meet(host, port, rank, world, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
 
 
