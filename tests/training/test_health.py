@@ -15,9 +15,9 @@ from warm_ranks import TWO_RANKS, WarmRanks
 from fla_train.data.files import SourceInterrupted
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
 from fla_train.training import statistics, worker
+from fla_train.training.checkpoint_manager import TrainingStopped
 from fla_train.training.metrics import read_metrics
 from fla_train.training.profiling import profiled
-from fla_train.training.saving import TrainingStopped
 from fla_train.training.schema import TrainConfig
 from fla_train.training.throughput import Meter, peak_flops
 from fla_train.training.watchdog import RankHung, Watchdog
