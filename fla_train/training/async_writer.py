@@ -81,6 +81,7 @@ class AsyncWriter:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "fla_train.training.async_writer", *arguments],
             stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), staging),
             start_new_session=True,  # Ctrl-C at the terminal is for the trainer, which still saves
         )

@@ -2,8 +2,8 @@
 
 import errno
 import io
-import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,7 +13,7 @@ import pytest
 from test_checkpoint import DAMAGE, make
 
 from fla_train.data import prepare
-from fla_train.training import attempts
+from fla_train.training import attempts, checkpoint
 from fla_train.training.launch import TrainingFailed, launch
 from fla_train.training.machines import AttemptEnded, Failure
 from fla_train.training.resuming import where_to_begin
@@ -41,8 +41,7 @@ def workers(
             begun.append(Path(arguments[PATH]).name if len(arguments) > PATH else "the beginning")
             step = next(steps, 0)
             if step:
-                path = make(tmp_path / "run" / "checkpoints", step)
-                (path / "state.json").write_text(json.dumps({"step": step, "data": fingerprint}))
+                make(tmp_path / "run" / "checkpoints", step, data=fingerprint)
             return None if step == 0 else Failure("rank 0", "was killed")
 
         monkeypatch.setattr(attempts, "run_workers", run)
@@ -104,8 +103,10 @@ def test_what_other_machines_wrote_until_they_came_is_seen(
     def meet(*_: object) -> None:
         old, new = folder / "step-0000003", folder / "step-0000006"
         if old.exists():
+            state = checkpoint.read_state(old)
             old.rename(new)
-            make(folder, 6)
+            shutil.rmtree(new)
+            make(folder, 6, data=state.data)
 
     monkeypatch.setattr(attempts, "meet", meet)
     launch(make_config("launch.device=cpu", "launch.max_restarts=2", f"run.dir={tmp_path / 'run'}"))
@@ -161,8 +162,6 @@ def test_a_branch_goes_on_from_its_own_checkpoints_by_the_same_command(
     """A batch system gives it again; another path in its place is refused."""
     begun = workers(iter([4, 5]))
     begin = [make(tmp_path / name, 3) for name in ("trunk", "other")]
-    for path in begin:
-        (path / "state.json").write_text(json.dumps({"step": 3}))
     for asked in (begin[0], begin[0]):
         with pytest.raises(TrainingFailed):
             launch(make_config("launch.device=cpu", f"run.dir={tmp_path / 'run'}", f"trainer.resume={asked}"))
