@@ -2,13 +2,15 @@
 
     python scripts/time_scaling.py runs/scaling data=fineweb
     python scripts/time_scaling.py runs/scaling --gpus 1 2 4 --models 340m data=local data.path=/data/web
+    python scripts/time_scaling.py runs/saving --gpus 2 --models 340m --only saving data=fineweb
 
 Everything after the options goes to every `fla-train`. One run after another has the machine to itself. Weak
 scaling keeps the micro-batch per GPU, strong scaling the tokens per step; "no overlap" reduces gradients
 after the backward pass instead of during it. These runs are killed after their steps, but the weak one on the
-most GPUs goes on to its checkpoint. A small model trained on the most GPUs, then on half of them, then on the
-most again must follow the loss curve of one GPU. Tables go to stdout and, with the records, to
-FOLDER/scaling.json.
+most GPUs goes on to its checkpoint. "saving" is one run without and one with a checkpoint every 25 steps, and
+the same model in plain DDP; the time that training stood still counts. A small model trained on the most
+GPUs, then on half of them, then on the most again must follow the loss curve of one GPU. Tables go to stdout
+and, with the records, to FOLDER/scaling.json.
 """
 
 import argparse
@@ -29,6 +31,10 @@ from fla_train.utils.records import read_metrics
 SEQ_LEN = 2048  # tokens
 MICRO_BATCH = {"tiny": 1, "340m": 16, "1.3b": 8}  # sequences per GPU
 WARM_UP = 4  # steps left out of the medians
+SAVE_EVERY = 25  # steps
+SAVING = range(2 * SAVE_EVERY + 1, 5 * SAVE_EVERY + 1)  # steps that count there; the first save takes memory
+PLAIN = "plain DDP"
+DDP = Path(__file__).with_name("time_ddp.py")
 POLL = 0.5  # seconds between looks at the runs
 
 
@@ -84,6 +90,28 @@ def speed_runs(models: list[str], counts: list[int], steps: int) -> Iterator[Run
                 yield Run(f"{model}-strong-{count}", count, strong, model, "strong", steps, last)
 
 
+def saving_runs(model: str, gpus: int) -> Iterator[Run]:
+    """The same run without and with checkpoints, and its model in plain DDP."""
+    tokens = MICRO_BATCH[model] * SEQ_LEN * gpus
+    common = [
+        f"model=gated_delta_product/{model}",
+        f"trainer.seq_len={SEQ_LEN}",
+        f"trainer.micro_batch_size={MICRO_BATCH[model]}",
+        f"trainer.global_batch_tokens={tokens}",
+        f"trainer.max_steps={2 * SAVING.stop}",
+        f"trainer.activation_checkpointing={str(model == '1.3b').lower()}",
+        "trainer.log_every=1",
+        "trainer.eval_every=0",
+        "trainer.stats_every=0",
+        "trainer.check_backend=false",
+        "trainer.keep_checkpoints=1",
+    ]
+    for name, every in (("without", 0), ("with", SAVE_EVERY)):
+        overrides = [*common, f"trainer.checkpoint_every={every}"]
+        yield Run(f"{model}-saving-{name}", gpus, overrides, model, f"saving: {name}", SAVING.stop + 2)
+    yield Run(f"{model}-saving-ddp", gpus, common, model, PLAIN)
+
+
 def elastic_runs(most: int) -> list[Run]:
     """One GPU throughout, then one run on the most GPUs, on half of them, and on the most again; in fp32."""
     common = [
@@ -108,6 +136,10 @@ def elastic_runs(most: int) -> list[Run]:
 def start(run: Run, folder: Path, further: list[str]) -> subprocess.Popen:
     command = ["fla-train", *further, *run.overrides, f"run.dir={folder / run.name}", "logger=none"]
     command += [f"launch.num_processes={run.gpus}"]
+    if run.kind == PLAIN:
+        config = folder / f"{run.model}-saving-without/config.yaml"
+        command = ["torchrun", "--standalone", f"--nproc-per-node={run.gpus}", str(DDP), str(config)]
+        command += [str(SAVING.stop), str(folder / run.name)]
     with open(folder / f"{run.name}.log", "a") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
@@ -151,7 +183,18 @@ def read(run: Run, folder: Path) -> None:
     metrics = read_metrics(folder / run.name / "metrics.jsonl")
     stalls = [record["checkpoint_stall_s"] for record in metrics if "checkpoint_stall_s" in record]
     written = re.findall(r"checkpoint .*written in ([\d.]+) s", (folder / f"{run.name}.log").read_text())
+    if "-saving-" in run.name:
+        run.tokens_per_second = speed_with_saves(metrics, tokens_per_step(run))
     run.stall_s, run.write_s = max(stalls, default=0.0), max(map(float, written), default=0.0)
+
+
+def speed_with_saves(metrics: list[dict], tokens: int) -> float:
+    """Tokens per second over the steps of SAVING, the time that saves stopped training included."""
+    seconds = sum(tokens / r["tokens_per_second"] for r in metrics if "loss" in r and r["step"] in SAVING)
+    seconds += sum(
+        r["checkpoint_stall_s"] for r in metrics if r["step"] + 1 in SAVING and "checkpoint_stall_s" in r
+    )
+    return tokens * len(SAVING) / seconds
 
 
 def tokens_per_step(run: Run) -> int:
@@ -209,6 +252,8 @@ def main() -> None:
     options.folder.mkdir(parents=True)
     most = max(options.gpus)
     runs = list(speed_runs(options.models, options.gpus, options.steps))
+    if most > 1:
+        runs += saving_runs(options.models[0], most)
     runs = [run for run in runs if re.search(options.only, run.name)]
     for run in runs:
         carry_out(run, options.folder, further, options.limit)
