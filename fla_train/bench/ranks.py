@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from fla_train.training.rendezvous import STORE_FILE
+from fla_train.training.process_group import STORE_FILE
 
 FAREWELL = 10.0  # seconds for a process to end by itself, its result sent
 
@@ -68,7 +68,6 @@ def _rank(
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
     # They meet at a file: a port found free could be taken before they listen there.
     os.environ |= {"LOCAL_WORLD_SIZE": str(count), STORE_FILE: str(store)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         result = work(*arguments)

@@ -27,7 +27,7 @@ from fla_train.training.plots import plot_losses
 from fla_train.training.preemption import StopRequest
 from fla_train.training.profiling import profiled
 from fla_train.training.report import Reporter, summary_lines
-from fla_train.training.runfolder import RunFolder
+from fla_train.training.runfolder import RunFolder, RunLock
 from fla_train.training.saving import Saver, TrainingStopped
 from fla_train.training.schedule import learning_rate
 from fla_train.training.schema import TrainConfig
@@ -48,6 +48,7 @@ class Trainer:
         stream: where rank 0 shows progress.
         watchdog: hears of progress.
         request: once made on any rank, all save a checkpoint and leave.
+        lock: of the run's folder, on rank 0.
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class Trainer:
         stream: TextIO,
         watchdog: Watchdog,
         request: StopRequest,
+        lock: RunLock | None = None,
     ):
+        self.lock = lock
         self.config, self.data = config, data
         self.watchdog, self.request = watchdog, request
         self.folder = RunFolder(Path(config.run.dir))
@@ -267,6 +270,8 @@ class Trainer:
 
     def _save(self) -> None:
         self.watchdog.beat(f"copying a checkpoint of step {self.state.step}")
+        if self.lock is not None:
+            self.lock.check()
         self.state.loss_statistics = self.guard.statistics()
         self.saver.save(self.state)
 

@@ -75,9 +75,9 @@ class TrainerConfig:
 @dataclass
 class LaunchConfig:
     device: str = MISSING
-    num_processes: int = MISSING
+    num_processes: int | str = MISSING
     num_machines: int = MISSING
-    machine_rank: int = MISSING
+    machine_rank: int | None = None
     main_process_ip: str = MISSING
     main_process_port: int | None = None
     max_restarts: int = 0

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from fla_train.bench.ranks import on_ranks
-from fla_train.training.rendezvous import join
+from fla_train.training.process_group import join
 
 
 def place(offset: int) -> tuple[int, int, float]:
     print("not on stdout")
-    join("gloo", 60)
+    join(on_gpu=False)
     total = torch.tensor(float(dist.get_rank() + offset))
     dist.all_reduce(total)
     dist.destroy_process_group()
