@@ -77,7 +77,7 @@ class Failure:
 def run_workers(
     arguments: Sequence[str], launch: LaunchConfig, *, newest_step: Callable[[], int], run: str
 ) -> None:
-    """Run `python -m fla_train.training.worker ARGUMENTS` for each rank of this machine until all have ended.
+    """Run `python ARGUMENTS` for each rank of this machine until all have ended.
 
     Args:
         newest_step: step of the newest checkpoint; if it has grown, earlier failures count no more.
@@ -129,7 +129,8 @@ class _Meetings:
                 agent = self._agent()
                 return self._judge(agent, agent.run())
             except RendezvousTimeoutError:
-                joined, asked = _joined(agent.rendezvous) if agent else 0, self._launch.num_machines
+                assert agent is not None
+                joined, asked = _joined(agent.rendezvous), self._launch.num_machines
                 raise WorkersFailed(
                     f"{joined} of {asked} machines joined at {self._place} {self._within()}"
                 ) from None
@@ -144,7 +145,7 @@ class _Meetings:
                     say(f"restart      waiting for the machine that serves {self._place}")
                     deadline = time.monotonic() + self._launch.rendezvous_timeout
                 elif time.monotonic() > deadline:
-                    raise WorkersFailed(f"nothing answers at {self._place} {self._within()}") from None
+                    raise WorkersFailed(f"no store answers at {self._place} {self._within()}") from None
                 time.sleep(RETRY)
 
     def _judge(self, agent: "Agent", result: RunResult) -> None:
@@ -183,7 +184,7 @@ class _Meetings:
             role="rank",
             local_world_size=launch.num_processes // launch.num_machines,
             entrypoint=sys.executable,
-            args=("-m", "fla_train.training.worker", *self._arguments),
+            args=tuple(self._arguments),
             rdzv_handler=create_handler(store, backend, parameters),
             max_restarts=self._restarts,
             monitor_interval=POLL,
@@ -285,8 +286,11 @@ class Agent(LocalElasticAgent):
 
 
 def _joined(handler: DynamicRendezvousHandler) -> int:
-    """How many machines the rendezvous has; torch has no public name for it."""
-    return len(handler._state_holder.state.participants)
+    """How many machines waited in a rendezvous that timed out; torch has no public name for it.
+
+    This one has just been taken out.
+    """
+    return len(handler._state_holder.state.participants) + 1
 
 
 def _first(failures: dict[int, ProcessFailure]) -> Failure:

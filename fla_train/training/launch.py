@@ -77,7 +77,7 @@ def launch(config: TrainConfig) -> None:
         file.write_text(to_yaml(recorded))
         try:
             run_workers(
-                [str(file), str(data.folder)],
+                ["-m", worker.__name__, str(file), str(data.folder)],
                 config.launch,
                 newest_step=lambda: checkpoint.newest_step(folder.checkpoints),
                 run=str(folder.root),

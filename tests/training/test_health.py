@@ -198,9 +198,9 @@ def test_a_run_tells_all_that_it_is_asked_for(
 def test_what_would_end_the_same_way_again_is_final(
     failure: Exception, line: str, final: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("FLA_TRAIN_ERROR_FILE", str(tmp_path / "rank-0.json"))
-    worker.report(failure)
-    told = json.loads((tmp_path / "rank-0.json").read_text())
-    assert (told["line"], told["final"]) == (line, final)
-    monkeypatch.setenv("FLA_TRAIN_ERROR_FILE", str(tmp_path / "a full disk" / "rank-0.json"))
-    worker.report(failure)  # without an exception of its own
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "rank-0.json"))
+    status = worker.report(failure)
+    assert json.loads((tmp_path / "rank-0.json").read_text())["message"] == line
+    assert status == (2 if final else 1)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "a full disk" / "rank-0.json"))
+    assert worker.report(failure) == status  # without an exception of its own
