@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fla_train.data.workers import available_cores
+from fla_train.training.failures import describe_exit
 from fla_train.training.machines import Failure
 from fla_train.training.preemption import EXIT_CODE, SIGNALS, Preempted, answer, restore
 from fla_train.training.schema import LaunchConfig
@@ -173,19 +173,15 @@ def _first_failure(
     """The earliest reported failure. A killed rank reports nothing, and makes the others fail."""
     code = workers[failed].poll()
     if code is not None and code < 0:
-        return _killed(failed, code)
+        return Failure(f"rank {failed}", describe_exit(code))
     reports = {rank: json.loads(f.read_text()) for rank, f in error_files.items() if f.is_file()}
     for rank, worker in workers.items():
         if (worker.poll() or 0) < 0:
-            return _killed(rank, worker.poll())
+            return Failure(f"rank {rank}", describe_exit(worker.poll()))
     if not reports:
-        return Failure(f"rank {failed}", f"ended with exit code {code}")
+        return Failure(f"rank {failed}", describe_exit(code))
     rank = min(reports, key=lambda r: reports[r]["time"])
     return Failure(f"rank {rank}", reports[rank]["line"], reports[rank]["final"])
-
-
-def _killed(rank: int, code: int) -> Failure:
-    return Failure(f"rank {rank}", f"was killed by {signal.Signals(-code).name}")
 
 
 def _kill(workers: dict[int, subprocess.Popen]) -> None:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from fla_train.training.failures import describe_failure
 from fla_train.training.preemption import EXIT_CODE, StopRequest
 from fla_train.training.watchdog import Watchdog, end_process
 
@@ -30,16 +31,17 @@ def die_with_launcher() -> None:
         os._exit(1)
 
 
-def report(failure: BaseException) -> None:
+def report(failure: BaseException, config_path: Path | None = None) -> None:
     """Leave the failure as one line for the launcher, and whole in train.log, as far as disks have room."""
     with suppress(OSError):
         traceback.print_exc()
-    line = " ".join(str(failure).split()) or type(failure).__name__
-    name = type(failure).__name__
-    passing = name in ("RankHung", "RanksMissing", "SourceInterrupted")  # to start again may help
-    final = not passing and (isinstance(failure, ValueError) or name == "TrainingStopped")
-    if not final and not passing:
-        line = f"{name}: {line}"
+    config = None
+    if config_path is not None:
+        with suppress(Exception):
+            from fla_train.training.schema import load_config
+
+            config = load_config(config_path)
+    line, final = describe_failure(failure, config)
     content = {"time": time.time(), "line": line, "final": final}
     file = Path(os.environ["FLA_TRAIN_ERROR_FILE"])
     aside = file.with_suffix(".tmp")  # the launcher may look at any moment
@@ -81,7 +83,7 @@ def main() -> None:
     try:
         finished = train(config_path, data_path, rest[0] if rest else None, console, request)
     except BaseException as failure:
-        report(failure)
+        report(failure, config_path)
         with suppress(OSError):
             if console.isatty():
                 console.write("\n")  # below the bar
