@@ -5,8 +5,8 @@
 
 Everything after the options goes to every `fla-train`. One run after another has the machine to itself. Weak
 scaling keeps the micro-batch per GPU, strong scaling the tokens per step; "overlap" reduces gradients beside
-the backward pass's kernels instead of in turn with them. These runs are killed after their steps, but the weak
-one on the most GPUs goes on to its checkpoint. The same model and micro-batch train there by PyTorch's
+the backward pass's kernels instead of in turn with them. These runs are killed after their steps, but the
+weak one on the most GPUs goes on to its checkpoint. The same model and micro-batch train there by PyTorch's
 DistributedDataParallel too, with communication and without. A small model trained on the most GPUs, then on
 half of them, then on the most again must follow the loss curve of one GPU. Tables go to stdout and, with the
 records, to FOLDER/scaling.json.
