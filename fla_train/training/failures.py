@@ -17,7 +17,7 @@ OUT_OF_MEMORY = re.compile(
     r"out ?of ?memory|not enough memory|can(?:no|')t allocate memory|ALLOC_FAILED|MemoryAllocation", re.I
 )
 OF_A_GPU = re.compile(r"OutOfMemoryError|cuda|cublas|nccl", re.I)
-ASKED_FOR = re.compile(r"tried to allocate ([\d.]+ \w+)", re.I)
+ASKED_FOR = re.compile(r"\ballocate ([\d.]+) (\w+)")
 
 
 class TrainingStopped(RuntimeError):
@@ -70,7 +70,9 @@ def _of_memory(text: str, config: "TrainConfig | None") -> str:
     asked = ASKED_FOR.search(text)
     line = f"out of {'GPU' if on_gpu else 'host'} memory"
     if asked is not None:
-        line += f" (tried to allocate {asked[1]})"
+        number, unit = asked.groups()
+        size = f"{float(number) / 2**30:,.1f} GiB" if unit == "bytes" else f"{number} {unit}"
+        line += f" (tried to allocate {size})"
     if config is None:
         return f"{line}: lower trainer.micro_batch_size, or set trainer.activation_checkpointing=true"
     if not on_gpu and config.launch.device == "cuda":
@@ -78,7 +80,7 @@ def _of_memory(text: str, config: "TrainConfig | None") -> str:
             f"{line}: give the job more of it; checkpoints are staged there, 16 bytes per parameter over all "
             "ranks"
         )
-    return f"{line}: {', or '.join(_savings(config))}"
+    return f"{line}: set {', or '.join(_savings(config))}"
 
 
 def _savings(config: "TrainConfig") -> list[str]:
@@ -89,15 +91,15 @@ def _savings(config: "TrainConfig") -> list[str]:
     found = []
     if size > 1:
         half = next(part for part in range(size // 2, 0, -1) if size % part == 0)  # divides the batch too
-        found.append(f"set {graph}trainer.micro_batch_size={half} (now {size})")
+        found.append(f"{graph}trainer.micro_batch_size={half} (now {size})")
     if config.baseline is None and not trainer.activation_checkpointing:
-        found.append(f"set {graph}trainer.activation_checkpointing=true (now false)")
+        found.append(f"{graph}trainer.activation_checkpointing=true (now false)")
     if config.baseline is None and config.model["recompute_operator"] is False:
-        found.append("set model.recompute_operator=true (now false)")
+        found.append("model.recompute_operator=true (now false)")
     if size == 1:
-        found.append(f"shorten trainer.seq_len (now {trainer.seq_len})")
+        found.append(f"a shorter trainer.seq_len (now {trainer.seq_len})")
         processes = config.launch.num_processes
         found.append(
-            f"use more GPUs, over which ZeRO-2 shards the optimizer (launch.num_processes, now {processes})"
+            f"a larger launch.num_processes (now {processes}): ZeRO-2 shards the optimizer over the GPUs"
         )
     return found

@@ -102,6 +102,8 @@ def test_a_full_host_is_final(allocate: Callable[[], None], make_config: Make):
         allocate()
     line, final = describe_failure(caught.value, make_config("launch.device=cpu"))
     assert final and line.startswith("out of host memory") and "trainer.micro_batch_size=1 (now 2)" in line
+    if allocate is too_much_for_torch:  # which says how much
+        assert "(tried to allocate 1,073,741,824.0 GiB)" in line
     line, final = describe_failure(caught.value, make_config(ON_GPU))
     assert final and line.startswith("out of host memory") and "micro_batch_size" not in line
 
