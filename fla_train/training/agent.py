@@ -35,6 +35,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from fla_train.data.workers import available_cores
 from fla_train.training.console import say
+from fla_train.training.failures import describe_exit
 from fla_train.training.preemption import EXIT_CODE, SIGNALS, Preempted, StopSignals
 from fla_train.training.process_group import ATTEMPT, LOOPBACK, STORE_FILE, check_address
 from fla_train.training.schema import LaunchConfig
@@ -305,12 +306,7 @@ def _first(failures: dict[int, ProcessFailure]) -> Failure:
 
     rank = min(failures, key=when)
     failure = failures[rank]
-    if failure.exitcode < 0:
-        line = f"was killed by {signal.Signals(-failure.exitcode).name}"
-    elif when(rank) == math.inf:
-        line = f"ended with exit status {failure.exitcode}"
-    else:
-        line = failure.message
+    line = failure.message if 0 < when(rank) < math.inf else describe_exit(failure.exitcode)
     return Failure(rank, line, failure.exitcode == FINAL)
 
 

@@ -69,7 +69,8 @@ def deepspeed_config(config: TrainConfig, *, on_gpu: bool) -> dict:
         "zero_optimization": {
             "stage": 2,
             "overlap_comm": overlap,
-            # Without overlap each gradient goes to its owner only, half the bytes; with it not yet tried.
+            # Without overlap each gradient goes to its owner only, half the bytes. With it DeepSpeed would
+            # wait for the device before each of these reductions.
             "use_multi_rank_bucket_allreduce": overlap,
             "contiguous_gradients": True,
             "reduce_scatter": True,

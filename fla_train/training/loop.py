@@ -19,6 +19,7 @@ from fla_train.training.build import build_model
 from fla_train.training.checkpoint import TrainState
 from fla_train.training.engine import Outcome, StepResult, build_engine, train_step
 from fla_train.training.evaluation import PART_PERPLEXITY, validate_text
+from fla_train.training.failures import TrainingStopped
 from fla_train.training.graphed import GraphedPass
 from fla_train.training.guard import StepGuard
 from fla_train.training.metrics import last_losses
@@ -28,7 +29,7 @@ from fla_train.training.preemption import StopRequest
 from fla_train.training.profiling import profiled
 from fla_train.training.report import Reporter, summary_lines
 from fla_train.training.runfolder import RunFolder, RunLock
-from fla_train.training.saving import Saver, TrainingStopped
+from fla_train.training.saving import Saver
 from fla_train.training.schedule import learning_rate
 from fla_train.training.schema import TrainConfig
 from fla_train.training.suites import SuiteRuns
@@ -154,15 +155,17 @@ class Trainer:
     def _step(self, micro_batches: MicroBatches) -> None:
         """Launch the next optimizer step; its outcome stays on the device."""
         trainer, step = self.config.trainer, self.state.step + 1
-        self.watchdog.beat(f"waiting for the data of step {step}")
+        self.watchdog.beat(f"waiting for the data of step {step}", "data")
         with self.meter.waiting():
             batch = [self._to_device(next(micro_batches)) for _ in range(self.batches.accumulation)]
-        self.watchdog.beat(f"in step {step}")
         rate = learning_rate(
             step, peak=self.config.optimizer.lr, max_steps=trainer.max_steps, schedule=self.config.schedule
         )
         self.observed = {}
         observe = trainer.stats_every > 0 and step % trainer.stats_every == 0
+        shapes = tuple(inputs.shape for inputs, *_ in batch)
+        kind = ("step", shapes, observe, step in trainer.profile_steps)  # each may compile kernels of its own
+        self.watchdog.beat(f"in step {step}", kind)
         with ExitStack() as stack:
             if observe:
                 stack.enter_context(statistics.observed(self.engine, self.observed))
@@ -249,7 +252,10 @@ class Trainer:
         state = self.state
 
         def prepare(read: Iterable[Tensor | Batch]) -> Iterator[Batch]:
-            return map(self._to_device, self.watchdog.over(read, f"evaluating after step {state.step}"))
+            for batch in map(self._to_device, read):
+                kind = ("evaluation", batch.input_ids.shape)
+                self.watchdog.beat(f"evaluating after step {state.step}", kind)
+                yield batch
 
         found = validate_text(
             self.engine, self.validation_data, self.config.trainer, prepare, self._token_sizes

@@ -8,14 +8,11 @@ from safetensors import SafetensorError
 from fla_train.data import PreparedData
 from fla_train.hub import export_model, find_export_damage
 from fla_train.training.checkpoint import TrainState, folder_name, step_of
+from fla_train.training.failures import TrainingStopped
 from fla_train.training.report import Reporter, model_card
 from fla_train.training.runfolder import RunFolder
 from fla_train.training.schema import TrainConfig
 from fla_train.training.writer import CheckpointWriter, Written, reason
-
-
-class TrainingStopped(RuntimeError):
-    """Training can't go on; the message is one line for the user."""
 
 
 class Saver:

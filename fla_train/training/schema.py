@@ -83,7 +83,7 @@ class LaunchConfig:
     max_restarts: int = 0
     peak_tflops: float | None = None
     rendezvous_timeout: float = 600.0
-    overlap_communication: bool = True
+    overlap_communication: bool = False
 
 
 @dataclass

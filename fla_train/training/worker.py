@@ -13,9 +13,11 @@ import sys
 import time
 import traceback
 from contextlib import closing, nullcontext, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
+from fla_train.training.failures import describe_failure
 from fla_train.training.preemption import EXIT_CODE, StopRequest
 from fla_train.training.watchdog import Watchdog, end_process
 
@@ -37,7 +39,7 @@ def die_with_parent() -> None:
         os._exit(RETRY)
 
 
-def report(failure: BaseException) -> int:
+def report(failure: BaseException, config: "TrainConfig | None" = None) -> int:
     """Leave the failure as one line for the agent, and whole in the log, as far as disks have room.
 
     Returns:
@@ -45,12 +47,7 @@ def report(failure: BaseException) -> int:
     """
     with suppress(OSError):
         traceback.print_exception(failure)
-    line = " ".join(str(failure).split()) or type(failure).__name__
-    name = type(failure).__name__
-    passing = name in ("RankHung", "SourceInterrupted")  # to start again may help
-    final = not passing and (isinstance(failure, ValueError) or name == "TrainingStopped")
-    if not final and not passing:
-        line = f"{name}: {line}"
+    line, final = describe_failure(failure, config)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         aside = Path(file).with_suffix(".tmp")  # the agent may look at any moment
         with suppress(OSError):
@@ -68,7 +65,8 @@ def run(config: "TrainConfig", data: Path, request: StopRequest) -> NoReturn:
     try:
         finished = train(config, data, console, request)
     except BaseException as failure:
-        status = report(failure)
+        world = replace(config.launch, num_processes=int(os.environ["WORLD_SIZE"]))
+        status = report(failure, replace(config, launch=world))
         with suppress(OSError):
             if console.isatty():
                 console.write("\n")  # below the bar
@@ -128,8 +126,6 @@ def _record(
     console: TextIO,
 ) -> None:
     """Write what is written once a start, and say where it begins."""
-    from dataclasses import asdict
-
     from fla_train.training import checkpoint
     from fla_train.training.plan import make_plan, plan_lines
     from fla_train.training.runfolder import write_environment, write_whole

@@ -155,5 +155,5 @@ def test_workers_that_die_or_hang_are_started_again(
     disturber.join()
     said = capfd.readouterr().out
     assert "restart      1 of 3, rank 0: was killed by SIGKILL" in said
-    assert re.search(r"restart      [12] of 3, rank 0: no progress for 8 s while \w", said), said
+    assert re.search(r"restart      [12] of 3, rank 0: no progress for (8|40) s while \w", said), said
     assert losses(run) == losses(whole) and weights(run) == weights(whole)
