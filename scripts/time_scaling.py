@@ -1,16 +1,17 @@
-"""Tokens per second on 1, 2, 4 .. GPUs of one machine, and a run resumed on other numbers of them.
+"""Tokens per second on 1, 2, 4 .. GPUs beside plain PyTorch, and a run resumed on other numbers of them.
 
     python scripts/time_scaling.py runs/scaling data=fineweb
     python scripts/time_scaling.py runs/scaling --gpus 1 2 4 --models 340m data=local data.path=/data/web
-    python scripts/time_scaling.py runs/saving --gpus 2 --models 340m --only saving data=fineweb
+    python scripts/time_scaling.py runs/saving --gpus 2 --models 340m --only 'saving|weak-2|ddp' data=fineweb
 
 Everything after the options goes to every `fla-train`. One run after another has the machine to itself. Weak
-scaling keeps the micro-batch per GPU, strong scaling the tokens per step; "no overlap" reduces gradients
-after the backward pass instead of during it. These runs are killed after their steps, but the weak one on the
-most GPUs goes on to its checkpoint. "saving" is one run without and one with a checkpoint every 25 steps, and
-the same model in plain DDP; the time that training stood still counts. A small model trained on the most
-GPUs, then on half of them, then on the most again must follow the loss curve of one GPU. Tables go to stdout
-and, with the records, to FOLDER/scaling.json.
+scaling keeps the micro-batch per GPU, strong scaling the tokens per step; "overlap" reduces gradients beside
+the backward pass's kernels instead of in turn with them. These runs are killed after their steps, but the
+weak one on the most GPUs goes on to its checkpoint. The same model and micro-batch train there by PyTorch's
+DistributedDataParallel too, with communication and without. "saving" is one run without and one with a
+checkpoint every 25 steps, of which the time that saves stopped training counts. A small model trained on the
+most GPUs, then on half of them, then on the most again must follow the loss curve of one GPU. Tables go to
+stdout and, with the records, to FOLDER/scaling.json.
 """
 
 import argparse
@@ -22,10 +23,20 @@ import statistics
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
 from fla_train.bench.breakdown import KINDS, time_by_kind
+from fla_train.bench.ranks import on_ranks
+from fla_train.models import DeltaProductForCausalLM, build_config
+from fla_train.training.process_group import join
+from fla_train.training.schema import TrainConfig, load_config
 from fla_train.utils.records import read_metrics
 
 SEQ_LEN = 2048  # tokens
@@ -33,8 +44,6 @@ MICRO_BATCH = {"tiny": 1, "340m": 16, "1.3b": 8}  # sequences per GPU
 WARM_UP = 4  # steps left out of the medians
 SAVE_EVERY = 25  # steps
 SAVING = range(2 * SAVE_EVERY + 1, 5 * SAVE_EVERY + 1)  # steps that count there; the first save takes memory
-PLAIN = "plain DDP"
-DDP = Path(__file__).with_name("time_ddp.py")
 POLL = 0.5  # seconds between looks at the runs
 
 
@@ -56,7 +65,7 @@ class Run:
 
 
 def speed_runs(models: list[str], counts: list[int], steps: int) -> Iterator[Run]:
-    """Weak scaling, the same without overlap, and strong scaling at the tokens of the most GPUs."""
+    """Weak scaling, the same with overlap, and strong scaling at the tokens of the most GPUs."""
     last = steps - 3  # a step's speed is read during the next one, and `steps - 1` may be profiled
     for model in models:
         tokens = MICRO_BATCH[model] * SEQ_LEN
@@ -82,8 +91,8 @@ def speed_runs(models: list[str], counts: list[int], steps: int) -> Iterator[Run
             else:
                 yield Run(name, count, goes_on, model, "weak", steps, last)
             if most and count > 1:
-                apart = [*goes_on, "launch.overlap_communication=false"]
-                yield Run(f"{model}-apart-{count}", count, apart, model, "no overlap", steps, last)
+                overlap = [*goes_on, "launch.overlap_communication=true"]
+                yield Run(f"{model}-overlap-{count}", count, overlap, model, "overlap", steps, last)
             elif model == models[0] and not most:
                 strong = [*common, f"trainer.global_batch_tokens={tokens * max(counts)}"]
                 strong.append(f"trainer.max_steps={10 * steps}")
@@ -91,15 +100,14 @@ def speed_runs(models: list[str], counts: list[int], steps: int) -> Iterator[Run
 
 
 def saving_runs(model: str, gpus: int) -> Iterator[Run]:
-    """The same run without and with checkpoints, and its model in plain DDP."""
-    tokens = MICRO_BATCH[model] * SEQ_LEN * gpus
+    """The same run without and with checkpoints."""
     common = [
         f"model=gated_delta_product/{model}",
         f"trainer.seq_len={SEQ_LEN}",
         f"trainer.micro_batch_size={MICRO_BATCH[model]}",
-        f"trainer.global_batch_tokens={tokens}",
-        f"trainer.max_steps={2 * SAVING.stop}",
+        f"trainer.global_batch_tokens={MICRO_BATCH[model] * SEQ_LEN * gpus}",
         f"trainer.activation_checkpointing={str(model == '1.3b').lower()}",
+        f"trainer.max_steps={2 * SAVING.stop}",
         "trainer.log_every=1",
         "trainer.eval_every=0",
         "trainer.stats_every=0",
@@ -109,7 +117,6 @@ def saving_runs(model: str, gpus: int) -> Iterator[Run]:
     for name, every in (("without", 0), ("with", SAVE_EVERY)):
         overrides = [*common, f"trainer.checkpoint_every={every}"]
         yield Run(f"{model}-saving-{name}", gpus, overrides, model, f"saving: {name}", SAVING.stop + 2)
-    yield Run(f"{model}-saving-ddp", gpus, common, model, PLAIN)
 
 
 def elastic_runs(most: int) -> list[Run]:
@@ -136,10 +143,6 @@ def elastic_runs(most: int) -> list[Run]:
 def start(run: Run, folder: Path, further: list[str]) -> subprocess.Popen:
     command = ["fla-train", *further, *run.overrides, f"run.dir={folder / run.name}", "logger=none"]
     command += [f"launch.num_processes={run.gpus}"]
-    if run.kind == PLAIN:
-        config = folder / f"{run.model}-saving-without/config.yaml"
-        command = ["torchrun", "--standalone", f"--nproc-per-node={run.gpus}", str(DDP), str(config)]
-        command += [str(SAVING.stop), str(folder / run.name)]
     with open(folder / f"{run.name}.log", "a") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
@@ -188,12 +191,66 @@ def read(run: Run, folder: Path) -> None:
     run.stall_s, run.write_s = max(stalls, default=0.0), max(map(float, written), default=0.0)
 
 
+def ddp_runs(weak: Run, folder: Path, steps: int) -> list[Run]:
+    """Plain PyTorch on the model, the GPUs and the micro-batch of a run that has been carried out."""
+    runs = []
+    for kind, synced in (("plain DDP", True), ("no communication", False)):
+        run = Run(f"{weak.model}-ddp-{weak.gpus}", weak.gpus, weak.overrides, weak.model, kind)
+        try:
+            config = load_config(folder / weak.name / "config.yaml")
+            run.tokens_per_second, run.memory_gib = on_ranks(run.gpus, train_plainly, config, steps, synced)
+        except Exception as failure:
+            run.failure = " ".join(str(failure).split())
+        print(f"{kind} on {run.gpus}: {run.tokens_per_second:,.0f} tokens/s {run.failure}", flush=True)
+        runs.append(run)
+    return runs
+
+
+def train_plainly(config: TrainConfig, steps: int, synced: bool) -> tuple[float, float]:
+    """On a rank: train on random tokens by DistributedDataParallel and a fused AdamW.
+
+    Args:
+        synced: whether gradients are averaged over the ranks.
+
+    Returns:
+        Tokens/s of all ranks (median over the steps), and GiB allocated at the peak.
+    """
+    trainer, on_gpu = config.trainer, config.launch.device == "cuda"
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    join(on_gpu=on_gpu)
+    with device:
+        model = DeltaProductForCausalLM(build_config(config.model)).float()
+    if trainer.activation_checkpointing:
+        model.gradient_checkpointing_enable()
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    size = (trainer.micro_batch_size, trainer.seq_len)
+    times, ended = [], []
+    for _ in range(steps):
+        ids = torch.randint(config.model["vocab_size"], size, device=device)
+        with nullcontext() if synced else ddp.no_sync():
+            with torch.autocast(device.type, torch.bfloat16, enabled=trainer.precision == "bf16"):
+                loss = ddp(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        if on_gpu:  # one step is waited for while the next one runs, as `fla-train` does
+            ended.append(torch.cuda.Event())
+            ended[-1].record()
+            ended[max(0, len(ended) - 2)].synchronize()
+        times.append(time.perf_counter())
+    took = statistics.median(after - before for before, after in pairwise(times[WARM_UP:]))
+    memory = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+    return dist.get_world_size() * size[0] * size[1] / took, memory
+
+
 def speed_with_saves(metrics: list[dict], tokens: int) -> float:
     """Tokens per second over the steps of SAVING, the time that saves stopped training included."""
     seconds = sum(tokens / r["tokens_per_second"] for r in metrics if "loss" in r and r["step"] in SAVING)
-    seconds += sum(
-        r["checkpoint_stall_s"] for r in metrics if r["step"] + 1 in SAVING and "checkpoint_stall_s" in r
-    )
+    seconds += sum(r.get("checkpoint_stall_s", 0.0) for r in metrics if r["step"] + 1 in SAVING)
     return tokens * len(SAVING) / seconds
 
 
@@ -255,8 +312,10 @@ def main() -> None:
     if most > 1:
         runs += saving_runs(options.models[0], most)
     runs = [run for run in runs if re.search(options.only, run.name)]
-    for run in runs:
+    for run in list(runs):
         carry_out(run, options.folder, further, options.limit)
+        if run.kind == "weak" and run.gpus == most > 1 and re.search(options.only, f"{run.model}-ddp-{most}"):
+            runs += ddp_runs(run, options.folder, options.steps)
     report = {"runs": [asdict(run) for run in runs]}
     write(report, options.folder)
     print("\n" + table(runs) + "\n\n" + parts_table(runs), flush=True)

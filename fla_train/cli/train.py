@@ -40,7 +40,7 @@ def train(node: DictConfig) -> int:
     try:
         launch(config)
     except TrainingFailed as failure:
-        return fail(failure, 1)
+        return fail(failure, 2 if failure.final else 1)
     except Preempted:
         fail("stopped on request; the same command with this run.dir goes on from where it was")
         leave(EXIT_CODE)

@@ -210,6 +210,12 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(present, key=lambda path: step_of(path.name))
 
 
+def newest_step(folder: Path) -> int:
+    """The step of the newest checkpoint, not verified; 0 if there is none."""
+    present = checkpoints(folder)
+    return step_of(present[-1].name) if present else 0
+
+
 def find_fault(checkpoint: Path) -> str | None:
     """Why a checkpoint can't be used, in one line; None: every file is as its manifest says."""
     try:

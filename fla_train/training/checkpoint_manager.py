@@ -23,15 +23,12 @@ from fla_train.training.checkpoint import (
     rank_files,
 )
 from fla_train.training.deepspeed_patches import files_through
+from fla_train.training.failures import TrainingStopped
 from fla_train.training.random_states import random_states
 from fla_train.training.staging import StagingBuffer
 from fla_train.utils.filesystem import reason
 
 VERSIONS = ("torch", "deepspeed", "accelerate", "transformers")
-
-
-class TrainingStopped(RuntimeError):
-    """Training can't go on; the message is one line for the user."""
 
 
 class _Capture(CheckpointEngine):

@@ -11,6 +11,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from fla_train.utils.ranks import is_first
 from fla_train.utils.records import Record
 
 PLAIN_INTERVAL = 5.0  # seconds between progress lines without a terminal
@@ -18,6 +19,7 @@ PLAIN_INTERVAL = 5.0  # seconds between progress lines without a terminal
 
 def redirect_output(log: Path) -> TextIO:
     """Append this process's stdout and stderr, native libraries included, to `log`; return the old stdout."""
+    log.parent.mkdir(parents=True, exist_ok=True)
     console = os.fdopen(os.dup(1), "w", buffering=1)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
@@ -30,9 +32,10 @@ def redirect_output(log: Path) -> TextIO:
 
 
 def say(text: str) -> None:
-    """Print a line for whoever gave the command, if their terminal is still there."""
+    """Print a line for whoever gave the command, if their terminal is still there. Ranks but 0 print none."""
     with suppress(OSError):
-        print(text, flush=True)
+        if is_first():
+            print(text, flush=True)
 
 
 class Console:

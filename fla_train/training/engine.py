@@ -18,7 +18,7 @@ from fla_train.training import deepspeed_patches
 from fla_train.training.graphed import GraphedPass
 from fla_train.training.guard import StepGuard
 from fla_train.training.optimizer import build_optimizer
-from fla_train.training.rendezvous import join
+from fla_train.training.process_group import join
 from fla_train.training.resolve import accumulation_steps, resolve_device
 from fla_train.training.schema import TrainConfig
 
@@ -69,7 +69,8 @@ def deepspeed_config(config: TrainConfig, *, on_gpu: bool) -> dict:
         "zero_optimization": {
             "stage": 2,
             "overlap_comm": overlap,
-            # Without overlap each gradient goes to its owner only, half the bytes; with it not yet tried.
+            # Without overlap each gradient goes to its owner only, half the bytes. With it DeepSpeed would
+            # wait for the device before each of these reductions.
             "use_multi_rank_bucket_allreduce": overlap,
             "contiguous_gradients": True,
             "reduce_scatter": True,
@@ -97,7 +98,7 @@ def deepspeed_config(config: TrainConfig, *, on_gpu: bool) -> dict:
 def build_engine(model: nn.Module, config: TrainConfig):
     """Join the other ranks, unless that has been done, and wrap `model` and its optimizer in an engine.
 
-    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT must be set. Learning rate, data and checkpoints
+    The environment is that of a rank, as `join` reads it. Learning rate, data and checkpoints
     stay ours: accelerate's scheduler steps once per process, and its loader state is not per rank. Ranks come
     from torch.distributed only: on a CPU accelerate may see one process whatever their number.
     """
@@ -107,19 +108,18 @@ def build_engine(model: nn.Module, config: TrainConfig):
     else:
         deepspeed_patches.skip_cpu_operator()
     deepspeed_patches.skip_muon_compilation()
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        del os.environ[name]  # `accelerate launch` sets them; the engine is as our config says
     from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 
     settings = deepspeed_config(config, on_gpu=on_gpu)
-    device, backend = torch.device("cpu"), "gloo"
-    if on_gpu:
-        device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "nccl"
-        torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        join(backend, config.launch.rendezvous_timeout)
+    device = join(on_gpu=on_gpu)
     accelerator = Accelerator(
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings),
         gradient_accumulation_steps=settings["gradient_accumulation_steps"],
-        kwargs_handlers=[InitProcessGroupKwargs(backend=backend)],  # on a CPU accelerate finds none by itself
+        kwargs_handlers=[
+            InitProcessGroupKwargs(backend=dist.get_backend())
+        ],  # on a CPU accelerate finds none by itself
     )
     model.to(device)
     engine, _ = accelerator.prepare(model, build_optimizer(model, config.optimizer))

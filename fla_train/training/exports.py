@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from fla_train.data import PreparedData
 from fla_train.hub import export_model, find_export_damage
 from fla_train.training.checkpoint import TrainState
-from fla_train.training.checkpoint_manager import TrainingStopped
+from fla_train.training.failures import TrainingStopped
 from fla_train.training.report import Reporter, model_card
 from fla_train.training.runfolder import RunFolder
 from fla_train.training.schema import TrainConfig

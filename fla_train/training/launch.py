@@ -1,44 +1,90 @@
 """From a composed config to a finished run: check, prepare the data, print the plan, start the workers."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from fla_train.data import PreparedData, find_commits, find_prepared, prepare
-from fla_train.training.attempts import Attempts, meet
+import torch
+
+from fla_train.data import PreparedData, find_prepared, prepare
+from fla_train.kernels.delta_product.check import check_backend, model_cases
+from fla_train.training import checkpoint, worker
+from fla_train.training.agent import WorkersFailed, run_workers
 from fla_train.training.console import say
-from fla_train.training.machines import AttemptEnded, Machines
-from fla_train.training.plan import Plan, make_plan, plan_lines
-from fla_train.training.preemption import leaving_at_once
-from fla_train.training.resolve import resolve, with_saved, with_vocabulary, with_warmup
-from fla_train.training.resuming import check_before_preparing, has_checkpoint, saved_commits, saved_sizes
-from fla_train.training.runfolder import RunFolder, new_run_dir
+from fla_train.training.plan import make_plan, plan_lines
+from fla_train.training.preemption import StopRequest, leaving_at_once
+from fla_train.training.resolve import resolve, with_processes, with_saved, with_vocabulary, with_warmup
+from fla_train.training.resuming import (
+    check_before_preparing,
+    check_same_run,
+    completion_lines,
+    has_checkpoint,
+    is_complete,
+    newest_readable,
+    saved_commits,
+    saved_sizes,
+    where_to_begin,
+)
+from fla_train.training.runfolder import RunFolder, RunLock, new_run_dir
 from fla_train.training.schema import TrainConfig, to_yaml
-from fla_train.training.supervise import choose_port
 from fla_train.training.task_data import task_data, with_task_sizes
-from fla_train.training.validate import device_faults, validate
+from fla_train.training.validate import validate
+from fla_train.utils.ranks import is_first, is_rank
+from fla_train.utils.scratch import scratch_folder
 
 
 class TrainingFailed(RuntimeError):
-    """Training started and did not finish; the message is one line."""
+    """Training started and did not finish; the message is one line.
+
+    Attributes:
+        final: the same command would fail again.
+    """
+
+    def __init__(self, line: str, final: bool = False):
+        super().__init__(line)
+        self.final = final
 
 
 def launch(config: TrainConfig) -> None:
     """Run `config` on this machine, from the checks to the summary.
 
+    Where torchrun or accelerate has started this process as a rank, it becomes the worker itself.
+
     Raises:
-        ValueError: the config, the data, the port or the run folder does not allow it; nothing was started.
-        TrainingFailed: a worker failed, and `launch.max_restarts` did not help; or a machine did not come.
-        Preempted: SIGUSR1, SIGTERM or SIGHUP came; if it was training, a checkpoint has been saved.
+        ValueError: the config, the data or the run folder does not allow it; nothing was started.
+        TrainingFailed: workers failed, and `launch.max_restarts` did not help; or machines did not come.
+        Preempted: SIGUSR1, SIGTERM, SIGHUP or Ctrl-C came; if it was training, a checkpoint has been saved.
+        SystemExit: this process was a rank, and has ended.
     """
     with leaving_at_once():
         config = with_saved(with_task_sizes(config), saved_sizes(config))
+        given = config.launch.num_processes
+        config = with_processes(config)
         validate(config)
         config = resolve(config)
         if config.dry_run:
             _show(config)
-        else:
-            _launch(config)
+            return
+        config, data = _prepare(config)
+        config, folder = _with_folder(config)
+        if not _is_left_to_train(config, folder, data):
+            return
+    # The number of processes stays open in the run's config: where it is resumed, that machine has its own.
+    recorded = replace(config, launch=replace(config.launch, num_processes=given))
+    if is_rank():
+        worker.run(recorded, data.folder, StopRequest())
+    with scratch_folder("fla-train-config-") as scratch:
+        file = scratch / "config.yaml"
+        file.write_text(to_yaml(recorded))
+        try:
+            run_workers(
+                ["-m", worker.__name__, str(file), str(data.folder)],
+                config.launch,
+                newest_step=lambda: checkpoint.newest_step(folder.checkpoints),
+                run=str(folder.root),
+            )
+        except WorkersFailed as failure:
+            details = "" if failure.rank is None else f" (details in {folder.log(failure.rank)})"
+            raise TrainingFailed(f"{failure}{details}", failure.final) from None
 
 
 def _show(config: TrainConfig) -> None:
@@ -50,64 +96,80 @@ def _show(config: TrainConfig) -> None:
         say(line)
 
 
-def _launch(config: TrainConfig) -> None:
+def _prepare(config: TrainConfig) -> tuple[TrainConfig, PreparedData]:
+    """Refuse what can be refused before hours of tokenizing, then prepare the data and print the plan."""
     if config.run.dir is not None:
-        RunFolder(Path(config.run.dir)).check()
-        if not RunFolder(Path(config.run.dir)).config(0).is_file():
+        folder = RunFolder(Path(config.run.dir))
+        folder.check()
+        if not folder.config.is_file():
             say(f"new run      {config.run.dir} holds none yet")
-    with Machines(config.launch, config.run.dir) as machines:
-        main = config.launch.machine_rank == 0
-        faults = device_faults(config)
-        for fault in faults:
-            say(f"refused      {fault}")
-        greeting = {"commits": _commits(config), "sizes": saved_sizes(config)} if main else {}
-        try:
-            meet(machines, config.launch, greeting)
-        except AttemptEnded as ended:
-            raise TrainingFailed(str(ended)) from None
-        if faults:  # only now, when the others hear of it
-            raise ValueError("\n  ".join(faults))
-        config = with_warmup(with_saved(config, machines.greeting["sizes"]))
-        check_before_preparing(config)
-        if config.init_from is not None and not has_checkpoint(config):
-            from fla_train.training.initial_weights import check_initial_weights  # imports the models
+    elif is_rank():
+        raise ValueError("give run.dir: ranks that another launcher has started can't agree on a new one")
+    config = with_warmup(config)
+    check_before_preparing(config)
+    if config.init_from is not None and not has_checkpoint(config):
+        from fla_train.training.initial_weights import check_initial_weights  # imports the models
 
-            check_initial_weights(config)
-        config = with_vocabulary(config)
-        if config.task is None:
-            data = prepare(config.data, log=say, commits=machines.greeting["commits"])
-        else:
-            data = task_data(config.task, config.seed)
-        plan = make_plan(config, data)
-        for line in plan_lines(config, plan):
-            say(line)
-        _train(config, data, plan, machines, greeting)
+        check_initial_weights(config)
+    config = with_vocabulary(config)
+    if config.task is None:
+        data = prepare(config.data, log=say, commits=saved_commits(config))
+    else:
+        data = task_data(config.task, config.seed)
+    for line in plan_lines(config, make_plan(config, data)):
+        say(line)
+    return config, data
 
 
-def _commits(config: TrainConfig) -> dict[str, str]:
-    """The commits of the Hub's datasets that all machines are to read, by part of a mixture.
+def _with_folder(config: TrainConfig) -> tuple[TrainConfig, RunFolder]:
+    """Make the run's folder, if it is not there, and name it in the config.
 
-    Of one machine without checkpoints none: the preparation looks up those that it needs.
+    Raises:
+        ValueError: it can't be made, or another trainer writes it.
     """
-    if config.task is not None:
-        return {}
-    commits = saved_commits(config)
-    return commits if commits or config.launch.num_machines == 1 else find_commits(config.data)
-
-
-def _train(
-    config: TrainConfig, data: PreparedData, plan: Plan, machines: Machines, greeting: dict[str, object]
-) -> None:
-    choose_port(config.launch)  # one that is taken is a fault before there is a folder
     root = Path(config.run.dir) if config.run.dir else new_run_dir(_label(config))
-    config = replace(config, run=replace(config.run, dir=str(root)))
     folder = RunFolder(root)
     folder.create()
-    machine = config.launch.machine_rank
-    with folder.locked() if machine == 0 else nullcontext() as lock:
-        failure = Attempts(config, data, plan, folder, machines, greeting, lock).train()
-    if failure is not None:
-        raise TrainingFailed(f"{failure} (details in {folder.log(machine)})")
+    if not is_rank():
+        RunLock(folder).close()  # rank 0 will hold it; who can't have it need not start
+    return replace(config, run=replace(config.run, dir=str(root))), folder
+
+
+def _is_left_to_train(config: TrainConfig, folder: RunFolder, data: PreparedData) -> bool:
+    """Refuse a checkpoint or kernels that do not fit; False if the run is complete, which is said."""
+    if config.trainer.resume != "auto":
+        where_to_begin(config, folder)
+    if (newest := newest_readable(config)) is not None:
+        check_same_run(config, data, newest, say)
+    if is_complete(folder, config):
+        for line in completion_lines(folder, config):
+            say(line)
+        return False
+    if config.trainer.check_backend and config.baseline is None and is_first():
+        _check_backend(config)
+    return True
+
+
+def _check_backend(config: TrainConfig) -> None:
+    """Refuse to train with kernels that disagree with the fp64 reference on this machine.
+
+    Raises:
+        ValueError: with the report's verdict, and how to go on all the same.
+    """
+    model = config.model
+    report = check_backend(
+        model["backend"],
+        config.launch.device,
+        torch.bfloat16 if config.trainer.precision == "bf16" else torch.float32,
+        cases=model_cases(model["num_householder"], model["use_forget_gate"]),
+        head_dims=(model["head_dim"], int(model["head_dim"] * model["expand_v"])),
+    )
+    if not report.ok:
+        raise ValueError(
+            f"backend check failed: {report.summary()}; unset TRITON_PTXAS_PATH if it is set, set another "
+            "model.backend, or trainer.check_backend=false to train all the same"
+        )
+    say(f"backend      {report.summary()}")
 
 
 def _label(config: TrainConfig) -> str:

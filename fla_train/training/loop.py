@@ -17,10 +17,11 @@ from fla_train.training import checkpoint, statistics
 from fla_train.training.agreement import check_agreement, run_facts
 from fla_train.training.build import build_model
 from fla_train.training.checkpoint import TrainState
-from fla_train.training.checkpoint_manager import CheckpointManager, TrainingStopped
+from fla_train.training.checkpoint_manager import CheckpointManager
 from fla_train.training.engine import Outcome, StepResult, build_engine, train_step
 from fla_train.training.evaluation import PART_PERPLEXITY, validate_text
 from fla_train.training.exports import Exporter
+from fla_train.training.failures import TrainingStopped
 from fla_train.training.graphed import GraphedPass
 from fla_train.training.guard import StepGuard
 from fla_train.training.metrics import last_losses
@@ -29,7 +30,7 @@ from fla_train.training.plots import plot_losses
 from fla_train.training.preemption import StopRequest
 from fla_train.training.profiling import profiled
 from fla_train.training.report import Reporter, summary_lines
-from fla_train.training.runfolder import RunFolder
+from fla_train.training.runfolder import RunFolder, RunLock
 from fla_train.training.schedule import learning_rate
 from fla_train.training.schema import TrainConfig
 from fla_train.training.suites import SuiteRuns
@@ -49,6 +50,7 @@ class Trainer:
         stream: where rank 0 shows progress.
         watchdog: hears of progress.
         request: once made on any rank, all save a checkpoint and leave.
+        lock: of the run's folder, on rank 0.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class Trainer:
         stream: TextIO,
         watchdog: Watchdog,
         request: StopRequest,
+        lock: RunLock | None = None,
     ):
+        self.lock = lock
         self.config, self.data = config, data
         self.watchdog, self.request = watchdog, request
         self.folder = RunFolder(Path(config.run.dir))
@@ -160,15 +164,17 @@ class Trainer:
     def _step(self, micro_batches: MicroBatches) -> None:
         """Launch the next optimizer step; its outcome stays on the device."""
         trainer, step = self.config.trainer, self.state.step + 1
-        self.watchdog.beat(f"waiting for the data of step {step}")
+        self.watchdog.beat(f"waiting for the data of step {step}", "data")
         with self.meter.waiting():
             batch = [self._to_device(next(micro_batches)) for _ in range(self.batches.accumulation)]
-        self.watchdog.beat(f"in step {step}")
         rate = learning_rate(
             step, peak=self.config.optimizer.lr, max_steps=trainer.max_steps, schedule=self.config.schedule
         )
         self.observed = {}
         observe = trainer.stats_every > 0 and step % trainer.stats_every == 0
+        shapes = tuple(inputs.shape for inputs, *_ in batch)
+        kind = ("step", shapes, observe, step in trainer.profile_steps)  # each may compile kernels of its own
+        self.watchdog.beat(f"in step {step}", kind)
         with ExitStack() as stack:
             if observe:
                 stack.enter_context(statistics.observed(self.engine, self.observed))
@@ -255,7 +261,10 @@ class Trainer:
         state = self.state
 
         def prepare(read: Iterable[Tensor | Batch]) -> Iterator[Batch]:
-            return map(self._to_device, self.watchdog.over(read, f"evaluating after step {state.step}"))
+            for batch in map(self._to_device, read):
+                kind = ("evaluation", batch.input_ids.shape)
+                self.watchdog.beat(f"evaluating after step {state.step}", kind)
+                yield batch
 
         found = validate_text(
             self.engine, self.validation_data, self.config.trainer, prepare, self._token_sizes
@@ -276,6 +285,8 @@ class Trainer:
 
     def _save(self) -> None:
         self.watchdog.beat(f"copying a checkpoint of step {self.state.step}")
+        if self.lock is not None:
+            self.lock.check()
         self.state.loss_statistics = self.guard.statistics()
         stall = self.checkpoints.save(self.state)
         self.reporter.log(

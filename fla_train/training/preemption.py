@@ -1,13 +1,19 @@
-"""Being asked to leave, by a batch system or a terminal that closes: "save a checkpoint, then end"."""
+"""Requests to stop, by a batch system, a terminal that closes or Ctrl-C: "save a checkpoint, then end"."""
 
 import signal
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from subprocess import Popen
 from types import FrameType
+from typing import Self
+
+from fla_train.training.console import say
 
 # What `fla-train` and its workers end with after such a checkpoint: sysexits.h's "try again later".
 EXIT_CODE = 75
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
+REPEAT = 1.0  # seconds after which a request is passed on again
 Handler = Callable[[int, FrameType | None], object] | int | None
 
 
@@ -53,14 +59,59 @@ class Preempted(BaseException):
     """This process was asked to leave: the workers, if there were any, have saved a checkpoint and left.
 
     Like KeyboardInterrupt it passes by what handles errors.
-
-    Attributes:
-        agreed: the workers of all machines leave together.
     """
 
-    def __init__(self, agreed: bool = False):
-        super().__init__()
-        self.agreed = agreed
+
+class StopSignals:
+    """Inside `with`, SIGNALS and a first Ctrl-C ask this process's workers to stop.
+
+    Without workers they end it at once, by `Preempted` or `KeyboardInterrupt`; a second Ctrl-C always does.
+
+    Attributes:
+        requested: the workers have been asked.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._interrupted, self._told = False, False
+        self._workers: Sequence[Popen] = ()
+        self._sent = 0.0
+
+    def __enter__(self) -> Self:
+        self._previous = answer(self._handle) | {signal.SIGINT: signal.signal(signal.SIGINT, self._handle)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        restore(self._previous)
+
+    def pass_to(self, workers: Sequence[Popen]) -> None:
+        """From now on ask these."""
+        self._workers = workers
+        answer(self._handle)
+        signal.signal(signal.SIGINT, self._handle)
+
+    def repeat(self) -> None:
+        """Ask again, a second after the last time: a worker that was compiling may not have heard it."""
+        if self._interrupted and not self._told:  # not in the handler, which may interrupt another print
+            self._told = True
+            say("stopping     saving a checkpoint; Ctrl-C again quits at once")
+        if self.requested and time.monotonic() - self._sent >= REPEAT:
+            self._send()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and (self._interrupted or not self._workers):
+            raise KeyboardInterrupt
+        if not self._workers:
+            raise Preempted
+        if number == signal.SIGINT:
+            self._interrupted = True
+        self.requested = True
+        self._send()
+
+    def _send(self) -> None:
+        self._sent = time.monotonic()
+        for worker in self._workers:
+            worker.send_signal(SIGNALS[0])
 
 
 @contextmanager

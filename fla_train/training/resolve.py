@@ -1,4 +1,4 @@
-"""Fill in what a training config leaves open: device, precision, batch size, vocabulary size, warm-up."""
+"""Fill in what a training config leaves open: device, processes, precision, batch, vocabulary, warm-up."""
 
 import os
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from fla_train.models.configuration import DeltaProductConfig
 from fla_train.training.console import say
 from fla_train.training.schedule import warmup_steps
 from fla_train.training.schema import TrainConfig
+from fla_train.utils.ranks import is_rank
 
 AUTO = "auto"
 ROUND = 64  # a vocabulary is a multiple of this: matmuls with the head are slow at odd sizes
@@ -50,6 +51,29 @@ def resolve_device(config: TrainConfig) -> str:
     if config.launch.device != AUTO:
         return config.launch.device
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def with_processes(config: TrainConfig) -> TrainConfig:
+    """`config` with a number for `launch.num_processes=auto`: all GPUs of each machine, on a CPU one process.
+
+    For a rank that a launcher has started it is the launcher's number, and that of machines, too.
+
+    Raises:
+        ValueError: another number was given than the launcher has started.
+    """
+    launch = config.launch
+    if is_rank():
+        world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        if launch.num_processes not in (AUTO, world):
+            raise ValueError(
+                f"launch.num_processes={launch.num_processes}, but {world} ranks were started: give the same "
+                "number on all machines, or leave it out"
+            )
+        return replace(config, launch=replace(launch, num_processes=world, num_machines=world // local))
+    if launch.num_processes != AUTO:
+        return config
+    gpus = torch.cuda.device_count() if resolve_device(config) == "cuda" else 0
+    return replace(config, launch=replace(launch, num_processes=max(1, gpus) * max(1, launch.num_machines)))
 
 
 def with_batch(config: TrainConfig) -> TrainConfig:

@@ -1,17 +1,18 @@
-"""Going on from a checkpoint: which one all machines take, and whether this config may."""
+"""Resume: which checkpoint all ranks start from, and whether this config may."""
 
 import json
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from itertools import count
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from fla_train.data import PreparedData, prepared_name
 from fla_train.hub import find_export_damage
 from fla_train.training import checkpoint
-from fla_train.training.machines import Machines
 from fla_train.training.runfolder import RunFolder
 from fla_train.training.schema import TrainConfig, load_config
 from fla_train.training.task_data import has_reached
@@ -29,47 +30,41 @@ FREE_KEYS = (
     *("model.backend", "model.recompute_operator"),
 )
 FREE_DATA_KEYS = ("data.cache_dir", "data.num_workers")  # of the data keys, what no token depends on
-VISIBLE = 60  # times that a machine looks again, a second apart, for what another has written
+VISIBLE = 60.0  # seconds within which a shared file system must show what another machine has written
 
 Say = Callable[[str], None]
 
 
-def agree_on_checkpoint(machines: Machines, folder: Path, own: Path | None, say: Say) -> Path | None:
-    """The newest checkpoint of the run that every machine can read; all call it.
+def agree_on_checkpoint(config: TrainConfig, folder: RunFolder) -> Path | None:
+    """The checkpoint that all ranks start from, by `trainer.resume`; None: the beginning. All ranks call it.
 
-    Args:
-        folder: the run's checkpoints.
-        own: the newest one that this machine can read, or where the run begins without one of its own.
+    Rank 0 verifies and chooses it, since shared file systems may show the others less for a while.
 
     Raises:
-        AttemptEnded: a machine has gone.
-        ValueError: this machine can read none of those that others can.
+        ValueError: on rank 0 as `checkpoint.choose`; elsewhere if the checkpoint does not show.
     """
-    for look in count():
-        within = own is not None and own.resolve().parent == folder.resolve()
-        names = machines.gather(f"checkpoint {look}", own.name if within else None)
-        readable = [name for name in names if name is not None]
-        if len(set(names)) == 1:
-            return own
-        if len(readable) == len(names):
-            oldest = min(readable, key=checkpoint.step_of)
-            if own.name != oldest:
-                say(f"resume       not all machines can read {own.name}: looking up to {oldest}")
-                own = checkpoint.newest_intact(folder, until=checkpoint.step_of(oldest))
-        elif look < VISIBLE:  # a shared file system may show it a while later
-            time.sleep(1.0)
-            own = own if within else checkpoint.newest_intact(folder) or own
-        else:
-            blind = ", ".join(str(machine) for machine, name in enumerate(names) if name is None)
+    chosen: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        checkpoint.clean(folder.checkpoints)
+        found = where_to_begin(config, folder)
+        chosen = [None if found is None else str(found)]
+    dist.broadcast_object_list(chosen)
+    if chosen[0] is None:
+        return None
+    path = Path(chosen[0])
+    deadline = time.monotonic() + VISIBLE
+    while not path.is_dir():
+        if time.monotonic() > deadline:
             raise ValueError(
-                f"machine {blind} sees no checkpoint in {folder}, where others see {readable[0]}: is run.dir "
-                "one folder that all machines share?"
+                f"{socket.gethostname()} does not see {path}, from which rank 0 starts: is run.dir one "
+                "folder that all machines share?"
             )
-    raise AssertionError("unreachable")
+        time.sleep(1.0)
+    return path
 
 
 def where_to_begin(config: TrainConfig, folder: RunFolder) -> Path | None:
-    """The checkpoint that this machine would go on from, by `trainer.resume`; None: the beginning.
+    """The checkpoint to start from, by `trainer.resume`; None: the beginning.
 
     A run that was begun with the same path to a checkpoint goes on from its own: it is the same command
     again, as a batch system gives it.
@@ -83,7 +78,7 @@ def where_to_begin(config: TrainConfig, folder: RunFolder) -> Path | None:
 def _asked(config: TrainConfig, folder: RunFolder) -> str:
     """`trainer.resume`, or auto for the same path again."""
     resume = config.trainer.resume
-    earlier = folder.config(0)  # this machine may not have been one of the run's
+    earlier = folder.config
     if resume not in ("auto", "none") and checkpoint.checkpoints(folder.checkpoints) and earlier.is_file():
         if load_config(earlier).trainer.resume == resume:
             return "auto"
@@ -111,14 +106,21 @@ def has_checkpoint(config: TrainConfig) -> bool:
     return bool(_saved(config))
 
 
-def saved_commits(config: TrainConfig) -> dict[str, str]:
-    """The commits of the Hub that the run to go on with was begun with, by part of a mixture."""
+def newest_readable(config: TrainConfig) -> Path | None:
+    """The newest checkpoint whose state can be read, not verified further; None: there is none."""
     for folder in reversed(_saved(config)):
         try:
-            return checkpoint.read_state(folder).commits
-        except (OSError, ValueError):  # a corrupt one: those of a run name the same commits
+            checkpoint.read_state(folder)
+        except (OSError, ValueError):  # a damaged one: those of a run are of the same text and settings
             continue
-    return {}
+        return folder
+    return None
+
+
+def saved_commits(config: TrainConfig) -> dict[str, str]:
+    """The commits of the Hub that the run to go on with was begun with, by part of a mixture."""
+    found = newest_readable(config)
+    return {} if found is None else checkpoint.read_state(found).commits
 
 
 def saved_sizes(config: TrainConfig) -> dict[str, Any]:
@@ -128,7 +130,7 @@ def saved_sizes(config: TrainConfig) -> dict[str, Any]:
         ValueError: that run's config is unreadable.
     """
     found = _saved(config)
-    earlier = _run_of(found[-1]).config(0) if found else None
+    earlier = _run_of(found[-1]).config if found else None
     if earlier is None or not earlier.is_file():
         return {}
     saved = load_config(earlier)
@@ -149,22 +151,25 @@ def check_before_preparing(config: TrainConfig) -> None:
         check_same_run(config, None, found[-1], lambda line: None)
 
 
-def is_complete(folder: RunFolder, resume: Path | None, config: TrainConfig) -> bool:
+def is_complete(folder: RunFolder, config: TrainConfig) -> bool:
     """Whether nothing is left to do. A run killed in its last moments still lacks export or plot.
 
-    A damaged export counts as none: the run goes on and writes it again.
+    A damaged export or last checkpoint counts as none: the run goes on and writes it again.
     """
-    if resume is None:
+    newest = newest_readable(config)
+    if newest is None or not folder.loss_plot.is_file():
         return False
-    step = checkpoint.read_state(resume).step
+    step = checkpoint.read_state(newest).step
     if step < config.trainer.max_steps and not _has_reached(folder, step, config):
         return False
-    return folder.loss_plot.is_file() and find_export_damage(folder.export(step)) is None
+    return find_export_damage(folder.export(step)) is None and checkpoint.find_fault(newest) is None
 
 
-def completion_lines(folder: RunFolder, resume: Path, config: TrainConfig) -> list[str]:
+def completion_lines(folder: RunFolder, config: TrainConfig) -> list[str]:
     """What there is, and how to train on."""
-    step = checkpoint.read_state(resume).step
+    newest = newest_readable(config)
+    assert newest is not None
+    step = checkpoint.read_state(newest).step
     more = f"a trainer.max_steps above {step}"
     if _has_reached(folder, step, config):
         more = "another task.stop_at"
@@ -189,14 +194,14 @@ def check_same_run(config: TrainConfig, data: PreparedData | None, resume: Path,
         ValueError: naming each key that differs and the value to use.
     """
     earlier = _run_of(resume)
-    if not earlier.config(0).is_file():
+    if not earlier.config.is_file():
         if data is None:
             return
         if _fingerprint(resume) not in (None, data.folder.name):
             raise ValueError(f"{resume} is of other prepared data: restore them or use another checkpoint")
         say(f"resume       {resume} lies in no run folder: its model and seed can't be compared")
         return
-    before, now = dict(_flat(asdict(load_config(earlier.config(0))))), dict(_flat(asdict(config)))
+    before, now = dict(_flat(asdict(load_config(earlier.config)))), dict(_flat(asdict(config)))
     changed = {
         key: f"{key}={_plain(now.get(key))} (was {_plain(before.get(key))})"
         for key in sorted(before | now)

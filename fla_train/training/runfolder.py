@@ -1,16 +1,15 @@
 """The run folder: its paths, its lock, and what is written once before training starts."""
 
+import errno
 import fcntl
 import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import IO
 
 from fla_train.data.lock import open_lock
 from fla_train.hub.environment import describe_environment
@@ -66,13 +65,14 @@ class RunFolder:
     def accuracy_plot(self) -> Path:
         return self.root / "plots" / "accuracy.png"
 
-    def config(self, machine: int) -> Path:
-        """The resolved config; machines after the first, whose launch section differs, have their own."""
-        return self.root / ("config.yaml" if machine == 0 else f"config-machine-{machine}.yaml")
+    @property
+    def config(self) -> Path:
+        """The config, with what it left open filled in; its number of processes may stay `auto`."""
+        return self.root / "config.yaml"
 
-    def log(self, machine: int) -> Path:
-        """What a machine's ranks print. One file each: NFS loses lines that two machines append."""
-        return self.root / ("train.log" if machine == 0 else f"train-machine-{machine}.log")
+    def log(self, rank: int) -> Path:
+        """What a rank prints. One file each: NFS loses lines that two machines append."""
+        return self.root / ("train.log" if rank == 0 else f"logs/rank-{rank}.log")
 
     def export(self, step: int) -> Path:
         return self.root / "hf" / f"step-{step:07d}"
@@ -105,6 +105,11 @@ class RunFolder:
         except OSError as error:
             raise _unwritable(self.root, error) from error
 
+    def sweep(self) -> None:
+        """Delete what a killed process left half-written. Only with the run's lock held."""
+        for aside in self.root.glob("*.tmp"):
+            aside.unlink(missing_ok=True)
+
     def record_start(self, step: int, tokens: int, processes: int) -> None:
         """Record that workers start after `step`, with copies of config and environment.
 
@@ -117,7 +122,7 @@ class RunFolder:
             number = max((int(f.name) for f in self.starts.iterdir() if f.name.isdecimal()), default=0) + 1
             folder = self.starts / f"{number:04d}"
             folder.mkdir()
-            for file in (self.config(0), self.environment):
+            for file in (self.config, self.environment):
                 shutil.copyfile(file, folder / file.name)
             write_whole(folder / "start.json", json.dumps(record) + "\n")
 
@@ -126,37 +131,80 @@ class RunFolder:
         files = [self.root / "starts.jsonl", *sorted(self.starts.glob("*/start.json"))]
         return [record for file in files for record in read_metrics(file)]
 
-    @contextmanager
-    def locked(self) -> Iterator[int]:
-        """Hold the run; yields the lock's descriptor. A process that inherits it holds the run too.
+
+class RunLock:
+    """Keeps other trainers from writing a run folder while this process lives.
+
+    Both the folder and its `.lock` are locked: whoever deletes the file does not unlock the folder, and not
+    every file system locks folders.
+
+    Raises:
+        ValueError: another trainer holds it, or the folder is not to be written to.
+    """
+
+    def __init__(self, folder: RunFolder):
+        self._root, self._path = folder.root, folder.root / ".lock"
+        try:
+            self._folder = os.open(self._root, os.O_RDONLY)
+            self._file = open_lock(self._path)
+        except OSError as error:
+            raise _unwritable(self._root, error) from error
+        deadline = time.monotonic() + LOCK_WAIT
+        while not (_try_lock(self._folder) and _try_lock(self._file.fileno())):
+            if time.monotonic() > deadline:
+                self.close()
+                raise ValueError(self._in_use())
+            time.sleep(0.2)
+
+    def check(self) -> None:
+        """Look whether the folder is still this one, and still ours.
 
         Raises:
-            ValueError: another trainer holds it, or the folder is not to be written to.
+            ValueError: it was renamed or deleted, or another trainer holds it now.
         """
-        try:
-            lock = open_lock(self.root / ".lock")
+        if not _same(self._root, self._folder):
+            raise ValueError(
+                f"run.dir={self._root} was renamed or deleted while it was trained: give its name"
+            )
+        if _same(self._path, self._file.fileno()):
+            return
+        try:  # `.lock` was deleted or replaced, which the folder's lock survives where there is one
+            again = open_lock(self._path)
         except OSError as error:
-            raise _unwritable(self.root, error) from error
-        with lock as file:
-            deadline = time.monotonic() + LOCK_WAIT
-            while not _try_lock(file):
-                if time.monotonic() > deadline:
-                    raise ValueError(
-                        f"another training process writes {self.root}: wait for it or give another run.dir"
-                    )
-                time.sleep(0.2)
-            yield file.fileno()
+            raise _unwritable(self._root, error) from error
+        if not _try_lock(again.fileno()):
+            raise ValueError(self._in_use())
+        self._file.close()
+        self._file = again
+
+    def close(self) -> None:
+        os.close(self._folder)
+        self._file.close()
+
+    def _in_use(self) -> str:
+        return f"another training process writes {self._root}: wait for it or give another run.dir"
+
+
+def _same(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _unwritable(path: Path, error: OSError) -> ValueError:
     return ValueError(f"run.dir={path} can't be written ({error.strerror}): give another run.dir")
 
 
-def _try_lock(file: IO) -> bool:
+def _try_lock(descriptor: int) -> bool:
+    """False if another process holds it. A file system without locks for it leaves it unlocked."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise
     return True
 
 

@@ -75,15 +75,15 @@ class TrainerConfig:
 @dataclass
 class LaunchConfig:
     device: str = MISSING
-    num_processes: int = MISSING
+    num_processes: int | str = MISSING
     num_machines: int = MISSING
-    machine_rank: int = MISSING
+    machine_rank: int | None = None
     main_process_ip: str = MISSING
     main_process_port: int | None = None
     max_restarts: int = 0
     peak_tflops: float | None = None
     rendezvous_timeout: float = 600.0
-    overlap_communication: bool = True
+    overlap_communication: bool = False
 
 
 @dataclass

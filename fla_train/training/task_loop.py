@@ -81,8 +81,10 @@ class TaskTrainer(Trainer):
         pieces = np.split(mine, range(config.test_batch_size, len(mine), config.test_batch_size))
         scores = []
         self.engine.eval()
-        for rows in self.watchdog.over(pieces, f"evaluating after step {self.state.step}"):
+        for rows in pieces:
             batch = task.batch(rows)
+            kind = ("evaluation", batch.input_ids.shape)
+            self.watchdog.beat(f"evaluating after step {self.state.step}", kind)
             logits = self.engine(input_ids=batch.input_ids.to(self.engine.device), use_cache=False).logits
             scores.append(Score.of(task, logits, batch))
         self.engine.train()

@@ -33,7 +33,6 @@ AT_LEAST_ONE = (
     "trainer.eval_tokens",
     "trainer.eval_buckets",
     "trainer.max_skipped_steps",
-    "launch.num_processes",
     "launch.num_machines",
 )
 NOT_NEGATIVE = (
@@ -57,12 +56,16 @@ BETAS = ("optimizer.beta1", "optimizer.beta2")
 
 
 def validate(config: TrainConfig) -> None:
-    """Check every value against the others and, if it is alone, against this machine.
+    """Check every value against the others and against this machine.
 
     Raises:
         ValueError: one line per fault, each naming the key and a value that would do.
     """
     sizes = [f"{key}={v} must be at least 1" for key in AT_LEAST_ONE if (v := _read(config, key)) < 1]
+    if isinstance(processes := config.launch.num_processes, str):
+        sizes.append(f"launch.num_processes={processes} must be a number of processes, or auto")
+    elif processes < 1:
+        sizes.append(f"launch.num_processes={processes} must be at least 1")
     if not sizes:  # a number where it is auto, so that what is said below of a batch holds for the run's
         config = with_batch(config)
     batch = config.trainer.global_batch_tokens
@@ -77,8 +80,7 @@ def validate(config: TrainConfig) -> None:
         if config.task is None or not data:  # sizes follow from a task without faults
             faults += [*_batch(config), *_graph(config)]
         faults += [*_schedule(config), *_machines(config)]
-        if config.launch.num_machines == 1:
-            faults += device_faults(config)
+        faults += device_faults(config)
     if faults:
         raise ValueError("\n  ".join(faults))
 
@@ -229,7 +231,7 @@ def _schedule(config: TrainConfig) -> list[str]:
 
 
 def device_faults(config: TrainConfig) -> list[str]:
-    """What this machine lacks for its part; among several, another may have it."""
+    """What this machine lacks for its part."""
     if resolve_device(config) != "cuda":
         return []
     present = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -264,7 +266,7 @@ def _machines(config: TrainConfig) -> list[str]:
             f"launch.num_processes={launch.num_processes} (all machines together) is not a multiple of "
             f"launch.num_machines={launch.num_machines}"
         )
-    if not 0 <= launch.machine_rank < launch.num_machines:
+    if launch.machine_rank is not None and not 0 <= launch.machine_rank < launch.num_machines:
         faults.append(
             f"launch.machine_rank={launch.machine_rank} must lie in 0..{launch.num_machines - 1} "
             f"(launch.num_machines={launch.num_machines})"

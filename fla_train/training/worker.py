@@ -1,99 +1,149 @@
-"""One rank of a run: `python -m fla_train.training.worker CONFIG DATA [CHECKPOINT]`, started by the launcher.
+"""One rank of a run: `python -m fla_train.training.worker CONFIG DATA`, started by the agent.
 
-Stdout and stderr go to train.log; rank 0 keeps the terminal for progress. A failure is written to the file
-that FLA_TRAIN_ERROR_FILE names, for the launcher to show.
+Ranks that torchrun or accelerate start come here through `fla-train`. Stdout and stderr go to train.log of
+rank 0 and logs/rank-N.log of the others; rank 0 keeps the terminal for progress. A failure is written to the
+file that TORCHELASTIC_ERROR_FILE names, which torch's agents read.
 """
 
-import ctypes
 import json
 import os
-import signal
 import sys
 import time
 import traceback
-from contextlib import suppress
+from contextlib import closing, nullcontext, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
+from fla_train.training.failures import describe_failure
 from fla_train.training.preemption import EXIT_CODE, StopRequest
 from fla_train.training.watchdog import Watchdog, end_process
+from fla_train.utils.processes import die_with_parent
 
-PR_SET_PDEATHSIG = 1
+if TYPE_CHECKING:  # they import torch, and a request to stop must be heard before that
+    from fla_train.training.runfolder import RunFolder
+    from fla_train.training.schema import TrainConfig
 
-
-def die_with_launcher() -> None:
-    """Have the kernel kill this process when the launcher dies, even by kill -9 (Linux)."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(os.environ["FLA_TRAIN_LAUNCHER"]):  # it died before the call above
-        os._exit(1)
+RETRY, FINAL = 1, 2  # exit statuses: another start may help; it would fail in the same way
 
 
-def report(failure: BaseException) -> None:
-    """Leave the failure as one line for the launcher, and whole in train.log, as far as disks have room."""
+def report(failure: BaseException, config: "TrainConfig | None" = None) -> int:
+    """Leave the failure as one line for the agent, and whole in the log, as far as disks have room.
+
+    Returns:
+        This rank's exit status.
+    """
     with suppress(OSError):
-        traceback.print_exc()
-    line = " ".join(str(failure).split()) or type(failure).__name__
-    name = type(failure).__name__
-    passing = name in ("RankHung", "RanksMissing", "SourceInterrupted")  # to start again may help
-    final = not passing and (isinstance(failure, ValueError) or name == "TrainingStopped")
-    if not final and not passing:
-        line = f"{name}: {line}"
-    content = {"time": time.time(), "line": line, "final": final}
-    file = Path(os.environ["FLA_TRAIN_ERROR_FILE"])
-    aside = file.with_suffix(".tmp")  # the launcher may look at any moment
-    with suppress(OSError):
-        aside.write_text(json.dumps(content))
-        os.replace(aside, file)
+        traceback.print_exception(failure)
+    line, final = describe_failure(failure, config)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        aside = Path(file).with_suffix(".tmp")  # the agent may look at any moment
+        with suppress(OSError):
+            aside.write_text(json.dumps({"message": line, "timestamp": int(time.time())}))
+            os.replace(aside, file)
+    return FINAL if final else RETRY
 
 
-def train(
-    config_path: Path, data_path: Path, resume: Path | None, console: TextIO, request: StopRequest
-) -> bool:
-    """Train as the rank that the environment names; False when `request` ended it before the last step."""
-    from fla_train.data import open_prepared
-    from fla_train.training.loop import Trainer
-    from fla_train.training.schema import load_config
-    from fla_train.training.task_data import task_data
-    from fla_train.training.task_loop import TaskTrainer
-
-    config = load_config(config_path)
-    watchdog = Watchdog(config.trainer.hang_timeout, end_process(report))
-    common = (resume, console, watchdog, request)
-    if config.task is None:
-        finished = Trainer(config, open_prepared(data_path), *common).run()
-    else:
-        finished = TaskTrainer(config, task_data(config.task, config.seed), *common).run()
-    watchdog.close()
-    return finished
-
-
-def main() -> None:
-    die_with_launcher()
-    request = StopRequest()  # before the imports, which take seconds
-    config_path, data_path, *rest = map(Path, sys.argv[1:])
+def run(config: "TrainConfig", data: Path, request: StopRequest) -> NoReturn:
+    """`train` with this process's output in the rank's log; ends the process."""
     from fla_train.training.console import redirect_output
     from fla_train.training.runfolder import RunFolder
 
-    machine = int(os.environ["RANK"]) // int(os.environ["LOCAL_WORLD_SIZE"])
-    console = redirect_output(RunFolder(config_path.parent).log(machine))
+    console = redirect_output(RunFolder(Path(config.run.dir)).log(int(os.environ["RANK"])))
     try:
-        finished = train(config_path, data_path, rest[0] if rest else None, console, request)
+        finished = train(config, data, console, request)
     except BaseException as failure:
-        report(failure)
+        world = replace(config.launch, num_processes=int(os.environ["WORLD_SIZE"]))
+        status = report(failure, replace(config, launch=world))
         with suppress(OSError):
             if console.isatty():
                 console.write("\n")  # below the bar
             sys.stderr.flush()
-        os._exit(1)  # without waiting for communication threads that wait for the other ranks
+        os._exit(status)  # without waiting for communication threads that wait for the other ranks
     with suppress(OSError):
         console.flush()
     import torch.distributed as dist
 
     dist.destroy_process_group()
-    if not finished:
-        sys.exit(EXIT_CODE)
+    sys.exit(0 if finished else EXIT_CODE)
+
+
+def train(config: "TrainConfig", data_folder: Path, console: TextIO, request: StopRequest) -> bool:
+    """Train as the rank that the environment names; False when `request` ended it before the last step.
+
+    Args:
+        config: whose number of processes may be `auto`.
+        data_folder: the prepared text, or `.` for a synthetic task.
+    """
+    import torch.distributed as dist
+
+    from fla_train.data import open_prepared
+    from fla_train.training.loop import Trainer
+    from fla_train.training.process_group import join
+    from fla_train.training.resolve import with_processes
+    from fla_train.training.resuming import agree_on_checkpoint
+    from fla_train.training.runfolder import RunFolder, RunLock
+    from fla_train.training.task_data import task_data
+    from fla_train.training.task_loop import TaskTrainer
+
+    given, config = config, with_processes(config)
+    folder = RunFolder(Path(config.run.dir))
+    watchdog = Watchdog(config.trainer.hang_timeout, end_process(report))
+    if config.task is None:
+        trainer, data = Trainer, open_prepared(data_folder)
+    else:
+        trainer, data = TaskTrainer, task_data(config.task, config.seed)
+    join(on_gpu=config.launch.device == "cuda")
+    lock = RunLock(folder) if dist.get_rank() == 0 else None
+    with closing(lock) if lock else nullcontext():
+        resume = agree_on_checkpoint(config, folder)
+        if lock is not None:
+            folder.sweep()
+            _record(given, config, data, folder, resume, console)
+        finished = trainer(config, data, resume, console, watchdog, request, lock).run()
+    watchdog.close()
+    return finished
+
+
+def _record(
+    given: "TrainConfig",
+    config: "TrainConfig",
+    data: object,
+    folder: "RunFolder",
+    resume: Path | None,
+    console: TextIO,
+) -> None:
+    """Write what is written once a start, and say where it begins."""
+    from fla_train.training import checkpoint
+    from fla_train.training.plan import make_plan, plan_lines
+    from fla_train.training.runfolder import write_environment, write_whole
+    from fla_train.training.schema import to_yaml
+
+    plan = make_plan(config, data)
+    write_whole(folder.config, to_yaml(given))
+    write_environment(folder, config.launch.device)
+    write_whole(folder.plan, json.dumps(asdict(plan), indent=2) + "\n")
+    state = checkpoint.TrainState() if resume is None else checkpoint.read_state(resume)
+    world = config.launch.num_processes
+    folder.record_start(state.step, state.tokens, world)
+    lines = [f"run          {folder.root}" + (f", from {resume}" if resume else "")]
+    if resume is not None and (saved := checkpoint.world_size(resume)) != world:
+        lines.append(f"resume       checkpoint of {saved} process(es), optimizer state cut anew for {world}")
+    for line in lines:
+        with suppress(OSError):
+            print(line, file=console, flush=True)
+    with suppress(OSError):
+        print(*plan_lines(config, plan), *lines, sep="\n", flush=True)
+
+
+def main() -> None:
+    launcher = os.environ.get("FLA_TRAIN_LAUNCHER")
+    die_with_parent(None if launcher is None else int(launcher))
+    request = StopRequest()  # before the imports, which take seconds
+    config_file, data = map(Path, sys.argv[1:])
+    from fla_train.training.schema import load_config
+
+    run(load_config(config_file), data, request)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 import json
 import runpy
+import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from fla_train.cli.app import compose
 from fla_train.cli.train import register
@@ -40,6 +42,40 @@ def test_settings_are_valid_and_strong_scaling_keeps_the_tokens_per_step(script)
         validate(config)
         steps = accumulation_steps(config)
         assert steps == (4 // run.gpus if run.kind in ("strong", "") else 1)
+
+
+def test_overlap_is_a_run_of_its_own(script):
+    """The others have the default, which is what is faster."""
+    overlap = "launch.overlap_communication=true"
+    runs = script["speed_runs"](["340m"], [1, 2], steps=8)
+    assert [run.name for run in runs if overlap in run.overrides] == ["340m-overlap-2"]
+
+
+@pytest.mark.parametrize("synced", [True, False])
+def test_plain_pytorch_is_timed_by_the_step(script, synced: bool, monkeypatch: pytest.MonkeyPatch):
+    register()
+    more = ["model.num_hidden_layers=1", "model.hidden_size=32", "model.num_heads=2", "model.head_dim=16"]
+    more += [
+        "model.vocab_size=64",
+        "trainer.seq_len=16",
+        "trainer.micro_batch_size=3",
+        "trainer.precision=fp32",
+    ]
+    config = to_config(compose("train", ["launch.device=cpu", *more]))
+    ranks = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
+    for key, value in ranks.items():
+        monkeypatch.setenv(key, value)
+    clock = iter([0, 7, 14, 21, 28, 28.5, 29, 29.5])  # the first steps compile
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    speed, _ = script["train_plainly"](config, 8, synced)
+    dist.destroy_process_group()
+    assert speed == 3 * 16 / 0.5
 
 
 def test_efficiency_is_speed_per_gpu_over_that_of_one(script):

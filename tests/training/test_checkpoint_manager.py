@@ -16,7 +16,9 @@ from warm_ranks import WarmRanks
 
 from fla_train.training import checkpoint
 from fla_train.training.checkpoint import TrainState, rank_files
-from fla_train.training.checkpoint_manager import CheckpointManager, TrainingStopped
+from fla_train.training.checkpoint_manager import CheckpointManager
+from fla_train.training.failures import TrainingStopped
+from fla_train.training.process_group import join
 from fla_train.training.staging import StagingBuffer
 
 UNLIMITED = resource.RLIM_INFINITY
@@ -210,7 +212,7 @@ def test_the_remains_of_a_corrupt_one_of_the_same_step_are_replaced(run: Run):
 
 def two_ranks(folder: Path) -> list[tuple[bool, list[str]]]:
     """On a rank: save, with the writer of rank 1 well, killed, and well again."""
-    dist.init_process_group("gloo")
+    join(on_gpu=False)
     run, outcomes = Run(folder), []
     for step in (1, 2, 3):
         if step == 2 and dist.get_rank() == 1:

@@ -1,26 +1,30 @@
 """Throughput, statistics of a step, watchdog and profiles, each against something worked out by hand."""
 
+import io
 import json
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from warm_ranks import TWO_RANKS, WarmRanks
 
-from fla_train.data.files import SourceInterrupted
+from fla_train.data import prepare
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
-from fla_train.training import statistics, worker
-from fla_train.training.checkpoint_manager import TrainingStopped
+from fla_train.training import loop, statistics, worker
+from fla_train.training.engine import Outcome
+from fla_train.training.loop import Trainer
 from fla_train.training.metrics import read_metrics
 from fla_train.training.profiling import profiled
+from fla_train.training.resolve import resolve, with_warmup
 from fla_train.training.schema import TrainConfig
 from fla_train.training.throughput import Meter, peak_flops
-from fla_train.training.watchdog import RankHung, Watchdog
+from fla_train.training.watchdog import Watchdog
 
 CPU = torch.device("cpu")
 
@@ -118,20 +122,54 @@ def test_a_watchdog_barks_once_progress_stops(capfd: pytest.CaptureFixture):
     dog = Watchdog(0.4, lambda line: (barked.append(line), heard.set()))
     for _ in range(8):
         time.sleep(0.1)
-        dog.beat("in step 7")
+        dog.beat("in step 7", "step")
     assert not barked
     assert heard.wait(5.0)
     assert barked == ["no progress for 0.4 s while in step 7"]
     assert "test_a_watchdog_barks" in capfd.readouterr().err  # the stacks of all threads
 
 
-def test_long_work_in_pieces_is_no_hang():
+def slow_steps(config: TrainConfig, slow: list[int]) -> list[str]:
+    """On a rank: what the watchdog says of a run of which some steps take 2.5 times its timeout."""
+    lines: list[str] = []
+    watchdog = Watchdog(config.trainer.hang_timeout, lines.append)
+    request = SimpleNamespace(heard=lambda: False)
+    trainer = Trainer(
+        config, prepare(config.data, log=lambda line: None), None, io.StringIO(), watchdog, request
+    )
+    usual = loop.train_step
+
+    def step(*arguments: Any, **options: Any) -> Outcome:
+        if trainer.state.step + 1 in slow:
+            time.sleep(2.5 * config.trainer.hang_timeout)
+        return usual(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", step)
+        trainer.run()
+    watchdog.close()
+    return lines
+
+
+def test_only_a_usual_step_may_not_take_long(
+    make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks, tmp_path: Path
+):
+    """The first steps, with which kernels are compiled, and the first with statistics or a profile may."""
+    more = ["launch.device=cpu", "trainer.hang_timeout=1", "trainer.max_steps=9", "trainer.eval_every=0"]
+    more += ["trainer.stats_every=6", "trainer.profile_steps=[7]", "trainer.checkpoint_every=0"]
+    config = with_warmup(resolve(make_config(*more, f"run.dir={tmp_path}")))
+    assert warm_ranks.run(1, slow_steps, config, [1, 3, 6, 7, 8]) == [["no progress for 1 s while in step 8"]]
+
+
+def test_what_waits_for_disks_may_always_take_long():
     lines: list[str] = []
     watchdog = Watchdog(0.4, lines.append)
-    for _ in watchdog.over(range(5), "evaluating"):
-        time.sleep(0.2)
-    watchdog.close()
+    for _ in range(5):
+        watchdog.beat("exporting")
+    time.sleep(1.0)
     assert not lines
+    time.sleep(2.0)
+    assert lines == ["no progress for 2 s while exporting"]
 
 
 def test_a_closed_watchdog_and_one_without_timeout_are_silent():
@@ -185,22 +223,9 @@ def test_a_run_tells_all_that_it_is_asked_for(
     assert "tokens/s  MFU " in last and last.endswith("ETA 0:00:00")
 
 
-@pytest.mark.parametrize(
-    ("failure", "line", "final"),
-    [
-        (ValueError("a fault\nof the config"), "a fault of the config", True),
-        (TrainingStopped("diverged"), "diverged", True),
-        (SourceInterrupted("no answer"), "no answer", False),
-        (RankHung("no progress"), "no progress", False),
-        (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device", False),
-    ],
-)
-def test_what_would_end_the_same_way_again_is_final(
-    failure: Exception, line: str, final: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("FLA_TRAIN_ERROR_FILE", str(tmp_path / "rank-0.json"))
-    worker.report(failure)
-    told = json.loads((tmp_path / "rank-0.json").read_text())
-    assert (told["line"], told["final"]) == (line, final)
-    monkeypatch.setenv("FLA_TRAIN_ERROR_FILE", str(tmp_path / "a full disk" / "rank-0.json"))
-    worker.report(failure)  # without an exception of its own
+def test_a_report_holds_the_line_and_a_full_disk_takes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "rank-0.json"))
+    assert worker.report(ValueError("a fault\nof the config")) == 2
+    assert json.loads((tmp_path / "rank-0.json").read_text())["message"] == "a fault of the config"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "a full disk" / "rank-0.json"))
+    assert worker.report(OSError("no room")) == 1  # without an exception of its own

@@ -8,18 +8,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 from test_resume import losses, steps_logged, wait_for, weights, workers
 from warm_ranks import TWO_RANKS, WarmRanks
 
-from fla_train.training import supervise
 from fla_train.training.launch import launch
-from fla_train.training.machines import Failure
-from fla_train.training.preemption import EXIT_CODE, SIGNALS, Preempted
-from fla_train.training.schema import LaunchConfig, TrainConfig
+from fla_train.training.preemption import SIGNALS, Preempted
+from fla_train.training.schema import TrainConfig
 
 Make = Callable[..., TrainConfig]
 
@@ -100,122 +97,6 @@ def test_a_compiler_does_not_keep_requests_from_us(tmp_path: Path):
     subprocess.run([sys.executable, tmp_path / "compile.py"], env=environment, check=True, timeout=120)
 
 
-class Deaf:
-    """A worker that hears the third signal."""
-
-    heard = 0
-
-    def send_signal(self, number: int) -> None:
-        self.heard += 1
-
-    def poll(self) -> int | None:
-        return EXIT_CODE if self.heard == 3 else None
-
-
-def test_a_request_is_repeated_until_the_workers_leave(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(supervise, "REPEAT", 0.01)
-    workers = {0: Deaf(), 1: Deaf()}
-    forward = supervise._Forward(workers)
-    forward.again()
-    assert not workers[0].heard  # nobody has asked yet
-    forward(signal.SIGTERM, None)
-    with pytest.raises(Preempted) as raised:
-        supervise._wait(workers, forward, lambda: None)
-    assert raised.value.agreed
-
-
-@pytest.mark.parametrize("final", [False, True])
-def test_who_is_to_leave_does_not_start_again(monkeypatch: pytest.MonkeyPatch, final: bool):
-    """A request that comes while a failure is looked into is not forgotten."""
-
-    class Ended:
-        def __init__(self, *arguments: object, **options: object): ...
-
-        def send_signal(self, number: int) -> None: ...
-
-        def poll(self) -> int:
-            return 1
-
-        def wait(self) -> None: ...
-
-    def ask(seconds: float) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    failure = Failure("rank 0", "lost a peer", final)
-    monkeypatch.setattr(supervise.subprocess, "Popen", Ended)
-    monkeypatch.setattr(supervise.time, "sleep", ask)
-    monkeypatch.setattr(supervise, "_first_failure", lambda *arguments: failure)
-    config = LaunchConfig("cpu", 1, 1, 0, "127.0.0.1")
-    run = partial(supervise.run_workers, [], config, port=1, attempt="a", elsewhere=lambda: None)
-    if final:
-        assert run() is failure
-    else:
-        with pytest.raises(Preempted):
-            run()
-
-
-def test_ranks_share_the_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch):
-    """Batch systems give a part of a machine, and Python counts all of it."""
-    threads: list[str] = []
-
-    class Done:
-        def __init__(self, *arguments: object, env: dict[str, str], **options: object):
-            threads.append(env["OMP_NUM_THREADS"])
-
-        def poll(self) -> int:
-            return 0
-
-        def wait(self) -> None: ...
-
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
-    monkeypatch.setattr(supervise.subprocess, "Popen", Done)
-    config = LaunchConfig("cpu", 2, 1, 0, "127.0.0.1")
-    assert supervise.run_workers([], config, port=1, attempt="a", elsewhere=lambda: None) is None
-    assert threads == ["3", "3"]
-
-
-@pytest.mark.parametrize("when", ["before", "as the workers are killed"])
-@pytest.mark.parametrize("final", [False, True])
-def test_a_request_is_not_forgotten_for_a_failure_elsewhere(
-    monkeypatch: pytest.MonkeyPatch, when: str, final: bool
-):
-    """Else it would wait for machines that have left, and no batch system would queue it again."""
-    failure = Failure("machine 1", "was asked to leave", final)
-
-    def ask() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    class Running:
-        def __init__(self, *arguments: object, **options: object): ...
-
-        def send_signal(self, number: int) -> None: ...
-
-        def poll(self) -> None: ...
-
-        def kill(self) -> None:
-            if when != "before":
-                ask()
-
-        def wait(self) -> None: ...
-
-    def elsewhere() -> Failure:
-        if when == "before":
-            ask()
-        return failure
-
-    monkeypatch.setattr(supervise.subprocess, "Popen", Running)
-    config = LaunchConfig("cpu", 1, 1, 0, "127.0.0.1")
-    run = partial(supervise.run_workers, [], config, port=1, attempt="a", elsewhere=elsewhere)
-    if final:
-        assert run() is failure
-    else:
-        with pytest.raises(Preempted) as raised:
-            run()
-        assert not raised.value.agreed
-
-
 @pytest.mark.gpu
 def test_a_signal_saves_a_checkpoint_on_a_gpu(make_config: Make, tmp_path: Path):
     run = tmp_path / "run"
@@ -274,5 +155,5 @@ def test_workers_that_die_or_hang_are_started_again(
     disturber.join()
     said = capfd.readouterr().out
     assert "restart      1 of 3, rank 0: was killed by SIGKILL" in said
-    assert re.search(r"restart      [12] of 3, rank 0: no progress for 8 s while \w", said), said
+    assert re.search(r"restart      [12] of 3, rank 0: no progress for (8|40) s while \w", said), said
     assert losses(run) == losses(whole) and weights(run) == weights(whole)

@@ -1,6 +1,8 @@
 """Exact resume: killed at any moment, a run goes on as if nothing had happened."""
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import random
@@ -159,22 +161,74 @@ def test_two_trainers_never_write_one_run(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(runfolder, "LOCK_WAIT", 0.1)
     folder = runfolder.RunFolder(tmp_path)
-    with folder.locked():
-        with pytest.raises(ValueError, match=r"another training process writes"), folder.locked():
-            pass
-    with folder.locked():
-        pass
+    first = runfolder.RunLock(folder)
+    for again in (lambda: None, (tmp_path / ".lock").unlink):  # who deletes the file does not free the folder
+        again()
+        with pytest.raises(ValueError, match="another training process writes"):
+            runfolder.RunLock(folder)
+    first.check()
+    first.close()
+    runfolder.RunLock(folder).close()
+
+
+@pytest.mark.parametrize("folders", [True, False])
+def test_a_lock_whose_file_was_taken_from_it_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folders: bool
+):
+    """NFS locks no folders: there a second trainer can begin, and one of them must notice."""
+    from fla_train.training import runfolder
+
+    monkeypatch.setattr(runfolder, "LOCK_WAIT", 0.1)
+    if not folders:
+        flock = fcntl.flock
+
+        def files_only(descriptor: int, operation: int) -> None:
+            if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+            flock(descriptor, operation)
+
+        monkeypatch.setattr(fcntl, "flock", files_only)
+    folder = runfolder.RunFolder(tmp_path)
+    first = runfolder.RunLock(folder)
+    (tmp_path / ".lock").unlink()
+    if folders:
+        with pytest.raises(ValueError, match="another training process writes"):
+            runfolder.RunLock(folder)
+        first.check()  # its file is there again
+        assert (tmp_path / ".lock").exists()
+    else:
+        second = runfolder.RunLock(folder)
+        with pytest.raises(ValueError, match="another training process writes"):
+            first.check()
+        second.check()
+        second.close()
+    first.close()
+
+
+def test_a_run_folder_that_was_renamed_is_noticed(tmp_path: Path):
+    from fla_train.training import runfolder
+
+    (tmp_path / "run").mkdir()
+    lock = runfolder.RunLock(runfolder.RunFolder(tmp_path / "run"))
+    (tmp_path / "run").rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match="renamed or deleted"):
+        lock.check()
+    (tmp_path / "run").mkdir()  # another one in its place
+    with pytest.raises(ValueError, match="renamed or deleted"):
+        lock.check()
+    lock.close()
 
 
 def test_a_lock_that_is_a_link_leaves_its_target_alone(tmp_path: Path):
     from fla_train.data.lock import locked
-    from fla_train.training.runfolder import RunFolder
+    from fla_train.training.runfolder import RunFolder, RunLock
 
     (tmp_path / "target").write_text("precious")
     (tmp_path / ".lock").symlink_to(tmp_path / "target")
-    for lock in (RunFolder(tmp_path).locked(), locked(tmp_path / ".lock", print)):
-        with pytest.raises(ValueError, match="lock is a symbolic link: delete it"), lock:
-            pass
+    with pytest.raises(ValueError, match="lock is a symbolic link: delete it"):
+        RunLock(RunFolder(tmp_path))
+    with pytest.raises(ValueError, match="lock is a symbolic link"), locked(tmp_path / ".lock", print):
+        pass
     assert (tmp_path / "target").read_text() == "precious"
 
 

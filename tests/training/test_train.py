@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -93,15 +92,6 @@ def test_a_tokenizer_larger_than_the_vocabulary(fla_train):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_gpu_where_there_is_none(fla_train):
     assert "no usable GPU" in refused(fla_train("launch.device=cuda"))
-
-
-def test_a_port_in_use(fla_train, tmp_path: Path):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        fault = refused(fla_train(f"launch.main_process_port={port}", f"run.dir={tmp_path / 'run'}"))
-    assert f"launch.main_process_port={port}" in fault and "is taken" in fault
 
 
 @pytest.mark.parametrize(

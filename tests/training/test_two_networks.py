@@ -66,7 +66,7 @@ def test_machines_that_lose_sight_of_each_other_go_on_when_the_cable_is_back(
 
     reach = put(tmp_path / "reach", REACH)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where fla-train is
-    environment = os.environ | {"PATH": path, "SSH": str(reach), "HOSTS": f"{FIRST} {SECOND}", "GPUS": "1"}
+    environment = os.environ | {"PATH": path, "SSH": str(reach), "HOSTS": f"{FIRST} {SECOND}"}
     command = ["bash", str(SCRIPT), *overrides, *SETTINGS, f"run.dir={run}"]
     with output.open("w") as file:
         shell = subprocess.Popen(

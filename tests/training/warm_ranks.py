@@ -6,7 +6,7 @@ For tests of what a run computes and writes. Those of how workers start, fail an
 import contextlib
 import multiprocessing
 import os
-import socket
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 
+from fla_train.training.agent import run_workers
 from fla_train.training.launch import launch
-from fla_train.training.machines import Failure
+from fla_train.training.process_group import STORE_FILE
 from fla_train.training.schema import LaunchConfig, TrainConfig
-from fla_train.training.supervise import run_workers
 
 TWO_RANKS = [
     *("launch.num_processes=2", "launch.device=cpu", "trainer.precision=fp32"),
@@ -48,30 +48,23 @@ class WarmRanks:
     def as_workers(self) -> Iterator[None]:
         """Inside, training on the CPU is done by these ranks."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("fla_train.training.attempts.run_workers", self._run_workers)
+            patch.setattr("fla_train.training.launch.run_workers", self._run_workers)
             yield
 
     def run(self, world: int, work: Callable, *arguments: object) -> list:
         """What `work(*arguments)` returns on each of `world` ranks, whose environment is that of a worker."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         self._ranks += [_start() for _ in range(world - len(self._ranks))]
         ranks = self._ranks[:world]
-        common = {
-            "WORLD_SIZE": world,
-            "LOCAL_WORLD_SIZE": world,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        for rank, (_, connection) in enumerate(ranks):
-            connection.send((work, arguments, common | {"RANK": rank, "LOCAL_RANK": rank}))
         results = []
-        for rank, (_, connection) in enumerate(ranks):
-            assert connection.poll(TIMEOUT), f"rank {rank} is still at it"
-            fault, result = connection.recv()
-            assert fault is None, f"rank {rank}: {fault}"
-            results.append(result)
+        with tempfile.TemporaryDirectory() as folder:
+            common = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, STORE_FILE: Path(folder, "store")}
+            for rank, (_, connection) in enumerate(ranks):
+                connection.send((work, arguments, common | {"RANK": rank, "LOCAL_RANK": rank}))
+            for rank, (_, connection) in enumerate(ranks):
+                assert connection.poll(TIMEOUT), f"rank {rank} is still at it"
+                error, result = connection.recv()
+                assert error is None, f"rank {rank}: {error}"
+                results.append(result)
         return results
 
     def close(self) -> None:
@@ -80,11 +73,10 @@ class WarmRanks:
         for process, _ in self._ranks:
             process.join()
 
-    def _run_workers(self, arguments: Sequence[str], config: LaunchConfig, **how: Any) -> Failure | None:
+    def _run_workers(self, arguments: Sequence[str], config: LaunchConfig, **how: Any) -> None:
         if config.device != "cpu":
             return run_workers(arguments, config, **how)
-        self.run(config.num_processes, _train, *map(Path, arguments))
-        return None
+        self.run(config.num_processes, _train, *map(Path, arguments[-2:]))
 
 
 def _start() -> tuple[BaseProcess, Connection]:
@@ -126,8 +118,10 @@ def _as_rank(work: Callable, arguments: Sequence[object], environment: Mapping[s
     return result
 
 
-def _train(config: Path, data: Path, resume: Path | None = None) -> None:
+def _train(config_file: Path, data: Path) -> None:
     from fla_train.training import worker
+    from fla_train.training.schema import load_config
 
-    with (config.parent / "train.log").open("a") as log:
-        worker.train(config, data, resume, log, SimpleNamespace(heard=lambda: False))
+    config = load_config(config_file)
+    with (Path(config.run.dir) / "train.log").open("a") as log:
+        worker.train(config, data, log, SimpleNamespace(heard=lambda: False))

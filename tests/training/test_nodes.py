@@ -1,4 +1,4 @@
-"""Several machines and the scripts that start on them, played by this one."""
+"""Several machines, SLURM, ssh, torchrun and accelerate, played by this machine."""
 
 import contextlib
 import os
@@ -8,17 +8,20 @@ import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from test_preemption import without_saves
 from test_resume import TIMEOUT, steps_logged, wait_for, weights
 from warm_ranks import TWO_RANKS
 
-from fla_train.cli.app import compose
 from fla_train.training.agreement import differences
-from fla_train.training.schema import TrainConfig, register, to_config
+from fla_train.training.launch import launch
+from fla_train.training.resolve import with_processes
+from fla_train.training.schema import TrainConfig, load_config
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 FAKE_SRUN = """#!/usr/bin/env bash
@@ -46,7 +49,10 @@ if [ "$1" = show ]; then for node in $(seq "$SLURM_JOB_NUM_NODES"); do echo 127.
 if [ "$1" = requeue ]; then touch "$REQUEUED"; fi
 """
 FAKE_TRAIN = '#!/usr/bin/env bash\nexec {} -c "from fla_train.cli.train import main; main()" "$@"\n'
-RECORD = '#!/usr/bin/env bash\nprintf "%s\\n" "$@" > {}\n'
+TORCHRUN = ["torchrun", "--nproc-per-node=2"]
+# On a CPU only its DeepSpeed launcher starts several ranks.
+ACCELERATE = ["accelerate", "launch", "--use_deepspeed", "--zero_stage=3", "--num_processes=2"]
+ACCELERATE += ["--num_machines=1", "--mixed_precision=bf16", "--dynamo_backend=no"]
 REACH = '#!/usr/bin/env bash\nexec bash -c "$2"\n'
 
 
@@ -87,17 +93,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
         "SLURM_JOB_ID": str(free_port() - 20000),  # the script adds it to 20000
         "SLURM_JOB_NODELIST": "node[1-2]",
         "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_GPUS_ON_NODE": "1",
     }
-
-
-def asked_for(script: str, overrides: list[str], environment: dict[str, str], tmp_path: Path) -> TrainConfig:
-    """The config that `script` would have `fla-train` train; it ends as a run that succeeds."""
-    put(tmp_path / "tools" / "fla-train", RECORD.format(tmp_path / "asked"))
-    command = ["bash", str(SCRIPTS / script), *overrides]
-    subprocess.run(command, env=environment, capture_output=True, check=True)
-    register()
-    return to_config(compose("train", (tmp_path / "asked").read_text().splitlines()))
 
 
 @pytest.mark.slow
@@ -117,19 +113,19 @@ def test_a_preempted_slurm_job_is_queued_again_and_goes_on_on_hosts_without_slur
 
     # two names for this machine in the place of two hosts
     reach = put(tmp_path / "tools" / "reach", REACH)
-    environment = cluster | {"SSH": str(reach), "HOSTS": "127.0.0.1 localhost", "GPUS": "1"}
+    environment = cluster | {"SSH": str(reach), "HOSTS": "127.0.0.1 localhost"}
     command[1] = str(SCRIPTS / "train_hosts.sh")
     command.append(f"launch.main_process_port={free_port()}")
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "127.0.0.1: Trained 12 steps" in done.stdout and "localhost: machines" in done.stdout
+    assert ": Trained 12 steps" in done.stdout
+    assert "127.0.0.1: machines" in done.stdout and "localhost: machines" in done.stdout
     assert not any(map(is_training, psutil.Process().children(recursive=True)))
 
     assert without_saves(run) == without_saves(whole) and weights(run) == weights(whole)
     random_states = (run / "checkpoints" / "step-0000012").glob("rng-*")
     assert sorted(path.name for path in random_states) == ["rng-0.pt", "rng-1.pt"]
-    assert (run / "config-machine-1.yaml").is_file()
-    assert (run / "train-machine-1.log").is_file()  # two machines can't append to one file on NFS
+    assert (run / "logs" / "rank-1.log").is_file()  # two machines can't append to one file on NFS
 
 
 @pytest.mark.usefixtures("unwatched")
@@ -139,7 +135,7 @@ def test_hosts_that_are_asked_to_stop_save_a_checkpoint_and_are_waited_for(
 ):
     run = tmp_path / "run"
     reach = put(tmp_path / "tools" / "reach", REACH)
-    environment = cluster | {"SSH": str(reach), "HOSTS": "127.0.0.1 localhost", "GPUS": "1"}
+    environment = cluster | {"SSH": str(reach), "HOSTS": "127.0.0.1 localhost"}
     long = ["trainer.max_steps=3000", "trainer.eval_every=0", "trainer.checkpoint_every=0"]
     settings = [*overrides, *TWO_RANKS, *long, f"run.dir={run}", f"launch.main_process_port={free_port()}"]
     script = ["bash", str(SCRIPTS / "train_hosts.sh"), *settings]
@@ -157,47 +153,74 @@ def test_hosts_that_are_asked_to_stop_save_a_checkpoint_and_are_waited_for(
 
 @pytest.mark.usefixtures("unwatched")
 @pytest.mark.slow
-def test_a_machine_that_is_killed_and_started_again_is_met_again(
+def test_a_machine_that_is_killed_and_started_again_joins_the_others(
     overrides: list[str], whole: Path, tmp_path: Path
 ):
-    """At once, though `trainer.hang_timeout` is long; the other machine's launcher lives on. First machine 0,
-    before there is a checkpoint, then machine 1.
-    """
+    """First the one that serves the store, before there is a checkpoint, then the other."""
     run, port = tmp_path / "run", free_port()
-    launchers: dict[int, subprocess.Popen] = {}
+    agents: list[subprocess.Popen] = []
+    options = ["launch.num_machines=2", "launch.max_restarts=2", f"launch.main_process_port={port}"]
+    code = "from fla_train.cli.train import main; main()"
+    command = [sys.executable, "-c", code, *overrides, *TWO_RANKS, *options, f"run.dir={run}"]
 
-    def start(machine: int) -> None:
-        options = [f"launch.machine_rank={machine}", "launch.num_machines=2", "launch.max_restarts=1"]
-        options += [f"launch.main_process_port={port}", f"run.dir={run}"]
-        code = "from fla_train.cli.train import main; main()"
-        command = [sys.executable, "-c", code, *overrides, *TWO_RANKS, *options]
-        with (tmp_path / f"said-{machine}").open("a") as file:
-            launchers[machine] = subprocess.Popen(command, stdout=file, stderr=file)
+    def start() -> None:
+        with (tmp_path / f"said-{len(agents)}").open("w") as file:
+            agents.append(subprocess.Popen(command, stdout=file, stderr=file))
 
-    def said(machine: int) -> str:
-        return (tmp_path / f"said-{machine}").read_text()
+    def said(number: int) -> str:
+        return (tmp_path / f"said-{number}").read_text()
 
-    def kill_and_start(machine: int) -> None:
-        launchers[machine].kill()
-        launchers[machine].wait()
-        start(machine)
-        wait_for(lambda: "restart      1 of 1, " in said(1 - machine), poll=0.1)
+    def kill_and_start(victim: int, survivor: int) -> None:
+        agents[victim].kill()
+        agents[victim].wait()
+        start()
+        wait_for(lambda: "restart      1 of 2, " in said(survivor), poll=0.1)
 
     try:
-        for machine in range(2):
-            start(machine)
+        start()
+        wait_for(lambda: "waiting for all 2" in said(0), poll=0.1)
+        start()
         wait_for(lambda: steps_logged(run) >= 1)
-        kill_and_start(0)
+        kill_and_start(0, survivor=1)
         wait_for((run / "checkpoints" / "step-0000005").exists)
-        kill_and_start(1)
-        codes = [launchers[machine].wait(TIMEOUT) for machine in range(2)]
+        kill_and_start(1, survivor=2)
+        codes = [agent.wait(TIMEOUT) for agent in agents[2:]]
     finally:
-        for launcher in launchers.values():
-            launcher.kill()
-    assert codes == [0, 0], said(0) + said(1)
-    assert [said(machine).count("restart      1 of 1, ") for machine in range(2)] == [1, 1]
-    assert f"run          {run}, from {run}/checkpoints/step-" in said(0)
+        for agent in agents:
+            agent.kill()
+    assert codes == [0, 0], said(2) + said(3)
+    assert f"run          {run}, from {run}/checkpoints/step-" in said(2) + said(3)
     assert without_saves(run) == without_saves(whole) and weights(run) == weights(whole)
+
+
+@pytest.mark.usefixtures("unwatched")
+@pytest.mark.slow
+def test_an_error_that_is_final_ends_all_machines(overrides: list[str], tmp_path: Path):
+    """Here one of them was told another seed, which its ranks find out."""
+    options = ["launch.num_machines=2", "launch.max_restarts=3", f"launch.main_process_port={free_port()}"]
+    code = "from fla_train.cli.train import main; main()"
+    agents = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                code,
+                *overrides,
+                *TWO_RANKS,
+                *options,
+                f"run.dir={tmp_path / 'run'}",
+                seed,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for seed in ("seed=1", "seed=2")
+    ]
+    said = [agent.communicate(timeout=TIMEOUT)[0] for agent in agents]
+    assert all("the machines differ in seed" in text or "another machine has ended" in text for text in said)
+    assert "the machines differ in seed" in "".join(said)
+    assert all(agent.returncode in (1, 2) for agent in agents) and "restart" not in "".join(said)
 
 
 def test_an_array_task_trains_its_job_of_the_sweep(
@@ -213,10 +236,45 @@ def test_an_array_task_trains_its_job_of_the_sweep(
     assert f"dir: {tmp_path / 'sweep' / '1'}\n" in done.stdout
 
 
-def test_one_machine_takes_all_its_gpus(overrides: list[str], cluster: dict[str, str], tmp_path: Path):
-    put(tmp_path / "tools" / "nvidia-smi", "#!/usr/bin/env bash\nprintf 'GPU 0\\nGPU 1\\n'\n")
-    config = asked_for("train_node.sh", overrides, cluster, tmp_path)
-    assert (config.launch.num_processes, config.launch.max_restarts) == (2, 3)
+def test_all_gpus_of_each_machine_are_taken_unless_told_otherwise(
+    make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    expected = {"num_machines=1": 8, "num_machines=4": 32, "num_processes=2": 2, "device=cpu": 1}
+    for option, processes in expected.items():
+        assert with_processes(make_config(f"launch.{option}")).launch.num_processes == processes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE])
+def test_another_launcher_starts_the_ranks(
+    overrides: list[str], whole: Path, tmp_path: Path, launcher: list[str]
+):
+    """What `accelerate config` asks for is the config's to say."""
+    run = tmp_path / "run"
+    own = [option for option in TWO_RANKS if "num_processes" not in option]
+    tool = Path(sys.executable).with_name(launcher[0])
+    command = [str(tool), *launcher[1:], "-m", "fla_train.cli.train", *overrides, *own, f"run.dir={run}"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("Trained 12 steps") == 1 and done.stdout.count("parameters ") == 1
+    assert without_saves(run) == without_saves(whole) and weights(run) == weights(whole)
+    assert load_config(run / "config.yaml").launch.num_processes == "auto"
+
+
+def test_ranks_of_another_launcher_need_a_run_folder_and_its_number(
+    make_config: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(ValueError, match=r"give run\.dir"):
+        launch(make_config("launch.device=cpu"))
+    with pytest.raises(ValueError, match=r"launch\.num_processes=3, but 4 ranks were started"):
+        launch(make_config("launch.device=cpu", "launch.num_processes=3", f"run.dir={tmp_path}"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert with_processes(make_config()).launch.num_machines == 2
 
 
 def test_what_differs_between_machines_is_named():

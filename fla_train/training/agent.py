@@ -1,0 +1,334 @@
+"""Starts, watches and restarts this machine's workers with `torch.distributed.elastic`.
+
+What it adds to torch's agent: a request to stop becomes a checkpoint, errors that would come again end the
+run, a new checkpoint forgives the failures before it, and workers whose peer failed are killed at once.
+
+Machines meet in torch's c10d rendezvous, whose store the main machine serves at `launch.main_process_port`.
+On one machine it is a file, and nothing listens.
+"""
+
+import logging
+import math
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import Popen
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
+
+from fla_train.data.workers import available_cores
+from fla_train.training.console import say
+from fla_train.training.failures import describe_exit
+from fla_train.training.preemption import EXIT_CODE, SIGNALS, Preempted, StopSignals
+from fla_train.training.process_group import ATTEMPT, LOOPBACK, STORE_FILE, check_address
+from fla_train.training.schema import LaunchConfig
+from fla_train.utils.scratch import scratch_folder
+
+DEFAULT_PORT = 29500
+FINAL = 2  # exit status of a worker whose error would come again
+POLL = 0.1  # seconds between looks at the workers; with several machines their store is asked each time
+LINGER = 3.0  # seconds that the main machine's store outlives a failure, so that the others hear of the end
+RETRY = 1.0  # seconds between attempts to reach the store
+LONGEST_FINISH = 7 * 24 * 3600.0  # seconds that machines whose workers have ended wait for that of rank 0
+KILL_WAIT = 30  # seconds for a killed worker to disappear
+
+
+class WorkersFailed(RuntimeError):
+    """Workers failed for good, or machines did not meet; the message is one line.
+
+    Attributes:
+        rank: of the worker that failed first, if one did.
+        final: the same command would fail again.
+    """
+
+    def __init__(self, line: str, rank: int | None = None, final: bool = False):
+        super().__init__(line)
+        self.rank, self.final = rank, final
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How the first worker failed."""
+
+    rank: int
+    line: str
+    final: bool
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.line}"
+
+
+def run_workers(
+    arguments: Sequence[str], launch: LaunchConfig, *, newest_step: Callable[[], int], run: str
+) -> None:
+    """Run `python ARGUMENTS` for each rank of this machine until all have ended.
+
+    Args:
+        newest_step: step of the newest checkpoint; if it has grown, earlier failures count no more.
+        run: the run's folder; machines of another run are not met.
+
+    SIGUSR1, SIGTERM, SIGHUP and a first Ctrl-C have the workers save a checkpoint and end.
+
+    Raises:
+        WorkersFailed: restarts did not help, or machines did not come.
+        Preempted: the workers have saved a checkpoint, or failed while they were asked to.
+        KeyboardInterrupt: on a second Ctrl-C; the workers have been killed.
+        ValueError: `launch.main_process_ip` is no address that other machines reach.
+    """
+    if launch.num_machines > 1:
+        check_address(launch.main_process_ip)
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # our own lines say what they would
+    with scratch_folder("fla-train-") as scratch, StopSignals() as signals, _environment(launch):
+        _Meetings(arguments, launch, newest_step, run, scratch, signals).run()
+
+
+class _Meetings:
+    """Runs agents until one ends; a new one where the store was lost, since its machine may come back."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        launch: LaunchConfig,
+        newest_step: Callable[[], int],
+        run: str,
+        scratch: Path,
+        signals: StopSignals,
+    ):
+        self._arguments, self._launch, self._newest_step = arguments, launch, newest_step
+        self._run, self._scratch, self._signals = run, scratch, signals
+        self._restarts = launch.max_restarts
+        port = launch.main_process_port or DEFAULT_PORT
+        self._place = f"{launch.main_process_ip}:{port}"
+
+    def run(self) -> None:
+        several = self._launch.num_machines > 1
+        if several:
+            say(f"machines     waiting for all {self._launch.num_machines} at {self._place}")
+        deadline = time.monotonic() + self._launch.rendezvous_timeout
+        while True:
+            agent = None
+            try:
+                agent = self._agent()
+                return self._judge(agent, agent.run())
+            except RendezvousTimeoutError:
+                assert agent is not None
+                joined, asked = _joined(agent.rendezvous), self._launch.num_machines
+                raise WorkersFailed(
+                    f"{joined} of {asked} machines joined at {self._place} {self._within()}"
+                ) from None
+            except RendezvousClosedError:
+                raise WorkersFailed("another machine has ended the run: see its output") from None
+            except RendezvousConnectionError:
+                if agent is not None and agent.begun:
+                    self._restarts = agent.restarts_left()
+                    if not self._restarts:
+                        raise WorkersFailed(f"the machine that serves {self._place} has gone") from None
+                    self._restarts -= 1
+                    say(f"restart      waiting for the machine that serves {self._place}")
+                    deadline = time.monotonic() + self._launch.rendezvous_timeout
+                elif time.monotonic() > deadline:
+                    raise WorkersFailed(f"no store answers at {self._place} {self._within()}") from None
+                time.sleep(RETRY)
+
+    def _judge(self, agent: "Agent", result: RunResult) -> None:
+        """End as the workers did."""
+        agent.rendezvous.shutdown()  # closes it for all machines; after a success they have all ended
+        if agent.stopped:
+            raise Preempted
+        if result.is_failed():
+            assert agent.failure is not None
+            if self._launch.num_machines > 1:
+                time.sleep(LINGER)
+            if self._signals.requested and not agent.failure.final:
+                raise Preempted
+            raise WorkersFailed(str(agent.failure), agent.failure.rank, agent.failure.final)
+
+    def _agent(self) -> "Agent":
+        launch = self._launch
+        several = launch.num_machines > 1
+        timeout = max(1, math.ceil(launch.rendezvous_timeout))
+        settings: dict[str, object] = {"join_timeout": timeout, "read_timeout": min(60, timeout)}
+        if several and launch.machine_rank is not None:
+            settings["is_host"] = launch.machine_rank == 0
+        if not several:
+            settings["store_type"] = "file"
+        parameters = RendezvousParameters(
+            backend="c10d",
+            endpoint=self._place if several else str(self._scratch / "rendezvous"),
+            run_id=os.path.abspath(self._run),
+            min_nodes=launch.num_machines,
+            max_nodes=launch.num_machines,
+            local_addr=None if several else LOOPBACK,
+            **settings,
+        )
+        backend, store = create_backend(parameters)
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=launch.num_processes // launch.num_machines,
+            entrypoint=sys.executable,
+            args=tuple(self._arguments),
+            rdzv_handler=create_handler(store, backend, parameters),
+            max_restarts=self._restarts,
+            monitor_interval=POLL,
+            master_addr=launch.main_process_ip if several else None,
+            master_port=launch.main_process_port or DEFAULT_PORT if several else None,
+        )
+        return Agent(spec, launch, self._newest_step, self._scratch, self._signals)
+
+    def _within(self) -> str:
+        return f"within {self._launch.rendezvous_timeout:g} s (launch.rendezvous_timeout)"
+
+
+class Agent(LocalElasticAgent):
+    """Torch's agent of one machine, which knows of checkpoints, requests to stop, and final errors.
+
+    Attributes:
+        rendezvous: of the machines.
+        stopped: all workers have ended on request.
+        failure: of the newest attempt.
+        begun: workers have been started.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        launch: LaunchConfig,
+        newest_step: Callable[[], int],
+        scratch: Path,
+        signals: StopSignals,
+    ):
+        super().__init__(spec, DefaultLogsSpecs(str(scratch / "errors")), exit_barrier_timeout=LONGEST_FINISH)
+        self.rendezvous = spec.rdzv_handler
+        self._launch, self._newest_step, self._scratch, self._signals = launch, newest_step, scratch, signals
+        self._step = 0  # of the newest checkpoint when the workers started
+        self.stopped, self.begun = False, False
+        self.failure: Failure | None = None
+
+    def restarts_left(self) -> int:
+        return self._remaining_restarts
+
+    def _processes(self) -> list[Popen]:
+        return [handler.proc for handler in self._pcontext.subprocess_handlers.values()]
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
+        # All machines of this attempt take the first one's word.
+        attempt = worker_group.store.compare_set("attempt", "", secrets.token_hex(8)).decode()
+        if self._launch.num_machines == 1:
+            os.environ[STORE_FILE] = str(self._scratch / attempt)
+        else:
+            os.environ[ATTEMPT] = attempt
+        self._step, self.begun = self._newest_step(), True
+        pids = super()._start_workers(worker_group)
+        self._signals.pass_to(self._processes())  # torch has put handlers of its own in place
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._signals.repeat()
+        codes = {rank: process.poll() for rank, process in enumerate(self._processes())}
+        # A request kills a worker that does not listen yet, and has nothing to save.
+        killed = {-number for number in SIGNALS} if self._signals.requested else set()
+        failed = [rank for rank, code in codes.items() if code not in (None, 0, EXIT_CODE, *killed)]
+        if not failed and any(code in killed for code in codes.values()):
+            return self._stop(worker_group)
+        if not failed and EXIT_CODE in codes.values():
+            still = None in codes.values()
+            return RunResult(state=WorkerState.HEALTHY) if still else self._stop(worker_group)
+        if failed:
+            self._shutdown()  # the others wait for those that failed
+        result = super()._monitor_workers(worker_group)
+        if result.state is WorkerState.FAILED:
+            ranks = [worker_group.workers[local].global_rank for local in failed]
+            self._plan_restart(_first({rank: result.failures[rank] for rank in ranks}))
+        elif self._launch.num_machines > 1 and result.state is WorkerState.HEALTHY:
+            if self.rendezvous.is_closed():
+                raise RendezvousClosedError
+        return result
+
+    def _stop(self, worker_group: WorkerGroup) -> RunResult:
+        self._shutdown()
+        self.stopped = True
+        return RunResult(
+            state=WorkerState.SUCCEEDED, return_values={w.global_rank: None for w in worker_group.workers}
+        )
+
+    def _plan_restart(self, failure: Failure) -> None:
+        self.failure = failure
+        limit = self._launch.max_restarts
+        if failure.final or self._signals.requested:
+            self._remaining_restarts = 0
+        elif self._newest_step() > self._step:  # it got on: what went wrong before counts no more
+            self._remaining_restarts = limit
+        if self._remaining_restarts:
+            self._signals.pass_to([])
+            say(f"restart      {limit - self._remaining_restarts + 1} of {limit}, {failure}")
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = KILL_WAIT) -> None:
+        """Kill: what workers leave on disk is complete or absent, and some wait where no signal is heard."""
+        super()._shutdown(signal.SIGKILL, timeout)
+
+
+def _joined(handler: DynamicRendezvousHandler) -> int:
+    """How many machines waited in a rendezvous that timed out; torch has no public name for it.
+
+    This one has just been taken out.
+    """
+    return len(handler._state_holder.state.participants) + 1
+
+
+def _first(failures: dict[int, ProcessFailure]) -> Failure:
+    """The earliest failure by its error file. A killed worker leaves none, and makes the others fail."""
+
+    def when(rank: int) -> float:
+        failure = failures[rank]
+        if failure.exitcode < 0:
+            return 0.0
+        file = Path(failure.error_file)
+        return file.stat().st_mtime if file.is_file() else math.inf
+
+    rank = min(failures, key=when)
+    failure = failures[rank]
+    line = failure.message if 0 < when(rank) < math.inf else describe_exit(failure.exitcode)
+    return Failure(rank, line, failure.exitcode == FINAL)
+
+
+@contextmanager
+def _environment(launch: LaunchConfig) -> Iterator[None]:
+    """Inside, this process's environment is that of its workers."""
+    before = dict(os.environ)
+    local = launch.num_processes // launch.num_machines
+    os.environ |= {
+        "FLA_TRAIN_LAUNCHER": str(os.getpid()),
+        "TOKENIZERS_PARALLELISM": "false",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # workers use the rendezvous' store, no second one
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",  # the others are ours
+    }
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // local)))
+    # Threads that spin while they wait slow a shared CPU down several times over.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if launch.device == "cpu":
+        os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ |= before

@@ -1,0 +1,105 @@
+"""How a rank's failure is told to the user, and whether starting the ranks again may help.
+
+Imports neither torch nor what needs it, so that a failure to import them can be described too.
+"""
+
+import re
+import signal
+from typing import TYPE_CHECKING
+
+from fla_train.data.faults import Interrupted
+
+if TYPE_CHECKING:
+    from fla_train.training.schema import TrainConfig
+
+# What torch, cuBLAS, NCCL and the system call it; the classes that they raise it with vary.
+OUT_OF_MEMORY = re.compile(
+    r"out ?of ?memory|not enough memory|can(?:no|')t allocate memory|ALLOC_FAILED|MemoryAllocation", re.I
+)
+OF_A_GPU = re.compile(r"OutOfMemoryError|cuda|cublas|nccl", re.I)
+ASKED_FOR = re.compile(r"\ballocate ([\d.]+) (\w+)")
+
+
+class TrainingStopped(RuntimeError):
+    """Training can't go on, nor could it when started again; the message is one line for the user."""
+
+
+def describe_failure(failure: BaseException, config: "TrainConfig | None" = None) -> tuple[str, bool]:
+    """What to tell the user of an exception that ended a rank.
+
+    Args:
+        config: of the run, with its device resolved; None: it could not be read.
+
+    Returns:
+        One line, and whether the failure is final: started again, the ranks would end the same way.
+    """
+    if (memory := _out_of_memory(failure)) is not None:
+        return _of_memory(memory, config), True
+    line = " ".join(str(failure).split())
+    final = isinstance(failure, ValueError | TrainingStopped) and not isinstance(failure, Interrupted)
+    told = final or type(failure).__module__.startswith("fla_train.")  # our lines need no class
+    name = type(failure).__name__
+    return (line or name) if told else f"{name}: {line}".removesuffix(": "), final
+
+
+def describe_exit(code: int) -> str:
+    """What to tell the user of a rank that left nothing but its exit code (a signal's number, negative)."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    line = f"was killed by {signal.Signals(-code).name}"
+    if -code != signal.SIGKILL:
+        return line
+    return f"{line} (if nobody did, the system ran out of memory: see dmesg, and give the job more)"
+
+
+def _out_of_memory(failure: BaseException) -> str | None:
+    """Class and message of the exception by which memory ran out, if it led to `failure`; else None."""
+    cause: BaseException | None = failure
+    while cause is not None:
+        text = " ".join(f"{type(cause).__name__}: {cause}".split())
+        if isinstance(cause, MemoryError):
+            return text
+        if isinstance(cause, RuntimeError | OSError) and OUT_OF_MEMORY.search(text):
+            return text
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return None
+
+
+def _of_memory(text: str, config: "TrainConfig | None") -> str:
+    on_gpu = OF_A_GPU.search(text) is not None
+    asked = ASKED_FOR.search(text)
+    line = f"out of {'GPU' if on_gpu else 'host'} memory"
+    if asked is not None:
+        number, unit = asked.groups()
+        size = f"{float(number) / 2**30:,.1f} GiB" if unit == "bytes" else f"{number} {unit}"
+        line += f" (tried to allocate {size})"
+    if config is None:
+        return f"{line}: lower trainer.micro_batch_size, or set trainer.activation_checkpointing=true"
+    if not on_gpu and config.launch.device == "cuda":
+        return (
+            f"{line}: give the job more of it; checkpoints are staged there, 16 bytes per parameter over all "
+            "ranks"
+        )
+    return f"{line}: set {', or '.join(_savings(config))}"
+
+
+def _savings(config: "TrainConfig") -> list[str]:
+    """What lowers the peak of memory, the least costly first. None of the first three changes the batch."""
+    trainer, size = config.trainer, config.trainer.micro_batch_size
+    # A graph holds the whole batch, and no layer that is computed again.
+    graph = "trainer.cuda_graph=false with " if trainer.cuda_graph else ""
+    found = []
+    if size > 1:
+        half = next(part for part in range(size // 2, 0, -1) if size % part == 0)  # divides the batch too
+        found.append(f"{graph}trainer.micro_batch_size={half} (now {size})")
+    if config.baseline is None and not trainer.activation_checkpointing:
+        found.append(f"{graph}trainer.activation_checkpointing=true (now false)")
+    if config.baseline is None and config.model["recompute_operator"] is False:
+        found.append("model.recompute_operator=true (now false)")
+    if size == 1:
+        found.append(f"a shorter trainer.seq_len (now {trainer.seq_len})")
+        processes = config.launch.num_processes
+        found.append(
+            f"a larger launch.num_processes (now {processes}): ZeRO-2 shards the optimizer over the GPUs"
+        )
+    return found

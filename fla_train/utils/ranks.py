@@ -1,0 +1,16 @@
+"""Whether this process is one rank of several, by the environment that launchers set."""
+
+import os
+
+
+def is_rank() -> bool:
+    """Whether a launcher (ours, torchrun, accelerate) has started this process as one rank of several.
+
+    Some batch systems set RANK for a whole machine; LOCAL_RANK is what only launchers of ranks set.
+    """
+    return all(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+
+
+def is_first() -> bool:
+    """Whether this process is rank 0, or no rank at all: what is said once, it says."""
+    return not is_rank() or os.environ["RANK"] == "0"
