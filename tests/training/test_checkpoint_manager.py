@@ -3,8 +3,9 @@
 import os
 import resource
 import signal
+import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,13 +13,17 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from warm_ranks import WarmRanks
+from engine_steps import checksum, make_batch, make_model
+from warm_ranks import TWO_RANKS, WarmRanks
 
 from fla_train.training import checkpoint
 from fla_train.training.checkpoint import TrainState, rank_files
 from fla_train.training.checkpoint_manager import CheckpointManager
+from fla_train.training.engine import build_engine, train_step
 from fla_train.training.failures import TrainingStopped
+from fla_train.training.guard import StepGuard
 from fla_train.training.process_group import join
+from fla_train.training.schema import TrainConfig
 from fla_train.training.staging import StagingBuffer
 
 UNLIMITED = resource.RLIM_INFINITY
@@ -174,7 +179,10 @@ def test_a_killed_writer_costs_one_checkpoint_only(run: Run):
     assert not run.manager.is_saved(2)
     assert "NO CHECKPOINT, rank 0: the writer process was killed by SIGKILL" in run.said[-1]
     assert run.save(3) and run.writer() != first
-    run.writer().kill()  # between two saves
+    second = run.writer()
+    second.kill()  # between two saves
+    while second.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
     assert run.save(4) and run.names() == ["step-0000003", "step-0000004"]
 
 
@@ -208,6 +216,39 @@ def test_the_remains_of_a_corrupt_one_of_the_same_step_are_replaced(run: Run):
     assert run.save(1) and run.save(2)
     (run.folder / "step-0000002" / checkpoint.MODEL_FILE).unlink()
     assert run.save(2) and run.content(2) and run.names() == ["step-0000001", "step-0000002"]
+
+
+def save_between_steps(config: TrainConfig, folder: Path) -> tuple[list[list[float]], bool]:
+    """On a rank: sums of the weights before a save, when its copy is waited for, and after the step.
+
+    And whether the checkpoint holds the weights from before.
+    """
+    engine = build_engine(make_model(config), config)
+    guard = StepGuard(torch.device("cpu"), max_grad_norm=1.0)
+    manager = CheckpointManager(engine, folder, keep=0, keep_every=0, say=print)
+    train_step(engine, [make_batch(0)], 0.1, guard)
+    sums = [checksum(engine.module)]
+    weights = {name: weight.clone() for name, weight in engine.module.state_dict().items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StagingBuffer, "copying", True)
+        patch.setattr(StagingBuffer, "wait", lambda self: sums.append(checksum(engine.module)))
+        manager.save(TrainState(step=1))
+        train_step(engine, [make_batch(1)], 0.1, guard)
+    manager.ensure_saved(1)
+    manager.close()
+    sums.append(checksum(engine.module))
+    saved = torch.load(folder / "step-0000001" / checkpoint.MODEL_FILE, weights_only=True)["module"]
+    return sums, all(torch.equal(saved[name], weight) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_engine_waits_for_the_copy_before_it_changes_weights(
+    warm_ranks: WarmRanks, make_config: Callable[..., TrainConfig], tmp_path: Path, optimizer: str
+):
+    config = make_config(*TWO_RANKS, "launch.num_processes=1", f"optimizer={optimizer}")
+    ((sums, saved_before),) = warm_ranks.run(1, save_between_steps, config, tmp_path)
+    before, waited, after = sums
+    assert waited == before != after and saved_before
 
 
 def two_ranks(folder: Path) -> list[tuple[bool, list[str]]]:
