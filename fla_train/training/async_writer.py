@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -98,7 +98,7 @@ class AsyncWriter:
     def start(self, job: Job, beside: bytes) -> None:
         """Have `job` written; `beside` are the bytes that aren't in the staging buffer."""
         self._busy = True
-        self._send(json.dumps(asdict(job)).encode(), beside)
+        self._send(json.dumps(vars(job)).encode(), beside)
 
     def others_are_done(self, error: str | None) -> None:
         """Tell rank 0's writer that the other ranks have written their files, or why one could not."""

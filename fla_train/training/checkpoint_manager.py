@@ -85,6 +85,7 @@ class CheckpointManager:
         self._keep, self._keep_every = keep, keep_every
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         folder.mkdir(parents=True, exist_ok=True)
+        self._versions = {name: version(name) for name in VERSIONS}
         self._staging = StagingBuffer()
         self._writer: AsyncWriter | None = None
         self._job: tuple[Job, bytes] | None = None  # for the writer, once the copy is complete
@@ -169,7 +170,7 @@ class CheckpointManager:
                 "step": state.step,
                 "tokens": state.tokens,
                 "world_size": self._world,
-                "versions": {name: version(name) for name in VERSIONS},
+                "versions": self._versions,
             },
             keep=self._keep,
             keep_every=self._keep_every,

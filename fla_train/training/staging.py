@@ -163,7 +163,10 @@ class _Recorder:
         if 0 <= begin < self._size:
             self._segments.append((True, begin, len(data)))
         else:
-            self._segments.append((False, len(self.beside), len(data)))
+            start, before = len(self.beside), 0
+            if self._segments and not self._segments[-1][0]:
+                _, start, before = self._segments.pop()
+            self._segments.append((False, start, before + len(data)))
             self.beside += data
         return len(data)
 
