@@ -24,10 +24,12 @@ OF_A_RANK = (
     "ROLE_",
     "TORCHELASTIC_",
     "FLA_TRAIN_LAUNCHER",
+    "FLA_TRAIN_ATTEMPT",
+    "FLA_TRAIN_STORE_FILE",
 )
 POLL = 0.5  # seconds
 # It ends with the rank that started it, or a trainer that starts again would find it on its GPU.
-_BIND = "from fla_train.training.worker import die_with_launcher; die_with_launcher()"
+_BIND = "from fla_train.utils.processes import die_with_parent; die_with_parent({parent})"
 _EVALUATE = "from fla_train.cli.eval import main; main()"
 
 
@@ -78,11 +80,11 @@ class SuiteRuns:
         environment = {key: value for key, value in os.environ.items() if not key.startswith(OF_A_RANK)}
         with (self._output / "eval.log").open("w") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", f"{_BIND}; {_EVALUATE}", *request],
+                [sys.executable, "-c", f"{_BIND.format(parent=os.getpid())}; {_EVALUATE}", *request],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env=environment | {"FLA_TRAIN_LAUNCHER": str(os.getpid())},
+                env=environment,
             )
 
     def collect(self, step: int, tokens: int) -> None:

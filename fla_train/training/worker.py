@@ -5,10 +5,8 @@ rank 0 and logs/rank-N.log of the others; rank 0 keeps the terminal for progress
 file that TORCHELASTIC_ERROR_FILE names, which torch's agents read.
 """
 
-import ctypes
 import json
 import os
-import signal
 import sys
 import time
 import traceback
@@ -20,23 +18,13 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 from fla_train.training.failures import describe_failure
 from fla_train.training.preemption import EXIT_CODE, StopRequest
 from fla_train.training.watchdog import Watchdog, end_process
+from fla_train.utils.processes import die_with_parent
 
 if TYPE_CHECKING:  # they import torch, and a request to stop must be heard before that
     from fla_train.training.runfolder import RunFolder
     from fla_train.training.schema import TrainConfig
 
-PR_SET_PDEATHSIG = 1
 RETRY, FINAL = 1, 2  # exit statuses: another start may help; it would fail in the same way
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when the launcher dies, even by kill -9 (Linux)."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    launcher = os.environ.get("FLA_TRAIN_LAUNCHER")
-    if launcher is not None and os.getppid() != int(launcher):  # it died before the call above
-        os._exit(RETRY)
 
 
 def report(failure: BaseException, config: "TrainConfig | None" = None) -> int:
@@ -149,7 +137,7 @@ def _record(
 
 
 def main() -> None:
-    die_with_parent()
+    die_with_parent(int(os.environ["FLA_TRAIN_LAUNCHER"]))
     request = StopRequest()  # before the imports, which take seconds
     config_file, data = map(Path, sys.argv[1:])
     from fla_train.training.schema import load_config

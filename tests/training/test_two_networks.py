@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_machines import put
+from test_nodes import put
 from test_preemption import without_saves
 from test_resume import TIMEOUT, steps_logged, wait_for
 from warm_ranks import WarmRanks

@@ -1,0 +1,21 @@
+"""Processes that must not outlive the one that started them."""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int | None) -> None:
+    """Have the kernel kill this process when the one that started it dies, even by kill -9 (Linux).
+
+    Args:
+        parent: its id, to tell whether it died before this call; None: not known.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:  # it died before the call above
+        os._exit(1)
