@@ -83,6 +83,8 @@ def check(words: list[str]) -> None:
                 validate(config)
                 if config.trainer.suite_every:
                     check_suite(config.trainer.suite, config.trainer.suite_options)
+        case ["torchrun" | "accelerate", *options] if "fla_train.cli.train" in options:
+            check(["fla-train", *options[options.index("fla_train.cli.train") + 1 :]])
         case ["fla-prepare", *overrides]:
             prepare.register()
             config = app.compose("prepare", with_base(overrides))
@@ -111,7 +113,7 @@ def check(words: list[str]) -> None:
             raise AssertionError(f"no program is called {words[0]}")
 
 
-OURS = [(page, command) for page, command in COMMANDS if command.startswith("fla-")]
+OURS = [line for line in COMMANDS if line[1].startswith(("fla-", "torchrun ", "accelerate "))]
 
 
 @pytest.mark.usefixtures("in_a_folder_with_a_run")

@@ -23,7 +23,7 @@ from fla_train.data import BatchPlan, MicroBatches, send
 from fla_train.models import DeltaProductConfig
 from fla_train.training.engine import Outcome, build_engine, train_step
 from fla_train.training.guard import StepGuard
-from fla_train.training.resolve import accumulation_steps, resolve, resolve_device
+from fla_train.training.resolve import AUTO, accumulation_steps, resolve, resolve_device
 from fla_train.training.schema import LoggerConfig, TrainConfig, WandbConfig
 from fla_train.training.throughput import Meter
 from fla_train.training.validate import validate
@@ -78,6 +78,8 @@ def bench_models(
         ValueError: a config that `fla-train` refuses too, of several machines, or of a task.
     """
     quiet = LoggerConfig(wandb=WandbConfig(mode="disabled", project=""), tensorboard=False)
+    if config.launch.num_processes == AUTO:
+        config = replace(config, launch=replace(config.launch, num_processes=1))
     config = replace(config, logger=quiet)  # steps are timed and not logged: wandb need not be installed
     validate(config)
     if (machines := config.launch.num_machines) != 1:

@@ -39,10 +39,7 @@ def check_agreement(facts: Mapping[str, str | None]) -> None:
     everyone: list[Mapping[str, str | None]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, dict(facts))
     if differing := differences(everyone):
-        raise ValueError(
-            f"the machines differ in {', '.join(differing)}: give the same command on each, except for "
-            "launch.machine_rank"
-        )
+        raise ValueError(f"the machines differ in {', '.join(differing)}: give the same command on each")
 
 
 def differences(everyone: Sequence[Mapping[str, str | None]]) -> list[str]:

@@ -12,7 +12,7 @@ from fla_train.training.agent import WorkersFailed, run_workers
 from fla_train.training.console import say
 from fla_train.training.plan import make_plan, plan_lines
 from fla_train.training.preemption import StopRequest, leaving_at_once
-from fla_train.training.resolve import resolve, with_processes, with_saved, with_vocabulary, with_warmup
+from fla_train.training.resolve import resolve, with_saved, with_vocabulary, with_warmup
 from fla_train.training.resuming import (
     check_before_preparing,
     check_same_run,
@@ -28,6 +28,7 @@ from fla_train.training.runfolder import RunFolder, RunLock, new_run_dir
 from fla_train.training.schema import TrainConfig, to_yaml
 from fla_train.training.task_data import task_data, with_task_sizes
 from fla_train.training.validate import validate
+from fla_train.utils.processes import die_with_parent
 from fla_train.utils.ranks import is_first, is_rank
 from fla_train.utils.scratch import scratch_folder
 
@@ -58,7 +59,6 @@ def launch(config: TrainConfig) -> None:
     with leaving_at_once():
         config = with_saved(with_task_sizes(config), saved_sizes(config))
         given = config.launch.num_processes
-        config = with_processes(config)
         validate(config)
         config = resolve(config)
         if config.dry_run:
@@ -71,6 +71,7 @@ def launch(config: TrainConfig) -> None:
     # The number of processes stays open in the run's config: where it is resumed, that machine has its own.
     recorded = replace(config, launch=replace(config.launch, num_processes=given))
     if is_rank():
+        die_with_parent(None)
         worker.run(recorded, data.folder, StopRequest())
     with scratch_folder("fla-train-config-") as scratch:
         file = scratch / "config.yaml"

@@ -24,7 +24,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
 
     Paths of data, tokenizer and weights become absolute, so that `run.dir` alone resumes from any folder.
     """
-    device = resolve_device(config)
+    config, device = with_processes(config), resolve_device(config)
     precision = config.trainer.precision
     if precision == AUTO:
         precision = "bf16" if device == "cuda" else "fp32"

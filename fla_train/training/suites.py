@@ -24,6 +24,8 @@ OF_A_RANK = (
     "ROLE_",
     "TORCHELASTIC_",
     "FLA_TRAIN_LAUNCHER",
+    "FLA_TRAIN_ATTEMPT",
+    "FLA_TRAIN_STORE_FILE",
 )
 POLL = 0.5  # seconds
 # It ends with the rank that started it, or a trainer that starts again would find it on its GPU.

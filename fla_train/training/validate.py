@@ -13,7 +13,7 @@ from fla_train.baselines import baseline_faults
 from fla_train.data import data_faults
 from fla_train.models.configuration import build_config
 from fla_train.tasks import task_faults
-from fla_train.training.resolve import accumulation_steps, resolve_device, with_batch
+from fla_train.training.resolve import accumulation_steps, resolve_device, with_batch, with_processes
 from fla_train.training.schedule import warmup_steps
 from fla_train.training.schema import TrainConfig
 
@@ -62,6 +62,7 @@ def validate(config: TrainConfig) -> None:
         ValueError: one line per fault, each naming the key and a value that would do.
     """
     sizes = [f"{key}={v} must be at least 1" for key in AT_LEAST_ONE if (v := _read(config, key)) < 1]
+    config = with_processes(config)
     if isinstance(processes := config.launch.num_processes, str):
         sizes.append(f"launch.num_processes={processes} must be a number of processes, or auto")
     elif processes < 1:
@@ -73,7 +74,7 @@ def validate(config: TrainConfig) -> None:
         sizes.append(f"trainer.global_batch_tokens={batch} must be a number of tokens, or auto")
     elif batch < 1:
         sizes.append(f"trainer.global_batch_tokens={batch} must be at least 1")
-    data = data_faults(config.data) if config.task is None else _task(config)
+    data = data_faults(config.data) if config.task is None else [] if sizes else _task(config)
     faults = [*sizes, *_values(config), *data, *_model(config), *_suite(config), *_resume(config)]
     faults += _packages(config)
     if not sizes:  # the arithmetic below divides by them

@@ -137,8 +137,7 @@ def _record(
 
 
 def main() -> None:
-    launcher = os.environ.get("FLA_TRAIN_LAUNCHER")
-    die_with_parent(None if launcher is None else int(launcher))
+    die_with_parent(int(os.environ["FLA_TRAIN_LAUNCHER"]))
     request = StopRequest()  # before the imports, which take seconds
     config_file, data = map(Path, sys.argv[1:])
     from fla_train.training.schema import load_config
