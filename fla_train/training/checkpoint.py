@@ -274,7 +274,7 @@ def newest_intact(folder: Path, warn: Callable[[str], None] = logger.warning) ->
         fault = find_fault(checkpoint)
         if fault is None:
             return checkpoint
-        warn(f"checkpoint {checkpoint} is damaged ({fault}): trying the one before it")
+        warn(f"checkpoint   {checkpoint} is damaged ({fault}): trying the one before it")
     if not present:
         return None
     raise ValueError(f"no checkpoint in {folder} is intact: delete the folder to start again")

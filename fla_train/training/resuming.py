@@ -72,9 +72,7 @@ def where_to_begin(config: TrainConfig, folder: RunFolder, say: Say) -> Path | N
     Raises:
         ValueError: as `checkpoint.choose`.
     """
-    return checkpoint.choose(
-        _asked(config, folder), folder.checkpoints, lambda line: say(f"resume       {line}")
-    )
+    return checkpoint.choose(_asked(config, folder), folder.checkpoints, say)
 
 
 def _asked(config: TrainConfig, folder: RunFolder) -> str:
