@@ -53,7 +53,6 @@ LINGER = 3.0  # seconds that the main machine's store outlives a failure, so tha
 READ_TIMEOUT = 15  # seconds for one operation on the store
 RETRY = 1.0  # seconds between attempts to reach the store
 LONGEST_FINISH = 7 * 24 * 3600.0  # seconds that machines whose workers have ended wait for that of rank 0
-KILL_WAIT = 30  # seconds for a killed worker to disappear
 
 
 class WorkersFailed(RuntimeError):
@@ -300,9 +299,9 @@ class Agent(LocalElasticAgent):
             self._signals.pass_to([])
             say(f"restart      {limit - self._remaining_restarts + 1} of {limit}, {failure}")
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = KILL_WAIT) -> None:
+    def _shutdown(self, *_: object, **options: object) -> None:
         """Kill: what workers leave on disk is complete or absent, and some wait where no signal is heard."""
-        super()._shutdown(signal.SIGKILL, timeout)
+        super()._shutdown(signal.SIGKILL, **options)  # torch 2.13 gives a timeout, 2.11 nothing
 
 
 def _joined(handler: DynamicRendezvousHandler) -> int:
