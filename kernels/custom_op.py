@@ -1,7 +1,7 @@
-"""How a function that launches kernels stands in a graph of torch.compile: as one node, without a break.
+"""Register a launcher as `torch.library.custom_op` under torch.compile; call it directly in eager mode.
 
-Eager calls go straight to the function. The dispatcher of a registered operator takes the host's time at
-every call, and a training step at a small batch waits for the host (docs/kernels.md, "Measured").
+An eager call skips the dispatcher of a registered operator, which costs host time at every call: a training
+step at a small batch waits for the host (docs/kernels.md, "Measured").
 """
 
 import functools
@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 
-def opaque(mutates: Sequence[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a function that fills tensors its caller made, and returns nothing.
+def custom_op(mutates: Sequence[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a function that fills tensors of its caller and returns nothing.
 
-    While torch.compile traces, a call becomes the operator `fla_train::<name of the function>`. It does
-    nothing with fake tensors, since its outputs have their shapes from the caller.
+    torch.compile sees a call as one node without a graph break, the operator `fla_train::<function name>`.
+    Its fake version does nothing, because the caller has made the outputs in their shapes.
 
     Args:
-        mutates: names of the arguments that are written; annotations of all arguments give the schema.
+        mutates: names of the arguments that are written. The annotations of all arguments give the schema.
             Arguments are passed by position.
     """
 

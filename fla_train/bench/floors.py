@@ -7,8 +7,8 @@ and what checkpointing computes again.
 
 from fla_train.bench.roofline import Ceilings, Shape, training_bound
 from fla_train.models import build_config
-from fla_train.models.accounting import attention_layers, conv_channels, count_parameters
 from fla_train.models.configuration import DeltaProductConfig
+from fla_train.models.flops import attention_layers, conv_channels, count_parameters
 from fla_train.training.schema import TrainConfig
 
 ADAMW_BYTES = 28  # per fp32 parameter: it, its gradient and two moments read, it and the moments written

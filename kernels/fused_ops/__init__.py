@@ -1,15 +1,15 @@
-"""The operator's neighbours in a training step: what surrounds its matmuls and is bound by memory traffic.
+"""Fused memory-bound ops: short convolution, RMSNorm, SwiGLU, gates, cross-entropy.
 
-Each is one function with a PyTorch definition and a Triton kernel that reads its inputs and writes its
-outputs once; `backend="auto"` takes the kernel on CUDA.
+Each has a PyTorch definition and Triton kernels that read their inputs and write their outputs once, with the
+same gradients; `backend="auto"` takes the kernels on CUDA. See docs/fused_ops.md.
 """
 
-from fla_train.kernels.neighbours.backend import BACKENDS, resolve_backend
-from fla_train.kernels.neighbours.convolution import short_convolution
-from fla_train.kernels.neighbours.cross_entropy import IGNORE, consume_logits
-from fla_train.kernels.neighbours.gates import recurrence_gates
-from fla_train.kernels.neighbours.normalization import add_rms_norm, rms_norm
-from fla_train.kernels.neighbours.swiglu import swiglu_linear
+from fla_train.kernels.fused_ops.backend import BACKENDS, resolve_backend
+from fla_train.kernels.fused_ops.cross_entropy import IGNORE, consume_logits
+from fla_train.kernels.fused_ops.gates import recurrence_gates
+from fla_train.kernels.fused_ops.rms_norm import add_rms_norm, rms_norm
+from fla_train.kernels.fused_ops.short_conv import short_convolution
+from fla_train.kernels.fused_ops.swiglu import swiglu_linear
 
 __all__ = [
     "BACKENDS",

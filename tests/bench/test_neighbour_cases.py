@@ -19,7 +19,7 @@ from fla_train.bench.neighbour_cases import FUNCTIONS, Sizes, make_cases
 from fla_train.bench.neighbours import HEADER, bench_case, ours
 from fla_train.bench.roofline import Ceilings
 from fla_train.cli import bench
-from fla_train.kernels.neighbours.backend import BACKEND_VARIABLE
+from fla_train.kernels.fused_ops.backend import BACKEND_VARIABLE
 
 CPU = torch.device("cpu")
 SIZES = Sizes(batch=2, tokens=12, hidden=32, head_dim=8, intermediate=40, vocabulary=50, substeps=2)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fla_train.kernels.neighbours import (
+from fla_train.kernels.fused_ops import (
     consume_logits,
     recurrence_gates,
     resolve_backend,
@@ -27,11 +27,11 @@ def test_backend_is_chosen_by_argument_variable_and_input(monkeypatch: pytest.Mo
         resolve_backend("triton", x.double())
     with pytest.raises(ValueError, match="backend='cuda' is unknown: choose auto, torch, triton"):
         resolve_backend("cuda", x)
-    monkeypatch.setenv("FLA_TRAIN_NEIGHBOURS", "")
+    monkeypatch.setenv("FLA_TRAIN_FUSED_OPS", "")
     assert resolve_backend("auto", x) == "torch"
-    monkeypatch.setenv("FLA_TRAIN_NEIGHBOURS", "fast")
+    monkeypatch.setenv("FLA_TRAIN_FUSED_OPS", "fast")
     assert resolve_backend("torch", x) == "torch"
-    with pytest.raises(ValueError, match="FLA_TRAIN_NEIGHBOURS='fast' is unknown"):
+    with pytest.raises(ValueError, match="FLA_TRAIN_FUSED_OPS='fast' is unknown"):
         resolve_backend("auto", x)
 
 
@@ -53,7 +53,9 @@ def test_backend_is_chosen_by_argument_variable_and_input(monkeypatch: pytest.Mo
             r"state has shape \[1, 3, 4\], expected \[B, D, W-1\] = \[1, 3, 3\]",
         ),
         (
-            lambda: short_convolution(torch.zeros(2, 2, 3), torch.zeros(3, 1, 4), offsets=torch.arange(2)),
+            lambda: short_convolution(
+                torch.zeros(2, 2, 3), torch.zeros(3, 1, 4), position_in_document=torch.arange(2)
+            ),
             "batch 1",
         ),
         (lambda: rms_norm(torch.zeros(2, 3), torch.ones(2), 1e-6), r"weight has shape \[2\]"),
@@ -84,4 +86,4 @@ def test_faults_are_named(call: Callable[[], object], message: str) -> None:
 def test_state_and_documents_exclude_each_other() -> None:
     x, weight = torch.zeros(1, 2, 3), torch.zeros(3, 1, 4)
     with pytest.raises(ValueError, match="give one of them"):
-        short_convolution(x, weight, state=torch.zeros(1, 3, 3), offsets=torch.arange(2))
+        short_convolution(x, weight, state=torch.zeros(1, 3, 3), position_in_document=torch.arange(2))

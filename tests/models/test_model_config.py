@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fla_train.cli.app import compose
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM, build_config, model_schema
-from fla_train.models.accounting import (
+from fla_train.models.flops import (
     count_parameters,
     flops_per_token,
     state_bytes_per_sequence,
