@@ -12,8 +12,8 @@ class CountingLayer(LinearAttentionLayer):
     """The first layer's cache entry in a model without attention layers: it also counts tokens.
 
     transformers' entries of linear layers count none, and `generate` needs the count to skip the tokens of
-    a prompt that the cache has seen. It is a tensor on the model's device, so that a compiled decoding step is
-    compiled once.
+    a prompt that the cache has seen. It is a tensor on the model's device, so that a compiled decoding
+    step is not compiled again as it grows.
     """
 
     def __init__(self, number_of_states: int, device: torch.device) -> None:
@@ -42,7 +42,7 @@ def cache_for(
     The first layer of a model without attention layers becomes a `CountingLayer`.
 
     Raises:
-        ValueError: for a cache without a place for each layer's states, or one that records states to roll back.
+        ValueError: for a cache without a place for each layer's states, or one that is to be rolled back.
     """
     if past_key_values is None:
         if not use_cache:

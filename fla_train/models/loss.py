@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head in token chunks, so that the [tokens, vocabulary] logits never exist whole."""
+"""Cross-entropy of a linear head, in token chunks: the full [tokens, vocabulary] logits are never made."""
 
 import torch
 from torch import Tensor

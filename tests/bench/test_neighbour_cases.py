@@ -39,7 +39,7 @@ def rows_of(case: Case, *contenders: Contender, dtype: torch.dtype = torch.float
 
 @pytest.mark.parametrize(
     ("function", "index", "elements", "forward", "backward"),
-    [  # bytes per element of the table in docs/neighbours.md
+    [  # bytes per element of the table in docs/fused_ops.md
         ("convolution", 1, ROWS * 64, 4, 6),
         ("norm", 0, ROWS * 32, 6, 10),
         ("norm", 1, ROWS * 32, 4, 6),

@@ -136,7 +136,7 @@ FUSED_OPS = {
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", FUSED_OPS)
-def test_a_neighbour(name, dynamic):
+def test_a_fused_op(name, dynamic):
     x, y, w = (torch.randn(rows, 8, device=DEVICE, requires_grad=True) for rows in (5, 5, 4))
     assert_same(lambda: FUSED_OPS[name](x, y, w), [x, y, w], dynamic)
 

@@ -1,4 +1,4 @@
-"""The operator's neighbours against PyTorch's own layers in fp64: outputs and gradients of both backends.
+"""The fused ops against PyTorch's own layers in fp64: outputs and gradients of both backends.
 
 The Triton kernels are interpreted here and compiled where there is a GPU. The interpreter cuts float32 to
 bfloat16 instead of rounding, hence the wider bounds of half precision.
@@ -194,7 +194,7 @@ def check_cross_entropy(case: Case, backend: str) -> None:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many stretches of time per call, which the interpreter walks in one or two programs."""
+    """Many blocks of time per call in one or two programs, which is faster in the interpreter."""
     from fla_train.kernels.fused_ops import short_conv
 
     monkeypatch.setattr(short_conv, "FORWARD", (8, 64, 128, 4))

@@ -1,5 +1,6 @@
-"""What the neighbours accept, which backend runs them, and the words in which they refuse."""
+"""Which backend runs the fused ops, and the errors for arguments that do not fit."""
 
+import runpy
 from collections.abc import Callable
 
 import pytest
@@ -35,6 +36,18 @@ def test_backend_is_chosen_by_argument_variable_and_input(monkeypatch: pytest.Mo
         resolve_backend("auto", x)
 
 
+def test_the_former_name_of_the_variable_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, expected in (({}, "triton"), ({"FLA_TRAIN_FUSED_OPS": "torch"}, "torch")):
+        monkeypatch.setenv("FLA_TRAIN_NEIGHBOURS", "triton")
+        monkeypatch.delenv("FLA_TRAIN_FUSED_OPS", raising=False)
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        with pytest.warns(FutureWarning, match="FLA_TRAIN_FUSED_OPS"):
+            backend = runpy.run_module("fla_train.kernels.fused_ops.backend")
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        assert backend["resolve_backend"]("auto", torch.zeros(1)) == expected
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -66,7 +79,7 @@ def test_backend_is_chosen_by_argument_variable_and_input(monkeypatch: pytest.Mo
         ),
         (
             lambda: swiglu_linear(torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.bfloat16), torch.eye(2)),
-            "expected alike",
+            "expected the same",
         ),
         (
             lambda: swiglu_linear(torch.zeros(2, 2), torch.zeros(2, 2), torch.zeros(2, 3)),
@@ -78,12 +91,12 @@ def test_backend_is_chosen_by_argument_variable_and_input(monkeypatch: pytest.Mo
         ),
     ],
 )
-def test_faults_are_named(call: Callable[[], object], message: str) -> None:
+def test_arguments_that_do_not_fit(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
 
 def test_state_and_documents_exclude_each_other() -> None:
     x, weight = torch.zeros(1, 2, 3), torch.zeros(3, 1, 4)
-    with pytest.raises(ValueError, match="give one of them"):
+    with pytest.raises(ValueError, match="not both"):
         short_convolution(x, weight, state=torch.zeros(1, 3, 3), position_in_document=torch.arange(2))

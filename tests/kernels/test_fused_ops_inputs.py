@@ -1,9 +1,8 @@
-"""Unusual inputs of the operator's neighbours: strided, empty, excluded logits, autocast; both backends."""
+"""Unusual inputs of the fused ops: strided, empty, excluded logits, autocast; both backends."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.kernels.test_neighbours import DEVICE, EPS, FP32, random
 from torch import Tensor
 
 from fla_train.kernels.fused_ops import (
@@ -14,6 +13,7 @@ from fla_train.kernels.fused_ops import (
     short_convolution,
     swiglu_linear,
 )
+from tests.kernels.test_fused_ops import DEVICE, EPS, FP32, random
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

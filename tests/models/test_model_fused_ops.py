@@ -1,4 +1,4 @@
-"""The model with the Triton kernels around the operator, interpreted, against the model in plain PyTorch."""
+"""The model with the fused ops' Triton kernels, interpreted, against the model in plain PyTorch."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def losses_and_gradients(monkeypatch, config, autocast: bool, checkpointing: bool, **inputs):
-    """Loss and all gradients in one vector, per backend of the neighbours."""
+    """Loss and all gradients in one vector, per backend of the fused ops."""
     for backend in ("torch", "triton"):
         monkeypatch.setenv("FLA_TRAIN_FUSED_OPS", backend)
         torch.manual_seed(0)
