@@ -1,4 +1,4 @@
-"""The model card (README.md) of an exported checkpoint."""
+"""Model card (README.md) and training record (training.json) of an exported checkpoint."""
 
 from dataclasses import dataclass, field
 
@@ -69,7 +69,7 @@ TRAINING_FILE = "training.json"  # the CardInfo of an export
 
 @dataclass(frozen=True)
 class CardInfo:
-    """What training knows and the weights do not; it goes into README.md and, as JSON, into training.json.
+    """Facts about the training run, written to README.md and, as JSON, to training.json.
 
     Attributes:
         name: title of the card, for example the run's name.
@@ -80,7 +80,7 @@ class CardInfo:
         tokens: training tokens seen.
         seq_len: training sequence length in tokens.
         losses: final losses in nats per token by name, for example `{"train": 2.31, "validation": 2.40}`.
-        config: the training config as YAML, without what tells of the machine.
+        config: the training config as YAML, without paths and other facts about the machine.
         commit: the commit of the code that trained it.
     """
 

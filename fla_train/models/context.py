@@ -103,8 +103,8 @@ def document_bounds(
     numbers = numbers.view(-1, length)
     starts = numbers[:, 1:] == 0 if seq_idx is None else numbers.diff() != 0
     if attention_mask is not None:
-        keep = attention_mask[:, -length:].bool()
-        pairs = keep[:, 1:] & keep[:, :-1]
+        unpadded = attention_mask[:, -length:].bool()
+        pairs = unpadded[:, 1:] & unpadded[:, :-1]
         starts = starts & pairs
     if seq_idx is None:
         jumps = (numbers.diff() != 1) & ~starts
