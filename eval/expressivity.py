@@ -13,8 +13,7 @@ import torch
 from omegaconf import OmegaConf
 from transformers import PreTrainedModel
 
-import fla_train.baselines
-import fla_train.models  # noqa: F401  both register their models with the Auto classes
+import fla_train.models  # noqa: F401  registers the models with the Auto classes
 from fla_train.eval.config import EvalConfig, ExpressivityConfig, suite_faults
 from fla_train.eval.expressivity_figures import draw_transitions
 from fla_train.eval.report import output_lock

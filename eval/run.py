@@ -23,7 +23,7 @@ from fla_train.hub.device import pick_device, pick_dtype
 from fla_train.hub.environment import describe_environment
 from fla_train.hub.load import load_model, recorded_length, resolve_checkpoint, run_folder, trained_length
 from fla_train.hub.paths import own_name
-from fla_train.models.accounting import count_parameters
+from fla_train.models.flops import count_parameters
 
 TASK_OPTIONS = (  # of a suite, for `run_tasks`
     *("include_path", "num_fewshot", "limit", "gen_kwargs"),

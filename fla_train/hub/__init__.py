@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fla_train.hub.push import push  # at once: it has its module's name
+from fla_train.hub.push import push  # not lazily: its module has the same name
 
 if TYPE_CHECKING:
     from fla_train.hub.card import CardInfo
@@ -24,7 +24,7 @@ __all__ = [
     "resolve_checkpoint",
 ]
 
-# Where the names live; imported when first asked for, since most need the models, which take seconds.
+# Modules are imported on first use of a name: most import the models, which takes seconds.
 _MODULES = {
     "card": ("CardInfo",),
     "checksums": ("find_export_damage",),

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from fla_train.baselines import baseline_faults
 from fla_train.data import data_faults
 from fla_train.models.configuration import build_config
+from fla_train.models.zoo.build import baseline_errors
 from fla_train.tasks import task_faults
 from fla_train.training.resolve import accumulation_steps, resolve_device, with_batch, with_processes
 from fla_train.training.schedule import warmup_steps
@@ -147,7 +147,7 @@ def _model(config: TrainConfig) -> list[str]:
         if config.task is not None
         else [f"baseline={config.baseline.kind} trains on tasks only: choose task="]
     )
-    return [*of_text, *baseline_faults(config.baseline, config.model)]
+    return [*of_text, *baseline_errors(config.baseline, config.model)]
 
 
 def _task(config: TrainConfig) -> list[str]:

@@ -6,8 +6,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
-from fla_train.baselines import SignedMambaConfig, SignedMambaForCausalLM, linear_scan
-from fla_train.baselines.mamba import SignedMambaMixer
+from fla_train.models.zoo.mamba import (
+    SignedMambaConfig,
+    SignedMambaForCausalLM,
+    SignedMambaMixer,
+    linear_scan,
+)
 
 
 def test_with_eigenvalues_in_0_1_it_is_mamba() -> None:

@@ -1,9 +1,9 @@
-"""Launches of Triton kernels that the host is done with sooner.
+"""Cached kernel launcher that skips Triton's per-call specialization to cut host time.
 
-`kernel[grid](...)` works out the type and the divisibility of each of 30 to 40 arguments, makes text of the
-options and compares every global constant that the kernel reads, only to find what it had compiled before; a
-small call takes longer for that than the kernels run (docs/kernels.md, "Measured"). Here compiled kernels are
-kept under a key that takes the host less, and are launched as Triton lets one launch what it has compiled:
+`kernel[grid](...)` works out the type and divisibility of each of 30 to 40 arguments, turns the options into
+text and compares every global constant that the kernel reads, only to find what it compiled before. For a
+small call that takes longer than the kernels (docs/kernels.md, "Measured"). Here compiled kernels are kept
+under a key that is cheaper to make, and launched in Triton's way for compiled kernels,
 `compiled[grid](*arguments)`.
 """
 
@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-ALIGNMENT = 16  # bytes: how pointers lie to it decides how wide loads and stores may be
+ALIGNMENT = 16  # bytes; a pointer's alignment decides how wide its loads and stores may be
 
 
 def run_kernel(
@@ -23,12 +23,12 @@ def run_kernel(
 ) -> None:
     """`kernel[grid](**arguments, **options)` on the current device; the grid has one or two dimensions.
 
-    Arguments that the kernel does not have are left out, so that several can share theirs. Nothing but
-    arguments and options may decide what is compiled: Triton's own knobs are read at the first call.
+    Arguments that the kernel does not have are left out, so that several kernels can share one mapping. What
+    is compiled may depend on arguments and options only: Triton's own knobs are read at the first call.
     """
     given = {**arguments, **options}
     named = {name: given[name] for name in kernel.arg_names}
-    if not isinstance(kernel, triton.JITFunction):  # the interpreter's
+    if not isinstance(kernel, triton.JITFunction):  # of Triton's interpreter
         kernel[grid](**(named | options))
         return
     constants, variables, variants = _parameters(kernel)
@@ -47,14 +47,14 @@ def run_kernel(
 
 @cache
 def _parameters(kernel: triton.JITFunction) -> tuple[list[str], list[str], dict[Hashable, Any]]:
-    """Names of the arguments that are constants in the code, of all others, and what has been compiled."""
+    """Names of the constexpr arguments and of all others, and the compiled variants by key."""
     constants = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
     variables = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
     return constants, variables, {}
 
 
 def _trait(argument: Any) -> Hashable:
-    """All of an argument, which is no constant in the code, that may decide what is compiled."""
+    """What Triton may specialize on of an argument that is no constexpr."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % ALIGNMENT
     if argument is None:
@@ -63,4 +63,4 @@ def _trait(argument: Any) -> Hashable:
         return argument == 1, argument % ALIGNMENT == 0, argument.bit_length() // 32
     if isinstance(argument, float):
         return float
-    return argument.base.dtype, *argument.block_shape  # of a descriptor for the copy engine
+    return argument.base.dtype, *argument.block_shape  # a TMA descriptor

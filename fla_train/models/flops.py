@@ -1,6 +1,6 @@
-"""Parameters, FLOPs and bytes of a model, from its config alone: what the plan prints before a run.
+"""Count parameters, training FLOPs and memory of a model from its config, without building it.
 
-Nothing is built or measured here. Parameter counts are exact (a test compares them with the module); FLOPs
+Parameter counts are exact (a test compares them with the module); FLOPs
 count the algorithm's own matmuls, two per multiply-add, without recomputation; memory is an estimate.
 """
 
@@ -13,7 +13,7 @@ from fla_train.models.loss import CHUNK_ELEMENTS
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-CHUNK = 64  # M: sub-steps (token times Householder step) that the chunkwise operator solves at once
+CHUNK = 64  # M: Householder steps (tokens x n_h) per chunk of the operator
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ def flops_per_token(config: DeltaProductConfig, seq_len: int) -> float:
     """FLOPs to train on one token of a sequence of `seq_len`, forward and backward.
 
     Every matmul weight (the head included, the embedding not) costs 2 forward and 4 backward. The operator
-    costs, per head, with K x V states, n = num_householder and chunks of M sub-steps (dense tiles, states and
-    T kept):
+    costs, per head, with K x V states, n = num_householder and chunks of M Householder steps (dense tiles,
+    states and T kept):
 
         forward   n [2M(K + V) + 4KV + M^2/3] + 2KV + 2M(K + V)
         backward  n [10KV + 6MV + 2MK] + 4KV + 6MK + 4MV
@@ -120,15 +120,15 @@ def training_memory_bytes(
     Parameters are whole on each device (4 bytes); gradients (4) and AdamW's master copy and two moments (12)
     are divided. Activations sum what autograd keeps per token of the micro-batch (`tokens_per_device` =
     micro-batch size * seq_len) with the fused kernels, in `element_size` bytes where autocast applies, and
-    one chunk of logits. Fragmentation and communication buffers are not in it. Without the fused kernels
-    expect up to twice as much. Narrow heads in float32, which a GPU walks step by step, keep a state per
-    sub-step instead of one per chunk.
+    one chunk of logits. Fragmentation and communication buffers are not included. Without the
+    fused kernels expect up to twice as much. Narrow heads in float32, for which a GPU runs the recurrence
+    step by step, keep a state per Householder step instead of one per chunk.
     """
     parameters = count_parameters(config).total
     layers, hidden = config.num_hidden_layers, config.hidden_size
     value_size = config.num_heads * config.head_v_dim
     n, k, v = config.num_householder, config.head_dim, config.head_v_dim
-    # Of the operator: X, P, one state per chunk and the output (E takes the place of v)
+    # Of the operator: T, the scores P, a state per chunk and the output (the corrected values replace v)
     operator = config.num_heads * (n * (CHUNK + k * v // CHUNK) + CHUNK) + value_size
     saved = 2 * hidden + 2 * conv_channels(config) + operator + value_size * (1 + 2 * config.use_output_gate)
     saved += 2 * config.intermediate_size
@@ -145,7 +145,7 @@ def training_memory_bytes(
 
 
 def attention_layers(config: DeltaProductConfig) -> int:
-    """How many blocks of a hybrid attend instead of recur."""
+    """Number of softmax attention layers."""
     return 0 if config.attn is None else len(config.attn["layers"])
 
 

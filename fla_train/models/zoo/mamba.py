@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import CausalLMOutput
 
-from fla_train.baselines.configuration import SignedMambaConfig
 from fla_train.models.layers import RMSNorm
+from fla_train.models.zoo.mamba_configuration import SignedMambaConfig
 
 DT_RANGE = (1e-3, 1e-1)  # the initial time step, log-uniform
 
@@ -64,6 +64,7 @@ class SignedMambaMixer(nn.Module):
         self.x_proj = nn.Linear(inner, config.time_step_rank + 2 * config.state_size, bias=False)
         self.dt_proj = nn.Linear(config.time_step_rank, inner)
         self.A_log = nn.Parameter(torch.empty(inner, config.state_size))
+        self.A_log._no_weight_decay = True
         self.D = nn.Parameter(torch.empty(inner))
         self.out_proj = nn.Linear(inner, config.hidden_size, bias=False)
 
@@ -111,7 +112,7 @@ class _Backbone(nn.Module):
 
 
 class SignedMambaForCausalLM(PreTrainedModel):
-    """A language model of Mamba blocks; without a cache, as tasks need none."""
+    """A language model of Mamba blocks, without a cache."""
 
     config_class = SignedMambaConfig
     base_model_prefix = "backbone"

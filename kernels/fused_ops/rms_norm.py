@@ -1,35 +1,92 @@
-"""RMSNorm in Triton: one pass over the rows forward, one backward that recomputes 1 / rms.
+"""RMSNorm, alone, after a residual addition, or gated: PyTorch definition and Triton kernels.
 
-A tile is BR whole rows. In the backward a program walks consecutive tiles and sums its part of the weight's
-gradient in registers; `torch.sum` adds the parts, in an order that depends on the device but not on the run.
+Triton: a tile is BR whole rows. The forward kernel reads each row once; the backward kernel recomputes
+1 / rms. A backward program goes over consecutive tiles and sums its part of the weight's gradient in
+registers. `torch.sum` adds the parts, in an order that depends on the device but is the same in every run.
 """
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fla_train.kernels.opaque import opaque
+from fla_train.kernels.custom_op import custom_op
+from fla_train.kernels.fused_ops.backend import resolve_backend
 from fla_train.kernels.sizes import ceil_div, next_power_of_2, processors
 
+MAX_SIZE = 16384  # channels; the Triton kernels hold a row in registers
 TILE = 2048  # elements of a tile of short rows
 ELEMENTS_PER_WARP = 512
-PROGRAMS_PER_PROCESSOR = 4  # of the backward: all of them run at once
+PROGRAMS_PER_PROCESSOR = 4  # of the backward kernel: all of them run at once
 
 
-def triton_rms_norm(x: Tensor, weight: Tensor, eps: float, gate: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`rms_norm` on checked inputs."""
-    return _RMSNorm.apply(x, weight, gate, None, eps, dtype)[0]
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    gate: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """weight * x / sqrt(mean(x^2) + eps) over the last axis, times silu(gate) if there is one, in fp32.
+
+    Args:
+        x: [..., D].
+        weight: [D].
+        gate: of the shape of `x`.
+        dtype: of the result, default that of `x`.
+        backend: "torch", "triton" or "auto" (see `resolve_backend`).
+
+    Returns:
+        [..., D], differentiable in all tensors (float64 input is computed in float64, by torch).
+
+    Raises:
+        ValueError: for shapes that do not fit, or a backend that cannot run.
+    """
+    dtype = x.dtype if dtype is None else dtype
+    if _resolve(backend, x, weight, "gate", gate) == "triton":
+        return _RMSNorm.apply(x, weight, gate, None, eps, dtype)[0]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps)
+    if gate is not None:
+        y = y * F.silu(gate.to(wide))
+    return y.to(dtype)
 
 
-def triton_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm` on checked inputs."""
-    return _RMSNorm.apply(x, weight, None, residual, eps, dtype)
+    """`rms_norm` of residual + x, and that sum: the next residual, in the dtype both promote to.
+
+    Arguments and errors are those of `rms_norm`; `residual` has the shape of `x`. The norm sees the sum as it
+    is rounded to its dtype; `dtype` defaults to that.
+    """
+    if _resolve(backend, x, weight, "residual", residual) == "triton":
+        return _RMSNorm.apply(x, weight, None, residual, eps, dtype)
+    total = residual + x
+    return rms_norm(total, weight, eps, dtype=dtype, backend="torch"), total
+
+
+def _resolve(backend: str, x: Tensor, weight: Tensor, name: str, other: Tensor | None) -> str:
+    size = x.shape[-1]
+    if weight.shape != (size,):
+        raise ValueError(f"weight has shape {list(weight.shape)}, expected [D] = {[size]}")
+    if other is not None and other.shape != x.shape:
+        raise ValueError(f"{name} has shape {list(other.shape)}, expected that of x, {list(x.shape)}")
+    return resolve_backend(
+        backend, x, None if size <= MAX_SIZE else f"takes at most {MAX_SIZE} channels, got {size}"
+    )
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -76,7 +133,7 @@ class _RMSNorm(torch.autograd.Function):
         return dx, dweight.to(weight.dtype), dgate, dresidual, None, None
 
 
-@opaque(mutates=("y", "total"))
+@custom_op(mutates=("y", "total"))
 def rms_norm_forward(
     x: Tensor,
     residual: Tensor | None,
@@ -98,7 +155,7 @@ def rms_norm_forward(
         )
 
 
-@opaque(mutates=("dx", "dweight", "dgate", "dresidual"))
+@custom_op(mutates=("dx", "dweight", "dgate", "dresidual"))
 def rms_norm_backward(
     x: Tensor,
     weight: Tensor,
@@ -113,7 +170,7 @@ def rms_norm_backward(
 ) -> None:
     """Fill the gradients, that of the weight in fp32; `dresidual` where its dtype is not that of dx."""
     tiles, sizes = _tiles(x)
-    tiles_each = max(1, ceil_div(tiles, PROGRAMS_PER_PROCESSOR * processors(x.device)))  # without rows, too
+    tiles_each = max(1, ceil_div(tiles, PROGRAMS_PER_PROCESSOR * processors(x.device)))  # 1 for no rows
     programs = ceil_div(tiles, tiles_each)
     partial = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
@@ -170,7 +227,7 @@ def forward_kernel(
     b_w = load_tile(weight, o_d, o_d < D)
     b_x = load_tile(x, p_tile, mask)
     if GATED:
-        b_gate = load_tile(gate, p_tile, mask)  # on its way during the sum
+        b_gate = load_tile(gate, p_tile, mask)  # loaded during the sum
     if ADD:
         b_x = (b_x + load_tile(residual, p_tile, mask)).to(total.dtype.element_ty)
         tl.store(total + p_tile, b_x, mask=mask)
@@ -199,7 +256,7 @@ def backward_kernel(
         p_tile, mask = tile(tl.program_id(0) * tiles_each + i, n_rows, D, BR, BD)
         b_x, b_dy = load_tile(x, p_tile, mask), load_tile(dy, p_tile, mask)
         if ADD:
-            b_dtotal = load_tile(dtotal, p_tile, mask)  # on its way during the sums
+            b_dtotal = load_tile(dtotal, p_tile, mask)  # loaded during the sums
         b_rstd = tl.rsqrt(tl.sum(b_x * b_x, 1) / D + eps)[:, None]
         if GATED:
             b_gate = load_tile(gate, p_tile, mask)

@@ -1,22 +1,29 @@
-"""Baselines by name, at the sizes of a `model` node. Each imports its own model, which takes seconds."""
+"""Build a baseline, another architecture by name, at the sizes of a `model` node."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fla_train.baselines.configuration import BaselineConfig, SignedMambaConfig
-
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # models take seconds to import: each function imports its own
     from transformers import PreTrainedModel
 
 FLA = "flash-linear-attention"
 MODEL_KEYS = ("vocab_size", "hidden_size", "num_hidden_layers")  # what a baseline takes over from `model`
 
 
+@dataclass
+class BaselineConfig:
+    """The architecture that replaces `model` at its sizes. Hydra's schema of the group `baseline`."""
+
+    kind: str
+    num_heads: int
+    allow_neg_eigval: bool = False
+
+
 @dataclass(frozen=True)
 class Sizes:
-    """What all architectures share."""
+    """Settings that all architectures share."""
 
     vocab_size: int
     hidden_size: int
@@ -49,7 +56,7 @@ def _llama(sizes: Sizes) -> "PreTrainedModel":
 
 
 def _mamba(sizes: Sizes) -> "PreTrainedModel":
-    from fla_train.baselines.mamba import SignedMambaForCausalLM
+    from fla_train.models.zoo.mamba import SignedMambaConfig, SignedMambaForCausalLM
 
     common = {key: value for key, value in sizes.common.items() if key != "use_cache"}
     return SignedMambaForCausalLM(SignedMambaConfig(**common, allow_neg_eigval=sizes.allow_neg_eigval))
@@ -72,8 +79,9 @@ def _mamba2(sizes: Sizes) -> "PreTrainedModel":
 
 
 def _mlstm(sizes: Sizes) -> "PreTrainedModel":
-    """xLSTM with matrix memories only. Of transformers' modes only the one called inference takes sequences
-    of any length; it has gradients, too.
+    """xLSTM with matrix memories only.
+
+    Of transformers' modes only "inference" takes sequences of any length; it has gradients, too.
     """
     from transformers import xLSTMConfig, xLSTMForCausalLM
 
@@ -89,7 +97,7 @@ def _from_fla(name: str) -> Callable[[Sizes], "PreTrainedModel"]:
     def build(sizes: Sizes) -> "PreTrainedModel":
         try:
             models = import_module("fla.models")
-        except Exception as failure:  # with another torch or triton than it was made for, anything
+        except Exception as failure:  # anything, with a torch or triton that it was not made for
             if isinstance(failure, ModuleNotFoundError) and failure.name == "fla":
                 raise ValueError(f"baseline {name} needs the package {FLA}: pip install {FLA}") from None
             cause = f"{type(failure).__name__}: {failure}"
@@ -116,27 +124,27 @@ KINDS: dict[str, Callable[[Sizes], "PreTrainedModel"]] = {
 }
 
 
-def baseline_faults(config: BaselineConfig, model: Mapping[str, Any]) -> list[str]:
-    """Every setting that cannot work, one line each; empty when all is well."""
+def baseline_errors(config: BaselineConfig, model: Mapping[str, Any]) -> list[str]:
+    """One line for each setting that cannot work."""
     if config.kind not in KINDS:
         return [f"baseline.kind={config.kind} is none of {', '.join(KINDS)}"]
-    faults = []
+    errors = []
     if config.allow_neg_eigval and config.kind != "mamba":
-        faults.append(f"baseline.allow_neg_eigval has no effect on {config.kind}: only on mamba")
+        errors.append(f"baseline.allow_neg_eigval has no effect on {config.kind}: only on mamba")
     heads = config.num_heads
     if heads < 1 or model["hidden_size"] % (2 * heads):
-        faults.append(
+        errors.append(
             f"baseline.num_heads={heads} must give an even model.hidden_size / num_heads "
             f"({model['hidden_size']})"
         )
-    return faults
+    return errors
 
 
 def ignored_overrides(overrides: Sequence[str]) -> list[str]:
     """The keys of `model` among Hydra's `overrides` that no baseline reads.
 
-    Experiments set all keys, for our models: only a user who wrote one can have meant the baseline.
-    `model.head_dim` passes: it goes with `model.hidden_size` where a table sets the width of all its rows.
+    Only the user's overrides count: experiments set all keys, for our models. `model.head_dim` is allowed,
+    because tables set it along with `model.hidden_size` for all their rows.
     """
     keys = [text.split("=", 1)[0].lstrip("+~") for text in overrides]
     read = [f"model.{name}" for name in (*MODEL_KEYS, "head_dim")]

@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fla_train.baselines import KINDS, BaselineConfig, baseline_faults, build_baseline, ignored_overrides
+from fla_train.models.zoo.build import (
+    KINDS,
+    BaselineConfig,
+    baseline_errors,
+    build_baseline,
+    ignored_overrides,
+)
 
 SIZES = {"vocab_size": 11, "hidden_size": 32, "num_hidden_layers": 2}
 OF_FLA = ("gla", "retnet", "rwkv7")
@@ -75,17 +81,17 @@ def test_a_package_that_does_not_work_is_not_called_missing(
 
 
 @pytest.mark.parametrize(
-    ("config", "fault"),
+    ("config", "error"),
     [
         (BaselineConfig("gru", 4), "is none of llama"),
         (BaselineConfig("llama", 4, allow_neg_eigval=True), "only on mamba"),
         (BaselineConfig("llama", 3), "num_heads=3"),
     ],
 )
-def test_faults(config: BaselineConfig, fault: str) -> None:
-    (found,) = baseline_faults(config, SIZES)
-    assert fault in found
-    assert baseline_faults(BaselineConfig("mamba", 4, allow_neg_eigval=True), SIZES) == []
+def test_errors(config: BaselineConfig, error: str) -> None:
+    (found,) = baseline_errors(config, SIZES)
+    assert error in found
+    assert baseline_errors(BaselineConfig("mamba", 4, allow_neg_eigval=True), SIZES) == []
 
 
 def test_overrides_of_the_model_that_no_baseline_reads() -> None:

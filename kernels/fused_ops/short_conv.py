@@ -1,94 +1,175 @@
-"""The short convolution in Triton: each kernel walks time and reads every tensor once.
+"""Causal depthwise short convolution over time, followed by SiLU: PyTorch definition and Triton kernels.
 
-A program owns BR stretches of L tokens and BD channels. It steps through its stretches side by side, GROUP
+Triton: a program owns BR blocks of L tokens and BD channels. It steps through its blocks side by side, GROUP
 tokens at a time, and holds the last three inputs of each in registers, so that an input is loaded once
-whatever the number of taps. The next group is on its way while one is computed: the compiler would not move a
-load ahead of a store by itself. The backward recomputes the pre-activation instead of keeping it, and carries
-the unfinished sums of dx along. Narrower convolutions are those of four taps whose oldest are zero.
+whatever the number of taps. It loads the next group before it computes the present one, because the compiler
+does not move a load ahead of a store. The backward kernel recomputes the pre-activation and carries the
+unfinished sums of dx along. A convolution of fewer than four taps runs as one of four whose oldest are zero.
 """
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fla_train.kernels.opaque import opaque
+from fla_train.kernels.custom_op import custom_op
+from fla_train.kernels.fused_ops.backend import resolve_backend
 from fla_train.kernels.sizes import ceil_div
 
+MAX_TAPS = 4  # of the Triton kernels, which keep the inputs before a token in registers
 HALO = tl.constexpr(3)  # inputs before a token that reach it
-GROUP = tl.constexpr(4)
-# (L, BR, BD, warps): tokens per stretch (a multiple of GROUP), stretches and channels per program.
+GROUP = tl.constexpr(4)  # tokens per step of a program
+# (L, BR, BD, warps): tokens per block (a multiple of GROUP), blocks and channels per program.
 FORWARD = (32, 4, 128, 4)
 BACKWARD = (64, 8, 64, 4)
 
 
-def triton_short_convolution(x: Tensor, weight: Tensor, offsets: Tensor | None) -> Tensor:
-    """`short_convolution` without state on checked inputs, computed in fp32: x [B, T, D] -> y [B, T, D]."""
-    return _ShortConvolution.apply(x, weight, offsets)
+def short_convolution(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    state: Tensor | None = None,
+    position_in_document: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """y_t = silu(sum_s weight[:, 0, W-1-s] * x_{t-s}) for shifts s = 0 .. W-1, differentiable in all tensors.
+
+    Args:
+        x: [B, T, D]. The triton backend computes in float32, the torch backend in the dtype of `x`.
+        weight: [D, 1, W], as a depthwise `nn.Conv1d` keeps it.
+        state: the W-1 inputs before x, [B, D, W-1]; zeros when absent.
+        position_in_document: distance of each token from its document's start, integers [T], for documents
+            packed in one row (B = 1); taps never reach beyond it.
+        backend: "torch", "triton" or "auto" (see `resolve_backend`).
+
+    Returns:
+        y [B, T, D] in the dtype of `x`, and the last W-1 inputs [B, D, W-1] to continue from.
+
+    Raises:
+        ValueError: for shapes that do not fit, `state` together with `position_in_document`, or a backend
+            that cannot run.
+    """
+    (batch, length, channels), width = x.shape, weight.shape[-1]
+    if weight.shape != (channels, 1, width):
+        raise ValueError(f"weight has shape {list(weight.shape)}, expected [D, 1, W] with D = {channels}")
+    if state is not None and state.shape != (batch, channels, width - 1):
+        raise ValueError(
+            f"state has shape {list(state.shape)}, expected [B, D, W-1] = {[batch, channels, width - 1]}"
+        )
+    if position_in_document is not None:
+        if state is not None:
+            raise ValueError("give state (one sequence continues) or position_in_document, not both")
+        if batch != 1 or position_in_document.shape != (length,):
+            raise ValueError(
+                f"position_in_document has shape {list(position_in_document.shape)}, x {list(x.shape)}: "
+                "expected [T] and batch 1"
+            )
+    limit = None if width <= MAX_TAPS else f"takes at most {MAX_TAPS} taps, got {width}"
+    backend = resolve_backend(backend, x, limit)
+
+    if backend == "torch":
+        return _torch_short_convolution(x, weight, state, position_in_document)
+    if state is None:
+        return _ShortConvolution.apply(x, weight, position_in_document), _last_inputs(x, width - 1)
+    x = torch.cat([state.transpose(1, 2).to(x.dtype), x], dim=1)
+    return _ShortConvolution.apply(x, weight, None)[:, width - 1 :], _last_inputs(x, width - 1)
+
+
+def _torch_short_convolution(
+    x: Tensor, weight: Tensor, state: Tensor | None, position_in_document: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The definition, as W shifted multiply-adds.
+
+    On CPUs that is as fast as a grouped `conv1d`, needs no transposes, and makes the reset at document
+    boundaries a mask per shift.
+    """
+    length, history = x.shape[1], weight.shape[-1] - 1
+    if state is None:
+        x = F.pad(x, (0, 0, history, 0))
+    else:
+        x = torch.cat([state.transpose(1, 2).to(x.dtype), x], dim=1)
+    taps = weight[:, 0].to(x.dtype).unbind(-1)
+    y = x[:, history:] * taps[-1]
+    for shift in range(1, history + 1):
+        past = x[:, history - shift : history - shift + length]
+        if position_in_document is not None:
+            past = past * (position_in_document >= shift).to(x.dtype)[:, None]
+        y = torch.addcmul(y, past, taps[-1 - shift])
+    return F.silu(y), x[:, length:].transpose(1, 2)
+
+
+def _last_inputs(x: Tensor, count: int) -> Tensor:
+    """The last `count` tokens of x [B, T, D] as [B, D, count], zeros before its first."""
+    missing = max(count - x.shape[1], 0)
+    last = x[:, x.shape[1] + missing - count :]
+    return (F.pad(last, (0, 0, missing, 0)) if missing else last).transpose(1, 2)
 
 
 class _ShortConvolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, position_in_document: Tensor | None) -> Tensor:
         x, weight = x.contiguous(), weight.contiguous()
-        offsets = None if offsets is None else offsets.contiguous()
+        position_in_document = None if position_in_document is None else position_in_document.contiguous()
         y = torch.empty_like(x)
-        short_convolution_forward(x, weight, offsets, y)
-        ctx.save_for_backward(x, weight, offsets)
+        short_convolution_forward(x, weight, position_in_document, y)
+        ctx.save_for_backward(x, weight, position_in_document)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, offsets = ctx.saved_tensors
+        x, weight, position_in_document = ctx.saved_tensors
         dx = torch.empty_like(x)
         dweight = torch.empty_like(weight, dtype=torch.float32)
-        short_convolution_backward(x, weight, offsets, dy.contiguous(), dx, dweight)
+        short_convolution_backward(x, weight, position_in_document, dy.contiguous(), dx, dweight)
         return dx, dweight.to(weight.dtype), None
 
 
-@opaque(mutates=("y",))
-def short_convolution_forward(x: Tensor, weight: Tensor, offsets: Tensor | None, y: Tensor) -> None:
+@custom_op(mutates=("y",))
+def short_convolution_forward(
+    x: Tensor, weight: Tensor, position_in_document: Tensor | None, y: Tensor
+) -> None:
     """Fill y."""
-    grid, sizes = _launch(x, weight, offsets, FORWARD)
+    grid, sizes = _launch(x, weight, position_in_document, FORWARD)
     with torch.cuda.device_of(x):
-        forward_kernel[grid](x, weight, offsets, y, **sizes)
+        forward_kernel[grid](x, weight, position_in_document, y, **sizes)
 
 
-@opaque(mutates=("dx", "dweight"))
+@custom_op(mutates=("dx", "dweight"))
 def short_convolution_backward(
-    x: Tensor, weight: Tensor, offsets: Tensor | None, dy: Tensor, dx: Tensor, dweight: Tensor
+    x: Tensor, weight: Tensor, position_in_document: Tensor | None, dy: Tensor, dx: Tensor, dweight: Tensor
 ) -> None:
     """Fill the gradients, that of the weight in fp32."""
-    grid, sizes = _launch(x, weight, offsets, BACKWARD)
-    groups = ceil_div(sizes["stretches"], sizes["BR"])
+    grid, sizes = _launch(x, weight, position_in_document, BACKWARD)
+    groups = ceil_div(sizes["n_blocks"], sizes["BR"])
     partial = torch.empty(groups, *weight.shape, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
-        backward_kernel[grid](x, weight, offsets, dy, dx, partial, **sizes)
+        backward_kernel[grid](x, weight, position_in_document, dy, dx, partial, **sizes)
     torch.sum(partial, 0, out=dweight)
 
 
 def _launch(
-    x: Tensor, weight: Tensor, offsets: Tensor | None, config: tuple[int, int, int, int]
+    x: Tensor, weight: Tensor, position_in_document: Tensor | None, config: tuple[int, int, int, int]
 ) -> tuple[tuple[int], dict[str, Any]]:
     """Grid (channel blocks fastest) and the arguments that both kernels share."""
-    (batch, length, channels), (stretch, rows, block, warps) = x.shape, config
-    stretches = batch * ceil_div(length, stretch)
+    (batch, length, channels), (tokens, rows, block, warps) = x.shape, config
+    n_blocks = batch * ceil_div(length, tokens)
     sizes = {
         "T": length,
-        "stretches": stretches,
+        "n_blocks": n_blocks,
         "D": channels,
         "W": weight.shape[-1],
-        "L": stretch,
+        "L": tokens,
         "BR": rows,
         "BD": block,
-        "PACKED": offsets is not None,
+        "PACKED": position_in_document is not None,
         "num_warps": warps,
     }
-    return (ceil_div(stretches, rows) * ceil_div(channels, block),), sizes
+    return (ceil_div(n_blocks, rows) * ceil_div(channels, block),), sizes
 
 
 @triton.jit
@@ -140,11 +221,11 @@ def store_tokens(p, b_x, o_row, o_t, o_end, o_d, D: tl.constexpr):
 
 
 @triton.jit
-def load_offsets(offsets, o_t, o_end, PACKED: tl.constexpr):
+def load_positions(position_in_document, o_t, o_end, PACKED: tl.constexpr):
     """[BR, 1] distances from the document's start (packed documents: one row, so that o_t is the token)."""
     b_n = tl.zeros_like(o_t)
     if PACKED:
-        b_n = tl.load(offsets + o_t, mask=(o_t >= 0) & (o_t < o_end), other=0).to(tl.int32)
+        b_n = tl.load(position_in_document + o_t, mask=(o_t >= 0) & (o_t < o_end), other=0).to(tl.int32)
     return b_n[:, None]
 
 
@@ -162,24 +243,24 @@ def convolve(b_x0, b_x1, b_x2, b_x3, b_w0, b_w1, b_w2, b_w3, b_n, PACKED: tl.con
 
 
 @triton.jit
-def program_tile(T, stretches, D: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
-    """Of this program's stretches: rows of their sequences, first tokens, ends; then its channels."""
+def program_tile(T, n_blocks, D: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+    """Of this program's blocks: first rows of their sequences, first tokens, ends; then its channels."""
     ND: tl.constexpr = (D + BD - 1) // BD
     o_s = (tl.program_id(0) // ND) * BR + tl.arange(0, BR)
     n_per_sequence = tl.cdiv(T, L)
     o_row = (o_s // n_per_sequence).to(tl.int64) * T
-    o_end = tl.where(o_s < stretches, T, 0)
+    o_end = tl.where(o_s < n_blocks, T, 0)
     return o_row, (o_s % n_per_sequence) * L, o_end, (tl.program_id(0) % ND) * BD + tl.arange(0, BD)
 
 
-@triton.jit(do_not_specialize=["T", "stretches"])
+@triton.jit(do_not_specialize=["T", "n_blocks"])
 def forward_kernel(
-    x, weight, offsets, y,  # [B, T, D], [D, W], [T], out [B, T, D]
-    T, stretches,
+    x, weight, position_in_document, y,  # [B, T, D], [D, W], [T], out [B, T, D]
+    T, n_blocks,
     D: tl.constexpr, W: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    o_row, o_t, o_end, o_d = program_tile(T, stretches, D, L, BR, BD)
+    o_row, o_t, o_end, o_d = program_tile(T, n_blocks, D, L, BR, BD)
     b_w0, b_w1 = load_tap(weight, o_d, 0, D, W), load_tap(weight, o_d, 1, D, W)
     b_w2, b_w3 = load_tap(weight, o_d, 2, D, W), load_tap(weight, o_d, 3, D, W)
     b_x3 = load_tokens(x, o_row, o_t - 3, o_end, o_d, D)
@@ -192,23 +273,23 @@ def forward_kernel(
         b_x3, b_x2, b_x1 = b_g1, b_g2, b_g3
         b_g0, b_g1, b_g2, b_g3 = load_group(x, o_row, o_t + i + GROUP, o_stop, o_d, D)
         for j in tl.static_range(GROUP):
-            b_n = load_offsets(offsets, o_t + i + j, o_stop, PACKED)
+            b_n = load_positions(position_in_document, o_t + i + j, o_stop, PACKED)
             b_z = convolve(
                 b_xs[j + 3], b_xs[j + 2], b_xs[j + 1], b_xs[j], b_w0, b_w1, b_w2, b_w3, b_n, PACKED
             )
             store_tokens(y, b_z * tl.sigmoid(b_z), o_row, o_t + i + j, o_stop, o_d, D)
 
 
-@triton.jit(do_not_specialize=["T", "stretches"])
+@triton.jit(do_not_specialize=["T", "n_blocks"])
 def backward_kernel(
-    x, weight, offsets, dy,  # [B, T, D], [D, W], [T], [B, T, D]
-    dx, partial,  # out: [B, T, D]; weight gradient per group of stretches, fp32 [groups, D, W]
-    T, stretches,
+    x, weight, position_in_document, dy,  # [B, T, D], [D, W], [T], [B, T, D]
+    dx, partial,  # out: [B, T, D]; weight gradient per program, fp32 [groups, D, W]
+    T, n_blocks,
     D: tl.constexpr, W: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
     """With dz the gradient of the pre-activation: dx_t = sum_s w_s dz_{t+s} and dw_s = sum_t dz_t x_{t-s}."""
-    o_row, o_t, o_end, o_d = program_tile(T, stretches, D, L, BR, BD)
+    o_row, o_t, o_end, o_d = program_tile(T, n_blocks, D, L, BR, BD)
     b_w0, b_w1 = load_tap(weight, o_d, 0, D, W), load_tap(weight, o_d, 1, D, W)
     b_w2, b_w3 = load_tap(weight, o_d, 2, D, W), load_tap(weight, o_d, 3, D, W)
     b_x3 = load_tokens(x, o_row, o_t - 3, o_end, o_d, D)
@@ -227,7 +308,7 @@ def backward_kernel(
         b_g0, b_g1, b_g2, b_g3 = load_group(x, o_row, o_t + i + GROUP, o_stop, o_d, D)
         b_dy0, b_dy1, b_dy2, b_dy3 = load_group(dy, o_row, o_t + i + GROUP, o_stop, o_d, D)
         for j in tl.static_range(GROUP):
-            b_n = load_offsets(offsets, o_t + i + j, o_stop, PACKED)
+            b_n = load_positions(position_in_document, o_t + i + j, o_stop, PACKED)
             b_z = convolve(
                 b_xs[j + 3], b_xs[j + 2], b_xs[j + 1], b_xs[j], b_w0, b_w1, b_w2, b_w3, b_n, PACKED
             )
@@ -241,7 +322,7 @@ def backward_kernel(
             b_dx2 = b_dx1 + reached(b_dz * b_w1, b_n, 1, PACKED)
             b_dx1 = b_dz * b_w0
 
-            b_own = tl.where(i < L, b_dz, 0.0)  # the tokens after the stretch are its neighbour's to count
+            b_own = tl.where(i < L, b_dz, 0.0)  # the next block counts the tokens after this one
             b_dw0 += b_own * b_xs[j + 3]
             b_dw1 += reached(b_own * b_xs[j + 2], b_n, 1, PACKED)
             b_dw2 += reached(b_own * b_xs[j + 1], b_n, 2, PACKED)

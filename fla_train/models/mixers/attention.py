@@ -12,8 +12,8 @@ from fla_train.models.context import SequenceContext
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     """Rotary position embedding (half-rotation layout) of x [B, H, T, D] at `positions`, integers [T].
 
-    The angles are made anew, in fp32: a buffer would have to survive meta initialisation and casts of the
-    model.
+    The angles are computed at each call, in fp32: a buffer would be lost by meta initialisation and rounded
+    by casts of the model.
     """
     half = x.shape[-1] // 2
     channel = torch.arange(half, device=x.device, dtype=torch.float32)
@@ -44,9 +44,9 @@ class HybridAttention(nn.Module):
     a call that asks for the weights is "eager" too.
     """
 
-    def __init__(self, config: DeltaProductConfig, layer: int = 0) -> None:
+    def __init__(self, config: DeltaProductConfig, layer_index: int = 0) -> None:
         super().__init__()
-        self.config, self.layer, attn = config, layer, config.attn
+        self.config, self.layer_index, attn = config, layer_index, config.attn
         self.num_heads, self.num_kv_heads = attn["num_heads"], attn["num_kv_heads"]
         self.head_dim = config.hidden_size // self.num_heads
         self.rope_theta = attn["rope_theta"]
@@ -67,7 +67,7 @@ class HybridAttention(nn.Module):
         k = rotate(heads(self.k_proj(x)), context.positions, self.rope_theta)
         v = heads(self.v_proj(x))
         if cache is not None:
-            k, v = cache.update(k, v, self.layer)
+            k, v = cache.update(k, v, self.layer_index)
         if self.config._attn_implementation == "eager" or context.attentions is not None:
             o, weights = eager_attention(q, k, v, context.visible)
             if context.attentions is not None:

@@ -1,21 +1,29 @@
-"""What runs a neighbour: its definition in PyTorch, or its Triton kernel."""
+"""Choice of backend for the fused ops: the PyTorch definition or the Triton kernels."""
 
 import os
+import warnings
 
 import torch
 from torch import Tensor
 
 BACKENDS = ("torch", "triton")
-BACKEND_VARIABLE = "FLA_TRAIN_NEIGHBOURS"
+BACKEND_VARIABLE = "FLA_TRAIN_FUSED_OPS"
+FORMER_VARIABLE = "FLA_TRAIN_NEIGHBOURS"
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Once, at import: torch.compile traces `resolve_backend`. Processes that are started inherit the new name.
+if FORMER_VARIABLE in os.environ:
+    os.environ.setdefault(BACKEND_VARIABLE, os.environ.pop(FORMER_VARIABLE))
+    warnings.warn(f"{FORMER_VARIABLE} is now called {BACKEND_VARIABLE}", FutureWarning, stacklevel=1)
 
 
 def resolve_backend(backend: str, x: Tensor, limit: str | None = None) -> str:
-    """The backend that runs: the argument, else `FLA_TRAIN_NEIGHBOURS`, else triton where it can, else torch.
+    """The backend that runs: the argument, else `FLA_TRAIN_FUSED_OPS`, else triton where it can, else torch.
 
     Args:
-        x: an input, whose device and dtype count.
-        limit: what the kernel cannot do of this call ("takes at most ..."), None if it can do it all.
+        backend: "torch", "triton" or "auto".
+        x: an input of the op; its device and dtype count.
+        limit: why the kernel cannot run this call ("takes at most ..."), or None if it can.
 
     Raises:
         ValueError: for a name that is not in `BACKENDS`, and for triton where it cannot run.

@@ -1,4 +1,7 @@
-"""SwiGLU and its linear layer in Triton and matrix products; nothing but the inputs is kept."""
+"""SwiGLU with the linear layer after it, (silu(gate) * up) W^T: PyTorch definition and Triton kernels.
+
+The Triton version keeps nothing but its inputs for the backward pass.
+"""
 
 from typing import Any
 
@@ -9,15 +12,40 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fla_train.kernels.opaque import opaque
+from fla_train.kernels.custom_op import custom_op
+from fla_train.kernels.fused_ops.backend import resolve_backend
 from fla_train.kernels.sizes import ceil_div
 
-BLOCK = 2048  # elements per program
+BLOCK = 2048  # elements per program of the Triton kernels
 
 
-def triton_swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-    """`swiglu_linear` on checked inputs."""
-    return _SwiGLULinear.apply(gate, up, weight)
+def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
+    """(silu(gate) * up) weight^T, differentiable in all three.
+
+    The triton backend computes the product in float32 and keeps only its factors. The backward pass reads
+    them anyway and recomputes the product for the gradient of `weight`: a third less memory for an MLP.
+
+    Args:
+        gate, up: [..., D], of the same shape and dtype.
+        weight: [D_out, D]; taken in the dtype of `gate`.
+        backend: "torch", "triton" or "auto" (see `resolve_backend`).
+
+    Returns:
+        [..., D_out] in the dtype of `gate`.
+
+    Raises:
+        ValueError: when shapes or dtypes do not fit, or for a backend that cannot run.
+    """
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(
+            f"gate is {gate.dtype} {list(gate.shape)}, up is {up.dtype} {list(up.shape)}: expected the same"
+        )
+    if weight.dim() != 2 or weight.shape[1] != gate.shape[-1]:
+        raise ValueError(f"weight has shape {list(weight.shape)}: expected [D_out, {gate.shape[-1]}]")
+    if resolve_backend(backend, gate) == "triton":
+        return _SwiGLULinear.apply(gate, up, weight)
+    with torch.autocast(gate.device.type, enabled=False):
+        return F.linear(F.silu(gate) * up, weight.to(gate.dtype))
 
 
 class _SwiGLULinear(torch.autograd.Function):
@@ -45,16 +73,16 @@ class _SwiGLULinear(torch.autograd.Function):
         return dgate, dup, dweight
 
 
-@opaque(mutates=("y",))
+@custom_op(mutates=("y",))
 def swiglu_forward(gate: Tensor, up: Tensor, y: Tensor) -> None:
     """Fill y."""
     with torch.cuda.device_of(gate):
         forward_kernel[(ceil_div(y.numel(), BLOCK),)](gate, up, y, y.numel(), BLOCK)
 
 
-@opaque(mutates=("product", "dgate", "dup"))
+@custom_op(mutates=("product", "dgate", "dup"))
 def swiglu_backward(gate: Tensor, up: Tensor, product: Tensor, dgate: Tensor, dup: Tensor) -> None:
-    """Fill the gradients; `product` holds the gradient of silu(gate) * up, and that itself afterwards."""
+    """Fill the gradients; `product` enters as the gradient of silu(gate) * up and leaves as that product."""
     with torch.cuda.device_of(gate):
         n = product.numel()
         backward_kernel[(ceil_div(n, BLOCK),)](gate, up, product, dgate, dup, n, BLOCK)

@@ -1,4 +1,4 @@
-"""The operator's neighbours against PyTorch's own layers in fp64: outputs and gradients of both backends.
+"""The fused ops against PyTorch's own layers in fp64: outputs and gradients of both backends.
 
 The Triton kernels are interpreted here and compiled where there is a GPU. The interpreter cuts float32 to
 bfloat16 instead of rounding, hence the wider bounds of half precision.
@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fla_train.kernels import neighbours
-from fla_train.kernels.neighbours import (
+from fla_train.kernels import fused_ops
+from fla_train.kernels.fused_ops import (
     IGNORE,
     add_rms_norm,
     consume_logits,
@@ -86,15 +86,15 @@ def bound_of(case: Case) -> float:
 
 def check_convolution(case: Case, backend: str) -> None:
     *_, channels = case.shape
-    offsets = None
+    positions = None
     if case.documents is not None:
-        offsets = torch.cat([torch.arange(n, device=DEVICE) for n in case.documents])
+        positions = torch.cat([torch.arange(n, device=DEVICE) for n in case.documents])
     leaves = [random(*case.shape, dtype=case.dtype), random(channels, 1, case.width, dtype=case.weight)]
     if case.state:
         leaves.append(random(case.shape[0], channels, case.width - 1, dtype=case.dtype))
 
     def ours(x: Tensor, weight: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return short_convolution(x, weight, state=state, offsets=offsets, backend=backend)
+        return short_convolution(x, weight, state=state, position_in_document=positions, backend=backend)
 
     def reference(x: Tensor, weight: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if state is None:
@@ -193,12 +193,12 @@ def check_cross_entropy(case: Case, backend: str) -> None:
 
 
 @pytest.fixture
-def small_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many stretches of time per call, which the interpreter walks in one or two programs."""
-    from fla_train.kernels.neighbours import convolution_triton
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many blocks of time per call in one or two programs, which is faster in the interpreter."""
+    from fla_train.kernels.fused_ops import short_conv
 
-    monkeypatch.setattr(convolution_triton, "FORWARD", (8, 64, 128, 4))
-    monkeypatch.setattr(convolution_triton, "BACKWARD", (8, 64, 128, 4))
+    monkeypatch.setattr(short_conv, "FORWARD", (8, 64, 128, 4))
+    monkeypatch.setattr(short_conv, "BACKWARD", (8, 64, 128, 4))
 
 
 CONVOLUTIONS = [
@@ -220,7 +220,7 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="the GPU tests cover th
 
 @interpreted
 @pytest.mark.parametrize("case", CONVOLUTIONS, ids=str)
-def test_convolution(case: Case, small_stretches: None) -> None:
+def test_convolution(case: Case, small_blocks: None) -> None:
     check_convolution(case, "triton")
 
 
@@ -273,9 +273,11 @@ def test_gradients_of_the_definitions() -> None:
     def leaf(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
-    offsets = torch.tensor([0, 1, 2, 0, 1])
+    positions = torch.tensor([0, 1, 2, 0, 1])
     x, weight, state = leaf(1, 5, 3), leaf(3, 1, 4), leaf(1, 3, 3)
-    assert torch.autograd.gradcheck(lambda *a: short_convolution(*a, offsets=offsets)[0], (x, weight))
+    assert torch.autograd.gradcheck(
+        lambda x, w: short_convolution(x, w, position_in_document=positions)[0], (x, weight)
+    )
     assert torch.autograd.gradcheck(lambda x, w, s: short_convolution(x, w, state=s), (x, weight, state))
     x, other, weight = leaf(2, 6), leaf(2, 6), leaf(6)
     assert torch.autograd.gradcheck(lambda x, w, g: rms_norm(x, w, EPS, gate=g), (x, weight, other))
@@ -336,4 +338,4 @@ def test_gpu_gates(case: Case, gated: bool) -> None:
 @pytest.mark.parametrize("case", [*PRODUCTS, Case((8, 2048, 2816), BF16)], ids=str)
 def test_gpu_swiglu(case: Case) -> None:
     check_swiglu(case, "triton")
-    assert neighbours.resolve_backend("auto", torch.empty(1, device="cuda", dtype=BF16)) == "triton"
+    assert fused_ops.resolve_backend("auto", torch.empty(1, device="cuda", dtype=BF16)) == "triton"

@@ -1,4 +1,4 @@
-"""The model with the Triton kernels around the operator, interpreted, against the model in plain PyTorch."""
+"""The model with the fused ops' Triton kernels, interpreted, against the model in plain PyTorch."""
 
 import pytest
 import torch
@@ -10,17 +10,17 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels a
 
 
 @pytest.fixture(autouse=True)
-def _small_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fla_train.kernels.neighbours import convolution_triton
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fla_train.kernels.fused_ops import short_conv
 
-    monkeypatch.setattr(convolution_triton, "FORWARD", (4, 16, 64, 4))
-    monkeypatch.setattr(convolution_triton, "BACKWARD", (4, 16, 64, 4))
+    monkeypatch.setattr(short_conv, "FORWARD", (4, 16, 64, 4))
+    monkeypatch.setattr(short_conv, "BACKWARD", (4, 16, 64, 4))
 
 
 def losses_and_gradients(monkeypatch, config, autocast: bool, checkpointing: bool, **inputs):
-    """Loss and all gradients in one vector, per backend of the neighbours."""
+    """Loss and all gradients in one vector, per backend of the fused ops."""
     for backend in ("torch", "triton"):
-        monkeypatch.setenv("FLA_TRAIN_NEIGHBOURS", backend)
+        monkeypatch.setenv("FLA_TRAIN_FUSED_OPS", backend)
         torch.manual_seed(0)
         model = DeltaProductForCausalLM(config).train()
         if checkpointing:
@@ -57,7 +57,7 @@ def test_generation_agrees(monkeypatch, tokens):
     """Prefill, then single tokens that continue from the convolutions' states."""
     found = []
     for backend in ("torch", "triton"):
-        monkeypatch.setenv("FLA_TRAIN_NEIGHBOURS", backend)
+        monkeypatch.setenv("FLA_TRAIN_FUSED_OPS", backend)
         torch.manual_seed(0)
         model = DeltaProductForCausalLM(small_config()).eval()
         found.append(model.generate(tokens[:, :5], max_new_tokens=3, do_sample=False, pad_token_id=0))

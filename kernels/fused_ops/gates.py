@@ -1,24 +1,61 @@
-"""The recurrence's scalars in Triton: one small launch each way where PyTorch takes a dozen."""
+"""Gates of the recurrence, step sizes beta and log decays g in fp32: PyTorch definition, Triton kernels."""
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fla_train.kernels.opaque import opaque
+from fla_train.kernels.custom_op import custom_op
+from fla_train.kernels.fused_ops.backend import resolve_backend
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
 
-TILE = 2048  # elements of a program's tile of step sizes
+TILE = 2048  # elements of b per program of the Triton kernels
 
 
-def triton_recurrence_gates(
-    b: Tensor, a: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None, beta_max: float
+def recurrence_gates(
+    b: Tensor,
+    a: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    *,
+    beta_max: float,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """`recurrence_gates` on checked inputs."""
-    return _Gates.apply(b, a, A_log, dt_bias, beta_max)
+    """beta = beta_max sigmoid(b) and g = -exp(A_log) softplus(a + dt_bias), differentiable in all tensors.
+
+    Args:
+        b: [..., N H] for N Householder steps and H heads; a: [..., H], or None without forget gate.
+        A_log, dt_bias: [H], None with `a`.
+        beta_max: 1, or 2 for eigenvalues in [-1, 1].
+        backend: "torch", "triton" or "auto" (see `resolve_backend`).
+
+    Returns:
+        beta and g (or None) in the shapes of `b` and `a`, float32 (float64 for float64 input).
+
+    Raises:
+        ValueError: when only some of `a`, `A_log` and `dt_bias` are given, for shapes that do not fit, or a
+            backend that cannot run.
+    """
+    if len({x is None for x in (a, A_log, dt_bias)}) > 1:
+        raise ValueError("the forget gate needs a, A_log and dt_bias together: give all of them or none")
+    if a is not None:
+        heads = a.shape[-1]
+        if a.shape[:-1] != b.shape[:-1] or {A_log.shape, dt_bias.shape} != {(heads,)}:
+            shapes = ", ".join(str(list(x.shape)) for x in (b, a, A_log, dt_bias))
+            raise ValueError(
+                f"b, a, A_log, dt_bias have shapes {shapes}: expected [..., N H], [..., H], [H], [H]"
+            )
+    if resolve_backend(backend, b) == "triton":
+        return _Gates.apply(b, a, A_log, dt_bias, beta_max)
+    wide = torch.promote_types(b.dtype, torch.float32)
+    beta = beta_max * torch.sigmoid(b.to(wide))
+    if a is None:
+        return beta, None
+    return beta, -A_log.to(wide).exp() * F.softplus(a.to(wide) + dt_bias.to(wide))
 
 
 class _Gates(torch.autograd.Function):
@@ -51,7 +88,7 @@ class _Gates(torch.autograd.Function):
         return db, da, dA_log.to(A_log.dtype), ddt_bias.to(dt_bias.dtype), None
 
 
-@opaque(mutates=("beta", "g"))
+@custom_op(mutates=("beta", "g"))
 def recurrence_gates_forward(
     b: Tensor,
     a: Tensor | None,
@@ -67,7 +104,7 @@ def recurrence_gates_forward(
         forward_kernel[(programs,)](b, a, A_log, dt_bias, beta, g, beta_max=beta_max, **sizes)
 
 
-@opaque(mutates=("db", "da", "dparameters"))
+@custom_op(mutates=("db", "da", "dparameters"))
 def recurrence_gates_backward(
     b: Tensor,
     a: Tensor | None,
@@ -80,7 +117,7 @@ def recurrence_gates_backward(
     da: Tensor | None,
     dparameters: Tensor | None,
 ) -> None:
-    """Fill the gradients; `dparameters` are those of A_log and dt_bias, fp32 [2, heads]."""
+    """Fill the gradients; `dparameters` are those of A_log and dt_bias, fp32 [2, H]."""
     programs, sizes = _sizes(b, a)
     partial = None if a is None else dparameters.new_empty(2, programs, a.shape[-1])
     with torch.cuda.device_of(b):
@@ -93,12 +130,12 @@ def recurrence_gates_backward(
 
 def _sizes(b: Tensor, a: Tensor | None) -> tuple[int, dict[str, Any]]:
     """Number of programs, and the arguments that both kernels share."""
-    steps, heads = b.shape[-1], 1 if a is None else a.shape[-1]
-    block = next_power_of_2(steps)
-    tile_rows, rows = max(1, TILE // block), b.numel() // steps
+    columns, heads = b.shape[-1], 1 if a is None else a.shape[-1]
+    block = next_power_of_2(columns)
+    tile_rows, rows = max(1, TILE // block), b.numel() // columns
     return ceil_div(rows, tile_rows), {
         "n_rows": rows,
-        "S": steps,
+        "S": columns,
         "H": heads,
         "BR": tile_rows,
         "BS": block,

@@ -1,11 +1,11 @@
-"""Unusual inputs of the operator's neighbours: strided, empty, excluded logits, autocast; both backends."""
+"""Unusual inputs of the fused ops: strided, empty, excluded logits, autocast; both backends."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fla_train.kernels.neighbours import (
+from fla_train.kernels.fused_ops import (
     add_rms_norm,
     consume_logits,
     recurrence_gates,
@@ -13,7 +13,7 @@ from fla_train.kernels.neighbours import (
     short_convolution,
     swiglu_linear,
 )
-from tests.kernels.test_neighbours import DEVICE, EPS, FP32, random
+from tests.kernels.test_fused_ops import DEVICE, EPS, FP32, random
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -87,11 +87,11 @@ def test_strided_inputs() -> None:
 
 
 def test_what_goes_with_the_activations_may_be_strided_too() -> None:
-    offsets = torch.tensor([[0, 9], [1, 9], [0, 9], [1, 9], [2, 9]], device=DEVICE)[:, 0]
+    positions = torch.tensor([[0, 9], [1, 9], [0, 9], [1, 9], [2, 9]], device=DEVICE)[:, 0]
     x, weight, (b, a), parameters = random(1, 5, 20), random(20, 1, 4), random(2, 7, 3), random(3, 2)
 
     def outputs(backend: str) -> list[Tensor]:
-        convolved, _ = short_convolution(x, weight, offsets=offsets, backend=backend)
+        convolved, _ = short_convolution(x, weight, position_in_document=positions, backend=backend)
         return [convolved, *recurrence_gates(b, a, *parameters.unbind(1), beta_max=2.0, backend=backend)]
 
     torch.testing.assert_close(outputs("triton"), outputs("torch"))

@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton
 
-from fla_train.kernels.dispatch import run_kernel
+from fla_train.kernels.cached_launch import run_kernel
 
 NUMBERS = torch.zeros(64)
 DESCRIBED = SimpleNamespace(base=NUMBERS.bfloat16(), block_shape=[64, 128])

@@ -1,11 +1,13 @@
-"""What the neighbours accept, which backend runs them, and the words in which they refuse."""
+"""Which backend runs the fused ops, and the errors for arguments that do not fit."""
 
+import runpy
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from fla_train.kernels.neighbours import (
+from fla_train.kernels.fused_ops import (
+    backend,
     consume_logits,
     recurrence_gates,
     resolve_backend,
@@ -27,12 +29,24 @@ def test_backend_is_chosen_by_argument_variable_and_input(monkeypatch: pytest.Mo
         resolve_backend("triton", x.double())
     with pytest.raises(ValueError, match="backend='cuda' is unknown: choose auto, torch, triton"):
         resolve_backend("cuda", x)
-    monkeypatch.setenv("FLA_TRAIN_NEIGHBOURS", "")
+    monkeypatch.setenv("FLA_TRAIN_FUSED_OPS", "")
     assert resolve_backend("auto", x) == "torch"
-    monkeypatch.setenv("FLA_TRAIN_NEIGHBOURS", "fast")
+    monkeypatch.setenv("FLA_TRAIN_FUSED_OPS", "fast")
     assert resolve_backend("torch", x) == "torch"
-    with pytest.raises(ValueError, match="FLA_TRAIN_NEIGHBOURS='fast' is unknown"):
+    with pytest.raises(ValueError, match="FLA_TRAIN_FUSED_OPS='fast' is unknown"):
         resolve_backend("auto", x)
+
+
+def test_the_former_name_of_the_variable_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, expected in (({}, "triton"), ({"FLA_TRAIN_FUSED_OPS": "torch"}, "torch")):
+        monkeypatch.setenv("FLA_TRAIN_NEIGHBOURS", "triton")
+        monkeypatch.delenv("FLA_TRAIN_FUSED_OPS", raising=False)
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        with pytest.warns(FutureWarning, match="FLA_TRAIN_FUSED_OPS"):
+            module = runpy.run_path(backend.__file__)
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        assert module["resolve_backend"]("auto", torch.zeros(1)) == expected
 
 
 @pytest.mark.parametrize(
@@ -53,7 +67,9 @@ def test_backend_is_chosen_by_argument_variable_and_input(monkeypatch: pytest.Mo
             r"state has shape \[1, 3, 4\], expected \[B, D, W-1\] = \[1, 3, 3\]",
         ),
         (
-            lambda: short_convolution(torch.zeros(2, 2, 3), torch.zeros(3, 1, 4), offsets=torch.arange(2)),
+            lambda: short_convolution(
+                torch.zeros(2, 2, 3), torch.zeros(3, 1, 4), position_in_document=torch.arange(2)
+            ),
             "batch 1",
         ),
         (lambda: rms_norm(torch.zeros(2, 3), torch.ones(2), 1e-6), r"weight has shape \[2\]"),
@@ -64,7 +80,7 @@ def test_backend_is_chosen_by_argument_variable_and_input(monkeypatch: pytest.Mo
         ),
         (
             lambda: swiglu_linear(torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.bfloat16), torch.eye(2)),
-            "expected alike",
+            "expected the same",
         ),
         (
             lambda: swiglu_linear(torch.zeros(2, 2), torch.zeros(2, 2), torch.zeros(2, 3)),
@@ -76,12 +92,12 @@ def test_backend_is_chosen_by_argument_variable_and_input(monkeypatch: pytest.Mo
         ),
     ],
 )
-def test_faults_are_named(call: Callable[[], object], message: str) -> None:
+def test_arguments_that_do_not_fit(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
 
 def test_state_and_documents_exclude_each_other() -> None:
     x, weight = torch.zeros(1, 2, 3), torch.zeros(3, 1, 4)
-    with pytest.raises(ValueError, match="give one of them"):
-        short_convolution(x, weight, state=torch.zeros(1, 3, 3), offsets=torch.arange(2))
+    with pytest.raises(ValueError, match="not both"):
+        short_convolution(x, weight, state=torch.zeros(1, 3, 3), position_in_document=torch.arange(2))
