@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from fla_train.baselines import build_baseline
-from fla_train.data import PreparedData, open_train
+from fla_train.data.cache import PreparedData
+from fla_train.data.open_dataset import open_train
 from fla_train.models.accounting import (
     ParameterCount,
     count_parameters,

@@ -77,7 +77,7 @@ def train(config: "TrainConfig", data_folder: Path, console: TextIO, request: St
     """
     import torch.distributed as dist
 
-    from fla_train.data import open_prepared
+    from fla_train.data.cache import open_prepared
     from fla_train.training.loop import Trainer
     from fla_train.training.process_group import join
     from fla_train.training.resolve import with_processes

@@ -1,5 +1,5 @@
-"""What kind of fault keeps data from being prepared; light like `chunks`, and imported by every command."""
+"""Errors that tell callers whether another attempt may succeed."""
 
 
 class Interrupted(ValueError):
-    """The disk, the network or a killed process is at fault, not the request: another attempt may go on."""
+    """The disk, the network or a process failed, not the request: the same command may succeed later."""

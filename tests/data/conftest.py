@@ -7,7 +7,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from fla_train.data import DataConfig, TokenizerConfig
+from fla_train.data.config import DataConfig, TokenizerConfig
 
 WORDS = [
     "state",

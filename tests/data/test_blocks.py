@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from fla_train.data import PreparedData, TokenDataset, blocks, prepare
+from fla_train.data import shards
+from fla_train.data.cache import PreparedData
+from fla_train.data.dataset import TokenDataset
+from fla_train.data.prepare import prepare
 
 BLOCK = 1024  # bytes: 512 tokens
 
 
 @pytest.fixture
 def prepared(local, monkeypatch: pytest.MonkeyPatch) -> PreparedData:
-    monkeypatch.setattr(blocks, "BLOCK", BLOCK)
+    monkeypatch.setattr(shards, "BLOCK", BLOCK)
     return prepare(local, log=lambda line: None, progress=False)
 
 

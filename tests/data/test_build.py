@@ -12,9 +12,13 @@ from pathlib import Path
 import datasets
 import pytest
 
-from fla_train.data import TokenizerConfig, build, files, prepare, shards, sources, workers
-from fla_train.data.faults import Interrupted
+from fla_train.data import files, shards, sources, tokenize
+from fla_train.data import prepare as preparation
+from fla_train.data.cache import JOURNAL
+from fla_train.data.config import TokenizerConfig
+from fla_train.data.prepare import prepare
 from fla_train.data.shards import ShardWriter
+from fla_train.utils.errors import Interrupted
 from tests.data.conftest import WORDS, write_jsonl, write_parquet
 from tests.data.test_prepare import expected_bytes, read
 
@@ -37,7 +41,7 @@ def small_chunks(monkeypatch):
 def _make_small(assign):
     for module in (files, sources):
         assign(module, "CHUNK_BYTES", 1500)
-    assign(build, "COMMIT_SECONDS", 0.0)
+    assign(preparation, "COMMIT_SECONDS", 0.0)
 
 
 def _prepare_until_killed(config, after):
@@ -101,8 +105,8 @@ def test_killed_at_any_disk_operation(tmp_path, local, corpus, documents, kind):
 def test_any_number_of_workers_gives_the_same_bytes(
     tmp_path, local, documents, small_chunks, monkeypatch, num_workers
 ):
-    monkeypatch.setattr(workers, "_START_CHUNKS", 2)
-    monkeypatch.setattr(workers, "available_cores", lambda: 2)
+    monkeypatch.setattr(tokenize, "START_CHUNKS", 2)
+    monkeypatch.setattr(tokenize, "available_cores", lambda: 2)
     reference = contents(quiet(replace(local, cache_dir=str(tmp_path / "once"), num_workers=0)).folder)
     prepared = quiet(replace(local, num_workers=num_workers))
     assert contents(prepared.folder) == reference
@@ -110,7 +114,7 @@ def test_any_number_of_workers_gives_the_same_bytes(
 
 
 def _prepare_with_workers(config):
-    build.COMMIT_SECONDS = 0.0
+    preparation.COMMIT_SECONDS = 0.0
     prepare(config, log=lambda line: None, progress=False)
 
 
@@ -147,17 +151,17 @@ def _serving():
             commands.append(entry.read_bytes())
         except OSError:
             continue
-    return [c for c in commands if b"fla_train.data.workers import serve" in c]
+    return [c for c in commands if b"fla_train.data.tokenize import serve" in c]
 
 
 def test_a_worker_that_dies(local, small_chunks, monkeypatch):
-    encode = workers._Worker.encode
+    encode = tokenize.Worker.encode
 
     def dying(self, chunk):
         self._process.kill()
         return encode(self, chunk)
 
-    monkeypatch.setattr(workers._Worker, "encode", dying)
+    monkeypatch.setattr(tokenize.Worker, "encode", dying)
     with pytest.raises(Interrupted, match=r"process ended with code -9.*data\.num_workers.*same command"):
         quiet(replace(local, num_workers=1))
     monkeypatch.undo()
@@ -166,7 +170,7 @@ def test_a_worker_that_dies(local, small_chunks, monkeypatch):
 
 def test_a_worker_leaves_signals_to_its_parent(local, small_chunks, monkeypatch):
     """Batch systems and terminals send them to every process of a job."""
-    encode = workers._Worker.encode
+    encode = tokenize.Worker.encode
 
     def signalled(self, chunk):
         encoded = encode(self, chunk)
@@ -174,7 +178,7 @@ def test_a_worker_leaves_signals_to_its_parent(local, small_chunks, monkeypatch)
             self._process.send_signal(number)
         return encoded
 
-    monkeypatch.setattr(workers._Worker, "encode", signalled)
+    monkeypatch.setattr(tokenize.Worker, "encode", signalled)
     quiet(replace(local, num_workers=1)).verify()
 
 
@@ -307,7 +311,7 @@ def test_a_journal_that_could_not_take_its_place_is_gone_in_the_end(tmp_path, lo
     move = os.replace
 
     def broken(source, target):
-        if Path(target).name == build.PROGRESS and Path(target).exists():  # the first one arrived
+        if Path(target).name == JOURNAL and Path(target).exists():  # the first one arrived
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         move(source, target)
 
@@ -317,7 +321,7 @@ def test_a_journal_that_could_not_take_its_place_is_gone_in_the_end(tmp_path, lo
         with pytest.raises(ValueError, match="Input/output error"):
             quiet(local)
     (left,) = (tmp_path / "cache").rglob("*.tmp")
-    assert left.name.startswith(build.PROGRESS)
+    assert left.name.startswith(JOURNAL)
     lines = []
     assert contents(quiet(local, lines.append).folder) == undisturbed
     assert "going on after" in lines[0]

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from fla_train.data import BatchPlan, MicroBatches, TokenDataset, prepare, sequential_batches
+from fla_train.data.dataset import TokenDataset
+from fla_train.data.prepare import prepare
+from fla_train.data.sampler import BatchSampler, PrefetchLoader, sequential_batches
 from tests.data.test_prepare import read
 
 
@@ -44,7 +46,7 @@ def test_a_step_is_the_same_set_however_it_is_cut():
     for step in (0, 3):
         expected = list(range(step * 24, (step + 1) * 24))
         for world, micro in [(1, 24), (1, 1), (2, 3), (4, 6), (3, 2)]:
-            plans = [BatchPlan(24, micro, rank, world) for rank in range(world)]
+            plans = [BatchSampler(24, micro, rank, world) for rank in range(world)]
             assert all(p.indices(step).shape == (p.accumulation, micro) for p in plans)
             # In order of micro-batch, then rank: the order of the stream.
             assert np.stack([p.indices(step) for p in plans], axis=1).ravel().tolist() == expected
@@ -55,19 +57,19 @@ def test_a_step_is_the_same_set_however_it_is_cut():
 )
 def test_impossible_batches(batch, micro, world):
     with pytest.raises(ValueError, match="global batch"):
-        BatchPlan(batch, micro, 0, world)
+        BatchSampler(batch, micro, 0, world)
 
 
 def test_micro_batches_in_order_and_resumed(prepared):
     dataset = TokenDataset(prepared.folder, "train", 16, seed=3)
-    plan = BatchPlan(12, 2, 1, 2)
+    plan = BatchSampler(12, 2, 1, 2)
     state = torch.get_rng_state()
-    with MicroBatches(dataset, plan, 0, 5) as batches:
+    with PrefetchLoader(dataset, plan, 0, 5) as batches:
         whole = list(batches)
     assert torch.equal(torch.get_rng_state(), state)
     expected = [dataset.sequences(row) for step in range(5) for row in plan.indices(step)]
     assert torch.equal(torch.stack(whole), torch.stack(expected))
-    with MicroBatches(dataset, plan, 2) as batches:  # no end: runs on over the epochs
+    with PrefetchLoader(dataset, plan, 2) as batches:  # no end: runs on over the epochs
         resumed = [next(batches) for _ in range(9)]
     assert torch.equal(torch.stack(resumed), torch.stack(whole[6:15]))
     with pytest.raises(StopIteration):
@@ -82,7 +84,7 @@ def test_an_error_in_the_background_is_raised_in_front(prepared, monkeypatch):
         raise OSError("disk gone")
 
     monkeypatch.setattr(dataset, "sequences", broken)
-    with MicroBatches(dataset, BatchPlan(2, 2)) as batches, pytest.raises(OSError, match="disk gone"):
+    with PrefetchLoader(dataset, BatchSampler(2, 2)) as batches, pytest.raises(OSError, match="disk gone"):
         next(batches)
 
 

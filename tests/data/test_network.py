@@ -25,15 +25,18 @@ NAME, COMMIT, LATER = "someone/texts", "a" * 40, "c" * 40
 # Journals after every chunk, where a user's takes ten seconds.
 PREPARE = """
 from fla_train.cli.prepare import main
-from fla_train.data import build
-build.COMMIT_SECONDS = 0
+from fla_train.data import prepare
+prepare.COMMIT_SECONDS = 0
 main()
 """
 # Runs of one dataset, one after another.
 STREAM = """
 import json, sys
 import numpy as np
-from fla_train.data import DataConfig, TokenizerConfig, find_commits, open_train, prepare
+from fla_train.data.cache import find_commits
+from fla_train.data.config import DataConfig, TokenizerConfig
+from fla_train.data.open_dataset import open_train
+from fla_train.data.prepare import prepare
 
 def run(name, cache, pinned, reads):
     config = DataConfig(
@@ -214,7 +217,7 @@ def test_the_time_left_where_the_card_counts_the_documents(
 ):
     if card:
         (hub.commits[COMMIT] / "README.md").write_text(card)
-    at_once = "from fla_train.data import progress; progress.LINE_SECONDS = 0"
+    at_once = "from fla_train.utils import progress; progress.LINE_SECONDS = 0"
     given = ["data=hub", f"data.path={NAME}", f"data.cache_dir={tmp_path / 'cache'}", "data.num_workers=0"]
     command = [sys.executable, "-c", at_once + PREPARE, *given, "data.tokenizer.name=bytes"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from fla_train.data.permutation import permute
+from fla_train.data.dataset import permute
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 7, 97, 100, 101, 1023, 1024, 1025, 4099])

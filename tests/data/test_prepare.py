@@ -15,8 +15,9 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fla_train.data import DataConfig, TokenizerConfig, data_faults, open_prepared, prepare
-from fla_train.data.config import PartConfig
+from fla_train.data.cache import open_prepared
+from fla_train.data.config import DataConfig, PartConfig, TokenizerConfig
+from fla_train.data.prepare import prepare
 from tests.data.conftest import write_jsonl, write_parquet
 
 
@@ -187,24 +188,28 @@ def test_all_faulty_settings_are_named_together():
             "data.mixture",
         ),
     ):
-        (fault,) = data_faults(config)
+        (fault,) = config.validation_errors()
         assert fault.startswith(f"{key} is set") and option in fault
     for name in ("../x", "/x", "a/../b", "a/b/c", "hf://datasets/a/b"):
         for config in (
             DataConfig(source="hub", path=name),
             DataConfig(source="mixture", mixture={"a": PartConfig(1.0, "hub", name)}),
         ):
-            assert f"path={name} is no name of a dataset on the Hub" in " ".join(data_faults(config))
-    assert data_faults(DataConfig(source="web")) == ["data.source=web is none of stdlib, local, hub, mixture"]
-    assert not data_faults(DataConfig())
+            assert f"path={name} is no name of a dataset on the Hub" in " ".join(config.validation_errors())
+    (error,) = DataConfig(source="web").validation_errors()
+    assert error == "data.source=web is none of stdlib, local, hub, mixture"
+    assert not DataConfig().validation_errors()
 
 
 SLOW = """
 import json, sys
-from fla_train.data import DataConfig, TokenizerConfig, build, files, prepare, shards
+from fla_train.data import files, shards
+from fla_train.data import prepare as preparation
+from fla_train.data.config import DataConfig, TokenizerConfig
+from fla_train.data.prepare import prepare
 settings = json.loads(sys.argv[1])
 tokenizer = TokenizerConfig(**settings.pop("tokenizer"))
-files.CHUNK_BYTES, build.COMMIT_SECONDS = 2000, 0.0
+files.CHUNK_BYTES, preparation.COMMIT_SECONDS = 2000, 0.0
 write = shards.ShardWriter.add
 def slow(self, tokens, lengths, size):
     write(self, tokens, lengths, size)

@@ -5,9 +5,8 @@ import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 from transformers import AutoTokenizer
 
-from fla_train.data import TokenizerConfig
-from fla_train.data.sentencepiece import from_sentencepiece
-from fla_train.data.tokenizers import encode, load_tokenizer
+from fla_train.data.config import TokenizerConfig
+from fla_train.data.tokenizers import encode, from_sentencepiece, load_tokenizer
 
 CODE = "def step(state, key):\n    for x in state:\n        if x  ==  key:\n            return  x\n" * 20
 PROSE = "The state decays by its gate; the delta rule writes a value at a key, 0.25 at a time.\n" * 20

@@ -6,10 +6,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from fla_train.data import DataConfig, files
-from fla_train.data.faults import Interrupted
-from fla_train.data.files import SourceInterrupted
+from fla_train.data import files
+from fla_train.data.config import DataConfig
 from fla_train.data.sources import open_source
+from fla_train.utils.errors import Interrupted
 from tests.data.conftest import write_jsonl, write_mirror, write_parquet
 
 
@@ -101,7 +101,7 @@ def test_a_fault_of_a_copy_is_no_interruption(tmp_path, local, documents):
 
 def test_hub_offline_says_what_to_do(local, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(SourceInterrupted, match=r"HuggingFaceFW/no-such-set.*local copy"):
+    with pytest.raises(Interrupted, match=r"HuggingFaceFW/no-such-set.*local copy"):
         texts(replace(local, source="hub", path="HuggingFaceFW/no-such-set", name=None))
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from fla_train.data import DataConfig, prepare
-from fla_train.data.config import PartConfig
+from fla_train.data.config import DataConfig, PartConfig
+from fla_train.data.prepare import prepare
 from fla_train.utils import filesystem
 
 

@@ -6,8 +6,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fla_train.data.config import TokenizerConfig
-from fla_train.data.token_bytes import token_bytes
-from fla_train.data.tokenizers import encode, load_tokenizer
+from fla_train.data.tokenizers import encode, load_tokenizer, token_bytes
 
 TEXTS = ["The sky is blue,\n\n  and so on.", "naïve 日本 <eos> Größe 🙂", "", "\t x = 1"]
 

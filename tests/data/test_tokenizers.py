@@ -5,8 +5,9 @@ import pytest
 import tokenizers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
-from fla_train.data import DataConfig, TokenizerConfig, same_tokenizer, tokenizer_size
-from fla_train.data.tokenizers import encode, fingerprint, load_tokenizer, make_encoder
+from fla_train.data.config import DataConfig, TokenizerConfig
+from fla_train.data.tokenize import make_encoder
+from fla_train.data.tokenizers import encode, fingerprint, load_tokenizer, same_tokenizer, tokenizer_size
 
 TEXTS = [
     "plain",

@@ -220,8 +220,8 @@ def test_a_run_folder_that_was_renamed_is_noticed(tmp_path: Path):
 
 
 def test_a_lock_that_is_a_link_leaves_its_target_alone(tmp_path: Path):
-    from fla_train.data.lock import locked
     from fla_train.training.runfolder import RunFolder, RunLock
+    from fla_train.utils.locks import locked
 
     (tmp_path / "target").write_text("precious")
     (tmp_path / ".lock").symlink_to(tmp_path / "target")
