@@ -38,7 +38,7 @@ class PreparedData:
         return AutoTokenizer.from_pretrained(self.folder / "tokenizer", trust_remote_code=False)
 
     def parts(self) -> dict[str, "PreparedData"]:
-        """What holds shards: a mixture's parts by name, else "": this corpus or a stream's first documents."""
+        """What holds shards: a mixture's parts by name, else "": this corpus or the stream's first texts."""
         if "head" in self.manifest:
             return {"": open_prepared(self.folder.with_name(self.manifest["head"]))}
         if "parts" not in self.manifest:

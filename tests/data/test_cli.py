@@ -55,7 +55,7 @@ def test_it_prepares_and_says_where(monkeypatch, capsys, local, tmp_path):
         (["data=mixture", "+data.mixture={a: {path: x/}}"], "value: weight"),
     ],
 )
-def test_faults_are_one_line_and_exit_code_2(monkeypatch, capsys, overrides, message):
+def test_errors_are_one_line_and_exit_code_2(monkeypatch, capsys, overrides, message):
     assert run(monkeypatch, *overrides) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ")
@@ -142,7 +142,7 @@ def test_what_another_attempt_may_mend_is_exit_code_1(
         ("a.jsonl", b'{"text": ' + b"[" * 10**5),
     ],
 )
-def test_a_fault_of_the_text_is_exit_code_2(monkeypatch, capsys, tmp_path, name, content):
+def test_an_error_in_the_text_is_exit_code_2(monkeypatch, capsys, tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     overrides = ["data=local", f"data.path={tmp_path / name}", f"data.cache_dir={tmp_path}/cache"]
     assert run(monkeypatch, *overrides, "data.tokenizer.name=bytes") == 2

@@ -119,7 +119,7 @@ def test_manifest_parts_and_validation(mixture):
     assert quiet(mixture).folder == prepared.folder
 
 
-def test_faults(mixture, tmp_path):
+def test_errors_of_mixtures(mixture, tmp_path):
     (tmp_path / "code" / "a.jsonl").write_text("{")
     with pytest.raises(ValueError, match=r"data\.mixture\.code: .*line 1: not JSON"):
         quiet(mixture)
@@ -127,9 +127,9 @@ def test_faults(mixture, tmp_path):
     bad = replace(mixture, max_tokens=5, tokenizer=TokenizerConfig(name="bpe"))
     bad.mixture["web"] = PartConfig(weight=-1.0)
     bad.mixture["code"] = PartConfig(weight=float("inf"))
-    faults = " ".join(bad.validation_errors())
+    errors = " ".join(bad.validation_errors())
     for key in ("max_tokens", "bpe", "web.weight", "web.path", "code.weight=inf"):
-        assert key in faults
+        assert key in errors
     assert "source is not mixture" in replace(mixture, source="stdlib").validation_errors()[0]
 
 

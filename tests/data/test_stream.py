@@ -143,7 +143,7 @@ def test_a_changed_stream_is_refused(streamed, corpus, documents):
         StreamDataset(folder, 48).sequences(np.arange(320, 328))
 
 
-def test_a_stream_without_text_is_a_fault_and_no_endless_search(streamed, corpus, documents):
+def test_a_stream_without_text_is_an_error_and_no_endless_search(streamed, corpus, documents):
     folder = quiet(streamed).folder
     for name in ("000_00000.parquet", "000_00001.parquet"):
         write_parquet(corpus / name, [{**d, "text": ""} for d in documents])
@@ -177,7 +177,7 @@ def test_packed_documents(streamed):
     assert set(ends.tolist()) <= set(batch.cu_seqlens.tolist())
 
 
-def test_faults(streamed, monkeypatch):
+def test_errors_of_streams(streamed, monkeypatch):
     with pytest.raises(ValueError, match=r"data\.max_tokens caps no stream"):
         quiet(replace(streamed, max_tokens=10))
     monkeypatch.setattr(sources.importlib.metadata, "version", lambda name: "5.0.0")
@@ -191,19 +191,19 @@ def test_an_index_that_the_disk_refuses_does_not_end_the_reading(tmp_path):
         writer.append(Record(token, None, ""))
 
 
-def test_a_head_from_before_commits_were_kept_is_read_on_at_the_one_asked_for(streamed, monkeypatch):
+def test_a_validation_shard_without_a_commit_is_read_on_at_the_one_asked_for(streamed, monkeypatch):
     """That of a run's checkpoints; the branch may have moved since."""
-    head = quiet(replace(streamed, stream=False, max_documents=60))
+    shard = quiet(replace(streamed, stream=False, max_documents=60))
     hub = replace(streamed, source="hub", path="some/dataset")
     monkeypatch.setattr(preparation, "hub_commit", lambda config: "of now")
-    found_paths = SimpleNamespace(final=head.folder, is_ready=lambda: True)
+    found_paths = SimpleNamespace(final=shard.folder, is_ready=lambda: True)
     monkeypatch.setattr(preparation, "cache_paths", lambda config, commit: found_paths)
     for asked, read in (({"": "begun with"}, "begun with"), ({}, "of now")):
         found = prepare(hub, log=lambda line: None, progress=False, commits=asked)
         assert found.commits() == {"": read}
 
 
-def test_machines_agree_on_the_commit_of_such_a_head(streamed, monkeypatch):
+def test_machines_agree_on_the_commit_of_such_a_shard(streamed, monkeypatch):
     monkeypatch.setattr(
         cache, "cache_paths", lambda config: SimpleNamespace(commit=lambda: None, is_ready=lambda: True)
     )

@@ -37,4 +37,4 @@ def test_all_find_the_folder_whole(local, monkeypatch, kind):
         found = list(machines.map(quiet, [config] * 4))
     assert [prepared.folder for prepared in found] == [folder] * 4
     assert quiet(config).tokenizer().eos_token_id is not None
-    assert not list(folder.parent.glob(".building-*/")) and not list(folder.glob("*.tmp"))
+    assert not list(folder.parent.glob(".*/")) and not list(folder.glob("*.tmp"))

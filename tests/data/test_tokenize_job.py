@@ -1,4 +1,4 @@
-"""A build that is killed, or meets a fault, goes on; the shards are those of an undisturbed one."""
+"""A preparation that is killed or meets an error is resumed; its shards are those of an undisturbed one."""
 
 import errno
 import multiprocessing
@@ -84,7 +84,7 @@ def test_killed_at_any_disk_operation(tmp_path, local, corpus, documents, kind):
         config = replace(local, tokenizer=TokenizerConfig(name="bpe", vocab_size=300))
     undisturbed = contents(quiet(replace(config, cache_dir=str(tmp_path / "once"))).folder)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.data.test_build"])
+    context.set_forkserver_preload(["tests.data.test_tokenize_job"])
     rng, kills = random.Random(0), 0
     number = 10 if kind in ("parquet", "jsonl.gz") else 4
     limits = [1, 3, *(rng.randrange(4, 90) for _ in range(number)), 10**9]
@@ -125,7 +125,7 @@ def test_killed_at_random_moments_with_workers(tmp_path, local):
     write_parquet(tmp_path / "large" / "a.parquet", rows)
     large = replace(local, path=str(tmp_path / "large"), num_workers=2, cache_dir=str(tmp_path / "killed"))
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.data.test_build"])
+    context.set_forkserver_preload(["tests.data.test_tokenize_job"])
     kills = 0
     for _ in range(4):
         process = context.Process(target=_prepare_with_workers, args=(large,))
@@ -182,11 +182,11 @@ def test_a_worker_leaves_signals_to_its_parent(local, small_chunks, monkeypatch)
     quiet(replace(local, num_workers=1)).verify()
 
 
-def test_a_faulty_file_costs_nothing_that_lies_before_it(tmp_path, local, corpus, documents, small_chunks):
+def test_an_invalid_file_costs_nothing_that_lies_before_it(tmp_path, local, corpus, documents, small_chunks):
     write_jsonl(corpus / "b.jsonl", documents[:5])
     bad = corpus / "c.jsonl"
     bad.write_text('{"text": "a"}\n' * 300 + '{"text": "b\n')
-    for _ in range(2):  # the second attempt goes on from the first, to the same fault
+    for _ in range(2):  # the second attempt goes on from the first, to the same error
         with pytest.raises(ValueError, match=r"c\.jsonl, line 301: not JSON.*repair"):
             quiet(local)
     for repair in ("repaired", "removed"):
@@ -204,7 +204,7 @@ def test_a_faulty_file_costs_nothing_that_lies_before_it(tmp_path, local, corpus
         expected = whole if repair == "repaired" else documents + documents[:5]
         assert read(prepared, "train")[0] == expected_bytes(expected, 0.2, "train")[0]
         prepared.verify()
-        if repair == "repaired":  # the state as the fault left it, once more
+        if repair == "repaired":  # the state as the error left it, once more
             for name, raw in before.items():
                 path = tmp_path / "cache" / name
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -259,16 +259,16 @@ def test_changed_text_starts_anew(local, corpus, documents, small_chunks):
     assert read(prepared, "train")[0] == expected_bytes(documents[:69] + documents[70:], 0.2, "train")[0]
 
 
-def test_a_fault_in_the_first_chunk_can_be_repaired(tmp_path, local):
+def test_an_error_in_the_first_chunk_can_be_repaired(tmp_path, local):
     """Before any text was taken: there is nothing to go on from, and nothing to lose."""
-    file = tmp_path / "faulty" / "a.jsonl"
+    file = tmp_path / "invalid" / "a.jsonl"
     write_jsonl(file, [{"text": "fine"}])
     file.write_text(file.read_text() + "{")
-    faulty = replace(local, path=str(file.parent), validation_fraction=0.0)
+    invalid = replace(local, path=str(file.parent), validation_fraction=0.0)
     with pytest.raises(ValueError, match=r"line 2: not JSON.*repair or remove the line"):
-        quiet(faulty)
+        quiet(invalid)
     write_jsonl(file, [{"text": "fine"}, {"text": "repaired"}])
-    assert quiet(faulty).manifest["splits"]["train"]["documents"] == 2
+    assert quiet(invalid).manifest["splits"]["train"]["documents"] == 2
 
 
 def test_another_tokenizer_of_the_same_name(tmp_path, local):
