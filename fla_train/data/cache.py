@@ -38,7 +38,10 @@ class PreparedData:
         return AutoTokenizer.from_pretrained(self.folder / "tokenizer", trust_remote_code=False)
 
     def parts(self) -> dict[str, "PreparedData"]:
-        """What holds shards: a mixture's parts by name, else "": this corpus or the stream's first texts."""
+        """{name: data that holds shards}: the parts of a mixture, else this corpus as "".
+
+        Of a stream it is the validation shard, as "".
+        """
         if "head" in self.manifest:
             return {"": open_prepared(self.folder.with_name(self.manifest["head"]))}
         if "parts" not in self.manifest:
@@ -48,9 +51,8 @@ class PreparedData:
 
     def shares(self) -> dict[str, int]:
         """{part: its share of the sequences}, in the order of `parts`."""
-        return {
-            part["name"]: part["share"] for part in self.manifest.get("parts", [{"name": "", "share": 1}])
-        }
+        listed = self.manifest.get("parts", [{"name": "", "share": 1}])
+        return {part["name"]: part["share"] for part in listed}
 
     def commits(self) -> dict[str, str]:
         """{part: the Hub's commit that it holds}, of the parts from the Hub; part "" if it is no mixture."""

@@ -5,6 +5,8 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -152,6 +154,13 @@ def _serving():
         except OSError:
             continue
     return [c for c in commands if b"fla_train.data.tokenize import serve" in c]
+
+
+def test_a_worker_loads_no_heavy_package():
+    """Each of its processes would need seconds, and the memory, for it."""
+    code = "import sys, fla_train.data.tokenize; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not {"torch", "transformers", "pyarrow", "datasets"} & set(loaded.split())
 
 
 def test_a_worker_that_dies(local, small_chunks, monkeypatch):
