@@ -163,18 +163,18 @@ def fill_disk(drill: Drill) -> None:
 def refuse_writes(drill: Drill) -> None:
     failed, log = "NO CHECKPOINT, rank", drill.run / "train.log"
     before = log.read_text().count(failed)
-    ranks = drill.workers()
-    for rank in ranks:
-        rank.rlimit(psutil.RLIMIT_FSIZE, (FILE_LIMIT, resource.RLIM_INFINITY))
-    drill.wait(lambda: log.read_text().count(failed) > before, "a failed write")
-    for rank in ranks:
-        rank.rlimit(psutil.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    drill.wait(lambda: all(rank.children() for rank in drill.workers()), "a first save")
+    writers = [child for rank in drill.workers() for child in rank.children()]
+    for limit in (FILE_LIMIT, resource.RLIM_INFINITY):
+        for writer in writers:
+            writer.rlimit(psutil.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        drill.wait(lambda: log.read_text().count(failed) > before, "a failed write")
     known = drill.checkpoints()[-1]
     drill.wait(lambda: drill.checkpoints()[-1] != known, "a checkpoint after the failed one")
 
 
 def kill_launcher(drill: Drill) -> None:
-    ranks = drill.workers()
+    ranks = psutil.Process(drill.launcher.pid).children(recursive=True)
     drill.launcher.kill()
     drill.launcher.wait()
     _, alive = psutil.wait_procs(ranks, timeout=20)
@@ -194,7 +194,7 @@ def damage(change: Callable[[Path], None], files: str = "*.pt") -> Callable[[Dri
     def fault(drill: Drill) -> str:
         newest = drill.checkpoints()[-1]
         change(drill.draw.choice(sorted(path for path in newest.rglob(files))))
-        return f"{newest.name} is corrupt"
+        return f"{newest.name} is damaged"
 
     return fault
 
