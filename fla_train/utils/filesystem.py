@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+DELETING = ".deleting-"  # prefix of the name of a folder that is being deleted
+
 
 def sync(path: Path) -> None:
     """Have the disk hold a file's content, or a folder's entries, before what is written next."""
@@ -48,9 +50,22 @@ def move_folder(source: Path, target: Path) -> None:
     Raises:
         OSError: the parent folder can't be written.
     """
-    shutil.rmtree(target, ignore_errors=True)
+    remove_folder(target)
     os.rename(source, target)
     sync(target.parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete a folder if it exists; renamed first, so that a kill leaves none that looks complete.
+
+    What can't be deleted (NFS keeps a file that a reader has open) stays in the folder with the prefix
+    `DELETING`.
+    """
+    if folder.exists():
+        doomed = folder.with_name(DELETING + folder.name)
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.rename(folder, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 @contextmanager
