@@ -1,4 +1,4 @@
-"""Folders are replaced whole: what a failure or a kill leaves is the former content or the new, never a mix."""
+"""Folders are replaced whole: a failure or a kill leaves the former content or the new, never a mix."""
 
 from pathlib import Path
 
