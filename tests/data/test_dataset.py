@@ -5,14 +5,9 @@ import pytest
 import torch
 
 from fla_train.data.dataset import TokenDataset, permute
-from fla_train.data.prepare import prepare
 from fla_train.data.sampler import BatchSampler, PrefetchLoader, sequential_batches
+from tests.data.conftest import quiet
 from tests.data.test_prepare import read
-
-
-@pytest.fixture
-def prepared(local):
-    return prepare(local, log=lambda line: None, progress=False)
 
 
 @pytest.mark.parametrize("seq_len", [1, 7, 64, 6000])  # 6000: longer than a shard
@@ -126,7 +121,7 @@ def test_too_short_or_unknown_splits(prepared, local):
         TokenDataset(prepared.folder, "train", 10**6)
     with pytest.raises(ValueError, match="no split 'test'"):
         TokenDataset(prepared.folder, "test", 16)
-    none = prepare(replace(local, validation_fraction=0.0), log=lambda line: None, progress=False)
+    none = quiet(replace(local, validation_fraction=0.0))
     with pytest.raises(ValueError, match=r"0 tokens.*data\.validation_fraction"):
         TokenDataset(none.folder, "validation", 16)
 

@@ -7,16 +7,10 @@ import pytest
 import torch
 
 from fla_train.data.dataset import TokenDataset
-from fla_train.data.prepare import prepare
 from fla_train.data.sampler import BatchSampler, PackedDataset, PrefetchLoader, pack
 from fla_train.models import DeltaProductForCausalLM
 from tests.data.test_prepare import read
 from tests.models.small_models import small_config
-
-
-@pytest.fixture
-def prepared(local):
-    return prepare(local, log=lambda line: None, progress=False)
 
 
 @pytest.mark.parametrize("seq_len", [2, 7, 64, 6000])  # 6000: longer than a shard

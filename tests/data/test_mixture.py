@@ -11,9 +11,8 @@ from fla_train.data.config import DataConfig, PartConfig, TokenizerConfig
 from fla_train.data.dataset import TokenDataset
 from fla_train.data.mixture import integer_shares, turns
 from fla_train.data.open_dataset import open_train, open_validation
-from fla_train.data.prepare import prepare
 from fla_train.data.sampler import BatchSampler
-from tests.data.conftest import write_jsonl
+from tests.data.conftest import quiet, write_jsonl
 
 
 @pytest.fixture
@@ -31,10 +30,6 @@ def mixture(tmp_path, local, documents):
         tokenizer=TokenizerConfig(name="bytes"),
         mixture={name: PartConfig(weight=w, path=str(tmp_path / name)) for name, w in weights.items()},
     )
-
-
-def quiet(config):
-    return prepare(config, log=lambda line: None, progress=False)
 
 
 @pytest.mark.parametrize("shares", [[1, 1], [7, 2, 1], [5, 3, 2], [97, 2, 1], [1, 1, 1, 1, 40], [13]])
@@ -97,7 +92,7 @@ def test_a_step_is_the_same_set_however_it_is_cut(mixture):
 
 def test_manifest_parts_and_validation(mixture):
     lines = []
-    prepared = prepare(mixture, log=lines.append, progress=False)
+    prepared = quiet(mixture, lines.append)
     assert open_prepared(prepared.folder).manifest == prepared.manifest
     assert [p["share"] for p in prepared.manifest["parts"]] == [5, 3, 2]
     tokens = [part.manifest["splits"]["train"]["tokens"] for part in prepared.parts().values()]

@@ -24,12 +24,7 @@ from fla_train.data.cache import (
     stream_folder,
 )
 from fla_train.data.config import DataConfig, PartConfig, TokenizerConfig
-from fla_train.data.prepare import prepare
-from tests.data.conftest import write_jsonl, write_parquet
-
-
-def quiet(config, log=lambda line: None):
-    return prepare(config, log=log, progress=False)
+from tests.data.conftest import quiet, write_jsonl, write_parquet
 
 
 def read(prepared, split):

@@ -12,10 +12,9 @@ from fla_train.data import cache, files, sources
 from fla_train.data import prepare as preparation
 from fla_train.data import stream as stream_module
 from fla_train.data.open_dataset import open_train, open_validation
-from fla_train.data.prepare import prepare
 from fla_train.data.sampler import BatchSampler, PackedDataset, PrefetchLoader
 from fla_train.data.stream import INDEX, IndexWriter, Record, StreamDataset, read_index
-from tests.data.conftest import write_jsonl, write_mirror, write_parquet
+from tests.data.conftest import quiet, write_jsonl, write_mirror, write_parquet
 from tests.data.test_prepare import expected_bytes
 
 
@@ -24,10 +23,6 @@ def small_pieces(monkeypatch):
     for module in (files, sources):
         monkeypatch.setattr(module, "CHUNK_BYTES", 1500)
     monkeypatch.setattr(stream_module, "SPACING", 3000)
-
-
-def quiet(config):
-    return prepare(config, log=lambda line: None, progress=False)
 
 
 @pytest.fixture
@@ -199,7 +194,7 @@ def test_a_validation_shard_without_a_commit_is_read_on_at_the_one_asked_for(str
     found_paths = SimpleNamespace(final=shard.folder, is_ready=lambda: True)
     monkeypatch.setattr(preparation, "cache_paths", lambda config, commit: found_paths)
     for asked, read in (({"": "begun with"}, "begun with"), ({}, "of now")):
-        found = prepare(hub, log=lambda line: None, progress=False, commits=asked)
+        found = quiet(hub, commits=asked)
         assert found.commits() == {"": read}
 
 

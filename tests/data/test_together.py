@@ -8,12 +8,8 @@ from dataclasses import replace
 import pytest
 
 from fla_train.data.config import DataConfig, PartConfig
-from fla_train.data.prepare import prepare
 from fla_train.utils import filesystem
-
-
-def quiet(config):
-    return prepare(config, log=lambda line: None, progress=False)
+from tests.data.conftest import quiet
 
 
 def mixture_of(local: DataConfig) -> DataConfig:

@@ -18,15 +18,10 @@ from fla_train.data import files, shards, sources, tokenize
 from fla_train.data import prepare as preparation
 from fla_train.data.cache import JOURNAL
 from fla_train.data.config import TokenizerConfig
-from fla_train.data.prepare import prepare
 from fla_train.data.shards import ShardWriter
 from fla_train.utils.errors import Interrupted
-from tests.data.conftest import WORDS, write_jsonl, write_parquet
+from tests.data.conftest import WORDS, quiet, write_jsonl, write_parquet
 from tests.data.test_prepare import expected_bytes, read
-
-
-def quiet(config, log=lambda line: None):
-    return prepare(config, log=log, progress=False)
 
 
 def contents(folder):
@@ -70,7 +65,7 @@ def _prepare_until_killed(config, after):
         (ShardWriter, "add"),
     ]:
         setattr(owner, name, deadly(getattr(owner, name)))
-    prepare(config, log=lambda line: None, progress=False)
+    quiet(config)
 
 
 @pytest.mark.slow
@@ -117,7 +112,7 @@ def test_any_number_of_workers_gives_the_same_bytes(
 
 def _prepare_with_workers(config):
     preparation.COMMIT_SECONDS = 0.0
-    prepare(config, log=lambda line: None, progress=False)
+    quiet(config)
 
 
 @pytest.mark.slow
