@@ -26,7 +26,7 @@ from typing import BinaryIO
 
 import psutil
 
-from fla_train.hub.environment import git_commit
+from fla_train.utils.environment import git_commit
 from fla_train.utils.records import read_metrics
 
 STEPS, CHECKPOINT_EVERY = 240, 4

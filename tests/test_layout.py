@@ -28,8 +28,8 @@ ARROWS = {
     "tasks": set(),
     "training": {"data", "tasks", "hub", "models", "kernels", "configs", "utils"},
     "eval": {"data", "tasks", "hub", "models", "kernels", "configs", "utils"},
-    "bench": {"training", "data", "models", "kernels"},
-    "cli": {"bench", "training", "eval", "data", "tasks", "hub", "models", "kernels", "configs"},
+    "bench": {"training", "data", "models", "kernels", "utils"},
+    "cli": {"bench", "training", "eval", "data", "tasks", "hub", "models", "kernels", "configs", "utils"},
     "configs": set(),
     "utils": set(),
 }

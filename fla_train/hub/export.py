@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from fla_train.hub.card import TRAINING_FILE, CardInfo, render_card
 from fla_train.hub.checksums import REMEDY, find_export_damage, write_checksums
+from fla_train.utils.filesystem import replaced_folder
 
 
 def export_model(
@@ -54,7 +54,7 @@ def export_model(
     _require_replaceable(folder)
     card = card or CardInfo()
     weights = _weights(model, model.state_dict() if state_dict is None else state_dict, dtype)
-    with _written_aside(folder) as aside:
+    with replaced_folder(folder) as aside:
         save_torch_state_dict(weights, aside, metadata={"format": "pt"})
         config = copy.deepcopy(model.config)
         config.architectures, config.dtype = [type(model).__name__], dtype
@@ -90,7 +90,7 @@ def copy_export(source: Path, folder: str | Path) -> Path:
     new, old = folder.resolve(), source.resolve()
     if new.is_relative_to(old) or old.is_relative_to(new):
         raise ValueError(f"{folder} is, holds or lies in the exported model {source}: give another output")
-    with _written_aside(folder) as aside:
+    with replaced_folder(folder) as aside:
         try:
             shutil.copytree(source, aside, dirs_exist_ok=True, copy_function=shutil.copyfile)
         except shutil.Error as failure:  # holds (source, target, reason) of each file that failed
@@ -138,33 +138,6 @@ def no_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             transformers_logging.enable_progress_bar()
-
-
-@contextmanager
-def _written_aside(folder: Path) -> Iterator[Path]:
-    """Yield a hidden folder that replaces `folder` if the block succeeds and vanishes if it fails.
-
-    One writer at a time. The name is fixed, so that the next call removes what a killed one left.
-    """
-    aside = folder.with_name(f".writing-{folder.name}")
-    replaced = folder.with_name(f".replaced-{folder.name}")
-    _settle(folder, aside, replaced)
-    aside.mkdir(parents=True)
-    try:
-        yield aside
-        if folder.exists():
-            os.replace(folder, replaced)
-        os.replace(aside, folder)
-    finally:
-        _settle(folder, aside, replaced)
-
-
-def _settle(folder: Path, aside: Path, replaced: Path) -> None:
-    """Remove `aside` and `replaced`; restore the former export if no new one took its place."""
-    if replaced.exists() and not folder.exists():
-        os.replace(replaced, folder)
-    for rest in (aside, replaced):
-        shutil.rmtree(rest, ignore_errors=True)
 
 
 @torch.no_grad()

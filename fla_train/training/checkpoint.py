@@ -21,7 +21,6 @@ This module imports neither torch nor numpy: the async writer's process does wit
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -29,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fla_train.utils.filesystem import find_damage, reason, sync
+from fla_train.utils.filesystem import DELETING, find_damage, reason, remove_folder, sync
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +40,6 @@ MODEL_FILE = f"{DEEPSPEED_TAG}/mp_rank_00_model_states.pt"
 OPTIMIZER_FILE = f"{DEEPSPEED_TAG}/zero_pp_rank_{{rank}}_mp_rank_00_optim_states.pt"
 RANDOM_FILE = "rng-{rank}.pt"
 WRITING = ".writing-"
-DELETING = ".deleting-"
 NAME = re.compile(r"step-\d{7,}")
 
 
@@ -302,16 +300,4 @@ def prune(newest: Path, keep: int, keep_every: int = 0) -> None:
     last = step_of(newest.name)
     for old in [path for path in checkpoints(newest.parent) if step_of(path.name) <= last][:-keep]:
         if not keep_every or step_of(old.name) % keep_every:
-            remove(old)
-
-
-def remove(checkpoint: Path) -> None:
-    """Delete a checkpoint; renamed first, so that a kill leaves no folder that looks like one.
-
-    What can't be deleted (NFS keeps a file that a reader has open) is no fault: `clean` tries again.
-    """
-    if checkpoint.exists():
-        doomed = checkpoint.with_name(DELETING + checkpoint.name)
-        shutil.rmtree(doomed, ignore_errors=True)
-        os.rename(checkpoint, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+            remove_folder(old)

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fla_train.data import PreparedData, open_train
+from fla_train.data.cache import PreparedData
+from fla_train.data.open_dataset import open_train
 from fla_train.models.configuration import build_config
 from fla_train.models.flops import (
     ParameterCount,

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from fla_train.data import TokenizerNotCached, tokenizer_size, with_absolute_paths
-from fla_train.data.config import absolute
+from fla_train.data.config import absolute, with_absolute_paths
+from fla_train.data.tokenizers import TokenizerNotCached, tokenizer_size
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.training.console import say
 from fla_train.training.schedule import warmup_steps

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from fla_train.data import data_faults
 from fla_train.models.configuration import build_config
 from fla_train.models.zoo.build import baseline_errors
 from fla_train.tasks import task_faults
@@ -74,7 +73,7 @@ def validate(config: TrainConfig) -> None:
         sizes.append(f"trainer.global_batch_tokens={batch} must be a number of tokens, or auto")
     elif batch < 1:
         sizes.append(f"trainer.global_batch_tokens={batch} must be at least 1")
-    data = data_faults(config.data) if config.task is None else [] if sizes else _task(config)
+    data = config.data.validation_errors() if config.task is None else [] if sizes else _task(config)
     faults = [*sizes, *_values(config), *data, *_model(config), *_suite(config), *_resume(config)]
     faults += _packages(config)
     if not sizes:  # the arithmetic below divides by them

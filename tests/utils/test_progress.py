@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from fla_train.data.progress import Progress
+from fla_train.utils.progress import Progress
 
 
 @pytest.fixture

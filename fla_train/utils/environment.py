@@ -1,4 +1,4 @@
-"""What a reader needs to repeat a result: versions, hardware, commit, command. No environment variables."""
+"""Describe the environment of a result: versions, hardware, commit, command. No environment variables."""
 
 import os
 import platform

@@ -9,15 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from fla_train.data import PreparedData, TokenDataset, blocks, prepare
+from fla_train.data import shards
+from fla_train.data.cache import PreparedData
+from fla_train.data.dataset import TokenDataset
+from tests.data.conftest import quiet
 
 BLOCK = 1024  # bytes: 512 tokens
 
 
 @pytest.fixture
 def prepared(local, monkeypatch: pytest.MonkeyPatch) -> PreparedData:
-    monkeypatch.setattr(blocks, "BLOCK", BLOCK)
-    return prepare(local, log=lambda line: None, progress=False)
+    monkeypatch.setattr(shards, "BLOCK", BLOCK)
+    return quiet(local)
 
 
 def flip(path: Path, place: int) -> None:
@@ -117,14 +120,14 @@ def test_a_build_of_an_earlier_version_goes_on(local, corpus: Path, prepared: Pr
     bad = corpus / "z.jsonl"
     bad.write_text("{")
     with pytest.raises(ValueError, match="not JSON"):
-        prepare(local, log=lambda line: None, progress=False)
+        quiet(local)
     (building,) = prepared.folder.parent.glob(".building-*[!k]")
     for path in building.glob("*/*.crc32"):
         path.unlink()
     bad.unlink()
     for path in sorted(prepared.folder.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
-    again = prepare(local, log=lambda line: None, progress=False)
+    again = quiet(local)
     assert again.folder == prepared.folder
     TokenDataset(again.folder, "train", 16).sequences(np.arange(40))
     assert checksums(again).items() < expected.items()

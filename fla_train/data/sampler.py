@@ -1,4 +1,4 @@
-"""Which sequences a rank sees at a step, and handing them over ahead of need."""
+"""Batch sampler (which sequences a rank gets at a step), prefetching loader, and packing of documents."""
 
 import queue
 import threading
@@ -10,13 +10,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fla_train.data.dataset import Sequences
+from fla_train.data.dataset import Dataset
 
 IGNORE = -100  # label of a position that is no target, as in torch and transformers
 
 
 class Batch(NamedTuple):
-    """A micro-batch: rows that begin with an empty state, or documents one after another in a single row.
+    """A micro-batch: rows that each begin with an empty state, or one row of packed documents.
 
     Attributes:
         input_ids: [B, T] int64.
@@ -33,16 +33,18 @@ class Batch(NamedTuple):
 
 
 def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """x of host memory on `device`, without a wait: from memory that isn't pinned, a copy to a GPU would keep
-    the host until all work queued before it is done."""
+    """Copy x from host memory to `device` without waiting.
+
+    A copy to a GPU from memory that isn't pinned would block the host until all earlier work is done.
+    """
     return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
 def pack(ids: torch.Tensor, boundaries: list[np.ndarray]) -> Batch:
-    """Sequences [n, T] as one row [1, n T] in which nothing crosses from one document to the next.
+    """Pack sequences [n, T] into one row [1, n T] with the bounds of its documents, which share no state.
 
-    A document that two sequences share counts as two. A document's first token is no target: what comes
-    before it says nothing about it.
+    A document that two sequences share counts as two. A document's first token is no target, since the token
+    before it belongs to another document.
 
     Args:
         boundaries: for each sequence, where in (0, T) a new document begins.
@@ -56,10 +58,10 @@ def pack(ids: torch.Tensor, boundaries: list[np.ndarray]) -> Batch:
     return Batch(ids, labels, torch.from_numpy(bounds))
 
 
-class DocumentSequences:
-    """Hands `MicroBatches` the sequences of a dataset with the bounds of their documents."""
+class PackedDataset:
+    """The sequences of a dataset as packed batches (`pack`), with the bounds of their documents."""
 
-    def __init__(self, dataset: Sequences):
+    def __init__(self, dataset: Dataset):
         self.dataset = dataset
 
     def __len__(self) -> int:
@@ -70,10 +72,10 @@ class DocumentSequences:
 
 
 @dataclass(frozen=True)
-class BatchPlan:
-    """Cuts the global batch of step s, sequences [s G, (s + 1) G), into micro-batches of ranks.
+class BatchSampler:
+    """Splits the global batch of step s, sequences [s G, (s + 1) G), into micro-batches of ranks.
 
-    The set of a step does not depend on `micro_batch` or `world`, so a run may resume with others.
+    The sequences of a step do not depend on `micro_batch` or `world`, so a run may resume with others.
 
     Args:
         global_batch: G, sequences per optimizer step over all ranks.
@@ -109,26 +111,26 @@ class BatchPlan:
         return whole.reshape(self.accumulation, self.world, self.micro_batch)[:, self.rank]
 
 
-class MicroBatches:
-    """Iterates over this rank's micro-batches, what `dataset.sequences` returns, from `start_step` on.
+class PrefetchLoader:
+    """Iterates over this rank's micro-batches, as `dataset.sequences` returns them, from `start_step` on.
 
-    A background thread keeps `depth` of them ready. No random number generator is touched. An error while
-    reading is raised by `next`. Use as a context manager, or call `close`.
+    A background thread keeps `depth` of them ready. No random number generator is used. `next` raises an
+    error met while reading. Use as a context manager, or call `close`.
 
     Args:
-        end_step: the first step not served; None for no end.
+        end_step: the step before which to stop; None for no end.
     """
 
     def __init__(
         self,
-        dataset: Sequences | DocumentSequences,
-        plan: BatchPlan,
+        dataset: Dataset | PackedDataset,
+        sampler: BatchSampler,
         start_step: int = 0,
         end_step: int | None = None,
         *,
         depth: int = 4,
     ):
-        self._dataset, self._plan = dataset, plan
+        self._dataset, self._sampler = dataset, sampler
         self._steps = (start_step, end_step)
         self._queue: queue.Queue[torch.Tensor | Batch | Exception | None] = queue.Queue(maxsize=depth)
         self._stop = threading.Event()
@@ -150,7 +152,7 @@ class MicroBatches:
             raise StopIteration
         raise item
 
-    def __enter__(self) -> "MicroBatches":
+    def __enter__(self) -> "PrefetchLoader":
         return self
 
     def __exit__(
@@ -159,7 +161,7 @@ class MicroBatches:
         self.close()
 
     def close(self) -> None:
-        """Stop the thread; what is left over is dropped."""
+        """Stop the thread; batches not taken are dropped."""
         self._finished = True
         self._stop.set()
         self._thread.join()
@@ -168,7 +170,7 @@ class MicroBatches:
         step, end = self._steps
         try:
             while end is None or step < end:
-                for indices in self._plan.indices(step):
+                for indices in self._sampler.indices(step):
                     if not self._put(self._dataset.sequences(indices)):
                         return
                 step += 1
@@ -188,7 +190,7 @@ class MicroBatches:
 
 
 def sequential_batches(
-    dataset: Sequences | DocumentSequences,
+    dataset: Dataset | PackedDataset,
     batch: int,
     *,
     limit: int | None = None,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import fla_train
-from fla_train.hub.environment import describe_environment, git_commit
+from fla_train.utils.environment import describe_environment, git_commit
 
 
 def test_description_is_plain_json_with_real_versions() -> None:

@@ -1,4 +1,4 @@
-"""How far a preparation is: a bar on a terminal, a line a minute in a log."""
+"""Progress of data preparation: a bar on a terminal, else a log line every minute."""
 
 import time
 from collections.abc import Callable
@@ -9,10 +9,10 @@ LINE_SECONDS = 60.0
 
 
 class Progress:
-    """Counts what bounds the work, in `unit`: "B", bytes of text, "tok", tokens, or "doc", documents.
+    """Counts the work done in `unit`: "B", bytes of text, "tok", tokens, or "doc", documents.
 
     Args:
-        total: finds how much there is; None when unknown. Then it is asked again: a Hub tells when read.
+        total: returns the amount of work; None while it is unknown, then it is called again at each update.
         log: receives the lines where there is no terminal.
         show: False shows nothing.
     """
@@ -21,10 +21,10 @@ class Progress:
         self._total, self.unit, self._log, self._show = total, unit, log, show
         self._bar: tqdm | None = None
         self.seconds = 0.0
-        self.tokens = 0  # of this process: what an earlier one did is not its merit
+        self.tokens = 0  # of this process, without those of an earlier one
 
     def start(self, done: int, tokens: int) -> None:
-        """Begin at `done`, which an earlier process reached with so many tokens."""
+        """Start at `done` units and `tokens`, which an earlier process has reached."""
         self._began = self._said = time.monotonic()
         self._first, self._first_tokens = done, tokens
         self._bar = tqdm(

@@ -1,4 +1,4 @@
-"""Device and dtype by name, as commands take them."""
+"""Torch device and dtype from the names that commands take."""
 
 import torch
 

@@ -1,10 +1,12 @@
-"""A build that is killed, or meets a fault, goes on; the shards are those of an undisturbed one."""
+"""A preparation that is killed or meets an error is resumed; its shards are those of an undisturbed one."""
 
 import errno
 import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +14,14 @@ from pathlib import Path
 import datasets
 import pytest
 
-from fla_train.data import TokenizerConfig, build, files, prepare, shards, sources, workers
-from fla_train.data.faults import Interrupted
+from fla_train.data import files, shards, sources, tokenize
+from fla_train.data import prepare as preparation
+from fla_train.data.cache import JOURNAL
+from fla_train.data.config import TokenizerConfig
 from fla_train.data.shards import ShardWriter
-from tests.data.conftest import WORDS, write_jsonl, write_parquet
+from fla_train.utils.errors import Interrupted
+from tests.data.conftest import WORDS, quiet, write_jsonl, write_parquet
 from tests.data.test_prepare import expected_bytes, read
-
-
-def quiet(config, log=lambda line: None):
-    return prepare(config, log=log, progress=False)
 
 
 def contents(folder):
@@ -37,7 +38,7 @@ def small_chunks(monkeypatch):
 def _make_small(assign):
     for module in (files, sources):
         assign(module, "CHUNK_BYTES", 1500)
-    assign(build, "COMMIT_SECONDS", 0.0)
+    assign(preparation, "COMMIT_SECONDS", 0.0)
 
 
 def _prepare_until_killed(config, after):
@@ -64,7 +65,7 @@ def _prepare_until_killed(config, after):
         (ShardWriter, "add"),
     ]:
         setattr(owner, name, deadly(getattr(owner, name)))
-    prepare(config, log=lambda line: None, progress=False)
+    quiet(config)
 
 
 @pytest.mark.slow
@@ -80,7 +81,7 @@ def test_killed_at_any_disk_operation(tmp_path, local, corpus, documents, kind):
         config = replace(local, tokenizer=TokenizerConfig(name="bpe", vocab_size=300))
     undisturbed = contents(quiet(replace(config, cache_dir=str(tmp_path / "once"))).folder)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.data.test_build"])
+    context.set_forkserver_preload(["tests.data.test_tokenize_job"])
     rng, kills = random.Random(0), 0
     number = 10 if kind in ("parquet", "jsonl.gz") else 4
     limits = [1, 3, *(rng.randrange(4, 90) for _ in range(number)), 10**9]
@@ -101,8 +102,8 @@ def test_killed_at_any_disk_operation(tmp_path, local, corpus, documents, kind):
 def test_any_number_of_workers_gives_the_same_bytes(
     tmp_path, local, documents, small_chunks, monkeypatch, num_workers
 ):
-    monkeypatch.setattr(workers, "_START_CHUNKS", 2)
-    monkeypatch.setattr(workers, "available_cores", lambda: 2)
+    monkeypatch.setattr(tokenize, "START_CHUNKS", 2)
+    monkeypatch.setattr(tokenize, "available_cores", lambda: 2)
     reference = contents(quiet(replace(local, cache_dir=str(tmp_path / "once"), num_workers=0)).folder)
     prepared = quiet(replace(local, num_workers=num_workers))
     assert contents(prepared.folder) == reference
@@ -110,8 +111,8 @@ def test_any_number_of_workers_gives_the_same_bytes(
 
 
 def _prepare_with_workers(config):
-    build.COMMIT_SECONDS = 0.0
-    prepare(config, log=lambda line: None, progress=False)
+    preparation.COMMIT_SECONDS = 0.0
+    quiet(config)
 
 
 @pytest.mark.slow
@@ -121,7 +122,7 @@ def test_killed_at_random_moments_with_workers(tmp_path, local):
     write_parquet(tmp_path / "large" / "a.parquet", rows)
     large = replace(local, path=str(tmp_path / "large"), num_workers=2, cache_dir=str(tmp_path / "killed"))
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.data.test_build"])
+    context.set_forkserver_preload(["tests.data.test_tokenize_job"])
     kills = 0
     for _ in range(4):
         process = context.Process(target=_prepare_with_workers, args=(large,))
@@ -147,17 +148,24 @@ def _serving():
             commands.append(entry.read_bytes())
         except OSError:
             continue
-    return [c for c in commands if b"fla_train.data.workers import serve" in c]
+    return [c for c in commands if b"fla_train.data.tokenize import serve" in c]
+
+
+def test_a_worker_loads_no_heavy_package():
+    """Each of its processes would need seconds, and the memory, for it."""
+    code = "import sys, fla_train.data.tokenize; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not {"torch", "transformers", "pyarrow", "datasets"} & set(loaded.split())
 
 
 def test_a_worker_that_dies(local, small_chunks, monkeypatch):
-    encode = workers._Worker.encode
+    encode = tokenize.Worker.encode
 
     def dying(self, chunk):
         self._process.kill()
         return encode(self, chunk)
 
-    monkeypatch.setattr(workers._Worker, "encode", dying)
+    monkeypatch.setattr(tokenize.Worker, "encode", dying)
     with pytest.raises(Interrupted, match=r"process ended with code -9.*data\.num_workers.*same command"):
         quiet(replace(local, num_workers=1))
     monkeypatch.undo()
@@ -166,7 +174,7 @@ def test_a_worker_that_dies(local, small_chunks, monkeypatch):
 
 def test_a_worker_leaves_signals_to_its_parent(local, small_chunks, monkeypatch):
     """Batch systems and terminals send them to every process of a job."""
-    encode = workers._Worker.encode
+    encode = tokenize.Worker.encode
 
     def signalled(self, chunk):
         encoded = encode(self, chunk)
@@ -174,15 +182,15 @@ def test_a_worker_leaves_signals_to_its_parent(local, small_chunks, monkeypatch)
             self._process.send_signal(number)
         return encoded
 
-    monkeypatch.setattr(workers._Worker, "encode", signalled)
+    monkeypatch.setattr(tokenize.Worker, "encode", signalled)
     quiet(replace(local, num_workers=1)).verify()
 
 
-def test_a_faulty_file_costs_nothing_that_lies_before_it(tmp_path, local, corpus, documents, small_chunks):
+def test_an_invalid_file_costs_nothing_that_lies_before_it(tmp_path, local, corpus, documents, small_chunks):
     write_jsonl(corpus / "b.jsonl", documents[:5])
     bad = corpus / "c.jsonl"
     bad.write_text('{"text": "a"}\n' * 300 + '{"text": "b\n')
-    for _ in range(2):  # the second attempt goes on from the first, to the same fault
+    for _ in range(2):  # the second attempt goes on from the first, to the same error
         with pytest.raises(ValueError, match=r"c\.jsonl, line 301: not JSON.*repair"):
             quiet(local)
     for repair in ("repaired", "removed"):
@@ -200,7 +208,7 @@ def test_a_faulty_file_costs_nothing_that_lies_before_it(tmp_path, local, corpus
         expected = whole if repair == "repaired" else documents + documents[:5]
         assert read(prepared, "train")[0] == expected_bytes(expected, 0.2, "train")[0]
         prepared.verify()
-        if repair == "repaired":  # the state as the fault left it, once more
+        if repair == "repaired":  # the state as the error left it, once more
             for name, raw in before.items():
                 path = tmp_path / "cache" / name
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -255,16 +263,16 @@ def test_changed_text_starts_anew(local, corpus, documents, small_chunks):
     assert read(prepared, "train")[0] == expected_bytes(documents[:69] + documents[70:], 0.2, "train")[0]
 
 
-def test_a_fault_in_the_first_chunk_can_be_repaired(tmp_path, local):
+def test_an_error_in_the_first_chunk_can_be_repaired(tmp_path, local):
     """Before any text was taken: there is nothing to go on from, and nothing to lose."""
-    file = tmp_path / "faulty" / "a.jsonl"
+    file = tmp_path / "invalid" / "a.jsonl"
     write_jsonl(file, [{"text": "fine"}])
     file.write_text(file.read_text() + "{")
-    faulty = replace(local, path=str(file.parent), validation_fraction=0.0)
+    invalid = replace(local, path=str(file.parent), validation_fraction=0.0)
     with pytest.raises(ValueError, match=r"line 2: not JSON.*repair or remove the line"):
-        quiet(faulty)
+        quiet(invalid)
     write_jsonl(file, [{"text": "fine"}, {"text": "repaired"}])
-    assert quiet(faulty).manifest["splits"]["train"]["documents"] == 2
+    assert quiet(invalid).manifest["splits"]["train"]["documents"] == 2
 
 
 def test_another_tokenizer_of_the_same_name(tmp_path, local):
@@ -307,7 +315,7 @@ def test_a_journal_that_could_not_take_its_place_is_gone_in_the_end(tmp_path, lo
     move = os.replace
 
     def broken(source, target):
-        if Path(target).name == build.PROGRESS and Path(target).exists():  # the first one arrived
+        if Path(target).name == JOURNAL and Path(target).exists():  # the first one arrived
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         move(source, target)
 
@@ -317,7 +325,7 @@ def test_a_journal_that_could_not_take_its_place_is_gone_in_the_end(tmp_path, lo
         with pytest.raises(ValueError, match="Input/output error"):
             quiet(local)
     (left,) = (tmp_path / "cache").rglob("*.tmp")
-    assert left.name.startswith(build.PROGRESS)
+    assert left.name.startswith(JOURNAL)
     lines = []
     assert contents(quiet(local, lines.append).folder) == undisturbed
     assert "going on after" in lines[0]
