@@ -91,10 +91,8 @@ def with_batch(config: TrainConfig) -> TrainConfig:
 
 def accumulation_steps(config: TrainConfig) -> int:
     """Micro-batches per rank and optimizer step."""
-    trainer = config.trainer
-    return trainer.global_batch_tokens // (
-        trainer.seq_len * trainer.micro_batch_size * config.launch.num_processes
-    )
+    trainer, processes = config.trainer, with_processes(config).launch.num_processes
+    return trainer.global_batch_tokens // (trainer.seq_len * trainer.micro_batch_size * processes)
 
 
 def with_vocabulary(config: TrainConfig, *, offline: bool = False) -> TrainConfig:
