@@ -163,12 +163,12 @@ def fill_disk(drill: Drill) -> None:
 def refuse_writes(drill: Drill) -> None:
     failed, log = "NO CHECKPOINT, rank", drill.run / "train.log"
     before = log.read_text().count(failed)
-    ranks = drill.workers()
-    for rank in ranks:
-        rank.rlimit(psutil.RLIMIT_FSIZE, (FILE_LIMIT, resource.RLIM_INFINITY))
+    writers = [child for rank in drill.workers() for child in rank.children()]
+    for writer in writers:
+        writer.rlimit(psutil.RLIMIT_FSIZE, (FILE_LIMIT, resource.RLIM_INFINITY))
     drill.wait(lambda: log.read_text().count(failed) > before, "a failed write")
-    for rank in ranks:
-        rank.rlimit(psutil.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    for writer in writers:
+        writer.rlimit(psutil.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     known = drill.checkpoints()[-1]
     drill.wait(lambda: drill.checkpoints()[-1] != known, "a checkpoint after the failed one")
 

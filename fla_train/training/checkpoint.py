@@ -1,44 +1,49 @@
-"""Checkpoints that are complete or absent.
+"""The checkpoint format: folder layout, manifest, verification, choice of the newest intact one, loading.
 
-    checkpoints/.writing-step-0000100/    while it is written; never read
+    checkpoints/.writing-step-0000100-.../  while it is written; never read
     checkpoints/step-0000100/
-        manifest.json                     step, world size, versions; size and sha256 of every other file
-        state.json                        TrainState
-        rng-0.pt rng-1.pt ...             random states, one file per rank
-        deepspeed/                        weights and the ZeRO-2 partition of each rank
+        manifest.json                       step, tokens, world size, versions; size and sha256 of each file
+        state.json                          TrainState
+        rng-0.pt rng-1.pt ...               random states, one file per rank
+        deepspeed/                          weights and the ZeRO-2 partition of each rank
 
-`writer.py` writes them: each rank its files and their checksums, then rank 0 the manifest and the new name,
-so a kill at any moment leaves either the whole new checkpoint or only the ones before it. Every rank calls
-`load`.
+A checkpoint is complete or absent: `async_writer.py` renames the folder once every file is on the disk. Every
+rank calls `load`.
+
+`manifest.json` is `{"version": 2, "sha256": ..., "content": ...}`, the sha256 being that of the content as
+compact JSON with sorted keys. Version 1 is the content alone, without a checksum of its own. The two share no
+key, so a damaged version 2 is never taken for a version 1. The world size determines the files of a
+checkpoint; a manifest that lists any other file, or lacks one, is damaged.
+
+Importing this module imports neither torch nor numpy, since the async writer's process does without them.
 """
 
+import hashlib
 import json
 import logging
 import math
 import os
-import random
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-import torch
-import torch.distributed as dist
-
-from fla_train.training.deepspeed_patches import files_through
-from fla_train.utils.filesystem import find_damage, sync
+from fla_train.utils.filesystem import find_damage, reason, sync
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+MANIFEST_VERSION = 2
 STATE = "state.json"
 DEEPSPEED_TAG = "deepspeed"
+MODEL_FILE = f"{DEEPSPEED_TAG}/mp_rank_00_model_states.pt"
+OPTIMIZER_FILE = f"{DEEPSPEED_TAG}/zero_pp_rank_{{rank}}_mp_rank_00_optim_states.pt"
+RANDOM_FILE = "rng-{rank}.pt"
 WRITING = ".writing-"
 DELETING = ".deleting-"
 NAME = re.compile(r"step-\d{7,}")
-VERSIONS = ("torch", "deepspeed", "accelerate", "transformers")
 
 
 @dataclass
@@ -70,7 +75,11 @@ def load(engine, folder: Path) -> TrainState:
     Raises:
         ValueError: it is of another model, or a file holds more than tensors and plain values.
     """
-    # DeepSpeed takes seconds to import, and launchers do without it.
+    # torch and DeepSpeed take seconds to import, and the async writer's process does without them.
+    import torch.distributed as dist
+
+    from fla_train.training.deepspeed_patches import files_through
+    from fla_train.training.random_states import set_random_states
     from fla_train.training.reshard import load_optimizer
     from fla_train.training.safe_load import SafeCheckpointEngine, load_file
 
@@ -87,10 +96,10 @@ def load(engine, folder: Path) -> TrainState:
         raise ValueError(f"{folder} is of another model: {keys[0].strip()}") from failure
     assert path is not None, f"DeepSpeed found nothing in {folder}"
     if not same:
-        load_optimizer(engine, folder / DEEPSPEED_TAG, saved)
+        load_optimizer(engine, folder, saved)
     for group, own in zip(engine.optimizer.param_groups, settings, strict=True):
         group.update(own)
-    set_random_states(load_file(folder / f"rng-{dist.get_rank() % saved}.pt"))
+    set_random_states(load_file(folder / RANDOM_FILE.format(rank=dist.get_rank() % saved)))
     return read_state(folder)
 
 
@@ -104,11 +113,90 @@ def read_state(folder: Path) -> TrainState:
 
 def world_size(checkpoint: Path) -> int:
     """The number of ranks that wrote it."""
-    return _manifest(checkpoint)["world_size"]
+    return read_manifest(checkpoint)["world_size"]
 
 
-def _manifest(checkpoint: Path) -> dict:
-    return json.loads((checkpoint / MANIFEST).read_text())
+def rank_files(rank: int) -> list[str]:
+    """Names of the files that `rank` writes. The manifest, which rank 0 writes last, is not among them."""
+    own = [OPTIMIZER_FILE.format(rank=rank), RANDOM_FILE.format(rank=rank)]
+    return [STATE, MODEL_FILE, *own] if rank == 0 else own
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """The validated content of a checkpoint's manifest, of either version.
+
+    Returns:
+        step, tokens, world_size; versions: package -> version; files: name -> what `describe` returns.
+
+    Raises:
+        ValueError: it is missing or damaged; one line says what is wrong.
+    """
+    try:
+        content = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    except OSError as failure:
+        raise ValueError(f"{MANIFEST} can't be read ({reason(failure)})") from failure
+    except (ValueError, RecursionError) as failure:
+        raise ValueError(f"{MANIFEST} is not JSON") from failure
+    if isinstance(content, dict) and content.keys() == {"version", "sha256", "content"}:
+        if content["version"] != MANIFEST_VERSION:
+            raise ValueError(f"{MANIFEST} is of version {_brief(content['version'])}, which is unknown here")
+        if content["sha256"] != _checksum(content["content"]):
+            raise ValueError(f"{MANIFEST} has a wrong checksum")
+        content = content["content"]
+    if error := _manifest_error(content):
+        raise ValueError(f"{MANIFEST} {error}")
+    if NAME.fullmatch(checkpoint.name) and content["step"] != step_of(checkpoint.name):
+        raise ValueError(f"{MANIFEST} is of step {content['step']}")
+    return content
+
+
+def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
+    """Write `content`, as `read_manifest` returns it, as a manifest of version 2."""
+    content = dict(content)
+    error = _manifest_error(content)
+    assert error is None, f"{MANIFEST} {error}"
+    manifest = {"version": MANIFEST_VERSION, "sha256": _checksum(content), "content": content}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    sync(folder / MANIFEST)
+
+
+def _checksum(content: object) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _manifest_error(content: Any) -> str | None:
+    """What is wrong with a manifest's content, if anything is."""
+    fields = ("step", "tokens", "world_size", "versions", "files")
+    if not isinstance(content, dict) or content.keys() != set(fields):
+        return f"has other fields than {', '.join(fields)}"
+    for key, least in (("step", 0), ("tokens", 0), ("world_size", 1)):
+        if type(content[key]) is not int or content[key] < least:
+            return f"has {key} {_brief(content[key])}"
+    versions, files, ranks = content["versions"], content["files"], content["world_size"]
+    if not isinstance(versions, dict) or not all(isinstance(version, str) for version in versions.values()):
+        return "has versions that are no text"
+    if not isinstance(files, dict) or len(files) < ranks:
+        return f"has world_size {ranks} and too few files"
+    expected = {name for rank in range(ranks) for name in rank_files(rank)}
+    for name in sorted(expected - files.keys()):
+        return f"lacks {name}, which {ranks} rank(s) write"
+    for name in sorted(files.keys() - expected):
+        return f"lists {_brief(name)}, which {ranks} rank(s) do not write"
+    for name, entry in files.items():
+        if not isinstance(entry, dict) or entry.keys() != {"bytes", "sha256"}:
+            return f"has other fields of {name} than bytes, sha256"
+        size, digest = entry["bytes"], entry["sha256"]
+        if type(size) is not int or size < 0:
+            return f"has a size of {name} of {_brief(size)}"
+        if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
+            return f"has a checksum of {name} that is no sha256"
+    return None
+
+
+def _brief(value: object) -> str:
+    """A value as JSON, at most 40 characters of it."""
+    return json.dumps(value)[:40]
 
 
 def step_of(name: str) -> int:
@@ -129,12 +217,17 @@ def newest_step(folder: Path) -> int:
 
 
 def find_fault(checkpoint: Path) -> str | None:
-    """Why a checkpoint can't be used, or None when every file is as its manifest says."""
+    """Why a checkpoint can't be used, in one line; None: every file is as its manifest says."""
     try:
-        files = dict(_manifest(checkpoint)["files"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"{MANIFEST} is missing or unreadable"
-    return find_damage(checkpoint, files)
+        manifest = read_manifest(checkpoint)
+        if damage := find_damage(checkpoint, manifest["files"]):
+            return damage
+        state = read_state(checkpoint)
+    except (OSError, ValueError) as failure:  # an OSError: it has been deleted meanwhile
+        return str(failure)
+    if (state.step, state.tokens) != (manifest["step"], manifest["tokens"]):
+        return f"{MANIFEST} is of step {manifest['step']}, {STATE} of step {state.step}"
+    return None
 
 
 def choose(resume: str, folder: Path) -> Path | None:
@@ -154,7 +247,7 @@ def choose(resume: str, folder: Path) -> Path | None:
     if resume != "auto":
         if fault := find_fault(Path(resume)):
             raise ValueError(f"trainer.resume={resume} is not an intact checkpoint: {fault}")
-        step = _manifest(Path(resume))["step"]
+        step = read_manifest(Path(resume))["step"]
         later = [path.name for path in present if step_of(path.name) > step]
         if later:  # resume=auto would later take them for this run's
             raise ValueError(
@@ -185,11 +278,16 @@ def newest_intact(folder: Path, until: float = math.inf) -> Path | None:
     raise ValueError(f"no checkpoint in {folder}{which} is intact: delete the folder to start again")
 
 
-def clean(folder: Path) -> None:
-    """Delete what a killed run left half-written or half-deleted. Only with the run's lock held."""
+def clean(folder: Path, keep: str = "") -> None:
+    """Delete what was left half-written or half-deleted. Only with the run's lock held.
+
+    Args:
+        keep: name of the folder that is being written.
+    """
     for pattern in (WRITING, DELETING):
         for path in folder.glob(pattern + "*"):
-            shutil.rmtree(path, ignore_errors=True)
+            if path.name != keep:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def prune(newest: Path, keep: int, keep_every: int = 0) -> None:
@@ -215,43 +313,3 @@ def remove(checkpoint: Path) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
         os.rename(checkpoint, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
-
-
-def random_states() -> dict:
-    """Random states of Python, numpy, torch and this rank's GPU, as tensors and plain values."""
-    kind, keys, *rest = np.random.get_state()
-    numpy_state = (kind, torch.from_numpy(keys), *rest)
-    states = {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def set_random_states(states: dict) -> None:
-    """Inverse of `random_states`."""
-    random.setstate(states["python"])
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, np.asarray(keys), *rest))  # the keys were an array in older checkpoints
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-
-
-def write_manifest(folder: Path, state: TrainState, files: dict[str, dict]) -> None:
-    """Vouch for the `files`, name to `describe`, that all ranks have put into `folder`."""
-    manifest = {
-        "step": state.step,
-        "tokens": state.tokens,
-        "world_size": dist.get_world_size(),
-        "versions": {name: version(name) for name in VERSIONS},
-        "files": dict(sorted(files.items())),
-    }
-    write_json(folder / MANIFEST, manifest)
-    for path in [*folder.rglob("*"), folder]:
-        if path.is_dir():
-            sync(path)
-
-
-def write_json(path: Path, content: dict) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
-    sync(path)

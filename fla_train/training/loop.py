@@ -17,8 +17,10 @@ from fla_train.training import checkpoint, statistics
 from fla_train.training.agreement import check_agreement, run_facts
 from fla_train.training.build import build_model
 from fla_train.training.checkpoint import TrainState
+from fla_train.training.checkpoint_manager import CheckpointManager
 from fla_train.training.engine import Outcome, StepResult, build_engine, train_step
 from fla_train.training.evaluation import PART_PERPLEXITY, validate_text
+from fla_train.training.exports import Exporter
 from fla_train.training.failures import TrainingStopped
 from fla_train.training.graphed import GraphedPass
 from fla_train.training.guard import StepGuard
@@ -29,7 +31,6 @@ from fla_train.training.preemption import StopRequest
 from fla_train.training.profiling import profiled
 from fla_train.training.report import Reporter, summary_lines
 from fla_train.training.runfolder import RunFolder, RunLock
-from fla_train.training.saving import Saver
 from fla_train.training.schedule import learning_rate
 from fla_train.training.schema import TrainConfig
 from fla_train.training.suites import SuiteRuns
@@ -91,8 +92,15 @@ class Trainer:
         )
         self.graphed = self._make_graph()
         self.meter = self._make_meter()
-        saved_step = self.state.step if own else -1
-        self.saver = Saver(config, data, self.folder, self.engine, self.reporter, saved_step)
+        self.checkpoints = CheckpointManager(
+            self.engine,
+            self.folder.checkpoints,
+            keep=trainer.keep_checkpoints,
+            keep_every=trainer.keep_every,
+            say=self.reporter.say,
+            saved_step=self.state.step if own else -1,
+        )
+        self.exporter = Exporter(config, data, self.folder, self.engine, self.reporter)
         self.suites = self._make_suites()
         self.rows: list[tuple[int, float, Outcome]] = []  # step, learning rate, and what is to be read
         self.observed: dict[str, Tensor] = {}  # statistics of the newest step
@@ -120,6 +128,7 @@ class Trainer:
                     results += self._read(len(self.rows))
                 self.meter.stop(trainer.global_batch_tokens)
                 self._account(results)
+                self.checkpoints.poll()
                 if results and self.suites is not None:
                     self.suites.collect(state.step, state.tokens)
                 if self._due(trainer.eval_every):
@@ -129,7 +138,7 @@ class Trainer:
                 suite_due = trainer.suite_every > 0 and self._due(trainer.suite_every)
                 if self._due(trainer.export_every) or suite_due:
                     self.watchdog.beat(f"exporting step {state.step}")
-                    export = self.saver.export(state)
+                    export = self.exporter.export(state)
                     if suite_due and self.suites is not None and export is not None:
                         self.suites.start(export, state.step)
                 if self._due(trainer.checkpoint_every) or self.leaving:
@@ -279,11 +288,15 @@ class Trainer:
         if self.lock is not None:
             self.lock.check()
         self.state.loss_statistics = self.guard.statistics()
-        self.saver.save(self.state)
+        stall = self.checkpoints.save(self.state)
+        self.reporter.log(
+            {"step": self.state.step, "tokens": self.state.tokens, "checkpoint_stall_s": round(stall, 4)}
+        )
 
     def _leave(self) -> None:
         """Close what is open, after a request to stop, once the checkpoint is on disk."""
-        self.saver.ensure_saved(self.state.step)
+        self.checkpoints.ensure_saved(self.state.step)
+        self.checkpoints.close()
         self.reporter.say(f"step {self.state.step:,}: asked to stop; the same command goes on from here")
         if self.suites is not None:
             self.suites.stop()
@@ -292,11 +305,12 @@ class Trainer:
     def _finish(self) -> None:
         """The last step's files, where a resumed or killed run still lacks them, and the summary."""
         state = self.state
-        if not self.saver.saved(state.step):
+        if not self.checkpoints.is_saved(state.step):
             self._save()
-        self.saver.ensure_saved(state.step)
+        self.checkpoints.ensure_saved(state.step)
+        self.checkpoints.close()
         self.watchdog.beat(f"exporting step {state.step}")
-        export = self.saver.export(state, last=True)
+        export = self.exporter.export(state, last=True)
         if self.suites is not None:
             self.suites.finish(state.step, state.tokens, self.watchdog.beat)
         self.reporter.close()

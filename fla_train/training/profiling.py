@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fla_train.training.writer import reason
+from fla_train.utils.filesystem import reason
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from fla_train.training.metrics import (
 from fla_train.training.public import public_config
 from fla_train.training.runfolder import RunFolder
 from fla_train.training.schema import TrainConfig
-from fla_train.training.writer import reason
+from fla_train.utils.filesystem import reason
 from fla_train.utils.records import Record
 
 

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fla_train.training.checkpoint import OPTIMIZER_FILE
 from fla_train.training.safe_load import load_file
 
 # DeepSpeed's names inside a ZeRO-2 checkpoint
-SHARD_FILE = "zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 SHARD = "optimizer_state_dict"
 ADAM = "base_optimizer_state"
 FRAGMENTS = "param_slice_mappings"
@@ -41,7 +41,7 @@ def load_optimizer(engine, folder: Path, saved_world: int) -> None:
 
     Every rank calls it.
     """
-    files = [folder / SHARD_FILE.format(rank=rank) for rank in range(saved_world)]
+    files = [folder / OPTIMIZER_FILE.format(rank=rank) for rank in range(saved_world)]
     shards = [load_file(file, mmap=True)[SHARD] for file in files]
     layouts: list[Sequence[Layout]] = [()] * dist.get_world_size()
     dist.all_gather_object(layouts, engine.optimizer.state_dict()[FRAGMENTS])

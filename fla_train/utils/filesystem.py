@@ -17,6 +17,16 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def reason(failure: BaseException) -> str:
+    """Why a write or a read failed, in one line: the system's words, if it is an `OSError` at heart."""
+    cause: BaseException | None = failure
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__context__
+    return " ".join(str(failure).split())
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """Replace a file in one move: a reader, even after a power cut, finds the old content or the new.
 

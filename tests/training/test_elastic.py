@@ -1,7 +1,5 @@
 """Resume by another number of ranks: the same steps on the same tokens, equal to rounding."""
 
-import hashlib
-import json
 import shutil
 from collections import namedtuple
 from collections.abc import Callable
@@ -15,6 +13,7 @@ from fla_train.training import checkpoint
 from fla_train.training.metrics import read_metrics
 from fla_train.training.reshard import recut
 from fla_train.training.schema import TrainConfig
+from fla_train.utils.filesystem import describe
 
 Make = Callable[..., TrainConfig]
 Fragment = namedtuple("Fragment", "start numel")
@@ -147,14 +146,13 @@ def test_without_the_moments_the_losses_would_differ(
     """What the tolerance above would tell, had the optimizer state been lost on the way."""
     run = tmp_path / "run"
     start = interrupted(whole, run)
-    manifest = json.loads((start / "manifest.json").read_text())
+    manifest = checkpoint.read_manifest(start)
     for path in shards(start):
         content = torch.load(path, weights_only=False)
         content["optimizer_state_dict"]["base_optimizer_state"]["state"] = {}
         torch.save(content, path)
-        entry = {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-        manifest["files"][str(path.relative_to(start))] = entry
-    (start / "manifest.json").write_text(json.dumps(manifest))
+        manifest["files"][str(path.relative_to(start))] = describe(path)
+    checkpoint.write_manifest(start, manifest)
     warm_ranks.launch(make_config(*SETTINGS, f"run.dir={run}"))
     found, expected = column(run, "loss"), column(whole, "loss")
     assert found[: RESUMED + 1] == pytest.approx(expected[: RESUMED + 1], rel=1e-5)  # the weights are there

@@ -236,10 +236,10 @@ def test_a_branch_of_another_run_stands_on_its_own(make_config: Make, warm_ranks
     more = ["trainer.precision=fp32", "launch.device=cpu", "trainer.max_steps=1"]
     warm_ranks.launch(make_config(*more, f"run.dir={tmp_path / 'trunk'}"))
     trunk = tmp_path / "trunk/checkpoints/step-0000001"
-    state, manifest = (json.loads((trunk / name).read_text()) for name in ("state.json", "manifest.json"))
-    checkpoint.write_json(trunk / "state.json", state | {"wandb_id": "the trunk's"})
+    state, manifest = json.loads((trunk / "state.json").read_text()), checkpoint.read_manifest(trunk)
+    (trunk / "state.json").write_text(json.dumps(state | {"wandb_id": "the trunk's"}))
     manifest["files"]["state.json"] = describe(trunk / "state.json")
-    checkpoint.write_json(trunk / "manifest.json", manifest)
+    checkpoint.write_manifest(trunk, manifest)
     warm_ranks.launch(make_config(*more, f"run.dir={tmp_path / 'branch'}", f"trainer.resume={trunk}"))
     branch = tmp_path / "branch/checkpoints/step-0000001"
     assert checkpoint.find_fault(branch) is None

@@ -1,7 +1,5 @@
 """A checkpoint from someone else runs no code, whichever of its files holds the payload."""
 
-import hashlib
-import json
 import os
 import random
 import shutil
@@ -16,9 +14,12 @@ from warm_ranks import TWO_RANKS, WarmRanks
 
 from fla_train.training import checkpoint
 from fla_train.training.checkpoint import TrainState
+from fla_train.training.checkpoint_manager import CheckpointManager
 from fla_train.training.engine import build_engine
+from fla_train.training.random_states import random_states, set_random_states
+from fla_train.training.safe_load import load_file
 from fla_train.training.schema import TrainConfig
-from fla_train.training.writer import CheckpointWriter
+from fla_train.utils.filesystem import describe
 
 
 class Payload:
@@ -35,10 +36,9 @@ def rewrite(folder: Path, name: str, change: Callable[[dict], dict]) -> Path:
     """Change the content of a file of a checkpoint, which stays intact by its checksums."""
     path = folder / name
     torch.save(change(torch.load(path, weights_only=False)), path)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    manifest["files"][name] = {"bytes": path.stat().st_size, "sha256": digest}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    manifest = checkpoint.read_manifest(folder)
+    manifest["files"][name] = describe(path)
+    checkpoint.write_manifest(folder, manifest)
     assert checkpoint.find_fault(folder) is None
     return folder
 
@@ -46,9 +46,11 @@ def rewrite(folder: Path, name: str, change: Callable[[dict], dict]) -> Path:
 def attack(config: TrainConfig, of_two_ranks: Path, folder: Path) -> dict[str, str]:
     """On a rank: load a checkpoint with a payload in each of its files; by file, why it was refused."""
     engine = build_engine(make_model(config), config)
-    writer = CheckpointWriter(folder / "own", keep=0, keep_every=0, tell=lambda written: None)
-    writer.save(engine, TrainState(step=1))
-    own = writer.wait().path
+    manager = CheckpointManager(engine, folder / "own", keep=0, keep_every=0, say=print)
+    manager.save(TrainState(step=1))
+    manager.ensure_saved(1)
+    manager.close()
+    own = folder / "own" / checkpoint.folder_name(1)
     assert checkpoint.load(engine, own).step == 1
     optimizer = "deepspeed/zero_pp_rank_0_mp_rank_00_optim_states.pt"
     cases = {name: (own, name) for name in ("rng-0.pt", "deepspeed/mp_rank_00_model_states.pt", optimizer)}
@@ -76,14 +78,12 @@ def test_a_payload_in_any_file_is_refused(
 
 def test_random_states_of_today_and_of_older_checkpoints_come_back(tmp_path: Path):
     """Older ones hold numpy's state as an array."""
-    from fla_train.training.safe_load import load_file
-
-    now = checkpoint.random_states()
+    now = random_states()
     older = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     expected = random.random(), np.random.rand(), torch.rand(1).item()
     for number, states in enumerate((now, older)):
         path = tmp_path / f"rng-{number}.pt"
         torch.save(states, path)
-        checkpoint.set_random_states(load_file(path))
+        set_random_states(load_file(path))
         assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
     assert torch.load(tmp_path / "rng-0.pt", weights_only=True)  # nothing needs to be allowed any more

@@ -1,0 +1,219 @@
+"""CheckpointManager: saves checkpoints beside training, and knows which is on the disk and what failed."""
+
+import json
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.metadata import version
+from itertools import count
+from pathlib import Path
+
+import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+
+from fla_train.training.async_writer import AsyncWriter, Job, Segment
+from fla_train.training.checkpoint import (
+    DEEPSPEED_TAG,
+    RANDOM_FILE,
+    STATE,
+    WRITING,
+    TrainState,
+    folder_name,
+    rank_files,
+)
+from fla_train.training.deepspeed_patches import files_through
+from fla_train.training.failures import TrainingStopped
+from fla_train.training.random_states import random_states
+from fla_train.training.staging import StagingBuffer
+from fla_train.utils.filesystem import reason
+
+VERSIONS = ("torch", "deepspeed", "accelerate", "transformers")
+
+
+class _Capture(CheckpointEngine):
+    """Takes what DeepSpeed would save: content by file name, with the engine's own tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.files: dict[str, object] = {}
+
+    def create(self, info: object) -> None:
+        """None is needed."""
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """None is needed."""
+
+    def save(self, state_dict: dict, path: str) -> None:
+        self.files[f"{DEEPSPEED_TAG}/{Path(path).name}"] = state_dict
+
+    def load(self, path: str, map_location: object = None) -> dict:
+        raise NotImplementedError("only saves")
+
+    def commit(self, info: object) -> bool:
+        return True
+
+
+class CheckpointManager:
+    """Saves the checkpoints of a run. All ranks make one, and call `save`, `is_saved`, `ensure_saved` alike.
+
+    A save copies the state to a staging buffer, from which the rank's async writer writes it. On a GPU the
+    copy runs beside the forward and backward pass of the next step and ends before its update. A save that
+    fails (disk full, writer process killed) is told of, the earlier checkpoints stay as they are, and the
+    next save tries again.
+
+    Args:
+        engine: DeepSpeed's.
+        folder: holds the checkpoints.
+        keep: newest ones kept, 0: all.
+        keep_every: steps whose multiples are kept for good, 0: none.
+        say: gets a line on rank 0 when a save has ended.
+        saved_step: of the checkpoint in `folder` that the run goes on from; -1: there is none.
+    """
+
+    def __init__(
+        self,
+        engine,
+        folder: Path,
+        *,
+        keep: int,
+        keep_every: int,
+        say: Callable[[str], None],
+        saved_step: int = -1,
+    ):
+        self._engine, self._folder, self._say = engine, folder, say
+        self._keep, self._keep_every = keep, keep_every
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._versions = {name: version(name) for name in VERSIONS}
+        self._staging = StagingBuffer()
+        self._writer: AsyncWriter | None = None
+        self._job: tuple[Job, bytes] | None = None  # for the writer, once the copy is complete
+        self._step = saved_step  # of the newest save
+        self._error: str | None = None  # why it failed
+        self._agreed = self._told = True  # its end: by all ranks, to the reader
+        # An attempt's folder is that attempt's only, so that no rank takes an earlier one's files for it.
+        self._run = self._gather(secrets.token_hex(4))[0]
+        self._attempts = count()
+        self._hook = engine.optimizer.optimizer.register_step_pre_hook(lambda *_: self._finish_copy())
+
+    def save(self, state: TrainState) -> float:
+        """Start to write a checkpoint of now; returns the seconds training stood still.
+
+        It first waits for the end of the save before.
+        """
+        begin = time.perf_counter()
+        self._wait()
+        self._step, self._error, self._agreed, self._told = state.step, None, False, False
+        files = self._capture(state)
+        assert files.keys() == set(rank_files(self._rank)), f"DeepSpeed saves other files: {sorted(files)}"
+        try:
+            segments, beside = self._staging.stage(files)
+            self._job = self._make_job(segments, state), beside
+            if self._writer is None or not self._writer.alive:
+                self._writer = AsyncWriter(self._staging.descriptor, self._rank)
+        except OSError as failure:
+            self._error = f"rank {self._rank}: {reason(failure)}"
+            self._job = None
+            self._tell(self._error)
+        if not self._staging.copying:
+            self._finish_copy()
+        return time.perf_counter() - begin
+
+    def poll(self) -> None:
+        """Tell of a save that has ended since the last call. Rank 0 may call it alone, at every step."""
+        if not self._told and self._job is None and self._writer is not None and self._writer.done():
+            result = self._writer.result()
+            self._tell(result.error, result.seconds)
+
+    def is_saved(self, step: int) -> bool:
+        """Whether a checkpoint of `step` is on the disk; waits for the save under way."""
+        self._wait()
+        return self._step == step and self._error is None
+
+    def ensure_saved(self, step: int) -> None:
+        """Wait until the checkpoint of `step` is on the disk.
+
+        Raises:
+            TrainingStopped: it could not be written.
+        """
+        if not self.is_saved(step):
+            raise TrainingStopped(
+                f"the checkpoint of step {step} could not be written ({self._error}): "
+                "free space and give the same command again; it goes on from the last intact checkpoint"
+            )
+
+    def close(self) -> None:
+        """End the writer's process; no save may be under way."""
+        self._hook.remove()
+        if self._writer is not None:
+            self._writer.close()
+        self._staging.close()
+
+    def _capture(self, state: TrainState) -> dict[str, object]:
+        """This rank's files: name -> content, whose tensors are the engine's."""
+        capture = _Capture()
+        with files_through(self._engine, capture):
+            self._engine.save_checkpoint("nowhere", tag=DEEPSPEED_TAG, save_latest=False)
+        files = capture.files | {RANDOM_FILE.format(rank=self._rank): random_states()}
+        if self._rank == 0:
+            files[STATE] = (json.dumps(asdict(state), indent=2) + "\n").encode()
+        return files
+
+    def _make_job(self, segments: dict[str, list[Segment]], state: TrainState) -> Job:
+        return Job(
+            folder=str(self._folder),
+            attempt=f"{WRITING}{folder_name(state.step)}-{self._run}-{next(self._attempts)}",
+            rank=self._rank,
+            files=segments,
+            content={
+                "step": state.step,
+                "tokens": state.tokens,
+                "world_size": self._world,
+                "versions": self._versions,
+            },
+            keep=self._keep,
+            keep_every=self._keep_every,
+        )
+
+    def _finish_copy(self) -> None:
+        """Wait for the end of the copy and start the writer; before the optimizer's step and each wait."""
+        if self._job is not None:
+            self._staging.wait()
+            self._writer.start(*self._job)
+            self._job = None
+
+    def _wait(self) -> None:
+        """Wait for the end of the newest save, and agree with the other ranks on its error."""
+        if self._agreed:
+            return
+        self._finish_copy()
+        error = self._error
+        if self._rank and error is None:
+            error = self._writer.result().error
+        others = next((other for other in self._gather(error) if other is not None), None)
+        if self._rank == 0 and error is None:
+            if self._world > 1:
+                self._writer.others_are_done(others)
+            result = self._writer.result()
+            self._tell(result.error, result.seconds)
+            error = result.error
+        self._error = self._gather(error)[0]
+        self._agreed = True
+
+    def _gather(self, value: str | None) -> list[str | None]:
+        """All ranks' values."""
+        values = [value] * self._world
+        if self._world > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def _tell(self, error: str | None, seconds: float = 0.0) -> None:
+        if self._rank or self._told:
+            return
+        self._told = True
+        outcome = f"NO CHECKPOINT, {error}; the earlier ones are untouched"
+        if error is None:
+            path = self._folder / folder_name(self._step)
+            outcome = f"checkpoint {path}, written in {seconds:.1f} s"
+        self._say(f"step {self._step:,}: {outcome}")

@@ -1,0 +1,160 @@
+"""The async writer's process: several ranks' writers on one folder, failed writes, the end of its trainer."""
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fla_train.training import async_writer, checkpoint
+from fla_train.training.async_writer import AsyncWriter, Job, WriteFailed
+from fla_train.utils import filesystem
+
+STATE = b'{"step": 3, "tokens": 30}'
+
+
+def make_job(folder: Path, rank: int, world_size: int, attempt: str = ".writing-3") -> Job:
+    """A job of which each file is the staging buffer's bytes 2 to 5, and the state on rank 0."""
+    files = {name: [(True, 2, 3), (False, 0, 1)] for name in checkpoint.rank_files(rank)}
+    if rank == 0:
+        files["state.json"] = [(False, 1, len(STATE))]
+    content = {"step": 3, "tokens": 30, "world_size": world_size, "versions": {"torch": "2.13.0"}}
+    return Job(str(folder), attempt, rank, files, content, keep=0, keep_every=0)
+
+
+BESIDE = b"!" + STATE
+
+
+@pytest.fixture
+def staging() -> Iterator[int]:
+    descriptor = os.memfd_create("staging")
+    os.write(descriptor, b"01abc5")
+    yield descriptor
+    os.close(descriptor)
+
+
+@pytest.fixture
+def writers(staging: int) -> Iterator[list[AsyncWriter]]:
+    started = [AsyncWriter(staging, rank) for rank in range(3)]
+    yield started
+    for writer in started:
+        writer.close()
+
+
+def test_rank_0_completes_what_all_ranks_have_written(writers: list[AsyncWriter], tmp_path: Path):
+    for rank in (0, 2, 1):
+        assert not checkpoint.checkpoints(tmp_path)
+        writers[rank].start(make_job(tmp_path, rank, 3), BESIDE)
+    assert [writer.result().error for writer in writers] == [None] * 3
+    (path,) = tmp_path.iterdir()
+    assert checkpoint.find_fault(path) is None and checkpoint.world_size(path) == 3
+    files = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+    assert files == set(checkpoint.read_manifest(path)["files"]) | {"manifest.json"}
+    assert (path / "rng-2.pt").read_bytes() == b"abc!"
+
+
+def test_a_rank_that_cannot_write_is_named_and_nothing_is_left(writers: list[AsyncWriter], tmp_path: Path):
+    resource.prlimit(writers[1].pid, resource.RLIMIT_FSIZE, (2, resource.RLIM_INFINITY))
+    for rank, writer in enumerate(writers):
+        writer.start(make_job(tmp_path, rank, 3), BESIDE)
+    assert writers[2].result().error is None
+    error = writers[1].result().error
+    assert error == "rank 1: File too large"
+    # The limit may also have refused the note to rank 0; its trainer hears of it all the same.
+    writers[0].others_are_done(error)
+    assert writers[0].result().error == error
+    assert list(tmp_path.iterdir()) == []
+    resource.prlimit(writers[1].pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    for rank, writer in enumerate(writers):
+        writer.start(make_job(tmp_path, rank, 3, ".writing-3-again"), BESIDE)
+    assert [writer.result().error for writer in writers] == [None] * 3
+
+
+def test_files_of_an_earlier_attempt_are_never_taken(writers: list[AsyncWriter], tmp_path: Path):
+    writers[1].start(make_job(tmp_path, 1, 2, ".writing-3-earlier"), BESIDE)
+    assert writers[1].result().error is None
+    writers[0].start(make_job(tmp_path, 0, 2, ".writing-3-later"), BESIDE)
+    writers[0].others_are_done("rank 1: was killed")
+    assert writers[0].result().error == "rank 1: was killed"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_rank_0_never_sees(staging: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(async_writer, "VISIBLE", 0.1)
+    trainer, end = Pipe()
+    trainer.send_bytes(b'{"error": null}')
+    with pytest.raises(WriteFailed, match=r"^rank 1, 2: .*one folder that all machines share"):
+        async_writer.write(make_job(tmp_path, 0, 3), staging, BESIDE, end)
+    assert list(tmp_path.iterdir()) == []
+    trainer.close()
+    with pytest.raises(EOFError):
+        async_writer.write(make_job(tmp_path, 0, 3), staging, BESIDE, end)
+
+
+@pytest.mark.parametrize("moment", ["fsync", "write_manifest", "rename"])
+def test_a_full_disk_at_any_moment_leaves_the_earlier_ones(
+    staging: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+):
+    earlier = make_job(tmp_path, 0, 1)
+    async_writer.write(earlier, staging, BESIDE, Pipe()[1])
+    os.rename(tmp_path / "step-0000003", tmp_path / "step-0000001")
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint if moment == "write_manifest" else os, moment, full)
+    with pytest.raises(WriteFailed, match=r"^rank 0: No space left on device$"):
+        async_writer.write(make_job(tmp_path, 0, 1), staging, BESIDE, Pipe()[1])
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000001"]
+
+
+def test_the_run_folder_is_not_made_again_where_it_was(writers: list[AsyncWriter], tmp_path: Path):
+    gone = tmp_path / "run/checkpoints"
+    writers[0].start(make_job(gone, 0, 1), BESIDE)
+    assert writers[0].result().error == "rank 0: No such file or directory"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_dies_with_its_trainer(staging: int):
+    code = (
+        "import os, time; from fla_train.training.async_writer import AsyncWriter;"
+        "writer = AsyncWriter(os.memfd_create('staging'), 0); print(writer.pid, flush=True); time.sleep(100)"
+    )
+    trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    writer = psutil.Process(int(trainer.stdout.readline()))
+    deadline = time.monotonic() + 20
+    while writer.nice() != 10:  # it is up
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    writer.suspend()  # as if it hung in a write
+    trainer.kill()
+    trainer.wait()
+    trainer.stdout.close()
+    assert psutil.wait_procs([writer], timeout=20)[1] == []
+
+
+def test_it_starts_without_torch():
+    code = "import sys, fla_train.training.async_writer; print({'torch', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_a_reason_is_the_systems_word(tmp_path: Path):
+    def fail(outer: Callable[[], Exception]) -> Exception:
+        try:
+            try:
+                (tmp_path / "none").read_bytes()
+            except OSError:
+                raise outer()  # noqa: B904
+        except Exception as failure:
+            return failure
+
+    assert filesystem.reason(fail(lambda: RuntimeError("unexpected pos"))) == "No such file or directory"
+    assert filesystem.reason(RuntimeError("two\n lines")) == "two lines"
