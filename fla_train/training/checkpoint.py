@@ -18,6 +18,7 @@ checkpoint; a manifest that lists any other file, or lacks one, is damaged.
 Importing this module imports neither torch nor numpy, since the async writer's process does without them.
 """
 
+import errno
 import hashlib
 import json
 import logging
@@ -26,6 +27,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,9 +108,16 @@ def load(engine, folder: Path) -> TrainState:
 def read_state(folder: Path) -> TrainState:
     """Raises `ValueError`: another version wrote it, with other fields."""
     try:
-        return TrainState(**json.loads((folder / STATE).read_text()))
+        return TrainState(**json.loads(_read(folder / STATE)))
     except TypeError as failure:
         raise ValueError(f"{folder / STATE} is of another version: {failure}") from failure
+
+
+def _read(path: Path) -> str:
+    """The text of a file. Raises `OSError`, too, where opening would wait: at a named pipe."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return path.read_text(encoding="utf-8")
 
 
 def world_size(checkpoint: Path) -> int:
@@ -132,7 +141,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         ValueError: it is missing or damaged; one line says what is wrong.
     """
     try:
-        content = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        content = json.loads(_read(checkpoint / MANIFEST))
     except OSError as failure:
         raise ValueError(f"{MANIFEST} can't be read ({reason(failure)})") from failure
     except (ValueError, RecursionError) as failure:
@@ -287,7 +296,7 @@ def clean(folder: Path, keep: str = "") -> None:
     for pattern in (WRITING, DELETING):
         for path in folder.glob(pattern + "*"):
             if path.name != keep:
-                shutil.rmtree(path, ignore_errors=True)
+                _delete(path)
 
 
 def prune(newest: Path, keep: int, keep_every: int = 0) -> None:
@@ -308,8 +317,17 @@ def remove(checkpoint: Path) -> None:
 
     What can't be deleted (NFS keeps a file that a reader has open) is no fault: `clean` tries again.
     """
-    if checkpoint.exists():
+    if os.path.lexists(checkpoint):  # a link to nothing is in the way, too
         doomed = checkpoint.with_name(DELETING + checkpoint.name)
-        shutil.rmtree(doomed, ignore_errors=True)
+        _delete(doomed)
         os.rename(checkpoint, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        _delete(doomed)
+
+
+def _delete(path: Path) -> None:
+    """A folder with its content, or a file or link by itself, as far as the system allows."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
