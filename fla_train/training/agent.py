@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen
 
+from torch.distributed import Store
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -31,13 +32,17 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousBackend,
+    create_handler,
+)
 
 from fla_train.data.workers import available_cores
 from fla_train.training.console import say
 from fla_train.training.failures import describe_exit
 from fla_train.training.preemption import EXIT_CODE, SIGNALS, Preempted, StopSignals
-from fla_train.training.process_group import ATTEMPT, LOOPBACK, STORE_FILE, check_address
+from fla_train.training.process_group import ATTEMPT, LOOPBACK, STORE_FILE, check_address, is_own_address
 from fla_train.training.schema import LaunchConfig
 from fla_train.utils.scratch import scratch_folder
 
@@ -45,6 +50,7 @@ DEFAULT_PORT = 29500
 FINAL = 2  # exit status of a worker whose error would come again
 POLL = 0.1  # seconds between looks at the workers; with several machines their store is asked each time
 LINGER = 3.0  # seconds that the main machine's store outlives a failure, so that the others hear of the end
+READ_TIMEOUT = 15  # seconds for one operation on the store
 RETRY = 1.0  # seconds between attempts to reach the store
 LONGEST_FINISH = 7 * 24 * 3600.0  # seconds that machines whose workers have ended wait for that of rank 0
 KILL_WAIT = 30  # seconds for a killed worker to disappear
@@ -166,9 +172,7 @@ class _Meetings:
         launch = self._launch
         several = launch.num_machines > 1
         timeout = max(1, math.ceil(launch.rendezvous_timeout))
-        settings: dict[str, object] = {"join_timeout": timeout, "read_timeout": min(60, timeout)}
-        if several and launch.machine_rank is not None:
-            settings["is_host"] = launch.machine_rank == 0
+        settings: dict[str, object] = {"join_timeout": timeout, "read_timeout": min(READ_TIMEOUT, timeout)}
         if not several:
             settings["store_type"] = "file"
         parameters = RendezvousParameters(
@@ -180,7 +184,7 @@ class _Meetings:
             local_addr=None if several else LOOPBACK,
             **settings,
         )
-        backend, store = create_backend(parameters)
+        backend, store = self._backend(parameters)
         spec = WorkerSpec(
             role="rank",
             local_world_size=launch.num_processes // launch.num_machines,
@@ -193,6 +197,21 @@ class _Meetings:
             master_port=launch.main_process_port or DEFAULT_PORT if several else None,
         )
         return Agent(spec, launch, self._newest_step, self._scratch, self._signals)
+
+    def _backend(self, parameters: RendezvousParameters) -> tuple[RendezvousBackend, Store]:
+        """The store: a file, or on several machines served by the main one, to which the others connect."""
+        if self._launch.num_machines == 1:
+            return create_backend(parameters)
+        rank = self._launch.machine_rank
+        serves = is_own_address(self._launch.main_process_ip) if rank is None else rank == 0
+        parameters.config["is_host"] = serves
+        try:
+            return create_backend(parameters)
+        except RendezvousConnectionError:
+            if not serves or rank == 0:
+                raise
+        parameters.config["is_host"] = False  # another agent of this machine serves it
+        return create_backend(parameters)
 
     def _within(self) -> str:
         return f"within {self._launch.rendezvous_timeout:g} s (launch.rendezvous_timeout)"

@@ -96,6 +96,16 @@ def interface_towards(host: str) -> str | None:
     return next(owners, None)
 
 
+def is_own_address(host: str) -> bool:
+    """Whether `host` is this machine.
+
+    Raises:
+        ValueError: `host` does not resolve.
+    """
+    own = _own_address(host)
+    return own is not None and own in {found[4][0] for found in socket.getaddrinfo(host, ANY_PORT)}
+
+
 def _own_address(host: str) -> str | None:
     """This machine's address on the way to `host`; None if there is no way: joining says what is wrong.
 
