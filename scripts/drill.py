@@ -68,15 +68,21 @@ class Drill:
     def said(self, text: str) -> int:
         return self.text().count(text)
 
+    def started(self) -> list[psutil.Process]:
+        """All living processes that the launchers have started, directly or not."""
+        found = []
+        for launcher in self.launchers:
+            with suppress(psutil.Error):
+                found += psutil.Process(launcher.pid).children(recursive=True)
+        return found
+
     def workers(self) -> list[psutil.Process]:
         """The living ranks, in their order."""
         found = {}
-        for launcher in self.launchers:
+        for child in self.started():
             with suppress(psutil.Error):  # whatever ends meanwhile
-                for child in psutil.Process(launcher.pid).children(recursive=True):
-                    with suppress(psutil.Error):
-                        if "fla_train.training.worker" in child.cmdline():
-                            found[int(child.environ()["RANK"])] = child
+                if "fla_train.training.worker" in child.cmdline():
+                    found[int(child.environ()["RANK"])] = child
         return [found[rank] for rank in sorted(found)]
 
     def step(self) -> int:
@@ -109,7 +115,7 @@ class Drill:
 
     def wait_for_end(self, code: int) -> None:
         """Of the newest launcher and of its ranks."""
-        ranks = self.workers()
+        started = self.started()
         try:
             found = self.launcher.wait(PATIENCE)
         except subprocess.TimeoutExpired:
@@ -118,12 +124,12 @@ class Drill:
             raise Unnoticed(f"the launcher ended with {found}, not {code}:\n{self.text()[-2000:]}")
         if self.said("Traceback"):
             raise Unnoticed(f"the launcher shows a traceback:\n{self.text()[-3000:]}")
-        self.check_dead(ranks)
+        self.check_dead(started)
 
     @staticmethod
     def check_dead(processes: list[psutil.Process]) -> None:
         if psutil.wait_procs(processes, timeout=20)[1]:
-            raise Unnoticed("ranks outlived their launcher")
+            raise Unnoticed("processes outlived their launcher")
 
     def stop(self) -> None:
         for launcher in self.launchers:

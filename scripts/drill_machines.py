@@ -117,12 +117,12 @@ def both_end(act: Inject, codes: set[int]) -> Inject:
 
     def inject(drill: Drill) -> None:
         start(drill)
-        ranks = drill.workers()
+        started = drill.started()
         act(drill)
         found = {launcher.wait(120) for launcher in drill.launchers}
         if not found <= codes or "Traceback" in drill.text():
             raise Unnoticed(f"the launchers ended with {found}:\n{drill.text()[-3000:]}")
-        drill.check_dead(ranks)
+        drill.check_dead(started)
 
     return inject
 

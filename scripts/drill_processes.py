@@ -320,11 +320,11 @@ def relaunch_at_once(drill: Drill) -> None:
     """While the ranks of the launcher that was killed still die."""
     drill.launch()
     drill.wait_for_progress()
-    ranks = drill.workers()
+    started = drill.started()
     drill.launcher.kill()
     drill.launch()
     drill.wait_for_progress()
-    drill.check_dead(ranks)
+    drill.check_dead(started)
     ended(send(signal.SIGUSR1, agent), 75)(drill)
 
 

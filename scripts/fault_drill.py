@@ -101,20 +101,20 @@ def fill_disk(drill: Drill) -> None:
 def refuse_writes(drill: Drill) -> None:
     failed, log = "NO CHECKPOINT, rank", drill.run / "train.log"
     before = log.read_text().count(failed)
+    drill.wait(lambda: all(rank.children() for rank in drill.workers()), "a first save")
     writers = [child for rank in drill.workers() for child in rank.children()]
-    for writer in writers:
-        writer.rlimit(psutil.RLIMIT_FSIZE, (FILE_LIMIT, resource.RLIM_INFINITY))
-    drill.wait(lambda: log.read_text().count(failed) > before, "a failed write")
-    for writer in writers:
-        writer.rlimit(psutil.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    for limit in (FILE_LIMIT, resource.RLIM_INFINITY):
+        for writer in writers:
+            writer.rlimit(psutil.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        drill.wait(lambda: log.read_text().count(failed) > before, "a failed write")
     drill.wait_for_checkpoint()
 
 
 def kill_launcher(drill: Drill) -> None:
-    ranks = drill.workers()
+    started = drill.started()
     drill.launcher.kill()
     drill.launcher.wait()
-    drill.check_dead(ranks)
+    drill.check_dead(started)
 
 
 def preempt(drill: Drill) -> None:

@@ -35,7 +35,7 @@ from fla_train.utils.processes import die_with_parent
 
 CHUNK = 1 << 20  # bytes read, hashed and written at once: they stay in the cache of a core
 VISIBLE = 120.0  # seconds in which a shared file system must show rank 0 what another rank has written
-POLL = 0.02  # seconds between looks at the other ranks' parts
+POLL = 0.1  # seconds between looks at the other ranks' parts
 
 # Bytes of a file: whether they are in the staging buffer (else beside the job), offset there, length
 Segment = tuple[bool, int, int]

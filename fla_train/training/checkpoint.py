@@ -15,7 +15,7 @@ compact JSON with sorted keys. Version 1 is the content alone, without a checksu
 key, so a damaged version 2 is never taken for a version 1. The world size determines the files of a
 checkpoint; a manifest that lists any other file, or lacks one, is damaged.
 
-Importing this module imports neither torch nor numpy, since the async writer's process does without them.
+This module imports neither torch nor numpy: the async writer's process does without them.
 """
 
 import errno

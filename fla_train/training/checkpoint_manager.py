@@ -105,11 +105,12 @@ class CheckpointManager:
         begin = time.perf_counter()
         self._wait()
         self._step, self._error, self._agreed, self._told = state.step, None, False, False
+        attempt = f"{WRITING}{folder_name(state.step)}-{self._run}-{next(self._attempts)}"
         files = self._capture(state)
         assert files.keys() == set(rank_files(self._rank)), f"DeepSpeed saves other files: {sorted(files)}"
         try:
             segments, beside = self._staging.stage(files)
-            self._job = self._make_job(segments, state), beside
+            self._job = self._make_job(attempt, segments, state), beside
             if self._writer is None or not self._writer.alive:
                 self._writer = AsyncWriter(self._staging.descriptor, self._rank)
         except OSError as failure:
@@ -160,10 +161,10 @@ class CheckpointManager:
             files[STATE] = (json.dumps(asdict(state), indent=2) + "\n").encode()
         return files
 
-    def _make_job(self, segments: dict[str, list[Segment]], state: TrainState) -> Job:
+    def _make_job(self, attempt: str, segments: dict[str, list[Segment]], state: TrainState) -> Job:
         return Job(
             folder=str(self._folder),
-            attempt=f"{WRITING}{folder_name(state.step)}-{self._run}-{next(self._attempts)}",
+            attempt=attempt,
             rank=self._rank,
             files=segments,
             content={

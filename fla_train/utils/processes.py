@@ -8,14 +8,14 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(parent: int | None) -> None:
+def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when the one that started it dies, even by kill -9 (Linux).
 
     Args:
-        parent: its id, to tell whether it died before this call; None: not known.
+        parent: its id, to tell whether it died before this call.
     """
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent is not None and os.getppid() != parent:  # it died before the call above
+    if os.getppid() != parent:  # it died before the call above
         os._exit(1)

@@ -1,5 +1,6 @@
 """Saving checkpoints beside training: what is copied, who waits, and what a failed save leaves."""
 
+import contextlib
 import os
 import resource
 import signal
@@ -97,6 +98,17 @@ def run(alone: None, tmp_path: Path) -> Iterator[Run]:
     run.manager.close()
 
 
+@contextlib.contextmanager
+def refused_memory() -> Iterator[None]:
+    """Inside, this process can't enlarge its staging buffer."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def test_training_goes_on_while_the_state_of_the_moment_is_written(run: Run):
     engine, manager, state = run.engine, run.manager, TrainState(step=7, tokens=70)
     assert run.save(1)
@@ -160,12 +172,8 @@ def test_refused_writes_cost_one_checkpoint_only(run: Run):
 
 
 def test_a_staging_buffer_that_is_refused_costs_one_checkpoint_only(run: Run):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
-    try:
+    with refused_memory():
         assert not run.save(1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert run.said == ["step 1: NO CHECKPOINT, rank 0: File too large; the earlier ones are untouched"]
     assert run.save(2)
 
@@ -251,28 +259,28 @@ def test_the_engine_waits_for_the_copy_before_it_changes_weights(
     assert waited == before != after and saved_before
 
 
-def two_ranks(folder: Path) -> list[tuple[bool, list[str]]]:
-    """On a rank: save, with the writer of rank 1 well, killed, and well again."""
+def two_ranks(folder: Path) -> tuple[list[bool], list[str]]:
+    """On a rank: which of four saves succeed, if rank 1 has no memory at first and loses its writer later."""
     join(on_gpu=False)
-    run, outcomes = Run(folder), []
-    for step in (1, 2, 3):
-        if step == 2 and dist.get_rank() == 1:
-            writer = run.writer()
-            writer.suspend()
-            run.manager.save(TrainState(step=step, tokens=10 * step))
-            writer.kill()
-        else:
-            run.manager.save(TrainState(step=step, tokens=10 * step))
-        outcomes.append((run.manager.is_saved(step), run.said[-1:]))
-        dist.barrier()
+    run, saved = Run(folder), []
+    for step in (1, 2, 3, 4):
+        state, second = TrainState(step=step, tokens=10 * step), dist.get_rank() == 1
+        if step == 3 and second:
+            run.writer().suspend()
+        with refused_memory() if step == 1 and second else contextlib.nullcontext():
+            run.manager.save(state)
+        if step == 3 and second:
+            run.writer().kill()
+        saved.append(run.manager.is_saved(step))
     run.manager.close()
-    return outcomes
+    return saved, run.said
 
 
 def test_all_ranks_hear_of_a_rank_that_could_not_write(warm_ranks: WarmRanks, tmp_path: Path):
-    ranks = warm_ranks.run(2, two_ranks, tmp_path)
-    assert [[saved for saved, _ in outcomes] for outcomes in ranks] == [[True, False, True]] * 2
-    assert "NO CHECKPOINT, rank 1: the writer process was killed by SIGKILL" in ranks[0][1][1][0]
-    assert all(said == [] for _, said in ranks[1])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0000001", "step-0000003"]
+    (first, said), (second, nothing) = warm_ranks.run(2, two_ranks, tmp_path)
+    assert first == second == [False, True, False, True]
+    assert "NO CHECKPOINT, rank 1: File too large" in said[0]
+    assert "NO CHECKPOINT, rank 1: the writer process was killed by SIGKILL" in said[2]
+    assert len(said) == 4 and nothing == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0000002", "step-0000004"]
     assert checkpoint.world_size(checkpoint.newest_intact(tmp_path)) == 2
