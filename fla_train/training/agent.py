@@ -7,6 +7,7 @@ Machines meet in torch's c10d rendezvous, whose store the main machine serves at
 On one machine it is a file, and nothing listens.
 """
 
+import hashlib
 import logging
 import math
 import os
@@ -178,7 +179,8 @@ class _Meetings:
         parameters = RendezvousParameters(
             backend="c10d",
             endpoint=self._place if several else str(self._scratch / "rendezvous"),
-            run_id=os.path.abspath(self._run),
+            # No path: torch makes a folder in `scratch` whose name begins with it.
+            run_id=hashlib.sha256(os.path.abspath(self._run).encode()).hexdigest(),
             min_nodes=launch.num_machines,
             max_nodes=launch.num_machines,
             local_addr=None if several else LOOPBACK,
