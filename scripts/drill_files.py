@@ -190,11 +190,11 @@ def spoilt(name: str, spoil: Callable[[Path], object], codes: tuple[int, ...], s
     """A file of the run is damaged: the start ends with a line that says so, until it is mended."""
 
     def inject(drill: Drill) -> None:
-        path, kept = drill.run / name, drill.run.with_name("kept")
+        path, kept = drill.run / name, drill.run.with_name("kept")  # an empty name is the folder itself
         path.rename(kept)
         try:
             spoil(path)
-            code = drill.launch().wait(120)
+            code = drill.launch("launch.max_restarts=0").wait(120)
             if code not in codes or said not in drill.text() or "Traceback" in drill.text():
                 raise Unnoticed(f"a start ended with {code}:\n{drill.text()[-2000:]}")
         finally:
@@ -211,5 +211,51 @@ def delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-REFUSED: dict[str, Inject] = {}
-OUTLIVED: dict[str, Callable[[Path], object]] = {}
+# What the next start refuses, until it is mended.
+REFUSED: dict[str, Inject] = {
+    "config.yaml is no text": spoilt(
+        "config.yaml", lambda path: path.write_bytes(b"\xff{["), (2,), "config.yaml is no config"
+    ),
+    "config.yaml is of another program": spoilt(
+        "config.yaml", lambda path: path.write_text("colour: 1\n"), (2,), "config.yaml is no config"
+    ),
+    "`.lock` is a link": spoilt(
+        ".lock", lambda path: path.symlink_to("nothing"), (2,), ".lock is a symbolic link: delete it"
+    ),
+    "`.lock` is a folder": spoilt(".lock", Path.mkdir, (2,), "can't be written (Is a directory)"),
+    "environment.json is a folder": spoilt("environment.json", Path.mkdir, (1,), "environment.json"),
+    "metrics.jsonl is a folder": spoilt("metrics.jsonl", Path.mkdir, (1,), "metrics.jsonl"),
+    "train.log is a folder": spoilt("train.log", Path.mkdir, (1,), "train.log"),
+    "logs is a file": spoilt("logs", Path.touch, (1,), "logs"),
+    "checkpoints is a file": spoilt("checkpoints", Path.touch, (2,), "can't be written"),
+    "the run's folder is a file": spoilt("", Path.touch, (2,), "is a file"),
+}
+
+
+def append(name: str, content: bytes) -> Callable[[Path], object]:
+    def spoil(run: Path) -> None:
+        with (run / name).open("ab") as file:
+            file.write(content)
+
+    return spoil
+
+
+def replaced(name: str, make: Callable[[Path], object]) -> Callable[[Path], object]:
+    def spoil(run: Path) -> None:
+        delete(run / name)
+        make(run / name)
+
+    return spoil
+
+
+# What the next start goes on in spite of; all at once.
+OUTLIVED: dict[str, Callable[[Path], object]] = {
+    "config.yaml is a link to nothing": replaced("config.yaml", lambda path: path.symlink_to("nothing")),
+    "environment.json is no JSON": replaced("environment.json", lambda path: path.write_bytes(b"\xff")),
+    "plan.json is empty": replaced("plan.json", Path.touch),
+    "metrics.jsonl ends with zeros, as after a power cut": append("metrics.jsonl", bytes(4096)),
+    "train.log ends with bytes that are no text": append("train.log", bytes(range(256))),
+    "logs of the other ranks deleted": lambda run: shutil.rmtree(run / "logs"),
+    "starts is a file": replaced("starts", Path.touch),
+    "an export of a later step": lambda run: (run / "hf" / "step-9999999").mkdir(),
+}

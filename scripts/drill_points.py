@@ -28,9 +28,9 @@ AT_START = {
     "kill -9 of rank 0 before it joins": killed("worker-0", "process_group.py:join"),
     "kill -9 of rank 1 once it has joined": killed("worker-1", "resuming.py:agree_on_checkpoint"),
     "rank 0 aborts while it verifies a checkpoint": killed("worker-0", "checkpoint.py:find_fault", "SIGABRT"),
-    "kill -9 of rank 0 while it writes config.yaml": killed("worker-0", "filesystem.py:write_whole>replace"),
+    "kill -9 of rank 0 while it writes config.yaml": killed("worker-0", "filesystem.py:write_whole!replace"),
     "kill -9 of rank 0 while it records the start": killed(
-        "worker-0", "runfolder.py:RunFolder.record_start>mkdir"
+        "worker-0", "runfolder.py:RunFolder.record_start!mkdir"
     ),
     "bus error of rank 1 while it loads": killed("worker-1", "checkpoint.py:load", "SIGBUS"),
     "kill -9 of rank 0 before it cuts metrics.jsonl back": killed(
@@ -101,7 +101,7 @@ IN_A_WRITE: dict[str, Inject] = {
         "writer-0", "checkpoint.py:write_manifest", "SIGKILL", "writer process was killed by SIGKILL"
     ),
     "kill -9 of rank 0's writer before the rename": in_a_write(
-        "writer-0", "async_writer.py:write>rename", "SIGKILL", "writer process was killed by SIGKILL"
+        "writer-0", "async_writer.py:write!rename", "SIGKILL", "writer process was killed by SIGKILL"
     ),
     "kill -9 of rank 0's writer after the rename": in_a_write(
         "writer-0", "checkpoint.py:prune", "SIGKILL", "writer process was killed by SIGKILL"
@@ -113,7 +113,7 @@ IN_A_WRITE: dict[str, Inject] = {
         "writer-1", "async_writer.py:_leave_part", "SIGKILL", "rank 1: the writer process was killed"
     ),
     "the disk refuses a flush (EIO)": in_a_write(
-        "writer-0", "async_writer.py:_write_file>fsync", "raise EIO", "rank 0: Input/output error"
+        "writer-0", "async_writer.py:_write_file!fsync", "raise EIO", "rank 0: Input/output error"
     ),
     "the quota is used up (EDQUOT)": in_a_write(
         "writer-1", "async_writer.py:_write_file", "raise EDQUOT", "rank 1: Disk quota exceeded"

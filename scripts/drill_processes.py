@@ -8,13 +8,14 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-from drill import Drill, Inject, Unnoticed
+from drill import TRAIN, Drill, Inject, Unnoticed
 from drill_points import Point, put_now
 
 
@@ -161,6 +162,16 @@ def replace_lock(make: Callable[[Path], object]) -> Inject:
     return inject
 
 
+def block_exports(drill: Drill) -> None:
+    exports, kept, before = drill.run / "hf", drill.run / "kept", drill.said("NO EXPORT")
+    exports.mkdir(exist_ok=True)
+    exports.rename(kept)
+    exports.touch()
+    drill.wait(lambda: drill.said("NO EXPORT") > before, "word of it")
+    exports.unlink()
+    kept.rename(exports)
+
+
 # What a launched run outlives.
 IN_RUN: dict[str, Inject] = {
     "kill -9 of all ranks at once": restarted(kill_all_ranks, "was killed by SIGKILL"),
@@ -182,6 +193,7 @@ IN_RUN: dict[str, Inject] = {
     "the folder of checkpoints is renamed": lost_a_checkpoint(
         move("checkpoints", "moved"), move("moved", "checkpoints"), "NO CHECKPOINT"
     ),
+    "the folder of exports is replaced by a file": block_exports,
     "a second fla-train": unharmed(second_launcher()),
     "`.lock` deleted, then a second fla-train": unharmed(second_launcher(replace_lock(lambda lock: None))),
     "train.log and the other rank's log renamed": unharmed(
@@ -328,12 +340,29 @@ def relaunch_at_once(drill: Drill) -> None:
     ended(send(signal.SIGUSR1, agent), 75)(drill)
 
 
+def kill_torchrun(drill: Drill) -> None:
+    """Its ranks die with it, and the same command under our launcher goes on."""
+    options = [option for option in drill.command[len(TRAIN) :] if "num_processes" not in option]
+    drill.launch(
+        args=[
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"),
+            *("-m", "fla_train.cli.train", *options),
+        ],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    before = drill.step()
+    drill.wait(lambda: drill.step() != before, "a first step")
+    drill.wait_for_checkpoint()
+    kill_agent(signal.SIGKILL)(drill)
+
+
 # Starts that begin in a certain way, and end.
 STARTS: dict[str, Inject] = {
     "output to a full disk (/dev/full)": full_output,
     "output to a pipe whose reader is gone": no_reader,
     "no output at all (closed)": no_output,
     "the terminal closes": close_terminal,
+    "kill -9 of torchrun": kill_torchrun,
     "SIGTERM while the ranks import": stop_imports,
     "kill -9 of the launcher, which is started again at once": relaunch_at_once,
 }

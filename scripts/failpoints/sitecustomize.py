@@ -2,7 +2,7 @@
 
 DRILL_POINTS names a folder of points. The first `*.json` there, such as
 `{"role": "worker-1", "at": "checkpoint.py:load", "do": "SIGKILL"}`, is watched for by the process of that
-role: from its start if the file is there by then, else from SIGUSR2 on. `write>rename` is the call of a
+role: from its start if the file is there by then, else from SIGUSR2 on. `write!rename` is the call of a
 built-in `rename` by `write`. Before the process fails it renames the file to `*.fired`.
 """
 
@@ -31,7 +31,7 @@ def arm(*_: object) -> None:
     if point.get("role") != role():
         return
     path, _, name = point["at"].partition(":")
-    caller, _, builtin = name.partition(">")
+    caller, _, builtin = name.partition("!")
 
     def is_there(code: CodeType, event: str, called: object) -> bool:
         if code.co_qualname != caller or not code.co_filename.endswith(path):
