@@ -257,5 +257,5 @@ OUTLIVED: dict[str, Callable[[Path], object]] = {
     "train.log ends with bytes that are no text": append("train.log", bytes(range(256))),
     "logs of the other ranks deleted": lambda run: shutil.rmtree(run / "logs"),
     "starts is a file": replaced("starts", Path.touch),
-    "an export of a later step": lambda run: (run / "hf" / "step-9999999").mkdir(),
+    "an export of a later step": lambda run: (run / "hf" / "step-9999999").mkdir(parents=True),
 }

@@ -29,9 +29,7 @@ AT_START = {
     "kill -9 of rank 1 once it has joined": killed("worker-1", "resuming.py:agree_on_checkpoint"),
     "rank 0 aborts while it verifies a checkpoint": killed("worker-0", "checkpoint.py:find_fault", "SIGABRT"),
     "kill -9 of rank 0 while it writes config.yaml": killed("worker-0", "filesystem.py:write_whole!replace"),
-    "kill -9 of rank 0 while it records the start": killed(
-        "worker-0", "runfolder.py:RunFolder.record_start!mkdir"
-    ),
+    "kill -9 of rank 0 while it records the start": killed("worker-0", "shutil.py:copyfile"),
     "bus error of rank 1 while it loads": killed("worker-1", "checkpoint.py:load", "SIGBUS"),
     "kill -9 of rank 0 before it cuts metrics.jsonl back": killed(
         "worker-0", "records.py:drop_records_after"

@@ -279,7 +279,9 @@ ENDING: dict[str, Inject] = {
     "an error that would come again": ended(
         raise_at("loop.py:Trainer._read", "ValueError"), 2, "rank 0: drill"
     ),
-    "the launcher's temporary files deleted, then a rank killed": ended(delete_scratch, 1),
+    "the launcher's temporary files deleted, then a rank killed": ended(
+        delete_scratch, 2, "config.yaml is no config"
+    ),
     "the run's folder renamed": rename_run,
     "the run's folder replaced": exchange_run,
 }
