@@ -216,19 +216,13 @@ REFUSED: dict[str, Inject] = {
     "config.yaml is no text": spoilt(
         "config.yaml", lambda path: path.write_bytes(b"\xff{["), (2,), "config.yaml is no config"
     ),
-    "config.yaml is of another program": spoilt(
-        "config.yaml", lambda path: path.write_text("colour: 1\n"), (2,), "config.yaml is no config"
-    ),
     "`.lock` is a link": spoilt(
         ".lock", lambda path: path.symlink_to("nothing"), (2,), ".lock is a symbolic link: delete it"
     ),
     "`.lock` is a folder": spoilt(".lock", Path.mkdir, (2,), "can't be written (Is a directory)"),
-    "environment.json is a folder": spoilt("environment.json", Path.mkdir, (1,), "environment.json"),
     "metrics.jsonl is a folder": spoilt("metrics.jsonl", Path.mkdir, (1,), "metrics.jsonl"),
     "train.log is a folder": spoilt("train.log", Path.mkdir, (1,), "train.log"),
-    "logs is a file": spoilt("logs", Path.touch, (1,), "logs"),
     "checkpoints is a file": spoilt("checkpoints", Path.touch, (2,), "can't be written"),
-    "the run's folder is a file": spoilt("", Path.touch, (2,), "is a file"),
 }
 
 

@@ -127,11 +127,6 @@ def both_end(act: Inject, codes: set[int]) -> Inject:
     return inject
 
 
-def ctrl_c_twice(drill: Drill) -> None:
-    for _ in range(2):
-        drill.launchers[1].send_signal(signal.SIGINT)
-
-
 def nobody_comes(drill: Drill) -> None:
     drill.reset()
     join(drill, 0, wait=HASTY)
@@ -168,7 +163,6 @@ def unlike(*more: str, said: str) -> Inject:
 ENDING: dict[str, Inject] = {
     "SIGTERM to the machine that serves the store": both_end(send(signal.SIGTERM, machine(0)), {75}),
     "SIGTERM to the other machine": both_end(send(signal.SIGTERM, machine(1)), {75}),
-    "Ctrl-C on one machine": both_end(send(signal.SIGINT, machine(0)), {75}),
     "no other machine comes": nobody_comes,
     "the machine that serves the store does not come": no_store,
     "the store's port is taken": port_taken,

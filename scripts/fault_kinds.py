@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -59,9 +60,9 @@ class Kinds:
             yield
             self.done.setdefault(group, []).append(name)
             mark = f"step {self.drill.step():3}"
-        except Unnoticed as failure:
+        except Exception as failure:
             self.lost.append(name)
-            print(failure)
+            print(failure if isinstance(failure, Unnoticed) else traceback.format_exc())
             self.drill.reset()
         number = sum(map(len, self.done.values())) + len(self.lost)
         passed = time.monotonic() - self._begin
@@ -111,6 +112,8 @@ class Kinds:
                     self.drill.reset()
                     self.rewind()
                     machines.start(self.drill)
+                else:
+                    self.drill.wait_for_progress()
                 inject(self.drill)
 
     def at_points(self, group: str, chosen: Mapping[str, points.Point], end: bool = False) -> None:
