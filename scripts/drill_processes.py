@@ -196,11 +196,16 @@ IN_RUN: dict[str, Inject] = {
         move("checkpoints", "moved"), move("moved", "checkpoints"), "NO CHECKPOINT"
     ),
     "the folder of exports is replaced by a file": block_exports,
-    "a second fla-train": unharmed(second_launcher()),
-    "`.lock` deleted, then a second fla-train": unharmed(second_launcher(replace_lock(lambda lock: None))),
     "train.log and the other rank's log renamed": unharmed(
         lambda drill: (move("train.log", "old.log")(drill), move("logs", "old-logs")(drill))
     ),
+}
+
+
+# Another launcher comes, which takes seconds.
+SECOND: dict[str, Inject] = {
+    "a second fla-train": unharmed(second_launcher()),
+    "`.lock` deleted, then a second fla-train": unharmed(second_launcher(replace_lock(lambda lock: None))),
 }
 
 

@@ -68,32 +68,32 @@ class Kinds:
         passed = time.monotonic() - self._begin
         print(f"{passed:5.0f} s  {number:3}  {mark:8}  {group}: {name}", flush=True)
 
-    def rewind(self) -> None:
-        """Have the next launch go on from an early checkpoint where the run is near its end."""
+    def rewind(self, room: int = ROOM) -> None:
+        """Have the next launch go on from an early checkpoint unless it has so many steps ahead."""
         present = self.drill.checkpoints()
-        if present and checkpoint.step_of(present[-1].name) > STEPS - ROOM:
+        if present and checkpoint.step_of(present[-1].name) > STEPS - room:
             for path in present:
                 if checkpoint.step_of(path.name) > EARLY:
                     shutil.rmtree(path)
 
-    def train(self) -> None:
-        """Have one launcher train, with room before the end."""
+    def train(self, room: int = ROOM) -> None:
+        """Have one launcher train, with so many steps ahead."""
         drill = self.drill
         alone = len(drill.launchers) == 1 and drill.launcher.poll() is None
-        if alone and drill.step() > STEPS - ROOM:
+        if alone and drill.step() > STEPS - room:
             drill.launcher.terminate()
             drill.wait_for_end(75)
             alone = False
         if not alone:
             drill.reset()
-            self.rewind()
+            self.rewind(room)
             drill.launch()
         drill.wait_for_progress()
 
-    def in_run(self, group: str, faults: Mapping[str, Inject]) -> None:
+    def in_run(self, group: str, faults: Mapping[str, Inject], room: int = ROOM) -> None:
         for name, inject in faults.items():
             with self.fault(group, name):
-                self.train()
+                self.train(room)
                 inject(self.drill)
 
     def by_themselves(self, group: str, faults: Mapping[str, Inject]) -> None:
@@ -157,10 +157,9 @@ class Kinds:
             harm(intact, intact)
         drill.launch()
         drill.wait(lambda: drill.said(f", from {intact}"), f"a start from {intact}")
-        log = (drill.run / "train.log").read_text(errors="replace")
         for path, name in zip(present, damages, strict=True):
             with self.fault(group, name):
-                if name not in files.NO_FOLDER and f"{path} is corrupt" not in log:
+                if name not in files.NO_FOLDER and not drill.said(f"{path} is damaged"):
                     raise Unnoticed(f"{path} was not named")
         for name in files.HARMLESS:
             with self.fault(group, name):
@@ -188,6 +187,7 @@ def run_all(kinds: Kinds, chosen: list[str]) -> None:
     groups: dict[str, Callable[[str], None]] = {
         "on the way into training": lambda group: kinds.at_points(group, points.AT_START),
         "while training": lambda group: kinds.in_run(group, processes.IN_RUN),
+        "two launchers": lambda group: kinds.in_run(group, processes.SECOND, room=STEPS - EARLY),
         "in a writer process": lambda group: kinds.in_run(group, points.IN_A_WRITE),
         "ends of a run": lambda group: kinds.in_run(group, processes.ENDING),
         "starts of a run": lambda group: kinds.by_themselves(group, processes.STARTS),
