@@ -128,7 +128,7 @@ def damage(change: Callable[[Path], None], files: str = "*.pt") -> Callable[[Dri
     def fault(drill: Drill) -> str:
         newest = drill.checkpoints()[-1]
         change(drill.draw.choice(sorted(path for path in newest.rglob(files))))
-        return f"{newest.name} is corrupt"
+        return f"{newest.name} is damaged"
 
     return fault
 

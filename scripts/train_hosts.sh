@@ -33,6 +33,7 @@ status=0
 while [ ${#pids[@]} -gt 0 ]; do
   code=0
   wait -n -p ended "${pids[@]}" || code=$?
+  [ "$code" -ne 127 ] || break # there is none left
   [ -n "${ended:-}" ] || continue # a signal came first
   for rank in "${!pids[@]}"; do
     [ "${pids[$rank]}" != "$ended" ] || unset "pids[$rank]"

@@ -22,11 +22,10 @@ import errno
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -239,8 +238,11 @@ def find_fault(checkpoint: Path) -> str | None:
     return None
 
 
-def choose(resume: str, folder: Path) -> Path | None:
+def choose(resume: str, folder: Path, warn: Callable[[str], None] = logger.warning) -> Path | None:
     """The checkpoint to start from, by `trainer.resume` (auto, none or a path); None: the beginning.
+
+    Args:
+        warn: gets a line for each damaged one that `auto` passes over.
 
     Raises:
         ValueError: `none` where checkpoints exist, a path that does not verify.
@@ -264,27 +266,27 @@ def choose(resume: str, folder: Path) -> Path | None:
                 "from it, or another run.dir"
             )
         return Path(resume)
-    return newest_intact(folder)
+    return newest_intact(folder, warn)
 
 
-def newest_intact(folder: Path, until: float = math.inf) -> Path | None:
-    """The newest checkpoint up to step `until` that verifies; None if the folder holds no checkpoint at all.
+def newest_intact(folder: Path, warn: Callable[[str], None] = logger.warning) -> Path | None:
+    """The newest checkpoint that verifies; None if the folder holds no checkpoint at all.
+
+    Args:
+        warn: gets a line for each one that is damaged.
 
     Raises:
         ValueError: none of those it holds will do.
     """
     present = checkpoints(folder)
     for checkpoint in reversed(present):
-        if step_of(checkpoint.name) > until:
-            continue
         fault = find_fault(checkpoint)
         if fault is None:
             return checkpoint
-        logger.warning("checkpoint %s is corrupt (%s): trying the one before it", checkpoint, fault)
+        warn(f"checkpoint   {checkpoint} is damaged ({fault}): trying the one before it")
     if not present:
         return None
-    which = "" if until == math.inf else f" up to step {until:,}"
-    raise ValueError(f"no checkpoint in {folder}{which} is intact: delete the folder to start again")
+    raise ValueError(f"no checkpoint in {folder} is intact: delete the folder to start again")
 
 
 def clean(folder: Path, keep: str = "") -> None:

@@ -139,7 +139,7 @@ def _with_folder(config: TrainConfig) -> tuple[TrainConfig, RunFolder]:
 def _is_left_to_train(config: TrainConfig, folder: RunFolder, data: PreparedData) -> bool:
     """Refuse a checkpoint or kernels that do not fit; False if the run is complete, which is said."""
     if config.trainer.resume != "auto":
-        where_to_begin(config, folder)
+        where_to_begin(config, folder, say)
     if (newest := newest_readable(config)) is not None:
         check_same_run(config, data, newest, say)
     if is_complete(folder, config):

@@ -35,7 +35,7 @@ VISIBLE = 60.0  # seconds within which a shared file system must show what anoth
 Say = Callable[[str], None]
 
 
-def agree_on_checkpoint(config: TrainConfig, folder: RunFolder) -> Path | None:
+def agree_on_checkpoint(config: TrainConfig, folder: RunFolder, say: Say) -> Path | None:
     """The checkpoint that all ranks start from, by `trainer.resume`; None: the beginning. All ranks call it.
 
     Rank 0 verifies and chooses it, since shared file systems may show the others less for a while.
@@ -46,7 +46,7 @@ def agree_on_checkpoint(config: TrainConfig, folder: RunFolder) -> Path | None:
     chosen: list[str | None] = [None]
     if dist.get_rank() == 0:
         checkpoint.clean(folder.checkpoints)
-        found = where_to_begin(config, folder)
+        found = where_to_begin(config, folder, say)
         chosen = [None if found is None else str(found)]
     dist.broadcast_object_list(chosen)
     if chosen[0] is None:
@@ -63,7 +63,7 @@ def agree_on_checkpoint(config: TrainConfig, folder: RunFolder) -> Path | None:
     return path
 
 
-def where_to_begin(config: TrainConfig, folder: RunFolder) -> Path | None:
+def where_to_begin(config: TrainConfig, folder: RunFolder, say: Say) -> Path | None:
     """The checkpoint to start from, by `trainer.resume`; None: the beginning.
 
     A run that was begun with the same path to a checkpoint goes on from its own: it is the same command
@@ -72,7 +72,7 @@ def where_to_begin(config: TrainConfig, folder: RunFolder) -> Path | None:
     Raises:
         ValueError: as `checkpoint.choose`.
     """
-    return checkpoint.choose(_asked(config, folder), folder.checkpoints)
+    return checkpoint.choose(_asked(config, folder), folder.checkpoints, say)
 
 
 def _asked(config: TrainConfig, folder: RunFolder) -> str:

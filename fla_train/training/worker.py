@@ -10,8 +10,10 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
@@ -102,14 +104,22 @@ def train(config: "TrainConfig", data_folder: Path, console: TextIO, request: St
         trainer, data = TaskTrainer, task_data(config.task, config.seed)
     join(on_gpu=config.launch.device == "cuda")
     lock = RunLock(folder) if dist.get_rank() == 0 else None
+    tell = partial(_tell, console)
     with closing(lock) if lock else nullcontext():
-        resume = agree_on_checkpoint(config, folder)
+        resume = agree_on_checkpoint(config, folder, tell)
         if lock is not None:
             folder.sweep()
-            _record(given, config, data, folder, resume, console)
+            _record(given, config, data, folder, resume, tell)
         finished = trainer(config, data, resume, console, watchdog, request, lock).run()
     watchdog.close()
     return finished
+
+
+def _tell(console: TextIO, line: str) -> None:
+    """Print a line on the terminal and in the log."""
+    for stream in (console, sys.stdout):
+        with suppress(OSError):
+            print(line, file=stream, flush=True)
 
 
 def _record(
@@ -118,9 +128,9 @@ def _record(
     data: object,
     folder: "RunFolder",
     resume: Path | None,
-    console: TextIO,
+    tell: Callable[[str], None],
 ) -> None:
-    """Write what is written once a start, and say where it begins."""
+    """Write what is written once a start, and tell where it begins."""
     from fla_train.training import checkpoint
     from fla_train.training.plan import make_plan, plan_lines
     from fla_train.training.runfolder import write_environment, write_whole
@@ -133,14 +143,11 @@ def _record(
     state = checkpoint.TrainState() if resume is None else checkpoint.read_state(resume)
     world = config.launch.num_processes
     folder.record_start(state.step, state.tokens, world)
-    lines = [f"run          {folder.root}" + (f", from {resume}" if resume else "")]
-    if resume is not None and (saved := checkpoint.world_size(resume)) != world:
-        lines.append(f"resume       checkpoint of {saved} process(es), optimizer state cut anew for {world}")
-    for line in lines:
-        with suppress(OSError):
-            print(line, file=console, flush=True)
     with suppress(OSError):
-        print(*plan_lines(config, plan), *lines, sep="\n", flush=True)
+        print(*plan_lines(config, plan), sep="\n", flush=True)
+    tell(f"run          {folder.root}" + (f", from {resume}" if resume else ""))
+    if resume is not None and (saved := checkpoint.world_size(resume)) != world:
+        tell(f"resume       checkpoint of {saved} process(es), optimizer state cut anew for {world}")
 
 
 def main() -> None:

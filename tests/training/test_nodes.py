@@ -261,6 +261,7 @@ def test_another_launcher_starts_the_ranks(
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("Trained 12 steps") == 1 and done.stdout.count("parameters ") == 1
     assert without_saves(run) == without_saves(whole) and weights(run) == weights(whole)
+    assert "parameters " in (run / "train.log").read_text()
     assert load_config(run / "config.yaml").launch.num_processes == "auto"
 
 

@@ -219,7 +219,7 @@ def test_help_shows_groups_and_every_key_with_its_comment(fla_train):
     assert code == 0
     for part in ("Groups (* is chosen)", "*gated_delta_product/tiny", "*local", "gpu_340m"):
         assert part in stdout
-    for key in ("max_steps: 1000 ", "num_householder: 2 ", "num_processes: 1 ", "dir: null "):
+    for key in ("max_steps: 1000 ", "num_householder: 2 ", "num_processes: auto ", "dir: null "):
         assert any(key in line and " # " in line for line in stdout.splitlines()), key
     assert "Hydra" not in stdout and "variant/" not in stdout
 
@@ -268,7 +268,6 @@ def test_the_run_folder_is_complete(sweep: tuple[Path, str]):
     assert (run / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
     log = (run / "train.log").read_text()
     for part in (
-        "parameters",
         "unigram entropy",
         "fla-generate checkpoint=",
         "fla-eval checkpoint=",
@@ -276,6 +275,7 @@ def test_the_run_folder_is_complete(sweep: tuple[Path, str]):
     ):
         assert part in log
     assert "comparisons" in stdout  # of the backend with the reference
+    assert "parameters " in stdout
 
 
 def test_the_same_sweep_again_resumes_each_job(sweep: tuple[Path, str], fla_train, warm_ranks: WarmRanks):
@@ -290,7 +290,8 @@ def test_the_same_sweep_again_resumes_each_job(sweep: tuple[Path, str], fla_trai
         )
     assert code == 0
     assert f"{folder / '0'} is complete: 4 steps" in stdout
-    assert f"{folder / '1'}, from {folder / '1' / 'checkpoints' / 'step-0000003'}" in stdout
+    begun = f"{folder / '1'}, from {folder / '1' / 'checkpoints' / 'step-0000003'}"
+    assert begun in (folder / "1" / "train.log").read_text()
     after = read_metrics(folder / "1" / "metrics.jsonl")
     assert [r.get("loss") for r in after] == [r.get("loss") for r in before]
     assert (folder / "1" / "hf" / "step-0000004").is_dir()

@@ -28,13 +28,13 @@ def test_a_branch_goes_on_from_its_own_checkpoints_by_the_same_command(make_conf
     folder = RunFolder(tmp_path / "run")
     folder.create()
     config = make_config("launch.device=cpu", f"trainer.resume={trunk}", f"run.dir={folder.root}")
-    assert where_to_begin(config, folder) == trunk
+    assert where_to_begin(config, folder, print) == trunk
     folder.config.write_text(to_yaml(config))
     newest = make(folder.checkpoints, 4)
-    assert where_to_begin(config, folder) == newest
+    assert where_to_begin(config, folder, print) == newest
     asked = replace(config, trainer=replace(config.trainer, resume=str(other)))
     with pytest.raises(ValueError, match="holds step-0000004, which comes after"):
-        where_to_begin(asked, folder)
+        where_to_begin(asked, folder, print)
 
 
 def test_the_newest_readable_checkpoint_is_found_without_reading_it_whole(make_config: Make, tmp_path: Path):
@@ -57,7 +57,7 @@ def _look(config: TrainConfig, root: Path, wait: float, hidden: bool) -> str:
     if hidden and dist.get_rank() == 1:
         Path.is_dir = lambda path: False
     try:
-        return str(agree_on_checkpoint(config, RunFolder(root)))
+        return str(agree_on_checkpoint(config, RunFolder(root), print))
     except ValueError as error:
         return str(error)
     finally:
