@@ -77,11 +77,11 @@ class Drill:
         return found
 
     def workers(self) -> list[psutil.Process]:
-        """The living ranks, in their order."""
-        found = {}
+        """The living ranks, in their order. A rank's child looks like it until it runs its own program."""
+        found, launchers = {}, {launcher.pid for launcher in self.launchers}
         for child in self.started():
             with suppress(psutil.Error):  # whatever ends meanwhile
-                if "fla_train.training.worker" in child.cmdline():
+                if child.ppid() in launchers and "fla_train.training.worker" in child.cmdline():
                     found[int(child.environ()["RANK"])] = child
         return [found[rank] for rank in sorted(found)]
 
