@@ -1,5 +1,6 @@
 """From a composed config to a finished run: check, prepare the data, print the plan, start the workers."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def launch(config: TrainConfig) -> None:
     # The number of processes stays open in the run's config: where it is resumed, that machine has its own.
     recorded = replace(config, launch=replace(config.launch, num_processes=given))
     if is_rank():
-        die_with_parent(None)
+        die_with_parent(os.getppid())
         worker.run(recorded, data.folder, StopRequest())
     with scratch_folder("fla-train-config-") as scratch:
         file = scratch / "config.yaml"
