@@ -20,24 +20,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import psutil
+from drill import PATIENCE, Drill, Unnoticed, command, compare, corpus, prepare_process, report, write_report
 
-from fla_train.utils.environment import git_commit
-from fla_train.utils.records import read_metrics
-
-STEPS, CHECKPOINT_EVERY = 240, 4
+STEPS = 240
 HANG_TIMEOUT = 15  # seconds
 DISK = "32M"
 FILE_LIMIT = 150_000  # bytes: more than logs and metrics, less than a checkpoint's shards
-OF_THE_MACHINE = {"tokens_per_second", "data_wait", "memory_gib", "mfu", "checkpoint_stall_s"}
-PATIENCE = 240.0  # seconds until an awaited state counts as lost
-TRAIN = [sys.executable, "-c", "from fla_train.cli.train import main; main()"]
+OPTIONS = ["trainer.keep_checkpoints=3", f"trainer.hang_timeout={HANG_TIMEOUT}", "launch.max_restarts=5"]
 PREPARE = [sys.executable, "-c", "from fla_train.cli.prepare import main; main()"]
-MARK = "<!-- written by scripts/fault_drill.py -->"
 
 WHAT = {
     "rank killed": "kill -9 of a random rank between two steps; the launcher starts again",
@@ -67,61 +61,6 @@ ROUNDS = [
     (["rank killed", "write refused", "preempted"], ["token shard cut", "file lost"]),
     (["rank killed in a write", "disk filled", "launcher killed"], ["bit flipped", "write left over"]),
 ]
-
-
-class Unnoticed(Exception):
-    """A fault had not the effect it should have."""
-
-
-@dataclass
-class Drill:
-    """The disturbed run."""
-
-    run: Path
-    command: list[str]
-    draw: random.Random
-    launcher: subprocess.Popen | None = None
-
-    @property
-    def output(self) -> Path:
-        return self.run.parents[1] / "launcher.log"  # not on the small disk
-
-    def launch(self) -> None:
-        with self.output.open("w") as out:
-            self.launcher = subprocess.Popen(self.command, stdout=out, stderr=subprocess.STDOUT)
-
-    def workers(self) -> list[psutil.Process]:
-        children = psutil.Process(self.launcher.pid).children()
-        return [child for child in children if "fla_train.training.worker" in child.cmdline()]
-
-    def step(self) -> int:
-        path = self.run / "metrics.jsonl"
-        return path.read_text().count('"loss"') if path.exists() else 0
-
-    def checkpoints(self) -> list[Path]:
-        return sorted((self.run / "checkpoints").glob("step-*"))
-
-    def said(self, text: str) -> int:
-        return self.output.read_text().count(text)
-
-    def wait(self, condition: Callable[[], object], what: str) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not condition():
-            if time.monotonic() > deadline or (
-                self.launcher is not None and self.launcher.poll() is not None
-            ):
-                raise Unnoticed(
-                    f"{what} did not happen; the launcher said:\n{self.output.read_text()[-2000:]}"
-                )
-            time.sleep(0.005)
-
-    def wait_for_progress(self) -> None:
-        """Two ranks, a few new steps, and two checkpoints to fall back on."""
-        self.wait(lambda: len(self.workers()) == 2, "a start of both ranks")
-        before = self.step()
-        self.wait(lambda: self.step() != before, "a first step")  # started again, it cuts the records back
-        target = self.step() + self.draw.randint(1, 2 * CHECKPOINT_EVERY)
-        self.wait(lambda: self.step() >= target and len(self.checkpoints()) > 1, "progress")
 
 
 def kill_rank(drill: Drill) -> None:
@@ -156,8 +95,7 @@ def fill_disk(drill: Drill) -> None:
     with filler.open("wb", buffering=0) as file:
         drill.wait(lambda: told(file), "word of a full disk")
     filler.unlink()
-    known = drill.checkpoints()[-1]
-    drill.wait(lambda: drill.checkpoints()[-1] != known, "a checkpoint after the failed one")
+    drill.wait_for_checkpoint()
 
 
 def refuse_writes(drill: Drill) -> None:
@@ -169,23 +107,19 @@ def refuse_writes(drill: Drill) -> None:
         for writer in writers:
             writer.rlimit(psutil.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         drill.wait(lambda: log.read_text().count(failed) > before, "a failed write")
-    known = drill.checkpoints()[-1]
-    drill.wait(lambda: drill.checkpoints()[-1] != known, "a checkpoint after the failed one")
+    drill.wait_for_checkpoint()
 
 
 def kill_launcher(drill: Drill) -> None:
-    ranks = psutil.Process(drill.launcher.pid).children(recursive=True)
+    started = drill.started()
     drill.launcher.kill()
     drill.launcher.wait()
-    _, alive = psutil.wait_procs(ranks, timeout=20)
-    if alive:
-        raise Unnoticed("ranks outlived their launcher")
+    drill.check_dead(started)
 
 
 def preempt(drill: Drill) -> None:
     drill.launcher.send_signal(drill.draw.choice((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)))
-    if (code := drill.launcher.wait(PATIENCE)) != 75:
-        raise Unnoticed(f"the launcher ended with {code} instead of 75")
+    drill.wait_for_end(75)
 
 
 def damage(change: Callable[[Path], None], files: str = "*.pt") -> Callable[[Drill], str]:
@@ -227,8 +161,8 @@ def damage_shard(change: Callable[[Path], None], read: Callable[[Drill], int]) -
         content = shard.read_bytes()
         change(shard)
         code = read(drill)
-        if code != 2 or str(shard) not in drill.output.read_text():
-            raise Unnoticed(f"a damaged shard: status {code}\n{drill.output.read_text()[-2000:]}")
+        if code != 2 or str(shard) not in drill.text():
+            raise Unnoticed(f"a damaged shard: status {code}\n{drill.text()[-2000:]}")
         shard.write_bytes(content)
         return "run  "
 
@@ -236,17 +170,12 @@ def damage_shard(change: Callable[[Path], None], read: Callable[[Drill], int]) -
 
 
 def start(drill: Drill) -> int:
-    drill.launch()
-    return drill.launcher.wait(PATIENCE)
+    return drill.launch().wait(PATIENCE)
 
 
 def verify(drill: Drill) -> int:
     data = [override for override in drill.command if override.startswith("data")]
-    with drill.output.open("w") as out:
-        done = subprocess.run(
-            [*PREPARE, *data, "verify=true"], stdout=out, stderr=subprocess.STDOUT, timeout=PATIENCE
-        )
-    return done.returncode
+    return drill.launch(args=[*PREPARE, *data, "verify=true"]).wait(PATIENCE)
 
 
 IN_RUN = {
@@ -270,43 +199,6 @@ BETWEEN = {
 }
 
 
-def corpus(folder: Path) -> Path:
-    words = (
-        "the state of a linear recurrence forgets what its gate closes on and keeps what a key wrote".split()
-    )
-    draw = random.Random(0)
-    folder.mkdir(parents=True)
-    with (folder / "documents.jsonl").open("w") as file:
-        for _ in range(300):
-            file.write(json.dumps({"text": " ".join(draw.choices(words, k=draw.randint(20, 60)))}) + "\n")
-    return folder
-
-
-def command(folder: Path, run: Path) -> list[str]:
-    return [
-        *TRAIN,
-        *("data=local", f"data.path={folder / 'corpus'}", f"data.cache_dir={folder / 'cache'}"),
-        *("data.tokenizer.name=bytes", "data.validation_fraction=0.1", "logger=none", f"run.dir={run}"),
-        *("model.vocab_size=320", "model.hidden_size=64", "model.num_hidden_layers=2", "model.num_heads=2"),
-        *("model.head_dim=32", "trainer.seq_len=32", "trainer.global_batch_tokens=512"),
-        *("trainer.micro_batch_size=4", f"trainer.max_steps={STEPS}", "trainer.eval_every=0"),
-        *(f"trainer.checkpoint_every={CHECKPOINT_EVERY}", "trainer.keep_checkpoints=3"),
-        *(f"trainer.hang_timeout={HANG_TIMEOUT}", "trainer.stats_every=10", "trainer.check_backend=false"),
-        *("launch.device=cpu", "launch.num_processes=2", "launch.max_restarts=5", "optimizer.lr=1e-2"),
-    ]
-
-
-def records(run: Path) -> list[dict]:
-    """What the run did, but for speeds and for checkpoints, of which a preempted run has more."""
-    found = read_metrics(run / "metrics.jsonl")
-    kept = [{key: value for key, value in record.items() if key not in OF_THE_MACHINE} for record in found]
-    return [record for record in kept if record.keys() - {"step", "tokens"}]
-
-
-def weights(run: Path) -> bytes:
-    return (run / "hf" / f"step-{STEPS:07d}" / "model.safetensors").read_bytes()
-
-
 def disturb(drill: Drill, rounds: list[tuple[list[str], list[str]]], log: Callable[[str, int], None]) -> None:
     """Round by round, and then to the end."""
     expected: list[str] = []
@@ -315,12 +207,10 @@ def disturb(drill: Drill, rounds: list[tuple[list[str], list[str]]], log: Callab
         if in_run:
             drill.wait(lambda: drill.said("run  "), "a start")
         else:
-            drill.launcher.wait()
-            if code := drill.launcher.returncode:
-                raise Unnoticed(f"status {code} at the end:\n{drill.output.read_text()[-2000:]}")
+            drill.wait_for_end(0)
         for line in expected:
             if not drill.said(line):
-                raise Unnoticed(f"the launcher did not say {line!r}:\n{drill.output.read_text()[-2000:]}")
+                raise Unnoticed(f"the launcher did not say {line!r}:\n{drill.text()[-2000:]}")
         for name in in_run:
             drill.wait_for_progress()
             IN_RUN[name](drill)
@@ -340,8 +230,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=len(ROUNDS), help="leave the rest out, to try it")
     arguments = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup what is started here would ignore it, too
+    prepare_process()
     shutil.rmtree(arguments.out, ignore_errors=True)
     corpus(arguments.out / "corpus")
     disk = arguments.out / "disk"
@@ -349,7 +238,7 @@ def main() -> int:
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "none", disk], check=True)
     calm, run = arguments.out / "undisturbed", disk / "disturbed"
     begin = time.monotonic()
-    subprocess.run(command(arguments.out, calm), check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command(arguments.out, calm, STEPS, *OPTIONS), check=True, stdout=subprocess.DEVNULL)
     print(f"undisturbed run: {STEPS} steps in {time.monotonic() - begin:.0f} s", flush=True)
 
     injected: list[str] = []
@@ -359,41 +248,31 @@ def main() -> int:
         injected.append(name)
         print(f"{time.monotonic() - begin:5.0f} s  {len(injected):2}  step {step:3}  {name}", flush=True)
 
-    drill = Drill(run, command(arguments.out, run), random.Random(arguments.seed))
+    drill = Drill(
+        run,
+        command(arguments.out, run, STEPS, *OPTIONS),
+        random.Random(arguments.seed),
+        arguments.out,  # not the small disk
+    )
     try:
         disturb(drill, ROUNDS[: arguments.rounds], log)
     finally:
-        if drill.launcher is not None and drill.launcher.poll() is None:
-            drill.launcher.kill()
+        drill.stop()
     if leftovers := list((run / "checkpoints").glob(".*")):
         raise Unnoticed(f"half-written or half-deleted files are left: {leftovers}")
-    equal = {
-        "weights": weights(run) == weights(calm),
-        "records of metrics.jsonl": records(run) == records(calm),
-    }
-    text = report(injected, time.monotonic() - begin, equal)
+    equal = compare(run, calm, STEPS)
+    minutes = (time.monotonic() - begin) / 60
+    rows = [f"| {key} | {injected.count(key)} | {what} |" for key, what in WHAT.items() if key in injected]
+    text = report(
+        f"{len(injected)} faults in {minutes:.0f} minutes and {STEPS} steps on two CPU ranks, each noticed, "
+        "or cleaned away, as it should be.",
+        equal,
+        ["| fault | times | what is done |", *rows],
+    )
     print(f"\n{text}")
     if arguments.report:
-        head = arguments.report.read_text().split(MARK)[0] if arguments.report.exists() else ""
-        arguments.report.write_text(f"{head}{MARK}\n\n{text}")
+        write_report(arguments.report, Path(__file__).name, text)
     return 0 if all(equal.values()) else 1
-
-
-def report(injected: list[str], seconds: float, equal: dict[str, bool]) -> str:
-    verdict = ", ".join(f"{what} {'equal' if same else 'DIFFERENT'}" for what, same in equal.items())
-    rows = [f"| {key} | {injected.count(key)} | {what} |" for key, what in WHAT.items() if key in injected]
-    return "\n".join(
-        [
-            f"{len(injected)} faults in {seconds / 60:.0f} minutes and {STEPS} steps on two CPU ranks, each "
-            "noticed, or cleaned away, as it should be. Compared with the undisturbed run, bit for bit: "
-            f"{verdict}. {time.strftime('%Y-%m-%d')}, commit {(git_commit() or 'unknown')[:7]}.",
-            "",
-            "| fault | times | what is done |",
-            "|---|---|---|",
-            *rows,
-            "",
-        ]
-    )
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@ What it adds to torch's agent: a request to stop becomes a checkpoint, errors th
 run, a new checkpoint forgives the failures before it, and workers whose peer failed are killed at once.
 
 Machines meet in torch's c10d rendezvous, whose store the main machine serves at `launch.main_process_port`.
-On one machine it is a file, and nothing listens.
+On one machine it is in this process, and nothing listens.
 """
 
+import hashlib
 import logging
 import math
 import os
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen
 
-from torch.distributed import Store
+from torch.distributed import HashStore, Store
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -31,7 +32,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousParameters,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousBackend,
@@ -172,12 +173,11 @@ class _Meetings:
         several = launch.num_machines > 1
         timeout = max(1, math.ceil(launch.rendezvous_timeout))
         settings: dict[str, object] = {"join_timeout": timeout, "read_timeout": min(READ_TIMEOUT, timeout)}
-        if not several:
-            settings["store_type"] = "file"
         parameters = RendezvousParameters(
             backend="c10d",
-            endpoint=self._place if several else str(self._scratch / "rendezvous"),
-            run_id=os.path.abspath(self._run),
+            endpoint=self._place,
+            # No path: torch makes a folder in `scratch` whose name begins with it.
+            run_id=hashlib.sha256(os.path.abspath(self._run).encode()).hexdigest(),
             min_nodes=launch.num_machines,
             max_nodes=launch.num_machines,
             local_addr=None if several else LOOPBACK,
@@ -198,9 +198,10 @@ class _Meetings:
         return Agent(spec, launch, self._newest_step, self._scratch, self._signals)
 
     def _backend(self, parameters: RendezvousParameters) -> tuple[RendezvousBackend, Store]:
-        """The store: a file, or on several machines served by the main one, to which the others connect."""
+        """The store: in this process, or on several machines served by the main one for all."""
         if self._launch.num_machines == 1:
-            return create_backend(parameters)
+            store = HashStore()
+            return C10dRendezvousBackend(store, parameters.run_id), store
         rank = self._launch.machine_rank
         serves = is_own_address(self._launch.main_process_ip) if rank is None else rank == 0
         parameters.config["is_host"] = serves

@@ -18,17 +18,17 @@ checkpoint; a manifest that lists any other file, or lacks one, is damaged.
 This module imports neither torch nor numpy: the async writer's process does without them.
 """
 
+import errno
 import hashlib
 import json
 import logging
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fla_train.utils.filesystem import DELETING, find_damage, reason, remove_folder, sync
+from fla_train.utils.filesystem import DELETING, delete, find_damage, reason, remove_folder, sync
 
 logger = logging.getLogger(__name__)
 
@@ -103,9 +103,16 @@ def load(engine, folder: Path) -> TrainState:
 def read_state(folder: Path) -> TrainState:
     """Raises `ValueError`: another version wrote it, with other fields."""
     try:
-        return TrainState(**json.loads((folder / STATE).read_text()))
+        return TrainState(**json.loads(_read(folder / STATE)))
     except TypeError as failure:
         raise ValueError(f"{folder / STATE} is of another version: {failure}") from failure
+
+
+def _read(path: Path) -> str:
+    """The text of a file. Raises `OSError`, too, where opening would wait: at a named pipe."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return path.read_text(encoding="utf-8")
 
 
 def world_size(checkpoint: Path) -> int:
@@ -129,7 +136,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         ValueError: it is missing or damaged; one line says what is wrong.
     """
     try:
-        content = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        content = json.loads(_read(checkpoint / MANIFEST))
     except OSError as failure:
         raise ValueError(f"{MANIFEST} can't be read ({reason(failure)})") from failure
     except (ValueError, RecursionError) as failure:
@@ -287,7 +294,7 @@ def clean(folder: Path, keep: str = "") -> None:
     for pattern in (WRITING, DELETING):
         for path in folder.glob(pattern + "*"):
             if path.name != keep:
-                shutil.rmtree(path, ignore_errors=True)
+                delete(path)
 
 
 def prune(newest: Path, keep: int, keep_every: int = 0) -> None:

@@ -160,7 +160,7 @@ def load_config(path: Path) -> TrainConfig:
     """
     try:
         return to_config(read_saved(path))
-    except (OSError, YAMLError, OmegaConfBaseException) as failure:
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as failure:
         raise ValueError(
             f"{path} is no config of this version: {' '.join(str(failure).split())}"
         ) from failure

@@ -38,6 +38,10 @@ def report(failure: BaseException, config: "TrainConfig | None" = None) -> int:
     """
     with suppress(OSError):
         traceback.print_exception(failure)
+    return _leave_line(failure, config)
+
+
+def _leave_line(failure: BaseException, config: "TrainConfig | None" = None) -> int:
     line, final = describe_failure(failure, config)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with suppress(OSError):  # in one move: the agent may look at any moment
@@ -50,7 +54,10 @@ def run(config: "TrainConfig", data: Path, request: StopRequest) -> NoReturn:
     from fla_train.training.console import redirect_output
     from fla_train.training.runfolder import RunFolder
 
-    console = redirect_output(RunFolder(Path(config.run.dir)).log(int(os.environ["RANK"])))
+    try:
+        console = redirect_output(RunFolder(Path(config.run.dir)).log(int(os.environ["RANK"])))
+    except OSError as failure:
+        os._exit(_leave_line(failure))  # without a traceback: there is no log for it
     try:
         finished = train(config, data, console, request)
     except BaseException as failure:
@@ -148,7 +155,11 @@ def main() -> None:
     config_file, data = map(Path, sys.argv[1:])
     from fla_train.training.schema import load_config
 
-    run(load_config(config_file), data, request)
+    try:
+        config = load_config(config_file)
+    except ValueError as failure:  # the agent's temporary files have been deleted
+        sys.exit(_leave_line(failure))
+    run(config, data, request)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +56,25 @@ def move_folder(source: Path, target: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder if it exists; renamed first, so that a kill leaves none that looks complete.
+    """Delete what is at `folder` if anything is; renamed first, so that a kill leaves none that looks complete.
 
     What can't be deleted (NFS keeps a file that a reader has open) stays in the folder with the prefix
     `DELETING`.
     """
-    if folder.exists():
+    if os.path.lexists(folder):  # a link to nothing is in the way, too
         doomed = folder.with_name(DELETING + folder.name)
-        shutil.rmtree(doomed, ignore_errors=True)
+        delete(doomed)
         os.rename(folder, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        delete(doomed)
+
+
+def delete(path: Path) -> None:
+    """Delete a folder with its content, or a file or link by itself, as far as the system allows."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
 @contextmanager

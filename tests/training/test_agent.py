@@ -78,6 +78,15 @@ def test_a_failure_is_started_again_as_often_as_asked(tmp_path: Path, capfd: pyt
     out, error = capfd.readouterr()
     assert restarts(out) == ["1", "2"] and "rank 0: RuntimeError: attempt 0" in out
     assert "torch/distributed" not in error.replace("site-packages/torch", "")  # one line is ours
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1", "2"}  # nothing is left beside the run
+
+
+def test_workers_are_started_again_where_the_temporary_files_were_deleted(tmp_path: Path):
+    scratch = "Path(os.environ['TORCHELASTIC_ERROR_FILE']).parents[4]"
+    delete = f"assert {scratch}.name.startswith('fla-train-')\nimport shutil; shutil.rmtree({scratch})\n"
+    with pytest.raises(WorkersFailed, match="rank 0: ended with exit code 1"):
+        play(COUNT + delete + "fail(OSError)", tmp_path, local(max_restarts=1, rendezvous_timeout=5))
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
 
 
 def test_a_new_checkpoint_forgives_the_failures_before_it(tmp_path: Path, capfd: pytest.CaptureFixture):

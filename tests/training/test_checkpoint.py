@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,6 +48,11 @@ def flip(path: Path) -> None:
     path.write_bytes(b"X" + path.read_bytes()[1:])
 
 
+def put_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 def edit(change: Callable[[dict], object]) -> Callable[[Path], None]:
     """A damage that rewrites the manifest as `change` of its content leaves it, checksum included."""
 
@@ -68,6 +74,7 @@ DAMAGE = {
     "file lost": lambda path: (path / WEIGHTS).unlink(),
     "manifest cut short": lambda path: cut(path / "manifest.json"),
     "manifest lost": lambda path: (path / "manifest.json").unlink(),
+    "manifest a named pipe": lambda path: put_pipe(path / "manifest.json"),  # which nobody will ever write
 }
 # What no checksum of the manifest would tell, with a word of the line that says so
 WRONG_CONTENT = {
@@ -296,3 +303,12 @@ def test_what_can_not_be_deleted_is_deleted_later(tmp_path: Path, monkeypatch: p
     being_written.mkdir()
     checkpoint.clean(tmp_path, keep=being_written.name)
     assert sorted(tmp_path.iterdir()) == [being_written, newest]
+
+
+@pytest.mark.parametrize("make_it", [Path.touch, lambda path: path.symlink_to("gone"), Path.mkdir])
+def test_what_has_a_checkpoint_s_name_gives_way_to_one(tmp_path: Path, make_it: Callable[[Path], object]):
+    make_it(tmp_path / "step-0000003")
+    make_it(tmp_path / ".deleting-step-0000009")
+    checkpoint.remove(tmp_path / "step-0000003")
+    checkpoint.clean(tmp_path)
+    assert list(tmp_path.iterdir()) == []

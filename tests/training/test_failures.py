@@ -1,5 +1,6 @@
 """What is told of a failure, and which failures are final. Errors of memory are real where a CPU has them."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -148,3 +149,29 @@ def test_failures_can_be_described_where_torch_cannot_be_imported(tmp_path: Path
     environment = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert found.stdout == "('ImportError: no torch', False)\n", found.stderr
+
+
+WITHOUT_LOG = """
+import sys
+from types import SimpleNamespace
+from fla_train.training import worker
+worker.run(SimpleNamespace(run=SimpleNamespace(dir=sys.argv[1])), None, None)
+"""
+
+
+def test_a_rank_that_can_write_no_log_leaves_one_line(tmp_path: Path):
+    (tmp_path / "train.log").mkdir()
+    error = tmp_path / "error.json"
+    environment = os.environ | {"RANK": "0", "TORCHELASTIC_ERROR_FILE": str(error)}
+    command = [sys.executable, "-c", WITHOUT_LOG, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+    assert "Is a directory: " in error.read_text() and "train.log" in error.read_text()
+
+
+def test_a_worker_whose_config_has_gone_fails_for_good(tmp_path: Path):
+    error = tmp_path / "error.json"
+    environment = os.environ | {"FLA_TRAIN_LAUNCHER": str(os.getpid()), "TORCHELASTIC_ERROR_FILE": str(error)}
+    command = [sys.executable, "-m", "fla_train.training.worker", str(tmp_path / "config.yaml"), "."]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (2, "") and "config.yaml" in error.read_text()

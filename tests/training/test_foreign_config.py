@@ -47,3 +47,10 @@ def test_a_number_that_is_an_interpolation_is_refused(make_config: Make, tmp_pat
 
 def test_your_own_overrides_still_interpolate(make_config: Make):
     assert make_config(f"logger.wandb.project={ATTACK}").logger.wandb.project == "hunter2"
+
+
+def test_a_config_that_is_no_text_is_named(tmp_path: Path):
+    path = tmp_path / "config.yaml"
+    path.write_bytes(b"seed: \xff")
+    with pytest.raises(ValueError, match=r"config\.yaml is no config of this version"):
+        load_config(path)

@@ -97,6 +97,25 @@ def test_a_compiler_does_not_keep_requests_from_us(tmp_path: Path):
     subprocess.run([sys.executable, tmp_path / "compile.py"], env=environment, check=True, timeout=120)
 
 
+ASKED_AGAIN = """
+import os, signal
+import fla_train.cli.train as command, fla_train.training.launch as module
+from fla_train.training.preemption import Preempted
+
+def launch(config): raise Preempted
+
+signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the tests ignore it
+module.launch = launch
+command.fail = lambda line: os.kill(os.getpid(), signal.SIGTERM)  # while the process ends
+command.main()
+"""
+
+
+def test_a_request_to_a_run_that_ends_on_request_does_not_change_its_status(overrides: list[str]):
+    done = subprocess.run([sys.executable, "-c", ASKED_AGAIN, *overrides, "run.dir=unused"], timeout=120)
+    assert done.returncode == 75
+
+
 @pytest.mark.gpu
 def test_a_signal_saves_a_checkpoint_on_a_gpu(make_config: Make, tmp_path: Path):
     run = tmp_path / "run"
