@@ -56,7 +56,7 @@ def move_folder(source: Path, target: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete what is at `folder` if anything is; renamed first, so that a kill leaves none that looks complete.
+    """Delete what is at `folder`, if anything; renamed first, so that a kill leaves none that looks complete.
 
     What can't be deleted (NFS keeps a file that a reader has open) stays in the folder with the prefix
     `DELETING`.
