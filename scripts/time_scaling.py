@@ -2,14 +2,16 @@
 
     python scripts/time_scaling.py runs/scaling data=fineweb
     python scripts/time_scaling.py runs/scaling --gpus 1 2 4 --models 340m data=local data.path=/data/web
+    python scripts/time_scaling.py runs/saving --gpus 2 --models 340m --only 'saving|weak-2|ddp' data=fineweb
 
 Everything after the options goes to every `fla-train`. One run after another has the machine to itself. Weak
 scaling keeps the micro-batch per GPU, strong scaling the tokens per step; "overlap" reduces gradients beside
 the backward pass's kernels instead of in turn with them. These runs are killed after their steps, but the
 weak one on the most GPUs goes on to its checkpoint. The same model and micro-batch train there by PyTorch's
-DistributedDataParallel too, with communication and without. A small model trained on the most GPUs, then on
-half of them, then on the most again must follow the loss curve of one GPU. Tables go to stdout and, with the
-records, to FOLDER/scaling.json.
+DistributedDataParallel too, with communication and without. "saving" is one run without and one with a
+checkpoint every 25 steps, of which the time that saves stopped training counts. A small model trained on the
+most GPUs, then on half of them, then on the most again must follow the loss curve of one GPU. Tables go to
+stdout and, with the records, to FOLDER/scaling.json.
 """
 
 import argparse
@@ -40,6 +42,8 @@ from fla_train.utils.records import read_metrics
 SEQ_LEN = 2048  # tokens
 MICRO_BATCH = {"tiny": 1, "340m": 16, "1.3b": 8}  # sequences per GPU
 WARM_UP = 4  # steps left out of the medians
+SAVE_EVERY = 25  # steps
+SAVING = range(2 * SAVE_EVERY + 1, 5 * SAVE_EVERY + 1)  # steps that count there; the first save takes memory
 POLL = 0.5  # seconds between looks at the runs
 
 
@@ -93,6 +97,26 @@ def speed_runs(models: list[str], counts: list[int], steps: int) -> Iterator[Run
                 strong = [*common, f"trainer.global_batch_tokens={tokens * max(counts)}"]
                 strong.append(f"trainer.max_steps={10 * steps}")
                 yield Run(f"{model}-strong-{count}", count, strong, model, "strong", steps, last)
+
+
+def saving_runs(model: str, gpus: int) -> Iterator[Run]:
+    """The same run without and with checkpoints."""
+    common = [
+        f"model=gated_delta_product/{model}",
+        f"trainer.seq_len={SEQ_LEN}",
+        f"trainer.micro_batch_size={MICRO_BATCH[model]}",
+        f"trainer.global_batch_tokens={MICRO_BATCH[model] * SEQ_LEN * gpus}",
+        f"trainer.activation_checkpointing={str(model == '1.3b').lower()}",
+        f"trainer.max_steps={2 * SAVING.stop}",
+        "trainer.log_every=1",
+        "trainer.eval_every=0",
+        "trainer.stats_every=0",
+        "trainer.check_backend=false",
+        "trainer.keep_checkpoints=1",
+    ]
+    for name, every in (("without", 0), ("with", SAVE_EVERY)):
+        overrides = [*common, f"trainer.checkpoint_every={every}"]
+        yield Run(f"{model}-saving-{name}", gpus, overrides, model, f"saving: {name}", SAVING.stop + 2)
 
 
 def elastic_runs(most: int) -> list[Run]:
@@ -162,6 +186,8 @@ def read(run: Run, folder: Path) -> None:
     metrics = read_metrics(folder / run.name / "metrics.jsonl")
     stalls = [record["checkpoint_stall_s"] for record in metrics if "checkpoint_stall_s" in record]
     written = re.findall(r"checkpoint .*written in ([\d.]+) s", (folder / f"{run.name}.log").read_text())
+    if "-saving-" in run.name:
+        run.tokens_per_second = speed_with_saves(metrics, tokens_per_step(run))
     run.stall_s, run.write_s = max(stalls, default=0.0), max(map(float, written), default=0.0)
 
 
@@ -221,6 +247,13 @@ def train_plainly(config: TrainConfig, steps: int, synced: bool) -> tuple[float,
     return dist.get_world_size() * size[0] * size[1] / took, memory
 
 
+def speed_with_saves(metrics: list[dict], tokens: int) -> float:
+    """Tokens per second over the steps of SAVING, the time that saves stopped training included."""
+    seconds = sum(tokens / r["tokens_per_second"] for r in metrics if "loss" in r and r["step"] in SAVING)
+    seconds += sum(r.get("checkpoint_stall_s", 0.0) for r in metrics if r["step"] + 1 in SAVING)
+    return tokens * len(SAVING) / seconds
+
+
 def tokens_per_step(run: Run) -> int:
     values = dict(override.split("=", 1) for override in run.overrides)
     return int(values["trainer.global_batch_tokens"])
@@ -276,6 +309,8 @@ def main() -> None:
     options.folder.mkdir(parents=True)
     most = max(options.gpus)
     runs = list(speed_runs(options.models, options.gpus, options.steps))
+    if most > 1:
+        runs += saving_runs(options.models[0], most)
     runs = [run for run in runs if re.search(options.only, run.name)]
     for run in list(runs):
         carry_out(run, options.folder, further, options.limit)
