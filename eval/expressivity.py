@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 import fla_train.baselines
 import fla_train.models  # noqa: F401  both register their models with the Auto classes
-from fla_train.eval.config import EvalConfig, ExpressivityConfig, suite_faults
-from fla_train.eval.expressivity_figures import draw_transitions
+from fla_train.eval.config import EvalConfig, ExpressivityConfig, validation_errors
+from fla_train.eval.figures import draw_transitions
 from fla_train.eval.report import output_lock
 from fla_train.eval.transitions import Transitions, transitions
 from fla_train.hub.device import pick_device, pick_dtype
@@ -46,8 +46,8 @@ def evaluate_expressivity(config: EvalConfig) -> tuple[Path, dict[str, Any]]:
         )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("suite=expressivity runs in one process: start it without torchrun")
-    if faults := suite_faults(config.suite):
-        raise ValueError("\n  ".join(faults))
+    if errors := validation_errors(config.suite):
+        raise ValueError("\n  ".join(errors))
     settings, started = config.suite.expressivity, time.time()
     source = resolve_checkpoint(config.checkpoint)
     device = pick_device(config.device)

@@ -252,8 +252,8 @@ def main() -> None:
     """Console command."""
     try:
         run(sys.argv[1:])
-    except ValueError as fault:
-        sys.exit(fail(fault))
+    except ValueError as error:
+        sys.exit(fail(error))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_report import record, row
 
-from fla_train.eval.page import page
+from fla_train.eval.report import page
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 BEFORE = '<script>const faults = []; addEventListener("error", e => faults.push(e.message));</script>'

@@ -16,7 +16,7 @@ from lm_eval.tasks import TaskManager
 from omegaconf import OmegaConf
 
 from fla_train.eval import harness
-from fla_train.eval.config import EvalConfig, SuiteConfig, suite_faults
+from fla_train.eval.config import EvalConfig, SuiteConfig, validation_errors
 from fla_train.eval.harness import FlaTrainLM, run_tasks
 from fla_train.eval.mirror import DatasetUnavailable, hub_datasets
 from fla_train.eval.paper import AVERAGE, HEADS, RECALL, ZERO_SHOT, paper_cell, paper_row
@@ -317,7 +317,7 @@ def test_suites_hold_the_columns_of_the_table(name: str) -> None:
     config = SuiteConfig(**OmegaConf.load(ROOT / f"configs/suite/{name}.yaml"))
     columns = {"zero_shot": ZERO_SHOT, "recall": RECALL, "paper": ZERO_SHOT + RECALL}[name]
     assert list(config.tasks) == list(dict.fromkeys(column.task for column in columns))
-    assert config.name == name and not suite_faults(config)
+    assert config.name == name and not validation_errors(config)
 
 
 def scored(tasks: tuple[str, ...] = ()) -> dict[str, dict]:
