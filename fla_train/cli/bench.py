@@ -5,7 +5,7 @@
     fla-bench kernels                                         # the shapes of docs/kernels.md on a GPU
     fla-bench kernels --batch 2 --tokens 1024 --heads 4 --head-dim 64 --substeps 1 2 --peers
     fla-bench decode --heads 512 2048 --substeps 1 2          # one token, beside a copy of the states
-    fla-bench neighbours --peers                              # convolution, norms, SwiGLU, gates, loss
+    fla-bench fused_ops --peers                              # convolution, norms, SwiGLU, gates, loss
     fla-bench tune --head-dim 128 --substeps 1 2              # launch options for this GPU, to a file
     fla-bench train --peers llama -- model=gated_delta_product/340m trainer.seq_len=2048
 
@@ -44,7 +44,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _kernels(request: argparse.Namespace) -> dict:
-    from fla_train.bench.contenders import ours, peers
+    from fla_train.bench.implementations import ours, peers
     from fla_train.bench.kernels import HEADER, bench_shape
     from fla_train.bench.roofline import Shape
     from fla_train.kernels.delta_product import resolve_backend
@@ -57,10 +57,10 @@ def _kernels(request: argparse.Namespace) -> dict:
     if request.graphs and device.type != "cuda":
         raise ValueError("--graphs needs a GPU: leave it out here")
     backends = list(dict.fromkeys(resolve_backend(name, device) for name in request.backends or ["auto"]))
-    contenders = ours(backends, [] if request.recompute is None else [True, *request.recompute])
+    implementations = ours(backends, [] if request.recompute is None else [True, *request.recompute])
     if request.peers:
         found, missing = peers(device)
-        contenders += found
+        implementations += found
         _tell(missing)
     ceilings = _ceilings(request, device, dtype)
     norm = "L2 norm inside" if request.norm else "unit vectors"
@@ -82,7 +82,7 @@ def _kernels(request: argparse.Namespace) -> dict:
                 dtype.itemsize,
             )
             how = {"norm": request.norm, "rounds": request.rounds, "graphs": request.graphs}
-            for row in bench_shape(shape, contenders, dtype, device, ceilings, **how):
+            for row in bench_shape(shape, implementations, dtype, device, ceilings, **how):
                 print(row.markdown(), flush=True)
                 rows.append({"shape": asdict(shape), **row.record()})
     return _content(request, device, ceilings) | {"rows": rows}
@@ -108,9 +108,9 @@ def _decode(request: argparse.Namespace) -> dict:
 
 
 def _neighbours(request: argparse.Namespace) -> dict:
+    from fla_train.bench.fused_op_cases import FUNCTIONS, Sizes, make_cases
+    from fla_train.bench.fused_ops import HEADER, bench_case, ours
     from fla_train.bench.liger import liger
-    from fla_train.bench.neighbour_cases import FUNCTIONS, Sizes, make_cases
-    from fla_train.bench.neighbours import HEADER, bench_case, ours
 
     functions = request.functions or list(FUNCTIONS)
     if unknown := [name for name in functions if name not in FUNCTIONS]:
@@ -134,8 +134,8 @@ def _neighbours(request: argparse.Namespace) -> dict:
     print("\n".join(HEADER), flush=True)
     rows = []
     for case in make_cases(functions, sizes, dtype, device):
-        contenders = [*ours(device), *peers.get(case.function, [])]
-        for row in bench_case(case, contenders, dtype, device, ceilings, rounds=request.rounds):
+        implementations = [*ours(device), *peers.get(case.function, [])]
+        for row in bench_case(case, implementations, dtype, device, ceilings, rounds=request.rounds):
             print(row.markdown(), flush=True)
             rows.append(row.record())
     return _content(request, device, ceilings) | {"rows": rows}

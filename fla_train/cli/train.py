@@ -62,10 +62,10 @@ def check_suite(suite: str, options: Sequence[str]) -> None:
     register()
     try:
         config = OmegaConf.to_object(compose("eval", [f"suite={suite}", *options]))
-        if faults := validation_errors(config.suite):
-            raise ValueError("\n  ".join(faults))
-    except ValueError as fault:
-        raise ValueError(f"trainer.suite and trainer.suite_options: {fault}") from fault
+        if errors := validation_errors(config.suite):
+            raise ValueError("\n  ".join(errors))
+    except ValueError as error:
+        raise ValueError(f"trainer.suite and trainer.suite_options: {error}") from error
 
 
 def register() -> None:

@@ -291,8 +291,8 @@ def test_an_export_without_a_run_has_no_validation_split(
 def test_faults_are_reported_together() -> None:
     suite = perplexity_suite(bucket=0, chunk=0, sets=["a/web.jsonl", "b/web.parquet"])
     suite.batch_size, suite.limit, suite.num_fewshot = "many", 0, -1
-    faults = validation_errors(suite)
-    assert [fault.split("=")[0] for fault in faults] == [
+    errors = validation_errors(suite)
+    assert [error.split("=")[0] for error in errors] == [
         "suite.batch_size",
         "suite.num_fewshot",
         "suite.limit",

@@ -155,7 +155,7 @@ def test_one_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
         evaluate_expressivity(EvalConfig(checkpoint="anything", suite=suite))
 
 
-def test_faults() -> None:
+def test_errors() -> None:
     suite = SuiteConfig(name="x", tasks=["piqa"], expressivity=ExpressivityConfig(lengths=[0], sequences=0))
     text = "\n".join(validation_errors(suite))
     assert "sequences=0" in text and "lengths" in text and "runs alone" in text
