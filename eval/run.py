@@ -36,8 +36,8 @@ DEFINITIONS = (".yaml", ".py", ".jsonl", ".parquet")  # what tasks of the user's
 def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) -> tuple[Path, dict]:
     """Run `config.suite` on `config.checkpoint` and write the report.
 
-    Sets and tasks that a former call finished in the same `output`, with the same checkpoint and settings, are
-    read from there.
+    Sets and tasks that an earlier call finished in the same `output`, with the same checkpoint and settings,
+    are read from there.
 
     Returns:
         The evaluation's folder and what results.json holds (on rank 0; the others hold a part of it).

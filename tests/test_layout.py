@@ -29,7 +29,7 @@ ARROWS = {
     "baselines": {"models"},
     "training": {"baselines", "data", "tasks", "hub", "models", "kernels", "configs", "utils"},
     "eval": {"baselines", "data", "tasks", "hub", "models", "kernels", "configs", "utils"},
-    "bench": {"training", "data", "models", "kernels"},
+    "bench": {"training", "eval", "data", "tasks", "models", "kernels", "utils"},
     "cli": {"baselines", "bench", "training", "eval", "data", "tasks", "hub", "models", "kernels", "configs"},
     "configs": set(),
     "utils": set(),

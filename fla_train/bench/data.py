@@ -1,26 +1,26 @@
-"""How close does `fla-prepare` come to the raw speed of `tokenizers` on all cores of this machine?
+"""Time the data: reading prepared data, preparing text beside raw `tokenizers`, drawing task sequences."""
 
-    python scripts/time_prepare.py corpus/ tokenizer/ --documents 6000 --rounds 3
-
-Raw: `encode_batch_fast` with its own threads on texts already in memory, ids left where they are. Prepared:
-reading the files, splitting, tokenizing, writing and checksumming the shards, processes started and ended.
-The two take turns, so that other work on the machine disturbs both; the ratio is that of the medians. Tokens
-per CPU second, of all processes together, tell what is lost where the machine is not free.
-"""
-
-import argparse
+import os
 import resource
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from itertools import islice
 
-from fla_train.data import DataConfig, TokenizerConfig, prepare
+import numpy as np
+
+from fla_train.data import BatchPlan, DataConfig, DocumentSequences, MicroBatches, open_train, prepare
 from fla_train.data.sources import open_source
 from fla_train.data.tokenizers import load_tokenizer
 from fla_train.data.workers import available_cores
+from fla_train.tasks import GroupWords
 
-RAW_BATCH = 512  # documents
+FIRST = 400  # sequences read to time the checks of block checksums
+RAW_BATCH = 512  # documents that the raw tokenizer takes at once
+TASK_BATCH = 2048  # sequences that a task draws at once
 
 
 class Clock:
@@ -38,9 +38,62 @@ class Clock:
         return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def raw_rates(tokenizer_name: str, texts: list[str]) -> tuple[float, float]:
+def _repeat(work: Callable[[int], object], seconds: float) -> int:
+    """How often `work(0)`, `work(1)`, ... ran until the time was over."""
+    began, count = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        work(count)
+        count += 1
+    return count
+
+
+def bench_loader(folder: str, seq_len: int, micro_batch: int, seconds: float) -> Iterator[str]:
+    """Lines with the speed at which one process reads prepared data from the page cache, in shuffled order.
+
+    Plain sequences, and with the bounds of their documents. The first reads, which compare each new block
+    with its checksum, are timed apart.
+    """
+    dataset = open_train(folder, seq_len, seed=0)
+    for name in ("first read, blocks compared", "read again"):
+        used = time.process_time()
+        for index in range(FIRST):
+            dataset.sequences(np.array([index]))
+        yield f"{name}: {1e6 * (time.process_time() - used) / FIRST:.1f} CPU us a sequence"
+    plan = BatchPlan(micro_batch, micro_batch)
+    for name, sequences in (("plain", dataset), ("documents", DocumentSequences(dataset))):
+        with MicroBatches(sequences, plan) as batches:
+            for _ in range(len(dataset) // micro_batch):  # an epoch brings all into the page cache
+                next(batches)
+            clock = Clock()
+            count = _repeat(lambda _, batches=batches: next(batches), seconds)
+            wall, cpu = clock.rates(count * micro_batch * seq_len)
+        yield f"{name}: {wall / 1e6:.1f}M tokens/s, {cpu / 1e6:.1f}M tokens per CPU second"
+
+
+def bench_prepare(config: DataConfig, rounds: int) -> Iterator[str]:
+    """Lines with the speed of `fla-prepare` beside that of `encode_batch_fast` on all cores of the machine.
+
+    Raw: `encode_batch_fast` with its own threads on texts in memory, ids left where they are. Prepared:
+    reading the files, splitting, tokenizing, writing and checksumming the shards, starting and ending
+    processes. The two take turns, so that other work on the machine disturbs both; the ratio is that of the
+    medians.
+    """
+    texts = [document["text"] for document in islice(open_source(config).documents(), config.max_documents)]
+    size = sum(len(text.encode()) for text in texts)
+    yield f"{len(texts):,} documents, {size / 1e6:.0f} MB, {available_cores()} cores"
+    raw, prepared = [], []
+    for number in range(rounds):
+        raw.append(_raw_rates(config, texts))
+        prepared.append(_prepared_rates(config))
+        yield f"round {number + 1}: raw {raw[-1][0]:,.0f}, prepared {prepared[-1][0]:,.0f} tokens/s"
+    for clock, name in enumerate(("second", "CPU second")):
+        ratio = statistics.median(r[clock] for r in prepared) / statistics.median(r[clock] for r in raw)
+        yield f"tokens per {name}: prepared at {100 * ratio:.1f}% of raw"
+
+
+def _raw_rates(config: DataConfig, texts: Sequence[str]) -> tuple[float, float]:
     """Tokens per second of the tokenizer alone: wall, CPU."""
-    backend = load_tokenizer(TokenizerConfig(name=tokenizer_name)).backend_tokenizer
+    backend = load_tokenizer(config.tokenizer).backend_tokenizer
     backend.encode_special_tokens = True
     clock, tokens = Clock(), 0
     for start in range(0, len(texts), RAW_BATCH):
@@ -49,43 +102,29 @@ def raw_rates(tokenizer_name: str, texts: list[str]) -> tuple[float, float]:
     return clock.rates(tokens)
 
 
-def prepared_rates(config: DataConfig) -> tuple[float, float]:
+def _prepared_rates(config: DataConfig) -> tuple[float, float]:
     """The same of a whole preparation into an empty cache."""
     with tempfile.TemporaryDirectory() as cache:
-        config.cache_dir = cache
         clock = Clock()
-        prepared = prepare(config, log=lambda line: None, progress=False)
+        prepared = prepare(replace(config, cache_dir=cache), log=lambda line: None, progress=False)
         return clock.rates(sum(split["tokens"] for split in prepared.manifest["splits"].values()))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("corpus", help="parquet or jsonl: file, folder or glob")
-    parser.add_argument("tokenizer", help="folder or Hub name")
-    parser.add_argument("--documents", type=int, default=6000, help="how many to tokenize")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--workers", type=int, help="processes; default: as fla-prepare chooses")
-    options = parser.parse_args()
-    config = DataConfig(
-        source="local",
-        path=options.corpus,
-        max_documents=options.documents,
-        num_workers=options.workers,
-        tokenizer=TokenizerConfig(name=options.tokenizer),
-    )
-    texts = [document["text"] for document in islice(open_source(config).documents(), options.documents)]
-    size = sum(len(text.encode()) for text in texts)
-    print(f"{len(texts):,} documents, {size / 1e6:.0f} MB, {available_cores()} cores")
-    raw, prepared = [], []
-    for number in range(options.rounds):
-        raw.append(raw_rates(options.tokenizer, texts))
-        prepared.append(prepared_rates(config))
-        both = f"raw {raw[-1][0]:,.0f}, prepared {prepared[-1][0]:,.0f} tokens/s"
-        print(f"round {number + 1}: {both}", flush=True)
-    for clock, name in enumerate(("second", "CPU second")):
-        ratio = statistics.median(r[clock] for r in prepared) / statistics.median(r[clock] for r in raw)
-        print(f"tokens per {name}: prepared at {100 * ratio:.1f}% of raw")
+def bench_tasks(groups: Sequence[str], length: int, seconds: float) -> Iterator[str]:
+    """Lines with the speed at which word problems are drawn, by one process and by one a core."""
+    cores = len(os.sched_getaffinity(0))
+    for group in groups:
+        work = (group, length, seconds)
+        alone = _drawn(*work)
+        with ProcessPoolExecutor(cores) as pool:
+            together = sum(pool.map(_drawn, *zip(*[work] * cores, strict=True)))
+        yield f"{group}: {alone / 1e6:.0f} M tokens/s on one core, {together / 1e6:.0f} M on {cores}"
 
 
-if __name__ == "__main__":
-    main()
+def _drawn(group: str, length: int, seconds: float) -> float:
+    """Tokens per second of one process; every batch is another."""
+    task = GroupWords(group, length)
+    task.batch(np.arange(TASK_BATCH))
+    clock = Clock()
+    count = _repeat(lambda i: task.batch(np.arange(i * TASK_BATCH, (i + 1) * TASK_BATCH)), seconds)
+    return clock.rates(count * TASK_BATCH * length)[0]

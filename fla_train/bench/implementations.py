@@ -1,7 +1,7 @@
 """Implementations of the operator to compare: this project's backends, and other installed packages.
 
-An implementation takes the tensors of one `Problem` and returns o [B, T, H, V]. Peers get views of the same tensors
-in their own layout, so no copy of ours counts as their time (but for beta, which is small).
+An implementation takes the tensors of one `Problem` and returns o [B, T, H, V]. Peers get views of the same
+tensors in their own layout, so no copy of ours counts as their time (but for beta, which is small).
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,8 @@
 """Roofline: FLOPs and bytes of the operator and of a training step, and the least time they take on a device.
 
-Counts of the operator are per token and head. n is n_h, K and V the head dims, M the sub-steps that a chunk solves at once
-(C = M / n tokens), e the bytes of an element of q, k and v. Two FLOPs are one multiply-add; matrix products
-count as dense, though half of a causal one is zero; elementwise work is left out.
+Counts of the operator are per token and head. n is n_h, K and V the head dims, M the sub-steps that a chunk
+solves at once (C = M / n tokens), e the bytes of an element of q, k and v. Two FLOPs are one multiply-add;
+matrix products count as dense, though half of a causal one is zero; elementwise work is left out.
 """
 
 import re

@@ -5,9 +5,15 @@
     fla-bench kernels                                         # the shapes of docs/kernels.md on a GPU
     fla-bench kernels --batch 2 --tokens 1024 --heads 4 --head-dim 64 --substeps 1 2 --peers
     fla-bench decode --heads 512 2048 --substeps 1 2          # one token, beside a copy of the states
-    fla-bench fused_ops --peers                              # convolution, norms, SwiGLU, gates, loss
+    fla-bench fused_ops --peers                               # convolution, norms, SwiGLU, gates, loss
     fla-bench tune --head-dim 128 --substeps 1 2              # launch options for this GPU, to a file
     fla-bench train --peers llama -- model=gated_delta_product/340m trainer.seq_len=2048
+    fla-bench first_step model=gated_delta_product/340m       # of a fresh process, with empty compile caches
+    fla-bench scaling --folder runs/scaling --gpus 1 2 4 -- data=fineweb
+    fla-bench loader PREPARED_FOLDER                          # reading prepared data
+    fla-bench prepare corpus/ tokenizer/                      # fla-prepare beside raw tokenizers
+    fla-bench tasks --groups S3 S5                            # drawing word problems
+    fla-bench evaluation MIRROR TOKENIZER                     # lm-eval tasks beside HFLM
 
 Tables go to stdout in Markdown, everything to `--json FILE`. Exit code 2: the request was wrong.
 """
@@ -34,12 +40,11 @@ def run(arguments: Sequence[str]) -> None:
     request = build_parser().parse_args(arguments)
     if getattr(request, "threads", None) is not None:
         torch.set_num_threads(request.threads)
-    if request.command == "tune":
-        _tune(request)
-        return
-    commands = {"kernels": _kernels, "decode": _decode, "neighbours": _neighbours, "train": _train}
-    content = commands[request.command](request)
-    if request.json is not None:
+    if request.command == "neighbours":
+        print("fla-bench neighbours is now fla-bench fused_ops", file=sys.stderr)
+        request.command = "fused_ops"
+    content = COMMANDS[request.command](request)
+    if getattr(request, "json", None) is not None:
         request.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -107,7 +112,7 @@ def _decode(request: argparse.Namespace) -> dict:
     return _content(request, device) | {"rows": rows}
 
 
-def _neighbours(request: argparse.Namespace) -> dict:
+def _fused_ops(request: argparse.Namespace) -> dict:
     from fla_train.bench.fused_op_cases import FUNCTIONS, Sizes, make_cases
     from fla_train.bench.fused_ops import HEADER, bench_case, ours
     from fla_train.bench.liger import liger
@@ -144,7 +149,6 @@ def _neighbours(request: argparse.Namespace) -> dict:
 def _train(request: argparse.Namespace) -> dict:
     from fla_train.bench.models import NAMES
     from fla_train.bench.training import bench_models, markdown
-    from fla_train.training import schema
     from fla_train.training.resolve import resolve_device
 
     if unknown := [name for name in request.peers if name not in NAMES]:
@@ -153,8 +157,7 @@ def _train(request: argparse.Namespace) -> dict:
         )
     if request.steps < 1:
         raise ValueError("--steps must be at least 1")
-    schema.register()
-    config = schema.to_config(compose("train", request.overrides))
+    config = _train_config(request.overrides)
     device = torch.device(resolve_device(config))
     ceilings = _ceilings(request, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     print(f"{_machine(device)}\n")
@@ -191,6 +194,87 @@ def _tune(request: argparse.Namespace) -> None:
                     print(f"refused: {outcome.kernel} {line}", file=sys.stderr)
                 table[key_of(shape, device)] = launches
             write_table(file, table, describe_environment(str(device)))
+
+
+def _train_config(overrides: Sequence[str]):
+    from fla_train.training import schema
+
+    schema.register()
+    return schema.to_config(compose("train", overrides))
+
+
+def _first_step(request: argparse.Namespace) -> None:
+    from fla_train.bench.first_step import time_first_step
+    from fla_train.training.validate import validate
+
+    config = _train_config(request.overrides)
+    validate(config)
+    for name, seconds in time_first_step(config).items():
+        print(f"{name}: {seconds:.1f} s")
+
+
+def _scaling(request: argparse.Namespace) -> None:
+    from fla_train.bench.scaling import bench_scaling
+
+    names = ("gpus", "models", "steps", "only", "limit")
+    bench_scaling(request.folder, request.overrides, **{name: getattr(request, name) for name in names})
+
+
+def _loader(request: argparse.Namespace) -> None:
+    from fla_train.bench.data import bench_loader
+
+    _check_sizes({"seq_len": request.seq_len, "micro_batch": request.micro_batch})
+    for line in bench_loader(request.folder, request.seq_len, request.micro_batch, request.seconds):
+        print(line, flush=True)
+
+
+def _prepare(request: argparse.Namespace) -> None:
+    from fla_train.bench.data import bench_prepare
+    from fla_train.data import DataConfig, TokenizerConfig
+
+    _check_sizes({"documents": request.documents, "rounds": request.rounds})
+    config = DataConfig(
+        source="local",
+        path=request.corpus,
+        max_documents=request.documents,
+        num_workers=request.workers,
+        tokenizer=TokenizerConfig(name=request.tokenizer),
+    )
+    for line in bench_prepare(config, request.rounds):
+        print(line, flush=True)
+
+
+def _tasks(request: argparse.Namespace) -> None:
+    from fla_train.bench.data import bench_tasks
+
+    for line in bench_tasks(request.groups, request.length, request.seconds):
+        print(line, flush=True)
+
+
+def _evaluation(request: argparse.Namespace) -> None:
+    from fla_train.bench.evaluation import bench_evaluation
+    from fla_train.eval.paper import ZERO_SHOT
+
+    model = _train_config([f"model={request.model}"]).model
+    options = {name: getattr(request, name) for name in ("lengths", "limit", "batch_size", "rounds")}
+    tasks = request.tasks or list(dict.fromkeys(column.task for column in ZERO_SHOT))
+    for record in bench_evaluation(model, request.mirror, request.tokenizer, tasks=tasks, **options):
+        print(json.dumps(record), flush=True)
+
+
+COMMANDS = {
+    "kernels": _kernels,
+    "decode": _decode,
+    "fused_ops": _fused_ops,
+    "train": _train,
+    "tune": _tune,
+    "first_step": _first_step,
+    "scaling": _scaling,
+    "loader": _loader,
+    "prepare": _prepare,
+    "tasks": _tasks,
+    "evaluation": _evaluation,
+}
 
 
 def _ceilings(request: argparse.Namespace, device: torch.device, dtype: torch.dtype):
