@@ -48,12 +48,7 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
         OSError: the disk is full or gone; finished parts are kept.
         KeyboardInterrupt: with the folder, where one was begun.
     """
-    if not config.checkpoint:
-        raise ValueError(
-            "give checkpoint=RUN: a run folder, an exported folder, or a Hub name such as user/model"
-        )
-    if errors := validation_errors(config.suite):
-        raise ValueError("\n  ".join(errors))
+    check_request(config)
     with ranks.together():
         source = resolve_checkpoint(config.checkpoint)
         model, tokenizer = load_model(
@@ -62,8 +57,7 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
             pick_dtype(config.dtype),
             trust_remote_code=config.trust_remote_code,
         )
-    folder = Path(config.output).expanduser() if config.output else _default_folder(source, config.suite.name)
-    folder = ranks.share(folder)  # its name has the time in it
+    folder = ranks.share(output_folder(config, source))  # its name has the time in it
     check_output(folder)
     try:
         with ExitStack() as held:
@@ -227,10 +221,23 @@ def _window(model: PreTrainedModel, suite: SuiteConfig, trained: int) -> int:
     return suite.max_length or min(trained, limit)
 
 
-def _default_folder(source: Path | str, suite: str) -> Path:
+def check_request(config: EvalConfig) -> None:
+    """Raise a ValueError if the checkpoint is missing or the suite has errors."""
+    if not config.checkpoint:
+        raise ValueError(
+            "give checkpoint=RUN: a run folder, an exported folder, or a Hub name such as user/model"
+        )
+    if errors := validation_errors(config.suite):
+        raise ValueError("\n  ".join(errors))
+
+
+def output_folder(config: EvalConfig, source: Path | str) -> Path:
+    """`config.output`, else a new folder named by suite and time, in the run folder if there is one."""
+    if config.output:
+        return Path(config.output).expanduser()
     run = run_folder(source)
     home = run / "eval" if run else Path("evaluations") / own_name(source)
-    return home / f"{suite}-{datetime.now():%Y%m%d-%H%M%S}"
+    return home / f"{config.suite.name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def _name(source: Path | str) -> str:

@@ -58,78 +58,62 @@ class Run:
     failure: str = ""
 
 
+def overrides_of(model: str, tokens: int) -> list[str]:
+    """Settings of `fla-train` for steps of `tokens`, without evaluation and statistics."""
+    text = f"""
+        model=gated_delta_product/{model} trainer.seq_len={SEQ_LEN} trainer.eval_tokens={SEQ_LEN}
+        trainer.micro_batch_size={MICRO_BATCH[model]} trainer.global_batch_tokens={tokens}
+        trainer.activation_checkpointing={str(model == "1.3b").lower()}
+        trainer.eval_every=0 trainer.stats_every=0 trainer.check_backend=false
+    """
+    return text.split()
+
+
 def speed_runs(models: list[str], counts: list[int], steps: int) -> Iterator[Run]:
     """Weak scaling, the same with overlap, and strong scaling at the tokens of the most GPUs."""
     last = steps - 3  # a step's speed is read during the next one, and `steps - 1` may be profiled
+    long = ["trainer.checkpoint_every=0", f"trainer.max_steps={10 * steps}"]
+    short = ["trainer.checkpoint_every=0", f"trainer.max_steps={steps}"]
     for model in models:
         tokens = MICRO_BATCH[model] * SEQ_LEN
-        common = [
-            f"model=gated_delta_product/{model}",
-            f"trainer.seq_len={SEQ_LEN}",
-            f"trainer.micro_batch_size={MICRO_BATCH[model]}",
-            f"trainer.activation_checkpointing={str(model == '1.3b').lower()}",
-            "trainer.eval_every=0",
-            f"trainer.eval_tokens={SEQ_LEN}",
-            "trainer.checkpoint_every=0",
-            "trainer.stats_every=0",
-            "trainer.check_backend=false",
-        ]
         for count in counts:
             most = count == max(counts)
-            weak = [*common, f"trainer.global_batch_tokens={tokens * count}"]
-            ends = [*weak, f"trainer.max_steps={steps}", f"trainer.profile_steps=[{steps - 1}]"]
-            goes_on = [*weak, f"trainer.max_steps={10 * steps}", f"trainer.profile_steps=[{steps}]"]
+            weak = overrides_of(model, tokens * count)
+            ends = [*weak, *short, f"trainer.profile_steps=[{steps - 1}]"]
+            runs_on = [*weak, *long, f"trainer.profile_steps=[{steps}]"]
             name = f"{model}-weak-{count}"
             if most:
                 yield Run(name, count, ends, model, "weak", last=last)
             else:
-                yield Run(name, count, goes_on, model, "weak", steps, last)
+                yield Run(name, count, runs_on, model, "weak", steps, last)
             if most and count > 1:
-                overlap = [*goes_on, "launch.overlap_communication=true"]
+                overlap = [*runs_on, "launch.overlap_communication=true"]
                 yield Run(f"{model}-overlap-{count}", count, overlap, model, "overlap", steps, last)
             elif model == models[0] and not most:
-                strong = [*common, f"trainer.global_batch_tokens={tokens * max(counts)}"]
-                strong.append(f"trainer.max_steps={10 * steps}")
+                strong = [*overrides_of(model, tokens * max(counts)), *long]
                 yield Run(f"{model}-strong-{count}", count, strong, model, "strong", steps, last)
 
 
 def saving_runs(model: str, gpus: int) -> Iterator[Run]:
     """The same run without and with checkpoints."""
-    common = [
-        f"model=gated_delta_product/{model}",
-        f"trainer.seq_len={SEQ_LEN}",
-        f"trainer.micro_batch_size={MICRO_BATCH[model]}",
-        f"trainer.global_batch_tokens={MICRO_BATCH[model] * SEQ_LEN * gpus}",
-        f"trainer.activation_checkpointing={str(model == '1.3b').lower()}",
-        f"trainer.max_steps={2 * SAVING.stop}",
-        "trainer.log_every=1",
-        "trainer.eval_every=0",
-        "trainer.stats_every=0",
-        "trainer.check_backend=false",
-        "trainer.keep_checkpoints=1",
-    ]
+    common = overrides_of(model, MICRO_BATCH[model] * SEQ_LEN * gpus)
+    common += [f"trainer.max_steps={2 * SAVING.stop}", "trainer.log_every=1", "trainer.keep_checkpoints=1"]
     for name, every in (("without", 0), ("with", SAVE_EVERY)):
         overrides = [*common, f"trainer.checkpoint_every={every}"]
         yield Run(f"{model}-saving-{name}", gpus, overrides, model, f"saving: {name}", SAVING.stop + 2)
 
 
 def elastic_runs(most: int) -> list[Run]:
-    """One GPU throughout, then one run on the most GPUs, on half of them, and on the most again; in fp32."""
-    common = [
-        "model=gated_delta_product/340m",  # made small, with the vocabulary of the others
-        "model.hidden_size=128",
-        "model.num_heads=2",
-        "model.num_hidden_layers=2",
-        "model.intermediate_size=256",
-        "schedule=constant",
-        "schedule.warmup_steps=5",
-        "trainer.precision=fp32",
-        "trainer.seq_len=256",
-        "trainer.micro_batch_size=2",
-        f"trainer.global_batch_tokens={256 * 2 * most}",
-        "trainer.eval_tokens=4096",
-        "trainer.check_backend=false",
-    ]
+    """One GPU throughout, then one run on the most GPUs, on half of them, and on the most again; in fp32.
+
+    The model is a small one with the vocabulary of the others.
+    """
+    common = f"""
+        model=gated_delta_product/340m model.hidden_size=128 model.num_heads=2 model.num_hidden_layers=2
+        model.intermediate_size=256 schedule=constant schedule.warmup_steps=5 trainer.precision=fp32
+        trainer.seq_len=256 trainer.micro_batch_size=2 trainer.global_batch_tokens={256 * 2 * most}
+        trainer.eval_tokens=4096 trainer.check_backend=false
+    """.split()
     parts = [("elastic-1", 1, 30), ("elastic", most, 10), ("elastic", most // 2, 20), ("elastic", most, 30)]
     return [Run(name, gpus, [*common, f"trainer.max_steps={until}"]) for name, gpus, until in parts]
 
