@@ -16,8 +16,8 @@ from fla_train.eval.mirror import hub_datasets, mirror_folder
 def main() -> None:
     try:
         mirror = mirror_folder(os.environ.get("FLA_TRAIN_MIRROR"))
-    except ValueError as fault:
-        sys.exit(f"error: FLA_TRAIN_MIRROR: {fault}")
+    except ValueError as error:
+        sys.exit(f"error: FLA_TRAIN_MIRROR: {error}")
     with hub_datasets(mirror) if mirror else nullcontext():
         cli_evaluate()
 

@@ -81,59 +81,59 @@ def set_name(path: str) -> str:
     return name
 
 
-def suite_faults(suite: SuiteConfig) -> list[str]:
+def validation_errors(suite: SuiteConfig) -> list[str]:
     """Every setting that cannot work, one line each; empty when all is well."""
-    faults = []
+    errors = []
     if suite.expressivity is not None:
-        return _expressivity_faults(suite)
+        return _expressivity_errors(suite)
     if suite.perplexity is None and not suite.tasks:
-        faults.append("the suite is empty: give suite.tasks=[...] or choose suite=perplexity")
+        errors.append("the suite is empty: give suite.tasks=[...] or choose suite=perplexity")
     if suite.batch_size != "auto" and not (suite.batch_size.isdigit() and int(suite.batch_size) > 0):
-        faults.append(f"suite.batch_size={suite.batch_size} must be an integer of at least 1, or auto")
+        errors.append(f"suite.batch_size={suite.batch_size} must be an integer of at least 1, or auto")
     for key, least in (("num_fewshot", 0), ("max_length", 1)):
         value = getattr(suite, key)
         if value is not None and value < least:
-            faults.append(f"suite.{key}={value} must be at least {least}")
+            errors.append(f"suite.{key}={value} must be at least {least}")
     if not isinstance(suite.gen_kwargs, dict | None):
-        faults.append(
+        errors.append(
             f"suite.gen_kwargs={suite.gen_kwargs} must be a mapping: {{max_gen_toks:64,do_sample:true}}"
         )
     if suite.limit is not None and (suite.limit <= 0 or (suite.limit > 1 and suite.limit % 1)):
-        faults.append(
+        errors.append(
             f"suite.limit={suite.limit} must be a number of examples, or a fraction below 1 of them"
         )
-    return faults + (_perplexity_faults(suite.perplexity) if suite.perplexity is not None else [])
+    return errors + (_perplexity_errors(suite.perplexity) if suite.perplexity is not None else [])
 
 
-def _expressivity_faults(suite: SuiteConfig) -> list[str]:
+def _expressivity_errors(suite: SuiteConfig) -> list[str]:
     config = suite.expressivity
-    faults = [
+    errors = [
         f"suite.expressivity.{key}={value} must be at least 1"
         for key in ("sequences", "batch_size", "contexts")
         if (value := getattr(config, key)) < 1
     ]
     if any(length < 1 for length in config.lengths):
-        faults.append("suite.expressivity.lengths must hold integers of at least 1")
+        errors.append("suite.expressivity.lengths must hold integers of at least 1")
     if suite.perplexity is not None or suite.tasks:
-        faults.append("suite.expressivity runs alone: leave suite.perplexity and suite.tasks empty")
-    return faults
+        errors.append("suite.expressivity runs alone: leave suite.perplexity and suite.tasks empty")
+    return errors
 
 
-def _perplexity_faults(config: PerplexityConfig) -> list[str]:
-    faults = []
+def _perplexity_errors(config: PerplexityConfig) -> list[str]:
+    errors = []
     for key in ("bucket", "documents", "scan", "chunk", "batch_size"):
         value = getattr(config, key)
         if value is not None and value < 1:
-            faults.append(f"suite.perplexity.{key}={value} must be at least 1")
+            errors.append(f"suite.perplexity.{key}={value} must be at least 1")
     if config.state_documents < 0:
-        faults.append(f"suite.perplexity.state_documents={config.state_documents} must be at least 0")
+        errors.append(f"suite.perplexity.state_documents={config.state_documents} must be at least 0")
     if config.layout not in LAYOUTS:
-        faults.append(f"suite.perplexity.layout={config.layout} is none of {', '.join(LAYOUTS)}")
+        errors.append(f"suite.perplexity.layout={config.layout} is none of {', '.join(LAYOUTS)}")
     names = [set_name(path) for path in config.sets]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
-        faults.append(f"suite.perplexity.sets has several sets named {', '.join(repeated)}: rename a file")
+        errors.append(f"suite.perplexity.sets has several sets named {', '.join(repeated)}: rename a file")
     if not config.lengths or min(config.lengths) < 1:
-        faults.append("suite.perplexity.lengths must hold integers of at least 1")
+        errors.append("suite.perplexity.lengths must hold integers of at least 1")
     if min(config.panels, default=1) < 1:
-        faults.append("suite.perplexity.panels must hold integers of at least 1")
-    return faults
+        errors.append("suite.perplexity.panels must hold integers of at least 1")
+    return errors

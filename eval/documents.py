@@ -78,10 +78,10 @@ def file_documents(
     try:
         source = open_source(DataConfig(source="local", path=path, text_column=text_column))
         yield from tokenized((document["text"] for document in source.documents()), tokenizer)
-    except ValueError as fault:
-        line = str(fault).replace(" (data.max_line_bytes)", "")  # no key here; the others by other names
+    except ValueError as error:
+        line = str(error).replace(" (data.max_line_bytes)", "")  # no key here; the others by other names
         line = line.replace("data.path", "suite.perplexity.sets")
-        raise ValueError(line.replace("data.text_column", "suite.perplexity.text_column")) from fault
+        raise ValueError(line.replace("data.text_column", "suite.perplexity.text_column")) from error
     except OSError as failure:  # no permission, or gone meanwhile
         reason = failure.strerror or failure
         raise ValueError(f"suite.perplexity.sets={path}: cannot be read ({reason})") from failure

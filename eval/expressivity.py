@@ -5,7 +5,6 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedModel
 
 import fla_train.models  # noqa: F401  registers the models with the Auto classes
-from fla_train.eval.config import EvalConfig, ExpressivityConfig, suite_faults
-from fla_train.eval.expressivity_figures import draw_transitions
+from fla_train.eval.config import EvalConfig, ExpressivityConfig
+from fla_train.eval.figures import draw_transitions
 from fla_train.eval.report import output_lock
+from fla_train.eval.run import check_request, output_folder
 from fla_train.eval.transitions import Transitions, transitions
 from fla_train.hub.load import load_weights, resolve_checkpoint, run_folder, training_record
 from fla_train.hub.paths import own_name
@@ -39,23 +39,16 @@ def evaluate_expressivity(config: EvalConfig) -> tuple[Path, dict[str, Any]]:
     Raises:
         ValueError: no such checkpoint, it was not trained on a task, or there are several processes.
     """
-    if not config.checkpoint:
-        raise ValueError(
-            "give checkpoint=RUN: a run folder or an exported folder of a model trained on a task"
-        )
+    check_request(config)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("suite=expressivity runs in one process: start it without torchrun")
-    if faults := suite_faults(config.suite):
-        raise ValueError("\n  ".join(faults))
     settings, started = config.suite.expressivity, time.time()
     source = resolve_checkpoint(config.checkpoint)
     device = pick_device(config.device)
     model = load_weights(source, device, pick_dtype(config.dtype))
     task = _trained_on(model, source)
     run = run_folder(source)
-    home = run / "eval" if run else Path("evaluations") / own_name(source)
-    default = home / f"{config.suite.name}-{datetime.now():%Y%m%d-%H%M%S}"
-    folder = Path(config.output).expanduser() if config.output else default
+    folder = output_folder(config, source)
     with output_lock(folder):
         tests = _tests(task, settings)
         scores = {name: _score(model, test, settings) for name, test in tests.items()}

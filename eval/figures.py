@@ -1,8 +1,10 @@
-"""The figures of a report, each as png and pdf."""
+"""Figures of reports, as png and pdf: perplexity, length extrapolation, states, task scores, transitions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,12 +12,87 @@ import numpy as np
 
 from fla_train.eval.compare import is_metric
 from fla_train.eval.paper import NOTED, RECALL, ZERO_SHOT, Column, published
-from fla_train.eval.plots import grid, legend, mark_training, meaning, readable_sets, set_title, short
-from fla_train.eval.state_figures import draw_states
+from fla_train.eval.sets import PAPER_SETS
 from fla_train.eval.tables import COUNTS, TABLE_1, restrictions, sequences, varied
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from fla_train.eval.transitions import Transitions
+
+TRAINED = {"color": "0.4", "linestyle": "--", "linewidth": 1}
+MEANING = f"{NOTED.strip()} not the papers' own data, as the report's notes say"
+
+
+def set_title(name: str, records: Sequence[dict]) -> str:
+    """What figures call a set: the papers' name for theirs, marked where its data have a note.
+
+    A file of one's own may be named like one of theirs: it keeps its plain name.
+    """
+    results = [record["perplexity"].get(name, {}) for record in records]
+    theirs = name in PAPER_SETS and not any(result.get("own_file") for result in results)
+    noted = any("note" in result for result in results)
+    return (PAPER_SETS[name].title if theirs else name) + NOTED * noted
+
+
+def meaning(titles: Iterable[str]) -> list[str]:
+    """The line below a figure that says what `NOTED` means, if a title has it."""
+    return [MEANING] if any(title.endswith(NOTED) for title in titles) else []
+
+
+@contextmanager
+def grid(file: Path, rows: int, columns: int, size: tuple[float, float]) -> Iterator[np.ndarray]:
+    """Axes [rows, columns], `size` inches each; written as png and pdf when the block ends."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(size[0] * columns, size[1] * rows), layout="constrained", squeeze=False
+    )
+    yield axes
+    figure.savefig(file.with_suffix(".png"), dpi=130)
+    figure.set_layout_engine("none")  # found once; finding it again takes as long as drawing
+    figure.savefig(file.with_suffix(".pdf"))
+    plt.close(figure)
+
+
+def readable_sets(records: Sequence[dict]) -> dict[str, dict]:
+    """The sets that any of the evaluations could read, with one of the results."""
+    return {
+        name: result
+        for record in records
+        for name, result in record["perplexity"].items()
+        if "error" not in result
+    }
+
+
+def mark_training(axes: Axes, records: Sequence[dict], label: bool) -> None:
+    """A line at each training length; none for a model whose training nobody recorded."""
+    known = {record["trained_length"] for record in records} - {None}
+    for i, length in enumerate(sorted(known)):
+        axes.axvline(length, label="training length" if label and i == 0 else None, **TRAINED)
+
+
+def legend(axes: np.ndarray, lines: Sequence[str] = ()) -> None:
+    """One legend below all panels, since not every line is in each of them; `lines` of text above it."""
+    found = {}
+    for panel in axes.flat:
+        found |= dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True))
+    figure = axes.flat[0].figure
+    # A letter of 8 points is about 0.062 inches wide, a line with its gaps 0.5: what does not fit is cut off.
+    width = figure.get_figwidth()
+    fitting = width / (0.5 + 0.062 * max(map(len, found)))
+    text = "\n".join(row for line in lines for row in textwrap.wrap(line, int(width / 0.062)))
+    place = {"loc": "outside lower center", "ncols": max(1, min(len(found), int(fitting)))}
+    place |= {"title": text or None, "title_fontsize": 8}
+    figure.legend(found.values(), found.keys(), frameon=False, fontsize=8, **place)
+
+
+def short(length: int) -> str:
+    """2048 -> 2k."""
+    return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else str(length)
 
 
 def draw_figures(folder: Path, records: Sequence[dict]) -> list[str]:
@@ -255,3 +332,168 @@ def _scores(record: dict) -> dict[str, dict]:
     for result in record["tasks"].values():
         found |= result.get("scores", {})
     return found
+
+
+def draw_states(file: Path, records: Sequence[dict]) -> bool:
+    """A row per set: norm, effective rank, and the histograms of beta and of the decay; False without any.
+
+    For one evaluation a line per layer, and per interval of positions in the histograms (dark: first). For
+    several the mean over the layers of each, and the histograms of its first and last interval.
+    """
+    names = [name for name in readable_sets(records) if any(_states(record, name) for record in records)]
+    if not names:
+        return False
+    titles = [set_title(name, records) for name in names]
+    with grid(file, len(names), 4, (3.4, 2.6)) as axes:
+        for line, name, title in zip(axes, names, titles, strict=True):
+            for panel in line[:2]:
+                panel.set_xscale("log", base=2)
+                panel.set_xlabel("position (tokens)")
+                mark_training(panel, records, label=True)
+            line[0].set_ylabel(f"{title}\nnorm of the state")
+            line[1].set_ylabel("effective rank")
+            line[2].set(xlabel="beta", ylabel="density")
+            line[3].set(xlabel="decay exp(g)", yscale="log")  # most of it lies near 1
+            found = [(i, record["name"], _states(record, name)) for i, record in enumerate(records)]
+            if len(records) == 1:
+                _by_layer_and_interval(line, found[0][2])
+            else:
+                _by_evaluation(line, [item for item in found if item[2]])
+            for panel in line:
+                panel.grid(alpha=0.3)
+            if not line[3].lines:
+                line[3].text(
+                    0.5, 0.5, "no forget gate", ha="center", transform=line[3].transAxes, color="0.4"
+                )
+        legend(axes, meaning(titles))
+    return True
+
+
+def _by_layer_and_interval(line: Sequence[Axes], states: dict) -> None:
+    import matplotlib.pyplot as plt
+
+    colors = plt.get_cmap("viridis")
+    layers, positions = states["layers"], states["positions"]
+    for panel, key in zip(line, ("norm", "effective_rank"), strict=False):
+        for i, column in enumerate(np.array(states[key]).T):  # [positions, layers]
+            label = f"layer {layers[i]}" if i in (0, len(layers) - 1) else None
+            panel.plot(positions, column, color=colors(i / max(len(layers), 2)), label=label)
+    for panel, key in zip(line[2:], ("beta", "decay"), strict=True):
+        for i, (x, density) in enumerate(_densities(states, key)):
+            label = f"histogram up to {short(positions[i])} tokens" if i in (0, len(positions) - 1) else None
+            panel.plot(x, density, color=colors(i / max(len(positions), 2)), label=label)
+
+
+def _by_evaluation(line: Sequence[Axes], found: Sequence[tuple[int, str, dict]]) -> None:
+    """`found`: of each evaluation its number, name and states."""
+    for i, name, states in found:
+        for panel, key in zip(line, ("norm", "effective_rank"), strict=False):
+            panel.plot(states["positions"], np.mean(states[key], 1), label=name, color=f"C{i}")
+        for panel, key in zip(line[2:], ("beta", "decay"), strict=True):
+            if curves := _densities(states, key):
+                panel.plot(*curves[-1], color=f"C{i}")
+                panel.plot(*curves[0], ":", color=f"C{i}")
+    first = {short(states["positions"][0]) for *_, states in found}
+    line[2].plot([], [], ":", color="0.4", label=f"histogram of the first {' or '.join(first)} tokens")
+
+
+def _densities(states: dict, key: str) -> list[tuple[np.ndarray, np.ndarray]]:
+    """By interval of positions the bins' middles and the density in each, all layers together.
+
+    Densities, since the bins of models with and without negative eigenvalues are not equally wide.
+    """
+    if states[key] is None:
+        return []
+    shares = np.mean(states[key], 1)  # [positions, bins]
+    width = (states["beta_max"] if key == "beta" else 1.0) / shares.shape[1]
+    return [((np.arange(len(share)) + 0.5) * width, share / width) for share in shares]
+
+
+def _states(record: dict, name: str) -> dict | None:
+    return record["perplexity"].get(name, {}).get("states")
+
+
+def draw_transitions(layer: Transitions, name: str, folder: Path) -> list[Path]:
+    """Write betas-NAME.png, keys-NAME.png and eigenvalues-NAME.png."""
+    return [
+        _betas(layer, name, folder / f"betas-{name}.png"),
+        _components(layer, name, folder / f"keys-{name}.png"),
+        _eigenvalues(layer, name, folder / f"eigenvalues-{name}.png"),
+    ]
+
+
+def _head_panels(heads: int, title: str, *, square: bool):
+    """A figure with one panel for each head."""
+    from matplotlib.figure import Figure  # no pyplot: no global state, no display
+
+    columns = min(heads, 4)
+    rows = -(-heads // columns)
+    height = 2.4 if square else 1.9
+    figure = Figure(figsize=(2.5 * columns + 0.6, height * rows + 0.8), layout="constrained")
+    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
+    figure.suptitle(title)
+    for panel in panels[heads:]:
+        panel.set_visible(False)
+    return figure, panels[:heads]
+
+
+def _betas(layer: Transitions, name: str, out: Path) -> Path:
+    _, steps, heads = layer.beta.shape
+    figure, panels = _head_panels(heads, f"{name}: beta of each sub-step, by token", square=False)
+    for head, panel in enumerate(panels):
+        for j in range(steps):
+            panel.plot(layer.tokens, layer.beta[:, j, head], ".", ms=4, label=f"sub-step {j + 1}")
+        panel.set_title(f"head {head}", fontsize="small")
+        panel.set_ylim(-0.1, 2.1)
+        panel.xaxis.get_major_locator().set_params(integer=True)
+        panel.grid(alpha=0.3)
+    panels[0].legend(fontsize="x-small", loc="lower left")
+    figure.supxlabel("token id")
+    figure.supylabel("beta")
+    figure.savefig(out, dpi=120)
+    return out
+
+
+def _components(layer: Transitions, name: str, out: Path) -> Path:
+    from matplotlib.figure import Figure
+
+    shares = layer.explained_variance().cumsum(-1)[:, :10]
+    reflecting = int(layer.beta.mean(0).amin(0).argmax())
+    figure = Figure(figsize=(5, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    for head, line in enumerate(shares):
+        chosen = head == reflecting
+        axes.plot(
+            range(1, len(line) + 1), line, marker="o", ms=3, lw=2 if chosen else 0.8,
+            color="C1" if chosen else "0.6", zorder=3 if chosen else 1,
+            label=f"head {head}, the largest beta" if chosen else None,
+        )  # fmt: skip
+    axes.axhline(0.95, color="black", ls="--", lw=0.8)
+    axes.set(
+        xlabel="principal components of the keys",
+        ylabel="share of their variance",
+        ylim=(0, 1.05),
+        title=f"{name}: head {reflecting} has dimension {layer.effective_dimension()[reflecting]:.2f}",
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small", loc="lower right")
+    figure.savefig(out, dpi=120)
+    return out
+
+
+def _eigenvalues(layer: Transitions, name: str, out: Path) -> Path:
+    values = layer.eigenvalues()  # [E, H, K]
+    figure, panels = _head_panels(
+        values.shape[1], f"{name}: eigenvalues of the tokens' transitions", square=True
+    )
+    circle = np.exp(2j * np.pi * np.linspace(0, 1, 200))
+    for head, panel in enumerate(panels):
+        panel.plot(circle.real, circle.imag, color="0.8", lw=0.8)
+        points = values[:, head].flatten()
+        panel.plot(points.real, points.imag, ".", ms=4, alpha=0.6)
+        panel.set_title(f"head {head}", fontsize="small")
+        panel.set(xlim=(-1.15, 1.15), ylim=(-1.15, 1.15), aspect="equal")
+    figure.supxlabel("real part")
+    figure.supylabel("imaginary part")
+    figure.savefig(out, dpi=120)
+    return out

@@ -20,8 +20,8 @@ class OtherRankFailed(RuntimeError):
     """Another rank could not go on; the message says which one and why."""
 
 
-class OtherRankFault(ValueError):
-    """Another rank met a fault of the user's; the message says which one and why."""
+class OtherRankError(ValueError):
+    """Another rank found a user error; the message says which one and why."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,16 @@ class _Failure:
 
     rank: int
     line: str
-    fault: bool
+    by_user: bool
 
     @classmethod
     def of(cls, rank: int, failure: Exception) -> "_Failure":
-        fault = isinstance(failure, ValueError)
+        by_user = isinstance(failure, ValueError)
         text = " ".join(str(failure).split())[:300]
-        return cls(rank, text if fault else f"{type(failure).__name__}: {text}", fault)
+        return cls(rank, text if by_user else f"{type(failure).__name__}: {text}", by_user)
 
     def error(self) -> Exception:
-        return (OtherRankFault if self.fault else OtherRankFailed)(f"on rank {self.rank}: {self.line}")
+        return (OtherRankError if self.by_user else OtherRankFailed)(f"on rank {self.rank}: {self.line}")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Ranks:
         """Every rank's `value`, in the order of ranks, on every rank.
 
         Raises:
-            OtherRankFailed, OtherRankFault: a rank left a block of `together` by an exception instead.
+            OtherRankFailed, OtherRankError: a rank left a block of `together` by an exception instead.
         """
         if self.world == 1:
             return [value]
@@ -76,14 +76,14 @@ class Ranks:
         every rank raises for the first: so all take the same way on. Blocks are not nested.
 
         Raises:
-            OtherRankFailed, OtherRankFault: where the exception was not raised itself.
+            OtherRankFailed, OtherRankError: where the exception was not raised itself.
         """
         if self.world == 1:
             yield
             return
         try:
             yield
-        except (OtherRankFailed, OtherRankFault):
+        except (OtherRankFailed, OtherRankError):
             raise
         except Exception as failure:
             first = _first_failure(self._exchange(_Failure.of(self.rank, failure)))

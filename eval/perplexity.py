@@ -228,10 +228,10 @@ def _check_cache(model: PreTrainedModel, ids: Tensor, chunk: int) -> None:
         raise ValueError(_beyond(model, chunk, "loses its state between chunks"))
 
 
-def _beyond(model: PreTrainedModel, chunk: int, fault: str) -> str:
+def _beyond(model: PreTrainedModel, chunk: int, problem: str) -> str:
     return (
-        f"the model ({model.config.model_type}) {fault}: cannot be read beyond a chunk of {chunk:,} tokens; "
-        "raise suite.perplexity.chunk to the longest length"
+        f"the model ({model.config.model_type}) {problem}: cannot be read beyond a chunk of {chunk:,} "
+        "tokens; raise suite.perplexity.chunk to the longest length"
     )
 
 

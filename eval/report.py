@@ -1,16 +1,21 @@
-"""The report of an evaluation, or of several side by side: one folder with everything."""
+"""Reports: results.json, tables, figures and one HTML page, of an evaluation or of several side by side."""
 
 import fcntl
+import html
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 
-from fla_train.eval.compare import load_record
-from fla_train.eval.figures import draw_figures
-from fla_train.eval.page import page
-from fla_train.eval.tables import latex, markdown
+import numpy as np
+
+from fla_train.eval.compare import comparison, load_record
+from fla_train.eval.figures import draw_figures, set_title
+from fla_train.eval.paper import paper_cells, published
+from fla_train.eval.tables import comparison_cells, data_notes, latex, markdown, notes, paper_heads
 
 
 def check_output(folder: Path) -> None:
@@ -100,3 +105,59 @@ def _write_views(folder: Path, records: Sequence[dict]) -> None:
     (folder / "table.tex").write_text(latex(records), encoding="utf-8")
     (folder / "index.html").write_text(page(records), encoding="utf-8")
     draw_figures(folder, records)
+
+
+def page(records: Sequence[dict]) -> str:
+    """`page.html` with the evaluations' results in it; needs no network and no other file."""
+    heads = paper_heads(records)
+    data = {
+        "records": [_lean(record) for record in records],
+        "titles": {name: set_title(name, records) for record in records for name in record["perplexity"]},
+        "notes": notes(records),
+        "footnotes": data_notes(records),
+        "heads": heads,
+        "cells": {
+            record["name"]: dict(zip(heads, paper_cells(record, heads), strict=True)) for record in records
+        },
+        "published": [
+            {"source": group.source, "title": group.title, "rows": group.rows} for group in published()
+        ],
+        "comparison": [[row.group, row.label, *comparison_cells(row)] for row in comparison(records)],
+    }
+    title = html.escape(", ".join(record["name"] for record in records))
+    text = json.dumps(_short(data), allow_nan=False).replace("<", "\\u003c")  # no text may end the script
+    template = (files("fla_train.eval") / "page.html").read_text(encoding="utf-8")
+    return template.replace("__TITLE__", title).replace("__DATA__", text)
+
+
+def _lean(record: dict) -> dict:
+    """What the page shows: no single documents, histograms over all layers, and no panel whose curve is the
+    beginning of the one over all positions.
+    """
+    record = _without(record, ("losses", "targets", "by_document"))
+    sets = {}
+    for name, result in record["perplexity"].items():
+        curve, panels = result.get("positions", []), result.get("panels", {})
+        others = {n: points for n, points in panels.items() if points != curve[: len(points)]}
+        states = result.get("states")
+        if states:
+            kept = ((key, states[key]) for key in ("beta", "decay") if states[key])
+            states = states | {key: np.mean(shares, 1).tolist() for key, shares in kept}
+        sets[name] = result | {"panels": others, "states": states}
+    return record | {"perplexity": sets}
+
+
+def _without(value: object, keys: Sequence[str]) -> object:
+    """What JSON holds, but for the values of `keys`, however deep."""
+    if isinstance(value, dict):
+        return {key: _without(item, keys) for key, item in value.items() if key not in keys}
+    return [_without(item, keys) for item in value] if isinstance(value, list) else value
+
+
+def _short(value: object) -> object:
+    """Numbers to six digits, more than the page shows of any; those that JSON lacks become null."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _short(item) for key, item in value.items()}
+    return [_short(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,23 +1,24 @@
 """One evaluation: load a checkpoint, run the suite part by part, write the report."""
 
 import time
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fla_train.eval.compare import flat_metrics
-from fla_train.eval.config import EvalConfig, SuiteConfig, suite_faults
+from fla_train.eval.config import EvalConfig, SuiteConfig, validation_errors
+from fla_train.eval.likelihood import position_limit
 from fla_train.eval.mirror import mirror_folder
 from fla_train.eval.paper import paper_row
 from fla_train.eval.parallel import ALONE, Ranks
-from fla_train.eval.parts import Parts
-from fla_train.eval.positions import position_limit
-from fla_train.eval.progress import progress_bars
 from fla_train.eval.report import check_output, output_lock, write_report
+from fla_train.eval.result_cache import ResultCache
 from fla_train.eval.sweep import run_sweep
 from fla_train.hub.load import load_model, recorded_length, resolve_checkpoint, run_folder, trained_length
 from fla_train.hub.paths import own_name
@@ -35,8 +36,8 @@ DEFINITIONS = (".yaml", ".py", ".jsonl", ".parquet")  # what tasks of the user's
 def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) -> tuple[Path, dict]:
     """Run `config.suite` on `config.checkpoint` and write the report.
 
-    Parts that a former call finished into the same `output` with the same checkpoint and settings are not run
-    again.
+    Sets and tasks that an earlier call finished in the same `output`, with the same checkpoint and settings,
+    are read from there.
 
     Returns:
         The evaluation's folder and what results.json holds (on rank 0; the others hold a part of it).
@@ -47,12 +48,7 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
         OSError: the disk is full or gone; finished parts are kept.
         KeyboardInterrupt: with the folder, where one was begun.
     """
-    if not config.checkpoint:
-        raise ValueError(
-            "give checkpoint=RUN: a run folder, an exported folder, or a Hub name such as user/model"
-        )
-    if faults := suite_faults(config.suite):
-        raise ValueError("\n  ".join(faults))
+    check_request(config)
     with ranks.together():
         source = resolve_checkpoint(config.checkpoint)
         model, tokenizer = load_model(
@@ -61,8 +57,7 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
             pick_dtype(config.dtype),
             trust_remote_code=config.trust_remote_code,
         )
-    folder = Path(config.output).expanduser() if config.output else _default_folder(source, config.suite.name)
-    folder = ranks.share(folder)  # its name has the time in it
+    folder = ranks.share(output_folder(config, source))  # its name has the time in it
     check_output(folder)
     try:
         with ExitStack() as held:
@@ -110,7 +105,7 @@ def evaluate_model(
     Args:
         model: in eval mode; its weights are read only.
         tokenizer: of the model.
-        suite: what to run; without faults (`suite_faults`).
+        suite: what to run; without errors (`validation_errors`).
         folder: of the report; finished parts that it holds are used again if `identity` and the settings are
             the same.
         name: what tables and figures call the model.
@@ -127,11 +122,11 @@ def evaluate_model(
     Raises:
         ValueError: the request cannot work; says what to change.
     """
-    mirror_folder(mirror)  # a fault shows before the work
+    mirror_folder(mirror)  # fail before the work
     window = _window(model, suite, trained or trained_length(model)) if suite.tasks else None
     started, count = time.time(), count_parameters(model)
     dtype = str(model.dtype).removeprefix("torch.")
-    parts = Parts(folder / "parts", identity | {"dtype": dtype}, ranks)
+    cache = ResultCache(folder / "parts", identity | {"dtype": dtype}, ranks)
     progress = progress and ranks.rank == 0
     record = {
         "name": name,
@@ -158,11 +153,11 @@ def evaluate_model(
                 run=run,
                 trained=trained,
                 mirror=mirror,
-                parts=parts,
+                cache=cache,
                 progress=progress,
             )
         if suite.tasks:
-            record["tasks"] = _tasks(model, tokenizer, suite, mirror, parts, window, folder / "samples")
+            record["tasks"] = _tasks(model, tokenizer, suite, mirror, cache, window, folder / "samples")
             record["paper_row"] = paper_row(record["tasks"])
     record["metrics"] = flat_metrics(record)
     record["seconds"] = round(time.time() - started, 1)
@@ -171,18 +166,36 @@ def evaluate_model(
     return record
 
 
+@contextmanager
+def progress_bars(shown: bool) -> Iterator[None]:
+    """Hide all progress bars in the block unless `shown`, also those of lm-eval that have no switch."""
+    if shown:
+        yield
+        return
+    plain = tqdm.__init__
+
+    def hidden(self: tqdm, *arguments: Any, **options: Any) -> None:
+        plain(self, *arguments, **options | {"disable": True})
+
+    tqdm.__init__ = hidden
+    try:
+        yield
+    finally:
+        tqdm.__init__ = plain
+
+
 def _tasks(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     suite: SuiteConfig,
     mirror: str | None,
-    parts: Parts,
+    cache: ResultCache,
     window: int,
     samples: Path,
 ) -> dict:
     from fla_train.eval.harness import FlaTrainLM, run_tasks  # lm-eval takes seconds to import
 
-    lm = FlaTrainLM(model, tokenizer, max_length=window, batch_size=suite.batch_size, ranks=parts.ranks)
+    lm = FlaTrainLM(model, tokenizer, max_length=window, batch_size=suite.batch_size, ranks=cache.ranks)
     options = {key: getattr(suite, key) for key in TASK_OPTIONS}
     settings = options | {key: getattr(suite, key) for key in ("max_length", "save_samples")}
     settings |= {"mirror": mirror, "definitions": _definitions(suite.include_path)}
@@ -191,7 +204,7 @@ def _tasks(
         suite.tasks,
         mirror=mirror,
         samples=samples if suite.save_samples else None,
-        part=lambda name, work: parts(name, settings, work),
+        part=lambda name, work: cache(name, settings, work),
         **options,
     )
 
@@ -208,10 +221,23 @@ def _window(model: PreTrainedModel, suite: SuiteConfig, trained: int) -> int:
     return suite.max_length or min(trained, limit)
 
 
-def _default_folder(source: Path | str, suite: str) -> Path:
+def check_request(config: EvalConfig) -> None:
+    """Raise a ValueError if the checkpoint is missing or the suite has errors."""
+    if not config.checkpoint:
+        raise ValueError(
+            "give checkpoint=RUN: a run folder, an exported folder, or a Hub name such as user/model"
+        )
+    if errors := validation_errors(config.suite):
+        raise ValueError("\n  ".join(errors))
+
+
+def output_folder(config: EvalConfig, source: Path | str) -> Path:
+    """`config.output`, else a new folder named by suite and time, in the run folder if there is one."""
+    if config.output:
+        return Path(config.output).expanduser()
     run = run_folder(source)
     home = run / "eval" if run else Path("evaluations") / own_name(source)
-    return home / f"{suite}-{datetime.now():%Y%m%d-%H%M%S}"
+    return home / f"{config.suite.name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def _name(source: Path | str) -> str:

@@ -22,11 +22,11 @@ from fla_train.eval.documents import (
     run_data,
     validation_documents,
 )
+from fla_train.eval.likelihood import position_limit
 from fla_train.eval.mirror import dataset_note, mirror_folder
 from fla_train.eval.parallel import Ranks
-from fla_train.eval.parts import Parts
 from fla_train.eval.perplexity import LossTable, bucket_edges, loss_table
-from fla_train.eval.positions import position_limit
+from fla_train.eval.result_cache import ResultCache
 from fla_train.eval.sets import PAPER_SETS, hub_documents
 from fla_train.eval.states import positions_up_to, state_statistics
 from fla_train.hub.load import document_prefix
@@ -42,7 +42,7 @@ def run_sweep(
     run: Path | None,
     trained: int | None = None,
     mirror: str | None,
-    parts: Parts,
+    cache: ResultCache,
     progress: bool,
 ) -> dict[str, dict]:
     """Loss against context length and position on each of `config.sets`.
@@ -54,7 +54,7 @@ def run_sweep(
         run: run folder, whose validation split is read if `config.sets` is empty.
         trained: length of the training sequences (tokens), None if not known.
         mirror: folder with the papers' sets, or None for the Hub.
-        parts: keeps finished sets; its ranks share the sequences.
+        cache: keeps finished sets; its ranks share the sequences.
         progress: show progress bars.
 
     Returns:
@@ -81,12 +81,12 @@ def run_sweep(
     for name, path in sets.items():
         stream = _stream(path, tokenizer, config, run, mirror)
         try:
-            with parts.ranks.together():
-                found[name] = parts(
+            with cache.ranks.together():
+                found[name] = cache(
                     f"perplexity-{name}",
                     settings | {"path": path, "files": _files(path, mirror)},
                     lambda name=name, stream=stream: _sweep(
-                        *(model, tokenizer, stream, name, config), trained, parts.ranks, progress
+                        *(model, tokenizer, stream, name, config), trained, cache.ranks, progress
                     ),
                 )
         except ValueError as failure:

@@ -275,8 +275,8 @@ def main(arguments: list[str]) -> int:
             written, missing = {options.hub: {options.config: counts}}, []
         else:
             written, missing = build(options.source, options.mirror)
-    except ValueError as fault:
-        print(f"error: {fault}", file=sys.stderr)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     for name, configs in written.items():
         for config, splits in configs.items():

@@ -70,8 +70,8 @@ def differences(record: dict, reference: dict, wanted: list[Span]) -> dict[str, 
             )
         try:
             pairs = [(span_sums(mine, span), span_sums(result, span)) for span in wanted]
-        except ValueError as fault:
-            raise ValueError(f"{name}: {fault}") from fault
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
         if any(a.shape != b.shape or (a[1] != b[1]).any() for a, b in pairs):
             raise ValueError(
                 f"{name}: one evaluation counts by sequence, the other by document: run it again"
@@ -111,8 +111,8 @@ def main(arguments: list[str]) -> int:
                 columns = [*found.values(), np.concatenate(list(found.values()), axis=2)]
                 label = " less ".join(f"{start:,} to {end:,}" for start, end in reversed(wanted))
                 rows.append([record["name"], label, *map(cell, columns)])
-    except ValueError as fault:
-        print(f"error: {fault}", file=sys.stderr)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     heads = [f"{name} ({sums.shape[2]})" for name, sums in (*found.items(), ("all", columns[-1]))]
     for row in (["", "tokens", *heads], ["---"] * (len(heads) + 2), *rows):

@@ -17,7 +17,7 @@ from fla_train.cli.bench_options import build_parser
 from fla_train.cli.train import check_suite
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
-from fla_train.eval.config import suite_faults
+from fla_train.eval.config import validation_errors
 from fla_train.hub import export_model
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
 from fla_train.training import schema
@@ -94,7 +94,7 @@ def check(words: list[str]) -> None:
         case ["fla-eval", *overrides]:
             eval_command.register()
             config = OmegaConf.to_object(app.compose("eval", overrides))
-            assert config.checkpoint and not suite_faults(config.suite)
+            assert config.checkpoint and not validation_errors(config.suite)
         case ["fla-export", *overrides]:
             export.register()
             config = OmegaConf.to_object(app.compose("export", overrides))

@@ -28,7 +28,7 @@ ARROWS = {
     "tasks": set(),
     "training": {"data", "tasks", "hub", "models", "kernels", "configs", "utils"},
     "eval": {"data", "tasks", "hub", "models", "kernels", "configs", "utils"},
-    "bench": {"training", "data", "models", "kernels", "utils"},
+    "bench": {"training", "eval", "data", "tasks", "models", "kernels", "utils"},
     "cli": {"bench", "training", "eval", "data", "tasks", "hub", "models", "kernels", "configs", "utils"},
     "configs": set(),
     "utils": set(),

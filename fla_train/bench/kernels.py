@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
-from fla_train.bench.contenders import Contender, Problem, make_problem
-from fla_train.bench.contest import Entry, contest, worst
+from fla_train.bench.compare import Entry, compare, worst
+from fla_train.bench.implementations import Implementation, Problem, make_problem
 from fla_train.bench.measure import errors, forward_backward
 from fla_train.bench.roofline import Ceilings, Shape, forward_bound, training_bound
 
@@ -59,7 +59,7 @@ class Row:
 
 def bench_shape(
     shape: Shape,
-    contenders: Sequence[Contender],
+    implementations: Sequence[Implementation],
     dtype: torch.dtype,
     device: torch.device,
     ceilings: Ceilings,
@@ -68,7 +68,7 @@ def bench_shape(
     rounds: int,
     graphs: bool = False,
 ) -> Iterator[Row]:
-    """Measure the contenders that take this shape; a kernel that fails or is wrong gets no time.
+    """Measure the implementations that take this shape; a kernel that fails or is wrong gets no time.
 
     Args:
         norm: the L2 norm of q and k is part of the kernel's work; otherwise they are unit vectors.
@@ -76,8 +76,8 @@ def bench_shape(
         graphs: on a GPU, time CUDA graphs: what is left when the host does not have to launch.
     """
     problem = make_problem(shape, dtype, device, norm=norm)
-    entries = [_entry(contender, problem) for contender in contenders]
-    for found in contest(entries, dtype, device, rounds=rounds, graphs=graphs):
+    entries = [_entry(implementation, problem) for implementation in implementations]
+    for found in compare(entries, dtype, device, rounds=rounds, graphs=graphs):
         row = Row(found.name, shape.substeps, shape.gated, found.errors, found.refused)
         if found.refused is None:
             row = replace(
@@ -92,15 +92,15 @@ def bench_shape(
         yield row
 
 
-def _entry(contender: Contender[Problem], problem: Problem) -> Entry:
+def _entry(implementation: Implementation[Problem], problem: Problem) -> Entry:
     def forward() -> None:
         with torch.no_grad():
-            contender.run(problem)
+            implementation.run(problem)
 
     return Entry(
-        contender.name,
+        implementation.name,
         forward,
-        both=partial(forward_backward, contender.run, problem),
-        errors=partial(errors, contender.run, problem),
-        limit=contender.limit(problem),
+        both=partial(forward_backward, implementation.run, problem),
+        errors=partial(errors, implementation.run, problem),
+        limit=implementation.limit(problem),
     )

@@ -1,4 +1,4 @@
-"""Liger-Kernel's versions of the operator's neighbours, as its own layers call them.
+"""Liger-Kernel's versions of the fused ops, called as its own layers call them.
 
 It has no causal convolution, no RMSNorm with a gate and nothing for the recurrence's gates. Its norms write
 in the dtype of their input, so the fp32 stream of our models is beyond them.
@@ -11,21 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fla_train.bench.case import Case
-from fla_train.bench.contenders import Contender
-from fla_train.bench.neighbour_cases import EPS
+from fla_train.bench.fused_op_cases import EPS, Case
+from fla_train.bench.implementations import Implementation
 from fla_train.kernels.fused_ops import IGNORE
 
 NORM = (EPS, 0.0, "llama", False)  # eps, offset of the weight, where it casts, whether dy is overwritten
 
 
-def liger(device: torch.device) -> tuple[dict[str, list[Contender[Case]]], list[str]]:
+def liger(device: torch.device) -> tuple[dict[str, list[Implementation[Case]]], list[str]]:
     """Its kernels by the function of the case, and one line with the reason if there are none."""
     if find_spec("liger_kernel") is None:
         return {}, ["liger_kernel is not installed"]
     if device.type == "cpu":
         return {}, ["liger_kernel needs a GPU"]
-    return CONTENDERS, []
+    return IMPLEMENTATIONS, []
 
 
 def _norm(case: Case) -> Tensor:
@@ -62,9 +61,9 @@ def _cross_entropy(case: Case) -> Tensor:
     return function.apply(hidden, weight, case.fixed["targets"], *options)[0]
 
 
-CONTENDERS: dict[str, list[Contender[Case]]] = {
-    "norm": [Contender("Liger RMSNorm", _norm, _one_dtype)],
-    "residual-norm": [Contender("Liger fused add + RMSNorm", _residual_norm, _one_dtype)],
-    "swiglu": [Contender("Liger SiLUMul, then the product", _swiglu, overwrites=("gate", "up"))],
-    "cross-entropy": [Contender("Liger fused linear cross-entropy", _cross_entropy)],
+IMPLEMENTATIONS: dict[str, list[Implementation[Case]]] = {
+    "norm": [Implementation("Liger RMSNorm", _norm, _one_dtype)],
+    "residual-norm": [Implementation("Liger fused add + RMSNorm", _residual_norm, _one_dtype)],
+    "swiglu": [Implementation("Liger SiLUMul, then the product", _swiglu, overwrites=("gate", "up"))],
+    "cross-entropy": [Implementation("Liger fused linear cross-entropy", _cross_entropy)],
 }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from fla_train.bench.contenders import Problem
+from fla_train.bench.implementations import Problem
 from fla_train.kernels.delta_product import delta_product
 from fla_train.kernels.delta_product.check import relative_rms
 

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fla_train.bench.breakdown import breakdown
-from fla_train.bench.floors import step_floors
 from fla_train.bench.models import build, training_flops
 from fla_train.bench.ranks import on_ranks
-from fla_train.bench.roofline import Ceilings, link_bandwidth
+from fla_train.bench.roofline import Ceilings, link_bandwidth, step_roofline
 from fla_train.data.sampler import BatchSampler, PrefetchLoader, send
 from fla_train.models import DeltaProductConfig
 from fla_train.training.engine import Outcome, build_engine, train_step
@@ -58,13 +57,13 @@ class StepRow:
 
 
 class RandomTokens:
-    """Sequences of random tokens, for the loader."""
+    """Dataset of random tokens, for the loader."""
 
     def __init__(self, vocab_size: int, seq_len: int):
         self._vocab_size, self._seq_len = vocab_size, seq_len
 
     def sequences(self, indices: np.ndarray) -> Tensor:
-        """Sequences `indices`. Returns [n, seq_len] int64."""
+        """Dataset `indices`. Returns [n, seq_len] int64."""
         draw = np.random.default_rng(indices)
         return torch.from_numpy(draw.integers(self._vocab_size, size=(len(indices), self._seq_len)))
 
@@ -147,9 +146,9 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
             return StepRow(name, refused="the loss or a gradient was not finite")
         kinds = breakdown(lambda: step(batch()).read(), device)
     link = link_bandwidth(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    floors = step_floors(config, tokens, parameters, ceilings, ranks, link) if name == "ours" else {}
+    bounds = step_roofline(config, tokens, parameters, ceilings, ranks, link) if name == "ours" else {}
     step_ms = 1e3 * tokens / speed["tokens_per_second"]
-    parts = {kind: Part(ms, floors.get(kind)) for kind, ms in kinds.items()}
+    parts = {kind: Part(ms, bounds.get(kind)) for kind, ms in kinds.items()}
     return StepRow(
         name,
         processes=ranks,

@@ -2,7 +2,7 @@
 
 One kernel after the other, the others as they are: every safe candidate is timed in a whole forward and
 backward pass, and then judged, from the fastest on, until one computes the right numbers. What they run is
-compiled ahead, by several processes (`ahead`).
+precompiled by several processes (`fla_train.bench.precompile`).
 """
 
 from collections.abc import Callable, Iterator
@@ -14,9 +14,9 @@ from math import nan
 import torch
 from torch import Tensor
 
-from fla_train.bench.ahead import Compiled, Trial
-from fla_train.bench.contenders import Problem, make_problem, operator
+from fla_train.bench.implementations import Problem, make_problem, operator
 from fla_train.bench.measure import allocated, forward_backward, median_times, tolerance
+from fla_train.bench.precompile import Precompiler, Trial
 from fla_train.bench.roofline import Shape
 from fla_train.kernels.delta_product.check import relative_rms
 from fla_train.kernels.delta_product.launches import (
@@ -102,12 +102,12 @@ def tune(
             return timer(step)
 
     def wrong(trial: Launches) -> str | None:
-        compiled.ahead([judge.trial(trial) for judge in judges])
-        return next(filter(None, (judge.fault(trial) for judge in judges)), None)
+        precompiler.run([judge.trial(trial) for judge in judges])
+        return next(filter(None, (judge.error(trial) for judge in judges)), None)
 
-    with Compiled(dtype, device, needed=allocated(device)) as compiled:
+    with Precompiler(dtype, device, needed=allocated(device)) as precompiler:
         everything = [trial for kernel in KERNELS for trial in trials(best, kernel, tried[kernel])]
-        compiled.ahead([judge.trial(best) for judge in judges] + [present.trial(x) for x in everything])
+        precompiler.run([judge.trial(best) for judge in judges] + [present.trial(x) for x in everything])
         for kernel in KERNELS:
             outcome = fastest(key, kernel, trials(best, kernel, tried[kernel]), time, wrong)
             best = replace(best, **{kernel: outcome.options})
@@ -184,10 +184,10 @@ class Judge:
     piece: int | None = None  # chunks of the pieces that sequences are cut into; None: by their sizes
 
     def trial(self, launches: Launches) -> Trial:
-        """What `fault` runs."""
+        """What `error` runs."""
         return Trial(self.problem.shape, self.problem.norm, launches, self.piece)
 
-    def fault(self, launches: Launches) -> str | None:
+    def error(self, launches: Launches) -> str | None:
         """What is wrong with results under these options, None if nothing."""
         shape, dtype = self.problem.shape, self.problem.q.dtype
         try:
@@ -196,10 +196,10 @@ class Judge:
         except Exception as failure:
             return _first_line(failure)
         for name, expected in self.reference.items():
-            error = relative_rms(results[name], expected)
-            if not error <= tolerance(name, dtype):  # a NaN is wrong
+            off = relative_rms(results[name], expected)
+            if not off <= tolerance(name, dtype):  # a NaN is wrong
                 case = f"{'gate' if shape.gated else 'no gate'}, {'norm' if self.problem.norm else 'no norm'}"
-                return f"{name} is off by {error:.1e} ({case}{', in pieces' if self.piece else ''})"
+                return f"{name} is off by {off:.1e} ({case}{', in pieces' if self.piece else ''})"
         return None
 
 

@@ -5,9 +5,15 @@
     fla-bench kernels                                         # the shapes of docs/kernels.md on a GPU
     fla-bench kernels --batch 2 --tokens 1024 --heads 4 --head-dim 64 --substeps 1 2 --peers
     fla-bench decode --heads 512 2048 --substeps 1 2          # one token, beside a copy of the states
-    fla-bench neighbours --peers                              # convolution, norms, SwiGLU, gates, loss
+    fla-bench fused_ops --peers                               # convolution, norms, SwiGLU, gates, loss
     fla-bench tune --head-dim 128 --substeps 1 2              # launch options for this GPU, to a file
     fla-bench train --peers llama -- model=gated_delta_product/340m trainer.seq_len=2048
+    fla-bench first_step model=gated_delta_product/340m       # of a fresh process, with empty compile caches
+    fla-bench scaling --folder runs/scaling --gpus 1 2 4 -- data=fineweb
+    fla-bench loader PREPARED_FOLDER                          # reading prepared data
+    fla-bench prepare corpus/ tokenizer/                      # fla-prepare beside raw tokenizers
+    fla-bench tasks --groups S3 S5                            # drawing word problems
+    fla-bench evaluation MIRROR TOKENIZER                     # lm-eval tasks beside HFLM
 
 Tables go to stdout in Markdown, everything to `--json FILE`. Exit code 2: the request was wrong.
 """
@@ -34,17 +40,16 @@ def run(arguments: Sequence[str]) -> None:
     request = build_parser().parse_args(arguments)
     if getattr(request, "threads", None) is not None:
         torch.set_num_threads(request.threads)
-    if request.command == "tune":
-        _tune(request)
-        return
-    commands = {"kernels": _kernels, "decode": _decode, "neighbours": _neighbours, "train": _train}
-    content = commands[request.command](request)
-    if request.json is not None:
+    if request.command == "neighbours":
+        print("fla-bench neighbours is now fla-bench fused_ops", file=sys.stderr)
+        request.command = "fused_ops"
+    content = COMMANDS[request.command](request)
+    if getattr(request, "json", None) is not None:
         request.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _kernels(request: argparse.Namespace) -> dict:
-    from fla_train.bench.contenders import ours, peers
+    from fla_train.bench.implementations import ours, peers
     from fla_train.bench.kernels import HEADER, bench_shape
     from fla_train.bench.roofline import Shape
     from fla_train.kernels.delta_product import resolve_backend
@@ -57,10 +62,10 @@ def _kernels(request: argparse.Namespace) -> dict:
     if request.graphs and device.type != "cuda":
         raise ValueError("--graphs needs a GPU: leave it out here")
     backends = list(dict.fromkeys(resolve_backend(name, device) for name in request.backends or ["auto"]))
-    contenders = ours(backends, [] if request.recompute is None else [True, *request.recompute])
+    implementations = ours(backends, [] if request.recompute is None else [True, *request.recompute])
     if request.peers:
         found, missing = peers(device)
-        contenders += found
+        implementations += found
         _tell(missing)
     ceilings = _ceilings(request, device, dtype)
     norm = "L2 norm inside" if request.norm else "unit vectors"
@@ -82,7 +87,7 @@ def _kernels(request: argparse.Namespace) -> dict:
                 dtype.itemsize,
             )
             how = {"norm": request.norm, "rounds": request.rounds, "graphs": request.graphs}
-            for row in bench_shape(shape, contenders, dtype, device, ceilings, **how):
+            for row in bench_shape(shape, implementations, dtype, device, ceilings, **how):
                 print(row.markdown(), flush=True)
                 rows.append({"shape": asdict(shape), **row.record()})
     return _content(request, device, ceilings) | {"rows": rows}
@@ -107,10 +112,10 @@ def _decode(request: argparse.Namespace) -> dict:
     return _content(request, device) | {"rows": rows}
 
 
-def _neighbours(request: argparse.Namespace) -> dict:
+def _fused_ops(request: argparse.Namespace) -> dict:
+    from fla_train.bench.fused_op_cases import FUNCTIONS, Sizes, make_cases
+    from fla_train.bench.fused_ops import HEADER, bench_case, ours
     from fla_train.bench.liger import liger
-    from fla_train.bench.neighbour_cases import FUNCTIONS, Sizes, make_cases
-    from fla_train.bench.neighbours import HEADER, bench_case, ours
 
     functions = request.functions or list(FUNCTIONS)
     if unknown := [name for name in functions if name not in FUNCTIONS]:
@@ -134,8 +139,8 @@ def _neighbours(request: argparse.Namespace) -> dict:
     print("\n".join(HEADER), flush=True)
     rows = []
     for case in make_cases(functions, sizes, dtype, device):
-        contenders = [*ours(device), *peers.get(case.function, [])]
-        for row in bench_case(case, contenders, dtype, device, ceilings, rounds=request.rounds):
+        implementations = [*ours(device), *peers.get(case.function, [])]
+        for row in bench_case(case, implementations, dtype, device, ceilings, rounds=request.rounds):
             print(row.markdown(), flush=True)
             rows.append(row.record())
     return _content(request, device, ceilings) | {"rows": rows}
@@ -144,7 +149,6 @@ def _neighbours(request: argparse.Namespace) -> dict:
 def _train(request: argparse.Namespace) -> dict:
     from fla_train.bench.models import NAMES
     from fla_train.bench.training import bench_models, markdown
-    from fla_train.training import schema
     from fla_train.training.resolve import resolve_device
 
     if unknown := [name for name in request.peers if name not in NAMES]:
@@ -153,8 +157,7 @@ def _train(request: argparse.Namespace) -> dict:
         )
     if request.steps < 1:
         raise ValueError("--steps must be at least 1")
-    schema.register()
-    config = schema.to_config(compose("train", request.overrides))
+    config = _train_config(request.overrides)
     device = torch.device(resolve_device(config))
     ceilings = _ceilings(request, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     print(f"{_machine(device)}\n")
@@ -191,6 +194,87 @@ def _tune(request: argparse.Namespace) -> None:
                     print(f"refused: {outcome.kernel} {line}", file=sys.stderr)
                 table[key_of(shape, device)] = launches
             write_table(file, table, describe_environment(str(device)))
+
+
+def _train_config(overrides: Sequence[str]):
+    from fla_train.training import schema
+
+    schema.register()
+    return schema.to_config(compose("train", overrides))
+
+
+def _first_step(request: argparse.Namespace) -> None:
+    from fla_train.bench.first_step import time_first_step
+    from fla_train.training.validate import validate
+
+    config = _train_config(request.overrides)
+    validate(config)
+    for name, seconds in time_first_step(config).items():
+        print(f"{name}: {seconds:.1f} s")
+
+
+def _scaling(request: argparse.Namespace) -> None:
+    from fla_train.bench.scaling import bench_scaling
+
+    names = ("gpus", "models", "steps", "only", "limit")
+    bench_scaling(request.folder, request.overrides, **{name: getattr(request, name) for name in names})
+
+
+def _loader(request: argparse.Namespace) -> None:
+    from fla_train.bench.data import bench_loader
+
+    _check_sizes({"seq_len": request.seq_len, "micro_batch": request.micro_batch})
+    for line in bench_loader(request.folder, request.seq_len, request.micro_batch, request.seconds):
+        print(line, flush=True)
+
+
+def _prepare(request: argparse.Namespace) -> None:
+    from fla_train.bench.data import bench_prepare
+    from fla_train.data.config import DataConfig, TokenizerConfig
+
+    _check_sizes({"documents": request.documents, "rounds": request.rounds})
+    config = DataConfig(
+        source="local",
+        path=request.corpus,
+        max_documents=request.documents,
+        num_workers=request.workers,
+        tokenizer=TokenizerConfig(name=request.tokenizer),
+    )
+    for line in bench_prepare(config, request.rounds):
+        print(line, flush=True)
+
+
+def _tasks(request: argparse.Namespace) -> None:
+    from fla_train.bench.data import bench_tasks
+
+    for line in bench_tasks(request.groups, request.length, request.seconds):
+        print(line, flush=True)
+
+
+def _evaluation(request: argparse.Namespace) -> None:
+    from fla_train.bench.evaluation import bench_evaluation
+    from fla_train.eval.paper import ZERO_SHOT
+
+    model = _train_config([f"model={request.model}"]).model
+    options = {name: getattr(request, name) for name in ("lengths", "limit", "batch_size", "rounds")}
+    tasks = request.tasks or list(dict.fromkeys(column.task for column in ZERO_SHOT))
+    for record in bench_evaluation(model, request.mirror, request.tokenizer, tasks=tasks, **options):
+        print(json.dumps(record), flush=True)
+
+
+COMMANDS = {
+    "kernels": _kernels,
+    "decode": _decode,
+    "fused_ops": _fused_ops,
+    "train": _train,
+    "tune": _tune,
+    "first_step": _first_step,
+    "scaling": _scaling,
+    "loader": _loader,
+    "prepare": _prepare,
+    "tasks": _tasks,
+    "evaluation": _evaluation,
+}
 
 
 def _ceilings(request: argparse.Namespace, device: torch.device, dtype: torch.dtype):
@@ -252,8 +336,8 @@ def main() -> None:
     """Console command."""
     try:
         run(sys.argv[1:])
-    except ValueError as fault:
-        sys.exit(fail(fault))
+    except ValueError as error:
+        sys.exit(fail(error))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from fla_train.bench import ahead
+from fla_train.bench import precompile
 from fla_train.kernels.delta_product.check import CASES, Case, CheckReport, check_backend
 from fla_train.utils.environment import describe_environment
 
@@ -38,11 +38,11 @@ def compiled_cases(dtype: torch.dtype) -> list[Case]:
 
 
 def run_checks(
-    combinations: Sequence[Combination], processes: int = ahead.PROCESSES
+    combinations: Sequence[Combination], processes: int = precompile.PROCESSES
 ) -> Iterator[CheckReport]:
     """The reports in order. Compiling takes the time of Triton's cases, so each has a process of its own."""
     torch.set_num_threads(1)
-    with ahead.pool(processes) as pool:
+    with precompile.pool(processes) as pool:
         compiled = {
             (backend, device, dtype): [
                 pool.submit(check_backend, backend, device, dtype, cases=[case])

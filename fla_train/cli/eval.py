@@ -33,7 +33,7 @@ def register() -> None:
 
 def task(config: DictConfig) -> int:
     from fla_train.eval.parallel import OtherRankFailed, launched_ranks
-    from fla_train.eval.run import evaluate  # heavy, and not needed for --help or a faulty override
+    from fla_train.eval.run import evaluate  # heavy, and not needed for --help or an invalid override
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about every loaded model it is given
     options: EvalConfig = OmegaConf.to_object(config)
@@ -82,10 +82,10 @@ def compare(arguments: Sequence[str]) -> int:
     folder = Path(outputs[-1] if outputs else f"comparisons/{datetime.now():%Y%m%d-%H%M%S}").expanduser()
     try:
         write_comparison(folder, places)
-    except (ValueError, OSError) as fault:
+    except (ValueError, OSError) as error:
         if os.environ.get("FLA_TRAIN_TRACEBACK"):
             raise
-        return fail_by(fault)
+        return fail_by(error)
     _show(folder)
     return 0
 

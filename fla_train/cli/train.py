@@ -59,15 +59,15 @@ def check_suite(suite: str, options: Sequence[str]) -> None:
         ValueError: it would be refused then.
     """
     from fla_train.cli.eval import register
-    from fla_train.eval.config import suite_faults
+    from fla_train.eval.config import validation_errors
 
     register()
     try:
         config = OmegaConf.to_object(compose("eval", [f"suite={suite}", *options]))
-        if faults := suite_faults(config.suite):
-            raise ValueError("\n  ".join(faults))
-    except ValueError as fault:
-        raise ValueError(f"trainer.suite and trainer.suite_options: {fault}") from fault
+        if errors := validation_errors(config.suite):
+            raise ValueError("\n  ".join(errors))
+    except ValueError as error:
+        raise ValueError(f"trainer.suite and trainer.suite_options: {error}") from error
 
 
 def register() -> None:

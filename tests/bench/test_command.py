@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from fla_train.bench import contenders
+from fla_train.bench import implementations
 from fla_train.cli import bench
 
 SMALL = ["--batch", "1", "--tokens", "24", "--heads", "2", "--head-dim", "16", "--rounds", "1"]
@@ -19,7 +19,7 @@ def test_kernels(tmp_path, capsys) -> None:
     bench.run(["kernels", *SMALL, *CEILINGS, "--substeps", "1", "3", "--peers", "--json", str(file)])
     out = capsys.readouterr().out
     table = [line for line in out.splitlines() if line.startswith("|")]
-    assert len(table) == 2 + 2 * 2 * 2  # header; n_h, gate, contender
+    assert len(table) == 2 + 2 * 2 * 2  # header; n_h, gate, implementation
     assert {line.count("|") for line in table} == {12}
     content = json.loads(file.read_text())
     assert content["ceilings"] == {"flops": 1e12, "bandwidth": 1e11, "source": "given"}
@@ -48,13 +48,13 @@ def test_gpu_graphs(capsys) -> None:
 
 @pytest.mark.parametrize("numbers", [[], [64, 256]], ids=["nothing", "states"])
 def test_little_kept_for_the_backward(numbers, tmp_path, capsys, monkeypatch) -> None:
-    operator, asked = contenders.delta_product, set()
+    operator, asked = implementations.delta_product, set()
 
     def watched(*inputs, recompute, **options):
         asked.add(recompute)
         return operator(*inputs, recompute=recompute, **options)
 
-    monkeypatch.setattr(contenders, "delta_product", watched)
+    monkeypatch.setattr(implementations, "delta_product", watched)
     file = tmp_path / "kernels.json"
     options = ["--substeps", "1", "--gate", "--backends", "chunked", "--json", str(file)]
     options += ["--recompute", *map(str, numbers)]

@@ -10,8 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fla_train.bench.contenders import Contender, _fla_contenders, _qla_contenders, make_problem, ours, peers
-from fla_train.bench.contest import fault_of
+from fla_train.bench.compare import validation_error
+from fla_train.bench.implementations import (
+    Implementation,
+    _fla_implementations,
+    _qla_implementations,
+    make_problem,
+    ours,
+    peers,
+)
 from fla_train.bench.kernels import bench_shape
 from fla_train.bench.measure import errors, median_times, peak_memory
 from fla_train.bench.roofline import Ceilings, Shape
@@ -22,11 +29,11 @@ SHAPE = Shape(2, 20, 3, 8, 4, 2, gated=True, element_size=4)
 CEILINGS = Ceilings(1e12, 1e11, "given")
 
 
-def bench(*contenders: Contender, shape: Shape = SHAPE):
-    return list(bench_shape(shape, contenders, torch.float32, CPU, CEILINGS, norm=True, rounds=1))
+def bench(*implementations: Implementation, shape: Shape = SHAPE):
+    return list(bench_shape(shape, implementations, torch.float32, CPU, CEILINGS, norm=True, rounds=1))
 
 
-def broken(change: str) -> Contender:
+def broken(change: str) -> Implementation:
     """The recurrence, wrong in one place only."""
 
     def run(p):
@@ -42,7 +49,7 @@ def broken(change: str) -> Contender:
         o, _ = delta_product(q, p.k, p.v, beta, p.g, scale=scale, qk_l2norm=p.norm, backend="recurrent")
         return o * float("nan") if change == "nan" else o
 
-    return Contender(change, run)
+    return Implementation(change, run)
 
 
 @pytest.mark.parametrize("change", ["scale", "gradient of q", "last sequence's last head", "nan"])
@@ -68,7 +75,7 @@ def test_a_kernel_that_fails_is_told_from_the_rest(calls: int) -> None:
         left.pop()
         return good(problem)
 
-    failed, sound = bench(Contender("failing", fail), *ours(["recurrent"]))
+    failed, sound = bench(Implementation("failing", fail), *ours(["recurrent"]))
     assert failed.refused == "RuntimeError: no such instruction"
     assert sound.both_ms > 0
 
@@ -80,7 +87,7 @@ def test_long_sequences_are_checked_at_their_start_and_as_a_whole(monkeypatch) -
     run = ours(["chunked"])[0].run
     found = errors(run, problem)
     assert found.keys() == {"o", "dq", "dk", "dv", "dbeta", "dg"}
-    assert fault_of(found, torch.float32) is None
+    assert validation_error(found, torch.float32) is None
     assert max(found.values()) < 1e-5
 
     def forgets(p):
@@ -88,7 +95,7 @@ def test_long_sequences_are_checked_at_their_start_and_as_a_whole(monkeypatch) -
         cut = replace(p, q=p.q[:, 10:], k=p.k[:, 10:], v=p.v[:, 10:], beta=p.beta[:, 10:], g=p.g[:, 10:])
         return torch.cat([run(p)[:, :10], run(cut)], dim=1)
 
-    assert fault_of(errors(forgets, problem), torch.float32).startswith("wrong by o")
+    assert validation_error(errors(forgets, problem), torch.float32).startswith("wrong by o")
 
 
 def test_the_peer_agrees_where_it_applies() -> None:
@@ -141,8 +148,8 @@ def stand_ins(monkeypatch) -> None:
 def test_peers_get_their_own_layout(stand_ins, substeps, gated, norm, measured) -> None:
     """A wrong view of a tensor would show as an error."""
     shape = Shape(2, 20, 3, 8, 4, substeps, gated, 2)
-    contenders = [*_fla_contenders(), *_qla_contenders()]
-    rows = list(bench_shape(shape, contenders, torch.bfloat16, CPU, CEILINGS, norm=norm, rounds=1))
+    implementations = [*_fla_implementations(), *_qla_implementations()]
+    rows = list(bench_shape(shape, implementations, torch.bfloat16, CPU, CEILINGS, norm=norm, rounds=1))
     assert [row.kernel.removesuffix(" (may run FlashQLA)") for row in rows if row.errors] == measured
     assert [row for row in rows if row.errors and row.refused] == []
 

@@ -1,36 +1,28 @@
-"""scripts/time_scaling.py: what it would run on a machine of four GPUs, and the table it makes of it."""
+"""`fla-bench scaling`: what it would run on a machine of four GPUs, and the table it makes of it."""
 
 import json
-import runpy
 import time
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from fla_train.bench import scaling
 from fla_train.cli.app import compose
 from fla_train.cli.train import register
 from fla_train.training.resolve import accumulation_steps
 from fla_train.training.schema import to_config
 from fla_train.training.validate import validate
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "time_scaling.py"
 
-
-@pytest.fixture(scope="module")
-def script() -> dict:
-    return runpy.run_path(str(SCRIPT))
-
-
-def test_runs_have_names_of_their_own_and_strong_scaling_ends_in_weak(script):
-    runs = list(script["speed_runs"](["340m", "1.3b"], [1, 2, 4], steps=8))
+def test_runs_have_names_of_their_own_and_strong_scaling_ends_in_weak():
+    runs = list(scaling.speed_runs(["340m", "1.3b"], [1, 2, 4], steps=8))
     assert len({run.name for run in runs}) == len(runs) == 10
     assert [run.gpus for run in runs if run.kind == "strong"] == [1, 2]  # on four it is weak scaling
 
 
-def test_settings_are_valid_and_strong_scaling_keeps_the_tokens_per_step(script):
+def test_settings_are_valid_and_strong_scaling_keeps_the_tokens_per_step():
     register()
-    runs = [*script["speed_runs"](["340m"], [1, 2, 4], steps=8), *script["elastic_runs"](4)]
+    runs = [*scaling.speed_runs(["340m"], [1, 2, 4], steps=8), *scaling.elastic_runs(4)]
     for run in runs:
         further = [
             f"run.dir=runs/{run.name}",
@@ -44,15 +36,15 @@ def test_settings_are_valid_and_strong_scaling_keeps_the_tokens_per_step(script)
         assert steps == (4 // run.gpus if run.kind in ("strong", "") else 1)
 
 
-def test_overlap_is_a_run_of_its_own(script):
+def test_overlap_is_a_run_of_its_own():
     """The others have the default, which is what is faster."""
     overlap = "launch.overlap_communication=true"
-    runs = script["speed_runs"](["340m"], [1, 2], steps=8)
+    runs = scaling.speed_runs(["340m"], [1, 2], steps=8)
     assert [run.name for run in runs if overlap in run.overrides] == ["340m-overlap-2"]
 
 
 @pytest.mark.parametrize("synced", [True, False])
-def test_plain_pytorch_is_timed_by_the_step(script, synced: bool, monkeypatch: pytest.MonkeyPatch):
+def test_plain_pytorch_is_timed_by_the_step(synced: bool, monkeypatch: pytest.MonkeyPatch):
     register()
     more = ["model.num_hidden_layers=1", "model.hidden_size=32", "model.num_heads=2", "model.head_dim=16"]
     more += [
@@ -73,24 +65,23 @@ def test_plain_pytorch_is_timed_by_the_step(script, synced: bool, monkeypatch: p
         monkeypatch.setenv(key, value)
     clock = iter([0, 7, 14, 21, 28, 28.5, 29, 29.5])  # the first steps compile
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    speed, _ = script["train_plainly"](config, 8, synced)
+    speed, _ = scaling.train_plainly(config, 8, synced)
     dist.destroy_process_group()
     assert speed == 3 * 16 / 0.5
 
 
-def test_efficiency_is_speed_per_gpu_over_that_of_one(script):
-    run = script["Run"]
+def test_efficiency_is_speed_per_gpu_over_that_of_one():
     runs = [
-        run("a", 1, [], "340m", "weak", tokens_per_second=100.0),
-        run("b", 4, [], "340m", "weak", tokens_per_second=380.0),
-        run("c", 2, [], "340m", "strong", failure="1"),
+        scaling.Run("a", 1, [], "340m", "weak", tokens_per_second=100.0),
+        scaling.Run("b", 4, [], "340m", "weak", tokens_per_second=380.0),
+        scaling.Run("c", 2, [], "340m", "strong", failure="1"),
     ]
-    lines = script["table"](runs).splitlines()
+    lines = scaling.table(runs).splitlines()
     assert "| 340m | weak | 4 | 380 | 95.0% | 0.0 |" in lines
     assert any(line.startswith("| 340m | strong | 2 | 1 |") for line in lines)
 
 
-def test_neither_the_first_steps_nor_the_profiled_one_count(script, tmp_path):
+def test_neither_the_first_steps_nor_the_profiled_one_count(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a.log").touch()
     speeds = [5, 9, 9, 9, 100, 110, 120, 3, 50]  # the eighth is read while the ninth step is profiled
@@ -99,7 +90,7 @@ def test_neither_the_first_steps_nor_the_profiled_one_count(script, tmp_path):
         for i, speed in enumerate(speeds)
     ]
     (tmp_path / "a" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    (run,) = (r for r in script["speed_runs"](["340m"], [1, 2], steps=10) if r.name == "340m-weak-2")
+    (run,) = (r for r in scaling.speed_runs(["340m"], [1, 2], steps=10) if r.name == "340m-weak-2")
     run.name = "a"
-    script["read"](run, tmp_path)
+    scaling.read(run, tmp_path)
     assert run.tokens_per_second == 110.0

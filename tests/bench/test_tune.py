@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fla_train.bench import contenders
+from fla_train.bench import implementations
 from fla_train.bench import tune as tuning
 from fla_train.bench.roofline import Shape
 from fla_train.cli import bench
@@ -80,7 +80,7 @@ def test_the_fastest_is_taken(small):
 
 
 def test_a_fast_one_that_is_wrong_and_one_that_cannot_run_are_refused(small, monkeypatch):
-    sound = contenders.delta_product
+    sound = implementations.delta_product
 
     def unsound(*inputs, backend, **options):
         o, state = sound(*inputs, backend=backend, **options)
@@ -91,7 +91,7 @@ def test_a_fast_one_that_is_wrong_and_one_that_cannot_run_are_refused(small, mon
             raise RuntimeError("out of resource: shared memory\nmore")
         return clock(run)
 
-    monkeypatch.setattr(contenders, "delta_product", unsound)
+    monkeypatch.setattr(implementations, "delta_product", unsound)
     outcome, best = run_tune(timer)[0]
     assert best.prepare == PREPARE[0]
     assert "RuntimeError: out of resource: shared memory" in outcome.refused[0]
@@ -99,26 +99,26 @@ def test_a_fast_one_that_is_wrong_and_one_that_cannot_run_are_refused(small, mon
 
 
 def test_one_that_is_wrong_on_the_timed_sizes_only_is_refused(small, monkeypatch):
-    sound = contenders.delta_product
+    sound = implementations.delta_product
 
     def unsound(q, *inputs, backend, **options):
         o, state = sound(q, *inputs, backend=backend, **options)
         return (o * 1.05 if q.shape[2] == 1 and present() == PREPARE[2] else o), state
 
-    monkeypatch.setattr(contenders, "delta_product", unsound)
+    monkeypatch.setattr(implementations, "delta_product", unsound)
     outcome, best = run_tune(clock)[0]
     assert best.prepare == PREPARE[1]
     assert "o is off by" in outcome.refused[0]
 
 
 def test_one_that_is_wrong_in_pieces_only_is_refused(small, monkeypatch):
-    sound = contenders.delta_product
+    sound = implementations.delta_product
 
     def unsound(*inputs, backend, **options):
         o, state = sound(*inputs, backend=backend, **options)
         return (o * 1.05 if triton_split._forced and present() == PREPARE[2] else o), state
 
-    monkeypatch.setattr(contenders, "delta_product", unsound)
+    monkeypatch.setattr(implementations, "delta_product", unsound)
     outcome, best = run_tune(clock)[0]
     assert best.prepare == PREPARE[1]
     assert "o is off by" in outcome.refused[0] and "in pieces" in outcome.refused[0]
@@ -149,7 +149,7 @@ def test_gradient_is_timed_and_a_whole_backward_is_judged_where_both_kernels_run
 
 
 def test_nothing_right_is_an_error(small, monkeypatch):
-    monkeypatch.setattr(tuning.Judge, "fault", lambda *arguments: "wrong")
+    monkeypatch.setattr(tuning.Judge, "error", lambda *arguments: "wrong")
     with pytest.raises(ValueError, match="no options of prepare are right on this machine: see fla-doctor"):
         run_tune(clock)
 

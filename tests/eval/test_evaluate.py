@@ -16,7 +16,7 @@ from fla_train.data.tokenizers import encode
 from fla_train.eval import documents as documents_module
 from fla_train.eval import run as run_module
 from fla_train.eval import sweep as sweep_module
-from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig, suite_faults
+from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig, validation_errors
 from fla_train.eval.documents import file_documents, longest, run_data, validation_documents
 from fla_train.eval.run import _default_folder, _name, _weights_stamp, evaluate
 from fla_train.eval.tables import markdown
@@ -292,8 +292,8 @@ def test_an_export_without_a_run_has_no_validation_split(
 def test_faults_are_reported_together() -> None:
     suite = perplexity_suite(bucket=0, chunk=0, sets=["a/web.jsonl", "b/web.parquet"])
     suite.batch_size, suite.limit, suite.num_fewshot = "many", 0, -1
-    faults = suite_faults(suite)
-    assert [fault.split("=")[0] for fault in faults] == [
+    errors = validation_errors(suite)
+    assert [error.split("=")[0] for error in errors] == [
         "suite.batch_size",
         "suite.num_fewshot",
         "suite.limit",

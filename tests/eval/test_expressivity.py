@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fla_train.eval import expressivity
-from fla_train.eval.config import EvalConfig, ExpressivityConfig, SuiteConfig, suite_faults
+from fla_train.eval.config import EvalConfig, ExpressivityConfig, SuiteConfig, validation_errors
 from fla_train.eval.expressivity import evaluate_expressivity
 from fla_train.eval.transitions import Transitions, transitions
 from fla_train.hub import CardInfo, export_model
@@ -155,7 +155,7 @@ def test_one_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
         evaluate_expressivity(EvalConfig(checkpoint="anything", suite=suite))
 
 
-def test_faults() -> None:
+def test_errors() -> None:
     suite = SuiteConfig(name="x", tasks=["piqa"], expressivity=ExpressivityConfig(lengths=[0], sequences=0))
-    text = "\n".join(suite_faults(suite))
+    text = "\n".join(validation_errors(suite))
     assert "sequences=0" in text and "lengths" in text and "runs alone" in text

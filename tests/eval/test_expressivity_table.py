@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from fla_train.cli.app import compose
-from fla_train.eval.expressivity_runs import plan, read_tables, runs_of
-from fla_train.eval.expressivity_table import main, write_tables
+from fla_train.eval.expressivity_table import main, plan, read_tables, runs_of, write_tables
 from fla_train.training.schema import register, to_config
 
 TABLES = list(read_tables())

@@ -9,10 +9,8 @@ import pytest
 from matplotlib.figure import Figure
 from test_report import record, row
 
-from fla_train.eval.figures import draw_figures
+from fla_train.eval.figures import MEANING, draw_figures, draw_states, set_title
 from fla_train.eval.paper import paper_row
-from fla_train.eval.plots import MEANING, set_title
-from fla_train.eval.state_figures import draw_states
 from fla_train.eval.tables import COUNTS
 
 FIRST = "histogram of the first 64 tokens"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig, set_name, suite_faults
+from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig, set_name, validation_errors
 from fla_train.eval.documents import fingerprint, packed, recut
 from fla_train.eval.perplexity import loss_table
 from fla_train.eval.run import evaluate
@@ -64,7 +64,7 @@ def test_the_suite_holds_the_papers_sets_and_panels() -> None:
     config = PerplexityConfig(**loaded.perplexity)
     assert list(config.sets) == list(PAPER_SETS) and list(config.panels) == [4096, 16384, 32768]
     assert max(config.lengths) == 32768 and config.layout == "packed"
-    assert not suite_faults(SuiteConfig(name=loaded.name, perplexity=config))
+    assert not validation_errors(SuiteConfig(name=loaded.name, perplexity=config))
     assert [set_name(name) for name in PAPER_SETS] == list(PAPER_SETS)
 
 

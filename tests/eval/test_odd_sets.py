@@ -8,9 +8,9 @@ import torch
 
 from fla_train.data import files
 from fla_train.eval import sweep
-from fla_train.eval.config import PerplexityConfig, SuiteConfig, set_name, suite_faults
+from fla_train.eval.config import PerplexityConfig, SuiteConfig, set_name, validation_errors
 from fla_train.eval.mirror import DatasetUnavailable
-from fla_train.eval.parts import Parts
+from fla_train.eval.result_cache import ResultCache
 from fla_train.eval.sets import PAPER_SETS, hub_documents
 from fla_train.eval.sweep import run_sweep
 
@@ -26,7 +26,7 @@ def measured(build_model, tokenizer, tmp_path: Path):
         torch.manual_seed(0)
         model = build_model(initializer_range=0.3).double().eval()
         config = PerplexityConfig([str(tmp_path / name) for name in names], lengths=[16, 64], **settings)
-        parts = Parts(tmp_path / "parts", {})
+        parts = ResultCache(tmp_path / "parts", {})
         return run_sweep(model, tokenizer, config, run=None, mirror=None, parts=parts, progress=False)
 
     return run
@@ -51,7 +51,7 @@ def test_a_full_disk_stops_the_sweep(measured, monkeypatch) -> None:
     def full(*args: object, **options: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Parts, "__call__", full)
+    monkeypatch.setattr(ResultCache, "__call__", full)
     with pytest.raises(OSError, match="No space left"):
         measured(["open.jsonl"])
 
@@ -119,11 +119,11 @@ def test_names_end_before_known_endings_only(tmp_path: Path, monkeypatch) -> Non
         "~/texts.jsonl": "texts",
     }
     assert {path: set_name(path) for path in names} == names
-    assert not suite_faults(SuiteConfig("own", PerplexityConfig(sets=list(names))))
+    assert not validation_errors(SuiteConfig("own", PerplexityConfig(sets=list(names))))
     monkeypatch.chdir(tmp_path)
     assert set_name(".") == set_name("*.jsonl") == tmp_path.name
     same = SuiteConfig("own", PerplexityConfig(sets=["a/web.jsonl", "b/web.parquet"]))
-    assert "several sets named web" in suite_faults(same)[0]
+    assert "several sets named web" in validation_errors(same)[0]
 
 
 def test_a_file_is_told_from_the_papers_set(measured, build_model, monkeypatch, tokenizer, tmp_path) -> None:
@@ -133,6 +133,6 @@ def test_a_file_is_told_from_the_papers_set(measured, build_model, monkeypatch, 
     ours = tokenizer.encode("red and blue " * 30, add_special_tokens=False)
     monkeypatch.setattr(sweep, "hub_documents", lambda *args: (ids for ids in [ours]))
     config = PerplexityConfig(["slimpajama"], lengths=[16])
-    options = {"run": None, "mirror": None, "parts": Parts(tmp_path / "other", {}), "progress": False}
+    options = {"run": None, "mirror": None, "parts": ResultCache(tmp_path / "other", {}), "progress": False}
     paper = run_sweep(build_model().eval(), tokenizer, config, **options)
     assert "lengths" in paper["slimpajama"] and "own_file" not in paper["slimpajama"]

@@ -5,7 +5,7 @@ import math
 from test_report import record
 
 from fla_train.eval.compare import comparison
-from fla_train.eval.page import page
+from fla_train.eval.report import page
 from fla_train.eval.tables import latex, markdown
 
 

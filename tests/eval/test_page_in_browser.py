@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from test_report import record, row
 
-from fla_train.eval.page import page
+from fla_train.eval.report import page
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-BEFORE = '<script>const faults = []; addEventListener("error", e => faults.push(e.message));</script>'
+BEFORE = '<script>const errors = []; addEventListener("error", e => errors.push(e.message));</script>'
 AFTER = """<script>
 const all = q => [...document.querySelectorAll(q)], plots = () => all("figure").map(f => f.innerHTML);
-const seen = { faults, titles: all("h2").map(h => h.textContent) };
+const seen = { errors, titles: all("h2").map(h => h.textContent) };
 seen.rows = all("table").map(t => t.rows.length);
 seen.curves = all("figure").map(f => f.querySelectorAll('path[fill="none"]').length);
 seen.bands = all("figure").map(f => f.querySelectorAll("path[opacity]").length);
@@ -108,5 +108,5 @@ def looked_at(records: list[dict], tmp_path: Path) -> dict:
     found = re.search(r"<output>(.*?)</output>", done.stdout, re.S)
     assert found, done.stderr[-2000:]
     seen = json.loads(found[1])
-    assert not seen["faults"] and seen["inside"]
+    assert not seen["errors"] and seen["inside"]
     return seen

@@ -1,6 +1,5 @@
 """The papers' suites: lm-eval's own task definitions on a small mirror of the Hub, and the papers' table."""
 
-import importlib.util
 import json
 import math
 import re
@@ -15,8 +14,9 @@ import torch
 from lm_eval.tasks import TaskManager
 from omegaconf import OmegaConf
 
+from fla_train.cli import bench
 from fla_train.eval import harness
-from fla_train.eval.config import EvalConfig, SuiteConfig, suite_faults
+from fla_train.eval.config import EvalConfig, SuiteConfig, validation_errors
 from fla_train.eval.harness import FlaTrainLM, run_tasks
 from fla_train.eval.mirror import DatasetUnavailable, hub_datasets
 from fla_train.eval.paper import AVERAGE, HEADS, RECALL, ZERO_SHOT, paper_cell, paper_row
@@ -291,15 +291,11 @@ def test_automatic_batches_on_a_cpu(scholar, tokenizer, batch_size: str) -> None
     assert FlaTrainLM(scholar, tokenizer, batch_size=batch_size).batch_size == harness.CPU_BATCH
 
 
-def test_the_timing_script(mirror: Path, monkeypatch, capsys) -> None:
+def test_the_evaluation_is_timed(mirror: Path, monkeypatch, capsys) -> None:
     """A line per task and round as it ends, with answers of both bridges in it, then the sums."""
-    place = importlib.util.spec_from_file_location("time_evaluation", ROOT / "scripts/time_evaluation.py")
-    script = importlib.util.module_from_spec(place)
-    place.loader.exec_module(script)
-    monkeypatch.setattr(script, "TaskManager", harness.TaskManager)
-    options = "--model gated_delta_product/tiny --batch-size 4 --tasks wikitext,arc_easy --lengths 64".split()
-    monkeypatch.setattr(sys, "argv", ["time_evaluation.py", str(mirror), "bytes", *options])
-    assert script.main() == 0
+    monkeypatch.setattr("fla_train.bench.evaluation.TaskManager", harness.TaskManager)
+    options = "--model gated_delta_product/tiny --batch-size 4 --tasks wikitext arc_easy --lengths 64".split()
+    bench.run(["evaluation", str(mirror), "bytes", *options])
     sweep, *tasks, first, second = map(json.loads, capsys.readouterr().out.splitlines()[-7:])
     assert sweep["length"] == 64 and sweep["tokens_per_second"] > 0
     named = [(line["task"], line["round"]) for line in tasks]
@@ -317,7 +313,7 @@ def test_suites_hold_the_columns_of_the_table(name: str) -> None:
     config = SuiteConfig(**OmegaConf.load(ROOT / f"configs/suite/{name}.yaml"))
     columns = {"zero_shot": ZERO_SHOT, "recall": RECALL, "paper": ZERO_SHOT + RECALL}[name]
     assert list(config.tasks) == list(dict.fromkeys(column.task for column in columns))
-    assert config.name == name and not suite_faults(config)
+    assert config.name == name and not validation_errors(config)
 
 
 def scored(tasks: tuple[str, ...] = ()) -> dict[str, dict]:

@@ -46,7 +46,7 @@ def start(arguments: list[str], ranks: int) -> list[subprocess.Popen]:
 
 FAILING = """
 import os, sys
-from fla_train.eval.parallel import OtherRankFailed, OtherRankFault, launched_ranks
+from fla_train.eval.parallel import OtherRankFailed, OtherRankError, launched_ranks
 
 def fail(ranks, rank, kind):
     if ranks.rank == rank:
@@ -81,7 +81,7 @@ def test_a_rank_that_fails_takes_the_others_along() -> None:
     """At an exchange, at the end of the block, all at once; then all go on in step; at last one just dies."""
     ended = [process.communicate(timeout=60)[0].split("\n") for process in start(["-c", FAILING], 2)]
     kinds = [["OtherRankFailed on rank 1: TypeError: of 1", "ValueError of 0", "ValueError of 0", "fine"]]
-    kinds += [["TypeError of 1", "OtherRankFault on rank 0: of 0", "OtherRankFault on rank 0: of 0", "fine"]]
+    kinds += [["TypeError of 1", "OtherRankError on rank 0: of 0", "OtherRankError on rank 0: of 0", "fine"]]
     for lines, expected in zip(ended, kinds, strict=True):
         assert lines[0] == ";".join([*expected, "0 [0, 1]"])
     assert ended[0][1] == "the connection to another rank broke: its process has ended"

@@ -25,8 +25,8 @@ from transformers import (
 )
 
 from fla_train.eval.config import PerplexityConfig
-from fla_train.eval.parts import Parts
 from fla_train.eval.perplexity import loss_table
+from fla_train.eval.result_cache import ResultCache
 from fla_train.eval.sweep import run_sweep
 
 EDGES = (0, 16, 32, 64)
@@ -140,7 +140,7 @@ def test_it_is_a_line_of_the_report(tokenizer, tmp_path) -> None:
     file = tmp_path / "texts.jsonl"
     file.write_text('{"text": "%s"}\n' % ("red and blue " * 9))
     config = PerplexityConfig(sets=[str(file)], lengths=[32, 64], chunk=48)
-    parts = Parts(tmp_path / "parts", {})
+    parts = ResultCache(tmp_path / "parts", {})
     options = {"run": None, "mirror": None, "parts": parts, "progress": False}
     found = run_sweep(built("mamba"), tokenizer, config, **options)
     assert "loses its state" in found["texts"]["error"] and "\n" not in found["texts"]["error"]

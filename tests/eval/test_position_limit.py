@@ -27,9 +27,8 @@ from transformers import (
 
 from fla_train.cli.eval import _show
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
-from fla_train.eval.page import page
-from fla_train.eval.positions import position_limit
-from fla_train.eval.report import write_comparison
+from fla_train.eval.likelihood import position_limit
+from fla_train.eval.report import page, write_comparison
 from fla_train.eval.run import evaluate
 
 LIMIT = 32

@@ -13,11 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fla_train.eval.compare import comparison, flat_metrics, mark
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
-from fla_train.eval.figures import _panel
-from fla_train.eval.page import page
+from fla_train.eval.figures import _panel, legend
 from fla_train.eval.paper import HEADS, paper_row
-from fla_train.eval.plots import legend
-from fla_train.eval.report import write_report
+from fla_train.eval.report import page, write_report
 from fla_train.eval.run import evaluate
 from fla_train.eval.tables import COUNTS, data_notes, latex, markdown, notes
 from fla_train.hub import CardInfo, export_model

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from fla_train.cli.app import compose
 from fla_train.cli.eval import register
 from fla_train.eval.compare import comparison
-from fla_train.eval.config import EvalConfig, SuiteConfig, suite_faults
+from fla_train.eval.config import EvalConfig, SuiteConfig, validation_errors
 from fla_train.eval.harness import FlaTrainLM, run_tasks
 from fla_train.eval.report import output_lock
 from fla_train.eval.run import evaluate
@@ -179,12 +179,14 @@ def test_the_command_takes_them() -> None:
     overrides += ["suite.gen_kwargs={max_gen_toks:4,temperature:0.5}", "suite.apply_chat_template=named"]
     suite = OmegaConf.to_object(compose("eval", overrides)).suite
     assert suite.gen_kwargs == {"max_gen_toks": 4, "temperature": 0.5} and suite.limit == 0.1
-    assert suite.apply_chat_template == "named" and suite.seed == 7 and not suite_faults(suite)
+    assert suite.apply_chat_template == "named" and suite.seed == 7 and not validation_errors(suite)
     suite = OmegaConf.to_object(compose("eval", ["suite=tasks", "suite.limit=20"])).suite
     assert suite.limit == 20 and isinstance(suite.limit, int) and suite.apply_chat_template is False
     for limit in (0, -1, 2.5):
-        assert any("suite.limit" in line for line in suite_faults(SuiteConfig("t", tasks=["a"], limit=limit)))
-    assert "suite.gen_kwargs" in suite_faults(SuiteConfig("t", tasks=["a"], gen_kwargs="many"))[0]
+        assert any(
+            "suite.limit" in line for line in validation_errors(SuiteConfig("t", tasks=["a"], limit=limit))
+        )
+    assert "suite.gen_kwargs" in validation_errors(SuiteConfig("t", tasks=["a"], gen_kwargs="many"))[0]
 
 
 def test_an_output_folder_belongs_to_one_evaluation(tasks, checkpoint, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from fla_train.bench.contenders import make_problem, operator
+from fla_train.bench.implementations import make_problem, operator
 from fla_train.bench.measure import errors, forward_backward
 from fla_train.bench.roofline import Shape
 from fla_train.kernels.delta_product import check_backend, gluon_reverse

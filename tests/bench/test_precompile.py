@@ -1,4 +1,4 @@
-"""Compiling ahead: as many processes as the device has memory for; what fails there ends nothing here."""
+"""Precompiling: as many processes as the device has memory for; what fails there ends nothing here."""
 
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -6,8 +6,8 @@ from concurrent.futures.process import BrokenProcessPool
 import pytest
 import torch
 
-from fla_train.bench import ahead
-from fla_train.bench.ahead import CONTEXT_BYTES, Compiled, Trial
+from fla_train.bench import precompile
+from fla_train.bench.precompile import CONTEXT_BYTES, Precompiler, Trial
 from fla_train.bench.roofline import Shape
 from fla_train.kernels.delta_product.launches import fallback
 
@@ -28,14 +28,14 @@ def test_every_trial_runs_once_and_failures_are_left(free, processes, monkeypatc
             raise RuntimeError("an illegal memory access was encountered")
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 * GIB))
-    monkeypatch.setattr(ahead, "PROCESSES", 12)
-    monkeypatch.setattr(ahead, "pool", pool)
-    monkeypatch.setattr(ahead, "_once", once)
+    monkeypatch.setattr(precompile, "PROCESSES", 12)
+    monkeypatch.setattr(precompile, "pool", pool)
+    monkeypatch.setattr(precompile, "_once", once)
     device = torch.device("cuda")
-    with Compiled(torch.bfloat16, device, needed=3 * GIB - CONTEXT_BYTES) as compiled:
-        compiled.ahead(["first", "broken"])
+    with Precompiler(torch.bfloat16, device, needed=3 * GIB - CONTEXT_BYTES) as precompiler:
+        precompiler.run(["first", "broken"])
         assert sorted(trial for trial, *_ in ran) == ["broken", "first"]
-        compiled.ahead(["last"])
+        precompiler.run(["last"])
     assert opened == [processes]
     assert ran[-1] == ("last", torch.bfloat16, device)
 
@@ -46,22 +46,22 @@ def test_a_pool_whose_process_died_is_done_without(monkeypatch):
             raise BrokenProcessPool
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 80 * GIB))
-    monkeypatch.setattr(ahead, "pool", Broken)
-    with Compiled(torch.bfloat16, torch.device("cuda"), needed=GIB) as compiled:
-        compiled.ahead(["first"])
-        compiled.ahead(["second"])
+    monkeypatch.setattr(precompile, "pool", Broken)
+    with Precompiler(torch.bfloat16, torch.device("cuda"), needed=GIB) as precompiler:
+        precompiler.run(["first"])
+        precompiler.run(["second"])
 
 
 def test_nothing_is_compiled_for_a_cpu(monkeypatch):
-    monkeypatch.setattr(ahead, "pool", lambda count: pytest.fail("no process is needed"))
-    with Compiled(torch.float32, torch.device("cpu"), needed=0) as compiled:
-        compiled.ahead([object()])
+    monkeypatch.setattr(precompile, "pool", lambda count: pytest.fail("no process is needed"))
+    with Precompiler(torch.float32, torch.device("cpu"), needed=0) as precompiler:
+        precompiler.run([object()])
 
 
 @pytest.mark.gpu
 def test_a_trial_leaves_its_kernels_on_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     trial = Trial(Shape(2, 128, 2, 64, 64, 1, gated=True), True, fallback(64))
-    with Compiled(torch.bfloat16, torch.device("cuda"), needed=GIB) as compiled:
-        compiled.ahead([trial])
+    with Precompiler(torch.bfloat16, torch.device("cuda"), needed=GIB) as precompiler:
+        precompiler.run([trial])
     assert len(list(tmp_path.rglob("*.cubin"))) >= 4  # prepare, state, adjoint, gradient

@@ -1,7 +1,7 @@
-"""The kernels that compute the operator: this project's backends, and those of other installed packages.
+"""Implementations of the operator to compare: this project's backends, and other installed packages.
 
-A contender takes the tensors of one `Problem` and returns o [B, T, H, V]. Peers get views of the same tensors
-in their own layout, so no copy of ours counts as their time (but for beta, which is small).
+An implementation takes the tensors of one `Problem` and returns o [B, T, H, V]. Peers get views of the same
+tensors in their own layout, so no copy of ours counts as their time (but for beta, which is small).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from fla_train.bench.roofline import Shape
 from fla_train.kernels.delta_product import delta_product
 from fla_train.kernels.delta_product.contract import compute_dtype
 
-Task = TypeVar("Task")  # what a contender is run on: a Problem, or a case of the operator's neighbours
+Task = TypeVar("Task")  # what an implementation is run on: a Problem, or a case of a fused op
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,9 @@ class Problem:
     beta: Tensor  # [B, T, N, H]
     g: Tensor | None  # [B, T, H]
     do: Tensor  # [B, T, H, V]
-    norm: bool  # whether the contender divides q and k by their norms; else they are unit vectors already
+    norm: (
+        bool  # whether the implementation divides q and k by their norms; else they are unit vectors already
+    )
 
     @property
     def leaves(self) -> dict[str, Tensor]:
@@ -76,7 +78,7 @@ def make_problem(
 
 
 @dataclass(frozen=True)
-class Contender(Generic[Task]):
+class Implementation(Generic[Task]):
     """A kernel under its name. `limit` says why a problem is beyond it, None where it can be run."""
 
     name: str
@@ -92,7 +94,7 @@ def operator(problem: Problem, backend: str = "triton", recompute: bool | int = 
     return delta_product(p.q, p.k, p.v, p.beta, p.g, **options)[0]
 
 
-def ours(backends: Sequence[str], recompute: Sequence[bool | int] = ()) -> list[Contender]:
+def ours(backends: Sequence[str], recompute: Sequence[bool | int] = ()) -> list[Implementation]:
     """The project's backends, each also with these values of `recompute`."""
     ways = [("", False)]
     ways += [
@@ -100,22 +102,22 @@ def ours(backends: Sequence[str], recompute: Sequence[bool | int] = ()) -> list[
         for value in recompute
     ]
     return [
-        Contender(f"fla_train {backend}{way}", partial(operator, backend=backend, recompute=value))
+        Implementation(f"fla_train {backend}{way}", partial(operator, backend=backend, recompute=value))
         for backend in backends
         for way, value in ways
     ]
 
 
-def peers(device: torch.device) -> tuple[list[Contender], list[str]]:
+def peers(device: torch.device) -> tuple[list[Implementation], list[str]]:
     """The peers that can run on `device`, and one line for each that cannot with the reason."""
     if device.type == "cpu":
-        return [Contender("transformers torch_chunk_gated_delta_rule", _transformers, _one_substep)], []
+        return [Implementation("transformers torch_chunk_gated_delta_rule", _transformers, _one_substep)], []
     found, missing = [], []
-    for package, contenders in (("fla", _fla_contenders), ("flash_qla", _qla_contenders)):
+    for package, implementations in (("fla", _fla_implementations), ("flash_qla", _qla_implementations)):
         if find_spec(package) is None:
             missing.append(f"{package} is not installed")
         else:
-            found += contenders()
+            found += implementations()
     return found, missing
 
 
@@ -143,7 +145,7 @@ def _transformers(problem: Problem) -> Tensor:
     return o
 
 
-def _fla_contenders() -> list[Contender]:
+def _fla_implementations() -> list[Implementation]:
     """flash-linear-attention. With FlashQLA installed its gated delta rule hands over to that package."""
 
     def delta_rule(p: Problem) -> Tensor:
@@ -172,13 +174,13 @@ def _fla_contenders() -> list[Contender]:
 
     by = " (may run FlashQLA)" if find_spec("flash_qla") else ""
     return [
-        Contender("fla chunk_delta_rule", delta_rule, gate(False)),
-        Contender(f"fla chunk_gated_delta_rule{by}", gated_delta_rule, gate(True)),
-        Contender(f"fla chunk_gated_delta_product{by}", product, several),
+        Implementation("fla chunk_delta_rule", delta_rule, gate(False)),
+        Implementation(f"fla chunk_gated_delta_rule{by}", gated_delta_rule, gate(True)),
+        Implementation(f"fla chunk_gated_delta_product{by}", product, several),
     ]
 
 
-def _qla_contenders() -> list[Contender]:
+def _qla_implementations() -> list[Implementation]:
     """FlashQLA has a gate always, one sub-step, and no norm; more sub-steps run as a longer sequence whose
     queries are zero but for the last of each token."""
 
@@ -197,4 +199,4 @@ def _qla_contenders() -> list[Contender]:
             return "has no norm inside: compare with --no-norm"
         return None if p.shape.gated else "needs a gate"
 
-    return [Contender("FlashQLA chunk_gated_delta_rule", run, limit)]
+    return [Implementation("FlashQLA chunk_gated_delta_rule", run, limit)]

@@ -1,20 +1,14 @@
-"""Tokens per second on 1, 2, 4 .. GPUs beside plain PyTorch, and a run resumed on other numbers of them.
+"""`fla-bench scaling`: `fla-train` on 1, 2, 4 .. GPUs, beside plain DistributedDataParallel.
 
-    python scripts/time_scaling.py runs/scaling data=fineweb
-    python scripts/time_scaling.py runs/scaling --gpus 1 2 4 --models 340m data=local data.path=/data/web
-    python scripts/time_scaling.py runs/saving --gpus 2 --models 340m --only 'saving|weak-2|ddp' data=fineweb
-
-Everything after the options goes to every `fla-train`. One run after another has the machine to itself. Weak
-scaling keeps the micro-batch per GPU, strong scaling the tokens per step; "overlap" reduces gradients beside
-the backward pass's kernels instead of in turn with them. These runs are killed after their steps, but the
-weak one on the most GPUs goes on to its checkpoint. The same model and micro-batch train there by PyTorch's
-DistributedDataParallel too, with communication and without. "saving" is one run without and one with a
-checkpoint every 25 steps, of which the time that saves stopped training counts. A small model trained on the
-most GPUs, then on half of them, then on the most again must follow the loss curve of one GPU. Tables go to
-stdout and, with the records, to FOLDER/scaling.json.
+One run after another has the machine to itself. Weak scaling keeps the micro-batch per GPU, strong scaling
+the tokens per step; "overlap" reduces gradients during the backward pass instead of after it. These runs are
+killed after their steps, but the weak one on the most GPUs runs on to its checkpoint. The same model and
+micro-batch train there by PyTorch's DistributedDataParallel too, with communication and without. "saving" is
+one run without and one with a checkpoint every 25 steps, of which the time that saves stopped training
+counts. A small model trained on the most GPUs, then on half of them, then on the most again must follow the
+loss curve of one.
 """
 
-import argparse
 import json
 import os
 import re
@@ -64,84 +58,68 @@ class Run:
     failure: str = ""
 
 
+def overrides_of(model: str, tokens: int) -> list[str]:
+    """Settings of `fla-train` for steps of `tokens`, without evaluation and statistics."""
+    text = f"""
+        model=gated_delta_product/{model} trainer.seq_len={SEQ_LEN} trainer.eval_tokens={SEQ_LEN}
+        trainer.micro_batch_size={MICRO_BATCH[model]} trainer.global_batch_tokens={tokens}
+        trainer.activation_checkpointing={str(model == "1.3b").lower()}
+        trainer.eval_every=0 trainer.stats_every=0 trainer.check_backend=false
+    """
+    return text.split()
+
+
 def speed_runs(models: list[str], counts: list[int], steps: int) -> Iterator[Run]:
     """Weak scaling, the same with overlap, and strong scaling at the tokens of the most GPUs."""
     last = steps - 3  # a step's speed is read during the next one, and `steps - 1` may be profiled
+    long = ["trainer.checkpoint_every=0", f"trainer.max_steps={10 * steps}"]
+    short = ["trainer.checkpoint_every=0", f"trainer.max_steps={steps}"]
     for model in models:
         tokens = MICRO_BATCH[model] * SEQ_LEN
-        common = [
-            f"model=gated_delta_product/{model}",
-            f"trainer.seq_len={SEQ_LEN}",
-            f"trainer.micro_batch_size={MICRO_BATCH[model]}",
-            f"trainer.activation_checkpointing={str(model == '1.3b').lower()}",
-            "trainer.eval_every=0",
-            f"trainer.eval_tokens={SEQ_LEN}",
-            "trainer.checkpoint_every=0",
-            "trainer.stats_every=0",
-            "trainer.check_backend=false",
-        ]
         for count in counts:
             most = count == max(counts)
-            weak = [*common, f"trainer.global_batch_tokens={tokens * count}"]
-            ends = [*weak, f"trainer.max_steps={steps}", f"trainer.profile_steps=[{steps - 1}]"]
-            goes_on = [*weak, f"trainer.max_steps={10 * steps}", f"trainer.profile_steps=[{steps}]"]
+            weak = overrides_of(model, tokens * count)
+            ends = [*weak, *short, f"trainer.profile_steps=[{steps - 1}]"]
+            runs_on = [*weak, *long, f"trainer.profile_steps=[{steps}]"]
             name = f"{model}-weak-{count}"
             if most:
                 yield Run(name, count, ends, model, "weak", last=last)
             else:
-                yield Run(name, count, goes_on, model, "weak", steps, last)
+                yield Run(name, count, runs_on, model, "weak", steps, last)
             if most and count > 1:
-                overlap = [*goes_on, "launch.overlap_communication=true"]
+                overlap = [*runs_on, "launch.overlap_communication=true"]
                 yield Run(f"{model}-overlap-{count}", count, overlap, model, "overlap", steps, last)
             elif model == models[0] and not most:
-                strong = [*common, f"trainer.global_batch_tokens={tokens * max(counts)}"]
-                strong.append(f"trainer.max_steps={10 * steps}")
+                strong = [*overrides_of(model, tokens * max(counts)), *long]
                 yield Run(f"{model}-strong-{count}", count, strong, model, "strong", steps, last)
 
 
 def saving_runs(model: str, gpus: int) -> Iterator[Run]:
     """The same run without and with checkpoints."""
-    common = [
-        f"model=gated_delta_product/{model}",
-        f"trainer.seq_len={SEQ_LEN}",
-        f"trainer.micro_batch_size={MICRO_BATCH[model]}",
-        f"trainer.global_batch_tokens={MICRO_BATCH[model] * SEQ_LEN * gpus}",
-        f"trainer.activation_checkpointing={str(model == '1.3b').lower()}",
-        f"trainer.max_steps={2 * SAVING.stop}",
-        "trainer.log_every=1",
-        "trainer.eval_every=0",
-        "trainer.stats_every=0",
-        "trainer.check_backend=false",
-        "trainer.keep_checkpoints=1",
-    ]
+    common = overrides_of(model, MICRO_BATCH[model] * SEQ_LEN * gpus)
+    common += [f"trainer.max_steps={2 * SAVING.stop}", "trainer.log_every=1", "trainer.keep_checkpoints=1"]
     for name, every in (("without", 0), ("with", SAVE_EVERY)):
         overrides = [*common, f"trainer.checkpoint_every={every}"]
         yield Run(f"{model}-saving-{name}", gpus, overrides, model, f"saving: {name}", SAVING.stop + 2)
 
 
 def elastic_runs(most: int) -> list[Run]:
-    """One GPU throughout, then one run on the most GPUs, on half of them, and on the most again; in fp32."""
-    common = [
-        "model=gated_delta_product/340m",  # made small, with the vocabulary of the others
-        "model.hidden_size=128",
-        "model.num_heads=2",
-        "model.num_hidden_layers=2",
-        "model.intermediate_size=256",
-        "schedule=constant",
-        "schedule.warmup_steps=5",
-        "trainer.precision=fp32",
-        "trainer.seq_len=256",
-        "trainer.micro_batch_size=2",
-        f"trainer.global_batch_tokens={256 * 2 * most}",
-        "trainer.eval_tokens=4096",
-        "trainer.check_backend=false",
-    ]
+    """One GPU throughout, then one run on the most GPUs, on half of them, and on the most again; in fp32.
+
+    The model is a small one with the vocabulary of the others.
+    """
+    common = f"""
+        model=gated_delta_product/340m model.hidden_size=128 model.num_heads=2 model.num_hidden_layers=2
+        model.intermediate_size=256 schedule=constant schedule.warmup_steps=5 trainer.precision=fp32
+        trainer.seq_len=256 trainer.micro_batch_size=2 trainer.global_batch_tokens={256 * 2 * most}
+        trainer.eval_tokens=4096 trainer.check_backend=false
+    """.split()
     parts = [("elastic-1", 1, 30), ("elastic", most, 10), ("elastic", most // 2, 20), ("elastic", most, 30)]
     return [Run(name, gpus, [*common, f"trainer.max_steps={until}"]) for name, gpus, until in parts]
 
 
-def start(run: Run, folder: Path, further: list[str]) -> subprocess.Popen:
-    command = ["fla-train", *further, *run.overrides, f"run.dir={folder / run.name}", "logger=none"]
+def start(run: Run, folder: Path, overrides: list[str]) -> subprocess.Popen:
+    command = ["fla-train", *overrides, *run.overrides, f"run.dir={folder / run.name}", "logger=none"]
     command += [f"launch.num_processes={run.gpus}"]
     with open(folder / f"{run.name}.log", "a") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
@@ -152,10 +130,10 @@ def records(folder: Path) -> list[dict]:
     return [record for record in read_metrics(folder / "metrics.jsonl") if "loss" in record]
 
 
-def carry_out(run: Run, folder: Path, further: list[str], limit: float) -> None:
+def carry_out(run: Run, folder: Path, overrides: list[str], limit: float) -> None:
     """Start it, wait until it has done what it is for, and read what it measured."""
     began = time.monotonic()
-    process = start(run, folder, further)
+    process = start(run, folder, overrides)
     while process.poll() is None:
         late = time.monotonic() > began + limit
         done = run.kill_after and len(records(folder / run.name)) > run.kill_after
@@ -297,42 +275,55 @@ def difference(folder: Path) -> float:
     return max(abs(moved[step] / loss - 1) for step, loss in alone.items())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="new folder for runs, logs and scaling.json")
-    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--models", nargs="+", choices=MICRO_BATCH, default=["340m", "1.3b"])
-    parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--only", default="", help="regular expression: which runs, by name")
-    parser.add_argument("--limit", type=float, default=300, help="seconds for one run")
-    options, further = parser.parse_known_args()
-    options.folder.mkdir(parents=True)
-    most = max(options.gpus)
-    runs = list(speed_runs(options.models, options.gpus, options.steps))
+def bench_scaling(
+    folder: Path,
+    overrides: list[str],
+    *,
+    gpus: list[int],
+    models: list[str],
+    steps: int,
+    only: str,
+    limit: float,
+) -> None:
+    """Carry out the runs, print tables, and write them with the records to `folder`/scaling.json.
+
+    Args:
+        folder: new; runs and logs go there.
+        overrides: of every `fla-train`, such as data=fineweb.
+        gpus: numbers of GPUs.
+        models: keys of `MICRO_BATCH`.
+        steps: of a run whose speed is measured.
+        only: regular expression that the names of runs must match.
+        limit: seconds for one run.
+
+    Raises:
+        ValueError: the folder exists.
+    """
+    if folder.exists():
+        raise ValueError(f"--folder {folder} exists: give a new one")
+    folder.mkdir(parents=True)
+    most = max(gpus)
+    runs = list(speed_runs(models, gpus, steps))
     if most > 1:
-        runs += saving_runs(options.models[0], most)
-    runs = [run for run in runs if re.search(options.only, run.name)]
+        runs += saving_runs(models[0], most)
+    runs = [run for run in runs if re.search(only, run.name)]
     for run in list(runs):
-        carry_out(run, options.folder, further, options.limit)
-        if run.kind == "weak" and run.gpus == most > 1 and re.search(options.only, f"{run.model}-ddp-{most}"):
-            runs += ddp_runs(run, options.folder, options.steps)
+        carry_out(run, folder, overrides, limit)
+        if run.kind == "weak" and run.gpus == most > 1 and re.search(only, f"{run.model}-ddp-{most}"):
+            runs += ddp_runs(run, folder, steps)
     report = {"runs": [asdict(run) for run in runs]}
-    write(report, options.folder)
+    write(report, folder)
     print("\n" + table(runs) + "\n\n" + parts_table(runs), flush=True)
     for run in runs:
         if run.write_s:
             print(f"{run.name}: its checkpoint stopped training for {run.stall_s} s of {run.write_s} s")
-    if most > 1 and re.search(options.only, "elastic"):
+    if most > 1 and re.search(only, "elastic"):
         for run in elastic_runs(most):
-            carry_out(run, options.folder, further, options.limit)
-        off = difference(options.folder)
+            carry_out(run, folder, overrides, limit)
+        off = difference(folder)
         print(f"resumed on other numbers of GPUs: losses within {off:.1e} of one GPU's")
-        write(report | {"elastic_loss_difference": off}, options.folder)
+        write(report | {"elastic_loss_difference": off}, folder)
 
 
 def write(report: dict, folder: Path) -> None:
     (folder / "scaling.json").write_text(json.dumps(report, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""`fla-bench neighbours`: the functions around the operator, beside their definitions and peers."""
+"""`fla-bench fused_ops`: time the fused ops beside their PyTorch definitions and peers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fla_train.bench.case import Case
-from fla_train.bench.contenders import Contender
-from fla_train.bench.contest import Entry, contest, worst
+from fla_train.bench.compare import Entry, compare, worst
+from fla_train.bench.fused_op_cases import Case
+from fla_train.bench.implementations import Implementation
 from fla_train.bench.measure import forward_backward
 from fla_train.bench.roofline import Ceilings
 from fla_train.kernels.delta_product.check import relative_rms
@@ -59,22 +59,24 @@ def _cells(milliseconds: float, traffic: int, floor: float) -> str:
     return f"{milliseconds:.4g} | {traffic / 1e9:.3g} | {floor:.3g} | {100 * floor / milliseconds:.1f}"
 
 
-def ours(device: torch.device) -> list[Contender[Case]]:
+def ours(device: torch.device) -> list[Implementation[Case]]:
     """The Triton kernels where they run, and the definitions in PyTorch."""
     backends = ["triton", "torch"] if device.type == "cuda" else ["torch"]
-    return [Contender(f"fla_train {backend}", partial(Case.run, backend=backend)) for backend in backends]
+    return [
+        Implementation(f"fla_train {backend}", partial(Case.run, backend=backend)) for backend in backends
+    ]
 
 
 def bench_case(
     case: Case,
-    contenders: Sequence[Contender[Case]],
+    implementations: Sequence[Implementation[Case]],
     dtype: torch.dtype,
     device: torch.device,
     ceilings: Ceilings,
     *,
     rounds: int,
 ) -> Iterator[Row]:
-    """Measure the contenders on `case`; one that fails or is wrong gets no time.
+    """Measure the implementations on `case`; one that fails or is wrong gets no time.
 
     Args:
         dtype: of the activations, which says what error is rounding.
@@ -83,8 +85,8 @@ def bench_case(
     expected = forward_backward(partial(Case.run, backend="torch"), case.exact())
     forward_floor, both_floor = case.bounds(ceilings)
     traffic = case.forward_bytes, case.forward_bytes + case.backward_bytes
-    entries = [_entry(contender, case, expected) for contender in contenders]
-    for found in contest(entries, dtype, device, rounds=rounds, graphs=case.graph):
+    entries = [_entry(implementation, case, expected) for implementation in implementations]
+    for found in compare(entries, dtype, device, rounds=rounds, graphs=case.graph):
         outputs = {name: error for name, error in found.errors.items() if name in case.output_gradients}
         gradients = {name: error for name, error in found.errors.items() if name not in outputs}
         yield Row(
@@ -94,8 +96,8 @@ def bench_case(
         )
 
 
-def _entry(contender: Contender[Case], case: Case, expected: dict[str, Tensor]) -> Entry:
-    own = {name: case.leaves[name].detach().clone().requires_grad_() for name in contender.overwrites}
+def _entry(implementation: Implementation[Case], case: Case, expected: dict[str, Tensor]) -> Entry:
+    own = {name: case.leaves[name].detach().clone().requires_grad_() for name in implementation.overwrites}
     untouched, written = case.detached(), replace(case, leaves=case.leaves | own)
 
     def restore() -> None:
@@ -105,15 +107,15 @@ def _entry(contender: Contender[Case], case: Case, expected: dict[str, Tensor]) 
 
     def forward() -> None:
         with torch.no_grad():
-            contender.run(untouched)
+            implementation.run(untouched)
 
     def both() -> dict[str, Tensor]:
         restore()
-        return forward_backward(contender.run, written)
+        return forward_backward(implementation.run, written)
 
     def errors() -> dict[str, float]:
         found = both()
         return {name: relative_rms(found[name], x) for name, x in expected.items()}
 
-    limit, aside = contender.limit(case), restore if own else None
-    return Entry(contender.name, forward, both, errors, limit, aside)
+    limit, aside = implementation.limit(case), restore if own else None
+    return Entry(implementation.name, forward, both, errors, limit, aside)

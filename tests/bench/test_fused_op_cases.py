@@ -1,4 +1,4 @@
-"""`fla-bench neighbours`: what a case moves, what a row holds, peers by their signatures, and the command."""
+"""`fla-bench fused_ops`: what a case moves, what a row holds, peers by their signatures, and the command."""
 
 import json
 import os
@@ -12,11 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fla_train.bench import liger
-from fla_train.bench.case import Case, using
-from fla_train.bench.contenders import Contender
-from fla_train.bench.contest import Entry, contest
-from fla_train.bench.neighbour_cases import FUNCTIONS, Sizes, make_cases
-from fla_train.bench.neighbours import HEADER, bench_case, ours
+from fla_train.bench.compare import Entry, compare
+from fla_train.bench.fused_op_cases import FUNCTIONS, Case, Sizes, make_cases, using
+from fla_train.bench.fused_ops import HEADER, bench_case, ours
+from fla_train.bench.implementations import Implementation
 from fla_train.bench.roofline import Ceilings
 from fla_train.cli import bench
 from fla_train.kernels.fused_ops.backend import BACKEND_VARIABLE
@@ -33,8 +32,8 @@ def cases(*functions: str, dtype: torch.dtype = torch.float32) -> list[Case]:
     return list(make_cases(functions or list(FUNCTIONS), SIZES, dtype, CPU))
 
 
-def rows_of(case: Case, *contenders: Contender, dtype: torch.dtype = torch.float32):
-    return list(bench_case(case, contenders, dtype, CPU, CEILINGS, rounds=1))
+def rows_of(case: Case, *implementations: Implementation, dtype: torch.dtype = torch.float32):
+    return list(bench_case(case, implementations, dtype, CPU, CEILINGS, rounds=1))
 
 
 @pytest.mark.parametrize(
@@ -83,13 +82,13 @@ def test_a_row_holds_what_was_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times, memory and errors from known ones; the rest from the case."""
     (case,) = cases("swiglu")
     times = iter([{"off": 2.0}, {"off": 8.0}, {}])
-    monkeypatch.setattr("fla_train.bench.contest.median_times", lambda *_: next(times))
-    monkeypatch.setattr("fla_train.bench.contest.peak_memory", lambda *_: 3 * 2**20)
+    monkeypatch.setattr("fla_train.bench.compare.median_times", lambda *_: next(times))
+    monkeypatch.setattr("fla_train.bench.compare.peak_memory", lambda *_: 3 * 2**20)
 
     def off(case: Case) -> tuple[Tensor]:
         return (case.run("torch")[0] * (1 + 1e-4),)
 
-    (row,) = rows_of(case, Contender("off", off))
+    (row,) = rows_of(case, Implementation("off", off))
     assert row.output_errors["y"] == pytest.approx(1e-4, rel=1e-2)
     forward = 4 * (2 * ROWS * 40 + 32 * 40 + ROWS * 32)  # gate, up, weight; y
     backward = 4 * (4 * ROWS * 40 + 2 * 32 * 40 + ROWS * 32)  # gate, up, weight, dy; dgate, dup, dweight
@@ -112,7 +111,7 @@ def test_a_wrong_kernel_gets_no_speed(change: str) -> None:
             return (y + 0.01 * (y - y.detach()),)
         return (y * (1.01 if change == "output" else float("nan")),)
 
-    bad, good = rows_of(case, Contender("bad", wrong), *ours(CPU))
+    bad, good = rows_of(case, Implementation("bad", wrong), *ours(CPU))
     assert bad.refused.startswith("wrong by")
     assert bad.forward_ms is bad.both_ms is bad.memory_bytes is None
     assert "no speed: wrong by" in bad.markdown()
@@ -122,14 +121,14 @@ def test_a_wrong_kernel_gets_no_speed(change: str) -> None:
 
 def test_what_is_done_besides_the_kernel_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "fla_train.bench.contest.median_times", lambda runs, *_: {name: run() for name, run in runs.items()}
+        "fla_train.bench.compare.median_times", lambda runs, *_: {name: run() for name, run in runs.items()}
     )
-    monkeypatch.setattr("fla_train.bench.contest.peak_memory", lambda *_: 0)
+    monkeypatch.setattr("fla_train.bench.compare.peak_memory", lambda *_: 0)
     entries = [
         Entry("alone", lambda: 1.0, lambda: 5.0, dict),
         Entry("restored", lambda: 1.0, lambda: 5.0, dict, aside=lambda: 2.0),
     ]
-    found = contest(entries, torch.float32, CPU, rounds=1)
+    found = compare(entries, torch.float32, CPU, rounds=1)
     assert [(x.name, x.both_ms) for x in found] == [("alone", 5.0), ("restored", 3.0)]
 
 
@@ -191,9 +190,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_peers_are_called_by_their_signatures(stand_in) -> None:
-    for case in cases(*liger.CONTENDERS, dtype=torch.bfloat16):
+    for case in cases(*liger.IMPLEMENTATIONS, dtype=torch.bfloat16):
         before = {name: x.detach().clone() for name, x in case.leaves.items()}
-        found = rows_of(case, *liger.CONTENDERS[case.function], *ours(CPU), dtype=torch.bfloat16)
+        found = rows_of(case, *liger.IMPLEMENTATIONS[case.function], *ours(CPU), dtype=torch.bfloat16)
         (peer,) = [row for row in found if row.kernel.startswith("Liger")]
         if "float32 stream" in case.name:
             assert peer.refused == "has one dtype for the stream and the norm"
@@ -202,23 +201,24 @@ def test_peers_are_called_by_their_signatures(stand_in) -> None:
         assert all(torch.equal(x, before[name]) for name, x in case.leaves.items())
 
 
-def test_a_missing_peer_is_one_line(capsys, monkeypatch) -> None:
+def test_a_missing_peer_is_one_line_and_the_old_name_is_taken(capsys, monkeypatch) -> None:
     monkeypatch.setattr(liger, "find_spec", lambda name: None)
     bench.run(["neighbours", *SMALL, "--functions", "norm", "swiglu", "--peers"])
     out, err = capsys.readouterr()
     assert [line for line in err.splitlines() if "peer" in line] == ["no peer: liger_kernel is not installed"]
+    assert "fla-bench fused_ops" in err
     assert "Liger" not in out and out.count("| fla_train torch |") == 2
 
 
 def test_peers_need_a_gpu(stand_in) -> None:
     assert liger.liger(CPU) == ({}, ["liger_kernel needs a GPU"])
-    assert liger.liger(torch.device("cuda")) == (liger.CONTENDERS, [])
+    assert liger.liger(torch.device("cuda")) == (liger.IMPLEMENTATIONS, [])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has two backends and bf16")
 def test_the_command(tmp_path, capsys) -> None:
-    file = tmp_path / "neighbours.json"
-    bench.run(["neighbours", *SMALL, "--substeps", "2", "--json", str(file)])
+    file = tmp_path / "fused_ops.json"
+    bench.run(["fused_ops", *SMALL, "--substeps", "2", "--json", str(file)])
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     content = json.loads(file.read_text())
     assert content["ceilings"]["bandwidth"] == 1e11 and content["settings"]["hidden"] == 32
@@ -243,4 +243,4 @@ def test_the_command(tmp_path, capsys) -> None:
 )
 def test_what_cannot_be_measured_is_refused(options: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        bench.run(["neighbours", *SMALL, *options])
+        bench.run(["fused_ops", *SMALL, *options])

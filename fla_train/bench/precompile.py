@@ -1,6 +1,6 @@
-"""Compiling ahead: what other processes ran once lies compiled in Triton's cache on disk.
+"""Precompile Triton kernels in parallel processes, which fill Triton's cache on disk.
 
-One process compiles one kernel at a time, seconds each; nothing but a run makes Triton compile.
+One process compiles one kernel at a time, for seconds each, and Triton compiles a kernel only when it runs.
 """
 
 import os
@@ -15,7 +15,7 @@ from types import TracebackType
 
 import torch
 
-from fla_train.bench.contenders import make_problem, operator
+from fla_train.bench.implementations import make_problem, operator
 from fla_train.bench.measure import forward_backward
 from fla_train.bench.roofline import Shape
 from fla_train.kernels.delta_product.launches import Launches, forced
@@ -43,8 +43,8 @@ class Trial:
     piece: int | None = None  # chunks of its pieces (`triton_split.cutting`)
 
 
-class Compiled:
-    """Runs trials in other processes, so that this one finds their kernels compiled.
+class Precompiler:
+    """Runs trials in other processes, so that this process finds their kernels in Triton's cache.
 
     A trial that fails there, or ends its process, is left to fail here. On a CPU nothing is done: the
     interpreter compiles nothing.
@@ -60,16 +60,16 @@ class Compiled:
             free, _ = torch.cuda.mem_get_info(device)
             self._pool = pool(max(1, min(PROCESSES, free // (needed + CONTEXT_BYTES))))
 
-    def __enter__(self) -> "Compiled":
+    def __enter__(self) -> "Precompiler":
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def ahead(self, trials: Sequence[Trial]) -> None:
+    def run(self, trials: Sequence[Trial]) -> None:
         """Return once every trial has run, or none can any more."""
         if self._pool is not None:
             with suppress(BrokenProcessPool):  # a process died, and with it the pool: all is compiled here

@@ -1,4 +1,4 @@
-"""Kernels side by side on one problem: each is judged, and only those that are right are timed."""
+"""Compare kernels on one problem: check each one's numbers, then time those that are right."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +32,7 @@ class Finding:
     memory_bytes: int | None = None  # peak of forward and backward beyond the inputs
 
 
-def contest(
+def compare(
     entries: Sequence[Entry], dtype: torch.dtype, device: torch.device, *, rounds: int, graphs: bool = False
 ) -> Iterator[Finding]:
     """Measure the entries; one that fails or is wrong gets no time.
@@ -57,8 +57,8 @@ def contest(
             line = " ".join(str(failure).split())[:160]
             yield Finding(name, refused=f"{type(failure).__name__}: {line}")
             continue
-        if (fault := fault_of(found[name], dtype)) is not None:
-            yield Finding(name, found[name], fault)
+        if (error := validation_error(found[name], dtype)) is not None:
+            yield Finding(name, found[name], error)
             continue
         sound.append(timed)
     forward = median_times({entry.name: entry.forward for entry in sound}, device, rounds)
@@ -71,7 +71,7 @@ def contest(
         yield Finding(name, found[name], None, forward[name], both[name], memory[name])
 
 
-def fault_of(found: dict[str, float], dtype: torch.dtype) -> str | None:
+def validation_error(found: dict[str, float], dtype: torch.dtype) -> str | None:
     """Which errors are out of bounds, NaN included; None if the kernel is right."""
     wrong = [
         f"{name} {error:.1e} > {tolerance(name, dtype):.0e}"

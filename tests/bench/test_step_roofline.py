@@ -1,11 +1,10 @@
-"""Floors of a training step: bytes against the tensors that pass a model's modules, times by hand."""
+"""Roofline of a training step: bytes against the tensors that pass a model's modules, times by hand."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fla_train.bench.floors import elementwise_bytes, step_floors
-from fla_train.bench.roofline import Ceilings
+from fla_train.bench.roofline import Ceilings, elementwise_bytes, step_roofline
 from fla_train.cli.app import compose
 from fla_train.models import DeltaProductForCausalLM, build_config, layers
 from fla_train.models.layers import RMSNorm, ShortConvolution
@@ -56,7 +55,7 @@ def test_bytes_are_those_of_the_tensors_that_pass(options: dict, monkeypatch: py
     assert sum(moved) == tokens * elementwise_bytes(config, e)
 
 
-def test_floors_are_bytes_and_flops_over_the_ceilings():
+def test_roofline_is_bytes_and_flops_over_the_ceilings():
     register()
     overrides = ["model=gated_delta_product/tiny", "model.num_hidden_layers=1", "trainer.precision=bf16"]
     overrides += [
@@ -64,29 +63,29 @@ def test_floors_are_bytes_and_flops_over_the_ceilings():
     ]
     config = to_config(compose("train", overrides))
     model, slow = build_config(config.model), Ceilings(1e6, 1e6, "given")
-    floors = step_floors(config, 256, 1000, slow)
+    bounds = step_roofline(config, 256, 1000, slow)
     weights = DeltaProductForCausalLM(model).num_parameters() - (
         0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
     )
-    assert floors["matmuls"] == pytest.approx(1e3 * 6 * 256 * weights / 1e6)
-    assert floors["optimizer"] == pytest.approx(1e3 * 7 * 4 * 1000 / 1e6)
+    assert bounds["matmuls"] == pytest.approx(1e3 * 6 * 256 * weights / 1e6)
+    assert bounds["optimizer"] == pytest.approx(1e3 * 7 * 4 * 1000 / 1e6)
     casts = 4 * 2 * (4 + 2) * weights  # four micro-batches: weights one way, gradients the other
-    assert floors["elementwise"] == pytest.approx((256 * elementwise_bytes(model, 2) + casts) / 1e3)
-    half = step_floors(config, 128, 1000, slow)
+    assert bounds["elementwise"] == pytest.approx((256 * elementwise_bytes(model, 2) + casts) / 1e3)
+    half = step_roofline(config, 128, 1000, slow)
     assert [half[kind] * 2 for kind in ("operator", "matmuls")] == pytest.approx(
-        [floors[kind] for kind in ("operator", "matmuls")]
+        [bounds[kind] for kind in ("operator", "matmuls")]
     )
 
 
-def test_floors_of_one_of_several_ranks():
+def test_roofline_of_one_of_several_ranks():
     register()
     sizes = ["trainer.micro_batch_size=2", "trainer.seq_len=32", "trainer.global_batch_tokens=256"]
     config = to_config(compose("train", ["model=gated_delta_product/tiny", *sizes]))
     slow = Ceilings(1e6, 1e6, "given")
-    alone = step_floors(config, 128, 1000, slow)
-    one_of_two = step_floors(config, 256, 1000, slow, ranks=2, link=1e6)
+    alone = step_roofline(config, 128, 1000, slow)
+    one_of_two = step_roofline(config, 256, 1000, slow, ranks=2, link=1e6)
     # Two micro-batches of gradients and the weights once: half of 4,000 bytes each goes to the other rank.
     assert one_of_two.pop("communication") == pytest.approx(3 * 2000 / 1e3)
     assert one_of_two.pop("optimizer") == pytest.approx(alone.pop("optimizer") / 2)
     assert one_of_two == pytest.approx(alone)
-    assert "communication" not in step_floors(config, 256, 1000, slow, ranks=2)
+    assert "communication" not in step_roofline(config, 256, 1000, slow, ranks=2)

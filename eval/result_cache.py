@@ -1,4 +1,4 @@
-"""Finished parts of an evaluation on disk, so that an interrupted one goes on where it stopped."""
+"""Cache of finished results on disk: an evaluation that was interrupted resumes after the last one."""
 
 import json
 import os
@@ -9,12 +9,12 @@ from pathlib import Path
 from fla_train.eval.parallel import ALONE, Ranks
 
 
-class Parts:
-    """One JSON file per finished part, used again only for the same request.
+class ResultCache:
+    """One JSON file per finished set or task, used again only for the same request.
 
     Args:
-        folder: where the files are; made when the first part is done.
-        identity: what all parts have in common: the checkpoint, its weights, the dtype. Plain JSON.
+        folder: where the files are; made when the first result is written.
+        identity: what all results have in common: the checkpoint, its weights, the dtype. Plain JSON.
         ranks: that call together; rank 0 reads and writes the files.
     """
 
