@@ -13,7 +13,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from fla_train.data import DataConfig, PreparedData, prepare
+from fla_train.data.cache import PreparedData
+from fla_train.data.config import DataConfig
+from fla_train.data.prepare import prepare
 from fla_train.data.shards import check_sizes, documents_file, tokens_file
 from fla_train.data.sources import open_source
 from fla_train.data.tokenizers import encode

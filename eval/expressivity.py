@@ -13,19 +13,18 @@ import torch
 from omegaconf import OmegaConf
 from transformers import PreTrainedModel
 
-import fla_train.baselines
-import fla_train.models  # noqa: F401  both register their models with the Auto classes
+import fla_train.models  # noqa: F401  registers the models with the Auto classes
 from fla_train.eval.config import EvalConfig, ExpressivityConfig, suite_faults
 from fla_train.eval.expressivity_figures import draw_transitions
 from fla_train.eval.report import output_lock
 from fla_train.eval.transitions import Transitions, transitions
-from fla_train.hub.device import pick_device, pick_dtype
-from fla_train.hub.environment import describe_environment
 from fla_train.hub.load import load_weights, resolve_checkpoint, run_folder, training_record
 from fla_train.hub.paths import own_name
 from fla_train.tasks import GroupWords, Score, Task, TaskConfig, make_task, tasks_for_testing
 from fla_train.tasks.config import TEST_SEED
 from fla_train.tasks.plots import plot_accuracy
+from fla_train.utils.device import pick_device, pick_dtype
+from fla_train.utils.environment import describe_environment
 
 REFLECTION = 1.9  # beta from which a step counts as a reflection
 ROTATION = 0.1  # imaginary part from which a transition counts as a rotation

@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers.cache_utils import Cache
 
-from fla_train.kernels.neighbours import consume_logits
+from fla_train.kernels.fused_ops import consume_logits
 from fla_train.models import DeltaProductForCausalLM
 
 SHARE_FROM = 8  # tokens of a shared context from which a forward pass of its own pays

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fla_train.eval.documents import stacked
-from fla_train.models.mixer import DeltaProductMixer
+from fla_train.models.mixers.delta_product import DeltaProductMixer
 
 BINS = 20
 FIRST = 64  # the first position looked at

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fla_train.data.files import describe_files, find_files
-from fla_train.data.token_bytes import token_bytes
+from fla_train.data.tokenizers import token_bytes
 from fla_train.eval.config import PerplexityConfig, set_name
 from fla_train.eval.documents import (
     Spans,

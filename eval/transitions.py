@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fla_train.kernels.delta_product.contract import l2norm
-from fla_train.models.mixer import DeltaProductMixer
+from fla_train.models.mixers.delta_product import DeltaProductMixer
 
 
 @dataclass(frozen=True)

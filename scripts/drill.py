@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from fla_train.hub.environment import git_commit
+from fla_train.utils.environment import git_commit
 from fla_train.utils.records import read_metrics
 
 CHECKPOINT_EVERY = 4

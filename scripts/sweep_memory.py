@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from fla_train.data import TokenizerConfig
+from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import ids_needed, load_tokenizer
 from fla_train.hub import CardInfo, export_model
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM

@@ -27,7 +27,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from fla_train.cli.app import compose
-from fla_train.data import TokenizerConfig
+from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
 from fla_train.eval.harness import FlaTrainLM
 from fla_train.eval.mirror import hub_datasets

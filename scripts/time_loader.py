@@ -2,9 +2,9 @@
 
     python scripts/time_loader.py PREPARED_FOLDER --seq-len 2048 --micro-batch 8
 
-Through `MicroBatches`, as training does it, in shuffled order: plain sequences, and packed with the bounds of
-their documents. Tokens per CPU second tell what it takes where the machine is not free. The first sequences,
-each of which compares a new block with its checksum, are timed apart.
+Through `PrefetchLoader`, as training does it, in shuffled order: plain sequences, and packed with the bounds
+of their documents. Tokens per CPU second tell what it takes where the machine is not free. The first
+sequences, each of which compares a new block with its checksum, are timed apart.
 """
 
 import argparse
@@ -12,7 +12,8 @@ import time
 
 import numpy as np
 
-from fla_train.data import BatchPlan, DocumentSequences, MicroBatches, open_train
+from fla_train.data.open_dataset import open_train
+from fla_train.data.sampler import BatchSampler, PackedDataset, PrefetchLoader
 
 FIRST = 400  # sequences
 
@@ -30,9 +31,9 @@ def main() -> None:
         for index in range(FIRST):
             dataset.sequences(np.array([index]))
         print(f"{name}: {1e6 * (time.process_time() - used) / FIRST:.1f} CPU us a sequence")
-    plan = BatchPlan(options.micro_batch, options.micro_batch)
-    for name, sequences in (("plain", dataset), ("documents", DocumentSequences(dataset))):
-        with MicroBatches(sequences, plan) as batches:
+    plan = BatchSampler(options.micro_batch, options.micro_batch)
+    for name, sequences in (("plain", dataset), ("documents", PackedDataset(dataset))):
+        with PrefetchLoader(sequences, plan) as batches:
             for _ in range(len(dataset) // options.micro_batch):  # an epoch brings all into the page cache
                 next(batches)
             began, used, count = time.perf_counter(), time.process_time(), 0

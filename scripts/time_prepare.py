@@ -15,10 +15,11 @@ import tempfile
 import time
 from itertools import islice
 
-from fla_train.data import DataConfig, TokenizerConfig, prepare
+from fla_train.data.config import DataConfig, TokenizerConfig
+from fla_train.data.prepare import prepare
 from fla_train.data.sources import open_source
 from fla_train.data.tokenizers import load_tokenizer
-from fla_train.data.workers import available_cores
+from fla_train.utils.processes import available_cores
 
 RAW_BATCH = 512  # documents
 

@@ -15,7 +15,7 @@ from fla_train.cli import eval as eval_command
 from fla_train.cli.base import with_base
 from fla_train.cli.bench_options import build_parser
 from fla_train.cli.train import check_suite
-from fla_train.data import TokenizerConfig, data_faults
+from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
 from fla_train.eval.config import suite_faults
 from fla_train.hub import export_model
@@ -88,7 +88,7 @@ def check(words: list[str]) -> None:
         case ["fla-prepare", *overrides]:
             prepare.register()
             config = app.compose("prepare", with_base(overrides))
-            assert not data_faults(OmegaConf.to_object(config.data))
+            assert not OmegaConf.to_object(config.data).validation_errors()
         case ["fla-eval", "compare", *places]:
             assert len([place for place in places if "=" not in place]) > 1
         case ["fla-eval", *overrides]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from fla_train.bench.roofline import Ceilings
-from fla_train.kernels.neighbours.backend import BACKEND_VARIABLE
+from fla_train.kernels.fused_ops.backend import BACKEND_VARIABLE
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ and what checkpointing computes again.
 
 from fla_train.bench.roofline import Ceilings, Shape, training_bound
 from fla_train.models import build_config
-from fla_train.models.accounting import attention_layers, conv_channels, count_parameters
 from fla_train.models.configuration import DeltaProductConfig
+from fla_train.models.flops import attention_layers, conv_channels, count_parameters
 from fla_train.training.schema import TrainConfig
 
 ADAMW_BYTES = 28  # per fp32 parameter: it, its gradient and two moments read, it and the moments written
@@ -64,7 +64,7 @@ def elementwise_bytes(model: DeltaProductConfig, element_size: int) -> int:
     """Bytes that a token moves between matrix products, forward and backward, activations of `element_size`.
 
     Each input and output crosses the memory once in each pass, gradients once, with e and s the bytes of an
-    activation and of the residual stream (docs/neighbours.md):
+    activation and of the residual stream (docs/fused_ops.md):
 
         convolution            5 e     x, y; x, dy, dx
         RMSNorm with gate      8 e     x, gate, y; x, gate, dy, dx, dgate      without 5 e

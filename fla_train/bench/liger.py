@@ -14,7 +14,7 @@ from torch import Tensor
 from fla_train.bench.case import Case
 from fla_train.bench.contenders import Contender
 from fla_train.bench.neighbour_cases import EPS
-from fla_train.kernels.neighbours import IGNORE
+from fla_train.kernels.fused_ops import IGNORE
 
 NORM = (EPS, 0.0, "llama", False)  # eps, offset of the weight, where it casts, whether dy is overwritten
 

@@ -6,7 +6,7 @@ from importlib import import_module
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from fla_train.models import DeltaProductForCausalLM, build_config
-from fla_train.models.accounting import count_parameters, flops_per_token
+from fla_train.models.flops import count_parameters, flops_per_token
 from fla_train.training.schema import TrainConfig
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fla_train.bench.case import Case
-from fla_train.kernels.neighbours import (
+from fla_train.kernels.fused_ops import (
     add_rms_norm,
     recurrence_gates,
     rms_norm,
@@ -88,7 +88,7 @@ def make_cases(
 
 def _convolution(source: Source) -> Iterator[Case]:
     def run(x: Tensor, weight: Tensor, offsets: Tensor | None = None) -> tuple[Tensor]:
-        return (short_convolution(x, weight, offsets=offsets)[0],)
+        return (short_convolution(x, weight, position_in_document=offsets)[0],)
 
     for channels in (source.sizes.hidden, 2 * source.sizes.hidden):
         leaves = {"x": source.activations(channels), "weight": source.normal(channels, 1, TAPS)}

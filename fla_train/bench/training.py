@@ -19,7 +19,7 @@ from fla_train.bench.floors import step_floors
 from fla_train.bench.models import build, training_flops
 from fla_train.bench.ranks import on_ranks
 from fla_train.bench.roofline import Ceilings, link_bandwidth
-from fla_train.data import BatchPlan, MicroBatches, send
+from fla_train.data.sampler import BatchSampler, PrefetchLoader, send
 from fla_train.models import DeltaProductConfig
 from fla_train.training.engine import Outcome, build_engine, train_step
 from fla_train.training.guard import StepGuard
@@ -119,9 +119,9 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
     device, trainer, ranks = engine.device, config.trainer, dist.get_world_size()
     guard = StepGuard(device, max_grad_norm=config.optimizer.max_grad_norm)
     global_batch = accumulation_steps(config) * trainer.micro_batch_size * ranks
-    plan = BatchPlan(global_batch, trainer.micro_batch_size, dist.get_rank(), ranks)
+    plan = BatchSampler(global_batch, trainer.micro_batch_size, dist.get_rank(), ranks)
     tokens = plan.global_batch * trainer.seq_len
-    with MicroBatches(RandomTokens(config.model["vocab_size"], trainer.seq_len), plan) as sequences:
+    with PrefetchLoader(RandomTokens(config.model["vocab_size"], trainer.seq_len), plan) as sequences:
 
         def batch() -> list[tuple[Tensor, Tensor]]:
             """input_ids and labels of each micro-batch of a step; peers know of no more."""

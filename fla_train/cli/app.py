@@ -25,8 +25,8 @@ from fla_train.cli.config_files import ConfigFiles
 from fla_train.cli.help import completions, help_text, list_text
 from fla_train.cli.names import flag_error, option_error
 from fla_train.cli.overrides import addition_errors, one_line, override_errors
-from fla_train.data.faults import Interrupted
 from fla_train.hub.saved_config import escape
+from fla_train.utils.errors import Interrupted
 
 CONFIG_PATH = "pkg://fla_train.configs"
 INTERRUPTED = 130  # what a shell reports for a command ended by Ctrl-C

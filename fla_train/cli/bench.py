@@ -22,7 +22,7 @@ import torch
 
 from fla_train.cli.app import compose, fail
 from fla_train.cli.bench_options import DTYPES, build_parser
-from fla_train.hub.environment import describe_environment
+from fla_train.utils.environment import describe_environment
 
 
 def run(arguments: Sequence[str]) -> None:

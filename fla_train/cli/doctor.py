@@ -17,8 +17,8 @@ from dataclasses import replace
 import torch
 
 from fla_train.bench import ahead
-from fla_train.hub.environment import describe_environment
 from fla_train.kernels.delta_product.check import CASES, Case, CheckReport, check_backend
+from fla_train.utils.environment import describe_environment
 
 Combination = tuple[str, str, torch.dtype]  # backend, device, dtype of q, k and v
 

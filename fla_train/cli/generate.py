@@ -51,8 +51,9 @@ def task(config: DictConfig) -> int:
         raise ValueError("\n  ".join(found))
     import torch  # heavy, and not needed for --help or a faulty request
 
-    from fla_train.hub import load_model, pick_device, pick_dtype
+    from fla_train.hub import load_model
     from fla_train.hub.generate import stream
+    from fla_train.utils.device import pick_device, pick_dtype
 
     model, tokenizer = load_model(
         settings.checkpoint,

@@ -32,7 +32,8 @@ def register() -> None:
 def task(config: DictConfig) -> int:
     try:
         with leaving_at_once():
-            from fla_train.data import prepare, with_absolute_paths
+            from fla_train.data.config import with_absolute_paths
+            from fla_train.data.prepare import prepare
 
             if config.run.dir and not (Path(config.run.dir).expanduser() / "config.yaml").is_file():
                 raise ValueError(f"run.dir={config.run.dir} holds no run whose data could be prepared")

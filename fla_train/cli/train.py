@@ -13,7 +13,7 @@ from fla_train.cli.base import with_base
 
 def train(node: DictConfig) -> int:
     """Train one composed config; in a sweep (`-m`) each job has a run folder of its own."""
-    from fla_train.baselines import MODEL_KEYS, ignored_overrides
+    from fla_train.models.zoo.build import MODEL_KEYS, ignored_overrides
     from fla_train.training.launch import TrainingFailed, launch
     from fla_train.training.preemption import EXIT_CODE, Preempted, answer
     from fla_train.training.schema import to_config

@@ -1,4 +1,4 @@
-"""Typed settings of the data: the schema of Hydra's `data` node. configs/data/*.yaml explain every key."""
+"""Typed data config: schema and checks of Hydra's `data` group. configs/data/*.yaml explain every key."""
 
 import math
 import os
@@ -9,7 +9,7 @@ from typing import Any
 from fla_train.utils.hub_names import is_hub_name
 
 SOURCES = ("stdlib", "local", "hub", "mixture")
-# What reads each of these keys, beside the parts of a mixture.
+# The sources that use each of these keys, besides the parts of a mixture.
 USERS = {
     "path": "data=local for files, data=hub for a dataset on the Hub",
     "name": "data=hub",
@@ -26,6 +26,20 @@ class TokenizerConfig:
     eos_token: str | None = None
     vocab_size: int = 4096
     train_bytes: int = 100_000_000
+
+    def validation_errors(self) -> list[str]:
+        """Every setting that cannot work, one line each; empty when all is well."""
+        errors = []
+        if self.name == "bpe" and self.vocab_size < 259:
+            errors.append(
+                f"data.tokenizer.vocab_size={self.vocab_size} is too small for bpe: 256 bytes and 3 special "
+                "tokens make 259"
+            )
+        if self.eos_token is not None and self.name in ("bytes", "bpe"):
+            errors.append(f"data.tokenizer.eos_token is set but {self.name} has its own, <eos>")
+        if self.train_bytes < 1:
+            errors.append(f"data.tokenizer.train_bytes={self.train_bytes} must be at least 1")
+        return errors
 
 
 @dataclass
@@ -46,7 +60,7 @@ class PartConfig:
 
 @dataclass
 class DataConfig:
-    """What is read, how it is split and tokenized, and where the result is kept."""
+    """The text to read, how it is split and tokenized, and where the result is kept."""
 
     source: str = "stdlib"
     path: str | None = None
@@ -69,70 +83,65 @@ class DataConfig:
     mixture: dict[str, PartConfig] = field(default_factory=dict)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
 
+    def validation_errors(self) -> list[str]:
+        """Every setting that cannot work, one line each; empty when all is well."""
+        errors = self._mixture_errors()
+        if self.source not in SOURCES:
+            errors.append(f"data.source={self.source} is none of {', '.join(SOURCES)}")
+        if self.source in ("local", "hub") and not self.path:
+            errors.append(f"data.source={self.source} needs data.path")
+        errors += _hub_name_errors("data", self)
+        reads = {"stdlib": (), "local": ("path",), "mixture": ()}.get(self.source, USERS)
+        for key in USERS:
+            if key not in reads and getattr(self, key) != getattr(DataConfig, key):
+                use = (
+                    "set it in a part of data.mixture" if self.source == "mixture" else f"choose {USERS[key]}"
+                )
+                errors.append(f"data.{key} is set but data.source={self.source} does not use it: {use}")
+        if not 0 <= self.validation_fraction < 1:
+            errors.append(f"data.validation_fraction={self.validation_fraction} must be in [0, 1)")
+        for key in ("max_documents", "max_tokens"):
+            if self.stream and getattr(self, key) is not None:
+                errors.append(f"data.{key} caps no stream: leave it at null, or prepare the data")
+        if self.stream and self.source == "mixture":
+            errors.append("data.stream=true reads a single source: prepare the mixture")
+        for key in ("max_documents", "max_tokens", "max_line_bytes", "shard_tokens", "stream_head_documents"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                errors.append(f"data.{key}={value} must be at least 1")
+        if self.num_workers is not None and self.num_workers < 0:
+            errors.append(f"data.num_workers={self.num_workers} must not be negative")
+        return errors + self.tokenizer.validation_errors()
 
-def data_faults(config: DataConfig) -> list[str]:
-    """Every setting that cannot work, one line each; empty when all is well."""
-    faults = [*_mixture_faults(config)]
-    if config.source not in SOURCES:
-        faults.append(f"data.source={config.source} is none of {', '.join(SOURCES)}")
-    if config.source in ("local", "hub") and not config.path:
-        faults.append(f"data.source={config.source} needs data.path")
-    faults += _name_errors("data", config)
-    reads = {"stdlib": (), "local": ("path",), "mixture": ()}.get(config.source, USERS)
-    for key in USERS:
-        if key not in reads and getattr(config, key) != getattr(DataConfig, key):
-            use = "set it in a part of data.mixture" if config.source == "mixture" else f"choose {USERS[key]}"
-            faults.append(f"data.{key} is set but data.source={config.source} does not use it: {use}")
-    if not 0 <= config.validation_fraction < 1:
-        faults.append(f"data.validation_fraction={config.validation_fraction} must be in [0, 1)")
-    for key in ("max_documents", "max_tokens"):
-        if config.stream and getattr(config, key) is not None:
-            faults.append(f"data.{key} caps no stream: leave it at null, or prepare the data")
-    if config.stream and config.source == "mixture":
-        faults.append("data.stream=true reads a single source: prepare the mixture")
-    for key in ("max_documents", "max_tokens", "max_line_bytes", "shard_tokens", "stream_head_documents"):
-        value = getattr(config, key)
-        if value is not None and value < 1:
-            faults.append(f"data.{key}={value} must be at least 1")
-    if config.num_workers is not None and config.num_workers < 0:
-        faults.append(f"data.num_workers={config.num_workers} must not be negative")
-    if config.tokenizer.name == "bpe" and config.tokenizer.vocab_size < 259:
-        faults.append(
-            f"data.tokenizer.vocab_size={config.tokenizer.vocab_size} is too small for bpe: 256 bytes and "
-            "3 special tokens make 259"
+    def _mixture_errors(self) -> list[str]:
+        if self.source != "mixture":
+            return ["data.mixture is set but data.source is not mixture"] if self.mixture else []
+        errors = (
+            [] if self.mixture else ["data.source=mixture needs data.mixture: {name: {weight, path}, ...}"]
         )
-    if config.tokenizer.eos_token is not None and config.tokenizer.name in ("bytes", "bpe"):
-        faults.append(f"data.tokenizer.eos_token is set but {config.tokenizer.name} has its own, <eos>")
-    if config.tokenizer.train_bytes < 1:
-        faults.append(f"data.tokenizer.train_bytes={config.tokenizer.train_bytes} must be at least 1")
-    return faults
+        for name, part in self.mixture.items():
+            if not 0 < part.weight < math.inf:
+                errors.append(f"data.mixture.{name}.weight={part.weight} must be positive and finite")
+            if part.source not in SOURCES[:-1]:
+                errors.append(
+                    f"data.mixture.{name}.source={part.source} is none of {', '.join(SOURCES[:-1])}"
+                )
+            elif part.source != "stdlib" and not part.path:
+                errors.append(f"data.mixture.{name}.path must be given")
+            errors += _hub_name_errors(f"data.mixture.{name}", part)
+        for key in ("max_documents", "max_tokens"):
+            if getattr(self, key) is not None:
+                errors.append(f"data.{key} caps no mixture: set data.mixture.PART.{key}")
+        if self.tokenizer.name == "bpe":
+            errors.append(
+                "data.tokenizer.name=bpe is trained on one corpus: give a mixture bytes, a folder (such as "
+                "the tokenizer/ of prepared data) or a Hub name"
+            )
+        return errors
 
 
-def _mixture_faults(config: DataConfig) -> list[str]:
-    if config.source != "mixture":
-        return ["data.mixture is set but data.source is not mixture"] if config.mixture else []
-    faults = [] if config.mixture else ["data.source=mixture needs data.mixture: {name: {weight, path}, ...}"]
-    for name, part in config.mixture.items():
-        if not 0 < part.weight < math.inf:
-            faults.append(f"data.mixture.{name}.weight={part.weight} must be positive and finite")
-        if part.source not in SOURCES[:-1]:
-            faults.append(f"data.mixture.{name}.source={part.source} is none of {', '.join(SOURCES[:-1])}")
-        elif part.source != "stdlib" and not part.path:
-            faults.append(f"data.mixture.{name}.path must be given")
-        faults += _name_errors(f"data.mixture.{name}", part)
-    for key in ("max_documents", "max_tokens"):
-        if getattr(config, key) is not None:
-            faults.append(f"data.{key} caps no mixture: set data.mixture.PART.{key}")
-    if config.tokenizer.name == "bpe":
-        faults.append(
-            "data.tokenizer.name=bpe is trained on one corpus: give a mixture bytes, a folder (such as the "
-            "tokenizer/ of prepared data) or a Hub name"
-        )
-    return faults
-
-
-def _name_errors(key: str, config: DataConfig | PartConfig) -> list[str]:
-    """A path that is neither a folder nor a name leads nowhere, and must not lead elsewhere."""
+def _hub_name_errors(key: str, config: DataConfig | PartConfig) -> list[str]:
+    """Refuse a `path` that is neither a local folder nor a valid name on the Hub."""
     if config.source != "hub" or not config.path or Path(config.path).expanduser().is_dir():
         return []
     if is_hub_name(config.path):
@@ -140,8 +149,20 @@ def _name_errors(key: str, config: DataConfig | PartConfig) -> list[str]:
     return [f"{key}.path={config.path} is no name of a dataset on the Hub (user/name), and no folder here"]
 
 
+def part_config(config: DataConfig, name: str) -> DataConfig:
+    """The settings of one part of a mixture: its source from the part, all else from the mixture."""
+    part = config.mixture[name]
+    keys = ("path", "name", "revision", "split", "text_column", "id_column", "max_documents", "max_tokens")
+    return replace(config, mixture={}, source=part.source, **{key: getattr(part, key) for key in keys})
+
+
+def validation_shard_config(config: DataConfig) -> DataConfig:
+    """The settings that prepare a stream's validation shard: the first documents of its source."""
+    return replace(config, stream=False, max_documents=config.stream_head_documents)
+
+
 def with_absolute_paths(config: DataConfig) -> DataConfig:
-    """`config` with the folders of this machine as absolute paths: a run is resumed from any other folder."""
+    """`config` with local paths made absolute, so that a run can be resumed from another folder."""
 
     def part(settings: Any) -> Any:
         local = settings.source == "local" or (settings.path and Path(settings.path).expanduser().exists())

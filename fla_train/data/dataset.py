@@ -1,6 +1,8 @@
 """Fixed-length token sequences from prepared shards, in an order that is a pure function of (seed, index)."""
 
+import hashlib
 from bisect import bisect_right
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
@@ -9,12 +11,12 @@ import numpy as np
 import torch
 
 from fla_train.data import shards
-from fla_train.data.blocks import CheckedFile
-from fla_train.data.permutation import permute
+
+_ROUNDS = 8  # of the Feistel network
 
 
-class Sequences(Protocol):
-    """What training reads. Sequence i is the same on any rank, in any batch and after any resume."""
+class Dataset(Protocol):
+    """A map-style dataset. Sequence i is the same on any rank, in any batch and after any resume."""
 
     def __len__(self) -> int:
         """Sequences per epoch."""
@@ -30,10 +32,10 @@ class Sequences(Protocol):
 
 
 class TokenDataset:
-    """The split's token stream cut into consecutive, non-overlapping sequences; a shorter tail is left out.
+    """A split's token stream, cut into consecutive, non-overlapping sequences; a shorter tail is left out.
 
-    Index `i` is place `i % len` of epoch `i // len`; `seed` gives each epoch its own order. With `seed=None`
-    the order is that of the stream.
+    Index `i` is position `i % len` of epoch `i // len`; `seed` gives each epoch another order. With
+    `seed=None` the order is that of the stream.
 
     Args:
         folder: a prepared folder (`PreparedData.folder`).
@@ -42,7 +44,7 @@ class TokenDataset:
 
     Raises:
         ValueError: if the manifest is corrupt, a shard is missing or cut short, or no sequence fits; while
-            reading, if a block of a shard is not as it was written.
+            reading, if a block of a shard differs from what was written.
     """
 
     def __init__(self, folder: str | Path, split: str, seq_len: int, seed: int | None = None):
@@ -65,7 +67,7 @@ class TokenDataset:
                 f"of {seq_len}; use shorter sequences, more data or another data.validation_fraction"
             )
         self._shards = entry["shards"]
-        self._files: dict[int, CheckedFile] = {}  # tokens by shard
+        self._files: dict[int, shards.CheckedFile] = {}  # tokens by shard
         self._ends: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
@@ -84,7 +86,7 @@ class TokenDataset:
         return [self._document_starts(int(position) * self.seq_len) for position in self.positions(indices)]
 
     def positions(self, indices: np.ndarray) -> np.ndarray:
-        """[n] int64: which sequence of the stream each index is."""
+        """[n] int64: the sequence of the stream that each index stands for."""
         epochs, within = np.divmod(np.asarray(indices, dtype=np.int64), self._len)
         if self.seed is None:
             return within
@@ -95,7 +97,7 @@ class TokenDataset:
         return out
 
     def _read(self, start: int, out: np.ndarray) -> None:
-        """Fill `out` with the stream's tokens from `start` on, across shard borders."""
+        """Fill `out` with the stream's tokens from `start` on, across shards."""
         filled = 0
         number = self._shard_of(start)
         while filled < len(out):
@@ -112,7 +114,7 @@ class TokenDataset:
         while self._starts[number] < start + self.seq_len:
             if number not in self._ends:
                 path = self.folder / self.split / shards.documents_file(number)
-                file = CheckedFile(path, np.dtype("<u8"), self._shards[number]["documents_sha256"])
+                file = shards.CheckedFile(path, np.dtype("<u8"), self._shards[number]["documents_sha256"])
                 self._ends[number] = file.read(0, len(file))  # all, since a search reads anywhere
             local = start - self._starts[number]
             bounds = np.array([max(local + 1, 0), local + self.seq_len], dtype=np.uint64)
@@ -128,8 +130,50 @@ class TokenDataset:
         """The shard that holds a token of the stream."""
         return bisect_right(self._starts, token) - 1
 
-    def _shard(self, number: int) -> CheckedFile:
+    def _shard(self, number: int) -> shards.CheckedFile:
         if number not in self._files:
             path = self.folder / self.split / shards.tokens_file(number)
-            self._files[number] = CheckedFile(path, self._dtype, self._shards[number]["tokens_sha256"])
+            self._files[number] = shards.CheckedFile(path, self._dtype, self._shards[number]["tokens_sha256"])
         return self._files[number]
+
+
+def permute(index: np.ndarray, n: int, seed: int, epoch: int = 0) -> np.ndarray:
+    """Positions of `index` (int64, each in [0, n)) in a seeded pseudo-random order of one epoch.
+
+    It takes O(1) time an index and no memory: a Feistel network on pairs (left, right) in Z_a x Z_b with
+    a b >= n. Each round adds to one half a keyed hash of the other, which is invertible, so the whole is a
+    bijection of range(a b). Cycle walking (repeat until the value is below n) restricts it to range(n);
+    a b < n + sqrt(n) + 1, so it hardly ever repeats.
+    """
+    a = int(np.ceil(np.sqrt(n)))
+    b = -(-n // a)
+    keys = _keys(seed, epoch)
+    out = np.asarray(index, dtype=np.uint64).copy()
+    outside = np.ones(out.shape, dtype=bool)
+    while outside.any():
+        out[outside] = _feistel(out[outside], np.uint64(a), np.uint64(b), keys)
+        outside = out >= n
+    return out.astype(np.int64)
+
+
+def _feistel(x: np.ndarray, a: np.uint64, b: np.uint64, keys: tuple[np.uint64, ...]) -> np.ndarray:
+    left, right = x // b, x % b
+    for r, key in enumerate(keys):
+        if r % 2:
+            right = (right + _mix(left ^ key) % b) % b
+        else:
+            left = (left + _mix(right ^ key) % a) % a
+    return left * b + right
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): each input bit affects all of the output."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@lru_cache(maxsize=16)
+def _keys(seed: int, epoch: int) -> tuple[np.uint64, ...]:
+    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+    return tuple(np.frombuffer(digest, dtype="<u8"))

@@ -1,19 +1,20 @@
-"""Parquet and JSON-lines files with FineWeb's columns, read in chunks from any place on.
+"""Read documents from parquet and JSON-lines files, in chunks, from any position.
 
-A cursor is `{"file": n, "row": rows read}` in a parquet file and `{"file": n, "offset": bytes, "line": lines
-read}` in a JSON-lines file.
+A cursor, the position behind a chunk, is `{"file": n, "row": rows read}` in a parquet file and `{"file": n,
+"offset": bytes, "line": lines read}` in a JSON-lines file.
+
+Tokenizing processes import this module: it imports neither torch nor transformers, and pyarrow when needed.
 """
 
 import glob
 import gzip
 import hashlib
+import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TypeVar
-
-from fla_train.data.chunks import CHUNK_BYTES, Chunk, Cursor, JsonChunk, ParquetChunk, require_column
-from fla_train.data.faults import Interrupted
+from typing import IO, TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
 
 if TYPE_CHECKING:
     import pyarrow
@@ -21,15 +22,117 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _ENDINGS = (".parquet", ".jsonl", ".jsonl.gz")
-_PROBE = 1 << 16  # bytes at each end of a file that stand for its content
-_READ_BYTES = 16 << 20  # of a row group decoded at once, so that large documents don't fill the memory
+_PROBE = 1 << 16  # bytes at each end of a file that are hashed
+_READ_BYTES = 16 << 20  # bytes of a row group decoded at once, so that large documents don't fill the memory
+CHUNK_BYTES = 1 << 19  # approximate bytes of text in a chunk: a fifth of a second of tokenization
+
+# A position in a source, JSON-able, from which its reader can continue.
+Cursor = dict[str, Any]
+
+
+class Document(TypedDict):
+    """One text and a name for it that a person can look up (used in error messages)."""
+
+    text: str
+    id: str
+
+
+class Chunk(Protocol):
+    """Consecutive documents as read and not yet parsed, cheap to send to another process.
+
+    Attributes:
+        after: the position behind them.
+    """
+
+    after: Cursor
+
+    def documents(self) -> Iterator[Document]:
+        """Parse. Raises `ValueError` that names the place of an invalid document."""
+        ...
+
+
+@dataclass(frozen=True)
+class TextChunk:
+    """Documents that the reader has parsed already."""
+
+    texts: list[Document]
+    after: Cursor
+
+    def documents(self) -> Iterator[Document]:
+        return iter(self.texts)
+
+
+@dataclass(frozen=True)
+class ParquetChunk:
+    """Rows of a parquet file: an Arrow stream of the text column and, if there is one, the id column."""
+
+    stream: bytes
+    name: str
+    first_row: int  # counted from 1 within the file
+    text_column: str
+    after: Cursor
+
+    def documents(self) -> Iterator[Document]:
+        import pyarrow
+
+        table = pyarrow.ipc.open_stream(self.stream).read_all()
+        texts = table.column(0).to_pylist()
+        ids = table.column(1).to_pylist() if table.num_columns > 1 else [None] * len(texts)
+        for row, (text, identity) in enumerate(zip(texts, ids, strict=True), start=self.first_row):
+            yield make_document(text, identity, f"{self.name} row {row}", self.text_column)
+
+
+@dataclass(frozen=True)
+class JsonChunk:
+    """Lines of a JSON-lines file."""
+
+    lines: list[bytes]
+    path: str
+    name: str
+    first_line: int  # counted from 1
+    text_column: str
+    id_column: str
+    max_line_bytes: int
+    after: Cursor
+
+    def documents(self) -> Iterator[Document]:
+        remedy = "repair or remove the line, or fetch the file again"
+        for number, line in enumerate(self.lines, start=self.first_line):
+            if not line.strip():
+                continue
+            where = f"{self.path}, line {number}"
+            if len(line.rstrip(b"\n")) > self.max_line_bytes:
+                limit = f"{self.max_line_bytes:,} bytes (data.max_line_bytes)"
+                raise ValueError(f"{where}: longer than {limit}; split or remove it")
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as failure:
+                raise ValueError(f"{where}: not JSON ({failure}); {remedy}") from failure
+            if not isinstance(record, dict):
+                raise ValueError(f"{where}: not a JSON object; {remedy}")
+            require_column(where, self.text_column, record)
+            place = f"{self.name} line {number}"
+            yield make_document(record[self.text_column], record.get(self.id_column), place, self.text_column)
+
+
+def make_document(text: object, identity: object, place: str, column: str) -> Document:
+    """A null text counts as empty (preparing leaves empty documents out and counts them)."""
+    if not isinstance(text, str | None):
+        raise ValueError(f"{place}: '{column}' is {type(text).__name__}, not text; set data.text_column")
+    return {"text": text or "", "id": place if identity is None else str(identity)}
+
+
+def require_column(where: object, column: str, names: Iterable[str]) -> None:
+    """Raise `ValueError` if `names` lacks the column."""
+    if column not in names:
+        raise ValueError(f"{where}: no column '{column}' (it has {', '.join(names)}); set data.text_column")
 
 
 def find_files(path: str, endings: tuple[str, ...] = _ENDINGS) -> list[tuple[str, Path]]:
     """(name, file) of every corpus file behind a file, folder (recursive) or glob, sorted by name.
 
-    In a folder, names that begin with a dot are left out, as `datasets` does: what editors, downloads and
-    notebooks keep there is no text of the corpus.
+    In a folder, names that begin with a dot are left out, as `datasets` does: editors, downloads and
+    notebooks keep other things there.
 
     Raises:
         ValueError: if there are none.
@@ -59,7 +162,7 @@ def _is_hidden(name: Path) -> bool:
 
 
 def describe_files(files: list[tuple[str, Path]]) -> list[dict[str, str | int]]:
-    """What tells changed files apart without reading terabytes: name, size, hash of both ends."""
+    """The identity of files without reading terabytes: name, size and a hash of both ends of each."""
     return [{"name": name, "bytes": file.stat().st_size, "ends": _ends(file)} for name, file in files]
 
 
@@ -112,33 +215,29 @@ def text_bytes(files: list[Path], column: str) -> int | None:
     return total
 
 
-class SourceInterrupted(Interrupted):
-    """A remote source stopped answering: another attempt may go on from there."""
-
-
 @contextmanager
 def reading(
     where: str,
     remedy: str,
-    fault: type[ValueError] = ValueError,
-    wrong: tuple[type[Exception], ...] = (),
+    error: type[ValueError] = ValueError,
+    request_errors: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
-    """Inside, any failure becomes a `fault` that names the place; one of the `wrong` a plain `ValueError`."""
+    """Raise a failure inside as an `error` that names the place; one of `request_errors` as `ValueError`."""
     try:
         yield
     except Exception as failure:
         message = " ".join(str(failure).split())
-        kind = ValueError if isinstance(failure, wrong) else fault
+        kind = ValueError if isinstance(failure, request_errors) else error
         raise kind(f"{where}: cannot be read ({message}); {remedy}") from failure
 
 
 def guarded(
-    items: Iterable[_T], where: str, remedy: str, fault: type[ValueError] = ValueError
+    items: Iterable[_T], where: str, remedy: str, error: type[ValueError] = ValueError
 ) -> Iterator[_T]:
-    """`items`, each of them produced under `reading`."""
+    """`items`, each of them produced inside `reading`."""
     iterator = iter(items)
     while True:
-        with reading(where, remedy, fault):
+        with reading(where, remedy, error):
             try:
                 item = next(iterator)
             except StopIteration:
@@ -182,13 +281,13 @@ def _read_parquet(
         for batch in guarded(batches, where, "fetch the file again or remove it"):
             fresh = batch.slice(max(0, min(skip - row, batch.num_rows)))
             row += batch.num_rows - fresh.num_rows
-            for piece in _pieces(fresh.select(columns), text_column):
+            for piece in _cut(fresh.select(columns), text_column):
                 first, row = row + 1, row + piece.num_rows
                 after = {"file": number, "row": row}
                 yield ParquetChunk(_arrow_stream(piece), name, first, text_column, after)
 
 
-def _pieces(batch: "pyarrow.RecordBatch", column: str) -> Iterator["pyarrow.RecordBatch"]:
+def _cut(batch: "pyarrow.RecordBatch", column: str) -> Iterator["pyarrow.RecordBatch"]:
     """Cut a batch after each document that completes `CHUNK_BYTES` of text."""
     import numpy as np
     import pyarrow
@@ -197,7 +296,7 @@ def _pieces(batch: "pyarrow.RecordBatch", column: str) -> Iterator["pyarrow.Reco
     texts = batch.column(column)
     texts = texts.dictionary_decode() if types.is_dictionary(texts.type) else texts
     texts = texts.cast(pyarrow.large_string()) if types.is_string_view(texts.type) else texts
-    # Of a dictionary or of views each piece would carry all the text.
+    # Each slice of a dictionary or of views would carry all the text.
     batch = batch.set_column(batch.schema.get_field_index(column), column, texts)
     sizes = compute.fill_null(compute.binary_length(texts), 0).to_numpy()
     ends = np.cumsum(sizes)
@@ -231,12 +330,12 @@ def _read_jsonl(
     line = start.get("line", 0)
     with reading(str(path), remedy):
         packed = path.suffix == ".gz"
-        if packed and not path.stat().st_size:  # to gzip no fault: a file of no streams
+        if packed and not path.stat().st_size:  # gzip accepts it, as a file of no streams
             raise EOFError("it has no bytes, as a download that was cut short")
         opened = gzip.open(path, "rb") if packed else path.open("rb")
     with opened as file:
         with reading(str(path), remedy):
-            # Decompresses what lies before the offset once more; a plain file jumps there.
+            # A compressed file is decompressed from its beginning again.
             file.seek(start.get("offset", 0))
         blocks = iter(lambda: _read_lines(file, max_line_bytes), [])
         for lines in guarded(blocks, str(path), remedy):
@@ -248,10 +347,10 @@ def _read_jsonl(
 
 
 def _read_lines(file: IO[bytes], max_line_bytes: int) -> list[bytes]:
-    """Lines of about `CHUNK_BYTES` together; at the end of the file none.
+    """The next lines, about `CHUNK_BYTES` together; none at the end of the file.
 
-    Of a line that is too long the last one holds the first `max_line_bytes + 1` bytes: a small archive may
-    hold one that would fill the memory.
+    A line that is too long is cut after `max_line_bytes + 1` bytes and is the last one: decompressed, it
+    might fill the memory.
     """
     lines: list[bytes] = []
     size = 0

@@ -1,44 +1,31 @@
-"""Several prepared corpora as one, each with its share of the sequences.
+"""Mixture of datasets: each has its share of the sequences, in a periodic, maximally even order."""
 
-A mixture lies in `<cache>/<fingerprint>/` like prepared data: its manifest names its parts, prepared folders
-beside it, and the folder holds the tokenizer they share. No token is copied, so other weights cost nothing.
-"""
-
-import hashlib
-import json
-import os
-import shutil
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from fractions import Fraction
+from math import lcm
 
 import numpy as np
 import torch
 
-from fla_train.data.config import DataConfig, cache_folder
-from fla_train.data.dataset import Sequences
-from fla_train.data.faults import Interrupted
-from fla_train.data.interleave import integer_shares, turns
-from fla_train.data.lock import Log, locked, unwritable
-from fla_train.data.prepared import PreparedData, open_prepared
-from fla_train.data.shards import FORMAT, MANIFEST, write_manifest
+from fla_train.data.dataset import Dataset
+
+LONGEST_PERIOD = 100_000
 
 
-class MixtureSequences:
-    """Sequence i is a pure function of i: the turn is that of place `i % period`, and each part is read in
-    its own order.
+class MixtureDataset:
+    """Sequence i is a pure function of i: `turns` gives the part at position `i % period`, and each part is
+    read in its order.
 
     Args:
-        parts: the datasets; a part that is used up begins its next epoch.
-        shares: turns of each part per period.
+        parts: the datasets; a part that has been read once begins its next epoch.
+        shares: turns of each part in a period.
     """
 
-    def __init__(self, parts: list[Sequences], shares: list[int]):
+    def __init__(self, parts: list[Dataset], shares: list[int]):
         self.parts = parts
         self._shares = np.asarray(shares, dtype=np.int64)
         self._turns = turns(shares)
-        self._rank = np.empty_like(self._turns)  # how many turns of the same part come before in the period
+        self._rank = np.empty_like(self._turns)  # earlier turns of the same part in the period
         for part in range(len(parts)):
             mine = self._turns == part
             self._rank[mine] = np.arange(mine.sum())
@@ -72,89 +59,54 @@ class MixtureSequences:
         ]
 
     def places(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which part each index is of, and its index there: both [n] int64."""
+        """The part of each index, and the index within that part: both [n] int64."""
         periods, place = np.divmod(np.asarray(indices, dtype=np.int64), len(self._turns))
         part = self._turns[place]
         return part, periods * self._shares[part] + self._rank[place]
 
 
-def prepare_mixture(
-    config: DataConfig, prepare: Callable[[DataConfig, str], PreparedData], log: Log
-) -> PreparedData:
-    """Prepare every part, and the folder that joins them.
-
-    Args:
-        prepare: gets a part's settings and its name.
+def integer_shares(weights: Mapping[str, float]) -> dict[str, int]:
+    """The smallest whole numbers in the proportion of the weights, which are read as decimals.
 
     Raises:
-        ValueError: what preparing a part raises, naming the part; or weights that do not work.
+        ValueError: a weight is not positive, or the weights have no small common denominator.
     """
-    parts = {}
-    for name in _shares(config):
-        log(f"data: part {name} of the mixture")
-        try:
-            parts[name] = prepare(part_config(config, name), name)
-        except ValueError as failure:
-            kind = Interrupted if isinstance(failure, Interrupted) else ValueError
-            raise kind(f"data.mixture.{name}: {failure}") from failure
-    manifest = _manifest(parts, _shares(config))
-    final = mixture_folder(config, parts)
-    if not (final / MANIFEST).exists():
-        # All machines of a run, and all runs of a sweep, come here at once.
-        with locked(final.with_name(f".{final.name}.lock"), log):
-            if not (final / MANIFEST).exists():
-                try:
-                    _join(parts, manifest, final)
-                except OSError as failure:
-                    raise unwritable(final, failure) from failure
-    return open_prepared(final)
+    if bad := {name: weight for name, weight in weights.items() if not 0 < weight < float("inf")}:
+        raise ValueError(f"mixture weights must be positive numbers, not {bad}")
+    exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
+    whole = sum(exact.values())
+    shares = {name: weight / whole for name, weight in exact.items()}
+    period = lcm(*(share.denominator for share in shares.values()))
+    if period > LONGEST_PERIOD:
+        raise ValueError(
+            f"the mixture weights {dict(weights)} repeat only after {period:,} sequences; round them to "
+            "fewer digits"
+        )
+    return {name: int(share * period) for name, share in shares.items()}
 
 
-def _join(parts: dict[str, PreparedData], manifest: dict[str, Any], final: Path) -> None:
-    """Build the folder beside its place, then rename it."""
-    building = final.with_name(f".building-{final.name}")
-    shutil.rmtree(building, ignore_errors=True)  # what a kill has left
-    shutil.copytree(next(iter(parts.values())).folder / "tokenizer", building / "tokenizer")
-    write_manifest(building, manifest)
-    shutil.rmtree(final, ignore_errors=True)
-    os.rename(building, final)
+def turns(shares: list[int]) -> np.ndarray:
+    """[sum of shares] int64: the part whose turn it is at each position of the period.
 
-
-def part_config(config: DataConfig, name: str) -> DataConfig:
-    """The settings of one part: its own source, and all else from the mixture."""
-    part = config.mixture[name]
-    keys = ("path", "name", "revision", "split", "text_column", "id_column", "max_documents", "max_tokens")
-    return replace(config, mixture={}, source=part.source, **{key: getattr(part, key) for key in keys})
-
-
-def mixture_folder(config: DataConfig, parts: dict[str, PreparedData]) -> Path:
-    """Where the folder that joins `parts` lies, or would lie."""
-    return cache_folder(config) / _manifest(parts, _shares(config))["fingerprint"]
-
-
-def _shares(config: DataConfig) -> dict[str, int]:
-    return integer_shares({name: part.weight for name, part in config.mixture.items()})
-
-
-def _manifest(parts: dict[str, PreparedData], shares: dict[str, int]) -> dict[str, Any]:
-    listed = [
-        {"name": name, "fingerprint": parts[name].folder.name, "share": share}
-        for name, share in shares.items()
-    ]
-    content = json.dumps({"format": FORMAT, "parts": listed}, sort_keys=True)
-    first = next(iter(parts.values())).manifest
-    splits = {}
-    for split in ("train", "validation"):
-        entries = [part.manifest["splits"][split] for part in parts.values()]
-        sums = {key: sum(entry[key] for entry in entries) for key in ("documents", "tokens", "text_bytes")}
-        splits[split] = sums | {"unigram_entropy": None, "shards": []}
-    return {
-        "format": FORMAT,
-        "fingerprint": hashlib.sha256(content.encode()).hexdigest()[:16],
-        "settings": first["settings"] | {"source": "mixture"},
-        "source": {"kind": "mixture of " + ", ".join(parts)},
-        "parts": listed,
-        "dtype": first["dtype"],
-        "tokenizer": first["tokenizer"],
-        "splits": splits,
-    }
+    Tijdeman's solution of the chairman assignment problem (1980): after every position, each of k parts has
+    had its exact share to within 1 - 1 / (2k - 2) turns. So any window holds each part's share to within 2
+    turns, and any window of whole periods exactly. With P the period, part i should have had n s_i / P turns
+    after n positions. Of the parts that lag by at least 1 / (2k - 2) after the next position, the one with
+    the earliest deadline has its turn.
+    """
+    count, period = len(shares), sum(shares)
+    if count == 1:
+        return np.zeros(period, dtype=np.int64)
+    share = np.asarray(shares, dtype=np.int64)
+    slack = 2 * count - 2
+    never = np.iinfo(np.int64).max
+    had = np.zeros(count, dtype=np.int64)
+    out = np.empty(period, dtype=np.int64)
+    for n in range(period):
+        due = slack * ((n + 1) * share - period * had) >= period
+        # Having had x turns, a part must have its next by position ceil((x + 1 - 1 / slack) P / s).
+        deadline = -(-((had + 1) * slack - 1) * period // (share * slack))
+        out[n] = np.argmin(np.where(due, deadline, never))
+        had[out[n]] += 1
+    assert (had == share).all()
+    return out

@@ -1,23 +1,30 @@
-"""Token shards on disk: writing them, the manifest that vouches for them, and checking them again.
+"""Token shards on disk: write them, their manifest and checksums; read and verify them.
 
 A split is a folder of pairs: `tokens-00000.bin` (uint16 or uint32, little-endian) and `documents-00000.bin`
-(uint64, the end of each document in tokens from the shard's start). Documents never cross a shard. Beside
-each file lie its block checksums (`blocks.py`).
+(uint64, the end of each document in tokens from the shard's start). Documents never cross a shard.
+
+Block checksums are written once beside each file and compared when a block is first read: `tokens-00000.bin`
+has `tokens-00000.crc32`, little-endian uint32: first the bytes of a block, then the CRC-32 of each block.
+They find flipped bits; the manifest's sha256 verifies a whole file.
 """
 
 import hashlib
 import json
+import logging
 import os
+import zlib
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from fla_train.data.blocks import checksums_file, restore_checksums, write_checksums
 from fla_train.utils.filesystem import sha256, sync, write_whole
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+BLOCK = 1 << 16  # bytes; what Linux reads ahead of a page fault is twice that (docs/data.md has figures)
+
+logger = logging.getLogger(__name__)
 
 
 def tokens_file(number: int) -> str:
@@ -29,11 +36,11 @@ def documents_file(number: int) -> str:
 
 
 class ShardWriter:
-    """Writes one split, from the beginning or from where an earlier writer's `state` was.
+    """Writes one split, from the beginning or from the `state` of an earlier writer.
 
     Args:
-        folder: made if need be.
-        state: what an earlier writer returned; whatever it wrote after that is cut off.
+        folder: created if missing.
+        state: what `state` of an earlier writer returned; whatever it wrote after that is cut off.
     """
 
     def __init__(
@@ -83,13 +90,13 @@ class ShardWriter:
             first, done = stop, last
 
     def sync(self) -> None:
-        """Have the disk hold everything so far."""
+        """Flush everything written so far to the disk."""
         for file in (self._tokens_file, self._ends_file):
             if file is not None:
                 _sync(file)
 
     def state(self) -> dict[str, Any]:
-        """What another writer needs to go on from here, JSON-able; to be kept once `sync` has run."""
+        """What another writer needs to continue from here, JSON-able; valid once `sync` has run."""
         return {
             "documents": self.documents,
             "tokens": self.tokens,
@@ -122,7 +129,7 @@ class ShardWriter:
         self._ends_file: BinaryIO | None = None
 
     def _resume_shard(self) -> None:
-        """Go on in the shard that the state leaves unfinished; drop all that lies behind it."""
+        """Continue the shard that the state leaves unfinished; delete everything written after the state."""
         self._size = self.tokens - sum(shard["tokens"] for shard in self._shards)
         self._count = self.documents - sum(shard["documents"] for shard in self._shards)
         number = len(self._shards)
@@ -185,7 +192,7 @@ class ShardWriter:
 
 
 def _reopen(path: Path, size: int, digest: "hashlib._Hash") -> BinaryIO:
-    """A file cut to its first `size` bytes, which `digest` takes in, open for more."""
+    """Open a file to append after its first `size` bytes, which are kept and added to `digest`."""
     file = path.open("r+b")
     file.truncate(size)
     while block := file.read(1 << 20):
@@ -208,6 +215,7 @@ def unigram_entropy(counts: np.ndarray) -> float | None:
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest of a folder, and flush the entries of the folder and of its subfolders."""
     write_whole(folder / MANIFEST, json.dumps(manifest, indent=2))
     for part in (*(path for path in folder.iterdir() if path.is_dir()), folder):
         sync(part)
@@ -279,3 +287,100 @@ def verify(folder: Path) -> None:
                         f"shard {path} is corrupt (checksum); delete {folder} and run fla-prepare again"
                     )
                 restore_checksums(path)
+
+
+def checksums_file(path: Path) -> Path:
+    """The path of the block checksums of a shard's file."""
+    return path.with_suffix(".crc32")
+
+
+def write_checksums(path: Path) -> None:
+    """Write the block checksums of a file beside it.
+
+    Raises:
+        OSError: the disk is full, or the folder can't be written.
+    """
+    write_whole(checksums_file(path), _checksums(path))
+
+
+def restore_checksums(path: Path) -> None:
+    """Write the block checksums of a file known to be intact, unless they are there and right.
+
+    Warns where the folder can't be written: the file loads without them.
+    """
+    file = checksums_file(path)
+    if file.is_file() and file.read_bytes() == _checksums(path):
+        return
+    try:
+        write_checksums(path)
+    except OSError as failure:
+        logger.warning("%s can't be written (%s): its shard is read unchecked", file, failure.strerror)
+
+
+def _checksums(path: Path) -> bytes:
+    with path.open("rb") as file:
+        blocks = iter(lambda: file.read(BLOCK), b"")
+        return np.array([BLOCK, *map(zlib.crc32, blocks)], dtype="<u4").tobytes()
+
+
+class CheckedFile:
+    """A memory-mapped file of a shard. Each block is compared with its checksum when it is first read.
+
+    A file without checksums, as earlier versions prepared it, is read unchecked.
+
+    Args:
+        dtype: of its items.
+        digest: the file's sha256 in the manifest.
+
+    Raises:
+        ValueError: the number of checksums is not that of the shard's blocks.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype, digest: str):
+        self._path, self._digest = path, digest
+        self._items = np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
+        self._bytes = self._items.view(np.uint8)
+        self._block, self._checksums = 1, np.empty(0, dtype="<u4")
+        if checksums_file(path).is_file():
+            content = np.fromfile(checksums_file(path), dtype="<u4")
+            self._block, self._checksums = int(content[0]) if len(content) else 0, content[1:]
+            if self._block == 0 or len(self._checksums) != -(-len(self._bytes) // self._block):
+                raise ValueError(self._wrong_checksums())
+        self._unread = bytearray(b"\1") * len(self._checksums)  # 1: not compared yet
+
+    def __len__(self) -> int:
+        """Items in the file."""
+        return len(self._items)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Items [start, stop), as far as the file has them.
+
+        Raises:
+            ValueError: a block of them differs from what was written; names file, block and remedy.
+        """
+        width = self._items.itemsize
+        first, last = start * width // self._block, -(-stop * width // self._block)
+        while (number := self._unread.find(1, first, last)) >= 0:
+            self._compare(number)
+            self._unread[number] = 0
+            first = number + 1
+        return self._items[start:stop]
+
+    def _compare(self, number: int) -> None:
+        block = self._bytes[number * self._block : (number + 1) * self._block]
+        if zlib.crc32(block) == self._checksums[number]:
+            return
+        if sha256(self._path) == self._digest:
+            raise ValueError(self._wrong_checksums())
+        items, kind = self._block // self._items.itemsize, self._path.stem.split("-")[0]
+        raise ValueError(
+            f"shard {self._path} is corrupt: block {number} ({kind} {number * items:,} to "
+            f"{min((number + 1) * items, len(self)) - 1:,}) is not as it was written; "
+            f"delete {self._path.parents[1]} and run fla-prepare again"
+        )
+
+    def _wrong_checksums(self) -> str:
+        return (
+            f"{checksums_file(self._path)} is corrupt, not the shard: delete it, or have `fla-prepare ... "
+            "verify=true` write it again"
+        )

@@ -1,7 +1,7 @@
-"""Sources of documents: the standard library's own text, parquet and JSON-lines files, `datasets` streams.
+"""Sources of documents: parquet and JSON-lines files, Hub datasets, the text of Python's standard library.
 
-A `Source` can be opened any number of times, at any place it has been read to, and yields the same documents
-in the same order each time.
+A `Source` can be opened any number of times, at any position it has been read to, and yields the same
+documents in the same order each time.
 """
 
 import hashlib
@@ -13,39 +13,37 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fla_train.data.chunks import (
+from fla_train.data.config import DataConfig
+from fla_train.data.files import (
     CHUNK_BYTES,
     Chunk,
     Cursor,
     Document,
     TextChunk,
-    make_document,
-    require_column,
-)
-from fla_train.data.config import DataConfig
-from fla_train.data.files import (
-    SourceInterrupted,
     describe_files,
     find_files,
     guarded,
+    make_document,
     read_files,
     reading,
+    require_column,
     text_bytes,
 )
+from fla_train.utils.errors import Interrupted
 
-# A stream resumed by 5.0.0 saves a wrong state in its turn: documents are lost from the second resume on.
+# A stream that 5.0.0 has resumed saves a wrong state: documents are lost from the second resume on.
 _FORBIDDEN_DATASETS = ("5.0.0",)
 REMEDY = "check data.path, data.name, data.split and the network, or point data.path at a local copy"
 
 
 @dataclass(frozen=True)
 class Source:
-    """A corpus that can be read.
+    """A corpus to read.
 
     Attributes:
         description: JSON-able identity; two sources with equal descriptions hold the same text.
-        total: finds how much to expect, approximately; None when unknown, perhaps until the corpus is opened.
-        chunks: opens the corpus and yields it in its fixed order, from a chunk's `after` or the beginning on.
+        total: returns the approximate size; None while it is unknown, perhaps until the corpus is opened.
+        chunks: opens the corpus and yields it in its fixed order, from a chunk's `after` or the beginning.
         unit: what `total` counts: "B", bytes of text, or "doc", documents.
     """
 
@@ -64,8 +62,8 @@ def open_source(config: DataConfig, commit: str | None = None) -> Source:
     """The source that `config` names.
 
     Args:
-        commit: of a dataset on the Hub, to be read whatever `data.revision` points to by now; None: what it
-            points to when the source is first opened.
+        commit: of the Hub dataset to read, whatever `data.revision` points to by now; None: the one it points
+            to when the source is first opened.
 
     Raises:
         ValueError: if it does not exist or lacks the text column; reading raises it too, for corrupt input.
@@ -81,7 +79,7 @@ def open_source(config: DataConfig, commit: str | None = None) -> Source:
 
 
 def _stdlib() -> Source:
-    """The running Python's standard library."""
+    """The standard library of the running Python."""
     root = Path(sysconfig.get_path("stdlib"))
     documents: list[Document] = []
     digest = hashlib.sha256()
@@ -91,7 +89,7 @@ def _stdlib() -> Source:
             continue
         try:
             text = path.read_bytes().decode("utf-8")
-        except UnicodeDecodeError:  # a few of the library's own tests are broken on purpose
+        except UnicodeDecodeError:  # a few of the library's tests are broken on purpose
             continue
         documents.append({"text": text, "id": name})
         digest.update(f"{name}\0{len(text)}\0{text}".encode())
@@ -110,7 +108,7 @@ def _stdlib() -> Source:
 
 
 def _gathered(documents: Iterator[Document], after: Callable[[int], Cursor]) -> Iterator[TextChunk]:
-    """Chunks of parsed documents; `after(n)` is the place behind the first n of them."""
+    """Chunks of parsed documents; `after(n)` is the position behind the first n of them."""
     texts: list[Document] = []
     size = read = 0
     for read, document in enumerate(documents, start=1):
@@ -144,14 +142,12 @@ def hub_commit(config: DataConfig) -> str:
 
     Raises:
         ValueError: the Hub has no such dataset or revision, or not for this user.
-        SourceInterrupted: the Hub does not tell.
+        Interrupted: the Hub does not answer.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-    with reading(
-        _where(config), REMEDY, SourceInterrupted, wrong=(RepositoryNotFoundError, RevisionNotFoundError)
-    ):
+    with reading(_where(config), REMEDY, Interrupted, (RepositoryNotFoundError, RevisionNotFoundError)):
         return HfApi().dataset_info(config.path, revision=config.revision).sha
 
 
@@ -169,12 +165,12 @@ def _hub(config: DataConfig, commit: str | None) -> Source:
         "split": config.split,
         "text_column": config.text_column,
     }
-    if not is_on_hub(config):  # a local mirror: its content decides, not where it lies
-        # Whatever `datasets` can read, but the card: its words change more often than the files it names.
+    if not is_on_hub(config):  # a local mirror is identified by its content, not by its path
+        # All files that `datasets` can read, without the card, which changes more often than the data.
         files = [(name, file) for name, file in find_files(config.path, ("",)) if name != "README.md"]
         description |= {"path": None, "files": describe_files(files)}
 
-    @cache  # a tokenizer is trained on the text that is then tokenized
+    @cache  # so that a tokenizer is trained on the same commit that is then tokenized
     def find_commit() -> str | None:
         return (commit or hub_commit(config)) if is_on_hub(config) else None
 
@@ -182,7 +178,7 @@ def _hub(config: DataConfig, commit: str | None) -> Source:
 
     def opened(info: Any) -> None:
         nonlocal counted
-        if is_on_hub(config):  # a folder may be a part of what its card counts
+        if is_on_hub(config):  # a folder may hold only a part of the documents that its card counts
             counted = getattr((info.splits or {}).get(config.split), "num_examples", None)
 
     return Source(
@@ -202,15 +198,15 @@ def _stream(
 ) -> Iterator[TextChunk]:
     """Stream by `datasets`. A cursor is the stream's `state_dict`, the rows before it, and the Hub's commit.
 
-    So whoever goes on reads the files that were begun, whatever the branch points to by then.
+    So a resumed preparation reads the same files, whatever the branch points to by then.
 
     Args:
-        opened: hears what `datasets` knows of the dataset, a `DatasetInfo`, before its first row is read.
+        opened: called with the `DatasetInfo` before the first row is read.
     """
     import datasets
 
     where = _where(config)
-    fault = SourceInterrupted if is_on_hub(config) else ValueError
+    error = Interrupted if is_on_hub(config) else ValueError
     stream: datasets.IterableDataset
     first = 0 if start is None else start["row"]
     commit: str | None = None if start is None else start.get("commit")  # None: a folder, or an older journal
@@ -231,9 +227,9 @@ def _stream(
     def documents() -> Iterator[Document]:
         nonlocal commit, stream
         commit = commit or find_commit()
-        with reading(where, REMEDY, fault, wrong=(ValueError,)):  # which names no configuration, or no split
+        with reading(where, REMEDY, error, (ValueError,)):  # an unknown configuration or split
             stream = open_stream()
-        for row, record in enumerate(guarded(stream, where, REMEDY, fault), start=first):
+        for row, record in enumerate(guarded(stream, where, REMEDY, error), start=first):
             require_column(where, config.text_column, record)
             place = f"{where}, row {row}"
             yield make_document(

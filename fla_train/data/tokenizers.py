@@ -1,14 +1,23 @@
-"""Tokenizers: bytes, a byte-level BPE trained on the corpus, or whatever `AutoTokenizer` loads."""
+"""Load tokenizers: bytes, BPE trained on the corpus, SentencePiece files, or whatever `AutoTokenizer` loads.
+
+transformers (5.23) orders the merges of a bare SentencePiece BPE model (`tokenizer.model`: Mistral, Llama) by
+token id, where SentencePiece orders by score. In Mistral's model that changes runs of spaces, so indented
+code gets other ids than the published models saw. `from_sentencepiece` gives SentencePiece's ids.
+"""
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import tokenizers
 from huggingface_hub.errors import LocalEntryNotFoundError
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from sentencepiece import SentencePieceProcessor
+from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import (
     AutoTokenizer,
     GPT2Tokenizer,
@@ -16,16 +25,17 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from fla_train.data.config import DataConfig, TokenizerConfig
-from fla_train.data.encoding import Encoder
-from fla_train.data.faults import Interrupted
-from fla_train.data.sentencepiece import from_sentencepiece
+from fla_train.data.config import TokenizerConfig
+from fla_train.utils.errors import Interrupted
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+_SPACE = "\u2581"  # how SentencePiece writes a space
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # SentencePiece's token of a single byte
+_PROBE = "Hello  world,\n\tdéjà 2025 日本\n    x  =  [1]"
 
 
 class TokenizerNotCached(ValueError):
-    """A tokenizer of the Hub is not on this machine, and was not to be fetched."""
+    """A tokenizer of the Hub is not in this machine's cache, and `offline` forbids to fetch it."""
 
 
 def load_tokenizer(
@@ -34,11 +44,11 @@ def load_tokenizer(
     """The tokenizer that `config` names; `train_texts` is read only by "bpe".
 
     Args:
-        offline: take one on the Hub from its cache, or not at all.
+        offline: load a Hub tokenizer from the cache only.
 
     Raises:
-        TokenizerNotCached: `offline`, and it is not there.
-        Interrupted: the Hub can't be asked for it.
+        TokenizerNotCached: `offline`, and the cache lacks it.
+        Interrupted: the Hub can't be reached.
         ValueError: if it cannot be found or loaded, or if there is no text to train on.
     """
     match config.name:
@@ -50,7 +60,7 @@ def load_tokenizer(
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    """Token ids of each text. None are special: `</s>` in a text stays text and ends no document."""
+    """Token ids of each text. A special token's name in a text (`</s>`) is encoded as plain text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return tokenizer(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"]
@@ -63,20 +73,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[in
         backend.encode_special_tokens = before
 
 
-def make_encoder(tokenizer: PreTrainedTokenizerBase, folder: Path, config: DataConfig, dtype: str) -> Encoder:
-    """What tokenizes a corpus as `config` says; `folder` holds the saved tokenizer."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return Encoder(
-        backend=backend.to_str() if backend else None,
-        folder=str(folder),
-        separator=tokenizer.eos_token_id if config.append_eos else None,
-        validation_fraction=config.validation_fraction,
-        dtype=dtype,
-    )
-
-
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """sha256 of what decides the ids: the saved backend, or the vocabulary of a tokenizer without one."""
+    """sha256 of the saved backend, which determines the ids, or of the vocabulary if there is none."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = backend.to_str() if backend else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
@@ -84,15 +82,15 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def ids_needed(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Its largest id + 1: more than `len(tokenizer)` where the vocabulary has holes."""
+    """The largest id + 1: more than `len(tokenizer)` where the vocabulary has unused ids."""
     return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
 
 
 def tokenizer_size(config: TokenizerConfig, *, offline: bool = False) -> int:
-    """Rows that an embedding needs for the tokenizer, known before any text is read.
+    """Rows of an embedding for the tokenizer, known before any text is read.
 
     Args:
-        offline: take a tokenizer of the Hub from the cache, or raise `TokenizerNotCached`.
+        offline: load a Hub tokenizer from the cache, or raise `TokenizerNotCached`.
 
     Raises:
         ValueError: as `load_tokenizer`.
@@ -103,7 +101,7 @@ def tokenizer_size(config: TokenizerConfig, *, offline: bool = False) -> int:
 
 
 def same_tokenizer(one: TokenizerConfig, other: TokenizerConfig) -> bool:
-    """Whether both give every text the same ids. A bpe that is yet to be trained equals no other."""
+    """Whether both give every text the same ids. A bpe tokenizer is not trained yet and equals no other."""
     if one == other:
         return True
     if "bpe" in (one.name, other.name):
@@ -162,7 +160,7 @@ def _wrap(backend: tokenizers.Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def _byte_symbols() -> list[str]:
-    """The character that stands for each byte in a byte-level BPE: its own if printable, else 256 + n."""
+    """The character of each byte in byte-level BPE: itself if printable, else 256 + n."""
     symbols, spare = [], 256
     for byte in range(256):
         if 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255:
@@ -198,14 +196,14 @@ def _pretrained(name: str, eos_token: str | None, offline: bool) -> PreTrainedTo
     if eos_token is not None:
         if eos_token not in tokenizer.get_vocab():
             raise ValueError(f"data.tokenizer.eos_token={eos_token} is not in the vocabulary of {name}")
-        # Assigned, it would turn special only once saved and loaded: a text that holds it would be cut there.
+        # Assigning `eos_token` would make it special only after saving and loading.
         tokenizer.add_special_tokens({"eos_token": eos_token})
     _keep_texts_whole(tokenizer)
     return tokenizer
 
 
 def _keep_texts_whole(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Neither cut texts nor pad them, as tokenizer.json asks for if the last call before it was saved did."""
+    """Turn off truncation and padding, which tokenizer.json keeps from the last call before it was saved."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         backend.no_truncation()
@@ -213,10 +211,96 @@ def _keep_texts_whole(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _load_folder(folder: Path) -> PreTrainedTokenizerBase:
-    """By AutoTokenizer, unless the folder holds bare vocabulary files and nothing for it to go by."""
+    """By AutoTokenizer, unless the folder holds only bare vocabulary files, which it cannot identify."""
     if not any(folder.glob("*config.json")) and not (folder / "tokenizer.json").exists():
         if (folder / "tokenizer.model").exists():
             return from_sentencepiece(folder / "tokenizer.model")
         if (folder / "merges.txt").exists():
             return GPT2Tokenizer.from_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def from_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
+    """A fast tokenizer from the byte-fallback BPE model in file `path`; it adds no tokens of its own.
+
+    Raises:
+        ValueError: the file is no SentencePiece model, or not of the byte-fallback BPE kind.
+    """
+    try:
+        model = SentencePieceProcessor(model_file=str(path))
+    except Exception as failure:
+        raise ValueError(f"{path} is not a SentencePiece model ({failure})") from failure
+    pieces = [model.id_to_piece(i) for i in range(model.vocab_size())]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=vocab,
+            merges=_merges(model, pieces, vocab),
+            unk_token=pieces[model.unk_id()],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
+    if not any(re.search(f"[^{_SPACE}]{_SPACE}", piece) for piece in pieces):
+        # No piece crosses the start of a run of spaces, so text may be cut there: short words can be cached.
+        words = tokenizers.Regex(f"{_SPACE}+[^{_SPACE}]*|[^{_SPACE}]+")
+        backend.pre_tokenizer = pre_tokenizers.Split(words, behavior="isolated")
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace(_SPACE, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1),
+        ]
+    )
+    is_bpe = ModelProto.FromString(path.read_bytes()).trainer_spec.model_type == TrainerSpec.BPE
+    if not is_bpe or backend.encode(_PROBE).ids != model.encode(_PROBE):
+        raise ValueError(f"{path} is a SentencePiece model of another kind than byte-fallback BPE")
+    special = {"unk_token": model.unk_id(), "bos_token": model.bos_id(), "eos_token": model.eos_id()}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        clean_up_tokenization_spaces=False,
+        **{name: pieces[i] for name, i in special.items() if i >= 0},
+    )
+
+
+def _merges(model: SentencePieceProcessor, pieces: list[str], vocab: dict[str, int]) -> list[tuple[str, str]]:
+    """Every pair of pieces that joins to a piece, ordered by the score of the joined piece, best first."""
+    merges = []
+    for i, piece in enumerate(pieces):
+        if model.is_control(i) or model.is_unknown(i) or model.is_byte(i):
+            continue
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in vocab and right in vocab:
+                merges.append((-model.get_score(i), -len(left), left, right))
+    return [(left, right) for _, _, left, right in sorted(merges)]
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray | None:
+    """UTF-8 bytes of each token id, [ids] int64; special tokens have none.
+
+    Bits per byte follow from these. The sum over a text's tokens is the text's size, except for what the
+    tokenizer changes first: SentencePiece prepends a space, and some normalise characters.
+
+    Returns:
+        None for a tokenizer whose tokens do not spell the text: neither byte-level BPE nor SentencePiece.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    content = json.loads(backend.to_str())
+    spelling = json.dumps([content["decoder"], content["pre_tokenizer"]], ensure_ascii=False)
+    by_bytes = "ByteLevel" in spelling
+    if not by_bytes and _SPACE not in spelling:
+        return None
+    sizes = np.zeros(ids_needed(tokenizer), np.int64)
+    for piece, i in tokenizer.get_vocab().items():
+        if by_bytes:
+            sizes[i] = len(piece)  # a character stands for a byte
+        else:
+            sizes[i] = 1 if _BYTE_TOKEN.fullmatch(piece) else len(piece.replace(_SPACE, " ").encode())
+    for i, token in tokenizer.added_tokens_decoder.items():
+        sizes[i] = 0 if token.special else len(token.content.encode())
+    return sizes

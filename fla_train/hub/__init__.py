@@ -3,12 +3,11 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fla_train.hub.push import push  # at once: it has its module's name
+from fla_train.hub.push import push  # not lazily: its module has the same name
 
 if TYPE_CHECKING:
     from fla_train.hub.card import CardInfo
     from fla_train.hub.checksums import find_export_damage
-    from fla_train.hub.device import pick_device, pick_dtype
     from fla_train.hub.export import copy_export, export_model
     from fla_train.hub.load import load_model, resolve_checkpoint
 
@@ -18,17 +17,14 @@ __all__ = [
     "export_model",
     "find_export_damage",
     "load_model",
-    "pick_device",
-    "pick_dtype",
     "push",
     "resolve_checkpoint",
 ]
 
-# Where the names live; imported when first asked for, since most need the models, which take seconds.
+# Modules are imported on first use of a name: most import the models, which takes seconds.
 _MODULES = {
     "card": ("CardInfo",),
     "checksums": ("find_export_damage",),
-    "device": ("pick_device", "pick_dtype"),
     "export": ("copy_export", "export_model"),
     "load": ("load_model", "resolve_checkpoint"),
 }

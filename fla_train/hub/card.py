@@ -1,10 +1,10 @@
-"""The model card (README.md) of an exported checkpoint."""
+"""Model card (README.md) and training record (training.json) of an exported checkpoint."""
 
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel
 
-from fla_train.models.accounting import count_parameters
+from fla_train.models.flops import count_parameters
 
 LOADING = """\
 ## Use
@@ -15,10 +15,10 @@ The model class lives in the package `fla_train`, which is not on PyPI. In a che
 pip install torch==2.13.0 && pip install -c constraints.txt .
 ```
 
-Importing `{package}` registers the class with the Auto classes. No remote code is involved.
+Importing `fla_train.models` registers the class with the Auto classes. No remote code is involved.
 
 ```python
-import {package}
+import fla_train.models
 from transformers import AutoModelForCausalLM
 
 checkpoint = "user/model"  # the name on the Hub, or the folder this card lies in
@@ -69,7 +69,7 @@ TRAINING_FILE = "training.json"  # the CardInfo of an export
 
 @dataclass(frozen=True)
 class CardInfo:
-    """What training knows and the weights do not; it goes into README.md and, as JSON, into training.json.
+    """Facts about the training run, written to README.md and, as JSON, to training.json.
 
     Attributes:
         name: title of the card, for example the run's name.
@@ -80,7 +80,7 @@ class CardInfo:
         tokens: training tokens seen.
         seq_len: training sequence length in tokens.
         losses: final losses in nats per token by name, for example `{"train": 2.31, "validation": 2.40}`.
-        config: the training config as YAML, without what tells of the machine.
+        config: the training config as YAML, without paths and other facts about the machine.
         commit: the commit of the code that trained it.
     """
 
@@ -128,7 +128,7 @@ def render_card(model: PreTrainedModel, info: CardInfo, tokenizer: bool) -> str:
                 "code": info.commit,
             }
         ),
-        LOADING.format(package=_package(model)),
+        LOADING,
     ]
     if tokenizer:
         parts.append(GENERATION)
@@ -138,12 +138,6 @@ def render_card(model: PreTrainedModel, info: CardInfo, tokenizer: bool) -> str:
         )
     parts.append(f"## Citation\n\n```bibtex\n{CITATIONS}```\n")
     return "\n".join(parts)
-
-
-def _package(model: PreTrainedModel) -> str:
-    """The package whose import registers the model's class."""
-    baseline = type(model).__module__.startswith("fla_train.baselines")
-    return "fla_train.baselines" if baseline else "fla_train.models"
 
 
 def _front_matter(model: PreTrainedModel, info: CardInfo) -> str:

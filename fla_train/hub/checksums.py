@@ -1,4 +1,4 @@
-"""checksums.json of an exported folder: writing it, finding a file that is missing, cut or changed."""
+"""checksums.json of an exported folder: write it, and find files that are missing, cut short or changed."""
 
 import json
 import math
@@ -20,12 +20,12 @@ def write_checksums(folder: Path) -> None:
 
 
 def find_export_damage(folder: Path, *, hashed_bytes: float = math.inf) -> str | None:
-    """The first file of an export that is missing, cut short or changed, and how; None if all are whole.
+    """The first file of an export that is missing, cut short or changed, and how; None if there is none.
 
     Of an export without checksums.json, as earlier versions wrote it, only the weights' lengths are checked.
 
     Args:
-        hashed_bytes: of files up to this size compare the checksums, too; of larger ones the sizes only.
+        hashed_bytes: of files up to this size compare sizes and checksums; of larger ones the sizes only.
     """
     if not (folder / CHECKSUMS).is_file():
         return _find_cut_weights(folder)

@@ -1,8 +1,7 @@
-"""Write a model as a folder that `AutoModelForCausalLM.from_pretrained` loads: complete or absent."""
+"""Export a model to a folder in the Hugging Face format, atomically, and check that it loads back."""
 
 import copy
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from fla_train.hub.card import TRAINING_FILE, CardInfo, render_card
 from fla_train.hub.checksums import REMEDY, find_export_damage, write_checksums
+from fla_train.utils.filesystem import replaced_folder
 
 
 def export_model(
@@ -31,8 +31,8 @@ def export_model(
 ) -> Path:
     """Write weights, config, tokenizer, generation config, model card and checksums to `folder`.
 
-    Everything is written to a hidden folder beside it, loaded back and compared, and then renamed: `folder`
-    is complete or absent. The model, its mode and the random state are left as they were.
+    Everything is written to a hidden folder beside it, loaded back, compared and then renamed, so `folder` is
+    either complete or absent. The model, its mode and the random state do not change.
 
     Args:
         model: the module itself, without the wrappers of accelerate or DeepSpeed.
@@ -54,7 +54,7 @@ def export_model(
     _require_replaceable(folder)
     card = card or CardInfo()
     weights = _weights(model, model.state_dict() if state_dict is None else state_dict, dtype)
-    with _written_aside(folder) as aside:
+    with replaced_folder(folder) as aside:
         save_torch_state_dict(weights, aside, metadata={"format": "pt"})
         config = copy.deepcopy(model.config)
         config.architectures, config.dtype = [type(model).__name__], dtype
@@ -66,7 +66,7 @@ def export_model(
         config.save_pretrained(aside)
         (aside / TRAINING_FILE).write_text(json.dumps(asdict(card), indent=2) + "\n")
         (aside / "README.md").write_text(render_card(model, card, tokenizer is not None))
-        # safetensors makes files that only their owner can read; the others are as the umask says.
+        # safetensors writes files that only their owner can read; give them the mode of the others.
         mode = (aside / TRAINING_FILE).stat().st_mode
         for file in aside.glob("*.safetensors"):
             file.chmod(mode)
@@ -79,7 +79,7 @@ def export_model(
 def copy_export(source: Path, folder: str | Path) -> Path:
     """Copy an exported model to `folder`, complete or absent; an earlier export there is replaced.
 
-    The files are as readable as the umask says, whatever they were.
+    The umask decides who may read the copies, whatever the originals allow.
 
     Raises:
         ValueError: `folder` holds something that is not an export, one of the two lies in the other, or
@@ -90,13 +90,13 @@ def copy_export(source: Path, folder: str | Path) -> Path:
     new, old = folder.resolve(), source.resolve()
     if new.is_relative_to(old) or old.is_relative_to(new):
         raise ValueError(f"{folder} is, holds or lies in the exported model {source}: give another output")
-    with _written_aside(folder) as aside:
+    with replaced_folder(folder) as aside:
         try:
             shutil.copytree(source, aside, dirs_exist_ok=True, copy_function=shutil.copyfile)
-        except shutil.Error as failure:  # a list of files, each with its reason
+        except shutil.Error as failure:  # holds (source, target, reason) of each file that failed
             _, target, reason = failure.args[0][0]
             raise OSError(f"{target} could not be written: {reason}") from failure
-        if damage := find_export_damage(aside):  # of the copy, and so of what was read, too
+        if damage := find_export_damage(aside):  # damage of the source shows in its copy
             raise ValueError(f"{source}/{damage}: {REMEDY}")
     return folder
 
@@ -130,7 +130,7 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Silence the bar with which transformers loads weights, even those that load in no time."""
+    """Hide transformers' progress bar for loading weights."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -140,36 +140,9 @@ def no_progress_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-@contextmanager
-def _written_aside(folder: Path) -> Iterator[Path]:
-    """Yield a hidden folder that replaces `folder` if the block succeeds and vanishes if it fails.
-
-    One writer at a time: its name is fixed, so that the next call finds what a killed one left.
-    """
-    aside = folder.with_name(f".writing-{folder.name}")
-    replaced = folder.with_name(f".replaced-{folder.name}")
-    _settle(folder, aside, replaced)
-    aside.mkdir(parents=True)
-    try:
-        yield aside
-        if folder.exists():
-            os.replace(folder, replaced)
-        os.replace(aside, folder)
-    finally:
-        _settle(folder, aside, replaced)
-
-
-def _settle(folder: Path, aside: Path, replaced: Path) -> None:
-    """Leave only `folder` of the three; the former export comes back if nothing took its place."""
-    if replaced.exists() and not folder.exists():
-        os.replace(replaced, folder)
-    for rest in (aside, replaced):
-        shutil.rmtree(rest, ignore_errors=True)
-
-
 @torch.no_grad()
 def _load_back(model: PreTrainedModel, weights: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
-    """Check that `folder` loads, with these weights to the bit, and computes what `model` computes.
+    """Check that `folder` loads with exactly these weights and gives the logits of `model`.
 
     The device of `model` needs room for the loaded copy and a forward of a few tokens.
 
@@ -183,9 +156,9 @@ def _load_back(model: PreTrainedModel, weights: dict[str, Tensor], folder: Path,
             folder, dtype=dtype, output_loading_info=True, trust_remote_code=False
         )
     state = loaded.state_dict()
-    faults = {kind: report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
-    faults["different_keys"] = [] if any(faults.values()) else _unequal(weights, state)
-    for kind, keys in faults.items():
+    errors = {kind: report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    errors["different_keys"] = [] if any(errors.values()) else _unequal(weights, state)
+    for kind, keys in errors.items():
         if keys:
             raise ValueError(f"the export does not load back: {kind} {sorted(map(str, keys))[:5]}")
     loaded = loaded.to(device).eval()
@@ -199,7 +172,7 @@ def _load_back(model: PreTrainedModel, weights: dict[str, Tensor], folder: Path,
         expected = torch.func.functional_call(model, parameters, (), arguments).logits.float()
     finally:
         model.train(was_training)
-    # Equal weights: only the config can differ, or kernels that sum in another order (hence the slack).
+    # The weights are equal: only the config can differ, or the order of a kernel's sums (so a tolerance).
     difference = (found - expected).abs().max().item()
     if not difference <= 1e-2 * expected.abs().max().item():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Text from a model, printed as it comes."""
+"""Generate text from a prompt and print it token by token."""
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer

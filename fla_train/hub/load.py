@@ -22,7 +22,7 @@ from fla_train.utils.hub_names import is_hub_name
 
 STEP = re.compile(r"step-(\d+)")
 FALLBACK_LENGTH = 2048
-HASHED_BYTES = 1 << 24  # to hash all the weights would take longer than to load them
+HASHED_BYTES = 1 << 24  # hashing all weights takes longer than loading them
 REMEDY = "give a run folder with an export in hf/, an exported folder, or a Hub name such as user/model"
 
 
@@ -59,13 +59,13 @@ def _exports(folder: Path) -> list[Path]:
 
 def run_folder(checkpoint: Path | str) -> Path | None:
     """The run folder that a resolved checkpoint lies in (`<run>/hf/step-*`), or None."""
-    path = Path(os.path.abspath(checkpoint))  # without the `..` of a path that goes through one
+    path = Path(os.path.abspath(checkpoint))  # resolves `..`, but no links
     inside = path.is_dir() and STEP.fullmatch(path.name) and path.parent.name == "hf"
     return path.parent.parent if inside else None
 
 
 def training_record(model: PreTrainedModel) -> dict:
-    """What training.json of the loaded export says (the fields of `CardInfo`); empty for any other model.
+    """The content of training.json of the loaded export (fields of `CardInfo`); empty for any other model.
 
     Raises:
         ValueError: the file is damaged.
@@ -84,19 +84,19 @@ def read_training_record(source: Path | str, commit: str | None = None) -> dict:
             raise ValueError(f"{record} is damaged ({failure}): export the model again") from failure
     try:
         return json.loads(Path(hf_hub_download(source, TRAINING_FILE, revision=commit)).read_text())
-    except (HfHubHTTPError, HFValidationError, OSError):  # no such file there, or the Hub is out of reach
+    except (HfHubHTTPError, HFValidationError, OSError):  # no such file, or the Hub can't be reached
         return {}
 
 
 def recorded_length(model: PreTrainedModel) -> int | None:
-    """Tokens per training sequence as the export records them; None: nobody recorded them."""
+    """Tokens per training sequence according to the export's record; None without a record."""
     return training_record(model).get("seq_len") or None
 
 
 def trained_length(model: PreTrainedModel) -> int:
     """Tokens to read at once of a task: `recorded_length`, else `max_position_embeddings`, else 2048.
 
-    The latter two are no training lengths, and no report calls them so.
+    The latter two are no training lengths; reports do not call them so.
     """
     positions = getattr(model.config, "max_position_embeddings", None)
     return recorded_length(model) or positions or FALLBACK_LENGTH
@@ -130,10 +130,10 @@ def load_model(
         checkpoint: what `resolve_checkpoint` takes.
         device: where to put the model.
         dtype: of the weights; None keeps the stored one.
-        trust_remote_code: run the Python files that a model may bring along.
+        trust_remote_code: run the Python files that come with a model.
 
     Raises:
-        ValueError: no such checkpoint, its files are missing or damaged, or it needs its own code.
+        ValueError: no such checkpoint, its files are missing or damaged, or it needs code that comes with it.
     """
     source = resolve_checkpoint(checkpoint)
     model = load_weights(source, device, dtype, trust_remote_code=trust_remote_code)

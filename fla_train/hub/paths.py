@@ -1,16 +1,16 @@
-"""Names of folders and models, as a reader is shown them."""
+"""Short names of folders and models for messages and reports, without the paths of this machine."""
 
 import os
 from pathlib import Path
 
 
 def own_name(path: str | Path) -> str:
-    """The last part of a path, also of `.` and `..`, whose `Path.name` is no name."""
+    """The last part of a path, also for `.` and `..`, whose `Path.name` is empty or `..`."""
     return os.path.basename(os.path.abspath(path))
 
 
 def public_name(text: str) -> str:
-    """A path of this machine as others may read it: its last part, and of an export in a run the run's name.
+    """A path reduced to its last part, with the run's name for an export in a run folder.
 
     Names of the Hub and all other words stay as they are.
     """

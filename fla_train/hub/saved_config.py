@@ -1,4 +1,4 @@
-"""Read the config that a run wrote, perhaps someone else's: nothing in it is interpolated."""
+"""Read the config.yaml of a run, which may be someone else's: `${...}` in it is not interpolated."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 
 def read_saved(path: Path) -> dict[str, Any]:
-    """The content of a `config.yaml`, for `OmegaConf.merge`: `${oc.env:SECRET}` in it is text and stays text.
+    """The content of a `config.yaml` for `OmegaConf.merge`, in which `${oc.env:SECRET}` stays text.
 
     Raises:
         OSError, yaml.YAMLError, omegaconf.errors.OmegaConfBaseException: it can't be read.
@@ -19,7 +19,7 @@ def read_saved(path: Path) -> dict[str, Any]:
 
 
 def kept_tokenizer(name: str, run: Path) -> str:
-    """`name` of a run's tokenizer; of a folder that has gone, the copy kept with the prepared data."""
+    """`name` of a run's tokenizer, or the copy kept with the prepared data if that folder has gone."""
     plan = run / "plan.json"
     if os.path.isabs(name) and not os.path.isdir(name) and plan.is_file():
         try:

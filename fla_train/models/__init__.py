@@ -1,19 +1,20 @@
-"""The model family, registered with transformers' Auto classes.
+"""Language models of this package, registered with transformers' Auto classes.
 
-Importing this package registers the config only. The models, which take seconds to import, follow when a
-config is read from a checkpoint or one of the names below is asked for; what needs no model imports from
-`configuration` and `accounting` themselves.
+`configuration`, `modeling`, `layers`, `mixers`, `cache`, `context` and `loss` are the DeltaProduct family;
+`flops` counts its parameters, FLOPs and bytes; `zoo` has other architectures. Importing this package
+registers the configs only. The models, which take seconds to import, follow when a config is read from a
+checkpoint or one of the names below is used.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoConfig
-
-from fla_train.models import configuration
+from fla_train.models.auto import register
+from fla_train.models.configuration import DeltaProductConfig
+from fla_train.models.zoo.mamba_configuration import SignedMambaConfig
 
 if TYPE_CHECKING:
-    from fla_train.models.configuration import DeltaProductConfig, build_config, model_schema
+    from fla_train.models.configuration import build_config, model_schema
     from fla_train.models.loss import count_targets
     from fla_train.models.modeling import (
         DeltaProductForCausalLM,
@@ -35,12 +36,11 @@ __all__ = [
     "model_schema",
 ]
 
-AutoConfig.register(
-    configuration.DeltaProductConfig.model_type, configuration.DeltaProductConfig, exist_ok=True
-)
+register(DeltaProductConfig, f"{__name__}.modeling")
+register(SignedMambaConfig, f"{__name__}.zoo.mamba")
 
 _MODULES = {
-    "configuration": ("DeltaProductConfig", "build_config", "model_schema"),
+    "configuration": ("build_config", "model_schema"),
     "loss": ("count_targets",),
     "modeling": tuple(name for name in __all__ if name.endswith("Model") or "For" in name),
 }

@@ -1,4 +1,4 @@
-"""What generation carries from call to call: a cache of transformers, and the check of a caller's own."""
+"""Generation cache: transformers' own, checked for a place for our states, with a token count."""
 
 import torch
 from torch import Tensor
@@ -9,10 +9,11 @@ from fla_train.models.configuration import DeltaProductConfig
 
 
 class CountingLayer(LinearAttentionLayer):
-    """The entry of the first layer in a model without attention layers, whose cache would count no tokens.
+    """The first layer's cache entry in a model without attention layers: it also counts tokens.
 
-    `generate` asks for the count, to read only what is new of a prompt that continues from a cache. It is a
-    tensor on the model's device, so that a compiled decoding step is compiled once.
+    transformers' entries of linear layers count none, and `generate` needs the count to skip the tokens of
+    a prompt that the cache has seen. It is a tensor on the model's device, so that a compiled decoding
+    step is not compiled again as it grows.
     """
 
     def __init__(self, number_of_states: int, device: torch.device) -> None:
@@ -36,12 +37,12 @@ CacheLayerMixin.register(CountingLayer)  # `Cache.get_seq_length` asks layers of
 def cache_for(
     past_key_values: Cache | None, config: DeltaProductConfig, use_cache: bool, device: torch.device
 ) -> Cache | None:
-    """The cache to run with: the caller's own, a new one when `use_cache`, or none.
+    """The caller's cache, a new one when `use_cache`, or None.
 
     The first layer of a model without attention layers becomes a `CountingLayer`.
 
     Raises:
-        ValueError: for a cache without a place for each layer's states, or one that must be rolled back.
+        ValueError: for a cache without a place for each layer's states, or one that is to be rolled back.
     """
     if past_key_values is None:
         if not use_cache:
@@ -63,6 +64,6 @@ def cache_for(
 
 
 def count_tokens(cache: Cache, length: int) -> None:
-    """Note `length` new tokens where attention layers do not."""
+    """Count `length` new tokens in a model without attention layers, whose cache would not."""
     if isinstance(cache.layers[0], CountingLayer):
         cache.layers[0].cumulative_length.add_(length)

@@ -1,24 +1,24 @@
 """`DeltaProductConfig`: one configuration for the four models of docs/architecture.md, and its Hydra schema.
 
-The annotated fields of the class are the only list of settings there is: transformers makes the constructor
-from them, `model_schema` makes the typed Hydra node, `build_config` checks a composed node against them.
+The annotated fields of the class are the only list of settings: transformers makes the constructor from them,
+`model_schema` the typed Hydra node, and `build_config` checks a composed node against them.
 """
 
 import dataclasses
 import math
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from fla_train.kernels.delta_product import BACKENDS, is_recompute
+from fla_train.models.auto import LazyModelConfig
 
 MACHINE_KEYS = ("backend", "recompute_operator")
 HYBRID_KEYS = ("layers", "num_heads", "num_kv_heads", "window_size", "rope_theta")
 
 
-class DeltaProductConfig(PreTrainedConfig):
+class DeltaProductConfig(LazyModelConfig):
     """Configuration of DeltaNet, Gated DeltaNet, DeltaProduct and Gated DeltaProduct language models.
 
     Field names follow flash-linear-attention. `num_householder` is the papers' n_h, generalized Householder
@@ -26,10 +26,10 @@ class DeltaProductConfig(PreTrainedConfig):
     `attn` turns some layers into softmax attention: `{"layers": [3, 7], "num_heads": 8, "num_kv_heads": 8,
     "window_size": None, "rope_theta": 10000.0}`, of which the first two keys are required. `backend` chooses
     the operator's backend, and `recompute_operator` lets it keep its inputs only (True), or a state every so
-    many tokens; both belong to the machine, so `save_pretrained` does not write them.
+    many tokens; both describe the machine, so `save_pretrained` does not write them.
 
     Raises:
-        ValueError: listing every fault at once.
+        ValueError: listing every error at once.
     """
 
     model_type = "delta_product"
@@ -63,22 +63,16 @@ class DeltaProductConfig(PreTrainedConfig):
     recompute_operator: bool | int = False
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if faults := self._faults():
-            raise ValueError(f"model config: {'; '.join(faults)}")
+        if errors := self._errors():
+            raise ValueError(f"model config: {'; '.join(errors)}")
         if self.intermediate_size is None:
             self.intermediate_size = 256 * math.ceil(int(self.hidden_size * self.hidden_ratio * 2 / 3) / 256)
         if self.attn is not None:
-            defaults = {"num_kv_heads": None, "window_size": None, "rope_theta": 10000.0}
-            self.attn = defaults | dict(self.attn)
+            deerrors = {"num_kv_heads": None, "window_size": None, "rope_theta": 10000.0}
+            self.attn = deerrors | dict(self.attn)
             self.attn["layers"] = sorted(set(self.attn["layers"]))
             self.attn["num_kv_heads"] = self.attn["num_kv_heads"] or self.attn["num_heads"]
         super().__post_init__(**kwargs)
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> "DeltaProductConfig":
-        """As transformers does it, for a model that will follow: the Auto classes get to know ours."""
-        import_module("fla_train.models.modeling")
-        return super().from_dict(config_dict, **options)
 
     @property
     def head_v_dim(self) -> int:
@@ -87,7 +81,7 @@ class DeltaProductConfig(PreTrainedConfig):
 
     @property
     def num_attention_heads(self) -> int:
-        """Heads of the attention layers, or of the mixer without any: the name that other libraries read."""
+        """Heads of the attention layers, or of the mixer without any; other libraries read this name."""
         return self.num_heads if self.attn is None else self.attn["num_heads"]
 
     @property
@@ -126,74 +120,74 @@ class DeltaProductConfig(PreTrainedConfig):
         """What `save_pretrained` writes: everything but the machine's choices."""
         return {key: value for key, value in super().to_diff_dict().items() if key not in MACHINE_KEYS}
 
-    def _faults(self) -> list[str]:
+    def _errors(self) -> list[str]:
         at_least_one = (
             "vocab_size hidden_size num_hidden_layers num_heads head_dim num_householder conv_size "
             "max_position_embeddings intermediate_size"
         )
-        faults = [
+        errors = [
             f"{name} must be an integer >= 1, got {value!r}"
             for name in at_least_one.split()
             if (value := getattr(self, name)) is not None and (not isinstance(value, int) or value < 1)
         ]
-        faults += [
+        errors += [
             f"{name} must be > 0 and finite, got {value!r}"
             for name in ("expand_v", "hidden_ratio", "norm_eps", "initializer_range")
             if not 0 < (value := getattr(self, name)) < math.inf
         ]
         if self.hidden_act != "silu" and not _is_activation(self.hidden_act):
-            faults.append(f"hidden_act {self.hidden_act!r} is unknown, use 'silu'")
+            errors.append(f"hidden_act {self.hidden_act!r} is unknown, use 'silu'")
         if self.backend not in ("auto", *BACKENDS):
-            faults.append(f"backend {self.backend!r} is unknown, use auto, {', '.join(BACKENDS)}")
+            errors.append(f"backend {self.backend!r} is unknown, use auto, {', '.join(BACKENDS)}")
         if not is_recompute(self.recompute_operator):
-            faults.append(
+            errors.append(
                 "recompute_operator must be false, true or a number of tokens >= 1, "
                 f"got {self.recompute_operator!r}"
             )
-        if not faults and self.head_v_dim < 1:
-            faults.append(f"head_dim * expand_v must be >= 1, got {self.head_dim} * {self.expand_v}")
-        if faults or self.attn is None:
-            return faults
-        return self._hybrid_faults(self.attn)
+        if not errors and self.head_v_dim < 1:
+            errors.append(f"head_dim * expand_v must be >= 1, got {self.head_dim} * {self.expand_v}")
+        if errors or self.attn is None:
+            return errors
+        return self._hybrid_errors(self.attn)
 
-    def _hybrid_faults(self, attn: Mapping[str, Any]) -> list[str]:
+    def _hybrid_errors(self, attn: Mapping[str, Any]) -> list[str]:
         if not isinstance(attn, Mapping):
             return [f"attn must be null or a mapping of {', '.join(HYBRID_KEYS)}, got {attn!r}"]
-        faults = [
+        errors = [
             f"attn.{key} is unknown, use {', '.join(HYBRID_KEYS)}" for key in attn if key not in HYBRID_KEYS
         ]
-        faults += [f"attn.{key} is required" for key in ("layers", "num_heads") if attn.get(key) is None]
-        if faults:
-            return faults
+        errors += [f"attn.{key} is required" for key in ("layers", "num_heads") if attn.get(key) is None]
+        if errors:
+            return errors
         layers, theta = attn["layers"], attn.get("rope_theta", 1.0)
-        faults = [
+        errors = [
             f"attn.{key} must be an integer, got {value!r}"
             for key in ("num_heads", "num_kv_heads", "window_size")
             if not isinstance(value := attn.get(key), int | None)
         ]
         if not isinstance(layers, list | tuple) or not all(isinstance(layer, int) for layer in layers):
-            faults.append(f"attn.layers must be a list of integers, got {layers!r}")
+            errors.append(f"attn.layers must be a list of integers, got {layers!r}")
         if not isinstance(theta, int | float) or not 0 < theta < math.inf:
-            faults.append(f"attn.rope_theta must be a finite number > 0, got {theta!r}")
-        if faults:
-            return faults
+            errors.append(f"attn.rope_theta must be a finite number > 0, got {theta!r}")
+        if errors:
+            return errors
         heads, kv_heads = attn["num_heads"], attn.get("num_kv_heads") or attn["num_heads"]
         outside = [layer for layer in layers if not 0 <= layer < self.num_hidden_layers]
         if outside:
-            faults.append(f"attn.layers {outside} do not exist, layers are 0..{self.num_hidden_layers - 1}")
+            errors.append(f"attn.layers {outside} do not exist, layers are 0..{self.num_hidden_layers - 1}")
         if heads < 1 or self.hidden_size % (2 * heads):
-            faults.append(
+            errors.append(
                 f"attn.num_heads {heads} must give an even hidden_size / num_heads ({self.hidden_size})"
             )
         if kv_heads < 1 or heads % kv_heads:
-            faults.append(f"attn.num_kv_heads {kv_heads} must divide attn.num_heads {heads}")
+            errors.append(f"attn.num_kv_heads {kv_heads} must divide attn.num_heads {heads}")
         if (window := attn.get("window_size")) is not None and window < 2:
-            faults.append(f"attn.window_size must be >= 2 or null, got {window}")
-        return faults
+            errors.append(f"attn.window_size must be >= 2 or null, got {window}")
+        return errors
 
 
 def _is_activation(name: str) -> bool:
-    from transformers.activations import ACT2FN  # takes as long to import as all models together
+    from transformers.activations import ACT2FN  # slow to import
 
     return name in ACT2FN
 
@@ -205,7 +199,7 @@ def config_fields() -> dict[str, dataclasses.Field]:
 
 
 def model_schema() -> type:
-    """A dataclass with the fields, types and defaults of `DeltaProductConfig`, for Hydra's `model` node.
+    """A dataclass with the fields, types and deerrors of `DeltaProductConfig`, for Hydra's `model` node.
 
     There `vocab_size` may be null: a run takes its tokenizer's.
     """

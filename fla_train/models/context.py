@@ -1,4 +1,4 @@
-"""What all layers of one forward pass share: padding, document boundaries and positions."""
+"""Context of one forward pass, shared by all layers: padding, document bounds, positions, attention masks."""
 
 from dataclasses import dataclass, fields, replace
 
@@ -9,16 +9,16 @@ from transformers.cache_utils import Cache
 
 from fla_train.models.configuration import DeltaProductConfig
 
-Masks = dict[str, Tensor | None]  # the fields `keep` and `visible` of a SequenceContext
+Masks = dict[str, Tensor | None]  # the fields `padding_mask` and `visible` of a SequenceContext
 
 
 @dataclass(frozen=True)
 class SequenceContext:
     """One call's layout of its T new tokens, after those in the cache."""
 
-    keep: Tensor | None = None  # [B, T] bool, False at padding; None: no padding
+    padding_mask: Tensor | None = None  # [B, T] bool, False at padding; None: no padding
     cu_seqlens: Tensor | None = None  # [S + 1] packed documents
-    offsets: Tensor | None = None  # [T] distance from the document's start, with cu_seqlens
+    position_in_document: Tensor | None = None  # [T] distance from the document's start, with cu_seqlens
     positions: Tensor | None = None  # [T] positions in the stream, for attention layers
     visible: Tensor | None = None  # [B or 1, 1, T, keys] bool for attention layers; None: plain causal
     attentions: list[Tensor] | None = None  # where attention layers leave their softmax weights, if asked for
@@ -38,29 +38,29 @@ class SequenceContext:
         Args:
             attention_mask: as `masks` takes it, or what `masks` has returned.
             cu_seqlens: [S + 1] bounds of the documents packed in one row (B = 1).
-            cache: what was read before, as `cache_for` returns it.
+            cache: of the tokens before, as `cache_for` returns it.
 
         Raises:
             ValueError: when the arguments contradict each other.
         """
         batch, length = tokens.shape[:2]
-        segments = offsets = positions = None
+        documents = in_document = positions = None
         if cu_seqlens is not None:
             if batch != 1:
                 raise ValueError(f"cu_seqlens packs documents in one row: batch 1, not {batch}")
             position = torch.arange(length, device=tokens.device)
             cu_seqlens = cu_seqlens.to(position)  # searchsorted wants one dtype
-            segments = torch.searchsorted(cu_seqlens[1:], position, right=True)
-            offsets = position - cu_seqlens[segments]
+            documents = torch.searchsorted(cu_seqlens[1:], position, right=True)
+            in_document = position - cu_seqlens[documents]
         if config.attention_layers:
             positions = torch.arange(length, device=tokens.device) + _seen(config, cache, tokens.device)
         found = attention_mask
         if not isinstance(found, dict):
-            found = masks(config, tokens, attention_mask, cache, segments)
-        return cls(found["keep"], cu_seqlens, offsets, positions, found["visible"], attentions)
+            found = masks(config, tokens, attention_mask, cache, documents)
+        return cls(found["padding_mask"], cu_seqlens, in_document, positions, found["visible"], attentions)
 
     def to(self, device: torch.device | str | int) -> "SequenceContext":
-        """The same on `device`: accelerate asks for it where a `device_map` spreads the layers."""
+        """The same on `device`; accelerate calls it where a `device_map` spreads the layers."""
         held = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: x.to(device) for name, x in held.items() if isinstance(x, Tensor)})
 
@@ -81,7 +81,7 @@ def document_bounds(
     The first of these that is given is read; for all but `cu_seqlens` the host waits for the device.
 
     Args:
-        attention_mask: [B, at least T]; what it calls padding may have any position.
+        attention_mask: [B, at least T]; 0 at padding, whose positions are not read.
         cu_seqlens: [S + 1], returned as it is.
         cu_seq_lens_q, cu_seq_lens_k: [S + 1], equal; `max_length_q` and `max_length_k` are not needed.
         seq_idx: [B, T], the number of each token's document.
@@ -103,8 +103,8 @@ def document_bounds(
     numbers = numbers.view(-1, length)
     starts = numbers[:, 1:] == 0 if seq_idx is None else numbers.diff() != 0
     if attention_mask is not None:
-        keep = attention_mask[:, -length:].bool()
-        pairs = keep[:, 1:] & keep[:, :-1]
+        unpadded = attention_mask[:, -length:].bool()
+        pairs = unpadded[:, 1:] & unpadded[:, :-1]
         starts = starts & pairs
     if seq_idx is None:
         jumps = (numbers.diff() != 1) & ~starts
@@ -128,22 +128,22 @@ def masks(
     tokens: Tensor,
     attention_mask: Tensor | None,
     cache: Cache | None = None,
-    segments: Tensor | None = None,
+    documents: Tensor | None = None,
 ) -> Masks:
-    """What the new tokens [B, T, ...] may read: `keep` and `visible` of a `SequenceContext`.
+    """What the new tokens [B, T, ...] may read: `padding_mask` and `visible` of a `SequenceContext`.
 
     Args:
         attention_mask: [B, seen + T], 0 at padding. Without attention layers only the last T columns are
             read, and after a cache there may be no others.
-        cache: what was read before.
-        segments: [T] number of each token's document, if several are packed.
+        cache: of the tokens before.
+        documents: [T] number of each token's document, if several are packed.
 
     Raises:
         ValueError: for a mask of another shape.
     """
     batch, length = tokens.shape[:2]
     seen = _seen(config, cache, tokens.device)
-    keep = visible = None
+    padding_mask = visible = None
     if attention_mask is not None:
         counted = cache is None or (bool(config.attention_layers) and isinstance(seen, int))
         columns = seen + length if counted else max(length, attention_mask.shape[-1])
@@ -152,13 +152,13 @@ def masks(
                 f"attention_mask has shape {list(attention_mask.shape)}, "
                 f"expected [batch, seen + new tokens] = {[batch, columns]}"
             )
-        keep = attention_mask[:, -length:].bool()
+        padding_mask = attention_mask[:, -length:].bool()
     if config.attention_layers:
         layer = None if cache is None else cache.layers[config.attention_layers[0]]
         keys, first = (length, 0) if layer is None else layer.get_mask_sizes(length)
         window = config.sliding_window
-        visible = _visible(length, seen, keys, first, window, attention_mask, segments, tokens.device)
-    return {"keep": keep, "visible": visible}
+        visible = _visible(length, seen, keys, first, window, attention_mask, documents, tokens.device)
+    return {"padding_mask": padding_mask, "visible": visible}
 
 
 def _seen(config: DeltaProductConfig, cache: Cache | None, device: torch.device) -> int | Tensor:
@@ -176,23 +176,23 @@ def _visible(
     first: int,
     window: int | None,
     attention_mask: Tensor | None,
-    segments: Tensor | None,
+    documents: Tensor | None,
     device: torch.device,
 ) -> Tensor | None:
     """Which keys, at positions `first` and on, each new token may attend to; None: plain causality.
 
     A static cache has keys beyond the newest token, which causality hides.
     """
-    anew = isinstance(seen, int) and seen == 0 and keys == length
-    if anew and attention_mask is None and segments is None and (window is None or window >= length):
+    first_pass = isinstance(seen, int) and seen == 0 and keys == length
+    if first_pass and attention_mask is None and documents is None and (window is None or window >= length):
         return None
     query = torch.arange(length, device=device)[:, None] + seen
     key = torch.arange(first, first + keys, device=device)[None, :]
     visible = key <= query
     if window is not None:
         visible = visible & (key > query - window)
-    if segments is not None:
-        visible = visible & (segments[:, None] == segments[None, :])
+    if documents is not None:
+        visible = visible & (documents[:, None] == documents[None, :])
     visible = visible[None, None]
     if attention_mask is not None:
         # A padded query sees itself, so that no row of the softmax is empty.

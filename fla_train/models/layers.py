@@ -1,4 +1,4 @@
-"""The layers every block is made of: RMSNorm, the short convolution and the gated MLP."""
+"""Layers of a block: RMSNorm, short convolution, gated MLP, and projections with one fused input gradient."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.activations import ACT2FN
 
-from fla_train.kernels.neighbours import add_rms_norm, rms_norm, short_convolution, swiglu_linear
+from fla_train.kernels.fused_ops import add_rms_norm, rms_norm, short_convolution, swiglu_linear
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
@@ -20,9 +20,9 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
 def project(x: Tensor, *layers: nn.Linear) -> list[Tensor]:
     """Outputs of several linear layers without bias on the same x [..., D].
 
-    The matrix products of the backward add up the gradient of x by themselves; autograd would sum them one
-    by one, each time reading two tensors of the size of x and writing a third. Layers that are not plain
-    `nn.Linear` any more, or have hooks, are called as they are.
+    The backward pass accumulates the gradient of x inside its matrix products (`addmm_`); autograd would add
+    the products one by one, each time reading two tensors of the size of x and writing a third. Layers that
+    are no plain `nn.Linear`, or have hooks, are called as they are.
     """
     if torch.is_grad_enabled() and all(map(is_plain, layers)):
         return list(_Projections.apply(x, matmul_dtype(x), *(layer.weight for layer in layers)))
@@ -30,10 +30,10 @@ def project(x: Tensor, *layers: nn.Linear) -> list[Tensor]:
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether `layer` is x W^T and no more, so that its weight may be used without calling it.
+    """Whether `layer` is just x W^T, so that its weight may be used without calling the layer.
 
-    accelerate replaces `forward` of the layers of a `device_map`: a weight that it has offloaded is there in
-    that call only, and is no memory at all, from which torch reads without complaint, before and after.
+    accelerate replaces `forward` of the layers of a `device_map`. A weight that it has offloaded exists
+    during that call only; outside of it torch would read invalid memory without an error.
     """
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
     own = "forward" in vars(layer)
@@ -98,18 +98,19 @@ class ShortConvolution(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
 
     def forward(
-        self, x: Tensor, state: Tensor | None = None, offsets: Tensor | None = None
+        self, x: Tensor, state: Tensor | None = None, position_in_document: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Convolve x [B, T, D].
 
         Args:
             state: the W-1 inputs before x, [B, D, W-1]; zeros when absent.
-            offsets: distance of each token from its document's start, [T]; taps never reach beyond it.
+            position_in_document: distance of each token from its document's start, [T]; taps never reach
+                beyond it.
 
         Returns:
             The output [B, T, D], and the last W-1 inputs [B, D, W-1] to continue from.
         """
-        return short_convolution(x, self.weight, state=state, offsets=offsets)
+        return short_convolution(x, self.weight, state=state, position_in_document=position_in_document)
 
 
 class GatedMLP(nn.Module):
@@ -121,7 +122,7 @@ class GatedMLP(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
         self.act = ACT2FN[activation]
-        self.fused = activation == "silu"  # the kernel knows no other
+        self.fused = activation == "silu"  # the kernel has no other activation
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = project(x, self.gate_proj, self.up_proj)

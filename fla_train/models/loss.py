@@ -1,9 +1,9 @@
-"""Cross-entropy of a linear head in token chunks: the [tokens, vocabulary] logits never exist as a whole."""
+"""Cross-entropy of a linear head, in token chunks: the full [tokens, vocabulary] logits are never made."""
 
 import torch
 from torch import Tensor
 
-from fla_train.kernels.neighbours import IGNORE, consume_logits, resolve_backend
+from fla_train.kernels.fused_ops import IGNORE, consume_logits, resolve_backend
 
 CHUNK_ELEMENTS = 2**25  # logits held at once at 8 bytes each
 
@@ -33,8 +33,8 @@ def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Sum over the rows of -log softmax(hidden @ weight^T)[target], a scalar in fp32 (fp64 for fp64 input).
 
-    Gradients are computed in the forward pass, while a chunk's logits are at hand, so the head costs three
-    matmuls and its logits are never recomputed. Matmuls run in the dtype of `hidden`; log-sum-exp, and the
+    Gradients are computed in the forward pass from a chunk's logits, so the head costs three matmuls and its
+    logits are never recomputed. Matmuls run in the dtype of `hidden`; log-sum-exp, and the
     sum of the weight's gradient over chunks, in fp32.
 
     Args:
@@ -76,7 +76,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _chunks(hidden: Tensor, targets: Tensor, vocabulary: int) -> list[tuple[Tensor, Tensor]]:
     elements = CHUNK_ELEMENTS
-    if resolve_backend("auto", hidden) == "triton":  # works in place: as many bytes are more logits
+    if resolve_backend("auto", hidden) == "triton":  # in place: more logits in as many bytes
         elements *= 8 // hidden.element_size()
     rows = max(1, elements // vocabulary)
     return list(zip(hidden.split(rows), targets.split(rows), strict=True))

@@ -26,22 +26,22 @@ from transformers.modeling_layers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from fla_train.models.attention import HybridAttention
 from fla_train.models.cache import cache_for, count_tokens
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import Masks, SequenceContext, document_bounds, masks
 from fla_train.models.layers import GatedMLP, RMSNorm, ShortConvolution, is_plain
 from fla_train.models.loss import IGNORE, linear_cross_entropy, next_tokens, token_losses
-from fla_train.models.mixer import DeltaProductMixer
+from fla_train.models.mixers.attention import HybridAttention
+from fla_train.models.mixers.delta_product import DeltaProductMixer
 
 A_RANGE = (0.0, 16.0)  # A = exp(A_log) is drawn uniformly from here, and
-DT_RANGE = (1e-3, 1e-1)  # the initial time step softplus(dt_bias) log-uniformly from here (both as in Mamba2)
+DT_RANGE = (1e-3, 1e-1)  # the initial time step softplus(dt_bias) log-uniformly from here, both as in Mamba-2
 
 
 class Block(GradientCheckpointingLayer):
     """x + mixer(norm(x)), then x + mlp(norm(x)); the residual stream keeps the dtype of the embeddings.
 
-    The stream travels as a sum not yet taken, x + update, because the norm that follows takes it on its way.
+    The residual stream is passed on as two addends, x and update: the next norm adds them in its kernel.
     """
 
     def __init__(self, config: DeltaProductConfig, layer: int) -> None:
@@ -160,7 +160,7 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
                 "gradient checkpointing runs a block twice, which would update past_key_values twice: "
                 "pass no cache, or call model.gradient_checkpointing_disable()"
             )
-        padding = attention_mask["keep"] if isinstance(attention_mask, dict) else attention_mask
+        padding = attention_mask["padding_mask"] if isinstance(attention_mask, dict) else attention_mask
         if padding is not None and padding.dim() != 2:
             raise ValueError(
                 f"attention_mask must be [batch, tokens], it has {padding.dim()} axes: "
@@ -317,7 +317,7 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         return losses.view(input_ids.shape)[:, :-1]
 
     def _losses_of_logits(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """[B * T] losses, 0 without a target, by a head that has to be called: offloaded, adapted, hooked."""
+        """[B * T] losses, 0 without a target, of a head that must be called (offloaded, adapted, hooked)."""
         logits = self.lm_head(hidden).flatten(0, 1)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(logits, targets.flatten().to(logits.device), reduction="none")
@@ -325,7 +325,7 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, object], *rest: object
     ) -> None:
-        """Check the cache that `generate` made or was given, and have it count before `generate` asks."""
+        """Check the cache of `generate` and let it count tokens before `generate` asks for the count."""
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *rest)
         cache_for(model_kwargs.get("past_key_values"), self.config, False, self.device)
 

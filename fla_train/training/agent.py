@@ -39,12 +39,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     create_handler,
 )
 
-from fla_train.data.workers import available_cores
 from fla_train.training.console import say
 from fla_train.training.failures import describe_exit
 from fla_train.training.preemption import EXIT_CODE, SIGNALS, Preempted, StopSignals
 from fla_train.training.process_group import ATTEMPT, LOOPBACK, STORE_FILE, check_address, is_own_address
 from fla_train.training.schema import LaunchConfig
+from fla_train.utils.processes import available_cores
 from fla_train.utils.scratch import scratch_folder
 
 DEFAULT_PORT = 29500

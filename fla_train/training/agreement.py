@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fla_train.data import PreparedData
+from fla_train.data.cache import PreparedData
 from fla_train.training.runfolder import RunFolder
 from fla_train.training.schema import TrainConfig
 

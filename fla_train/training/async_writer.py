@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fla_train.training import checkpoint
-from fla_train.utils.filesystem import reason, sync, write_whole
+from fla_train.utils.filesystem import move_folder, reason, sync, write_whole
 from fla_train.utils.processes import die_with_parent
 
 CHUNK = 1 << 20  # bytes read, hashed and written at once: they stay in the cache of a core
@@ -157,10 +157,7 @@ def write(job: Job, staging: int, beside: bytes, trainer: Connection) -> None:
         checkpoint.write_manifest(writing, {**job.content, "files": dict(sorted(files.items()))})
         sync(writing / checkpoint.DEEPSPEED_TAG)
         sync(writing)
-        final = folder / name
-        checkpoint.remove(final)  # the remains of a corrupt one of the same step
-        os.rename(writing, final)
-        sync(folder)
+        move_folder(writing, folder / name)  # in place of the remains of a corrupt one of the same step
     except EOFError:
         raise
     except Exception as failure:
@@ -176,7 +173,7 @@ def write(job: Job, staging: int, beside: bytes, trainer: Connection) -> None:
                 _leave_part(writing, job.rank, {"error": error})
         raise WriteFailed(error) from failure
     with suppress(OSError):  # an old one that can't be deleted is no failure of the new one
-        checkpoint.prune(final, job.keep, job.keep_every)
+        checkpoint.prune(folder / name, job.keep, job.keep_every)
 
 
 def _write_file(path: Path, segments: Sequence[Segment], staging: int, beside: bytes) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 import torch
 from transformers import PreTrainedModel
 
-from fla_train.baselines import build_baseline
-from fla_train.data import PreparedData
+from fla_train.data.cache import PreparedData
 from fla_train.models import DeltaProductForCausalLM, build_config
+from fla_train.models.zoo.build import build_baseline
 from fla_train.training.initial_weights import load_initial_weights
 from fla_train.training.schema import TrainConfig
 

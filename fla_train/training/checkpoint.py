@@ -22,16 +22,13 @@ import errno
 import hashlib
 import json
 import logging
-import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fla_train.utils.filesystem import find_damage, reason, sync
+from fla_train.utils.filesystem import DELETING, delete, find_damage, reason, remove_folder, sync
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +40,6 @@ MODEL_FILE = f"{DEEPSPEED_TAG}/mp_rank_00_model_states.pt"
 OPTIMIZER_FILE = f"{DEEPSPEED_TAG}/zero_pp_rank_{{rank}}_mp_rank_00_optim_states.pt"
 RANDOM_FILE = "rng-{rank}.pt"
 WRITING = ".writing-"
-DELETING = ".deleting-"
 NAME = re.compile(r"step-\d{7,}")
 
 
@@ -298,7 +294,7 @@ def clean(folder: Path, keep: str = "") -> None:
     for pattern in (WRITING, DELETING):
         for path in folder.glob(pattern + "*"):
             if path.name != keep:
-                _delete(path)
+                delete(path)
 
 
 def prune(newest: Path, keep: int, keep_every: int = 0) -> None:
@@ -311,25 +307,4 @@ def prune(newest: Path, keep: int, keep_every: int = 0) -> None:
     last = step_of(newest.name)
     for old in [path for path in checkpoints(newest.parent) if step_of(path.name) <= last][:-keep]:
         if not keep_every or step_of(old.name) % keep_every:
-            remove(old)
-
-
-def remove(checkpoint: Path) -> None:
-    """Delete a checkpoint; renamed first, so that a kill leaves no folder that looks like one.
-
-    What can't be deleted (NFS keeps a file that a reader has open) is no fault: `clean` tries again.
-    """
-    if os.path.lexists(checkpoint):  # a link to nothing is in the way, too
-        doomed = checkpoint.with_name(DELETING + checkpoint.name)
-        _delete(doomed)
-        os.rename(checkpoint, doomed)
-        _delete(doomed)
-
-
-def _delete(path: Path) -> None:
-    """A folder with its content, or a file or link by itself, as far as the system allows."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink()
+            remove_folder(old)

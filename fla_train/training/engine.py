@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fla_train.data import Batch
+from fla_train.data.sampler import Batch
 from fla_train.training import deepspeed_patches
 from fla_train.training.graphed import GraphedPass
 from fla_train.training.guard import StepGuard

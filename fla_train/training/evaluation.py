@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fla_train.data import Batch, DocumentSequences, TokenDataset, sequential_batches
+from fla_train.data.dataset import TokenDataset
+from fla_train.data.sampler import Batch, PackedDataset, sequential_batches
 from fla_train.training.schema import TrainerConfig
 from fla_train.utils.records import Record
 
 PART_PERPLEXITY = "validation_perplexity/"  # key of a part's, before its name
-Part = tuple[TokenDataset | DocumentSequences, float]  # held-out sequences and their weight
+Part = tuple[TokenDataset | PackedDataset, float]  # held-out sequences and their weight
 
 
 @dataclass(frozen=True)

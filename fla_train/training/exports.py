@@ -5,7 +5,7 @@ from pathlib import Path
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from fla_train.data import PreparedData
+from fla_train.data.cache import PreparedData
 from fla_train.hub import export_model, find_export_damage
 from fla_train.training.checkpoint import TrainState
 from fla_train.training.failures import TrainingStopped

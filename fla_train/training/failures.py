@@ -7,7 +7,7 @@ import re
 import signal
 from typing import TYPE_CHECKING
 
-from fla_train.data.faults import Interrupted
+from fla_train.utils.errors import Interrupted
 
 if TYPE_CHECKING:
     from fla_train.training.schema import TrainConfig

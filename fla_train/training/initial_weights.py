@@ -6,7 +6,8 @@ from typing import Any
 import yaml
 from transformers import AutoConfig, PreTrainedModel
 
-from fla_train.data import TokenizerConfig, same_tokenizer
+from fla_train.data.config import TokenizerConfig
+from fla_train.data.tokenizers import same_tokenizer
 from fla_train.hub.load import load_weights, read_training_record, resolve_checkpoint
 from fla_train.models.configuration import MACHINE_KEYS, DeltaProductConfig, build_config, config_fields
 from fla_train.training.schema import TrainConfig

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fla_train.data import Batch, BatchPlan, MicroBatches, PreparedData
-from fla_train.data.token_bytes import token_bytes
+from fla_train.data.cache import PreparedData
+from fla_train.data.sampler import Batch, BatchSampler, PrefetchLoader
+from fla_train.data.tokenizers import token_bytes
 from fla_train.training import checkpoint, statistics
 from fla_train.training.agreement import check_agreement, run_facts
 from fla_train.training.build import build_model
@@ -76,7 +77,7 @@ class Trainer:
         if not own:  # a branch of another run, whose W&B run stays its own
             self.state.wandb_id = None
         trainer = config.trainer
-        self.batches = BatchPlan(
+        self.batches = BatchSampler(
             global_batch=trainer.global_batch_tokens // trainer.seq_len,
             micro_batch=trainer.micro_batch_size,
             rank=self.rank,
@@ -118,7 +119,7 @@ class Trainer:
         trainer, state = self.config.trainer, self.state
         if self.suites is not None:
             self._make_up(self.suites)
-        sequences = MicroBatches(self.train_data, self.batches, state.step, trainer.max_steps)
+        sequences = PrefetchLoader(self.train_data, self.batches, state.step, trainer.max_steps)
         with sequences as micro_batches, _left_out_of_collections():
             while not self._finished():
                 self.meter.start()
@@ -161,7 +162,7 @@ class Trainer:
         if export.is_dir() and due not in logged:
             suites.start(export, due)
 
-    def _step(self, micro_batches: MicroBatches) -> None:
+    def _step(self, micro_batches: PrefetchLoader) -> None:
         """Launch the next optimizer step; its outcome stays on the device."""
         trainer, step = self.config.trainer, self.state.step + 1
         self.watchdog.beat(f"waiting for the data of step {step}", "data")

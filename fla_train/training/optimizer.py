@@ -1,4 +1,4 @@
-"""The optimizers, and which parameters they decay."""
+"""Optimizers by name, and which parameters get weight decay."""
 
 import torch
 from torch import Tensor, nn
@@ -6,21 +6,19 @@ from torch import Tensor, nn
 from fla_train.training.muon import PartitionedMuon
 from fla_train.training.schema import OptimizerConfig
 
-# Decay pulls these toward a value that means something else than "small": the decay rate of the state itself.
-UNDECAYED_NAMES = ("A_log", "dt_bias")
-
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Two groups: matrices with `weight_decay`, and the rest (vectors, A_log, dt_bias, embeddings) without.
+    """Two groups: matrices with `weight_decay`; vectors, embeddings and marked parameters without.
 
-    A tied output head is the embedding. Empty groups, which ZeRO refuses, are left out.
+    A model marks a parameter by the attribute `_no_weight_decay = True`, as flash-linear-attention does. A
+    tied output head is the embedding. Empty groups, which ZeRO refuses, are left out.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     decayed, undecayed = [], []
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
-        special = name.rsplit(".", 1)[-1] in UNDECAYED_NAMES or id(parameter) in embeddings
+        special = getattr(parameter, "_no_weight_decay", False) or id(parameter) in embeddings
         (undecayed if parameter.ndim < 2 or special else decayed).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": weight_decay},

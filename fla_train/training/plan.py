@@ -4,15 +4,16 @@ from dataclasses import dataclass
 
 import torch
 
-from fla_train.baselines import build_baseline
-from fla_train.data import PreparedData, open_train
-from fla_train.models.accounting import (
+from fla_train.data.cache import PreparedData
+from fla_train.data.open_dataset import open_train
+from fla_train.models.configuration import build_config
+from fla_train.models.flops import (
     ParameterCount,
     count_parameters,
     flops_per_token,
     training_memory_bytes,
 )
-from fla_train.models.configuration import build_config
+from fla_train.models.zoo.build import build_baseline
 from fla_train.training.resolve import accumulation_steps
 from fla_train.training.schedule import warmup_steps
 from fla_train.training.schema import TrainConfig

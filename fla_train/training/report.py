@@ -5,9 +5,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
-from fla_train.data import PreparedData
+from fla_train.data.cache import PreparedData
 from fla_train.hub import CardInfo
-from fla_train.hub.environment import git_commit
 from fla_train.hub.paths import public_name
 from fla_train.training.checkpoint import TrainState, folder_name
 from fla_train.training.console import Console
@@ -26,6 +25,7 @@ from fla_train.training.metrics import (
 from fla_train.training.public import public_config
 from fla_train.training.runfolder import RunFolder
 from fla_train.training.schema import TrainConfig
+from fla_train.utils.environment import git_commit
 from fla_train.utils.filesystem import reason
 from fla_train.utils.records import Record
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from fla_train.data import TokenizerNotCached, tokenizer_size, with_absolute_paths
-from fla_train.data.config import absolute
+from fla_train.data.config import absolute, with_absolute_paths
+from fla_train.data.tokenizers import TokenizerNotCached, tokenizer_size
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.training.console import say
 from fla_train.training.schedule import warmup_steps
@@ -91,10 +91,8 @@ def with_batch(config: TrainConfig) -> TrainConfig:
 
 def accumulation_steps(config: TrainConfig) -> int:
     """Micro-batches per rank and optimizer step."""
-    trainer = config.trainer
-    return trainer.global_batch_tokens // (
-        trainer.seq_len * trainer.micro_batch_size * config.launch.num_processes
-    )
+    trainer, processes = config.trainer, with_processes(config).launch.num_processes
+    return trainer.global_batch_tokens // (trainer.seq_len * trainer.micro_batch_size * processes)
 
 
 def with_vocabulary(config: TrainConfig, *, offline: bool = False) -> TrainConfig:

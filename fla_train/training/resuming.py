@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fla_train.data import PreparedData, prepared_name
+from fla_train.data.cache import PreparedData, prepared_name
 from fla_train.hub import find_export_damage
 from fla_train.training import checkpoint
 from fla_train.training.runfolder import RunFolder

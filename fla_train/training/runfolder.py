@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from fla_train.data.lock import open_lock
-from fla_train.hub.environment import describe_environment
 from fla_train.hub.paths import own_name
+from fla_train.utils.environment import describe_environment
 from fla_train.utils.filesystem import write_whole
+from fla_train.utils.locks import open_lock
 from fla_train.utils.records import Record, read_metrics
 
 LOCK_WAIT = 10.0  # seconds; the workers of a killed launcher need a moment to die

@@ -13,10 +13,10 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from fla_train.baselines import BaselineConfig
 from fla_train.data.config import DataConfig
 from fla_train.hub.saved_config import escaped, read_saved
 from fla_train.models.configuration import model_schema
+from fla_train.models.zoo.build import BaselineConfig
 from fla_train.tasks.config import TaskConfig
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fla_train.models.mixer import DeltaProductMixer
+from fla_train.models.mixers.delta_product import DeltaProductMixer
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fla_train.data import PreparedData
+from fla_train.data.cache import PreparedData
 from fla_train.tasks import Task, TaskConfig, task_faults, training_task
 from fla_train.training.runfolder import RunFolder
 from fla_train.training.schema import TrainConfig
@@ -79,7 +79,7 @@ def has_reached(config: TaskConfig, folder: RunFolder, step: int) -> bool:
 
 
 class TaskSequences:
-    """What `MicroBatches` reads: sequence i is the same on any rank, in any batch and after any resume.
+    """What `PrefetchLoader` reads: sequence i is the same on any rank, in any batch and after any resume.
 
     Args:
         task: the training set.

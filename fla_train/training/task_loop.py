@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fla_train.data import send
+from fla_train.data.sampler import send
 from fla_train.tasks import Score, Task, curriculum_tasks, tasks_for_testing, training_task
 from fla_train.tasks.plots import plot_accuracy
 from fla_train.training.checkpoint import folder_name

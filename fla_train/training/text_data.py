@@ -3,22 +3,15 @@
 import torch
 from torch import Tensor
 
-from fla_train.data import (
-    Batch,
-    DocumentSequences,
-    PreparedData,
-    Sequences,
-    open_train,
-    open_validation,
-    send,
-)
+from fla_train.data.cache import PreparedData
+from fla_train.data.dataset import Dataset
+from fla_train.data.open_dataset import open_train, open_validation
+from fla_train.data.sampler import Batch, PackedDataset, send
 from fla_train.training.evaluation import Part
 from fla_train.training.schema import TrainConfig
 
 
-def open_text(
-    data: PreparedData, config: TrainConfig
-) -> tuple[Sequences | DocumentSequences, dict[str, Part]]:
+def open_text(data: PreparedData, config: TrainConfig) -> tuple[Dataset | PackedDataset, dict[str, Part]]:
     """The sequences to train on; the parts to validate on by name, perhaps none.
 
     Raises:
@@ -29,8 +22,8 @@ def open_text(
     validation = open_validation(data.folder, seq_len)
     if not config.data.document_boundaries:
         return train, dict(validation)
-    parts = {name: (DocumentSequences(part), weight) for name, (part, weight) in validation.items()}
-    return DocumentSequences(train), parts
+    parts = {name: (PackedDataset(part), weight) for name, (part, weight) in validation.items()}
+    return PackedDataset(train), parts
 
 
 def to_batch(read: Tensor | Batch, device: torch.device) -> Batch:

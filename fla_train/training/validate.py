@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 
-from fla_train.baselines import baseline_faults
-from fla_train.data import data_faults
 from fla_train.models.configuration import build_config
+from fla_train.models.zoo.build import baseline_errors
 from fla_train.tasks import task_faults
 from fla_train.training.resolve import accumulation_steps, resolve_device, with_batch, with_processes
 from fla_train.training.schedule import warmup_steps
@@ -74,7 +73,7 @@ def validate(config: TrainConfig) -> None:
         sizes.append(f"trainer.global_batch_tokens={batch} must be a number of tokens, or auto")
     elif batch < 1:
         sizes.append(f"trainer.global_batch_tokens={batch} must be at least 1")
-    data = data_faults(config.data) if config.task is None else [] if sizes else _task(config)
+    data = config.data.validation_errors() if config.task is None else [] if sizes else _task(config)
     faults = [*sizes, *_values(config), *data, *_model(config), *_suite(config), *_resume(config)]
     faults += _packages(config)
     if not sizes:  # the arithmetic below divides by them
@@ -147,7 +146,7 @@ def _model(config: TrainConfig) -> list[str]:
         if config.task is not None
         else [f"baseline={config.baseline.kind} trains on tasks only: choose task="]
     )
-    return [*of_text, *baseline_faults(config.baseline, config.model)]
+    return [*of_text, *baseline_errors(config.baseline, config.model)]
 
 
 def _task(config: TrainConfig) -> list[str]:

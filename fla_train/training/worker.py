@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 from fla_train.training.failures import describe_failure
 from fla_train.training.preemption import EXIT_CODE, StopRequest
 from fla_train.training.watchdog import Watchdog, end_process
+from fla_train.utils.filesystem import write_whole
 from fla_train.utils.processes import die_with_parent
 
 if TYPE_CHECKING:  # they import torch, and a request to stop must be heard before that
@@ -43,10 +44,8 @@ def report(failure: BaseException, config: "TrainConfig | None" = None) -> int:
 def _leave_line(failure: BaseException, config: "TrainConfig | None" = None) -> int:
     line, final = describe_failure(failure, config)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        aside = Path(file).with_suffix(".tmp")  # the agent may look at any moment
-        with suppress(OSError):
-            aside.write_text(json.dumps({"message": line, "timestamp": int(time.time())}))
-            os.replace(aside, file)
+        with suppress(OSError):  # in one move: the agent may look at any moment
+            write_whole(Path(file), json.dumps({"message": line, "timestamp": int(time.time())}))
     return FINAL if final else RETRY
 
 
@@ -86,7 +85,7 @@ def train(config: "TrainConfig", data_folder: Path, console: TextIO, request: St
     """
     import torch.distributed as dist
 
-    from fla_train.data import open_prepared
+    from fla_train.data.cache import open_prepared
     from fla_train.training.loop import Trainer
     from fla_train.training.process_group import join
     from fla_train.training.resolve import with_processes

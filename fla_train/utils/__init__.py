@@ -1,1 +1,1 @@
-"""Helpers without a domain: files and records. Imports nothing else of fla_train."""
+"""Helpers for all packages: files, locks, progress, devices, records. Imports nothing else of fla_train."""

@@ -1,11 +1,15 @@
-"""Files on disk: flushing, atomic replacement, size and sha256 of a folder's files."""
+"""Files on disk: flush, atomic replacement of files and folders, size and sha256 of a folder's files."""
 
 import hashlib
 import math
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+DELETING = ".deleting-"  # prefix of the name of a folder that is being deleted
 
 
 def sync(path: Path) -> None:
@@ -38,6 +42,67 @@ def write_whole(path: Path, content: str | bytes) -> None:
     sync(aside)
     os.replace(aside, path)
     sync(path.parent)
+
+
+def move_folder(source: Path, target: Path) -> None:
+    """Put a finished folder in its place in one move, and flush the move. A former `target` is deleted first.
+
+    Raises:
+        OSError: the parent folder can't be written.
+    """
+    remove_folder(target)
+    os.rename(source, target)
+    sync(target.parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete what is at `folder`, if anything; renamed first, so that a kill leaves none that looks complete.
+
+    What can't be deleted (NFS keeps a file that a reader has open) stays in the folder with the prefix
+    `DELETING`.
+    """
+    if os.path.lexists(folder):  # a link to nothing is in the way, too
+        doomed = folder.with_name(DELETING + folder.name)
+        delete(doomed)
+        os.rename(folder, doomed)
+        delete(doomed)
+
+
+def delete(path: Path) -> None:
+    """Delete a folder with its content, or a file or link by itself, as far as the system allows."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+@contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """Yield a hidden folder that replaces `folder` if the block succeeds and is deleted if it fails.
+
+    One writer at a time: the hidden folder's name is fixed, so that the next call finds what a killed process
+    left. The former `folder` is kept until the new one is in its place.
+    """
+    aside = folder.with_name(f".writing-{folder.name}")
+    former = folder.with_name(f".replaced-{folder.name}")
+    _settle(folder, aside, former)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        if folder.exists():
+            os.replace(folder, former)
+        os.replace(aside, folder)
+    finally:
+        _settle(folder, aside, former)
+
+
+def _settle(folder: Path, aside: Path, former: Path) -> None:
+    """Keep only `folder` of the three; the former one comes back if nothing took its place."""
+    if former.exists() and not folder.exists():
+        os.replace(former, folder)
+    for rest in (aside, former):
+        shutil.rmtree(rest, ignore_errors=True)
 
 
 def sha256(path: Path) -> str:

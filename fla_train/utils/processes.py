@@ -1,4 +1,4 @@
-"""Processes that must not outlive the one that started them."""
+"""CPU cores of this process, and child processes that die with their parent."""
 
 import ctypes
 import os
@@ -6,6 +6,11 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
+
+
+def available_cores() -> int:
+    """The number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def die_with_parent(parent: int) -> None:

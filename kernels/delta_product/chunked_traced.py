@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fla_train.kernels.custom_op import custom_op as opaque
 from fla_train.kernels.delta_product.chunked import run_chunks
-from fla_train.kernels.opaque import opaque
 
 
 def run_traced(

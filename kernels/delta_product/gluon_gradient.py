@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from fla_train.kernels.cached_launch import run_kernel
 from fla_train.kernels.delta_product.gluon_common import (
     ROWS,
     TILE,
@@ -43,7 +44,6 @@ from fla_train.kernels.delta_product.gluon_scalars import (
     keep_scalars,
     make_table,
 )
-from fla_train.kernels.dispatch import run_kernel
 from fla_train.kernels.sizes import processors
 
 WARPS = 8

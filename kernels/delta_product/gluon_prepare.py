@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from fla_train.kernels.cached_launch import run_kernel
 from fla_train.kernels.delta_product.gluon_common import (
     FLAT,
     LEAST,
@@ -33,7 +34,6 @@ from fla_train.kernels.delta_product.gluon_common import (
 )
 from fla_train.kernels.delta_product.gluon_sums import add
 from fla_train.kernels.delta_product.triton_forward import LOG2E, MIN_LOG2_DECAY
-from fla_train.kernels.dispatch import run_kernel
 
 WARPS = 4
 REGISTERS = 128  # of a thread, instead of 150: four programs share an SM and not three, and few are spilled

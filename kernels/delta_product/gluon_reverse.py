@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from fla_train.kernels.cached_launch import run_kernel
 from fla_train.kernels.delta_product.gluon_common import (
     LEAST,
     ROWS,
@@ -67,7 +68,6 @@ from fla_train.kernels.delta_product.gluon_sums import (
     suffix_sums,
     widened,
 )
-from fla_train.kernels.dispatch import run_kernel
 from fla_train.kernels.sizes import ceil_div, processors
 
 WARPS = 8

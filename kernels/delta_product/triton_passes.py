@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fla_train.kernels.cached_launch import run_kernel
+from fla_train.kernels.custom_op import custom_op as opaque
 from fla_train.kernels.delta_product import launches
 from fla_train.kernels.delta_product.contract import L2NORM_EPS
 from fla_train.kernels.delta_product.triton_backward import adjoint_kernel, gradient_kernel
@@ -27,8 +29,6 @@ from fla_train.kernels.delta_product.triton_forward import (
     state_kernel,
 )
 from fla_train.kernels.delta_product.triton_split import Pieces
-from fla_train.kernels.dispatch import run_kernel
-from fla_train.kernels.opaque import opaque
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
 
 CHUNK_STEPS = CHUNK.value

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fla_train.kernels.cached_launch import run_kernel
 from fla_train.kernels.delta_product.launches import MIN_TILE, Options
 from fla_train.kernels.delta_product.triton_common import CHUNK
 from fla_train.kernels.delta_product.triton_pieces import (
@@ -27,7 +28,6 @@ from fla_train.kernels.delta_product.triton_pieces import (
     piece_adjoint_kernel,
     piece_state_kernel,
 )
-from fla_train.kernels.dispatch import run_kernel
 from fla_train.kernels.sizes import ceil_div
 
 CHUNK_STEPS = CHUNK.value

@@ -32,10 +32,10 @@ def names(expression: ast.expr) -> set[str]:
 
 
 def test_every_kernel_of_ours_has_its_kind() -> None:
-    operator, neighbours = launched_kernels("delta_product"), launched_kernels("neighbours")
-    assert len(operator) >= 4 and len(neighbours) >= 3
+    operator, fused_ops = launched_kernels("delta_product"), launched_kernels("fused_ops")
+    assert len(operator) >= 4 and len(fused_ops) >= 3
     assert {name: gpu_kind(name) for name in operator} == dict.fromkeys(operator, "operator")
-    kinds = {name: gpu_kind(name) for name in neighbours}
+    kinds = {name: gpu_kind(name) for name in fused_ops}
     assert kinds.pop("consume_kernel") == "loss"
     assert set(kinds.values()) == {"elementwise"}
 

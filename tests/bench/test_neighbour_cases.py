@@ -19,7 +19,7 @@ from fla_train.bench.neighbour_cases import FUNCTIONS, Sizes, make_cases
 from fla_train.bench.neighbours import HEADER, bench_case, ours
 from fla_train.bench.roofline import Ceilings
 from fla_train.cli import bench
-from fla_train.kernels.neighbours.backend import BACKEND_VARIABLE
+from fla_train.kernels.fused_ops.backend import BACKEND_VARIABLE
 
 CPU = torch.device("cpu")
 SIZES = Sizes(batch=2, tokens=12, hidden=32, head_dim=8, intermediate=40, vocabulary=50, substeps=2)
@@ -39,7 +39,7 @@ def rows_of(case: Case, *contenders: Contender, dtype: torch.dtype = torch.float
 
 @pytest.mark.parametrize(
     ("function", "index", "elements", "forward", "backward"),
-    [  # bytes per element of the table in docs/neighbours.md
+    [  # bytes per element of the table in docs/fused_ops.md
         ("convolution", 1, ROWS * 64, 4, 6),
         ("norm", 0, ROWS * 32, 6, 10),
         ("norm", 1, ROWS * 32, 4, 6),

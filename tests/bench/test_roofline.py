@@ -24,7 +24,7 @@ from fla_train.bench.roofline import (
 from fla_train.kernels.delta_product import delta_product
 from fla_train.kernels.delta_product.check import Case, make_inputs, relative_rms
 from fla_train.models import build_config
-from fla_train.models.accounting import flops_per_token
+from fla_train.models.flops import flops_per_token
 
 SUBSTEPS = pytest.mark.parametrize("substeps", [1, 2, 3, 4])
 H100 = Ceilings(790e12, 3.0e12, "measured")

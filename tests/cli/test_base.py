@@ -7,7 +7,7 @@ import pytest
 
 from fla_train.cli.app import compose
 from fla_train.cli.base import with_base
-from fla_train.data import TokenizerConfig
+from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
 from fla_train.hub import export_model
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM

@@ -7,7 +7,8 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from fla_train.data import DataConfig, TokenizerConfig
+from fla_train.data.config import DataConfig, TokenizerConfig
+from fla_train.data.prepare import prepare
 
 WORDS = [
     "state",
@@ -45,6 +46,11 @@ def documents():
         }
         for i, text in enumerate(texts)
     ]
+
+
+def quiet(config, log=lambda line: None, **given):
+    """`prepare` without progress."""
+    return prepare(config, log=log, progress=False, **given)
 
 
 def write_parquet(path, rows, row_group_size=16):
@@ -101,3 +107,8 @@ def local(tmp_path, corpus):
         cache_dir=str(tmp_path / "cache"),
         tokenizer=TokenizerConfig(name="bytes"),
     )
+
+
+@pytest.fixture
+def prepared(local):
+    return quiet(local)

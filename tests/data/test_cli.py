@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from fla_train.cli import prepare as command
 from fla_train.cli.app import compose
-from fla_train.data import data_faults, workers
+from fla_train.data import tokenize
 from fla_train.data.config import PartConfig
 from fla_train.training import schema
 
@@ -55,7 +55,7 @@ def test_it_prepares_and_says_where(monkeypatch, capsys, local, tmp_path):
         (["data=mixture", "+data.mixture={a: {path: x/}}"], "value: weight"),
     ],
 )
-def test_faults_are_one_line_and_exit_code_2(monkeypatch, capsys, overrides, message):
+def test_errors_are_one_line_and_exit_code_2(monkeypatch, capsys, overrides, message):
     assert run(monkeypatch, *overrides) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ")
@@ -76,7 +76,7 @@ NEEDED = {
 def test_every_yaml_fits_the_schema(name):
     command.register()
     config = OmegaConf.to_object(compose("prepare", [f"data={name}", *NEEDED[name]])).data
-    assert data_faults(config) == []
+    assert config.validation_errors() == []
     if name == "mixture":
         assert config.mixture["b"] == PartConfig(weight=1.0, source="stdlib")
 
@@ -89,7 +89,7 @@ def test_the_commands_of_the_documentation_compose():
     assert len(lines) > 4
     for name, *overrides in map(shlex.split, lines):
         node = compose(name.removeprefix("fla-"), overrides)
-        assert data_faults(OmegaConf.to_object(node.data)) == []
+        assert OmegaConf.to_object(node.data).validation_errors() == []
 
 
 def test_a_mixture_on_the_command_line(monkeypatch, capsys, local, tmp_path):
@@ -119,13 +119,13 @@ PART = "+data.mixture={a: {weight: 1, source: hub, path: no/dataset}}"
 def test_what_another_attempt_may_mend_is_exit_code_1(
     monkeypatch, capsys, tmp_path, corpus, overrides, message
 ):
-    encode = workers._Worker.encode
+    encode = tokenize.Worker.encode
 
     def dying(self, chunk):
         self._process.kill()
         return encode(self, chunk)
 
-    monkeypatch.setattr(workers._Worker, "encode", dying)
+    monkeypatch.setattr(tokenize.Worker, "encode", dying)
     (tmp_path / "file").touch()
     given = [text.replace("{tmp}", str(tmp_path)).replace("{corpus}", str(corpus)) for text in overrides]
     assert run(monkeypatch, "data.tokenizer.name=bytes", f"data.cache_dir={tmp_path}/cache", *given) == 1
@@ -142,7 +142,7 @@ def test_what_another_attempt_may_mend_is_exit_code_1(
         ("a.jsonl", b'{"text": ' + b"[" * 10**5),
     ],
 )
-def test_a_fault_of_the_text_is_exit_code_2(monkeypatch, capsys, tmp_path, name, content):
+def test_an_error_in_the_text_is_exit_code_2(monkeypatch, capsys, tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     overrides = ["data=local", f"data.path={tmp_path / name}", f"data.cache_dir={tmp_path}/cache"]
     assert run(monkeypatch, *overrides, "data.tokenizer.name=bytes") == 2
@@ -153,7 +153,7 @@ def test_a_fault_of_the_text_is_exit_code_2(monkeypatch, capsys, tmp_path, name,
 def test_a_request_to_stop_is_one_line_and_exit_code_75(monkeypatch, capsys):
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(
-        "fla_train.data.preparation.prepare", lambda settings: os.kill(os.getpid(), signal.SIGTERM)
+        "fla_train.data.prepare.prepare", lambda settings: os.kill(os.getpid(), signal.SIGTERM)
     )
     assert run(monkeypatch, "data=stdlib") == 75
     assert capsys.readouterr().err == "error: stopped on request; the same command goes on from here\n"
@@ -164,7 +164,7 @@ def test_what_the_system_refuses_is_one_line_and_exit_code_1(monkeypatch, capsys
     def refuse(*arguments):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path / "here"))
 
-    monkeypatch.setattr("fla_train.data.preparation.prepare", refuse)
+    monkeypatch.setattr("fla_train.data.prepare.prepare", refuse)
     assert run(monkeypatch, "data=stdlib") == 1
     assert capsys.readouterr().err == f"error: {tmp_path / 'here'}: Permission denied\n"
     monkeypatch.setenv("FLA_TRAIN_TRACEBACK", "1")

@@ -4,13 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from fla_train.data import BatchPlan, MicroBatches, TokenDataset, prepare, sequential_batches
+from fla_train.data.dataset import TokenDataset, permute
+from fla_train.data.sampler import BatchSampler, PrefetchLoader, sequential_batches
+from tests.data.conftest import quiet
 from tests.data.test_prepare import read
-
-
-@pytest.fixture
-def prepared(local):
-    return prepare(local, log=lambda line: None, progress=False)
 
 
 @pytest.mark.parametrize("seq_len", [1, 7, 64, 6000])  # 6000: longer than a shard
@@ -44,7 +41,7 @@ def test_a_step_is_the_same_set_however_it_is_cut():
     for step in (0, 3):
         expected = list(range(step * 24, (step + 1) * 24))
         for world, micro in [(1, 24), (1, 1), (2, 3), (4, 6), (3, 2)]:
-            plans = [BatchPlan(24, micro, rank, world) for rank in range(world)]
+            plans = [BatchSampler(24, micro, rank, world) for rank in range(world)]
             assert all(p.indices(step).shape == (p.accumulation, micro) for p in plans)
             # In order of micro-batch, then rank: the order of the stream.
             assert np.stack([p.indices(step) for p in plans], axis=1).ravel().tolist() == expected
@@ -55,19 +52,19 @@ def test_a_step_is_the_same_set_however_it_is_cut():
 )
 def test_impossible_batches(batch, micro, world):
     with pytest.raises(ValueError, match="global batch"):
-        BatchPlan(batch, micro, 0, world)
+        BatchSampler(batch, micro, 0, world)
 
 
 def test_micro_batches_in_order_and_resumed(prepared):
     dataset = TokenDataset(prepared.folder, "train", 16, seed=3)
-    plan = BatchPlan(12, 2, 1, 2)
+    plan = BatchSampler(12, 2, 1, 2)
     state = torch.get_rng_state()
-    with MicroBatches(dataset, plan, 0, 5) as batches:
+    with PrefetchLoader(dataset, plan, 0, 5) as batches:
         whole = list(batches)
     assert torch.equal(torch.get_rng_state(), state)
     expected = [dataset.sequences(row) for step in range(5) for row in plan.indices(step)]
     assert torch.equal(torch.stack(whole), torch.stack(expected))
-    with MicroBatches(dataset, plan, 2) as batches:  # no end: runs on over the epochs
+    with PrefetchLoader(dataset, plan, 2) as batches:  # no end: runs on over the epochs
         resumed = [next(batches) for _ in range(9)]
     assert torch.equal(torch.stack(resumed), torch.stack(whole[6:15]))
     with pytest.raises(StopIteration):
@@ -82,7 +79,7 @@ def test_an_error_in_the_background_is_raised_in_front(prepared, monkeypatch):
         raise OSError("disk gone")
 
     monkeypatch.setattr(dataset, "sequences", broken)
-    with MicroBatches(dataset, BatchPlan(2, 2)) as batches, pytest.raises(OSError, match="disk gone"):
+    with PrefetchLoader(dataset, BatchSampler(2, 2)) as batches, pytest.raises(OSError, match="disk gone"):
         next(batches)
 
 
@@ -124,6 +121,51 @@ def test_too_short_or_unknown_splits(prepared, local):
         TokenDataset(prepared.folder, "train", 10**6)
     with pytest.raises(ValueError, match="no split 'test'"):
         TokenDataset(prepared.folder, "test", 16)
-    none = prepare(replace(local, validation_fraction=0.0), log=lambda line: None, progress=False)
+    none = quiet(replace(local, validation_fraction=0.0))
     with pytest.raises(ValueError, match=r"0 tokens.*data\.validation_fraction"):
         TokenDataset(none.folder, "validation", 16)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 7, 97, 100, 101, 1023, 1024, 1025, 4099])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_permutation_is_a_bijection(n, seed):
+    assert sorted(permute(np.arange(n), n, seed)) == list(range(n))
+
+
+def test_a_permutation_is_a_function_of_the_position_alone():
+    n = 1000
+    whole = permute(np.arange(n), n, seed=3, epoch=2)
+    assert [int(permute(np.array([i]), n, 3, 2)[0]) for i in (0, 17, 999)] == whole[[0, 17, 999]].tolist()
+
+
+def test_seed_and_epoch_change_a_permutation():
+    n = 1000
+    orders = [
+        permute(np.arange(n), n, seed, epoch).tolist() for seed, epoch in [(0, 0), (1, 0), (0, 1), (1, 1)]
+    ]
+    assert len({tuple(order) for order in orders}) == 4
+    # Independent orders agree in about one place, as a random permutation has one fixed point on average.
+    agreements = [sum(a == b for a, b in zip(orders[0], other, strict=True)) for other in orders[1:]]
+    assert max(agreements) < 12
+
+
+def test_a_permutation_looks_random():
+    """Over many seeds each position lands anywhere equally often (chi-square); steps are not regular."""
+    n, seeds = 12, 6000
+    counts = np.zeros((n, n))
+    for seed in range(seeds):
+        counts[np.arange(n), permute(np.arange(n), n, seed)] += 1
+    expected = seeds / n
+    chi2 = ((counts - expected) ** 2 / expected).sum()
+    freedom = (n - 1) ** 2
+    assert abs(chi2 - freedom) < 5 * np.sqrt(2 * freedom)
+    big = permute(np.arange(10_000), 10_000, seed=5)
+    assert abs(np.corrcoef(np.arange(10_000), big)[0, 1]) < 0.05
+    assert len(np.unique(np.diff(big))) > 5000
+
+
+def test_a_permutation_of_a_large_range_needs_no_memory():
+    n = 10**12 + 39
+    out = permute(np.array([0, 1, n - 1]), n, seed=0)
+    assert len(set(out.tolist())) == 3
+    assert ((out >= 0) & (out < n)).all()

@@ -6,16 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from fla_train.data import BatchPlan, DocumentSequences, MicroBatches, TokenDataset, prepare
-from fla_train.data.batches import pack
+from fla_train.data.dataset import TokenDataset
+from fla_train.data.sampler import BatchSampler, PackedDataset, PrefetchLoader, pack
 from fla_train.models import DeltaProductForCausalLM
 from tests.data.test_prepare import read
 from tests.models.small_models import small_config
-
-
-@pytest.fixture
-def prepared(local):
-    return prepare(local, log=lambda line: None, progress=False)
 
 
 @pytest.mark.parametrize("seq_len", [2, 7, 64, 6000])  # 6000: longer than a shard
@@ -34,7 +29,7 @@ def test_boundaries_are_the_documents_ends(prepared, seq_len):
 
 def test_a_packed_micro_batch(prepared):
     dataset = TokenDataset(prepared.folder, "train", 64, seed=3)
-    with MicroBatches(DocumentSequences(dataset), BatchPlan(4, 4), 2, 4) as batches:
+    with PrefetchLoader(PackedDataset(dataset), BatchSampler(4, 4), 2, 4) as batches:
         for step, batch in enumerate(batches, start=2):
             indices = np.arange(step * 4, step * 4 + 4)
             ids = dataset.sequences(indices)

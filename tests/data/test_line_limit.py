@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fla_train.data.preparation import prepare
+from fla_train.data.prepare import prepare
 from fla_train.data.sources import open_source
 from fla_train.eval.documents import file_documents
 

@@ -6,20 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from fla_train.data import (
-    BatchPlan,
-    DataConfig,
-    TokenDataset,
-    TokenizerConfig,
-    data_faults,
-    open_prepared,
-    open_train,
-    open_validation,
-    prepare,
-)
-from fla_train.data.config import PartConfig
-from fla_train.data.interleave import integer_shares, turns
-from tests.data.conftest import write_jsonl
+from fla_train.data.cache import open_prepared
+from fla_train.data.config import DataConfig, PartConfig, TokenizerConfig
+from fla_train.data.dataset import TokenDataset
+from fla_train.data.mixture import integer_shares, turns
+from fla_train.data.open_dataset import open_train, open_validation
+from fla_train.data.sampler import BatchSampler
+from tests.data.conftest import quiet, write_jsonl
 
 
 @pytest.fixture
@@ -37,10 +30,6 @@ def mixture(tmp_path, local, documents):
         tokenizer=TokenizerConfig(name="bytes"),
         mixture={name: PartConfig(weight=w, path=str(tmp_path / name)) for name, w in weights.items()},
     )
-
-
-def quiet(config):
-    return prepare(config, log=lambda line: None, progress=False)
 
 
 @pytest.mark.parametrize("shares", [[1, 1], [7, 2, 1], [5, 3, 2], [97, 2, 1], [1, 1, 1, 1, 40], [13]])
@@ -89,11 +78,13 @@ def test_a_mixture_is_its_parts_in_turn(mixture):
 
 def test_a_step_is_the_same_set_however_it_is_cut(mixture):
     data = open_train(quiet(mixture).folder, 32, seed=0)
-    whole = data.sequences(BatchPlan(12, 12).indices(3)[0])
+    whole = data.sequences(BatchSampler(12, 12).indices(3)[0])
     for world, micro in ((2, 3), (3, 1), (1, 4)):
         pieces = [
             data.sequences(row)
-            for group in zip(*(BatchPlan(12, micro, r, world).indices(3) for r in range(world)), strict=True)
+            for group in zip(
+                *(BatchSampler(12, micro, r, world).indices(3) for r in range(world)), strict=True
+            )
             for row in group
         ]
         assert torch.equal(torch.cat(pieces), whole)
@@ -101,7 +92,7 @@ def test_a_step_is_the_same_set_however_it_is_cut(mixture):
 
 def test_manifest_parts_and_validation(mixture):
     lines = []
-    prepared = prepare(mixture, log=lines.append, progress=False)
+    prepared = quiet(mixture, lines.append)
     assert open_prepared(prepared.folder).manifest == prepared.manifest
     assert [p["share"] for p in prepared.manifest["parts"]] == [5, 3, 2]
     tokens = [part.manifest["splits"]["train"]["tokens"] for part in prepared.parts().values()]
@@ -123,18 +114,18 @@ def test_manifest_parts_and_validation(mixture):
     assert quiet(mixture).folder == prepared.folder
 
 
-def test_faults(mixture, tmp_path):
+def test_errors_of_mixtures(mixture, tmp_path):
     (tmp_path / "code" / "a.jsonl").write_text("{")
     with pytest.raises(ValueError, match=r"data\.mixture\.code: .*line 1: not JSON"):
         quiet(mixture)
-    assert "data.mixture" in data_faults(DataConfig(source="mixture"))[0]
+    assert "data.mixture" in DataConfig(source="mixture").validation_errors()[0]
     bad = replace(mixture, max_tokens=5, tokenizer=TokenizerConfig(name="bpe"))
     bad.mixture["web"] = PartConfig(weight=-1.0)
     bad.mixture["code"] = PartConfig(weight=float("inf"))
-    faults = " ".join(data_faults(bad))
+    errors = " ".join(bad.validation_errors())
     for key in ("max_tokens", "bpe", "web.weight", "web.path", "code.weight=inf"):
-        assert key in faults
-    assert "source is not mixture" in data_faults(replace(mixture, source="stdlib"))[0]
+        assert key in errors
+    assert "source is not mixture" in replace(mixture, source="stdlib").validation_errors()[0]
 
 
 def test_single_corpora_are_opened_as_before(local):

@@ -25,15 +25,18 @@ NAME, COMMIT, LATER = "someone/texts", "a" * 40, "c" * 40
 # Journals after every chunk, where a user's takes ten seconds.
 PREPARE = """
 from fla_train.cli.prepare import main
-from fla_train.data import build
-build.COMMIT_SECONDS = 0
+from fla_train.data import prepare
+prepare.COMMIT_SECONDS = 0
 main()
 """
 # Runs of one dataset, one after another.
 STREAM = """
 import json, sys
 import numpy as np
-from fla_train.data import DataConfig, TokenizerConfig, find_commits, open_train, prepare
+from fla_train.data.cache import find_commits
+from fla_train.data.config import DataConfig, TokenizerConfig
+from fla_train.data.open_dataset import open_train
+from fla_train.data.prepare import prepare
 
 def run(name, cache, pinned, reads):
     config = DataConfig(
@@ -46,8 +49,8 @@ def run(name, cache, pinned, reads):
         stream = open_train(data.folder, 16, 0)
         tokens = [stream.sequences(np.array([index]))[0] for index in reads]
         return said | {"commits": data.commits(), "texts": [data.tokenizer().decode(row) for row in tokens]}
-    except ValueError as fault:
-        return said | {"fault": str(fault)}
+    except ValueError as error:
+        return said | {"error": str(error)}
 
 print(json.dumps([run(*asked) for asked in json.loads(sys.argv[1])]))
 """
@@ -214,7 +217,7 @@ def test_the_time_left_where_the_card_counts_the_documents(
 ):
     if card:
         (hub.commits[COMMIT] / "README.md").write_text(card)
-    at_once = "from fla_train.data import progress; progress.LINE_SECONDS = 0"
+    at_once = "from fla_train.utils import progress; progress.LINE_SECONDS = 0"
     given = ["data=hub", f"data.path={NAME}", f"data.cache_dir={tmp_path / 'cache'}", "data.num_workers=0"]
     command = [sys.executable, "-c", at_once + PREPARE, *given, "data.tokenizer.name=bytes"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -235,7 +238,7 @@ def test_the_time_left_where_the_card_counts_the_documents(
         ("data.tokenizer.name=someone/else", "not a valid model identifier"),
     ],
 )
-def test_what_the_hub_does_not_have_is_a_fault_of_the_request(
+def test_what_the_hub_does_not_have_is_an_error_of_the_request(
     hub: Hub, environment: dict[str, str], tmp_path: Path, override: str, said: str
 ):
     given = ["data=hub", f"data.path={NAME}", f"data.cache_dir={tmp_path / 'cache'}"]
@@ -266,5 +269,5 @@ def test_a_branch_that_moves_does_not_move_a_stream(hub: Hub, environment: dict[
     (lost,) = stream(("two", {"": COMMIT}, [0, 1]))
     assert lost["found"] == {"": LATER} and lost["commits"] == {"": COMMIT}
     assert lost["texts"] == before["texts"]
-    fault = f"holds commit {COMMIT} of {NAME}, and this run reads {LATER}: delete that folder"
-    assert fault in refused["fault"]
+    error = f"holds commit {COMMIT} of {NAME}, and this run reads {LATER}: delete that folder"
+    assert error in refused["error"]

@@ -15,13 +15,16 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fla_train.data import DataConfig, TokenizerConfig, data_faults, open_prepared, prepare
-from fla_train.data.config import PartConfig
-from tests.data.conftest import write_jsonl, write_parquet
-
-
-def quiet(config, log=lambda line: None):
-    return prepare(config, log=log, progress=False)
+from fla_train.data.cache import (
+    PreparedData,
+    cache_paths,
+    mixture_folder,
+    mixture_parts,
+    open_prepared,
+    stream_folder,
+)
+from fla_train.data.config import DataConfig, PartConfig, TokenizerConfig
+from tests.data.conftest import quiet, write_jsonl, write_parquet
 
 
 def read(prepared, split):
@@ -153,7 +156,7 @@ def test_uint32_for_large_vocabularies(tmp_path, local):
     assert read(large, "train") == ([65535, 65536, 70_000, 69_999, 70_000], [3, 5])
 
 
-def test_faulty_text_or_tokenizer(tmp_path, local, corpus):
+def test_invalid_text_or_tokenizer(tmp_path, local, corpus):
     (corpus / "b.jsonl").write_text('{"text": "a"}\n{"text": "\\ud800", "id": "odd"}\n')
     with pytest.raises(ValueError, match=r"document odd: not valid Unicode.*repair"):
         quiet(local)
@@ -166,7 +169,7 @@ def test_faulty_text_or_tokenizer(tmp_path, local, corpus):
         quiet(replace(local, tokenizer=TokenizerConfig(name=str(tmp_path / "t"))))
 
 
-def test_all_faulty_settings_are_named_together():
+def test_all_invalid_settings_are_named_together():
     config = DataConfig(source="hub", validation_fraction=1.0, max_tokens=0)
     config.tokenizer = TokenizerConfig(name="bpe", vocab_size=10)
     with pytest.raises(ValueError) as failure:
@@ -187,24 +190,28 @@ def test_all_faulty_settings_are_named_together():
             "data.mixture",
         ),
     ):
-        (fault,) = data_faults(config)
-        assert fault.startswith(f"{key} is set") and option in fault
+        (error,) = config.validation_errors()
+        assert error.startswith(f"{key} is set") and option in error
     for name in ("../x", "/x", "a/../b", "a/b/c", "hf://datasets/a/b"):
         for config in (
             DataConfig(source="hub", path=name),
             DataConfig(source="mixture", mixture={"a": PartConfig(1.0, "hub", name)}),
         ):
-            assert f"path={name} is no name of a dataset on the Hub" in " ".join(data_faults(config))
-    assert data_faults(DataConfig(source="web")) == ["data.source=web is none of stdlib, local, hub, mixture"]
-    assert not data_faults(DataConfig())
+            assert f"path={name} is no name of a dataset on the Hub" in " ".join(config.validation_errors())
+    (error,) = DataConfig(source="web").validation_errors()
+    assert error == "data.source=web is none of stdlib, local, hub, mixture"
+    assert not DataConfig().validation_errors()
 
 
 SLOW = """
 import json, sys
-from fla_train.data import DataConfig, TokenizerConfig, build, files, prepare, shards
+from fla_train.data import files, shards
+from fla_train.data import prepare as preparation
+from fla_train.data.config import DataConfig, TokenizerConfig
+from fla_train.data.prepare import prepare
 settings = json.loads(sys.argv[1])
 tokenizer = TokenizerConfig(**settings.pop("tokenizer"))
-files.CHUNK_BYTES, build.COMMIT_SECONDS = 2000, 0.0
+files.CHUNK_BYTES, preparation.COMMIT_SECONDS = 2000, 0.0
 write = shards.ShardWriter.add
 def slow(self, tokens, lengths, size):
     write(self, tokens, lengths, size)
@@ -318,6 +325,21 @@ def test_a_shard_that_is_cut_short_or_lost_is_not_called_ready(local, file):
     shard.unlink()
     with pytest.raises(ValueError, match=rf"{file} is missing"):
         quiet(replace(local, source="mixture", path=None, mixture={"a": PartConfig(1.0, path=local.path)}))
+
+
+def test_folders_are_named_as_by_earlier_versions(tmp_path, monkeypatch):
+    """Another name would have every corpus prepared again, and runs refuse to resume."""
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "delta"}, {"text": "state"}])
+    bpe = TokenizerConfig(name="bpe", vocab_size=300)
+    config = DataConfig(source="local", path="a.jsonl", cache_dir="cache", tokenizer=bpe)
+    paths = cache_paths(config)
+    assert paths.final.name == "99eeda80fd0e80ed"
+    assert paths.building.name == ".building-caeb5f093ab30680"
+    assert stream_folder(config, PreparedData(paths.final, {})).name == "9e25f323d5684d9f"
+    config.mixture = {"a": PartConfig(0.7), "b": PartConfig(0.3)}
+    parts = {name: PreparedData(tmp_path / (name * 16), {}) for name in config.mixture}
+    assert mixture_folder(config, mixture_parts(config, parts)).name == "19ad6a0c713a81f6"
 
 
 def test_describe(local, documents):

@@ -6,10 +6,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from fla_train.data import DataConfig, files
-from fla_train.data.faults import Interrupted
-from fla_train.data.files import SourceInterrupted
+from fla_train.data import files
+from fla_train.data.config import DataConfig
 from fla_train.data.sources import open_source
+from fla_train.utils.errors import Interrupted
 from tests.data.conftest import write_jsonl, write_mirror, write_parquet
 
 
@@ -86,22 +86,22 @@ def test_hub_stream_of_copies_that_are_no_parquet(tmp_path, local, documents, la
         open_source(replace(mirror, path="~/empty"))
 
 
-def test_a_fault_of_a_copy_is_no_interruption(tmp_path, local, documents):
+def test_an_error_in_a_local_copy_is_final(tmp_path, local, documents):
     """A connection may come back; what the copy lacks does not."""
     write_mirror(tmp_path / "copy", documents, "SlimPajama")
     copy = replace(local, source="hub", path=str(tmp_path / "copy"))
-    with pytest.raises(ValueError, match="Bad split: test") as fault:
+    with pytest.raises(ValueError, match="Bad split: test") as error:
         texts(replace(copy, split="test"))
-    assert not isinstance(fault.value, Interrupted)
+    assert not isinstance(error.value, Interrupted)
     (tmp_path / "copy" / "train" / "chunk_1.jsonl.zst").write_bytes(b"no zstandard")
-    with pytest.raises(ValueError, match=r"dataset .*copy, split train: cannot be read") as fault:
+    with pytest.raises(ValueError, match=r"dataset .*copy, split train: cannot be read") as error:
         texts(copy)
-    assert not isinstance(fault.value, Interrupted)
+    assert not isinstance(error.value, Interrupted)
 
 
 def test_hub_offline_says_what_to_do(local, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(SourceInterrupted, match=r"HuggingFaceFW/no-such-set.*local copy"):
+    with pytest.raises(Interrupted, match=r"HuggingFaceFW/no-such-set.*local copy"):
         texts(replace(local, source="hub", path="HuggingFaceFW/no-such-set", name=None))
 
 
@@ -179,7 +179,7 @@ def test_missing_id_and_null_text(tmp_path, local):
         ("a.txt", b"text", r"no file ending in \.parquet"),
     ],
 )
-def test_faulty_files_are_named_with_the_remedy(tmp_path, local, name, content, message):
+def test_invalid_files_are_named_with_the_remedy(tmp_path, local, name, content, message):
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):

@@ -8,20 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from fla_train.data import (
-    BatchPlan,
-    DocumentSequences,
-    MicroBatches,
-    files,
-    open_train,
-    open_validation,
-    place,
-    prepare,
-    sources,
-)
+from fla_train.data import cache, files, sources
+from fla_train.data import prepare as preparation
 from fla_train.data import stream as stream_module
-from fla_train.data.stream import INDEX, Note, StreamSequences, _IndexWriter, read_notes
-from tests.data.conftest import write_jsonl, write_mirror, write_parquet
+from fla_train.data.open_dataset import open_train, open_validation
+from fla_train.data.sampler import BatchSampler, PackedDataset, PrefetchLoader
+from fla_train.data.stream import INDEX, IndexWriter, Record, StreamDataset, read_index
+from tests.data.conftest import quiet, write_jsonl, write_mirror, write_parquet
 from tests.data.test_prepare import expected_bytes
 
 
@@ -29,11 +22,7 @@ from tests.data.test_prepare import expected_bytes
 def small_pieces(monkeypatch):
     for module in (files, sources):
         monkeypatch.setattr(module, "CHUNK_BYTES", 1500)
-    monkeypatch.setattr(stream_module, "_SPACING", 3000)
-
-
-def quiet(config):
-    return prepare(config, log=lambda line: None, progress=False)
+    monkeypatch.setattr(stream_module, "SPACING", 3000)
 
 
 @pytest.fixture
@@ -60,7 +49,7 @@ def test_the_stream_is_the_documents_in_order_over_epochs(tmp_path, streamed, do
     prepared = quiet(streamed)
     tokens, bounds = endless(documents)
     data = open_train(prepared.folder, 48, seed=0)
-    assert isinstance(data, StreamSequences)
+    assert isinstance(data, StreamDataset)
     for first in range(0, len(tokens) // 48 - 8, 8):
         indices = np.arange(first, first + 8)
         expected = tokens[first * 48 : (first + 8) * 48].reshape(8, 48)
@@ -68,7 +57,7 @@ def test_the_stream_is_the_documents_in_order_over_epochs(tmp_path, streamed, do
         for index, starts in zip(indices, data.boundaries(indices), strict=True):
             begin = index * 48
             assert starts.tolist() == [b - begin for b in bounds if begin < b < begin + 48]
-    assert len(read_notes(prepared.folder / INDEX)) > 10
+    assert len(read_index(prepared.folder / INDEX)) > 10
 
 
 def test_resumed_twice_on_other_ranks(streamed, documents):
@@ -79,8 +68,8 @@ def test_resumed_twice_on_other_ranks(streamed, documents):
         """The global batches of steps first to last - 1, from `world` ranks that all start afresh."""
         ranks = []
         for rank in range(world):
-            plan = BatchPlan(12, micro, rank, world)
-            with MicroBatches(StreamSequences(folder, 48), plan, first, last) as batches:
+            plan = BatchSampler(12, micro, rank, world)
+            with PrefetchLoader(StreamDataset(folder, 48), plan, first, last) as batches:
                 ranks.append(list(batches))
         return torch.cat([part for group in zip(*ranks, strict=True) for part in group])
 
@@ -91,24 +80,29 @@ def test_resumed_twice_on_other_ranks(streamed, documents):
 def test_resume_opens_near_the_place_and_works_without_the_index(streamed, documents, monkeypatch):
     tokens, _ = endless(documents)
     folder = quiet(streamed).folder
-    first = StreamSequences(folder, 48)
+    first = StreamDataset(folder, 48)
     for step in range(40):
         first.sequences(np.arange(step * 8, step * 8 + 8))
     wanted = np.arange(320, 328)
     expected = tokens[320 * 48 : 328 * 48].reshape(8, 48).tolist()
-    opened = []
-    opening = StreamSequences._open
-    monkeypatch.setattr(
-        StreamSequences, "_open", lambda self, note: (opened.append(note), opening(self, note))
-    )
-    assert StreamSequences(folder, 48).sequences(wanted).tolist() == expected
-    assert opened[-1].token > 320 * 48 - 2 * 3000
+    read = []
+    encode_all = stream_module.encode_all
+
+    def counted(*arguments):
+        for piece in encode_all(*arguments):
+            read.append(len(piece.tokens))
+            yield piece
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stream_module, "encode_all", counted)
+        assert StreamDataset(folder, 48).sequences(wanted).tolist() == expected
+    assert 0 < sum(read) < 8 * 48 + 3 * 3000
     assert first.sequences(np.arange(0, 2)).tolist() == tokens[:96].reshape(2, 48).tolist()  # back again
     index = folder / INDEX
     index.write_text(index.read_text()[:-20] + "\n")  # the last line cut short
-    assert StreamSequences(folder, 48).sequences(wanted).tolist() == expected
+    assert StreamDataset(folder, 48).sequences(wanted).tolist() == expected
     index.unlink()
-    assert StreamSequences(folder, 48).sequences(wanted).tolist() == expected
+    assert StreamDataset(folder, 48).sequences(wanted).tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -126,30 +120,30 @@ def test_resume_opens_near_the_place_and_works_without_the_index(streamed, docum
 )
 def test_a_line_of_the_index_that_is_no_note_is_left_out(tmp_path, line):
     index = tmp_path / INDEX
-    notes = [Note(5, {"file": 0, "row": 2}, "a"), Note(12, None, "b")]
+    notes = [Record(5, {"file": 0, "row": 2}, "a"), Record(12, None, "b")]
     first, second = (json.dumps(note._asdict()).encode() for note in notes)
     index.write_bytes(b"\n".join([first, line, second, b""]))
-    assert read_notes(index) == notes
+    assert read_index(index) == notes
 
 
 def test_a_changed_stream_is_refused(streamed, corpus, documents):
     folder = quiet(streamed).folder
-    data = StreamSequences(folder, 48)
+    data = StreamDataset(folder, 48)
     for step in range(40):
         data.sequences(np.arange(step * 8, step * 8 + 8))
     changed = [{**d, "text": d["text"].replace("state", "taste")} for d in documents]
     write_parquet(corpus / "000_00000.parquet", changed[:70])
     write_parquet(corpus / "000_00001.parquet", changed[70:])
     with pytest.raises(ValueError, match=r"not what it was at token .*data\.revision"):
-        StreamSequences(folder, 48).sequences(np.arange(320, 328))
+        StreamDataset(folder, 48).sequences(np.arange(320, 328))
 
 
-def test_a_stream_without_text_is_a_fault_and_no_endless_search(streamed, corpus, documents):
+def test_a_stream_without_text_is_an_error_and_no_endless_search(streamed, corpus, documents):
     folder = quiet(streamed).folder
     for name in ("000_00000.parquet", "000_00001.parquet"):
         write_parquet(corpus / name, [{**d, "text": ""} for d in documents])
     with pytest.raises(ValueError, match="no training document"):
-        StreamSequences(folder, 48).sequences(np.arange(2))
+        StreamDataset(folder, 48).sequences(np.arange(2))
 
 
 def test_a_corpus_that_has_moved_is_read_where_it_is(streamed, corpus, documents):
@@ -157,7 +151,7 @@ def test_a_corpus_that_has_moved_is_read_where_it_is(streamed, corpus, documents
     moved = corpus.rename(corpus.with_name("moved"))
     assert quiet(replace(streamed, path=str(moved))).folder == folder
     tokens, _ = endless(documents)
-    assert StreamSequences(folder, 48).sequences(np.arange(2)).flatten().tolist() == tokens[:96].tolist()
+    assert StreamDataset(folder, 48).sequences(np.arange(2)).flatten().tolist() == tokens[:96].tolist()
 
 
 def test_validation_is_held_out_of_the_stream(streamed, documents):
@@ -171,14 +165,14 @@ def test_validation_is_held_out_of_the_stream(streamed, documents):
 
 
 def test_packed_documents(streamed):
-    data = DocumentSequences(open_train(quiet(streamed).folder, 64, seed=0))
+    data = PackedDataset(open_train(quiet(streamed).folder, 64, seed=0))
     batch = data.sequences(np.arange(4))
     assert batch.input_ids.shape == (1, 256)
     ends = (batch.input_ids[0, :-1] == 2).nonzero().flatten() + 1
     assert set(ends.tolist()) <= set(batch.cu_seqlens.tolist())
 
 
-def test_faults(streamed, monkeypatch):
+def test_errors_of_streams(streamed, monkeypatch):
     with pytest.raises(ValueError, match=r"data\.max_tokens caps no stream"):
         quiet(replace(streamed, max_tokens=10))
     monkeypatch.setattr(sources.importlib.metadata, "version", lambda name: "5.0.0")
@@ -187,27 +181,28 @@ def test_faults(streamed, monkeypatch):
 
 
 def test_an_index_that_the_disk_refuses_does_not_end_the_reading(tmp_path):
-    writer = _IndexWriter(tmp_path / "has gone" / INDEX)
+    writer = IndexWriter(tmp_path / "has gone" / INDEX)
     for token in (0, 5):
-        writer.append(Note(token, None, ""))
-    assert not writer._mine
+        writer.append(Record(token, None, ""))
 
 
-def test_a_head_from_before_commits_were_kept_is_read_on_at_the_one_asked_for(streamed, monkeypatch):
+def test_a_validation_shard_without_a_commit_is_read_on_at_the_one_asked_for(streamed, monkeypatch):
     """That of a run's checkpoints; the branch may have moved since."""
-    head = quiet(replace(streamed, stream=False, max_documents=60))
+    shard = quiet(replace(streamed, stream=False, max_documents=60))
     hub = replace(streamed, source="hub", path="some/dataset")
-    monkeypatch.setattr(stream_module, "hub_commit", lambda config: "of now")
-    for asked, read in (("begun with", "begun with"), (None, "of now")):
-        found = stream_module.prepare_stream(hub, lambda config: head, asked, lambda line: None)
+    monkeypatch.setattr(preparation, "hub_commit", lambda config: "of now")
+    found_paths = SimpleNamespace(final=shard.folder, is_ready=lambda: True)
+    monkeypatch.setattr(preparation, "cache_paths", lambda config, commit: found_paths)
+    for asked, read in (({"": "begun with"}, "begun with"), ({}, "of now")):
+        found = quiet(hub, commits=asked)
         assert found.commits() == {"": read}
 
 
-def test_machines_agree_on_the_commit_of_such_a_head(streamed, monkeypatch):
+def test_machines_agree_on_the_commit_of_such_a_shard(streamed, monkeypatch):
     monkeypatch.setattr(
-        place, "place_of", lambda config: SimpleNamespace(commit=lambda: None, is_ready=lambda: True)
+        cache, "cache_paths", lambda config: SimpleNamespace(commit=lambda: None, is_ready=lambda: True)
     )
-    monkeypatch.setattr(place, "hub_commit", lambda config: "of now")
+    monkeypatch.setattr(cache, "hub_commit", lambda config: "of now")
     hub = replace(streamed, source="hub", path="some/dataset")
-    assert place.find_commits(hub) == {"": "of now"}
-    assert place.find_commits(replace(hub, stream=False)) == {}
+    assert cache.find_commits(hub) == {"": "of now"}
+    assert cache.find_commits(replace(hub, stream=False)) == {}

@@ -7,13 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from fla_train.data import DataConfig, prepare
-from fla_train.data.config import PartConfig
+from fla_train.data.config import DataConfig, PartConfig
 from fla_train.utils import filesystem
-
-
-def quiet(config):
-    return prepare(config, log=lambda line: None, progress=False)
+from tests.data.conftest import quiet
 
 
 def mixture_of(local: DataConfig) -> DataConfig:
@@ -37,4 +33,4 @@ def test_all_find_the_folder_whole(local, monkeypatch, kind):
         found = list(machines.map(quiet, [config] * 4))
     assert [prepared.folder for prepared in found] == [folder] * 4
     assert quiet(config).tokenizer().eos_token_id is not None
-    assert not list(folder.parent.glob(".building-*/")) and not list(folder.glob("*.tmp"))
+    assert not list(folder.parent.glob(".*/")) and not list(folder.glob("*.tmp"))

@@ -1,12 +1,26 @@
+import io
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import sentencepiece
 import tokenizers
-from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
+from sentencepiece import sentencepiece_model_pb2
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from fla_train.data import DataConfig, TokenizerConfig, same_tokenizer, tokenizer_size
-from fla_train.data.tokenizers import encode, fingerprint, load_tokenizer, make_encoder
+from fla_train.data.config import DataConfig, TokenizerConfig
+from fla_train.data.tokenize import make_encoder
+from fla_train.data.tokenizers import (
+    encode,
+    fingerprint,
+    from_sentencepiece,
+    load_tokenizer,
+    same_tokenizer,
+    token_bytes,
+    tokenizer_size,
+)
 
 TEXTS = [
     "plain",
@@ -82,7 +96,7 @@ def test_slow_tokenizer(tmp_path):
     assert fingerprint(tokenizer) != fingerprint(make("bytes", None))
 
 
-def test_faults(tmp_path, monkeypatch):
+def test_errors_of_tokenizers(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="no such folder"):
         load_tokenizer(TokenizerConfig(name=str(tmp_path / "nope")))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -147,3 +161,102 @@ def test_texts_are_neither_cut_nor_padded(tmp_path):
     encoder = make_encoder(loaded, tmp_path, DataConfig(append_eos=False), "uint16")
     assert [len(encoding) for encoding in encoder._build().encode_batch_fast(texts)] == [2, 13]
     assert fingerprint(loaded) == fingerprint(load_tokenizer(TokenizerConfig(name="bytes")))
+
+
+CODE = "def step(state, key):\n    for x in state:\n        if x  ==  key:\n            return  x\n" * 20
+PROSE = "The state decays by its gate; the delta rule writes a value at a key, 0.25 at a time.\n" * 20
+SPACED_TEXTS = [
+    CODE,
+    PROSE,
+    " leading",
+    "    x",
+    "a     b  c",
+    "日本 é 😀",
+    "</s><s>",
+    "",
+    "\t\n",
+    "x   \n  y",
+]
+
+
+@pytest.fixture(scope="module")
+def spm_models(tmp_path_factory):
+    """{kind: file} of a BPE like Mistral's (runs of spaces score last) and of a unigram."""
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    files = {}
+    for kind in ("bpe", "unigram"):
+        model = io.BytesIO()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter((CODE + PROSE).splitlines()),
+            model_writer=model,
+            model_type=kind,
+            vocab_size=380 if kind == "bpe" else 300,
+            byte_fallback=True,
+            character_coverage=1.0,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            minloglevel=2,
+        )
+        proto = sentencepiece_model_pb2.ModelProto.FromString(model.getvalue())
+        if kind == "bpe":
+            for piece in proto.pieces:
+                if piece.type == 1 and not piece.piece.strip("▁"):
+                    piece.score = -1e9
+        (folder / kind).mkdir()
+        files[kind] = folder / kind / "tokenizer.model"
+        files[kind].write_bytes(proto.SerializeToString())
+    return files
+
+
+def test_ids_are_those_of_sentencepiece(spm_models, tmp_path):
+    oracle = sentencepiece.SentencePieceProcessor(model_file=str(spm_models["bpe"]))
+    tokenizer = load_tokenizer(TokenizerConfig(name=str(spm_models["bpe"].parent)))
+    ids = encode(tokenizer, SPACED_TEXTS)
+    assert ids == [oracle.encode(text) for text in SPACED_TEXTS]
+    assert [tokenizer.decode(i) for i in ids] == SPACED_TEXTS
+    assert (tokenizer.eos_token_id, tokenizer.bos_token_id) == (oracle.eos_id(), oracle.bos_id())
+    assert len(tokenizer) == oracle.vocab_size()
+    tokenizer.save_pretrained(tmp_path)
+    assert encode(AutoTokenizer.from_pretrained(tmp_path), SPACED_TEXTS) == ids
+
+
+def test_other_kinds_are_refused(spm_models, tmp_path):
+    with pytest.raises(ValueError, match="another kind"):
+        from_sentencepiece(spm_models["unigram"])
+    (tmp_path / "tokenizer.model").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="not a SentencePiece model"):
+        load_tokenizer(TokenizerConfig(name=str(tmp_path)))
+
+
+SPELLED_TEXTS = ["The sky is blue,\n\n  and so on.", "naïve 日本 <eos> Größe 🙂", "", "\t x = 1"]
+
+
+def like_llama() -> PreTrainedTokenizerFast:
+    """As Llama's: spaces are marked, and what the vocabulary lacks falls back to bytes."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"Theskyisblu,ax=1"]
+    vocab = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    backend.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe", "sentencepiece"])
+def test_bytes_of_tokens_add_up_to_the_text(name: str) -> None:
+    tokenizer: PreTrainedTokenizerBase = (
+        like_llama()
+        if name == "sentencepiece"
+        else load_tokenizer(TokenizerConfig(name=name, vocab_size=300), SPELLED_TEXTS)
+    )
+    sizes = token_bytes(tokenizer)
+    for text, ids in zip(SPELLED_TEXTS, encode(tokenizer, SPELLED_TEXTS), strict=True):
+        assert sizes[np.array(ids, dtype=int)].sum() == len(text.encode())
+    assert not sizes[tokenizer.all_special_ids].any()
+
+
+def test_words_have_no_bytes_of_tokens() -> None:
+    backend = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.train_from_iterator(SPELLED_TEXTS, trainers.WordLevelTrainer(special_tokens=["<unk>"]))
+    assert token_bytes(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")) is None

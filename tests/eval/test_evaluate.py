@@ -10,7 +10,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from fla_train.data import DataConfig, TokenizerConfig, prepare
+from fla_train.data.config import DataConfig, TokenizerConfig
+from fla_train.data.prepare import prepare
 from fla_train.data.tokenizers import encode
 from fla_train.eval import documents as documents_module
 from fla_train.eval import run as run_module

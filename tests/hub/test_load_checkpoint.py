@@ -7,8 +7,9 @@ import huggingface_hub
 import pytest
 import torch
 
-from fla_train.hub import CardInfo, export_model, load_model, pick_device, pick_dtype, resolve_checkpoint
+from fla_train.hub import CardInfo, export_model, load_model, resolve_checkpoint
 from fla_train.hub.load import document_prefix, recorded_length, run_folder, trained_length
+from fla_train.utils.device import pick_device, pick_dtype
 
 
 @pytest.fixture

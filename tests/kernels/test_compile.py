@@ -9,7 +9,7 @@ from helpers import differentiable, random_inputs
 from torch import Tensor
 
 from fla_train.kernels.delta_product import delta_product, delta_product_step
-from fla_train.kernels.neighbours import (
+from fla_train.kernels.fused_ops import (
     add_rms_norm,
     consume_logits,
     recurrence_gates,
@@ -125,7 +125,7 @@ def test_the_step():
             assert torch.equal(actual, expected)
 
 
-NEIGHBOURS = {
+FUSED_OPS = {
     "rms_norm with gate": lambda x, y, w: [rms_norm(x, w[0], 1e-6, gate=y, backend="triton")],
     "add_rms_norm": lambda x, y, w: add_rms_norm(x, y, w[0], 1e-6, dtype=torch.float16, backend="triton"),
     "swiglu": lambda x, y, w: [swiglu_linear(x * w[0], y, w, backend="triton")],
@@ -135,10 +135,10 @@ NEIGHBOURS = {
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", NEIGHBOURS)
-def test_a_neighbour(name, dynamic):
+@pytest.mark.parametrize("name", FUSED_OPS)
+def test_a_fused_op(name, dynamic):
     x, y, w = (torch.randn(rows, 8, device=DEVICE, requires_grad=True) for rows in (5, 5, 4))
-    assert_same(lambda: NEIGHBOURS[name](x, y, w), [x, y, w], dynamic)
+    assert_same(lambda: FUSED_OPS[name](x, y, w), [x, y, w], dynamic)
 
 
 def test_cross_entropy():
@@ -163,8 +163,8 @@ def test_cross_entropy():
         ("delta_product.triton_walk", "walk_backward"),
         ("delta_product.chunked_traced", "chunked_forward"),
         ("delta_product.chunked_traced", "chunked_backward"),
-        ("neighbours.normalization_triton", "rms_norm_forward"),
-        ("neighbours.normalization_triton", "rms_norm_backward"),
+        ("fused_ops.rms_norm", "rms_norm_forward"),
+        ("fused_ops.rms_norm", "rms_norm_backward"),
     ],
 )
 def test_registrations_are_sound(monkeypatch, request, module, name):

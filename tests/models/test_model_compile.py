@@ -55,9 +55,9 @@ def test_one_graph_with_the_gradients_of_the_eager_model(
     monkeypatch, tokens, variant, backend, packed, autocast, checkpointing
 ):
     if backend == "triton":
-        monkeypatch.setenv("FLA_TRAIN_NEIGHBOURS", "triton")
-        monkeypatch.setattr("fla_train.kernels.neighbours.convolution_triton.FORWARD", (4, 16, 64, 4))
-        monkeypatch.setattr("fla_train.kernels.neighbours.convolution_triton.BACKWARD", (4, 16, 64, 4))
+        monkeypatch.setenv("FLA_TRAIN_FUSED_OPS", "triton")
+        monkeypatch.setattr("fla_train.kernels.fused_ops.short_conv.FORWARD", (4, 16, 64, 4))
+        monkeypatch.setattr("fla_train.kernels.fused_ops.short_conv.BACKWARD", (4, 16, 64, 4))
         tokens = tokens[:1, :6]
     inputs = {"input_ids": tokens, "labels": tokens}
     if packed:

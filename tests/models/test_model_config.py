@@ -1,4 +1,4 @@
-"""The config's checks, its Hydra schema, the YAML files, and the accounting that goes with them."""
+"""The config's checks, its Hydra schema, the YAML files, and counts of parameters, FLOPs and bytes."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fla_train.cli.app import compose
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM, build_config, model_schema
-from fla_train.models.accounting import (
+from fla_train.models.flops import (
     count_parameters,
     flops_per_token,
     state_bytes_per_sequence,
@@ -19,12 +19,12 @@ from fla_train.models.accounting import (
 )
 
 
-def test_all_faults_are_reported_together():
-    with pytest.raises(ValueError) as fault:
+def test_all_errors_are_reported_together():
+    with pytest.raises(ValueError) as error:
         DeltaProductConfig(num_heads=0, norm_eps=-1.0, hidden_act="nope", conv_size=2.5, backend="cuda")
     for part in ("num_heads must", "norm_eps must", "hidden_act 'nope'", "conv_size must", "backend 'cuda'"):
-        assert part in str(fault.value)
-    assert "\n" not in str(fault.value)
+        assert part in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_all_faults_are_reported_together():
         (4, "attn must be null or a mapping of layers, num_heads"),
     ],
 )
-def test_hybrid_faults(attn, message):
+def test_hybrid_errors(attn, message):
     with pytest.raises(ValueError, match=message):
         small_config("hybrid", attn=attn)
 
@@ -169,9 +169,9 @@ def test_what_the_operator_keeps_belongs_to_the_machine(value, tmp_path):
 
 @pytest.mark.parametrize("value", ["0", "-64", "1.5", "some", "null"])
 def test_a_wrong_number_of_tokens_between_states_is_named(value):
-    with pytest.raises(ValueError, match="recompute_operator") as fault:
+    with pytest.raises(ValueError, match="recompute_operator") as error:
         config_of(f"model.recompute_operator={value}")
-    assert "\n" not in str(fault.value)
+    assert "\n" not in str(error.value)
 
 
 def test_hybrid_layers_can_be_given_on_the_command_line():

@@ -55,6 +55,9 @@ def test_the_layout_of_a_call_follows_its_tokens_to_another_device(build, tokens
     padded = SequenceContext.build(config, tokens, mask)
     packed = SequenceContext.build(config, tokens[:1], None, torch.tensor([0, 7, 19]))
     both = ("positions", "visible")
-    for context, names in ((padded, ("keep", *both)), (packed, ("cu_seqlens", "offsets", *both))):
+    for context, names in (
+        (padded, ("padding_mask", *both)),
+        (packed, ("cu_seqlens", "position_in_document", *both)),
+    ):
         moved = send_to_device(context, "meta")
         assert all(getattr(moved, name).is_meta for name in names)

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from small_models import small_config
 
 from fla_train.models import loss as loss_module
-from fla_train.models.attention import HybridAttention
 from fla_train.models.context import SequenceContext
 from fla_train.models.layers import GatedMLP, RMSNorm, ShortConvolution, project
 from fla_train.models.loss import linear_cross_entropy, token_losses
+from fla_train.models.mixers.attention import HybridAttention
 
 
 def norm(size: int) -> RMSNorm:
@@ -63,9 +63,9 @@ def test_convolution_continues_from_its_state(cuts):
 
 def test_convolution_resets_at_documents():
     layer, x = convolution(5), torch.randn(1, 10, 5, dtype=torch.float64)
-    offsets = torch.tensor([0, 1, 0, 0, 1, 2, 3, 4, 5, 6])
+    positions = torch.tensor([0, 1, 0, 0, 1, 2, 3, 4, 5, 6])
     separate = torch.cat([layer(x[:, a:b])[0] for a, b in ((0, 2), (2, 3), (3, 10))], 1)
-    torch.testing.assert_close(layer(x, offsets=offsets)[0], separate, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(layer(x, position_in_document=positions)[0], separate, rtol=1e-12, atol=1e-12)
 
 
 def brute_force_attention(layer: HybridAttention, x: torch.Tensor, allowed) -> torch.Tensor:

@@ -145,14 +145,6 @@ def test_loading_does_not_draw_again(tmp_path):
         assert (parameter == 7.25).all(), name
 
 
-def test_gate_parameters_ask_for_no_weight_decay():
-    model = DeltaProductForCausalLM(small_config())
-    marked = {
-        name.split(".")[-1] for name, p in model.named_parameters() if getattr(p, "_no_weight_decay", False)
-    }
-    assert marked == {"A_log", "dt_bias"}
-
-
 def test_two_models_with_one_seed_are_equal(build):
     first, second = build(), build()
     assert all(map(torch.equal, first.parameters(), second.parameters()))

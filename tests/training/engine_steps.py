@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from warm_ranks import WarmRanks
 
-from fla_train.data import Batch, BatchPlan
+from fla_train.data.sampler import Batch, BatchSampler
 from fla_train.models import DeltaProductForCausalLM, build_config
 from fla_train.training.engine import StepResult, build_engine, train_step
 from fla_train.training.evaluation import evaluate
@@ -76,7 +76,7 @@ def run(config: TrainConfig) -> dict:
     """On each rank: losses, norms and the like of steps, of one with a NaN on the last rank, of a spike."""
     engine = build_engine(make_model(config), config)
     rank, world = dist.get_rank(), dist.get_world_size()
-    plan = BatchPlan(GLOBAL_BATCH, config.trainer.micro_batch_size, rank, world)
+    plan = BatchSampler(GLOBAL_BATCH, config.trainer.micro_batch_size, rank, world)
 
     guard = StepGuard(torch.device("cpu"), max_grad_norm=config.optimizer.max_grad_norm)
 

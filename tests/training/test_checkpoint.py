@@ -309,6 +309,6 @@ def test_what_can_not_be_deleted_is_deleted_later(tmp_path: Path, monkeypatch: p
 def test_what_has_a_checkpoint_s_name_gives_way_to_one(tmp_path: Path, make_it: Callable[[Path], object]):
     make_it(tmp_path / "step-0000003")
     make_it(tmp_path / ".deleting-step-0000009")
-    checkpoint.remove(tmp_path / "step-0000003")
+    filesystem.remove_folder(tmp_path / "step-0000003")
     checkpoint.clean(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fla_train.data import Batch
-from fla_train.data.batches import pack
+from fla_train.data.sampler import Batch, pack
 from fla_train.models import DeltaProductForCausalLM
 from fla_train.training.evaluation import Evaluation, bucket_names, evaluate, weighted
 from tests.models.small_models import small_config

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from fla_train.data.files import SourceInterrupted
 from fla_train.training.failures import TrainingStopped, describe_exit, describe_failure
 from fla_train.training.resolve import resolve
 from fla_train.training.schema import TrainConfig
 from fla_train.training.validate import validate
 from fla_train.training.watchdog import RankHung
+from fla_train.utils.errors import Interrupted
 
 Make = Callable[..., TrainConfig]
 ON_GPU = "launch.device=cuda"
@@ -37,7 +37,7 @@ NCCL = (
     [
         (ValueError("a fault\nof the config"), "a fault of the config", True),
         (TrainingStopped("diverged"), "diverged", True),
-        (SourceInterrupted("no answer"), "no answer", False),
+        (Interrupted("no answer"), "no answer", False),
         (RankHung("no progress"), "no progress", False),
         (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device", False),
         (

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from warm_ranks import TWO_RANKS, WarmRanks
 
-from fla_train.data import prepare
+from fla_train.data.prepare import prepare
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
 from fla_train.training import loop, statistics, worker
 from fla_train.training.engine import Outcome

@@ -1,7 +1,10 @@
+"""Weight decay: which parameters get it, and that a step applies it to no others."""
+
 import pytest
 import torch
 
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+from fla_train.models.zoo.mamba import SignedMambaConfig, SignedMambaForCausalLM
 from fla_train.training.optimizer import build_optimizer, parameter_groups
 from fla_train.training.schema import OptimizerConfig
 
@@ -36,6 +39,14 @@ def test_matrices_are_decayed_and_the_rest_is_not(model: DeltaProductForCausalLM
         assert name.endswith("weight") and not name.endswith("norm.weight")
     for ending in ("A_log", "dt_bias"):
         assert any(name.endswith(ending) for name in undecayed)
+
+
+def test_marked_matrices_are_not_decayed():
+    model = SignedMambaForCausalLM(SignedMambaConfig(hidden_size=16, num_hidden_layers=1))
+    mixer = model.backbone.layers[0].mixer
+    decayed, undecayed = ({id(p) for p in group["params"]} for group in parameter_groups(model, 0.5))
+    assert mixer.A_log.ndim == 2 and id(mixer.A_log) in undecayed
+    assert id(mixer.x_proj.weight) in decayed
 
 
 def test_a_step_without_gradient_decays_exactly_the_decayed(model: DeltaProductForCausalLM):

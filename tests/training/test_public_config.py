@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fla_train.hub.environment import describe_environment
 from fla_train.training.public import public_config
 from fla_train.training.schema import TrainConfig
+from fla_train.utils.environment import describe_environment
 
 Make = Callable[..., TrainConfig]
 

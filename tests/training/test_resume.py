@@ -220,14 +220,14 @@ def test_a_run_folder_that_was_renamed_is_noticed(tmp_path: Path):
 
 
 def test_a_lock_that_is_a_link_leaves_its_target_alone(tmp_path: Path):
-    from fla_train.data.lock import locked
     from fla_train.training.runfolder import RunFolder, RunLock
+    from fla_train.utils.locks import locked
 
     (tmp_path / "target").write_text("precious")
     (tmp_path / ".lock").symlink_to(tmp_path / "target")
     with pytest.raises(ValueError, match="lock is a symbolic link: delete it"):
         RunLock(RunFolder(tmp_path))
-    with pytest.raises(ValueError, match="lock is a symbolic link"), locked(tmp_path / ".lock", print):
+    with pytest.raises(OSError, match="lock is a symbolic link"), locked(tmp_path / ".lock", print):
         pass
     assert (tmp_path / "target").read_text() == "precious"
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from warm_ranks import WarmRanks
 
 from fla_train.cli import train as command
-from fla_train.data import prepare
+from fla_train.data.prepare import prepare
 from fla_train.training.launch import TrainingFailed, launch
 from fla_train.training.metrics import read_metrics
 from fla_train.training.schema import TrainConfig

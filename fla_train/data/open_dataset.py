@@ -1,0 +1,39 @@
+"""Open prepared data as datasets for training and validation: a corpus, a mixture or a stream."""
+
+from pathlib import Path
+
+from fla_train.data.cache import open_prepared
+from fla_train.data.dataset import Dataset, TokenDataset
+from fla_train.data.mixture import MixtureDataset
+from fla_train.data.stream import StreamDataset
+
+
+def open_train(folder: str | Path, seq_len: int, seed: int) -> Dataset:
+    """The training sequences of prepared data.
+
+    Raises:
+        ValueError: a manifest is corrupt, a shard is missing or cut short, or no sequence fits.
+    """
+    prepared = open_prepared(folder)
+    if "head" in prepared.manifest:
+        return StreamDataset(folder, seq_len)
+    datasets = [TokenDataset(part.folder, "train", seq_len, seed) for part in prepared.parts().values()]
+    if "parts" not in prepared.manifest:
+        return datasets[0]
+    return MixtureDataset(datasets, list(prepared.shares().values()))
+
+
+def open_validation(folder: str | Path, seq_len: int) -> dict[str, tuple[TokenDataset, float]]:
+    """{part: its validation sequences and weight}, in the order of the mixture; weights add up to 1.
+
+    A part whose split has no whole sequence is left out. A single corpus has one part, named "".
+    """
+    prepared = open_prepared(folder)
+    shares = prepared.shares()
+    found = {
+        name: (TokenDataset(part.folder, "validation", seq_len), shares[name])
+        for name, part in prepared.parts().items()
+        if part.manifest["splits"]["validation"]["tokens"] >= seq_len
+    }
+    whole = sum(share for _, share in found.values())
+    return {name: (dataset, share / whole) for name, (dataset, share) in found.items()}

@@ -1,0 +1,208 @@
+"""Batch sampler (which sequences a rank gets at a step), prefetching loader, and packing of documents."""
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fla_train.data.dataset import Dataset
+
+IGNORE = -100  # label of a position that is no target, as in torch and transformers
+
+
+class Batch(NamedTuple):
+    """A micro-batch: rows that each begin with an empty state, or one row of packed documents.
+
+    Attributes:
+        input_ids: [B, T] int64.
+        labels: [B, T] int64, aligned with `input_ids`; -100 where there is no target.
+        cu_seqlens: [S + 1] int32 bounds of the documents in a single row (B = 1), or None.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    cu_seqlens: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(*(None if t is None else send(t, device) for t in self))
+
+
+def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy x from host memory to `device` without waiting.
+
+    A copy to a GPU from memory that isn't pinned would block the host until all earlier work is done.
+    """
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+
+
+def pack(ids: torch.Tensor, boundaries: list[np.ndarray]) -> Batch:
+    """Pack sequences [n, T] into one row [1, n T] with the bounds of its documents, which share no state.
+
+    A document that two sequences share counts as two. A document's first token is no target, since the token
+    before it belongs to another document.
+
+    Args:
+        boundaries: for each sequence, where in (0, T) a new document begins.
+    """
+    count, length = ids.shape
+    starts = [row * length + np.concatenate([[0], found]) for row, found in enumerate(boundaries)]
+    bounds = np.concatenate([*starts, [count * length]]).astype(np.int32)
+    ids = ids.reshape(1, -1)
+    labels = ids.clone()
+    labels[0, torch.from_numpy(bounds[:-1]).long()] = IGNORE
+    return Batch(ids, labels, torch.from_numpy(bounds))
+
+
+class PackedDataset:
+    """The sequences of a dataset as packed batches (`pack`), with the bounds of their documents."""
+
+    def __init__(self, dataset: Dataset):
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def sequences(self, indices: np.ndarray) -> Batch:
+        return pack(self.dataset.sequences(indices), self.dataset.boundaries(indices))
+
+
+@dataclass(frozen=True)
+class BatchSampler:
+    """Splits the global batch of step s, sequences [s G, (s + 1) G), into micro-batches of ranks.
+
+    The sequences of a step do not depend on `micro_batch` or `world`, so a run may resume with others.
+
+    Args:
+        global_batch: G, sequences per optimizer step over all ranks.
+        micro_batch: sequences per forward on one rank.
+    """
+
+    global_batch: int
+    micro_batch: int
+    rank: int = 0
+    world: int = 1
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.world
+        if (
+            self.micro_batch < 1
+            or self.global_batch < 1
+            or self.global_batch % (self.micro_batch * self.world)
+        ):
+            raise ValueError(
+                f"a global batch of {self.global_batch} sequences does not split into micro-batches of "
+                f"{self.micro_batch} on {self.world} process(es); "
+                f"make it a multiple of {self.micro_batch * self.world}"
+            )
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per optimizer step on each rank."""
+        return self.global_batch // (self.micro_batch * self.world)
+
+    def indices(self, step: int) -> np.ndarray:
+        """[accumulation, micro_batch] int64: this rank's sequences at optimizer step `step` (from 0)."""
+        whole = np.arange(step * self.global_batch, (step + 1) * self.global_batch, dtype=np.int64)
+        return whole.reshape(self.accumulation, self.world, self.micro_batch)[:, self.rank]
+
+
+class PrefetchLoader:
+    """Iterates over this rank's micro-batches, as `dataset.sequences` returns them, from `start_step` on.
+
+    A background thread keeps `depth` of them ready. No random number generator is used. `next` raises an
+    error met while reading. Use as a context manager, or call `close`.
+
+    Args:
+        end_step: the step before which to stop; None for no end.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset | PackedDataset,
+        sampler: BatchSampler,
+        start_step: int = 0,
+        end_step: int | None = None,
+        *,
+        depth: int = 4,
+    ):
+        self._dataset, self._sampler = dataset, sampler
+        self._steps = (start_step, end_step)
+        self._queue: queue.Queue[torch.Tensor | Batch | Exception | None] = queue.Queue(maxsize=depth)
+        self._stop = threading.Event()
+        self._finished = False
+        self._thread = threading.Thread(target=self._produce, name="micro-batches", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[torch.Tensor | Batch]:
+        return self
+
+    def __next__(self) -> torch.Tensor | Batch:
+        if self._finished:
+            raise StopIteration
+        item = self._queue.get()
+        if item is not None and not isinstance(item, Exception):
+            return item
+        self._finished = True
+        if item is None:
+            raise StopIteration
+        raise item
+
+    def __enter__(self) -> "PrefetchLoader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ):
+        self.close()
+
+    def close(self) -> None:
+        """Stop the thread; batches not taken are dropped."""
+        self._finished = True
+        self._stop.set()
+        self._thread.join()
+
+    def _produce(self) -> None:
+        step, end = self._steps
+        try:
+            while end is None or step < end:
+                for indices in self._sampler.indices(step):
+                    if not self._put(self._dataset.sequences(indices)):
+                        return
+                step += 1
+            self._put(None)
+        except Exception as failure:
+            self._put(failure)
+
+    def _put(self, item: torch.Tensor | Batch | Exception | None) -> bool:
+        """Wait for room; False once the reader has closed."""
+        while not self._stop.is_set():
+            try:
+                self._queue.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+
+def sequential_batches(
+    dataset: Dataset | PackedDataset,
+    batch: int,
+    *,
+    limit: int | None = None,
+    rank: int = 0,
+    world: int = 1,
+) -> Iterator[torch.Tensor | Batch]:
+    """This rank's share of the first `limit` sequences (None = one epoch), in order.
+
+    Yields what `dataset.sequences` returns for at most `batch` of them. Every sequence goes to exactly one
+    rank. Ranks may get unequal numbers of batches: reduce sums, not means.
+    """
+    total = len(dataset) if limit is None else min(limit, len(dataset))
+    mine = np.arange(rank, total, world, dtype=np.int64)
+    for start in range(0, len(mine), batch):
+        yield dataset.sequences(mine[start : start + batch])

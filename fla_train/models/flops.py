@@ -1,0 +1,180 @@
+"""Count parameters, training FLOPs and memory of a model from its config, without building it.
+
+Parameter counts are exact (a test compares them with the module); FLOPs
+count the algorithm's own matmuls, two per multiply-add, without recomputation; memory is an estimate.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fla_train.models.configuration import DeltaProductConfig
+from fla_train.models.loss import CHUNK_ELEMENTS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CHUNK = 64  # M: Householder steps (tokens x n_h) per chunk of the operator
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Numbers of parameters. The papers count the embedding once: `embedding_once`."""
+
+    body: int  # blocks and final norm, neither embedding nor head
+    embedding: int  # vocab_size * hidden_size
+    tied: bool
+
+    @property
+    def embedding_once(self) -> int:
+        return self.body + self.embedding
+
+    @property
+    def with_untied_head(self) -> int:
+        return self.body + 2 * self.embedding
+
+    @property
+    def total(self) -> int:
+        """What the model holds: the head counts unless it is the embedding."""
+        return self.embedding_once if self.tied else self.with_untied_head
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Estimated bytes per device while training; `total` is their sum."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+def count_parameters(model: "DeltaProductConfig | PreTrainedModel") -> ParameterCount:
+    """Count the parameters of a config of ours without building it, or those that any model holds."""
+    if not isinstance(model, DeltaProductConfig):
+        return _count_held(model)
+    config = model
+    matmuls = _block_matmuls(config)
+    body = sum(matmuls) + config.hidden_size * (2 * config.num_hidden_layers + 1)
+    mixer_rest = config.head_v_dim + 2 * config.num_heads * config.use_forget_gate
+    mixer_rest += config.conv_size * conv_channels(config)
+    body += mixer_rest * (config.num_hidden_layers - attention_layers(config))
+    return ParameterCount(body, config.vocab_size * config.hidden_size, config.tie_word_embeddings)
+
+
+def flops_per_token(config: DeltaProductConfig, seq_len: int) -> float:
+    """FLOPs to train on one token of a sequence of `seq_len`, forward and backward.
+
+    Every matmul weight (the head included, the embedding not) costs 2 forward and 4 backward. The operator
+    costs, per head, with K x V states, n = num_householder and chunks of M Householder steps (dense tiles,
+    states and T kept):
+
+        forward   n [2M(K + V) + 4KV + M^2/3] + 2KV + 2M(K + V)
+        backward  n [10KV + 6MV + 2MK] + 4KV + 6MK + 4MV
+
+    Softmax attention costs 4 * hidden_size per visible key forward and twice that backward, with causality
+    counted.
+    """
+    weights = sum(_block_matmuls(config)) + config.vocab_size * config.hidden_size
+    attention = attention_layers(config)
+    recurrent = config.num_hidden_layers - attention
+    n, k, v, m = config.num_householder, config.head_dim, config.head_v_dim, CHUNK
+    forward = n * (2 * m * (k + v) + 4 * k * v + m * m / 3) + 2 * k * v + 2 * m * (k + v)
+    backward = n * (10 * k * v + 6 * m * v + 2 * m * k) + 4 * k * v + 6 * m * k + 4 * m * v
+    convolution = 6 * config.conv_size * conv_channels(config)
+    flops = 6 * weights + recurrent * (config.num_heads * (forward + backward) + convolution)
+    if attention:
+        window = min(config.attn["window_size"] or seq_len, seq_len)
+        keys = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len  # mean over positions
+        flops += attention * 12 * config.hidden_size * keys
+    return flops
+
+
+def state_bytes_per_sequence(config: DeltaProductConfig, context: int = 0, element_size: int = 2) -> int:
+    """Bytes of one sequence's cache: states (fp32), conv inputs, a hybrid's keys and values of `context`."""
+    attention = attention_layers(config)
+    state = 4 * config.num_heads * config.head_dim * config.head_v_dim
+    conv = element_size * (config.conv_size - 1) * conv_channels(config)
+    total = (config.num_hidden_layers - attention) * (state + conv)
+    if attention:
+        window = config.attn["window_size"]
+        kept = context if window is None else min(context, window - 1)
+        kv_size = config.attn["num_kv_heads"] * (config.hidden_size // config.attn["num_heads"])
+        total += attention * 2 * element_size * kv_size * kept
+    return total
+
+
+def training_memory_bytes(
+    config: DeltaProductConfig,
+    *,
+    tokens_per_device: int,
+    num_devices: int = 1,
+    element_size: int = 2,
+    gradient_checkpointing: bool = False,
+) -> TrainingMemory:
+    """Estimate a device's memory with fp32 parameters, AdamW and ZeRO-2 over `num_devices`.
+
+    Parameters are whole on each device (4 bytes); gradients (4) and AdamW's master copy and two moments (12)
+    are divided. Activations sum what autograd keeps per token of the micro-batch (`tokens_per_device` =
+    micro-batch size * seq_len) with the fused kernels, in `element_size` bytes where autocast applies, and
+    one chunk of logits. Fragmentation and communication buffers are not included. Without the
+    fused kernels expect up to twice as much. Narrow heads in float32, for which a GPU runs the recurrence
+    step by step, keep a state per Householder step instead of one per chunk.
+    """
+    parameters = count_parameters(config).total
+    layers, hidden = config.num_hidden_layers, config.hidden_size
+    value_size = config.num_heads * config.head_v_dim
+    n, k, v = config.num_householder, config.head_dim, config.head_v_dim
+    # Of the operator: T, the scores P, a state per chunk and the output (the corrected values replace v)
+    operator = config.num_heads * (n * (CHUNK + k * v // CHUNK) + CHUNK) + value_size
+    saved = 2 * hidden + 2 * conv_channels(config) + operator + value_size * (1 + 2 * config.use_output_gate)
+    saved += 2 * config.intermediate_size
+    per_layer = element_size * saved + 2 * 4 * hidden  # two fp32 residuals
+    kept = per_layer + layers * 4 * hidden if gradient_checkpointing else layers * per_layer
+    logits = min(tokens_per_device * config.vocab_size, CHUNK_ELEMENTS)
+    head = 2 * 4 * logits + 4 * config.vocab_size * hidden + 2 * element_size * tokens_per_device * hidden
+    return TrainingMemory(
+        parameters=4 * parameters,
+        gradients=4 * parameters // num_devices,
+        optimizer=12 * parameters // num_devices,
+        activations=tokens_per_device * kept + head,
+    )
+
+
+def attention_layers(config: DeltaProductConfig) -> int:
+    """Number of softmax attention layers."""
+    return 0 if config.attn is None else len(config.attn["layers"])
+
+
+def conv_channels(config: DeltaProductConfig) -> int:
+    """Channels of q, k and v that pass a short convolution, 0 without it."""
+    if not config.use_short_conv:
+        return 0
+    n, k, v = config.num_householder, config.head_dim, config.head_v_dim
+    return config.num_heads * (k + n * (k + v))
+
+
+def _count_held(model: "PreTrainedModel") -> ParameterCount:
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    tied = head is None or head.weight is table
+    held = sum(p.numel() for p in model.parameters())
+    return ParameterCount(held - (1 if tied else 2) * table.numel(), table.numel(), tied)
+
+
+def _block_matmuls(config: DeltaProductConfig) -> list[int]:
+    """Elements of the matmul weights of each block."""
+    hidden, heads, n = config.hidden_size, config.num_heads, config.num_householder
+    k, v = config.head_dim, config.head_v_dim
+    mlp = 3 * hidden * config.intermediate_size
+    outputs = k + n * (k + v + 1) + config.use_forget_gate + v * config.use_output_gate + v
+    mixer = hidden * heads * outputs
+    attention = 0
+    if config.attn is not None:
+        attention = 2 * hidden * hidden * (1 + config.attn["num_kv_heads"] / config.attn["num_heads"])
+    return [
+        mlp + (int(attention) if config.is_attention_layer(layer) else mixer)
+        for layer in range(config.num_hidden_layers)
+    ]

@@ -1,0 +1,131 @@
+"""DeltaProduct mixer of all four models: projections, short convolutions, the operator, output norm."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from fla_train.kernels.delta_product import delta_product, delta_product_step
+from fla_train.kernels.fused_ops import recurrence_gates
+from fla_train.models.configuration import DeltaProductConfig
+from fla_train.models.context import SequenceContext
+from fla_train.models.layers import RMSNorm, ShortConvolution, project
+
+
+class DeltaProductMixer(nn.Module):
+    """(Gated) DeltaProduct over [B, T, hidden_size] (arXiv 2502.10297, section 3; n_h = 1: (Gated) DeltaNet).
+
+        q, k, v = silu(conv(W x))
+        beta    = sigmoid(W_b x), doubled for eigenvalues in [-1, 1]
+        g       = -exp(A_log) softplus(W_a x + dt_bias)            with the forget gate
+        y       = W_o rmsnorm(delta_product(q, k, v, beta, g))     rmsnorm * silu(W_g x) with the output gate
+
+    Keys and row order are flash-linear-attention's: the rows of `k_proj` are (N, H, K), of `v_proj`
+    (N, H, V), of `b_proj` (N, H), so the operator's layout is a view of each projection.
+    """
+
+    def __init__(self, config: DeltaProductConfig, layer_index: int = 0) -> None:
+        super().__init__()
+        self.config, self.layer_index = config, layer_index
+        num_householder, heads = config.num_householder, config.num_heads
+        key_size, value_size = heads * config.head_dim, heads * config.head_v_dim
+
+        def linear(rows: int) -> nn.Linear:
+            return nn.Linear(config.hidden_size, rows, bias=False)
+
+        self.q_proj, self.k_proj = linear(key_size), linear(num_householder * key_size)
+        self.v_proj, self.b_proj = linear(num_householder * value_size), linear(num_householder * heads)
+        if config.use_forget_gate:
+            self.a_proj = linear(heads)
+            self.A_log = nn.Parameter(torch.empty(heads))
+            self.dt_bias = nn.Parameter(torch.empty(heads))
+            self.A_log._no_weight_decay = self.dt_bias._no_weight_decay = True
+        if config.use_short_conv:
+            self.q_conv1d = ShortConvolution(key_size, config.conv_size)
+            self.k_conv1d = ShortConvolution(num_householder * key_size, config.conv_size)
+            self.v_conv1d = ShortConvolution(num_householder * value_size, config.conv_size)
+        self.g_proj = linear(value_size) if config.use_output_gate else None
+        self.o_norm = RMSNorm(config.head_v_dim, config.norm_eps)
+        self.o_proj = nn.Linear(value_size, config.hidden_size, bias=False)
+        self.beta_max = 2.0 if config.allow_neg_eigval else 1.0
+
+    def forward(self, x: Tensor, context: SequenceContext, cache: Cache | None = None) -> Tensor:
+        """Mix x [B, T, hidden_size]; this layer's states in `cache` are updated in place.
+
+        Padding has no effect: its rows enter the convolutions as zeros, and beta = g = 0 keep the state.
+        """
+        if context.padding_mask is not None:
+            x = x * context.padding_mask[..., None].to(x.dtype)
+        num_householder, heads = self.config.num_householder, self.config.num_heads
+        names = "qkvb" + "a" * self.config.use_forget_gate + "g" * self.config.use_output_gate
+        projections = project(x, *(getattr(self, f"{name}_proj") for name in names))
+        y = dict(zip(names, projections, strict=True))
+        q, k, v = [self._convolve(name, y[name], context, cache) for name in "qkv"]
+        q = q.unflatten(-1, (heads, self.config.head_dim))
+        k = k.unflatten(-1, (num_householder, heads, self.config.head_dim))
+        v = v.unflatten(-1, (num_householder, heads, self.config.head_v_dim))
+        beta, g = self._gates(y["b"], y.get("a"), context.padding_mask)
+
+        o = self._recur(q, k, v, beta, g, context, cache)  # [B, T, H, V]
+        gate = y["g"].view_as(o) if "g" in y else None
+        return self.o_proj(self.o_norm(o, gate).flatten(-2))
+
+    def gates(self, x: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Betas [B, T, N, H] in [0, beta_max], log decays g [B, T, H] <= 0 (or None), both fp32."""
+        return self._gates(
+            self.b_proj(x), self.a_proj(x) if self.config.use_forget_gate else None, padding_mask
+        )
+
+    def _gates(
+        self, b: Tensor, a: Tensor | None, padding_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same from the projections of x."""
+        forget = (None, None, None) if a is None else (a, self.A_log, self.dt_bias)
+        beta, g = recurrence_gates(b, *forget, beta_max=self.beta_max)
+        beta = beta.unflatten(-1, (self.config.num_householder, self.config.num_heads))
+        if padding_mask is not None:
+            beta = beta * padding_mask[..., None, None]
+            g = g if g is None else g * padding_mask[..., None]
+        return beta, g
+
+    def _convolve(self, name: str, y: Tensor, context: SequenceContext, cache: Cache | None) -> Tensor:
+        """SiLU of the convolved projection y; its last inputs go to one of the cache's three places."""
+        place = "qkv".index(name)
+        if self.config.use_short_conv:
+            past = None if cache is None else cache.layers[self.layer_index].conv_states[place]
+            y, state = getattr(self, f"{name}_conv1d")(y, past, context.position_in_document)
+        else:  # an empty state: without one the cache would take the layer for not run yet
+            y, state = F.silu(y), y.new_empty(len(y), 0, 0)
+        if cache is not None:
+            cache.update_conv_state(state, self.layer_index, state_idx=place)
+        return y
+
+    def _recur(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        beta: Tensor,
+        g: Tensor | None,
+        context: SequenceContext,
+        cache: Cache | None,
+    ) -> Tensor:
+        """The operator over T tokens; the one-token step where one token follows a state."""
+        state = None if cache is None else cache.layers[self.layer_index].recurrent_states[0]
+        options = {"qk_l2norm": True, "backend": self.config.backend}
+        if state is not None and q.shape[1] == 1:
+            now = [None if tensor is None else tensor[:, 0] for tensor in (q, k, v, beta, g)]
+            o, final = delta_product_step(*now, state=state, **options)
+            cache.update_recurrent_state(final, self.layer_index)
+            return o[:, None]
+        o, final = delta_product(
+            *(q, k, v, beta, g),
+            initial_state=state,
+            output_final_state=cache is not None,
+            cu_seqlens=context.cu_seqlens,
+            recompute=self.config.recompute_operator,
+            **options,
+        )
+        if cache is not None:
+            cache.update_recurrent_state(final, self.layer_index)
+        return o

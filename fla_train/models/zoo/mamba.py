@@ -1,0 +1,167 @@
+"""Mamba (arXiv 2312.00752) with eigenvalues in [0, 1] or [-1, 1] (arXiv 2411.12537, table 2), in PyTorch.
+
+A diagonal state transition s = exp(dt A) becomes 2 s - 1; nothing else changes. Products of transitions can
+then no longer be taken in log space, so the scan multiplies them out. Parameter names are those of
+transformers' Mamba.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_outputs import CausalLMOutput
+
+from fla_train.models.layers import RMSNorm
+from fla_train.models.zoo.mamba_configuration import SignedMambaConfig
+
+DT_RANGE = (1e-3, 1e-1)  # the initial time step, log-uniform
+
+
+class _LinearScan(torch.autograd.Function):
+    """h_t = a_t h_(t-1) + b_t. Backwards: dh_t = dy_t + a_(t+1) dh_(t+1), da_t = dh_t h_(t-1), db = dh."""
+
+    @staticmethod
+    def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
+        h = torch.empty_like(b)
+        state = torch.zeros_like(b[:, 0])
+        for t in range(b.shape[1]):
+            state = torch.addcmul(b[:, t], a[:, t], state, out=h[:, t])
+        ctx.save_for_backward(a, h)
+        return h
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, h = ctx.saved_tensors
+        db = torch.empty_like(h)
+        slope = torch.zeros_like(grad[:, 0])
+        for t in reversed(range(h.shape[1])):
+            following = a[:, t + 1] if t + 1 < h.shape[1] else torch.zeros_like(slope)
+            slope = torch.addcmul(grad[:, t], following, slope, out=db[:, t])
+        da = torch.zeros_like(a)
+        torch.mul(db[:, 1:], h[:, :-1], out=da[:, 1:])
+        return da, db
+
+
+def linear_scan(a: Tensor, b: Tensor) -> Tensor:
+    """h_t = a_t * h_(t-1) + b_t from h = 0, elementwise over [B, T, ...]; a may have any sign."""
+    return _LinearScan.apply(a, b)
+
+
+class SignedMambaMixer(nn.Module):
+    """The selective state space of Mamba over [B, T, hidden_size]."""
+
+    def __init__(self, config: SignedMambaConfig) -> None:
+        super().__init__()
+        self.config, inner = config, config.inner_size
+        self.in_proj = nn.Linear(config.hidden_size, 2 * inner, bias=False)
+        self.conv1d = nn.Conv1d(
+            inner, inner, config.conv_kernel, groups=inner, padding=config.conv_kernel - 1
+        )
+        self.x_proj = nn.Linear(inner, config.time_step_rank + 2 * config.state_size, bias=False)
+        self.dt_proj = nn.Linear(config.time_step_rank, inner)
+        self.A_log = nn.Parameter(torch.empty(inner, config.state_size))
+        self.A_log._no_weight_decay = True
+        self.D = nn.Parameter(torch.empty(inner))
+        self.out_proj = nn.Linear(inner, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rank, size = self.config.time_step_rank, self.config.state_size
+        u, z = self.in_proj(x).chunk(2, dim=-1)
+        u = F.silu(self.conv1d(u.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2))
+        dt, b, c = self.x_proj(u).split([rank, size, size], dim=-1)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            u, b, c = u.to(wide), b.to(wide), c.to(wide)
+            weight, bias = self.dt_proj.weight.to(wide), self.dt_proj.bias.to(wide)
+            dt = F.softplus(F.linear(dt.to(wide), weight, bias))  # [B, T, D]
+            transition = torch.exp(dt[..., None] * -self.A_log.to(wide).exp())  # [B, T, D, N]
+            if self.config.allow_neg_eigval:
+                transition = 2 * transition - 1
+            states = linear_scan(transition, (dt * u)[..., None] * b[..., None, :])
+            y = torch.einsum("btdn,btn->btd", states, c) + self.D * u
+            y = y * F.silu(z.to(wide))
+        return self.out_proj(y.to(x.dtype))
+
+
+class _Block(nn.Module):
+    def __init__(self, config: SignedMambaConfig) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mixer = SignedMambaMixer(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mixer(self.norm(x))
+
+
+class _Backbone(nn.Module):
+    def __init__(self, config: SignedMambaConfig) -> None:
+        super().__init__()
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(_Block(config) for _ in range(config.num_hidden_layers))
+        self.norm_f = RMSNorm(config.hidden_size, config.norm_eps)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embeddings(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm_f(x)
+
+
+class SignedMambaForCausalLM(PreTrainedModel):
+    """A language model of Mamba blocks, without a cache."""
+
+    config_class = SignedMambaConfig
+    base_model_prefix = "backbone"
+
+    def __init__(self, config: SignedMambaConfig) -> None:
+        super().__init__(config)
+        self.backbone = _Backbone(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.backbone.embeddings
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            init.normal_(module.weight, std=self.config.initializer_range)
+        elif isinstance(module, RMSNorm):
+            init.ones_(module.weight)
+        if not isinstance(module, SignedMambaMixer):
+            return
+        config = self.config
+        counts = torch.arange(1.0, config.state_size + 1).expand_as(module.A_log)
+        init.copy_(module.A_log, counts.log())
+        init.ones_(module.D)
+        bound = config.time_step_rank**-0.5
+        init.uniform_(module.dt_proj.weight, -bound, bound)
+        dt = torch.empty(config.inner_size).uniform_(*map(math.log, DT_RANGE)).exp().clamp(min=1e-4)
+        init.copy_(module.dt_proj.bias, dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | None = None,
+        use_cache: bool | None = None,
+    ) -> CausalLMOutput:
+        """Logits [B, T, V] and, with labels (shifted inside), the summed loss over `num_items_in_batch`.
+
+        Raises:
+            ValueError: a cache is asked for.
+        """
+        if use_cache:
+            raise ValueError("signed_mamba keeps no cache: use_cache must be off")
+        logits = self.lm_head(self.backbone(input_ids)).float()
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+AutoModelForCausalLM.register(SignedMambaConfig, SignedMambaForCausalLM, exist_ok=True)

@@ -1,0 +1,69 @@
+"""Describe the environment of a result: versions, hardware, commit, command. No environment variables."""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+import fla_train
+
+PACKAGES = ("torch", "triton", "transformers", "accelerate", "deepspeed", "datasets", "lm-eval", "numpy")
+
+
+def describe_environment(device: str) -> dict:
+    """The description as plain JSON; `device` is where the work runs (`cpu`, `cuda`, `cuda:1`, ...)."""
+    return {
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "commit": git_commit(),
+        "fla_train": fla_train.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "device": device,
+        "hardware": _hardware(device),
+        "devices": _gpus(),
+        "cpu_count": os.cpu_count(),
+    }
+
+
+def git_commit() -> str | None:
+    """Commit of the checkout this package runs from, `-dirty` when files differ; None outside a checkout."""
+    root = Path(fla_train.__file__).parents[1]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _hardware(device: str) -> str:
+    """The model of the GPU, or the processor as far as the system names it."""
+    if device.startswith("cuda") and torch.cuda.is_available():
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")  # Linux; platform names the instruction set there, and no processor
+    text = cpuinfo.read_text() if cpuinfo.is_file() else ""
+    named = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
+    return named[1] if named else platform.processor() or platform.machine()
+
+
+def _gpus() -> list[str]:
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

@@ -1,0 +1,40 @@
+"""File locks between processes that write the same folder, on one machine or on several that share a disk."""
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+
+@contextmanager
+def locked(path: Path, log: Callable[[str], None]) -> Iterator[None]:
+    """Hold an exclusive lock on the file `path`, created if missing; wait while another process holds it.
+
+    Raises:
+        OSError: as `open_lock`, or the folder can't be created.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open_lock(path) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log(f"another process holds {path}; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield  # closing the file, or dying, releases the lock
+
+
+def open_lock(path: Path) -> IO[bytes]:
+    """Open a lock file, created if missing. A symbolic link is refused, so that its target is never touched.
+
+    Raises:
+        OSError: the file can't be created, or `path` is a symbolic link.
+    """
+    try:
+        return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b")
+    except OSError as failure:
+        if failure.errno == errno.ELOOP:
+            failure.strerror = f"{path.name} is a symbolic link: delete it"
+        raise

@@ -1,0 +1,66 @@
+"""Cached kernel launcher that skips Triton's per-call specialization to cut host time.
+
+`kernel[grid](...)` works out the type and divisibility of each of 30 to 40 arguments, turns the options into
+text and compares every global constant that the kernel reads, only to find what it compiled before. For a
+small call that takes longer than the kernels (docs/kernels.md, "Measured"). Here compiled kernels are kept
+under a key that is cheaper to make, and launched in Triton's way for compiled kernels,
+`compiled[grid](*arguments)`.
+"""
+
+from collections.abc import Hashable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+ALIGNMENT = 16  # bytes; a pointer's alignment decides how wide its loads and stores may be
+
+
+def run_kernel(
+    kernel: triton.JITFunction, grid: tuple[int, ...], arguments: Mapping[str, Any], **options: int
+) -> None:
+    """`kernel[grid](**arguments, **options)` on the current device; the grid has one or two dimensions.
+
+    Arguments that the kernel does not have are left out, so that several kernels can share one mapping. What
+    is compiled may depend on arguments and options only: Triton's own knobs are read at the first call.
+    """
+    given = {**arguments, **options}
+    named = {name: given[name] for name in kernel.arg_names}
+    if not isinstance(kernel, triton.JITFunction):  # of Triton's interpreter
+        kernel[grid](**(named | options))
+        return
+    constants, variables, variants = _parameters(kernel)
+    key = (
+        torch.cuda.current_device(),
+        *options.items(),
+        *[named[name] for name in constants],
+        *[_trait(named[name]) for name in variables],
+    )
+    compiled = variants.get(key)
+    if compiled is None:
+        variants[key] = kernel[grid](**(named | options))
+    else:
+        compiled[(*grid, 1, 1)[:3]](*named.values())
+
+
+@cache
+def _parameters(kernel: triton.JITFunction) -> tuple[list[str], list[str], dict[Hashable, Any]]:
+    """Names of the constexpr arguments and of all others, and the compiled variants by key."""
+    constants = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
+    variables = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
+    return constants, variables, {}
+
+
+def _trait(argument: Any) -> Hashable:
+    """What Triton may specialize on of an argument that is no constexpr."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % ALIGNMENT
+    if argument is None:
+        return None
+    if isinstance(argument, int):
+        return argument == 1, argument % ALIGNMENT == 0, argument.bit_length() // 32
+    if isinstance(argument, float):
+        return float
+    return argument.base.dtype, *argument.block_shape  # a TMA descriptor

@@ -1,0 +1,37 @@
+"""Register a launcher as `torch.library.custom_op` under torch.compile; call it directly in eager mode.
+
+An eager call skips the dispatcher of a registered operator, which costs host time at every call: a training
+step at a small batch waits for the host (docs/kernels.md, "Measured").
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+
+def custom_op(mutates: Sequence[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a function that fills tensors of its caller and returns nothing.
+
+    torch.compile sees a call as one node without a graph break, the operator `fla_train::<function name>`.
+    Its fake version does nothing, because the caller has made the outputs in their shapes.
+
+    Args:
+        mutates: names of the arguments that are written. The annotations of all arguments give the schema.
+            Arguments are passed by position.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        operator = torch.library.custom_op(f"fla_train::{function.__name__}", function, mutates_args=mutates)
+        operator.register_fake(lambda *arguments: None)
+
+        @functools.wraps(function)
+        def call(*arguments: object) -> None:
+            if torch.compiler.is_compiling():
+                operator(*arguments)
+            else:
+                function(*arguments)
+
+        return call
+
+    return decorate

@@ -1,0 +1,24 @@
+"""Fused memory-bound ops: short convolution, RMSNorm, SwiGLU, gates, cross-entropy.
+
+Each has a PyTorch definition and Triton kernels that read their inputs and write their outputs once, with the
+same gradients; `backend="auto"` takes the kernels on CUDA. See docs/fused_ops.md.
+"""
+
+from fla_train.kernels.fused_ops.backend import BACKENDS, resolve_backend
+from fla_train.kernels.fused_ops.cross_entropy import IGNORE, consume_logits
+from fla_train.kernels.fused_ops.gates import recurrence_gates
+from fla_train.kernels.fused_ops.rms_norm import add_rms_norm, rms_norm
+from fla_train.kernels.fused_ops.short_conv import short_convolution
+from fla_train.kernels.fused_ops.swiglu import swiglu_linear
+
+__all__ = [
+    "BACKENDS",
+    "IGNORE",
+    "add_rms_norm",
+    "consume_logits",
+    "recurrence_gates",
+    "resolve_backend",
+    "rms_norm",
+    "short_convolution",
+    "swiglu_linear",
+]

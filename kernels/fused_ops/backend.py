@@ -1,0 +1,47 @@
+"""Choice of backend for the fused ops: the PyTorch definition or the Triton kernels."""
+
+import os
+import warnings
+
+import torch
+from torch import Tensor
+
+BACKENDS = ("torch", "triton")
+BACKEND_VARIABLE = "FLA_TRAIN_FUSED_OPS"
+FORMER_VARIABLE = "FLA_TRAIN_NEIGHBOURS"
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Once, at import: torch.compile traces `resolve_backend`. Processes that are started inherit the new name.
+if FORMER_VARIABLE in os.environ:
+    os.environ.setdefault(BACKEND_VARIABLE, os.environ.pop(FORMER_VARIABLE))
+    warnings.warn(f"{FORMER_VARIABLE} is now called {BACKEND_VARIABLE}", FutureWarning, stacklevel=1)
+
+
+def resolve_backend(backend: str, x: Tensor, limit: str | None = None) -> str:
+    """The backend that runs: the argument, else `FLA_TRAIN_FUSED_OPS`, else triton where it can, else torch.
+
+    Args:
+        backend: "torch", "triton" or "auto".
+        x: an input of the op; its device and dtype count.
+        limit: why the kernel cannot run this call ("takes at most ..."), or None if it can.
+
+    Raises:
+        ValueError: for a name that is not in `BACKENDS`, and for triton where it cannot run.
+    """
+    source = "backend"
+    if backend == "auto":
+        backend, source = os.environ.get(BACKEND_VARIABLE) or "auto", BACKEND_VARIABLE
+    if backend not in ("auto", *BACKENDS):
+        raise ValueError(f"{source}={backend!r} is unknown: choose auto, {', '.join(BACKENDS)}")
+    if backend == "torch":
+        return backend
+    if x.dtype not in TRITON_DTYPES:
+        limit = f"takes no {x.dtype}"
+    on_gpu = x.device.type == "cuda"
+    if backend == "auto":
+        return "triton" if on_gpu and limit is None else "torch"
+    if limit is not None:
+        raise ValueError(f"{source}='triton' {limit}: choose auto or torch")
+    if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"{source}='triton' needs a CUDA device, got {x.device}: choose auto or torch")
+    return backend

@@ -1,0 +1,208 @@
+"""Gates of the recurrence, step sizes beta and log decays g in fp32: PyTorch definition, Triton kernels."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fla_train.kernels.custom_op import custom_op
+from fla_train.kernels.fused_ops.backend import resolve_backend
+from fla_train.kernels.sizes import ceil_div, next_power_of_2
+
+TILE = 2048  # elements of b per program of the Triton kernels
+
+
+def recurrence_gates(
+    b: Tensor,
+    a: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    *,
+    beta_max: float,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """beta = beta_max sigmoid(b) and g = -exp(A_log) softplus(a + dt_bias), differentiable in all tensors.
+
+    Args:
+        b: [..., N H] for N Householder steps and H heads; a: [..., H], or None without forget gate.
+        A_log, dt_bias: [H], None with `a`.
+        beta_max: 1, or 2 for eigenvalues in [-1, 1].
+        backend: "torch", "triton" or "auto" (see `resolve_backend`).
+
+    Returns:
+        beta and g (or None) in the shapes of `b` and `a`, float32 (float64 for float64 input).
+
+    Raises:
+        ValueError: when only some of `a`, `A_log` and `dt_bias` are given, for shapes that do not fit, or a
+            backend that cannot run.
+    """
+    if len({x is None for x in (a, A_log, dt_bias)}) > 1:
+        raise ValueError("the forget gate needs a, A_log and dt_bias together: give all of them or none")
+    if a is not None:
+        heads = a.shape[-1]
+        if a.shape[:-1] != b.shape[:-1] or {A_log.shape, dt_bias.shape} != {(heads,)}:
+            shapes = ", ".join(str(list(x.shape)) for x in (b, a, A_log, dt_bias))
+            raise ValueError(
+                f"b, a, A_log, dt_bias have shapes {shapes}: expected [..., N H], [..., H], [H], [H]"
+            )
+    if resolve_backend(backend, b) == "triton":
+        return _Gates.apply(b, a, A_log, dt_bias, beta_max)
+    wide = torch.promote_types(b.dtype, torch.float32)
+    beta = beta_max * torch.sigmoid(b.to(wide))
+    if a is None:
+        return beta, None
+    return beta, -A_log.to(wide).exp() * F.softplus(a.to(wide) + dt_bias.to(wide))
+
+
+class _Gates(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, b: Tensor, a: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None, beta_max: float
+    ) -> tuple[Tensor, Tensor | None]:
+        b, a, A_log, dt_bias = (x if x is None else x.contiguous() for x in (b, a, A_log, dt_bias))
+        beta = torch.empty_like(b, dtype=torch.float32)
+        g = None if a is None else torch.empty_like(a, dtype=torch.float32)
+        recurrence_gates_forward(b, a, A_log, dt_bias, beta_max, beta, g)
+        ctx.save_for_backward(b, a, A_log, dt_bias)
+        ctx.beta_max = beta_max
+        return beta, g
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dbeta: Tensor, dg: Tensor | None) -> tuple[Tensor | None, ...]:
+        b, a, A_log, dt_bias = ctx.saved_tensors
+        db, da, dparameters = torch.empty_like(b), None, None
+        if a is not None:
+            da, dg = torch.empty_like(a), dg.contiguous()
+            dparameters = torch.empty(2, a.shape[-1], dtype=torch.float32, device=a.device)
+        recurrence_gates_backward(
+            *(b, a, A_log, dt_bias, ctx.beta_max, dbeta.contiguous(), dg, db, da, dparameters)
+        )
+        if a is None:
+            return db, None, None, None, None
+        dA_log, ddt_bias = dparameters.unbind()
+        return db, da, dA_log.to(A_log.dtype), ddt_bias.to(dt_bias.dtype), None
+
+
+@custom_op(mutates=("beta", "g"))
+def recurrence_gates_forward(
+    b: Tensor,
+    a: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    beta_max: float,
+    beta: Tensor,
+    g: Tensor | None,
+) -> None:
+    """Fill beta and, with a forget gate, g."""
+    programs, sizes = _sizes(b, a)
+    with torch.cuda.device_of(b):
+        forward_kernel[(programs,)](b, a, A_log, dt_bias, beta, g, beta_max=beta_max, **sizes)
+
+
+@custom_op(mutates=("db", "da", "dparameters"))
+def recurrence_gates_backward(
+    b: Tensor,
+    a: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    beta_max: float,
+    dbeta: Tensor,
+    dg: Tensor | None,
+    db: Tensor,
+    da: Tensor | None,
+    dparameters: Tensor | None,
+) -> None:
+    """Fill the gradients; `dparameters` are those of A_log and dt_bias, fp32 [2, H]."""
+    programs, sizes = _sizes(b, a)
+    partial = None if a is None else dparameters.new_empty(2, programs, a.shape[-1])
+    with torch.cuda.device_of(b):
+        backward_kernel[(programs,)](
+            *(b, a, A_log, dt_bias, dbeta, dg, db, da, partial), beta_max=beta_max, **sizes
+        )
+    if a is not None:
+        torch.sum(partial, 1, out=dparameters)
+
+
+def _sizes(b: Tensor, a: Tensor | None) -> tuple[int, dict[str, Any]]:
+    """Number of programs, and the arguments that both kernels share."""
+    columns, heads = b.shape[-1], 1 if a is None else a.shape[-1]
+    block = next_power_of_2(columns)
+    tile_rows, rows = max(1, TILE // block), b.numel() // columns
+    return ceil_div(rows, tile_rows), {
+        "n_rows": rows,
+        "S": columns,
+        "H": heads,
+        "BR": tile_rows,
+        "BS": block,
+        "BH": next_power_of_2(heads),
+        "GATED": a is not None,
+    }
+
+
+@triton.jit
+def tile(n_rows, COLS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """Offsets and mask [BR, BC] of this program's rows of a [rows, COLS] matrix."""
+    o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    o_c = tl.arange(0, BC)
+    return o_r[:, None] * COLS + o_c[None, :], (o_r < n_rows)[:, None] & (o_c < COLS)[None, :]
+
+
+@triton.jit
+def softplus(b_z):
+    """log(1 + e^z) to full fp32 precision: log(w) u / (w - 1) with w = 1 + u corrects the rounding of w."""
+    b_u = tl.exp(-tl.abs(b_z))
+    b_w = 1.0 + b_u
+    b_log = tl.where(b_w == 1.0, b_u, tl.log(b_w) * (b_u / tl.where(b_w == 1.0, 1.0, b_w - 1.0)))
+    return tl.maximum(b_z, 0.0) + b_log
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def forward_kernel(
+    b, a, A_log, dt_bias,  # [rows, S], [rows, H], [H], [H]
+    beta, g,  # out, fp32, as b and a
+    n_rows, beta_max,
+    S: tl.constexpr, H: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr, BH: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
+    p_b, m_b = tile(n_rows, S, BR, BS)
+    tl.store(
+        beta + p_b, beta_max * tl.sigmoid(tl.load(b + p_b, mask=m_b, other=0.0).to(tl.float32)), mask=m_b
+    )
+    if GATED:
+        p_a, m_a = tile(n_rows, H, BR, BH)
+        o_h = tl.arange(0, BH)
+        b_rate = tl.exp(tl.load(A_log + o_h, mask=o_h < H, other=0.0).to(tl.float32))
+        b_bias = tl.load(dt_bias + o_h, mask=o_h < H, other=0.0).to(tl.float32)
+        b_z = tl.load(a + p_a, mask=m_a, other=0.0).to(tl.float32) + b_bias[None, :]
+        tl.store(g + p_a, -b_rate[None, :] * softplus(b_z), mask=m_a)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def backward_kernel(
+    b, a, A_log, dt_bias, dbeta, dg,  # as above; gradients as b and a
+    db, da, partial,  # out: as b, as a; fp32 [2, programs, H] parts of the gradients of A_log and dt_bias
+    n_rows, beta_max,
+    S: tl.constexpr, H: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr, BH: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
+    p_b, m_b = tile(n_rows, S, BR, BS)
+    b_sigmoid = tl.sigmoid(tl.load(b + p_b, mask=m_b, other=0.0).to(tl.float32))
+    b_db = tl.load(dbeta + p_b, mask=m_b, other=0.0) * (beta_max * b_sigmoid * (1.0 - b_sigmoid))
+    tl.store(db + p_b, b_db.to(db.dtype.element_ty), mask=m_b)
+    if GATED:
+        p_a, m_a = tile(n_rows, H, BR, BH)
+        o_h = tl.arange(0, BH)
+        b_rate = tl.exp(tl.load(A_log + o_h, mask=o_h < H, other=0.0).to(tl.float32))
+        b_bias = tl.load(dt_bias + o_h, mask=o_h < H, other=0.0).to(tl.float32)
+        b_z = tl.load(a + p_a, mask=m_a, other=0.0).to(tl.float32) + b_bias[None, :]
+        b_slope = tl.load(dg + p_a, mask=m_a, other=0.0) * -b_rate[None, :]
+        b_da = b_slope * tl.sigmoid(b_z)
+        tl.store(da + p_a, b_da.to(da.dtype.element_ty), mask=m_a)
+        p_part = partial + tl.program_id(0) * H + o_h
+        tl.store(p_part, tl.sum(b_slope * softplus(b_z), 0), mask=o_h < H)
+        tl.store(p_part + tl.num_programs(0) * H, tl.sum(b_da, 0), mask=o_h < H)

@@ -1,0 +1,276 @@
+"""RMSNorm, alone, after a residual addition, or gated: PyTorch definition and Triton kernels.
+
+Triton: a tile is BR whole rows. The forward kernel reads each row once; the backward kernel recomputes
+1 / rms. A backward program goes over consecutive tiles and sums its part of the weight's gradient in
+registers. `torch.sum` adds the parts, in an order that depends on the device but is the same in every run.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fla_train.kernels.custom_op import custom_op
+from fla_train.kernels.fused_ops.backend import resolve_backend
+from fla_train.kernels.sizes import ceil_div, next_power_of_2, processors
+
+MAX_SIZE = 16384  # channels; the Triton kernels hold a row in registers
+TILE = 2048  # elements of a tile of short rows
+ELEMENTS_PER_WARP = 512
+PROGRAMS_PER_PROCESSOR = 4  # of the backward kernel: all of them run at once
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    gate: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """weight * x / sqrt(mean(x^2) + eps) over the last axis, times silu(gate) if there is one, in fp32.
+
+    Args:
+        x: [..., D].
+        weight: [D].
+        gate: of the shape of `x`.
+        dtype: of the result, default that of `x`.
+        backend: "torch", "triton" or "auto" (see `resolve_backend`).
+
+    Returns:
+        [..., D], differentiable in all tensors (float64 input is computed in float64, by torch).
+
+    Raises:
+        ValueError: for shapes that do not fit, or a backend that cannot run.
+    """
+    dtype = x.dtype if dtype is None else dtype
+    if _resolve(backend, x, weight, "gate", gate) == "triton":
+        return _RMSNorm.apply(x, weight, gate, None, eps, dtype)[0]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps)
+    if gate is not None:
+        y = y * F.silu(gate.to(wide))
+    return y.to(dtype)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm` of residual + x, and that sum: the next residual, in the dtype both promote to.
+
+    Arguments and errors are those of `rms_norm`; `residual` has the shape of `x`. The norm sees the sum as it
+    is rounded to its dtype; `dtype` defaults to that.
+    """
+    if _resolve(backend, x, weight, "residual", residual) == "triton":
+        return _RMSNorm.apply(x, weight, None, residual, eps, dtype)
+    total = residual + x
+    return rms_norm(total, weight, eps, dtype=dtype, backend="torch"), total
+
+
+def _resolve(backend: str, x: Tensor, weight: Tensor, name: str, other: Tensor | None) -> str:
+    size = x.shape[-1]
+    if weight.shape != (size,):
+        raise ValueError(f"weight has shape {list(weight.shape)}, expected [D] = {[size]}")
+    if other is not None and other.shape != x.shape:
+        raise ValueError(f"{name} has shape {list(other.shape)}, expected that of x, {list(x.shape)}")
+    return resolve_backend(
+        backend, x, None if size <= MAX_SIZE else f"takes at most {MAX_SIZE} channels, got {size}"
+    )
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        gate: Tensor | None,
+        residual: Tensor | None,
+        eps: float,
+        dtype: torch.dtype | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        x, weight = x.contiguous(), weight.contiguous()
+        gate = None if gate is None else gate.contiguous()
+        total = None
+        if residual is not None:
+            residual = residual.contiguous()
+            total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
+        normed = x if total is None else total
+        y = torch.empty_like(x, dtype=dtype or normed.dtype)
+        rms_norm_forward(x, residual, weight, gate, eps, y, total)
+        ctx.save_for_backward(normed, weight, gate)
+        ctx.eps, ctx.residual_dtype = eps, None if residual is None else residual.dtype
+        ctx.dtype = x.dtype
+        ctx.set_materialize_grads(False)
+        return y, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight, gate = ctx.saved_tensors
+        dy = torch.zeros_like(x) if dy is None else dy.contiguous()
+        dtotal = None if dtotal is None else dtotal.contiguous()
+        dx = torch.empty_like(x, dtype=ctx.dtype)
+        dgate = None if gate is None else torch.empty_like(gate)
+        dresidual = None
+        if ctx.residual_dtype is not None:
+            same = ctx.residual_dtype == ctx.dtype
+            dresidual = dx if same else torch.empty_like(x, dtype=ctx.residual_dtype)
+        dweight = torch.empty_like(weight, dtype=torch.float32)
+        separate = None if dresidual is dx else dresidual
+        rms_norm_backward(x, weight, gate, dy, dtotal, ctx.eps, dx, dweight, dgate, separate)
+        return dx, dweight.to(weight.dtype), dgate, dresidual, None, None
+
+
+@custom_op(mutates=("y", "total"))
+def rms_norm_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    gate: Tensor | None,
+    eps: float,
+    y: Tensor,
+    total: Tensor | None,
+) -> None:
+    """Fill y and, with a residual, the sum that is normalised."""
+    tiles, sizes = _tiles(x)
+    with torch.cuda.device_of(x):
+        forward_kernel[(tiles,)](
+            *(x, residual, weight, gate, y, total),
+            eps=eps,
+            ADD=residual is not None,
+            GATED=gate is not None,
+            **sizes,
+        )
+
+
+@custom_op(mutates=("dx", "dweight", "dgate", "dresidual"))
+def rms_norm_backward(
+    x: Tensor,
+    weight: Tensor,
+    gate: Tensor | None,
+    dy: Tensor,
+    dtotal: Tensor | None,
+    eps: float,
+    dx: Tensor,
+    dweight: Tensor,
+    dgate: Tensor | None,
+    dresidual: Tensor | None,
+) -> None:
+    """Fill the gradients, that of the weight in fp32; `dresidual` where its dtype is not that of dx."""
+    tiles, sizes = _tiles(x)
+    tiles_each = max(1, ceil_div(tiles, PROGRAMS_PER_PROCESSOR * processors(x.device)))  # 1 for no rows
+    programs = ceil_div(tiles, tiles_each)
+    partial = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
+    with torch.cuda.device_of(x):
+        backward_kernel[(programs,)](
+            *(x, weight, gate, dy, dtotal, dx, dresidual, dgate, partial),
+            tiles_each=tiles_each,
+            eps=eps,
+            GATED=gate is not None,
+            ADD=dtotal is not None,
+            SPLIT=dresidual is not None,
+            **sizes,
+        )
+    torch.sum(partial, 0, out=dweight)
+
+
+def _tiles(x: Tensor) -> tuple[int, dict[str, int]]:
+    """Number of tiles of x [..., D], and the sizes that both kernels share."""
+    size = x.shape[-1]
+    block = next_power_of_2(size)
+    tile_rows = max(1, TILE // block)
+    rows = x.numel() // size
+    warps = min(16, max(4, tile_rows * block // ELEMENTS_PER_WARP))
+    sizes = {"n_rows": rows, "D": size, "BR": tile_rows, "BD": block, "num_warps": warps}
+    return ceil_div(rows, tile_rows), sizes
+
+
+@triton.jit
+def load_tile(p, p_tile, mask):
+    return tl.load(p + p_tile, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_tile(p, p_tile, b_x, mask):
+    tl.store(p + p_tile, b_x.to(p.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def tile(i_tile, n_rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+    """Offsets and mask [BR, BD] of tile `i_tile`."""
+    o_r = i_tile.to(tl.int64) * BR + tl.arange(0, BR)
+    o_d = tl.arange(0, BD)
+    return o_r[:, None] * D + o_d[None, :], (o_r < n_rows)[:, None] & (o_d < D)[None, :]
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def forward_kernel(
+    x, residual, weight, gate,  # [rows, D], the same or None, [D], [rows, D] or None
+    y, total,  # out [rows, D]; residual + x, with ADD
+    n_rows, eps,
+    D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    p_tile, mask = tile(tl.program_id(0), n_rows, D, BR, BD)
+    o_d = tl.arange(0, BD)
+    b_w = load_tile(weight, o_d, o_d < D)
+    b_x = load_tile(x, p_tile, mask)
+    if GATED:
+        b_gate = load_tile(gate, p_tile, mask)  # loaded during the sum
+    if ADD:
+        b_x = (b_x + load_tile(residual, p_tile, mask)).to(total.dtype.element_ty)
+        tl.store(total + p_tile, b_x, mask=mask)
+        b_x = b_x.to(tl.float32)
+    b_rstd = tl.rsqrt(tl.sum(b_x * b_x, 1) / D + eps)
+    b_y = b_x * b_rstd[:, None] * b_w[None, :]
+    if GATED:
+        b_y *= b_gate * tl.sigmoid(b_gate)
+    store_tile(y, p_tile, b_y, mask)
+
+
+@triton.jit(do_not_specialize=["n_rows", "tiles_each"])
+def backward_kernel(
+    x, weight, gate, dy,  # [rows, D] what was normalised, [D], [rows, D] or None, [rows, D]
+    dtotal,  # gradient of the sum by its other use, with ADD
+    dx, dresidual, dgate, partial,  # out; dresidual only with SPLIT; fp32 [programs, D] parts of dweight
+    n_rows, tiles_each, eps,
+    D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """With u = dy * weight (* silu(gate)): dx = u / rms - x mean(u * x) / rms^3."""
+    o_d = tl.arange(0, BD)
+    b_w = load_tile(weight, o_d, o_d < D)[None, :]
+    b_dw = tl.zeros((BR, BD), tl.float32)
+    for i in range(0, tiles_each):
+        p_tile, mask = tile(tl.program_id(0) * tiles_each + i, n_rows, D, BR, BD)
+        b_x, b_dy = load_tile(x, p_tile, mask), load_tile(dy, p_tile, mask)
+        if ADD:
+            b_dtotal = load_tile(dtotal, p_tile, mask)  # loaded during the sums
+        b_rstd = tl.rsqrt(tl.sum(b_x * b_x, 1) / D + eps)[:, None]
+        if GATED:
+            b_gate = load_tile(gate, p_tile, mask)
+            b_sigmoid = tl.sigmoid(b_gate)
+            b_slope = b_sigmoid * (1.0 + b_gate * (1.0 - b_sigmoid))
+            store_tile(dgate, p_tile, b_dy * b_x * b_rstd * b_w * b_slope, mask)
+            b_dy *= b_gate * b_sigmoid
+        b_dw += b_dy * b_x * b_rstd
+        b_u = b_dy * b_w
+        b_mean = tl.sum(b_u * b_x, 1)[:, None] / D
+        b_dx = b_rstd * (b_u - b_x * (b_mean * b_rstd * b_rstd))
+        if ADD:
+            b_dx += b_dtotal
+        store_tile(dx, p_tile, b_dx, mask)
+        if SPLIT:
+            store_tile(dresidual, p_tile, b_dx, mask)
+    tl.store(partial + tl.program_id(0).to(tl.int64) * D + o_d, tl.sum(b_dw, 0), mask=o_d < D)

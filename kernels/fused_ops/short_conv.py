@@ -1,0 +1,338 @@
+"""Causal depthwise short convolution over time, followed by SiLU: PyTorch definition and Triton kernels.
+
+Triton: a program owns BR blocks of L tokens and BD channels. It steps through its blocks side by side, GROUP
+tokens at a time, and holds the last three inputs of each in registers, so that an input is loaded once
+whatever the number of taps. It loads the next group before it computes the present one, because the compiler
+does not move a load ahead of a store. The backward kernel recomputes the pre-activation and carries the
+unfinished sums of dx along. A convolution of fewer than four taps runs as one of four whose oldest are zero.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fla_train.kernels.custom_op import custom_op
+from fla_train.kernels.fused_ops.backend import resolve_backend
+from fla_train.kernels.sizes import ceil_div
+
+MAX_TAPS = 4  # of the Triton kernels, which keep the inputs before a token in registers
+HALO = tl.constexpr(3)  # inputs before a token that reach it
+GROUP = tl.constexpr(4)  # tokens per step of a program
+# (L, BR, BD, warps): tokens per block (a multiple of GROUP), blocks and channels per program.
+FORWARD = (32, 4, 128, 4)
+BACKWARD = (64, 8, 64, 4)
+
+
+def short_convolution(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    state: Tensor | None = None,
+    position_in_document: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """y_t = silu(sum_s weight[:, 0, W-1-s] * x_{t-s}) for shifts s = 0 .. W-1, differentiable in all tensors.
+
+    Args:
+        x: [B, T, D]. The triton backend computes in float32, the torch backend in the dtype of `x`.
+        weight: [D, 1, W], as a depthwise `nn.Conv1d` keeps it.
+        state: the W-1 inputs before x, [B, D, W-1]; zeros when absent.
+        position_in_document: distance of each token from its document's start, integers [T], for documents
+            packed in one row (B = 1); taps never reach beyond it.
+        backend: "torch", "triton" or "auto" (see `resolve_backend`).
+
+    Returns:
+        y [B, T, D] in the dtype of `x`, and the last W-1 inputs [B, D, W-1] to continue from.
+
+    Raises:
+        ValueError: for shapes that do not fit, `state` together with `position_in_document`, or a backend
+            that cannot run.
+    """
+    (batch, length, channels), width = x.shape, weight.shape[-1]
+    if weight.shape != (channels, 1, width):
+        raise ValueError(f"weight has shape {list(weight.shape)}, expected [D, 1, W] with D = {channels}")
+    if state is not None and state.shape != (batch, channels, width - 1):
+        raise ValueError(
+            f"state has shape {list(state.shape)}, expected [B, D, W-1] = {[batch, channels, width - 1]}"
+        )
+    if position_in_document is not None:
+        if state is not None:
+            raise ValueError("give state (one sequence continues) or position_in_document, not both")
+        if batch != 1 or position_in_document.shape != (length,):
+            raise ValueError(
+                f"position_in_document has shape {list(position_in_document.shape)}, x {list(x.shape)}: "
+                "expected [T] and batch 1"
+            )
+    limit = None if width <= MAX_TAPS else f"takes at most {MAX_TAPS} taps, got {width}"
+    backend = resolve_backend(backend, x, limit)
+
+    if backend == "torch":
+        return _torch_short_convolution(x, weight, state, position_in_document)
+    if state is None:
+        return _ShortConvolution.apply(x, weight, position_in_document), _last_inputs(x, width - 1)
+    x = torch.cat([state.transpose(1, 2).to(x.dtype), x], dim=1)
+    return _ShortConvolution.apply(x, weight, None)[:, width - 1 :], _last_inputs(x, width - 1)
+
+
+def _torch_short_convolution(
+    x: Tensor, weight: Tensor, state: Tensor | None, position_in_document: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The definition, as W shifted multiply-adds.
+
+    On CPUs that is as fast as a grouped `conv1d`, needs no transposes, and makes the reset at document
+    boundaries a mask per shift.
+    """
+    length, history = x.shape[1], weight.shape[-1] - 1
+    if state is None:
+        x = F.pad(x, (0, 0, history, 0))
+    else:
+        x = torch.cat([state.transpose(1, 2).to(x.dtype), x], dim=1)
+    taps = weight[:, 0].to(x.dtype).unbind(-1)
+    y = x[:, history:] * taps[-1]
+    for shift in range(1, history + 1):
+        past = x[:, history - shift : history - shift + length]
+        if position_in_document is not None:
+            past = past * (position_in_document >= shift).to(x.dtype)[:, None]
+        y = torch.addcmul(y, past, taps[-1 - shift])
+    return F.silu(y), x[:, length:].transpose(1, 2)
+
+
+def _last_inputs(x: Tensor, count: int) -> Tensor:
+    """The last `count` tokens of x [B, T, D] as [B, D, count], zeros before its first."""
+    missing = max(count - x.shape[1], 0)
+    last = x[:, x.shape[1] + missing - count :]
+    return (F.pad(last, (0, 0, missing, 0)) if missing else last).transpose(1, 2)
+
+
+class _ShortConvolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, position_in_document: Tensor | None) -> Tensor:
+        x, weight = x.contiguous(), weight.contiguous()
+        position_in_document = None if position_in_document is None else position_in_document.contiguous()
+        y = torch.empty_like(x)
+        short_convolution_forward(x, weight, position_in_document, y)
+        ctx.save_for_backward(x, weight, position_in_document)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, position_in_document = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        dweight = torch.empty_like(weight, dtype=torch.float32)
+        short_convolution_backward(x, weight, position_in_document, dy.contiguous(), dx, dweight)
+        return dx, dweight.to(weight.dtype), None
+
+
+@custom_op(mutates=("y",))
+def short_convolution_forward(
+    x: Tensor, weight: Tensor, position_in_document: Tensor | None, y: Tensor
+) -> None:
+    """Fill y."""
+    grid, sizes = _launch(x, weight, position_in_document, FORWARD)
+    with torch.cuda.device_of(x):
+        forward_kernel[grid](x, weight, position_in_document, y, **sizes)
+
+
+@custom_op(mutates=("dx", "dweight"))
+def short_convolution_backward(
+    x: Tensor, weight: Tensor, position_in_document: Tensor | None, dy: Tensor, dx: Tensor, dweight: Tensor
+) -> None:
+    """Fill the gradients, that of the weight in fp32."""
+    grid, sizes = _launch(x, weight, position_in_document, BACKWARD)
+    groups = ceil_div(sizes["n_blocks"], sizes["BR"])
+    partial = torch.empty(groups, *weight.shape, dtype=torch.float32, device=x.device)
+    with torch.cuda.device_of(x):
+        backward_kernel[grid](x, weight, position_in_document, dy, dx, partial, **sizes)
+    torch.sum(partial, 0, out=dweight)
+
+
+def _launch(
+    x: Tensor, weight: Tensor, position_in_document: Tensor | None, config: tuple[int, int, int, int]
+) -> tuple[tuple[int], dict[str, Any]]:
+    """Grid (channel blocks fastest) and the arguments that both kernels share."""
+    (batch, length, channels), (tokens, rows, block, warps) = x.shape, config
+    n_blocks = batch * ceil_div(length, tokens)
+    sizes = {
+        "T": length,
+        "n_blocks": n_blocks,
+        "D": channels,
+        "W": weight.shape[-1],
+        "L": tokens,
+        "BR": rows,
+        "BD": block,
+        "PACKED": position_in_document is not None,
+        "num_warps": warps,
+    }
+    return (ceil_div(n_blocks, rows) * ceil_div(channels, block),), sizes
+
+
+@triton.jit
+def load_tap(weight, o_d, shift: tl.constexpr, D: tl.constexpr, W: tl.constexpr):
+    """[1, BD] fp32 weights of the inputs `shift` tokens back, zeros where the convolution is narrower."""
+    b_w = tl.zeros_like(o_d).to(tl.float32)
+    if shift < W:
+        b_w += tl.load(weight + o_d * W + (W - 1 - shift), mask=o_d < D, other=0.0).to(tl.float32)
+    return b_w[None, :]
+
+
+@triton.jit
+def load_tokens(p, o_row, o_t, o_end, o_d, D: tl.constexpr):
+    """[BR, BD]: tokens `o_t` of the sequences whose first rows are `o_row`; zeros outside [0, o_end)."""
+    mask = ((o_t >= 0) & (o_t < o_end))[:, None] & (o_d < D)[None, :]
+    return tl.load(p + (o_row + o_t)[:, None] * D + o_d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_group(p, o_row, o_t, o_end, o_d, D: tl.constexpr):
+    """The GROUP tokens from `o_t` on."""
+    return (
+        load_tokens(p, o_row, o_t, o_end, o_d, D),
+        load_tokens(p, o_row, o_t + 1, o_end, o_d, D),
+        load_tokens(p, o_row, o_t + 2, o_end, o_d, D),
+        load_tokens(p, o_row, o_t + 3, o_end, o_d, D),
+    )
+
+
+@triton.jit
+def widen(b_x3, b_x2, b_x1, b_g0, b_g1, b_g2, b_g3):
+    """Past inputs and a group in fp32, in order of time."""
+    return (
+        b_x3.to(tl.float32),
+        b_x2.to(tl.float32),
+        b_x1.to(tl.float32),
+        b_g0.to(tl.float32),
+        b_g1.to(tl.float32),
+        b_g2.to(tl.float32),
+        b_g3.to(tl.float32),
+    )
+
+
+@triton.jit
+def store_tokens(p, b_x, o_row, o_t, o_end, o_d, D: tl.constexpr):
+    """The inverse of `load_tokens`."""
+    mask = ((o_t >= 0) & (o_t < o_end))[:, None] & (o_d < D)[None, :]
+    tl.store(p + (o_row + o_t)[:, None] * D + o_d[None, :], b_x.to(p.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_positions(position_in_document, o_t, o_end, PACKED: tl.constexpr):
+    """[BR, 1] distances from the document's start (packed documents: one row, so that o_t is the token)."""
+    b_n = tl.zeros_like(o_t)
+    if PACKED:
+        b_n = tl.load(position_in_document + o_t, mask=(o_t >= 0) & (o_t < o_end), other=0).to(tl.int32)
+    return b_n[:, None]
+
+
+@triton.jit
+def reached(b_x, b_n, shift: tl.constexpr, PACKED: tl.constexpr):
+    """b_x where the token `shift` places back is of the same document, else 0."""
+    return tl.where(b_n >= shift, b_x, 0.0) if PACKED else b_x
+
+
+@triton.jit
+def convolve(b_x0, b_x1, b_x2, b_x3, b_w0, b_w1, b_w2, b_w3, b_n, PACKED: tl.constexpr):
+    """The pre-activation of tokens b_x0 with those 1, 2 and 3 places back."""
+    b_z = b_x0 * b_w0 + reached(b_x1 * b_w1, b_n, 1, PACKED)
+    return b_z + reached(b_x2 * b_w2, b_n, 2, PACKED) + reached(b_x3 * b_w3, b_n, 3, PACKED)
+
+
+@triton.jit
+def program_tile(T, n_blocks, D: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+    """Of this program's blocks: first rows of their sequences, first tokens, ends; then its channels."""
+    ND: tl.constexpr = (D + BD - 1) // BD
+    o_s = (tl.program_id(0) // ND) * BR + tl.arange(0, BR)
+    n_per_sequence = tl.cdiv(T, L)
+    o_row = (o_s // n_per_sequence).to(tl.int64) * T
+    o_end = tl.where(o_s < n_blocks, T, 0)
+    return o_row, (o_s % n_per_sequence) * L, o_end, (tl.program_id(0) % ND) * BD + tl.arange(0, BD)
+
+
+@triton.jit(do_not_specialize=["T", "n_blocks"])
+def forward_kernel(
+    x, weight, position_in_document, y,  # [B, T, D], [D, W], [T], out [B, T, D]
+    T, n_blocks,
+    D: tl.constexpr, W: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    o_row, o_t, o_end, o_d = program_tile(T, n_blocks, D, L, BR, BD)
+    b_w0, b_w1 = load_tap(weight, o_d, 0, D, W), load_tap(weight, o_d, 1, D, W)
+    b_w2, b_w3 = load_tap(weight, o_d, 2, D, W), load_tap(weight, o_d, 3, D, W)
+    b_x3 = load_tokens(x, o_row, o_t - 3, o_end, o_d, D)
+    b_x2 = load_tokens(x, o_row, o_t - 2, o_end, o_d, D)
+    b_x1 = load_tokens(x, o_row, o_t - 1, o_end, o_d, D)
+    o_stop = tl.minimum(o_end, o_t + L)
+    b_g0, b_g1, b_g2, b_g3 = load_group(x, o_row, o_t, o_stop, o_d, D)
+    for i in range(0, L, GROUP):
+        b_xs = widen(b_x3, b_x2, b_x1, b_g0, b_g1, b_g2, b_g3)
+        b_x3, b_x2, b_x1 = b_g1, b_g2, b_g3
+        b_g0, b_g1, b_g2, b_g3 = load_group(x, o_row, o_t + i + GROUP, o_stop, o_d, D)
+        for j in tl.static_range(GROUP):
+            b_n = load_positions(position_in_document, o_t + i + j, o_stop, PACKED)
+            b_z = convolve(
+                b_xs[j + 3], b_xs[j + 2], b_xs[j + 1], b_xs[j], b_w0, b_w1, b_w2, b_w3, b_n, PACKED
+            )
+            store_tokens(y, b_z * tl.sigmoid(b_z), o_row, o_t + i + j, o_stop, o_d, D)
+
+
+@triton.jit(do_not_specialize=["T", "n_blocks"])
+def backward_kernel(
+    x, weight, position_in_document, dy,  # [B, T, D], [D, W], [T], [B, T, D]
+    dx, partial,  # out: [B, T, D]; weight gradient per program, fp32 [groups, D, W]
+    T, n_blocks,
+    D: tl.constexpr, W: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """With dz the gradient of the pre-activation: dx_t = sum_s w_s dz_{t+s} and dw_s = sum_t dz_t x_{t-s}."""
+    o_row, o_t, o_end, o_d = program_tile(T, n_blocks, D, L, BR, BD)
+    b_w0, b_w1 = load_tap(weight, o_d, 0, D, W), load_tap(weight, o_d, 1, D, W)
+    b_w2, b_w3 = load_tap(weight, o_d, 2, D, W), load_tap(weight, o_d, 3, D, W)
+    b_x3 = load_tokens(x, o_row, o_t - 3, o_end, o_d, D)
+    b_x2 = load_tokens(x, o_row, o_t - 2, o_end, o_d, D)
+    b_x1 = load_tokens(x, o_row, o_t - 1, o_end, o_d, D)
+    o_stop = tl.minimum(o_end, o_t + L + HALO)
+    b_g0, b_g1, b_g2, b_g3 = load_group(x, o_row, o_t, o_stop, o_d, D)
+    b_dy0, b_dy1, b_dy2, b_dy3 = load_group(dy, o_row, o_t, o_stop, o_d, D)
+    b_zero = tl.zeros((BR, BD), tl.float32)
+    b_dx1, b_dx2, b_dx3 = b_zero, b_zero, b_zero  # unfinished sums of the last three tokens
+    b_dw0, b_dw1, b_dw2, b_dw3 = b_zero, b_zero, b_zero, b_zero
+    for i in range(0, L + GROUP, GROUP):
+        b_xs = widen(b_x3, b_x2, b_x1, b_g0, b_g1, b_g2, b_g3)
+        b_dys = (b_dy0, b_dy1, b_dy2, b_dy3)
+        b_x3, b_x2, b_x1 = b_g1, b_g2, b_g3
+        b_g0, b_g1, b_g2, b_g3 = load_group(x, o_row, o_t + i + GROUP, o_stop, o_d, D)
+        b_dy0, b_dy1, b_dy2, b_dy3 = load_group(dy, o_row, o_t + i + GROUP, o_stop, o_d, D)
+        for j in tl.static_range(GROUP):
+            b_n = load_positions(position_in_document, o_t + i + j, o_stop, PACKED)
+            b_z = convolve(
+                b_xs[j + 3], b_xs[j + 2], b_xs[j + 1], b_xs[j], b_w0, b_w1, b_w2, b_w3, b_n, PACKED
+            )
+            b_sigmoid = tl.sigmoid(b_z)
+            b_dz = b_dys[j].to(tl.float32) * b_sigmoid * (1.0 + b_z * (1.0 - b_sigmoid))
+
+            b_dx = b_dx3 + reached(b_dz * b_w3, b_n, 3, PACKED)
+            o_done = tl.where(i + j < HALO, -1, o_t + i + j - HALO)  # none yet, or the token it finishes
+            store_tokens(dx, b_dx, o_row, o_done, tl.minimum(o_end, o_t + L), o_d, D)
+            b_dx3 = b_dx2 + reached(b_dz * b_w2, b_n, 2, PACKED)
+            b_dx2 = b_dx1 + reached(b_dz * b_w1, b_n, 1, PACKED)
+            b_dx1 = b_dz * b_w0
+
+            b_own = tl.where(i < L, b_dz, 0.0)  # the next block counts the tokens after this one
+            b_dw0 += b_own * b_xs[j + 3]
+            b_dw1 += reached(b_own * b_xs[j + 2], b_n, 1, PACKED)
+            b_dw2 += reached(b_own * b_xs[j + 1], b_n, 2, PACKED)
+            b_dw3 += reached(b_own * b_xs[j], b_n, 3, PACKED)
+    i_group = tl.program_id(0) // ((D + BD - 1) // BD)
+    p_dw = partial + (i_group.to(tl.int64) * D + o_d) * W + W - 1
+    tl.store(p_dw, tl.sum(b_dw0, 0), mask=o_d < D)
+    if W > 1:
+        tl.store(p_dw - 1, tl.sum(b_dw1, 0), mask=o_d < D)
+    if W > 2:
+        tl.store(p_dw - 2, tl.sum(b_dw2, 0), mask=o_d < D)
+    if W > 3:
+        tl.store(p_dw - 3, tl.sum(b_dw3, 0), mask=o_d < D)

@@ -1,0 +1,341 @@
+"""The fused ops against PyTorch's own layers in fp64: outputs and gradients of both backends.
+
+The Triton kernels are interpreted here and compiled where there is a GPU. The interpreter cuts float32 to
+bfloat16 instead of rounding, hence the wider bounds of half precision.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fla_train.kernels import fused_ops
+from fla_train.kernels.fused_ops import (
+    IGNORE,
+    add_rms_norm,
+    consume_logits,
+    recurrence_gates,
+    rms_norm,
+    short_convolution,
+    swiglu_linear,
+)
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+INTERPRETED = not torch.cuda.is_available()
+DEVICE = "cpu" if INTERPRETED else "cuda"
+EPS = 1e-6
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BOUNDS = {FP32: 1e-6, FP16: 1e-3, BF16: 8e-3 if INTERPRETED else 4e-3}
+
+Function = Callable[..., Tensor | tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: `shape` [..., D] of x, dtypes of x, of the weight and of the residual."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = FP32
+    weight: torch.dtype = FP32
+    residual: torch.dtype = FP32
+    width: int = 4
+    documents: tuple[int, ...] | None = None  # lengths
+    state: bool = False
+
+
+def random(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def results(function: Function, leaves: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
+    """Outputs, then the gradients of all leaves for the `gradients` of the outputs."""
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    outputs = tuple_of(function(*leaves))
+    gradients = [g.to(y.dtype) for g, y in zip(gradients, outputs, strict=True)]
+    found = torch.autograd.grad(outputs, leaves, gradients)
+    assert all(g.dtype == x.dtype and g.shape == x.shape for g, x in zip(found, leaves, strict=True))
+    return [*(y.detach() for y in outputs), *found]
+
+
+def tuple_of(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def check(ours: Function, reference: Function, leaves: list[Tensor], bound: float) -> None:
+    """`ours` within a relative RMS error of `reference` in fp64, and the same to the bit on a second run."""
+    exact = [x.double() for x in leaves]
+    gradients = [torch.randn_like(y).to(leaves[0].dtype) for y in tuple_of(reference(*exact))]
+    expected = results(reference, exact, gradients)
+    actual, again = results(ours, leaves, gradients), results(ours, leaves, gradients)
+    assert len(actual) == len(expected)
+    for i, (a, b, e) in enumerate(zip(actual, again, expected, strict=True)):
+        assert torch.equal(a, b), f"result {i} differs from run to run"
+        error = (a.double() - e).norm() / e.norm().clamp_min(1e-9)
+        # A few numbers may all be small differences of larger terms: 1.01e-6 was seen, of four.
+        limit = bound if e.numel() >= 16 else max(bound, 1e-5)
+        assert error <= limit, f"result {i}: relative error {error:.1e} > {limit:.1e}"
+
+
+def bound_of(case: Case) -> float:
+    return max(BOUNDS[case.dtype], BOUNDS[case.weight])
+
+
+def check_convolution(case: Case, backend: str) -> None:
+    *_, channels = case.shape
+    positions = None
+    if case.documents is not None:
+        positions = torch.cat([torch.arange(n, device=DEVICE) for n in case.documents])
+    leaves = [random(*case.shape, dtype=case.dtype), random(channels, 1, case.width, dtype=case.weight)]
+    if case.state:
+        leaves.append(random(case.shape[0], channels, case.width - 1, dtype=case.dtype))
+
+    def ours(x: Tensor, weight: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return short_convolution(x, weight, state=state, position_in_document=positions, backend=backend)
+
+    def reference(x: Tensor, weight: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if state is None:
+            state = x.new_zeros(x.shape[0], channels, case.width - 1)
+        pieces = x.transpose(1, 2).split([n for n in case.documents or (x.shape[1],) if n], dim=2)
+        padded = [torch.cat([state, piece], dim=2) for piece in pieces]
+        y = torch.cat([F.silu(F.conv1d(piece, weight, groups=channels)) for piece in padded], dim=2)
+        whole = torch.cat([state, x.transpose(1, 2)], dim=2)
+        return y.transpose(1, 2), whole[:, :, x.shape[1] :]
+
+    check(ours, reference, leaves, bound_of(case))
+
+
+def check_norm(case: Case, backend: str, gated: bool) -> None:
+    leaves = [random(*case.shape, dtype=case.dtype), random(case.shape[-1], dtype=case.weight)]
+    if gated:
+        leaves.append(random(*case.shape, dtype=case.dtype))
+
+    def ours(x: Tensor, weight: Tensor, gate: Tensor | None = None) -> Tensor:
+        return rms_norm(x, weight, EPS, gate=gate, backend=backend)
+
+    def reference(x: Tensor, weight: Tensor, gate: Tensor | None = None) -> Tensor:
+        y = F.rms_norm(x, weight.shape, weight, EPS)
+        return y if gate is None else y * F.silu(gate)
+
+    check(ours, reference, leaves, bound_of(case))
+
+
+def check_add_norm(case: Case, backend: str) -> None:
+    x, residual = random(*case.shape, dtype=case.dtype), random(*case.shape, dtype=case.residual)
+    leaves = [x, residual, random(case.shape[-1], dtype=case.weight)]
+    stream = torch.promote_types(case.dtype, case.residual)
+
+    def ours(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        y, total = add_rms_norm(x, residual, weight, EPS, dtype=case.dtype, backend=backend)
+        assert (y.dtype, total.dtype) == (case.dtype, stream)
+        return y, total
+
+    def reference(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return F.rms_norm(total, weight.shape, weight, EPS), total
+
+    check(ours, reference, leaves, max(bound_of(case), 1.5 * BOUNDS[stream]))
+
+
+def check_swiglu(case: Case, backend: str) -> None:
+    leaves = [random(*case.shape, dtype=case.dtype) for _ in range(2)]
+    leaves.append(random(24, case.shape[-1], dtype=case.weight))
+
+    def ours(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+        return swiglu_linear(gate, up, weight, backend=backend)
+
+    def reference(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(F.silu(gate) * up, weight)
+
+    check(ours, reference, leaves, bound_of(case))
+
+
+def check_gates(case: Case, backend: str, gated: bool) -> None:
+    heads = 3
+    leaves = [3 * random(*case.shape, heads * 2, dtype=case.dtype)]
+    if gated:
+        parameters = [random(heads, dtype=case.weight) for _ in range(2)]
+        leaves += [(8 * random(*case.shape, heads) - 8).to(case.dtype), *parameters]
+
+    def ours(b: Tensor, *forget: Tensor) -> tuple[Tensor, ...]:
+        beta, g = recurrence_gates(b, *(forget or (None,) * 3), beta_max=2.0, backend=backend)
+        return (beta, g) if gated else (beta,)
+
+    def reference(b: Tensor, *forget: Tensor) -> tuple[Tensor, ...]:
+        beta = 2 / (1 + torch.exp(-b))
+        if not gated:
+            return (beta,)
+        a, A_log, dt_bias = forget
+        return beta, -A_log.exp() * torch.log1p(torch.exp(a + dt_bias))
+
+    check(ours, reference, leaves, bound_of(case))
+
+
+def check_cross_entropy(case: Case, backend: str) -> None:
+    rows, vocabulary = case.shape
+    logits = (3 * random(*case.shape)).to(case.dtype)
+    targets = torch.randint(vocabulary, (rows,), device=DEVICE)
+    targets[1::3] = IGNORE
+    exact = logits.double().requires_grad_()
+    losses = F.cross_entropy(exact, targets, ignore_index=IGNORE, reduction="none")
+    (gradient,) = torch.autograd.grad(losses.sum(), exact)
+    for with_gradient in (False, True):
+        found, slope = consume_logits(logits.clone(), targets, with_gradient=with_gradient, backend=backend)
+        assert found.dtype == FP32
+        torch.testing.assert_close(found.double(), losses.detach(), rtol=1e-5, atol=1e-5)
+    assert slope.dtype == case.dtype and not slope[targets == IGNORE].any()
+    # At its target a row has p - 1: fp32's rounding of p remains however small the difference.
+    rounding = 1e-6 * rows**0.5
+    assert (slope.double() - gradient).norm() <= BOUNDS[case.dtype] * gradient.norm() + rounding
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many blocks of time per call in one or two programs, which is faster in the interpreter."""
+    from fla_train.kernels.fused_ops import short_conv
+
+    monkeypatch.setattr(short_conv, "FORWARD", (8, 64, 128, 4))
+    monkeypatch.setattr(short_conv, "BACKWARD", (8, 64, 128, 4))
+
+
+CONVOLUTIONS = [
+    *(Case((2, length, 20)) for length in (1, 2, 3, 63, 65)),
+    *(Case((2, 17, 130), width=width, state=width > 1) for width in (1, 2, 3)),
+    Case((2, 17, 20), width=2),
+    Case((1, 1000, 9), documents=(1, 2, 3, 0, 63, 65, 0, 8, 858)),
+    Case((3, 2, 5), state=True),
+    Case((2, 65, 20), BF16, state=True),
+    Case((1, 33, 20), FP16, weight=FP16, documents=(9, 24)),
+]
+NORMS = [Case((1, 1, 8)), Case((3, 7, 20)), Case((2, 65, 128)), Case((5, 2500)), Case((3, 33), BF16, BF16)]
+SUMS = [Case((3, 7, 20)), Case((65, 100), BF16), Case((9, 3000), BF16, BF16, BF16), Case((63, 20), FP16)]
+PRODUCTS = [Case((1, 1)), Case((3, 7, 333)), Case((65, 65), BF16), Case((2, 1000), FP16)]
+LOGITS = [Case((1, 3)), Case((5, 31)), Case((4, 9001)), Case((3, 500), BF16), Case((2, 4096), FP16)]
+SCALARS = [Case((1, 1)), Case((2, 65)), Case((1, 1000)), Case((3, 7), BF16), Case((3, 7), FP16, FP16)]
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="the GPU tests cover these")
+
+
+@interpreted
+@pytest.mark.parametrize("case", CONVOLUTIONS, ids=str)
+def test_convolution(case: Case, small_blocks: None) -> None:
+    check_convolution(case, "triton")
+
+
+@interpreted
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("case", NORMS, ids=str)
+def test_norm(case: Case, gated: bool) -> None:
+    check_norm(case, "triton", gated)
+
+
+@interpreted
+@pytest.mark.parametrize("case", SUMS, ids=str)
+def test_add_norm(case: Case) -> None:
+    check_add_norm(case, "triton")
+
+
+@interpreted
+@pytest.mark.parametrize("case", PRODUCTS, ids=str)
+def test_swiglu(case: Case) -> None:
+    check_swiglu(case, "triton")
+
+
+@interpreted
+@pytest.mark.parametrize("case", LOGITS, ids=str)
+def test_cross_entropy(case: Case) -> None:
+    check_cross_entropy(case, "triton")
+
+
+@interpreted
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("case", SCALARS, ids=str)
+def test_gates(case: Case, gated: bool) -> None:
+    check_gates(case, "triton", gated)
+
+
+def test_definitions() -> None:
+    """The torch backend by the same measure, in fp32."""
+    for case in (case for case in CONVOLUTIONS if case.dtype is FP32):
+        check_convolution(case, "torch")
+    for case in (Case((3, 7, 20)), Case((5, 2500))):
+        check_norm(case, "torch", gated=False)
+        check_norm(case, "torch", gated=True)
+        check_add_norm(case, "torch")
+        check_swiglu(case, "torch")
+        check_cross_entropy(Case((5, 31)), "torch")
+        check_gates(case, "torch", gated=True)
+
+
+def test_gradients_of_the_definitions() -> None:
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+    positions = torch.tensor([0, 1, 2, 0, 1])
+    x, weight, state = leaf(1, 5, 3), leaf(3, 1, 4), leaf(1, 3, 3)
+    assert torch.autograd.gradcheck(
+        lambda x, w: short_convolution(x, w, position_in_document=positions)[0], (x, weight)
+    )
+    assert torch.autograd.gradcheck(lambda x, w, s: short_convolution(x, w, state=s), (x, weight, state))
+    x, other, weight = leaf(2, 6), leaf(2, 6), leaf(6)
+    assert torch.autograd.gradcheck(lambda x, w, g: rms_norm(x, w, EPS, gate=g), (x, weight, other))
+    assert torch.autograd.gradcheck(lambda x, r, w: add_rms_norm(x, r, w, EPS), (x, other, weight))
+    assert torch.autograd.gradcheck(swiglu_linear, (x, other, leaf(3, 6)))
+    b, a, A_log, dt_bias = leaf(4, 6), leaf(4, 3), leaf(3), leaf(3)
+    assert torch.autograd.gradcheck(partial(recurrence_gates, beta_max=2.0), (b, a, A_log, dt_bias))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        *CONVOLUTIONS,
+        *(Case((8, 2048, channels), BF16) for channels in (1024, 2048)),
+        Case((1, 1000, 1024), BF16, BF16, documents=(1, 2, 3, 0, 63, 65, 866)),
+        *(Case((2, length, 96), BF16, width=width) for length in (31, 32, 33, 64, 127) for width in (2, 3)),
+    ],
+    ids=str,
+)
+def test_gpu_convolution(case: Case) -> None:
+    check_convolution(case, "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    "case", [*NORMS, Case((8, 2048, 8, 128), BF16), Case((2, 1000, 8, 96), BF16)], ids=str
+)
+def test_gpu_norm(case: Case, gated: bool) -> None:
+    check_norm(case, "triton", gated)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case", [*SUMS, *(Case((8, 2048, size), BF16) for size in (1024, 2048)), Case((65, 16384), BF16)], ids=str
+)
+def test_gpu_add_norm(case: Case) -> None:
+    check_add_norm(case, "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case", [*LOGITS, *(Case((100, vocabulary), BF16) for vocabulary in (32000, 50257, 151936))], ids=str
+)
+def test_gpu_cross_entropy(case: Case) -> None:
+    check_cross_entropy(case, "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("case", [*SCALARS, Case((8, 2048), BF16)], ids=str)
+def test_gpu_gates(case: Case, gated: bool) -> None:
+    check_gates(case, "triton", gated)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*PRODUCTS, Case((8, 2048, 2816), BF16)], ids=str)
+def test_gpu_swiglu(case: Case) -> None:
+    check_swiglu(case, "triton")
+    assert fused_ops.resolve_backend("auto", torch.empty(1, device="cuda", dtype=BF16)) == "triton"

@@ -1,0 +1,112 @@
+"""Unusual inputs of the fused ops: strided, empty, excluded logits, autocast; both backends."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fla_train.kernels.fused_ops import (
+    add_rms_norm,
+    consume_logits,
+    recurrence_gates,
+    rms_norm,
+    short_convolution,
+    swiglu_linear,
+)
+from tests.kernels.test_fused_ops import DEVICE, EPS, FP32, random
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+def test_logits_may_begin_with_many_that_are_excluded() -> None:
+    logits = random(2, 5000)
+    logits[:, :4500] = -torch.inf
+    targets = torch.tensor([4600, 4999], device=DEVICE)
+    expected, actual = (
+        consume_logits(logits.clone(), targets, with_gradient=True, backend=backend)
+        for backend in ("torch", "triton")
+    )
+    torch.testing.assert_close(actual, expected)
+
+
+def test_a_target_outside_the_vocabulary_gives_nan() -> None:
+    losses, _ = consume_logits(
+        random(3, 7), torch.tensor([7, -1, 6], device=DEVICE), with_gradient=True, backend="triton"
+    )
+    assert losses.isnan().tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("target", [-1, 7])
+def test_a_target_outside_the_vocabulary_is_an_error_of_the_definition(target: int) -> None:
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        consume_logits(torch.zeros(1, 7), torch.tensor([target]), with_gradient=False, backend="torch")
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_swiglu_with_one_row_a_frozen_weight_and_autocast(backend: str) -> None:
+    gate, up, weight = random(20).requires_grad_(), random(20), random(3, 20)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        y = swiglu_linear(gate, up, weight, backend=backend)
+    assert y.dtype == FP32
+    torch.testing.assert_close(y, F.linear(F.silu(gate) * up, weight))
+    frozen = torch.autograd.grad(y.sum(), gate)[0]
+    y = swiglu_linear(gate, up, weight.requires_grad_(), backend=backend)
+    dgate, dweight = torch.autograd.grad(y.sum(), (gate, weight))
+    torch.testing.assert_close(dgate, frozen)
+    torch.testing.assert_close(dweight, (F.silu(gate) * up).detach().expand(3, 20))
+
+
+def test_swiglu_keeps_its_dtype_where_the_backward_pass_is_under_autocast() -> None:
+    leaves = [x.requires_grad_() for x in (random(5, 20), random(5, 20), random(3, 20))]
+    z = swiglu_linear(*leaves, backend="triton")
+    expected = torch.autograd.grad(z.sum(), leaves, retain_graph=True)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        actual = torch.autograd.grad(z.sum(), leaves)
+    assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_output_alone_has_gradients(used: int) -> None:
+    x, residual, weight = random(3, 20).requires_grad_(), random(3, 20).requires_grad_(), random(20)
+    grads = [
+        torch.autograd.grad(add_rms_norm(x, residual, weight, EPS, backend=b)[used].sum(), (x, residual))
+        for b in ("torch", "triton")
+    ]
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+def test_strided_inputs() -> None:
+    both, weight = random(3, 5, 40), random(20)
+    a, b = both.chunk(2, dim=-1)
+
+    def outputs(backend: str) -> list[Tensor]:
+        normed = rms_norm(a, weight, EPS, gate=b, backend=backend)
+        return [normed, swiglu_linear(a, b, weight[None], backend=backend)]
+
+    torch.testing.assert_close(outputs("triton"), outputs("torch"))
+
+
+def test_what_goes_with_the_activations_may_be_strided_too() -> None:
+    positions = torch.tensor([[0, 9], [1, 9], [0, 9], [1, 9], [2, 9]], device=DEVICE)[:, 0]
+    x, weight, (b, a), parameters = random(1, 5, 20), random(20, 1, 4), random(2, 7, 3), random(3, 2)
+
+    def outputs(backend: str) -> list[Tensor]:
+        convolved, _ = short_convolution(x, weight, position_in_document=positions, backend=backend)
+        return [convolved, *recurrence_gates(b, a, *parameters.unbind(1), beta_max=2.0, backend=backend)]
+
+    torch.testing.assert_close(outputs("triton"), outputs("torch"))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_no_rows(backend: str) -> None:
+    x, weight = random(0, 8).requires_grad_(), random(8).requires_grad_()
+    functions = {
+        "norm": lambda: rms_norm(x, weight, EPS, gate=x, backend=backend),
+        "sum": lambda: add_rms_norm(x, x, weight, EPS, backend=backend)[0],
+        "swiglu": lambda: swiglu_linear(x, x, weight[None], backend=backend),
+        "convolution": lambda: short_convolution(x[None], weight[:, None, None], backend=backend)[0],
+        "gates": lambda: recurrence_gates(x, x, weight, weight, beta_max=1.0, backend=backend)[1],
+    }
+    for name, function in functions.items():
+        dx, dweight = torch.autograd.grad(function().sum(), (x, weight))
+        assert dx.shape == x.shape and not dweight.any(), name

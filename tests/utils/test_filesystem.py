@@ -1,0 +1,44 @@
+"""Folders are replaced whole: a failure or a kill leaves the former content or the new, never a mix."""
+
+from pathlib import Path
+
+import pytest
+
+from fla_train.utils.filesystem import move_folder, replaced_folder
+
+
+def make(folder: Path, content: str) -> Path:
+    folder.mkdir()
+    (folder / "file").write_text(content)
+    return folder
+
+
+def contents(parent: Path) -> dict[str, str]:
+    return {str(file.relative_to(parent)): file.read_text() for file in parent.rglob("*") if file.is_file()}
+
+
+def test_a_finished_folder_takes_the_place_of_another(tmp_path: Path) -> None:
+    (make(tmp_path / "final", "former") / "further").write_text("")
+    make(tmp_path / ".deleting-final", "left by a kill")
+    move_folder(make(tmp_path / "aside", "new"), tmp_path / "final")
+    assert contents(tmp_path) == {"final/file": "new"} and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_folder_is_replaced_if_its_new_content_was_written(tmp_path: Path) -> None:
+    folder = make(tmp_path / "folder", "former")
+    with pytest.raises(RuntimeError), replaced_folder(folder) as aside:
+        (aside / "file").write_text("half")
+        raise RuntimeError
+    assert contents(tmp_path) == {"folder/file": "former"}
+    with replaced_folder(folder) as aside:
+        (aside / "file").write_text("new")
+        assert contents(folder) == {"file": "former"}
+    assert contents(tmp_path) == {"folder/file": "new"} and len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_former_folder_comes_back_after_a_kill_between_both_moves(tmp_path: Path) -> None:
+    make(tmp_path / ".replaced-folder", "former")
+    make(tmp_path / ".writing-folder", "new")
+    with pytest.raises(RuntimeError), replaced_folder(tmp_path / "folder"):
+        raise RuntimeError
+    assert contents(tmp_path) == {"folder/file": "former"}
