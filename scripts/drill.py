@@ -110,8 +110,8 @@ class Drill:
 
     def wait_for_checkpoint(self) -> None:
         """A new one, after a failed one."""
-        known = self.checkpoints()[-1]
-        self.wait(lambda: self.checkpoints()[-1] != known, "a checkpoint after the failed one")
+        known = self.checkpoints()[-1:]
+        self.wait(lambda: self.checkpoints()[-1:] != known, "a checkpoint after the failed one")
 
     def wait_for_end(self, code: int) -> None:
         """Of the newest launcher and of its ranks."""

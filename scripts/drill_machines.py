@@ -70,7 +70,7 @@ def refused(drill: Drill, codes: Sequence[int], said: str) -> None:
 
 def third(drill: Drill) -> None:
     join(drill, 1, wait=HASTY)
-    refused(drill, [1], "error: ")
+    refused(drill, [2], "another training process writes")
 
 
 def another_run(drill: Drill) -> None:

@@ -38,7 +38,7 @@ HANG_TIMEOUT = 8  # seconds
 OPTIONS = [
     *("trainer.checkpoint_every=2", "trainer.keep_checkpoints=0", f"trainer.hang_timeout={HANG_TIMEOUT}"),
     *("trainer.eval_every=8", "trainer.eval_tokens=512", "trainer.export_every=24"),
-    "launch.max_restarts=1000",
+    *("launch.max_restarts=1000", "launch.num_machines=1"),
 ]
 FAILPOINTS = Path(__file__).parent / "failpoints"
 Log = Callable[[str, str], None]

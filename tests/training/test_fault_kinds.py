@@ -58,3 +58,15 @@ def test_a_failpoint_is_reached_once(tmp_path: Path, at: str):
     command = [sys.executable, "-c", CALLS, "fla_train.training.worker"]
     codes = [subprocess.run(command, env=environment, timeout=60).returncode for _ in range(2)]
     assert codes == [7, 0] and (tmp_path / "1.fired").exists()
+
+
+def test_failpoints_name_functions_that_there_are(files):
+    """But for the one in torch."""
+    import drill_points
+
+    for point in (*drill_points.AT_START.values(), *drill_points.AT_END.values()):
+        path, _, name = point.at.partition(":")
+        function = name.partition("!")[0].rpartition(".")[2]
+        sources = [file for file in (SCRIPTS.parent / "fla_train").rglob("*.py") if str(file).endswith(path)]
+        there = function == "<module>" or any(f"def {function}(" in file.read_text() for file in sources)
+        assert path == "distributed_c10d.py" or (sources and there), point
