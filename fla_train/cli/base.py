@@ -16,6 +16,7 @@ from hydra.errors import HydraException
 from fla_train.cli.config_files import ConfigFiles
 from fla_train.hub.saved_config import escaped, kept_tokenizer
 
+MACHINES = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
 RECIPES = ("experiment", "debug")  # groups whose files choose options of other groups
 
 
@@ -47,11 +48,13 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
 
 
 def _of_run(file: Path) -> dict[str, Any]:
-    """The config of a run, without where it lies and without what asked it to begin from the beginning."""
+    """The config of a run, without where it lies, on which machines, and what asked it to begin anew."""
     from fla_train.training.schema import load_config
 
     base = asdict(load_config(file))
     del base["run"], base["dry_run"]
+    for key in MACHINES:
+        del base["launch"][key]
     tokenizer = base["data"]["tokenizer"]
     tokenizer["name"] = kept_tokenizer(tokenizer["name"], file.parent)
     if base["trainer"]["resume"] == "none":

@@ -11,8 +11,11 @@ import yaml
 from warm_ranks import WarmRanks
 
 from fla_train.cli import train as command
+from fla_train.cli.app import compose
+from fla_train.cli.base import with_base
 from fla_train.training import launch as launch_module
 from fla_train.training.metrics import read_metrics
+from fla_train.training.schema import to_config
 
 
 @pytest.fixture
@@ -56,6 +59,14 @@ def test_it_goes_on_with_nothing_but_the_change(run: Path, fla_train, warm_ranks
     assert [start["trainer"]["max_steps"] for start in starts] == [12, 14]
     record = json.loads((run / "starts" / "0002" / "start.json").read_text())
     assert (record["step"], record["processes"]) == (12, 2)
+
+
+def test_the_machines_are_those_of_the_command(run: Path, tmp_path: Path):
+    """A run of two machines may go on by one, which would wait for the other."""
+    text = (run / "config.yaml").read_text().replace("num_machines: 1", "num_machines: 2")
+    (tmp_path / "config.yaml").write_text(text.replace("127.0.0.1", "10.0.0.1"))
+    launch = to_config(compose("train", with_base([f"run.dir={tmp_path}"]))).launch
+    assert (launch.num_machines, launch.main_process_ip) == (1, "127.0.0.1")
 
 
 @pytest.mark.parametrize(
