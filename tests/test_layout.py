@@ -114,13 +114,6 @@ def test_outside_imports_of_the_lower_layers(package: str, allowed: set[str]) ->
         assert not outside, f"{path.relative_to(ROOT)} imports {sorted(outside)}"
 
 
-def test_modules_stay_small() -> None:
-    for path in tracked():
-        if path.suffix == ".py":
-            lines = len((ROOT / path).read_text().splitlines())
-            assert lines <= 400, f"{path} has {lines} lines: split it"
-
-
 def test_wheel_claims_only_fla_train(tmp_path: Path) -> None:
     # A copy, so that setuptools' build folder does not land in the checkout.
     source = tmp_path / "source"
