@@ -71,9 +71,9 @@ class Ranks:
     def together(self) -> Iterator[None]:
         """A block that all ranks enter; an exception of one of them ends it on all of them.
 
-        Inside, `share` and `gather` are the only exchanges. A rank that fails sends the failure instead of its
-        value in the next exchange, at the latest at the end of the block. If several ranks fail, all raise for
-        the first one. Blocks are not nested.
+        Inside, `share` and `gather` are the only exchanges. A rank that fails sends the failure instead of
+        its value in the next exchange, at the latest at the end of the block. If several ranks fail, all
+        raise for the first one. Blocks are not nested.
 
         Raises:
             OtherRankFailed, OtherRankError: where the exception was not raised itself.
