@@ -1,4 +1,4 @@
-"""Evaluation: the lm-eval bridge, perplexity against context length, reports.
+"""Evaluation of checkpoints: lm-eval tasks, perplexity by context length, expressivity, reports.
 
 Modules are imported by name (`fla_train.eval.harness`, ...): lm-eval and matplotlib load only where they are
 used.

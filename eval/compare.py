@@ -1,7 +1,7 @@
-"""Several evaluations side by side: where they differ beyond the standard error.
+"""Compare evaluations: rows of numbers, with marks where they differ by more than the standard error.
 
-The first evaluation is the reference. A difference on the same data is set against its standard error: that
-of the differences of single documents; the root of the summed squares where a score is no sum over documents.
+The first evaluation is the reference. The standard error of a difference on the same data is that of the
+paired differences of documents. Where a score is no sum over documents, it is the root of the summed squares.
 """
 
 import json
@@ -98,7 +98,7 @@ def comparison(records: Sequence[dict]) -> list[Row]:
 
 
 def mark(difference: float, error: float | None, lower_is_better: bool) -> str:
-    """▲ or ▼ for a difference to the reference of more than one `error`, doubled from two on, else empty."""
+    """▲ (better) or ▼ (worse) for a difference of more than one `error`, doubled from two on, else empty."""
     sign = MARKS[(difference > 0) == lower_is_better]
     if math.isinf(difference):
         return sign * 2
@@ -161,7 +161,7 @@ def _length_cells(entries: Sequence[tuple[dict, str, bool] | None], quantity: st
         if quantity == "perplexity" and error is not None:
             error *= row["perplexity"]
         sign = ""
-        if cells and entries[0] and entries[0][1] == data:  # other data: nothing to be said
+        if cells and entries[0] and entries[0][1] == data:  # on other data there is no mark
             reference = entries[0][0]
             # Without a prefix, a document has one target less: those can't be paired.
             if loss_targets(row) == loss_targets(reference):
@@ -225,7 +225,7 @@ def _task_cells(scores: Sequence[_Score | None]) -> tuple[Cell, ...]:
 
 
 def _task_mark(score: _Score, reference: _Score) -> str:
-    """Nothing is said of other examples or prompts, nor without a direction that counts as better."""
+    """Empty if examples or prompts differ, or if the task does not say which direction is better."""
     if score.data != reference.data or score.higher_is_better is None:
         return ""
     lower_is_better = not score.higher_is_better

@@ -1,4 +1,4 @@
-"""`suite=expressivity`: how far a model trained on a task carries, and what its transitions have become."""
+"""`suite=expressivity`: accuracy on the task that a model was trained on, and its state transitions."""
 
 import json
 import os

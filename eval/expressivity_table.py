@@ -1,4 +1,4 @@
-"""The papers' expressivity tables: the runs behind them, and our numbers beside the published ones.
+"""The papers' expressivity tables: list the runs to train, then write our numbers beside the published ones.
 
 python -m fla_train.eval.expressivity_table plan formal,mqar runs/expressivity 0,1,2    one command a line
 python -m fla_train.eval.expressivity_table write runs/expressivity                tables.md and tables.json
@@ -19,7 +19,7 @@ import yaml
 from fla_train.tasks.plots import plot_accuracy
 from fla_train.utils.records import read_metrics
 
-SCAN_WEIGHT = 8  # Mamba loops over tokens: about so many layers of ours
+SCAN_WEIGHT = 8  # Mamba loops over tokens: a layer takes as long as about 8 of ours
 # Written into a run folder by scripts/reproduce_expressivity.sh: how long it took; why it did not end.
 WALL, SKIPPED = "wall_seconds", "skipped"
 USAGE = "usage: expressivity_table plan TABLE[,TABLE...] FOLDER SEEDS [full] | write FOLDER"
@@ -90,7 +90,7 @@ def plan(names: Sequence[str], home: Path, seeds: Sequence[int], *, fast: bool =
 
 
 def slug(text: str) -> str:
-    """What a row, a column or a table is called in paths."""
+    """The name of a row, a column or a table in paths."""
     return re.sub(r"[^\w.-]+", "_", text).strip("_")
 
 
@@ -128,7 +128,7 @@ def write_tables(home: Path) -> Path:
 def _tried(
     name: str, table: Mapping[str, Any], results: Mapping[str, Mapping[str, dict | None]], home: Path
 ) -> bool:
-    """Whether any run has been tested, or has left word why not."""
+    """Whether any run has been tested, or has a note that says why not."""
     return any(any(row.values()) for row in results.values()) or bool(_skipped(name, table, home))
 
 
@@ -209,12 +209,12 @@ def _markdown(
 
 
 def _never(table: Mapping[str, Any]) -> dict[str, str]:
-    """Why nobody can run a row, as the table says."""
+    """The reason by row, for rows that the table marks as not runnable."""
     return {row: content["skipped"] for row, content in table["rows"].items() if "skipped" in content}
 
 
 def _skipped(name: str, table: Mapping[str, Any], home: Path) -> list[str]:
-    """A line for each reason why runs of a row were not made, or did not come to their end."""
+    """A line for each reason why runs of a row did not start or did not finish."""
     lines = []
     for row in table["rows"]:
         failed: dict[str, list[str]] = {}

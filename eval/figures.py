@@ -25,9 +25,9 @@ MEANING = f"{NOTED.strip()} not the papers' own data, as the report's notes say"
 
 
 def set_title(name: str, records: Sequence[dict]) -> str:
-    """What figures call a set: the papers' name for theirs, marked where its data have a note.
+    """Title of a data set in figures, with `NOTED` if its data have a note.
 
-    A file of one's own may be named like one of theirs: it keeps its plain name.
+    A set of the papers has the papers' name; a user's file keeps its own, even if it is called like one.
     """
     results = [record["perplexity"].get(name, {}) for record in records]
     theirs = name in PAPER_SETS and not any(result.get("own_file") for result in results)
@@ -151,7 +151,7 @@ def _panels(records: Sequence[dict]) -> list[int]:
 def _curve(
     axes: Axes, x: Sequence[float], rows: Sequence[dict], name: str, color: str, **style: object
 ) -> None:
-    """Values with their 95% intervals as a band; a bar at a point that stands alone."""
+    """Plot values with their 95% intervals as a band; as a bar at a single point."""
     for i, part in enumerate(_same_documents(rows)):
         kept, places = rows[part], x[part]
         label = None if i else name
@@ -165,16 +165,14 @@ def _curve(
 
 
 def _bound(panel: Axes) -> None:
-    """Let no band hide the curves: that of few documents may reach far beyond all values."""
+    """Limit the y-axis: the band of few documents may reach far beyond all values."""
     values = [y for line in panel.lines for y in line.get_ydata()]  # those of the training length end at 1
     if values and panel.get_ylim()[1] > (top := 2 * max(values)):
         panel.set_ylim(top=top)
 
 
 def _same_documents(rows: Sequence[dict]) -> list[slice]:
-    """The parts of a curve to join: a line between points of different documents would show their difference
-    as one of the model.
-    """
+    """Slices of a curve to draw as lines: points of different documents are not joined."""
     breaks = [i for i in range(1, len(rows)) if sequences(rows[i]) != sequences(rows[i - 1])]
     return [slice(a, b) for a, b in zip([0, *breaks], [*breaks, len(rows)], strict=True)]
 

@@ -1,9 +1,9 @@
-"""Log-likelihoods of many continuations by a recurrent model, with little computed twice or for nothing.
+"""Log-likelihoods of continuations by a recurrent model: a shared context is read once.
 
-Requests that share a context (the choices of one question) read it once: its last output predicts the first
-token of each, and the state after it is copied to each, whatever the context's length. Contexts,
-continuations and the requests that share nothing are sorted by length, each on their own, and cut into
-batches that are hardly padded. The output head sees only the positions that are asked about.
+Requests often share a context (the choices of one question). Its last output predicts the first token of
+each continuation, and a copy of the state after it starts each one. Contexts, continuations and requests that
+share nothing are each sorted by length and cut into batches with little padding. The output head computes
+logits only for the positions that are scored.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ SHARE_FROM = 8  # tokens of a shared context from which a forward pass of its ow
 MAX_ROWS = 512  # sequences side by side: each has a state of its own
 MIN_SHARE = 16  # this part of the tokens allowed takes a GPU as long as its host takes to launch a batch
 MAX_PADDING = 1 / 16  # of a batch that large
-SKIPPED_ROWS = 2  # that OPT, BART and their like keep before the first position
+SKIPPED_ROWS = 2  # rows of OPT's and BART's tables before the first position
 HEAD_ROWS = 8192  # positions whose logits exist at once
 
 Answer = tuple[float, bool]
@@ -37,9 +37,9 @@ Item, Found = TypeVar("Item"), TypeVar("Found")
 def position_limit(model: PreTrainedModel) -> int | None:
     """Tokens that `model` can read, or None if no table ends: recurrent states, computed rotary angles.
 
-    `max_position_embeddings` alone does not tell: rotary models name it and read on. What does is a table
-    with a row for each of these positions: an embedding besides that of the tokens (GPT-2, OPT, BERT), or a
-    fixed buffer (CTRL, GPT-J). MPT makes its attention biases anew, for `max_seq_len` tokens.
+    `max_position_embeddings` alone does not decide: rotary models declare it, but have no limit. A model has
+    one if it holds a table with a row for each of these positions: an embedding besides that of the tokens
+    (GPT-2, OPT, BERT), or a fixed buffer (CTRL, GPT-J). MPT builds attention biases for `max_seq_len` tokens.
     """
     if model.config.model_type == "mpt":
         return model.config.max_seq_len
@@ -168,7 +168,7 @@ def _batched(
 def _ends(lengths: Sequence[int], batch_tokens: int) -> list[int]:
     """Where batches of falling `lengths` end: when they are full, or large and about to be padded much.
 
-    The latter only if all that is left, padded to the batch's width, would cost more than a batch of its own.
+    The latter only if padding all that is left to the batch's width would cost more than a separate batch.
     """
     ends, start, real, left = [], 0, 0, sum(lengths)
     for i, length in enumerate(lengths):
@@ -243,7 +243,7 @@ def _tensor(numbers: list) -> Tensor:
 
 
 def _selected(cache: Cache, rows: Tensor) -> Cache:
-    """A cache of its own for the sequences `rows` [R], which may name one several times."""
+    """A copy of the cache for the sequences `rows` [R], which may repeat."""
     chosen = deepcopy(cache)
     chosen.reorder_cache(rows)
     return chosen

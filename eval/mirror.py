@@ -1,4 +1,4 @@
-"""Where lm-eval's tasks find their data: a folder that mirrors the Hub, else the Hub or its cache."""
+"""Data sets of lm-eval's tasks: read from a folder that mirrors the Hub, else from the Hub or its cache."""
 
 import hashlib
 from collections.abc import Iterator

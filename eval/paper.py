@@ -1,5 +1,6 @@
-"""A row of the DeltaProduct paper's Table 1 and the DeltaNet paper's Table 2: columns, metrics, average; and
-the rows that the papers publish.
+"""Columns of the papers' result tables and their published rows.
+
+The tables are the DeltaProduct paper's Table 1 and the DeltaNet paper's Table 2.
 """
 
 from collections.abc import Sequence

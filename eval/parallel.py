@@ -1,7 +1,7 @@
-"""Several processes on one evaluation, as torchrun or `accelerate launch` start them: data parallel.
+"""Data-parallel evaluation by the processes that torchrun or `accelerate launch` start.
 
-Every process holds the model and reads the same data; each answers its share. What they exchange are a few
-numbers, so gloo does, on GPUs too.
+Every process holds the model, reads the same data and answers its share of the requests. They exchange a few
+numbers only, by gloo, on GPUs too.
 """
 
 import os
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class OtherRankFailed(RuntimeError):
-    """Another rank could not go on; the message says which one and why."""
+    """Another rank failed; the message says which one and why."""
 
 
 class OtherRankError(ValueError):
@@ -69,11 +69,11 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A block that all ranks enter; what one of them raises in it ends it on all of them.
+        """A block that all ranks enter; an exception of one of them ends it on all of them.
 
-        Inside, `share` and `gather` are the only exchanges. A rank that fails sends word of it as its part in
-        the next one, wherever the others wait for it, at the latest at the end of the block. If several fail,
-        every rank raises for the first: so all take the same way on. Blocks are not nested.
+        Inside, `share` and `gather` are the only exchanges. A rank that fails sends the failure instead of
+        its value in the next exchange, at the latest at the end of the block. If several ranks fail, all
+        raise for the first one. Blocks are not nested.
 
         Raises:
             OtherRankFailed, OtherRankError: where the exception was not raised itself.

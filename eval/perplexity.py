@@ -1,5 +1,6 @@
-"""Loss against position: documents read in chunks, the state carried through the cache, so that memory is
-constant in length for recurrent models and grows by keys and values alone for others.
+"""Loss by token position: documents are read in chunks, and the cache carries the state between them.
+
+Memory is constant in length for recurrent models; for others it grows by keys and values only.
 
 Targets of a sequence are counted from 0; target i is predicted from a prefix token and the i tokens before
 it. A *bucket* is a range of targets. All results follow from one table, the summed loss of each document in
@@ -22,8 +23,8 @@ from fla_train.eval.documents import Spans, stacked
 from fla_train.eval.intervals import Estimate
 from fla_train.models import DeltaProductForCausalLM
 
-CACHES = ("past_key_values", "cache_params", "state")  # what models call what they carry: most, Mamba, RWKV
-TRIED = 32  # tokens by which a model shows that it carries on
+CACHES = ("past_key_values", "cache_params", "state")  # names of the cache: most models, Mamba, RWKV
+TRIED = 32  # tokens of the check that a model's cache reproduces a single forward pass
 ROUNDING, COARSE_ROUNDING = 1e-3, 0.03  # of logits, relative: in fp32 (as TF32 has it), in 16 bits
 
 

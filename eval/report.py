@@ -19,7 +19,7 @@ from fla_train.eval.tables import comparison_cells, data_notes, latex, markdown,
 
 
 def check_output(folder: Path) -> None:
-    """Look before the work whose results `folder` is to hold; nothing is made.
+    """Check before the work that results can be written to `folder`; nothing is created.
 
     Raises:
         ValueError: it cannot be written to, or not be made where it should lie.
@@ -131,8 +131,10 @@ def page(records: Sequence[dict]) -> str:
 
 
 def _lean(record: dict) -> dict:
-    """What the page shows: no single documents, histograms over all layers, and no panel whose curve is the
-    beginning of the one over all positions.
+    """The record reduced to what the page shows.
+
+    Left out are values of single documents and panels that repeat the start of the curve over all positions;
+    histograms are averaged over layers.
     """
     record = _without(record, ("losses", "targets", "by_document"))
     sets = {}
@@ -148,14 +150,14 @@ def _lean(record: dict) -> dict:
 
 
 def _without(value: object, keys: Sequence[str]) -> object:
-    """What JSON holds, but for the values of `keys`, however deep."""
+    """A copy of JSON data without the entries named `keys`, at any depth."""
     if isinstance(value, dict):
         return {key: _without(item, keys) for key, item in value.items() if key not in keys}
     return [_without(item, keys) for item in value] if isinstance(value, list) else value
 
 
 def _short(value: object) -> object:
-    """Numbers to six digits, more than the page shows of any; those that JSON lacks become null."""
+    """Numbers rounded to six digits; infinities and NaN become null."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, dict):

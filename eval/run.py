@@ -1,4 +1,4 @@
-"""One evaluation: load a checkpoint, run the suite part by part, write the report."""
+"""Run an evaluation: load a checkpoint, run its suite, write the report."""
 
 import time
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Scores of lm-eval's tasks and groups as plain numbers, and what each document adds to them."""
+"""Scores of lm-eval's tasks and groups as plain numbers, with per-document scores and standard errors."""
 
 import hashlib
 import math

@@ -1,4 +1,4 @@
-"""The sets on which the papers measure length extrapolation, as they are on the Hub.
+"""Data sets on which the papers measure length extrapolation, read from the Hub.
 
 The papers (DeltaProduct, section 5 and Figures 7 and 11; negative eigenvalues, Figure 3) name the sets, the
 lengths (4,096, 16,384 and 32,768 tokens) and the training length, and say no more. What they leave open is

@@ -1,7 +1,7 @@
-"""What the recurrent state does along a document: its norm, its effective rank, and the gates that write it.
+"""Statistics of the recurrent state by position: norm, effective rank, and histograms of beta and decay.
 
-These explain a length-extrapolation curve: perplexity rises where the state leaves the range that training
-showed, and the gates say what keeps it there.
+They explain a length-extrapolation curve: perplexity rises where the state leaves the range that it had in
+training.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The perplexity part of an evaluation: every set through the loss table, as plain numbers."""
+"""Perplexity of each data set at each context length and position, as plain numbers for results.json."""
 
 from collections.abc import Generator
 from contextlib import suppress

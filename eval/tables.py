@@ -1,4 +1,4 @@
-"""The tables of a report, as Markdown and as LaTeX."""
+"""Tables of reports, in Markdown and LaTeX."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""What a model's state transitions are, token by token: step sizes, keys, eigenvalues, dimensions.
+"""State transitions of a model for each token: beta, keys, eigenvalues, dimension of the keys.
 
 A head's transition at a token is exp(g) prod_j (I - beta_j k_j k_j^T), applied from the left to its state.
 """

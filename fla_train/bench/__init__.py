@@ -1,1 +1,1 @@
-"""Measurements on this machine: the operator's backends and their peers, and the training step."""
+"""Benchmarks behind `fla-bench`: operator, fused ops, decoding, training steps, scaling, data, evaluation."""

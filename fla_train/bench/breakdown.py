@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, by kind of work, from a profiler's trace.
+"""Split the time of a training step by kind of work, from a profiler's trace.
 
 On a GPU each kernel counts by its name. On a CPU each operation counts, without those it calls, by its own
 name and the names of those that called it: backward passes of custom functions carry the function's name.

@@ -1,4 +1,4 @@
-"""`fla-bench decode`: the operator's step of one token, beside a copy of its states.
+"""`fla-bench decode`: time the operator's decoding step of one token, beside a copy of its states.
 
 A step reads and writes each state once, whatever n_h, so a copy is what it cannot beat. Both run over many
 sets of states in turn, more than any cache holds, and on a GPU as one CUDA graph: launched one by one, small

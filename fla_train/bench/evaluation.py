@@ -64,7 +64,7 @@ def requests_of(task: str, manager: TaskManager, limit: int | None) -> dict[str,
 
 
 def time_answers(lm: HFLM, asked: dict[str, list[Instance]], device: str, most: int | None = None) -> float:
-    """Seconds in which `lm` answers, at `most` so many requests of a kind."""
+    """Seconds in which `lm` answers the requests, of each kind the first `most` (None: all)."""
     start = wait(device)
     for method, requests in asked.items():
         getattr(lm, method)(requests[:most], disable_tqdm=True)

@@ -1,6 +1,6 @@
-"""`fla-bench train`: optimizer steps of the training engine on random tokens, beside peers in the same run.
+"""`fla-bench train`: time optimizer steps on random tokens, of our models and of peers.
 
-Each model runs in processes of its own, one a GPU, so that none inherits another's memory. The step is
+Each model runs in separate processes, one a GPU, so that none inherits another's memory. The step is
 `fla-train`'s: the engine of `training.engine` (accelerate, DeepSpeed ZeRO-2) with the config's precision and
 optimizer, fed by the loader's thread; what is left out is disks, evaluation, checkpoints and logs.
 """

@@ -1,8 +1,8 @@
-"""`fla-bench tune`: of the Triton kernels' launch options that are right on this machine, the fastest.
+"""`fla-bench tune`: find the fastest correct launch options of the Triton kernels on this machine.
 
-One kernel after the other, the others as they are: every safe candidate is timed in a whole forward and
-backward pass, and then judged, from the fastest on, until one computes the right numbers. What they run is
-precompiled by several processes (`fla_train.bench.precompile`).
+Kernels are tuned one after the other. Every safe candidate is timed in a whole forward and backward pass.
+Then candidates are checked, from the fastest on, until one computes the right numbers. Several processes
+compile them beforehand (`fla_train.bench.precompile`).
 """
 
 from collections.abc import Callable, Iterator
