@@ -83,8 +83,9 @@ def check(words: list[str]) -> None:
                 validate(config)
                 if config.trainer.suite_every:
                     check_suite(config.trainer.suite, config.trainer.suite_options)
-        case ["torchrun" | "accelerate", *options] if "fla_train.cli.train" in options:
-            check(["fla-train", *options[options.index("fla_train.cli.train") + 1 :]])
+        case ["torchrun" | "accelerate", *options] if "-m" in options:
+            _, module, *overrides = options[options.index("-m") :]
+            check([module.replace("fla_train.cli.", "fla-"), *overrides])
         case ["fla-prepare", *overrides]:
             prepare.register()
             config = app.compose("prepare", with_base(overrides))

@@ -19,7 +19,7 @@ from fla_train.training.graphed import GraphedPass
 from fla_train.training.guard import StepGuard
 from fla_train.training.optimizer import build_optimizer
 from fla_train.training.process_group import join
-from fla_train.training.resolve import accumulation_steps, resolve_device
+from fla_train.training.resolve import accumulation_steps, resolve_device, with_processes
 from fla_train.training.schema import TrainConfig
 
 BUCKET_ELEMENTS = 50_000_000  # gradient elements reduced at once: 200 MB of fp32
@@ -102,6 +102,7 @@ def build_engine(model: nn.Module, config: TrainConfig):
     stay ours: accelerate's scheduler steps once per process, and its loader state is not per rank. Ranks come
     from torch.distributed only: on a CPU accelerate may see one process whatever their number.
     """
+    config = with_processes(config)
     on_gpu = resolve_device(config) == "cuda"
     if on_gpu:
         deepspeed_patches.ask_cuda_for_free_memory()

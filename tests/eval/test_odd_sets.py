@@ -27,7 +27,7 @@ def measured(build_model, tokenizer, tmp_path: Path):
         model = build_model(initializer_range=0.3).double().eval()
         config = PerplexityConfig([str(tmp_path / name) for name in names], lengths=[16, 64], **settings)
         parts = ResultCache(tmp_path / "parts", {})
-        return run_sweep(model, tokenizer, config, run=None, mirror=None, parts=parts, progress=False)
+        return run_sweep(model, tokenizer, config, run=None, mirror=None, cache=parts, progress=False)
 
     return run
 
@@ -133,6 +133,6 @@ def test_a_file_is_told_from_the_papers_set(measured, build_model, monkeypatch, 
     ours = tokenizer.encode("red and blue " * 30, add_special_tokens=False)
     monkeypatch.setattr(sweep, "hub_documents", lambda *args: (ids for ids in [ours]))
     config = PerplexityConfig(["slimpajama"], lengths=[16])
-    options = {"run": None, "mirror": None, "parts": ResultCache(tmp_path / "other", {}), "progress": False}
+    options = {"run": None, "mirror": None, "cache": ResultCache(tmp_path / "other", {}), "progress": False}
     paper = run_sweep(build_model().eval(), tokenizer, config, **options)
     assert "lengths" in paper["slimpajama"] and "own_file" not in paper["slimpajama"]

@@ -141,7 +141,7 @@ def test_it_is_a_line_of_the_report(tokenizer, tmp_path) -> None:
     file.write_text('{"text": "%s"}\n' % ("red and blue " * 9))
     config = PerplexityConfig(sets=[str(file)], lengths=[32, 64], chunk=48)
     parts = ResultCache(tmp_path / "parts", {})
-    options = {"run": None, "mirror": None, "parts": parts, "progress": False}
+    options = {"run": None, "mirror": None, "cache": parts, "progress": False}
     found = run_sweep(built("mamba"), tokenizer, config, **options)
     assert "loses its state" in found["texts"]["error"] and "\n" not in found["texts"]["error"]
     config.chunk = 64

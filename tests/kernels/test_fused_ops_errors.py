@@ -38,6 +38,7 @@ def test_backend_is_chosen_by_argument_variable_and_input(monkeypatch: pytest.Mo
 
 
 def test_the_former_name_of_the_variable_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLA_TRAIN_FUSED_OPS", "")  # restored afterwards, though the module sets it
     for given, expected in (({}, "triton"), ({"FLA_TRAIN_FUSED_OPS": "torch"}, "torch")):
         monkeypatch.setenv("FLA_TRAIN_NEIGHBOURS", "triton")
         monkeypatch.delenv("FLA_TRAIN_FUSED_OPS", raising=False)
