@@ -4,6 +4,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from fla_train.eval import run as run_module
 from fla_train.eval import sweep as sweep_module
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig, validation_errors
 from fla_train.eval.documents import file_documents, longest, run_data, validation_documents
-from fla_train.eval.run import _name, _weights_stamp, evaluate
+from fla_train.eval.run import _name, _weights_stamp, evaluate, output_folder
 from fla_train.eval.tables import markdown
 from fla_train.hub import CardInfo, export_model, resolve_checkpoint
 
@@ -232,6 +233,8 @@ def test_models_are_named_from_within_their_folders(run: Path, tmp_path: Path, m
                          (alone, "alone")):  # fmt: skip
         monkeypatch.chdir(folder)
         assert _name(resolve_checkpoint(".")) == name
+    unnamed = SimpleNamespace(output=None, suite=SimpleNamespace(name="recall"))
+    assert output_folder(unnamed, Path(".")).parent == Path("evaluations/alone")
     assert _name("user/model") == "user/model"
 
 
