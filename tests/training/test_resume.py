@@ -109,7 +109,8 @@ def test_one_rank_fp32_two_kills(
     code = "from fla_train.cli.train import main; main()"
     launcher = subprocess.Popen([sys.executable, "-c", code, *overrides, *more], stdout=subprocess.DEVNULL)
     reached = random.randint(4, 8)
-    wait_for(lambda: steps_logged(run) >= reached)
+    # A checkpoint is written beside training, and a tiny run is done with its steps before it is there.
+    wait_for(lambda: steps_logged(run) >= reached and checkpoint.checkpoints(run / "checkpoints"))
     orphans = workers(launcher.pid)
     launcher.kill()
     launcher.wait()
