@@ -42,13 +42,18 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from fla_train.training.console import say
 from fla_train.training.failures import describe_exit
 from fla_train.training.preemption import EXIT_CODE, SIGNALS, Preempted, StopSignals
-from fla_train.training.process_group import ATTEMPT, LOOPBACK, STORE_FILE, check_address, is_own_address
+from fla_train.training.process_group import (
+    LOOPBACK,
+    STORE_FILE,
+    STORE_PREFIX,
+    check_address,
+    is_own_address,
+)
 from fla_train.training.schema import LaunchConfig
+from fla_train.training.worker import FINAL
 from fla_train.utils.processes import available_cores
-from fla_train.utils.scratch import scratch_folder
 
 DEFAULT_PORT = 29500
-FINAL = 2  # exit status of a worker whose error would come again
 POLL = 0.1  # seconds between looks at the workers; with several machines their store is asked each time
 LINGER = 3.0  # seconds that the main machine's store outlives a failure, so that the others hear of the end
 READ_TIMEOUT = 15  # seconds for one operation on the store
@@ -57,7 +62,7 @@ LONGEST_FINISH = 7 * 24 * 3600.0  # seconds that machines whose workers have end
 
 
 class WorkersFailed(RuntimeError):
-    """Workers failed for good, or machines did not meet; the message is one line.
+    """Workers failed and no restart is left, or machines did not join; the message is one line.
 
     Attributes:
         rank: of the worker that failed first, if one did.
@@ -82,18 +87,24 @@ class Failure:
 
 
 def run_workers(
-    arguments: Sequence[str], launch: LaunchConfig, *, newest_step: Callable[[], int], run: str
+    arguments: Sequence[str],
+    launch: LaunchConfig,
+    *,
+    newest_step: Callable[[], int],
+    run: str,
+    scratch: Path,
 ) -> None:
     """Run `python ARGUMENTS` for each rank of this machine until all have ended.
 
     Args:
         newest_step: step of the newest checkpoint; if it has grown, earlier failures count no more.
-        run: the run's folder; machines of another run are not met.
+        run: the run's folder; agents of another run don't join.
+        scratch: folder on this machine for stores and error files.
 
     SIGUSR1, SIGTERM, SIGHUP and a first Ctrl-C have the workers save a checkpoint and end.
 
     Raises:
-        WorkersFailed: restarts did not help, or machines did not come.
+        WorkersFailed: no restart is left, or machines did not join.
         Preempted: the workers have saved a checkpoint, or failed while they were asked to.
         KeyboardInterrupt: on a second Ctrl-C; the workers have been killed.
         ValueError: `launch.main_process_ip` is no address that other machines reach.
@@ -103,12 +114,12 @@ def run_workers(
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # our own lines say what they would
-    with scratch_folder("fla-train-") as scratch, StopSignals() as signals, _environment(launch):
-        _Meetings(arguments, launch, newest_step, run, scratch, signals).run()
+    with StopSignals() as signals, _environment(launch):
+        _Launcher(arguments, launch, newest_step, run, scratch, signals).run()
 
 
-class _Meetings:
-    """Runs agents until one ends; a new one where the store was lost, since its machine may come back."""
+class _Launcher:
+    """Runs an agent to its end, and another one if the connection to the store was lost meanwhile."""
 
     def __init__(
         self,
@@ -122,8 +133,8 @@ class _Meetings:
         self._arguments, self._launch, self._newest_step = arguments, launch, newest_step
         self._run, self._scratch, self._signals = run, scratch, signals
         self._restarts = launch.max_restarts
-        port = launch.main_process_port or DEFAULT_PORT
-        self._place = f"{launch.main_process_ip}:{port}"
+        self._port = launch.main_process_port or DEFAULT_PORT
+        self._place = f"{launch.main_process_ip}:{self._port}"
 
     def run(self) -> None:
         several = self._launch.num_machines > 1
@@ -134,7 +145,7 @@ class _Meetings:
             agent = None
             try:
                 agent = self._agent()
-                return self._judge(agent, agent.run())
+                return self._finish(agent, agent.run())
             except RendezvousTimeoutError:
                 assert agent is not None
                 joined, asked = _joined(agent.rendezvous), self._launch.num_machines
@@ -155,8 +166,8 @@ class _Meetings:
                     raise WorkersFailed(f"no store answers at {self._place} {self._within()}") from None
                 time.sleep(RETRY)
 
-    def _judge(self, agent: "Agent", result: RunResult) -> None:
-        """End as the workers did."""
+    def _finish(self, agent: "Agent", result: RunResult) -> None:
+        """Return or raise by how the workers ended."""
         agent.rendezvous.shutdown()  # closes it for all machines; after a success they have all ended
         if agent.stopped:
             raise Preempted
@@ -193,7 +204,7 @@ class _Meetings:
             max_restarts=self._restarts,
             monitor_interval=POLL,
             master_addr=launch.main_process_ip if several else None,
-            master_port=launch.main_process_port or DEFAULT_PORT if several else None,
+            master_port=self._port if several else None,
         )
         return Agent(spec, launch, self._newest_step, self._scratch, self._signals)
 
@@ -218,12 +229,12 @@ class _Meetings:
 
 
 class Agent(LocalElasticAgent):
-    """Torch's agent of one machine, which knows of checkpoints, requests to stop, and final errors.
+    """Torch's agent of one machine, with our rules for restarts, requests to stop and final errors.
 
     Attributes:
         rendezvous: of the machines.
         stopped: all workers have ended on request.
-        failure: of the newest attempt.
+        failure: the newest one.
         begun: workers have been started.
     """
 
@@ -249,12 +260,12 @@ class Agent(LocalElasticAgent):
         return [handler.proc for handler in self._pcontext.subprocess_handlers.values()]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
-        # All machines of this attempt take the first one's word.
-        attempt = worker_group.store.compare_set("attempt", "", secrets.token_hex(8)).decode()
+        # A name of this start, the same on all machines: that of the machine that asks first.
+        name = worker_group.store.compare_set("start", "", secrets.token_hex(8)).decode()
         if self._launch.num_machines == 1:
-            os.environ[STORE_FILE] = str(self._scratch / attempt)
+            os.environ[STORE_FILE] = str(self._scratch / name)
         else:
-            os.environ[ATTEMPT] = attempt
+            os.environ[STORE_PREFIX] = name
         self._step, self.begun = self._newest_step(), True
         pids = super()._start_workers(worker_group)
         self._signals.pass_to(self._processes())  # torch has put handlers of its own in place
@@ -294,7 +305,7 @@ class Agent(LocalElasticAgent):
         limit = self._launch.max_restarts
         if failure.final or self._signals.requested:
             self._remaining_restarts = 0
-        elif self._newest_step() > self._step:  # it got on: what went wrong before counts no more
+        elif self._newest_step() > self._step:  # a new checkpoint: earlier failures count no more
             self._remaining_restarts = limit
         if self._remaining_restarts:
             self._signals.pass_to([])

@@ -54,7 +54,7 @@ def launch(config: TrainConfig) -> None:
 
     Raises:
         ValueError: the config, the data or the run folder does not allow it; nothing was started.
-        TrainingFailed: workers failed, and `launch.max_restarts` did not help; or machines did not come.
+        TrainingFailed: workers failed and no restart is left, or machines did not join.
         Preempted: SIGUSR1, SIGTERM, SIGHUP or Ctrl-C came; if it was training, a checkpoint has been saved.
         SystemExit: this process was a rank, and has ended.
     """
@@ -75,7 +75,7 @@ def launch(config: TrainConfig) -> None:
     if is_rank():
         die_with_parent(os.getppid())
         worker.run(recorded, data.folder, StopRequest())
-    with scratch_folder("fla-train-config-") as scratch:
+    with scratch_folder("fla-train-") as scratch:
         file = scratch / "config.yaml"
         file.write_text(to_yaml(recorded))
         try:
@@ -84,6 +84,7 @@ def launch(config: TrainConfig) -> None:
                 config.launch,
                 newest_step=lambda: checkpoint.newest_step(folder.checkpoints),
                 run=str(folder.root),
+                scratch=scratch,
             )
         except WorkersFailed as failure:
             details = "" if failure.rank is None else f" (details in {folder.log(failure.rank)})"

@@ -14,7 +14,8 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 LOOPBACK = "127.0.0.1"
 STORE_FILE = "FLA_TRAIN_STORE_FILE"  # ranks of one machine share this new file, and nothing listens
-ATTEMPT = "FLA_TRAIN_ATTEMPT"  # keys of the agents' store begin with it: earlier attempts have left theirs
+# Prefix of the keys in the agents' store, another one for each start: earlier starts have left their keys.
+STORE_PREFIX = "FLA_TRAIN_STORE_PREFIX"
 TIMEOUT = timedelta(minutes=30)  # for one collective
 ANY_PORT = 9  # of a datagram socket that sends nothing
 
@@ -22,8 +23,8 @@ ANY_PORT = 9  # of a datagram socket that sends nothing
 def join(*, on_gpu: bool) -> torch.device:
     """Join the process group of all ranks, unless that has been done; this rank's device.
 
-    RANK, LOCAL_RANK and WORLD_SIZE must be set, with a store: STORE_FILE, or ATTEMPT, MASTER_ADDR and
-    MASTER_PORT of the agents' store, or what torch's `env://` reads.
+    RANK, LOCAL_RANK and WORLD_SIZE must be set, with a store: STORE_FILE, or STORE_PREFIX with
+    MASTER_ADDR and MASTER_PORT of the agents' store, or what torch's `env://` reads.
 
     Raises:
         ValueError: MASTER_ADDR is no address.
@@ -55,9 +56,9 @@ def _store(world: int) -> dist.Store | None:
         return dist.HashStore()
     if file := os.environ.get(STORE_FILE):
         return dist.FileStore(file, world)
-    if attempt := os.environ.get(ATTEMPT):
+    if prefix := os.environ.get(STORE_PREFIX):
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return dist.PrefixStore(attempt, dist.TCPStore(host, port, is_master=False, timeout=TIMEOUT))
+        return dist.PrefixStore(prefix, dist.TCPStore(host, port, is_master=False, timeout=TIMEOUT))
     return None
 
 

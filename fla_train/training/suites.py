@@ -24,7 +24,7 @@ OF_A_RANK = (
     "ROLE_",
     "TORCHELASTIC_",
     "FLA_TRAIN_LAUNCHER",
-    "FLA_TRAIN_ATTEMPT",
+    "FLA_TRAIN_STORE_PREFIX",
     "FLA_TRAIN_STORE_FILE",
 )
 POLL = 0.5  # seconds

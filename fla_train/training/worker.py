@@ -132,7 +132,7 @@ def _record(
     """Write what is written once a start, and tell where it begins."""
     from fla_train.training import checkpoint
     from fla_train.training.plan import make_plan, plan_lines
-    from fla_train.training.runfolder import write_environment, write_whole
+    from fla_train.training.runfolder import write_environment
     from fla_train.training.schema import to_yaml
 
     plan = make_plan(config, data)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -17,6 +17,7 @@ from fla_train.training import agent
 from fla_train.training.agent import WorkersFailed, run_workers
 from fla_train.training.preemption import SIGNALS, Preempted
 from fla_train.training.schema import LaunchConfig
+from fla_train.utils.scratch import scratch_folder
 
 COUNT = """
 import os, sys
@@ -27,17 +28,9 @@ number = len(list(folder.glob('[0-9]*')))
 (folder / str(number)).touch()
 def fail(kind): sys.exit(report(kind("attempt %d" % number)))
 """
+pytestmark = pytest.mark.usefixtures("unheard")
 SLEEP = "import os, signal, sys, time\nfrom pathlib import Path\nrank = os.environ['RANK']\n"
 READY = "(Path(sys.argv[1]) / f'ready-{rank}').touch()\n"
-
-
-@pytest.fixture(autouse=True)
-def unheard() -> Iterator[None]:
-    """A signal for which nobody waits any more does not end the tests."""
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
-    yield
-    for number, handler in previous.items():
-        signal.signal(number, handler)
 
 
 def local(processes: int = 1, **options: object) -> LaunchConfig:
@@ -46,7 +39,9 @@ def local(processes: int = 1, **options: object) -> LaunchConfig:
 
 def play(code: str, folder: Path, launch: LaunchConfig, newest: Callable[[], int] = lambda: 0) -> None:
     """Workers run `code`, whose argument is `folder`."""
-    run_workers(["-c", code, str(folder)], launch, newest_step=newest, run=str(folder / "run"))
+    with scratch_folder("fla-train-") as scratch:
+        how = {"newest_step": newest, "run": str(folder / "run"), "scratch": scratch}
+        run_workers(["-c", code, str(folder)], launch, **how)
 
 
 def after(folder: Path, ranks: int, action: Callable[[], None]) -> threading.Thread:
