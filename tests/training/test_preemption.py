@@ -19,15 +19,7 @@ from fla_train.training.preemption import SIGNALS, Preempted
 from fla_train.training.schema import TrainConfig
 
 Make = Callable[..., TrainConfig]
-
-
-@pytest.fixture(autouse=True)
-def unheard() -> Iterator[None]:
-    """A signal for which nobody waits any more does not end the tests."""
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
-    yield
-    for number, handler in previous.items():
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures("unheard")
 
 
 def without_saves(run: Path) -> list[dict]:
