@@ -41,7 +41,7 @@ def reduce_nothing(engine) -> None:
     """Leave the gradients of a single rank where autograd adds them up; see `keep_as_averaged`.
 
     DeepSpeed would copy each of them twice in every micro-batch: a third of the host's time of a step whose
-    kernels take none (docs/log.md).
+    kernels take none (docs/dev/log.md).
     """
     engine.enable_backward_allreduce = False
     for hook in engine.optimizer._grad_acc_hooks:
@@ -66,7 +66,7 @@ def wait_on_stream(zero) -> Iterator[None]:
     """Inside, where DeepSpeed's host waits for the device, the compute stream waits for the reductions.
 
     With `overlap_comm` the host waits after each backward pass until all kernels have ended, so that none is
-    queued when the next step begins (8% of a step of 340M on four GPUs, docs/log.md). What follows, clearing
+    queued when the next step begins (8% of a 340M step on four GPUs, docs/dev/log.md). What follows, clearing
     gradients and giving their memory back, is in order on the compute stream.
     """
     if not zero.overlap_comm:

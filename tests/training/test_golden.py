@@ -1,7 +1,7 @@
 """A golden loss curve: a change that is not meant to change numbers must leave it as it is.
 
 The corpus, the order of the sequences, the initial weights and each step's arithmetic all show in it. After a
-change that is meant, the failing test prints the new values; docs/log.md says why they changed.
+change that is meant, the failing test prints the new values; docs/dev/log.md says why they changed.
 """
 
 from collections.abc import Callable
