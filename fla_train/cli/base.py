@@ -48,7 +48,7 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
 
 
 def _of_run(file: Path) -> dict[str, Any]:
-    """The config of a run, without where it lies, on which machines, and what asked it to begin anew."""
+    """The config of a run, without its folder, its machines and a `trainer.resume=none`."""
     from fla_train.training.schema import load_config
 
     base = asdict(load_config(file))

@@ -1,4 +1,4 @@
-"""Starts, watches and restarts this machine's workers with `torch.distributed.elastic`.
+"""Start, watch and restart this machine's workers with `torch.distributed.elastic`.
 
 What it adds to torch's agent: a request to stop becomes a checkpoint, errors that would come again end the
 run, a new checkpoint forgives the failures before it, and workers whose peer failed are killed at once.

@@ -1,4 +1,4 @@
-"""Do all machines of a run train the same thing? Each composes its own config and prepares its own data."""
+"""Check that all machines train the same: each composes its own config and prepares its own data."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -59,7 +59,7 @@ class CheckpointManager:
 
     A save copies the state to a staging buffer, from which the rank's async writer writes it. On a GPU the
     copy runs beside the forward and backward pass of the next step and ends before its update. A save that
-    fails (disk full, writer process killed) is told of, the earlier checkpoints stay as they are, and the
+    fails (disk full, writer process killed) is reported, the earlier checkpoints stay as they are, and the
     next save tries again.
 
     Args:
@@ -68,7 +68,7 @@ class CheckpointManager:
         keep: newest ones kept, 0: all.
         keep_every: steps whose multiples are kept for good, 0: none.
         say: gets a line on rank 0 when a save has ended.
-        saved_step: of the checkpoint in `folder` that the run goes on from; -1: there is none.
+        saved_step: of the checkpoint in `folder` that the run resumes from; -1: there is none.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class CheckpointManager:
         return time.perf_counter() - begin
 
     def poll(self) -> None:
-        """Tell of a save that has ended since the last call. Rank 0 may call it alone, at every step."""
+        """Report a save that has ended since the last call. Rank 0 may call it alone, at every step."""
         if not self._told and self._job is None and self._writer is not None and self._writer.done():
             result = self._writer.result()
             self._tell(result.error, result.seconds)

@@ -1,4 +1,4 @@
-"""What a run shows: a progress bar on a terminal, plain lines elsewhere, and everything in train.log."""
+"""Output of a run: a progress bar on a terminal, plain lines elsewhere, and everything in train.log."""
 
 import logging
 import os

@@ -28,7 +28,7 @@ class Exporter:
         """Export this step's model.
 
         Args:
-            last: the run's last: one that is there already and whole stays, and a fault ends the run.
+            last: the run's last: one that is there already and whole stays, and an error ends the run.
 
         Returns:
             Its folder; on rank 0 None if it could not be written, which the others do not know.
@@ -37,19 +37,19 @@ class Exporter:
             TrainingStopped: the last one could not be written.
         """
         path = self._folder.export(state.step)
-        fault = None
+        error = None
         # Rank 0 looks: other machines may see a shared folder late.
         if dist.get_rank() == 0 and not (last and self._is_whole(path)):
-            fault = self._export(state, path)
-            outcome = f"exported {path}" if fault is None else f"NO EXPORT, {fault}"
+            error = self._export(state, path)
+            outcome = f"exported {path}" if error is None else f"NO EXPORT, {error}"
             self._reporter.say(f"step {state.step:,}: {outcome}")
-        if fault is not None and last:
+        if error is not None and last:
             raise TrainingStopped(
-                f"the model of step {state.step} could not be exported ({fault}): free space and give the "
+                f"the model of step {state.step} could not be exported ({error}): free space and give the "
                 "same command again; it goes on from the last checkpoint"
             )
         dist.barrier()
-        return path if fault is None else None
+        return path if error is None else None
 
     def _is_whole(self, export: Path) -> bool:
         """Whether there is an export with every file as it was written; a damaged one is named."""

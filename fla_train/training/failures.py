@@ -1,4 +1,4 @@
-"""How a rank's failure is told to the user, and whether starting the ranks again may help.
+"""Describe a rank's failure in one line, and say whether a restart may help.
 
 Imports neither torch nor what needs it, so that a failure to import them can be described too.
 """
@@ -25,7 +25,7 @@ class TrainingStopped(RuntimeError):
 
 
 def describe_failure(failure: BaseException, config: "TrainConfig | None" = None) -> tuple[str, bool]:
-    """What to tell the user of an exception that ended a rank.
+    """Describe an exception that ended a rank.
 
     Args:
         config: of the run, with its device resolved; None: it could not be read.
@@ -43,7 +43,7 @@ def describe_failure(failure: BaseException, config: "TrainConfig | None" = None
 
 
 def describe_exit(code: int) -> str:
-    """What to tell the user of a rank that left nothing but its exit code (a signal's number, negative)."""
+    """Describe the end of a rank that left only its exit code (for a signal, its negative number)."""
     if code >= 0:
         return f"ended with exit code {code}"
     line = f"was killed by {signal.Signals(-code).name}"

@@ -1,4 +1,4 @@
-"""What a run will cost, worked out before it starts."""
+"""The plan of a run, before it starts: parameters, tokens, FLOPs, memory."""
 
 from dataclasses import dataclass
 

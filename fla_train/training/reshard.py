@@ -1,4 +1,4 @@
-"""The optimizer state of a checkpoint, cut anew for another number of ranks.
+"""Reshard the optimizer state of a checkpoint for another number of ranks.
 
 ZeRO lays the parameters of each group end to end and gives every rank one stretch of that line. A checkpoint
 holds, for each rank, the stretches of Adam's moments (of Muon's momentum) and a map from parameter to

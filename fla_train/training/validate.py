@@ -1,4 +1,4 @@
-"""Faults of a composed training config that types cannot show. All of them are reported together."""
+"""Validation errors of a composed training config that types cannot show, all reported together."""
 
 import math
 from collections.abc import Iterator

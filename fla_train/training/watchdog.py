@@ -1,4 +1,4 @@
-"""Ends a rank that makes no progress, so that the launcher can say so and start again."""
+"""Watchdog: end a rank that makes no progress, so that the agent can report it and restart."""
 
 import faulthandler
 import os

@@ -146,7 +146,7 @@ def _record(
         print(*plan_lines(config, plan), sep="\n", flush=True)
     tell(f"run          {folder.root}" + (f", from {resume}" if resume else ""))
     if resume is not None and (saved := checkpoint.world_size(resume)) != world:
-        tell(f"resume       checkpoint of {saved} process(es), optimizer state cut anew for {world}")
+        tell(f"resume       checkpoint of {saved} process(es), optimizer state resharded for {world}")
 
 
 def main() -> None:

@@ -120,7 +120,7 @@ def test_another_number_of_ranks_takes_the_same_steps(
     warm_ranks.launch(make_config(*SETTINGS, f"run.dir={run}", f"launch.num_processes={ranks}"))
     said = (run / "train.log").read_text()
     assert f", from {start}" in said
-    assert f"checkpoint of 2 process(es), optimizer state cut anew for {ranks}" in said
+    assert f"checkpoint of 2 process(es), optimizer state resharded for {ranks}" in said
 
     assert column(run, "step") == list(range(1, STEPS + 1))
     assert column(run, "tokens") == column(whole, "tokens")

@@ -1,4 +1,4 @@
-"""What is told of a failure, and which failures are final. Errors of memory are real where a CPU has them."""
+"""Descriptions of failures, and which are final. Out-of-memory errors are real where a CPU has them."""
 
 import os
 import subprocess
