@@ -56,13 +56,13 @@ def _kernels(request: argparse.Namespace) -> dict:
 
     sizes = ("batch", "tokens", "heads", "head_dim", "rounds")
     _check_sizes({name: getattr(request, name) for name in sizes})
-    if min(*request.substeps, request.value_dim or 1, *(request.recompute or [1])) < 1:
-        raise ValueError("--substeps, --value-dim and --recompute must be at least 1")
+    if min(*request.substeps, request.value_dim or 1) < 1:
+        raise ValueError("--substeps and --value-dim must be at least 1")
     device, dtype = _place(request)
     if request.graphs and device.type != "cuda":
         raise ValueError("--graphs needs a GPU: leave it out here")
     backends = list(dict.fromkeys(resolve_backend(name, device) for name in request.backends or ["auto"]))
-    implementations = ours(backends, [] if request.recompute is None else [True, *request.recompute])
+    implementations = ours(backends, request.recompute)
     if request.peers:
         found, missing = peers(device)
         implementations += found

@@ -26,9 +26,9 @@ Combination = tuple[str, str, torch.dtype]  # backend, device, dtype of q, k and
 def checks() -> list[Combination]:
     """The (backend, device, dtype) combinations to check on this machine, in the order of use."""
     both = (torch.float32, torch.bfloat16)
-    combinations = [(name, "cpu", dtype) for name in ("recurrent", "chunked") for dtype in both]
+    combinations = [(name, "cpu", dtype) for name in ("recurrent", "chunk") for dtype in both]
     if torch.cuda.is_available():
-        combinations += [(name, "cuda", dtype) for name in ("triton", "chunked") for dtype in both]
+        combinations += [(name, "cuda", dtype) for name in ("triton", "chunk") for dtype in both]
     return combinations
 
 
@@ -127,7 +127,7 @@ def _remedy(bad: Sequence[CheckReport]) -> str:
 
 
 def _default() -> str:
-    return os.environ.get("FLA_TRAIN_BACKEND") or ("triton" if torch.cuda.is_available() else "chunked")
+    return os.environ.get("FLA_TRAIN_BACKEND") or ("triton" if torch.cuda.is_available() else "chunk")
 
 
 def print_report(report: CheckReport, verbose: bool) -> None:

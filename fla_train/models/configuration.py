@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from fla_train.kernels.delta_product import BACKENDS, is_recompute
+from fla_train.kernels.delta_product import known_backend, known_recompute
 from fla_train.models.auto import LazyModelConfig
 
 MACHINE_KEYS = ("backend", "recompute_operator")
@@ -25,8 +25,8 @@ class DeltaProductConfig(LazyModelConfig):
     steps per token. `intermediate_size=None` becomes 256 * ceil(int(hidden_size * hidden_ratio * 2/3) / 256).
     `attn` turns some layers into softmax attention: `{"layers": [3, 7], "num_heads": 8, "num_kv_heads": 8,
     "window_size": None, "rope_theta": 10000.0}`, of which the first two keys are required. `backend` chooses
-    the operator's backend, and `recompute_operator` lets it keep its inputs only (True), or a state every so
-    many tokens; both describe the machine, so `save_pretrained` does not write them.
+    the operator's backend; with `recompute_operator` its forward pass keeps only the inputs. Both describe
+    the machine, so `save_pretrained` does not write them.
 
     Raises:
         ValueError: listing every error at once.
@@ -60,7 +60,7 @@ class DeltaProductConfig(LazyModelConfig):
     eos_token_id: int | None = None
     pad_token_id: int | None = None
     backend: str = "auto"
-    recompute_operator: bool | int = False
+    recompute_operator: bool | int = False  # an int, of earlier versions, means True
 
     def __post_init__(self, **kwargs: Any) -> None:
         if errors := self._errors():
@@ -137,13 +137,11 @@ class DeltaProductConfig(LazyModelConfig):
         ]
         if self.hidden_act != "silu" and not _is_activation(self.hidden_act):
             errors.append(f"hidden_act {self.hidden_act!r} is unknown, use 'silu'")
-        if self.backend not in ("auto", *BACKENDS):
-            errors.append(f"backend {self.backend!r} is unknown, use auto, {', '.join(BACKENDS)}")
-        if not is_recompute(self.recompute_operator):
-            errors.append(
-                "recompute_operator must be false, true or a number of tokens >= 1, "
-                f"got {self.recompute_operator!r}"
-            )
+        for name, known in (("backend", known_backend), ("recompute_operator", known_recompute)):
+            try:
+                setattr(self, name, known(getattr(self, name), name))
+            except ValueError as error:
+                errors.append(str(error))
         if not errors and self.head_v_dim < 1:
             errors.append(f"head_dim * expand_v must be >= 1, got {self.head_dim} * {self.expand_v}")
         if errors or self.attn is None:

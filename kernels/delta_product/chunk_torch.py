@@ -1,34 +1,29 @@
-"""The operator by chunks in plain PyTorch: matrix products over whole chunks, a short serial pass for states.
+"""The `chunk` backend: the operator by chunks in plain PyTorch, with the backward pass written by hand.
 
-A chunk has C tokens and M = N * C sub-steps. With G the running sum of log decays inside the chunk, S the
-state before it, S' the state after it, and D[t, t'] = exp(G_t - G_t') for t' <= t, else 0, the errors X that
-the delta rule corrects solve a unit-triangular system (the UT transform of arXiv 2406.06484 and 2412.06464):
+The state goes serially from chunk to chunk; all else is matrix products over all chunks at once. Notation and
+formulas are those of `interface`, except that P / scale is kept and called `qk`. Only u, o and S' depend on
+S. The backward pass uses
 
-    A = tril(K K^T * D, -1)          X = (I + A diag(beta))^-1 (V - exp(G) K S)          U = beta X
-    P = Q K^T * D                    O = scale (exp(G) Q S + P U)
-    S' = exp(G_C) S + (exp(G_C - G) K)^T U
-
-Only X, O and S' depend on S. The backward pass differentiates these lines by hand. It uses
-
-    dV = (I + A diag(beta))^-T beta dU          d(A diag(beta)) = -tril(dV X^T, -1)
+    dv = T^T (beta du)          d(A diag(beta)) = -tril(dv u^T, -1)
     dg_t = sum_{t' >= t} (q dq - v dv)_t' + <dS', S'>
 
 and divides neither by beta nor by a decay. All arithmetic is in float32, or float64 for float64 inputs.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fla_train.kernels.delta_product.chunk_layout import ChunkLayout
 from fla_train.kernels.delta_product.interface import L2NORM_EPS, compute_dtype
 
+CHUNK_STEPS = 64  # most Householder steps of a chunk: near the fastest on CPUs for head dims 32 to 128
 LOG_ZERO = -800.0  # exp of it is 0 even in float64; stands for -inf, of which differences would be NaN
 
 
-def chunked_delta_product(
+def chunk_delta_product(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -42,14 +37,12 @@ def chunked_delta_product(
     qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`delta_product` on validated inputs; shapes and dtypes as there. Gradients of first order only."""
-    run = run_chunks
-    if torch.compiler.is_compiling():
-        from fla_train.kernels.delta_product.chunked_traced import run_traced as run
+    run = _chunk_op if torch.compiler.is_compiling() else _run_chunks
     o, state = run(q, k, v, beta, g, initial_state, cu_seqlens, scale, qk_l2norm)
     return o, state if output_final_state else None
 
 
-def run_chunks(
+def _run_chunks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -62,7 +55,69 @@ def run_chunks(
 ) -> tuple[Tensor, Tensor]:
     """o and the final state."""
     layout = ChunkLayout.of(q.shape[1], k.shape[2], cu_seqlens)
-    return _ChunkedDeltaProduct.apply(q, k, v, beta, g, initial_state, scale, qk_l2norm, layout)
+    return _ChunkDeltaProduct.apply(q, k, v, beta, g, initial_state, scale, qk_l2norm, layout)
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """How tokens fall into chunks, and chunks into sequences.
+
+    The states form one list. A sequence of c chunks owns c + 1 neighbouring entries, and an empty one owns
+    one entry, its initial and final state. A chunk leads from its entry to the next.
+    """
+
+    size: int  # C: tokens per chunk
+    entries: list[int]  # for each chunk, the entry of the state it starts from
+    first: list[int]  # for each sequence, its first and last entry
+    last: list[int]
+    rows: Tensor | None  # [T] row of each token among C * len(entries); None: in order from row 0
+
+    @staticmethod
+    def of(tokens: int, num_householder: int, cu_seqlens: Tensor | None) -> "ChunkLayout":
+        """The layout of a row of so many tokens, or of the documents packed in it."""
+        fitting = max(1, CHUNK_STEPS // num_householder)
+        size = min(tokens, 1 << (fitting.bit_length() - 1))  # a power of two: odd sizes are a third slower
+        lengths = [tokens] if cu_seqlens is None else cu_seqlens.diff().tolist()
+        entries, first, last, rows = [], [], [], []
+        for length in lengths:
+            chunks, start = -(-length // size), len(entries) + len(first)
+            rows.append(torch.arange(length) + len(entries) * size)
+            first.append(start)
+            last.append(start + chunks)
+            entries.extend(range(start, start + chunks))
+        in_order = len(lengths) == 1
+        return ChunkLayout(
+            size, entries, first, last, None if in_order else torch.cat(rows).to(cu_seqlens.device)
+        )
+
+    def pack(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """[B, T, N, H, D] -> [chunks, B * H, C * N, D], zeros where a chunk has no token."""
+        batch, tokens, num_householder, heads, dim = x.shape
+        chunks = len(self.entries)
+        total = self.size * chunks
+        if self.rows is not None:
+            x = x.new_zeros(batch, total, num_householder, heads, dim).index_copy_(1, self.rows, x)
+        elif total > tokens:
+            x = F.pad(x, (0, 0) * 3 + (0, total - tokens))
+        x = x.view(batch, chunks, self.size, num_householder, heads, dim).permute(1, 0, 4, 2, 3, 5)
+        x = x.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        return x.view(chunks, batch * heads, self.size * num_householder, dim)
+
+    def unpack(self, x: Tensor, like: Tensor) -> Tensor:
+        """The inverse of `pack`, in the dtype and first four axes of `like` [B, T, N, H, .]."""
+        batch, tokens, num_householder, heads = like.shape[:4]
+        x = x.view(len(self.entries), batch, heads, self.size, num_householder, x.shape[-1])
+        x = x.permute(1, 0, 3, 4, 2, 5)
+        x = x.to(like.dtype, copy=True, memory_format=torch.contiguous_format).flatten(1, 2)
+        return x[:, :tokens].contiguous() if self.rows is None else x.index_select(1, self.rows)
+
+    def before(self, states: Tensor) -> Tensor:
+        """For each chunk, the state that it starts from."""
+        return states[:-1] if len(self.first) == 1 else states[self.entries]
+
+    def after(self, states: Tensor) -> Tensor:
+        """For each chunk, the state that it ends in."""
+        return states[1:] if len(self.first) == 1 else states[[entry + 1 for entry in self.entries]]
 
 
 @dataclass(frozen=True)
@@ -75,12 +130,12 @@ class _Chunks:
     beta: Tensor  # [M, 1]
     q_rnorm: Tensor | None  # [C, 1] reciprocal norms, if q and k are to be divided by their norms
     k_rnorm: Tensor | None  # [M, 1]
-    from_start: Tensor  # [C, 1] decay since the chunk's start
-    to_end: Tensor  # [C, 1]
-    across: Tensor  # [1, 1]
-    pairs: Tensor  # [C, C]: D
+    from_start: Tensor  # [C, 1] exp(g_cum)
+    to_end: Tensor  # [C, 1] exp(g_cum_C - g_cum)
+    across: Tensor  # [1, 1] exp(g_cum_C)
+    D: Tensor  # [C, C]
     A: Tensor  # [M, M]
-    P: Tensor  # [C, M]
+    qk: Tensor  # [C, M] P / scale
 
     @staticmethod
     def of(
@@ -99,144 +154,127 @@ class _Chunks:
         if qk_l2norm:
             q_rnorm, k_rnorm = _reciprocal_norm(q), _reciprocal_norm(k)
             q, k = q.mul_(q_rnorm), k.mul_(k_rnorm)
+        # In float64: after a closed gate float32 sums would round away a token's small decay.
         if g is None:
-            total = q.new_zeros(*q.shape[:3], 1, dtype=torch.float64)
+            g_cum = q.new_zeros(*q.shape[:3], 1, dtype=torch.float64)
         else:
-            total = layout.pack(g[:, :, None, :, None], torch.float64).clamp(min=LOG_ZERO).cumsum(2)
-        # Sums are kept in float64, lest a token behind a closed gate lose the digits of its own small decay.
-        end = total[:, :, -1:]
-        future = total.new_ones(total.shape[2], total.shape[2], dtype=torch.bool).triu(1)
-        pairs = (total - total.mT).to(dtype).masked_fill_(future, -torch.inf).exp_()
+            g_cum = layout.pack(g[:, :, None, :, None], torch.float64).clamp(min=LOG_ZERO).cumsum(2)
+        end = g_cum[:, :, -1:]
+        future = g_cum.new_ones(g_cum.shape[2], g_cum.shape[2], dtype=torch.bool).triu(1)
+        D = (g_cum - g_cum.mT).to(dtype).masked_fill_(future, -torch.inf).exp_()
         return _Chunks(
             *(q, k, v, layout.pack(beta.unsqueeze(-1), dtype), q_rnorm, k_rnorm),
-            from_start=total.exp().to(dtype),
-            to_end=(end - total).exp().to(dtype),
+            from_start=g_cum.exp().to(dtype),
+            to_end=(end - g_cum).exp().to(dtype),
             across=end.exp().to(dtype),
-            pairs=pairs,
-            A=_decayed(k @ k.mT, pairs).tril_(-1),
-            P=_decayed(q @ k.mT, pairs),
+            D=D,
+            A=_decay_(k @ k.mT, D).tril_(-1),
+            qk=_decay_(q @ k.mT, D),
         )
 
-    def tensors(self) -> list[Tensor | None]:
-        """The fields, in order."""
-        return [getattr(self, field.name) for field in fields(self)]
-
-    def by_substep(self, x: Tensor) -> Tensor:
+    def by_step(self, x: Tensor) -> Tensor:
         """[C, 1] -> [M, 1]."""
-        substeps = self.k.shape[2] // self.q.shape[2]
-        return x if substeps == 1 else x.repeat_interleave(substeps, dim=2)
-
-    def decayed(self, x: Tensor) -> Tensor:
-        """Multiply [C or M, M] by D in place."""
-        return _decayed(x, self.pairs)
+        num_householder = self.k.shape[2] // self.q.shape[2]
+        return x if num_householder == 1 else x.repeat_interleave(num_householder, dim=2)
 
 
-def _decayed(x: Tensor, pairs: Tensor) -> Tensor:
-    """Multiply [C or M, M] in place by `pairs` [C, C], one factor per pair of tokens."""
-    size = pairs.shape[-1]
-    blocks = x.view(*x.shape[:2], size, x.shape[2] // size, size, x.shape[3] // size)
-    blocks *= pairs[:, :, :, None, :, None]
-    return x
-
-
-class _ChunkedDeltaProduct(torch.autograd.Function):
+class _ChunkDeltaProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, beta, g, initial_state, scale, qk_l2norm, layout):
         with torch.autocast(q.device.type, enabled=False):
             chunks = _Chunks.of(q, k, v, beta, g, qk_l2norm, layout)
             identity = torch.eye(chunks.A.shape[-1], dtype=chunks.A.dtype, device=q.device)
-            inverse = torch.linalg.solve_triangular(
-                chunks.A * chunks.beta.mT, identity, upper=False, unitriangular=True
-            )
-            X = inverse @ chunks.v
-            reads = inverse @ (chunks.by_substep(chunks.from_start) * chunks.k)  # [M, K]: X -= reads @ S
-            writes = chunks.by_substep(chunks.to_end) * chunks.beta * chunks.k  # [M, K]: S' += writes^T X
+            system = chunks.A * chunks.beta.mT
+            T = torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
+            u = T @ chunks.v  # minus w S, below
+            w = T @ (chunks.by_step(chunks.from_start) * chunks.k)
+            writes = chunks.by_step(chunks.to_end) * chunks.beta * chunks.k  # [M, K]: S' += writes^T u
 
-            sequences, heads = len(layout.first), X.shape[1]
-            states = X.new_zeros(len(layout.slots) + sequences, heads, q.shape[-1], v.shape[-1])
+            sequences, heads = len(layout.first), u.shape[1]
+            states = u.new_zeros(len(layout.entries) + sequences, heads, q.shape[-1], v.shape[-1])
             if initial_state is not None:
                 states[layout.first] = initial_state.reshape(sequences, *states.shape[1:])
-            for c, slot in enumerate(layout.slots):
-                X[c].baddbmm_(reads[c], states[slot], alpha=-1)
-                torch.mul(states[slot], chunks.across[c], out=states[slot + 1])
-                states[slot + 1].baddbmm_(writes[c].mT, X[c])
+            for c, entry in enumerate(layout.entries):
+                u[c].baddbmm_(w[c], states[entry], alpha=-1)
+                torch.mul(states[entry], chunks.across[c], out=states[entry + 1])
+                states[entry + 1].baddbmm_(writes[c].mT, u[c])
 
             o = chunks.from_start * (chunks.q @ layout.before(states))
-            o += chunks.P @ (chunks.beta * X)
+            o += chunks.qk @ (chunks.beta * u)
             o *= scale
             final_state = states[layout.last].reshape(-1, q.shape[2], *states.shape[2:])
-        ctx.save_for_backward(q, k, v, beta, g, initial_state, inverse, X, states, reads, *chunks.tensors())
+        ctx.save_for_backward(q, k, v, beta, g, initial_state, T, u, states, w, *vars(chunks).values())
         ctx.scale, ctx.qk_l2norm, ctx.layout = scale, qk_l2norm, layout
         ctx.set_materialize_grads(False)
         return layout.unpack(o, like=q.unsqueeze(2)).squeeze(2), final_state
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_o, d_final_state):
-        q, k, v, beta, g, initial_state, inverse, X, states, reads, *kept = ctx.saved_tensors
+    def backward(ctx, do, dfinal_state):
+        q, k, v, beta, g, initial_state, T, u, states, w, *kept = ctx.saved_tensors
         layout, chunks = ctx.layout, _Chunks(*kept)
         with torch.autocast(q.device.type, enabled=False):
-            from_start, to_end = chunks.by_substep(chunks.from_start), chunks.by_substep(chunks.to_end)
-            d_o = X.new_zeros(*q.shape[:3], X.shape[-1]) if d_o is None else d_o
-            d_o = layout.pack(d_o.unsqueeze(2), X.dtype).mul_(ctx.scale)
-            d_o_start = chunks.from_start * d_o
+            from_start, to_end = chunks.by_step(chunks.from_start), chunks.by_step(chunks.to_end)
+            do = u.new_zeros(*q.shape[:3], u.shape[-1]) if do is None else do
+            do = layout.pack(do.unsqueeze(2), u.dtype).mul_(ctx.scale)
+            do_start = chunks.from_start * do
 
-            # Back through the states. Only dU of each chunk and dS before it depend on dS' behind it.
-            dU = chunks.P.mT @ d_o
+            # Back through the states. `dbu` is the gradient of beta u: it and dS need the dS' of their chunk.
+            dbu = chunks.qk.mT @ do
             writes = to_end * chunks.k
-            reads = chunks.beta * reads
-            d_states = torch.zeros_like(states)
-            d_states[layout.slots] = chunks.q.mT @ d_o_start
-            if d_final_state is not None:
-                d_states[layout.last] = d_final_state.reshape(-1, *states.shape[1:])
-            for c, slot in reversed(list(enumerate(layout.slots))):
-                dU[c].baddbmm_(writes[c], d_states[slot + 1])
-                d_states[slot].addcmul_(d_states[slot + 1], chunks.across[c])
-                d_states[slot].baddbmm_(reads[c].mT, dU[c], alpha=-1)
-            S, dS = layout.before(states), layout.after(d_states)
+            beta_w = chunks.beta * w
+            dstates = torch.zeros_like(states)
+            dstates[layout.entries] = chunks.q.mT @ do_start
+            if dfinal_state is not None:
+                dstates[layout.last] = dfinal_state.reshape(-1, *states.shape[1:])
+            for c, entry in reversed(list(enumerate(layout.entries))):
+                dbu[c].baddbmm_(writes[c], dstates[entry + 1])
+                dstates[entry].addcmul_(dstates[entry + 1], chunks.across[c])
+                dstates[entry].baddbmm_(beta_w[c].mT, dbu[c], alpha=-1)
+            S, dS_end = layout.before(states), layout.after(dstates)
 
-            U = chunks.beta * X
-            dV = inverse.mT @ (chunks.beta * dU)
-            dA_beta = (dV @ X.mT).neg_().tril_(-1)
-            d_beta = (dU * X).sum(-1, keepdim=True) + (chunks.A * dA_beta).sum(-2).unsqueeze(-1)
-            dA = chunks.decayed(dA_beta.mul_(chunks.beta.mT))
-            dP = chunks.decayed(d_o @ U.mT)
-            dQ = d_o_start @ S.mT
-            dQ += dP @ chunks.k
-            dK = to_end * (U @ dS.mT)
-            dK -= from_start * (dV @ S.mT)
-            dK += dP.mT @ chunks.q
-            dK += (dA + dA.mT) @ chunks.k
+            bu = chunks.beta * u
+            dv = T.mT @ (chunks.beta * dbu)
+            dA_beta = (dv @ u.mT).neg_().tril_(-1)
+            dbeta = (dbu * u).sum(-1, keepdim=True) + (chunks.A * dA_beta).sum(-2).unsqueeze(-1)
+            dA = _decay_(dA_beta.mul_(chunks.beta.mT), chunks.D)
+            dqk = _decay_(do @ bu.mT, chunks.D)
+            dq = do_start @ S.mT
+            dq += dqk @ chunks.k
+            dk = to_end * (bu @ dS_end.mT)
+            dk -= from_start * (dv @ S.mT)
+            dk += dqk.mT @ chunks.q
+            dk += (dA + dA.mT) @ chunks.k
 
-            d_g = None
+            dg = None
             if g is not None:
-                by_token = (chunks.q * dQ).sum(-1) - _per_token(chunks.v * dV, k.shape[2])
-                later = by_token.flip(-1).cumsum(-1).flip(-1)  # [chunks, B * H, C]
-                d_g = later + (dS * layout.after(states)).sum((-2, -1)).unsqueeze(-1)
-                d_g = layout.unpack(d_g.unsqueeze(-1), like=g.unsqueeze(2))[:, :, 0, :, 0]
-                d_g = d_g.masked_fill(g <= LOG_ZERO, 0.0)
+                by_token = (chunks.q * dq).sum(-1)  # [chunks, B * H, C]
+                by_token = by_token - (chunks.v * dv).view(*by_token.shape, -1).sum(-1)
+                later = by_token.flip(-1).cumsum(-1).flip(-1)
+                dg = later + (dS_end * layout.after(states)).sum((-2, -1)).unsqueeze(-1)
+                dg = layout.unpack(dg.unsqueeze(-1), like=g.unsqueeze(2))[:, :, 0, :, 0]
+                dg = dg.masked_fill(g <= LOG_ZERO, 0.0)
             if ctx.qk_l2norm:
-                dQ = _normalised_backward(dQ, chunks.q, chunks.q_rnorm)
-                dK = _normalised_backward(dK, chunks.k, chunks.k_rnorm)
-            d_initial = None
+                dq = _normalised_backward(dq, chunks.q, chunks.q_rnorm)
+                dk = _normalised_backward(dk, chunks.k, chunks.k_rnorm)
+            dinitial_state = None
             if initial_state is not None:
-                d_initial = d_states[layout.first].reshape(initial_state.shape)
+                dinitial_state = dstates[layout.first].reshape(initial_state.shape)
         return (
-            layout.unpack(dQ, like=q.unsqueeze(2)).squeeze(2),
-            layout.unpack(dK, like=k),
-            layout.unpack(dV, like=v),
-            layout.unpack(d_beta, like=beta.unsqueeze(-1)).squeeze(-1),
-            d_g,
-            d_initial,
-            None,
-            None,
-            None,
+            layout.unpack(dq, like=q.unsqueeze(2)).squeeze(2),
+            layout.unpack(dk, like=k),
+            layout.unpack(dv, like=v),
+            layout.unpack(dbeta, like=beta.unsqueeze(-1)).squeeze(-1),
+            *(dg, dinitial_state, None, None, None),
         )
 
 
-def _per_token(x: Tensor, substeps: int) -> Tensor:
-    """Sum [M, D] over the features and the sub-steps of each token -> [C]."""
-    return x.view(*x.shape[:2], -1, substeps * x.shape[-1]).sum(-1)
+def _decay_(x: Tensor, D: Tensor) -> Tensor:
+    """Multiply [C or M, M] by D [C, C] in place, one factor per pair of tokens."""
+    size = D.shape[-1]
+    blocks = x.view(*x.shape[:2], size, x.shape[2] // size, size, x.shape[3] // size)
+    blocks *= D[:, :, :, None, :, None]
+    return x
 
 
 def _reciprocal_norm(x: Tensor) -> Tensor:
@@ -246,3 +284,57 @@ def _reciprocal_norm(x: Tensor) -> Tensor:
 def _normalised_backward(grad: Tensor, normalised: Tensor, rnorm: Tensor) -> Tensor:
     """Gradient of x from that of x * rnorm(x)."""
     return rnorm * (grad - normalised * (normalised * grad).sum(-1, keepdim=True))
+
+
+# torch.compile calls these two operators. It cannot trace `_run_chunks`: the number of chunks of packed
+# rows, a loop's length and a tensor's size, depends on data ("Could not extract specialized integer from
+# data-dependent expression"). Nothing of such a size can be kept, so the backward runs the forward again.
+@torch.library.custom_op("fla_train::chunk", mutates_args=())
+def _chunk_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    qk_l2norm: bool,
+) -> tuple[Tensor, Tensor]:
+    return _run_chunks(q, k, v, beta, g, initial_state, cu_seqlens, scale, qk_l2norm)
+
+
+@_chunk_op.register_fake
+def _(q, k, v, beta, g, initial_state, cu_seqlens, scale, qk_l2norm):
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    return q.new_empty(*q.shape[:3], v.shape[-1]), beta.new_empty(sequences, *q.shape[2:], v.shape[-1])
+
+
+@torch.library.custom_op("fla_train::chunk_backward", mutates_args=())
+def _chunk_backward_op(
+    do: Tensor, dfinal_state: Tensor, inputs: list[Tensor | None], scale: float, qk_l2norm: bool
+) -> list[Tensor]:
+    """Gradients of those inputs but `cu_seqlens`, the last, that are not None."""
+    leaves = [None if x is None else x.detach().requires_grad_() for x in inputs[:-1]]
+    with torch.enable_grad():
+        outputs = _run_chunks(*leaves, inputs[-1], scale, qk_l2norm)
+    return list(torch.autograd.grad(outputs, [x for x in leaves if x is not None], (do, dfinal_state)))
+
+
+@_chunk_backward_op.register_fake
+def _(do, dfinal_state, inputs, scale, qk_l2norm):
+    return [torch.empty_like(x) for x in inputs[:-1] if x is not None]
+
+
+def _keep_inputs(ctx, inputs, output):
+    *tensors, ctx.scale, ctx.qk_l2norm = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _chunk_op_backward(ctx, do, dfinal_state):
+    inputs = list(ctx.saved_tensors)
+    gradients = iter(_chunk_backward_op(do, dfinal_state, inputs, ctx.scale, ctx.qk_l2norm))
+    return *(None if x is None else next(gradients) for x in inputs[:-1]), None, None, None
+
+
+_chunk_op.register_autograd(_chunk_op_backward, setup_context=_keep_inputs)

@@ -105,7 +105,7 @@ def test_a_step_of_ours_falls_into_its_parts() -> None:
     optimizer = torch.optim.AdamW([q, k, v, head, *mix.parameters()], fused=True)
 
     def step() -> None:
-        o, _ = delta_product(q, k, v, beta, qk_l2norm=True, backend="chunked")
+        o, _ = delta_product(q, k, v, beta, qk_l2norm=True, backend="chunk")
         linear_cross_entropy(mix(o.flatten(-2)).flatten(0, 1), head, torch.arange(64) % 50).backward()
         optimizer.step()
 

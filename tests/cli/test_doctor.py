@@ -13,7 +13,7 @@ from fla_train.kernels.delta_product.selfcheck import CASES, CheckReport, check_
 
 def test_a_sound_machine_is_ready(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["fla-doctor", "--verbose"])
-    monkeypatch.setattr(doctor, "checks", lambda: [("chunked", "cpu", torch.float32)])
+    monkeypatch.setattr(doctor, "checks", lambda: [("chunk", "cpu", torch.float32)])
     doctor.main()
     out = capsys.readouterr().out
     assert "READY: 1 checks passed" in out
@@ -25,7 +25,7 @@ def test_a_wrong_backend_is_named_and_fails(monkeypatch, capsys):
     def wrong(**arguments):
         return recurrent_delta_product(**arguments | {"scale": 1.1 * arguments["scale"]})
 
-    backends = {"chunked": wrong, "recurrent": recurrent_delta_product}
+    backends = {"chunk": wrong, "recurrent": recurrent_delta_product}
     monkeypatch.setattr(interface, "load_backend", backends.__getitem__)
     monkeypatch.setattr("sys.argv", ["fla-doctor"])
     monkeypatch.setattr(doctor, "checks", lambda: [(name, "cpu", torch.float32) for name in backends])
@@ -34,10 +34,10 @@ def test_a_wrong_backend_is_named_and_fails(monkeypatch, capsys):
     assert stop.value.code == 1
     out = capsys.readouterr().out
     assert "NOT READY" in out
-    assert "chunked on cpu is wrong" in out
+    assert "chunk on cpu is wrong" in out
 
 
-@pytest.mark.parametrize(("backend", "said"), [("triton", True), ("chunked", False)])
+@pytest.mark.parametrize(("backend", "said"), [("triton", True), ("chunk", False)])
 def test_a_compiler_is_suspected_where_one_ran(monkeypatch, capsys, backend, said):
     monkeypatch.setattr("sys.argv", ["fla-doctor"])
     failed = CheckReport(backend, "cpu", torch.float32, (), "gives other numbers")
@@ -48,11 +48,11 @@ def test_a_compiler_is_suspected_where_one_ran(monkeypatch, capsys, backend, sai
 
 
 def test_merged_reports_hold_every_row_and_the_first_failure():
-    parts = [check_backend("chunked", "cpu", torch.float32, cases=[case]) for case in CASES[:2]]
+    parts = [check_backend("chunk", "cpu", torch.float32, cases=[case]) for case in CASES[:2]]
     merged = doctor.merge(parts)
     assert merged.ok
     assert merged.rows == parts[0].rows + parts[1].rows
-    broken = CheckReport("chunked", "cpu", torch.float32, (), "does not compile")
+    broken = CheckReport("chunk", "cpu", torch.float32, (), "does not compile")
     assert doctor.merge([*parts, broken]).failure == "does not compile"
 
 

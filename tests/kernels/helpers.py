@@ -10,7 +10,7 @@ from fla_train.kernels.delta_product.selfcheck import Case, evaluate, make_input
 
 def random_inputs(
     tokens: int,
-    substeps: int = 1,
+    num_householder: int = 1,
     *,
     key_dim: int = 8,
     value_dim: int = 5,
@@ -20,7 +20,7 @@ def random_inputs(
     **case: object,
 ) -> dict:
     """Arguments of `delta_product`; `case` holds further fields of `Case` (beta, alpha, documents, ...)."""
-    settings = Case("test", tokens, substeps, **case)
+    settings = Case("test", tokens, num_householder, **case)
     return make_inputs(settings, dtype, (key_dim, value_dim), seed, heads)
 
 

@@ -1,9 +1,11 @@
 """The operator's cases for Triton and Gluon kernels, their bounds, and the float64 recurrence beside them."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from fla_train.kernels.delta_product import delta_product
 
@@ -82,20 +84,28 @@ def forward(
 ) -> tuple[dict[str, Tensor], list[Tensor | None]]:
     """Outputs by name, and the leaves they come from; `dtype` converts every tensor first."""
     leaves = [x if x is None else x.to(dtype or x.dtype).detach().requires_grad_() for x in tensors]
-    device = leaves[0].device
-    *operands, initial_state = leaves
-    outputs = delta_product(
-        *operands,
-        scale=case.scale,
-        initial_state=initial_state,
-        output_final_state=case.states,
-        cu_seqlens=case.cu_seqlens and torch.tensor(case.cu_seqlens, device=device),
-        qk_l2norm=case.l2norm,
+    *operands, state = leaves
+    options = {"scale": case.scale, "qk_l2norm": case.l2norm, "backend": backend}
+    if backend == "recurrent" and case.cu_seqlens is None:
         # All states in float64 are 37 GB at 256 channels and seven Householder steps, and tests share a GPU.
-        recompute=32 if backend == "recurrent" else False,
-        backend=backend,
-    )
-    return {name: x for name, x in zip(NAMES, outputs, strict=False) if x is not None}, leaves
+        run = partial(
+            checkpoint, partial(delta_product, **options, output_final_state=True), use_reentrant=False
+        )
+        outputs = []
+        parts = [[None] * case.tokens if x is None else x.split(32, dim=1) for x in operands]
+        for part in zip(*parts, strict=False):
+            o, state = checkpoint(run, *part, initial_state=state, use_reentrant=False)
+            outputs.append(o)
+        results = torch.cat(outputs, dim=1), state if case.states else None
+    else:
+        results = delta_product(
+            *operands,
+            initial_state=state,
+            output_final_state=case.states,
+            cu_seqlens=case.cu_seqlens and torch.tensor(case.cu_seqlens, device=leaves[0].device),
+            **options,
+        )
+    return {name: x for name, x in zip(NAMES, results, strict=False) if x is not None}, leaves
 
 
 def backward(

@@ -27,7 +27,7 @@ FEW = [dataclasses.replace(case, tokens=20) for case in CASES if case.documents 
 
 @pytest.mark.parametrize(
     ("backend", "dtype"),
-    [("recurrent", torch.bfloat16), ("chunked", torch.bfloat16), ("chunked", torch.float32)],
+    [("recurrent", torch.bfloat16), ("chunk", torch.bfloat16), ("chunk", torch.float32)],
 )
 def test_sound_backends_pass(backend, dtype):
     report = check_backend(backend, "cpu", dtype)
@@ -48,9 +48,9 @@ def faulty(monkeypatch: pytest.MonkeyPatch, change) -> CheckReport:
         return recurrent_delta_product(**change(arguments))
 
     monkeypatch.setattr(
-        interface, "load_backend", lambda name: run if name == "chunked" else recurrent_delta_product
+        interface, "load_backend", lambda name: run if name == "chunk" else recurrent_delta_product
     )
-    return check_backend("chunked", "cpu", torch.bfloat16, cases=FEW, head_dims=(16, 8))
+    return check_backend("chunk", "cpu", torch.bfloat16, cases=FEW, head_dims=(16, 8))
 
 
 def test_a_wrong_output_is_found(monkeypatch):
@@ -78,7 +78,7 @@ def test_one_wrong_copy_of_many_is_found(monkeypatch):
         v = arguments["v"]
         return arguments | {"v": torch.cat([v[:-1], 1.05 * v[-1:]])}
 
-    monkeypatch.setattr(selfcheck, "_copies", lambda *_: 5)
+    monkeypatch.setattr(selfcheck, "num_copies", lambda *_: 5)
     assert faulty(monkeypatch, lambda a: a).ok
     report = faulty(monkeypatch, last_sequence)
     wrong = {(row.case, row.tensor) for row in report.rows if not row.ok}
@@ -126,18 +126,18 @@ def test_the_split_case_is_split(monkeypatch):
         return combine(segments, *arguments, **kwargs)
 
     monkeypatch.setattr(Segments, "_combine", spy)
-    case = next(case for case in CASES if case.piece_chunks)
+    case = next(case for case in CASES if case.segment_chunks)
     report = check_backend("triton", "cpu", torch.float32, cases=[case], head_dims=(16, 16))
     assert report.ok, report.summary()
     assert counts == [8, 8]  # forward and backward of two sequences of seven chunks
-    assert case not in model_cases(case.substeps, gated=True)
+    assert case not in model_cases(case.num_householder, gated=True)
 
 
 @pytest.mark.parametrize("processors", [78, 114, 132])
 def test_busy_cases_keep_any_hopper_busy_and_others_do_not(pretend_hopper, processors):
     pretend_hopper(processors)
     for case in CASES:
-        copies = selfcheck._copies(case, "triton", torch.device("cuda"))
+        copies = selfcheck.num_copies(case, "triton", torch.device("cuda"))
         sizes = {"batch": copies * BATCH, "tokens": 64, "heads": HEADS, "key_dim": 128, "value_dim": 128}
         assert select_kernel("cpu", torch.bfloat16, **sizes).fused_backward is case.busy
 
@@ -150,7 +150,7 @@ def test_every_model_is_checked_on_a_busy_device(gated):
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_models_are_checked_with_the_kernels_of_training_where_no_states_go_in_or_out(gated):
-    report = check_backend("chunked", cases=model_cases(1, gated), head_dims=(8, 8))
+    report = check_backend("chunk", cases=model_cases(1, gated), head_dims=(8, 8))
     assert report.ok, report.summary()
     tensors = {"o", "dq", "dk", "dv", "dbeta"} | ({"dg"} if gated else set())
     assert {row.tensor for row in report.rows} == tensors
@@ -164,8 +164,10 @@ def test_busy_cases_reach_the_fused_backward(monkeypatch, pretend_hopper, busy):
         raise RuntimeError(f"launched with {programs} programs")
 
     pretend_hopper(8)
-    copies, plain = selfcheck._copies, fallback(64)
-    monkeypatch.setattr(selfcheck, "_copies", lambda case, name, _: copies(case, name, torch.device("cuda")))
+    copies, plain = selfcheck.num_copies, fallback(64)
+    monkeypatch.setattr(
+        selfcheck, "num_copies", lambda case, name, _: copies(case, name, torch.device("cuda"))
+    )
     monkeypatch.setattr(bwd_fused, "launch", launch)
     options = dataclasses.replace(plain, chunk_bwd_state=plain.chunk_bwd_state | {"gluon": 1})
     for case in (case for case in CASES if case.busy):

@@ -119,12 +119,12 @@ def test_gpu_gates_that_are_nan_show(dim: int) -> None:
         (
             Case(tokens=1, key_dim=129),
             torch.float32,
-            "key dimension of at most 128 .* choose bfloat16 or backend=chunked",
+            "key dimension of at most 128 .* choose bfloat16 or backend=chunk",
         ),
         (
             Case(tokens=1, key_dim=257),
             torch.bfloat16,
-            "key dimension of at most 256 .* choose backend=chunked",
+            "key dimension of at most 256 .* choose backend=chunk",
         ),
     ],
 )

@@ -43,7 +43,7 @@ def triton_delta_product(
             (128 in float32).
     """
     if q.dtype not in OPERAND_DTYPES:
-        raise ValueError(f"the triton backend takes no {q.dtype}: choose backend=recurrent or chunked")
+        raise ValueError(f"the triton backend takes no {q.dtype}: choose backend=recurrent or chunk")
     if k.shape[2] > CHUNK_STEPS:
         raise ValueError(
             f"the triton backend takes at most {CHUNK_STEPS} Householder steps per token, got {k.shape[2]}"
@@ -52,7 +52,7 @@ def triton_delta_product(
     if q.shape[3] > limit:
         raise ValueError(
             f"the triton backend takes a key dimension of at most {limit} in {q.dtype}, got {q.shape[3]}: "
-            f"choose {'bfloat16 or ' if q.shape[3] <= 256 else ''}backend=chunked"
+            f"choose {'bfloat16 or ' if q.shape[3] <= 256 else ''}backend=chunk"
         )
     tensors = [x if x is None else x.contiguous() for x in (q, k, v, beta, g, initial_state)]
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
