@@ -47,6 +47,26 @@ def test_a_compiler_is_suspected_where_one_ran(monkeypatch, capsys, backend, sai
     assert ("TRITON_PTXAS_PATH" in capsys.readouterr().out) == said
 
 
+def test_the_kernels_of_a_shape_are_explained(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "run_checks", lambda *arguments, **options: [])
+    shape = ["2", "16384", "4", "64", "64", "3"]
+    for arguments, sizes in ([], "tokens 2048, heads 8"), (["--shape", *shape], "tokens 16384, heads 4"):
+        monkeypatch.setattr("sys.argv", ["fla-doctor", *arguments])
+        doctor.main()
+        out = capsys.readouterr().out
+        assert sizes in out
+        for decision in ("algorithm: chunk, because", "sequences: ", "backward: ", "chunk_prepare_wy: "):
+            assert decision in out
+
+
+@pytest.mark.parametrize("shape", [["1"], ["1", "0", "1", "1", "1", "1"]])
+def test_a_wrong_shape_is_a_users_error(monkeypatch, capsys, shape):
+    monkeypatch.setattr("sys.argv", ["fla-doctor", "--shape", *shape])
+    with pytest.raises(SystemExit) as stop:
+        doctor.main()
+    assert stop.value.code == 2 and "--shape" in capsys.readouterr().err
+
+
 def test_merged_reports_hold_every_row_and_the_first_failure():
     parts = [check_backend("chunk", "cpu", torch.float32, cases=[case]) for case in CASES[:2]]
     merged = doctor.merge(parts)
