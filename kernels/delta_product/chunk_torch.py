@@ -37,25 +37,9 @@ def chunk_delta_product(
     qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`delta_product` on validated inputs; shapes and dtypes as there. Gradients of first order only."""
-    run = _chunk_op if torch.compiler.is_compiling() else _run_chunks
+    run = _chunk_op if torch.compiler.is_compiling() else _ChunkDeltaProduct.apply
     o, state = run(q, k, v, beta, g, initial_state, cu_seqlens, scale, qk_l2norm)
     return o, state if output_final_state else None
-
-
-def _run_chunks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    g: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    qk_l2norm: bool,
-) -> tuple[Tensor, Tensor]:
-    """o and the final state."""
-    layout = ChunkLayout.of(q.shape[1], k.shape[2], cu_seqlens)
-    return _ChunkDeltaProduct.apply(q, k, v, beta, g, initial_state, scale, qk_l2norm, layout)
 
 
 @dataclass(frozen=True)
@@ -180,7 +164,8 @@ class _Chunks:
 
 class _ChunkDeltaProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, beta, g, initial_state, scale, qk_l2norm, layout):
+    def forward(ctx, q, k, v, beta, g, initial_state, cu_seqlens, scale, qk_l2norm):
+        layout = ChunkLayout.of(q.shape[1], k.shape[2], cu_seqlens)
         with torch.autocast(q.device.type, enabled=False):
             chunks = _Chunks.of(q, k, v, beta, g, qk_l2norm, layout)
             identity = torch.eye(chunks.A.shape[-1], dtype=chunks.A.dtype, device=q.device)
@@ -286,7 +271,7 @@ def _normalised_backward(grad: Tensor, normalised: Tensor, rnorm: Tensor) -> Ten
     return rnorm * (grad - normalised * (normalised * grad).sum(-1, keepdim=True))
 
 
-# torch.compile calls these two operators. It cannot trace `_run_chunks`: the number of chunks of packed
+# torch.compile calls these two operators. It cannot trace the function: the number of chunks of packed
 # rows, a loop's length and a tensor's size, depends on data ("Could not extract specialized integer from
 # data-dependent expression"). Nothing of such a size can be kept, so the backward runs the forward again.
 @torch.library.custom_op("fla_train::chunk", mutates_args=())
@@ -301,7 +286,7 @@ def _chunk_op(
     scale: float,
     qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor]:
-    return _run_chunks(q, k, v, beta, g, initial_state, cu_seqlens, scale, qk_l2norm)
+    return _ChunkDeltaProduct.apply(q, k, v, beta, g, initial_state, cu_seqlens, scale, qk_l2norm)
 
 
 @_chunk_op.register_fake
@@ -317,7 +302,7 @@ def _chunk_backward_op(
     """Gradients of those inputs but `cu_seqlens`, the last, that are not None."""
     leaves = [None if x is None else x.detach().requires_grad_() for x in inputs[:-1]]
     with torch.enable_grad():
-        outputs = _run_chunks(*leaves, inputs[-1], scale, qk_l2norm)
+        outputs = _ChunkDeltaProduct.apply(*leaves, inputs[-1], scale, qk_l2norm)
     return list(torch.autograd.grad(outputs, [x for x in leaves if x is not None], (do, dfinal_state)))
 
 
