@@ -2,8 +2,8 @@
 
 `kernel[grid](...)` works out the type and divisibility of each of 30 to 40 arguments, turns the options into
 text and compares every global constant that the kernel reads, only to find what it compiled before. For a
-small call that takes longer than the kernels (docs/kernels.md, "Measured"). Here compiled kernels are kept
-under a key that is cheaper to make, and launched in Triton's way for compiled kernels,
+small call that takes longer than the kernels (docs/dev/kernels.md, "Measured"). Here compiled kernels are
+kept under a key that is cheaper to make, and launched in Triton's way for compiled kernels,
 `compiled[grid](*arguments)`.
 """
 

@@ -2,7 +2,7 @@
 
 `fla-bench tune` makes the operator faster on it.
 
-    fla-bench kernels                                         # the shapes of docs/kernels.md on a GPU
+    fla-bench kernels                                         # the shapes of docs/dev/kernels.md on a GPU
     fla-bench kernels --batch 2 --tokens 1024 --heads 4 --head-dim 64 --substeps 1 2 --peers
     fla-bench decode --heads 512 2048 --substeps 1 2          # one token, beside a copy of the states
     fla-bench fused_ops --peers                               # convolution, norms, SwiGLU, gates, loss

@@ -158,7 +158,7 @@ def uniform(bound: float) -> dict[str, float]:
     return dict.fromkeys(NAMES, bound)
 
 
-# Random inputs reach up to 0.9 of these bounds (docs/kernels.md, "Errors"). Without forgetting the errors
+# Random inputs reach up to 0.9 of these bounds (docs/dev/kernels.md, "Errors"). Without forgetting the errors
 # stay in the state, and more so in smaller heads; keys that repeat at beta near 2 amplify them, most in dq,
 # which reads states, u and dP in bf16.
 BF16 = uniform(8e-3) | {"o": 5e-3, "final_state": 5e-3, "dbeta": 1.5e-2, "dg": 1.5e-2}
@@ -182,7 +182,7 @@ def bounds_of(case: Case) -> dict[str, float]:
 
 
 # Without a gate nothing is forgotten: keys that repeat at beta 2 are reflected for ever, and roundings stay
-# (docs/kernels.md, "Errors").
+# (docs/dev/kernels.md, "Errors").
 HARD = [
     *[(real(inputs=x, num_householder=n), BF16_HARD) for x in ("correlated", "repeated") for n in (1, 2, 3)],
     *[

@@ -53,7 +53,7 @@ def test_compiles_for_hopper_anywhere(variant: Variant, compiled: dict[Variant, 
         "bwd_fused": 9 * dim + 6 * 64 + 2 * (64 if variant.num_householder == 1 else 32),
     }
     assert found.products == columns[variant.name] // 16
-    # Spilled addresses have cost a quarter of the backward pass (docs/kernels.md, "Speed").
+    # Spilled addresses have cost a quarter of the backward pass (docs/dev/kernels.md, "Speed").
     assert found.stack <= (80 if variant.num_householder == 1 else 128)
 
 

@@ -70,7 +70,7 @@ def opaque_zero(count):
     """0.0, made of any count below 2^30 so that the compiler does not know it.
 
     For the zeros of masked tiles that go to shared memory in 16 bits: ptxas 13.3 to 13.5 store registers of a
-    literal zero there before it sets them (docs/kernels.md, "Compilers").
+    literal zero there before it sets them (docs/dev/kernels.md, "Compilers").
     """
     return (count >> 30).to(tl.float32)
 
