@@ -31,8 +31,8 @@ CHUNK_STEPS = 64  # Householder steps of a chunk: the row count of a Hopper matr
 RECURRENT_STATE, RECURRENT_STEPS = 1024, 4096
 # Programs of the serial kernels, with tiles of 64 columns of V, that share a multiprocessor.
 PROGRAMS_PER_PROCESSOR = 2
-# Measured on an H100 (docs/dev/kernels.md): the extra pass over two or three segments costs what it saves, and
-# on shorter rows the host takes longer for five more launches than the device for the rows as they are.
+# Measured on an H100 (docs/dev/kernels.md): the extra pass over two or three segments costs what it saves,
+# and on shorter rows the host takes longer for five more launches than the device for the rows as they are.
 MIN_SEGMENTS, MIN_SEGMENT_CHUNKS, MIN_ROW_CHUNKS = 4, 8, 128
 # The share of the multiprocessors that `chunk_bwd_fused` keeps at work, with a program per sequence and head,
 # below which two kernels are faster.

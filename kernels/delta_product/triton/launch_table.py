@@ -135,8 +135,8 @@ def fallback(key_tile: int) -> LaunchOptions:
 def option_error(kernel: str, options: Mapping[str, int], value_dim: int) -> str | None:
     """Why options must not be launched, None where nothing speaks against them.
 
-    Compilers made wrong code of some (docs/dev/kernels.md, "Compilers"): these are never tried, nor taken from
-    a file. `value_dim` is V rounded up to tiles.
+    Compilers made wrong code of some (docs/dev/kernels.md, "Compilers"): these are never tried, nor taken
+    from a file. `value_dim` is V rounded up to tiles.
     """
     known = TILES[kernel]
     if missing := known - options.keys():
