@@ -94,7 +94,7 @@ class DeltaProductConfig(LazyModelConfig):
         """The kind of each layer by transformers' names, such as "linear_attention"."""
         attention = "full_attention" if self.sliding_window is None else "sliding_attention"
         layers = range(self.num_hidden_layers)
-        return [attention if self.is_attention_layer(i) else "linear_attention" for i in layers]
+        return [attention if i in self.attention_layers else "linear_attention" for i in layers]
 
     @property
     def sliding_window(self) -> int | None:
@@ -111,10 +111,6 @@ class DeltaProductConfig(LazyModelConfig):
     def number_of_conv_states(self) -> int:
         """Convolutions of a mixer: q, k and v. A name that caches read."""
         return 3
-
-    def is_attention_layer(self, layer: int) -> bool:
-        """Whether layer `layer` is softmax attention instead of the recurrence."""
-        return layer in self.attention_layers
 
     def to_diff_dict(self) -> dict[str, Any]:
         """What `save_pretrained` writes: everything but the machine's choices."""

@@ -85,7 +85,7 @@ def delta_product(
         _check_cu_seqlens(cu_seqlens, q)
         sequences = cu_seqlens.numel() - 1
     if initial_state is not None:
-        _check_state("initial_state", initial_state, q, v, beta, sequences)
+        _check_state("initial_state", initial_state, q, v, sequences, beta.dtype)
     run = load_backend(resolve_backend(backend, q.device))
     if known_recompute(recompute) and torch.is_grad_enabled():
         run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
@@ -130,7 +130,7 @@ def delta_product_step(
         ValueError: as `delta_product`; for triton also where gradients are recorded, and for float64.
     """
     _check_tensors(q, k, v, beta, g, leading="B")
-    _check_state("state", state, q, v, beta, q.shape[0], torch.bfloat16)
+    _check_state("state", state, q, v, q.shape[0], beta.dtype, torch.bfloat16)
     options = {"state": state, "scale": _scale(scale, q), "qk_l2norm": qk_l2norm}
     if resolve_backend(backend, q.device) == "triton":
         tensors = (q, k, v, beta, g, state)
@@ -221,39 +221,31 @@ def l2norm(x: Tensor) -> Tensor:
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, leading: str) -> None:
     """`leading` names the axes before N and H: "BT" for sequences, "B" for one step."""
-    layouts = {
-        "q": (q, f"{leading}HK"),
-        "k": (k, f"{leading}NHK"),
-        "v": (v, f"{leading}NHV"),
-        "beta": (beta, f"{leading}NH"),
-        "g": (g, f"{leading}H"),
-    }
-    sizes: dict[str, int] = {}
-    for name, (tensor, axes) in layouts.items():
-        if tensor is None and name == "g":
-            continue
-        if tensor.dim() != len(axes):
-            raise ValueError(
-                f"{name} has shape {list(tensor.shape)}, expected {len(axes)} axes [{', '.join(axes)}]"
-            )
-        for axis, size in zip(axes, tensor.shape, strict=True):
-            if size < 1 or sizes.setdefault(axis, size) != size:
-                expected = sizes.get(axis, "at least 1")
-                raise ValueError(
-                    f"{name} has shape {list(tensor.shape)}: "
-                    f"axis {axis} of [{', '.join(axes)}] is {size}, expected {expected}"
-                )
-        if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device}, expected {q.device} (the device of q)")
     if q.dtype not in DTYPES:
         raise ValueError(f"q is {q.dtype}, expected one of {', '.join(map(str, DTYPES))}")
-    for name in ("k", "v"):
-        if layouts[name][0].dtype != q.dtype:
-            raise ValueError(f"{name} is {layouts[name][0].dtype}, expected {q.dtype} (the dtype of q)")
-    for name, tensor in (("beta", beta), ("g", g)):
-        if tensor is not None and tensor.dtype != compute_dtype(q):
-            raise ValueError(f"{name} is {tensor.dtype}, expected {compute_dtype(q)} for q in {q.dtype}")
-    # A NaN passes: the trainer's check for bad steps handles it.
+    dtype = compute_dtype(q)
+    layouts = {
+        "q": (q, f"{leading}HK", q.dtype),
+        "k": (k, f"{leading}NHK", q.dtype),
+        "v": (v, f"{leading}NHV", q.dtype),
+        "beta": (beta, f"{leading}NH", dtype),
+        "g": (g, f"{leading}H", dtype),
+    }
+    sizes: dict[str, int] = {}
+    for name, (tensor, axes, expected) in layouts.items():
+        if tensor is None and name == "g":
+            continue
+        named = f"[{', '.join(axes)}]"
+        if tensor.dim() != len(axes):
+            raise ValueError(f"{name} has shape {list(tensor.shape)}, expected {len(axes)} axes {named}")
+        for axis, size in zip(axes, tensor.shape, strict=True):
+            if size < 1 or sizes.setdefault(axis, size) != size:
+                raise ValueError(
+                    f"{name} has shape {list(tensor.shape)}: "
+                    f"axis {axis} of {named} is {size}, expected {sizes.get(axis, 'at least 1')}"
+                )
+        _check_place(name, tensor, q, expected)
+    # A NaN passes: callers look for diverging losses themselves.
     if _readable(beta) and bool(((beta < 0) | (beta > 2)).any()):
         raise ValueError(f"beta lies in [{beta.min():.4g}, {beta.max():.4g}], expected [0, 2]")
     if g is not None and _readable(g) and bool((g > 0).any()):
@@ -266,10 +258,7 @@ def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
         raise ValueError(f"q has batch {batch}, expected 1 with cu_seqlens: pack the documents in one row")
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
         raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)}, expected [S + 1] with S >= 1")
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"cu_seqlens is {cu_seqlens.dtype}, expected torch.int32 or torch.int64")
-    if cu_seqlens.device != q.device:
-        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, expected {q.device} (the device of q)")
+    _check_place("cu_seqlens", cu_seqlens, q, torch.int32, torch.int64)
     if _readable(cu_seqlens):
         first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
         if (first, last) != (0, tokens) or bool((cu_seqlens.diff() < 0).any()):
@@ -279,15 +268,20 @@ def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
 
 
 def _check_state(
-    name: str, state: Tensor, q: Tensor, v: Tensor, beta: Tensor, sequences: int, *also: torch.dtype
+    name: str, state: Tensor, q: Tensor, v: Tensor, sequences: int, *dtypes: torch.dtype
 ) -> None:
     expected = [sequences, q.shape[-2], q.shape[-1], v.shape[-1]]
     if list(state.shape) != expected:
         raise ValueError(f"{name} has shape {list(state.shape)}, expected [sequences, H, K, V] = {expected}")
-    if state.dtype not in (beta.dtype, *also):
-        raise ValueError(f"{name} is {state.dtype}, expected {beta.dtype} for q in {q.dtype}")
-    if state.device != q.device:
-        raise ValueError(f"{name} is on {state.device}, expected {q.device} (the device of q)")
+    _check_place(name, state, q, *dtypes)
+
+
+def _check_place(name: str, tensor: Tensor, q: Tensor, *dtypes: torch.dtype) -> None:
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(map(str, dtypes))
+        raise ValueError(f"{name} is {tensor.dtype}, expected {expected} for q in {q.dtype}")
+    if tensor.device != q.device:
+        raise ValueError(f"{name} is on {tensor.device}, expected {q.device} (the device of q)")
 
 
 def _scale(scale: float | None, q: Tensor) -> float:

@@ -4,6 +4,7 @@ It compares the output, the final state and every gradient on a few small cases 
 kernel, in seconds. `fla-doctor` prints the report, and training refuses to start on a failed one.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -61,13 +62,8 @@ def model_cases(num_householder: int, gated: bool) -> tuple[Case, ...]:
     """What a model with n_h = `num_householder` runs in training, where no states go in or out."""
     cases = (case for case in CASES if not (case.documents or case.segment_chunks))
     cases = (case for case in cases if (case.alpha is not None) == gated)
-    same = {
-        "num_householder": num_householder,
-        "qk_l2norm": True,
-        "initial_state": False,
-        "final_state": False,
-    }
-    return tuple(replace(case, **same, head_dims=None) for case in cases)
+    without = {"initial_state": False, "final_state": False, "head_dims": None}
+    return tuple(replace(case, num_householder=num_householder, qk_l2norm=True, **without) for case in cases)
 
 
 @dataclass(frozen=True)
@@ -101,9 +97,7 @@ class CheckReport:
         head = f"{self.backend} on {self.device} in {str(self.dtype).removeprefix('torch.')}"
         if self.failure is not None:
             return f"{head}: FAILED, {self.failure}"
-        worst = max(
-            self.rows, key=lambda row: torch.tensor(row.error / row.tolerance).nan_to_num(torch.inf).item()
-        )
+        worst = max(self.rows, key=lambda row: (math.isnan(row.error), row.error / row.tolerance))
         failed = sum(not row.ok for row in self.rows)
         verdict = f"FAILED {failed} of {len(self.rows)}" if failed else f"ok, {len(self.rows)}"
         return (
@@ -147,9 +141,7 @@ def check_backend(
             with override(segment_chunks=case.segment_chunks):
                 many = {name: _to(x, device, copies=copies) for name, x in inputs.items()}
                 results = evaluate(many, backend, copies=copies, final_state=case.final_state)
-                results = {
-                    name: x.cpu() for name, x in results.items()
-                }  # waits for the GPU, which raises its errors here
+                results = {name: x.cpu() for name, x in results.items()}  # raises the GPU's errors
         except Exception as error:  # a compiler's or a launch's, of any type
             message = str(error).strip().splitlines() or [""]
             failure = f"{case.name}: {type(error).__name__}: {message[0]}"
@@ -246,7 +238,7 @@ def _to(
 
 
 def _tolerance(tensor: str, backend: str, dtype: torch.dtype, case: Case) -> float:
-    """Two to three times the rounding error of a right backend on these cases; tests/kernels are stricter."""
+    """Two to three times the rounding error of a right backend on these cases; tests are stricter."""
     if dtype == torch.float64:
         return 1e-9
     if dtype == torch.float32:
