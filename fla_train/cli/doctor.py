@@ -84,17 +84,13 @@ def environment_lines() -> list[str]:
         "GPU          none: training runs on the CPU"
     ]
     if torch.cuda.is_available():
-        lines.append(f"CUDA         {torch.version.cuda}, ptxas {_ptxas()}")
+        from triton import knobs
+
+        ptxas = knobs.nvidia.ptxas  # Triton's own, or that of TRITON_PTXAS_PATH
+        lines.append(f"CUDA         {torch.version.cuda}, ptxas {ptxas.version} ({ptxas.path})")
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     lines.append(f"C compiler   {compiler or 'MISSING: Triton needs one to launch kernels'}")
     return lines
-
-
-def _ptxas() -> str:
-    """The assembler that Triton will use: its own, or that of TRITON_PTXAS_PATH."""
-    from triton import knobs
-
-    return f"{knobs.nvidia.ptxas.version} ({knobs.nvidia.ptxas.path})"
 
 
 def kernel_lines(shape: Sequence[int], device: str) -> list[str]:
@@ -145,16 +141,14 @@ def main() -> None:
     seconds = time.perf_counter() - start
     if bad:
         names = ", ".join(sorted({f"{r.backend} on {r.device}" for r in bad}))
-        print(f"\nNOT READY ({seconds:.0f} s): {names} is wrong on this machine; {_remedy(bad)}")
+        remedy = "set another model.backend"
+        if any(report.backend == "triton" for report in bad):
+            remedy += (
+                ", or another assembler for Triton, TRITON_PTXAS_PATH=.../ptxas (12.8 and 13.5 were right)"
+            )
+        print(f"\nNOT READY ({seconds:.0f} s): {names} is wrong on this machine; {remedy}")
         sys.exit(1)
     print(f"\nREADY: {len(reports)} checks passed in {seconds:.0f} s")
-
-
-def _remedy(bad: Sequence[CheckReport]) -> str:
-    other = "set another model.backend"
-    if all(report.backend != "triton" for report in bad):
-        return other
-    return f"{other}, or another assembler for Triton, TRITON_PTXAS_PATH=.../ptxas (12.8 and 13.5 were right)"
 
 
 def print_report(report: CheckReport, verbose: bool) -> None:

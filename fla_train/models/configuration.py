@@ -68,8 +68,8 @@ class DeltaProductConfig(LazyModelConfig):
         if self.intermediate_size is None:
             self.intermediate_size = 256 * math.ceil(int(self.hidden_size * self.hidden_ratio * 2 / 3) / 256)
         if self.attn is not None:
-            deerrors = {"num_kv_heads": None, "window_size": None, "rope_theta": 10000.0}
-            self.attn = deerrors | dict(self.attn)
+            defaults = {"num_kv_heads": None, "window_size": None, "rope_theta": 10000.0}
+            self.attn = defaults | dict(self.attn)
             self.attn["layers"] = sorted(set(self.attn["layers"]))
             self.attn["num_kv_heads"] = self.attn["num_kv_heads"] or self.attn["num_heads"]
         super().__post_init__(**kwargs)
@@ -193,7 +193,7 @@ def config_fields() -> dict[str, dataclasses.Field]:
 
 
 def model_schema() -> type:
-    """A dataclass with the fields, types and deerrors of `DeltaProductConfig`, for Hydra's `model` node.
+    """A dataclass with the fields, types and defaults of `DeltaProductConfig`, for Hydra's `model` node.
 
     There `vocab_size` may be null: a run takes its tokenizer's.
     """

@@ -160,7 +160,7 @@ def known_recompute(recompute: object, source: str = "recompute") -> bool:
         return recompute
     if not isinstance(recompute, int) or recompute < 1:
         raise ValueError(f"{source} is {recompute!r}, expected false or true")
-    warnings.warn(f"{source}={recompute} now means {source}=true", FutureWarning, stacklevel=3)
+    _warn(f"{source}={recompute} now means {source}=true")
     return True
 
 
@@ -172,7 +172,7 @@ def known_backend(backend: str, source: str = "backend") -> str:
     """
     if backend in FORMER_BACKENDS:
         name = FORMER_BACKENDS[backend]
-        warnings.warn(f"{source}={backend} is now called {name}", FutureWarning, stacklevel=3)
+        _warn(f"{source}={backend} is now called {name}")
         return name
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"{source}={backend!r} is unknown: choose auto, {', '.join(BACKENDS)}")
@@ -290,6 +290,11 @@ def _scale(scale: float | None, q: Tensor) -> float:
     if not math.isfinite(scale):
         raise ValueError(f"scale is {scale}, expected a finite number")
     return float(scale)
+
+
+def _warn(message: str) -> None:
+    if not torch.compiler.is_compiling():  # a warning would break the graph
+        warnings.warn(message, FutureWarning, stacklevel=4)
 
 
 def _readable(tensor: Tensor) -> bool:

@@ -41,7 +41,7 @@ def test_sound_backends_pass(backend, dtype):
     )
 
 
-def faulty(monkeypatch: pytest.MonkeyPatch, change) -> CheckReport:
+def report_on_wrong(monkeypatch: pytest.MonkeyPatch, change) -> CheckReport:
     """The report on a backend that runs the definition with `change` applied to its arguments."""
 
     def run(**arguments):
@@ -54,7 +54,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch, change) -> CheckReport:
 
 
 def test_a_wrong_output_is_found(monkeypatch):
-    report = faulty(monkeypatch, lambda a: a | {"v": a["v"] * 1.02})
+    report = report_on_wrong(monkeypatch, lambda a: a | {"v": a["v"] * 1.02})
     assert not report.ok
     assert "FAILED" in report.summary()
     assert {"o", "dv"} <= {row.tensor for row in report.rows if not row.ok}
@@ -69,7 +69,7 @@ def test_one_wrong_gradient_is_found(monkeypatch, name):
         doubled = x.detach() + 1.06 * (x.nan_to_num(neginf=0.0) - x.nan_to_num(neginf=0.0).detach())
         return arguments | {name: doubled.to(x.dtype)}
 
-    report = faulty(monkeypatch, scale_gradient)
+    report = report_on_wrong(monkeypatch, scale_gradient)
     assert {row.tensor for row in report.rows if not row.ok} == {f"d{name}"}
 
 
@@ -79,14 +79,14 @@ def test_one_wrong_copy_of_many_is_found(monkeypatch):
         return arguments | {"v": torch.cat([v[:-1], 1.05 * v[-1:]])}
 
     monkeypatch.setattr(selfcheck, "num_copies", lambda *_: 5)
-    assert faulty(monkeypatch, lambda a: a).ok
-    report = faulty(monkeypatch, last_sequence)
+    assert report_on_wrong(monkeypatch, lambda a: a).ok
+    report = report_on_wrong(monkeypatch, last_sequence)
     wrong = {(row.case, row.tensor) for row in report.rows if not row.ok}
     assert wrong >= {(case.name, tensor) for case in FEW for tensor in ("o", "dv")}
 
 
 def test_nan_is_found(monkeypatch):
-    report = faulty(monkeypatch, lambda a: a | {"scale": float("nan")})
+    report = report_on_wrong(monkeypatch, lambda a: a | {"scale": float("nan")})
     assert not report.ok and "worst o nan" in report.summary()
 
 
@@ -94,12 +94,12 @@ def test_what_a_backend_raises_is_reported(monkeypatch):
     def out_of_resources(arguments):
         raise RuntimeError("out of resource: shared memory\nmore")
 
-    report = faulty(monkeypatch, out_of_resources)
+    report = report_on_wrong(monkeypatch, out_of_resources)
     assert not report.ok
     assert report.summary().endswith("FAILED, beta near 0: RuntimeError: out of resource: shared memory")
 
 
-def test_an_impossible_request_is_the_callers_fault():
+def test_an_impossible_request_is_the_callers_error():
     with pytest.raises(ValueError, match="unknown"):
         check_backend("fast")
 

@@ -82,6 +82,12 @@ def test_the_operator(backend, case):
     assert_same(lambda: delta_product(**inputs, output_final_state=True, backend=backend), leaves)
 
 
+def test_a_former_backend_name():
+    inputs, leaves = operator_inputs(9, alpha=(0.5, 1.0))
+    with pytest.warns(FutureWarning):
+        assert_same(lambda: delta_product(**inputs, backend="chunked", recompute=64)[:1], leaves)
+
+
 def test_the_number_of_tokens_may_vary_in_one_graph(backend):
     graphs = []
 
@@ -182,3 +188,15 @@ def test_registrations_are_sound(monkeypatch, request, module, name):
     torch.autograd.grad(outputs, leaves, outputs)
     (arguments,) = calls
     torch.library.opcheck(getattr(torch.ops.fla_train, name).default, detached(arguments))
+
+
+@pytest.mark.parametrize("documents", [None, (0, 2, 5)])
+def test_the_registration_of_the_chunk_backend_is_sound(documents):
+    inputs, _ = operator_inputs(5, alpha=(0.5, 1.0), initial_state=True, documents=documents)
+    outputs = delta_product(**inputs, output_final_state=True, backend="chunk")
+    names = ("q", "k", "v", "beta", "g", "initial_state", "cu_seqlens")
+    tensors = [inputs[name] for name in names]
+    torch.library.opcheck(torch.ops.fla_train.chunk.default, (*tensors, 1.0, True))
+    kept = [None if x is None else x.detach() for x in tensors]
+    gradients = detached(outputs)
+    torch.library.opcheck(torch.ops.fla_train.chunk_backward.default, (*gradients, kept, 1.0, True))
