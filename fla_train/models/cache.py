@@ -1,4 +1,4 @@
-"""Generation cache: transformers' own, checked for a place for our states, with a token count."""
+"""Generation cache: checks that transformers' `Cache` holds recurrent states, and makes it count tokens."""
 
 import torch
 from torch import Tensor

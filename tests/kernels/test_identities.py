@@ -1,6 +1,6 @@
-"""The algebra that the fast backends rest on, each identity against the step recurrence in float64, one head.
+"""The algebra of the fast backends: each identity against the step recurrence in float64, one head.
 
-A failure here means that a formula is wrong, not its implementation.
+A failure here means that a formula is wrong, not its implementation. Notation of `interface`.
 """
 
 import pytest
@@ -32,7 +32,7 @@ class Chunk:
             x.requires_grad_()
 
     @property
-    def total(self) -> Tensor:
+    def g_cum(self) -> Tensor:
         return self.g.cumsum(0)
 
     def step_recurrence(self) -> tuple[Tensor, Tensor]:
@@ -50,34 +50,36 @@ class Chunk:
         )
         return o[0, :, 0], state[0, 0]
 
-    def inverse(self) -> Tensor:
-        """(I + tril(diag(beta) K K^T * decay, -1))^-1."""
-        total = self.total[self.of]
-        decay = (total[:, None] - total[None, :]).clamp(max=0).exp()
-        system = (self.beta * (self.k @ self.k.T) * decay).tril(-1)
-        return torch.linalg.inv(torch.eye(len(system), dtype=system.dtype) + system)
+    def A(self) -> Tensor:
+        g_cum = self.g_cum[self.of]
+        D = (g_cum[:, None] - g_cum[None, :]).clamp(max=0).exp()
+        return ((self.k @ self.k.T) * D).tril(-1)
+
+    def T(self) -> Tensor:
+        A = self.A()
+        return torch.linalg.inv(torch.eye(len(A), dtype=A.dtype) + A * self.beta.T)
 
     def chunk_form(self) -> tuple[Tensor, Tensor, Tensor]:
-        """o, the next state, and U, the rows that are written."""
-        total, by_row = self.total, self.total[self.of]
-        U = self.inverse() @ (self.beta * (self.v - by_row.exp()[:, None] * (self.k @ self.S)))
-        decay = torch.where(
+        """o, S' and beta u, what is written."""
+        g_cum, by_step = self.g_cum, self.g_cum[self.of]
+        bu = self.beta * (self.T() @ (self.v - by_step.exp()[:, None] * (self.k @ self.S)))
+        D = torch.where(
             self.of[None, :] <= torch.arange(TOKENS)[:, None],
-            (total[:, None] - by_row[None, :]).clamp(max=0).exp(),
+            (g_cum[:, None] - by_step[None, :]).clamp(max=0).exp(),
             0.0,
         )
-        o = total.exp()[:, None] * (self.q @ self.S) + ((self.q @ self.k.T) * decay) @ U
-        state = total[-1].exp() * self.S + self.k.T @ ((total[-1] - by_row).exp()[:, None] * U)
-        return o, state, U
+        o = g_cum.exp()[:, None] * (self.q @ self.S) + ((self.q @ self.k.T) * D) @ bu
+        state = g_cum[-1].exp() * self.S + self.k.T @ ((g_cum[-1] - by_step).exp()[:, None] * bu)
+        return o, state, bu
 
 
 @EVERY_N
 def test_chunk_form(num_householder):
     chunk = Chunk(num_householder)
-    expected_o, expected_state = chunk.step_recurrence()
+    expected_o, expectedstate = chunk.step_recurrence()
     o, state, _ = chunk.chunk_form()
     torch.testing.assert_close(o, expected_o, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(state, expected_state, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(state, expectedstate, rtol=1e-12, atol=1e-12)
 
 
 @EVERY_N
@@ -93,28 +95,28 @@ def test_a_query_is_a_step_that_reads_and_does_not_write(num_householder):
     X = interleave(chunk.k, chunk.q)
     values = interleave(chunk.v, torch.zeros(TOKENS, VALUE_DIM, dtype=torch.float64))
     reads = interleave(chunk.beta, torch.ones(TOKENS, 1, dtype=torch.float64))
-    total = chunk.total.repeat_interleave(per_token)
-    decay = (total[:, None] - total[None, :]).clamp(max=0).exp()
-    system = (reads * (X @ X.T) * decay).tril(-1).masked_fill(is_query, 0.0)  # a query writes nothing
+    g_cum = chunk.g_cum.repeat_interleave(per_token)
+    D = (g_cum[:, None] - g_cum[None, :]).clamp(max=0).exp()
+    system = (reads * (X @ X.T) * D).tril(-1).masked_fill(is_query, 0.0)  # a query writes nothing
     system = system + torch.eye(len(system), dtype=system.dtype)
-    Z = torch.linalg.solve(system, reads * (values - total.exp()[:, None] * (X @ chunk.S)))
+    Z = torch.linalg.solve(system, reads * (values - g_cum.exp()[:, None] * (X @ chunk.S)))
     written = Z.masked_fill(is_query[:, None], 0.0)
-    state = total[-1].exp() * chunk.S + X.T @ ((total[-1] - total).exp()[:, None] * written)
+    state = g_cum[-1].exp() * chunk.S + X.T @ ((g_cum[-1] - g_cum).exp()[:, None] * written)
 
-    expected_o, expected_state = chunk.step_recurrence()
+    expected_o, expectedstate = chunk.step_recurrence()
     torch.testing.assert_close(-Z[is_query], expected_o, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(state, expected_state, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(state, expectedstate, rtol=1e-12, atol=1e-12)
 
 
 @EVERY_N
 def test_a_chunk_is_an_affine_map_of_its_state(num_householder):
     """S' = Phi S + B with Phi [K, K] and B [K, V] free of S: what makes the states a scan."""
     chunk = Chunk(num_householder)
-    by_row = chunk.total[chunk.of]
-    mixed = chunk.inverse() * chunk.beta.T
-    written = chunk.k.T * (chunk.total[-1] - by_row).exp()
-    Phi = chunk.total[-1].exp() * torch.eye(KEY_DIM, dtype=torch.float64)
-    Phi = Phi - written @ mixed @ (by_row.exp()[:, None] * chunk.k)
+    by_step = chunk.g_cum[chunk.of]
+    mixed = chunk.beta * chunk.T()
+    written = chunk.k.T * (chunk.g_cum[-1] - by_step).exp()
+    Phi = chunk.g_cum[-1].exp() * torch.eye(KEY_DIM, dtype=torch.float64)
+    Phi = Phi - written @ mixed @ (by_step.exp()[:, None] * chunk.k)
     B = written @ mixed @ chunk.v
     torch.testing.assert_close(Phi @ chunk.S + B, chunk.step_recurrence()[1], rtol=1e-12, atol=1e-12)
     assert (
@@ -124,10 +126,10 @@ def test_a_chunk_is_an_affine_map_of_its_state(num_householder):
 
 @EVERY_N
 def test_the_inverse_is_bounded_by_the_step_size(num_householder):
-    """|T_rs| <= beta_r off the diagonal, so it fits any float format; powers of the matrix do not."""
+    """|T_rs| <= beta_s off the diagonal, so it fits any float format; powers of A do not."""
     chunk = Chunk(num_householder)
-    off_diagonal = chunk.inverse().detach().tril(-1).abs()
-    assert (off_diagonal <= chunk.beta.detach() * (1 + 1e-12)).all()
+    off_diagonal = chunk.T().detach().tril(-1).abs()
+    assert (off_diagonal <= chunk.beta.detach().T * (1 + 1e-12)).all()
 
 
 @EVERY_N
@@ -135,33 +137,25 @@ def test_gradient_of_the_gate_from_those_of_queries_and_values(num_householder):
     """dg_t = sum over later tokens of (q.dq - v.dv), plus <dS', S'>."""
     chunk = Chunk(num_householder)
     o, state = chunk.step_recurrence()
-    d_o, d_state = torch.randn_like(o), torch.randn_like(state)
-    dq, _, dv, _, dg, _ = torch.autograd.grad([o, state], chunk.leaves, [d_o, d_state])
+    do, dstate = torch.randn_like(o), torch.randn_like(state)
+    dq, _, dv, _, dg, _ = torch.autograd.grad([o, state], chunk.leaves, [do, dstate])
     by_token = (chunk.q * dq).sum(-1) - (chunk.v * dv).sum(-1).view(TOKENS, num_householder).sum(-1)
     later = by_token.flip(0).cumsum(0).flip(0)
-    torch.testing.assert_close(later + (d_state * state).sum(), dg, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(later + (dstate * state).sum(), dg, rtol=1e-11, atol=1e-11)
 
 
 @EVERY_N
 def test_gradients_of_values_and_step_sizes_from_one_adjoint_solve(num_householder):
-    """dY = T^T dU; dv = beta dY; dbeta = rowsum(dY * U) / beta, or from the errors X without division."""
+    """dv = T^T (beta d(beta u)); dbeta = rowsum(dv * u) / beta, or from u without a division."""
     chunk = Chunk(num_householder)
-    o, state, U = chunk.chunk_form()
-    d_o, d_state = torch.randn_like(o), torch.randn_like(state)
-    _, _, dv, d_beta, _, _ = torch.autograd.grad([o, state], chunk.leaves, [d_o, d_state], retain_graph=True)
-    (dU,) = torch.autograd.grad([o, state], U, [d_o, d_state])
-    dY = chunk.inverse().T @ dU
-    torch.testing.assert_close(chunk.beta * dY, dv, rtol=1e-11, atol=1e-11)
-    torch.testing.assert_close((dY * U).sum(-1, keepdim=True) / chunk.beta, d_beta, rtol=1e-9, atol=1e-10)
-
-    total = chunk.total[chunk.of]
-    decay = (total[:, None] - total[None, :]).clamp(max=0).exp()
-    A = ((chunk.k @ chunk.k.T) * decay).tril(-1)
-    X = torch.linalg.solve(
-        torch.eye(len(A), dtype=A.dtype) + A * chunk.beta.T,
-        chunk.v - total.exp()[:, None] * (chunk.k @ chunk.S),
-    )
-    torch.testing.assert_close(chunk.beta * X, U, rtol=1e-11, atol=1e-11)
-    dA_beta = -(dv @ X.T).tril(-1)
-    exact = (dU * X).sum(-1, keepdim=True) + (A * dA_beta).sum(0)[:, None]
-    torch.testing.assert_close(exact, d_beta, rtol=1e-11, atol=1e-11)
+    o, state, bu = chunk.chunk_form()
+    do, dstate = torch.randn_like(o), torch.randn_like(state)
+    _, _, dv, dbeta, _, _ = torch.autograd.grad([o, state], chunk.leaves, [do, dstate], retain_graph=True)
+    (dbu,) = torch.autograd.grad([o, state], bu, [do, dstate])
+    torch.testing.assert_close(chunk.T().T @ (chunk.beta * dbu), dv, rtol=1e-11, atol=1e-11)
+    u = bu / chunk.beta
+    divided = (dv * u).sum(-1, keepdim=True) / chunk.beta
+    torch.testing.assert_close(divided, dbeta, rtol=1e-9, atol=1e-10)
+    dA_beta = -(dv @ u.T).tril(-1)
+    exact = (dbu * u).sum(-1, keepdim=True) + (chunk.A() * dA_beta).sum(0)[:, None]
+    torch.testing.assert_close(exact, dbeta, rtol=1e-11, atol=1e-11)
