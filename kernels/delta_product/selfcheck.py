@@ -1,25 +1,24 @@
-"""Does a backend compute the right numbers on this machine?
+"""Check that a backend is right on this machine: `check_backend` compares it with the recurrence in float64.
 
-Forward, final state and every gradient are compared with the recurrence in float64, on a few small cases that
-reach each branch of a kernel. Takes seconds.
-
-`fla-doctor` prints the report, and training refuses to start on a failed one.
+It compares the output, the final state and every gradient on a few small cases that reach each branch of a
+kernel, in seconds. `fla-doctor` prints the report, and training refuses to start on a failed one.
 """
 
+import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from fla_train.kernels.delta_product.contract import compute_dtype, delta_product, resolve_backend
+from fla_train.kernels.delta_product.interface import compute_dtype, delta_product, resolve_backend
+from fla_train.kernels.delta_product.select import override
 from fla_train.kernels.sizes import ceil_div, processors
 
 DIFFERENTIABLE = ("q", "k", "v", "beta", "g", "initial_state")
 BATCH, HEADS = 2, 2  # sequences of a case, unless they are packed, and heads
 # Programs per multiprocessor of a busy device, one for each sequence and head. Rounded up, three keep more
-# than three quarters of any number of them at work: gluon_reverse.LEAST_BUSY.
+# than three quarters of any number of multiprocessors at work: `select.MIN_BUSY`.
 BUSY_ROUNDS = 3
 
 
@@ -29,40 +28,42 @@ class Case:
 
     name: str
     tokens: int
-    substeps: int
+    num_householder: int
     beta: tuple[float, float] = (0.0, 2.0)
     alpha: tuple[float, float] | None = None  # None: no gate
-    closed_every: int = 0  # every so many tokens a gate of exactly zero, g = -inf; 0: never
+    closed_every: int = 0  # every so many tokens a gate of zero, g = -inf; 0: never
     initial_state: bool = False
     final_state: bool = True  # asked for and differentiated; kernels without one are compiled apart
     documents: tuple[int, ...] | None = None  # cu_seqlens
     qk_l2norm: bool = True
-    piece_chunks: int = 0  # Triton cuts sequences into pieces of so many chunks; 0: as their sizes say
+    segment_chunks: int | None = (
+        None  # Triton splits sequences into segments of so many; None: by their sizes
+    )
     head_dims: tuple[int, int] | None = None  # K and V; None: those that `check_backend` is asked for
-    busy: bool = False  # so many copies of the batch that a GPU is busy: Hopper has a backward pass for that
+    busy: bool = False  # so many copies of the batch that a GPU is busy: `chunk_bwd_fused` runs on Hopper
 
 
-# Few different (head dims, substeps, gated, packed) combinations, because a compiled backend pays for each.
+# Few different combinations of (head dims, num_householder, gated, packed): Triton compiles for each.
 CASES = (
-    Case("beta near 0", tokens=97, substeps=1, beta=(0.0, 0.01), qk_l2norm=False, final_state=False),
-    Case("open gates", tokens=131, substeps=1, alpha=(0.98, 1.0), initial_state=True),
-    Case("beta near 2", tokens=67, substeps=2, beta=(1.9, 2.0), initial_state=True),
-    Case("mixed gates", tokens=131, substeps=3, alpha=(0.7, 1.0), head_dims=(128, 128)),
-    Case("closing gates", tokens=67, substeps=3, alpha=(0.0, 0.2), closed_every=5),
+    Case("beta near 0", tokens=97, num_householder=1, beta=(0.0, 0.01), qk_l2norm=False, final_state=False),
+    Case("open gates", tokens=131, num_householder=1, alpha=(0.98, 1.0), initial_state=True),
+    Case("beta near 2", tokens=67, num_householder=2, beta=(1.9, 2.0), initial_state=True),
+    Case("mixed gates", tokens=131, num_householder=3, alpha=(0.7, 1.0), head_dims=(128, 128)),
+    Case("closing gates", tokens=67, num_householder=3, alpha=(0.0, 0.2), closed_every=5),
     Case("packed documents", 131, 2, alpha=(0.7, 1.0), initial_state=True, documents=(0, 0, 1, 66, 66, 131)),
-    Case("cut sequences", 200, 2, alpha=(0.9, 1.0), initial_state=True, piece_chunks=2),
+    Case("split sequences", 200, 2, alpha=(0.9, 1.0), initial_state=True, segment_chunks=2),
     Case("busy device", 131, 1, alpha=(0.7, 1.0), final_state=False, head_dims=(128, 128), busy=True),
-    Case("busy device, no gate", tokens=67, substeps=2, initial_state=True, busy=True),
-    Case("busy device, cut", 131, 1, alpha=(0.9, 1.0), head_dims=(128, 128), piece_chunks=1, busy=True),
+    Case("busy device, no gate", tokens=67, num_householder=2, initial_state=True, busy=True),
+    Case("busy device, split", 131, 1, alpha=(0.9, 1.0), head_dims=(128, 128), segment_chunks=1, busy=True),
 )
 
 
-def model_cases(substeps: int, gated: bool) -> tuple[Case, ...]:
-    """What a model with n_h = `substeps` runs in training, where no states go in or out."""
-    cases = (case for case in CASES if not (case.documents or case.piece_chunks))
+def model_cases(num_householder: int, gated: bool) -> tuple[Case, ...]:
+    """What a model with n_h = `num_householder` runs in training, where no states go in or out."""
+    cases = (case for case in CASES if not (case.documents or case.segment_chunks))
     cases = (case for case in cases if (case.alpha is not None) == gated)
-    same = {"substeps": substeps, "qk_l2norm": True, "initial_state": False, "final_state": False}
-    return tuple(replace(case, **same, head_dims=None) for case in cases)
+    without = {"initial_state": False, "final_state": False, "head_dims": None}
+    return tuple(replace(case, num_householder=num_householder, qk_l2norm=True, **without) for case in cases)
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,7 @@ class CheckReport:
         head = f"{self.backend} on {self.device} in {str(self.dtype).removeprefix('torch.')}"
         if self.failure is not None:
             return f"{head}: FAILED, {self.failure}"
-        worst = max(
-            self.rows, key=lambda row: torch.tensor(row.error / row.tolerance).nan_to_num(torch.inf).item()
-        )
+        worst = max(self.rows, key=lambda row: (math.isnan(row.error), row.error / row.tolerance))
         failed = sum(not row.ok for row in self.rows)
         verdict = f"FAILED {failed} of {len(self.rows)}" if failed else f"ok, {len(self.rows)}"
         return (
@@ -135,17 +134,17 @@ def check_backend(
     failure = None
     for seed, case in enumerate(cases):
         inputs = make_inputs(case, dtype, case.head_dims or head_dims, seed)
-        copies = _copies(case, backend, device)
+        copies = num_copies(case, backend, device)
         exact = {name: _to(x, "cpu", torch.float64) for name, x in inputs.items()}
         reference = evaluate(exact, "recurrent", final_state=case.final_state)
         try:
-            with _cutting(case, backend):
-                many = {name: _repeated(_to(x, device), copies) for name, x in inputs.items()}
+            with override(segment_chunks=case.segment_chunks):
+                many = {name: _to(x, device, copies=copies) for name, x in inputs.items()}
                 results = evaluate(many, backend, copies=copies, final_state=case.final_state)
-                results = {name: x.cpu() for name, x in results.items()}  # a GPU's faults show by now
-        except Exception as fault:  # a compiler or launch failure of any kind is this function's finding
-            message = str(fault).strip().splitlines() or [""]
-            failure = f"{case.name}: {type(fault).__name__}: {message[0]}"
+                results = {name: x.cpu() for name, x in results.items()}  # raises the GPU's errors
+        except Exception as error:  # a compiler's or a launch's, of any type
+            message = str(error).strip().splitlines() or [""]
+            failure = f"{case.name}: {type(error).__name__}: {message[0]}"
             break
         for name, expected in reference.items():
             found = [relative_rms(x, expected) for x in results[name].chunk(copies)]
@@ -169,11 +168,11 @@ def make_inputs(
     key_dim, value_dim = head_dims
     batch = BATCH if case.documents is None else 1
     q = normal(batch, case.tokens, heads, key_dim)
-    k = normal(batch, case.tokens, case.substeps, heads, key_dim)
+    k = normal(batch, case.tokens, case.num_householder, heads, key_dim)
     if not case.qk_l2norm:
         q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
-    v = normal(batch, case.tokens, case.substeps, heads, value_dim)
-    beta = uniform(*case.beta, batch, case.tokens, case.substeps, heads)
+    v = normal(batch, case.tokens, case.num_householder, heads, value_dim)
+    beta = uniform(*case.beta, batch, case.tokens, case.num_householder, heads)
     g = state = None
     if case.alpha is not None:
         g = uniform(*case.alpha, batch, case.tokens, heads).log()
@@ -223,34 +222,23 @@ def relative_rms(x: Tensor, reference: Tensor) -> float:
     return ((x - reference).norm() / reference.norm().clamp(min=1e-30)).item()
 
 
-def _cutting(case: Case, backend: str) -> AbstractContextManager[None]:
-    if not case.piece_chunks or backend != "triton":
-        return nullcontext()
-    from fla_train.kernels.delta_product.triton_split import cutting  # the others run without Triton
-
-    return cutting(case.piece_chunks)
-
-
-def _copies(case: Case, backend: str, device: torch.device) -> int:
-    """How many copies of its batch a case runs with; more than one where the device is to be busy."""
+def num_copies(case: Case, backend: str, device: torch.device) -> int:
+    """How many copies of its batch a case runs with; more than one where Triton's choice depends on it."""
     if not case.busy or backend != "triton" or device.type != "cuda":
-        return 1  # the others have no rule that looks at how busy a device is
+        return 1
     return ceil_div(BUSY_ROUNDS * processors(device), BATCH * HEADS)
 
 
-def _repeated(value: object, copies: int) -> object:
-    return torch.cat([value] * copies) if isinstance(value, Tensor) else value
-
-
-def _to(value: object, device: torch.device | str, dtype: torch.dtype | None = None) -> object:
+def _to(
+    value: object, device: torch.device | str, dtype: torch.dtype | None = None, copies: int = 1
+) -> object:
     if not isinstance(value, Tensor):
         return value
-    return value.to(device, dtype if value.is_floating_point() else None)
+    return torch.cat([value.to(device, dtype if value.is_floating_point() else None)] * copies)
 
 
 def _tolerance(tensor: str, backend: str, dtype: torch.dtype, case: Case) -> float:
-    """Two to three times the rounding error of a sound backend on these cases, and a small part of a wrong
-    one's. How accurate a sound one must be is the business of tests/kernels."""
+    """Two to three times the rounding error of a right backend on these cases; tests are stricter."""
     if dtype == torch.float64:
         return 1e-9
     if dtype == torch.float32:
