@@ -20,9 +20,7 @@ from fla_train.data.tokenizers import load_tokenizer
 from fla_train.eval.config import validation_errors
 from fla_train.hub import export_model
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
-from fla_train.training.config import register, to_config
-from fla_train.training.run_data import with_task_sizes
-from fla_train.training.validate import validate
+from fla_train.training.config import register, to_config, validate, with_task_sizes
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

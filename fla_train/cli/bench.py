@@ -149,7 +149,7 @@ def _fused_ops(request: argparse.Namespace) -> dict:
 def _train(request: argparse.Namespace) -> dict:
     from fla_train.bench.models import NAMES
     from fla_train.bench.training import bench_models, markdown
-    from fla_train.training.resolve import resolve_device
+    from fla_train.training.config import resolve_device
 
     if unknown := [name for name in request.peers if name not in NAMES]:
         raise ValueError(
@@ -205,7 +205,7 @@ def _train_config(overrides: Sequence[str]):
 
 def _first_step(request: argparse.Namespace) -> None:
     from fla_train.bench.first_step import time_first_step
-    from fla_train.training.validate import validate
+    from fla_train.training.config import validate
 
     config = _train_config(request.overrides)
     validate(config)

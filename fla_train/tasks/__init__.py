@@ -4,7 +4,6 @@ from fla_train.tasks.config import (
     TaskConfig,
     curriculum_tasks,
     make_task,
-    task_errors,
     tasks_for_testing,
     training_task,
 )
@@ -44,7 +43,6 @@ __all__ = [
     "make_group",
     "make_task",
     "tally_by",
-    "task_errors",
     "tasks_for_testing",
     "training_task",
 ]

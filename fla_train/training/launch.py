@@ -11,25 +11,31 @@ from fla_train.data.prepare import prepare
 from fla_train.kernels.delta_product.check import check_backend, model_cases
 from fla_train.training import checkpoint, worker
 from fla_train.training.agent import WorkersFailed, run_workers
-from fla_train.training.config import TrainConfig, to_yaml
+from fla_train.training.config import (
+    TrainConfig,
+    resolve,
+    to_yaml,
+    validate,
+    with_task_sizes,
+    with_vocabulary,
+    with_warmup,
+)
 from fla_train.training.log import log
 from fla_train.training.plan import make_plan, plan_lines
 from fla_train.training.preemption import StopRequest, leaving_at_once
-from fla_train.training.resolve import resolve, with_saved, with_vocabulary, with_warmup
 from fla_train.training.resume import (
     check_before_preparing,
     check_same_run,
+    choose_checkpoint,
     completion_lines,
     has_checkpoint,
     is_complete,
     newest_readable,
     saved_commits,
-    saved_sizes,
-    where_to_begin,
+    with_saved_sizes,
 )
-from fla_train.training.run_data import task_data, with_task_sizes
+from fla_train.training.run_data import task_data
 from fla_train.training.run_folder import RunFolder, RunLock, new_run_dir
-from fla_train.training.validate import validate
 from fla_train.utils.processes import die_with_parent
 from fla_train.utils.ranks import is_first, is_rank
 from fla_train.utils.scratch import scratch_folder
@@ -59,7 +65,7 @@ def launch(config: TrainConfig) -> None:
         SystemExit: this process was a rank, and has ended.
     """
     with leaving_at_once():
-        config = with_saved(with_task_sizes(config), saved_sizes(config))
+        config = with_saved_sizes(with_task_sizes(config))
         given = config.launch.num_processes
         validate(config)
         config = resolve(config)
@@ -112,7 +118,7 @@ def _prepare(config: TrainConfig) -> tuple[TrainConfig, PreparedData]:
     config = with_warmup(config)
     check_before_preparing(config)
     if config.init_from is not None and not has_checkpoint(config):
-        from fla_train.training.model import check_initial_weights  # imports the models
+        from fla_train.training.model import check_initial_weights  # imports the models: seconds
 
         check_initial_weights(config)
     config = with_vocabulary(config)
@@ -142,7 +148,7 @@ def _with_folder(config: TrainConfig) -> tuple[TrainConfig, RunFolder]:
 def _is_left_to_train(config: TrainConfig, folder: RunFolder, data: PreparedData) -> bool:
     """Refuse a checkpoint or kernels that do not fit; False if the run is complete, which is said."""
     if config.trainer.resume != "auto":
-        where_to_begin(config, folder, log)
+        choose_checkpoint(config, folder, log)
     if (newest := newest_readable(config)) is not None:
         check_same_run(config, data, newest, log)
     if is_complete(folder, config):

@@ -53,7 +53,7 @@ def compare(engine, graphed: CudaGraphPass) -> None:
         for step, length in enumerate(LENGTHS):
             batch = tuple(part[:, :length].to(engine.device) for part in make_batch(step))
             by = None if step == 5 else own  # as a step with statistics
-            outcomes.append(train_step(engine, [batch], 1e-2, guard, graphed=by).read())
+            outcomes.append(train_step(engine, [batch], 1e-2, guard, cuda_graph=by).read())
         runs.append((outcomes, checksum(engine.module)))
     assert runs[0] == runs[1], runs
     assert len({outcome.loss for outcome in runs[0][0]}) == len(LENGTHS)

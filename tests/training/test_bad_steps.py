@@ -15,8 +15,8 @@ def fp64(value: float) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def judge(guard: BadStepFilter, loss: float, grad_norm: float = 0.5) -> tuple[float, bool]:
-    scale, skip = guard.judge(fp64(loss), fp64(grad_norm))
+def judge(bad_steps: BadStepFilter, loss: float, grad_norm: float = 0.5) -> tuple[float, bool]:
+    scale, skip = bad_steps.check(fp64(loss), fp64(grad_norm))
     assert scale.dtype == skip.dtype == torch.float32
     return scale.item(), bool(skip)
 
@@ -25,11 +25,11 @@ def judge(guard: BadStepFilter, loss: float, grad_norm: float = 0.5) -> tuple[fl
     ("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)]
 )
 def test_what_is_not_finite_is_skipped_and_not_remembered(loss: float, norm: float):
-    guard = BadStepFilter(CPU, max_grad_norm=1.0)
-    assert judge(guard, 2.0) == (1.0, False)
-    before = guard.statistics()
-    assert judge(guard, loss, norm)[1]
-    assert guard.statistics() == before == [1.0, 2.0, 0.0]
+    bad_steps = BadStepFilter(CPU, max_grad_norm=1.0)
+    assert judge(bad_steps, 2.0) == (1.0, False)
+    before = bad_steps.statistics()
+    assert judge(bad_steps, loss, norm)[1]
+    assert bad_steps.statistics() == before == [1.0, 2.0, 0.0]
 
 
 @pytest.mark.parametrize(("norm", "scale"), [(0.5, 1.0), (4.0, 8.0)])
@@ -42,15 +42,15 @@ def test_a_spike_lies_so_many_deviations_above_the_mean():
     losses = [3 + math.sin(i) for i in range(WINDOW)]
     mean, deviation = statistics.fmean(losses), statistics.pstdev(losses)
 
-    def guard() -> BadStepFilter:
-        guard = BadStepFilter(CPU, max_grad_norm=1.0, spike_deviations=4.0)
-        assert not any(judge(guard, loss)[1] for loss in losses)
-        assert guard.statistics() == pytest.approx([WINDOW, mean, deviation**2])
-        return guard
+    def bad_steps() -> BadStepFilter:
+        bad_steps = BadStepFilter(CPU, max_grad_norm=1.0, spike_deviations=4.0)
+        assert not any(judge(bad_steps, loss)[1] for loss in losses)
+        assert bad_steps.statistics() == pytest.approx([WINDOW, mean, deviation**2])
+        return bad_steps
 
-    assert not judge(guard(), mean + 3.99 * deviation)[1]
-    assert judge(guard(), mean + 4.01 * deviation)[1]
-    assert not judge(guard(), mean - 10 * deviation)[1]  # downwards is welcome
+    assert not judge(bad_steps(), mean + 3.99 * deviation)[1]
+    assert judge(bad_steps(), mean + 4.01 * deviation)[1]
+    assert not judge(bad_steps(), mean - 10 * deviation)[1]  # downwards is welcome
 
 
 def test_nothing_is_a_spike_before_the_window_is_full_nor_where_it_is_turned_off():

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fla_train.training import checkpoint
+from fla_train.training.load_checkpoint import load_checkpoint
 from fla_train.utils import filesystem
 
 WEIGHTS = "deepspeed/mp_rank_00_model_states.pt"
@@ -273,7 +274,7 @@ def test_a_checkpoint_of_another_model_is_one_line(tmp_path: Path, monkeypatch: 
     with pytest.raises(
         ValueError, match=r"^\S+step-0000003 is of another model: size mismatch for weight.*$"
     ):
-        checkpoint.load(Engine(), make(tmp_path, 3))
+        load_checkpoint(Engine(), make(tmp_path, 3))
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_verified_is_passed_over(

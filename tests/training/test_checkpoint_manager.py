@@ -20,12 +20,11 @@ from warm_ranks import TWO_RANKS, WarmRanks
 from fla_train.training import checkpoint
 from fla_train.training.bad_steps import BadStepFilter
 from fla_train.training.checkpoint import TrainState, rank_files
-from fla_train.training.checkpoint_manager import CheckpointManager
+from fla_train.training.checkpoint_manager import CheckpointManager, StagingBuffer
 from fla_train.training.config import TrainConfig
 from fla_train.training.engine import build_engine, train_step
 from fla_train.training.failures import TrainingStopped
 from fla_train.training.process_group import join
-from fla_train.training.staging import StagingBuffer
 
 UNLIMITED = resource.RLIM_INFINITY
 
@@ -57,7 +56,7 @@ class Run:
     def __init__(self, folder: Path, *, keep: int = 2, keep_every: int = 0, **engine: object) -> None:
         self.folder, self.said, self.engine = folder, [], Engine(**engine)
         self.manager = CheckpointManager(
-            self.engine, folder, keep=keep, keep_every=keep_every, say=self.said.append
+            self.engine, folder, keep=keep, keep_every=keep_every, log=self.said.append
         )
 
     def save(self, step: int) -> bool:
@@ -233,7 +232,7 @@ def save_between_steps(config: TrainConfig, folder: Path) -> tuple[list[list[flo
     """
     engine = build_engine(make_model(config), config)
     guard = BadStepFilter(torch.device("cpu"), max_grad_norm=1.0)
-    manager = CheckpointManager(engine, folder, keep=0, keep_every=0, say=print)
+    manager = CheckpointManager(engine, folder, keep=0, keep_every=0, log=print)
     train_step(engine, [make_batch(0)], 0.1, guard)
     sums = [checksum(engine.module)]
     weights = {name: weight.clone() for name, weight in engine.module.state_dict().items()}

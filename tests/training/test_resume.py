@@ -22,8 +22,8 @@ from warm_ranks import WarmRanks
 from fla_train.training import checkpoint
 from fla_train.training.config import TrainConfig, load_config
 from fla_train.training.launch import TrainingFailed, launch
-from fla_train.training.metrics import read_metrics
 from fla_train.utils.filesystem import describe
+from fla_train.utils.records import read_metrics
 
 TIMEOUT = 300.0  # seconds until an awaited state counts as lost
 OF_THE_MACHINE = {"tokens_per_second", "data_wait", "memory_gib", "mfu", "checkpoint_stall_s"}

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from fla_train.tasks import TaskConfig
-from fla_train.training.run_data import has_reached
+from fla_train.training.resume import has_reached
 from fla_train.training.run_folder import RunFolder
 
 
