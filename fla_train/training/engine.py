@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 from fla_train.data.sampler import Batch
 from fla_train.training import deepspeed_patches
-from fla_train.training.graphed import GraphedPass
-from fla_train.training.guard import StepGuard
+from fla_train.training.bad_steps import BadStepFilter
+from fla_train.training.config import TrainConfig, accumulation_steps, resolve_device, with_processes
+from fla_train.training.cuda_graph import CudaGraphPass
 from fla_train.training.optimizer import build_optimizer
 from fla_train.training.process_group import join
-from fla_train.training.resolve import accumulation_steps, resolve_device, with_processes
-from fla_train.training.schema import TrainConfig
 
 BUCKET_ELEMENTS = 50_000_000  # elements gathered, or with overlap reduced, at once: 200 MB of fp32
 
@@ -136,10 +135,10 @@ def train_step(
     engine,
     micro_batches: Sequence[Batch | tuple[Tensor, Tensor]],
     learning_rate: float,
-    guard: StepGuard,
+    bad_steps: BadStepFilter,
     *,
     stop: bool = False,
-    graphed: GraphedPass | None = None,
+    cuda_graph: CudaGraphPass | None = None,
 ) -> Outcome:
     """One optimizer step on this rank's micro-batches: input_ids and labels, each [B, T] int64 on the
     engine's device, and where documents are kept apart their bounds.
@@ -148,9 +147,10 @@ def train_step(
     micro-batches. Gradients are added up: DeepSpeed's divisions by ranks and micro-batches are turned off.
 
     Args:
-        guard: scales a large gradient down, or has the step skipped; both happen in the optimizer's kernel.
+        bad_steps: scales a large gradient down, or has the step skipped; both happen in the optimizer's
+        kernel.
         stop: this rank's wish to stop, which all ranks learn together.
-        graphed: computes the gradients in the engine's place: of one rank's one micro-batch.
+        cuda_graph: computes the gradients in the engine's place: of one rank's one micro-batch.
 
     Returns:
         The outcome, for which nothing here waits.
@@ -168,8 +168,8 @@ def train_step(
         engine.set_gradient_accumulation_boundary(i == len(micro_batches) - 1)
         inputs = {name: x for name, x in zip(Batch._fields, batch, strict=False) if x is not None}
         inputs["num_items_in_batch"] = divisor
-        if graphed is not None:
-            loss = graphed(inputs)
+        if cuda_graph is not None:
+            loss = cuda_graph(inputs)
         else:
             loss = engine(**inputs, use_cache=False).loss
             with deepspeed_patches.wait_on_stream(zero):
@@ -180,14 +180,14 @@ def train_step(
     dist.all_reduce(sums)
     loss = sums[0]
     grad_norm = _grad_norm(zero.averaged_gradients)
-    zero.optimizer.grad_scale, zero.optimizer.found_inf = guard.judge(loss, grad_norm)
+    zero.optimizer.grad_scale, zero.optimizer.found_inf = bad_steps.check(loss, grad_norm)
     engine.step()
     skipped = zero.optimizer.found_inf
     return Outcome(torch.stack([loss, grad_norm, targets.double(), skipped.double(), sums[1]]))
 
 
 def _grad_norm(gradients: Mapping[int, Sequence[Tensor]]) -> Tensor:
-    """Norm of all ranks' gradients, fp64 on the device, from this rank's stretch of each group.
+    """Norm of all ranks' gradients, fp64 on the device, from this rank's partition of each group.
 
     DeepSpeed's own copies a constant to the device, for which the host waits. A CPU adds the squares in
     turn, which in fp32 is 0.2% off for an embedding of 33M weights; a GPU adds them in a tree.

@@ -14,7 +14,7 @@ from fla_train.cli import prepare as command
 from fla_train.cli.app import compose
 from fla_train.data import tokenize
 from fla_train.data.config import PartConfig
-from fla_train.training import schema
+from fla_train.training.config import register
 
 
 def run(monkeypatch, *overrides):
@@ -82,7 +82,7 @@ def test_every_yaml_fits_the_schema(name):
 
 
 def test_the_commands_of_the_documentation_compose():
-    schema.register()
+    register()
     command.register()
     text = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     lines = "".join(re.findall(r"^```sh\n(.*?)^```", text, re.S | re.M)).splitlines()
