@@ -18,8 +18,8 @@ import torch
 from fla_train.bench.implementations import make_problem, operator
 from fla_train.bench.measure import forward_backward
 from fla_train.bench.roofline import Shape
-from fla_train.kernels.delta_product.launches import Launches, forced
-from fla_train.kernels.delta_product.triton_split import cutting
+from fla_train.kernels.delta_product.triton.launch_table import Launches, forced
+from fla_train.kernels.delta_product.triton.sequence_split import cutting
 
 PROCESSES = min(12, os.cpu_count() or 1)
 CONTEXT_BYTES = 1 << 30  # what a process takes of a GPU beyond its tensors, about

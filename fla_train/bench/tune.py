@@ -18,8 +18,8 @@ from fla_train.bench.implementations import Problem, make_problem, operator
 from fla_train.bench.measure import allocated, forward_backward, median_times, tolerance
 from fla_train.bench.precompile import Precompiler, Trial
 from fla_train.bench.roofline import Shape
-from fla_train.kernels.delta_product.check import relative_rms
-from fla_train.kernels.delta_product.launches import (
+from fla_train.kernels.delta_product.selfcheck import relative_rms
+from fla_train.kernels.delta_product.triton.launch_table import (
     GLUON_DIMS,
     IN_GLUON,
     MIN_TILE,
@@ -32,7 +32,7 @@ from fla_train.kernels.delta_product.launches import (
     lookup,
     plain,
 )
-from fla_train.kernels.delta_product.triton_split import cutting
+from fla_train.kernels.delta_product.triton.sequence_split import cutting
 
 # `adjoint` comes last: in Gluon it takes the place of `gradient`, too, whose best options it has to beat.
 KERNELS = ("prepare", "state", "gradient", "adjoint")

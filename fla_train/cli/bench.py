@@ -172,7 +172,7 @@ def _tune(request: argparse.Namespace) -> None:
     from fla_train.bench.roofline import Shape
     from fla_train.bench.tune import HEADER, key_of, tune
     from fla_train.kernels.delta_product import resolve_backend
-    from fla_train.kernels.delta_product.launches import read_table, user_file, write_table
+    from fla_train.kernels.delta_product.triton.launch_table import read_table, user_file, write_table
 
     dims = [*request.head_dim, request.value_dim or 1, *request.substeps]
     if min(request.batch, request.tokens, request.heads, *dims) < 1:

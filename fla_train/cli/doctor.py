@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 
 from fla_train.bench import precompile
-from fla_train.kernels.delta_product.check import CASES, Case, CheckReport, check_backend
+from fla_train.kernels.delta_product.selfcheck import CASES, Case, CheckReport, check_backend
 from fla_train.utils.environment import describe_environment
 
 Combination = tuple[str, str, torch.dtype]  # backend, device, dtype of q, k and v

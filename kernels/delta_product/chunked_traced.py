@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fla_train.kernels.custom_op import custom_op as opaque
-from fla_train.kernels.delta_product.chunked import run_chunks
+from fla_train.kernels.delta_product.chunk_torch import run_chunks
 
 
 def run_traced(

@@ -7,7 +7,7 @@ sums only, so that autocast leaves it alone.
 import torch
 from torch import Tensor
 
-from fla_train.kernels.delta_product.contract import compute_dtype, l2norm
+from fla_train.kernels.delta_product.interface import compute_dtype, l2norm
 
 
 def recurrent_delta_product(

@@ -13,8 +13,8 @@ from fla_train.bench import implementations
 from fla_train.bench import tune as tuning
 from fla_train.bench.roofline import Shape
 from fla_train.cli import bench
-from fla_train.kernels.delta_product import launches, triton_split
-from fla_train.kernels.delta_product.launches import Key, fallback, fault, lookup
+from fla_train.kernels.delta_product.triton import launch_table, sequence_split
+from fla_train.kernels.delta_product.triton.launch_table import Key, fallback, fault, lookup
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compiles every candidate there")
 
@@ -25,11 +25,11 @@ PREPARE = [{"num_warps": 8, "num_stages": 1}, {"num_warps": 4}, {"num_warps": 4,
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("FLA_TRAIN_CACHE", str(tmp_path))
-    launches._table.cache_clear()
-    launches._lookup.cache_clear()
+    launch_table._table.cache_clear()
+    launch_table._lookup.cache_clear()
     yield tmp_path
-    launches._table.cache_clear()
-    launches._lookup.cache_clear()
+    launch_table._table.cache_clear()
+    launch_table._lookup.cache_clear()
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_one_that_is_wrong_in_pieces_only_is_refused(small, monkeypatch):
 
     def unsound(*inputs, backend, **options):
         o, state = sound(*inputs, backend=backend, **options)
-        return (o * 1.05 if triton_split._forced and present() == PREPARE[2] else o), state
+        return (o * 1.05 if sequence_split._forced and present() == PREPARE[2] else o), state
 
     monkeypatch.setattr(implementations, "delta_product", unsound)
     outcome, best = run_tune(clock)[0]
@@ -127,7 +127,7 @@ def test_one_that_is_wrong_in_pieces_only_is_refused(small, monkeypatch):
 def test_gradient_is_timed_and_a_whole_backward_is_judged_where_both_kernels_run(small, monkeypatch):
     known, ran = lookup(CPU, torch.float16, 8, 8, 1), []
     whole = replace(known, adjoint=known.adjoint | {"gluon": 1})
-    monkeypatch.setattr(launches, "_lookup", cached(lambda *_: whole))
+    monkeypatch.setattr(launch_table, "_lookup", cached(lambda *_: whole))
 
     def timer(run):
         now = lookup(CPU, torch.float16, 8, 8, 1)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fla_train.cli import doctor
-from fla_train.kernels.delta_product import contract
-from fla_train.kernels.delta_product.check import CASES, CheckReport, check_backend
+from fla_train.kernels.delta_product import interface
 from fla_train.kernels.delta_product.recurrent import recurrent_delta_product
+from fla_train.kernels.delta_product.selfcheck import CASES, CheckReport, check_backend
 
 
 def test_a_sound_machine_is_ready(monkeypatch, capsys):
@@ -26,7 +26,7 @@ def test_a_wrong_backend_is_named_and_fails(monkeypatch, capsys):
         return recurrent_delta_product(**arguments | {"scale": 1.1 * arguments["scale"]})
 
     backends = {"chunked": wrong, "recurrent": recurrent_delta_product}
-    monkeypatch.setattr(contract, "load_backend", backends.__getitem__)
+    monkeypatch.setattr(interface, "load_backend", backends.__getitem__)
     monkeypatch.setattr("sys.argv", ["fla-doctor"])
     monkeypatch.setattr(doctor, "checks", lambda: [(name, "cpu", torch.float32) for name in backends])
     with pytest.raises(SystemExit) as stop:

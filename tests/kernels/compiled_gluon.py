@@ -19,6 +19,9 @@ from types import ModuleType
 TESTS_ROOT = Path(__file__).parents[2]
 
 
+HOPPER = {"prepare": "hopper.prepare_wy", "gradient": "hopper.bwd_qkg", "reverse": "hopper.bwd_fused"}
+
+
 @dataclass(frozen=True)
 class Variant:
     """One kernel and its constants; with states given where it is packed, normalised where it is gated."""
@@ -33,7 +36,7 @@ class Variant:
 
     @property
     def module(self) -> ModuleType:
-        name = f"gluon_{self.name}" if self.gluon else "triton_forward"
+        name = HOPPER[self.name] if self.gluon else "triton.chunk_fwd"
         return import_module(f"fla_train.kernels.delta_product.{name}")
 
 
@@ -133,7 +136,7 @@ def _triton_constants(variant: Variant) -> dict[str, object]:
 
 def _types(variant: Variant) -> dict[str, str]:
     """Of any kernel's other arguments."""
-    from fla_train.kernels.delta_product.gluon_common import TILE
+    from fla_train.kernels.delta_product.hopper.common import TILE
 
     def described(dtype: str, rows: int, columns: int = variant.dim) -> str:
         return f"tensordesc<{dtype}[{rows}, {columns}],{TILE.value!r}>"

@@ -18,6 +18,6 @@ def poisoned_memory() -> Iterator[None]:
 @pytest.fixture
 def by_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Narrow heads in float32, the interpreter's cheapest cases, go by chunks as all others do."""
-    from fla_train.kernels.delta_product import triton_walk
+    from fla_train.kernels.delta_product.triton import fused_recurrent
 
-    monkeypatch.setattr(triton_walk, "LONGEST", 0)
+    monkeypatch.setattr(fused_recurrent, "LONGEST", 0)

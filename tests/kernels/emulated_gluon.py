@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from fla_train.kernels.delta_product import gluon_common, gluon_scalars, gluon_sums
+from fla_train.kernels.delta_product.hopper import common, scalars, sums
 from tests.kernels.emulated_memory import Descriptor, Pointer, Shared
 from tests.untraced import untraced
 
@@ -200,7 +200,7 @@ class Emulator:
             f"{gluon}.nvidia.hopper": SimpleNamespace(TensorDescriptor=object),
         }
         with patch.dict(sys.modules, modules):
-            parts = {part.__name__: Path(part.__file__) for part in (gluon_common, gluon_scalars, gluon_sums)}
+            parts = {part.__name__: Path(part.__file__) for part in (common, scalars, sums)}
             for name, file in {**parts, "kernel": path}.items():
                 spec = importlib.util.spec_from_file_location(name, file)
                 sys.modules[name] = importlib.util.module_from_spec(spec)

@@ -9,20 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from fla_train.kernels.delta_product import gluon_gradient, gluon_prepare, gluon_reverse, triton_passes
-from fla_train.kernels.delta_product.triton_split import cutting
+from fla_train.kernels.delta_product.hopper import bwd_fused, bwd_qkg, prepare_wy
+from fla_train.kernels.delta_product.triton import chunk_launch
+from fla_train.kernels.delta_product.triton.sequence_split import cutting
 from tests.kernels.operator_cases import Case, assert_close, backward, forward, make_inputs, results
 
 MODULES: dict[str, ModuleType] = {
-    "gradient": gluon_gradient,
-    "prepare": gluon_prepare,
-    "reverse": gluon_reverse,
+    "gradient": bwd_qkg,
+    "prepare": prepare_wy,
+    "reverse": bwd_fused,
 }
 # Tensors that a kernel reads by the copy engine.
 TILED = {
     "prepare": ("q", "k"),
     "gradient": ("q", "k", "do", "dv", "errors", "states", "dstates"),
-    "reverse": (*gluon_reverse.ROW_TILES, *gluon_reverse.STATE_TILES),
+    "reverse": (*bwd_fused.ROW_TILES, *bwd_fused.STATE_TILES),
 }
 # Runs a kernel on the arguments of the Triton ones: (arguments, programs, chunks or sequences x heads).
 Launch = Callable[[dict, int, int], None]
@@ -72,11 +73,11 @@ def replaced(name: str, launch: Launch) -> Iterator[None]:
     whole = SimpleNamespace(fits=lambda *_: True, launch=lambda arguments, n: launch(arguments, n, n))
     with pytest.MonkeyPatch.context() as patch:
         if name == "reverse":
-            only = {"gluon_reverse": whole}
-            patch.setattr(triton_passes, "_hopper", lambda _, module: only.get(module))
+            only = {"bwd_fused": whole}
+            patch.setattr(chunk_launch, "_hopper", lambda _, module: only.get(module))
         else:
-            arg_names = getattr(triton_passes, f"{name}_kernel").arg_names
-            patch.setattr(triton_passes, f"{name}_kernel", Kernel(arg_names))
+            arg_names = getattr(chunk_launch, f"{name}_kernel").arg_names
+            patch.setattr(chunk_launch, f"{name}_kernel", Kernel(arg_names))
         yield
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fla_train.kernels.delta_product import check, gluon_reverse
-from fla_train.kernels.delta_product.check import Case, evaluate, make_inputs, relative_rms
+from fla_train.kernels.delta_product import selfcheck
+from fla_train.kernels.delta_product.hopper import bwd_fused
+from fla_train.kernels.delta_product.selfcheck import Case, evaluate, make_inputs, relative_rms
 
 
 def random_inputs(
@@ -68,6 +69,6 @@ def documents_of(inputs: dict) -> list[dict]:
 
 def pretend_hopper(monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
     """The rule for the backward pass as one kernel sees a Hopper GPU."""
-    monkeypatch.setattr(gluon_reverse, "on_hopper", lambda arguments: True)
-    for module in (gluon_reverse, check):
+    monkeypatch.setattr(bwd_fused, "on_hopper", lambda arguments: True)
+    for module in (bwd_fused, selfcheck):
         monkeypatch.setattr(module, "processors", lambda _: processors)

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fla_train.kernels.delta_product import check, check_backend, contract, gluon_reverse, triton_passes
-from fla_train.kernels.delta_product.check import (
+from fla_train.kernels.delta_product import check_backend, interface, selfcheck
+from fla_train.kernels.delta_product.hopper import bwd_fused
+from fla_train.kernels.delta_product.recurrent import recurrent_delta_product
+from fla_train.kernels.delta_product.selfcheck import (
     BATCH,
     CASES,
     HEADS,
@@ -16,8 +18,8 @@ from fla_train.kernels.delta_product.check import (
     model_cases,
     relative_rms,
 )
-from fla_train.kernels.delta_product.recurrent import recurrent_delta_product
-from fla_train.kernels.delta_product.triton_split import Pieces
+from fla_train.kernels.delta_product.triton import chunk_launch
+from fla_train.kernels.delta_product.triton.sequence_split import Pieces
 from tests.kernels.helpers import pretend_hopper
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -47,7 +49,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch, change) -> CheckReport:
         return recurrent_delta_product(**change(arguments))
 
     monkeypatch.setattr(
-        contract, "load_backend", lambda name: run if name == "chunked" else recurrent_delta_product
+        interface, "load_backend", lambda name: run if name == "chunked" else recurrent_delta_product
     )
     return check_backend("chunked", "cpu", torch.bfloat16, cases=FEW, head_dims=(16, 8))
 
@@ -77,7 +79,7 @@ def test_one_wrong_copy_of_many_is_found(monkeypatch):
         v = arguments["v"]
         return arguments | {"v": torch.cat([v[:-1], 1.05 * v[-1:]])}
 
-    monkeypatch.setattr(check, "_copies", lambda *_: 5)
+    monkeypatch.setattr(selfcheck, "_copies", lambda *_: 5)
     assert faulty(monkeypatch, lambda a: a).ok
     report = faulty(monkeypatch, last_sequence)
     wrong = {(row.case, row.tensor) for row in report.rows if not row.ok}
@@ -136,8 +138,8 @@ def test_the_cut_case_is_cut(monkeypatch):
 def test_busy_cases_keep_any_hopper_busy_and_others_do_not(monkeypatch, processors):
     pretend_hopper(monkeypatch, processors)
     for case in CASES:
-        programs = check._copies(case, "triton", torch.device("cuda")) * BATCH * HEADS
-        assert gluon_reverse.fits({"q": torch.empty(0), "K": 128, "V": 128}, programs) is case.busy
+        programs = selfcheck._copies(case, "triton", torch.device("cuda")) * BATCH * HEADS
+        assert bwd_fused.fits({"q": torch.empty(0), "K": 128, "V": 128}, programs) is case.busy
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -162,9 +164,9 @@ def test_busy_cases_reach_the_whole_backward(monkeypatch, busy):
         raise RuntimeError(f"launched with {programs} programs")
 
     pretend_hopper(monkeypatch, processors=8)
-    copies, whole = check._copies, SimpleNamespace(fits=gluon_reverse.fits, launch=launch)
-    monkeypatch.setattr(check, "_copies", lambda case, name, _: copies(case, name, torch.device("cuda")))
-    monkeypatch.setattr(triton_passes, "_hopper", lambda _, name: whole if name == "gluon_reverse" else None)
+    copies, whole = selfcheck._copies, SimpleNamespace(fits=bwd_fused.fits, launch=launch)
+    monkeypatch.setattr(selfcheck, "_copies", lambda case, name, _: copies(case, name, torch.device("cuda")))
+    monkeypatch.setattr(chunk_launch, "_hopper", lambda _, name: whole if name == "bwd_fused" else None)
     for case in (case for case in CASES if case.busy):
         small = dataclasses.replace(case, tokens=3, head_dims=(16, 16), busy=busy)
         report = check_backend("triton", "cpu", torch.float32, cases=[small])

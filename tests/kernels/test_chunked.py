@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from fla_train.kernels.delta_product import delta_product
-from fla_train.kernels.delta_product.check import evaluate
+from fla_train.kernels.delta_product.selfcheck import evaluate
 from tests.kernels.helpers import (
     assert_agrees,
     assert_matches_definition,

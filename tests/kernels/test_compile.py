@@ -157,10 +157,10 @@ def test_cross_entropy():
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("delta_product.triton", "delta_product_forward"),
-        ("delta_product.triton", "delta_product_backward"),
-        ("delta_product.triton_walk", "walk_forward"),
-        ("delta_product.triton_walk", "walk_backward"),
+        ("delta_product.triton.chunk", "delta_product_forward"),
+        ("delta_product.triton.chunk", "delta_product_backward"),
+        ("delta_product.triton.fused_recurrent", "walk_forward"),
+        ("delta_product.triton.fused_recurrent", "walk_backward"),
         ("delta_product.chunked_traced", "chunked_forward"),
         ("delta_product.chunked_traced", "chunked_backward"),
         ("fused_ops.rms_norm", "rms_norm_forward"),
@@ -169,7 +169,7 @@ def test_cross_entropy():
 )
 def test_registrations_are_sound(monkeypatch, request, module, name):
     """`torch.library.opcheck` with the arguments of a real call: schema, fake tensors, dynamic shapes."""
-    if module == "delta_product.triton":
+    if module == "delta_product.triton.chunk":
         request.getfixturevalue("by_chunks")
     calls = []
     owner = import_module(f"fla_train.kernels.{module}")

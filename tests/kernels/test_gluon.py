@@ -9,14 +9,15 @@ import torch
 from fla_train.bench.implementations import make_problem, operator
 from fla_train.bench.measure import errors, forward_backward
 from fla_train.bench.roofline import Shape
-from fla_train.kernels.delta_product import check_backend, gluon_reverse
-from fla_train.kernels.delta_product.check import CASES
-from fla_train.kernels.delta_product.gluon_common import described
-from fla_train.kernels.delta_product.gluon_reverse import LEAST_BUSY, busy, fits
-from fla_train.kernels.delta_product.launches import IN_GLUON, forced, lookup
-from fla_train.kernels.delta_product.triton_split import cutting, piece_chunks
+from fla_train.kernels.delta_product import check_backend
+from fla_train.kernels.delta_product.hopper import bwd_fused
+from fla_train.kernels.delta_product.hopper.bwd_fused import LEAST_BUSY, busy, fits
+from fla_train.kernels.delta_product.hopper.common import described
+from fla_train.kernels.delta_product.selfcheck import CASES
+from fla_train.kernels.delta_product.triton.launch_table import IN_GLUON, forced, lookup
+from fla_train.kernels.delta_product.triton.sequence_split import cutting, piece_chunks
 from fla_train.kernels.sizes import ceil_div
-from tests.kernels.compiled_gluon import Compiled, Variant, compile_for_hopper
+from tests.kernels.compiled_gluon import HOPPER, Compiled, Variant, compile_for_hopper
 from tests.kernels.helpers import pretend_hopper
 from tests.kernels.operator_cases import BF16, HARD, Case, bounds_of, check, real, uniform
 
@@ -83,9 +84,9 @@ WHOLE, PARTS = ("prepare", "reverse"), ("prepare", "gradient")
 
 def check_with_gluon(case, bounds, monkeypatch, kernels=PARTS) -> None:
     launched = []
-    monkeypatch.setattr(gluon_reverse, "LEAST_BUSY", 0.0 if "reverse" in kernels else 2.0)
+    monkeypatch.setattr(bwd_fused, "LEAST_BUSY", 0.0 if "reverse" in kernels else 2.0)
     for name in {*WHOLE, *PARTS}:
-        module = import_module(f"fla_train.kernels.delta_product.gluon_{name}")
+        module = import_module(f"fla_train.kernels.delta_product.{HOPPER[name]}")
 
         def launch(*args, name=name, run=module.launch, **kwargs) -> None:
             launched.append(name)
@@ -178,13 +179,13 @@ def test_gpu_more_chunks_than_processors_and_fp16(kernels, monkeypatch) -> None:
 @pytest.fixture
 def launched(monkeypatch) -> list[int]:
     """Programs of each launch of the whole backward, which go on to be run."""
-    found, launch = [], gluon_reverse.launch
+    found, launch = [], bwd_fused.launch
 
     def spy(arguments, programs: int) -> None:
         found.append(programs)
         launch(arguments, programs)
 
-    monkeypatch.setattr(gluon_reverse, "launch", spy)
+    monkeypatch.setattr(bwd_fused, "launch", spy)
     return found
 
 

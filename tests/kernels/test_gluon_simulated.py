@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fla_train.kernels.delta_product.triton_forward import MIN_LOG2_DECAY
+from fla_train.kernels.delta_product.triton.chunk_fwd import MIN_LOG2_DECAY
 from tests.kernels.compiled_gluon import Compiled, Variant, compile_for_hopper
 from tests.kernels.gluon_judge import MODULES, TILED, Launch, judge
 from tests.kernels.operator_cases import BF16, BF16_LOOSE, INTERPRETED, Case

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fla_train.kernels.delta_product import delta_product, launches
-from fla_train.kernels.delta_product.launches import (
+from fla_train.kernels.delta_product import delta_product
+from fla_train.kernels.delta_product.triton import launch_table
+from fla_train.kernels.delta_product.triton.launch_table import (
     SHIPPED,
     Key,
     Launches,
@@ -29,10 +30,10 @@ CPU = torch.device("cpu")
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder of the user's, and nothing remembered of another one."""
     monkeypatch.setenv("FLA_TRAIN_CACHE", str(tmp_path))
-    for remembered in (launches._table, launches._lookup):
+    for remembered in (launch_table._table, launch_table._lookup):
         remembered.cache_clear()
     yield tmp_path
-    for remembered in (launches._table, launches._lookup):
+    for remembered in (launch_table._table, launch_table._lookup):
         remembered.cache_clear()
 
 
@@ -85,15 +86,15 @@ def test_what_ships_is_sound_and_serves_every_16_bit_head_up_to_128():
 
 def test_unknown_cards_wide_keys_and_fp32_get_what_fits_any(monkeypatch):
     assert asdict(lookup(CPU, torch.bfloat16, 128, 128, 1)) == asdict(fallback(128))
-    monkeypatch.setattr(launches, "architecture", lambda device: "9.0")
-    launches._lookup.cache_clear()
+    monkeypatch.setattr(launch_table, "architecture", lambda device: "9.0")
+    launch_table._lookup.cache_clear()
     assert lookup(CPU, torch.bfloat16, 128, 128, 1).gradient["num_stages"] == 3
     assert asdict(lookup(CPU, torch.float32, 128, 128, 1)) == asdict(fallback(128))
     assert asdict(lookup(CPU, torch.bfloat16, 256, 128, 1)) == asdict(fallback(256))
 
 
 def test_the_users_rows_come_before_those_that_ship(cache, monkeypatch):
-    monkeypatch.setattr(launches, "architecture", lambda device: "9.0")
+    monkeypatch.setattr(launch_table, "architecture", lambda device: "9.0")
     write_table(cache / "launches.json", {Key("9.0", 128, 128, 2): marked(99)}, {"devices": ["here"]})
     assert lookup(CPU, torch.bfloat16, 128, 128, 2).prepare["maxnreg"] == 99
     assert lookup(CPU, torch.bfloat16, 128, 128, 3).prepare["maxnreg"] == 99

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fla_train.kernels.delta_product import delta_product
-from fla_train.kernels.delta_product.check import evaluate
-from fla_train.kernels.delta_product.triton_split import cutting
+from fla_train.kernels.delta_product.selfcheck import evaluate
+from fla_train.kernels.delta_product.triton.sequence_split import cutting
 
 TOKENS = 70
 GATED = {"alpha": (0.5, 1.0)}

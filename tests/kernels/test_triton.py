@@ -8,8 +8,9 @@ cuts float32 to bfloat16 instead of rounding, hence its wider bfloat16 bound, an
 import pytest
 import torch
 
-from fla_train.kernels.delta_product import delta_product, triton_walk
-from fla_train.kernels.delta_product.launches import fallback, forced
+from fla_train.kernels.delta_product import delta_product
+from fla_train.kernels.delta_product.triton import fused_recurrent
+from fla_train.kernels.delta_product.triton.launch_table import fallback, forced
 from tests.kernels.operator_cases import (
     BF16,
     GATED,
@@ -91,7 +92,7 @@ def test_only_the_final_state_is_used() -> None:
 
 @pytest.mark.parametrize("longest", [0, 4096])  # by chunks, and step by step
 def test_boundaries_may_lie_apart(monkeypatch: pytest.MonkeyPatch, longest: int) -> None:
-    monkeypatch.setattr(triton_walk, "LONGEST", longest)
+    monkeypatch.setattr(fused_recurrent, "LONGEST", longest)
     device = "cpu" if INTERPRETED else "cuda"
     (q, k, v, beta, g, _), *_ = make_inputs(Case(tokens=20), device)
     bounds = torch.tensor([[0, 99], [3, 99], [20, 99]], device=device)[:, 0]

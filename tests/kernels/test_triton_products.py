@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fla_train.kernels.delta_product.triton_common import factored_times_inverse, plus_writes
+from fla_train.kernels.delta_product.triton.common import factored_times_inverse, plus_writes
 from tests.kernels.operator_cases import INTERPRETED
 
 SIZE = 64

@@ -8,8 +8,9 @@ import pytest
 import torch
 import triton.language as tl
 
-from fla_train.kernels.delta_product import delta_product, triton_pieces, triton_split
-from fla_train.kernels.delta_product.triton_split import Pieces, cutting, find_cut, piece_chunks
+from fla_train.kernels.delta_product import delta_product
+from fla_train.kernels.delta_product.triton import segment_kernels, sequence_split
+from fla_train.kernels.delta_product.triton.sequence_split import Pieces, cutting, find_cut, piece_chunks
 from tests.kernels.operator_cases import (
     BF16_EQUAL,
     BF16_HARD,
@@ -51,7 +52,7 @@ def test_only_calls_that_leave_the_device_idle_are_cut() -> None:
 
 
 def test_packed_rows_are_cut_where_documents_are_longer_than_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_split, "_device", lambda _: (132, True))
+    monkeypatch.setattr(sequence_split, "_device", lambda _: (132, True))
     q, k = torch.empty(1, 32768, 16, 1), torch.empty(1, 32768, 1, 16, 1)
 
     def pieces(documents: int) -> int:
@@ -67,7 +68,7 @@ def test_packed_rows_are_cut_where_documents_are_longer_than_pieces(monkeypatch:
 def test_wide_keys_are_cut_where_shared_memory_holds_a_transition(
     monkeypatch: pytest.MonkeyPatch, hopper: bool, dim: int, cut: bool
 ) -> None:
-    monkeypatch.setattr(triton_split, "_device", lambda _: (132, hopper))
+    monkeypatch.setattr(sequence_split, "_device", lambda _: (132, hopper))
     q, k = torch.empty(1, 32768, 4, dim), torch.empty(1, 32768, 1, 4, dim)
     assert (find_cut(q, k, dim, ()) is not None) is cut
 
@@ -134,7 +135,7 @@ def test_interpreted_fp32(case: Case, chunks: int, cut_into: Callable[[int], Non
 def test_decays_are_looked_at_in_a_part_of_a_long_piece(
     inputs: str, cut_into: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_pieces, "WINDOW", tl.constexpr(2))
+    monkeypatch.setattr(segment_kernels, "WINDOW", tl.constexpr(2))
     cut_into(3)
     check(Case(sub_steps=16, tokens=34, inputs=inputs), uniform(2e-5), "cpu")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fla_train.kernels.delta_product import delta_product_step
-from fla_train.kernels.delta_product.check import relative_rms
+from fla_train.kernels.delta_product.selfcheck import relative_rms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUND = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}

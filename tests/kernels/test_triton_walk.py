@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fla_train.kernels.delta_product import delta_product, triton_walk
+from fla_train.kernels.delta_product import delta_product
+from fla_train.kernels.delta_product.triton import fused_recurrent
 from tests.kernels.operator_cases import GATED, INTERPRETED, UNGATED, Case, check, make_inputs, uniform
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -28,7 +29,7 @@ CASES = [
 def is_walked(case: Case) -> bool:
     q = torch.empty(case.batch, case.tokens, case.heads, case.key_dim, dtype=case.dtype)
     k = q.new_empty(case.batch, case.tokens, case.sub_steps, case.heads, case.key_dim)
-    return triton_walk.suits(q, k, k.new_empty(*k.shape[:-1], case.value_dim))
+    return fused_recurrent.suits(q, k, k.new_empty(*k.shape[:-1], case.value_dim))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the GPU tests cover these")
@@ -55,8 +56,8 @@ def test_what_is_walked(case: Case, walked: bool) -> None:
 
 
 def test_without_gradients_no_states_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, run = [], triton_walk.walk_forward
-    monkeypatch.setattr(triton_walk, "walk_forward", lambda *args: (kept.append(args[-2]), run(*args)))
+    kept, run = [], fused_recurrent.walk_forward
+    monkeypatch.setattr(fused_recurrent, "walk_forward", lambda *args: (kept.append(args[-2]), run(*args)))
     q, k = torch.randn(1, 3, 1, 8, device=DEVICE), torch.randn(1, 3, 2, 1, 8, device=DEVICE)
     beta = torch.rand(1, 3, 2, 1, device=DEVICE)
     expected, _ = delta_product(q, k, k, beta, qk_l2norm=True, backend="triton")

@@ -10,8 +10,8 @@ whose rows come first. A row is for
 
 and for larger V and n_h where no other is nearer. It gives each kernel's options as its launch takes them:
 tile widths BV and BKO, num_warps, num_stages, maxnreg; `gluon` 1 of `prepare` and `gradient` takes the
-kernel in Gluon where it fits (gluon_prepare.py, gluon_gradient.py), else these; of `adjoint` it takes one
-kernel in place of it and `gradient` (gluon_reverse.py). What no row serves runs with the most modest options
+kernel in Gluon where it fits (prepare_wy.py, bwd_qkg.py), else these; of `adjoint` it takes one
+kernel in place of it and `gradient` (bwd_fused.py). What no row serves runs with the most modest options
 (`fallback`): other architectures, K of 256 with a smaller V, and float32, whose tiles take twice the shared
 memory.
 """

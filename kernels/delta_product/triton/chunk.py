@@ -1,10 +1,10 @@
 """The Triton backend of `delta_product`: its autograd function, and what the passes fill.
 
-Narrow heads in float32 are walked step by step (`triton_walk`). All others go by chunks, as follows.
+Narrow heads in float32 are walked step by step (`fused_recurrent`). All others go by chunks, as follows.
 
 For the backward the forward keeps, in the dtype of q: E per sub-step (V elements a head; v itself is not
 kept) and one state per chunk of M = 64 steps; and in 16 bits, where q has them, X per sub-step and P D per
-token (M elements each). `triton_passes` launches the kernels; it is `opaque` to torch.compile, which traces
+token (M elements each). `chunk_launch` launches the kernels; it is `opaque` to torch.compile, which traces
 what is here.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fla_train.kernels.delta_product.triton_passes import (
+from fla_train.kernels.delta_product.triton.chunk_launch import (
     CHUNK_STEPS,
     OPERAND_DTYPES,
     delta_product_backward,
@@ -23,8 +23,8 @@ from fla_train.kernels.delta_product.triton_passes import (
     overwrites_errors,
     row_length,
 )
-from fla_train.kernels.delta_product.triton_split import find_cut
-from fla_train.kernels.delta_product.triton_walk import Walk, suits
+from fla_train.kernels.delta_product.triton.fused_recurrent import Walk, suits
+from fla_train.kernels.delta_product.triton.sequence_split import find_cut
 from fla_train.kernels.sizes import ceil_div
 
 

@@ -16,7 +16,7 @@ Tensors of a piece are kept transposed, in fp32: L^T [V, K], Phi^T [K, K].
 import triton
 import triton.language as tl
 
-from fla_train.kernels.delta_product.triton_common import (
+from fla_train.kernels.delta_product.triton.common import (
     load_rows,
     load_scalars,
     load_scores,

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fla_train.kernels.delta_product.chunk_layout import ChunkLayout
-from fla_train.kernels.delta_product.contract import L2NORM_EPS, compute_dtype
+from fla_train.kernels.delta_product.interface import L2NORM_EPS, compute_dtype
 
 LOG_ZERO = -800.0  # exp of it is 0 even in float64; stands for -inf, of which differences would be NaN
 

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fla_train.kernels.delta_product.gluon_common import FLAT, ROWS
+from fla_train.kernels.delta_product.hopper.common import FLAT, ROWS
 
 PARTS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of several times 64 scalars
 

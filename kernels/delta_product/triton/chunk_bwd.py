@@ -1,4 +1,4 @@
-"""Backward kernels of `delta_product`; notation of `triton_forward`, d a gradient, tau(r) = r // N.
+"""Backward kernels of `delta_product`; notation of `chunk_fwd`, d a gradient, tau(r) = r // N.
 
 Serial, `adjoint_kernel`:
 
@@ -23,7 +23,7 @@ which cancel do so to fp32 rounding.
 import triton
 import triton.language as tl
 
-from fla_train.kernels.delta_product.triton_common import (
+from fla_train.kernels.delta_product.triton.common import (
     chunk_span,
     load_gates,
     load_rows,

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from fla_train.kernels.cached_launch import run_kernel
 from fla_train.kernels.custom_op import custom_op as opaque
-from fla_train.kernels.delta_product.contract import L2NORM_EPS
+from fla_train.kernels.delta_product.interface import L2NORM_EPS
 from fla_train.kernels.sizes import next_power_of_2
 
 STATE = 1024  # elements of a state, K and V rounded up: 32 registers a thread

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fla_train.kernels.cached_launch import run_kernel
 from fla_train.kernels.custom_op import custom_op as opaque
-from fla_train.kernels.delta_product.contract import L2NORM_EPS
+from fla_train.kernels.delta_product.interface import L2NORM_EPS
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
 
 # fp32 elements of the state that a warp holds: 128 registers of each of its threads.

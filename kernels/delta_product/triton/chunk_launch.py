@@ -2,7 +2,7 @@
 
 Forward: `prepare_kernel` (all chunks at once), then `state_kernel` (serial over chunks). Backward:
 `adjoint_kernel` (serial), then `gradient_kernel` (all chunks at once), or both as one. Long sequences of few
-heads are cut for the serial ones (`triton_split`). There are no atomics, so results are reproducible to the
+heads are cut for the serial ones (`sequence_split`). There are no atomics, so results are reproducible to the
 bit. Launch options come from a table (`launches`), so no call ever tunes; the tests marked `gpu` check them.
 """
 
@@ -18,21 +18,21 @@ from torch import Tensor
 
 from fla_train.kernels.cached_launch import run_kernel
 from fla_train.kernels.custom_op import custom_op as opaque
-from fla_train.kernels.delta_product import launches
-from fla_train.kernels.delta_product.contract import L2NORM_EPS
-from fla_train.kernels.delta_product.triton_backward import adjoint_kernel, gradient_kernel
-from fla_train.kernels.delta_product.triton_common import CHUNK
-from fla_train.kernels.delta_product.triton_forward import (
+from fla_train.kernels.delta_product.interface import L2NORM_EPS
+from fla_train.kernels.delta_product.triton import launch_table
+from fla_train.kernels.delta_product.triton.chunk_bwd import adjoint_kernel, gradient_kernel
+from fla_train.kernels.delta_product.triton.chunk_fwd import (
     LOG2E,
     MIN_LOG2_DECAY,
     prepare_kernel,
     state_kernel,
 )
-from fla_train.kernels.delta_product.triton_split import Pieces
+from fla_train.kernels.delta_product.triton.common import CHUNK
+from fla_train.kernels.delta_product.triton.sequence_split import Pieces
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
 
 CHUNK_STEPS = CHUNK.value
-# Least rows of the tiles of q: 16 gave dk that changes from run to run where V <= 64 (see launches.MIN_TILE).
+# Least rows of the tiles of q: 16 gave dk that changes from run to run where V <= 64 (launch_table.MIN_TILE).
 MIN_TOKENS = 32
 # The interpreter's bf16 products are garbage, so it gets fp32 operands.
 INTERPRETED = triton.knobs.runtime.interpret
@@ -68,11 +68,11 @@ def delta_product_forward(
     `transitions` [pieces, H, K, K] is given where `find_cut` cuts the sequences.
     """
     arguments, programs, serial = _arguments(q, k, beta, g, v.shape[-1], bounds, scale, qk_l2norm, prepared)
-    options = launches.lookup(q.device, q.dtype, q.shape[-1], v.shape[-1], k.shape[2])
+    options = launch_table.lookup(q.device, q.dtype, q.shape[-1], v.shape[-1], k.shape[2])
     arguments |= {"eps": L2NORM_EPS, "INVERSE": tl.float16 if in_half(q, qk_l2norm) else tl.float32}
     ends = final_state
     with torch.cuda.device_of(q):
-        _launch(prepare_kernel, programs, arguments, options.prepare, hopper="gluon_prepare")
+        _launch(prepare_kernel, programs, arguments, options.prepare, hopper="prepare_wy")
         if transitions is not None:
             pieces = Pieces(q, k, v.shape[-1], bounds, arguments)
             arguments, serial = pieces.arguments, pieces.programs
@@ -115,8 +115,8 @@ def delta_product_backward(
 ) -> None:
     """Fill the gradients."""
     arguments, programs, serial = _arguments(q, k, beta, g, dv.shape[-1], bounds, scale, qk_l2norm, prepared)
-    options = launches.lookup(q.device, q.dtype, q.shape[-1], dv.shape[-1], k.shape[2])
-    adjoint = launches.plain(options.adjoint)
+    options = launch_table.lookup(q.device, q.dtype, q.shape[-1], dv.shape[-1], k.shape[2])
+    adjoint = launch_table.plain(options.adjoint)
     arguments |= {
         **{"do": do, "errors": errors, "states": states, "dfinal_state": dfinal_state},
         **{"dq": dq, "dk": dk, "dv": dv, "dbeta": dbeta, "dg": dg, "dinitial_state": dinitial_state},
@@ -139,7 +139,7 @@ def delta_product_backward(
         else:
             tiles = ceil_div(dv.shape[-1], adjoint["BV"])
             run_kernel(adjoint_kernel, (serial * tiles,), walked, **adjoint)
-            _launch(gradient_kernel, programs, arguments, options.gradient, hopper="gluon_gradient")
+            _launch(gradient_kernel, programs, arguments, options.gradient, hopper="bwd_qkg")
         if starts is not dinitial_state:
             pieces.first(starts, out=dinitial_state)
 
@@ -155,8 +155,8 @@ def _whole_backward(
     q: Tensor, k: Tensor, value_dim: int, bounds: Sequence[Tensor], transitions: Tensor | None
 ) -> ModuleType | None:
     """The backward pass as one kernel, where it fits. Sequences, or their pieces, run at once."""
-    options = launches.lookup(q.device, q.dtype, q.shape[-1], value_dim, k.shape[2])
-    whole = _hopper(options.adjoint, "gluon_reverse")
+    options = launch_table.lookup(q.device, q.dtype, q.shape[-1], value_dim, k.shape[2])
+    whole = _hopper(options.adjoint, "bwd_fused")
     segments = bounds[0].numel() - 1 if bounds else q.shape[0]
     pieces = segments if transitions is None else transitions.shape[0]
     sizes = {"q": q, "K": q.shape[-1], "V": value_dim}
@@ -167,7 +167,7 @@ def _launch(
     kernel: triton.JITFunction,
     programs: int,
     arguments: dict[str, Any],
-    options: launches.Options,
+    options: launch_table.Options,
     *,
     hopper: str,
 ) -> None:
@@ -176,13 +176,13 @@ def _launch(
     if module and module.fits(arguments):
         module.launch(arguments, programs)
         return
-    run_kernel(kernel, (programs,), arguments, **launches.plain(options))
+    run_kernel(kernel, (programs,), arguments, **launch_table.plain(options))
 
 
-def _hopper(options: launches.Options, name: str) -> ModuleType | None:
+def _hopper(options: launch_table.Options, name: str) -> ModuleType | None:
     """The module of a Gluon kernel where the options want it."""
     # Not at the top: it imports Gluon, and Hopper's part of it.
-    return import_module(f"{__package__}.{name}") if "gluon" in options and not INTERPRETED else None
+    return import_module(f"fla_train.kernels.delta_product.hopper.{name}") if "gluon" in options and not INTERPRETED else None
 
 
 def _arguments(
@@ -218,7 +218,7 @@ def _arguments(
         "C": chunk_tokens,
         "M": CHUNK_STEPS,
         "BC": max(MIN_TOKENS, next_power_of_2(chunk_tokens)),
-        "BK": max(launches.MIN_TILE, next_power_of_2(key_dim)),
+        "BK": max(launch_table.MIN_TILE, next_power_of_2(key_dim)),
         "GATED": g is not None,
         "L2NORM": qk_l2norm,
         "PACKED": bool(bounds),

@@ -3,7 +3,7 @@
 A program of four warps prepares one chunk and head. The tiles come by the copy engine and are read by matrix
 products alone: the norms are the diagonals of K K^T and Q Q^T. What the inverse needs then takes their place.
 
-For normalised 16-bit inputs with K = 64 or 128; `prepare_kernel` of triton_forward.py takes the rest.
+For normalised 16-bit inputs with K = 64 or 128; `prepare_kernel` of chunk_fwd.py takes the rest.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fla_train.kernels.cached_launch import run_kernel
-from fla_train.kernels.delta_product.gluon_common import (
+from fla_train.kernels.delta_product.hopper.common import (
     FLAT,
     LEAST,
     ROWS,
@@ -32,12 +32,12 @@ from fla_train.kernels.delta_product.gluon_common import (
     rows_of,
     span,
 )
-from fla_train.kernels.delta_product.gluon_sums import add
-from fla_train.kernels.delta_product.triton_forward import LOG2E, MIN_LOG2_DECAY
+from fla_train.kernels.delta_product.hopper.sums import add
+from fla_train.kernels.delta_product.triton.chunk_fwd import LOG2E, MIN_LOG2_DECAY
 
 WARPS = 4
 REGISTERS = 128  # of a thread, instead of 150: four programs share an SM and not three, and few are spilled
-# Of triton_forward, for Gluon: log2(e), and the least log2 decay of a token.
+# Of chunk_fwd, for Gluon: log2(e), and the least log2 decay of a token.
 PER_NAT, LEAST_DECAY = gl.constexpr(LOG2E.value), gl.constexpr(MIN_LOG2_DECAY.value)
 
 

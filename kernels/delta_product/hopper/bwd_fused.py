@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fla_train.kernels.cached_launch import run_kernel
-from fla_train.kernels.delta_product.gluon_common import (
+from fla_train.kernels.delta_product.hopper.common import (
     LEAST,
     ROWS,
     TILE,
@@ -44,7 +44,7 @@ from fla_train.kernels.delta_product.gluon_common import (
     segment,
     store_tile,
 )
-from fla_train.kernels.delta_product.gluon_scalars import (
+from fla_train.kernels.delta_product.hopper.scalars import (
     BETA,
     GM,
     GT,
@@ -58,7 +58,7 @@ from fla_train.kernels.delta_product.gluon_scalars import (
     keep_scalars,
     make_table,
 )
-from fla_train.kernels.delta_product.gluon_sums import (
+from fla_train.kernels.delta_product.hopper.sums import (
     in_parts,
     keep_column_sums,
     keep_row_sums,

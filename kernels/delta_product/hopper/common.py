@@ -10,15 +10,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fla_train.kernels.delta_product.launches import GLUON_DIMS, architecture
-from fla_train.kernels.delta_product.triton_common import TINY
+from fla_train.kernels.delta_product.triton.common import TINY
+from fla_train.kernels.delta_product.triton.launch_table import GLUON_DIMS, architecture
 
 # What triton 3.6 calls thread_barrier.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 ROWS = gl.constexpr(64)  # sub-steps per chunk, and rows of every tile of q, o and k
 
-LEAST = gl.constexpr(TINY.value)  # `triton_common.TINY`, for Gluon
+LEAST = gl.constexpr(TINY.value)  # `triton.common.TINY`, for Gluon
 
 ALIGNMENT = 16  # bytes, of what the copy engine reads
 # Of tiles of 16-bit numbers, as the copy engine writes them and matrix products read them.
@@ -68,7 +68,7 @@ def _matrix(tensor: Tensor, columns: int, tile: list[int]) -> Described:
 
 @gluon.jit
 def span(i_c, cu_seqlens, chunk_offsets, chunk_segment, T, NT, C: gl.constexpr, PACKED: gl.constexpr):
-    """`triton_common.chunk_span`, with no tokens where a packed row has fewer chunks."""
+    """`triton.common.chunk_span`, with no tokens where a packed row has fewer chunks."""
     if PACKED:
         i_s = gl.load(chunk_segment + i_c)
         i_first = gl.load(chunk_offsets + i_s)
@@ -83,7 +83,7 @@ def span(i_c, cu_seqlens, chunk_offsets, chunk_segment, T, NT, C: gl.constexpr, 
 
 @gluon.jit
 def segment(i_s, cu_seqlens, chunk_offsets, T, NT, PACKED: gl.constexpr):
-    """`triton_common.segment_span` in 32 bits, as the copy engine counts rows."""
+    """`triton.common.segment_span` in 32 bits, as the copy engine counts rows."""
     if PACKED:
         i_start = gl.load(cu_seqlens + i_s).to(gl.int32)
         length = gl.load(cu_seqlens + i_s + 1).to(gl.int32) - i_start
@@ -95,7 +95,7 @@ def segment(i_s, cu_seqlens, chunk_offsets, T, NT, PACKED: gl.constexpr):
 
 @gluon.jit
 def nothing(count):
-    """`triton_common.nothing`."""
+    """`triton.common.nothing`."""
     return (count >> 30) * 1.0
 
 

@@ -125,7 +125,7 @@ def delta_product_step(
         tensors = (q, k, v, beta, g, state)
         recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
         if not recorded and q.dtype != torch.float64:
-            from fla_train.kernels.delta_product.triton_step import triton_step
+            from fla_train.kernels.delta_product.triton.decode import triton_step
 
             return triton_step(q, k, v, beta, g, **options)
         asked = os.environ.get(BACKEND_VARIABLE) if backend == "auto" else backend
@@ -170,9 +170,9 @@ def load_backend(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     By statements, because torch.compile cannot trace `import_module`.
     """
     if name == "triton":
-        from fla_train.kernels.delta_product.triton import triton_delta_product as run
+        from fla_train.kernels.delta_product.triton.chunk import triton_delta_product as run
     elif name == "chunked":
-        from fla_train.kernels.delta_product.chunked import chunked_delta_product as run
+        from fla_train.kernels.delta_product.chunk_torch import chunked_delta_product as run
     else:
         from fla_train.kernels.delta_product.recurrent import recurrent_delta_product as run
     return run

@@ -7,7 +7,7 @@ of a matrix product's layout, loaded from device memory, took half of a chunk's 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fla_train.kernels.delta_product.gluon_common import FLAT, ROWS, rows_of
+from fla_train.kernels.delta_product.hopper.common import FLAT, ROWS, rows_of
 
 # Lines of a table: beta, reciprocal norms; factors of k where it reads a state and where it is written, and
 # of q; cumulative gates by sub-step and by token, and the gates as given. Without gates the last three are

@@ -1,7 +1,7 @@
 """Sequences cut into pieces that run at once, for calls with too few heads and sequences to fill the device.
 
 `state_kernel` and `adjoint_kernel` have one program per sequence, head and tile of V. Where that leaves most
-of the device idle, sequences are cut into pieces; `triton_pieces` finds the true state at each piece's start
+of the device idle, sequences are cut into pieces; `segment_kernels` finds the true state at each piece's start
 (backwards, the gradient at its end), and the same kernels, or Hopper's whole backward pass, then take the
 pieces for the documents of a packed row. Everything follows from sizes: nothing is tuned and nothing waits
 for the device.
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from fla_train.kernels.cached_launch import run_kernel
-from fla_train.kernels.delta_product.launches import MIN_TILE, Options
-from fla_train.kernels.delta_product.triton_common import CHUNK
-from fla_train.kernels.delta_product.triton_pieces import (
+from fla_train.kernels.delta_product.triton.common import CHUNK
+from fla_train.kernels.delta_product.triton.launch_table import MIN_TILE, Options
+from fla_train.kernels.delta_product.triton.segment_kernels import (
     combine_kernel,
     cut_kernel,
     piece_adjoint_kernel,

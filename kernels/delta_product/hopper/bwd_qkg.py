@@ -4,7 +4,7 @@ A program of eight warps fills an SM and walks over chunks and heads, and the co
 memory for the chunk after this one: E, dV and dO have two buffers each, those of the states are refilled as
 soon as the products that read them are done, those of q and k at the end. Every tile is read once.
 
-For 16-bit inputs with K = V = 64 or 128; `gradient_kernel` of triton_backward.py takes the rest.
+For 16-bit inputs with K = V = 64 or 128; `gradient_kernel` of chunk_bwd.py takes the rest.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fla_train.kernels.cached_launch import run_kernel
-from fla_train.kernels.delta_product.gluon_common import (
+from fla_train.kernels.delta_product.hopper.common import (
     ROWS,
     TILE,
     barrier,
@@ -30,7 +30,7 @@ from fla_train.kernels.delta_product.gluon_common import (
     on_hopper,
     span,
 )
-from fla_train.kernels.delta_product.gluon_scalars import (
+from fla_train.kernels.delta_product.hopper.scalars import (
     BETA,
     GM,
     GT,

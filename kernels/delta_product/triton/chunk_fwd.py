@@ -19,7 +19,7 @@ one before.
 import triton
 import triton.language as tl
 
-from fla_train.kernels.delta_product.triton_common import (
+from fla_train.kernels.delta_product.triton.common import (
     TINY,
     chunk_span,
     factored_times_inverse,
