@@ -172,6 +172,7 @@ def _tune(request: argparse.Namespace) -> None:
     from fla_train.bench.roofline import Shape
     from fla_train.bench.tune import HEADER, key_of, tune
     from fla_train.kernels.delta_product import resolve_backend
+    from fla_train.kernels.delta_product.select import clear_caches
     from fla_train.kernels.delta_product.triton.launch_table import read_table, user_file, write_table
 
     dims = [*request.head_dim, request.value_dim or 1, *request.substeps]
@@ -188,12 +189,13 @@ def _tune(request: argparse.Namespace) -> None:
         for substeps in request.substeps:
             sizes = (request.batch, request.tokens, request.heads, head_dim, value_dim, substeps)
             shape = Shape(*sizes, gated=True, element_size=dtype.itemsize)
-            for outcome, launches in tune(shape, dtype, device):
+            for outcome, options in tune(shape, dtype, device):
                 print(outcome.markdown(), flush=True)
                 for line in outcome.refused:
                     print(f"refused: {outcome.kernel} {line}", file=sys.stderr)
-                table[key_of(shape, device)] = launches
+                table[key_of(shape, device)] = options
             write_table(file, table, describe_environment(str(device)))
+            clear_caches()
 
 
 def _train_config(overrides: Sequence[str]):

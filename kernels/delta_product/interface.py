@@ -125,7 +125,7 @@ def delta_product_step(
         tensors = (q, k, v, beta, g, state)
         recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
         if not recorded and q.dtype != torch.float64:
-            from fla_train.kernels.delta_product.triton.decode import triton_step
+            from fla_train.kernels.delta_product.triton.fused_recurrent import triton_step
 
             return triton_step(q, k, v, beta, g, **options)
         asked = os.environ.get(BACKEND_VARIABLE) if backend == "auto" else backend

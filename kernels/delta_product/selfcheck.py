@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from fla_train.kernels.delta_product.interface import compute_dtype, delta_product, resolve_backend
+from fla_train.kernels.delta_product.select import override
 from fla_train.kernels.sizes import ceil_div, processors
 
 DIFFERENTIABLE = ("q", "k", "v", "beta", "g", "initial_state")
 BATCH, HEADS = 2, 2  # sequences of a case, unless they are packed, and heads
 # Programs per multiprocessor of a busy device, one for each sequence and head. Rounded up, three keep more
-# than three quarters of any number of them at work: bwd_fused.LEAST_BUSY.
+# than three quarters of any number of them at work: select.MIN_BUSY.
 BUSY_ROUNDS = 3
 
 
@@ -226,9 +227,7 @@ def relative_rms(x: Tensor, reference: Tensor) -> float:
 def _cutting(case: Case, backend: str) -> AbstractContextManager[None]:
     if not case.piece_chunks or backend != "triton":
         return nullcontext()
-    from fla_train.kernels.delta_product.triton.sequence_split import cutting  # the others run without Triton
-
-    return cutting(case.piece_chunks)
+    return override(segment_chunks=case.piece_chunks)
 
 
 def _copies(case: Case, backend: str, device: torch.device) -> int:

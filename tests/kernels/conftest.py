@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from fla_train.kernels.delta_product.select import override
+
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
@@ -16,8 +18,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @pytest.fixture
-def by_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def by_chunks() -> Iterator[None]:
     """Narrow heads in float32, the interpreter's cheapest cases, go by chunks as all others do."""
-    from fla_train.kernels.delta_product.triton import fused_recurrent
-
-    monkeypatch.setattr(fused_recurrent, "LONGEST", 0)
+    with override(algorithm="chunk"):
+        yield

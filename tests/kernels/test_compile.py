@@ -159,8 +159,8 @@ def test_cross_entropy():
     [
         ("delta_product.triton.chunk", "delta_product_forward"),
         ("delta_product.triton.chunk", "delta_product_backward"),
-        ("delta_product.triton.fused_recurrent", "walk_forward"),
-        ("delta_product.triton.fused_recurrent", "walk_backward"),
+        ("delta_product.triton.fused_recurrent", "fused_recurrent_forward"),
+        ("delta_product.triton.fused_recurrent", "fused_recurrent_backward"),
         ("delta_product.chunked_traced", "chunked_forward"),
         ("delta_product.chunked_traced", "chunked_backward"),
         ("fused_ops.rms_norm", "rms_norm_forward"),

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fla_train.kernels.delta_product import delta_product
-from fla_train.kernels.delta_product.triton import fused_recurrent
-from fla_train.kernels.delta_product.triton.launch_table import fallback, forced
+from fla_train.kernels.delta_product.select import override
+from fla_train.kernels.delta_product.triton.launch_table import fallback
 from tests.kernels.operator_cases import (
     BF16,
     GATED,
@@ -90,15 +90,15 @@ def test_only_the_final_state_is_used() -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("longest", [0, 4096])  # by chunks, and step by step
-def test_boundaries_may_lie_apart(monkeypatch: pytest.MonkeyPatch, longest: int) -> None:
-    monkeypatch.setattr(fused_recurrent, "LONGEST", longest)
+@pytest.mark.parametrize("algorithm", ["chunk", "fused_recurrent"])
+def test_boundaries_may_lie_apart(algorithm: str) -> None:
     device = "cpu" if INTERPRETED else "cuda"
     (q, k, v, beta, g, _), *_ = make_inputs(Case(tokens=20), device)
     bounds = torch.tensor([[0, 99], [3, 99], [20, 99]], device=device)[:, 0]
     kwargs = {"qk_l2norm": True, "backend": "triton"}
-    expected, _ = delta_product(q, k, v, beta, g, cu_seqlens=bounds.contiguous(), **kwargs)
-    assert torch.equal(delta_product(q, k, v, beta, g, cu_seqlens=bounds, **kwargs)[0], expected)
+    with override(algorithm=algorithm):
+        expected, _ = delta_product(q, k, v, beta, g, cu_seqlens=bounds.contiguous(), **kwargs)
+        assert torch.equal(delta_product(q, k, v, beta, g, cu_seqlens=bounds, **kwargs)[0], expected)
 
 
 @pytest.mark.gpu
@@ -115,7 +115,7 @@ def test_gpu_gates_that_are_nan_show(dim: int) -> None:
     ("case", "dtype", "message"),
     [
         (Case(tokens=2), torch.float64, "float64"),
-        (Case(tokens=1, sub_steps=65), torch.float32, "at most 64 sub-steps"),
+        (Case(tokens=1, sub_steps=65), torch.float32, "at most 64"),
         (
             Case(tokens=1, key_dim=129),
             torch.float32,
@@ -185,7 +185,7 @@ def test_gpu_norm_without_gate(dims: tuple[int, int], sub_steps: int) -> None:
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_gpu_options_of_cards_that_no_table_lists(dim: int, sub_steps: int, gated: bool) -> None:
     case = real(key_dim=dim, value_dim=dim, sub_steps=sub_steps, gated=gated, l2norm=gated)
-    with forced(fallback(dim)):
+    with override(options=fallback(dim)):
         check(case, bounds_of(case), "cuda")
 
 

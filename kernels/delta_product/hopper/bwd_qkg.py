@@ -1,15 +1,16 @@
-"""`gradient_kernel` for Hopper in Gluon: the same formulas, with the next chunk's tiles loading meanwhile.
+"""`chunk_bwd_qkg_kernel` for Hopper in Gluon: the next chunk's tiles load while this one's are used.
 
-A program of eight warps fills an SM and walks over chunks and heads, and the copy engine (TMA) fills shared
-memory for the chunk after this one: E, dV and dO have two buffers each, those of the states are refilled as
-soon as the products that read them are done, those of q and k at the end. Every tile is read once.
+The formulas are those of the Triton kernel. A program of eight warps fills an SM and goes through chunks and
+heads, and the copy engine (TMA) fills shared memory for the chunk after this one: u, dV and dO have two
+buffers each, those of the states are refilled as soon as the products that read them are done, those of q and
+k at the end. Every tile is read once.
 
-For 16-bit inputs with K = V = 64 or 128; `gradient_kernel` of chunk_bwd.py takes the rest.
+For 16-bit inputs with K = V = 64 or 128; `chunk_bwd_qkg_kernel` of triton/chunk_bwd.py takes the rest.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -22,27 +23,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fla_train.kernels.cached_launch import run_kernel
 from fla_train.kernels.delta_product.hopper.common import (
-    ROWS,
-    TILE,
-    barrier,
-    copy_pair,
-    described,
-    on_hopper,
-    span,
-)
-from fla_train.kernels.delta_product.hopper.scalars import (
     BETA,
     GM,
     GT,
+    LEAST_GATE,
     QUERY,
     RAW,
     READ,
     RK,
+    ROWS,
     RQ,
+    TILE,
     WRITE,
+    barrier,
+    chunk_span,
+    copy_pair,
     fetch_scalars,
     keep_scalars,
     make_table,
+    row_tiles,
+    state_tiles,
 )
 from fla_train.kernels.sizes import processors
 
@@ -62,24 +62,23 @@ def add3(a0, a1, a2, b0, b1, b2):
 
 
 @gluon.jit
-def copy_values(errors, dv, do, m_e, m_dv, m_do, bars, buffer, i_m, i_t, i_column, pred, BYTES: gl.constexpr):
-    """E, dV and dO of a chunk into the buffers of that number; barrier `buffer` completes with all three."""
+def copy_values(u, dv, do, m_u, m_dv, m_do, bars, buffer, i_m, i_t, i_column, pred, BYTES: gl.constexpr):
+    """u, dV and dO of a chunk into the buffers of that number; barrier `buffer` completes with all three."""
     bar = bars.index(buffer)
-    copy_pair(errors, dv, m_e.index(buffer), m_dv.index(buffer), bar, i_m, i_m, i_column, pred, BYTES)
+    copy_pair(u, dv, m_u.index(buffer), m_dv.index(buffer), bar, i_m, i_m, i_column, pred, BYTES)
     tma.async_copy_global_to_shared(do, [i_t, i_column], bar, m_do.index(buffer), pred=pred)
 
 
 @gluon.jit(do_not_specialize=["T", "NT", "n_work"])
-def gradient_kernel(
-    q, k, do, dv, errors, states, dstates,  # descriptors of [rows, columns]
-    beta, g, gc, rq, rk,
+def chunk_bwd_qkg_kernel(
+    q, k, do, dv, u, states, dstates,  # descriptors of [rows, columns]
+    beta, g, g_cum, q_rnorm, k_rnorm,
     dq, dk, dbeta, dg,
-    cu_seqlens, chunk_offsets, chunk_segment, scale, n_total, T, NT, n_work,
+    cu_seqlens, chunk_offsets, chunk_sequence, scale, n_total, T, NT, n_work,
     H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, N: gl.constexpr, C: gl.constexpr,
-    GATED: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr, MIN_LOG_DECAY: gl.constexpr,
-    num_warps: gl.constexpr,
+    GATED: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """The arguments of the Triton `gradient_kernel`; `n_work` is chunks x heads.
+    """The arguments of the Triton `chunk_bwd_qkg_kernel`; `n_work` is chunks x heads.
 
     Tiles of q and dO have 64 rows, too: those past the chunk belong to later tokens and count as zero.
     """
@@ -97,7 +96,7 @@ def gradient_kernel(
     VALUE_BYTES: gl.constexpr = 3 * ROWS * V * 2
     ROW_BYTES: gl.constexpr = 2 * ROWS * K * 2
 
-    m_e = gl.allocate_shared_memory(DTYPE, [2, ROWS, V], errors.layout)
+    m_u = gl.allocate_shared_memory(DTYPE, [2, ROWS, V], u.layout)
     m_dv = gl.allocate_shared_memory(DTYPE, [2, ROWS, V], dv.layout)
     m_do = gl.allocate_shared_memory(DTYPE, [2, ROWS, V], do.layout)
     m_s = gl.allocate_shared_memory(DTYPE, [1, V, K], states.layout)
@@ -115,14 +114,16 @@ def gradient_kernel(
 
     work = gl.program_id(0)
     i_c, i_h = work // H, work % H
-    i_t, n_t = span(i_c, cu_seqlens, chunk_offsets, chunk_segment, T, NT, C, PACKED)
+    i_t, n_t = chunk_span(i_c, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, C, PACKED)
     r_m, r_t = (i_t * N).to(gl.int32), i_t.to(gl.int32)
-    copy_values(errors, dv, do, m_e, m_dv, m_do, bars, 0, r_m, r_t, i_h * V, True, VALUE_BYTES)
+    copy_values(u, dv, do, m_u, m_dv, m_do, bars, 0, r_m, r_t, i_h * V, True, VALUE_BYTES)
     i_s = (i_c * H + i_h) * V
     copy_pair(dstates, states, m_ds.index(0), m_s.index(0), bars.index(2), i_s, i_s, 0, True, STATE_BYTES)
     copy_pair(k, q, m_k.index(0), m_q.index(0), bars.index(3), r_m, r_t, i_h * K, True, ROW_BYTES)
 
-    scalars = fetch_scalars(beta, g, gc, rq, rk, i_t, n_t, i_h, n_total, H, N, GATED, L2NORM, num_warps)
+    scalars = fetch_scalars(
+        beta, g, g_cum, q_rnorm, k_rnorm, i_t, n_t, i_h, n_total, H, N, GATED, L2NORM, num_warps
+    )
     keep_scalars(table, scalars, scale, GATED)
     g_last = scalars[5]
     barrier()
@@ -137,22 +138,24 @@ def gradient_kernel(
         following = work + gl.num_programs(0)
         pred = following < n_work
         f_c, f_h = gl.minimum(following, n_work - 1) // H, gl.minimum(following, n_work - 1) % H
-        f_t, f_n = span(f_c, cu_seqlens, chunk_offsets, chunk_segment, T, NT, C, PACKED)
+        f_t, f_n = chunk_span(f_c, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, C, PACKED)
         r_m, r_t = (f_t * N).to(gl.int32), f_t.to(gl.int32)
-        copy_values(errors, dv, do, m_e, m_dv, m_do, bars, 1 - buffer, r_m, r_t, f_h * V, pred, VALUE_BYTES)
+        copy_values(u, dv, do, m_u, m_dv, m_do, bars, 1 - buffer, r_m, r_t, f_h * V, pred, VALUE_BYTES)
 
-        scalars = fetch_scalars(beta, g, gc, rq, rk, f_t, f_n, f_h, n_total, H, N, GATED, L2NORM, num_warps)
+        scalars = fetch_scalars(
+            beta, g, g_cum, q_rnorm, k_rnorm, f_t, f_n, f_h, n_total, H, N, GATED, L2NORM, num_warps
+        )
         o_r, o_c = gl.arange(0, ROWS, ROW), gl.arange(0, ROWS, COLUMN)
 
-        s_e, s_dv, s_do = m_e.index(buffer), m_dv.index(buffer), m_do.index(buffer)
+        s_u, s_dv, s_do = m_u.index(buffer), m_dv.index(buffer), m_do.index(buffer)
         mbarrier.wait(bars.index(buffer), (step >> 1) & 1)
         mbarrier.wait(bars.index(2), step & 1)
         square, wide = gl.zeros([ROWS, ROWS], gl.float32, SQUARE), gl.zeros([ROWS, K], gl.float32, WIDE)
-        b_dk = warpgroup_mma(s_e, s_ds, wide, is_async=True)
+        b_dk = warpgroup_mma(s_u, s_ds, wide, is_async=True)
         b_y = warpgroup_mma(s_dv, s_s, wide, is_async=True)
         b_dq = warpgroup_mma(s_do, s_s, wide, is_async=True)
-        b_da = warpgroup_mma(s_dv, s_e.permute((1, 0)), square, is_async=True)  # dV E^T
-        b_dp = warpgroup_mma(s_e, s_do.permute((1, 0)), square, is_async=True)  # E dO^T
+        b_da = warpgroup_mma(s_dv, s_u.permute((1, 0)), square, is_async=True)  # dV u^T
+        b_dp = warpgroup_mma(s_u, s_do.permute((1, 0)), square, is_async=True)  # u dO^T
         b_ss = 0.0
         if GATED:
             b_sums = gl.zeros([2 * PART, K], gl.float32, STORE)
@@ -229,7 +232,7 @@ def gradient_kernel(
                 sums += gl.where(o_c[None, :] >= o_r[:, None], tokens[None, :], 0.0)
             b_dg = gl.sum(sums, 1) + b_ss * gl.exp2(g_last)
             p_dg = dg + (i_t + o_r) * H + i_h
-            gl.store(p_dg, gl.where(table[RAW].load(ROW) > MIN_LOG_DECAY, b_dg, 0.0), mask=o_r < n_t)
+            gl.store(p_dg, gl.where(table[RAW].load(ROW) > LEAST_GATE, b_dg, 0.0), mask=o_r < n_t)
 
         b_dk, b_dq = warpgroup_mma_wait(0, deps=[b_dk, b_dq])
         if L2NORM:
@@ -239,8 +242,8 @@ def gradient_kernel(
             rq_w = table[RQ].load(WROW)
             radial = rq_w * rq_w * (qr + qp)
             b_dq -= s_q.load(WIDE).to(gl.float32) * radial[:, None]
-        # Through the buffers of E and dV into rows of whole sectors.
-        s_e.store(b_dk.to(DTYPE))
+        # Through the buffers of u and dV into rows of whole sectors.
+        s_u.store(b_dk.to(DTYPE))
         s_dv.store(b_dq.to(DTYPE))
         fence_async_shared()
         barrier()  # q and k are read
@@ -248,7 +251,7 @@ def gradient_kernel(
         keep_scalars(table, scalars, scale, GATED)
         o_s, o_k = gl.arange(0, ROWS, gl.SliceLayout(1, STORE)), gl.arange(0, K, gl.SliceLayout(0, STORE))
         offset = o_s[:, None] * (H * K) + o_k[None, :]
-        gl.store(dk + (i_m * H + i_h) * K + offset, s_e.load(STORE), mask=(o_s < n_m)[:, None])
+        gl.store(dk + (i_m * H + i_h) * K + offset, s_u.load(STORE), mask=(o_s < n_m)[:, None])
         gl.store(dq + (i_t * H + i_h) * K + offset, s_dv.load(STORE), mask=(o_s < n_t)[:, None])
         barrier()  # the outputs have left the buffers that the next step's copies take
         work, step = following, step + 1
@@ -256,14 +259,25 @@ def gradient_kernel(
         g_last = scalars[5]
 
 
-def fits(arguments: Mapping[str, Any]) -> bool:
-    """Whether `launch` takes these arguments of the Triton kernel."""
-    return on_hopper(arguments) and arguments["K"] == arguments["V"]
-
-
-def launch(arguments: Mapping[str, Any], programs: int) -> None:
-    """Run `gradient_kernel` on the arguments of the Triton kernel, for so many chunks x heads."""
-    rows, blocks = ("q", "k", "do", "dv", "errors"), ("states", "dstates")
-    tiled = {**described(arguments, rows, blocks), "n_work": programs}
-    resident = PROGRAMS * processors(arguments["q"].device)
-    run_kernel(gradient_kernel, (min(programs, resident),), tiled, num_warps=WARPS)
+def launch(
+    programs: int,
+    *,
+    q: Tensor,
+    k: Tensor,
+    do: Tensor,
+    dv: Tensor,
+    u: Tensor,
+    states: Tensor,
+    dstates: Tensor,
+    **arguments: Any,
+) -> None:
+    """Run the kernel for so many chunks x heads; the arguments are those of the Triton kernel."""
+    resident = PROGRAMS * processors(q.device)
+    q, k, do, dv, u = row_tiles(q, k, do, dv, u)
+    states, dstates = state_tiles(states, dstates)
+    tiles = {"q": q, "k": k, "do": do, "dv": dv, "u": u, "states": states, "dstates": dstates}
+    run_kernel(
+        chunk_bwd_qkg_kernel,
+        (min(programs, resident),),
+        **{**tiles, **arguments, "n_work": programs, "num_warps": WARPS},
+    )

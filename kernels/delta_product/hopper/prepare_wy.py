@@ -1,14 +1,15 @@
-"""`prepare_kernel` for Hopper in Gluon: the same formulas, with keys and queries in shared memory only.
+"""`chunk_prepare_wy_kernel` for Hopper in Gluon: keys and queries are in shared memory only.
 
-A program of four warps prepares one chunk and head. The tiles come by the copy engine and are read by matrix
-products alone: the norms are the diagonals of K K^T and Q Q^T. What the inverse needs then takes their place.
+The formulas are those of the Triton kernel. A program of four warps prepares one chunk and head. The tiles
+come by the copy engine and are read by matrix products alone: the norms are the diagonals of K K^T and Q Q^T.
+What the inverse needs then takes their place.
 
-For normalised 16-bit inputs with K = 64 or 128; `prepare_kernel` of chunk_fwd.py takes the rest.
+For normalised 16-bit inputs with K = 64 or 128; the kernel of triton/chunk_fwd.py takes the rest.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -24,15 +25,14 @@ from fla_train.kernels.delta_product.hopper.common import (
     LEAST,
     ROWS,
     TILE,
+    add,
     barrier,
+    chunk_span,
     copy_pair,
-    described,
-    nothing,
-    on_hopper,
+    opaque_zero,
+    row_tiles,
     rows_of,
-    span,
 )
-from fla_train.kernels.delta_product.hopper.sums import add
 from fla_train.kernels.delta_product.triton.chunk_fwd import LOG2E, MIN_LOG2_DECAY
 
 WARPS = 4
@@ -42,7 +42,7 @@ PER_NAT, LEAST_DECAY = gl.constexpr(LOG2E.value), gl.constexpr(MIN_LOG2_DECAY.va
 
 
 @gluon.jit
-def invert(b_l, zero, s_l, s_rest, s_x, ACC: gl.constexpr):
+def invert(b_l, zero, s_l, s_rest, s_wy, ACC: gl.constexpr):
     """(I + L)^-1 of a strictly lower triangular L [64, 64] in fp32, as `unit_lower_inverse` has it.
 
     L stays whole: with X block diagonal, X L X between two blocks is that of L between them. So each product
@@ -60,23 +60,23 @@ def invert(b_l, zero, s_l, s_rest, s_x, ACC: gl.constexpr):
     empty = gl.zeros([ROWS, ROWS], gl.float32, ACC)
     for level in gl.static_range(1, 6):
         b_y = b_x.to(gl.float16)
-        s_x.store(b_y)
+        s_wy.store(b_y)
         fence_async_shared()
         barrier()
         b_w = warpgroup_mma(gl.convert_layout(b_y, LEFT), s_l, empty, is_async=True)
         b_w = warpgroup_mma_wait(0, deps=[b_w])
-        b_w = warpgroup_mma(gl.convert_layout(b_w.to(gl.float16), LEFT), s_x, empty, is_async=True)
+        b_w = warpgroup_mma(gl.convert_layout(b_w.to(gl.float16), LEFT), s_wy, empty, is_async=True)
         b_w = warpgroup_mma_wait(0, deps=[b_w])
         below = ((o_r >> level) == (o_c >> level) + 1) & ((o_c >> level) % 2 == 0)
         b_x -= gl.where(below, b_w, 0.0)
         barrier()  # X of this width is read
     # One Newton step on the rounded X, with L in two terms
     b_y = b_x.to(gl.float16)
-    s_x.store(b_y)
+    s_wy.store(b_y)
     fence_async_shared()
     barrier()
-    b_w = warpgroup_mma(s_l, s_x, b_y.to(gl.float32), is_async=True)
-    b_w = warpgroup_mma(s_rest, s_x, b_w, is_async=True)
+    b_w = warpgroup_mma(s_l, s_wy, b_y.to(gl.float32), is_async=True)
+    b_w = warpgroup_mma(s_rest, s_wy, b_w, is_async=True)
     b_w = warpgroup_mma_wait(0, deps=[b_w])
     barrier()
     s_rest.store((unit - b_w).to(gl.float16))
@@ -88,15 +88,15 @@ def invert(b_l, zero, s_l, s_rest, s_x, ACC: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["T", "NT"])
-def prepare_kernel(
+def chunk_prepare_wy_kernel(
     q, k,  # descriptors of [rows, columns]
     beta, g,
-    x, p, read, write, query, decay, peak, gc, rq, rk,
-    cu_seqlens, chunk_offsets, chunk_segment, scale, eps, n_total, T, NT,
+    wy, p, read, write, query, decay, peak, g_cum, q_rnorm, k_rnorm,
+    cu_seqlens, chunk_offsets, chunk_sequence, scale, eps, n_total, T, NT,
     H: gl.constexpr, K: gl.constexpr, N: gl.constexpr, C: gl.constexpr,
     GATED: gl.constexpr, PACKED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """The arguments of the Triton `prepare_kernel`.
+    """The arguments of the Triton `chunk_prepare_wy_kernel`.
 
     The tile of q has 64 rows, too: those past the chunk belong to later tokens and count as zero.
     """
@@ -108,7 +108,7 @@ def prepare_kernel(
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
 
     i_c, i_h = gl.program_id(0) // H, gl.program_id(0) % H  # heads side by side: their rows are neighbours
-    i_t, n_t = span(i_c, cu_seqlens, chunk_offsets, chunk_segment, T, NT, C, PACKED)
+    i_t, n_t = chunk_span(i_c, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, C, PACKED)
     if n_t == 0:
         return
     i_m, n_m = i_t * N, n_t * N
@@ -116,7 +116,7 @@ def prepare_kernel(
     m_q = gl.allocate_shared_memory(DTYPE, [ROWS, K], q.layout)
     if K == 64:
         m_rest = gl.allocate_shared_memory(gl.float16, [ROWS, ROWS], TILE)
-        m_x = gl.allocate_shared_memory(gl.float16, [ROWS, ROWS], TILE)
+        m_wy = gl.allocate_shared_memory(gl.float16, [ROWS, ROWS], TILE)
     t_rk = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
     t_rq = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
     t_beta = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
@@ -133,16 +133,16 @@ def prepare_kernel(
     b_beta = rows_of(beta + i_m * H + i_h, n_m, H, LINE)
     t_beta.store(b_beta)
     b_peak = gl.abs(scale) * gl.max(gl.abs(b_beta), 0)
-    b_peak = gl.where(b_peak > LEAST, b_peak, 1.0)  # without writes P D is 0, whatever divides it
+    b_peak = gl.where(b_peak > LEAST, b_peak, 1.0)  # without writes P diag(beta) is 0, whatever divides it
     gl.store(peak + i_c.to(gl.int64) * H + i_h, b_peak)
     g_last, b_gm, b_gt = 0.0, b_beta, b_beta
     if GATED:
         b_g = rows_of(g + i_t * H + i_h, n_t, H, LINE) * PER_NAT
         b_g = gl.where(b_g < LEAST_DECAY, LEAST_DECAY, b_g)  # `maximum` would make a NaN a closed gate
         b_gt = gl.associative_scan(b_g, 0, add)
-        b_gm = gl.gather(b_gt, o // N, 0)  # sub-steps of one token get bit-identical values
+        b_gm = gl.gather(b_gt, o // N, 0)  # Householder steps of one token get bit-identical values
         g_last = gl.sum(b_g, 0)
-        gl.store(gc + p_t + o, b_gt, mask=o < n_t)
+        gl.store(g_cum + p_t + o, b_gt, mask=o < n_t)
         t_gm.store(b_gm)
         t_gt.store(b_gt)
 
@@ -159,8 +159,8 @@ def prepare_kernel(
     barrier()
 
     b_rk, b_rq = t_rk.load(LINE), t_rq.load(LINE)
-    gl.store(rk + p_m + o, b_rk, mask=o < n_m)
-    gl.store(rq + p_t + o, b_rq, mask=o < n_t)
+    gl.store(k_rnorm + p_m + o, b_rk, mask=o < n_m)
+    gl.store(q_rnorm + p_t + o, b_rq, mask=o < n_t)
     b_read, b_write, b_query, chunk_decay = b_rk, b_rk * b_beta, b_rq * scale, 1.0
     if GATED:
         b_read *= gl.exp2(b_gm)
@@ -184,28 +184,25 @@ def prepare_kernel(
     if K == 128:
         halves = m_k._reinterpret(gl.float16, [2, ROWS, ROWS], TILE)
         s_l, s_rest = halves.index(0), halves.index(1)
-        s_x = m_q._reinterpret(gl.float16, [2, ROWS, ROWS], TILE).index(0)
+        s_wy = m_q._reinterpret(gl.float16, [2, ROWS, ROWS], TILE).index(0)
     else:
-        s_l, s_rest, s_x = m_k._reinterpret(gl.float16, [ROWS, ROWS], TILE), m_rest, m_x
-    zero = nothing(T)
-    s_x.store(gl.where(seen, b_p, zero).to(gl.float16))
+        s_l, s_rest, s_wy = m_k._reinterpret(gl.float16, [ROWS, ROWS], TILE), m_rest, m_wy
+    zero = opaque_zero(T)
+    s_wy.store(gl.where(seen, b_p, zero).to(gl.float16))
     o_s, o_k = gl.arange(0, ROWS, gl.SliceLayout(1, STORE)), gl.arange(0, ROWS, gl.SliceLayout(0, STORE))
     offset = o_s[:, None] * (H * ROWS) + o_k[None, :]
     barrier()
-    gl.store(p + (i_t * H + i_h) * ROWS + offset, s_x.load(STORE), mask=(o_s < n_t)[:, None])
+    gl.store(p + (i_t * H + i_h) * ROWS + offset, s_wy.load(STORE), mask=(o_s < n_t)[:, None])
     barrier()  # P has left the buffer of X
-    b_x = invert(gl.where(lower, b_a, zero), zero, s_l, s_rest, s_x, ACC)
-    s_x.store(b_x.to(gl.float16))
+    b_x = invert(gl.where(lower, b_a, zero), zero, s_l, s_rest, s_wy, ACC)
+    s_wy.store(b_x.to(gl.float16))
     barrier()
-    gl.store(x + (i_m * H + i_h) * ROWS + offset, s_x.load(STORE), mask=(o_s < n_m)[:, None])
+    gl.store(wy + (i_m * H + i_h) * ROWS + offset, s_wy.load(STORE), mask=(o_s < n_m)[:, None])
 
 
-def fits(arguments: Mapping[str, Any]) -> bool:
-    """Whether `launch` takes these arguments of the Triton kernel."""
-    return on_hopper(arguments) and arguments["L2NORM"]
-
-
-def launch(arguments: Mapping[str, Any], programs: int) -> None:
-    """Run `prepare_kernel` on the arguments of the Triton kernel, for so many chunks x heads."""
-    tiled = described(arguments, rows=("q", "k"))
-    run_kernel(prepare_kernel, (programs,), tiled, num_warps=WARPS, maxnreg=REGISTERS)
+def launch(programs: int, *, q: Tensor, k: Tensor, **arguments: Any) -> None:
+    """Run the kernel for so many chunks x heads; the arguments are those of the Triton kernel."""
+    q, k = row_tiles(q, k)
+    run_kernel(
+        chunk_prepare_wy_kernel, (programs,), q=q, k=k, **arguments, num_warps=WARPS, maxnreg=REGISTERS
+    )

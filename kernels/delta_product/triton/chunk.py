@@ -1,11 +1,11 @@
-"""The Triton backend of `delta_product`: its autograd function, and what the passes fill.
+"""The Triton backend of `delta_product`: its autograd function, and what the kernels fill.
 
-Narrow heads in float32 are walked step by step (`fused_recurrent`). All others go by chunks, as follows.
+Narrow heads in float32 run Householder step by step (`fused_recurrent`), all others by chunks, as follows.
 
-For the backward the forward keeps, in the dtype of q: E per sub-step (V elements a head; v itself is not
-kept) and one state per chunk of M = 64 steps; and in 16 bits, where q has them, X per sub-step and P D per
-token (M elements each). `chunk_launch` launches the kernels; it is `opaque` to torch.compile, which traces
-what is here.
+For the backward the forward keeps, in the dtype of q: u per Householder step (V elements a head; v itself is
+not kept) and one state per chunk of M = 64 steps; and in 16 bits, where q has them, T per step and
+P diag(beta) per token (M elements each). `chunk_launch` launches the kernels; torch.compile traces what is
+here and takes each pass as one node.
 """
 
 from typing import Any
@@ -14,17 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fla_train.kernels.delta_product.triton.chunk_launch import (
-    CHUNK_STEPS,
-    OPERAND_DTYPES,
-    delta_product_backward,
-    delta_product_forward,
-    in_half,
-    overwrites_errors,
-    row_length,
-)
-from fla_train.kernels.delta_product.triton.fused_recurrent import Walk, suits
-from fla_train.kernels.delta_product.triton.sequence_split import find_cut
+from fla_train.kernels.delta_product.select import CHUNK_STEPS, select_for
+from fla_train.kernels.delta_product.triton.chunk_arguments import OPERAND_DTYPES, in_half, row_length
+from fla_train.kernels.delta_product.triton.chunk_launch import delta_product_backward, delta_product_forward
+from fla_train.kernels.delta_product.triton.fused_recurrent import FusedRecurrent
 from fla_train.kernels.sizes import ceil_div
 
 
@@ -46,13 +39,14 @@ def triton_delta_product(
     By chunks, gates below 2^-50 per token count as zero.
 
     Raises:
-        ValueError: for float64, over 64 sub-steps per token, or a key dimension over 256 (128 in float32).
+        ValueError: for float64, for more than 64 Householder steps per token, or for a key dimension over 256
+            (128 in float32).
     """
     if q.dtype not in OPERAND_DTYPES:
         raise ValueError(f"the triton backend takes no {q.dtype}: choose backend=recurrent or chunked")
     if k.shape[2] > CHUNK_STEPS:
         raise ValueError(
-            f"the triton backend takes at most {CHUNK_STEPS} sub-steps per token, got {k.shape[2]}"
+            f"the triton backend takes at most {CHUNK_STEPS} Householder steps per token, got {k.shape[2]}"
         )
     limit = 128 if q.dtype == torch.float32 else 256  # the tiles of a chunk must fit in shared memory
     if q.shape[3] > limit:
@@ -64,8 +58,8 @@ def triton_delta_product(
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     options = scale, qk_l2norm, output_final_state, keep
-    if suits(q, k, v):
-        return Walk.apply(*tensors, *options, *(() if cu_seqlens is None else (cu_seqlens,)))
+    if select_for(q, k, v.shape[-1], cu_seqlens, qk_l2norm).algorithm == "fused_recurrent":
+        return FusedRecurrent.apply(*tensors, *options, *(() if cu_seqlens is None else (cu_seqlens,)))
     bounds = () if cu_seqlens is None else _bounds(cu_seqlens, q.shape[1], CHUNK_STEPS // k.shape[2])
     return _DeltaProduct.apply(*tensors, *options, *bounds)
 
@@ -78,8 +72,8 @@ def _bounds(cu_seqlens: Tensor, length: int, chunk_tokens: int) -> tuple[Tensor,
     documents = cu_seqlens.numel() - 1
     ends = ((cu_seqlens.diff() + chunk_tokens - 1) // chunk_tokens).cumsum(0)
     numbers = torch.arange(length // chunk_tokens + documents, device=ends.device, dtype=ends.dtype)
-    chunk_segment = torch.searchsorted(ends, numbers, right=True).clamp_(max=documents - 1)
-    return cu_seqlens, torch.nn.functional.pad(ends, (1, 0)), chunk_segment
+    chunk_sequence = torch.searchsorted(ends, numbers, right=True).clamp_(max=documents - 1)
+    return cu_seqlens, torch.nn.functional.pad(ends, (1, 0)), chunk_sequence
 
 
 class _DeltaProduct(torch.autograd.Function):
@@ -98,38 +92,42 @@ class _DeltaProduct(torch.autograd.Function):
         keep: bool,
         *bounds: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        (batch, length, heads, key_dim), sub_steps, value_dim = q.shape, k.shape[2], v.shape[-1]
-        chunks = bounds[2].numel() if bounds else batch * ceil_div(length, CHUNK_STEPS // sub_steps)
-        segments = bounds[0].numel() - 1 if bounds else batch
+        (batch, length, heads, key_dim), num_householder, value_dim = q.shape, k.shape[2], v.shape[-1]
+        chunks = bounds[2].numel() if bounds else batch * ceil_div(length, CHUNK_STEPS // num_householder)
+        sequences = bounds[0].numel() - 1 if bounds else batch
         prepared = _make_prepared(q, k, beta, chunks, g is not None, qk_l2norm)
         o = v.new_empty(batch, length, heads, value_dim)
-        errors = torch.empty_like(v) if keep else None
+        u = torch.empty_like(v) if keep else None
         states = q.new_empty(chunks, heads, value_dim, key_dim) if keep else None
-        final_state = beta.new_empty(segments, heads, key_dim, value_dim) if output_final_state else None
-        cut = find_cut(q, k, value_dim, bounds)
+        final_state = beta.new_empty(sequences, heads, key_dim, value_dim) if output_final_state else None
+        selection = select_for(q, k, value_dim, bounds[0] if bounds else None, qk_l2norm)
         # With |k| <= 1 and beta <= 2 no element is beyond 1.
         dtype = torch.float32 if q.dtype == torch.float32 else torch.float16
-        transitions = None if cut is None else q.new_empty(cut.pieces, heads, key_dim, key_dim, dtype=dtype)
+        transitions = None
+        if selection.num_segments:
+            transitions = q.new_empty(selection.num_segments, heads, key_dim, key_dim, dtype=dtype)
         delta_product_forward(
             *(q, k, v, beta, g, initial_state, bounds, scale, qk_l2norm),
-            *(o, prepared, errors, states, transitions, final_state),
+            *(o, prepared, u, states, transitions, final_state),
         )
         ctx.set_materialize_grads(False)
         ctx.scale, ctx.qk_l2norm, ctx.num_bounds = scale, qk_l2norm, len(bounds)
         kept = (*bounds, *prepared) if keep else ()
         transitions = transitions if keep else None
-        ctx.save_for_backward(q, k, beta, g, initial_state, errors, states, transitions, *kept)
+        ctx.save_for_backward(q, k, beta, g, initial_state, u, states, transitions, *kept)
         return o, final_state
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dfinal_state: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, beta, g, initial_state, errors, states, transitions, *kept = ctx.saved_tensors
+        q, k, beta, g, initial_state, u, states, transitions, *kept = ctx.saved_tensors
         bounds, prepared = kept[: ctx.num_bounds], kept[ctx.num_bounds :]
-        # E goes where its graph is not kept, and dV may have its place.
+        # Where the graph is not kept nobody needs u again. chunk_bwd_fused reads each element of it before it
+        # writes that of dv, which may have its place.
         spent = not torch.compiler.is_compiling() and not _keeps_graph()
-        in_place = spent and overwrites_errors(q, k, errors.shape[-1], bounds, transitions)
-        dv = errors if in_place else torch.empty_like(errors)
+        cu_seqlens = bounds[0] if bounds else None
+        in_place = spent and select_for(q, k, u.shape[-1], cu_seqlens, ctx.qk_l2norm).fused_backward
+        dv = u if in_place else torch.empty_like(u)
         do = torch.zeros_like(dv[:, :, 0]).contiguous() if do is None else do.contiguous()
         dfinal_state = None if dfinal_state is None else dfinal_state.contiguous()
         dq, dk, dbeta = (torch.empty_like(x) for x in (q, k, beta))
@@ -137,7 +135,7 @@ class _DeltaProduct(torch.autograd.Function):
         dinitial_state = torch.empty_like(initial_state) if ctx.needs_input_grad[5] else None
         delta_product_backward(
             *(q, k, beta, g, do, dfinal_state, bounds, ctx.scale, ctx.qk_l2norm),
-            *(prepared, errors, states, transitions),
+            *(prepared, u, states, transitions),
             *(dq, dk, dv, dbeta, dg, dinitial_state),
         )
         return dq, dk, dv, dbeta, dg, dinitial_state, *[None] * (4 + ctx.num_bounds)
@@ -151,12 +149,14 @@ def _keeps_graph() -> bool:
 def _make_prepared(
     q: Tensor, k: Tensor, beta: Tensor, chunks: int, gated: bool, qk_l2norm: bool
 ) -> list[Tensor]:
-    """Room for what `prepare_kernel` writes; shapes are stated there."""
-    tokens, heads, sub_steps = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
-    by_token, by_step = (heads, row_length(q)), (heads, row_length(q) * sub_steps)
+    """Room for what `chunk_prepare_wy` writes; shapes are stated there."""
+    tokens, heads, num_householder = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
+    by_token, by_step = (heads, row_length(q)), (heads, row_length(q) * num_householder)
     shapes = [by_step, by_step, by_token, (chunks, heads), (chunks, heads)]
     shapes += [by_token] if gated else []
     shapes += [by_token, by_step] if qk_l2norm else []
     dtype = torch.float16 if in_half(q, qk_l2norm) else q.dtype
-    matrices = [q.new_empty(rows, heads, CHUNK_STEPS, dtype=dtype) for rows in (tokens * sub_steps, tokens)]
+    matrices = [
+        q.new_empty(rows, heads, CHUNK_STEPS, dtype=dtype) for rows in (tokens * num_householder, tokens)
+    ]
     return matrices + [beta.new_empty(shape) for shape in shapes]

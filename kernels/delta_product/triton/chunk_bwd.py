@@ -1,93 +1,103 @@
 """Backward kernels of `delta_product`; notation of `chunk_fwd`, d a gradient, tau(r) = r // N.
 
-Serial, `adjoint_kernel`:
+Serial, `chunk_bwd_state_kernel`:
 
-    dE = D (exp(G_C - G_tau) .* (K dS') + P^T dO)
-    dV = X^T dE
-    dS = exp(G_C) dS' + Q^T (scale * exp(G) .* dO) - K^T (exp(G_tau) .* dV)
+    du = diag(beta) (exp(g_cum_C - g_cum_tau) .* (K dS') + P^T dO)
+    dV = T^T du
+    dS = exp(g_cum_C) dS' + Q^T (scale * exp(g_cum) .* dO) - K^T (exp(g_cum_tau) .* dV)
 
-All chunks at once, `gradient_kernel`, with U = D E:
+All chunks at once, `chunk_bwd_qkg_kernel`, with W = diag(beta) u, what is written:
 
-    dP = dO U^T
-    dA = -tril(dV U^T, -1)
-    dQ = scale * exp(G) .* (dO S^T) + dP' K
-    dK = exp(G_C - G_tau) .* (U dS'^T) - exp(G_tau) .* (dV S^T) + dP'^T Q + (dA' + dA'^T) K
+    dP = dO W^T
+    dA = -tril(dV W^T, -1)
+    dQ = scale * exp(g_cum) .* (dO S^T) + dP' K
+    dK = exp(g_cum_C - g_cum_tau) .* (W dS'^T) - exp(g_cum_tau) .* (dV S^T) + dP'^T Q + (dA' + dA'^T) K
 
 dS' is the gradient of the state after the chunk; dP' and dA' are dP and dA times the factors that lie between
-Q K^T and P, and between K K^T and A. dA is the adjoint of the solve, so X^T dX X^T is never formed. dbeta
-sums what is linear in beta: the columns of dP .* P and dA .* A (without their beta) and k . (E dS'^T). Each
-log gate gets the sum of the products it scales; rows and columns take the same numbers, so that the terms
-which cancel do so to fp32 rounding.
+Q K^T and P, and between K K^T and A. dA is that of the solve, so T^T dT T^T is never formed. dbeta sums what
+is linear in beta: the columns of dP .* P and dA .* A (without their beta) and k . (u dS'^T). Each log gate
+gets the sum of the products it scales; rows and columns take the same numbers, so that the terms which cancel
+do so to fp32 rounding.
 """
 
 import triton
 import triton.language as tl
 
+from fla_train.kernels.delta_product.triton.chunk_fwd import MIN_LOG_DECAY
 from fla_train.kernels.delta_product.triton.common import (
     chunk_span,
     load_gates,
     load_rows,
     load_scalars,
     load_scores,
-    segment_span,
+    program_tile,
+    sequence_span,
+    state_tile,
     store_rows,
     times_inverse,
 )
 
 
+@triton.jit
+def bwd_state_step(
+    b_ds, q, k, do, wy, p, read, write, query, decay, peak, i_c, i_t, n_t, i_v, i_h, n_total,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
+    BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    L2NORM: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dS^T [BV, BK] before chunk `i_c` from that after it, and dV^T [BV, M]."""
+    i_m, n_m = i_t * N, n_t * N
+    b_k = load_rows(k + (i_m * H + i_h) * K, n_m, 0, K, H * K, M, BK).to(OPERAND)
+    b_q = load_rows(q + (i_t * H + i_h) * K, n_t, 0, K, H * K, BC, BK).to(OPERAND)
+    b_do = load_rows(do + (i_t * H + i_h) * V, n_t, i_v, V, H * V, BC, BV).to(OPERAND)
+    b_wy = load_rows(wy + (i_m * H + i_h) * M, n_m, 0, M, H * M, M, M)
+    b_p = load_scores(p, peak, i_c, i_t, n_t, i_h, H, M, BC, L2NORM, OPERAND)
+    b_read = load_scalars(read, i_h, n_total * N, i_m, n_m, M)
+    b_write = load_scalars(write, i_h, n_total * N, i_m, n_m, M)
+    b_query = load_scalars(query, i_h, n_total, i_t, n_t, BC)
+
+    b_do = tl.trans(b_do)  # [BV, BC]
+    b_du = tl.dot(b_ds.to(OPERAND), tl.trans(b_k), input_precision=PRECISION) * b_write[None, :]  # [BV, M]
+    b_du = tl.dot(b_do, b_p, b_du, input_precision=PRECISION)
+    b_dv = times_inverse(b_du, b_wy, OPERAND, PRECISION)
+    b_ds *= tl.load(decay + i_c * H + i_h)
+    b_do = (b_do.to(tl.float32) * b_query[None, :]).to(OPERAND)
+    b_ds = tl.dot(b_do, b_q, b_ds, input_precision=PRECISION)
+    b_ds = tl.dot((b_dv * -b_read[None, :]).to(OPERAND), b_k, b_ds, input_precision=PRECISION)
+    return b_ds, b_dv
+
+
 @triton.jit(do_not_specialize=["T", "NT"])
-def adjoint_kernel(
+def chunk_bwd_state_kernel(
     q, k, do,  # [tokens, H, K], [tokens * N, H, K], [tokens, H, V]
-    x, p, read, write, query, decay, peak,  # from prepare_kernel
+    wy, p, read, write, query, decay, peak,  # from chunk_prepare_wy_kernel
     dv, dstates,  # out [tokens * N, H, V]; [chunks, H, V, K], the gradient of the state at each chunk's end
-    dfinal_state, dinitial_state,  # [segments, H, K, V] fp32, in and out
+    dfinal_state, dinitial_state,  # [sequences, H, K, V] fp32, in and out
     cu_seqlens, chunk_offsets, n_total, T, NT,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    L2NORM: tl.constexpr, PACKED: tl.constexpr, HAS_FINAL: tl.constexpr, STORE_INITIAL: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    L2NORM: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Per segment, head and block of V, from the last chunk to the first: the state's gradient and dv."""
-    NV: tl.constexpr = (V + BV - 1) // BV
-    i_v = (tl.program_id(0) % NV) * BV
-    i_h = (tl.program_id(0) // NV) % H
-    i_s = tl.program_id(0) // (NV * H)
-    i_start, length, i_chunk = segment_span(i_s, cu_seqlens, chunk_offsets, T, NT, PACKED)
-
-    o_k, o_v = tl.arange(0, BK), i_v + tl.arange(0, BV)
-    m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
-    p_s = (i_s.to(tl.int64) * H + i_h) * K * V + o_k[None, :] * V + o_v[:, None]
+    """Per sequence, head and tile of V, from the last chunk to the first: the state's gradient and dv."""
+    i_v, i_h, i_s = program_tile(H, (V + BV - 1) // BV, BV)
+    i_start, length, i_chunk = sequence_span(i_s, cu_seqlens, chunk_offsets, T, NT, PACKED)
+    p_s, m_s = state_tile(i_s, i_h, i_v, H, K, V, BK, BV)
     b_ds = tl.zeros((BV, BK), tl.float32)  # dS^T
-    if HAS_FINAL:
+    if dfinal_state is not None:
         b_ds += tl.load(dfinal_state + p_s, mask=m_s, other=0.0)
 
     n_chunks = tl.cdiv(length, C)
     for i_reverse in range(0, n_chunks):
         i_c = n_chunks - 1 - i_reverse
         i_t, n_t = i_start + i_c * C, tl.minimum(length - i_c * C, C)
-        i_m, n_m = i_t * N, n_t * N
-        b_dsc = b_ds.to(OPERAND)
-        store_rows(dstates + ((i_chunk + i_c) * H + i_h) * V * K + i_v * K, b_dsc, V - i_v, 0, K, K, BV, BK)
-        b_k = load_rows(k + (i_m * H + i_h) * K, n_m, 0, K, H * K, M, BK).to(OPERAND)
-        b_q = load_rows(q + (i_t * H + i_h) * K, n_t, 0, K, H * K, BC, BK).to(OPERAND)
-        b_do = load_rows(do + (i_t * H + i_h) * V, n_t, i_v, V, H * V, BC, BV).to(OPERAND)
-        b_x = load_rows(x + (i_m * H + i_h) * M, n_m, 0, M, H * M, M, M)
-        b_p = load_scores(p, peak, i_chunk + i_c, i_t, n_t, i_h, H, M, BC, L2NORM, OPERAND)
-        b_read = load_scalars(read, i_h, n_total * N, i_m, n_m, M)
-        b_write = load_scalars(write, i_h, n_total * N, i_m, n_m, M)
-        b_query = load_scalars(query, i_h, n_total, i_t, n_t, BC)
-
-        b_do = tl.trans(b_do)  # [BV, BC]
-        b_de = tl.dot(b_dsc, tl.trans(b_k), input_precision=PRECISION) * b_write[None, :]  # [BV, M]
-        b_de = tl.dot(b_do, b_p, b_de, input_precision=PRECISION)
-        b_dv = times_inverse(b_de, b_x, OPERAND, PRECISION)
-        b_ds *= tl.load(decay + (i_chunk + i_c) * H + i_h)
-        b_ds = tl.dot(
-            (b_do.to(tl.float32) * b_query[None, :]).to(OPERAND), b_q, b_ds, input_precision=PRECISION
-        )
-        b_ds = tl.dot((b_dv * -b_read[None, :]).to(OPERAND), b_k, b_ds, input_precision=PRECISION)
-        store_rows(dv + (i_m * H + i_h) * V, tl.trans(b_dv), n_m, i_v, V, H * V, M, BV)
-    if STORE_INITIAL:
+        p_ds = dstates + ((i_chunk + i_c) * H + i_h) * V * K + i_v * K
+        store_rows(p_ds, b_ds.to(OPERAND), V - i_v, 0, K, K, BV, BK)
+        b_ds, b_dv = bwd_state_step(
+            b_ds, q, k, do, wy, p, read, write, query, decay, peak,
+            i_chunk + i_c, i_t, n_t, i_v, i_h, n_total, H, K, V, N, M, BC, BK, BV, L2NORM, OPERAND, PRECISION,
+        )  # fmt: skip
+        store_rows(dv + (i_t * N * H + i_h) * V, tl.trans(b_dv), n_t * N, i_v, V, H * V, M, BV)
+    if dinitial_state is not None:
         tl.store(dinitial_state + p_s, b_ds, mask=m_s)
 
 
@@ -106,16 +116,16 @@ def sum_over_values(
 
 
 @triton.jit(do_not_specialize=["T", "NT"])
-def gradient_kernel(
+def chunk_bwd_qkg_kernel(
     q, k, beta, g,  # [tokens, H, K], [tokens * N, H, K], [tokens * N, H], [tokens, H]
-    do, dv, errors,  # [tokens, H, V], [tokens * N, H, V], the same
-    gc, rq, rk,  # from prepare_kernel
-    states, dstates,  # [chunks, H, V, K], from state_kernel and adjoint_kernel
+    do, dv, u,  # [tokens, H, V], [tokens * N, H, V], the same
+    g_cum, q_rnorm, k_rnorm,  # from chunk_prepare_wy_kernel
+    states, dstates,  # [chunks, H, V, K], from the serial kernels
     dq, dk, dbeta, dg,  # out, as q, k, beta, g
-    cu_seqlens, chunk_offsets, chunk_segment, scale, n_total, T, NT,
+    cu_seqlens, chunk_offsets, chunk_sequence, scale, n_total, T, NT,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BKO: tl.constexpr,
-    GATED: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, MIN_LOG_DECAY: tl.constexpr,
+    GATED: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Per chunk and head: dq, dk, dbeta and dg.
@@ -126,7 +136,7 @@ def gradient_kernel(
     pass collects them.
     """
     i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H  # heads side by side: their rows are neighbours
-    i_t, n_t = chunk_span(i_c, cu_seqlens, chunk_offsets, chunk_segment, T, NT, C, PACKED)
+    i_t, n_t = chunk_span(i_c, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, C, PACKED)
     if n_t <= 0:
         return
     i_m, n_m = i_t * N, n_t * N
@@ -135,29 +145,29 @@ def gradient_kernel(
     p_s = (i_c.to(tl.int64) * H + i_h) * V * K
     p_ds, p_s = dstates + p_s, states + p_s
     p_k, p_q = (i_m * H + i_h) * K, (i_t * H + i_h) * K
-    p_e, p_dv, p_do = errors + (i_m * H + i_h) * V, dv + (i_m * H + i_h) * V, do + (i_t * H + i_h) * V
+    p_u, p_dv, p_do = u + (i_m * H + i_h) * V, dv + (i_m * H + i_h) * V, do + (i_t * H + i_h) * V
 
     b_beta = tl.load(beta + (i_m + o_m) * H + i_h, mask=o_m < n_m, other=0.0)
     b_rk = tl.full((M,), 1.0, tl.float32)
     b_rq = tl.full((BC,), 1.0, tl.float32)
     if L2NORM:
-        b_rk = load_scalars(rk, i_h, n_total * N, i_m, n_m, M)
-        b_rq = load_scalars(rq, i_h, n_total, i_t, n_t, BC)
+        b_rk = load_scalars(k_rnorm, i_h, n_total * N, i_m, n_m, M)
+        b_rq = load_scalars(q_rnorm, i_h, n_total, i_t, n_t, BC)
     b_read, b_write, b_query = b_rk, b_rk, b_rq * scale  # the factors of k and q, here without beta
     if GATED:
-        b_gm, b_gt, g_last = load_gates(gc, i_h, n_total, i_t, n_t, N, M, BC)
+        b_gm, b_gt, g_last = load_gates(g_cum, i_h, n_total, i_t, n_t, N, M, BC)
         b_read *= tl.exp2(b_gm)
         b_write *= tl.exp2(g_last - b_gm)
         b_query *= tl.exp2(b_gt)
 
-    b_da = tl.zeros((M, M), tl.float32)  # dV E^T
-    b_dp = tl.zeros((M, BC), tl.float32)  # E dO^T
+    b_da = tl.zeros((M, M), tl.float32)  # dV u^T
+    b_dp = tl.zeros((M, BC), tl.float32)  # u dO^T
     for i_v in range(0, V, BV):
-        b_e = load_rows(p_e, n_m, i_v, V, H * V, M, BV).to(OPERAND)
+        b_u = load_rows(p_u, n_m, i_v, V, H * V, M, BV).to(OPERAND)
         b_dv = load_rows(p_dv, n_m, i_v, V, H * V, M, BV).to(OPERAND)
         b_do = load_rows(p_do, n_t, i_v, V, H * V, BC, BV).to(OPERAND)
-        b_da = tl.dot(b_dv, tl.trans(b_e), b_da, input_precision=PRECISION)
-        b_dp = tl.dot(b_e, tl.trans(b_do), b_dp, input_precision=PRECISION)
+        b_da = tl.dot(b_dv, tl.trans(b_u), b_da, input_precision=PRECISION)
+        b_dp = tl.dot(b_u, tl.trans(b_do), b_dp, input_precision=PRECISION)
 
     b_k = load_rows(k + p_k, n_m, 0, K, H * K, M, BK).to(OPERAND)
     b_q = load_rows(q + p_q, n_t, 0, K, H * K, BC, BK).to(OPERAND)
@@ -188,7 +198,7 @@ def gradient_kernel(
         for i_k in range(0, K, BKO):
             b_ko = load_rows(k + p_k, n_m, i_k, K, H * K, M, BKO).to(tl.float32)
             b_qo = load_rows(q + p_q, n_t, i_k, K, H * K, BC, BKO).to(tl.float32)
-            b_y = sum_over_values(p_e, n_m, p_ds, i_k, K, V, H, M, BKO, BV, OPERAND, PRECISION)
+            b_y = sum_over_values(p_u, n_m, p_ds, i_k, K, V, H, M, BKO, BV, OPERAND, PRECISION)
             b_kw += tl.sum(b_ko * b_y, 1) * b_write
             b_y = sum_over_values(p_dv, n_m, p_s, i_k, K, V, H, M, BKO, BV, OPERAND, PRECISION)
             b_kr -= tl.sum(b_ko * b_y, 1) * b_read
@@ -198,7 +208,7 @@ def gradient_kernel(
     for i_k in range(0, K, BKO):
         b_ko = load_rows(k + p_k, n_m, i_k, K, H * K, M, BKO).to(OPERAND)
         b_qo = load_rows(q + p_q, n_t, i_k, K, H * K, BC, BKO).to(OPERAND)
-        b_dk = sum_over_values(p_e, n_m, p_ds, i_k, K, V, H, M, BKO, BV, OPERAND, PRECISION)
+        b_dk = sum_over_values(p_u, n_m, p_ds, i_k, K, V, H, M, BKO, BV, OPERAND, PRECISION)
         b_dk *= b_write[:, None]
         if not SPLIT:
             b_kw = tl.sum(b_ko.to(tl.float32) * b_dk, 1)

@@ -1,11 +1,15 @@
-"""`delta_product` sub-step by sub-step, for narrow heads in float32, where products of chunks don't pay.
+"""`delta_product` step by step in Triton: forward and backward of sequences, and one token (decoding).
 
-A word problem has thousands of heads of 16 or 32 channels and short sequences. Chunks would be padded to
-tiles of 64 channels there, and float32 goes through the matrix units in three products. Here a program of one
-warp walks one head of one sequence with the state in registers, as the definition does.
+Sequences: for narrow heads in float32, where products of chunks do not pay. A word problem has thousands of
+heads of 16 or 32 channels and short sequences. Chunks would be padded to tiles of 64 channels there, and
+float32 goes through the matrix units in three products. Here a program of one warp runs one head of one
+sequence with the state in registers, as the definition does. For the backward pass the forward keeps the
+state before each step, after the gate: 4 K V bytes a step and head.
 
-For the backward pass the forward keeps the state before each sub-step, after the gate: 4 K V bytes a sub-step
-and head.
+One token: the state is read once and written once, whatever n_h. A decoding step moves the state and hardly
+anything else: 8 K V bytes a head in fp32, against 2 (n_h + 1) (K + V) for its inputs. A program holds a
+[K, BV] tile of a head's state in registers, one warp for each 128 rows, so that the sums over K stay inside a
+warp or two, and applies the gate, all steps and the query to it.
 """
 
 from collections.abc import Sequence
@@ -18,21 +22,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fla_train.kernels.cached_launch import run_kernel
-from fla_train.kernels.custom_op import custom_op as opaque
+from fla_train.kernels.custom_op import custom_op
 from fla_train.kernels.delta_product.interface import L2NORM_EPS
-from fla_train.kernels.sizes import next_power_of_2
+from fla_train.kernels.sizes import ceil_div, next_power_of_2
 
-STATE = 1024  # elements of a state, K and V rounded up: 32 registers a thread
-LONGEST = 4096  # sub-steps of a row that are walked; timed were up to 256
-
-
-def suits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a call is walked, and not cut into chunks."""
-    state = next_power_of_2(q.shape[-1]) * next_power_of_2(v.shape[-1])
-    return q.dtype == torch.float32 and state <= STATE and q.shape[1] * k.shape[2] <= LONGEST
+TILE = 4096  # fp32 elements of the state that a warp holds in decoding: 128 registers of each of its threads
 
 
-class Walk(torch.autograd.Function):
+class FusedRecurrent(torch.autograd.Function):
     """Arguments and results of `triton_delta_product`, all contiguous."""
 
     @staticmethod
@@ -51,11 +48,13 @@ class Walk(torch.autograd.Function):
         *bounds: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         (batch, length, heads, key_dim), value_dim = q.shape, v.shape[-1]
-        segments = bounds[0].numel() - 1 if bounds else batch
+        sequences = bounds[0].numel() - 1 if bounds else batch
         o = v.new_empty(batch, length, heads, value_dim)
         states = v.new_empty(*k.shape, value_dim) if keep else None
-        final_state = v.new_empty(segments, heads, key_dim, value_dim) if output_final_state else None
-        walk_forward(q, k, v, beta, g, initial_state, bounds, scale, qk_l2norm, o, states, final_state)
+        final_state = v.new_empty(sequences, heads, key_dim, value_dim) if output_final_state else None
+        fused_recurrent_forward(
+            q, k, v, beta, g, initial_state, bounds, scale, qk_l2norm, o, states, final_state
+        )
         ctx.set_materialize_grads(False)
         ctx.scale, ctx.qk_l2norm = scale, qk_l2norm
         ctx.save_for_backward(q, k, v, beta, g, initial_state, states, *bounds)
@@ -70,15 +69,15 @@ class Walk(torch.autograd.Function):
         dq, dk, dv, dbeta = (torch.empty_like(x) for x in (q, k, v, beta))
         dg = None if g is None else torch.empty_like(g)
         dinitial_state = torch.empty_like(initial_state) if ctx.needs_input_grad[5] else None
-        walk_backward(
+        fused_recurrent_backward(
             *(q, k, v, beta, g, states, do, dfinal_state, bounds, ctx.scale, ctx.qk_l2norm),
             *(dq, dk, dv, dbeta, dg, dinitial_state),
         )
         return dq, dk, dv, dbeta, dg, dinitial_state, *[None] * (4 + len(bounds))
 
 
-@opaque(mutates=("o", "states", "final_state"))
-def walk_forward(
+@custom_op(mutates=("o", "states", "final_state"))
+def fused_recurrent_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -94,17 +93,15 @@ def walk_forward(
 ) -> None:
     """Fill the output and, where given, the states [B, T, N, H, K, V] and those at the ends."""
     programs, sizes = _sizes(q, k, v, bounds, qk_l2norm)
-    arguments = {
-        **{"q": q, "k": k, "v": v, "beta": beta, "g": g, "initial_state": initial_state, "scale": scale},
-        **{"o": o, "states": states, "final_state": final_state},
-        **sizes,
-    }
     with torch.cuda.device_of(q):
-        run_kernel(walk_kernel, (programs,), arguments, num_warps=1)
+        run_kernel(
+            fused_recurrent_fwd_kernel, (programs,), q=q, k=k, v=v, beta=beta, g=g, scale=scale,
+            initial_state=initial_state, o=o, states=states, final_state=final_state, **sizes,
+        )  # fmt: skip
 
 
-@opaque(mutates=("dq", "dk", "dv", "dbeta", "dg", "dinitial_state"))
-def walk_backward(
+@custom_op(mutates=("dq", "dk", "dv", "dbeta", "dg", "dinitial_state"))
+def fused_recurrent_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -125,14 +122,12 @@ def walk_backward(
 ) -> None:
     """Fill the gradients."""
     programs, sizes = _sizes(q, k, v, bounds, qk_l2norm)
-    arguments = {
-        **{"q": q, "k": k, "v": v, "beta": beta, "g": g, "states": states, "scale": scale},
-        **{"do": do, "dfinal_state": dfinal_state},
-        **{"dq": dq, "dk": dk, "dv": dv, "dbeta": dbeta, "dg": dg, "dinitial_state": dinitial_state},
-        **sizes,
-    }
     with torch.cuda.device_of(q):
-        run_kernel(walk_back_kernel, (programs,), arguments, num_warps=1)
+        run_kernel(
+            fused_recurrent_bwd_kernel, (programs,), q=q, k=k, v=v, beta=beta, g=g, scale=scale,
+            states=states, do=do, dfinal_state=dfinal_state, dq=dq, dk=dk, dv=dv, dbeta=dbeta, dg=dg,
+            dinitial_state=dinitial_state, **sizes,
+        )  # fmt: skip
 
 
 def _sizes(
@@ -141,14 +136,63 @@ def _sizes(
     """Programs, one for each head of a sequence, and the arguments that both kernels take."""
     (batch, length, heads, key_dim), value_dim = q.shape, v.shape[-1]
     cu_seqlens = bounds[0] if bounds else None
-    segments = batch if cu_seqlens is None else cu_seqlens.numel() - 1
-    sizes = {"cu_seqlens": cu_seqlens, "T": length, "H": heads, "K": key_dim, "V": value_dim}
-    sizes |= {"N": k.shape[2], "BK": next_power_of_2(key_dim), "BV": next_power_of_2(value_dim)}
-    return segments * heads, sizes | {"L2NORM": qk_l2norm, "EPS": L2NORM_EPS}
+    sequences = batch if cu_seqlens is None else cu_seqlens.numel() - 1
+    sizes = dict(
+        cu_seqlens=cu_seqlens, T=length, H=heads, K=key_dim, V=value_dim, N=k.shape[2],
+        BK=next_power_of_2(key_dim), BV=next_power_of_2(value_dim),
+        L2NORM=qk_l2norm, EPS=L2NORM_EPS, num_warps=1,
+    )  # fmt: skip
+    return sequences * heads, sizes
+
+
+def triton_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    *,
+    state: Tensor,
+    scale: float,
+    qk_l2norm: bool,
+) -> tuple[Tensor, Tensor]:
+    """`delta_product_step` on validated inputs, without gradients; shapes and dtypes as there."""
+    q, k, v, beta, state = (x.contiguous() for x in (q, k, v, beta, state))
+    g = None if g is None else g.contiguous()
+    o, new_state = v.new_empty(*q.shape[:2], v.shape[-1]), torch.empty_like(state)
+    fused_recurrent_step(q, k, v, beta, g, state, scale, qk_l2norm, o, new_state)
+    return o, new_state
+
+
+@custom_op(mutates=("o", "new_state"))
+def fused_recurrent_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float,
+    qk_l2norm: bool,
+    o: Tensor,
+    new_state: Tensor,
+) -> None:
+    """Fill the output and the new state."""
+    (batch, heads, key_dim), value_dim = q.shape, v.shape[-1]
+    key_tile = next_power_of_2(key_dim)
+    warps = max(1, key_tile // 128)
+    value_tile = min(max(TILE * warps // key_tile, 16), next_power_of_2(value_dim))
+    with torch.cuda.device_of(q):
+        run_kernel(
+            fused_recurrent_step_kernel, (batch * heads, ceil_div(value_dim, value_tile)),
+            q=q, k=k, v=v, beta=beta, g=g, scale=scale, eps=L2NORM_EPS,
+            state=state, o=o, new_state=new_state, H=heads, K=key_dim, V=value_dim, N=k.shape[1],
+            BK=key_tile, BV=value_tile, L2NORM=qk_l2norm, num_warps=warps,
+        )  # fmt: skip
 
 
 @triton.jit
-def segment(i_s, cu_seqlens, T):
+def sequence_tokens(i_s, cu_seqlens, T):
     """First token and length of a sequence."""
     if cu_seqlens is not None:
         i_start = tl.load(cu_seqlens + i_s).to(tl.int64)
@@ -159,12 +203,12 @@ def segment(i_s, cu_seqlens, T):
 
 
 @triton.jit
-def load_key(p, o_k, K: tl.constexpr, L2NORM: tl.constexpr, EPS: tl.constexpr):
-    """A key or query [BK] as it is used, and the factor that made it so."""
-    b_x = tl.load(p + o_k, mask=o_k < K, other=0.0)
+def load_key(p, o_k, K: tl.constexpr, L2NORM: tl.constexpr, eps):
+    """A key or query [BK] as it is used, in fp32, and the factor that made it so."""
+    b_x = tl.load(p + o_k, mask=o_k < K, other=0.0).to(tl.float32)
     b_r = 1.0
     if L2NORM:
-        b_r = tl.rsqrt(tl.sum(b_x * b_x, 0) + EPS)
+        b_r = tl.rsqrt(tl.sum(b_x * b_x, 0) + eps)
     return b_x * b_r, b_r
 
 
@@ -176,8 +220,19 @@ def store_key(p, b_dx, b_x, b_r, o_k, K: tl.constexpr, L2NORM: tl.constexpr):
     tl.store(p + o_k, b_dx, mask=o_k < K)
 
 
+@triton.jit
+def householder_step(
+    b_s, k, v, beta, i_step, o_k, o_v, K: tl.constexpr, V: tl.constexpr, L2NORM: tl.constexpr, eps
+):
+    """S + beta k (v - S^T k)^T of S [BK, BV]."""
+    b_k, _ = load_key(k + i_step * K, o_k, K, L2NORM, eps)
+    b_v = tl.load(v + i_step * V + o_v, mask=o_v < V, other=0.0).to(tl.float32)
+    b_u = tl.load(beta + i_step) * (b_v - tl.sum(b_s * b_k[:, None], 0))
+    return b_s + b_k[:, None] * b_u[None, :]
+
+
 @triton.jit(do_not_specialize=["T"])
-def walk_kernel(
+def fused_recurrent_fwd_kernel(
     q, k, v, beta, g, initial_state,
     o, states, final_state, scale, cu_seqlens, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
@@ -185,7 +240,7 @@ def walk_kernel(
 ):  # fmt: skip
     """Per token S <- exp(g) S, then S <- S + beta_j k_j (v_j - S^T k_j)^T per j, o = scale S^T q."""
     i_s, i_h = tl.program_id(0) // H, tl.program_id(0) % H
-    i_start, length = segment(i_s, cu_seqlens, T)
+    i_start, length = sequence_tokens(i_s, cu_seqlens, T)
     o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
     m_v, m_s = o_v < V, (o_k < K)[:, None] & (o_v < V)[None, :]
     o_s = o_k[:, None] * V + o_v[None, :]
@@ -201,10 +256,7 @@ def walk_kernel(
             i_step = ((i_start + i) * N + j) * H + i_h
             if states is not None:
                 tl.store(states + i_step * K * V + o_s, b_s, mask=m_s)
-            b_k, _ = load_key(k + i_step * K, o_k, K, L2NORM, EPS)
-            b_v = tl.load(v + i_step * V + o_v, mask=m_v, other=0.0)
-            b_error = b_v - tl.sum(b_s * b_k[:, None], 0)
-            b_s += b_k[:, None] * (tl.load(beta + i_step) * b_error)[None, :]
+            b_s = householder_step(b_s, k, v, beta, i_step, o_k, o_v, K, V, L2NORM, EPS)
         b_q, _ = load_key(q + i_row * K, o_k, K, L2NORM, EPS)
         tl.store(o + i_row * V + o_v, scale * tl.sum(b_s * b_q[:, None], 0), mask=m_v)
     if final_state is not None:
@@ -212,16 +264,16 @@ def walk_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def walk_back_kernel(
+def fused_recurrent_bwd_kernel(
     q, k, v, beta, g, states, do, dfinal_state,
     dq, dk, dv, dbeta, dg, dinitial_state, scale, cu_seqlens, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, L2NORM: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """The same walk backwards, with the gradient dS of the state: with e = v - S^T k and f = beta dS^T k a
-    sub-step has dv = f, dbeta = e^T dS^T k, dk = beta dS e - S f, and dS <- dS - k f^T."""
+    """The same steps backwards, with the gradient dS of the state: with u = v - S^T k and f = beta dS^T k a
+    step has dv = f, dbeta = u^T dS^T k, dk = beta dS u - S f, and dS <- dS - k f^T."""
     i_s, i_h = tl.program_id(0) // H, tl.program_id(0) % H
-    i_start, length = segment(i_s, cu_seqlens, T)
+    i_start, length = sequence_tokens(i_s, cu_seqlens, T)
     o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
     m_v, m_s = o_v < V, (o_k < K)[:, None] & (o_v < V)[None, :]
     o_s = o_k[:, None] * V + o_v[None, :]
@@ -242,19 +294,45 @@ def walk_back_kernel(
             b_k, r_k = load_key(k + i_step * K, o_k, K, L2NORM, EPS)
             b_v = tl.load(v + i_step * V + o_v, mask=m_v, other=0.0)
             b_beta = tl.load(beta + i_step)
-            b_error = b_v - tl.sum(b_s * b_k[:, None], 0)
-            if j == 0:  # what the query reads: S after the last sub-step
-                b_dq = tl.sum(b_s * b_do[None, :], 1) + b_k * (b_beta * tl.sum(b_error * b_do, 0))
+            b_u = b_v - tl.sum(b_s * b_k[:, None], 0)
+            if j == 0:  # what the query reads: S after the last step
+                b_dq = tl.sum(b_s * b_do[None, :], 1) + b_k * (b_beta * tl.sum(b_u * b_do, 0))
                 store_key(dq + i_row * K, b_dq, b_q, r_q, o_k, K, L2NORM)
             b_w = tl.sum(b_ds * b_k[:, None], 0)
             b_f = b_beta * b_w
-            b_dk = tl.sum(b_ds * (b_beta * b_error)[None, :] - b_s * b_f[None, :], 1)
+            b_dk = tl.sum(b_ds * (b_beta * b_u)[None, :] - b_s * b_f[None, :], 1)
             b_ds -= b_k[:, None] * b_f[None, :]
             tl.store(dv + i_step * V + o_v, b_f, mask=m_v)
-            tl.store(dbeta + i_step, tl.sum(b_w * b_error, 0))
+            tl.store(dbeta + i_step, tl.sum(b_w * b_u, 0))
             store_key(dk + i_step * K, b_dk, b_k, r_k, o_k, K, L2NORM)
         if g is not None:
             tl.store(dg + i_row, tl.sum(tl.sum(b_s * b_ds, 1), 0))
             b_ds *= tl.exp(tl.load(g + i_row))
     if dinitial_state is not None:
         tl.store(dinitial_state + p_end + o_s, b_ds, mask=m_s)
+
+
+@triton.jit
+def fused_recurrent_step_kernel(
+    q, k, v, beta, g,  # [B, H, K], [B, N, H, K], [B, N, H, V], [B, N, H], [B, H]
+    state, o, new_state,  # [B, H, K, V], out [B, H, V], out [B, H, K, V]
+    scale, eps,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, L2NORM: tl.constexpr,
+):  # fmt: skip
+    """One token per head and tile of V; state, q, k and v may have 16 bits."""
+    i_bh = tl.program_id(0).to(tl.int64)
+    i_b, i_h = i_bh // H, i_bh % H
+    o_k, o_v = tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
+    m_v = o_v < V
+    m_s = (o_k < K)[:, None] & m_v[None, :]
+    p_s = i_bh * K * V + o_k[:, None] * V + o_v[None, :]
+    b_s = tl.load(state + p_s, mask=m_s, other=0.0).to(tl.float32)
+    if g is not None:
+        b_s *= tl.exp(tl.load(g + i_bh))
+    for j in tl.static_range(N):  # unrolled: the next loads and norms go on beside the sums of this
+        b_s = householder_step(b_s, k, v, beta, (i_b * N + j) * H + i_h, o_k, o_v, K, V, L2NORM, eps)
+    b_q, _ = load_key(q + i_bh * K, o_k, K, L2NORM, eps)
+    b_o = tl.sum(b_s * (b_q * scale)[:, None], 0)
+    tl.store(o + i_bh * V + o_v, b_o.to(o.dtype.element_ty), mask=m_v)
+    tl.store(new_state + p_s, b_s.to(new_state.dtype.element_ty), mask=m_s)

@@ -1,209 +1,334 @@
-"""Sequences cut into pieces that run at once, for calls with too few heads and sequences to fill the device.
+"""Long sequences of few heads split into segments that run at once: kernels and their launches.
 
-`state_kernel` and `adjoint_kernel` have one program per sequence, head and tile of V. Where that leaves most
-of the device idle, sequences are cut into pieces; `segment_kernels` finds the true state at each piece's start
-(backwards, the gradient at its end), and the same kernels, or Hopper's whole backward pass, then take the
-pieces for the documents of a packed row. Everything follows from sizes: nothing is tuned and nothing waits
-for the device.
+The serial kernels have one program per sequence, head and tile of V. Where that leaves most of the device
+idle, `select` splits sequences into segments of whole chunks. Here the true state at each segment's start is
+found (backwards, the gradient at its end). The serial kernels then take the segments as documents of a packed
+row.
 
-The cut is as stable as the uncut recurrence: an error in a piece's start is carried on by the same
+A segment's state obeys S_end = Phi S_start + L, with Phi [K, K] the product of its tokens' transitions and
+L [K, V] the state it would reach from zero; the gradients obey dS_start = Phi^T dS_end + dL. Both L and Phi
+come from the recurrence of `chunk_fwd_kernel`, Phi as the state that starts from the identity and sees v = 0
+(arXiv 2406.06484, section 3, applied to a run of chunks), and dL from that of `chunk_bwd_state_kernel`. All
+segments run at once; what remains serial is one small product a segment.
+
+A sequence's first segment starts from the given state, so it needs no Phi. Its last segment ends the
+sequence, so it needs neither L nor Phi (in the backward the other way round). With a gate and keys of norm
+one, a chunk is left out where the gates after it (before it, in the backward) shrink what it wrote below
+fp32. Tensors of a segment are kept transposed, in fp32: L^T [V, K], Phi^T [K, K].
+
+The split is as stable as the whole recurrence: an error in a segment's start is carried on by the same
 transitions that carry on the rounding of the state itself. With 16-bit inputs state and transition are
-rounded to fp16 once more for each piece, which shows only where beta is so small that the chunks add less.
+rounded to fp16 once more for each segment, which shows only where beta is so small that the chunks add less.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
-
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from fla_train.kernels.cached_launch import run_kernel
-from fla_train.kernels.delta_product.triton.common import CHUNK
-from fla_train.kernels.delta_product.triton.launch_table import MIN_TILE, Options
-from fla_train.kernels.delta_product.triton.segment_kernels import (
-    combine_kernel,
-    cut_kernel,
-    piece_adjoint_kernel,
-    piece_state_kernel,
+from fla_train.kernels.delta_product.select import Selection
+from fla_train.kernels.delta_product.triton.chunk_arguments import Call, pick
+from fla_train.kernels.delta_product.triton.chunk_bwd import bwd_state_step
+from fla_train.kernels.delta_product.triton.common import (
+    add_writes,
+    load_rows,
+    load_scalars,
+    program_tile,
+    store_rows,
+    times_inverse,
 )
+from fla_train.kernels.delta_product.triton.launch_table import MIN_TILE, Options
 from fla_train.kernels.sizes import ceil_div
 
-CHUNK_STEPS = CHUNK.value
-# Of the serial kernels that share a multiprocessor, with tiles of 64 columns of V; 128 take two places.
-PROGRAMS_PER_PROCESSOR = 2
-# Measured on an H100 (docs/kernels.md): the extra pass over two or three pieces costs what it saves, and on
-# shorter rows the host takes longer for five more launches than the device for the rows as they are.
-LEAST_PIECES, LEAST_CHUNKS, LEAST_ROW = 4, 8, 128
-
-_forced: int | None = None
+FORGOTTEN = tl.constexpr(-40.0)  # log2 of the decay below which a state's remainder is nothing in fp32
+NO_DECAY = tl.constexpr(-1000.0)  # floor of one chunk's log2 decay, so that sums stay finite
+WINDOW = tl.constexpr(
+    64
+)  # chunks of a segment whose decays are looked at: its last, in the backward its first
 
 
-@contextmanager
-def cutting(chunks: int | None) -> Iterator[None]:
-    """Calls inside have pieces of so many chunks, 0 for none, whatever their sizes: for checks and tests.
+@triton.jit(do_not_specialize=["T", "NT", "n_segments", "segment_chunks"])
+def segment_split_kernel(
+    cu_seqlens, chunk_offsets,  # of the sequences, or None
+    bounds, first_chunk, segment_sequence,  # out [n_segments + 1], [n_segments], [n_segments], int32
+    offsets,  # out [sequences + 1], int32
+    T, NT, n_segments, segment_chunks,
+    C: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Per sequence: its segments' first tokens and chunks. It has at least one segment, perhaps empty.
 
-    None: by their sizes, as outside.
+    Segments past the last sequence's (a packed row's number is an upper bound) are empty, at the end.
     """
-    global _forced
-    before, _forced = _forced, chunks
-    try:
-        yield
-    finally:
-        _forced = before
+    i_s, n_s = tl.program_id(0), tl.num_programs(0)
+    tokens = segment_chunks * C
+    o_b = tl.arange(0, BLOCK)
+    if PACKED:
+        i_first = 0
+        for i_b in range(0, i_s, BLOCK):
+            mask = i_b + o_b < i_s
+            b_length = tl.load(cu_seqlens + i_b + o_b + 1, mask=mask, other=0).to(tl.int32)
+            b_length -= tl.load(cu_seqlens + i_b + o_b, mask=mask, other=0).to(tl.int32)
+            i_first += tl.sum(tl.where(mask, tl.maximum(tl.cdiv(b_length, tokens), 1), 0), 0)
+        i_start = tl.load(cu_seqlens + i_s).to(tl.int32)
+        i_end = tl.load(cu_seqlens + i_s + 1).to(tl.int32)
+        i_chunk = tl.load(chunk_offsets + i_s).to(tl.int32)
+    else:
+        i_first = i_s * tl.cdiv(T, tokens)
+        i_start, i_end, i_chunk = i_s * T, i_s * T + T, i_s * NT
+    i_next = i_first + tl.maximum(tl.cdiv(i_end - i_start, tokens), 1)
+    tl.store(offsets + i_s, i_first)
+    stop = i_next
+    if i_s == n_s - 1:
+        tl.store(offsets + n_s, i_next)
+        stop = n_segments + 1
+    for i_b in range(i_first, stop, BLOCK):
+        i_p = i_b + o_b
+        tl.store(bounds + i_p, tl.minimum(i_start + (i_p - i_first) * tokens, i_end), mask=i_p < stop)
+        mask = (i_p < stop) & (i_p < n_segments)
+        tl.store(first_chunk + i_p, i_chunk + (i_p - i_first) * segment_chunks, mask=mask)
+        tl.store(segment_sequence + i_p, i_s + tl.zeros_like(i_p), mask=mask)
 
 
-def piece_chunks(rows: int, row_chunks: int, heads: int, value_dim: int, processors: int) -> int:
-    """Chunks per piece, or 0 where sequences stay whole.
+@triton.jit
+def segment_span(i_p, bounds, first_chunk, segment_sequence, offsets):
+    """Sequence, its first and last segment, and the segment's first token, tokens and first chunk."""
+    i_s = tl.load(segment_sequence + i_p)
+    i_first, i_last = tl.load(offsets + i_s), tl.load(offsets + i_s + 1) - 1
+    i_t = tl.load(bounds + i_p)
+    length = tl.load(bounds + i_p + 1) - i_t
+    return i_s, i_first, i_last, i_t.to(tl.int64), length, tl.load(first_chunk + i_p).to(tl.int64)
 
-    As many pieces as fill the device once, of at least LEAST_CHUNKS each; no cut into fewer than
-    LEAST_PIECES, nor of a row with fewer chunks than LEAST_ROW.
+
+@triton.jit
+def load_log_decays(decay, i_chunk, n_chunks, i_h, H: tl.constexpr):
+    """log2 of the decays of `n_chunks` chunks [WINDOW], 0 past the last."""
+    o_c = tl.arange(0, WINDOW)
+    b_decay = tl.load(decay + (i_chunk + o_c) * H + i_h, mask=o_c < n_chunks, other=1.0)
+    return tl.maximum(tl.log2(b_decay), NO_DECAY)
+
+
+@triton.jit(do_not_specialize=["segment_chunks"])
+def segment_fwd_kernel(
+    k, v,  # [tokens * N, H, K], [tokens * N, H, V]
+    wy, read, write, decay,  # from chunk_prepare_wy_kernel
+    initial_state,  # [sequences, H, K, V] fp32
+    local, transition,  # out [segments, H, V, K] and [segments, H, K, K] fp32
+    bounds, first_chunk, segment_sequence, offsets, n_total, segment_chunks,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
+    M: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    FORGETS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Per segment, head and tile of V: L; per tile of K: Phi. A first segment's L holds the initial state."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_y, i_h, i_p = program_tile(H, NV + (K + BV - 1) // BV, 1)
+    i_s, i_first, i_last, i_t, _, i_chunk = segment_span(i_p, bounds, first_chunk, segment_sequence, offsets)
+    transits = i_y >= NV
+    if i_p >= i_last or (transits and i_p == i_first):
+        return
+    i_v = tl.where(transits, i_y - NV, i_y) * BV  # first column of the state, or of the identity
+
+    o_k, o_v = tl.arange(0, BK), i_v + tl.arange(0, BV)
+    b_s = tl.where(transits & (o_v[:, None] == o_k[None, :]), 1.0, 0.0)
+    if initial_state is not None:
+        mask = ((o_v < V) & (i_p == i_first))[:, None] & (o_k < K)[None, :]
+        p_s = (i_s.to(tl.int64) * H + i_h) * K * V + o_k[None, :] * V + o_v[:, None]
+        b_s += tl.load(initial_state + p_s, mask=mask, other=0.0)
+    i_begin = 0
+    if FORGETS:
+        i_window = tl.maximum(segment_chunks - WINDOW, 0)
+        b_decay = load_log_decays(decay, i_chunk + i_window, segment_chunks - i_window, i_h, H)
+        b_after = tl.sum(b_decay, 0) - tl.cumsum(b_decay, 0)  # over the chunks that follow
+        n_forgotten = tl.sum(tl.where(b_after < FORGOTTEN, 1, 0), 0)
+        if n_forgotten > 0:
+            b_s = tl.zeros_like(b_s)
+            i_begin = tl.where(transits, segment_chunks, i_window + n_forgotten)
+
+    n_v = tl.where(transits, 0, N * C)
+    for i_c in range(i_begin, segment_chunks):
+        i_m = (i_t + i_c * C) * N
+        b_k = load_rows(k + (i_m * H + i_h) * K, N * C, 0, K, H * K, M, BK).to(OPERAND)
+        b_v = load_rows(v + (i_m * H + i_h) * V, n_v, i_v, V, H * V, M, BV).to(tl.float32)
+        b_wy = load_rows(wy + (i_m * H + i_h) * M, N * C, 0, M, H * M, M, M)
+        b_read = load_scalars(read, i_h, n_total * N, i_m, N * C, M)
+        b_write = load_scalars(write, i_h, n_total * N, i_m, N * C, M)
+        b_r = tl.dot(b_s.to(OPERAND), tl.trans(b_k), input_precision=PRECISION)  # [BV, M]
+        b_r = tl.trans(b_v) - b_r * b_read[None, :]
+        b_u = times_inverse(b_r, tl.trans(b_wy), OPERAND, PRECISION)
+        b_s *= tl.load(decay + (i_chunk + i_c) * H + i_h)
+        b_s = add_writes(b_s, b_u * b_write[None, :], b_k, OPERAND, PRECISION)
+    p_h = i_p.to(tl.int64) * H + i_h
+    if transits:
+        store_rows(transition + (p_h * K + i_v) * K, b_s, K - i_v, 0, K, K, BV, BK)
+    else:
+        store_rows(local + (p_h * V + i_v) * K, b_s, V - i_v, 0, K, K, BV, BK)
+
+
+@triton.jit
+def segment_bwd_kernel(
+    q, k, do,  # [tokens, H, K], [tokens * N, H, K], [tokens, H, V]
+    wy, p, read, write, query, decay, peak,  # from chunk_prepare_wy_kernel
+    dfinal_state,  # [sequences, H, K, V] fp32
+    local,  # out [segments, H, V, K] fp32
+    bounds, first_chunk, segment_sequence, offsets, n_total,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
+    M: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L2NORM: tl.constexpr,
+    FORGETS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Per segment, head and tile of V: dL. A last segment's has the final state's gradient in it."""
+    i_v, i_h, i_p = program_tile(H, (V + BV - 1) // BV, BV)
+    i_s, i_first, i_last, i_start, length, i_chunk = segment_span(
+        i_p, bounds, first_chunk, segment_sequence, offsets
+    )
+    if i_p > i_last or i_p == i_first:
+        return
+
+    b_ds = tl.zeros((BV, BK), tl.float32)
+    if dfinal_state is not None:
+        o_k, o_v = tl.arange(0, BK), i_v + tl.arange(0, BV)
+        mask = ((o_v < V) & (i_p == i_last))[:, None] & (o_k < K)[None, :]
+        p_s = (i_s.to(tl.int64) * H + i_h) * K * V + o_k[None, :] * V + o_v[:, None]
+        b_ds += tl.load(dfinal_state + p_s, mask=mask, other=0.0)
+    n_chunks = tl.cdiv(length, C)
+    if FORGETS:
+        n_window = tl.minimum(n_chunks, WINDOW)
+        b_decay = load_log_decays(decay, i_chunk, n_window, i_h, H)
+        b_before = tl.cumsum(b_decay, 0) - b_decay  # over the chunks before
+        n_alive = tl.sum(tl.where((b_before >= FORGOTTEN) & (tl.arange(0, WINDOW) < n_window), 1, 0), 0)
+        if n_alive < n_window:
+            b_ds = tl.zeros_like(b_ds)
+            n_chunks = n_alive
+
+    for i_reverse in range(0, n_chunks):
+        i_c = n_chunks - 1 - i_reverse
+        i_t, n_t = i_start + i_c * C, tl.minimum(length - i_c * C, C)
+        b_ds, _ = bwd_state_step(
+            b_ds, q, k, do, wy, p, read, write, query, decay, peak,
+            i_chunk + i_c, i_t, n_t, i_v, i_h, n_total, H, K, V, N, M, BC, BK, BV, L2NORM, OPERAND, PRECISION,
+        )  # fmt: skip
+    p_local = local + ((i_p.to(tl.int64) * H + i_h) * V + i_v) * K
+    store_rows(p_local, b_ds, V - i_v, 0, K, K, BV, BK)
+
+
+@triton.jit
+def segment_combine_kernel(
+    local, transition,  # [segments, H, V, K] fp32 and [segments, H, K, K], from the kernels above
+    edge,  # [sequences, H, K, V] fp32: the initial state, or the gradient of the final one
+    states,  # out [segments, H, K, V] fp32: the state at each segment's start, or the gradient at its end
+    offsets,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    REVERSE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Per sequence, head and tile of V, segment after segment: S <- Phi S + L, backwards S <- Phi^T S + L.
+
+    Nothing but the product waits for the segment before: Phi and L are copied meanwhile.
+    """
+    i_v, i_h, i_s = program_tile(H, (V + BV - 1) // BV, BV)
+    i_first, i_end = tl.load(offsets + i_s), tl.load(offsets + i_s + 1)
+    n_segments = i_end - i_first
+
+    o_k, o_v = tl.arange(0, BK), i_v + tl.arange(0, BV)
+    m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
+    p_s = o_k[None, :] * V + o_v[:, None]
+    b_s = tl.zeros((BV, BK), tl.float32)  # S^T
+    if edge is not None:
+        b_s += tl.load(edge + (i_s.to(tl.int64) * H + i_h) * K * V + p_s, mask=m_s, other=0.0)
+    i_p = ((i_end - 1 if REVERSE else i_first).to(tl.int64)) * H + i_h  # segment and head
+    tl.store(states + i_p * K * V + p_s, b_s, mask=m_s)
+    if n_segments > 1:  # the segment at the edge has the state before it in its L
+        b_s = load_rows(local + (i_p * V + i_v) * K, V - i_v, 0, K, K, BV, BK)
+        i_p += -H if REVERSE else H
+        tl.store(states + i_p * K * V + p_s, b_s, mask=m_s)
+    for _ in range(2, n_segments):
+        b_phi = load_rows(transition + i_p * K * K, K, 0, K, K, BK, BK)  # Phi^T
+        b_local = load_rows(local + (i_p * V + i_v) * K, V - i_v, 0, K, K, BV, BK)
+        b_s = times_inverse(b_s, tl.trans(b_phi) if REVERSE else b_phi, OPERAND, PRECISION) + b_local
+        i_p += -H if REVERSE else H
+        tl.store(states + i_p * K * V + p_s, b_s, mask=m_s)
+
+
+class Segments:
+    """The segments of one call: where they lie, their first states, and their last states' gradients (fp32).
 
     Args:
-        rows: sequences of the batch; a packed row counts as one, since its documents' lengths aren't known.
-        row_chunks: chunks of a row.
-        processors: multiprocessors of the device.
-    """
-    programs = rows * heads * -(-value_dim // MIN_TILE)
-    pieces = min(PROGRAMS_PER_PROCESSOR * processors // programs, row_chunks // LEAST_CHUNKS)
-    return -(-row_chunks // pieces) if pieces >= LEAST_PIECES and row_chunks >= LEAST_ROW else 0
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How many chunks a piece has, and how many pieces there are: for packed rows an upper bound."""
-
-    chunks: int
-    pieces: int
-
-
-def find_cut(q: Tensor, k: Tensor, value_dim: int, bounds: Sequence[Tensor]) -> Cut | None:
-    """How to cut the sequences of a call, None for not at all. `bounds[0]`: `cu_seqlens` of a packed row."""
-    (batch, length, heads, key_dim), chunk_tokens, chunks = q.shape, CHUNK_STEPS // k.shape[2], _forced
-    row_chunks = ceil_div(length, chunk_tokens)
-    documents = bounds[0].numel() - 1 if bounds else 0
-    # Short rows stay whole, and asking for the device's properties takes longer than all of this.
-    if chunks is None and row_chunks >= LEAST_ROW:
-        processors, hopper = _device(q.device)
-        if key_dim <= 2 * MIN_TILE or hopper:  # whose shared memory holds a wider transition, too
-            chunks = piece_chunks(batch, row_chunks, heads, value_dim, processors)
-        if chunks and documents * chunks >= row_chunks:  # the mean document is no longer than a piece
-            chunks = 0
-    if not chunks:
-        return None
-    tokens = chunks * chunk_tokens
-    if bounds:
-        return Cut(chunks, length // tokens + documents)
-    return Cut(chunks, batch * ceil_div(length, tokens))
-
-
-def _device(device: torch.device) -> tuple[int, bool]:
-    """Multiprocessors, and whether it is a Hopper GPU.
-
-    Without the caches of `sizes` and `launches`: torch.compile traces this, and warns of caches.
-    """
-    if device.type != "cuda":
-        return 1, False
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.major == 9
-
-
-class Pieces:
-    """The pieces of one call: where they lie, what each begins with and, in the backward, ends with; in fp32.
-
-    Args:
-        q, k, value_dim, bounds: of a call that `find_cut` cuts.
-        arguments: what kernels of the call take, by name.
+        selection: of a call whose sequences are split.
+        call: what its kernels share.
     """
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        value_dim: int,
-        bounds: Sequence[Tensor],
-        arguments: Mapping[str, Any],
-    ) -> None:
-        cut = find_cut(q, k, value_dim, bounds)
-        segments = bounds[0].numel() - 1 if bounds else q.shape[0]
-        self.count, self.programs = cut.pieces, cut.pieces * q.shape[2]
-        self._segments = segments
+    def __init__(self, selection: Selection, call: Call, device: torch.device) -> None:
+        self.count, self.chunks, self.call = selection.num_segments, selection.segment_chunks, call
         # Rows of a multiple of 16 bytes: a pointer's alignment decides which variant of a kernel is compiled.
-        # The longest has the end of the last piece, too; there are never fewer pieces than segments.
-        table = torch.empty(4, -(-(cut.pieces + 1) // 4) * 4, dtype=torch.int32, device=q.device)
-        bounds, chunk, segment, self._offsets = table.unbind()
-        self._arguments = {
-            **arguments,
-            **{"bounds": bounds, "piece_chunk": chunk, "piece_segment": segment},
-            "piece_offsets": self._offsets,
-            "n_pieces": cut.pieces,
-            "piece_chunks": cut.chunks,
-            # Whether the gates bound every transition: there are some, and keys have norm one.
-            "FORGETS": arguments["GATED"] and arguments["L2NORM"],
-            "BLOCK": 128,
-        }
-        run_kernel(cut_kernel, (segments,), self._arguments)
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Those of a kernel that is to take the pieces for the documents of a packed row."""
-        bounds, chunk = self._arguments["bounds"], self._arguments["piece_chunk"]
-        return {**self._arguments, "cu_seqlens": bounds, "chunk_offsets": chunk, "PACKED": True}
+        # The longest has the end of the last segment, too; there are never fewer segments than sequences.
+        table = torch.empty(4, ceil_div(self.count + 1, 4) * 4, dtype=torch.int32, device=device)
+        bounds, first_chunk, segment_sequence, self.offsets = table.unbind()
+        self.places = dict(
+            bounds=bounds, first_chunk=first_chunk, segment_sequence=segment_sequence, offsets=self.offsets
+        )
+        n_total, where = call.sequences["n_total"], dict(call.sequences)
+        del where["n_total"]
+        run_kernel(
+            segment_split_kernel, (call.num_sequences,), **where, **self.places,
+            n_segments=self.count, segment_chunks=self.chunks, C=call.sizes["C"], BLOCK=128,
+        )  # fmt: skip
+        # For a kernel that is to take the segments as documents of a packed row.
+        where |= dict(cu_seqlens=bounds, chunk_offsets=first_chunk, PACKED=True)
+        self.sequences, self.n_total = {**where, "n_total": n_total}, n_total
+        # Whether the gates bound every transition: there are some, and keys have norm one.
+        self.forgets = call.rows["g_cum"] is not None and call.tiles["L2NORM"]
 
     def start_states(
-        self, v: Tensor, initial_state: Tensor | None, transitions: Tensor, options: Options
+        self, k: Tensor, v: Tensor, initial_state: Tensor | None, transitions: Tensor, options: Options
     ) -> Tensor:
-        """The state at each piece's start [pieces, H, K, V]; fills `transitions` [pieces, H, K, K]."""
-        (_, heads, key_dim, _), value_dim = transitions.shape, v.shape[-1]
-        local = _empty(v, self.count, heads, value_dim, key_dim)
+        """The state at each segment's start [segments, H, K, V]; fills `transitions` [segments, H, K, K]."""
+        call, (_, heads, key_dim, _), value_dim = self.call, transitions.shape, v.shape[-1]
+        local = v.new_empty(self.count, heads, value_dim, key_dim, dtype=torch.float32)
         tiles = ceil_div(value_dim, options["BV"]) + ceil_div(key_dim, options["BV"])
-        arguments = {
-            **self._arguments,
-            **{"v": v, "initial_state": initial_state, "local": local, "transition": transitions},
-            "HAS_INITIAL": initial_state is not None,
-        }
-        run_kernel(piece_state_kernel, (self.count * heads * tiles,), arguments, **options)
+        run_kernel(
+            segment_fwd_kernel, (self.count * heads * tiles,),
+            k=k, v=v, **pick(call.factors, "wy", "read", "write", "decay"), initial_state=initial_state,
+            local=local, transition=transitions, **self.places, n_total=self.n_total,
+            segment_chunks=self.chunks, **call.sizes, V=value_dim, FORGETS=self.forgets,
+            **pick(call.tiles, "M", "BK", "OPERAND", "PRECISION"), **options,
+        )  # fmt: skip
         return self._combine(local, transitions, initial_state, reverse=False)
 
     def end_gradients(
-        self, do: Tensor, dfinal_state: Tensor | None, transitions: Tensor, options: Options
+        self,
+        q: Tensor,
+        k: Tensor,
+        do: Tensor,
+        dfinal_state: Tensor | None,
+        transitions: Tensor,
+        options: Options,
     ) -> Tensor:
-        """The gradient of the state at each piece's end [pieces, H, K, V]."""
-        (_, heads, key_dim, _), value_dim = transitions.shape, do.shape[-1]
-        local = _empty(do, self.count, heads, value_dim, key_dim)
-        tiles = ceil_div(value_dim, options["BV"])
-        arguments = {
-            **self._arguments,
-            **{"do": do, "dfinal_state": dfinal_state, "local": local},
-            "HAS_FINAL": dfinal_state is not None,
-        }
-        run_kernel(piece_adjoint_kernel, (self.count * heads * tiles,), arguments, **options)
+        """The gradient of the state at each segment's end [segments, H, K, V]."""
+        call, (_, heads, key_dim, _), value_dim = self.call, transitions.shape, do.shape[-1]
+        local = do.new_empty(self.count, heads, value_dim, key_dim, dtype=torch.float32)
+        run_kernel(
+            segment_bwd_kernel, (self.count * heads * ceil_div(value_dim, options["BV"]),),
+            q=q, k=k, do=do, **call.factors, dfinal_state=dfinal_state, local=local, **self.places,
+            n_total=self.n_total, **call.sizes, V=value_dim, FORGETS=self.forgets, **call.tiles, **options,
+        )  # fmt: skip
         return self._combine(local, transitions, dfinal_state, reverse=True)
 
-    def first(self, states: Tensor, out: Tensor) -> None:
-        """Of `states` [pieces, ...] those of each segment's first piece."""
-        torch.index_select(states, 0, self._offsets[: self._segments], out=out)
+    def select_first(self, states: Tensor, out: Tensor) -> None:
+        """Of `states` [segments, ...] those of each sequence's first segment."""
+        torch.index_select(states, 0, self.offsets[: self.call.num_sequences], out=out)
 
-    def last(self, states: Tensor, out: Tensor) -> None:
-        """Of `states` [pieces, ...] those of each segment's last piece."""
-        torch.index_select(states, 0, self._offsets[1 : self._segments + 1] - 1, out=out)
+    def select_last(self, states: Tensor, out: Tensor) -> None:
+        """Of `states` [segments, ...] those of each sequence's last segment."""
+        torch.index_select(states, 0, self.offsets[1 : self.call.num_sequences + 1] - 1, out=out)
 
     def _combine(self, local: Tensor, transitions: Tensor, edge: Tensor | None, reverse: bool) -> Tensor:
         _, heads, value_dim, key_dim = local.shape
         states = local.new_empty(self.count, heads, key_dim, value_dim)
-        arguments = {
-            **self._arguments,
-            **{"local": local, "transition": transitions, "edge": edge, "states": states},
-            **{"BV": MIN_TILE, "HAS_EDGE": edge is not None, "REVERSE": reverse},
-        }
-        programs = self._segments * heads * ceil_div(value_dim, MIN_TILE)
         # Of K = 256, and of float32, one Phi fills the shared memory; else the next one is on its way.
         large = key_dim > 2 * MIN_TILE or transitions.dtype == torch.float32
-        warps, stages = (8, 1) if large else (4, 2)
-        run_kernel(combine_kernel, (programs,), arguments, num_warps=warps, num_stages=stages)
+        run_kernel(
+            segment_combine_kernel, (self.call.num_sequences * heads * ceil_div(value_dim, MIN_TILE),),
+            local=local, transition=transitions, edge=edge, states=states, offsets=self.offsets,
+            H=heads, K=key_dim, V=value_dim, BV=MIN_TILE, REVERSE=reverse,
+            **pick(self.call.tiles, "BK", "OPERAND", "PRECISION"),
+            num_warps=8 if large else 4, num_stages=1 if large else 2,
+        )  # fmt: skip
         return states
-
-
-def _empty(like: Tensor, *shape: int) -> Tensor:
-    return like.new_empty(shape, dtype=torch.float32)

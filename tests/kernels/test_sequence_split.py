@@ -1,4 +1,4 @@
-"""Sequences that the Triton backend cuts: against the float64 recurrence, interpreted and on a GPU."""
+"""Sequences split into segments, against the float64 recurrence: interpreted and on a GPU."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -8,9 +8,11 @@ import pytest
 import torch
 import triton.language as tl
 
-from fla_train.kernels.delta_product import delta_product
-from fla_train.kernels.delta_product.triton import segment_kernels, sequence_split
-from fla_train.kernels.delta_product.triton.sequence_split import Pieces, cutting, find_cut, piece_chunks
+from fla_train.kernels.delta_product import delta_product, select
+from fla_train.kernels.delta_product.select import override, segment_chunks, select_kernel
+from fla_train.kernels.delta_product.triton import sequence_split
+from fla_train.kernels.delta_product.triton.chunk_arguments import Call
+from fla_train.kernels.delta_product.triton.sequence_split import Segments
 from tests.kernels.operator_cases import (
     BF16_EQUAL,
     BF16_HARD,
@@ -29,21 +31,21 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory", "by_chunks")
 
 
 @pytest.fixture
-def cut_into() -> Iterator[Callable[[int], None]]:
-    """Sets how many chunks a piece has, whatever the sizes of the call."""
+def split_into() -> Iterator[Callable[[int], None]]:
+    """Sets how many chunks a segment has, whatever the sizes of the call."""
     with ExitStack() as stack:
-        yield lambda chunks: stack.enter_context(cutting(chunks))
+        yield lambda chunks: stack.enter_context(override(segment_chunks=chunks))
 
 
-def test_only_calls_that_leave_the_device_idle_are_cut() -> None:
+def test_only_calls_that_leave_the_device_idle_are_split() -> None:
     h100 = 132
 
     def chunks(batch: int, tokens: int, heads: int, sub_steps: int = 1, value_dim: int = 128) -> int:
-        return piece_chunks(batch, -(-tokens // (64 // sub_steps)), heads, value_dim, h100)
+        return segment_chunks(batch, -(-tokens // (64 // sub_steps)), heads, value_dim, h100)[0]
 
-    assert chunks(1, 32768, 16) == 64  # 8 pieces, 256 programs
+    assert chunks(1, 32768, 16) == 64  # 8 segments, 256 programs
     assert chunks(1, 32768, 16, sub_steps=3) == 196  # of 1561 chunks
-    assert chunks(1, 16384, 8) == 16  # 16 pieces
+    assert chunks(1, 16384, 8) == 16  # 16 segments
     assert chunks(1, 8192, 8) == chunks(1, 16384, 4) == 8  # no shorter than that
     assert chunks(2, 8192, 16) == 32
     assert chunks(1, 8192 - 64, 8) == 0
@@ -51,63 +53,69 @@ def test_only_calls_that_leave_the_device_idle_are_cut() -> None:
         assert chunks(batch, tokens, heads) == 0
 
 
-def test_packed_rows_are_cut_where_documents_are_longer_than_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequence_split, "_device", lambda _: (132, True))
-    q, k = torch.empty(1, 32768, 16, 1), torch.empty(1, 32768, 1, 16, 1)
+def num_segments(heads: int, key_dim: int, documents: int = 0) -> int:
+    sizes = {"heads": heads, "key_dim": key_dim, "value_dim": 128, "documents": documents}
+    return select_kernel("cpu", torch.bfloat16, batch=1, tokens=32768, **sizes).num_segments
 
-    def pieces(documents: int) -> int:
-        cut = find_cut(q, k, 128, (torch.empty(documents + 1),))
-        return 0 if cut is None else cut.pieces
 
-    assert (pieces(1), pieces(7), pieces(8), pieces(1000)) == (9, 15, 0, 0)
+def test_packed_rows_are_split_where_documents_are_longer_than_segments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend_device(monkeypatch, hopper=True)
+    assert [num_segments(16, 128, documents) for documents in (1, 7, 8, 1000)] == [9, 15, 0, 0]
 
 
 @pytest.mark.parametrize(
-    ("hopper", "dim", "cut"), [(False, 128, True), (False, 256, False), (True, 256, True)]
+    ("hopper", "dim", "split"), [(False, 128, True), (False, 256, False), (True, 256, True)]
 )
-def test_wide_keys_are_cut_where_shared_memory_holds_a_transition(
-    monkeypatch: pytest.MonkeyPatch, hopper: bool, dim: int, cut: bool
+def test_wide_keys_are_split_where_shared_memory_holds_a_transition(
+    monkeypatch: pytest.MonkeyPatch, hopper: bool, dim: int, split: bool
 ) -> None:
-    monkeypatch.setattr(sequence_split, "_device", lambda _: (132, hopper))
-    q, k = torch.empty(1, 32768, 4, dim), torch.empty(1, 32768, 1, 4, dim)
-    assert (find_cut(q, k, dim, ()) is not None) is cut
+    pretend_device(monkeypatch, hopper)
+    assert bool(num_segments(4, dim)) is split
+
+
+def pretend_device(monkeypatch: pytest.MonkeyPatch, hopper: bool) -> None:
+    monkeypatch.setattr(select, "_device", lambda _: (132, hopper))
+    select.clear_caches()
 
 
 @pytest.mark.parametrize("cu_seqlens", [None, (0, 0, 3, 60, 60, 130, 150, 150), (0, 150)])
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_pieces_lie_end_to_end(
-    cut_into: Callable[[int], None], cu_seqlens: tuple[int, ...] | None, chunks: int
+def test_segments_lie_end_to_end(
+    split_into: Callable[[int], None], cu_seqlens: tuple[int, ...] | None, chunks: int
 ) -> None:
-    cut_into(chunks)
+    split_into(chunks)
     batch, length, sub_steps, chunk_tokens = (2 if cu_seqlens is None else 1), 150, 4, 16
-    q, k = torch.empty(batch, length, 1, 8), torch.empty(batch, length, sub_steps, 1, 8)
-    bounds, offsets, row_chunks = (), None, -(-length // chunk_tokens)
-    segments = list(pairwise(cu_seqlens or (0, length, 2 * length)))
+    q = torch.empty(batch, length, 1, 8, device=DEVICE)
+    k = torch.empty(batch, length, sub_steps, 1, 8, device=DEVICE)
+    bounds, spans = (), list(pairwise(cu_seqlens or (0, length, 2 * length)))
     first_chunk = [0]
-    for start, end in segments:
+    for start, end in spans:
         first_chunk.append(first_chunk[-1] + -(-(end - start) // chunk_tokens))
     if cu_seqlens is not None:
-        bounds, offsets = (torch.tensor(cu_seqlens, device=DEVICE),), torch.tensor(first_chunk, device=DEVICE)
-    sizes = {"cu_seqlens": bounds[0] if bounds else None, "chunk_offsets": offsets}
-    sizes |= {"T": length, "NT": row_chunks, "C": chunk_tokens, "PACKED": bool(bounds)}
-    sizes |= {"GATED": False, "L2NORM": False}
-    pieces = Pieces(q.to(DEVICE), k.to(DEVICE), 8, bounds, sizes)
+        bounds = [torch.tensor(x, device=DEVICE) for x in (cu_seqlens, first_chunk, [0])]
+    selection = select.select_for(q, k, 8, bounds[0] if bounds else None, False)
+    segments = Segments(selection, Call.of(q, k, False, bounds, False, [q] * 7), q.device)
 
     expected, owners = [], []
-    for number, ((start, end), chunk) in enumerate(zip(segments, first_chunk, strict=False)):
+    for number, ((start, end), chunk) in enumerate(zip(spans, first_chunk, strict=False)):
         firsts = list(range(start, end, chunks * chunk_tokens)) or [start]
         expected += [(first, chunk + (first - start) // chunk_tokens) for first in firsts]
         owners += [number] * len(firsts)
-    spare = pieces.count - len(expected)
-    assert 0 <= spare <= len(segments)
-    ends = [first for first, _ in expected] + [segments[-1][1]] * (spare + 1)
-    assert pieces.arguments["cu_seqlens"][: pieces.count + 1].tolist() == ends
-    assert pieces.arguments["chunk_offsets"][: len(expected)].tolist() == [chunk for _, chunk in expected]
-    numbers, out = torch.arange(pieces.count, device=DEVICE), torch.empty(0, dtype=torch.int64, device=DEVICE)
-    pieces.first(numbers, out)
-    assert out.tolist() == [owners.index(s) for s in range(len(segments))]
-    pieces.last(numbers, out)
-    assert out.tolist() == [len(owners) - 1 - owners[::-1].index(s) for s in range(len(segments))]
+    spare = segments.count - len(expected)
+    assert 0 <= spare <= len(spans)
+    ends = [first for first, _ in expected] + [spans[-1][1]] * (spare + 1)
+    assert segments.sequences["cu_seqlens"][: segments.count + 1].tolist() == ends
+    assert segments.sequences["chunk_offsets"][: len(expected)].tolist() == [chunk for _, chunk in expected]
+    numbers, out = (
+        torch.arange(segments.count, device=DEVICE),
+        torch.empty(0, dtype=torch.int64, device=DEVICE),
+    )
+    segments.select_first(numbers, out)
+    assert out.tolist() == [owners.index(s) for s in range(len(spans))]
+    segments.select_last(numbers, out)
+    assert out.tolist() == [len(owners) - 1 - owners[::-1].index(s) for s in range(len(spans))]
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the GPU tests cover these")
@@ -125,44 +133,44 @@ def test_pieces_lie_end_to_end(
     ],
     ids=str,
 )
-def test_interpreted_fp32(case: Case, chunks: int, cut_into: Callable[[int], None]) -> None:
-    cut_into(chunks)
+def test_interpreted_fp32(case: Case, chunks: int, split_into: Callable[[int], None]) -> None:
+    split_into(chunks)
     check(case, uniform(2e-5), "cpu")
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the GPU tests cover these")
 @pytest.mark.parametrize("inputs", ["resets", "fast decay", "random"])
-def test_decays_are_looked_at_in_a_part_of_a_long_piece(
-    inputs: str, cut_into: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+def test_decays_are_looked_at_in_a_part_of_a_long_segment(
+    inputs: str, split_into: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segment_kernels, "WINDOW", tl.constexpr(2))
-    cut_into(3)
+    monkeypatch.setattr(sequence_split, "WINDOW", tl.constexpr(2))
+    split_into(3)
     check(Case(sub_steps=16, tokens=34, inputs=inputs), uniform(2e-5), "cpu")
 
 
-def test_keys_of_any_norm(cut_into: Callable[[int], None]) -> None:
+def test_keys_of_any_norm(split_into: Callable[[int], None]) -> None:
     (q, k, v, beta, g, state), do, dstate = make_inputs(Case(sub_steps=8, tokens=40, l2norm=False), DEVICE)
     k = k * torch.linspace(0.5, 1.4, 40, device=DEVICE)[:, None, None, None]
     outputs = []
     for chunks in (0, 1):
-        cut_into(chunks)
+        split_into(chunks)
         leaves = [x.clone().requires_grad_() for x in (q, k, v, beta / 2, g - 4, state)]
         results = delta_product(
             *leaves[:5], initial_state=leaves[5], output_final_state=True, backend="triton"
         )
         torch.autograd.backward(results, (do, dstate))
         outputs.append([x.detach() for x in (*results, *(leaf.grad for leaf in leaves))])
-    for whole, cut in zip(*outputs, strict=True):
-        torch.testing.assert_close(cut, whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
+    for whole, split in zip(*outputs, strict=True):
+        torch.testing.assert_close(split, whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_cut_inference_and_recomputation_equal_training(
-    recompute: bool, cut_into: Callable[[int], None]
+def test_split_inference_and_recomputation_equal_training(
+    recompute: bool, split_into: Callable[[int], None]
 ) -> None:
-    cut_into(1)
+    split_into(1)
     (q, k, v, beta, g, state), do, _ = make_inputs(Case(sub_steps=8, tokens=30), DEVICE)
-    assert find_cut(q, k, v.shape[-1], ()).pieces == 4
+    assert select.select_for(q, k, v.shape[-1], None, True).num_segments == 4
     kwargs = {"initial_state": state, "output_final_state": True, "qk_l2norm": True, "backend": "triton"}
     k.requires_grad_()
     trained = delta_product(q, k, v, beta, g, **kwargs)
@@ -176,8 +184,8 @@ def test_cut_inference_and_recomputation_equal_training(
     assert torch.equal(trained[0], again[0]) and torch.equal(trained[1], again[1])
 
 
-def test_a_cut_call_compiles_to_one_graph(cut_into: Callable[[int], None]) -> None:
-    cut_into(1)
+def test_a_split_call_compiles_to_one_graph(split_into: Callable[[int], None]) -> None:
+    split_into(1)
     torch._dynamo.reset()
     (q, k, v, beta, g, state), do, _ = make_inputs(Case(sub_steps=16, tokens=14), DEVICE)
     k.requires_grad_()
@@ -222,20 +230,20 @@ GPU_DTYPES = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "chunks"), GPU_CASES, ids=str)
-def test_gpu_bf16(case: Case, chunks: int, cut_into: Callable[[int], None]) -> None:
-    cut_into(chunks)
+def test_gpu_bf16(case: Case, chunks: int, split_into: Callable[[int], None]) -> None:
+    split_into(chunks)
     check(case, bounds_of(case), "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "bounds"), GPU_HARD, ids=str)
-def test_gpu_hard_inputs(case: Case, bounds: dict[str, float], cut_into: Callable[[int], None]) -> None:
-    cut_into(1)
+def test_gpu_hard_inputs(case: Case, bounds: dict[str, float], split_into: Callable[[int], None]) -> None:
+    split_into(1)
     check(case, bounds, "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "bound"), GPU_DTYPES, ids=str)
-def test_gpu_other_dtypes(case: Case, bound: float, cut_into: Callable[[int], None]) -> None:
-    cut_into(1)
+def test_gpu_other_dtypes(case: Case, bound: float, split_into: Callable[[int], None]) -> None:
+    split_into(1)
     check(case, uniform(bound), "cuda")
