@@ -4,7 +4,6 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 from test_layout import ROOT, tracked
 
@@ -83,7 +82,9 @@ def findings(word: str, kind: str, folders: tuple[str, ...]) -> Iterator[str]:
     if kind == "names":
         for path, found in python_names().items():
             if path.startswith(within):
-                yield from (f"{path}:{line}" for line in sorted({line for line, name in found if name == word}))
+                yield from (
+                    f"{path}:{line}" for line in sorted({line for line, name in found if name == word})
+                )
         return
     if kind == "files":
         yield from (path for path in files() if f"/{word}/" in f"/{path}/")
