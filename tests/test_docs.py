@@ -7,6 +7,7 @@ import pytest
 from test_layout import ROOT, tracked
 
 PAGES = [path for path in tracked() if path.suffix == ".md" and path.parts[:2] != ("docs", "reports")]
+OURS = [page for page in PAGES if "dev" not in page.parts and page.name != "comparison.md"]
 
 
 def anchors(page: Path) -> set[str]:
@@ -46,3 +47,9 @@ def test_the_table_of_places_is_true() -> None:
     assert not missing, ", ".join(missing)
     files = set(re.findall(r"`((?:fla_train|kernels|eval|configs|tests)/[\w./]+)`", section))
     assert not (gone := [file for file in files if not (ROOT / file).exists()]), ", ".join(gone)
+
+
+@pytest.mark.parametrize("page", OURS, ids=str)
+def test_tests_that_a_page_names_exist(page: Path) -> None:
+    named = set(re.findall(r"`(?:[\w/]*/)?(test_\w+\.py)`", (ROOT / page).read_text()))
+    assert not (gone := named - {path.name for path in tracked()}), f"{page} names {', '.join(sorted(gone))}"
