@@ -70,17 +70,14 @@ class Selection:
             return lines
         split = f"segments of {self.segment_chunks} chunks, {self.num_segments} in all"
         lines.append(f"sequences: {split if self.num_segments else 'whole'}, because {self.segments_reason}")
-        kernels = ("chunk_prepare_wy", "chunk_fwd")
-        lines.append(
-            f"backward: {'chunk_bwd_fused' if self.fused_backward else 'chunk_bwd_state and chunk_bwd_qkg'}, "
-            f"because {self.fused_reason}"
-        )
-        if not self.fused_backward:
-            kernels += ("chunk_bwd_state", "chunk_bwd_qkg")
-        for name in kernels:
+        two = ("chunk_bwd_state", "chunk_bwd_qkg")
+        backward = "chunk_bwd_fused" if self.fused_backward else " and ".join(two)
+        lines.append(f"backward: {backward}, because {self.fused_reason}")
+        for name in ("chunk_prepare_wy", "chunk_fwd", *(() if self.fused_backward else two)):
             choice = getattr(self, name)
             options = ", ".join(f"{option} {value}" for option, value in choice.options.items())
-            lines.append(f"{name}: {'Hopper' if choice.hopper else f'Triton ({options})'}: {choice.reason}")
+            kernel = "in Gluon for Hopper" if choice.hopper else f"in Triton ({options})"
+            lines.append(f"{name}: {kernel}, because {choice.reason}")
         return lines
 
 
@@ -179,7 +176,7 @@ def _select(
     if override.options is not None:
         options, source = override.options, "the caller gives the options"
     hopper = None  # why no Hopper kernel runs
-    if not gpu.startswith("9.") or os.environ.get("TRITON_INTERPRET") == "1":
+    if not gpu.startswith("9.") or interpreted():
         hopper = "Hopper's kernels need a GPU of compute capability 9"
     elif dtype not in (torch.bfloat16, torch.float16) or key_dim not in GLUON_DIMS:
         hopper = "Hopper's kernels take 16-bit inputs with K = 64 or 128"
@@ -206,11 +203,16 @@ def _select(
         selection,
         chunk_prepare_wy=prepare,
         chunk_fwd=choose("chunk_fwd", None),
-        chunk_bwd_state=replace(state, hopper=False),
+        chunk_bwd_state=KernelChoice(False, state.options, source),
         chunk_bwd_qkg=qkg,
         fused_backward=fused,
         fused_reason=reason,
     )
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def busy(programs: int, processors: int) -> float:

@@ -1,10 +1,11 @@
 """Fixtures shared by the kernels' tests."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
+from fla_train.kernels.delta_product import select, selfcheck
 from fla_train.kernels.delta_product.select import override
 
 
@@ -22,3 +23,19 @@ def by_chunks() -> Iterator[None]:
     """Narrow heads in float32, the interpreter's cheapest cases, go by chunks as all others do."""
     with override(algorithm="chunk"):
         yield
+
+
+@pytest.fixture
+def pretend_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """`select_kernel` takes any device for a Hopper GPU with so many multiprocessors."""
+
+    def pretend(processors: int) -> None:
+        monkeypatch.setattr(select, "architecture", lambda _: "9.0")
+        monkeypatch.setattr(select, "interpreted", lambda: False)
+        monkeypatch.setattr(select, "_device", lambda _: (processors, True))
+        for module in (select, selfcheck):
+            monkeypatch.setattr(module, "processors", lambda _: processors)
+        select.clear_caches()
+
+    yield pretend
+    select.clear_caches()

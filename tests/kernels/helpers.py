@@ -2,12 +2,9 @@
 
 from itertools import pairwise
 
-import pytest
 import torch
 from torch import Tensor
 
-from fla_train.kernels.delta_product import selfcheck
-from fla_train.kernels.delta_product.hopper import bwd_fused
 from fla_train.kernels.delta_product.selfcheck import Case, evaluate, make_inputs, relative_rms
 
 
@@ -65,10 +62,3 @@ def documents_of(inputs: dict) -> list[dict]:
         call["initial_state"] = None if state is None else state[s : s + 1]
         calls.append(call)
     return calls
-
-
-def pretend_hopper(monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
-    """The rule for the backward pass as one kernel sees a Hopper GPU."""
-    monkeypatch.setattr(bwd_fused, "on_hopper", lambda arguments: True)
-    for module in (bwd_fused, selfcheck):
-        monkeypatch.setattr(module, "processors", lambda _: processors)

@@ -1,7 +1,6 @@
 """`check_backend` passes sound backends and finds broken ones."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ import torch
 from fla_train.kernels.delta_product import check_backend, interface, selfcheck
 from fla_train.kernels.delta_product.hopper import bwd_fused
 from fla_train.kernels.delta_product.recurrent import recurrent_delta_product
+from fla_train.kernels.delta_product.select import override, select_kernel
 from fla_train.kernels.delta_product.selfcheck import (
     BATCH,
     CASES,
@@ -18,9 +18,8 @@ from fla_train.kernels.delta_product.selfcheck import (
     model_cases,
     relative_rms,
 )
-from fla_train.kernels.delta_product.triton import chunk_launch
-from fla_train.kernels.delta_product.triton.sequence_split import Pieces
-from tests.kernels.helpers import pretend_hopper
+from fla_train.kernels.delta_product.triton.launch_table import fallback
+from fla_train.kernels.delta_product.triton.sequence_split import Segments
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 FEW = [dataclasses.replace(case, tokens=20) for case in CASES if case.documents is None]
@@ -119,14 +118,14 @@ def test_relative_rms():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the test below covers it")
 @pytest.mark.usefixtures("by_chunks")
-def test_the_cut_case_is_cut(monkeypatch):
-    counts, combine = [], Pieces._combine
+def test_the_split_case_is_split(monkeypatch):
+    counts, combine = [], Segments._combine
 
-    def spy(pieces, *arguments, **kwargs):
-        counts.append(pieces.count)
-        return combine(pieces, *arguments, **kwargs)
+    def spy(segments, *arguments, **kwargs):
+        counts.append(segments.count)
+        return combine(segments, *arguments, **kwargs)
 
-    monkeypatch.setattr(Pieces, "_combine", spy)
+    monkeypatch.setattr(Segments, "_combine", spy)
     case = next(case for case in CASES if case.piece_chunks)
     report = check_backend("triton", "cpu", torch.float32, cases=[case], head_dims=(16, 16))
     assert report.ok, report.summary()
@@ -135,11 +134,12 @@ def test_the_cut_case_is_cut(monkeypatch):
 
 
 @pytest.mark.parametrize("processors", [78, 114, 132])
-def test_busy_cases_keep_any_hopper_busy_and_others_do_not(monkeypatch, processors):
-    pretend_hopper(monkeypatch, processors)
+def test_busy_cases_keep_any_hopper_busy_and_others_do_not(pretend_hopper, processors):
+    pretend_hopper(processors)
     for case in CASES:
-        programs = selfcheck._copies(case, "triton", torch.device("cuda")) * BATCH * HEADS
-        assert bwd_fused.fits({"q": torch.empty(0), "K": 128, "V": 128}, programs) is case.busy
+        copies = selfcheck._copies(case, "triton", torch.device("cuda"))
+        sizes = {"batch": copies * BATCH, "tokens": 64, "heads": HEADS, "key_dim": 128, "value_dim": 128}
+        assert select_kernel("cpu", torch.bfloat16, **sizes).fused_backward is case.busy
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -159,17 +159,19 @@ def test_models_are_checked_with_the_kernels_of_training_where_no_states_go_in_o
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a test of test_gluon.py runs the kernel")
 @pytest.mark.usefixtures("by_chunks")
 @pytest.mark.parametrize("busy", [True, False])
-def test_busy_cases_reach_the_whole_backward(monkeypatch, busy):
-    def launch(arguments, programs):
+def test_busy_cases_reach_the_fused_backward(monkeypatch, pretend_hopper, busy):
+    def launch(programs, **arguments):
         raise RuntimeError(f"launched with {programs} programs")
 
-    pretend_hopper(monkeypatch, processors=8)
-    copies, whole = selfcheck._copies, SimpleNamespace(fits=bwd_fused.fits, launch=launch)
+    pretend_hopper(8)
+    copies, plain = selfcheck._copies, fallback(64)
     monkeypatch.setattr(selfcheck, "_copies", lambda case, name, _: copies(case, name, torch.device("cuda")))
-    monkeypatch.setattr(chunk_launch, "_hopper", lambda _, name: whole if name == "bwd_fused" else None)
+    monkeypatch.setattr(bwd_fused, "launch", launch)
+    options = dataclasses.replace(plain, chunk_bwd_state=plain.chunk_bwd_state | {"gluon": 1})
     for case in (case for case in CASES if case.busy):
-        small = dataclasses.replace(case, tokens=3, head_dims=(16, 16), busy=busy)
-        report = check_backend("triton", "cpu", torch.float32, cases=[small])
+        small = dataclasses.replace(case, tokens=3, head_dims=(64, 64), busy=busy)
+        with override(options=options):
+            report = check_backend("triton", "cpu", torch.float16, cases=[small])
         expected = f"{case.name}: RuntimeError: launched with 24 programs"
         assert report.failure == (expected if busy else None)
         assert report.ok is not busy

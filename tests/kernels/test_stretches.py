@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fla_train.kernels.delta_product import delta_product
+from fla_train.kernels.delta_product.select import override
 from fla_train.kernels.delta_product.selfcheck import evaluate
-from fla_train.kernels.delta_product.triton.sequence_split import cutting
 
 TOKENS = 70
 GATED = {"alpha": (0.5, 1.0)}
@@ -60,7 +60,7 @@ def test_the_triton_backend(case: dict, way: str, request: pytest.FixtureRequest
         sizes |= {"documents": DOCUMENTS["documents"][:-2]} if "documents" in case else {}
     inputs = on_device(random_inputs(**sizes, dtype=torch.float32)) | {"recompute": 33}
     expected = evaluate(random_inputs(**sizes), "recurrent")
-    with cutting(1 if way == "cut into pieces" else 0):
+    with override(segment_chunks=1 if way == "cut into pieces" else 0):
         assert_agrees(evaluate(inputs, "triton"), expected, 2e-5)
 
 

@@ -40,18 +40,18 @@ from fla_train.kernels.delta_product.triton.common import (
 
 @triton.jit
 def bwd_state_step(
-    b_ds, q, k, do, wy, p, read, write, query, decay, peak, i_c, i_t, n_t, i_v, i_h, n_total,
+    b_ds, q, k, do, wy, p, read, write, query, decay, peak,
+    i_chunk, i_c, i_t, n_t, i_m, n_m, i_v, i_h, n_total,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
     BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     L2NORM: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dS^T [BV, BK] before chunk `i_c` from that after it, and dV^T [BV, M]."""
-    i_m, n_m = i_t * N, n_t * N
+    """dS^T [BV, BK] before chunk `i_c` of a sequence from that after it, and dV^T [BV, M]."""
     b_k = load_rows(k + (i_m * H + i_h) * K, n_m, 0, K, H * K, M, BK).to(OPERAND)
     b_q = load_rows(q + (i_t * H + i_h) * K, n_t, 0, K, H * K, BC, BK).to(OPERAND)
     b_do = load_rows(do + (i_t * H + i_h) * V, n_t, i_v, V, H * V, BC, BV).to(OPERAND)
     b_wy = load_rows(wy + (i_m * H + i_h) * M, n_m, 0, M, H * M, M, M)
-    b_p = load_scores(p, peak, i_c, i_t, n_t, i_h, H, M, BC, L2NORM, OPERAND)
+    b_p = load_scores(p, peak, i_chunk + i_c, i_t, n_t, i_h, H, M, BC, L2NORM, OPERAND)
     b_read = load_scalars(read, i_h, n_total * N, i_m, n_m, M)
     b_write = load_scalars(write, i_h, n_total * N, i_m, n_m, M)
     b_query = load_scalars(query, i_h, n_total, i_t, n_t, BC)
@@ -60,7 +60,7 @@ def bwd_state_step(
     b_du = tl.dot(b_ds.to(OPERAND), tl.trans(b_k), input_precision=PRECISION) * b_write[None, :]  # [BV, M]
     b_du = tl.dot(b_do, b_p, b_du, input_precision=PRECISION)
     b_dv = times_inverse(b_du, b_wy, OPERAND, PRECISION)
-    b_ds *= tl.load(decay + i_c * H + i_h)
+    b_ds *= tl.load(decay + (i_chunk + i_c) * H + i_h)
     b_do = (b_do.to(tl.float32) * b_query[None, :]).to(OPERAND)
     b_ds = tl.dot(b_do, b_q, b_ds, input_precision=PRECISION)
     b_ds = tl.dot((b_dv * -b_read[None, :]).to(OPERAND), b_k, b_ds, input_precision=PRECISION)
@@ -90,13 +90,15 @@ def chunk_bwd_state_kernel(
     for i_reverse in range(0, n_chunks):
         i_c = n_chunks - 1 - i_reverse
         i_t, n_t = i_start + i_c * C, tl.minimum(length - i_c * C, C)
+        i_m, n_m = i_t * N, n_t * N
         p_ds = dstates + ((i_chunk + i_c) * H + i_h) * V * K + i_v * K
         store_rows(p_ds, b_ds.to(OPERAND), V - i_v, 0, K, K, BV, BK)
         b_ds, b_dv = bwd_state_step(
             b_ds, q, k, do, wy, p, read, write, query, decay, peak,
-            i_chunk + i_c, i_t, n_t, i_v, i_h, n_total, H, K, V, N, M, BC, BK, BV, L2NORM, OPERAND, PRECISION,
+            i_chunk, i_c, i_t, n_t, i_m, n_m, i_v, i_h, n_total,
+            H, K, V, N, M, BC, BK, BV, L2NORM, OPERAND, PRECISION,
         )  # fmt: skip
-        store_rows(dv + (i_t * N * H + i_h) * V, tl.trans(b_dv), n_t * N, i_v, V, H * V, M, BV)
+        store_rows(dv + (i_m * H + i_h) * V, tl.trans(b_dv), n_m, i_v, V, H * V, M, BV)
     if dinitial_state is not None:
         tl.store(dinitial_state + p_s, b_ds, mask=m_s)
 

@@ -61,8 +61,8 @@ def state_tile(
 ):  # fmt: skip
     """Where S^T [BV, BK] lies in states [sequences, H, K, V] from column `i_v` on, and its mask."""
     o_k, o_v = tl.arange(0, BK), i_v + tl.arange(0, BV)
-    p_s = (i_s.to(tl.int64) * H + i_h) * K * V + o_k[None, :] * V + o_v[:, None]
-    return p_s, (o_v < V)[:, None] & (o_k < K)[None, :]
+    m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
+    return (i_s.to(tl.int64) * H + i_h) * K * V + o_k[None, :] * V + o_v[:, None], m_s
 
 
 @triton.jit

@@ -202,9 +202,11 @@ def segment_bwd_kernel(
     for i_reverse in range(0, n_chunks):
         i_c = n_chunks - 1 - i_reverse
         i_t, n_t = i_start + i_c * C, tl.minimum(length - i_c * C, C)
+        i_m, n_m = i_t * N, n_t * N
         b_ds, _ = bwd_state_step(
             b_ds, q, k, do, wy, p, read, write, query, decay, peak,
-            i_chunk + i_c, i_t, n_t, i_v, i_h, n_total, H, K, V, N, M, BC, BK, BV, L2NORM, OPERAND, PRECISION,
+            i_chunk, i_c, i_t, n_t, i_m, n_m, i_v, i_h, n_total,
+            H, K, V, N, M, BC, BK, BV, L2NORM, OPERAND, PRECISION,
         )  # fmt: skip
     p_local = local + ((i_p.to(tl.int64) * H + i_h) * V + i_v) * K
     store_rows(p_local, b_ds, V - i_v, 0, K, K, BV, BK)
