@@ -65,15 +65,14 @@ def python_names() -> dict[str, list[tuple[int, str]]]:
     return {path: list(names(text)) for path, text in files().items() if path.endswith(".py")}
 
 
-def patterns(word: str, kind: str) -> str:
-    """What finds mentions of a retired word or path: a path also as a dotted module name."""
-    if kind == "text":
-        return rf"(?<![\w-]){re.escape(word)}(?![\w-])"
-    forms = [word]
-    module = word.removesuffix(".py")
+def pattern(word: str, kind: str) -> re.Pattern[str]:
+    """What finds mentions: of a word also as a part of a longer name, of a path also as a dotted module."""
+    if kind == "text" and "_" not in word:
+        return re.compile(rf"(?<![A-Za-z-]){re.escape(word)}(?![A-Za-z-])")
+    forms, module = [word], word.removesuffix(".py")
     if "/" in word and not any(f"/{module}/" in f"/{path}" for path in files()):
         forms.append(module.replace("/", "."))
-    return rf"(?<![\w-])({'|'.join(map(re.escape, forms))})(?![\w-])"
+    return re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, forms))})(?![\w-])")
 
 
 def findings(word: str, kind: str, folders: tuple[str, ...]) -> Iterator[str]:
@@ -88,11 +87,11 @@ def findings(word: str, kind: str, folders: tuple[str, ...]) -> Iterator[str]:
         return
     if kind == "files":
         yield from (path for path in files() if f"/{word}/" in f"/{path}/")
-    pattern = re.compile(patterns(word, kind))
+    mention = pattern(word, kind)
     for path, text in files().items():
-        if path.startswith(within) and pattern.search(text):
+        if path.startswith(within) and mention.search(text):
             lines = enumerate(text.splitlines(), 1)
-            yield from (f"{path}:{number}" for number, line in lines if pattern.search(line))
+            yield from (f"{path}:{number}" for number, line in lines if mention.search(line))
 
 
 def test_retired_words_stay_out() -> None:
