@@ -15,6 +15,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from fla_train.training.async_writer import AsyncWriter, Job, Segment
 from fla_train.training.checkpoint import (
     DEEPSPEED_TAG,
+    OPTIMIZER_FILE,
     RANDOM_FILE,
     STATE,
     WRITING,
@@ -25,6 +26,7 @@ from fla_train.training.checkpoint import (
 from fla_train.training.deepspeed_patches import files_through
 from fla_train.training.failures import TrainingStopped
 from fla_train.training.random_states import random_states
+from fla_train.training.reshard import MASTERS, SHARD
 from fla_train.training.staging import StagingBuffer
 from fla_train.utils.filesystem import reason
 
@@ -156,6 +158,8 @@ class CheckpointManager:
         capture = _Capture()
         with files_through(self._engine, capture):
             self._engine.save_checkpoint("nowhere", tag=DEEPSPEED_TAG, save_latest=False)
+        # The masters equal the weights, which are fp32 and in the model's file: 12 bytes a parameter, not 16.
+        del capture.files[OPTIMIZER_FILE.format(rank=self._rank)][SHARD][MASTERS]
         files = capture.files | {RANDOM_FILE.format(rank=self._rank): random_states()}
         if self._rank == 0:
             files[STATE] = (json.dumps(asdict(state), indent=2) + "\n").encode()

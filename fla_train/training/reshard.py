@@ -23,6 +23,7 @@ from fla_train.training.safe_load import load_file
 # DeepSpeed's names inside a ZeRO-2 checkpoint
 SHARD = "optimizer_state_dict"
 ADAM = "base_optimizer_state"
+MASTERS = "single_partition_of_fp32_groups"
 FRAGMENTS = "param_slice_mappings"
 
 
