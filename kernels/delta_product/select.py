@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,37 +106,28 @@ def override(**decisions: object) -> Iterator[None]:
         _override = before
 
 
-def select_for(q: Tensor, k: Tensor, value_dim: int, cu_seqlens: Tensor | None, qk_l2norm: bool) -> Selection:
-    """`select_kernel` of a call's tensors."""
-    (batch, tokens, heads, key_dim), num_householder = q.shape, k.shape[2]
-    documents = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
-    sizes = (batch, tokens, heads, key_dim, value_dim, num_householder, documents, qk_l2norm)
-    if torch.compiler.is_compiling():  # which traces no caches and no files
-        return _select_algorithm(q.device, q.dtype, *sizes[:-1], _override)
-    return _select(q.device, q.dtype, *sizes, _override)
+class Sizes(NamedTuple):
+    """What `select_kernel` decides by."""
+
+    device: torch.device
+    dtype: torch.dtype  # of q, k and v
+    batch: int
+    tokens: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    num_householder: int = 1
+    documents: int = 0  # of a packed row: `cu_seqlens` has one number more; 0 for rows of one sequence
+    qk_l2norm: bool = True  # whether the kernels normalise q and k
 
 
-def select_kernel(
-    device: torch.device | str,
-    dtype: torch.dtype,
-    *,
-    batch: int,
-    tokens: int,
-    heads: int,
-    key_dim: int,
-    value_dim: int,
-    num_householder: int = 1,
-    documents: int = 0,
-    qk_l2norm: bool = True,
-) -> Selection:
+def select_kernel(device: torch.device | str, dtype: torch.dtype, **sizes: int) -> Selection:
     """How the Triton backend runs a call of these sizes on a device.
 
     Args:
         device: where the tensors lie; on a CPU the interpreter's choice is returned.
         dtype: of q, k and v.
-        batch, tokens, heads, key_dim, value_dim, num_householder: B, T, H, K, V and n_h.
-        documents: of a packed row (`cu_seqlens` has one more number); 0 for rows of one sequence.
-        qk_l2norm: whether q and k are normalised in the kernel.
+        sizes: batch, tokens, heads, key_dim, value_dim, and further fields of `Sizes`.
 
     Returns:
         The decisions; `explain()` gives a sentence for each.
@@ -143,8 +135,16 @@ def select_kernel(
     Raises:
         ValueError: for a user's launches.json that cannot be used.
     """
-    sizes = (batch, tokens, heads, key_dim, value_dim, num_householder, documents, qk_l2norm)
-    return _select(torch.device(device), dtype, *sizes, _override)
+    return _select(Sizes(torch.device(device), dtype, **sizes), _override)
+
+
+def select_for(q: Tensor, k: Tensor, value_dim: int, cu_seqlens: Tensor | None, qk_l2norm: bool) -> Selection:
+    """`select_kernel` of a call's tensors."""
+    documents = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
+    sizes = Sizes(q.device, q.dtype, *q.shape, value_dim, k.shape[2], documents, qk_l2norm)
+    if torch.compiler.is_compiling():  # which traces no caches and no files
+        return _select_algorithm(sizes, _override)
+    return _select(sizes, _override)
 
 
 def clear_caches() -> None:
@@ -154,31 +154,19 @@ def clear_caches() -> None:
 
 
 @lru_cache(maxsize=1024)
-def _select(
-    device: torch.device,
-    dtype: torch.dtype,
-    batch: int,
-    tokens: int,
-    heads: int,
-    key_dim: int,
-    value_dim: int,
-    num_householder: int,
-    documents: int,
-    qk_l2norm: bool,
-    override: Override,
-) -> Selection:
-    sizes = (batch, tokens, heads, key_dim, value_dim, num_householder, documents)
-    selection = _select_algorithm(device, dtype, *sizes, override)
+def _select(sizes: Sizes, override: Override) -> Selection:
+    selection = _select_algorithm(sizes, override)
     if selection.algorithm != "chunk":
         return selection
-    gpu = architecture(device)
-    options, source = lookup(dtype, Key.of(gpu, key_dim, value_dim, num_householder))
+    key_dim, value_dim = sizes.key_dim, sizes.value_dim
+    gpu = architecture(sizes.device)
+    options, source = lookup(sizes.dtype, Key.of(gpu, key_dim, value_dim, sizes.num_householder))
     if override.options is not None:
         options, source = override.options, "the caller gives the options"
     hopper = None  # why no Hopper kernel runs
     if not gpu.startswith("9.") or interpreted():
         hopper = "Hopper's kernels need a GPU of compute capability 9"
-    elif dtype not in (torch.bfloat16, torch.float16) or key_dim not in GLUON_DIMS:
+    elif sizes.dtype not in (torch.bfloat16, torch.float16) or key_dim not in GLUON_DIMS:
         hopper = "Hopper's kernels take 16-bit inputs with K = 64 or 128"
 
     def choose(kernel: str, obstacle: str | None) -> KernelChoice:
@@ -189,14 +177,16 @@ def _select(
         return KernelChoice(obstacle is None, plain, obstacle or "the launch options ask for it")
 
     square = hopper or (None if key_dim == value_dim else "Hopper's backward kernels need K = V")
-    prepare = choose("chunk_prepare_wy", hopper or (None if qk_l2norm else "Hopper's needs normalised keys"))
+    prepare = choose(
+        "chunk_prepare_wy", hopper or (None if sizes.qk_l2norm else "Hopper's needs normalised keys")
+    )
     qkg, state = choose("chunk_bwd_qkg", square), choose("chunk_bwd_state", square)
     fused, reason = state.hopper, state.reason
-    programs = (selection.num_segments or documents or batch) * heads
+    programs = (selection.num_segments or sizes.documents or sizes.batch) * sizes.heads
     if fused and override.fused_backward is not None:
         fused, reason = override.fused_backward, "the caller wants it so"
     elif fused:
-        fused = busy(programs, processors(device)) >= MIN_BUSY
+        fused = busy(programs, processors(sizes.device)) >= MIN_BUSY
         few = "leave too many multiprocessors idle"
         reason = f"sequences x heads {'keep the multiprocessors busy' if fused else few}"
     return replace(
@@ -220,19 +210,9 @@ def busy(programs: int, processors: int) -> float:
     return programs / (ceil_div(programs, processors) * processors)
 
 
-def _select_algorithm(
-    device: torch.device,
-    dtype: torch.dtype,
-    batch: int,
-    tokens: int,
-    heads: int,
-    key_dim: int,
-    value_dim: int,
-    num_householder: int,
-    documents: int,
-    override: Override,
-) -> Selection:
+def _select_algorithm(sizes: Sizes, override: Override) -> Selection:
     """The decisions that shapes depend on. torch.compile traces this: no caches, no text made of sizes."""
+    device, dtype, batch, tokens, heads, key_dim, value_dim, num_householder, documents, _ = sizes
     algorithm, reason = "fused_recurrent", "narrow heads in float32 on short rows do not pay for chunks"
     if override.algorithm is not None:
         algorithm, reason = override.algorithm, "the caller wants it so"

@@ -25,7 +25,7 @@ class Variant:
 
     name: str  # prepare_wy, bwd_qkg or bwd_fused
     dim: int  # of keys and values
-    steps: int  # per token
+    num_householder: int
     packed: bool
     gated: bool
     heads: int = 1
@@ -114,7 +114,7 @@ def _constants(variant: Variant) -> dict[str, object]:
     absent += () if gated or variant.name == "prepare_wy" else ("q_rnorm", "k_rnorm")
     constants = dict.fromkeys(absent) | {
         **{"H": variant.heads, "K": variant.dim, "V": variant.dim},
-        **{"N": variant.steps, "C": 64 // variant.steps},
+        **{"N": variant.num_householder, "C": 64 // variant.num_householder},
         **{"GATED": gated, "L2NORM": gated, "PACKED": packed},
     }
     return constants if variant.gluon else constants | _triton_constants(variant)
@@ -124,7 +124,7 @@ def _triton_constants(variant: Variant) -> dict[str, object]:
     """What `Call.of` makes of the sizes, for normalised keys in bf16."""
     import triton.language as tl
 
-    tokens = max(32, 1 << (64 // variant.steps - 1).bit_length())
+    tokens = max(32, 1 << (64 // variant.num_householder - 1).bit_length())
     return {
         **{"M": 64, "BC": tokens, "BK": max(64, 1 << (variant.dim - 1).bit_length())},
         **{"OPERAND": tl.bfloat16, "PRECISION": "tf32x3", "INVERSE": tl.float16},

@@ -15,22 +15,22 @@ BOUND = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}  # of o
 EXACT = uniform(2e-6)  # no product is cut to fewer bits than float32 has
 CASES = [
     Case(tokens=33, heads=2, batch=2),
-    Case(tokens=17, sub_steps=2, gated=UNGATED, l2norm=False),
-    Case(tokens=9, sub_steps=3, key_dim=24, value_dim=20),
-    Case(tokens=9, sub_steps=4, batch=2, states=False, key_dim=32, value_dim=32),
-    Case(tokens=21, sub_steps=2, cu_seqlens=(0, 0, 9, 10, 21)),
+    Case(tokens=17, num_householder=2, gated=UNGATED, l2norm=False),
+    Case(tokens=9, num_householder=3, key_dim=24, value_dim=20),
+    Case(tokens=9, num_householder=4, batch=2, states=False, key_dim=32, value_dim=32),
+    Case(tokens=21, num_householder=2, cu_seqlens=(0, 0, 9, 10, 21)),
     Case(tokens=13, gated=UNGATED, cu_seqlens=(0, 3, 13, 13), l2norm=False),
     # Many heads: the one sum that a single dbeta or dg is may all but vanish, and its relative error be any.
     Case(tokens=1, scale=1.0, value_dim=5, batch=4, heads=8),
     Case(tokens=20, inputs="correlated", key_dim=32),
     Case(tokens=20, inputs="repeated"),
     Case(tokens=12, inputs="zero beta"),
-    Case(tokens=20, inputs="resets", sub_steps=2),
+    Case(tokens=20, inputs="resets", num_householder=2),
 ]
 
 
 def is_supported(case: Case) -> bool:
-    sizes = {"key_dim": case.key_dim, "value_dim": case.value_dim, "num_householder": case.sub_steps}
+    sizes = {"key_dim": case.key_dim, "value_dim": case.value_dim, "num_householder": case.num_householder}
     selection = select_kernel(
         DEVICE, case.dtype, batch=case.batch, tokens=case.tokens, heads=case.heads, **sizes
     )
@@ -51,8 +51,8 @@ def test_interpreted(case: Case) -> None:
         (Case(key_dim=33, value_dim=32), False),
         (Case(key_dim=8, value_dim=128), True),
         (Case(dtype=torch.bfloat16), False),
-        (Case(tokens=2048, sub_steps=2), True),
-        (Case(tokens=2049, sub_steps=2), False),
+        (Case(tokens=2048, num_householder=2), True),
+        (Case(tokens=2049, num_householder=2), False),
     ],
     ids=str,
 )
@@ -73,7 +73,7 @@ def test_without_gradients_no_states_are_kept(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_only_the_final_state_is_used() -> None:
-    (q, k, v, beta, g, _), _, dstate = make_inputs(Case(tokens=9, sub_steps=2), DEVICE)
+    (q, k, v, beta, g, _), _, dstate = make_inputs(Case(tokens=9, num_householder=2), DEVICE)
     found = []
     for backend in ("recurrent", "triton"):
         leaves = [x.clone().requires_grad_() for x in (k, v, beta, g)]
@@ -90,22 +90,22 @@ def test_gpu(case: Case) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gated", [GATED, UNGATED])
-@pytest.mark.parametrize("sub_steps", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_householder", [1, 2, 3, 4])
 @pytest.mark.parametrize("dim", [16, 32])
-def test_gpu_word_problems(dim: int, sub_steps: int, gated: bool) -> None:
-    case = Case(128, sub_steps, gated, batch=8, heads=12, key_dim=dim, value_dim=dim, states=False)
+def test_gpu_word_problems(dim: int, num_householder: int, gated: bool) -> None:
+    case = Case(128, num_householder, gated, batch=8, heads=12, key_dim=dim, value_dim=dim, states=False)
     check(case, uniform(1e-5), "cuda")
 
 
-def step_inputs(sub_steps, gated, dims, dtype, batch=2, heads=3, device=DEVICE):
+def step_inputs(num_householder, gated, dims, dtype, batch=2, heads=3, device=DEVICE):
     def normal(*shape):
         return torch.randn(shape, device=device).to(dtype)
 
     return {
         "q": normal(batch, heads, dims[0]),
-        "k": torch.nn.functional.normalize(normal(batch, sub_steps, heads, dims[0]), dim=-1),
-        "v": normal(batch, sub_steps, heads, dims[1]),
-        "beta": 2 * torch.rand(batch, sub_steps, heads, device=device),
+        "k": torch.nn.functional.normalize(normal(batch, num_householder, heads, dims[0]), dim=-1),
+        "v": normal(batch, num_householder, heads, dims[1]),
+        "beta": 2 * torch.rand(batch, num_householder, heads, device=device),
         "g": -torch.rand(batch, heads, device=device).exp() if gated else None,
         "state": torch.randn(batch, heads, *dims, device=device),
     }
@@ -131,9 +131,9 @@ def check_step(inputs, l2norm):
 
 @pytest.mark.parametrize("dims", [(16, 16), (33, 70), (128, 5), (256, 40)])
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("sub_steps", [1, 3])
-def test_step_shapes(sub_steps, gated, dims):
-    check_step(step_inputs(sub_steps, gated, dims, torch.float32), l2norm=gated)
+@pytest.mark.parametrize("num_householder", [1, 3])
+def test_step_shapes(num_householder, gated, dims):
+    check_step(step_inputs(num_householder, gated, dims, torch.float32), l2norm=gated)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
@@ -150,10 +150,10 @@ def test_closed_gates_and_step_sizes_at_their_ends():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("sub_steps", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_householder", [1, 2, 3, 4])
 @pytest.mark.parametrize("dims", [(16, 16), (64, 64), (128, 128), (256, 256), (96, 48)])
-def test_gpu_step(dims, sub_steps, gated):
-    check_step(step_inputs(sub_steps, gated, dims, torch.bfloat16, batch=16, heads=16), l2norm=True)
+def test_gpu_step(dims, num_householder, gated):
+    check_step(step_inputs(num_householder, gated, dims, torch.bfloat16, batch=16, heads=16), l2norm=True)
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from fla_train.bench.measure import errors, forward_backward
 from fla_train.bench.roofline import Shape
 from fla_train.kernels.delta_product import check_backend
 from fla_train.kernels.delta_product.hopper import bwd_fused
-from fla_train.kernels.delta_product.hopper.common import row_tiles
+from fla_train.kernels.delta_product.hopper.common import with_tma_descriptors
 from fla_train.kernels.delta_product.select import busy, override, select_kernel
 from fla_train.kernels.delta_product.selfcheck import CASES
 from fla_train.kernels.delta_product.triton.chunk_fwd import MIN_LOG2_DECAY
@@ -50,17 +50,17 @@ def test_compiles_for_hopper_anywhere(variant: Variant, compiled: dict[Variant, 
         "prepare_wy": 3 * dim + (5 * 2 + 3) * 64,
         # dS' K^T (for the last chunk, and for those before), u dS', dV S, dO S, u dO^T, K Q^T, u dV^T, K K^T
         # over K or V; du T, dV K and four over 64 rows; dO P and dO Q over a chunk's tokens, rounded up.
-        "bwd_fused": 9 * dim + 6 * 64 + 2 * (64 if variant.steps == 1 else 32),
+        "bwd_fused": 9 * dim + 6 * 64 + 2 * (64 if variant.num_householder == 1 else 32),
     }
     assert found.products == columns[variant.name] // 16
     # Spilled addresses have cost a quarter of the backward pass (docs/kernels.md, "Speed").
-    assert found.stack <= (80 if variant.steps == 1 else 128)
+    assert found.stack <= (80 if variant.num_householder == 1 else 128)
 
 
 def test_matrices_that_begin_anywhere_are_described() -> None:
     apart = torch.randn(2 * 64 * 64 + 1).bfloat16()[1:].view(64, 2, 64)
     assert apart.is_contiguous() and apart.data_ptr() % 16
-    (tiles,) = row_tiles(apart)
+    tiles = with_tma_descriptors({"q": apart}, rows=("q",))["q"]
     assert tiles.base.data_ptr() % 16 == 0
     assert torch.equal(tiles.base, apart) and tiles.block_shape == [64, 64]
     assert (tiles.shape, tiles.strides) == ([64, 128], [128, 1])
@@ -119,7 +119,7 @@ def check_with_gluon(case, bounds, monkeypatch, kernels=PARTS) -> None:
             run(*args, **kwargs)
 
         monkeypatch.setattr(module, "launch", launch)
-    key = Key.of("9.0", case.key_dim, case.value_dim, case.sub_steps)
+    key = Key.of("9.0", case.key_dim, case.value_dim, case.num_householder)
     present, _ = lookup(case.dtype, key)
     options = replace(present, **{name: getattr(present, name) | {"gluon": 1} for name in IN_GLUON})
     with override(options=options, fused_backward="bwd_fused" in kernels):
@@ -137,11 +137,11 @@ hopper = pytest.mark.skipif(
 @pytest.mark.parametrize("kernels", [PARTS, FUSED], ids=["parts", "fused"])
 @pytest.mark.parametrize(("l2norm", "states"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("sub_steps", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("num_householder", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_gpu(dim, sub_steps, gated, l2norm, states, kernels, monkeypatch) -> None:
+def test_gpu(dim, num_householder, gated, l2norm, states, kernels, monkeypatch) -> None:
     """Training normalises, and has no states: the second."""
-    sizes = {"key_dim": dim, "value_dim": dim, "sub_steps": sub_steps}
+    sizes = {"key_dim": dim, "value_dim": dim, "num_householder": num_householder}
     case = real(**sizes, gated=gated, l2norm=l2norm, states=states)
     check_with_gluon(case, bounds_of(case), monkeypatch, kernels)
 
@@ -149,20 +149,20 @@ def test_gpu(dim, sub_steps, gated, l2norm, states, kernels, monkeypatch) -> Non
 @hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernels", [PARTS, FUSED], ids=["parts", "fused"])
-@pytest.mark.parametrize("sub_steps", [1, 3])
+@pytest.mark.parametrize("num_householder", [1, 3])
 @pytest.mark.parametrize("tokens", [1, 63, 65, 1000])
-def test_gpu_lengths(tokens, sub_steps, kernels, monkeypatch) -> None:
-    check_with_gluon(real(tokens=tokens, sub_steps=sub_steps), BF16, monkeypatch, kernels)
+def test_gpu_lengths(tokens, num_householder, kernels, monkeypatch) -> None:
+    check_with_gluon(real(tokens=tokens, num_householder=num_householder), BF16, monkeypatch, kernels)
 
 
 @hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernels", [PARTS, FUSED], ids=["parts", "fused"])
 @pytest.mark.parametrize("states", [True, False])
-@pytest.mark.parametrize("sub_steps", [1, 2, 3])
-def test_gpu_packed(sub_steps, states, kernels, monkeypatch) -> None:
+@pytest.mark.parametrize("num_householder", [1, 2, 3])
+def test_gpu_packed(num_householder, states, kernels, monkeypatch) -> None:
     bounds = (0, 0, 64, 65, 200, 200, 333, 333)
-    case = real(batch=1, cu_seqlens=bounds, sub_steps=sub_steps, states=states)
+    case = real(batch=1, cu_seqlens=bounds, num_householder=num_householder, states=states)
     check_with_gluon(case, BF16, monkeypatch, kernels)
 
 
@@ -172,9 +172,9 @@ def test_gpu_packed(sub_steps, states, kernels, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("case", "chunks"),
     [
-        *((real(key_dim=d, value_dim=d, sub_steps=n), 2) for d in (64, 128) for n in (1, 2, 3)),
-        *((real(sub_steps=n, gated=False, states=n > 1), 1) for n in (1, 2, 3)),
-        (real(batch=1, cu_seqlens=(0, 0, 64, 65, 200, 200, 333, 333), sub_steps=2), 1),
+        *((real(key_dim=d, value_dim=d, num_householder=n), 2) for d in (64, 128) for n in (1, 2, 3)),
+        *((real(num_householder=n, gated=False, states=n > 1), 1) for n in (1, 2, 3)),
+        (real(batch=1, cu_seqlens=(0, 0, 64, 65, 200, 200, 333, 333), num_householder=2), 1),
         (real(inputs="resets"), 2),
         (real(inputs="fast decay", tokens=700), 2),
         (real(tokens=1000, gated=False, l2norm=False), 3),

@@ -45,12 +45,12 @@ HARD = [
     "case",
     [
         Case(tokens=130, heads=2, key_dim=64, value_dim=64),
-        Case(tokens=70, sub_steps=3, key_dim=64, value_dim=64),
+        Case(tokens=70, num_householder=3, key_dim=64, value_dim=64),
         Case(tokens=130, gated=False, l2norm=False, key_dim=64, value_dim=64),
-        Case(tokens=40, sub_steps=4, gated=False, key_dim=64, value_dim=64),
-        Case(tokens=100, sub_steps=2, cu_seqlens=(0, 0, 33, 34, 100), key_dim=64, value_dim=64),
+        Case(tokens=40, num_householder=4, gated=False, key_dim=64, value_dim=64),
+        Case(tokens=100, num_householder=2, cu_seqlens=(0, 0, 33, 34, 100), key_dim=64, value_dim=64),
         Case(tokens=1, key_dim=64, value_dim=64),
-        Case(tokens=65, sub_steps=2, inputs="resets", key_dim=64, value_dim=64),
+        Case(tokens=65, num_householder=2, inputs="resets", key_dim=64, value_dim=64),
         Case(tokens=65, inputs="zero beta", key_dim=64, value_dim=64),
         *HARD,
     ],
@@ -64,11 +64,11 @@ def test_gradients(case: Case) -> None:
     "case",
     [
         Case(tokens=130, heads=2, key_dim=64, value_dim=64),
-        Case(tokens=70, sub_steps=3, key_dim=128, value_dim=64),
-        Case(tokens=40, sub_steps=4, gated=False, key_dim=64, value_dim=64),
-        Case(tokens=100, sub_steps=2, cu_seqlens=(0, 0, 33, 34, 100), key_dim=128, value_dim=64),
+        Case(tokens=70, num_householder=3, key_dim=128, value_dim=64),
+        Case(tokens=40, num_householder=4, gated=False, key_dim=64, value_dim=64),
+        Case(tokens=100, num_householder=2, cu_seqlens=(0, 0, 33, 34, 100), key_dim=128, value_dim=64),
         Case(tokens=1, key_dim=64, value_dim=64),
-        Case(tokens=65, sub_steps=2, inputs="resets", key_dim=64, value_dim=64),
+        Case(tokens=65, num_householder=2, inputs="resets", key_dim=64, value_dim=64),
         Case(tokens=65, inputs="correlated", key_dim=128, value_dim=64),
         Case(tokens=65, inputs="no writes", key_dim=64, value_dim=64, scale=1e10),
     ],
@@ -82,15 +82,15 @@ def test_prepared(case: Case) -> None:
     "case",
     [
         Case(tokens=130, heads=2, batch=2, key_dim=64, value_dim=64),
-        Case(tokens=70, sub_steps=3, key_dim=64, value_dim=64),
-        Case(tokens=70, sub_steps=2, states=False, key_dim=128, value_dim=128),
+        Case(tokens=70, num_householder=3, key_dim=64, value_dim=64),
+        Case(tokens=70, num_householder=2, states=False, key_dim=128, value_dim=128),
         Case(tokens=130, gated=False, l2norm=False, key_dim=64, value_dim=64),
-        Case(tokens=40, sub_steps=4, gated=False, key_dim=64, value_dim=64),
-        Case(tokens=30, sub_steps=7, l2norm=False, key_dim=64, value_dim=64),
-        Case(tokens=100, sub_steps=2, cu_seqlens=(0, 0, 33, 34, 100, 100), key_dim=64, value_dim=64),
+        Case(tokens=40, num_householder=4, gated=False, key_dim=64, value_dim=64),
+        Case(tokens=30, num_householder=7, l2norm=False, key_dim=64, value_dim=64),
+        Case(tokens=100, num_householder=2, cu_seqlens=(0, 0, 33, 34, 100, 100), key_dim=64, value_dim=64),
         Case(tokens=200, cu_seqlens=(0, 1, 130, 200), gated=False, key_dim=64, value_dim=64),
         Case(tokens=1, key_dim=64, value_dim=64),
-        Case(tokens=65, sub_steps=2, inputs="resets", key_dim=64, value_dim=64),
+        Case(tokens=65, num_householder=2, inputs="resets", key_dim=64, value_dim=64),
         Case(tokens=65, inputs="zero beta", key_dim=64, value_dim=64),
         *HARD,
     ],
@@ -104,8 +104,8 @@ def test_fused_backward(case: Case) -> None:
     ("case", "chunks"),
     [
         (Case(tokens=130, heads=2, batch=2, key_dim=64, value_dim=64), 1),
-        (Case(tokens=90, sub_steps=3, gated=False, states=False, key_dim=64, value_dim=64), 2),
-        (Case(tokens=100, sub_steps=2, cu_seqlens=(0, 0, 33, 100, 100), key_dim=64, value_dim=64), 1),
+        (Case(tokens=90, num_householder=3, gated=False, states=False, key_dim=64, value_dim=64), 2),
+        (Case(tokens=100, num_householder=2, cu_seqlens=(0, 0, 33, 100, 100), key_dim=64, value_dim=64), 1),
         (Case(tokens=160, inputs="fast decay", key_dim=64, value_dim=64), 1),
     ],
     ids=str,
@@ -205,8 +205,10 @@ def test_a_kernel_that_could_race_is_caught(
     "case",
     [
         Case(tokens=130, key_dim=64, value_dim=64),
-        Case(tokens=70, sub_steps=3, key_dim=64, value_dim=64),  # the last of 64 rows is the next chunk's
-        Case(tokens=100, sub_steps=2, cu_seqlens=(0, 0, 33, 34, 100, 100), key_dim=64, value_dim=64),
+        Case(
+            tokens=70, num_householder=3, key_dim=64, value_dim=64
+        ),  # the last of 64 rows is the next chunk's
+        Case(tokens=100, num_householder=2, cu_seqlens=(0, 0, 33, 34, 100, 100), key_dim=64, value_dim=64),
     ],
     ids=str,
 )

@@ -40,11 +40,11 @@ def split_into() -> Iterator[Callable[[int], None]]:
 def test_only_calls_that_leave_the_device_idle_are_split() -> None:
     h100 = 132
 
-    def chunks(batch: int, tokens: int, heads: int, sub_steps: int = 1, value_dim: int = 128) -> int:
-        return segment_chunks(batch, -(-tokens // (64 // sub_steps)), heads, value_dim, h100)[0]
+    def chunks(batch: int, tokens: int, heads: int, num_householder: int = 1, value_dim: int = 128) -> int:
+        return segment_chunks(batch, -(-tokens // (64 // num_householder)), heads, value_dim, h100)[0]
 
     assert chunks(1, 32768, 16) == 64  # 8 segments, 256 programs
-    assert chunks(1, 32768, 16, sub_steps=3) == 196  # of 1561 chunks
+    assert chunks(1, 32768, 16, num_householder=3) == 196  # of 1561 chunks
     assert chunks(1, 16384, 8) == 16  # 16 segments
     assert chunks(1, 8192, 8) == chunks(1, 16384, 4) == 8  # no shorter than that
     assert chunks(2, 8192, 16) == 32
@@ -86,9 +86,9 @@ def test_segments_lie_end_to_end(
     split_into: Callable[[int], None], cu_seqlens: tuple[int, ...] | None, chunks: int
 ) -> None:
     split_into(chunks)
-    batch, length, sub_steps, chunk_tokens = (2 if cu_seqlens is None else 1), 150, 4, 16
+    batch, length, num_householder, chunk_tokens = (2 if cu_seqlens is None else 1), 150, 4, 16
     q = torch.empty(batch, length, 1, 8, device=DEVICE)
-    k = torch.empty(batch, length, sub_steps, 1, 8, device=DEVICE)
+    k = torch.empty(batch, length, num_householder, 1, 8, device=DEVICE)
     bounds, spans = (), list(pairwise(cu_seqlens or (0, length, 2 * length)))
     first_chunk = [0]
     for start, end in spans:
@@ -122,14 +122,14 @@ def test_segments_lie_end_to_end(
 @pytest.mark.parametrize(
     ("case", "chunks"),
     [
-        (Case(sub_steps=16, tokens=13, batch=2, gated=UNGATED), 1),
-        (Case(sub_steps=3, tokens=100, key_dim=24, value_dim=80, gated=UNGATED), 2),
-        (Case(sub_steps=8, tokens=40, states=False), 1),
-        (Case(sub_steps=4, tokens=108, cu_seqlens=(0, 0, 17, 18, 40, 40, 108)), 2),
-        (Case(sub_steps=8, tokens=40, cu_seqlens=(0, 32, 33, 40), gated=UNGATED, l2norm=False), 1),
-        (Case(sub_steps=8, tokens=60, inputs="resets"), 2),
-        (Case(sub_steps=4, tokens=140, inputs="fast decay", states=False), 2),
-        (Case(sub_steps=8, tokens=24, inputs="correlated", key_dim=32), 1),
+        (Case(num_householder=16, tokens=13, batch=2, gated=UNGATED), 1),
+        (Case(num_householder=3, tokens=100, key_dim=24, value_dim=80, gated=UNGATED), 2),
+        (Case(num_householder=8, tokens=40, states=False), 1),
+        (Case(num_householder=4, tokens=108, cu_seqlens=(0, 0, 17, 18, 40, 40, 108)), 2),
+        (Case(num_householder=8, tokens=40, cu_seqlens=(0, 32, 33, 40), gated=UNGATED, l2norm=False), 1),
+        (Case(num_householder=8, tokens=60, inputs="resets"), 2),
+        (Case(num_householder=4, tokens=140, inputs="fast decay", states=False), 2),
+        (Case(num_householder=8, tokens=24, inputs="correlated", key_dim=32), 1),
     ],
     ids=str,
 )
@@ -145,11 +145,13 @@ def test_decays_are_looked_at_in_a_part_of_a_long_segment(
 ) -> None:
     monkeypatch.setattr(sequence_split, "WINDOW", tl.constexpr(2))
     split_into(3)
-    check(Case(sub_steps=16, tokens=34, inputs=inputs), uniform(2e-5), "cpu")
+    check(Case(num_householder=16, tokens=34, inputs=inputs), uniform(2e-5), "cpu")
 
 
 def test_keys_of_any_norm(split_into: Callable[[int], None]) -> None:
-    (q, k, v, beta, g, state), do, dstate = make_inputs(Case(sub_steps=8, tokens=40, l2norm=False), DEVICE)
+    (q, k, v, beta, g, state), do, dstate = make_inputs(
+        Case(num_householder=8, tokens=40, l2norm=False), DEVICE
+    )
     k = k * torch.linspace(0.5, 1.4, 40, device=DEVICE)[:, None, None, None]
     outputs = []
     for chunks in (0, 1):
@@ -169,7 +171,7 @@ def test_split_inference_and_recomputation_equal_training(
     recompute: bool, split_into: Callable[[int], None]
 ) -> None:
     split_into(1)
-    (q, k, v, beta, g, state), do, _ = make_inputs(Case(sub_steps=8, tokens=30), DEVICE)
+    (q, k, v, beta, g, state), do, _ = make_inputs(Case(num_householder=8, tokens=30), DEVICE)
     assert select.select_for(q, k, v.shape[-1], None, True).num_segments == 4
     kwargs = {"initial_state": state, "output_final_state": True, "qk_l2norm": True, "backend": "triton"}
     k.requires_grad_()
@@ -187,7 +189,7 @@ def test_split_inference_and_recomputation_equal_training(
 def test_a_split_call_compiles_to_one_graph(split_into: Callable[[int], None]) -> None:
     split_into(1)
     torch._dynamo.reset()
-    (q, k, v, beta, g, state), do, _ = make_inputs(Case(sub_steps=16, tokens=14), DEVICE)
+    (q, k, v, beta, g, state), do, _ = make_inputs(Case(num_householder=16, tokens=14), DEVICE)
     k.requires_grad_()
 
     kwargs = {"initial_state": state, "qk_l2norm": True, "backend": "triton"}
@@ -201,28 +203,32 @@ def test_a_split_call_compiles_to_one_graph(split_into: Callable[[int], None]) -
 
 
 GPU_CASES = [
-    *((real(key_dim=d, value_dim=d, sub_steps=n), 2) for d in (64, 128, 256) for n in (1, 2, 3)),
-    *((real(key_dim=d, value_dim=d, sub_steps=n, gated=UNGATED), 1) for d in (64, 128) for n in (1, 2, 3)),
+    *((real(key_dim=d, value_dim=d, num_householder=n), 2) for d in (64, 128, 256) for n in (1, 2, 3)),
+    *(
+        (real(key_dim=d, value_dim=d, num_householder=n, gated=UNGATED), 1)
+        for d in (64, 128)
+        for n in (1, 2, 3)
+    ),
     (real(key_dim=256, value_dim=256, gated=UNGATED, l2norm=False), 1),
-    (real(key_dim=96, value_dim=48, sub_steps=2, gated=UNGATED), 1),
+    (real(key_dim=96, value_dim=48, num_householder=2, gated=UNGATED), 1),
     (real(key_dim=64, value_dim=192), 1),
-    (real(key_dim=128, value_dim=256, sub_steps=4, l2norm=False), 2),
+    (real(key_dim=128, value_dim=256, num_householder=4, l2norm=False), 2),
     (real(tokens=1000, gated=UNGATED, states=False), 4),
-    (real(batch=1, cu_seqlens=(0, 0, 64, 65, 200, 200, 333, 333), sub_steps=2), 1),
+    (real(batch=1, cu_seqlens=(0, 0, 64, 65, 200, 200, 333, 333), num_householder=2), 1),
     (real(batch=1, cu_seqlens=(0, 1, 333), gated=UNGATED), 2),
-    (real(inputs="resets", sub_steps=2), 3),
+    (real(inputs="resets", num_householder=2), 3),
     (real(inputs="fast decay", tokens=700), 2),
     (real(inputs="zero beta"), 2),
     (real(inputs="no writes", scale=1e10), 1),
     (real(inputs="tiny beta", states=False), 1),
-    (real(inputs="resets", sub_steps=7, tokens=1300, heads=1), 70),
+    (real(inputs="resets", num_householder=7, tokens=1300, heads=1), 70),
 ]
 GPU_CASES += [(real(tokens=1000, inputs="small beta", gated=UNGATED, l2norm=n), 1) for n in (True, False)]
 GPU_HARD = [(real(inputs=name), BF16_HARD) for name in ("correlated", "repeated")]
 GPU_HARD += [(real(inputs="correlated", gated=UNGATED), BF16_HARD)]
 GPU_HARD += [(real(inputs="ones", gated=UNGATED, scale=1.0), BF16_EQUAL)]
 GPU_DTYPES = [
-    (real(dtype=dtype, key_dim=dim, value_dim=dim, sub_steps=2), bound)
+    (real(dtype=dtype, key_dim=dim, value_dim=dim, num_householder=2), bound)
     for dtype, bound in ((torch.float16, 2e-3), (torch.float32, 2e-5))
     for dim in (64, 128)
 ]

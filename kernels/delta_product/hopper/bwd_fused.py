@@ -14,7 +14,6 @@ one of these barriers. For 16-bit inputs with K = V = 64 or 128.
 
 from typing import Any
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -59,12 +58,11 @@ from fla_train.kernels.delta_product.hopper.common import (
     opaque_zero,
     rebuild,
     row_sums,
-    row_tiles,
     sequence_span,
-    state_tiles,
     store_tile,
     suffix_sums,
     widened,
+    with_tma_descriptors,
 )
 
 WARPS = 8
@@ -381,20 +379,7 @@ def chunk_bwd_fused_kernel(
         gl.store(dinitial_state + p_s, b_ds)
 
 
-def launch(
-    programs: int,
-    *,
-    q: Tensor,
-    k: Tensor,
-    do: Tensor,
-    u: Tensor,
-    states: Tensor,
-    wy: Tensor,
-    p: Tensor,
-    **arguments: Any,
-) -> None:
+def launch(programs: int, **arguments: Any) -> None:
     """Run the kernel for so many sequences x heads; the arguments are those of the two Triton kernels."""
-    q, k, do, u, wy, p = row_tiles(q, k, do, u, wy, p)
-    (states,) = state_tiles(states)
-    tiles = {"q": q, "k": k, "do": do, "u": u, "states": states, "wy": wy, "p": p}
-    run_kernel(chunk_bwd_fused_kernel, (programs,), **tiles, **arguments, num_warps=WARPS)
+    tiled = with_tma_descriptors(arguments, rows=("q", "k", "do", "u", "wy", "p"), states=("states",))
+    run_kernel(chunk_bwd_fused_kernel, (programs,), **tiled, num_warps=WARPS)

@@ -10,7 +10,6 @@ For 16-bit inputs with K = V = 64 or 128; `chunk_bwd_qkg_kernel` of triton/chunk
 
 from typing import Any
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -41,8 +40,7 @@ from fla_train.kernels.delta_product.hopper.common import (
     fetch_scalars,
     keep_scalars,
     make_table,
-    row_tiles,
-    state_tiles,
+    with_tma_descriptors,
 )
 from fla_train.kernels.sizes import processors
 
@@ -259,25 +257,8 @@ def chunk_bwd_qkg_kernel(
         g_last = scalars[5]
 
 
-def launch(
-    programs: int,
-    *,
-    q: Tensor,
-    k: Tensor,
-    do: Tensor,
-    dv: Tensor,
-    u: Tensor,
-    states: Tensor,
-    dstates: Tensor,
-    **arguments: Any,
-) -> None:
+def launch(programs: int, **arguments: Any) -> None:
     """Run the kernel for so many chunks x heads; the arguments are those of the Triton kernel."""
-    resident = PROGRAMS * processors(q.device)
-    q, k, do, dv, u = row_tiles(q, k, do, dv, u)
-    states, dstates = state_tiles(states, dstates)
-    tiles = {"q": q, "k": k, "do": do, "dv": dv, "u": u, "states": states, "dstates": dstates}
-    run_kernel(
-        chunk_bwd_qkg_kernel,
-        (min(programs, resident),),
-        **{**tiles, **arguments, "n_work": programs, "num_warps": WARPS},
-    )
+    grid = (min(programs, PROGRAMS * processors(arguments["q"].device)),)
+    tiled = with_tma_descriptors(arguments, ("q", "k", "do", "dv", "u"), states=("states", "dstates"))
+    run_kernel(chunk_bwd_qkg_kernel, grid, **tiled, n_work=programs, num_warps=WARPS)

@@ -1,5 +1,8 @@
 """Helpers of the Gluon kernels: TMA descriptors, spans and tiles of chunks, scalars of rows, sums."""
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -36,14 +39,22 @@ class TmaDescriptor(TensorDescriptor):
         """These take the host as long as a quarter of a launch."""
 
 
-def row_tiles(*tensors: Tensor) -> list[TmaDescriptor]:
-    """TMA descriptors of tensors [..., heads, columns], read in tiles of 64 rows of one head."""
-    return [_matrix(x, x.shape[-2] * x.shape[-1], [ROWS.value, x.shape[-1]]) for x in tensors]
+def with_tma_descriptors(
+    arguments: Mapping[str, Any], rows: Iterable[str], states: Iterable[str] = ()
+) -> dict[str, Any]:
+    """The arguments with TMA descriptors in place of some tensors.
 
-
-def state_tiles(*tensors: Tensor) -> list[TmaDescriptor]:
-    """TMA descriptors of tensors [..., V, K], read in tiles of V x K."""
-    return [_matrix(x, x.shape[-1], [x.shape[-2], x.shape[-1]]) for x in tensors]
+    `rows` are tensors [..., heads, columns], read in tiles of 64 rows of one head; `states` are tensors
+    [..., V, K], read in tiles of V x K.
+    """
+    matrices = {}
+    for name in rows:
+        *_, heads, width = arguments[name].shape
+        matrices[name] = _matrix(arguments[name], heads * width, [ROWS.value, width])
+    for name in states:
+        *_, height, width = arguments[name].shape
+        matrices[name] = _matrix(arguments[name], width, [height, width])
+    return {**arguments, **matrices}
 
 
 def _matrix(tensor: Tensor, columns: int, tile: list[int]) -> TmaDescriptor:

@@ -9,7 +9,6 @@ For normalised 16-bit inputs with K = 64 or 128; the kernel of triton/chunk_fwd.
 
 from typing import Any
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -30,8 +29,8 @@ from fla_train.kernels.delta_product.hopper.common import (
     chunk_span,
     copy_pair,
     opaque_zero,
-    row_tiles,
     rows_of,
+    with_tma_descriptors,
 )
 from fla_train.kernels.delta_product.triton.chunk_fwd import LOG2E, MIN_LOG2_DECAY
 
@@ -200,9 +199,7 @@ def chunk_prepare_wy_kernel(
     gl.store(wy + (i_m * H + i_h) * ROWS + offset, s_wy.load(STORE), mask=(o_s < n_m)[:, None])
 
 
-def launch(programs: int, *, q: Tensor, k: Tensor, **arguments: Any) -> None:
+def launch(programs: int, **arguments: Any) -> None:
     """Run the kernel for so many chunks x heads; the arguments are those of the Triton kernel."""
-    q, k = row_tiles(q, k)
-    run_kernel(
-        chunk_prepare_wy_kernel, (programs,), q=q, k=k, **arguments, num_warps=WARPS, maxnreg=REGISTERS
-    )
+    tiled = with_tma_descriptors(arguments, rows=("q", "k"))
+    run_kernel(chunk_prepare_wy_kernel, (programs,), **tiled, num_warps=WARPS, maxnreg=REGISTERS)

@@ -23,7 +23,7 @@ from fla_train.kernels.delta_product.triton.common import (
     TINY,
     add_writes,
     chunk_span,
-    factored_times_inverse,
+    corrected_values,
     load_rows,
     load_scalars,
     opaque_zero,
@@ -180,9 +180,7 @@ def chunk_fwd_kernel(
         b_write = load_scalars(write, i_h, n_total * N, i_m, n_m, M)
         b_query = load_scalars(query, i_h, n_total, i_t, n_t, BC)
 
-        b_r = tl.dot(b_sc, tl.trans(b_k), input_precision=PRECISION)  # [BV, M]
-        b_r = tl.trans(b_v) - b_r * b_read[None, :]
-        b_u, b_row = factored_times_inverse(b_r, tl.trans(b_wy), OPERAND, PRECISION)
+        b_u, b_row = corrected_values(b_sc, b_k, b_v, b_wy, b_read, OPERAND, PRECISION)
         b_o = tl.dot(b_sc, tl.trans(b_q), input_precision=PRECISION) * b_query[None, :]  # [BV, BC]
         # u without its rows' factors, and P diag(beta) without its own: both in fp16, or of correlated keys,
         # whose output is a small sum of large terms, rounding takes more than of all else together.

@@ -128,6 +128,14 @@ def times_inverse(b_r, b_wy, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def corrected_values(b_s, b_k, b_v, b_wy, b_read, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """u^T [BV, M] without factors of its rows, and these: u = T (V - exp(g_cum) .* (K S))."""
+    b_r = tl.dot(b_s, tl.trans(b_k), input_precision=PRECISION)
+    b_r = tl.trans(b_v) - b_r * b_read[None, :]
+    return factored_times_inverse(b_r, tl.trans(b_wy), OPERAND, PRECISION)
+
+
+@triton.jit
 def add_writes(b_s, b_written, b_k, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """S^T + W^T K, in fp32, of S^T [BV, BK], W^T [BV, M] in fp32 and K [M, BK] in the operands' type.
 

@@ -184,16 +184,12 @@ def read_table(file: Path) -> Table:
 
 
 def write_table(file: Path, table: Table, about: Mapping[str, Any]) -> None:
-    """Write a table, one kernel's options a line; `about` says where it comes from.
+    """Write a table; `about` says where it comes from.
 
     The file is replaced as a whole, so that a process which starts meanwhile reads either table.
     """
-    rows = []
-    for key, launches in sorted(table.items(), key=lambda pair: pair[0]):
-        kernels = [f"   {json.dumps(name)}: {json.dumps(value)}" for name, value in asdict(launches).items()]
-        head = json.dumps(asdict(key)).removesuffix("}")
-        rows.append("  " + ",\n".join([head, *kernels]) + "}")
-    text = f'{{\n "about": {json.dumps(dict(about))},\n "rows": [\n' + ",\n".join(rows) + "\n ]\n}\n"
+    rows = [asdict(key) | asdict(options) for key, options in sorted(table.items(), key=lambda row: row[0])]
+    text = json.dumps({"about": dict(about), "rows": rows}, indent=1) + "\n"
     file.parent.mkdir(parents=True, exist_ok=True)
     aside = file.with_name(f".{file.name}.{os.getpid()}")
     aside.write_text(text)

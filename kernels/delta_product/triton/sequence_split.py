@@ -32,6 +32,7 @@ from fla_train.kernels.delta_product.triton.chunk_arguments import Call, pick
 from fla_train.kernels.delta_product.triton.chunk_bwd import bwd_state_step
 from fla_train.kernels.delta_product.triton.common import (
     add_writes,
+    corrected_values,
     load_rows,
     load_scalars,
     program_tile,
@@ -152,9 +153,8 @@ def segment_fwd_kernel(
         b_wy = load_rows(wy + (i_m * H + i_h) * M, N * C, 0, M, H * M, M, M)
         b_read = load_scalars(read, i_h, n_total * N, i_m, N * C, M)
         b_write = load_scalars(write, i_h, n_total * N, i_m, N * C, M)
-        b_r = tl.dot(b_s.to(OPERAND), tl.trans(b_k), input_precision=PRECISION)  # [BV, M]
-        b_r = tl.trans(b_v) - b_r * b_read[None, :]
-        b_u = times_inverse(b_r, tl.trans(b_wy), OPERAND, PRECISION)
+        b_u, b_row = corrected_values(b_s.to(OPERAND), b_k, b_v, b_wy, b_read, OPERAND, PRECISION)
+        b_u *= b_row[:, None]
         b_s *= tl.load(decay + (i_chunk + i_c) * H + i_h)
         b_s = add_writes(b_s, b_u * b_write[None, :], b_k, OPERAND, PRECISION)
     p_h = i_p.to(tl.int64) * H + i_h
