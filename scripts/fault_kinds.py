@@ -166,7 +166,7 @@ class Kinds:
                 pass  # else the start would not have been from it
         newest = checkpoint.step_of(present[-1].name)
         drill.wait(lambda: drill.step() > newest + 4, "the way over all of them")
-        if damaged := [path for path in drill.checkpoints()[:-2] if checkpoint.find_fault(path)]:
+        if damaged := [path for path in drill.checkpoints()[:-2] if checkpoint.find_error(path)]:
             raise Unnoticed(f"not written again: {damaged}")
 
     def outlived(self, group: str) -> None:

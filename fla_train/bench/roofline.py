@@ -15,7 +15,7 @@ import torch
 from fla_train.models import build_config
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.flops import attention_layers, conv_channels, count_parameters
-from fla_train.training.schema import TrainConfig
+from fla_train.training.config import TrainConfig
 from fla_train.training.throughput import peak_flops
 
 CHUNK = 64  # M

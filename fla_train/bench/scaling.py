@@ -29,8 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 from fla_train.bench.breakdown import KINDS, time_by_kind
 from fla_train.bench.ranks import on_ranks
 from fla_train.models import DeltaProductForCausalLM, build_config
+from fla_train.training.config import TrainConfig, load_config
 from fla_train.training.process_group import join
-from fla_train.training.schema import TrainConfig, load_config
 from fla_train.utils.records import read_metrics
 
 SEQ_LEN = 2048  # tokens

@@ -199,10 +199,10 @@ def _tune(request: argparse.Namespace) -> None:
 
 
 def _train_config(overrides: Sequence[str]):
-    from fla_train.training import schema
+    from fla_train.training.config import register, to_config
 
-    schema.register()
-    return schema.to_config(compose("train", overrides))
+    register()
+    return to_config(compose("train", overrides))
 
 
 def _first_step(request: argparse.Namespace) -> None:

@@ -13,9 +13,9 @@ from fla_train.cli.base import with_base
 def train(node: DictConfig) -> int:
     """Train one composed config; in a sweep (`-m`) each job has a run folder of its own."""
     from fla_train.models.zoo.build import MODEL_KEYS, ignored_overrides
+    from fla_train.training.config import to_config
     from fla_train.training.launch import TrainingFailed, launch
     from fla_train.training.preemption import EXIT_CODE, Preempted
-    from fla_train.training.schema import to_config
 
     config = to_config(node)
     if config.run.dir == "":  # `run.dir=$RUN` without RUN: a run that could never go on
@@ -69,7 +69,7 @@ def check_suite(suite: str, options: Sequence[str]) -> None:
 
 
 def register() -> None:
-    from fla_train.training.schema import register  # heavy, and not needed for --help
+    from fla_train.training.config import register  # heavy, and not needed for --help
 
     register()
 

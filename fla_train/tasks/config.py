@@ -11,13 +11,13 @@ from typing import Any
 from omegaconf import MISSING
 
 from fla_train.tasks.annotations import fits, in_words
-from fla_train.tasks.contract import Tally, Task
 from fla_train.tasks.formal import FormalLanguage
 from fla_train.tasks.group_words import GroupWords
 from fla_train.tasks.mad import Compression, InContextRecall, Memorization, SelectiveCopying
 from fla_train.tasks.mqar import MQAR
 from fla_train.tasks.regbench import RegBench
 from fla_train.tasks.score import Score
+from fla_train.tasks.task import Tally, Task
 
 TEST_SEED = -1  # test sets are the same for all runs, and no training seed is negative
 
@@ -66,7 +66,7 @@ def make_task(
     """
     if kind not in KINDS:
         raise ValueError(_unknown(kind))
-    if faults := _option_faults(kind, options):
+    if faults := _option_errors(kind, options):
         raise ValueError("; ".join(faults))
     required = [name for name, option in _options(kind).items() if option.default is option.empty]
     if missing := [name for name in required if options.get(name) is None]:
@@ -83,7 +83,7 @@ def _options(kind: str) -> dict[str, inspect.Parameter]:
     return {name: value for name, value in parameters.items() if name not in ("seed", "num_sequences")}
 
 
-def _option_faults(kind: str, options: Mapping[str, Any]) -> list[str]:
+def _option_errors(kind: str, options: Mapping[str, Any]) -> list[str]:
     """Options that the class of `kind` does not have, and values of other types than it declares."""
     known = _options(kind)
     unknown = sorted(set(options) - set(known))
@@ -122,7 +122,7 @@ def tasks_for_testing(config: TaskConfig) -> dict[str, Task]:
     }
 
 
-def task_faults(config: TaskConfig) -> list[str]:
+def task_errors(config: TaskConfig) -> list[str]:
     """Every setting that cannot work, one line each; empty when all is well."""
     faults = [
         f"task.{key}={value} must be at least 1"
@@ -136,12 +136,12 @@ def task_faults(config: TaskConfig) -> list[str]:
     sets = {"train": config.train} | {f"tests.{name}": options for name, options in config.tests.items()}
     places: dict[str, list[str]] = {}  # of each fault: test sets repeat the options of the training set
     for place, options in {"options": config.options, **sets}.items():
-        for fault in _option_faults(config.kind, options):
+        for fault in _option_errors(config.kind, options):
             places.setdefault(fault, []).append(f"task.{place}")
     sizes = {}
     for name, options in sets.items():
         whole = {**config.options, **options}
-        if _option_faults(config.kind, whole):
+        if _option_errors(config.kind, whole):
             continue  # what its class would say of them follows from these
         try:
             sizes[name] = make_task(config.kind, whole).vocab_size
@@ -150,10 +150,10 @@ def task_faults(config: TaskConfig) -> list[str]:
     faults += [f"{', '.join(where)}: {fault}" for fault, where in places.items()]
     if len(set(sizes.values())) > 1:
         faults.append(f"the task's sets have different vocabularies, {sizes}: make their options agree")
-    return faults or [*_curriculum_faults(config), *_target_faults(config)]
+    return faults or [*_curriculum_errors(config), *_target_errors(config)]
 
 
-def _curriculum_faults(config: TaskConfig) -> list[str]:
+def _curriculum_errors(config: TaskConfig) -> list[str]:
     if config.curriculum and KINDS[config.kind].length_option is None:
         return [f"task.curriculum needs words of several lengths: {config.kind} has one"]
     faults = []
@@ -181,7 +181,7 @@ def _is_stage(stage: Any) -> bool:
     return fits(stage, tuple[int, int] | tuple[int, int, dict]) and min(stage[:2]) > 0
 
 
-def _target_faults(config: TaskConfig) -> list[str]:
+def _target_errors(config: TaskConfig) -> list[str]:
     if not config.stop_at:
         return []
     known = []

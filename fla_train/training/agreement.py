@@ -8,8 +8,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from fla_train.data.cache import PreparedData
-from fla_train.training.runfolder import RunFolder
-from fla_train.training.schema import TrainConfig
+from fla_train.training.config import TrainConfig
+from fla_train.training.run_folder import RunFolder
 
 SECTIONS = ("seed", "model", "task", "baseline", "optimizer", "schedule", "trainer", "init_from")
 
@@ -30,7 +30,7 @@ def run_facts(
     return facts
 
 
-def check_agreement(facts: Mapping[str, str | None]) -> None:
+def check_config_consistency(facts: Mapping[str, str | None]) -> None:
     """Compare this rank's facts with all others'. Every rank calls it.
 
     Raises:

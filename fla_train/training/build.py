@@ -6,8 +6,8 @@ from transformers import PreTrainedModel
 from fla_train.data.cache import PreparedData
 from fla_train.models import DeltaProductForCausalLM, build_config
 from fla_train.models.zoo.build import build_baseline
-from fla_train.training.initial_weights import load_initial_weights
-from fla_train.training.schema import TrainConfig
+from fla_train.training.config import TrainConfig
+from fla_train.training.model import load_initial_weights
 
 
 def build_model(config: TrainConfig, data: PreparedData, *, resumed: bool = False) -> PreTrainedModel:

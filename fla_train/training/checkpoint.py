@@ -52,7 +52,7 @@ class TrainState:
     tokens: int = 0  # the same in tokens
     skipped_steps: int = 0  # steps without an update: loss or gradient not finite, or the loss a spike
     skipped_in_row: int = 0
-    loss_statistics: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # of `StepGuard`
+    loss_statistics: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # of `BadStepFilter`
     wandb_id: str | None = None
     data: str | None = None  # fingerprint of the prepared data
     commits: dict[str, str] = field(default_factory=dict)  # of the Hub's datasets, by part of a mixture
@@ -220,7 +220,7 @@ def newest_step(folder: Path) -> int:
     return step_of(present[-1].name) if present else 0
 
 
-def find_fault(checkpoint: Path) -> str | None:
+def find_error(checkpoint: Path) -> str | None:
     """Why a checkpoint can't be used, in one line; None: every file is as its manifest says."""
     try:
         manifest = read_manifest(checkpoint)
@@ -252,7 +252,7 @@ def choose(resume: str, folder: Path, warn: Callable[[str], None] = logger.warni
             )
         return None
     if resume != "auto":
-        if fault := find_fault(Path(resume)):
+        if fault := find_error(Path(resume)):
             raise ValueError(f"trainer.resume={resume} is not an intact checkpoint: {fault}")
         step = read_manifest(Path(resume))["step"]
         later = [path.name for path in present if step_of(path.name) > step]
@@ -276,7 +276,7 @@ def newest_intact(folder: Path, warn: Callable[[str], None] = logger.warning) ->
     """
     present = checkpoints(folder)
     for checkpoint in reversed(present):
-        fault = find_fault(checkpoint)
+        fault = find_error(checkpoint)
         if fault is None:
             return checkpoint
         warn(f"checkpoint   {checkpoint} is damaged ({fault}): trying the one before it")

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from fla_train.data.sampler import Batch
 from fla_train.training import deepspeed_patches
-from fla_train.training.graphed import GraphedPass
-from fla_train.training.guard import StepGuard
+from fla_train.training.bad_steps import BadStepFilter
+from fla_train.training.config import TrainConfig
+from fla_train.training.cuda_graph import CudaGraphPass
 from fla_train.training.optimizer import build_optimizer
 from fla_train.training.process_group import join
 from fla_train.training.resolve import accumulation_steps, resolve_device, with_processes
-from fla_train.training.schema import TrainConfig
 
 BUCKET_ELEMENTS = 50_000_000  # elements gathered, or with overlap reduced, at once: 200 MB of fp32
 
@@ -136,10 +136,10 @@ def train_step(
     engine,
     micro_batches: Sequence[Batch | tuple[Tensor, Tensor]],
     learning_rate: float,
-    guard: StepGuard,
+    guard: BadStepFilter,
     *,
     stop: bool = False,
-    graphed: GraphedPass | None = None,
+    graphed: CudaGraphPass | None = None,
 ) -> Outcome:
     """One optimizer step on this rank's micro-batches: input_ids and labels, each [B, T] int64 on the
     engine's device, and where documents are kept apart their bounds.

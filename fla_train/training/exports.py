@@ -8,10 +8,10 @@ from safetensors import SafetensorError
 from fla_train.data.cache import PreparedData
 from fla_train.hub import export_model, find_export_damage
 from fla_train.training.checkpoint import TrainState
+from fla_train.training.config import TrainConfig
 from fla_train.training.failures import TrainingStopped
 from fla_train.training.report import Reporter, model_card
-from fla_train.training.runfolder import RunFolder
-from fla_train.training.schema import TrainConfig
+from fla_train.training.run_folder import RunFolder
 from fla_train.utils.filesystem import reason
 
 

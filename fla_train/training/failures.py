@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fla_train.utils.errors import Interrupted
 
 if TYPE_CHECKING:
-    from fla_train.training.schema import TrainConfig
+    from fla_train.training.config import TrainConfig
 
 # What torch, cuBLAS, NCCL and the system call it; the classes that they raise it with vary.
 OUT_OF_MEMORY = re.compile(

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from fla_train.training.runfolder import RunFolder
-from fla_train.training.schema import LoggerConfig
+from fla_train.training.config import LoggerConfig
+from fla_train.training.run_folder import RunFolder
 from fla_train.utils.records import Record, drop_records_after, read_metrics
 
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from fla_train.training.config import OptimizerConfig
 from fla_train.training.muon import PartitionedMuon
-from fla_train.training.schema import OptimizerConfig
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:

@@ -14,9 +14,9 @@ from fla_train.models.flops import (
     training_memory_bytes,
 )
 from fla_train.models.zoo.build import build_baseline
+from fla_train.training.config import TrainConfig
 from fla_train.training.resolve import accumulation_steps
 from fla_train.training.schedule import warmup_steps
-from fla_train.training.schema import TrainConfig
 from fla_train.training.throughput import peak_flops
 
 ASSUMED_GPU, ASSUMED_MFU = "H100", 0.4  # for the estimate of GPU-hours

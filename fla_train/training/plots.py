@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from fla_train.training.runfolder import RunFolder
+from fla_train.training.run_folder import RunFolder
 from fla_train.utils.records import read_metrics
 
 

@@ -9,7 +9,7 @@ from subprocess import Popen
 from types import FrameType
 from typing import Self
 
-from fla_train.training.console import say
+from fla_train.training.log import log
 
 # What `fla-train` and its workers end with after such a checkpoint: sysexits.h's "try again later".
 EXIT_CODE = 75
@@ -97,7 +97,7 @@ class StopSignals:
         """Ask again, a second after the last time: a worker that was compiling may not have heard it."""
         if self._interrupted and not self._told:  # not in the handler, which may interrupt another print
             self._told = True
-            say("stopping     saving a checkpoint; Ctrl-C again quits at once")
+            log("stopping     saving a checkpoint; Ctrl-C again quits at once")
         if self.requested and time.monotonic() - self._sent >= REPEAT:
             self._send()
 

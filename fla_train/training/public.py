@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from fla_train.hub.paths import own_name, public_name
-from fla_train.training.schema import TrainConfig
+from fla_train.training.config import TrainConfig
 
 OF_THE_MACHINE = ("launch", "logger", "run")  # sections that do not bear on the weights
 

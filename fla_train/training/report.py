@@ -9,9 +9,10 @@ from fla_train.data.cache import PreparedData
 from fla_train.hub import CardInfo
 from fla_train.hub.paths import public_name
 from fla_train.training.checkpoint import TrainState, folder_name
-from fla_train.training.console import Console
+from fla_train.training.config import TrainConfig
 from fla_train.training.engine import StepResult
-from fla_train.training.evaluation import perplexity
+from fla_train.training.evaluator import perplexity
+from fla_train.training.log import Console
 from fla_train.training.metrics import (
     MetricsFile,
     Sink,
@@ -23,8 +24,7 @@ from fla_train.training.metrics import (
     last_value,
 )
 from fla_train.training.public import public_config
-from fla_train.training.runfolder import RunFolder
-from fla_train.training.schema import TrainConfig
+from fla_train.training.run_folder import RunFolder
 from fla_train.utils.environment import git_commit
 from fla_train.utils.filesystem import reason
 from fla_train.utils.records import Record

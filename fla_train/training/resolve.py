@@ -10,9 +10,9 @@ import torch
 from fla_train.data.config import absolute, with_absolute_paths
 from fla_train.data.tokenizers import TokenizerNotCached, tokenizer_size
 from fla_train.models.configuration import DeltaProductConfig
-from fla_train.training.console import say
+from fla_train.training.config import TrainConfig
+from fla_train.training.log import log
 from fla_train.training.schedule import warmup_steps
-from fla_train.training.schema import TrainConfig
 from fla_train.utils.ranks import is_rank
 
 AUTO = "auto"
@@ -112,7 +112,7 @@ def with_vocabulary(config: TrainConfig, *, offline: bool = False) -> TrainConfi
     except TokenizerNotCached:
         needed = DeltaProductConfig.vocab_size
         name = config.data.tokenizer.name
-        say(f"vocabulary   {name} is not on this machine: sizes are for {given or needed:,} tokens")
+        log(f"vocabulary   {name} is not on this machine: sizes are for {given or needed:,} tokens")
         return _with_vocab_size(config, given or needed)
     fitting = -(-needed // ROUND) * ROUND
     if given is not None and given < needed:

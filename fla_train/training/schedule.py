@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from fla_train.training.schema import ScheduleConfig
+from fla_train.training.config import ScheduleConfig
 
 # A share of the run, and never more than the papers' 512 steps.
 WARMUP_SHARE = 0.05

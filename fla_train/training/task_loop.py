@@ -14,8 +14,8 @@ from fla_train.data.sampler import send
 from fla_train.tasks import Score, Task, curriculum_tasks, tasks_for_testing, training_task
 from fla_train.tasks.plots import plot_accuracy
 from fla_train.training.checkpoint import folder_name
-from fla_train.training.loop import Trainer
-from fla_train.training.task_data import TaskSequences, has_reached
+from fla_train.training.run_data import TaskSequences, has_reached
+from fla_train.training.trainer import Trainer
 from fla_train.utils.filesystem import write_whole
 from fla_train.utils.records import Record, read_metrics
 

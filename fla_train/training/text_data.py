@@ -7,8 +7,8 @@ from fla_train.data.cache import PreparedData
 from fla_train.data.dataset import Dataset
 from fla_train.data.open_dataset import open_train, open_validation
 from fla_train.data.sampler import Batch, PackedDataset, send
-from fla_train.training.evaluation import Part
-from fla_train.training.schema import TrainConfig
+from fla_train.training.config import TrainConfig
+from fla_train.training.evaluator import Part
 
 
 def open_text(data: PreparedData, config: TrainConfig) -> tuple[Dataset | PackedDataset, dict[str, Part]]:

@@ -11,10 +11,10 @@ import torch
 
 from fla_train.models.configuration import build_config
 from fla_train.models.zoo.build import baseline_errors
-from fla_train.tasks import task_faults
+from fla_train.tasks import task_errors
+from fla_train.training.config import TrainConfig
 from fla_train.training.resolve import accumulation_steps, resolve_device, with_batch, with_processes
 from fla_train.training.schedule import warmup_steps
-from fla_train.training.schema import TrainConfig
 
 CHOICES = {
     "optimizer.name": ("adamw", "muon"),
@@ -80,7 +80,7 @@ def validate(config: TrainConfig) -> None:
         if config.task is None or not data:  # sizes follow from a task without faults
             faults += [*_batch(config), *_graph(config)]
         faults += [*_schedule(config), *_machines(config)]
-        faults += device_faults(config)
+        faults += device_errors(config)
     if faults:
         raise ValueError("\n  ".join(faults))
 
@@ -150,7 +150,7 @@ def _model(config: TrainConfig) -> list[str]:
 
 
 def _task(config: TrainConfig) -> list[str]:
-    faults, task, processes = task_faults(config.task), config.task, config.launch.num_processes
+    faults, task, processes = task_errors(config.task), config.task, config.launch.num_processes
     unit = config.trainer.micro_batch_size * processes
     if not faults and unit > 0 and task.batch_size % unit:
         faults.append(
@@ -230,7 +230,7 @@ def _schedule(config: TrainConfig) -> list[str]:
     return faults
 
 
-def device_faults(config: TrainConfig) -> list[str]:
+def device_errors(config: TrainConfig) -> list[str]:
     """What this machine lacks for its part."""
     if resolve_device(config) != "cuda":
         return []

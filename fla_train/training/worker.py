@@ -24,8 +24,8 @@ from fla_train.utils.filesystem import write_whole
 from fla_train.utils.processes import die_with_parent
 
 if TYPE_CHECKING:  # they import torch, and a request to stop must be heard before that
-    from fla_train.training.runfolder import RunFolder
-    from fla_train.training.schema import TrainConfig
+    from fla_train.training.config import TrainConfig
+    from fla_train.training.run_folder import RunFolder
 
 RETRY, FINAL = 1, 2  # exit statuses: another start may help; it would fail in the same way
 
@@ -51,8 +51,8 @@ def _leave_line(failure: BaseException, config: "TrainConfig | None" = None) -> 
 
 def run(config: "TrainConfig", data: Path, request: StopRequest) -> NoReturn:
     """`train` with this process's output in the rank's log; ends the process."""
-    from fla_train.training.console import redirect_output
-    from fla_train.training.runfolder import RunFolder
+    from fla_train.training.log import redirect_output
+    from fla_train.training.run_folder import RunFolder
 
     try:
         console = redirect_output(RunFolder(Path(config.run.dir)).log(int(os.environ["RANK"])))
@@ -86,13 +86,13 @@ def train(config: "TrainConfig", data_folder: Path, console: TextIO, request: St
     import torch.distributed as dist
 
     from fla_train.data.cache import open_prepared
-    from fla_train.training.loop import Trainer
     from fla_train.training.process_group import join
     from fla_train.training.resolve import with_processes
-    from fla_train.training.resuming import agree_on_checkpoint
-    from fla_train.training.runfolder import RunFolder, RunLock
-    from fla_train.training.task_data import task_data
+    from fla_train.training.resume import agree_on_checkpoint
+    from fla_train.training.run_data import task_data
+    from fla_train.training.run_folder import RunFolder, RunLock
     from fla_train.training.task_loop import TaskTrainer
+    from fla_train.training.trainer import Trainer
 
     given, config = config, with_processes(config)
     folder = RunFolder(Path(config.run.dir))
@@ -131,9 +131,9 @@ def _record(
 ) -> None:
     """Write what is written once a start, and tell where it begins."""
     from fla_train.training import checkpoint
+    from fla_train.training.config import to_yaml
     from fla_train.training.plan import make_plan, plan_lines
-    from fla_train.training.runfolder import write_environment
-    from fla_train.training.schema import to_yaml
+    from fla_train.training.run_folder import write_environment
 
     plan = make_plan(config, data)
     write_whole(folder.config, to_yaml(given))
@@ -153,7 +153,7 @@ def main() -> None:
     die_with_parent(int(os.environ["FLA_TRAIN_LAUNCHER"]))
     request = StopRequest()  # before the imports, which take seconds
     config_file, data = map(Path, sys.argv[1:])
-    from fla_train.training.schema import load_config
+    from fla_train.training.config import load_config
 
     try:
         config = load_config(config_file)

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from fla_train.bench import scaling
 from fla_train.cli.app import compose
 from fla_train.cli.train import register
+from fla_train.training.config import to_config
 from fla_train.training.resolve import accumulation_steps
-from fla_train.training.schema import to_config
 from fla_train.training.validate import validate
 
 

@@ -17,7 +17,7 @@ from fla_train.tasks import (
     Score,
     TaskConfig,
     make_task,
-    task_faults,
+    task_errors,
     tasks_for_testing,
     training_task,
 )
@@ -66,7 +66,7 @@ def test_sets_share_options_and_differ_in_their_seeds() -> None:
     ],
 )
 def test_faults_are_named(changes: dict, fault: str) -> None:
-    assert any(fault in line for line in task_faults(config(**changes)))
+    assert any(fault in line for line in task_errors(config(**changes)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,7 +79,7 @@ def test_an_option_of_another_type_is_one_line(kind: str, value: Any) -> None:
         options = {"group": "S3", "length": 8, "language": "parity", "settings": [[64, 4]]}
         needed = {key: v for key, v in options.items() if key in inspect.signature(KINDS[kind]).parameters}
         wrong = {"kind": kind, "options": {**needed, name: value}, "train": {}, "tests": {"t": {}}}
-        (fault,) = task_faults(config(**wrong))
+        (fault,) = task_errors(config(**wrong))
         assert fault == f"task.options: {name}={value} must be {in_words(option.annotation)}"
 
 
@@ -100,16 +100,16 @@ def test_an_option_of_another_type_is_one_line(kind: str, value: Any) -> None:
     ],
 )
 def test_a_fault_of_many_sets_is_said_once(changes: dict, faults: list[str]) -> None:
-    found = task_faults(config(**changes))
+    found = task_errors(config(**changes))
     assert len(found) == len(faults)
     assert all(line.startswith(fault) for line, fault in zip(found, faults, strict=True))
 
 
 def test_settings_that_work_have_no_faults() -> None:
-    assert task_faults(config()) == []
+    assert task_errors(config()) == []
     settings = {"settings": [[16, 2], [32, 4, 3.0]]}
     assert (
-        task_faults(config(kind="mqar", options={"vocab_size": 64}, train=settings, tests={"t": settings}))
+        task_errors(config(kind="mqar", options={"vocab_size": 64}, train=settings, tests={"t": settings}))
         == []
     )
 

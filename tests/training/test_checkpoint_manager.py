@@ -18,13 +18,13 @@ from engine_steps import checksum, make_batch, make_model
 from warm_ranks import TWO_RANKS, WarmRanks
 
 from fla_train.training import checkpoint
+from fla_train.training.bad_steps import BadStepFilter
 from fla_train.training.checkpoint import TrainState, rank_files
 from fla_train.training.checkpoint_manager import CheckpointManager
+from fla_train.training.config import TrainConfig
 from fla_train.training.engine import build_engine, train_step
 from fla_train.training.failures import TrainingStopped
-from fla_train.training.guard import StepGuard
 from fla_train.training.process_group import join
-from fla_train.training.schema import TrainConfig
 from fla_train.training.staging import StagingBuffer
 
 UNLIMITED = resource.RLIM_INFINITY
@@ -72,7 +72,7 @@ class Run:
 
     def content(self, step: int) -> dict:
         path = self.folder / checkpoint.folder_name(step)
-        assert checkpoint.find_fault(path) is None
+        assert checkpoint.find_error(path) is None
         return torch.load(path / checkpoint.MODEL_FILE, weights_only=True)
 
     def writer(self) -> psutil.Process:
@@ -234,7 +234,7 @@ def save_between_steps(config: TrainConfig, folder: Path) -> tuple[list[list[flo
     And whether the checkpoint holds the weights from before.
     """
     engine = build_engine(make_model(config), config)
-    guard = StepGuard(torch.device("cpu"), max_grad_norm=1.0)
+    guard = BadStepFilter(torch.device("cpu"), max_grad_norm=1.0)
     manager = CheckpointManager(engine, folder, keep=0, keep_every=0, say=print)
     train_step(engine, [make_batch(0)], 0.1, guard)
     sums = [checksum(engine.module)]

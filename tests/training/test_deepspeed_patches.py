@@ -16,8 +16,8 @@ from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from warm_ranks import WarmRanks
 
 from fla_train.training import deepspeed_patches
+from fla_train.training.config import TrainConfig
 from fla_train.training.deepspeed_patches import ask_cuda_for_free_memory, wait_on_stream
-from fla_train.training.schema import TrainConfig
 
 
 def unpatched(code: str, tmp_path: Path) -> str:

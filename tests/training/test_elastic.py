@@ -10,9 +10,9 @@ import torch
 from warm_ranks import WarmRanks
 
 from fla_train.training import checkpoint
+from fla_train.training.config import TrainConfig
 from fla_train.training.metrics import read_metrics
 from fla_train.training.reshard import recut
-from fla_train.training.schema import TrainConfig
 from fla_train.utils.filesystem import describe
 
 Make = Callable[..., TrainConfig]
@@ -137,7 +137,7 @@ def test_another_number_of_ranks_takes_the_same_steps(
             torch.testing.assert_close(line, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
     # the source is only read, and no work in progress is left beside it
-    assert (start / "manifest.json").read_bytes() == before and checkpoint.find_fault(start) is None
+    assert (start / "manifest.json").read_bytes() == before and checkpoint.find_error(start) is None
     assert sorted(path.name for path in start.parent.iterdir()) == [start.name, last]
 
 

@@ -16,14 +16,15 @@ from warm_ranks import TWO_RANKS, WarmRanks
 
 from fla_train.data.prepare import prepare
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
-from fla_train.training import loop, statistics, worker
+from fla_train.training import statistics, worker
+from fla_train.training import trainer as trainer_module
+from fla_train.training.config import TrainConfig
 from fla_train.training.engine import Outcome
-from fla_train.training.loop import Trainer
 from fla_train.training.metrics import read_metrics
 from fla_train.training.profiling import profiled
 from fla_train.training.resolve import resolve, with_warmup
-from fla_train.training.schema import TrainConfig
 from fla_train.training.throughput import Meter, peak_flops
+from fla_train.training.trainer import Trainer
 from fla_train.training.watchdog import Watchdog
 
 CPU = torch.device("cpu")
@@ -137,7 +138,7 @@ def slow_steps(config: TrainConfig, slow: list[int]) -> list[str]:
     trainer = Trainer(
         config, prepare(config.data, log=lambda line: None), None, io.StringIO(), watchdog, request
     )
-    usual = loop.train_step
+    usual = trainer_module.train_step
 
     def step(*arguments: Any, **options: Any) -> Outcome:
         if trainer.state.step + 1 in slow:
@@ -145,7 +146,7 @@ def slow_steps(config: TrainConfig, slow: list[int]) -> list[str]:
         return usual(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "train_step", step)
+        patch.setattr(trainer_module, "train_step", step)
         trainer.run()
     watchdog.close()
     return lines

@@ -12,8 +12,8 @@ import pytest
 from tqdm import tqdm
 
 from fla_train.training.checkpoint import TrainState
-from fla_train.training.console import Console
-from fla_train.training.loop import Trainer
+from fla_train.training.config import TrainConfig
+from fla_train.training.log import Console
 from fla_train.training.metrics import (
     MetricsFile,
     Tensorboard,
@@ -23,8 +23,8 @@ from fla_train.training.metrics import (
 )
 from fla_train.training.plots import plot_losses, resumed_at
 from fla_train.training.report import Reporter, model_card, open_sinks
-from fla_train.training.runfolder import RunFolder
-from fla_train.training.schema import TrainConfig
+from fla_train.training.run_folder import RunFolder
+from fla_train.training.trainer import Trainer
 
 
 def write(path: Path, steps: range) -> None:

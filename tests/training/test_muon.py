@@ -9,10 +9,10 @@ import pytest
 import torch
 from warm_ranks import WarmRanks
 
+from fla_train.training.config import TrainConfig
 from fla_train.training.metrics import read_metrics
 from fla_train.training.muon import PartitionedMuon, parts_of
 from fla_train.training.optimizer import hidden_matrices, parameter_groups
-from fla_train.training.schema import TrainConfig
 
 SHAPES = [(3, 5), (4, 4), (2, 9)]
 LR, DECAY, MOMENTUM = 0.1, 0.2, 0.9

@@ -19,9 +19,9 @@ from test_resume import TIMEOUT, steps_logged, wait_for, weights
 from warm_ranks import TWO_RANKS
 
 from fla_train.training.agreement import differences
+from fla_train.training.config import TrainConfig, load_config
 from fla_train.training.launch import launch
 from fla_train.training.resolve import with_processes
-from fla_train.training.schema import TrainConfig, load_config
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 FAKE_SRUN = """#!/usr/bin/env bash

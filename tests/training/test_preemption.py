@@ -14,9 +14,9 @@ import pytest
 from test_resume import losses, steps_logged, wait_for, weights, workers
 from warm_ranks import TWO_RANKS, WarmRanks
 
+from fla_train.training.config import TrainConfig
 from fla_train.training.launch import launch
 from fla_train.training.preemption import SIGNALS, Preempted
-from fla_train.training.schema import TrainConfig
 
 Make = Callable[..., TrainConfig]
 pytestmark = pytest.mark.usefixtures("unheard")

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fla_train.training.config import TrainConfig
 from fla_train.training.resolve import accumulation_steps, resolve, with_batch, with_saved, with_vocabulary
-from fla_train.training.schema import TrainConfig
 from fla_train.training.validate import validate
 
 Make = Callable[..., TrainConfig]
@@ -37,7 +37,7 @@ def test_auto_is_the_nearest_batch_that_ranks_and_micro_batch_divide(
 def test_the_large_models_train_on_the_papers_batch(make_config: Make, size: str, processes: int):
     keys = ("seq_len", "global_batch_tokens", "micro_batch_size", "activation_checkpointing")
     from fla_train.cli.app import compose
-    from fla_train.training.schema import to_config
+    from fla_train.training.config import to_config
 
     given = [f"model=delta_net/{size}", f"launch.num_processes={processes}", "logger=none"]
     config = to_config(compose("train", given))

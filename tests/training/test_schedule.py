@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from fla_train.training.config import ScheduleConfig
 from fla_train.training.schedule import learning_rate, warmup_steps
-from fla_train.training.schema import ScheduleConfig
 
 PEAK, STEPS, WARMUP = 2.0, 110, 10
 COSINE = ScheduleConfig("cosine", warmup_steps=WARMUP, min_ratio=0.1)

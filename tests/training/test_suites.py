@@ -14,11 +14,11 @@ import pytest
 from warm_ranks import WarmRanks
 
 from fla_train.training.checkpoint import TrainState
-from fla_train.training.loop import Trainer
 from fla_train.training.metrics import read_metrics
 from fla_train.training.report import Reporter
-from fla_train.training.runfolder import RunFolder
+from fla_train.training.run_folder import RunFolder
 from fla_train.training.suites import SuiteRuns
+from fla_train.training.trainer import Trainer
 from fla_train.training.validate import validate
 
 EVALUATOR = """

@@ -17,9 +17,9 @@ from warm_ranks import WarmRanks
 
 from fla_train.cli import train as command
 from fla_train.data.prepare import prepare
+from fla_train.training.config import TrainConfig
 from fla_train.training.launch import TrainingFailed, launch
 from fla_train.training.metrics import read_metrics
-from fla_train.training.schema import TrainConfig
 
 SWEEP = ["trainer.micro_batch_size=2,8", "trainer.max_steps=4", "trainer.precision=fp32"]
 LINE_KEYS = {"step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second"}

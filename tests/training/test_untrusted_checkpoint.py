@@ -15,10 +15,10 @@ from warm_ranks import TWO_RANKS, WarmRanks
 from fla_train.training import checkpoint
 from fla_train.training.checkpoint import TrainState
 from fla_train.training.checkpoint_manager import CheckpointManager
+from fla_train.training.config import TrainConfig
 from fla_train.training.engine import build_engine
 from fla_train.training.random_states import random_states, set_random_states
 from fla_train.training.safe_load import load_file
-from fla_train.training.schema import TrainConfig
 from fla_train.utils.filesystem import describe
 
 
@@ -39,7 +39,7 @@ def rewrite(folder: Path, name: str, change: Callable[[dict], dict]) -> Path:
     manifest = checkpoint.read_manifest(folder)
     manifest["files"][name] = describe(path)
     checkpoint.write_manifest(folder, manifest)
-    assert checkpoint.find_fault(folder) is None
+    assert checkpoint.find_error(folder) is None
     return folder
 
 

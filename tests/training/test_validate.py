@@ -3,8 +3,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from fla_train.training.config import TrainConfig
 from fla_train.training.resolve import accumulation_steps
-from fla_train.training.schema import TrainConfig
 from fla_train.training.validate import validate
 
 Make = Callable[..., TrainConfig]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fla_train.data.cache import PreparedData
-from fla_train.tasks import Task, TaskConfig, task_faults, training_task
-from fla_train.training.runfolder import RunFolder
-from fla_train.training.schema import TrainConfig
+from fla_train.tasks import Task, TaskConfig, task_errors, training_task
+from fla_train.training.config import TrainConfig
+from fla_train.training.run_folder import RunFolder
 from fla_train.utils.records import read_metrics
 
 NO_FOLDER = Path("task")  # sequences are drawn while training: nothing lies on disk
@@ -54,7 +54,7 @@ def with_task_sizes(config: TrainConfig) -> TrainConfig:
     A sequence is one token longer than the task's, see `Batch.for_causal_lm`. A task with faults is left for
     `validate` to report.
     """
-    if config.task is None or task_faults(config.task):
+    if config.task is None or task_errors(config.task):
         return config
     task = training_task(config.task, config.seed)
     seq_len = task.seq_len + 1

@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-from fla_train.training.guard import WINDOW, StepGuard
+from fla_train.training.bad_steps import WINDOW, BadStepFilter
 
 CPU = torch.device("cpu")
 
@@ -15,7 +15,7 @@ def fp64(value: float) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def judge(guard: StepGuard, loss: float, grad_norm: float = 0.5) -> tuple[float, bool]:
+def judge(guard: BadStepFilter, loss: float, grad_norm: float = 0.5) -> tuple[float, bool]:
     scale, skip = guard.judge(fp64(loss), fp64(grad_norm))
     assert scale.dtype == skip.dtype == torch.float32
     return scale.item(), bool(skip)
@@ -25,7 +25,7 @@ def judge(guard: StepGuard, loss: float, grad_norm: float = 0.5) -> tuple[float,
     ("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)]
 )
 def test_what_is_not_finite_is_skipped_and_not_remembered(loss: float, norm: float):
-    guard = StepGuard(CPU, max_grad_norm=1.0)
+    guard = BadStepFilter(CPU, max_grad_norm=1.0)
     assert judge(guard, 2.0) == (1.0, False)
     before = guard.statistics()
     assert judge(guard, loss, norm)[1]
@@ -34,16 +34,16 @@ def test_what_is_not_finite_is_skipped_and_not_remembered(loss: float, norm: flo
 
 @pytest.mark.parametrize(("norm", "scale"), [(0.5, 1.0), (4.0, 8.0)])
 def test_a_large_gradient_is_scaled_down(norm: float, scale: float):
-    assert judge(StepGuard(CPU, max_grad_norm=0.5), 1.0, norm)[0] == pytest.approx(scale, rel=1e-5)
-    assert judge(StepGuard(CPU, max_grad_norm=0.0), 1.0, norm)[0] == 1.0
+    assert judge(BadStepFilter(CPU, max_grad_norm=0.5), 1.0, norm)[0] == pytest.approx(scale, rel=1e-5)
+    assert judge(BadStepFilter(CPU, max_grad_norm=0.0), 1.0, norm)[0] == 1.0
 
 
 def test_a_spike_lies_so_many_deviations_above_the_mean():
     losses = [3 + math.sin(i) for i in range(WINDOW)]
     mean, deviation = statistics.fmean(losses), statistics.pstdev(losses)
 
-    def guard() -> StepGuard:
-        guard = StepGuard(CPU, max_grad_norm=1.0, spike_deviations=4.0)
+    def guard() -> BadStepFilter:
+        guard = BadStepFilter(CPU, max_grad_norm=1.0, spike_deviations=4.0)
         assert not any(judge(guard, loss)[1] for loss in losses)
         assert guard.statistics() == pytest.approx([WINDOW, mean, deviation**2])
         return guard
@@ -54,7 +54,10 @@ def test_a_spike_lies_so_many_deviations_above_the_mean():
 
 
 def test_nothing_is_a_spike_before_the_window_is_full_nor_where_it_is_turned_off():
-    new, off = StepGuard(CPU, max_grad_norm=1.0, spike_deviations=2.0), StepGuard(CPU, max_grad_norm=1.0)
+    new, off = (
+        BadStepFilter(CPU, max_grad_norm=1.0, spike_deviations=2.0),
+        BadStepFilter(CPU, max_grad_norm=1.0),
+    )
     for _ in range(WINDOW - 1):
         assert not judge(new, 1.0)[1]
     assert not judge(new, 100.0)[1]
@@ -64,10 +67,10 @@ def test_nothing_is_a_spike_before_the_window_is_full_nor_where_it_is_turned_off
 
 
 def test_a_guard_goes_on_from_another_ones_statistics():
-    first = StepGuard(CPU, max_grad_norm=1.0, spike_deviations=3.0)
+    first = BadStepFilter(CPU, max_grad_norm=1.0, spike_deviations=3.0)
     for i in range(250):
         judge(first, 2 + math.cos(i))
-    second = StepGuard(CPU, max_grad_norm=1.0, spike_deviations=3.0, statistics=first.statistics())
+    second = BadStepFilter(CPU, max_grad_norm=1.0, spike_deviations=3.0, statistics=first.statistics())
     for i in range(50):
         assert judge(first, 2 + math.cos(3 * i)) == judge(second, 2 + math.cos(3 * i))
     assert first.statistics() == second.statistics()

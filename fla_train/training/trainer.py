@@ -15,25 +15,25 @@ from fla_train.data.cache import PreparedData
 from fla_train.data.sampler import Batch, BatchSampler, PrefetchLoader
 from fla_train.data.tokenizers import token_bytes
 from fla_train.training import checkpoint, statistics
-from fla_train.training.agreement import check_agreement, run_facts
+from fla_train.training.agreement import check_config_consistency, run_facts
+from fla_train.training.bad_steps import BadStepFilter
 from fla_train.training.build import build_model
 from fla_train.training.checkpoint import TrainState
 from fla_train.training.checkpoint_manager import CheckpointManager
+from fla_train.training.config import TrainConfig
+from fla_train.training.cuda_graph import CudaGraphPass
 from fla_train.training.engine import Outcome, StepResult, build_engine, train_step
-from fla_train.training.evaluation import PART_PERPLEXITY, validate_text
+from fla_train.training.evaluator import PART_PERPLEXITY, validate_text
 from fla_train.training.exports import Exporter
 from fla_train.training.failures import TrainingStopped
-from fla_train.training.graphed import GraphedPass
-from fla_train.training.guard import StepGuard
 from fla_train.training.metrics import last_losses
 from fla_train.training.plan import training_flops
 from fla_train.training.plots import plot_losses
 from fla_train.training.preemption import StopRequest
 from fla_train.training.profiling import profiled
 from fla_train.training.report import Reporter, summary_lines
-from fla_train.training.runfolder import RunFolder, RunLock
+from fla_train.training.run_folder import RunFolder, RunLock
 from fla_train.training.schedule import learning_rate
-from fla_train.training.schema import TrainConfig
 from fla_train.training.suites import SuiteRuns
 from fla_train.training.text_data import open_text, to_batch
 from fla_train.training.throughput import Meter, peak_flops
@@ -70,7 +70,7 @@ class Trainer:
         self.folder = RunFolder(Path(config.run.dir))
         self.engine = build_engine(build_model(config, data, resumed=resume is not None), config)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        check_agreement(run_facts(config, data, resume, self.folder))
+        check_config_consistency(run_facts(config, data, resume, self.folder))
         self.state = checkpoint.load(self.engine, resume) if resume else TrainState()
         self.state.data, self.state.commits = data.folder.name, data.commits()
         own = resume is not None and resume.resolve().parent == self.folder.checkpoints.resolve()
@@ -85,7 +85,7 @@ class Trainer:
         )
         self.train_data, self.validation_data = self._open_data()
         self.reporter = Reporter(config, self.folder, self.state, stream, self.rank)
-        self.guard = StepGuard(
+        self.guard = BadStepFilter(
             self.engine.device,
             max_grad_norm=config.optimizer.max_grad_norm,
             spike_deviations=trainer.spike_deviations,
@@ -331,11 +331,11 @@ class Trainer:
         folder = self.folder.root / "eval"
         return SuiteRuns(trainer.suite, trainer.suite_options, folder, log=reporter.log, say=reporter.say)
 
-    def _make_graph(self) -> GraphedPass | None:
+    def _make_graph(self) -> CudaGraphPass | None:
         config = self.config
         if not config.trainer.cuda_graph or self.engine.device.type != "cuda" or config.baseline is not None:
             return None
-        return GraphedPass(self.engine.module, bf16=config.trainer.precision == "bf16")
+        return CudaGraphPass(self.engine.module, bf16=config.trainer.precision == "bf16")
 
     def _make_meter(self) -> Meter:
         launch, device = self.config.launch, self.engine.device

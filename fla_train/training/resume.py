@@ -13,9 +13,9 @@ import torch.distributed as dist
 from fla_train.data.cache import PreparedData, prepared_name
 from fla_train.hub import find_export_damage
 from fla_train.training import checkpoint
-from fla_train.training.runfolder import RunFolder
-from fla_train.training.schema import TrainConfig, load_config
-from fla_train.training.task_data import has_reached
+from fla_train.training.config import TrainConfig, load_config
+from fla_train.training.run_data import has_reached
+from fla_train.training.run_folder import RunFolder
 
 # These fix what a checkpoint holds and, with the prepared data, the stream of tokens: a resume keeps them.
 FIXED_KEYS = (
@@ -162,7 +162,7 @@ def is_complete(folder: RunFolder, config: TrainConfig) -> bool:
     step = checkpoint.read_state(newest).step
     if step < config.trainer.max_steps and not _has_reached(folder, step, config):
         return False
-    return find_export_damage(folder.export(step)) is None and checkpoint.find_fault(newest) is None
+    return find_export_damage(folder.export(step)) is None and checkpoint.find_error(newest) is None
 
 
 def completion_lines(folder: RunFolder, config: TrainConfig) -> list[str]:

@@ -10,7 +10,7 @@ from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import same_tokenizer
 from fla_train.hub.load import load_weights, read_training_record, resolve_checkpoint
 from fla_train.models.configuration import MACHINE_KEYS, DeltaProductConfig, build_config, config_fields
-from fla_train.training.schema import TrainConfig
+from fla_train.training.config import TrainConfig
 
 # Fields that a run may choose anew: they change neither the weights nor what the model computes from them.
 FREE_FIELDS = (*MACHINE_KEYS, "hidden_ratio", "max_position_embeddings", "initializer_range", "use_cache")

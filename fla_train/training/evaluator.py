@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fla_train.data.dataset import TokenDataset
 from fla_train.data.sampler import Batch, PackedDataset, sequential_batches
-from fla_train.training.schema import TrainerConfig
+from fla_train.training.config import TrainerConfig
 from fla_train.utils.records import Record
 
 PART_PERPLEXITY = "validation_perplexity/"  # key of a part's, before its name

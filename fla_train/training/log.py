@@ -31,7 +31,7 @@ def redirect_output(log: Path) -> TextIO:
     return console
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """Print a line for whoever gave the command, if their terminal is still there. Ranks but 0 print none."""
     with suppress(OSError):
         if is_first():

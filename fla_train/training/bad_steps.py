@@ -12,7 +12,7 @@ from torch import Tensor
 WINDOW = 100  # steps: the running mean and variance weigh the newest loss by 1 / WINDOW
 
 
-class StepGuard:
+class BadStepFilter:
     """Judges each step by its loss and gradient norm.
 
     Args:

@@ -13,11 +13,11 @@ import pytest
 from test_checkpoint import make
 from warm_ranks import WarmRanks
 
-from fla_train.training import resuming
-from fla_train.training.console import say
-from fla_train.training.resuming import agree_on_checkpoint, newest_readable, where_to_begin
-from fla_train.training.runfolder import RunFolder
-from fla_train.training.schema import TrainConfig, to_yaml
+from fla_train.training import resume
+from fla_train.training.config import TrainConfig, to_yaml
+from fla_train.training.log import log
+from fla_train.training.resume import agree_on_checkpoint, newest_readable, where_to_begin
+from fla_train.training.run_folder import RunFolder
 
 Make = Callable[..., TrainConfig]
 
@@ -52,7 +52,7 @@ def _look(config: TrainConfig, root: Path, wait: float, hidden: bool) -> str:
     from fla_train.training.process_group import join
 
     join(on_gpu=False)
-    resuming.VISIBLE = wait
+    resume.VISIBLE = wait
     is_dir = Path.is_dir
     if hidden and dist.get_rank() == 1:
         Path.is_dir = lambda path: False
@@ -82,4 +82,4 @@ def test_a_terminal_that_has_gone_does_not_keep_a_run_from_starting(monkeypatch:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(sys, "stdout", Gone())
-    say("restart")
+    log("restart")
