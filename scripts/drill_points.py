@@ -24,26 +24,28 @@ def killed(role: str, at: str, by: str = "SIGKILL") -> Point:
 
 # Ranks fail on their way into the run, one start after another.
 AT_START = {
-    "kill -9 of rank 1 while it imports": killed("worker-1", "training/loop.py:<module>"),
+    "kill -9 of rank 1 while it imports": killed("worker-1", "training/trainer.py:<module>"),
     "kill -9 of rank 0 before it joins": killed("worker-0", "process_group.py:join"),
-    "rank 0 aborts while it verifies a checkpoint": killed("worker-0", "checkpoint.py:find_fault", "SIGABRT"),
+    "rank 0 aborts while it verifies a checkpoint": killed("worker-0", "checkpoint.py:find_error", "SIGABRT"),
     "kill -9 of rank 0 while it writes config.yaml": killed("worker-0", "filesystem.py:write_whole!replace"),
-    "bus error of rank 1 while it loads": killed("worker-1", "checkpoint.py:load", "SIGBUS"),
+    "bus error of rank 1 while it loads": killed("worker-1", "load_checkpoint.py:load_checkpoint", "SIGBUS"),
     "segmentation fault of rank 1 in its first step": killed("worker-1", "engine.py:train_step", "SIGSEGV"),
-    "kill -9 of rank 1 while it evaluates": killed("worker-1", "loop.py:Trainer._evaluate"),
+    "kill -9 of rank 1 while it evaluates": killed("worker-1", "trainer.py:Trainer._evaluate"),
     "kill -9 of rank 0 in the middle of an export": killed("worker-0", "export.py:_load_back"),
-    "kill -9 of rank 1 while it stages a checkpoint": killed("worker-1", "staging.py:StagingBuffer.stage"),
+    "kill -9 of rank 1 while it stages a checkpoint": killed(
+        "worker-1", "checkpoint_manager.py:StagingBuffer.stage"
+    ),
     "rank 1 ends with 0 in the middle": Point("worker-1", "engine.py:train_step", "exit 0"),
     "rank 0 ends with 75 unasked": Point("worker-0", "engine.py:train_step", "exit 75"),
     "a read error (EIO) of the data": Point(
-        "worker-0", "text_data.py:to_batch", "raise EIO", "rank 0: OSError: [Errno 5] Input/output error"
+        "worker-0", "run_data.py:to_batch", "raise EIO", "rank 0: OSError: [Errno 5] Input/output error"
     ),
     "all files and connections of rank 0 break": Point("worker-0", "engine.py:train_step", "close"),
 }
 # Ranks fail at the end of the run.
 AT_END = {
-    "kill -9 of rank 1 in the last step": killed("worker-1", "loop.py:Trainer._finish"),
-    "kill -9 of rank 0 before it plots": killed("worker-0", "plots.py:plot_losses"),
+    "kill -9 of rank 1 in the last step": killed("worker-1", "trainer.py:Trainer._finish"),
+    "kill -9 of rank 0 before it plots": killed("worker-0", "metrics.py:plot_losses"),
     "kill -9 of rank 1 while it leaves the group": killed(
         "worker-1", "distributed_c10d.py:destroy_process_group"
     ),
@@ -88,7 +90,7 @@ IN_A_WRITE: dict[str, Inject] = {
         "writer-0", "checkpoint.py:write_manifest", "SIGKILL", "writer process was killed by SIGKILL"
     ),
     "kill -9 of rank 0's writer before the rename": in_a_write(
-        "writer-0", "async_writer.py:write!rename", "SIGKILL", "writer process was killed by SIGKILL"
+        "writer-0", "filesystem.py:move_folder!rename", "SIGKILL", "writer process was killed by SIGKILL"
     ),
     "kill -9 of rank 0's writer after the rename": in_a_write(
         "writer-0", "checkpoint.py:prune", "SIGKILL", "writer process was killed by SIGKILL"

@@ -100,7 +100,7 @@ def raise_at(at: str, error: str) -> Inject:
 
 
 def fall_asleep(drill: Drill) -> None:
-    put_now(Point("worker-1", "loop.py:Trainer._read", "sleep"))
+    put_now(Point("worker-1", "trainer.py:Trainer._read", "sleep"))
     drill.workers()[1].send_signal(signal.SIGUSR2)
 
 
@@ -268,10 +268,10 @@ ENDING: dict[str, Inject] = {
     "SIGTERM to one rank only": ended(send(signal.SIGTERM, rank(1)), 75, "stopped on request"),
     "kill -9 of a launcher that is stopped": kill_stopped_agent,
     "no memory left (MemoryError)": ended(
-        raise_at("loop.py:Trainer._read", "MemoryError"), 2, "out of host memory: set trainer."
+        raise_at("trainer.py:Trainer._read", "MemoryError"), 2, "out of host memory: set trainer."
     ),
     "an error that would come again": ended(
-        raise_at("loop.py:Trainer._read", "ValueError"), 2, "rank 0: drill"
+        raise_at("trainer.py:Trainer._read", "ValueError"), 2, "rank 0: drill"
     ),
     "the launcher's temporary files deleted, then a rank killed": ended(
         delete_scratch, 2, "config.yaml is no config"

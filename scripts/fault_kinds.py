@@ -1,4 +1,4 @@
-"""python scripts/fault_kinds.py --report docs/reliability.md    (about 15 minutes on two cores)
+"""python scripts/fault_kinds.py --report docs/dev/fault_drill.md    (about 15 minutes on two cores)
 
 The second part of the fault drill: one fault of each kind, where `fault_drill.py` has a few kinds many times.
 Trains a tiny model on two ranks twice: once left alone, once with a fault after the other, among them those
@@ -166,7 +166,7 @@ class Kinds:
                 pass  # else the start would not have been from it
         newest = checkpoint.step_of(present[-1].name)
         drill.wait(lambda: drill.step() > newest + 4, "the way over all of them")
-        if damaged := [path for path in drill.checkpoints()[:-2] if checkpoint.find_fault(path)]:
+        if damaged := [path for path in drill.checkpoints()[:-2] if checkpoint.find_error(path)]:
             raise Unnoticed(f"not written again: {damaged}")
 
     def outlived(self, group: str) -> None:

@@ -20,9 +20,7 @@ from fla_train.data.tokenizers import load_tokenizer
 from fla_train.eval.config import validation_errors
 from fla_train.hub import export_model
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
-from fla_train.training import schema
-from fla_train.training.task_data import with_task_sizes
-from fla_train.training.validate import validate
+from fla_train.training.config import register, to_config, validate, with_task_sizes
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -77,9 +75,9 @@ def check(words: list[str]) -> None:
     """Raise what the program would say of these words before it starts its work."""
     match words:
         case ["fla-train", *overrides]:
-            schema.register()
+            register()
             for job in jobs(overrides):
-                config = with_task_sizes(schema.to_config(app.compose("train", with_base(job))))
+                config = with_task_sizes(to_config(app.compose("train", with_base(job))))
                 validate(config)
                 if config.trainer.suite_every:
                     check_suite(config.trainer.suite, config.trainer.suite_options)
@@ -106,8 +104,8 @@ def check(words: list[str]) -> None:
         case ["fla-bench", *arguments]:
             request = build_parser().parse_args(arguments)
             if request.command == "train":
-                schema.register()
-                validate(schema.to_config(app.compose("train", request.overrides)))
+                register()
+                validate(to_config(app.compose("train", request.overrides)))
         case ["fla-doctor", *arguments]:
             doctor.build_parser().parse_args(arguments)
         case _:

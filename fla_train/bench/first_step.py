@@ -8,8 +8,7 @@ import torch
 
 from fla_train.bench.ranks import on_ranks
 from fla_train.models import DeltaProductForCausalLM, build_config
-from fla_train.training.resolve import resolve_device
-from fla_train.training.schema import TrainConfig
+from fla_train.training.config import TrainConfig, resolve_device
 
 
 def time_first_step(config: TrainConfig) -> dict[str, float]:

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from fla_train.models import DeltaProductForCausalLM, build_config
 from fla_train.models.flops import count_parameters, flops_per_token
-from fla_train.training.schema import TrainConfig
+from fla_train.training.config import TrainConfig
 
 
 def _ours(config: TrainConfig) -> PreTrainedModel:

@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -29,8 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 from fla_train.bench.breakdown import KINDS, time_by_kind
 from fla_train.bench.ranks import on_ranks
 from fla_train.models import DeltaProductForCausalLM, build_config
+from fla_train.training.config import TrainConfig, load_config
 from fla_train.training.process_group import join
-from fla_train.training.schema import TrainConfig, load_config
 from fla_train.utils.records import read_metrics
 
 SEQ_LEN = 2048  # tokens
@@ -134,13 +134,18 @@ def carry_out(run: Run, folder: Path, overrides: list[str], limit: float) -> Non
     """Start it, wait until it has done what it is for, and read what it measured."""
     began = time.monotonic()
     process = start(run, folder, overrides)
-    while process.poll() is None:
-        late = time.monotonic() > began + limit
-        done = run.kill_after and len(records(folder / run.name)) > run.kill_after
-        if late or done:
-            run.failure = "" if done else f"stopped after {limit:.0f} s"
+    try:
+        while process.poll() is None:
+            late = time.monotonic() > began + limit
+            done = run.kill_after and len(records(folder / run.name)) > run.kill_after
+            if late or done:
+                run.failure = "" if done else f"stopped after {limit:.0f} s"
+                break
+            time.sleep(POLL)
+    finally:  # also when this process is asked to stop: what runs on takes the GPUs of the next run
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        time.sleep(POLL)
+        process.wait()
     if process.returncode not in (0, -signal.SIGKILL):
         run.failure = f"exit code {process.returncode}"
     read(run, folder)

@@ -20,12 +20,19 @@ from fla_train.bench.ranks import on_ranks
 from fla_train.bench.roofline import Ceilings, link_bandwidth, step_roofline
 from fla_train.data.sampler import BatchSampler, PrefetchLoader, send
 from fla_train.models import DeltaProductConfig
+from fla_train.training.bad_steps import BadStepFilter
+from fla_train.training.config import (
+    AUTO,
+    LoggerConfig,
+    TrainConfig,
+    WandbConfig,
+    accumulation_steps,
+    resolve,
+    resolve_device,
+    validate,
+)
 from fla_train.training.engine import Outcome, build_engine, train_step
-from fla_train.training.guard import StepGuard
-from fla_train.training.resolve import AUTO, accumulation_steps, resolve, resolve_device
-from fla_train.training.schema import LoggerConfig, TrainConfig, WandbConfig
-from fla_train.training.throughput import Meter
-from fla_train.training.validate import validate
+from fla_train.training.metrics import Throughput
 
 WARM_UP = 3  # steps: compilation, the optimizer's first allocations
 
@@ -116,7 +123,7 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
     parameters = sum(p.numel() for p in model.parameters())
     engine = build_engine(model.float(), config)
     device, trainer, ranks = engine.device, config.trainer, dist.get_world_size()
-    guard = StepGuard(device, max_grad_norm=config.optimizer.max_grad_norm)
+    guard = BadStepFilter(device, max_grad_norm=config.optimizer.max_grad_norm)
     global_batch = accumulation_steps(config) * trainer.micro_batch_size * ranks
     plan = BatchSampler(global_batch, trainer.micro_batch_size, dist.get_rank(), ranks)
     tokens = plan.global_batch * trainer.seq_len
@@ -132,7 +139,7 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
         for _ in range(WARM_UP):
             step(batch()).read()
         devices = ranks if device.type == "cuda" else 1  # processes on a CPU share it
-        meter = Meter(training_flops(name, engine.module, config), devices * ceilings.flops, device)
+        meter = Throughput(training_flops(name, engine.module, config), devices * ceilings.flops, device)
         meter.start()
         outcomes = []
         for _ in range(steps):

@@ -49,7 +49,7 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
 
 def _of_run(file: Path) -> dict[str, Any]:
     """The config of a run, without its folder, its machines and a `trainer.resume=none`."""
-    from fla_train.training.schema import load_config
+    from fla_train.training.config import load_config
 
     base = asdict(load_config(file))
     del base["run"], base["dry_run"]
@@ -67,7 +67,7 @@ def _of_weights(source: str, with_model: bool) -> dict[str, Any]:
 
     Model and batch are left out where the command chooses a model, which is then compared.
     """
-    from fla_train.training.initial_weights import architecture, batch_sizes, tokenizer_source
+    from fla_train.training.model import architecture, batch_sizes, tokenizer_source
 
     base = {"model": architecture(source), "trainer": batch_sizes(source)} if with_model else {}
     if (name := tokenizer_source(source)) is not None:

@@ -149,7 +149,7 @@ def _fused_ops(request: argparse.Namespace) -> dict:
 def _train(request: argparse.Namespace) -> dict:
     from fla_train.bench.models import NAMES
     from fla_train.bench.training import bench_models, markdown
-    from fla_train.training.resolve import resolve_device
+    from fla_train.training.config import resolve_device
 
     if unknown := [name for name in request.peers if name not in NAMES]:
         raise ValueError(
@@ -199,15 +199,15 @@ def _tune(request: argparse.Namespace) -> None:
 
 
 def _train_config(overrides: Sequence[str]):
-    from fla_train.training import schema
+    from fla_train.training.config import register, to_config
 
-    schema.register()
-    return schema.to_config(compose("train", overrides))
+    register()
+    return to_config(compose("train", overrides))
 
 
 def _first_step(request: argparse.Namespace) -> None:
     from fla_train.bench.first_step import time_first_step
-    from fla_train.training.validate import validate
+    from fla_train.training.config import validate
 
     config = _train_config(request.overrides)
     validate(config)

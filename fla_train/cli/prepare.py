@@ -18,15 +18,15 @@ from fla_train.training.preemption import EXIT_CODE, Preempted, leaving_at_once
 
 
 def register() -> None:
-    from fla_train.training import schema  # heavy, and not needed for --help
+    from fla_train.training import config  # heavy, and not needed for --help
 
     @dataclass
-    class PrepareConfig(schema.TrainConfig):
+    class PrepareConfig(config.TrainConfig):
         """Schema of configs/prepare.yaml."""
 
         verify: bool = False
 
-    schema.register(PrepareConfig)
+    config.register(PrepareConfig)
 
 
 def task(config: DictConfig) -> int:

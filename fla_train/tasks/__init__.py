@@ -4,11 +4,9 @@ from fla_train.tasks.config import (
     TaskConfig,
     curriculum_tasks,
     make_task,
-    task_faults,
     tasks_for_testing,
     training_task,
 )
-from fla_train.tasks.contract import IGNORE, Batch, Tally, Task, tally_by
 from fla_train.tasks.formal import LANGUAGES, TEST_LENGTHS, TRAIN_LENGTHS, FormalLanguage
 from fla_train.tasks.group_words import GroupWords, longest_prefix
 from fla_train.tasks.groups import Group, make_group
@@ -20,6 +18,7 @@ from fla_train.tasks.mqar import (
     MQARSetting,
 )
 from fla_train.tasks.score import Score
+from fla_train.tasks.task import IGNORE, Batch, Tally, Task, tally_by
 
 __all__ = [
     "BASED_TEST_SETTINGS",
@@ -44,7 +43,6 @@ __all__ = [
     "make_group",
     "make_task",
     "tally_by",
-    "task_faults",
     "tasks_for_testing",
     "training_task",
 ]

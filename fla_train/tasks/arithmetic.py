@@ -8,8 +8,8 @@ brackets closed there; IGNORE at other tokens.
 
 import numpy as np
 
-from fla_train.tasks.contract import IGNORE
 from fla_train.tasks.draws import below
+from fla_train.tasks.task import IGNORE
 
 MODULUS = 5
 

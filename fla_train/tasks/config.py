@@ -1,23 +1,24 @@
-"""Typed settings of a task: the schema of Hydra's `task` node, and tasks made from them.
+"""Typed config of a task, with its checks, and tasks made from it. configs/task/*.yaml explain every key.
 
-configs/task/*.yaml explain every key.
+The options of a task's class come untyped from YAML: they are checked against the signature of the class, so
+that a wrong one is named before it fails somewhere in numpy.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin
 
 from omegaconf import MISSING
 
-from fla_train.tasks.annotations import fits, in_words
-from fla_train.tasks.contract import Tally, Task
 from fla_train.tasks.formal import FormalLanguage
 from fla_train.tasks.group_words import GroupWords
 from fla_train.tasks.mad import Compression, InContextRecall, Memorization, SelectiveCopying
 from fla_train.tasks.mqar import MQAR
 from fla_train.tasks.regbench import RegBench
 from fla_train.tasks.score import Score
+from fla_train.tasks.task import Tally, Task
 
 TEST_SEED = -1  # test sets are the same for all runs, and no training seed is negative
 
@@ -55,6 +56,36 @@ class TaskConfig:
     curriculum: list[Any] = field(default_factory=list)
     stop_at: list[Any] = field(default_factory=list)
 
+    def validation_errors(self) -> list[str]:
+        """Every setting that cannot work, one line each; empty when all is well."""
+        errors = [
+            f"task.{key}={value} must be at least 1"
+            for key in ("train_sequences", "test_sequences", "batch_size", "test_batch_size")
+            if (value := getattr(self, key)) is not None and value < 1
+        ]
+        if not self.tests:
+            errors.append("task.tests is empty: name at least one test set")
+        if self.kind not in KINDS:
+            return [*errors, f"task.kind: {_unknown(self.kind)}"]
+        sets = {"train": self.train} | {f"tests.{name}": options for name, options in self.tests.items()}
+        places: dict[str, list[str]] = {}  # of each error: test sets repeat the options of the training set
+        for place, options in {"options": self.options, **sets}.items():
+            for error in _option_errors(self.kind, options):
+                places.setdefault(error, []).append(f"task.{place}")
+        sizes = {}
+        for name, options in sets.items():
+            merged = {**self.options, **options}
+            if _option_errors(self.kind, merged):
+                continue  # what its class would say of them follows from these
+            try:
+                sizes[name] = make_task(self.kind, merged).vocab_size
+            except ValueError as error:
+                places.setdefault(str(error), []).append(f"task.{name}")
+        errors += [f"{', '.join(where)}: {error}" for error, where in places.items()]
+        if len(set(sizes.values())) > 1:
+            errors.append(f"the task's sets have different vocabularies, {sizes}: make their options agree")
+        return errors or [*_curriculum_errors(self), *_target_errors(self)]
+
 
 def make_task(
     kind: str, options: Mapping[str, Any], *, seed: int = 0, num_sequences: int | None = None
@@ -66,8 +97,8 @@ def make_task(
     """
     if kind not in KINDS:
         raise ValueError(_unknown(kind))
-    if faults := _option_faults(kind, options):
-        raise ValueError("; ".join(faults))
+    if errors := _option_errors(kind, options):
+        raise ValueError("; ".join(errors))
     required = [name for name, option in _options(kind).items() if option.default is option.empty]
     if missing := [name for name in required if options.get(name) is None]:
         raise ValueError(f"{kind} needs {', '.join(missing)}")
@@ -83,17 +114,17 @@ def _options(kind: str) -> dict[str, inspect.Parameter]:
     return {name: value for name, value in parameters.items() if name not in ("seed", "num_sequences")}
 
 
-def _option_faults(kind: str, options: Mapping[str, Any]) -> list[str]:
+def _option_errors(kind: str, options: Mapping[str, Any]) -> list[str]:
     """Options that the class of `kind` does not have, and values of other types than it declares."""
     known = _options(kind)
     unknown = sorted(set(options) - set(known))
-    faults = [f"{kind} has no option {', '.join(unknown)}; it has {', '.join(known)}"] if unknown else []
+    errors = [f"{kind} has no option {', '.join(unknown)}; it has {', '.join(known)}"] if unknown else []
     for name in [name for name in options if name in known]:
         value, option = options[name], known[name]
         missing = value is None and option.default is option.empty
         if not missing and not fits(value, option.annotation):
-            faults.append(f"{name}={value} must be {in_words(option.annotation)}")
-    return faults
+            errors.append(f"{name}={value} must be {in_words(option.annotation)}")
+    return errors
 
 
 def training_task(config: TaskConfig, seed: int) -> Task:
@@ -122,66 +153,35 @@ def tasks_for_testing(config: TaskConfig) -> dict[str, Task]:
     }
 
 
-def task_faults(config: TaskConfig) -> list[str]:
-    """Every setting that cannot work, one line each; empty when all is well."""
-    faults = [
-        f"task.{key}={value} must be at least 1"
-        for key in ("train_sequences", "test_sequences", "batch_size", "test_batch_size")
-        if (value := getattr(config, key)) is not None and value < 1
-    ]
-    if not config.tests:
-        faults.append("task.tests is empty: name at least one test set")
-    if config.kind not in KINDS:
-        return [*faults, f"task.kind: {_unknown(config.kind)}"]
-    sets = {"train": config.train} | {f"tests.{name}": options for name, options in config.tests.items()}
-    places: dict[str, list[str]] = {}  # of each fault: test sets repeat the options of the training set
-    for place, options in {"options": config.options, **sets}.items():
-        for fault in _option_faults(config.kind, options):
-            places.setdefault(fault, []).append(f"task.{place}")
-    sizes = {}
-    for name, options in sets.items():
-        whole = {**config.options, **options}
-        if _option_faults(config.kind, whole):
-            continue  # what its class would say of them follows from these
-        try:
-            sizes[name] = make_task(config.kind, whole).vocab_size
-        except ValueError as fault:
-            places.setdefault(str(fault), []).append(f"task.{name}")
-    faults += [f"{', '.join(where)}: {fault}" for fault, where in places.items()]
-    if len(set(sizes.values())) > 1:
-        faults.append(f"the task's sets have different vocabularies, {sizes}: make their options agree")
-    return faults or [*_curriculum_faults(config), *_target_faults(config)]
-
-
-def _curriculum_faults(config: TaskConfig) -> list[str]:
+def _curriculum_errors(config: TaskConfig) -> list[str]:
     if config.curriculum and KINDS[config.kind].length_option is None:
         return [f"task.curriculum needs words of several lengths: {config.kind} has one"]
-    faults = []
+    errors = []
     for stage in config.curriculum:
         if not _is_stage(stage):
-            faults.append(
+            errors.append(
                 f"task.curriculum: {stage} is no [tokens, steps] with two numbers of 1 or more, which "
                 "{option: value} may follow"
             )
             continue
         try:
             early = _stage_task(config, 0, stage)
-        except ValueError as fault:
-            faults.append(f"task.curriculum: {stage}: {fault}")
+        except ValueError as error:
+            errors.append(f"task.curriculum: {stage}: {error}")
             continue
         whole = training_task(config, 0)
         if early.seq_len > whole.seq_len:
-            faults.append(f"task.curriculum: {stage} is longer than the training set's words")
+            errors.append(f"task.curriculum: {stage} is longer than the training set's words")
         if early.vocab_size != whole.vocab_size:
-            faults.append(f"task.curriculum: {stage} has another vocabulary than the training set")
-    return faults
+            errors.append(f"task.curriculum: {stage} has another vocabulary than the training set")
+    return errors
 
 
 def _is_stage(stage: Any) -> bool:
     return fits(stage, tuple[int, int] | tuple[int, int, dict]) and min(stage[:2]) > 0
 
 
-def _target_faults(config: TaskConfig) -> list[str]:
+def _target_errors(config: TaskConfig) -> list[str]:
     if not config.stop_at:
         return []
     known = []
@@ -193,3 +193,38 @@ def _target_faults(config: TaskConfig) -> list[str]:
         for target in config.stop_at
         if not (fits(target, tuple[str, float]) and target[0] in known)
     ]
+
+
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text (in quotes if it reads as a number)",
+    NoneType: "null",
+}
+
+
+def fits(value: Any, annotation: Any) -> bool:
+    """Whether `value` is of the type. true and false are no numbers; a list may stand for a tuple."""
+    kind, parts = get_origin(annotation), get_args(annotation)
+    if kind is UnionType:
+        return any(fits(value, part) for part in parts)
+    if kind in (tuple, Sequence):
+        if not isinstance(value, list | tuple):
+            return False
+        if kind is Sequence:
+            parts = parts * len(value)
+        return len(value) == len(parts) and all(map(fits, value, parts))
+    return type(value) is annotation or (annotation is float and type(value) is int)
+
+
+def in_words(annotation: Any) -> str:
+    """The values that YAML can give an option; classes of Python are left out."""
+    kind, parts = get_origin(annotation), get_args(annotation)
+    if kind is UnionType:
+        return " or ".join(in_words(part) for part in parts if get_origin(part) or part in _WORDS)
+    if kind is tuple:
+        return f"[{', '.join(map(in_words, parts))}]"
+    if kind is Sequence:
+        return f"a list of {in_words(parts[0])}"
+    return _WORDS[annotation]

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from fla_train.tasks import arithmetic
-from fla_train.tasks.contract import IGNORE, Batch, Tally, Task
 from fla_train.tasks.draws import below, draw
+from fla_train.tasks.task import IGNORE, Batch, Tally, Task
 
 TRAIN_LENGTHS = (3, 40)
 TEST_LENGTHS = (40, 256)

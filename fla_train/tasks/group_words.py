@@ -6,9 +6,9 @@ DeltaProduct (arXiv 2502.10297) section 5.1 and appendix C.1; Grazzi et al. (arX
 import numpy as np
 import torch
 
-from fla_train.tasks.contract import IGNORE, Batch, Tally, Task
 from fla_train.tasks.draws import below, draw
 from fla_train.tasks.groups import generators_first, make_group
+from fla_train.tasks.task import IGNORE, Batch, Tally, Task
 
 _BLOCK = 1024  # sequences generated at a time, so that the work stays in the cache
 

@@ -10,8 +10,8 @@ decoded by a network of its own, which is no language model), and noise fills si
 import numpy as np
 import torch
 
-from fla_train.tasks.contract import IGNORE, Batch, Tally, Task
 from fla_train.tasks.draws import below, draw, stream_keys, without_replacement
+from fla_train.tasks.task import IGNORE, Batch, Tally, Task
 
 _MAP_SEED = 12345  # memorization: training and test sets share one map of keys to values
 

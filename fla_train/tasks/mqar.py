@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fla_train.tasks.contract import IGNORE, Batch, Tally, Task
 from fla_train.tasks.draws import below, draw, weighted_without_replacement, without_replacement
+from fla_train.tasks.task import IGNORE, Batch, Tally, Task
 
 _BLANK = 0  # no key and no value: between queries, and after the end of shorter sequences
 

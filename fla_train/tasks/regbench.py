@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fla_train.tasks.contract import IGNORE, Batch, Tally, Task
+from fla_train.tasks.task import IGNORE, Batch, Tally, Task
 
 SYMBOLS = 18
 SEPARATOR, PAD = SYMBOLS, SYMBOLS + 1

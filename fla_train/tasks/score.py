@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import cross_entropy
 
-from fla_train.tasks.contract import IGNORE, Batch, Tally, Task, tally_by
+from fla_train.tasks.task import IGNORE, Batch, Tally, Task, tally_by
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     create_handler,
 )
 
-from fla_train.training.console import say
+from fla_train.training.config import LaunchConfig
 from fla_train.training.failures import describe_exit
+from fla_train.training.log import log
 from fla_train.training.preemption import EXIT_CODE, SIGNALS, Preempted, StopSignals
 from fla_train.training.process_group import (
     LOOPBACK,
@@ -49,7 +50,6 @@ from fla_train.training.process_group import (
     check_address,
     is_own_address,
 )
-from fla_train.training.schema import LaunchConfig
 from fla_train.training.worker import FINAL
 from fla_train.utils.processes import available_cores
 
@@ -139,7 +139,7 @@ class _Launcher:
     def run(self) -> None:
         several = self._launch.num_machines > 1
         if several:
-            say(f"machines     waiting for all {self._launch.num_machines} at {self._place}")
+            log(f"machines     waiting for all {self._launch.num_machines} at {self._place}")
         deadline = time.monotonic() + self._launch.rendezvous_timeout
         while True:
             agent = None
@@ -160,7 +160,7 @@ class _Launcher:
                     if not self._restarts:
                         raise WorkersFailed(f"the machine that serves {self._place} has gone") from None
                     self._restarts -= 1
-                    say(f"restart      waiting for the machine that serves {self._place}")
+                    log(f"restart      waiting for the machine that serves {self._place}")
                     deadline = time.monotonic() + self._launch.rendezvous_timeout
                 elif time.monotonic() > deadline:
                     raise WorkersFailed(f"no store answers at {self._place} {self._within()}") from None
@@ -309,7 +309,7 @@ class Agent(LocalElasticAgent):
             self._remaining_restarts = limit
         if self._remaining_restarts:
             self._signals.pass_to([])
-            say(f"restart      {limit - self._remaining_restarts + 1} of {limit}, {failure}")
+            log(f"restart      {limit - self._remaining_restarts + 1} of {limit}, {failure}")
 
     def _shutdown(self, *_: object, **options: object) -> None:
         """Kill: what workers leave on disk is complete or absent, and some wait where no signal is heard."""

@@ -1,9 +1,9 @@
 """Async writer: a process beside each rank that writes the files of its checkpoints.
 
-The trainer's process only copies its state to a staging buffer (`staging.py`), which both processes share.
-This process reads the buffer, hashes and writes the files, and flushes them to the disk, so that Python's
-lock, checksums and slow disks don't hold up training. It imports only the standard library, starts within
-0.1 s, needs no memory of note, and dies with its trainer.
+The trainer's process only copies its state to a staging buffer (`checkpoint_manager.py`), which both
+processes share. This process reads the buffer, hashes and writes the files, and flushes them to the disk, so
+that Python's lock, checksums and slow disks don't hold up training. It imports only the standard library,
+starts within 0.1 s, needs no memory of note, and dies with its trainer.
 
 The ranks' writers share nothing but the folder that they write in. Each leaves `part-R.json`, the manifest
 entries of its files, once they are on the disk. Rank 0's writer waits for the parts of the others, writes the

@@ -1,4 +1,4 @@
-"""The checkpoint format: folder layout, manifest, verification, choice of the newest intact one, loading.
+"""The checkpoint format: folder layout, manifest, verification, choice of the newest intact one.
 
     checkpoints/.writing-step-0000100-.../  while it is written; never read
     checkpoints/step-0000100/
@@ -7,8 +7,7 @@
         rng-0.pt rng-1.pt ...               random states, one file per rank
         deepspeed/                          weights and the ZeRO-2 partition of each rank
 
-A checkpoint is complete or absent: `async_writer.py` renames the folder once every file is on the disk. Every
-rank calls `load`.
+A checkpoint is complete or absent: `async_writer.py` renames the folder once every file is on the disk.
 
 `manifest.json` is `{"version": 2, "sha256": ..., "content": ...}`, the sha256 being that of the content as
 compact JSON with sorted keys. Version 1 is the content alone, without a checksum of its own. The two share no
@@ -45,14 +44,14 @@ NAME = re.compile(r"step-\d{7,}")
 
 @dataclass
 class TrainState:
-    """What a run needs besides weights and optimizer to go on where it was."""
+    """What a run needs besides weights and optimizer to resume exactly."""
 
     step: int = 0  # optimizer steps taken, skipped ones included
     sequences: int = 0  # training sequences consumed by all ranks: the position in the data
     tokens: int = 0  # the same in tokens
     skipped_steps: int = 0  # steps without an update: loss or gradient not finite, or the loss a spike
     skipped_in_row: int = 0
-    loss_statistics: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # of `StepGuard`
+    loss_statistics: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # of `BadStepFilter`
     wandb_id: str | None = None
     data: str | None = None  # fingerprint of the prepared data
     commits: dict[str, str] = field(default_factory=dict)  # of the Hub's datasets, by part of a mixture
@@ -60,44 +59,6 @@ class TrainState:
 
 def folder_name(step: int) -> str:
     return f"step-{step:07d}"
-
-
-def load(engine, folder: Path) -> TrainState:
-    """Bring `engine` and this rank's random states to where `folder` was written.
-
-    By as many ranks as wrote it, exactly. By another number the weights and moments are the same, the sums
-    over ranks round otherwise, and a rank beyond the saved ones shares the random states of one of them.
-    Weight decay, betas and the like stay those of `engine`: a config may change them.
-
-    Raises:
-        ValueError: it is of another model, or a file holds more than tensors and plain values.
-    """
-    # torch and DeepSpeed take seconds to import, and the async writer's process does without them.
-    import torch.distributed as dist
-
-    from fla_train.training.deepspeed_patches import files_through
-    from fla_train.training.random_states import set_random_states
-    from fla_train.training.reshard import load_optimizer
-    from fla_train.training.safe_load import SafeCheckpointEngine, load_file
-
-    saved = world_size(folder)
-    same = saved == dist.get_world_size()
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
-    try:
-        with files_through(engine, SafeCheckpointEngine()):
-            path, _ = engine.load_checkpoint(str(folder), tag=DEEPSPEED_TAG, load_optimizer_states=same)
-    except RuntimeError as failure:
-        heading, *keys = str(failure).splitlines()
-        if "loading state_dict" not in heading:
-            raise
-        raise ValueError(f"{folder} is of another model: {keys[0].strip()}") from failure
-    assert path is not None, f"DeepSpeed found nothing in {folder}"
-    if not same:
-        load_optimizer(engine, folder, saved)
-    for group, own in zip(engine.optimizer.param_groups, settings, strict=True):
-        group.update(own)
-    set_random_states(load_file(folder / RANDOM_FILE.format(rank=dist.get_rank() % saved)))
-    return read_state(folder)
 
 
 def read_state(folder: Path) -> TrainState:
@@ -220,7 +181,7 @@ def newest_step(folder: Path) -> int:
     return step_of(present[-1].name) if present else 0
 
 
-def find_fault(checkpoint: Path) -> str | None:
+def find_error(checkpoint: Path) -> str | None:
     """Why a checkpoint can't be used, in one line; None: every file is as its manifest says."""
     try:
         manifest = read_manifest(checkpoint)
@@ -252,8 +213,8 @@ def choose(resume: str, folder: Path, warn: Callable[[str], None] = logger.warni
             )
         return None
     if resume != "auto":
-        if fault := find_fault(Path(resume)):
-            raise ValueError(f"trainer.resume={resume} is not an intact checkpoint: {fault}")
+        if error := find_error(Path(resume)):
+            raise ValueError(f"trainer.resume={resume} is not an intact checkpoint: {error}")
         step = read_manifest(Path(resume))["step"]
         later = [path.name for path in present if step_of(path.name) > step]
         if later:  # resume=auto would later take them for this run's
@@ -276,10 +237,10 @@ def newest_intact(folder: Path, warn: Callable[[str], None] = logger.warning) ->
     """
     present = checkpoints(folder)
     for checkpoint in reversed(present):
-        fault = find_fault(checkpoint)
-        if fault is None:
+        error = find_error(checkpoint)
+        if error is None:
             return checkpoint
-        warn(f"checkpoint   {checkpoint} is damaged ({fault}): trying the one before it")
+        warn(f"checkpoint   {checkpoint} is damaged ({error}): trying the one before it")
     if not present:
         return None
     raise ValueError(f"no checkpoint in {folder} is intact: delete the folder to start again")

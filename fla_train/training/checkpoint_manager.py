@@ -1,20 +1,31 @@
-"""CheckpointManager: saves checkpoints beside training, and knows which is on the disk and what failed."""
+"""CheckpointManager: saves checkpoints beside training, and knows which is on the disk and what failed.
+
+A save copies the rank's state to a `StagingBuffer` in host memory, which its async writer's process shares.
+"""
 
 import json
+import mmap
+import os
+import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from torch import Tensor
+from torch.utils.serialization import config as serialization
 
 from fla_train.training.async_writer import AsyncWriter, Job, Segment
 from fla_train.training.checkpoint import (
     DEEPSPEED_TAG,
+    OPTIMIZER_FILE,
     RANDOM_FILE,
     STATE,
     WRITING,
@@ -24,10 +35,10 @@ from fla_train.training.checkpoint import (
 )
 from fla_train.training.deepspeed_patches import files_through
 from fla_train.training.failures import TrainingStopped
-from fla_train.training.random_states import random_states
-from fla_train.training.staging import StagingBuffer
+from fla_train.training.load_checkpoint import MASTERS, SHARD
 from fla_train.utils.filesystem import reason
 
+ALIGNMENT = 64  # bytes, of a tensor in the staging buffer
 VERSIONS = ("torch", "deepspeed", "accelerate", "transformers")
 
 
@@ -67,7 +78,7 @@ class CheckpointManager:
         folder: holds the checkpoints.
         keep: newest ones kept, 0: all.
         keep_every: steps whose multiples are kept for good, 0: none.
-        say: gets a line on rank 0 when a save has ended.
+        log: gets a line on rank 0 when a save has ended.
         saved_step: of the checkpoint in `folder` that the run resumes from; -1: there is none.
     """
 
@@ -78,10 +89,10 @@ class CheckpointManager:
         *,
         keep: int,
         keep_every: int,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         saved_step: int = -1,
     ):
-        self._engine, self._folder, self._say = engine, folder, say
+        self._engine, self._folder, self._log = engine, folder, log
         self._keep, self._keep_every = keep, keep_every
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +102,7 @@ class CheckpointManager:
         self._job: tuple[Job, bytes] | None = None  # for the writer, once the copy is complete
         self._step = saved_step  # of the newest save
         self._error: str | None = None  # why it failed
-        self._agreed = self._told = True  # its end: by all ranks, to the reader
+        self._agreed = self._reported = True  # its end: agreed by all ranks, logged
         # An attempt's folder is that attempt's only, so that no rank takes an earlier one's files for it.
         self._run = self._gather(secrets.token_hex(4))[0]
         self._attempts = count()
@@ -104,7 +115,7 @@ class CheckpointManager:
         """
         begin = time.perf_counter()
         self._wait()
-        self._step, self._error, self._agreed, self._told = state.step, None, False, False
+        self._step, self._error, self._agreed, self._reported = state.step, None, False, False
         attempt = f"{WRITING}{folder_name(state.step)}-{self._run}-{next(self._attempts)}"
         files = self._capture(state)
         assert files.keys() == set(rank_files(self._rank)), f"DeepSpeed saves other files: {sorted(files)}"
@@ -116,16 +127,16 @@ class CheckpointManager:
         except OSError as failure:
             self._error = f"rank {self._rank}: {reason(failure)}"
             self._job = None
-            self._tell(self._error)
+            self._report(self._error)
         if not self._staging.copying:
             self._finish_copy()
         return time.perf_counter() - begin
 
     def poll(self) -> None:
         """Report a save that has ended since the last call. Rank 0 may call it alone, at every step."""
-        if not self._told and self._job is None and self._writer is not None and self._writer.done():
+        if not self._reported and self._job is None and self._writer is not None and self._writer.done():
             result = self._writer.result()
-            self._tell(result.error, result.seconds)
+            self._report(result.error, result.seconds)
 
     def is_saved(self, step: int) -> bool:
         """Whether a checkpoint of `step` is on the disk; waits for the save under way."""
@@ -156,6 +167,8 @@ class CheckpointManager:
         capture = _Capture()
         with files_through(self._engine, capture):
             self._engine.save_checkpoint("nowhere", tag=DEEPSPEED_TAG, save_latest=False)
+        # The masters equal the weights, which are fp32 and in the model's file: 12 bytes a parameter, not 16.
+        del capture.files[OPTIMIZER_FILE.format(rank=self._rank)][SHARD][MASTERS]
         files = capture.files | {RANDOM_FILE.format(rank=self._rank): random_states()}
         if self._rank == 0:
             files[STATE] = (json.dumps(asdict(state), indent=2) + "\n").encode()
@@ -197,7 +210,7 @@ class CheckpointManager:
             if self._world > 1:
                 self._writer.others_are_done(others)
             result = self._writer.result()
-            self._tell(result.error, result.seconds)
+            self._report(result.error, result.seconds)
             error = result.error
         self._error = self._gather(error)[0]
         self._agreed = True
@@ -209,12 +222,192 @@ class CheckpointManager:
             dist.all_gather_object(values, value)
         return values
 
-    def _tell(self, error: str | None, seconds: float = 0.0) -> None:
-        if self._rank or self._told:
+    def _report(self, error: str | None, seconds: float = 0.0) -> None:
+        if self._rank or self._reported:
             return
-        self._told = True
+        self._reported = True
         outcome = f"NO CHECKPOINT, {error}; the earlier ones are untouched"
         if error is None:
             path = self._folder / folder_name(self._step)
             outcome = f"checkpoint {path}, written in {seconds:.1f} s"
-        self._say(f"step {self._step:,}: {outcome}")
+        self._log(f"step {self._step:,}: {outcome}")
+
+
+def random_states() -> dict:
+    """Random states of Python, numpy, torch and this rank's GPU, as tensors and plain values."""
+    kind, keys, *rest = np.random.get_state()
+    numpy_state = (kind, torch.from_numpy(keys), *rest)
+    states = {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_random_states(states: dict) -> None:
+    """Inverse of `random_states`."""
+    random.setstate(states["python"])
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, np.asarray(keys), *rest))  # the keys were an array in older checkpoints
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+class StagingBuffer:
+    """One copy of the tensors of a checkpoint, in memory that another process can read by `descriptor`.
+
+    The memory is as large as the tensors need and is used again for each checkpoint. Beside a GPU it is
+    pinned, and the copies run on a stream of their own: `wait` must return before the tensors change.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("checkpoint")
+        self._memory: mmap.mmap | None = None
+        self._address = self._size = 0
+        self._pinned = False
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None
+        # The sources stay until they have been copied: freed, their memory could be used again.
+        self._sources: dict[tuple, Tensor] = {}
+
+    def stage(self, files: Mapping[str, object]) -> tuple[dict[str, list[Segment]], bytes]:
+        """Start to copy the tensors of `files`; what each file consists of, and the bytes beside the tensors.
+
+        Args:
+            files: name -> bytes, or what `torch.save` is to write: nested dicts, lists and tuples, in which
+                tensors that are views of one memory, such as tied weights, stay one.
+
+        Raises:
+            OSError: there is no memory, or a limit on file sizes forbids it.
+        """
+        offsets: dict[tuple, int] = {}
+        self._sources, size = {}, 0
+
+        def place(tensor: Tensor) -> Tensor:
+            nonlocal size
+            key = _key(tensor)
+            if tensor.numel() and key not in offsets:
+                offsets[key], self._sources[key] = size, tensor.detach()
+                size += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+            return tensor
+
+        for content in files.values():
+            _map(place, content)
+        on_gpu = any(source.is_cuda for source in self._sources.values())
+        self._reserve(size, pin=on_gpu)
+        copies = {
+            key: torch.frombuffer(
+                self._memory, dtype=source.dtype, count=source.numel(), offset=offsets[key]
+            ).view(source.shape)
+            for key, source in self._sources.items()
+        }
+        self._copy(copies, on_gpu)
+        recorder = _Recorder(self._address, size)
+        segments = {}
+        for name, content in files.items():
+            copied = _map(
+                lambda tensor: copies.get(_key(tensor), torch.empty_like(tensor, device="cpu")), content
+            )
+            segments[name] = recorder.record(copied)
+        staged = {begin for parts in segments.values() for is_staged, begin, _ in parts if is_staged}
+        assert staged == set(offsets.values()), "torch.save wrote copies of the tensors"
+        return segments, bytes(recorder.beside)
+
+    def wait(self) -> None:
+        """Return once all copies are complete."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+        self._sources.clear()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._unpin()
+        self._memory = None
+        os.close(self.descriptor)
+
+    @property
+    def copying(self) -> bool:
+        """Whether copies may be under way."""
+        return self._copied is not None
+
+    def _reserve(self, size: int, *, pin: bool) -> None:
+        if size <= self._size:
+            return
+        self._unpin()
+        os.ftruncate(self.descriptor, size)
+        self._memory = mmap.mmap(self.descriptor, size)
+        self._address, self._size = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr(), size
+        if pin:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._address, size, 0))
+            self._pinned = True
+
+    def _unpin(self) -> None:
+        if self._pinned:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._address))
+            self._pinned = False
+
+    def _copy(self, copies: Mapping[tuple, Tensor], on_gpu: bool) -> None:
+        if on_gpu:
+            self._stream = self._stream or torch.cuda.Stream()
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):  # None: of no effect
+            for key, copy in copies.items():
+                copy.copy_(self._sources[key], non_blocking=True)
+        if on_gpu:
+            self._copied = torch.cuda.Event(blocking=True)
+            self._copied.record(self._stream)
+
+
+def _key(tensor: Tensor) -> tuple:
+    storage = tensor.untyped_storage().data_ptr()
+    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _map(function: Callable[[Tensor], Tensor], content: object) -> object:
+    """`content` with fresh containers and `function` of its tensors."""
+    if isinstance(content, Tensor):
+        return function(content)
+    if isinstance(content, dict):
+        return type(content)((key, _map(function, value)) for key, value in content.items())
+    if type(content) in (list, tuple):
+        return type(content)(_map(function, value) for value in content)
+    return content  # numbers, strings, and layouts that never change
+
+
+class _Recorder:
+    """A file for `torch.save` that notes where the bytes lie, instead of copying those of the buffer.
+
+    So their content may follow later. `torch.save` looks at it only for a checksum of its own, which is left
+    out: the manifest has better ones, and this one takes three quarters of the time of a save.
+    """
+
+    def __init__(self, address: int, size: int):
+        self._address, self._size = address, size
+        self._segments: list[Segment] = []
+        self.beside = bytearray()  # what isn't in the buffer
+
+    def record(self, content: object) -> list[Segment]:
+        """The segments of the file that holds `content`."""
+        self._segments = []
+        if isinstance(content, bytes):
+            self.write(content)
+        else:
+            with serialization.patch("save.compute_crc32", False):
+                torch.save(content, self)
+        return self._segments
+
+    def write(self, data: bytes | memoryview) -> int:
+        begin = np.frombuffer(data, np.uint8).ctypes.data - self._address
+        if 0 <= begin < self._size:
+            self._segments.append((True, begin, len(data)))
+        else:
+            start, before = len(self.beside), 0
+            if self._segments and not self._segments[-1][0]:
+                _, start, before = self._segments.pop()
+            self._segments.append((False, start, before + len(data)))
+            self.beside += data
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing is held back."""

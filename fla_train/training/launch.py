@@ -11,25 +11,31 @@ from fla_train.data.prepare import prepare
 from fla_train.kernels.delta_product.selfcheck import check_backend, model_cases
 from fla_train.training import checkpoint, worker
 from fla_train.training.agent import WorkersFailed, run_workers
-from fla_train.training.console import say
+from fla_train.training.config import (
+    TrainConfig,
+    resolve,
+    to_yaml,
+    validate,
+    with_task_sizes,
+    with_vocabulary,
+    with_warmup,
+)
+from fla_train.training.log import log
 from fla_train.training.plan import make_plan, plan_lines
 from fla_train.training.preemption import StopRequest, leaving_at_once
-from fla_train.training.resolve import resolve, with_saved, with_vocabulary, with_warmup
-from fla_train.training.resuming import (
+from fla_train.training.resume import (
     check_before_preparing,
     check_same_run,
+    choose_checkpoint,
     completion_lines,
     has_checkpoint,
     is_complete,
     newest_readable,
     saved_commits,
-    saved_sizes,
-    where_to_begin,
+    with_saved_sizes,
 )
-from fla_train.training.runfolder import RunFolder, RunLock, new_run_dir
-from fla_train.training.schema import TrainConfig, to_yaml
-from fla_train.training.task_data import task_data, with_task_sizes
-from fla_train.training.validate import validate
+from fla_train.training.run_data import task_data
+from fla_train.training.run_folder import RunFolder, RunLock, new_run_dir
 from fla_train.utils.processes import die_with_parent
 from fla_train.utils.ranks import is_first, is_rank
 from fla_train.utils.scratch import scratch_folder
@@ -59,7 +65,7 @@ def launch(config: TrainConfig) -> None:
         SystemExit: this process was a rank, and has ended.
     """
     with leaving_at_once():
-        config = with_saved(with_task_sizes(config), saved_sizes(config))
+        config = with_saved_sizes(with_task_sizes(config))
         given = config.launch.num_processes
         validate(config)
         config = resolve(config)
@@ -95,9 +101,9 @@ def _show(config: TrainConfig) -> None:
     """Print the config and its plan, with what prepared data there are. Nothing is fetched or written."""
     config = with_vocabulary(with_warmup(config), offline=True)
     data = find_prepared(config.data) if config.task is None else task_data(config.task, config.seed)
-    say(to_yaml(config))
+    log(to_yaml(config))
     for line in plan_lines(config, make_plan(config, data)):
-        say(line)
+        log(line)
 
 
 def _prepare(config: TrainConfig) -> tuple[TrainConfig, PreparedData]:
@@ -106,22 +112,22 @@ def _prepare(config: TrainConfig) -> tuple[TrainConfig, PreparedData]:
         folder = RunFolder(Path(config.run.dir))
         folder.check()
         if not folder.config.is_file():
-            say(f"new run      {config.run.dir} holds none yet")
+            log(f"new run      {config.run.dir} holds none yet")
     elif is_rank():
         raise ValueError("give run.dir: ranks that another launcher has started can't agree on a new one")
     config = with_warmup(config)
     check_before_preparing(config)
     if config.init_from is not None and not has_checkpoint(config):
-        from fla_train.training.initial_weights import check_initial_weights  # imports the models
+        from fla_train.training.model import check_initial_weights  # imports the models: seconds
 
         check_initial_weights(config)
     config = with_vocabulary(config)
     if config.task is None:
-        data = prepare(config.data, log=say, commits=saved_commits(config))
+        data = prepare(config.data, log=log, commits=saved_commits(config))
     else:
         data = task_data(config.task, config.seed)
     for line in plan_lines(config, make_plan(config, data)):
-        say(line)
+        log(line)
     return config, data
 
 
@@ -142,12 +148,12 @@ def _with_folder(config: TrainConfig) -> tuple[TrainConfig, RunFolder]:
 def _is_left_to_train(config: TrainConfig, folder: RunFolder, data: PreparedData) -> bool:
     """Refuse a checkpoint or kernels that do not fit; False if the run is complete, which is said."""
     if config.trainer.resume != "auto":
-        where_to_begin(config, folder, say)
+        choose_checkpoint(config, folder, log)
     if (newest := newest_readable(config)) is not None:
-        check_same_run(config, data, newest, say)
+        check_same_run(config, data, newest, log)
     if is_complete(folder, config):
         for line in completion_lines(folder, config):
-            say(line)
+            log(line)
         return False
     if config.trainer.check_backend and config.baseline is None and is_first():
         _check_backend(config)
@@ -173,7 +179,7 @@ def _check_backend(config: TrainConfig) -> None:
             f"backend check failed: {report.summary()}; unset TRITON_PTXAS_PATH if it is set, set another "
             "model.backend, or trainer.check_backend=false to train all the same"
         )
-    say(f"backend      {report.summary()}")
+    log(f"backend      {report.summary()}")
 
 
 def _label(config: TrainConfig) -> str:

@@ -1,166 +1,273 @@
-"""metrics.jsonl, the source of truth of a run, and wandb and tensorboard as views of it."""
+"""Measurements of a run: throughput, MFU and memory; statistics and profiles of chosen steps; loss curves.
+
+`python -m fla_train.training.metrics OUT.png runs/a runs/b` draws the losses of several runs in one figure.
+"""
 
 import json
-import math
+import logging
+import re
+import resource
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from fla_train.training.runfolder import RunFolder
-from fla_train.training.schema import LoggerConfig
-from fla_train.utils.records import Record, drop_records_after, read_metrics
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from fla_train.training.run_folder import RunFolder
+from fla_train.utils.filesystem import reason
+from fla_train.utils.records import Record, read_metrics
+
+logger = logging.getLogger(__name__)
+
+# Dense bf16 matrix products with fp32 accumulation, TFLOP/s, from NVIDIA's data sheets (which state twice as
+# much "with sparsity"). The first one counts that a device's name holds as whole words: an A10G is no A10.
+PEAK_TFLOPS = (
+    ("B200", 2250.0),
+    ("GH200", 989.4),
+    ("H200 NVL", 835.0),
+    ("H200", 989.4),
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
+    ("H100", 989.4),
+    ("A100", 312.0),
+    ("L40S", 362.05),
+    ("A40", 149.7),
+    ("A10", 125.0),
+    ("RTX 4090", 165.2),
+)
+MEMORY_EVENTS = 100_000  # newest allocations and frees that a memory snapshot keeps
 
 
-def finite(record: Record) -> Record:
-    """`record` with null where a value is NaN or infinite, which JSON can't hold."""
-    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
+def peak_flops(device_name: str, precision: str, override: float | None = None) -> float | None:
+    """Peak FLOP/s of one device, for the model FLOP utilisation; None where it is not known.
+
+    Args:
+        device_name: as `torch.cuda.get_device_name` says; "cpu" is in no table.
+        precision: only `bf16` is in the table.
+        override: TFLOP/s that count whatever the device.
+    """
+    if override is not None:
+        return override * 1e12
+    if precision != "bf16":
+        return None
+    known = (tflops * 1e12 for name, tflops in PEAK_TFLOPS if re.search(rf"\b{name}\b", device_name))
+    return next(known, None)
 
 
-class Sink(Protocol):
-    """Takes the records of a run in order of steps. Both raise `OSError`: a full disk, a service gone."""
+@dataclass
+class Throughput:
+    """Seconds and tokens of training since the last reading; evaluation and checkpoints don't count.
 
-    name: str
-
-    def log(self, record: Record) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class MetricsFile:
-    """Appends records to metrics.jsonl, one JSON object a line, at once.
-
-    What a full disk refuses is kept, and written before the next record or at `close`.
+    Args:
+        flops_per_token: forward and backward, by the model's own formula; recomputation does not count.
+        peak: FLOP/s of all devices together; None: no utilisation.
+        device: where the memory is read; the process's own on a CPU.
     """
 
-    name = "metrics.jsonl"
+    flops_per_token: float
+    peak: float | None
+    device: torch.device
+    seconds: float = 0.0
+    waited: float = 0.0  # of them for data
+    tokens: int = 0
 
-    def __init__(self, path: Path, resumed_step: int):
-        drop_records_after(path, resumed_step)
-        self._file = path.open("ab", buffering=0)
-        self._unwritten = b""
+    def start(self) -> None:
+        """Training begins or continues."""
+        self._begin = time.perf_counter()
 
-    def log(self, record: Record) -> None:
-        self._unwritten += json.dumps(record).encode() + b"\n"
-        self._write()
+    def stop(self, tokens: int) -> None:
+        """Something else follows the step of `tokens` tokens."""
+        self.seconds += time.perf_counter() - self._begin
+        self.tokens += tokens
 
-    def close(self) -> None:
-        with self._file:
-            self._write()
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, training waits for data."""
+        begin = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - begin
 
-    def _write(self) -> None:
-        while self._unwritten:  # a disk that fills up takes a part of it
-            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+    def read(self) -> Record:
+        """Speed, utilisation, the share of time that data was waited for, memory; all since the last call."""
+        rate = self.tokens / self.seconds if self.seconds else 0.0
+        record: Record = {
+            "tokens_per_second": round(rate, 1),
+            "data_wait": round(self.waited / self.seconds, 5) if self.seconds else 0.0,
+            "memory_gib": round(self._memory() / 2**30, 3),
+        }
+        if self.peak is not None:
+            record["mfu"] = round(rate * self.flops_per_token / self.peak, 4)
+        self.seconds, self.waited, self.tokens = 0.0, 0.0, 0
+        return record
+
+    def _memory(self) -> int:
+        """Peak bytes: allocated on the GPU since the last call, or of this process so far."""
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return peak
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @contextmanager
-def _as_os_error() -> Iterator[None]:
-    """Raise whatever a view's package raises as an `OSError`, so that no view ends a run."""
+def step_statistics(engine, found: dict[str, Tensor]) -> Iterator[None]:
+    """Run one optimizer step inside; its statistics are in `found` afterwards, as scalars on the device.
+
+    `param_norm` after the step, `update_norm` of the difference it made, and for each mixer i with gates,
+    over the first sequence of the first micro-batch: `beta/i`, the mean step size; `beta_above_1/i`, the
+    share of negative eigenvalues 1 - beta; `decay/i`, the mean of exp(g), with a forget gate. Every rank
+    calls it.
+    """
+    masters = engine.optimizer.single_partition_of_fp32_groups  # this rank's partitions, zero-padded
+    before = [master.detach().clone() for master in masters]
+    mixers = [module for module in engine.module.modules() if hasattr(module, "gates")]
+    hooks = [_observe_gates(mixer, layer, found) for layer, mixer in enumerate(mixers)]
     try:
         yield
-    except OSError:
-        raise
-    except Exception as failure:
-        raise OSError(" ".join(str(failure).split()) or type(failure).__name__) from failure
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for old, master in zip(before, masters, strict=True):
+        old.sub_(master.detach())
+    squares = torch.stack([_sum_of_squares(masters), _sum_of_squares(before)])
+    dist.all_reduce(squares)
+    found["param_norm"], found["update_norm"] = squares.sqrt().unbind()
 
 
-class Wandb:
-    """A W&B run; offline unless asked otherwise. `id` continues an earlier one.
+def to_host(found: dict[str, Tensor]) -> dict[str, float]:
+    """Scalars on a device as numbers, by one transfer."""
+    if not found:
+        return {}
+    values = torch.stack([value.double() for value in found.values()]).tolist()
+    return dict(zip(found, values, strict=True))
 
-    Raises:
-        ValueError: the package or the login is missing, or W&B refuses a setting.
-        OSError: W&B does not answer, or its folder can't be written.
+
+def _observe_gates(mixer: nn.Module, layer: int, found: dict[str, Tensor]):
+    @torch.no_grad()
+    def hook(module: nn.Module, arguments: tuple) -> None:
+        if f"beta/{layer}" in found:  # another micro-batch, or the same one recomputed
+            return
+        beta, g = mixer.gates(arguments[0][:1])
+        found[f"beta/{layer}"] = beta.mean()
+        found[f"beta_above_1/{layer}"] = (beta > 1).float().mean()
+        if g is not None:
+            found[f"decay/{layer}"] = g.exp().mean()
+
+    return mixer.register_forward_pre_hook(hook)
+
+
+def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
+    norms = [torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64) for tensor in tensors]
+    return torch.stack(norms).square().sum()
+
+
+@contextmanager
+def profiled(folder: Path, step: int, rank: int) -> Iterator[None]:
+    """Record what runs inside.
+
+    `step-N-rank-R.json` opens in https://ui.perfetto.dev, `...-memory.pickle` (GPU only) in
+    https://pytorch.org/memory_viz, and `...-operators.txt` is a table of the costliest operators. What a full
+    disk refuses is left out, with a line in the log.
     """
-
-    name = "W&B"
-
-    def __init__(self, config: LoggerConfig, folder: Path, settings: dict, run_id: str | None):
-        try:
-            import wandb
-        except ImportError:
-            raise ValueError(
-                "wandb is not installed: pip install wandb, or set logger.wandb.mode=disabled"
-            ) from None
-        try:
-            with _as_os_error():
-                self._run = wandb.init(
-                    project=config.wandb.project,
-                    entity=config.wandb.entity,
-                    group=config.wandb.group,
-                    tags=config.wandb.tags,
-                    name=config.wandb.name or RunFolder(folder).name,
-                    mode=config.wandb.mode,
-                    dir=str(folder),
-                    id=run_id,
-                    resume="allow",
-                    config=settings,
-                )
-        except OSError as failure:
-            if isinstance(failure.__cause__, (wandb.errors.UsageError, wandb.errors.AuthenticationError)):
-                raise ValueError(f"W&B: {failure}; or set logger.wandb.mode=offline") from failure
-            raise
-        self.id: str = self._run.id
-
-    def log(self, record: Record) -> None:
-        values = {key: value for key, value in record.items() if key != "step" and value is not None}
-        with _as_os_error():
-            self._run.log(values, step=int(record["step"]))
-
-    def close(self) -> None:
-        with _as_os_error():
-            self._run.finish()
-
-
-class Tensorboard:
-    """Event files in `folder`.
-
-    Raises:
-        ValueError: the package is missing.
-        OSError: the folder can't be written.
-    """
-
-    name = "tensorboard"
-
-    def __init__(self, folder: Path, resumed_step: int):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ValueError(
-                "tensorboard is not installed: pip install tensorboard, or set logger.tensorboard=false"
-            ) from None
-        with _as_os_error():
-            self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)
-
-    def log(self, record: Record) -> None:
-        with _as_os_error():
-            for key, value in record.items():
-                if key != "step" and value is not None:
-                    self._writer.add_scalar(key, value, record["step"])
-
-    def close(self) -> None:
-        with _as_os_error():
-            self._writer.close()
-
-
-def last_losses(path: Path) -> tuple[float | None, float | None]:
-    """The last finite training and validation losses, nats per token; None where there is none."""
-    return last_value(path, "loss"), last_value(path, "validation_loss")
+    stem = folder / f"step-{step:07d}-rank-{rank}"
+    on_gpu = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    if on_gpu:
+        torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+    with profile(activities=activities, record_shapes=True, profile_memory=True) as trace:
+        yield
+        if on_gpu:
+            torch.cuda.synchronize()
+    order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        trace.export_chrome_trace(f"{stem}.json")
+        Path(f"{stem}-operators.txt").write_text(trace.key_averages().table(sort_by=order, row_limit=40))
+        if on_gpu:
+            torch.cuda.memory._dump_snapshot(f"{stem}-memory.pickle")
+    except (OSError, RuntimeError) as error:
+        logger.warning("step %d: the trace can't be written (%s)", step, reason(error))
+    finally:
+        if on_gpu:
+            torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def last_value(path: Path, key: str) -> float | None:
-    """The last finite value of a key; None where there is none."""
+    """The last finite value of a key of metrics.jsonl; None where there is none."""
     values = [record[key] for record in read_metrics(path) if record.get(key) is not None]
     return values[-1] if values else None
 
 
 def checkpoint_seconds(path: Path) -> tuple[float, float]:
     """Seconds in which training stood still for checkpoints, and those in which it trained."""
-    stood = trained = 0.0
+    stalled = trained = 0.0
     before = 0  # tokens
     for record in read_metrics(path):
-        stood += record.get("checkpoint_stall_s") or 0.0
+        stalled += record.get("checkpoint_stall_s") or 0.0
         rate, tokens = record.get("tokens_per_second"), record.get("tokens")
         if rate and tokens:
             trained += (tokens - before) / rate
             before = tokens
-    return stood, trained
+    return stalled, trained
+
+
+def plot_losses(runs: list[Path], out: Path) -> Path:
+    """Training loss (line), validation loss (points) and the data's unigram entropy (dashes) of run folders.
+
+    A dotted line marks each resume. The horizontal axis is training tokens, so that runs with other batches
+    compare.
+
+    Raises:
+        ValueError: a folder holds no training losses.
+    """
+    from matplotlib.figure import Figure  # no pyplot: no global state, no display
+    from matplotlib.ticker import EngFormatter
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    entropies = {}
+    for number, run in enumerate(runs):
+        records = [r for r in read_metrics(RunFolder(run).metrics) if r.get("tokens") is not None]
+        name, color = RunFolder(run).name, f"C{number}"
+
+        def points(key: str, records: list[Record] = records) -> tuple[list, list]:
+            chosen = [record for record in records if record.get(key) is not None]
+            return [record["tokens"] for record in chosen], [record[key] for record in chosen]
+
+        tokens, losses = points("loss")
+        if not losses:
+            raise ValueError(f"{run} has no training losses to plot")
+        # Pale, or the noise of single steps hides the validation points.
+        axes.plot(tokens, losses, color=color, lw=0.8, alpha=0.5, label=name)
+        marks = {"ls": "none", "marker": "o", "ms": 5, "mec": "black", "mew": 0.7, "zorder": 3}
+        axes.plot(*points("validation_loss"), color=color, label=f"{name}, validation", **marks)
+        for i, resumed in enumerate(resumed_at(run)):
+            axes.axvline(resumed, color=color, ls=":", lw=1, label=None if i else f"{name}, resumed")
+        if (plan := RunFolder(run).plan).is_file():
+            entropy = json.loads(plan.read_text()).get("unigram_entropy")
+            if entropy is not None:
+                entropies[round(entropy, 4)] = entropy
+    for entropy in entropies.values():
+        axes.axhline(entropy, color="gray", ls="--", lw=1, label=f"unigram entropy {entropy:.2f}")
+    axes.set(xlabel="training tokens", ylabel="loss [nats per token]")
+    axes.xaxis.set_major_formatter(EngFormatter())
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=120)
+    return out
+
+
+def resumed_at(run: Path) -> list[int]:
+    """The training tokens at which a run was resumed from a checkpoint, ascending."""
+    return sorted({start.get("tokens") or 0 for start in RunFolder(run).start_records()} - {0})
+
+
+if __name__ == "__main__":
+    print(plot_losses([Path(run) for run in sys.argv[2:]], Path(sys.argv[1])))

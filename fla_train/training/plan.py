@@ -14,10 +14,8 @@ from fla_train.models.flops import (
     training_memory_bytes,
 )
 from fla_train.models.zoo.build import build_baseline
-from fla_train.training.resolve import accumulation_steps
-from fla_train.training.schedule import warmup_steps
-from fla_train.training.schema import TrainConfig
-from fla_train.training.throughput import peak_flops
+from fla_train.training.config import TrainConfig, accumulation_steps
+from fla_train.training.metrics import peak_flops
 
 ASSUMED_GPU, ASSUMED_MFU = "H100", 0.4  # for the estimate of GPU-hours
 
@@ -49,7 +47,7 @@ def make_plan(config: TrainConfig, data: PreparedData | None) -> Plan:
     trainer = config.trainer
     train, validation = (data.manifest["splits"][split] if data else {} for split in ("train", "validation"))
     if data is not None and config.task is None:
-        open_train(data.folder, trainer.seq_len, config.seed)  # its faults belong before the start
+        open_train(data.folder, trainer.seq_len, config.seed)  # its errors belong before the start
     count = _count(config)
     tokens = trainer.max_steps * trainer.global_batch_tokens
     flops = training_flops(config)
@@ -116,7 +114,7 @@ def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:
         *_gpu_hours(plan.gpu_hours),
         f"memory       about {plan.memory_bytes / 2**30:.2f} GiB per process",
         f"schedule     {config.schedule.name}, peak {config.optimizer.lr:g}, "
-        f"{warmup_steps(config.schedule, trainer.max_steps)} warm-up steps",
+        f"{config.schedule.warmup(trainer.max_steps)} warm-up steps",
         f"device       {launch.device}, {trainer.precision}",
         *_data_lines(plan.validation_tokens, trainer.seq_len),
         *_curriculum_lines(config),

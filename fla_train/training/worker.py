@@ -17,15 +17,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from fla_train.training.failures import describe_failure
+from fla_train.training.failures import Watchdog, describe_failure, end_process
+from fla_train.training.log import log_both, redirect_output
 from fla_train.training.preemption import EXIT_CODE, StopRequest
-from fla_train.training.watchdog import Watchdog, end_process
 from fla_train.utils.filesystem import write_whole
 from fla_train.utils.processes import die_with_parent
 
 if TYPE_CHECKING:  # they import torch, and a request to stop must be heard before that
-    from fla_train.training.runfolder import RunFolder
-    from fla_train.training.schema import TrainConfig
+    from fla_train.training.config import TrainConfig
+    from fla_train.training.run_folder import RunFolder
 
 RETRY, FINAL = 1, 2  # exit statuses: another start may help; it would fail in the same way
 
@@ -51,8 +51,7 @@ def _leave_line(failure: BaseException, config: "TrainConfig | None" = None) -> 
 
 def run(config: "TrainConfig", data: Path, request: StopRequest) -> NoReturn:
     """`train` with this process's output in the rank's log; ends the process."""
-    from fla_train.training.console import redirect_output
-    from fla_train.training.runfolder import RunFolder
+    from fla_train.training.run_folder import RunFolder
 
     try:
         console = redirect_output(RunFolder(Path(config.run.dir)).log(int(os.environ["RANK"])))
@@ -86,39 +85,29 @@ def train(config: "TrainConfig", data_folder: Path, console: TextIO, request: St
     import torch.distributed as dist
 
     from fla_train.data.cache import open_prepared
-    from fla_train.training.loop import Trainer
+    from fla_train.training.config import with_processes
     from fla_train.training.process_group import join
-    from fla_train.training.resolve import with_processes
-    from fla_train.training.resuming import agree_on_checkpoint
-    from fla_train.training.runfolder import RunFolder, RunLock
-    from fla_train.training.task_data import task_data
-    from fla_train.training.task_loop import TaskTrainer
+    from fla_train.training.resume import agree_on_checkpoint
+    from fla_train.training.run_data import task_data
+    from fla_train.training.run_folder import RunFolder, RunLock
+    from fla_train.training.trainer import Trainer
 
     given, config = config, with_processes(config)
     folder = RunFolder(Path(config.run.dir))
     watchdog = Watchdog(config.trainer.hang_timeout, end_process(report))
-    if config.task is None:
-        trainer, data = Trainer, open_prepared(data_folder)
-    else:
-        trainer, data = TaskTrainer, task_data(config.task, config.seed)
+    task = config.task
+    data = open_prepared(data_folder) if task is None else task_data(task, config.seed)
     join(on_gpu=config.launch.device == "cuda")
     lock = RunLock(folder) if dist.get_rank() == 0 else None
-    tell = partial(_tell, console)
+    log = partial(log_both, console)
     with closing(lock) if lock else nullcontext():
-        resume = agree_on_checkpoint(config, folder, tell)
+        resume = agree_on_checkpoint(config, folder, log)
         if lock is not None:
             folder.sweep()
-            _record(given, config, data, folder, resume, tell)
-        finished = trainer(config, data, resume, console, watchdog, request, lock).run()
+            _record(given, config, data, folder, resume, log)
+        finished = Trainer(config, data, resume, console, watchdog, request, lock).run()
     watchdog.close()
     return finished
-
-
-def _tell(console: TextIO, line: str) -> None:
-    """Print a line on the terminal and in the log."""
-    for stream in (console, sys.stdout):
-        with suppress(OSError):
-            print(line, file=stream, flush=True)
 
 
 def _record(
@@ -127,13 +116,13 @@ def _record(
     data: object,
     folder: "RunFolder",
     resume: Path | None,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
-    """Write what is written once a start, and tell where it begins."""
+    """Write what is written once a start, and log where it begins."""
     from fla_train.training import checkpoint
+    from fla_train.training.config import to_yaml
     from fla_train.training.plan import make_plan, plan_lines
-    from fla_train.training.runfolder import write_environment
-    from fla_train.training.schema import to_yaml
+    from fla_train.training.run_folder import write_environment
 
     plan = make_plan(config, data)
     write_whole(folder.config, to_yaml(given))
@@ -144,16 +133,16 @@ def _record(
     folder.record_start(state.step, state.tokens, world)
     with suppress(OSError):
         print(*plan_lines(config, plan), sep="\n", flush=True)
-    tell(f"run          {folder.root}" + (f", from {resume}" if resume else ""))
+    log(f"run          {folder.root}" + (f", from {resume}" if resume else ""))
     if resume is not None and (saved := checkpoint.world_size(resume)) != world:
-        tell(f"resume       checkpoint of {saved} process(es), optimizer state resharded for {world}")
+        log(f"resume       checkpoint of {saved} process(es), optimizer state resharded for {world}")
 
 
 def main() -> None:
     die_with_parent(int(os.environ["FLA_TRAIN_LAUNCHER"]))
     request = StopRequest()  # before the imports, which take seconds
     config_file, data = map(Path, sys.argv[1:])
-    from fla_train.training.schema import load_config
+    from fla_train.training.config import load_config
 
     try:
         config = load_config(config_file)

@@ -28,7 +28,7 @@ def reason(failure: BaseException) -> str:
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
         cause = cause.__context__
-    return " ".join(str(failure).split())
+    return " ".join(str(failure).split()) or type(failure).__name__
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -1,7 +1,7 @@
 """A failpoint: with this folder on PYTHONPATH, a process of the drill fails where it first calls a function.
 
 DRILL_POINTS names a folder of points. The first `*.json` there, such as
-`{"role": "worker-1", "at": "checkpoint.py:load", "do": "SIGKILL"}`, is watched for by the process of that
+`{"role": "worker-1", "at": "engine.py:train_step", "do": "SIGKILL"}`, is watched for by the process of that
 role: from its start if the file is there by then, else from SIGUSR2 on. `write!rename` is the call of a
 built-in `rename` by `write`. Before the process fails it renames the file to `*.fired`.
 """

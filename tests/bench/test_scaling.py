@@ -9,9 +9,7 @@ import torch.distributed as dist
 from fla_train.bench import scaling
 from fla_train.cli.app import compose
 from fla_train.cli.train import register
-from fla_train.training.resolve import accumulation_steps
-from fla_train.training.schema import to_config
-from fla_train.training.validate import validate
+from fla_train.training.config import accumulation_steps, to_config, validate
 
 
 def test_runs_have_names_of_their_own_and_strong_scaling_ends_in_weak():

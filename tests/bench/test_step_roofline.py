@@ -8,7 +8,7 @@ from fla_train.bench.roofline import Ceilings, elementwise_bytes, step_roofline
 from fla_train.cli.app import compose
 from fla_train.models import DeltaProductForCausalLM, build_config, layers
 from fla_train.models.layers import RMSNorm, ShortConvolution
-from fla_train.training.schema import register, to_config
+from fla_train.training.config import register, to_config
 
 SIZES = {"vocab_size": 50, "hidden_size": 32, "num_heads": 2, "head_dim": 8, "expand_v": 1.5}
 SIZES |= {"num_hidden_layers": 3, "intermediate_size": 40}

@@ -11,8 +11,7 @@ from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
 from fla_train.hub import export_model
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
-from fla_train.training.resolve import resolve
-from fla_train.training.schema import TrainConfig, register, to_config, to_yaml
+from fla_train.training.config import TrainConfig, register, resolve, to_config, to_yaml
 
 CORPUS = str(Path("corpus").absolute())
 OTHERS = ("trainer.eval_every=7", "model.num_householder=3", "data=local", "data.path=corpus")

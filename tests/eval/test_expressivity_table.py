@@ -7,7 +7,7 @@ import pytest
 
 from fla_train.cli.app import compose
 from fla_train.eval.expressivity_table import main, plan, read_tables, runs_of, write_tables
-from fla_train.training.schema import register, to_config
+from fla_train.training.config import register, to_config
 
 TABLES = list(read_tables())
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "configs" / "experiment"

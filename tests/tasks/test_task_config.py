@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,17 @@ from fla_train.tasks import (
     IGNORE,
     FormalLanguage,
     GroupWords,
+    MQARSetting,
     Score,
     TaskConfig,
     make_task,
-    task_faults,
     tasks_for_testing,
     training_task,
 )
-from fla_train.tasks.annotations import fits, in_words
-from fla_train.tasks.config import KINDS
+from fla_train.tasks.config import KINDS, fits, in_words
 from fla_train.tasks.plots import plot_runs
+
+SETTINGS = Sequence[MQARSetting | tuple[int, int] | tuple[int, int, float]]
 
 
 def config(**changes) -> TaskConfig:
@@ -49,7 +51,7 @@ def test_sets_share_options_and_differ_in_their_seeds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "fault"),
+    ("changes", "error"),
     [
         ({"kind": "sudoku"}, "unknown task 'sudoku'"),
         ({"options": {"group": "S3", "size": 3}}, "has no option size"),
@@ -65,8 +67,8 @@ def test_sets_share_options_and_differ_in_their_seeds() -> None:
         ({"stop_at": [["same/token_accuracy", True]]}, "is no [metric, value]"),
     ],
 )
-def test_faults_are_named(changes: dict, fault: str) -> None:
-    assert any(fault in line for line in task_faults(config(**changes)))
+def test_errors_are_named(changes: dict, error: str) -> None:
+    assert any(error in line for line in config(**changes).validation_errors())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,12 +81,12 @@ def test_an_option_of_another_type_is_one_line(kind: str, value: Any) -> None:
         options = {"group": "S3", "length": 8, "language": "parity", "settings": [[64, 4]]}
         needed = {key: v for key, v in options.items() if key in inspect.signature(KINDS[kind]).parameters}
         wrong = {"kind": kind, "options": {**needed, name: value}, "train": {}, "tests": {"t": {}}}
-        (fault,) = task_faults(config(**wrong))
-        assert fault == f"task.options: {name}={value} must be {in_words(option.annotation)}"
+        (error,) = config(**wrong).validation_errors()
+        assert error == f"task.options: {name}={value} must be {in_words(option.annotation)}"
 
 
 @pytest.mark.parametrize(
-    ("changes", "faults"),
+    ("changes", "errors"),
     [
         ({"kind": "sudoku"}, ["task.kind: unknown task 'sudoku'"]),
         ({"options": {"group": "Q8"}}, ["task.train, task.tests.same, task.tests.longer: unknown group"]),
@@ -99,17 +101,19 @@ def test_an_option_of_another_type_is_one_line(kind: str, value: Any) -> None:
         ),
     ],
 )
-def test_a_fault_of_many_sets_is_said_once(changes: dict, faults: list[str]) -> None:
-    found = task_faults(config(**changes))
-    assert len(found) == len(faults)
-    assert all(line.startswith(fault) for line, fault in zip(found, faults, strict=True))
+def test_a_error_of_many_sets_is_said_once(changes: dict, errors: list[str]) -> None:
+    found = config(**changes).validation_errors()
+    assert len(found) == len(errors)
+    assert all(line.startswith(error) for line, error in zip(found, errors, strict=True))
 
 
-def test_settings_that_work_have_no_faults() -> None:
-    assert task_faults(config()) == []
+def test_settings_that_work_have_no_errors() -> None:
+    assert config().validation_errors() == []
     settings = {"settings": [[16, 2], [32, 4, 3.0]]}
     assert (
-        task_faults(config(kind="mqar", options={"vocab_size": 64}, train=settings, tests={"t": settings}))
+        config(
+            kind="mqar", options={"vocab_size": 64}, train=settings, tests={"t": settings}
+        ).validation_errors()
         == []
     )
 
@@ -181,3 +185,30 @@ def test_runs_are_drawn_together(tmp_path, monkeypatch) -> None:
     assert plot_runs([Path(".")], "longer", tmp_path / "out.png").read_bytes() == drawn
     with pytest.raises(ValueError, match="no accuracy on 'other'; it has longer"):
         plot_runs(runs, "other", tmp_path / "out.png")
+
+
+@pytest.mark.parametrize(
+    ("annotation", "good", "bad"),
+    [
+        (int, [3, -1], [True, 3.0, "3", None, [3]]),
+        (float, [3, 0.5], [True, "0.5", None]),
+        (bool, [True, False], [1, 0, "maybe", None]),
+        (str, ["S3", ""], [5, ["S3"], None]),
+        (int | None, [3, None], [2.5, False, "abc"]),
+        (
+            SETTINGS,
+            [[], [[64, 4]], ((64, 4, 0.5), [128, 8]), [MQARSetting(64, 4)]],
+            [3, "ab", [64, 4], [[64]], [[64, "a"]], [[64, 4.5]], [[64, 4, 1, 1]], [{"seq_len": 64}]],
+        ),
+    ],
+)
+def test_values_of_the_type_fit(annotation: Any, good: list, bad: list) -> None:
+    assert [value for value in good if not fits(value, annotation)] == []
+    assert [value for value in bad if fits(value, annotation)] == []
+
+
+def test_an_annotation_is_said_as_a_user_may_write_it() -> None:
+    assert in_words(int | None) == "a whole number or null"
+    assert in_words(SETTINGS) == (
+        "a list of [a whole number, a whole number] or [a whole number, a whole number, a number]"
+    )

@@ -10,8 +10,8 @@ import pytest
 from warm_ranks import TWO_RANKS, WarmRanks
 
 from fla_train.cli.app import compose
+from fla_train.training.config import TrainConfig, register, to_config
 from fla_train.training.preemption import SIGNALS
-from fla_train.training.schema import TrainConfig, register, to_config
 
 WORDS = "the state of a linear recurrence forgets what its gate closes on and keeps what a key wrote".split()
 

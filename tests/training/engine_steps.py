@@ -13,10 +13,10 @@ from warm_ranks import WarmRanks
 
 from fla_train.data.sampler import Batch, BatchSampler
 from fla_train.models import DeltaProductForCausalLM, build_config
+from fla_train.training.bad_steps import BadStepFilter
+from fla_train.training.config import TrainConfig
 from fla_train.training.engine import StepResult, build_engine, train_step
-from fla_train.training.evaluation import evaluate
-from fla_train.training.guard import StepGuard
-from fla_train.training.schema import TrainConfig
+from fla_train.training.evaluator import evaluate
 
 GLOBAL_BATCH, SEQ_LEN, STEPS = 8, 32, 4
 LEARNING_RATE = 1e-2
@@ -78,7 +78,7 @@ def run(config: TrainConfig) -> dict:
     rank, world = dist.get_rank(), dist.get_world_size()
     plan = BatchSampler(GLOBAL_BATCH, config.trainer.micro_batch_size, rank, world)
 
-    guard = StepGuard(torch.device("cpu"), max_grad_norm=config.optimizer.max_grad_norm)
+    guard = BadStepFilter(torch.device("cpu"), max_grad_norm=config.optimizer.max_grad_norm)
 
     def steps(first: int, count: int) -> list[StepResult]:
         outcomes = []
@@ -119,7 +119,7 @@ def run(config: TrainConfig) -> dict:
     content["healthy_changed"] = checksum(engine.module) != before
     before = checksum(engine.module)
     # As after many steps whose losses were about 1 below today's, 0.01 to either side.
-    guard = StepGuard(
+    guard = BadStepFilter(
         torch.device("cpu"), max_grad_norm=0.5, spike_deviations=6.0, statistics=[200, healthy.loss - 1, 1e-4]
     )
     (spike,) = steps(STEPS + 2, 1)

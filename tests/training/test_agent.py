@@ -15,8 +15,8 @@ from test_nodes import free_port
 
 from fla_train.training import agent
 from fla_train.training.agent import WorkersFailed, run_workers
+from fla_train.training.config import LaunchConfig
 from fla_train.training.preemption import SIGNALS, Preempted
-from fla_train.training.schema import LaunchConfig
 from fla_train.utils.scratch import scratch_folder
 
 COUNT = """

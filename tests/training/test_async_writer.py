@@ -54,7 +54,7 @@ def test_rank_0_completes_what_all_ranks_have_written(writers: list[AsyncWriter]
         writers[rank].start(make_job(tmp_path, rank, 3), BESIDE)
     assert [writer.result().error for writer in writers] == [None] * 3
     (path,) = tmp_path.iterdir()
-    assert checkpoint.find_fault(path) is None and checkpoint.world_size(path) == 3
+    assert checkpoint.find_error(path) is None and checkpoint.world_size(path) == 3
     files = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
     assert files == set(checkpoint.read_manifest(path)["files"]) | {"manifest.json"}
     assert (path / "rng-2.pt").read_bytes() == b"abc!"

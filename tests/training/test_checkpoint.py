@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fla_train.training import checkpoint
+from fla_train.training.load_checkpoint import load_checkpoint
 from fla_train.utils import filesystem
 
 WEIGHTS = "deepspeed/mp_rank_00_model_states.pt"
@@ -141,7 +142,7 @@ def test_a_manifest_that_is_no_object_is_damaged(tmp_path: Path):
     path = make(tmp_path, 3)
     for content in (b"", b"null", b"[]", b"3", b'"text"', b"\xff", b"[" * 100_000, b'{"step": NaN}'):
         (path / "manifest.json").write_bytes(content)
-        assert "manifest.json" in checkpoint.find_fault(path)
+        assert "manifest.json" in checkpoint.find_error(path)
 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["version 2", "legacy"])
@@ -157,7 +158,7 @@ def test_no_bit_of_a_manifest_fools(tmp_path: Path, legacy: bool):
     refused = 0
     for changed in flipped(content):
         (path / "manifest.json").write_bytes(changed)
-        if checkpoint.find_fault(path) is not None:
+        if checkpoint.find_error(path) is not None:
             refused += 1
         else:
             assert checkpoint.read_manifest(path).items() >= manifest.items(), changed
@@ -183,7 +184,7 @@ def test_a_version_2_never_counts_as_legacy(tmp_path: Path):
     cases += [whole["content"] | {"version": 2}, whole["content"] | {"sha256": whole["sha256"]}]
     for manifest in cases:
         (tmp_path / "step-0000003/manifest.json").write_text(json.dumps(manifest))
-        assert "manifest.json" in checkpoint.find_fault(tmp_path / "step-0000003"), manifest
+        assert "manifest.json" in checkpoint.find_error(tmp_path / "step-0000003"), manifest
 
 
 def test_a_manifest_is_read_as_it_was_written(tmp_path: Path):
@@ -191,12 +192,12 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path: Path):
     expected = checkpoint.read_manifest(path)
     (path / "manifest.json").unlink()
     checkpoint.write_manifest(path, expected)
-    assert checkpoint.read_manifest(path) == expected and checkpoint.find_fault(path) is None
+    assert checkpoint.read_manifest(path) == expected and checkpoint.find_error(path) is None
 
 
 def test_a_copy_of_another_step_is_none_of_that_step(tmp_path: Path):
     make(tmp_path, 3).rename(tmp_path / "step-0000004")
-    assert "step 3" in checkpoint.find_fault(tmp_path / "step-0000004")
+    assert "step 3" in checkpoint.find_error(tmp_path / "step-0000004")
 
 
 def test_a_half_written_one_is_never_seen_and_is_cleaned_away(tmp_path: Path):
@@ -273,7 +274,7 @@ def test_a_checkpoint_of_another_model_is_one_line(tmp_path: Path, monkeypatch: 
     with pytest.raises(
         ValueError, match=r"^\S+step-0000003 is of another model: size mismatch for weight.*$"
     ):
-        checkpoint.load(Engine(), make(tmp_path, 3))
+        load_checkpoint(Engine(), make(tmp_path, 3))
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_verified_is_passed_over(

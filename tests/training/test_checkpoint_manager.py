@@ -18,14 +18,13 @@ from engine_steps import checksum, make_batch, make_model
 from warm_ranks import TWO_RANKS, WarmRanks
 
 from fla_train.training import checkpoint
+from fla_train.training.bad_steps import BadStepFilter
 from fla_train.training.checkpoint import TrainState, rank_files
-from fla_train.training.checkpoint_manager import CheckpointManager
+from fla_train.training.checkpoint_manager import CheckpointManager, StagingBuffer
+from fla_train.training.config import TrainConfig
 from fla_train.training.engine import build_engine, train_step
 from fla_train.training.failures import TrainingStopped
-from fla_train.training.guard import StepGuard
 from fla_train.training.process_group import join
-from fla_train.training.schema import TrainConfig
-from fla_train.training.staging import StagingBuffer
 
 UNLIMITED = resource.RLIM_INFINITY
 
@@ -45,7 +44,9 @@ class Engine:
         self.optimizer.optimizer.step()
 
     def save_checkpoint(self, folder: str, tag: str, save_latest: bool) -> None:
-        content = {"module": OrderedDict(weight=self.weight.detach()), "groups": [self.group]}
+        weights, shard = self.weight.detach(), {"single_partition_of_fp32_groups": [self.weight.detach()]}
+        content = {"module": OrderedDict(weight=weights), "groups": [self.group]}
+        content["optimizer_state_dict"] = shard
         for name in rank_files(dist.get_rank()):
             if name.startswith("deepspeed/"):
                 self.checkpoint_engine.save(content, f"{folder}/{name}")
@@ -57,7 +58,7 @@ class Run:
     def __init__(self, folder: Path, *, keep: int = 2, keep_every: int = 0, **engine: object) -> None:
         self.folder, self.said, self.engine = folder, [], Engine(**engine)
         self.manager = CheckpointManager(
-            self.engine, folder, keep=keep, keep_every=keep_every, say=self.said.append
+            self.engine, folder, keep=keep, keep_every=keep_every, log=self.said.append
         )
 
     def save(self, step: int) -> bool:
@@ -70,7 +71,7 @@ class Run:
 
     def content(self, step: int) -> dict:
         path = self.folder / checkpoint.folder_name(step)
-        assert checkpoint.find_fault(path) is None
+        assert checkpoint.find_error(path) is None
         return torch.load(path / checkpoint.MODEL_FILE, weights_only=True)
 
     def writer(self) -> psutil.Process:
@@ -232,8 +233,8 @@ def save_between_steps(config: TrainConfig, folder: Path) -> tuple[list[list[flo
     And whether the checkpoint holds the weights from before.
     """
     engine = build_engine(make_model(config), config)
-    guard = StepGuard(torch.device("cpu"), max_grad_norm=1.0)
-    manager = CheckpointManager(engine, folder, keep=0, keep_every=0, say=print)
+    guard = BadStepFilter(torch.device("cpu"), max_grad_norm=1.0)
+    manager = CheckpointManager(engine, folder, keep=0, keep_every=0, log=print)
     train_step(engine, [make_batch(0)], 0.1, guard)
     sums = [checksum(engine.module)]
     weights = {name: weight.clone() for name, weight in engine.module.state_dict().items()}

@@ -9,8 +9,8 @@ import pytest
 from warm_ranks import TWO_RANKS, WarmRanks
 
 from fla_train.hub import find_export_damage
-from fla_train.training.metrics import read_metrics
-from fla_train.training.schema import TrainConfig
+from fla_train.training.config import TrainConfig
+from fla_train.utils.records import read_metrics
 
 
 @pytest.mark.slow

@@ -10,9 +10,9 @@ import pytest
 from warm_ranks import WarmRanks
 
 from fla_train.data.config import PartConfig
+from fla_train.training.config import TrainConfig
 from fla_train.training.launch import launch
-from fla_train.training.metrics import read_metrics
-from fla_train.training.schema import TrainConfig
+from fla_train.utils.records import read_metrics
 from tests.training.conftest import WORDS
 from tests.training.test_resume import losses
 

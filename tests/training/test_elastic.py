@@ -10,10 +10,10 @@ import torch
 from warm_ranks import WarmRanks
 
 from fla_train.training import checkpoint
-from fla_train.training.metrics import read_metrics
-from fla_train.training.reshard import recut
-from fla_train.training.schema import TrainConfig
+from fla_train.training.config import TrainConfig
+from fla_train.training.load_checkpoint import reshard
 from fla_train.utils.filesystem import describe
+from fla_train.utils.records import read_metrics
 
 Make = Callable[..., TrainConfig]
 Fragment = namedtuple("Fragment", "start numel")
@@ -51,18 +51,20 @@ def test_any_cut_follows_from_any_other(padding: int):
     numels = {"a": 7, "b": 1, "c": 20, "d": 3, "e": 2}
     line = torch.arange(1.0, 1 + sum(numels.values()))
     for before in range(1, 7):
-        stretches, old = cut(line, numels, before, padding)
+        partitions, old = cut(line, numels, before, padding)
         for after in range(1, 7):
             expected, new = cut(line, numels, after, padding)
             for rank in range(after):
-                assert torch.equal(recut(stretches, old, new, rank, expected[rank].numel()), expected[rank])
+                assert torch.equal(
+                    reshard(partitions, old, new, rank, expected[rank].numel()), expected[rank]
+                )
 
 
 def test_a_checkpoint_of_another_model_is_not_cut():
-    stretches, old = cut(torch.ones(6), {"a": 2, "b": 4}, 2, 0)
+    partitions, old = cut(torch.ones(6), {"a": 2, "b": 4}, 2, 0)
     _, new = cut(torch.ones(7), {"a": 2, "b": 5}, 1, 0)
     with pytest.raises(AssertionError, match="b has 4 elements instead of 5"):
-        recut(stretches, old, new, 0, 7)
+        reshard(partitions, old, new, 0, 7)
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +94,12 @@ def shards(folder: Path) -> list[Path]:
 
 
 def moments(folder: Path) -> dict[str, list[torch.Tensor]]:
-    """Adam's state of each parameter group: the ranks' stretches end to end, without the padding."""
+    """Adam's state of each parameter group: the ranks' partitions end to end, without the padding."""
     states = [torch.load(path, weights_only=False)["optimizer_state_dict"] for path in shards(folder)]
     lines: dict[str, list[torch.Tensor]] = {"exp_avg": [], "exp_avg_sq": [], "step": []}
-    for group in range(len(states[0]["single_partition_of_fp32_groups"])):
-        numel = sum(state["single_partition_of_fp32_groups"][group].numel() for state in states)
+    for group in range(len(states[0]["param_slice_mappings"])):
+        parts = [part for state in states for part in state["param_slice_mappings"][group].values()]
+        numel = sum(part.numel for part in parts)
         adam = [state["base_optimizer_state"]["state"][group] for state in states]
         for key in ("exp_avg", "exp_avg_sq"):
             lines[key].append(torch.cat([state[key] for state in adam])[:numel])
@@ -136,7 +139,7 @@ def test_another_number_of_ranks_takes_the_same_steps(
             torch.testing.assert_close(line, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
     # the source is only read, and no work in progress is left beside it
-    assert (start / "manifest.json").read_bytes() == before and checkpoint.find_fault(start) is None
+    assert (start / "manifest.json").read_bytes() == before and checkpoint.find_error(start) is None
     assert sorted(path.name for path in start.parent.iterdir()) == [start.name, last]
 
 

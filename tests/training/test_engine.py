@@ -14,9 +14,9 @@ import pytest
 import torch
 from warm_ranks import WarmRanks
 
+from fla_train.training.config import TrainConfig, to_yaml
 from fla_train.training.engine import _grad_norm, deepspeed_config
 from fla_train.training.optimizer import build_optimizer
-from fla_train.training.schema import TrainConfig, to_yaml
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from fla_train.training.failures import TrainingStopped, describe_exit, describe_failure
-from fla_train.training.resolve import resolve
-from fla_train.training.schema import TrainConfig
-from fla_train.training.validate import validate
-from fla_train.training.watchdog import RankHung
+from fla_train.training.config import TrainConfig, resolve, validate
+from fla_train.training.failures import RankHung, TrainingStopped, describe_exit, describe_failure
 from fla_train.utils.errors import Interrupted
 
 Make = Callable[..., TrainConfig]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fla_train.eval.documents import run_data
-from fla_train.training.schema import TrainConfig, load_config, to_yaml
+from fla_train.training.config import TrainConfig, load_config, to_yaml
 
 Make = Callable[..., TrainConfig]
 ATTACK = "${oc.env:FLA_TRAIN_TEST_SECRET}"

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from warm_ranks import WarmRanks
 
-from fla_train.training.metrics import read_metrics
-from fla_train.training.schedule import learning_rate
-from fla_train.training.schema import TrainConfig
+from fla_train.training.config import TrainConfig
+from fla_train.training.optimizer import learning_rate
+from fla_train.utils.records import read_metrics
 
 LOSSES = [
     *(5.76167, 5.67975, 5.44057, 5.05838, 4.66932, 4.36838),

@@ -16,15 +16,14 @@ from warm_ranks import TWO_RANKS, WarmRanks
 
 from fla_train.data.prepare import prepare
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
-from fla_train.training import loop, statistics, worker
+from fla_train.training import metrics, worker
+from fla_train.training import trainer as trainer_module
+from fla_train.training.config import TrainConfig, resolve, with_warmup
 from fla_train.training.engine import Outcome
-from fla_train.training.loop import Trainer
-from fla_train.training.metrics import read_metrics
-from fla_train.training.profiling import profiled
-from fla_train.training.resolve import resolve, with_warmup
-from fla_train.training.schema import TrainConfig
-from fla_train.training.throughput import Meter, peak_flops
-from fla_train.training.watchdog import Watchdog
+from fla_train.training.failures import Watchdog
+from fla_train.training.metrics import Throughput, peak_flops, profiled
+from fla_train.training.trainer import Trainer
+from fla_train.utils.records import read_metrics
 
 CPU = torch.device("cpu")
 
@@ -52,7 +51,7 @@ def test_the_peak_is_known_by_name_or_given(name: str, precision: str, override:
 def test_a_meter_counts_training_only(monkeypatch: pytest.MonkeyPatch):
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    meter = Meter(flops_per_token=50.0, peak=1000.0, device=CPU)
+    meter = Throughput(flops_per_token=50.0, peak=1000.0, device=CPU)
     for _ in range(2):
         meter.start()
         with meter.waiting():
@@ -66,7 +65,7 @@ def test_a_meter_counts_training_only(monkeypatch: pytest.MonkeyPatch):
     assert record["mfu"] == pytest.approx(10 * 50 / 1000)
     assert record["memory_gib"] > 0
     assert meter.read()["tokens_per_second"] == 0.0
-    assert "mfu" not in Meter(50.0, None, CPU).read()
+    assert "mfu" not in Throughput(50.0, None, CPU).read()
 
 
 @pytest.fixture
@@ -83,18 +82,18 @@ def test_statistics_are_those_of_the_step_and_its_first_sequence(alone: None, ga
         vocab_size=32, hidden_size=16, num_hidden_layers=2, num_heads=2, head_dim=8, use_forget_gate=gated
     )
     model = DeltaProductForCausalLM(config)
-    stretches = [torch.arange(4.0), torch.ones(3)]
+    partitions = [torch.arange(4.0), torch.ones(3)]
     engine = SimpleNamespace(
-        module=model, optimizer=SimpleNamespace(single_partition_of_fp32_groups=stretches)
+        module=model, optimizer=SimpleNamespace(single_partition_of_fp32_groups=partitions)
     )
     ids = torch.arange(24).view(2, 12)
     found: dict[str, torch.Tensor] = {}
-    with statistics.observed(engine, found):
+    with metrics.step_statistics(engine, found):
         model(input_ids=ids)
         model(input_ids=ids.flip(0))  # a second micro-batch changes nothing
-        stretches[0].add_(3.0)
-        stretches[1].sub_(1.0)
-    values = statistics.read(found)
+        partitions[0].add_(3.0)
+        partitions[1].sub_(1.0)
+    values = metrics.to_host(found)
     assert values["param_norm"] == pytest.approx((9 + 16 + 25 + 36) ** 0.5)
     assert values["update_norm"] == pytest.approx((4 * 9 + 3) ** 0.5)
 
@@ -137,7 +136,7 @@ def slow_steps(config: TrainConfig, slow: list[int]) -> list[str]:
     trainer = Trainer(
         config, prepare(config.data, log=lambda line: None), None, io.StringIO(), watchdog, request
     )
-    usual = loop.train_step
+    usual = trainer_module.train_step
 
     def step(*arguments: Any, **options: Any) -> Outcome:
         if trainer.state.step + 1 in slow:
@@ -145,7 +144,7 @@ def slow_steps(config: TrainConfig, slow: list[int]) -> list[str]:
         return usual(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "train_step", step)
+        patch.setattr(trainer_module, "train_step", step)
         trainer.run()
     watchdog.close()
     return lines

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from warm_ranks import TWO_RANKS, WarmRanks
 
 from fla_train.hub import load_model
-from fla_train.training.initial_weights import check_initial_weights
-from fla_train.training.metrics import read_metrics
-from fla_train.training.schema import TrainConfig
+from fla_train.training.config import TrainConfig
+from fla_train.training.model import check_initial_weights
+from fla_train.utils.records import read_metrics
 
 Make = Callable[..., TrainConfig]
 

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from fla_train.cli import train
-from fla_train.training.metrics import Wandb
-from fla_train.training.validate import validate
+from fla_train.training.config import validate
+from fla_train.training.log import Wandb
+from fla_train.training.run_folder import RunFolder
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,6 @@ def test_wandb_is_told_whose_run_it_is(make_config, tmp_path: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Error=Exception))
     wandb = "logger.wandb"
     config = make_config("logger=wandb", f"{wandb}.entity=us", f"{wandb}.group=sizes", f"{wandb}.tags=[a,b]")
-    Wandb(config.logger, tmp_path, {}, None)
+    Wandb(config.logger, RunFolder(tmp_path), {}, None)
     told = {key: given[key] for key in ("mode", "entity", "group", "tags")}
     assert told == {"mode": "online", "entity": "us", "group": "sizes", "tags": ["a", "b"]}

@@ -12,19 +12,13 @@ import pytest
 from tqdm import tqdm
 
 from fla_train.training.checkpoint import TrainState
-from fla_train.training.console import Console
-from fla_train.training.loop import Trainer
-from fla_train.training.metrics import (
-    MetricsFile,
-    Tensorboard,
-    checkpoint_seconds,
-    last_losses,
-    read_metrics,
-)
-from fla_train.training.plots import plot_losses, resumed_at
-from fla_train.training.report import Reporter, model_card, open_sinks
-from fla_train.training.runfolder import RunFolder
-from fla_train.training.schema import TrainConfig
+from fla_train.training.config import TrainConfig
+from fla_train.training.log import Console, MetricsFile, RunLogger, Tensorboard, open_sinks
+from fla_train.training.metrics import checkpoint_seconds, last_value, plot_losses, resumed_at
+from fla_train.training.model import model_card
+from fla_train.training.run_folder import RunFolder
+from fla_train.training.trainer import Trainer
+from fla_train.utils.records import read_metrics
 
 
 def write(path: Path, steps: range) -> None:
@@ -39,7 +33,7 @@ def test_a_resumed_run_drops_later_records_and_a_torn_line(tmp_path: Path):
     with path.open("a") as file:
         file.write('{"step": 8, "lo')  # a kill in the middle of a write
     metrics = MetricsFile(path, resumed_step=4)
-    metrics.log({"step": 5, "tokens": 40, "loss": 1.0})
+    metrics.write({"step": 5, "tokens": 40, "loss": 1.0})
     metrics.close()
     assert [r["step"] for r in read_metrics(path)] == [1, 2, 3, 4, 5]
     assert read_metrics(path)[-1]["loss"] == 1.0
@@ -49,7 +43,7 @@ def test_the_last_finite_losses_are_found(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     rows = [{"step": 1, "loss": 3.0}, {"step": 1, "validation_loss": 2.5}, {"step": 2, "loss": None}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert last_losses(path) == (3.0, 2.5)
+    assert (last_value(path, "loss"), last_value(path, "validation_loss")) == (3.0, 2.5)
 
 
 def test_checkpoints_are_set_against_the_time_of_training(tmp_path: Path):
@@ -133,7 +127,7 @@ def test_a_wandb_run_keeps_its_id_over_a_resume(
     config = make_config("logger=default", "logger.wandb.mode=online")
     state = TrainState()
     for sink in open_sinks(config, RunFolder(tmp_path), state, print):
-        sink.log({"step": 1, "tokens": 8, "loss": 2.0, "grad_norm": None})
+        sink.write({"step": 1, "tokens": 8, "loss": 2.0, "grad_norm": None})
         sink.close()
     resumed = TrainState(**json.loads(json.dumps(asdict(state))))  # by way of a checkpoint's state.json
     open_sinks(config, RunFolder(tmp_path), resumed, print)
@@ -204,10 +198,10 @@ def test_nothing_that_a_view_raises_ends_a_run(
     run = SimpleNamespace(id="fresh", log=gone, finish=gone)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: run))
     config = make_config("logger=default", "logger.wandb.mode=online")
-    reporter = Reporter(config, RunFolder(tmp_path), TrainState(), io.StringIO(), rank=0)
+    logger = RunLogger(config, RunFolder(tmp_path), TrainState(), io.StringIO(), rank=0)
     for step in (1, 2):
-        reporter.log({"step": step, "loss": 1.0})
-    reporter.close()
+        logger.record({"step": step, "loss": 1.0})
+    logger.close()
     told = capsys.readouterr().out.splitlines()
     assert len(told) == 2 and all("the service is gone" in line for line in told)
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
@@ -217,7 +211,7 @@ def test_tensorboard_shows_the_records(tmp_path: Path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     board = Tensorboard(tmp_path, resumed_step=0)
     for step in (1, 2):
-        board.log({"step": step, "loss": 1.0 / step, "grad_norm": None})
+        board.write({"step": step, "loss": 1.0 / step, "grad_norm": None})
     board.close()
     events = accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
@@ -246,16 +240,16 @@ class SmallDisk(io.RawIOBase):
 def test_what_a_full_disk_refuses_is_written_later(tmp_path: Path):
     metrics = MetricsFile(tmp_path / "metrics.jsonl", resumed_step=0)
     disk = metrics._file = SmallDisk(room=15)
-    metrics.log({"step": 1})
+    metrics.write({"step": 1})
     for step in (2, 3):  # the first of them in part
         with pytest.raises(OSError):
-            metrics.log({"step": step})
+            metrics.write({"step": step})
     disk.room = 40
-    metrics.log({"step": 4})
+    metrics.write({"step": 4})
     assert [json.loads(line)["step"] for line in disk.content.splitlines()] == [1, 2, 3, 4]
     disk.room = 0
     with pytest.raises(OSError):
-        metrics.log({"step": 5})
+        metrics.write({"step": 5})
     disk.room = 100
     metrics.close()
     assert disk.content.endswith(b'{"step": 5}\n')
@@ -266,17 +260,17 @@ def test_a_full_disk_is_told_of_once_and_the_views_go_on(
 ):
     class Sink:
         def __init__(self, name: str, refused: tuple[int, ...]):
-            self.name, self.refused, self.steps = name, refused, []
+            self.name, self.refused, self.steps, self.errors = name, refused, [], OSError
 
-        def log(self, record: dict) -> None:
+        def write(self, record: dict) -> None:
             if record["step"] in self.refused:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self.steps.append(record["step"])
 
-    reporter = Reporter(make_config(), RunFolder(tmp_path), TrainState(), io.StringIO(), rank=0)
-    file, view = reporter._sinks = [Sink("metrics.jsonl", (2, 3, 5)), Sink("tensorboard", ())]
+    logger = RunLogger(make_config(), RunFolder(tmp_path), TrainState(), io.StringIO(), rank=0)
+    file, view = logger._sinks = [Sink("metrics.jsonl", (2, 3, 5)), Sink("tensorboard", ())]
     for step in range(1, 7):
-        reporter.log({"step": step, "loss": 1.0})
+        logger.record({"step": step, "loss": 1.0})
     assert (file.steps, view.steps) == ([1, 4, 6], [1, 2, 3, 4, 5, 6])
     told = capsys.readouterr().out.splitlines()
     fault = "metrics.jsonl can't be written (No space left on device)"
@@ -287,18 +281,18 @@ def test_a_view_that_has_gone_does_not_end_the_run(
     make_config: Callable[..., TrainConfig], tmp_path: Path, capsys: pytest.CaptureFixture
 ):
     class Gone:
-        name = "W&B"
+        name, errors = "W&B", Exception
 
-        def log(self, record: dict) -> None:
+        def write(self, record: dict) -> None:
             raise ConnectionResetError("Connection lost")
 
         def close(self) -> None:
             raise ConnectionResetError("Connection lost")
 
-    reporter = Reporter(make_config(), RunFolder(tmp_path), TrainState(), io.StringIO(), rank=0)
-    reporter._sinks.insert(0, Gone())
-    reporter.log({"step": 1, "loss": 1.0})
-    reporter.close()
+    logger = RunLogger(make_config(), RunFolder(tmp_path), TrainState(), io.StringIO(), rank=0)
+    logger._sinks.insert(0, Gone())
+    logger.record({"step": 1, "loss": 1.0})
+    logger.close()
     fault = "can't be {} (Connection lost)"
     assert capsys.readouterr().out.splitlines() == [
         f"step 1: W&B {fault.format('written')}",
@@ -350,6 +344,6 @@ def test_outcomes_that_are_only_logged_are_read_a_step_late(unread, log_every, d
     trainer = SimpleNamespace(log_every=log_every, **dict.fromkeys(names, 0))
     rows = [(step, 1e-3, None) for step in unread]
     run = SimpleNamespace(
-        config=SimpleNamespace(trainer=trainer), rows=rows, observed={}, _due=lambda every: due
+        config=SimpleNamespace(trainer=trainer), unread=rows, statistics={}, _due=lambda every: due
     )
-    assert Trainer._needed(run) == read
+    assert Trainer._readable(run) == read

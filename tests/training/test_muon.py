@@ -1,4 +1,4 @@
-"""Muon on ZeRO-2's stretches against `torch.optim.Muon` on whole matrices."""
+"""Muon on ZeRO-2's partitions against `torch.optim.Muon` on whole matrices."""
 
 import shutil
 from collections.abc import Callable
@@ -9,10 +9,9 @@ import pytest
 import torch
 from warm_ranks import WarmRanks
 
-from fla_train.training.metrics import read_metrics
-from fla_train.training.muon import PartitionedMuon, parts_of
-from fla_train.training.optimizer import hidden_matrices, parameter_groups
-from fla_train.training.schema import TrainConfig
+from fla_train.training.config import TrainConfig
+from fla_train.training.optimizer import PartitionedMuon, hidden_matrices, parameter_groups, parts_of
+from fla_train.utils.records import read_metrics
 
 SHAPES = [(3, 5), (4, 4), (2, 9)]
 LR, DECAY, MOMENTUM = 0.1, 0.2, 0.9
@@ -31,7 +30,7 @@ def test_parts_cover_every_element_of_every_matrix_once(world: int):
     assert owners[:total].eq(1).all() and owners[total:].eq(0).all()
 
 
-def stretch_of(matrices: list[torch.Tensor], padding: int) -> torch.Tensor:
+def partition_of(matrices: list[torch.Tensor], padding: int) -> torch.Tensor:
     return torch.nn.Parameter(torch.cat([*(m.detach().flatten() for m in matrices), torch.zeros(padding)]))
 
 
@@ -41,7 +40,7 @@ def adamw(parameter: torch.Tensor) -> torch.optim.AdamW:
 
 def test_on_one_rank_the_stretch_takes_the_steps_of_whole_matrices():
     whole = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
-    line, vector = stretch_of(whole, padding=3), torch.nn.Parameter(torch.randn(7))
+    line, vector = partition_of(whole, padding=3), torch.nn.Parameter(torch.randn(7))
     plain_vector = torch.nn.Parameter(vector.detach().clone())
     reference = torch.optim.Muon(
         whole, lr=LR, weight_decay=DECAY, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw"
@@ -51,7 +50,7 @@ def test_on_one_rank_the_stretch_takes_the_steps_of_whole_matrices():
     muon.param_groups[0]["params"] = [line]  # as ZeRO does
     for skip in (False, True, False, False):
         gradients = [torch.randn(shape) for shape in SHAPES]
-        line.grad = 4.0 * stretch_of(gradients, padding=3).detach()
+        line.grad = 4.0 * partition_of(gradients, padding=3).detach()
         vector.grad = 4.0 * torch.ones(7)
         muon.grad_scale, muon.found_inf = torch.tensor(4.0), torch.tensor(float(skip))
         muon.step()
@@ -62,7 +61,7 @@ def test_on_one_rank_the_stretch_takes_the_steps_of_whole_matrices():
             reference.step()
             reference_rest.step()
     # torch's Muon works in bf16 inside, so that a rounding of the momentum may show as one of bf16.
-    torch.testing.assert_close(line, stretch_of(whole, padding=3), rtol=0, atol=LR * 2**-6)
+    torch.testing.assert_close(line, partition_of(whole, padding=3), rtol=0, atol=LR * 2**-6)
     torch.testing.assert_close(vector, plain_vector)
     assert set(muon.state[line]) == {"momentum_buffer"} and muon.state[vector]["step"] == 3
 

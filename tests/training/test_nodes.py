@@ -18,10 +18,8 @@ from test_preemption import without_saves
 from test_resume import TIMEOUT, steps_logged, wait_for, weights
 from warm_ranks import TWO_RANKS
 
-from fla_train.training.agreement import differences
+from fla_train.training.config import TrainConfig, load_config, with_processes
 from fla_train.training.launch import launch
-from fla_train.training.resolve import with_processes
-from fla_train.training.schema import TrainConfig, load_config
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 FAKE_SRUN = """#!/usr/bin/env bash
@@ -276,14 +274,3 @@ def test_ranks_of_another_launcher_need_a_run_folder_and_its_number(
         launch(make_config("launch.device=cpu", "launch.num_processes=3", f"run.dir={tmp_path}"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert with_processes(make_config()).launch.num_machines == 2
-
-
-def test_what_differs_between_machines_is_named():
-    facts = {"seed": "0", "the prepared data": "abc", "the checkpoint to resume": None}
-    assert differences([facts, dict(facts)]) == []
-    assert differences(
-        [facts, facts | {"the checkpoint to resume": "step-0000003"}, facts | {"seed": "1"}]
-    ) == [
-        "seed",
-        "the checkpoint to resume",
-    ]

@@ -5,8 +5,8 @@ import torch
 
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
 from fla_train.models.zoo.mamba import SignedMambaConfig, SignedMambaForCausalLM
+from fla_train.training.config import OptimizerConfig
 from fla_train.training.optimizer import build_optimizer, parameter_groups
-from fla_train.training.schema import OptimizerConfig
 
 SETTINGS = OptimizerConfig(
     "adamw", 1e-2, weight_decay=0.5, beta1=0.9, beta2=0.95, eps=1e-8, max_grad_norm=1.0

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fla_train.training.public import public_config
-from fla_train.training.schema import TrainConfig
+from fla_train.training.config import TrainConfig
+from fla_train.training.model import public_config
 from fla_train.utils.environment import describe_environment
 
 Make = Callable[..., TrainConfig]

@@ -7,9 +7,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from fla_train.cli.app import compose
+from fla_train.training.config import TrainConfig, register, to_config
 from fla_train.training.launch import launch
-from fla_train.training.schedule import learning_rate
-from fla_train.training.schema import TrainConfig, register, to_config
+from fla_train.training.optimizer import learning_rate
 
 FOLDER = Path(__file__).parents[2] / "configs" / "experiment" / "paper"
 

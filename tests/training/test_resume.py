@@ -20,10 +20,10 @@ import pytest
 from warm_ranks import WarmRanks
 
 from fla_train.training import checkpoint
+from fla_train.training.config import TrainConfig, load_config
 from fla_train.training.launch import TrainingFailed, launch
-from fla_train.training.metrics import read_metrics
-from fla_train.training.schema import TrainConfig, load_config
 from fla_train.utils.filesystem import describe
+from fla_train.utils.records import read_metrics
 
 TIMEOUT = 300.0  # seconds until an awaited state counts as lost
 OF_THE_MACHINE = {"tokens_per_second", "data_wait", "memory_gib", "mfu", "checkpoint_stall_s"}
@@ -158,18 +158,18 @@ def test_two_ranks_bf16_one_kill(make_config: Make, warm_ranks: WarmRanks, tmp_p
 
 
 def test_two_trainers_never_write_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from fla_train.training import runfolder
+    from fla_train.training import run_folder
 
-    monkeypatch.setattr(runfolder, "LOCK_WAIT", 0.1)
-    folder = runfolder.RunFolder(tmp_path)
-    first = runfolder.RunLock(folder)
+    monkeypatch.setattr(run_folder, "LOCK_WAIT", 0.1)
+    folder = run_folder.RunFolder(tmp_path)
+    first = run_folder.RunLock(folder)
     for again in (lambda: None, (tmp_path / ".lock").unlink):  # who deletes the file does not free the folder
         again()
         with pytest.raises(ValueError, match="another training process writes"):
-            runfolder.RunLock(folder)
+            run_folder.RunLock(folder)
     first.check()
     first.close()
-    runfolder.RunLock(folder).close()
+    run_folder.RunLock(folder).close()
 
 
 @pytest.mark.parametrize("folders", [True, False])
@@ -177,9 +177,9 @@ def test_a_lock_whose_file_was_taken_from_it_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folders: bool
 ):
     """NFS locks no folders: there a second trainer can begin, and one of them must notice."""
-    from fla_train.training import runfolder
+    from fla_train.training import run_folder
 
-    monkeypatch.setattr(runfolder, "LOCK_WAIT", 0.1)
+    monkeypatch.setattr(run_folder, "LOCK_WAIT", 0.1)
     if not folders:
         flock = fcntl.flock
 
@@ -189,16 +189,16 @@ def test_a_lock_whose_file_was_taken_from_it_is_noticed(
             flock(descriptor, operation)
 
         monkeypatch.setattr(fcntl, "flock", files_only)
-    folder = runfolder.RunFolder(tmp_path)
-    first = runfolder.RunLock(folder)
+    folder = run_folder.RunFolder(tmp_path)
+    first = run_folder.RunLock(folder)
     (tmp_path / ".lock").unlink()
     if folders:
         with pytest.raises(ValueError, match="another training process writes"):
-            runfolder.RunLock(folder)
+            run_folder.RunLock(folder)
         first.check()  # its file is there again
         assert (tmp_path / ".lock").exists()
     else:
-        second = runfolder.RunLock(folder)
+        second = run_folder.RunLock(folder)
         with pytest.raises(ValueError, match="another training process writes"):
             first.check()
         second.check()
@@ -207,10 +207,10 @@ def test_a_lock_whose_file_was_taken_from_it_is_noticed(
 
 
 def test_a_run_folder_that_was_renamed_is_noticed(tmp_path: Path):
-    from fla_train.training import runfolder
+    from fla_train.training import run_folder
 
     (tmp_path / "run").mkdir()
-    lock = runfolder.RunLock(runfolder.RunFolder(tmp_path / "run"))
+    lock = run_folder.RunLock(run_folder.RunFolder(tmp_path / "run"))
     (tmp_path / "run").rename(tmp_path / "moved")
     with pytest.raises(ValueError, match="renamed or deleted"):
         lock.check()
@@ -221,7 +221,7 @@ def test_a_run_folder_that_was_renamed_is_noticed(tmp_path: Path):
 
 
 def test_a_lock_that_is_a_link_leaves_its_target_alone(tmp_path: Path):
-    from fla_train.training.runfolder import RunFolder, RunLock
+    from fla_train.training.run_folder import RunFolder, RunLock
     from fla_train.utils.locks import locked
 
     (tmp_path / "target").write_text("precious")
@@ -243,7 +243,7 @@ def test_a_branch_of_another_run_stands_on_its_own(make_config: Make, warm_ranks
     checkpoint.write_manifest(trunk, manifest)
     warm_ranks.launch(make_config(*more, f"run.dir={tmp_path / 'branch'}", f"trainer.resume={trunk}"))
     branch = tmp_path / "branch/checkpoints/step-0000001"
-    assert checkpoint.find_fault(branch) is None
+    assert checkpoint.find_error(branch) is None
     assert checkpoint.read_state(branch).wandb_id is None
 
     alone = tmp_path / "alone"

@@ -14,8 +14,8 @@ from fla_train.cli import train as command
 from fla_train.cli.app import compose
 from fla_train.cli.base import with_base
 from fla_train.training import launch as launch_module
-from fla_train.training.metrics import read_metrics
-from fla_train.training.schema import to_config
+from fla_train.training.config import to_config
+from fla_train.utils.records import read_metrics
 
 
 @pytest.fixture

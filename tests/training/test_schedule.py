@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from fla_train.training.schedule import learning_rate, warmup_steps
-from fla_train.training.schema import ScheduleConfig
+from fla_train.training.config import ScheduleConfig
+from fla_train.training.optimizer import learning_rate
 
 PEAK, STEPS, WARMUP = 2.0, 110, 10
 COSINE = ScheduleConfig("cosine", warmup_steps=WARMUP, min_ratio=0.1)
@@ -73,7 +73,7 @@ def test_a_longer_look_never_leaves_the_minimum(name: str):
 
 @pytest.mark.parametrize(("max_steps", "expected"), [(5, 0), (1000, 50), (66_758, 512)])
 def test_default_warmup_is_a_share_of_the_run_up_to_the_papers_512(max_steps: int, expected: int):
-    assert warmup_steps(ScheduleConfig("cosine", None, min_ratio=0.1), max_steps) == expected
+    assert ScheduleConfig("cosine", None, min_ratio=0.1).warmup(max_steps) == expected
 
 
 def test_without_warmup_the_first_step_is_the_first_of_the_cosine():

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fla_train.training.staging import StagingBuffer
+from fla_train.training.checkpoint_manager import StagingBuffer
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from fla_train.tasks import TaskConfig
-from fla_train.training.runfolder import RunFolder
-from fla_train.training.task_data import has_reached
+from fla_train.training.resume import has_reached
+from fla_train.training.run_folder import RunFolder
 
 
 def test_evaluations_from_before_a_test_set_have_not_reached_its_mark(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ import pytest
 from warm_ranks import WarmRanks
 
 from fla_train.training.checkpoint import TrainState
-from fla_train.training.loop import Trainer
-from fla_train.training.metrics import read_metrics
-from fla_train.training.report import Reporter
-from fla_train.training.runfolder import RunFolder
-from fla_train.training.suites import SuiteRuns
-from fla_train.training.validate import validate
+from fla_train.training.config import validate
+from fla_train.training.evaluator import SuiteRuns
+from fla_train.training.log import RunLogger
+from fla_train.training.run_folder import RunFolder
+from fla_train.training.trainer import Trainer
+from fla_train.utils.records import read_metrics
 
 EVALUATOR = """
 import json, os, sys, time
@@ -50,10 +50,12 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("MASTER_ADDR", "here")
 
-    def make(*options: str, log: Callable | None = None) -> tuple[SuiteRuns, list, list]:
+    def make(*options: str, record: Callable | None = None) -> tuple[SuiteRuns, list, list]:
         records, lines = [], []
         options = (f"gate={tmp_path / 'gate'}", *options)
-        made = SuiteRuns("demo", options, tmp_path / "eval", log=log or records.append, say=lines.append)
+        made = SuiteRuns(
+            "demo", options, tmp_path / "eval", record=record or records.append, log=lines.append
+        )
         return made, records, lines
 
     return make
@@ -137,7 +139,7 @@ def test_a_resume_makes_up_for_lost_results(
         folder=folder,
         _finished=lambda: step == 10,
     )
-    Trainer._make_up(run, SimpleNamespace(start=lambda export, due: found.append((export, due))))
+    Trainer._restart_lost_suite(run, SimpleNamespace(start=lambda export, due: found.append((export, due))))
     assert found == [(folder.export(due), due) for due in started]
 
 
@@ -151,13 +153,13 @@ def test_stop_ends_the_evaluation(runs, tmp_path: Path) -> None:
 
 
 def test_results_reach_wandb(runs, make_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By way of the run's own reporter, which gives a record to all sinks; what is infinite is left out."""
+    """By way of the run's own logger, which gives a record to all sinks; what is infinite is left out."""
     logged = []
     run = SimpleNamespace(id="fresh", log=lambda values, step: logged.append((step, values)))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: run))
     config = make_config("logger=default", "logger.wandb.mode=online")
-    reporter = Reporter(config, RunFolder(tmp_path), TrainState(), io.StringIO(), rank=0)
-    suites, _, _ = runs(log=reporter.log)
+    logger = RunLogger(config, RunFolder(tmp_path), TrainState(), io.StringIO(), rank=0)
+    suites, _, _ = runs(record=logger.record)
     open_gate(tmp_path)
     suites.start(tmp_path / "hf/step-0000004", 4)
     suites.finish(6, 600, lambda doing: None)
@@ -231,9 +233,9 @@ def test_suites_that_cannot_run_are_refused(make_config) -> None:
 TRAINER = """
 import sys, time
 from pathlib import Path
-from fla_train.training import suites
-suites._EVALUATE = "import time\\nwhile True: print('.', flush=True); time.sleep(0.05)"
-suites.SuiteRuns("demo", [], Path(sys.argv[1]), log=print, say=print).start(Path("export"), 4)
+from fla_train.training import evaluator
+evaluator._EVALUATE = "import time\\nwhile True: print('.', flush=True); time.sleep(0.05)"
+evaluator.SuiteRuns("demo", [], Path(sys.argv[1]), record=print, log=print).start(Path("export"), 4)
 time.sleep(60)
 """
 

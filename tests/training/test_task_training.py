@@ -11,14 +11,14 @@ from warm_ranks import WarmRanks
 
 from fla_train.cli.app import compose
 from fla_train.tasks import curriculum_tasks, make_task, training_task
-from fla_train.training.build import build_model
+from fla_train.training.config import TrainConfig, register, to_config, validate, with_task_sizes
 from fla_train.training.launch import launch
-from fla_train.training.metrics import read_metrics
+from fla_train.training.model import build_model
 from fla_train.training.plan import make_plan
-from fla_train.training.runfolder import RunFolder
-from fla_train.training.schema import TrainConfig, register, to_config
-from fla_train.training.task_data import TaskSequences, has_reached, task_data, with_task_sizes
-from fla_train.training.validate import validate
+from fla_train.training.resume import has_reached
+from fla_train.training.run_data import TaskSequences, task_data
+from fla_train.training.run_folder import RunFolder
+from fla_train.utils.records import read_metrics
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "configs" / "experiment"
 RECIPES = sorted(

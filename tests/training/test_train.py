@@ -17,9 +17,9 @@ from warm_ranks import WarmRanks
 
 from fla_train.cli import train as command
 from fla_train.data.prepare import prepare
+from fla_train.training.config import TrainConfig
 from fla_train.training.launch import TrainingFailed, launch
-from fla_train.training.metrics import read_metrics
-from fla_train.training.schema import TrainConfig
+from fla_train.utils.records import read_metrics
 
 SWEEP = ["trainer.micro_batch_size=2,8", "trainer.max_steps=4", "trainer.precision=fp32"]
 LINE_KEYS = {"step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second"}
@@ -349,7 +349,8 @@ def test_a_diverging_run_stops_with_one_line_and_is_not_started_again(
 
 @pytest.mark.gpu
 def test_a_run_on_a_gpu_is_exported(make_config: Callable[..., TrainConfig], tmp_path: Path):
-    more = ["launch.device=cuda", "trainer.precision=bf16", "trainer.profile_steps=[3]"]
+    more = ["launch.device=cuda", "launch.num_processes=1", "trainer.precision=bf16"]
+    more += ["trainer.profile_steps=[3]"]
     launch(make_config(f"run.dir={tmp_path}", *more))
     assert {path.name for path in (tmp_path / "profile").iterdir()} == {
         f"step-0000003-rank-0{kind}" for kind in (".json", "-operators.txt", "-memory.pickle")

@@ -14,7 +14,7 @@ from test_preemption import without_saves
 from test_resume import TIMEOUT, steps_logged, wait_for
 from warm_ranks import WarmRanks
 
-from fla_train.training.schema import TrainConfig
+from fla_train.training.config import TrainConfig
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_hosts.sh"
 NAMESPACE = ["unshare", "--map-root-user", "--net"]  # in which anyone may lay cables

@@ -14,11 +14,10 @@ from warm_ranks import TWO_RANKS, WarmRanks
 
 from fla_train.training import checkpoint
 from fla_train.training.checkpoint import TrainState
-from fla_train.training.checkpoint_manager import CheckpointManager
+from fla_train.training.checkpoint_manager import CheckpointManager, random_states, set_random_states
+from fla_train.training.config import TrainConfig
 from fla_train.training.engine import build_engine
-from fla_train.training.random_states import random_states, set_random_states
-from fla_train.training.safe_load import load_file
-from fla_train.training.schema import TrainConfig
+from fla_train.training.load_checkpoint import load_checkpoint, load_file
 from fla_train.utils.filesystem import describe
 
 
@@ -39,19 +38,19 @@ def rewrite(folder: Path, name: str, change: Callable[[dict], dict]) -> Path:
     manifest = checkpoint.read_manifest(folder)
     manifest["files"][name] = describe(path)
     checkpoint.write_manifest(folder, manifest)
-    assert checkpoint.find_fault(folder) is None
+    assert checkpoint.find_error(folder) is None
     return folder
 
 
 def attack(config: TrainConfig, of_two_ranks: Path, folder: Path) -> dict[str, str]:
     """On a rank: load a checkpoint with a payload in each of its files; by file, why it was refused."""
     engine = build_engine(make_model(config), config)
-    manager = CheckpointManager(engine, folder / "own", keep=0, keep_every=0, say=print)
+    manager = CheckpointManager(engine, folder / "own", keep=0, keep_every=0, log=print)
     manager.save(TrainState(step=1))
     manager.ensure_saved(1)
     manager.close()
     own = folder / "own" / checkpoint.folder_name(1)
-    assert checkpoint.load(engine, own).step == 1
+    assert load_checkpoint(engine, own).step == 1
     optimizer = "deepspeed/zero_pp_rank_0_mp_rank_00_optim_states.pt"
     cases = {name: (own, name) for name in ("rng-0.pt", "deepspeed/mp_rank_00_model_states.pt", optimizer)}
     cases["optimizer of two ranks"] = (of_two_ranks, optimizer)
@@ -60,7 +59,7 @@ def attack(config: TrainConfig, of_two_ranks: Path, folder: Path) -> dict[str, s
         copy = shutil.copytree(source, folder / f"case-{number}")
         rewrite(copy, name, lambda content: content | {"payload": Payload(folder / "marker")})
         with pytest.raises(ValueError) as refused:
-            checkpoint.load(engine, copy)
+            load_checkpoint(engine, copy)
         refusals[case] = str(refused.value)
     return refusals
 

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from fla_train.training.agent import run_workers
+from fla_train.training.config import LaunchConfig, TrainConfig
 from fla_train.training.launch import launch
 from fla_train.training.process_group import STORE_FILE
-from fla_train.training.schema import LaunchConfig, TrainConfig
 
 TWO_RANKS = [
     *("launch.num_processes=2", "launch.device=cpu", "trainer.precision=fp32"),
@@ -120,7 +120,7 @@ def _as_rank(work: Callable, arguments: Sequence[object], environment: Mapping[s
 
 def _train(config_file: Path, data: Path) -> None:
     from fla_train.training import worker
-    from fla_train.training.schema import load_config
+    from fla_train.training.config import load_config
 
     config = load_config(config_file)
     with (Path(config.run.dir) / "train.log").open("a") as log:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fla_train.training.metrics import MetricsFile, checkpoint_seconds, last_losses
-from fla_train.training.plots import plot_losses, resumed_at
+from fla_train.training.log import MetricsFile
+from fla_train.training.metrics import checkpoint_seconds, last_value, plot_losses, resumed_at
 from fla_train.utils.records import read_metrics
 
 DAMAGED = {
@@ -44,11 +44,11 @@ def test_a_damaged_line_costs_itself_only(
     named = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(named) == 2 and all(str(path) in line for line in named)
     assert "line 10 " in named[0] and "line 37 " in named[1]
-    assert last_losses(path)[0] == pytest.approx(5 - 3.6)
+    assert last_value(path, "loss") == pytest.approx(5 - 3.6)
     assert plot_losses([tmp_path], tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
     metrics = MetricsFile(path, resumed_step=30)
-    metrics.log({"step": 31, "tokens": 248, "loss": 1.0})
+    metrics.write({"step": 31, "tokens": 248, "loss": 1.0})
     metrics.close()
     assert path.read_bytes().split(b"\n") == [*lines[:30], lines[36], metrics_line(31, 248, 1.0), b""]
     assert [record["step"] for record in read_metrics(path)] == [*whole[:29], 31]

@@ -1,4 +1,4 @@
-"""Steps with and without a recorded pass, which must not differ in a bit: `graphed_steps.py CONFIG_YAML`."""
+"""Steps with and without a CUDA graph, which must not differ in a bit: `cuda_graph_steps.py CONFIG_YAML`."""
 
 import sys
 from collections.abc import Mapping
@@ -10,15 +10,15 @@ import torch.distributed as dist
 from engine_steps import checksum, make_batch, make_model
 from torch import Tensor, nn
 
+from fla_train.training.bad_steps import BadStepFilter
+from fla_train.training.config import TrainConfig, load_config
+from fla_train.training.cuda_graph import CudaGraphPass, gradients_of
 from fla_train.training.engine import build_engine, train_step
-from fla_train.training.graphed import GraphedPass, gradients_of
-from fla_train.training.guard import StepGuard
-from fla_train.training.schema import TrainConfig, load_config
 
 LENGTHS = (32, 32, 32, 16, 16, 32, 32, 32)  # of the steps' batches: a curriculum's words grow, too
 
 
-class Rehearsal(GraphedPass):
+class Rehearsal(CudaGraphPass):
     """Computes what a graph would replay, where there is none: on a CPU."""
 
     recordings = 0
@@ -42,18 +42,18 @@ def rehearse(config: TrainConfig) -> int:
     return graphed.recordings
 
 
-def compare(engine, graphed: GraphedPass) -> None:
+def compare(engine, graphed: CudaGraphPass) -> None:
     """The same steps by the engine alone and by `graphed`, the sixth by the engine in both runs."""
     start = {name: value.clone() for name, value in engine.module.state_dict().items()}
     runs = []
     for own in (None, graphed):
         _rewind(engine, start)
-        guard = StepGuard(engine.device, max_grad_norm=0.5)
+        guard = BadStepFilter(engine.device, max_grad_norm=0.5)
         outcomes = []
         for step, length in enumerate(LENGTHS):
             batch = tuple(part[:, :length].to(engine.device) for part in make_batch(step))
             by = None if step == 5 else own  # as a step with statistics
-            outcomes.append(train_step(engine, [batch], 1e-2, guard, graphed=by).read())
+            outcomes.append(train_step(engine, [batch], 1e-2, guard, cuda_graph=by).read())
         runs.append((outcomes, checksum(engine.module)))
     assert runs[0] == runs[1], runs
     assert len({outcome.loss for outcome in runs[0][0]}) == len(LENGTHS)
@@ -70,7 +70,7 @@ def _rewind(engine, start: dict[str, Tensor]) -> None:
 def main() -> None:
     config = load_config(Path(sys.argv[1]))
     engine = build_engine(make_model(config), config)
-    compare(engine, GraphedPass(engine.module, bf16=config.trainer.precision == "bf16"))
+    compare(engine, CudaGraphPass(engine.module, bf16=config.trainer.precision == "bf16"))
     print("equal")
     dist.destroy_process_group()
 

@@ -1,21 +1,22 @@
-"""Resume: which checkpoint all ranks start from, and whether this config may."""
+"""Resume: which checkpoint all ranks start from, and whether config and ranks agree with it."""
 
 import json
+import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from fla_train.data.cache import PreparedData, prepared_name
 from fla_train.hub import find_export_damage
+from fla_train.tasks import TaskConfig
 from fla_train.training import checkpoint
-from fla_train.training.runfolder import RunFolder
-from fla_train.training.schema import TrainConfig, load_config
-from fla_train.training.task_data import has_reached
+from fla_train.training.config import AUTO, TrainConfig, load_config, with_model
+from fla_train.training.run_folder import RunFolder
+from fla_train.utils.records import read_metrics
 
 # These fix what a checkpoint holds and, with the prepared data, the stream of tokens: a resume keeps them.
 FIXED_KEYS = (
@@ -24,18 +25,29 @@ FIXED_KEYS = (
     "init_from",
 )
 SEQUENCE_KEYS = ("data.document_boundaries",)  # of the data keys, what no fingerprint covers
-# These say where and how a run is carried out, not what it computes: nobody asks whether they changed.
+# These say where and how a run is carried out, not what it computes: a change is not logged.
 FREE_KEYS = (
     *("run.", "launch.", "logger.", "data.", "trainer.resume", "trainer.target_batch_tokens", "dry_run"),
     *("model.backend", "model.recompute_operator"),
 )
 FREE_DATA_KEYS = ("data.cache_dir", "data.num_workers")  # of the data keys, what no token depends on
 VISIBLE = 60.0  # seconds within which a shared file system must show what another machine has written
+EVALUATIONS_TO_STOP = 2  # in a row at `task.stop_at`: one could be luck, where accuracy swings
+EQUAL_SECTIONS = (
+    "seed",
+    "model",
+    "task",
+    "baseline",
+    "optimizer",
+    "schedule",
+    "trainer",
+    "init_from",
+)  # on ranks
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
-def agree_on_checkpoint(config: TrainConfig, folder: RunFolder, say: Say) -> Path | None:
+def agree_on_checkpoint(config: TrainConfig, folder: RunFolder, log: Log) -> Path | None:
     """The checkpoint that all ranks start from, by `trainer.resume`; None: the beginning. All ranks call it.
 
     Rank 0 verifies and chooses it, since shared file systems may show the others less for a while.
@@ -46,7 +58,7 @@ def agree_on_checkpoint(config: TrainConfig, folder: RunFolder, say: Say) -> Pat
     chosen: list[str | None] = [None]
     if dist.get_rank() == 0:
         checkpoint.clean(folder.checkpoints)
-        found = where_to_begin(config, folder, say)
+        found = choose_checkpoint(config, folder, log)
         chosen = [None if found is None else str(found)]
     dist.broadcast_object_list(chosen)
     if chosen[0] is None:
@@ -63,19 +75,19 @@ def agree_on_checkpoint(config: TrainConfig, folder: RunFolder, say: Say) -> Pat
     return path
 
 
-def where_to_begin(config: TrainConfig, folder: RunFolder, say: Say) -> Path | None:
+def choose_checkpoint(config: TrainConfig, folder: RunFolder, log: Log) -> Path | None:
     """The checkpoint to start from, by `trainer.resume`; None: the beginning.
 
-    A run that was begun with the same path to a checkpoint goes on from its own: it is the same command
+    A run that was begun with the same path to a checkpoint resumes from its newest: it is the same command
     again, as a batch system gives it.
 
     Raises:
         ValueError: as `checkpoint.choose`.
     """
-    return checkpoint.choose(_asked(config, folder), folder.checkpoints, say)
+    return checkpoint.choose(_resume_setting(config, folder), folder.checkpoints, log)
 
 
-def _asked(config: TrainConfig, folder: RunFolder) -> str:
+def _resume_setting(config: TrainConfig, folder: RunFolder) -> str:
     """`trainer.resume`, or auto for the same path again."""
     resume = config.trainer.resume
     earlier = folder.config
@@ -86,11 +98,11 @@ def _asked(config: TrainConfig, folder: RunFolder) -> str:
 
 
 def _saved(config: TrainConfig) -> list[Path]:
-    """The checkpoints that the run may go on from, oldest first; not verified."""
+    """The checkpoints that the run may resume from, oldest first; not verified."""
     resume, own = config.trainer.resume, []
     if config.run.dir is not None:
         folder = RunFolder(Path(config.run.dir))
-        resume, own = _asked(config, folder), checkpoint.checkpoints(folder.checkpoints)
+        resume, own = _resume_setting(config, folder), checkpoint.checkpoints(folder.checkpoints)
     if resume == "auto":
         return own
     return [] if resume == "none" else [Path(resume)]
@@ -102,7 +114,7 @@ def _run_of(saved: Path) -> RunFolder:
 
 
 def has_checkpoint(config: TrainConfig) -> bool:
-    """Whether there is a checkpoint that the run may go on from."""
+    """Whether there is a checkpoint that the run may resume from."""
     return bool(_saved(config))
 
 
@@ -118,13 +130,15 @@ def newest_readable(config: TrainConfig) -> Path | None:
 
 
 def saved_commits(config: TrainConfig) -> dict[str, str]:
-    """The commits of the Hub that the run to go on with was begun with, by part of a mixture."""
+    """The Hub commits of the data that the run to resume was begun with, by part of a mixture."""
     found = newest_readable(config)
     return {} if found is None else checkpoint.read_state(found).commits
 
 
-def saved_sizes(config: TrainConfig) -> dict[str, Any]:
-    """What `with_saved` takes from the run to continue; empty: there is none, or nothing tells.
+def with_saved_sizes(config: TrainConfig) -> TrainConfig:
+    """`config` with batch, warm-up and vocabulary, where it leaves them open, of the run that it resumes.
+
+    The batch would change with the number of processes, and the warm-up with trainer.max_steps.
 
     Raises:
         ValueError: that run's config is unreadable.
@@ -132,13 +146,14 @@ def saved_sizes(config: TrainConfig) -> dict[str, Any]:
     found = _saved(config)
     earlier = _run_of(found[-1]).config if found else None
     if earlier is None or not earlier.is_file():
-        return {}
-    saved = load_config(earlier)
-    return {
-        "warmup_steps": saved.schedule.warmup_steps,
-        "global_batch_tokens": saved.trainer.global_batch_tokens,
-        "vocab_size": saved.model["vocab_size"],
-    }
+        return config
+    saved, trainer, schedule = load_config(earlier), config.trainer, config.schedule
+    if trainer.global_batch_tokens == AUTO:
+        trainer = replace(trainer, global_batch_tokens=saved.trainer.global_batch_tokens)
+    if schedule.warmup_steps is None:
+        schedule = replace(schedule, warmup_steps=saved.schedule.warmup_steps)
+    config = replace(config, trainer=trainer, schedule=schedule)
+    return with_model(config, vocab_size=config.model["vocab_size"] or saved.model["vocab_size"])
 
 
 def check_before_preparing(config: TrainConfig) -> None:
@@ -154,37 +169,46 @@ def check_before_preparing(config: TrainConfig) -> None:
 def is_complete(folder: RunFolder, config: TrainConfig) -> bool:
     """Whether nothing is left to do. A run killed in its last moments still lacks export or plot.
 
-    A damaged export or last checkpoint counts as none: the run goes on and writes it again.
+    A damaged export or last checkpoint counts as none: the run resumes and writes it again.
     """
     newest = newest_readable(config)
     if newest is None or not folder.loss_plot.is_file():
         return False
     step = checkpoint.read_state(newest).step
-    if step < config.trainer.max_steps and not _has_reached(folder, step, config):
+    if step < config.trainer.max_steps and not has_reached(config.task, folder, step):
         return False
-    return find_export_damage(folder.export(step)) is None and checkpoint.find_fault(newest) is None
+    return find_export_damage(folder.export(step)) is None and checkpoint.find_error(newest) is None
 
 
 def completion_lines(folder: RunFolder, config: TrainConfig) -> list[str]:
-    """What there is, and how to train on."""
+    """Where the results of a complete run are, and how to train it further."""
     newest = newest_readable(config)
     assert newest is not None
     step = checkpoint.read_state(newest).step
-    more = f"a trainer.max_steps above {step}"
-    if _has_reached(folder, step, config):
-        more = "another task.stop_at"
+    further = f"a trainer.max_steps above {step}"
+    if has_reached(config.task, folder, step):
+        further = "another task.stop_at"
     return [
         f"run          {folder.root} is complete: {step:,} steps, model in {folder.export(step)}",
-        f"             to train on, give {more}",
+        f"             to train on, give {further}",
     ]
 
 
-def _has_reached(folder: RunFolder, step: int, config: TrainConfig) -> bool:
-    return config.task is not None and has_reached(config.task, folder, step)
+def has_reached(config: TaskConfig | None, folder: RunFolder, step: int) -> bool:
+    """Whether the last two evaluations up to `step` had every metric of `stop_at` at its value or above."""
+    if config is None or not config.stop_at:
+        return False
+    tests = [r for r in read_metrics(folder.metrics) if "validation_loss" in r and r["step"] <= step]
+    # A test set may be newer than an evaluation, which then says nothing of it.
+    return len(tests) >= EVALUATIONS_TO_STOP and all(
+        record.get(metric, -math.inf) >= value
+        for record in tests[-EVALUATIONS_TO_STOP:]
+        for metric, value in config.stop_at
+    )
 
 
-def check_same_run(config: TrainConfig, data: PreparedData | None, resume: Path, say: Say) -> None:
-    """Refuse to go on from a checkpoint of another model or another stream of tokens; say what else changed.
+def check_same_run(config: TrainConfig, data: PreparedData | None, resume: Path, log: Log) -> None:
+    """Refuse to resume from a checkpoint of another model or stream of tokens; log what else changed.
 
     Args:
         data: None: they are not prepared yet. A change of settings that leads to other data is found all the
@@ -199,7 +223,7 @@ def check_same_run(config: TrainConfig, data: PreparedData | None, resume: Path,
             return
         if _fingerprint(resume) not in (None, data.folder.name):
             raise ValueError(f"{resume} is of other prepared data: restore them or use another checkpoint")
-        say(f"resume       {resume} lies in no run folder: its model and seed can't be compared")
+        log(f"resume       {resume} lies in no run folder: its model and seed can't be compared")
         return
     before, now = dict(_flat(asdict(load_config(earlier.config)))), dict(_flat(asdict(config)))
     changed = {
@@ -207,7 +231,7 @@ def check_same_run(config: TrainConfig, data: PreparedData | None, resume: Path,
         for key in sorted(before | now)
         if now.get(key) != before.get(key)
     }
-    faults = [
+    errors = [
         text
         for key, text in changed.items()
         if key in SEQUENCE_KEYS or (key.startswith(FIXED_KEYS) and not key.startswith(FREE_KEYS))
@@ -218,30 +242,24 @@ def check_same_run(config: TrainConfig, data: PreparedData | None, resume: Path,
     else:
         name = prepared_name(config.data) if of_data and config.task is None else _fingerprint(resume)
     if _fingerprint(resume) not in (None, name):
-        faults += [changed[key] for key in of_data if key not in SEQUENCE_KEYS] or [
+        errors += [changed[key] for key in of_data if key not in SEQUENCE_KEYS] or [
             "the text itself or the tokenizer has changed since"
         ]
-    if faults:
+    if errors:
         raise ValueError(
-            f"{resume} belongs to another run: {', '.join(faults)}; restore them or use another run.dir"
+            f"{resume} belongs to another run: {', '.join(errors)}; restore them or use another run.dir"
         )
     for key, text in changed.items():
         if not key.startswith(FREE_KEYS):
-            say(f"changed      {text}")
+            log(f"changed      {text}")
 
 
 def _fingerprint(resume: Path) -> str | None:
-    """Name of the prepared data that a checkpoint is of, if anything tells."""
-    return checkpoint.read_state(resume).data or _data_fingerprint(_run_of(resume))
-
-
-def _data_fingerprint(earlier: RunFolder) -> str | None:
-    """Name of the prepared data a run was begun with: it covers the text, the tokenizer and the split.
-
-    For checkpoints that were written before they named it themselves.
-    """
-    try:
-        return Path(json.loads(earlier.plan.read_text())["data_folder"]).name
+    """Name of the prepared data that a checkpoint is of; None: it is not recorded."""
+    if name := checkpoint.read_state(resume).data:
+        return name
+    try:  # an older checkpoint: its run's plan names the data it was begun with
+        return Path(json.loads(_run_of(resume).plan.read_text())["data_folder"]).name
     except (OSError, ValueError, KeyError):
         return None
 
@@ -258,3 +276,28 @@ def _flat(node: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, o
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
+
+
+def check_config_consistency(
+    config: TrainConfig, data: PreparedData, resume: Path | None, folder: RunFolder
+) -> None:
+    """Check that all ranks train the same: each machine composes its config and prepares its data by itself.
+
+    Every rank calls it.
+
+    Raises:
+        ValueError: on all ranks, naming what differs.
+    """
+    content = asdict(config)
+    facts: dict[str, object] = {key: content[key] for key in EQUAL_SECTIONS}
+    facts["the prepared data"] = data.folder.name
+    facts["the Hub's commit of the data"] = data.commits()
+    facts["data.document_boundaries"] = config.data.document_boundaries
+    facts["the checkpoint to resume"] = resume.name if resume else None
+    # The first machine has written it by now. Another content, or none, means another folder.
+    shared = folder.environment
+    facts["run.dir (is it one shared folder?)"] = shared.read_text() if shared.is_file() else None
+    everyone: list[dict[str, object]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, facts)
+    if differing := [name for name in facts if any(other[name] != everyone[0][name] for other in everyone)]:
+        raise ValueError(f"the machines differ in {', '.join(differing)}: give the same command on each")

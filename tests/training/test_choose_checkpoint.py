@@ -8,16 +8,22 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_checkpoint import make
 from warm_ranks import WarmRanks
 
-from fla_train.training import resuming
-from fla_train.training.console import say
-from fla_train.training.resuming import agree_on_checkpoint, newest_readable, where_to_begin
-from fla_train.training.runfolder import RunFolder
-from fla_train.training.schema import TrainConfig, to_yaml
+from fla_train.training import resume
+from fla_train.training.config import TrainConfig, to_yaml
+from fla_train.training.log import log
+from fla_train.training.resume import (
+    agree_on_checkpoint,
+    check_config_consistency,
+    choose_checkpoint,
+    newest_readable,
+)
+from fla_train.training.run_folder import RunFolder
 
 Make = Callable[..., TrainConfig]
 
@@ -28,13 +34,13 @@ def test_a_branch_goes_on_from_its_own_checkpoints_by_the_same_command(make_conf
     folder = RunFolder(tmp_path / "run")
     folder.create()
     config = make_config("launch.device=cpu", f"trainer.resume={trunk}", f"run.dir={folder.root}")
-    assert where_to_begin(config, folder, print) == trunk
+    assert choose_checkpoint(config, folder, print) == trunk
     folder.config.write_text(to_yaml(config))
     newest = make(folder.checkpoints, 4)
-    assert where_to_begin(config, folder, print) == newest
+    assert choose_checkpoint(config, folder, print) == newest
     asked = replace(config, trainer=replace(config.trainer, resume=str(other)))
     with pytest.raises(ValueError, match="holds step-0000004, which comes after"):
-        where_to_begin(asked, folder, print)
+        choose_checkpoint(asked, folder, print)
 
 
 def test_the_newest_readable_checkpoint_is_found_without_reading_it_whole(make_config: Make, tmp_path: Path):
@@ -52,7 +58,7 @@ def _look(config: TrainConfig, root: Path, wait: float, hidden: bool) -> str:
     from fla_train.training.process_group import join
 
     join(on_gpu=False)
-    resuming.VISIBLE = wait
+    resume.VISIBLE = wait
     is_dir = Path.is_dir
     if hidden and dist.get_rank() == 1:
         Path.is_dir = lambda path: False
@@ -76,10 +82,36 @@ def test_all_ranks_take_what_rank_0_chose(
     assert (f"does not see {newest}" in second) if hidden else (second == first)
 
 
+def _check(config: TrainConfig, root: Path, differ: bool) -> str:
+    """On a rank: what it says of configs, data and checkpoints of which rank 1 has others."""
+    import torch.distributed as dist
+
+    from fla_train.training.process_group import join
+
+    join(on_gpu=False)
+    other = differ and dist.get_rank() == 1
+    data = SimpleNamespace(folder=root / "data", commits=dict)
+    config = replace(config, seed=1) if other else config
+    try:
+        check_config_consistency(config, data, root / "step-0000003" if other else None, RunFolder(root))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_what_differs_between_machines_is_named(
+    make_config: Make, warm_ranks: WarmRanks, tmp_path: Path, differ: bool
+):
+    found = warm_ranks.run(2, _check, make_config("launch.device=cpu"), tmp_path, differ)
+    expected = "the machines differ in seed, the checkpoint to resume: give the same command on each"
+    assert found == 2 * [expected if differ else ""]
+
+
 def test_a_terminal_that_has_gone_does_not_keep_a_run_from_starting(monkeypatch: pytest.MonkeyPatch):
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(sys, "stdout", Gone())
-    say("restart")
+    log("restart")

@@ -7,14 +7,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import cuda_graph_steps
 import engine_steps
-import graphed_steps
 import pytest
 import torch
 from warm_ranks import WarmRanks
 
-from fla_train.training.graphed import gradients_of
-from fla_train.training.schema import TrainConfig, to_yaml
+from fla_train.training.config import TrainConfig, to_yaml
+from fla_train.training.cuda_graph import gradients_of
 
 
 def test_gradients_without_the_parameters_own_nodes_are_those_of_a_backward_pass(
@@ -42,12 +42,12 @@ def test_steps_by_it_are_those_of_the_engine(make_config: Callable[..., TrainCon
         "trainer.micro_batch_size=8",
         "trainer.global_batch_tokens=256",
     )
-    assert warm_ranks.run(1, graphed_steps.rehearse, config) == [3]
+    assert warm_ranks.run(1, cuda_graph_steps.rehearse, config) == [3]
 
 
 def test_parameters_that_moved_are_recorded_anew(make_config: Callable[..., TrainConfig]):
     model = engine_steps.make_model(make_config())
-    graphed = graphed_steps.Rehearsal(model, bf16=False)
+    graphed = cuda_graph_steps.Rehearsal(model, bf16=False)
     ids, labels = engine_steps.make_batch(0)
     inputs = {"input_ids": ids, "labels": labels, "num_items_in_batch": torch.tensor(7.0)}
     losses = [graphed(inputs).item() for _ in range(2)]
@@ -63,6 +63,7 @@ def test_replayed_steps_are_those_of_the_engine(
 ):
     config = make_config(
         "launch.device=cuda",
+        "launch.num_processes=1",
         f"trainer.precision={precision}",
         "trainer.micro_batch_size=8",
         "trainer.global_batch_tokens=256",
@@ -73,7 +74,7 @@ def test_replayed_steps_are_those_of_the_engine(
         port = str(probe.getsockname()[1])
     command = [
         sys.executable,
-        str(Path(__file__).with_name("graphed_steps.py")),
+        str(Path(__file__).with_name("cuda_graph_steps.py")),
         str(tmp_path / "config.yaml"),
     ]
     alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)

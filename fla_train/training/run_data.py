@@ -1,8 +1,8 @@
-"""A synthetic task in the place of prepared text, and the sizes of a run that follow from it."""
+"""The data of a run: prepared text or a synthetic task, and the batches that a step reads of either."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from fla_train.data.cache import PreparedData
-from fla_train.tasks import Task, TaskConfig, task_faults, training_task
-from fla_train.training.runfolder import RunFolder
-from fla_train.training.schema import TrainConfig
-from fla_train.utils.records import read_metrics
+from fla_train.data.dataset import Dataset
+from fla_train.data.open_dataset import open_train
+from fla_train.data.sampler import Batch, PackedDataset, send
+from fla_train.tasks import Task, TaskConfig, curriculum_tasks, training_task
+from fla_train.training.config import TrainConfig
 
-NO_FOLDER = Path("task")  # sequences are drawn while training: nothing lies on disk
-PASSES = 2  # evaluations in a row that end a run
-KEPT_TOKENS = 2**26  # of a fixed training set: 512 MiB with its labels
-SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+NO_FOLDER = Path("task")  # of a task: sequences are drawn while training, and nothing lies on disk
+KEPT_TOKENS = 2**26  # of a fixed training set of a task: 512 MiB with its labels
 
 
 @dataclass(frozen=True)
@@ -33,53 +32,52 @@ def task_data(config: TaskConfig, seed: int) -> TaskData:
     """Describe the task as data."""
     task = training_task(config, seed)
     train_tokens = math.inf if task.num_sequences is None else task.num_sequences * (task.seq_len + 1)
-    tokenizer = {"name": None, "vocab_size": task.vocab_size} | dict.fromkeys(SPECIAL_IDS)
+    special_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     splits = {
         "train": {"tokens": train_tokens, "unigram_entropy": None},
         "validation": {"tokens": config.test_sequences * (task.seq_len + 1), "unigram_entropy": None},
     }
-    source = {"kind": task_name(config)}
-    return TaskData(NO_FOLDER, {"source": source, "tokenizer": tokenizer, "splits": splits})
-
-
-def task_name(config: TaskConfig) -> str:
-    """The task in a few words, such as `group_words group=S3 length=128`."""
     options = {**config.options, **config.train}
-    return " ".join([config.kind, *(f"{key}={value}" for key, value in options.items() if value is not None)])
-
-
-def with_task_sizes(config: TrainConfig) -> TrainConfig:
-    """`config` with the sizes that its task decides: vocabulary, sequence length, tokens per step.
-
-    A sequence is one token longer than the task's, see `Batch.for_causal_lm`. A task with faults is left for
-    `validate` to report.
-    """
-    if config.task is None or task_faults(config.task):
-        return config
-    task = training_task(config.task, config.seed)
-    seq_len = task.seq_len + 1
-    tokens = seq_len * config.task.batch_size
-    trainer = replace(config.trainer, seq_len=seq_len, global_batch_tokens=tokens)
-    return replace(config, trainer=trainer, model={**config.model, "vocab_size": task.vocab_size})
-
-
-def has_reached(config: TaskConfig, folder: RunFolder, step: int) -> bool:
-    """Whether the run in `folder` had every metric of `stop_at` at its value or above in its last two
-    evaluations up to `step`. One could be luck, where accuracy swings between evaluations.
-    """
-    if not config.stop_at:
-        return False
-    tests = [r for r in read_metrics(folder.metrics) if "validation_loss" in r and r["step"] <= step]
-    # A test set may be newer than an evaluation, which then says nothing of it.
-    return len(tests) >= PASSES and all(
-        record.get(metric, -math.inf) >= value
-        for record in tests[-PASSES:]
-        for metric, value in config.stop_at
+    name = [config.kind, *(f"{key}={value}" for key, value in options.items() if value is not None)]
+    return TaskData(
+        NO_FOLDER,
+        {
+            "source": {"kind": " ".join(name)},
+            "tokenizer": {"name": None, "vocab_size": task.vocab_size, **special_ids},
+            "splits": splits,
+        },
     )
 
 
+def open_training_data(config: TrainConfig, data: PreparedData) -> "Dataset | PackedDataset | TaskSequences":
+    """The sequences to train on, by index.
+
+    Raises:
+        ValueError: a manifest is corrupt, a shard is missing or cut short, or no sequence fits.
+    """
+    if config.task is not None:
+        task = config.task
+        stages = curriculum_tasks(task, config.seed)
+        return TaskSequences(training_task(task, config.seed), stages, task.batch_size)
+    train = open_train(data.folder, config.trainer.seq_len, config.seed)
+    return PackedDataset(train) if config.data.document_boundaries else train
+
+
+def to_batch(read: Tensor | Batch, device: torch.device) -> Batch:
+    """Copy what was read to `device`, without waiting.
+
+    Args:
+        read: ids [B, T], of which every token but the first is a target; inputs and labels [2, B, T] of a
+            task; or a packed batch.
+    """
+    if isinstance(read, Batch):
+        return read.to(device)
+    sent = send(read, device)
+    return Batch(*sent) if sent.ndim == 3 else Batch(sent, sent)
+
+
 class TaskSequences:
-    """What `PrefetchLoader` reads: sequence i is the same on any rank, in any batch and after any resume.
+    """The training set of a task: sequence i is the same on any rank, in any batch and after any resume.
 
     Args:
         task: the training set.

@@ -12,14 +12,14 @@ from torch import Tensor
 WINDOW = 100  # steps: the running mean and variance weigh the newest loss by 1 / WINDOW
 
 
-class StepGuard:
-    """Judges each step by its loss and gradient norm.
+class BadStepFilter:
+    """Decides which steps are skipped and how gradients are clipped, by loss and gradient norm.
 
     Args:
         max_grad_norm: norm to which larger gradients are scaled down; 0: never.
         spike_deviations: skip a step whose loss lies more than so many standard deviations above the running
             mean of the applied steps, once WINDOW of them were seen; 0: never.
-        statistics: `statistics()` of an earlier guard, to go on from.
+        statistics: `statistics()` of an earlier filter, to continue.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class StepGuard:
         self._max_grad_norm, self._deviations = max_grad_norm, spike_deviations
         self._seen = torch.tensor(statistics, dtype=torch.float64, device=device)  # count, mean, variance
 
-    def judge(self, loss: Tensor, grad_norm: Tensor) -> tuple[Tensor, Tensor]:
+    def check(self, loss: Tensor, grad_norm: Tensor) -> tuple[Tensor, Tensor]:
         """For fp64 scalars: what gradients are to be divided by, and 1 if the step is to be skipped, fp32.
 
         The running mean and variance take the loss in unless the step is skipped.

@@ -13,7 +13,7 @@ from torch.func import functional_call
 WARM_UP = 3  # passes before one is recorded: compilation, tuning, allocations
 
 
-class GraphedPass:
+class CudaGraphPass:
     """Loss and gradients of one micro-batch, by replaying a recording of the pass.
 
     Inputs of another shape are recorded anew, and so is a model whose parameters have moved. Forward hooks

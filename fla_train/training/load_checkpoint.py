@@ -1,0 +1,160 @@
+"""Load a checkpoint into an engine: read its files without running code, and reshard the optimizer state.
+
+A pickle can call any function while it is read, and a checkpoint may come from someone else; its checksums
+say only that it is as its writer left it. So files may hold tensors, plain values and the types in ALLOWED.
+
+Resharding: ZeRO-2 flattens each parameter group and gives every rank an equal partition of it. A checkpoint
+holds, for each rank, the partitions of Adam's moments (of Muon's momentum) and a map from parameter to
+fragment (start and numel in the partition). A parameter's fragments in rank order are the whole parameter, so
+partitions for any number of ranks follow from them, whatever the order of the parameters and the padding. The
+checkpoint holds the weights whole, in the fp32 they are trained in. Nothing is written: each rank maps the
+files and copies its part.
+"""
+
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch import Tensor
+
+from fla_train.training.checkpoint import (
+    DEEPSPEED_TAG,
+    OPTIMIZER_FILE,
+    RANDOM_FILE,
+    TrainState,
+    read_state,
+    world_size,
+)
+from fla_train.training.checkpoint_manager import set_random_states
+from fla_train.training.deepspeed_patches import files_through
+
+ALLOWED = [
+    *(LossScaler, ZeroStageEnum, fragment_address),  # in the optimizer's files of DeepSpeed
+    # numpy's random state, in the rng files written before it was saved as a tensor
+    *(np._core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32))),
+]
+# DeepSpeed's names inside a ZeRO-2 checkpoint
+SHARD = "optimizer_state_dict"
+ADAM = "base_optimizer_state"
+MASTERS = "single_partition_of_fp32_groups"
+FRAGMENTS = "param_slice_mappings"
+
+
+def load_checkpoint(engine, folder: Path) -> TrainState:
+    """Bring `engine` and this rank's random states to where `folder` was written. Every rank calls it.
+
+    By as many ranks as wrote it, exactly. By another number the weights and moments are the same, the sums
+    over ranks round otherwise, and a rank beyond the saved ones shares the random states of one of them.
+    Weight decay, betas and the like stay those of `engine`: a config may change them.
+
+    Raises:
+        ValueError: it is of another model, or a file holds more than tensors and plain values.
+    """
+    saved = world_size(folder)
+    same = saved == dist.get_world_size()
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
+    try:
+        with files_through(engine, SafeCheckpointEngine()):
+            path, _ = engine.load_checkpoint(str(folder), tag=DEEPSPEED_TAG, load_optimizer_states=same)
+    except RuntimeError as error:
+        heading, *keys = str(error).splitlines()
+        if "loading state_dict" not in heading:
+            raise
+        raise ValueError(f"{folder} is of another model: {keys[0].strip()}") from error
+    assert path is not None, f"DeepSpeed found nothing in {folder}"
+    if not same:
+        load_resharded_optimizer(engine, folder, saved)
+    for group, own in zip(engine.optimizer.param_groups, settings, strict=True):
+        group.update(own)
+    set_random_states(load_file(folder / RANDOM_FILE.format(rank=dist.get_rank() % saved)))
+    return read_state(folder)
+
+
+def load_file(path: str | Path, map_location: Any = "cpu", *, mmap: bool = False) -> Any:
+    """What `torch.save` wrote to `path`.
+
+    Args:
+        mmap: map the file: what is never looked at is never read.
+
+    Raises:
+        ValueError: it asks for another type or function; none was called.
+    """
+    try:
+        with torch.serialization.safe_globals(ALLOWED):
+            return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
+    except pickle.UnpicklingError as error:
+        cause = " ".join(str(error.__context__ or error).split())  # torch puts advice around it
+        raise ValueError(
+            f"{path} holds more than tensors and plain values and was not read: it could run code ({cause})"
+        ) from error
+
+
+class SafeCheckpointEngine(TorchCheckpointEngine):
+    """How DeepSpeed reads the files of a checkpoint."""
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        return load_file(path, map_location)
+
+
+class Fragment(Protocol):
+    """Where a rank's part of a parameter lies in that rank's partition, in elements."""
+
+    start: int
+    numel: int
+
+
+Layout = Mapping[str, Fragment]  # one rank's fragments of one parameter group, by parameter
+
+
+def load_resharded_optimizer(engine, folder: Path, saved_world: int) -> None:
+    """Give `engine`, whose weights are loaded, the optimizer state that `saved_world` ranks left in `folder`.
+
+    Every rank calls it.
+    """
+    files = [folder / OPTIMIZER_FILE.format(rank=rank) for rank in range(saved_world)]
+    shards = [load_file(file, mmap=True)[SHARD] for file in files]
+    layouts: list[Sequence[Layout]] = [()] * dist.get_world_size()
+    dist.all_gather_object(layouts, engine.optimizer.state_dict()[FRAGMENTS])
+    state = {}
+    for group, parameters in enumerate(engine.optimizer.param_groups):
+        size = parameters["params"][0].numel()  # of this rank's partition, padding included
+        before = [shard[FRAGMENTS][group] for shard in shards]
+        after = [layout[group] for layout in layouts]
+        saved = [shard[ADAM]["state"].get(group, {}) for shard in shards]
+        state[group] = {
+            # The step count is one number, equal on all ranks; copied, since mapped files may go away.
+            key: reshard([part[key] for part in saved], before, after, dist.get_rank(), size)
+            if value.ndim
+            else value.clone()
+            for key, value in saved[0].items()
+        }
+    own = shards[0] | {ADAM: {"state": state, "param_groups": shards[0][ADAM]["param_groups"]}}
+    # One entry per rank is expected, and only this rank's is read. The masters come from the weights.
+    engine.optimizer.load_state_dict([own] * len(layouts), load_from_fp32_weights=False)
+
+
+def reshard(
+    partitions: Sequence[Tensor], before: Sequence[Layout], after: Sequence[Layout], rank: int, size: int
+) -> Tensor:
+    """`rank`'s partition [size] in the layouts `after`, from all partitions in the layouts `before`."""
+    result = partitions[0].new_zeros(size)
+    for name, target in after[rank].items():
+        fragments = [
+            partition.narrow(0, layout[name].start, layout[name].numel)
+            for partition, layout in zip(partitions, before, strict=True)
+            if name in layout
+        ]
+        whole = torch.cat(fragments)
+        numels = [layout[name].numel if name in layout else 0 for layout in after]
+        assert whole.numel() == sum(numels), f"{name} has {whole.numel()} elements instead of {sum(numels)}"
+        offset = sum(numels[:rank])
+        result[target.start : target.start + target.numel] = whole[offset : offset + target.numel]
+    return result

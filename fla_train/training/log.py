@@ -1,0 +1,319 @@
+"""Output of a run: the terminal, train.log, metrics.jsonl, and W&B and TensorBoard as views of it.
+
+metrics.jsonl is the source of truth. Imports no torch: a worker hears a request to stop before it imports
+that.
+"""
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from tqdm import tqdm
+
+from fla_train.utils.filesystem import reason
+from fla_train.utils.ranks import is_first
+from fla_train.utils.records import Record, drop_records_after
+
+if TYPE_CHECKING:  # they import torch
+    from fla_train.training.checkpoint import TrainState
+    from fla_train.training.config import LoggerConfig, TrainConfig
+    from fla_train.training.run_folder import RunFolder
+
+PLAIN_INTERVAL = 5.0  # seconds between progress lines without a terminal
+
+
+def log(text: str) -> None:
+    """Print a line for whoever gave the command, if their terminal is still there. Ranks but 0 print none."""
+    if is_first():
+        _print(text, sys.stdout)
+
+
+def _print(text: str, *streams: TextIO) -> None:
+    """Print a line, flushed; a terminal that has gone or a full disk costs lines, not the run."""
+    for stream in streams:
+        with suppress(OSError):
+            print(text, file=stream, flush=True)
+
+
+def redirect_output(file: Path) -> TextIO:
+    """Append this process's stdout and stderr, native libraries included, to `file`; return the old stdout.
+
+    Raises:
+        OSError: `file` can't be written.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    console = os.fdopen(os.dup(1), "w", buffering=1)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.close(descriptor)
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
+    return console
+
+
+def log_both(console: TextIO, text: str) -> None:
+    """Print a line on the terminal and, through the redirected stdout, in train.log."""
+    _print(text, console, sys.stdout)
+
+
+class Console:
+    """Progress of rank 0: a bar on a terminal, plain lines elsewhere and in train.log."""
+
+    def __init__(self, stream: TextIO, *, total: int, done: int):
+        self._stream, self._total = stream, total
+        self._start, self._first = time.monotonic(), done
+        self._last_line = float("-inf")
+        self._bar = None
+        if stream.isatty():
+            self._bar = tqdm(total=total, initial=done, file=stream, unit="step", dynamic_ncols=True)
+
+    def line(self, text: str) -> None:
+        """A separate line, above the bar."""
+        _print(text, sys.stdout)
+        if self._bar is None:
+            _print(text, self._stream)
+        else:
+            with suppress(OSError):
+                self._bar.write(text, file=self._stream)
+
+    def progress(self, record: Record) -> None:
+        """Show one training record."""
+        step = int(record["step"])
+        if self._bar is not None:
+            self._bar.n = step
+            with suppress(OSError):
+                self._bar.set_postfix_str(
+                    f"loss {record['loss']:.4f}, {record['tokens_per_second']:,.0f} tokens/s", refresh=True
+                )
+        now = time.monotonic()
+        if now - self._last_line >= PLAIN_INTERVAL or step == self._total:
+            self._last_line = now
+            streams = [sys.stdout] if self._bar is not None else [sys.stdout, self._stream]
+            _print(self._plain(record, now), *streams)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            with suppress(OSError):
+                self._bar.close()
+
+    def _plain(self, record: Record, now: float) -> str:
+        step = int(record["step"])
+        remaining = (now - self._start) / max(1, step - self._first) * (self._total - step)
+        utilisation = f"MFU {record['mfu']:.1%}  " if "mfu" in record else ""
+        return (
+            f"step {step:,}/{self._total:,}  loss {record['loss']:.4f}  lr {record['lr']:.2e}  "
+            f"grad {record['grad_norm']:.3f}  {record['tokens_per_second']:,.0f} tokens/s  {utilisation}"
+            f"ETA {timedelta(seconds=round(remaining))}"
+        )
+
+
+class Sink(Protocol):
+    """Takes the records of a run in order of steps.
+
+    Attributes:
+        name: for messages.
+        errors: what `write` and `close` may raise without ending the run: a full disk, a service gone.
+    """
+
+    name: str
+    errors: type[Exception]
+
+    def write(self, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsFile:
+    """Appends records to metrics.jsonl, one JSON object a line, at once.
+
+    What a full disk refuses is kept, and written before the next record or at `close`.
+    """
+
+    name, errors = "metrics.jsonl", OSError
+
+    def __init__(self, path: Path, resumed_step: int):
+        drop_records_after(path, resumed_step)
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = b""
+
+    def write(self, record: Record) -> None:
+        self._unwritten += json.dumps(record).encode() + b"\n"
+        self._flush()
+
+    def close(self) -> None:
+        with self._file:
+            self._flush()
+
+    def _flush(self) -> None:
+        while self._unwritten:  # a disk that fills up takes a part of it
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
+
+class SinkRefused(ValueError):
+    """A view can't be had: its package or login is missing."""
+
+
+class Wandb:
+    """A W&B run; offline by default. `id` continues an earlier one.
+
+    Raises:
+        SinkRefused: the package or the login is missing, or W&B refuses a setting.
+    """
+
+    name, errors = "W&B", Exception
+
+    def __init__(self, config: "LoggerConfig", folder: "RunFolder", settings: dict, run_id: str | None):
+        try:
+            import wandb
+        except ImportError:
+            raise SinkRefused(
+                "wandb is not installed: pip install wandb, or set logger.wandb.mode=disabled"
+            ) from None
+        try:
+            self._run = wandb.init(
+                project=config.wandb.project,
+                entity=config.wandb.entity,
+                group=config.wandb.group,
+                tags=config.wandb.tags,
+                name=config.wandb.name or folder.name,
+                mode=config.wandb.mode,
+                dir=str(folder.root),
+                id=run_id,
+                resume="allow",
+                config=settings,
+            )
+        except Exception as error:
+            if isinstance(error, (wandb.errors.UsageError, wandb.errors.AuthenticationError)):
+                raise SinkRefused(f"W&B: {reason(error)}; or set logger.wandb.mode=offline") from error
+            raise
+        self.id: str = self._run.id
+
+    def write(self, record: Record) -> None:
+        values = {key: value for key, value in record.items() if key != "step" and value is not None}
+        self._run.log(values, step=int(record["step"]))
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Tensorboard:
+    """Event files in `folder`. Raises `SinkRefused`: the package is missing."""
+
+    name, errors = "tensorboard", Exception
+
+    def __init__(self, folder: Path, resumed_step: int):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise SinkRefused(
+                "tensorboard is not installed: pip install tensorboard, or set logger.tensorboard=false"
+            ) from None
+        self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)
+
+    def write(self, record: Record) -> None:
+        for key, value in record.items():
+            if key != "step" and value is not None:
+                self._writer.add_scalar(key, value, record["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def open_sinks(
+    config: "TrainConfig", folder: "RunFolder", state: "TrainState", log: Callable[[str], None]
+) -> list[Sink]:
+    """metrics.jsonl and the views that the config names, continued after `state.step`.
+
+    A W&B run keeps its id in `state`, and so over resumes. A view that can't be opened is left out until the
+    next start, with a line.
+
+    Raises:
+        SinkRefused: a new run names a view whose package or login is missing.
+        OSError: metrics.jsonl can't be written.
+    """
+    sinks: list[Sink] = [MetricsFile(folder.metrics, state.step)]
+    views: list[tuple[str, Callable[[], Sink]]] = []
+    if config.logger.wandb.mode != "disabled":
+        views.append((Wandb.name, lambda: Wandb(config.logger, folder, asdict(config), state.wandb_id)))
+    if config.logger.tensorboard:
+        views.append((Tensorboard.name, lambda: Tensorboard(folder.root / "tensorboard", state.step)))
+    for name, make in views:
+        try:
+            sinks.append(make())
+        except Exception as error:
+            if isinstance(error, SinkRefused) and not state.step:
+                raise
+            log(f"{name} is left out until the next start ({reason(error)})")
+    state.wandb_id = next((sink.id for sink in sinks if isinstance(sink, Wandb)), state.wandb_id)
+    return sinks
+
+
+class RunLogger:
+    """Writes the records and lines of a run. Rank 0 does; the others call the same methods and stay silent.
+
+    Args:
+        state: records after its step are dropped, and written again.
+        stream: the terminal, or what stands in for it.
+    """
+
+    def __init__(
+        self, config: "TrainConfig", folder: "RunFolder", state: "TrainState", stream: TextIO, rank: int
+    ):
+        self._console, self._sinks = None, []
+        if rank == 0:
+            self._console = Console(stream, total=config.trainer.max_steps, done=state.step)
+            self._sinks = open_sinks(config, folder, state, self.log)
+        self._refused: set[Sink] = set()  # sinks that could not write their last record
+
+    def log(self, text: str) -> None:
+        """A line for a reader."""
+        if self._console is not None:
+            self._console.line(text)
+
+    def record(self, record: Record) -> None:
+        """Write a record, with null where a value is NaN or infinite, which JSON can't hold.
+
+        The first of several errors of a sink is logged; none ends the run.
+        """
+        record = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in record.items()
+        }
+        for sink in self._sinks:
+            try:
+                sink.write(record)
+                self._refused.discard(sink)
+            except sink.errors as error:
+                if sink not in self._refused:
+                    self.log(f"step {record['step']:,}: {sink.name} can't be written ({reason(error)})")
+                self._refused.add(sink)
+
+    def step(self, record: Record, *, skipped: bool) -> None:
+        """The record of an optimizer step that has ended."""
+        self.record(record)
+        if skipped:
+            step, loss, norm = record["step"], record["loss"], record["grad_norm"]
+            self.log(f"step {step:,}: skipped, loss {loss:.4g}, gradient norm {norm:.4g}")
+        elif self._console is not None:
+            self._console.progress(record)
+
+    def close(self) -> None:
+        """After the last record; lines can still follow. What a sink has lost is logged."""
+        for sink in self._sinks:
+            try:
+                sink.close()
+            except sink.errors as error:
+                self.log(f"{sink.name} can't be closed ({reason(error)})")
+        if self._console is not None:
+            self._console.close()

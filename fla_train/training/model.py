@@ -1,0 +1,236 @@
+"""The model of a run: built with fresh weights or those of `init_from`, and exported to `hf/`."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from omegaconf import OmegaConf
+from safetensors import SafetensorError
+from transformers import AutoConfig, PreTrainedModel
+
+from fla_train.data.cache import PreparedData
+from fla_train.data.config import TokenizerConfig
+from fla_train.data.tokenizers import same_tokenizer
+from fla_train.hub import CardInfo, export_model, find_export_damage
+from fla_train.hub.load import load_weights, read_training_record, resolve_checkpoint
+from fla_train.hub.paths import own_name, public_name
+from fla_train.models import DeltaProductForCausalLM
+from fla_train.models.configuration import MACHINE_KEYS, DeltaProductConfig, build_config, config_fields
+from fla_train.models.zoo.build import build_baseline
+from fla_train.training.checkpoint import TrainState
+from fla_train.training.config import TrainConfig
+from fla_train.training.failures import TrainingStopped
+from fla_train.training.log import RunLogger
+from fla_train.training.metrics import last_value
+from fla_train.training.run_folder import RunFolder
+from fla_train.utils.environment import git_commit
+from fla_train.utils.filesystem import reason
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # the tokenizer's, which is compared by itself
+# A run may differ from `init_from` in these: they change neither the weights nor what the model computes.
+FREE_FIELDS = (*MACHINE_KEYS, "hidden_ratio", "max_position_embeddings", "initializer_range", "use_cache")
+BATCH_KEYS = {  # of `trainer`, taken from `init_from`
+    "seq_len": int,
+    "micro_batch_size": int,
+    "target_batch_tokens": int,
+    "activation_checkpointing": bool,
+}
+PRIVATE_SECTIONS = ("launch", "logger", "run")  # of the config: they do not bear on the weights
+
+
+def build_model(config: TrainConfig, data: PreparedData, *, resumed: bool = False) -> PreTrainedModel:
+    """The model with the tokenizer's special ids, in fp32; fresh weights depend on `seed` only.
+
+    Args:
+        resumed: a checkpoint will fill in the weights, so those of `init_from` are not read.
+
+    Raises:
+        ValueError: the weights of `init_from` are missing or damaged.
+    """
+    torch.manual_seed(config.seed)
+    if config.baseline is not None:
+        return build_baseline(config.baseline, config.model).float()
+    settings = build_config(config.model)
+    for key in TOKEN_IDS:
+        if getattr(settings, key) is None:
+            setattr(settings, key, data.manifest["tokenizer"][key])
+    model = DeltaProductForCausalLM(settings).float()
+    if config.init_from is not None and not resumed:
+        model.load_state_dict(load_weights(config.init_from, dtype=model.dtype).state_dict())
+    if config.trainer.activation_checkpointing:
+        model.gradient_checkpointing_enable()
+    return model
+
+
+def architecture(source: str) -> dict[str, Any]:
+    """The `model` section of a run that starts from `source`.
+
+    Raises:
+        ValueError: `source` names no model of this package.
+    """
+    config = _read_model_config(source)
+    return {name: getattr(config, name) for name in config_fields() if name not in MACHINE_KEYS}
+
+
+def tokenizer_source(source: str) -> str | None:
+    """What `data.tokenizer.name` is for a run that starts from `source`; None: it has no tokenizer."""
+    found = resolve_checkpoint(source)
+    if isinstance(found, Path) and not any(found.glob("tokenizer*")):  # of a synthetic task
+        return None
+    return str(found)
+
+
+def batch_sizes(source: str) -> dict[str, Any]:
+    """The `trainer` keys of the batch that `source` was trained with, as far as it records them."""
+    try:
+        record = yaml.safe_load(read_training_record(resolve_checkpoint(source))["config"] or "")
+        trainer = record["trainer"] | {"target_batch_tokens": record["trainer"]["global_batch_tokens"]}
+    except (yaml.YAMLError, KeyError, TypeError):  # another program's export
+        return {}
+    return {key: trainer[key] for key, kind in BATCH_KEYS.items() if type(trainer.get(key)) is kind}
+
+
+def check_initial_weights(config: TrainConfig) -> None:
+    """Compare architecture and tokenizer of `init_from` with those of the run.
+
+    Raises:
+        ValueError: naming what differs, and how to take it from `init_from`.
+    """
+    source = config.init_from
+    ours, theirs = build_config(config.model), _read_model_config(source)
+    differing = [
+        f"model.{name}={getattr(ours, name)} (there {getattr(theirs, name)})"
+        for name in config_fields()
+        if name not in FREE_FIELDS + TOKEN_IDS and getattr(ours, name) != getattr(theirs, name)
+    ]
+    if differing:
+        raise ValueError(
+            f"init_from={source} has another architecture: {', '.join(differing)}; without these overrides "
+            "the run takes its model from there"
+        )
+    if config.task is not None:
+        return
+    tokenizer = tokenizer_source(source)
+    if tokenizer is None:
+        raise ValueError(f"init_from={source} has no tokenizer, so it can't train on text: choose task=")
+    if not same_tokenizer(config.data.tokenizer, TokenizerConfig(name=tokenizer)):
+        raise ValueError(
+            f"init_from={source} was trained with another tokenizer than data.tokenizer.name="
+            f"{config.data.tokenizer.name}: set data.tokenizer.name={tokenizer}"
+        )
+
+
+def _read_model_config(source: str) -> DeltaProductConfig:
+    found = resolve_checkpoint(source)
+    try:
+        config = AutoConfig.from_pretrained(found, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        cause = str(error).strip().partition("\n")[0]
+        raise ValueError(f"init_from={source} can't be read: {cause}") from error
+    if not isinstance(config, DeltaProductConfig):
+        raise ValueError(
+            f"init_from={source} is a {config.model_type} model: only models of this package can be continued"
+        )
+    return config
+
+
+class Exporter:
+    """Exports the model of a run to `hf/`. All ranks call `export`, rank 0 writes."""
+
+    def __init__(self, config: TrainConfig, data: PreparedData, folder: RunFolder, engine, logger: RunLogger):
+        self._config, self._data, self._folder = config, data, folder
+        self._engine, self._logger = engine, logger
+
+    def export(self, state: TrainState, *, last: bool = False) -> Path | None:
+        """Export this step's model.
+
+        Args:
+            last: the run's last: one that is there already and intact stays, and an error ends the run.
+
+        Returns:
+            Its folder; on rank 0 None if it could not be written, which the others do not know.
+
+        Raises:
+            TrainingStopped: the last one could not be written.
+        """
+        path = self._folder.export(state.step)
+        error = None
+        # Rank 0 looks: other machines may see a shared folder late.
+        if dist.get_rank() == 0 and not (last and self._is_intact(path)):
+            error = self._write(state, path)
+            outcome = f"exported {path}" if error is None else f"NO EXPORT, {error}"
+            self._logger.log(f"step {state.step:,}: {outcome}")
+        if error is not None and last:
+            raise TrainingStopped(
+                f"the model of step {state.step} could not be exported ({error}): free space and give the "
+                "same command again; it resumes from the last checkpoint"
+            )
+        dist.barrier()
+        return path if error is None else None
+
+    def _is_intact(self, export: Path) -> bool:
+        """Whether there is an export with every file as it was written; a damaged one is named."""
+        if not export.is_dir():
+            return False
+        damage = find_export_damage(export)
+        if damage is not None:
+            self._logger.log(f"export {export} is written again: {damage}")
+        return damage is None
+
+    def _write(self, state: TrainState, path: Path) -> str | None:
+        """Why the disk refused it, or None."""
+        card = model_card(self._config, self._data, self._folder, state)
+        try:
+            export_model(self._engine.module, self._data.tokenizer(), path, card)
+        except (OSError, SafetensorError) as error:
+            return reason(error)
+        return None
+
+
+def model_card(config: TrainConfig, data: PreparedData, folder: RunFolder, state: TrainState) -> CardInfo:
+    """The card of an export, without anything about this machine: exports are published."""
+    losses = {
+        "train": last_value(folder.metrics, "loss"),
+        "validation": last_value(folder.metrics, "validation_loss"),
+    }
+    tokenizer = data.manifest["tokenizer"]["name"]
+    return CardInfo(
+        name=folder.name,
+        data=data.manifest["source"]["kind"],
+        tokenizer=tokenizer and public_name(tokenizer),  # models of tasks have none
+        init_from=config.init_from and public_name(config.init_from),
+        step=state.step,
+        tokens=state.tokens,
+        seq_len=config.trainer.seq_len,
+        losses={name: loss for name, loss in losses.items() if loss is not None},
+        config=public_config(config),
+        commit=git_commit(),
+    )
+
+
+def public_config(config: TrainConfig) -> str:
+    """`config` as YAML for a card that anybody may read: of local paths the last part only.
+
+    Left out are the addresses, projects and folders in PRIVATE_SECTIONS, `data.cache_dir` and
+    `trainer.suite_options`.
+    """
+    content = asdict(config)
+    for section in PRIVATE_SECTIONS:
+        del content[section]
+    content["data"]["cache_dir"] = None
+    content["trainer"]["suite_options"] = []
+    for source in (content["data"], *content["data"]["mixture"].values()):
+        if source["source"] == "local" and source["path"]:  # perhaps a glob, or gone by now
+            source["path"] = own_name(source["path"])
+    return OmegaConf.to_yaml(OmegaConf.create(_with_public_names(content)))
+
+
+def _with_public_names(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _with_public_names(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_with_public_names(value) for value in node]
+    return public_name(node) if isinstance(node, str) else node

@@ -1,0 +1,335 @@
+"""The training loop: one optimizer step after another, with evaluation, checkpoints and exports between."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fla_train.data.cache import PreparedData
+from fla_train.data.sampler import BatchSampler, PrefetchLoader
+from fla_train.training.bad_steps import BadStepFilter
+from fla_train.training.checkpoint import TrainState
+from fla_train.training.checkpoint_manager import CheckpointManager
+from fla_train.training.config import TrainConfig
+from fla_train.training.cuda_graph import CudaGraphPass
+from fla_train.training.engine import Outcome, StepResult, build_engine, train_step
+from fla_train.training.evaluator import SuiteRuns, make_evaluator
+from fla_train.training.failures import TrainingStopped, Watchdog
+from fla_train.training.load_checkpoint import load_checkpoint
+from fla_train.training.log import RunLogger
+from fla_train.training.metrics import (
+    Throughput,
+    last_value,
+    peak_flops,
+    plot_losses,
+    profiled,
+    step_statistics,
+    to_host,
+)
+from fla_train.training.model import Exporter, build_model
+from fla_train.training.optimizer import learning_rate
+from fla_train.training.plan import training_flops
+from fla_train.training.preemption import StopRequest
+from fla_train.training.resume import check_config_consistency
+from fla_train.training.run_data import open_training_data, to_batch
+from fla_train.training.run_folder import RunFolder, RunLock
+from fla_train.utils.records import Record, read_metrics
+
+READ_EVERY = 10  # steps within which outcomes are read, however seldom they are logged
+
+
+class Trainer:
+    """One rank of a run. Files and terminal belong to rank 0; everything else is done by all ranks.
+
+    Args:
+        data: prepared text, or a task's `TaskData`.
+        resume: checkpoint to start from; None: the beginning.
+        stream: where rank 0 shows progress.
+        watchdog: told of progress.
+        request: once made on any rank, all save a checkpoint and leave.
+        lock: of the run's folder, on rank 0.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        data: PreparedData,
+        resume: Path | None,
+        stream: TextIO,
+        watchdog: Watchdog,
+        request: StopRequest,
+        lock: RunLock | None = None,
+    ):
+        trainer = config.trainer
+        self.config, self.watchdog, self.request, self.lock = config, watchdog, request, lock
+        self.folder = RunFolder(Path(config.run.dir))
+        self.engine = build_engine(build_model(config, data, resumed=resume is not None), config)
+        self.rank, world = dist.get_rank(), dist.get_world_size()
+        check_config_consistency(config, data, resume, self.folder)
+        self.state = load_checkpoint(self.engine, resume) if resume else TrainState()
+        self.state.data, self.state.commits = data.folder.name, data.commits()
+        own = resume is not None and resume.resolve().parent == self.folder.checkpoints.resolve()
+        if not own:  # a branch of another run, whose W&B run stays separate
+            self.state.wandb_id = None
+        self.batches = BatchSampler(
+            global_batch=trainer.global_batch_tokens // trainer.seq_len,
+            micro_batch=trainer.micro_batch_size,
+            rank=self.rank,
+            world=world,
+        )
+        self.train_data = open_training_data(config, data)
+        self.evaluator = make_evaluator(config, data, self.folder, self.engine, watchdog.beat)
+        self.logger = RunLogger(config, self.folder, self.state, stream, self.rank)
+        device = self.engine.device
+        self.bad_steps = BadStepFilter(
+            device,
+            max_grad_norm=config.optimizer.max_grad_norm,
+            spike_deviations=trainer.spike_deviations,
+            statistics=self.state.loss_statistics,
+        )
+        self.cuda_graph = None
+        if trainer.cuda_graph and device.type == "cuda" and config.baseline is None:
+            self.cuda_graph = CudaGraphPass(self.engine.module, bf16=trainer.precision == "bf16")
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        peak = peak_flops(name, trainer.precision, config.launch.peak_tflops)
+        self.throughput = Throughput(training_flops(config), None if peak is None else peak * world, device)
+        self.checkpoints = CheckpointManager(
+            self.engine,
+            self.folder.checkpoints,
+            keep=trainer.keep_checkpoints,
+            keep_every=trainer.keep_every,
+            log=self.logger.log,
+            saved_step=self.state.step if own else -1,
+        )
+        self.exporter = Exporter(config, data, self.folder, self.engine, self.logger)
+        self.suites: SuiteRuns | None = None
+        if self.rank == 0 and trainer.suite_every:
+            self.suites = SuiteRuns(
+                trainer.suite,
+                trainer.suite_options,
+                self.folder.root / "eval",
+                record=self.logger.record,
+                log=self.logger.log,
+            )
+        self.unread: list[tuple[int, float, Outcome]] = []  # step, learning rate, outcome on the device
+        self.statistics: dict[str, Tensor] = {}  # of the newest step
+        self.stopping = False  # a rank has been asked to stop
+        self.reached = False  # the run's target, before its last step; the same on all ranks
+
+    def run(self) -> bool:
+        """Train to `trainer.max_steps`, or until the evaluator's target is reached.
+
+        Leaves a checkpoint, an export and a plot of the last step.
+
+        Returns:
+            False when a request ended it earlier, with a checkpoint.
+        """
+        trainer, state = self.config.trainer, self.state
+        self.reached = self.evaluator.has_reached(state.step)  # killed before it had written all its files
+        if self.suites is not None:
+            self._restart_lost_suite(self.suites)
+        loader = PrefetchLoader(self.train_data, self.batches, state.step, trainer.max_steps)
+        with loader, _existing_objects_not_collected():
+            while not self._finished():
+                self.throughput.start()
+                self._step(loader)
+                results = self._read(self._readable())
+                if any(result.stop for *_, result in results):
+                    results += self._read(len(self.unread))
+                self.throughput.stop(trainer.global_batch_tokens)
+                self._account(results)
+                self.checkpoints.poll()
+                if results and self.suites is not None:
+                    self.suites.collect(state.step, state.tokens)
+                if self._due(trainer.eval_every):
+                    self._evaluate()
+                # The checkpoint last: whatever a kill leaves undone before it, the resumed run does again.
+                suite_due = trainer.suite_every > 0 and self._due(trainer.suite_every)
+                if self._due(trainer.export_every) or suite_due:
+                    export = self._export()
+                    if suite_due and self.suites is not None and export is not None:
+                        self.suites.start(export, state.step)
+                if self._due(trainer.checkpoint_every) or self.stopping:
+                    self._save()
+                if self.stopping and not self._finished():
+                    self._leave()
+                    return False
+        self._finish()
+        return True
+
+    def _step(self, loader: PrefetchLoader) -> None:
+        """Launch the next optimizer step; its outcome stays on the device."""
+        trainer, step = self.config.trainer, self.state.step + 1
+        self.watchdog.beat(f"waiting for the data of step {step}", "data")
+        with self.throughput.waiting():
+            batch = [to_batch(next(loader), self.engine.device) for _ in range(self.batches.accumulation)]
+        rate = learning_rate(
+            step, peak=self.config.optimizer.lr, max_steps=trainer.max_steps, schedule=self.config.schedule
+        )
+        self.statistics = {}
+        observe = trainer.stats_every > 0 and step % trainer.stats_every == 0
+        shapes = tuple(micro_batch.input_ids.shape for micro_batch in batch)
+        kind = ("step", shapes, observe, step in trainer.profile_steps)  # each may compile other kernels
+        self.watchdog.beat(f"in step {step}", kind)
+        with ExitStack() as stack:
+            if observe:
+                stack.enter_context(step_statistics(self.engine, self.statistics))
+            if step in trainer.profile_steps:
+                stack.enter_context(profiled(self.folder.root / "profile", step, self.rank))
+            outcome = train_step(
+                self.engine,
+                batch,
+                rate,
+                self.bad_steps,
+                stop=self.request.heard(),
+                cuda_graph=None if observe else self.cuda_graph,  # a graph has no hooks
+            )
+        self.unread.append((step, rate, outcome))
+        self.state.step = step
+        self.state.sequences += self.batches.global_batch
+        self.state.tokens += trainer.global_batch_tokens
+
+    def _readable(self) -> int:
+        """How many outcomes, from the oldest on, are to be read now.
+
+        Reading waits for the device, and nothing else does. What is only logged is therefore read a step
+        late, when the next step's work is in the device's queue; and no later than READ_EVERY steps on, since
+        a request to stop comes with an outcome, and a batch system grants minutes.
+        """
+        trainer = self.config.trainer
+        readers = (trainer.eval_every, trainer.export_every, trainer.checkpoint_every, trainer.suite_every)
+        if self.statistics or any(self._due(every) for every in readers):
+            return len(self.unread)
+        before = len(self.unread) - 1
+        step = self.unread[before - 1][0]
+        return before if before and 0 in (step % trainer.log_every, step % READ_EVERY) else 0
+
+    def _read(self, count: int) -> list[tuple[int, float, StepResult]]:
+        """Step, learning rate and result of the `count` oldest outcomes, which are dropped."""
+        unread, self.unread = self.unread[:count], self.unread[count:]
+        return [(step, rate, outcome.read()) for step, rate, outcome in unread]
+
+    def _account(self, results: list[tuple[int, float, StepResult]]) -> None:
+        """Count and log steps that have ended; the same on all ranks.
+
+        Raises:
+            TrainingStopped: too many in a row were skipped.
+        """
+        state, trainer = self.state, self.config.trainer
+        speed: Record = {}
+        for step, rate, result in results:
+            state.skipped_steps += result.skipped
+            state.skipped_in_row = state.skipped_in_row + 1 if result.skipped else 0
+            self.stopping |= result.stop
+            last = step == state.step and (self._finished() or self.statistics)
+            if result.skipped or last or step % trainer.log_every == 0:
+                speed = speed or self.throughput.read()
+                record: Record = {
+                    "step": step,
+                    "tokens": step * trainer.global_batch_tokens,
+                    "loss": result.loss,
+                    "lr": rate,
+                    "grad_norm": result.grad_norm,
+                    **speed,
+                    "skipped_steps": state.skipped_steps,
+                }
+                if last:
+                    record |= to_host(self.statistics)
+                self.logger.step(record, skipped=result.skipped)
+            if state.skipped_in_row >= trainer.max_skipped_steps:
+                raise TrainingStopped(
+                    f"the loss or its gradient was NaN, infinite or a spike in {state.skipped_in_row} "
+                    f"steps in a row, up to step {step}: lower optimizer.lr, or raise schedule.warmup_steps"
+                )
+
+    def _due(self, every: int) -> bool:
+        """Whether something done each `every` steps (0: never) and at the end is due after this step."""
+        return self._finished() or (every > 0 and self.state.step % every == 0)
+
+    def _finished(self) -> bool:
+        return self.reached or self.state.step >= self.config.trainer.max_steps
+
+    def _evaluate(self) -> None:
+        """Evaluate, log the result, and see whether the target is reached."""
+        state = self.state
+        self.watchdog.beat(f"evaluating after step {state.step}")
+        found = self.evaluator.evaluate(state.step)
+        if found is None:
+            return
+        record, line = found
+        self.logger.record({"step": state.step, "tokens": state.tokens, **record})
+        self.logger.log(f"step {state.step:,}: {line}")
+        self.reached = self.evaluator.has_reached(state.step)
+        if self.reached:
+            self.logger.log(f"step {state.step:,}: task.stop_at reached twice in a row; the run ends here")
+
+    def _export(self, *, last: bool = False) -> Path | None:
+        self.watchdog.beat(f"exporting step {self.state.step}")
+        return self.exporter.export(self.state, last=last)
+
+    def _save(self) -> None:
+        self.watchdog.beat(f"copying a checkpoint of step {self.state.step}")
+        if self.lock is not None:
+            self.lock.check()
+        self.state.loss_statistics = self.bad_steps.statistics()
+        stall = self.checkpoints.save(self.state)
+        self.logger.record(
+            {"step": self.state.step, "tokens": self.state.tokens, "checkpoint_stall_s": round(stall, 4)}
+        )
+
+    def _restart_lost_suite(self, suites: SuiteRuns) -> None:
+        """Start the newest suite again if its results are lost.
+
+        They are logged under a later step, which a kill may forestall, and whose record a resume drops.
+        """
+        every, step = self.config.trainer.suite_every, self.state.step
+        due = step if self._finished() else step // every * every
+        export = self.folder.export(due)
+        logged = (record.get("evaluated_step") for record in read_metrics(self.folder.metrics))
+        if export.is_dir() and due not in logged:
+            suites.start(export, due)
+
+    def _leave(self) -> None:
+        """Close what is open, after a request to stop, once the checkpoint is on disk."""
+        self.checkpoints.ensure_saved(self.state.step)
+        self.checkpoints.close()
+        self.logger.log(f"step {self.state.step:,}: asked to stop; the same command resumes from here")
+        if self.suites is not None:
+            self.suites.stop()
+        self.logger.close()
+
+    def _finish(self) -> None:
+        """The last step's files, where a resumed or killed run still lacks them, and the summary."""
+        state = self.state
+        if not self.checkpoints.is_saved(state.step):
+            self._save()
+        self.checkpoints.ensure_saved(state.step)
+        self.checkpoints.close()
+        export = self._export(last=True)
+        if self.suites is not None:
+            self.suites.finish(state.step, state.tokens, self.watchdog.beat)
+        self.logger.close()
+        if self.rank == 0:
+            if last_value(self.folder.metrics, "loss") is not None:
+                plot_losses([self.folder.root], self.folder.loss_plot)
+            for line in self.evaluator.summary(state, export):
+                self.logger.log(line)
+
+
+@contextmanager
+def _existing_objects_not_collected() -> Iterator[None]:
+    """Inside, exclude existing objects from garbage collection.
+
+    They are half a million by now: a full pass takes 0.3 s and stalls ranks at different steps.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,214 @@
+"""The config: errors named with what would do, what "auto" stands for, and what a resumed run keeps."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fla_train.cli.app import compose
+from fla_train.training.config import (
+    TrainConfig,
+    accumulation_steps,
+    resolve,
+    to_config,
+    to_yaml,
+    validate,
+    with_batch,
+    with_vocabulary,
+)
+from fla_train.training.resume import with_saved_sizes
+
+Make = Callable[..., TrainConfig]
+SIZES = {"micro_batch_size": st.integers(1, 32), "seq_len": st.integers(2, 4096)}
+
+
+def test_the_example_config_has_no_error(make_config: Make):
+    config = make_config()
+    validate(config)
+    assert accumulation_steps(config) == 256 // (32 * 2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("trainer.global_batch_tokens=300", "use 256 or 320"),
+        ("trainer.global_batch_tokens=10", "use 64"),
+        ("launch.num_processes=3", "use 192 or 384"),
+        ("schedule.warmup_steps=13", "trainer.max_steps=12"),
+        ("schedule.decay_steps=3", "schedule.decay_steps=3 is for schedule=wsd only"),
+        ("schedule=wsd schedule.decay_steps=13", "schedule.decay_steps=13 must lie in 0..12"),
+        ("schedule=constant schedule.min_ratio=0.5", "schedule.min_ratio=0.5 has no effect"),
+        ("optimizer.momentum=0.9", "optimizer.momentum=0.9 is for optimizer=muon only"),
+        ("trainer.profile_steps=[0,3,13]", "trainer.profile_steps=[0, 13] must lie in 1..12"),
+        ("trainer.cuda_graph=true", "several micro-batches"),
+        ("trainer.cuda_graph=true trainer.activation_checkpointing=true", "activation_checkpointing"),
+        ("trainer.cuda_graph=true launch.num_processes=2", "launch.num_processes above 1"),
+        ("trainer.cuda_graph=true data.document_boundaries=true", "data.document_boundaries"),
+        ("trainer.keep_checkpoints=0 trainer.keep_every=4", "trainer.keep_every has no effect"),
+        ("trainer.resume=/no/such/checkpoint", "trainer.resume=/no/such/checkpoint"),
+        ("launch.machine_rank=1", "launch.machine_rank=1 must lie in 0..0"),
+        ("data.path=null", "needs data.path"),
+        ("model.num_heads=0", "num_heads must be an integer >= 1"),
+    ],
+)
+def test_keys_that_contradict_others_are_named_with_what_would_do(make_config: Make, keys: str, message: str):
+    with pytest.raises(ValueError) as caught:
+        validate(make_config(*keys.split()))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("trainer.precision=fp8", "trainer.max_steps=0", "trainer.seq_len=1", "trainer.hang_timeout=-1.0"),
+        *("trainer.global_batch_tokens=automatic", "trainer.global_batch_tokens=0", "seed=-1"),
+        *("trainer.global_batch_tokens=-1", "launch.num_processes=0", "launch.num_processes=many"),
+        *("optimizer.lr=-1.0", "optimizer.lr=nan", "optimizer.weight_decay=inf", "optimizer.beta2=1.0"),
+        *("optimizer.eps=0.0", "schedule.min_ratio=1.5", "schedule.start_ratio=-0.1"),
+        *("launch.rendezvous_timeout=inf", "launch.rendezvous_timeout=nan", "launch.peak_tflops=0.0"),
+        *("launch.rendezvous_timeout=-1.0", "launch.rendezvous_timeout=10000000000.0"),
+        *("launch.peak_tflops=inf", "launch.main_process_port=70000", "model.expand_v=inf"),
+        *(f"seed={2**65}", "schedule.warmup_steps=-1"),
+    ],
+)
+def test_values_outside_their_limits_are_named(make_config: Make, override: str):
+    with pytest.raises(ValueError) as caught:
+        validate(make_config(override))
+    assert any(line.strip().startswith(override) for line in str(caught.value).splitlines())
+
+
+def test_muon_needs_its_momentum(make_config: Make):
+    for momentum in ("null", "1.0"):
+        with pytest.raises(ValueError, match=f"optimizer.momentum={momentum}"):
+            validate(make_config("optimizer=muon", f"optimizer.momentum={momentum}"))
+
+
+@pytest.mark.parametrize("job", ["schedule=constant", "trainer.global_batch_tokens=auto"])
+def test_settings_that_work_are_taken(make_config: Make, job: str):
+    validate(make_config(job))
+
+
+def test_all_errors_are_reported_together(make_config: Make):
+    with pytest.raises(ValueError) as caught:
+        validate(
+            make_config(
+                "trainer.precision=fp8", "optimizer.beta1=2", "data.shard_tokens=0", "model.num_heads=0",
+                "trainer.global_batch_tokens=300", "trainer.resume=/no/such", "launch.machine_rank=7",
+                "launch.rendezvous_timeout=inf", f"seed={2**65}",
+            )
+        )  # fmt: skip
+    for part in (
+        "trainer.precision", "optimizer.beta1", "data.shard_tokens", "num_heads", "use 256 or 320",
+        "trainer.resume", "launch.machine_rank", "launch.rendezvous_timeout", "seed",
+    ):  # fmt: skip
+        assert part in str(caught.value)
+
+
+def test_several_machines_need_a_shared_folder_and_an_even_split(make_config: Make):
+    with pytest.raises(ValueError) as caught:
+        validate(make_config("launch.num_machines=2", "launch.num_processes=1"))
+    assert "needs run.dir" in str(caught.value)
+    assert "not a multiple of launch.num_machines=2" in str(caught.value)
+
+
+def test_a_gpu_is_asked_for_where_there_is_none(make_config: Make, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"no usable GPU: use launch.device=cpu"):
+        validate(make_config("launch.device=cuda"))
+
+
+def test_more_gpus_are_asked_for_than_there_are(make_config: Make, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=r"asks for 2 GPUs .* has 1: use launch.num_processes=1"):
+        validate(make_config("launch.num_processes=2"))
+
+
+@given(**SIZES, target=st.integers(1, 2**21), processes=st.integers(1, 64))
+@settings(max_examples=100, deadline=None)
+def test_auto_is_the_nearest_batch_that_ranks_and_micro_batch_divide(
+    make_config: Make, micro_batch_size: int, seq_len: int, target: int, processes: int
+):
+    config = make_config("trainer.global_batch_tokens=auto")
+    trainer = replace(
+        config.trainer, micro_batch_size=micro_batch_size, seq_len=seq_len, target_batch_tokens=target
+    )
+    launch = replace(config.launch, num_processes=processes)
+    found = with_batch(replace(config, trainer=trainer, launch=launch))
+    unit, tokens = micro_batch_size * seq_len * processes, found.trainer.global_batch_tokens
+    assert tokens == unit * accumulation_steps(found)
+    assert all(abs(tokens - target) <= abs(n * unit - target) for n in range(1, 2 + target // unit))
+
+
+@pytest.mark.parametrize("size", ["340m", "1.3b"])
+@pytest.mark.parametrize("processes", [1, 2, 4, 8, 16])
+def test_the_large_models_train_on_the_papers_batch(make_config: Make, size: str, processes: int):
+    keys = ("seq_len", "global_batch_tokens", "micro_batch_size", "activation_checkpointing")
+    given = [f"model=delta_net/{size}", f"launch.num_processes={processes}", "logger=none"]
+    config = to_config(compose("train", given))
+    validate(config)
+    trainer = with_batch(config).trainer
+    expected = (2048, 524288, 16, False) if size == "340m" else (2048, 524288, 8, True)
+    assert tuple(getattr(trainer, key) for key in keys) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "size"),
+    [(["name=bytes"], 320), (["name=bpe", "vocab_size=300"], 320), (["name=bpe", "vocab_size=4096"], 4096)],
+    ids=str,
+)
+def test_the_vocabulary_follows_the_tokenizer(make_config: Make, tokenizer: list[str], size: int):
+    config = make_config("model.vocab_size=null", *(f"data.tokenizer.{key}" for key in tokenizer))
+    validate(config)
+    assert with_vocabulary(config).model["vocab_size"] == size
+
+
+def test_a_given_vocabulary_stays_or_is_refused(make_config: Make):
+    assert with_vocabulary(make_config("model.vocab_size=259")).model["vocab_size"] == 259
+    with pytest.raises(ValueError, match=r"model\.vocab_size=320"):
+        with_vocabulary(make_config("model.vocab_size=258"))
+
+
+def test_a_tokenizer_that_is_not_here_leaves_the_usual_size(
+    make_config: Make, capfd: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    config = make_config("model.vocab_size=null", "data.tokenizer.name=nobody/nothing")
+    assert with_vocabulary(config, offline=True).model["vocab_size"] == 32000
+    assert "nobody/nothing is not on this machine" in capfd.readouterr().out
+    with pytest.raises(ValueError, match="nobody/nothing"):
+        with_vocabulary(config)
+
+
+def test_a_resumed_run_keeps_what_it_was_begun_with(make_config: Make, tmp_path: Path):
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step-0000003").mkdir(parents=True)
+    begun = make_config("schedule.warmup_steps=2", "trainer.global_batch_tokens=512", "model.vocab_size=384")
+    (run / "config.yaml").write_text(to_yaml(begun))
+    open_ = ["trainer.global_batch_tokens=auto", "model.vocab_size=null", "launch.num_processes=4"]
+    kept = with_saved_sizes(make_config(*open_, f"run.dir={run}"))
+    assert (kept.schedule.warmup_steps, kept.trainer.global_batch_tokens) == (2, 512)
+    assert kept.model["vocab_size"] == 384
+    given = make_config("schedule.warmup_steps=1", f"run.dir={run}")
+    assert with_saved_sizes(given) == given
+    elsewhere = make_config(*open_, f"run.dir={tmp_path / 'new'}")
+    assert with_saved_sizes(elsewhere) == elsewhere
+
+
+def test_paths_become_absolute_so_that_a_run_is_resumed_from_any_folder(
+    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "export").mkdir()
+    given = ["data.path=text/*.jsonl", "data.tokenizer.name=tokenizer", "init_from=export"]
+    config = resolve(make_config(*given))
+    assert config.data.path == str(tmp_path / "text" / "*.jsonl")
+    assert config.data.tokenizer.name == str(tmp_path / "tokenizer")
+    assert config.init_from == str(tmp_path / "export")
+    named = resolve(make_config("data.tokenizer.name=user/tokenizer", "init_from=user/model"))
+    assert (named.data.tokenizer.name, named.init_from) == ("user/tokenizer", "user/model")
