@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fla_train.bench.roofline import Shape
 from fla_train.kernels.delta_product import delta_product
-from fla_train.kernels.delta_product.interface import compute_dtype
+from fla_train.kernels.delta_product.recurrent import compute_dtype
 
 Task = TypeVar("Task")  # what an implementation is run on: a Problem, or a case of a fused op
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fla_train.kernels.delta_product.interface import L2NORM_EPS, compute_dtype
+from fla_train.kernels.delta_product.recurrent import L2NORM_EPS, compute_dtype
 
 CHUNK_STEPS = 64  # most Householder steps of a chunk: near the fastest on CPUs for head dims 32 to 128
 LOG_ZERO = -800.0  # exp of it is 0 even in float64; stands for -inf, of which differences would be NaN

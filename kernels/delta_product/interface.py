@@ -34,11 +34,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fla_train.kernels.delta_product.chunk_torch import chunk_delta_product
+from fla_train.kernels.delta_product.recurrent import compute_dtype, recurrent_delta_product, recurrent_step
+
 BACKENDS = ("recurrent", "chunk", "triton")
 FORMER_BACKENDS = {"chunked": "chunk"}
 BACKEND_VARIABLE = "FLA_TRAIN_BACKEND"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-L2NORM_EPS = 1e-6
 
 
 def delta_product(
@@ -145,8 +147,6 @@ def delta_product_step(
                 "the triton step takes no torch.float64 and records no gradients: use torch.no_grad() or "
                 "backend=recurrent"
             )
-    from fla_train.kernels.delta_product.recurrent import recurrent_step
-
     return recurrent_step(q, k, v, beta, g, **options)
 
 
@@ -199,24 +199,12 @@ def resolve_backend(backend: str, device: torch.device) -> str:
 
 
 def load_backend(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """A backend's function, imported on first use because Triton loads slowly."""
+    """A backend's function; Triton, which loads slowly, is imported on first use."""
     if name == "triton":
-        from fla_train.kernels.delta_product.triton.chunk import triton_delta_product as run
-    elif name == "chunk":
-        from fla_train.kernels.delta_product.chunk_torch import chunk_delta_product as run
-    else:
-        from fla_train.kernels.delta_product.recurrent import recurrent_delta_product as run
-    return run
+        from fla_train.kernels.delta_product.triton.chunk import triton_delta_product
 
-
-def compute_dtype(q: Tensor) -> torch.dtype:
-    """Dtype of beta, gates, states and all arithmetic: float64 for float64 queries, else float32."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
-def l2norm(x: Tensor) -> Tensor:
-    """x / sqrt(|x|^2 + 1e-6) along the last axis, in the dtype of `x`: cast to `compute_dtype` first."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2NORM_EPS)
+        return triton_delta_product
+    return chunk_delta_product if name == "chunk" else recurrent_delta_product
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, leading: str) -> None:

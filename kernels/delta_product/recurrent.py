@@ -10,7 +10,17 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fla_train.kernels.delta_product.interface import compute_dtype, l2norm
+L2NORM_EPS = 1e-6
+
+
+def compute_dtype(q: Tensor) -> torch.dtype:
+    """Dtype of beta, gates, states and all arithmetic: float64 for float64 queries, else float32."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def l2norm(x: Tensor) -> Tensor:
+    """x / sqrt(|x|^2 + 1e-6) along the last axis, in the dtype of `x`: cast to `compute_dtype` first."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2NORM_EPS)
 
 
 def recurrent_delta_product(

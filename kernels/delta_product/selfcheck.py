@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fla_train.kernels.delta_product.interface import compute_dtype, delta_product, resolve_backend
+from fla_train.kernels.delta_product.interface import delta_product, resolve_backend
+from fla_train.kernels.delta_product.recurrent import compute_dtype
 from fla_train.kernels.delta_product.select import override
 from fla_train.kernels.sizes import ceil_div, processors
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fla_train.kernels.cached_launch import run_kernel
 from fla_train.kernels.custom_op import custom_op
-from fla_train.kernels.delta_product.interface import L2NORM_EPS
+from fla_train.kernels.delta_product.recurrent import L2NORM_EPS
 from fla_train.kernels.delta_product.select import select_for
 from fla_train.kernels.delta_product.triton.chunk_arguments import Call, in_half, pick
 from fla_train.kernels.delta_product.triton.chunk_bwd import chunk_bwd_qkg_kernel, chunk_bwd_state_kernel

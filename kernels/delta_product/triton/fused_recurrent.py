@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from fla_train.kernels.cached_launch import run_kernel
 from fla_train.kernels.custom_op import custom_op
-from fla_train.kernels.delta_product.interface import L2NORM_EPS
+from fla_train.kernels.delta_product.recurrent import L2NORM_EPS
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
 
 TILE = 4096  # fp32 elements of the state that a warp holds in decoding: 128 registers of each of its threads
