@@ -90,7 +90,7 @@ IN_A_WRITE: dict[str, Inject] = {
         "writer-0", "checkpoint.py:write_manifest", "SIGKILL", "writer process was killed by SIGKILL"
     ),
     "kill -9 of rank 0's writer before the rename": in_a_write(
-        "writer-0", "async_writer.py:write!rename", "SIGKILL", "writer process was killed by SIGKILL"
+        "writer-0", "filesystem.py:move_folder!rename", "SIGKILL", "writer process was killed by SIGKILL"
     ),
     "kill -9 of rank 0's writer after the rename": in_a_write(
         "writer-0", "checkpoint.py:prune", "SIGKILL", "writer process was killed by SIGKILL"

@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -134,13 +134,18 @@ def carry_out(run: Run, folder: Path, overrides: list[str], limit: float) -> Non
     """Start it, wait until it has done what it is for, and read what it measured."""
     began = time.monotonic()
     process = start(run, folder, overrides)
-    while process.poll() is None:
-        late = time.monotonic() > began + limit
-        done = run.kill_after and len(records(folder / run.name)) > run.kill_after
-        if late or done:
-            run.failure = "" if done else f"stopped after {limit:.0f} s"
+    try:
+        while process.poll() is None:
+            late = time.monotonic() > began + limit
+            done = run.kill_after and len(records(folder / run.name)) > run.kill_after
+            if late or done:
+                run.failure = "" if done else f"stopped after {limit:.0f} s"
+                break
+            time.sleep(POLL)
+    finally:  # also when this process is asked to stop: what runs on takes the GPUs of the next run
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        time.sleep(POLL)
+        process.wait()
     if process.returncode not in (0, -signal.SIGKILL):
         run.failure = f"exit code {process.returncode}"
     read(run, folder)

@@ -1,6 +1,5 @@
 """`fla-train`: compose the config, print the plan, train. `fla-train debug=smoke` tries it out."""
 
-import signal
 from collections.abc import Sequence
 
 from hydra.core.hydra_config import HydraConfig
@@ -16,7 +15,7 @@ def train(node: DictConfig) -> int:
     from fla_train.models.zoo.build import MODEL_KEYS, ignored_overrides
     from fla_train.training.config import to_config
     from fla_train.training.launch import TrainingFailed, launch
-    from fla_train.training.preemption import EXIT_CODE, Preempted, answer
+    from fla_train.training.preemption import EXIT_CODE, Preempted
 
     config = to_config(node)
     if config.run.dir == "":  # `run.dir=$RUN` without RUN: a run that could never go on
@@ -43,7 +42,6 @@ def train(node: DictConfig) -> int:
     except TrainingFailed as failure:
         return fail(failure, 2 if failure.final else 1)
     except Preempted:
-        answer(signal.SIG_IGN)  # another one would end this process with another status
         fail("stopped on request; the same command with this run.dir goes on from where it was")
         leave(EXIT_CODE)
     except KeyboardInterrupt:

@@ -38,6 +38,8 @@ DEEPSPEED_TAG = "deepspeed"
 MODEL_FILE = f"{DEEPSPEED_TAG}/mp_rank_00_model_states.pt"
 OPTIMIZER_FILE = f"{DEEPSPEED_TAG}/zero_pp_rank_{{rank}}_mp_rank_00_optim_states.pt"
 RANDOM_FILE = "rng-{rank}.pt"
+# DeepSpeed's names in an optimizer file: a rank's ZeRO-2 state, and in it the fp32 partitions of the weights
+SHARD, MASTERS = "optimizer_state_dict", "single_partition_of_fp32_groups"
 WRITING = ".writing-"
 NAME = re.compile(r"step-\d{7,}")
 

@@ -25,7 +25,10 @@ from torch.utils.serialization import config as serialization
 from fla_train.training.async_writer import AsyncWriter, Job, Segment
 from fla_train.training.checkpoint import (
     DEEPSPEED_TAG,
+    MASTERS,
+    OPTIMIZER_FILE,
     RANDOM_FILE,
+    SHARD,
     STATE,
     WRITING,
     TrainState,
@@ -165,6 +168,8 @@ class CheckpointManager:
         capture = _Capture()
         with files_through(self._engine, capture):
             self._engine.save_checkpoint("nowhere", tag=DEEPSPEED_TAG, save_latest=False)
+        # The masters equal the weights, which are fp32 and in the model's file: 12 bytes a parameter, not 16.
+        del capture.files[OPTIMIZER_FILE.format(rank=self._rank)][SHARD][MASTERS]
         files = capture.files | {RANDOM_FILE.format(rank=self._rank): random_states()}
         if self._rank == 0:
             files[STATE] = (json.dumps(asdict(state), indent=2) + "\n").encode()

@@ -5,11 +5,11 @@ Each changes one engine, one module attribute or one accelerator object; no file
 All were seen on DeepSpeed 0.19.8.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
 
 
 def skip_cpu_operator() -> None:
@@ -37,28 +37,31 @@ def ask_cuda_for_free_memory() -> None:
     get_accelerator().available_memory = lambda index=None: torch.cuda.mem_get_info(index)[0]
 
 
-def reduce_nothing(engine) -> None:
-    """Leave the gradients of a single rank where autograd adds them up; see `keep_as_averaged`.
+def leave_gradients(engine) -> None:
+    """Leave gradients where autograd adds them up, until `reduce_gradients`.
 
-    DeepSpeed would copy each of them twice in every micro-batch: a third of the host's time of a step whose
-    kernels take none (docs/dev/log.md).
+    DeepSpeed's hooks copy and reduce them in Python, parameter by parameter and after every micro-batch: a
+    third of the host's time of a step (docs/dev/log.md). In turn it would keep a partition of them only, not
+    4 bytes a parameter; a step needs that memory once its activations are gone.
     """
     engine.enable_backward_allreduce = False
     for hook in engine.optimizer._grad_acc_hooks:
         hook.remove()
 
 
-def keep_as_averaged(zero) -> None:
-    """Hand a single rank's gradients to the optimizer as DeepSpeed keeps those that it has averaged."""
-    zero.averaged_gradients = _gradients(zero.params_in_partition)
-
-
-def _gradients(groups: Sequence[Sequence[nn.Parameter]]) -> dict[int, list[Tensor]]:
-    """The gradients of each group, zeros where there is none."""
-    return {
-        i: [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
-        for i, group in enumerate(groups)
-    }
+def reduce_gradients(zero) -> None:
+    """Add up the ranks' gradients of a step and give each rank its partition, as DeepSpeed's hooks would."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for i, group in enumerate(zero.bit16_groups):
+        size = zero.partition_size[i]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
+        flat = zero.flatten_dense_tensors_aligned(gradients, size * world)
+        del gradients
+        zero.free_grad_in_param_list(group)
+        partition = flat[rank * size : (rank + 1) * size]
+        if world > 1:
+            dist.reduce_scatter_tensor(partition, flat)
+        zero.averaged_gradients[i] = [partition]
 
 
 @contextmanager

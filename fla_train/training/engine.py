@@ -21,7 +21,7 @@ from fla_train.training.cuda_graph import CudaGraphPass
 from fla_train.training.optimizer import build_optimizer
 from fla_train.training.process_group import join
 
-BUCKET_ELEMENTS = 50_000_000  # gradient elements reduced at once: 200 MB of fp32
+BUCKET_ELEMENTS = 50_000_000  # elements gathered, or with overlap reduced, at once: 200 MB of fp32
 
 
 @dataclass
@@ -64,19 +64,20 @@ def deepspeed_config(config: TrainConfig, *, on_gpu: bool) -> dict:
         "train_micro_batch_size_per_gpu": trainer.micro_batch_size,
         "gradient_accumulation_steps": accumulation_steps(config),
         "gradient_clipping": 0.0,  # `train_step` clips and skips, without waiting for the device
+        "gradient_allreduce_op": "sum",  # `train_step` divides the loss, not DeepSpeed each gradient
         "zero_allow_untested_optimizer": True,  # torch's AdamW is outside DeepSpeed's list
         "zero_optimization": {
             "stage": 2,
             "overlap_comm": overlap,
-            # Without overlap each gradient goes to its owner only, half the bytes. With it DeepSpeed would
-            # wait for the device before each of these reductions.
-            "use_multi_rank_bucket_allreduce": overlap,
+            # Of overlap_comm: the host would wait for the device before each reduction to one rank.
+            "use_multi_rank_bucket_allreduce": True,
             "contiguous_gradients": True,
             "reduce_scatter": True,
             "reduce_bucket_size": BUCKET_ELEMENTS,
             "allgather_bucket_size": BUCKET_ELEMENTS,
             "compute_grad_norm": False,
             "round_robin_gradients": False,  # restores wrong weights on another number of ranks
+            "load_from_fp32_weights": False,  # the masters come from the weights, which are fp32 too
         },
         "bf16": {"enabled": False},  # would cast every parameter, A_log and dt_bias too
         "fp16": {"enabled": False},
@@ -125,8 +126,8 @@ def build_engine(model: nn.Module, config: TrainConfig):
     engine, _ = accelerator.prepare(model, build_optimizer(model, config.optimizer))
     assert dist.get_world_size() == config.launch.num_processes
     assert engine.gradient_accumulation_steps() == settings["gradient_accumulation_steps"]
-    if dist.get_world_size() == 1:
-        deepspeed_patches.reduce_nothing(engine)
+    if not engine.optimizer.overlap_comm:
+        deepspeed_patches.leave_gradients(engine)
     return engine
 
 
@@ -143,8 +144,7 @@ def train_step(
     engine's device, and where documents are kept apart their bounds.
 
     The gradient is that of (sum of the target tokens' losses) / (their number), both over all ranks and
-    micro-batches. DeepSpeed averages over ranks, so each micro-batch's sum is divided by number / ranks; its
-    division by the accumulation steps is turned off.
+    micro-batches. Gradients are added up: DeepSpeed's divisions by ranks and micro-batches are turned off.
 
     Args:
         bad_steps: scales a large gradient down, or has the step skipped; both happen in the optimizer's
@@ -155,12 +155,12 @@ def train_step(
     Returns:
         The outcome, for which nothing here waits.
     """
-    zero, world = engine.optimizer, dist.get_world_size()
+    zero = engine.optimizer
     for group in zero.param_groups:
         group["lr"] = learning_rate
     targets = torch.stack([(labels[:, 1:] != -100).sum() for _, labels, *_ in micro_batches]).sum()
     dist.all_reduce(targets)
-    divisor = targets.clamp(min=1) / world
+    divisor = targets.clamp(min=1)
     # The summed loss, and the ranks that want to stop
     sums = torch.tensor([0.0, float(stop)], dtype=torch.float64).to(targets.device, non_blocking=True)
     engine.train()
@@ -175,10 +175,10 @@ def train_step(
             with deepspeed_patches.wait_on_stream(zero):
                 engine.backward(loss, scale_wrt_gas=False)
         sums[0] += loss.detach().double()
-    if world == 1:
-        deepspeed_patches.keep_as_averaged(zero)
+    if not zero.overlap_comm:
+        deepspeed_patches.reduce_gradients(zero)
     dist.all_reduce(sums)
-    loss = sums[0] / world
+    loss = sums[0]
     grad_norm = _grad_norm(zero.averaged_gradients)
     zero.optimizer.grad_scale, zero.optimizer.found_inf = bad_steps.check(loss, grad_norm)
     engine.step()

@@ -87,7 +87,7 @@ def _of_memory(text: str, config: "TrainConfig | None") -> str:
         return f"{line}: lower trainer.micro_batch_size, or set trainer.activation_checkpointing=true"
     if not on_gpu and config.launch.device == "cuda":
         return (
-            f"{line}: give the job more of it; checkpoints are staged there, 16 bytes per parameter over all "
+            f"{line}: give the job more of it; checkpoints are staged there, 12 bytes per parameter over all "
             "ranks"
         )
     return f"{line}: set {', or '.join(_savings(config))}"

@@ -1,6 +1,7 @@
 """Requests to stop, by a batch system, a terminal that closes or Ctrl-C: "save a checkpoint, then end"."""
 
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,10 +30,11 @@ def answer(handler: Handler) -> dict[int, Handler]:
     return previous
 
 
-def restore(handlers: dict[int, Handler]) -> None:
-    """Undo `answer`, but for what was blocked."""
+def restore(handlers: dict[int, Handler], failure: type[BaseException] | None = None) -> None:
+    """Undo `answer`, but for what was blocked. After `Preempted` SIGNALS are ignored."""
     for number, handler in handlers.items():
-        signal.signal(number, handler)
+        ignored = failure is Preempted and number in SIGNALS
+        signal.signal(number, signal.SIG_IGN if ignored else handler)
 
 
 class StopRequest:
@@ -58,7 +60,8 @@ class StopRequest:
 class Preempted(BaseException):
     """This process was asked to leave: the workers, if there were any, have saved a checkpoint and left.
 
-    Like KeyboardInterrupt it passes by what handles errors.
+    Like KeyboardInterrupt it passes by what handles errors. SIGNALS are ignored from then on: another one
+    would end the process with another exit status.
     """
 
 
@@ -81,8 +84,8 @@ class StopSignals:
         self._previous = answer(self._handle) | {signal.SIGINT: signal.signal(signal.SIGINT, self._handle)}
         return self
 
-    def __exit__(self, *_: object) -> None:
-        restore(self._previous)
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        restore(self._previous, failure)
 
     def pass_to(self, workers: Sequence[Popen]) -> None:
         """From now on ask these."""
@@ -102,7 +105,7 @@ class StopSignals:
         if number == signal.SIGINT and (self._interrupted or not self._workers):
             raise KeyboardInterrupt
         if not self._workers:
-            raise Preempted
+            _leave(number, frame)
         if number == signal.SIGINT:
             self._interrupted = True
         self.requested = True
@@ -118,11 +121,13 @@ class StopSignals:
 def leaving_at_once() -> Iterator[None]:
     """Inside, a request to leave raises `Preempted`: what the launcher does by itself can go on later."""
 
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise Preempted
-
-    previous = answer(leave)
+    previous = answer(_leave)
     try:
         yield
     finally:
-        restore(previous)
+        restore(previous, sys.exc_info()[0])
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    answer(signal.SIG_IGN)
+    raise Preempted

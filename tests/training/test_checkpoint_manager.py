@@ -44,7 +44,9 @@ class Engine:
         self.optimizer.optimizer.step()
 
     def save_checkpoint(self, folder: str, tag: str, save_latest: bool) -> None:
-        content = {"module": OrderedDict(weight=self.weight.detach()), "groups": [self.group]}
+        weights, shard = self.weight.detach(), {"single_partition_of_fp32_groups": [self.weight.detach()]}
+        content = {"module": OrderedDict(weight=weights), "groups": [self.group]}
+        content["optimizer_state_dict"] = shard
         for name in rank_files(dist.get_rank()):
             if name.startswith("deepspeed/"):
                 self.checkpoint_engine.save(content, f"{folder}/{name}")

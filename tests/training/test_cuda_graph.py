@@ -63,6 +63,7 @@ def test_replayed_steps_are_those_of_the_engine(
 ):
     config = make_config(
         "launch.device=cuda",
+        "launch.num_processes=1",
         f"trainer.precision={precision}",
         "trainer.micro_batch_size=8",
         "trainer.global_batch_tokens=256",

@@ -79,7 +79,7 @@ def test_deepspeed_waits_on_the_stream_and_not_on_the_host_while_gradients_are_r
     assert order == ["reductions", "host", "host"]
 
 
-def test_a_single_rank_hooks_every_gradient(make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks):
+def test_it_hooks_every_gradient(make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks):
     config = make_config("launch.device=cpu", "trainer.precision=fp32")
     (counts,) = warm_ranks.run(1, hooks_and_parameters, config)
     assert counts[0] >= counts[1] > 0
@@ -116,7 +116,7 @@ def test_every_patch_is_in_this_list():
     """Each has a test above."""
     patches = {
         "skip_cpu_operator", "skip_muon_compilation", "ask_cuda_for_free_memory", "wait_on_stream",
-        "reduce_nothing", "keep_as_averaged", "files_through",
+        "leave_gradients", "reduce_gradients", "files_through",
     }  # fmt: skip
     assert patches == {
         name

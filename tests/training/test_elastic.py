@@ -97,8 +97,9 @@ def moments(folder: Path) -> dict[str, list[torch.Tensor]]:
     """Adam's state of each parameter group: the ranks' partitions end to end, without the padding."""
     states = [torch.load(path, weights_only=False)["optimizer_state_dict"] for path in shards(folder)]
     lines: dict[str, list[torch.Tensor]] = {"exp_avg": [], "exp_avg_sq": [], "step": []}
-    for group in range(len(states[0]["single_partition_of_fp32_groups"])):
-        numel = sum(state["single_partition_of_fp32_groups"][group].numel() for state in states)
+    for group in range(len(states[0]["param_slice_mappings"])):
+        parts = [part for state in states for part in state["param_slice_mappings"][group].values()]
+        numel = sum(part.numel for part in parts)
         adam = [state["base_optimizer_state"]["state"][group] for state in states]
         for key in ("exp_avg", "exp_avg_sq"):
             lines[key].append(torch.cat([state[key] for state in adam])[:numel])

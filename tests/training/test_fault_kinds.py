@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType
 
 import pytest
 from test_checkpoint import make
@@ -60,13 +63,24 @@ def test_a_failpoint_is_reached_once(tmp_path: Path, at: str):
     assert codes == [7, 0] and (tmp_path / "1.fired").exists()
 
 
-def test_failpoints_name_functions_that_there_are(files):
-    """But for the one in torch."""
-    import drill_points
+def functions(code: CodeType) -> Iterator[CodeType]:
+    """`code`, and what is defined in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from functions(constant)
 
-    for point in (*drill_points.AT_START.values(), *drill_points.AT_END.values()):
-        path, _, name = point.at.partition(":")
-        function = name.partition("!")[0].rpartition(".")[2]
-        sources = [file for file in (SCRIPTS.parent / "fla_train").rglob("*.py") if str(file).endswith(path)]
-        there = function == "<module>" or any(f"def {function}(" in file.read_text() for file in sources)
-        assert path == "distributed_c10d.py" or (sources and there), point
+
+def test_failpoints_name_functions_that_there_are():
+    """But for those outside the project."""
+    scripts = "".join(path.read_text() for path in SCRIPTS.glob("drill*.py"))
+    places = set(re.findall(r'"([\w/]+\.py):([\w.<>]+)(?:!(\w+))?"', scripts))
+    modules = list((SCRIPTS.parent / "fla_train").rglob("*.py"))
+    assert len(places) > 20
+    for path, caller, builtin in places:
+        if path in {"distributed_c10d.py", "pathlib.py"}:
+            continue
+        sources = [file for file in modules if str(file).endswith(f"/{path}")]
+        codes = [code for file in sources for code in functions(compile(file.read_text(), path, "exec"))]
+        calls = [code.co_names for code in codes if code.co_qualname == caller]
+        assert calls and (not builtin or any(builtin in names for names in calls)), (path, caller, builtin)

@@ -89,22 +89,31 @@ def test_a_compiler_does_not_keep_requests_from_us(tmp_path: Path):
     subprocess.run([sys.executable, tmp_path / "compile.py"], env=environment, check=True, timeout=120)
 
 
-ASKED_AGAIN = """
-import os, signal
-import fla_train.cli.train as command, fla_train.training.launch as module
-from fla_train.training.preemption import Preempted
+ASKED_OFTEN = """
+import os, signal, sys
+from fla_train.training.preemption import Preempted, SIGNALS, StopSignals, leaving_at_once
 
-def launch(config): raise Preempted
+def ask():
+    for number in SIGNALS * 20:
+        os.kill(os.getpid(), number)
 
-signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the tests ignore it
-module.launch = launch
-command.fail = lambda line: os.kill(os.getpid(), signal.SIGTERM)  # while the process ends
-command.main()
+for number in SIGNALS:
+    signal.signal(number, signal.SIG_DFL)
+try:
+    with leaving_at_once():
+        if sys.argv[1] == "launcher":
+            ask()
+        with StopSignals():
+            ask()
+except Preempted:
+    ask()  # before the command can say anything
+    sys.exit(75)
 """
 
 
-def test_a_request_to_a_run_that_ends_on_request_does_not_change_its_status(overrides: list[str]):
-    done = subprocess.run([sys.executable, "-c", ASKED_AGAIN, *overrides, "run.dir=unused"], timeout=120)
+@pytest.mark.parametrize("during", ["launcher", "workers"])
+def test_requests_that_follow_one_another_do_not_change_the_status(during: str):
+    done = subprocess.run([sys.executable, "-c", ASKED_OFTEN, during], timeout=60)
     assert done.returncode == 75
 
 

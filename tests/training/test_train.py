@@ -349,7 +349,8 @@ def test_a_diverging_run_stops_with_one_line_and_is_not_started_again(
 
 @pytest.mark.gpu
 def test_a_run_on_a_gpu_is_exported(make_config: Callable[..., TrainConfig], tmp_path: Path):
-    more = ["launch.device=cuda", "trainer.precision=bf16", "trainer.profile_steps=[3]"]
+    more = ["launch.device=cuda", "launch.num_processes=1", "trainer.precision=bf16"]
+    more += ["trainer.profile_steps=[3]"]
     launch(make_config(f"run.dir={tmp_path}", *more))
     assert {path.name for path in (tmp_path / "profile").iterdir()} == {
         f"step-0000003-rank-0{kind}" for kind in (".json", "-operators.txt", "-memory.pickle")
