@@ -64,9 +64,8 @@ def imported(path: Path, *, for_types: bool = True) -> set[str]:
     package = list(parts[:-1]) if parts[0] == "fla_train" else ["fla_train", *parts[:-1]]
     names, tree = set(), ast.parse(path.read_text())
     if not for_types:
-        tree.body = [
-            n for n in tree.body if not (isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test))
-        ]
+        types = [n for n in tree.body if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
+        tree.body = [node for node in tree.body if node not in types]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}

@@ -211,7 +211,7 @@ def choose(resume: str, folder: Path, warn: Callable[[str], None] = logger.warni
         if present:
             raise ValueError(
                 f"{folder} holds {present[-1].name} and trainer.resume=none would write over it: "
-                "use trainer.resume=auto to go on, or another run.dir"
+                "use trainer.resume=auto to resume it, or another run.dir"
             )
         return None
     if resume != "auto":
@@ -221,7 +221,7 @@ def choose(resume: str, folder: Path, warn: Callable[[str], None] = logger.warni
         later = [path.name for path in present if step_of(path.name) > step]
         if later:  # resume=auto would later take them for this run's
             raise ValueError(
-                f"{folder} holds {later[-1]}, which comes after {resume}: use trainer.resume=auto to go on "
+                f"{folder} holds {later[-1]}, which comes after {resume}: use trainer.resume=auto to resume "
                 "from it, or another run.dir"
             )
         return Path(resume)

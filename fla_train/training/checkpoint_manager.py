@@ -153,7 +153,7 @@ class CheckpointManager:
         if not self.is_saved(step):
             raise TrainingStopped(
                 f"the checkpoint of step {step} could not be written ({self._error}): "
-                "free space and give the same command again; it goes on from the last intact checkpoint"
+                "free space and give the same command again; it resumes from the last intact checkpoint"
             )
 
     def close(self) -> None:
