@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from fla_train.kernels.delta_product.contract import l2norm
+from fla_train.kernels.delta_product.interface import l2norm
 from fla_train.models.mixers.delta_product import DeltaProductMixer
 
 

@@ -2,12 +2,12 @@
 
 `kernel[grid](...)` works out the type and divisibility of each of 30 to 40 arguments, turns the options into
 text and compares every global constant that the kernel reads, only to find what it compiled before. For a
-small call that takes longer than the kernels (docs/kernels.md, "Measured"). Here compiled kernels are kept
-under a key that is cheaper to make, and launched in Triton's way for compiled kernels,
+small call that takes longer than the kernels (docs/dev/kernels.md, "Measured"). Here compiled kernels are
+kept under a key that is cheaper to make, and launched in Triton's way for compiled kernels,
 `compiled[grid](*arguments)`.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from functools import cache
 from typing import Any
 
@@ -18,39 +18,37 @@ from torch import Tensor
 ALIGNMENT = 16  # bytes; a pointer's alignment decides how wide its loads and stores may be
 
 
-def run_kernel(
-    kernel: triton.JITFunction, grid: tuple[int, ...], arguments: Mapping[str, Any], **options: int
-) -> None:
-    """`kernel[grid](**arguments, **options)` on the current device; the grid has one or two dimensions.
+def run_kernel(kernel: triton.JITFunction, grid: tuple[int, ...], **arguments: Any) -> None:
+    """`kernel[grid](**arguments)` on the current device; the grid has one or two dimensions.
 
-    Arguments that the kernel does not have are left out, so that several kernels can share one mapping. What
-    is compiled may depend on arguments and options only: Triton's own knobs are read at the first call.
+    The arguments are all those of the kernel, and launch options: num_warps, num_stages, maxnreg. What is
+    compiled may depend on them only: Triton's own knobs are read at the first call.
     """
-    given = {**arguments, **options}
-    named = {name: given[name] for name in kernel.arg_names}
     if not isinstance(kernel, triton.JITFunction):  # of Triton's interpreter
-        kernel[grid](**(named | options))
+        kernel[grid](**arguments)
         return
-    constants, variables, variants = _parameters(kernel)
+    names, constants, variables, variants = _parameters(kernel)
     key = (
-        torch.cuda.current_device(),
-        *options.items(),
-        *[named[name] for name in constants],
-        *[_trait(named[name]) for name in variables],
+        *(torch.cuda.current_device(), arguments.get("num_warps")),
+        *(arguments.get("num_stages"), arguments.get("maxnreg")),
+        *[arguments[name] for name in constants],
+        *[_trait(arguments[name]) for name in variables],
     )
     compiled = variants.get(key)
     if compiled is None:
-        variants[key] = kernel[grid](**(named | options))
+        variants[key] = kernel[grid](**arguments)  # which refuses arguments that the kernel does not have
     else:
-        compiled[(*grid, 1, 1)[:3]](*named.values())
+        compiled[(*grid, 1, 1)[:3]](*[arguments[name] for name in names])
 
 
 @cache
-def _parameters(kernel: triton.JITFunction) -> tuple[list[str], list[str], dict[Hashable, Any]]:
-    """Names of the constexpr arguments and of all others, and the compiled variants by key."""
+def _parameters(
+    kernel: triton.JITFunction,
+) -> tuple[list[str], list[str], list[str], dict[Hashable, Any]]:
+    """Names of all arguments, of the constexpr ones and of the others; and the compiled variants by key."""
     constants = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
     variables = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
-    return constants, variables, {}
+    return kernel.arg_names, constants, variables, {}
 
 
 def _trait(argument: Any) -> Hashable:

@@ -1,7 +1,7 @@
 """Register a launcher as `torch.library.custom_op` under torch.compile; call it directly in eager mode.
 
 An eager call skips the dispatcher of a registered operator, which costs host time at every call: a training
-step at a small batch waits for the host (docs/kernels.md, "Measured").
+step at a small batch waits for the host (docs/dev/kernels.md, "Measured").
 """
 
 import functools

@@ -104,7 +104,7 @@ def check(
     d = values(HFLM(ours, **plain), task, manager, limit)
     off = max(abs(x - y) / max(abs(y), 1.0) for x, y in zip(c, d, strict=True))
     wide = copy.deepcopy(ours).double()
-    wide.config.backend = "chunked"  # on a GPU too: triton takes no fp64
+    wide.config.backend = "chunk"  # on a GPU too: triton takes no fp64
     step = max(len(requests) // DIRECT, 1)
     worst = direct(wide, requests[::step][:DIRECT])
     equal = sum(x == y for x, y in zip(a, b, strict=True))

@@ -1,4 +1,4 @@
-"""unshare -rm python scripts/fault_drill.py --report docs/reliability.md    (5 to 20 minutes on two cores)
+"""unshare -rm python scripts/fault_drill.py --report docs/dev/fault_drill.md    (5 to 20 minutes, two cores)
 
 Trains a tiny model on two ranks twice: once left alone, once while faults are injected from outside. Ranks
 and launchers are killed or frozen, a small disk is filled, writes are refused; checkpoints, metrics and token

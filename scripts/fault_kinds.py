@@ -1,4 +1,4 @@
-"""python scripts/fault_kinds.py --report docs/reliability.md    (about 15 minutes on two cores)
+"""python scripts/fault_kinds.py --report docs/dev/fault_drill.md    (about 15 minutes on two cores)
 
 The second part of the fault drill: one fault of each kind, where `fault_drill.py` has a few kinds many times.
 Trains a tiny model on two ranks twice: once left alone, once with a fault after the other, among them those

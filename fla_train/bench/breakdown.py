@@ -22,9 +22,7 @@ GPU_KERNELS = (
     ("optimizer", re.compile(r"multi_tensor_apply|FusedAdam")),
     (
         "operator",
-        re.compile(
-            r"^(prepare|state|adjoint|gradient|reverse|step|walk|walk_back|combine|cut|piece_\w+)_kernel|^chunk_|delta|wy_|tril|flash|fmha"
-        ),
+        re.compile(r"^(chunk|fused_recurrent|segment)_|delta|wy_|tril|flash|fmha"),
     ),
     ("loss", re.compile(r"consume_kernel|cross_entropy|SoftMax|nll_loss")),
     ("matmuls", re.compile(r"gemm|cutlass|nvjet|xmma|splitK|cublas", re.IGNORECASE)),

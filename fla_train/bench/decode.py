@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fla_train.bench.measure import median_times, recorded
 from fla_train.kernels.delta_product import delta_product_step
-from fla_train.kernels.delta_product.check import relative_rms
+from fla_train.kernels.delta_product.selfcheck import relative_rms
 from fla_train.kernels.sizes import ceil_div
 
 COLD_BYTES = 256 << 20  # of states that take turns on a GPU

@@ -12,7 +12,7 @@ from fla_train.bench.fused_op_cases import Case
 from fla_train.bench.implementations import Implementation
 from fla_train.bench.measure import forward_backward
 from fla_train.bench.roofline import Ceilings
-from fla_train.kernels.delta_product.check import relative_rms
+from fla_train.kernels.delta_product.selfcheck import relative_rms
 
 HEADER = (
     "| function | kernel | forward ms | GB | floor ms | % of floor | fwd+bwd ms | GB | floor ms | % of floor "

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fla_train.bench.roofline import Shape
 from fla_train.kernels.delta_product import delta_product
-from fla_train.kernels.delta_product.contract import compute_dtype
+from fla_train.kernels.delta_product.interface import compute_dtype
 
 Task = TypeVar("Task")  # what an implementation is run on: a Problem, or a case of a fused op
 
@@ -87,24 +87,20 @@ class Implementation(Generic[Task]):
     overwrites: tuple[str, ...] = ()  # leaves that its backward pass turns into their gradients
 
 
-def operator(problem: Problem, backend: str = "triton", recompute: bool | int = False) -> Tensor:
+def operator(problem: Problem, backend: str = "triton", recompute: bool = False) -> Tensor:
     """o [B, T, H, V] of `delta_product`."""
     p = problem
     options = {"qk_l2norm": p.norm, "backend": backend, "recompute": recompute}
     return delta_product(p.q, p.k, p.v, p.beta, p.g, **options)[0]
 
 
-def ours(backends: Sequence[str], recompute: Sequence[bool | int] = ()) -> list[Implementation]:
-    """The project's backends, each also with these values of `recompute`."""
-    ways = [("", False)]
-    ways += [
-        (", recomputed" if value is True else f", a state kept every {value} tokens", value)
-        for value in recompute
-    ]
+def ours(backends: Sequence[str], recompute: bool = False) -> list[Implementation]:
+    """The project's backends; with `recompute` each also recomputed."""
+    ways = {"": False, ", recomputed": True} if recompute else {"": False}
     return [
         Implementation(f"fla_train {backend}{way}", partial(operator, backend=backend, recompute=value))
         for backend in backends
-        for way, value in ways
+        for way, value in ways.items()
     ]
 
 

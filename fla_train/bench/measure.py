@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fla_train.bench.implementations import Problem
 from fla_train.kernels.delta_product import delta_product
-from fla_train.kernels.delta_product.check import relative_rms
+from fla_train.kernels.delta_product.selfcheck import relative_rms
 
 CHECKED_TOKENS = 256  # against the recurrence; its autograd keeps a state per sub-step
 MIN_SAMPLE_MS = 20.0  # on a CPU: shorter functions are repeated within a sample
@@ -125,7 +125,7 @@ def errors(run: Callable[[Problem], Tensor], problem: Problem) -> dict[str, floa
 
     Against the fp64 recurrence for the first CHECKED_TOKENS of the first and the last head of the first and
     the last sequence: it is causal, so with `do` zeroed after these tokens, what belongs to them is that of
-    a sequence that ends there. Longer sequences also against the `chunked` backend in fp64, for the whole of
+    a sequence that ends there. Longer sequences also against the `chunk` backend in fp64, for the whole of
     the last head of the last sequence. The larger error counts.
     """
     shape = problem.shape
@@ -133,7 +133,7 @@ def errors(run: Callable[[Problem], Tensor], problem: Problem) -> dict[str, floa
     rows, heads = (sorted({0, size - 1}) for size in (shape.batch, shape.heads))
     found = _compare(run, problem, "recurrent", rows, heads, tokens)
     if tokens < shape.tokens:
-        whole = _compare(run, problem, "chunked", rows[-1:], heads[-1:], shape.tokens)
+        whole = _compare(run, problem, "chunk", rows[-1:], heads[-1:], shape.tokens)
         found = {name: torch.tensor([error, whole[name]]).max().item() for name, error in found.items()}
     return found  # a NaN of either is a NaN here
 

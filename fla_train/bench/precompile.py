@@ -18,8 +18,8 @@ import torch
 from fla_train.bench.implementations import make_problem, operator
 from fla_train.bench.measure import forward_backward
 from fla_train.bench.roofline import Shape
-from fla_train.kernels.delta_product.launches import Launches, forced
-from fla_train.kernels.delta_product.triton_split import cutting
+from fla_train.kernels.delta_product.select import override
+from fla_train.kernels.delta_product.triton.launch_table import LaunchOptions
 
 PROCESSES = min(12, os.cpu_count() or 1)
 CONTEXT_BYTES = 1 << 30  # what a process takes of a GPU beyond its tensors, about
@@ -39,8 +39,8 @@ class Trial:
 
     shape: Shape
     norm: bool
-    launches: Launches
-    piece: int | None = None  # chunks of its pieces (`triton_split.cutting`)
+    options: LaunchOptions
+    segment_chunks: int | None = None  # as of `select.override`
 
 
 class Precompiler:
@@ -78,7 +78,7 @@ class Precompiler:
 
 def _once(trial: Trial, dtype: torch.dtype, device: torch.device) -> None:
     try:
-        with forced(trial.launches), cutting(trial.piece):
+        with override(options=trial.options, segment_chunks=trial.segment_chunks):
             forward_backward(operator, make_problem(trial.shape, dtype, device, norm=trial.norm))
     finally:
         torch.cuda.synchronize(device)

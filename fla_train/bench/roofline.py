@@ -14,7 +14,7 @@ import torch
 
 from fla_train.models import build_config
 from fla_train.models.configuration import DeltaProductConfig
-from fla_train.models.flops import attention_layers, conv_channels, count_parameters
+from fla_train.models.flops import conv_channels, count_parameters
 from fla_train.training.config import TrainConfig
 from fla_train.training.metrics import peak_flops
 
@@ -159,7 +159,7 @@ def step_roofline(
         *(model.num_heads, model.head_dim, model.head_v_dim),
         *(model.num_householder, model.use_forget_gate, element_size),
     )
-    recurrent = model.num_hidden_layers - attention_layers(model)
+    recurrent = model.num_hidden_layers - len(model.attention_layers)
     weights = count_parameters(model).embedding_once
     traffic = tokens * elementwise_bytes(model, element_size)
     if narrow:
@@ -193,7 +193,7 @@ def elementwise_bytes(model: DeltaProductConfig, element_size: int) -> int:
     e, layers = element_size, model.num_hidden_layers
     values = model.num_heads * model.head_v_dim
     mixer = 5 * e * conv_channels(model) + (8 if model.use_output_gate else 5) * e * values
-    blocks = 9 * e * model.intermediate_size * layers + mixer * (layers - attention_layers(model))
+    blocks = 9 * e * model.intermediate_size * layers + mixer * (layers - len(model.attention_layers))
     first = 2 * e + 3 * STREAM_BYTES  # of the first norm, which nothing is added to
     return blocks + model.hidden_size * (first + 2 * layers * (4 * e + 5 * STREAM_BYTES))
 

@@ -18,24 +18,22 @@ from fla_train.bench.implementations import Problem, make_problem, operator
 from fla_train.bench.measure import allocated, forward_backward, median_times, tolerance
 from fla_train.bench.precompile import Precompiler, Trial
 from fla_train.bench.roofline import Shape
-from fla_train.kernels.delta_product.check import relative_rms
-from fla_train.kernels.delta_product.launches import (
+from fla_train.kernels.delta_product.select import override
+from fla_train.kernels.delta_product.selfcheck import relative_rms
+from fla_train.kernels.delta_product.triton.launch_table import (
     GLUON_DIMS,
     IN_GLUON,
     MIN_TILE,
     Key,
-    Launches,
+    LaunchOptions,
     Options,
     architecture,
-    fault,
-    forced,
     lookup,
-    plain,
+    option_error,
 )
-from fla_train.kernels.delta_product.triton_split import cutting
 
-# `adjoint` comes last: in Gluon it takes the place of `gradient`, too, whose best options it has to beat.
-KERNELS = ("prepare", "state", "gradient", "adjoint")
+# `chunk_bwd_state` comes last: in Gluon it replaces `chunk_bwd_qkg`, too, whose best options it has to beat.
+KERNELS = ("chunk_prepare_wy", "chunk_fwd", "chunk_bwd_qkg", "chunk_bwd_state")
 JUDGED_TOKENS = 130  # two chunks and a rest at n_h = 1
 Timer = Callable[[Callable[[], object]], float]  # milliseconds of a function
 
@@ -60,8 +58,9 @@ class Outcome:
     def markdown(self) -> str:
         """The row of the table under `HEADER`."""
         options = ", ".join(f"{name} {value}" for name, value in self.options.items())
+        key = self.key
         return (
-            f"| {self.key.key_dim} | {self.key.value_dim} | {self.key.substeps} | {self.kernel} | {options} "
+            f"| {key.key_dim} | {key.value_dim} | {key.num_householder} | {self.kernel} | {options} "
             f"| {self.milliseconds:.3f} | {self.before:.3f} | {self.tried} | {len(self.refused)} |"
         )
 
@@ -73,7 +72,7 @@ def key_of(shape: Shape, device: torch.device) -> Key:
 
 def tune(
     shape: Shape, dtype: torch.dtype, device: torch.device, timer: Timer | None = None
-) -> Iterator[tuple[Outcome, Launches]]:
+) -> Iterator[tuple[Outcome, LaunchOptions]]:
     """Tune the row of `shape`: after each kernel its outcome, and the best options so far.
 
     Args:
@@ -85,23 +84,26 @@ def tune(
         ValueError: for a shape that the kernels do not take, or if nothing that was tried is right.
     """
     timer = timer or (lambda run: median_times({"run": run}, device, rounds=5)["run"])
-    key, best = key_of(shape, device), lookup(device, dtype, shape.key_dim, shape.value_dim, shape.substeps)
+    key = key_of(shape, device)
+    best, _ = lookup(dtype, key)
     problem = make_problem(shape, dtype, device, norm=True)
     step = partial(forward_backward, operator, problem)
-    with forced(replace(best, adjoint=plain(best.adjoint))):  # whose results judge a Gluon kernel, too
+    with override(options=without_fused(best)):  # whose results judge a Gluon kernel, too
         present = Judge(problem, step())  # a shape that cannot run fails here, not with each candidate
     judges = [
         short_judge(shape, dtype, device, gated, norm) for gated in (True, False) for norm in (True, False)
     ]
-    judges += [replace(judge, piece=1) for judge in judges]  # their kernels run under the same options
+    judges += [
+        replace(judge, segment_chunks=1) for judge in judges
+    ]  # their kernels run under the same options
     judges.append(present)
     tried = {kernel: candidates(kernel, key, getattr(best, kernel)) for kernel in KERNELS}
 
-    def time(trial: Launches) -> float:
-        with forced(trial):
+    def time(trial: LaunchOptions) -> float:
+        with override(options=trial):
             return timer(step)
 
-    def wrong(trial: Launches) -> str | None:
+    def wrong(trial: LaunchOptions) -> str | None:
         precompiler.run([judge.trial(trial) for judge in judges])
         return next(filter(None, (judge.error(trial) for judge in judges)), None)
 
@@ -114,19 +116,25 @@ def tune(
             yield outcome, best
 
 
-def trials(best: Launches, kernel: str, tried: list[Options]) -> list[Launches]:
+def trials(best: LaunchOptions, kernel: str, tried: list[Options]) -> list[LaunchOptions]:
     """The options to try of one kernel, beside the best of the others."""
-    if kernel == "gradient":  # which might not run at all beside an `adjoint` that does its work
-        best = replace(best, adjoint=plain(best.adjoint))
+    if kernel == "chunk_bwd_qkg":  # which might not run at all beside `chunk_bwd_fused`
+        best = without_fused(best)
     return [replace(best, **{kernel: options}) for options in tried]
+
+
+def without_fused(options: LaunchOptions) -> LaunchOptions:
+    """The options without `chunk_bwd_fused`."""
+    plain = {name: value for name, value in options.chunk_bwd_state.items() if name != "gluon"}
+    return replace(options, chunk_bwd_state=plain)
 
 
 def fastest(
     key: Key,
     kernel: str,
-    tried: list[Launches],
-    time: Callable[[Launches], float],
-    wrong: Callable[[Launches], str | None],
+    tried: list[LaunchOptions],
+    time: Callable[[LaunchOptions], float],
+    wrong: Callable[[LaunchOptions], str | None],
 ) -> Outcome:
     """The fastest of the trials that is right; the first is what there was before.
 
@@ -153,15 +161,15 @@ def candidates(kernel: str, key: Key, present: Options) -> list[Options]:
     widths = [width for width in (MIN_TILE, 2 * MIN_TILE) if width <= key.value_dim]
     columns = [width for width in (MIN_TILE, 2 * MIN_TILE, 4 * MIN_TILE) if width <= key.key_dim]
     axes = {
-        "prepare": {"num_warps": (4, 8), "maxnreg": (None, 168, 128)},
-        "state": {"BV": widths, "num_warps": (4, 8), "num_stages": (1, 2, 3)},
-        "adjoint": {"BV": widths, "num_warps": (4, 8), "num_stages": (1, 2, 3)},
-        "gradient": {"BV": widths, "BKO": columns, "num_warps": (4, 8), "num_stages": (1, 2, 3)},
+        "chunk_prepare_wy": {"num_warps": (4, 8), "maxnreg": (None, 168, 128)},
+        "chunk_fwd": {"BV": widths, "num_warps": (4, 8), "num_stages": (1, 2, 3)},
+        "chunk_bwd_state": {"BV": widths, "num_warps": (4, 8), "num_stages": (1, 2, 3)},
+        "chunk_bwd_qkg": {"BV": widths, "BKO": columns, "num_warps": (4, 8), "num_stages": (1, 2, 3)},
     }[kernel]
     found = [present]
     for values in product(*axes.values()):
         options = {name: x for name, x in zip(axes, values, strict=True) if x is not None}
-        if options not in found and fault(kernel, options, key.value_dim) is None:
+        if options not in found and option_error(kernel, options, key.value_dim) is None:
             found.append(options)
     if has_gluon(kernel, key) and "gluon" not in present:
         found.append(present | {"gluon": 1})  # Hopper's own kernel
@@ -172,7 +180,7 @@ def has_gluon(kernel: str, key: Key) -> bool:
     """Whether there is a kernel in Gluon for a row: of the backward pass where K = V."""
     if kernel not in IN_GLUON or not key.architecture.startswith("9.") or key.key_dim not in GLUON_DIMS:
         return False
-    return kernel == "prepare" or key.key_dim == key.value_dim
+    return kernel == "chunk_prepare_wy" or key.key_dim == key.value_dim
 
 
 @dataclass(frozen=True)
@@ -181,17 +189,17 @@ class Judge:
 
     problem: Problem
     reference: dict[str, Tensor]
-    piece: int | None = None  # chunks of the pieces that sequences are cut into; None: by their sizes
+    segment_chunks: int | None = None  # as of `select.override`
 
-    def trial(self, launches: Launches) -> Trial:
+    def trial(self, options: LaunchOptions) -> Trial:
         """What `error` runs."""
-        return Trial(self.problem.shape, self.problem.norm, launches, self.piece)
+        return Trial(self.problem.shape, self.problem.norm, options, self.segment_chunks)
 
-    def error(self, launches: Launches) -> str | None:
+    def error(self, options: LaunchOptions) -> str | None:
         """What is wrong with results under these options, None if nothing."""
         shape, dtype = self.problem.shape, self.problem.q.dtype
         try:
-            with forced(launches), cutting(self.piece):
+            with override(options=options, segment_chunks=self.segment_chunks):
                 results = forward_backward(operator, self.problem)
         except Exception as failure:
             return _first_line(failure)
@@ -199,14 +207,14 @@ class Judge:
             off = relative_rms(results[name], expected)
             if not off <= tolerance(name, dtype):  # a NaN is wrong
                 case = f"{'gate' if shape.gated else 'no gate'}, {'norm' if self.problem.norm else 'no norm'}"
-                return f"{name} is off by {off:.1e} ({case}{', in pieces' if self.piece else ''})"
+                return f"{name} is off by {off:.1e} ({case}{', in segments' if self.segment_chunks else ''})"
         return None
 
 
 def short_judge(shape: Shape, dtype: torch.dtype, device: torch.device, gated: bool, norm: bool) -> Judge:
     """By the fp64 recurrence on a short sequence.
 
-    Programs that walk over chunks have one each there. Where they have many, on the timed problem, what the
+    Programs that go through chunks have one each there. Where they have many, on the timed problem, what the
     options before compute stands in for the recurrence.
     """
     short = replace(shape, batch=1, tokens=JUDGED_TOKENS, heads=2, gated=gated)

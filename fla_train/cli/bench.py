@@ -2,7 +2,7 @@
 
 `fla-bench tune` makes the operator faster on it.
 
-    fla-bench kernels                                         # the shapes of docs/kernels.md on a GPU
+    fla-bench kernels                                         # the shapes of docs/dev/kernels.md on a GPU
     fla-bench kernels --batch 2 --tokens 1024 --heads 4 --head-dim 64 --substeps 1 2 --peers
     fla-bench decode --heads 512 2048 --substeps 1 2          # one token, beside a copy of the states
     fla-bench fused_ops --peers                               # convolution, norms, SwiGLU, gates, loss
@@ -56,13 +56,13 @@ def _kernels(request: argparse.Namespace) -> dict:
 
     sizes = ("batch", "tokens", "heads", "head_dim", "rounds")
     _check_sizes({name: getattr(request, name) for name in sizes})
-    if min(*request.substeps, request.value_dim or 1, *(request.recompute or [1])) < 1:
-        raise ValueError("--substeps, --value-dim and --recompute must be at least 1")
+    if min(*request.substeps, request.value_dim or 1) < 1:
+        raise ValueError("--substeps and --value-dim must be at least 1")
     device, dtype = _place(request)
     if request.graphs and device.type != "cuda":
         raise ValueError("--graphs needs a GPU: leave it out here")
     backends = list(dict.fromkeys(resolve_backend(name, device) for name in request.backends or ["auto"]))
-    implementations = ours(backends, [] if request.recompute is None else [True, *request.recompute])
+    implementations = ours(backends, request.recompute)
     if request.peers:
         found, missing = peers(device)
         implementations += found
@@ -172,7 +172,8 @@ def _tune(request: argparse.Namespace) -> None:
     from fla_train.bench.roofline import Shape
     from fla_train.bench.tune import HEADER, key_of, tune
     from fla_train.kernels.delta_product import resolve_backend
-    from fla_train.kernels.delta_product.launches import read_table, user_file, write_table
+    from fla_train.kernels.delta_product.select import clear_caches
+    from fla_train.kernels.delta_product.triton.launch_table import read_table, user_file, write_table
 
     dims = [*request.head_dim, request.value_dim or 1, *request.substeps]
     if min(request.batch, request.tokens, request.heads, *dims) < 1:
@@ -188,12 +189,13 @@ def _tune(request: argparse.Namespace) -> None:
         for substeps in request.substeps:
             sizes = (request.batch, request.tokens, request.heads, head_dim, value_dim, substeps)
             shape = Shape(*sizes, gated=True, element_size=dtype.itemsize)
-            for outcome, launches in tune(shape, dtype, device):
+            for outcome, options in tune(shape, dtype, device):
                 print(outcome.markdown(), flush=True)
                 for line in outcome.refused:
                     print(f"refused: {outcome.kernel} {line}", file=sys.stderr)
-                table[key_of(shape, device)] = launches
+                table[key_of(shape, device)] = options
             write_table(file, table, describe_environment(str(device)))
+            clear_caches()
 
 
 def _train_config(overrides: Sequence[str]):

@@ -39,10 +39,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     kernels.add_argument(
         "--recompute",
-        type=int,
-        nargs="*",
-        metavar="TOKENS",
-        help="also ours with nothing but inputs kept for the backward, and with a state every so many tokens",
+        action="store_true",
+        help="also ours with nothing but the inputs kept for the backward pass",
     )
     decode = commands.add_parser("decode", help="the operator's step of one token")
     decode.add_argument("--heads", type=int, nargs="+", default=[256, 512, 2048, 8192], help="B x H")

@@ -1,9 +1,10 @@
-"""`fla-doctor`: what this machine has, and whether each backend of the operator is right on it.
+"""`fla-doctor`: the environment, whether each backend of the operator is right here, and which kernels run.
 
-    fla-doctor               # environment, then every backend that can run here
-    fla-doctor --verbose     # every comparison
+    fla-doctor                                # environment, checks of all backends, kernels of a 340M model
+    fla-doctor --verbose                      # every comparison
+    fla-doctor --shape 4 8192 16 128 128 1    # kernels for another shape: B T H K V N
 
-Exit code 0: every backend that can run here is right. 1: one is not; training refuses to start on it.
+Exit status 0: every backend that can run here is right. 1: one is not; training refuses to start on it.
 """
 
 import argparse
@@ -17,30 +18,34 @@ from dataclasses import replace
 import torch
 
 from fla_train.bench import precompile
-from fla_train.kernels.delta_product.check import CASES, Case, CheckReport, check_backend
+from fla_train.kernels.delta_product import resolve_backend
+from fla_train.kernels.delta_product.select import select_kernel
+from fla_train.kernels.delta_product.selfcheck import CASES, Case, CheckReport, check_backend
 from fla_train.utils.environment import describe_environment
 
 Combination = tuple[str, str, torch.dtype]  # backend, device, dtype of q, k and v
+SHAPE = ("batch", "tokens", "heads", "key_dim", "value_dim", "num_householder")
+MODEL_340M = (16, 2048, 8, 128, 128, 2)  # a micro-batch of model=gated_delta_product/340m
 
 
 def checks() -> list[Combination]:
     """The (backend, device, dtype) combinations to check on this machine, in the order of use."""
     both = (torch.float32, torch.bfloat16)
-    combinations = [(name, "cpu", dtype) for name in ("recurrent", "chunked") for dtype in both]
+    combinations = [(name, "cpu", dtype) for name in ("recurrent", "chunk") for dtype in both]
     if torch.cuda.is_available():
-        combinations += [(name, "cuda", dtype) for name in ("triton", "chunked") for dtype in both]
+        combinations += [(name, "cuda", dtype) for name in ("triton", "chunk") for dtype in both]
     return combinations
 
 
 def compiled_cases(dtype: torch.dtype) -> list[Case]:
-    """Of float32, which compiles slowest, without the busy device: it has no other code there."""
+    """The cases for Triton; in float32 the busy ones run no other kernel, and it compiles slowest."""
     return [case for case in CASES if dtype.itemsize == 2 or not case.busy]
 
 
 def run_checks(
     combinations: Sequence[Combination], processes: int = precompile.PROCESSES
 ) -> Iterator[CheckReport]:
-    """The reports in order. Compiling takes the time of Triton's cases, so each has a process of its own."""
+    """The reports in order. Each of Triton's cases runs in a process, because compiling takes its time."""
     torch.set_num_threads(1)
     with precompile.pool(processes) as pool:
         compiled = {
@@ -66,7 +71,7 @@ def merge(parts: Sequence[CheckReport]) -> CheckReport:
 
 
 def environment_lines() -> list[str]:
-    """Versions, devices and the tools that a training run may need."""
+    """Versions, devices, and the tools that a training run may need."""
     found = describe_environment("cuda" if torch.cuda.is_available() else "cpu")
     versions = ", ".join(f"{name} {number or 'MISSING'}" for name, number in found["packages"].items())
     lines = [
@@ -79,55 +84,71 @@ def environment_lines() -> list[str]:
         "GPU          none: training runs on the CPU"
     ]
     if torch.cuda.is_available():
-        lines.append(f"CUDA         {torch.version.cuda}, ptxas {_ptxas()}")
+        from triton import knobs
+
+        ptxas = knobs.nvidia.ptxas  # Triton's own, or that of TRITON_PTXAS_PATH
+        lines.append(f"CUDA         {torch.version.cuda}, ptxas {ptxas.version} ({ptxas.path})")
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     lines.append(f"C compiler   {compiler or 'MISSING: Triton needs one to launch kernels'}")
     return lines
 
 
-def _ptxas() -> str:
-    """The assembler that Triton will use: its own, or that of TRITON_PTXAS_PATH.
+def kernel_lines(shape: Sequence[int], device: str) -> list[str]:
+    """What `select_kernel` decides on a device for bfloat16 inputs of a shape (B, T, H, K, V, N), and why."""
+    sizes = dict(zip(SHAPE, shape, strict=True))
+    named = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    lines = select_kernel(device, torch.bfloat16, **sizes).explain()
+    if device == "cpu":
+        lines.insert(0, "a CPU runs the chunk backend: these are the kernels of Triton's interpreter")
+    return [f"Triton's kernels for {named}", *(f"  {line}" for line in lines)]
 
-    Neither old nor new versions are right as such (docs/kernels.md, "Compilers"): the comparisons tell.
-    """
-    from triton import knobs
 
-    return f"{knobs.nvidia.ptxas.version} ({knobs.nvidia.ptxas.path})"
-
-
-def main() -> None:
-    """Console command."""
+def build_parser() -> argparse.ArgumentParser:
+    """The command's options."""
     parser = argparse.ArgumentParser(
         prog="fla-doctor", description="Check this machine and the operator's backends."
     )
     parser.add_argument("--verbose", action="store_true", help="print every comparison")
-    arguments = parser.parse_args()
-    for line in environment_lines():
+    parser.add_argument(
+        "--shape",
+        type=int,
+        nargs=len(SHAPE),
+        metavar=("B", "T", "H", "K", "V", "N"),
+        default=MODEL_340M,
+        help="print which kernels run, and why, for so many sequences, tokens, heads, key and value channels "
+        f"and Householder steps (default: {' '.join(map(str, MODEL_340M))}, a 340M model)",
+    )
+    return parser
+
+
+def main() -> None:
+    """Console command."""
+    parser = build_parser()
+    request = parser.parse_args()
+    if min(request.shape) < 1:
+        parser.error("--shape takes numbers of at least 1")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for line in [*environment_lines(), "", *kernel_lines(request.shape, device)]:
         print(line)
-    print(f"\nBackends against the fp64 recurrence (default here: {_default()})")
+    default = os.environ.get("FLA_TRAIN_BACKEND") or resolve_backend("auto", torch.device(device))
+    print(f"\nBackends against the fp64 recurrence (default here: {default})")
     start = time.perf_counter()
     reports = []
     for report in run_checks(checks()):
         reports.append(report)
-        print_report(report, arguments.verbose)
+        print_report(report, request.verbose)
     bad = [report for report in reports if not report.ok]
     seconds = time.perf_counter() - start
     if bad:
         names = ", ".join(sorted({f"{r.backend} on {r.device}" for r in bad}))
-        print(f"\nNOT READY ({seconds:.0f} s): {names} is wrong on this machine; {_remedy(bad)}")
+        remedy = "set another model.backend"
+        if any(report.backend == "triton" for report in bad):
+            remedy += (
+                ", or another assembler for Triton, TRITON_PTXAS_PATH=.../ptxas (12.8 and 13.5 were right)"
+            )
+        print(f"\nNOT READY ({seconds:.0f} s): {names} is wrong on this machine; {remedy}")
         sys.exit(1)
     print(f"\nREADY: {len(reports)} checks passed in {seconds:.0f} s")
-
-
-def _remedy(bad: Sequence[CheckReport]) -> str:
-    other = "set another model.backend"
-    if all(report.backend != "triton" for report in bad):
-        return other
-    return f"{other}, or another assembler for Triton, TRITON_PTXAS_PATH=.../ptxas (12.8 and 13.5 were right)"
-
-
-def _default() -> str:
-    return os.environ.get("FLA_TRAIN_BACKEND") or ("triton" if torch.cuda.is_available() else "chunked")
 
 
 def print_report(report: CheckReport, verbose: bool) -> None:

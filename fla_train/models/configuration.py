@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from fla_train.kernels.delta_product import BACKENDS, is_recompute
+from fla_train.kernels.delta_product import known_backend, known_recompute
 from fla_train.models.auto import LazyModelConfig
 
 MACHINE_KEYS = ("backend", "recompute_operator")
@@ -25,8 +25,8 @@ class DeltaProductConfig(LazyModelConfig):
     steps per token. `intermediate_size=None` becomes 256 * ceil(int(hidden_size * hidden_ratio * 2/3) / 256).
     `attn` turns some layers into softmax attention: `{"layers": [3, 7], "num_heads": 8, "num_kv_heads": 8,
     "window_size": None, "rope_theta": 10000.0}`, of which the first two keys are required. `backend` chooses
-    the operator's backend, and `recompute_operator` lets it keep its inputs only (True), or a state every so
-    many tokens; both describe the machine, so `save_pretrained` does not write them.
+    the operator's backend; with `recompute_operator` its forward pass keeps only the inputs. Both describe
+    the machine, so `save_pretrained` does not write them.
 
     Raises:
         ValueError: listing every error at once.
@@ -60,7 +60,7 @@ class DeltaProductConfig(LazyModelConfig):
     eos_token_id: int | None = None
     pad_token_id: int | None = None
     backend: str = "auto"
-    recompute_operator: bool | int = False
+    recompute_operator: bool | int = False  # an int, of earlier versions, means True
 
     def __post_init__(self, **kwargs: Any) -> None:
         if errors := self._errors():
@@ -68,8 +68,8 @@ class DeltaProductConfig(LazyModelConfig):
         if self.intermediate_size is None:
             self.intermediate_size = 256 * math.ceil(int(self.hidden_size * self.hidden_ratio * 2 / 3) / 256)
         if self.attn is not None:
-            deerrors = {"num_kv_heads": None, "window_size": None, "rope_theta": 10000.0}
-            self.attn = deerrors | dict(self.attn)
+            defaults = {"num_kv_heads": None, "window_size": None, "rope_theta": 10000.0}
+            self.attn = defaults | dict(self.attn)
             self.attn["layers"] = sorted(set(self.attn["layers"]))
             self.attn["num_kv_heads"] = self.attn["num_kv_heads"] or self.attn["num_heads"]
         super().__post_init__(**kwargs)
@@ -94,7 +94,7 @@ class DeltaProductConfig(LazyModelConfig):
         """The kind of each layer by transformers' names, such as "linear_attention"."""
         attention = "full_attention" if self.sliding_window is None else "sliding_attention"
         layers = range(self.num_hidden_layers)
-        return [attention if self.is_attention_layer(i) else "linear_attention" for i in layers]
+        return [attention if i in self.attention_layers else "linear_attention" for i in layers]
 
     @property
     def sliding_window(self) -> int | None:
@@ -111,10 +111,6 @@ class DeltaProductConfig(LazyModelConfig):
     def number_of_conv_states(self) -> int:
         """Convolutions of a mixer: q, k and v. A name that caches read."""
         return 3
-
-    def is_attention_layer(self, layer: int) -> bool:
-        """Whether layer `layer` is softmax attention instead of the recurrence."""
-        return layer in self.attention_layers
 
     def to_diff_dict(self) -> dict[str, Any]:
         """What `save_pretrained` writes: everything but the machine's choices."""
@@ -137,13 +133,11 @@ class DeltaProductConfig(LazyModelConfig):
         ]
         if self.hidden_act != "silu" and not _is_activation(self.hidden_act):
             errors.append(f"hidden_act {self.hidden_act!r} is unknown, use 'silu'")
-        if self.backend not in ("auto", *BACKENDS):
-            errors.append(f"backend {self.backend!r} is unknown, use auto, {', '.join(BACKENDS)}")
-        if not is_recompute(self.recompute_operator):
-            errors.append(
-                "recompute_operator must be false, true or a number of tokens >= 1, "
-                f"got {self.recompute_operator!r}"
-            )
+        for name, known in (("backend", known_backend), ("recompute_operator", known_recompute)):
+            try:
+                setattr(self, name, known(getattr(self, name), name))
+            except ValueError as error:
+                errors.append(str(error))
         if not errors and self.head_v_dim < 1:
             errors.append(f"head_dim * expand_v must be >= 1, got {self.head_dim} * {self.expand_v}")
         if errors or self.attn is None:
@@ -199,7 +193,7 @@ def config_fields() -> dict[str, dataclasses.Field]:
 
 
 def model_schema() -> type:
-    """A dataclass with the fields, types and deerrors of `DeltaProductConfig`, for Hydra's `model` node.
+    """A dataclass with the fields, types and defaults of `DeltaProductConfig`, for Hydra's `model` node.
 
     There `vocab_size` may be null: a run takes its tokenizer's.
     """

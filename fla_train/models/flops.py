@@ -1,7 +1,7 @@
-"""Count parameters, training FLOPs and memory of a model from its config, without building it.
+"""Count parameters, training FLOPs and training memory of a model from its config, without building it.
 
-Parameter counts are exact (a test compares them with the module); FLOPs
-count the algorithm's own matmuls, two per multiply-add, without recomputation; memory is an estimate.
+Parameter counts are exact (a test compares them with the module). FLOPs count the algorithm's matmuls, two
+per multiply-add, without recomputation. Memory is an estimate.
 """
 
 from dataclasses import dataclass
@@ -29,13 +29,9 @@ class ParameterCount:
         return self.body + self.embedding
 
     @property
-    def with_untied_head(self) -> int:
-        return self.body + 2 * self.embedding
-
-    @property
     def total(self) -> int:
         """What the model holds: the head counts unless it is the embedding."""
-        return self.embedding_once if self.tied else self.with_untied_head
+        return self.body + (1 if self.tied else 2) * self.embedding
 
 
 @dataclass(frozen=True)
@@ -55,13 +51,15 @@ class TrainingMemory:
 def count_parameters(model: "DeltaProductConfig | PreTrainedModel") -> ParameterCount:
     """Count the parameters of a config of ours without building it, or those that any model holds."""
     if not isinstance(model, DeltaProductConfig):
-        return _count_held(model)
+        table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+        tied = head is None or head.weight is table
+        held = sum(p.numel() for p in model.parameters())
+        return ParameterCount(held - (1 if tied else 2) * table.numel(), table.numel(), tied)
     config = model
-    matmuls = _block_matmuls(config)
-    body = sum(matmuls) + config.hidden_size * (2 * config.num_hidden_layers + 1)
+    body = _block_matmuls(config) + config.hidden_size * (2 * config.num_hidden_layers + 1)
     mixer_rest = config.head_v_dim + 2 * config.num_heads * config.use_forget_gate
     mixer_rest += config.conv_size * conv_channels(config)
-    body += mixer_rest * (config.num_hidden_layers - attention_layers(config))
+    body += mixer_rest * (config.num_hidden_layers - len(config.attention_layers))
     return ParameterCount(body, config.vocab_size * config.hidden_size, config.tie_word_embeddings)
 
 
@@ -78,8 +76,8 @@ def flops_per_token(config: DeltaProductConfig, seq_len: int) -> float:
     Softmax attention costs 4 * hidden_size per visible key forward and twice that backward, with causality
     counted.
     """
-    weights = sum(_block_matmuls(config)) + config.vocab_size * config.hidden_size
-    attention = attention_layers(config)
+    weights = _block_matmuls(config) + config.vocab_size * config.hidden_size
+    attention = len(config.attention_layers)
     recurrent = config.num_hidden_layers - attention
     n, k, v, m = config.num_householder, config.head_dim, config.head_v_dim, CHUNK
     forward = n * (2 * m * (k + v) + 4 * k * v + m * m / 3) + 2 * k * v + 2 * m * (k + v)
@@ -91,20 +89,6 @@ def flops_per_token(config: DeltaProductConfig, seq_len: int) -> float:
         keys = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len  # mean over positions
         flops += attention * 12 * config.hidden_size * keys
     return flops
-
-
-def state_bytes_per_sequence(config: DeltaProductConfig, context: int = 0, element_size: int = 2) -> int:
-    """Bytes of one sequence's cache: states (fp32), conv inputs, a hybrid's keys and values of `context`."""
-    attention = attention_layers(config)
-    state = 4 * config.num_heads * config.head_dim * config.head_v_dim
-    conv = element_size * (config.conv_size - 1) * conv_channels(config)
-    total = (config.num_hidden_layers - attention) * (state + conv)
-    if attention:
-        window = config.attn["window_size"]
-        kept = context if window is None else min(context, window - 1)
-        kv_size = config.attn["num_kv_heads"] * (config.hidden_size // config.attn["num_heads"])
-        total += attention * 2 * element_size * kv_size * kept
-    return total
 
 
 def training_memory_bytes(
@@ -145,11 +129,6 @@ def training_memory_bytes(
     )
 
 
-def attention_layers(config: DeltaProductConfig) -> int:
-    """Number of softmax attention layers."""
-    return 0 if config.attn is None else len(config.attn["layers"])
-
-
 def conv_channels(config: DeltaProductConfig) -> int:
     """Channels of q, k and v that pass a short convolution, 0 without it."""
     if not config.use_short_conv:
@@ -158,24 +137,14 @@ def conv_channels(config: DeltaProductConfig) -> int:
     return config.num_heads * (k + n * (k + v))
 
 
-def _count_held(model: "PreTrainedModel") -> ParameterCount:
-    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    tied = head is None or head.weight is table
-    held = sum(p.numel() for p in model.parameters())
-    return ParameterCount(held - (1 if tied else 2) * table.numel(), table.numel(), tied)
-
-
-def _block_matmuls(config: DeltaProductConfig) -> list[int]:
-    """Elements of the matmul weights of each block."""
+def _block_matmuls(config: DeltaProductConfig) -> int:
+    """Elements of the matmul weights of all blocks."""
     hidden, heads, n = config.hidden_size, config.num_heads, config.num_householder
     k, v = config.head_dim, config.head_v_dim
     mlp = 3 * hidden * config.intermediate_size
     outputs = k + n * (k + v + 1) + config.use_forget_gate + v * config.use_output_gate + v
-    mixer = hidden * heads * outputs
-    attention = 0
-    if config.attn is not None:
-        attention = 2 * hidden * hidden * (1 + config.attn["num_kv_heads"] / config.attn["num_heads"])
-    return [
-        mlp + (int(attention) if config.is_attention_layer(layer) else mixer)
-        for layer in range(config.num_hidden_layers)
-    ]
+    total = config.num_hidden_layers * (mlp + hidden * heads * outputs)
+    for _ in config.attention_layers:
+        kv_share = config.attn["num_kv_heads"] / config.attn["num_heads"]
+        total += int(2 * hidden * hidden * (1 + kv_share)) - hidden * heads * outputs
+    return total

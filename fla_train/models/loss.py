@@ -13,11 +13,6 @@ def next_tokens(labels: Tensor) -> Tensor:
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
 
 
-def count_targets(labels: Tensor) -> Tensor:
-    """Targets in labels [B, T] after the shift (scalar); a global batch's sum is `num_items_in_batch`."""
-    return (labels[:, 1:] != IGNORE).sum()
-
-
 def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """-log softmax(hidden @ weight^T)[target] for each row, in fp32 and without gradients; 0 at IGNORE.
 

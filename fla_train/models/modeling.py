@@ -47,7 +47,7 @@ class Block(GradientCheckpointingLayer):
     def __init__(self, config: DeltaProductConfig, layer: int) -> None:
         super().__init__()
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        mixer = HybridAttention if config.is_attention_layer(layer) else DeltaProductMixer
+        mixer = HybridAttention if layer in config.attention_layers else DeltaProductMixer
         self.attn = mixer(config, layer)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act)

@@ -8,7 +8,7 @@ import torch
 
 from fla_train.data.cache import PreparedData, find_prepared
 from fla_train.data.prepare import prepare
-from fla_train.kernels.delta_product.check import check_backend, model_cases
+from fla_train.kernels.delta_product.selfcheck import check_backend, model_cases
 from fla_train.training import checkpoint, worker
 from fla_train.training.agent import WorkersFailed, run_workers
 from fla_train.training.config import (

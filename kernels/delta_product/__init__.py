@@ -1,13 +1,14 @@
-"""The one operator of fla_train: the (gated) delta-product recurrence over sequences, and its single step."""
+"""`delta_product`: the (gated) delta-product recurrence over sequences, and its one-token step."""
 
-from fla_train.kernels.delta_product.check import CheckReport, check_backend
-from fla_train.kernels.delta_product.contract import (
+from fla_train.kernels.delta_product.interface import (
     BACKENDS,
     delta_product,
     delta_product_step,
-    is_recompute,
+    known_backend,
+    known_recompute,
     resolve_backend,
 )
+from fla_train.kernels.delta_product.selfcheck import CheckReport, check_backend
 
 __all__ = [
     "BACKENDS",
@@ -15,6 +16,7 @@ __all__ = [
     "check_backend",
     "delta_product",
     "delta_product_step",
-    "is_recompute",
+    "known_backend",
+    "known_recompute",
     "resolve_backend",
 ]

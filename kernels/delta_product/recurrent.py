@@ -1,13 +1,16 @@
-"""The definition of the operator, token by token in plain PyTorch; every other backend is tested against it.
+"""The `recurrent` backend: the operator's definition, token by token in PyTorch, and the reference in tests.
 
-Slow, and memory hungry under autograd, which keeps a state per sub-step. It uses elementwise operations and
-sums only, so that autocast leaves it alone.
+It is slow, and autograd keeps a state per Householder step. It has elementwise operations and sums only,
+which autocast does not change.
 """
+
+from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from fla_train.kernels.delta_product.contract import compute_dtype, l2norm
+from fla_train.kernels.delta_product.interface import compute_dtype, l2norm
 
 
 def recurrent_delta_product(
@@ -24,18 +27,20 @@ def recurrent_delta_product(
     qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`delta_product` on validated inputs; shapes and dtypes as there. Autograd gives the gradients."""
-    if cu_seqlens is None:
-        o, state = _run(q, k, v, beta, g, initial_state, scale, qk_l2norm)
-    else:
-        lengths = cu_seqlens.diff().tolist()
-        documents = [
-            x.split(lengths, dim=1) if x is not None else [None] * len(lengths) for x in (q, k, v, beta, g)
-        ]
-        states = initial_state.split(1) if initial_state is not None else [None] * len(lengths)
-        runs = [_run(*x, scale, qk_l2norm) for x in zip(*documents, states, strict=True)]
-        o = torch.cat([o for o, _ in runs], dim=1)
-        state = torch.cat([state for _, state in runs])
-    return o, state if output_final_state else None
+    if initial_state is None:
+        sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+        initial_state = beta.new_zeros(sequences, *q.shape[2:], v.shape[-1])
+    step = partial(recurrent_step, scale=scale, qk_l2norm=qk_l2norm)
+    bounds, states = [0, q.shape[1]], [initial_state]
+    if cu_seqlens is not None:
+        bounds, states = cu_seqlens.tolist(), list(initial_state.split(1))
+    outputs = []
+    for s, (start, end) in enumerate(pairwise(bounds)):
+        for t in range(start, end):
+            gate = None if g is None else g[:, t]
+            o, states[s] = step(q[:, t], k[:, t], v[:, t], beta[:, t], gate, state=states[s])
+            outputs.append(o)
+    return torch.stack(outputs, dim=1), torch.cat(states) if output_final_state else None
 
 
 def recurrent_step(
@@ -62,26 +67,3 @@ def recurrent_step(
         state = state + key * error.unsqueeze(-2)
     o = scale * (q.unsqueeze(-1) * state).sum(-2)
     return o.to(dtype), state.to(kept)
-
-
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    g: Tensor | None,
-    state: Tensor | None,
-    scale: float,
-    qk_l2norm: bool,
-) -> tuple[Tensor, Tensor]:
-    """Every token of equally long sequences; returns o [B, T, H, V] and the state [B, H, K, V]."""
-    (batch, tokens, heads, key_dim), value_dim = q.shape, v.shape[-1]
-    if state is None:
-        state = q.new_zeros(batch, heads, key_dim, value_dim, dtype=compute_dtype(q))
-    outputs = []
-    for t in range(tokens):
-        gate = None if g is None else g[:, t]
-        step = q[:, t], k[:, t], v[:, t], beta[:, t], gate
-        o, state = recurrent_step(*step, state=state, scale=scale, qk_l2norm=qk_l2norm)
-        outputs.append(o)
-    return torch.stack(outputs, dim=1) if outputs else v.new_empty(batch, 0, heads, value_dim), state

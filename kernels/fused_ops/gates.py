@@ -60,9 +60,7 @@ def recurrence_gates(
 
 class _Gates(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, b: Tensor, a: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None, beta_max: float
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx, b, a, A_log, dt_bias, beta_max):
         b, a, A_log, dt_bias = (x if x is None else x.contiguous() for x in (b, a, A_log, dt_bias))
         beta = torch.empty_like(b, dtype=torch.float32)
         g = None if a is None else torch.empty_like(a, dtype=torch.float32)
@@ -73,7 +71,7 @@ class _Gates(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dbeta: Tensor, dg: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx, dbeta, dg):
         b, a, A_log, dt_bias = ctx.saved_tensors
         db, da, dparameters = torch.empty_like(b), None, None
         if a is not None:
@@ -133,15 +131,8 @@ def _sizes(b: Tensor, a: Tensor | None) -> tuple[int, dict[str, Any]]:
     columns, heads = b.shape[-1], 1 if a is None else a.shape[-1]
     block = next_power_of_2(columns)
     tile_rows, rows = max(1, TILE // block), b.numel() // columns
-    return ceil_div(rows, tile_rows), {
-        "n_rows": rows,
-        "S": columns,
-        "H": heads,
-        "BR": tile_rows,
-        "BS": block,
-        "BH": next_power_of_2(heads),
-        "GATED": a is not None,
-    }
+    sizes = dict(n_rows=rows, S=columns, H=heads, BR=tile_rows, BS=block, BH=next_power_of_2(heads))
+    return ceil_div(rows, tile_rows), sizes | {"GATED": a is not None}
 
 
 @triton.jit

@@ -5,8 +5,6 @@ Triton: a tile is BR whole rows. The forward kernel reads each row once; the bac
 registers. `torch.sum` adds the parts, in an order that depends on the device but is the same in every run.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -91,15 +89,7 @@ def _resolve(backend: str, x: Tensor, weight: Tensor, name: str, other: Tensor |
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        gate: Tensor | None,
-        residual: Tensor | None,
-        eps: float,
-        dtype: torch.dtype | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx, x, weight, gate, residual, eps, dtype):
         x, weight = x.contiguous(), weight.contiguous()
         gate = None if gate is None else gate.contiguous()
         total = None
@@ -117,7 +107,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx, dy, dtotal):
         x, weight, gate = ctx.saved_tensors
         dy = torch.zeros_like(x) if dy is None else dy.contiguous()
         dtotal = None if dtotal is None else dtotal.contiguous()

@@ -111,7 +111,7 @@ def _last_inputs(x: Tensor, count: int) -> Tensor:
 
 class _ShortConvolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, position_in_document: Tensor | None) -> Tensor:
+    def forward(ctx, x, weight, position_in_document):
         x, weight = x.contiguous(), weight.contiguous()
         position_in_document = None if position_in_document is None else position_in_document.contiguous()
         y = torch.empty_like(x)
@@ -121,7 +121,7 @@ class _ShortConvolution(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx, dy):
         x, weight, position_in_document = ctx.saved_tensors
         dx = torch.empty_like(x)
         dweight = torch.empty_like(weight, dtype=torch.float32)
@@ -158,17 +158,10 @@ def _launch(
     """Grid (channel blocks fastest) and the arguments that both kernels share."""
     (batch, length, channels), (tokens, rows, block, warps) = x.shape, config
     n_blocks = batch * ceil_div(length, tokens)
-    sizes = {
-        "T": length,
-        "n_blocks": n_blocks,
-        "D": channels,
-        "W": weight.shape[-1],
-        "L": tokens,
-        "BR": rows,
-        "BD": block,
-        "PACKED": position_in_document is not None,
-        "num_warps": warps,
-    }
+    sizes = dict(
+        T=length, n_blocks=n_blocks, D=channels, W=weight.shape[-1], L=tokens, BR=rows, BD=block,
+        PACKED=position_in_document is not None, num_warps=warps,
+    )  # fmt: skip
     return (ceil_div(n_blocks, rows) * ceil_div(channels, block),), sizes
 
 
@@ -179,6 +172,17 @@ def load_tap(weight, o_d, shift: tl.constexpr, D: tl.constexpr, W: tl.constexpr)
     if shift < W:
         b_w += tl.load(weight + o_d * W + (W - 1 - shift), mask=o_d < D, other=0.0).to(tl.float32)
     return b_w[None, :]
+
+
+@triton.jit
+def load_taps(weight, o_d, D: tl.constexpr, W: tl.constexpr):
+    """The weights of the inputs 0, 1, 2 and 3 tokens back."""
+    return (
+        load_tap(weight, o_d, 0, D, W),
+        load_tap(weight, o_d, 1, D, W),
+        load_tap(weight, o_d, 2, D, W),
+        load_tap(weight, o_d, 3, D, W),
+    )
 
 
 @triton.jit
@@ -203,14 +207,9 @@ def load_group(p, o_row, o_t, o_end, o_d, D: tl.constexpr):
 def widen(b_x3, b_x2, b_x1, b_g0, b_g1, b_g2, b_g3):
     """Past inputs and a group in fp32, in order of time."""
     return (
-        b_x3.to(tl.float32),
-        b_x2.to(tl.float32),
-        b_x1.to(tl.float32),
-        b_g0.to(tl.float32),
-        b_g1.to(tl.float32),
-        b_g2.to(tl.float32),
-        b_g3.to(tl.float32),
-    )
+        b_x3.to(tl.float32), b_x2.to(tl.float32), b_x1.to(tl.float32), b_g0.to(tl.float32),
+        b_g1.to(tl.float32), b_g2.to(tl.float32), b_g3.to(tl.float32),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -236,10 +235,10 @@ def reached(b_x, b_n, shift: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def convolve(b_x0, b_x1, b_x2, b_x3, b_w0, b_w1, b_w2, b_w3, b_n, PACKED: tl.constexpr):
-    """The pre-activation of tokens b_x0 with those 1, 2 and 3 places back."""
-    b_z = b_x0 * b_w0 + reached(b_x1 * b_w1, b_n, 1, PACKED)
-    return b_z + reached(b_x2 * b_w2, b_n, 2, PACKED) + reached(b_x3 * b_w3, b_n, 3, PACKED)
+def convolve(b_xs, j: tl.constexpr, b_ws, b_n, PACKED: tl.constexpr):
+    """The pre-activation of token `j` of a group, whose inputs and the three before are b_xs."""
+    b_z = b_xs[j + 3] * b_ws[0] + reached(b_xs[j + 2] * b_ws[1], b_n, 1, PACKED)
+    return b_z + reached(b_xs[j + 1] * b_ws[2], b_n, 2, PACKED) + reached(b_xs[j] * b_ws[3], b_n, 3, PACKED)
 
 
 @triton.jit
@@ -261,8 +260,7 @@ def forward_kernel(
     PACKED: tl.constexpr,
 ):  # fmt: skip
     o_row, o_t, o_end, o_d = program_tile(T, n_blocks, D, L, BR, BD)
-    b_w0, b_w1 = load_tap(weight, o_d, 0, D, W), load_tap(weight, o_d, 1, D, W)
-    b_w2, b_w3 = load_tap(weight, o_d, 2, D, W), load_tap(weight, o_d, 3, D, W)
+    b_ws = load_taps(weight, o_d, D, W)
     b_x3 = load_tokens(x, o_row, o_t - 3, o_end, o_d, D)
     b_x2 = load_tokens(x, o_row, o_t - 2, o_end, o_d, D)
     b_x1 = load_tokens(x, o_row, o_t - 1, o_end, o_d, D)
@@ -274,9 +272,7 @@ def forward_kernel(
         b_g0, b_g1, b_g2, b_g3 = load_group(x, o_row, o_t + i + GROUP, o_stop, o_d, D)
         for j in tl.static_range(GROUP):
             b_n = load_positions(position_in_document, o_t + i + j, o_stop, PACKED)
-            b_z = convolve(
-                b_xs[j + 3], b_xs[j + 2], b_xs[j + 1], b_xs[j], b_w0, b_w1, b_w2, b_w3, b_n, PACKED
-            )
+            b_z = convolve(b_xs, j, b_ws, b_n, PACKED)
             store_tokens(y, b_z * tl.sigmoid(b_z), o_row, o_t + i + j, o_stop, o_d, D)
 
 
@@ -290,8 +286,7 @@ def backward_kernel(
 ):  # fmt: skip
     """With dz the gradient of the pre-activation: dx_t = sum_s w_s dz_{t+s} and dw_s = sum_t dz_t x_{t-s}."""
     o_row, o_t, o_end, o_d = program_tile(T, n_blocks, D, L, BR, BD)
-    b_w0, b_w1 = load_tap(weight, o_d, 0, D, W), load_tap(weight, o_d, 1, D, W)
-    b_w2, b_w3 = load_tap(weight, o_d, 2, D, W), load_tap(weight, o_d, 3, D, W)
+    b_ws = load_taps(weight, o_d, D, W)
     b_x3 = load_tokens(x, o_row, o_t - 3, o_end, o_d, D)
     b_x2 = load_tokens(x, o_row, o_t - 2, o_end, o_d, D)
     b_x1 = load_tokens(x, o_row, o_t - 1, o_end, o_d, D)
@@ -309,18 +304,16 @@ def backward_kernel(
         b_dy0, b_dy1, b_dy2, b_dy3 = load_group(dy, o_row, o_t + i + GROUP, o_stop, o_d, D)
         for j in tl.static_range(GROUP):
             b_n = load_positions(position_in_document, o_t + i + j, o_stop, PACKED)
-            b_z = convolve(
-                b_xs[j + 3], b_xs[j + 2], b_xs[j + 1], b_xs[j], b_w0, b_w1, b_w2, b_w3, b_n, PACKED
-            )
+            b_z = convolve(b_xs, j, b_ws, b_n, PACKED)
             b_sigmoid = tl.sigmoid(b_z)
             b_dz = b_dys[j].to(tl.float32) * b_sigmoid * (1.0 + b_z * (1.0 - b_sigmoid))
 
-            b_dx = b_dx3 + reached(b_dz * b_w3, b_n, 3, PACKED)
+            b_dx = b_dx3 + reached(b_dz * b_ws[3], b_n, 3, PACKED)
             o_done = tl.where(i + j < HALO, -1, o_t + i + j - HALO)  # none yet, or the token it finishes
             store_tokens(dx, b_dx, o_row, o_done, tl.minimum(o_end, o_t + L), o_d, D)
-            b_dx3 = b_dx2 + reached(b_dz * b_w2, b_n, 2, PACKED)
-            b_dx2 = b_dx1 + reached(b_dz * b_w1, b_n, 1, PACKED)
-            b_dx1 = b_dz * b_w0
+            b_dx3 = b_dx2 + reached(b_dz * b_ws[2], b_n, 2, PACKED)
+            b_dx2 = b_dx1 + reached(b_dz * b_ws[1], b_n, 1, PACKED)
+            b_dx1 = b_dz * b_ws[0]
 
             b_own = tl.where(i < L, b_dz, 0.0)  # the next block counts the tokens after this one
             b_dw0 += b_own * b_xs[j + 3]

@@ -3,8 +3,6 @@
 The Triton version keeps nothing but its inputs for the backward pass.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -50,7 +48,7 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, *, backend: str = "a
 
 class _SwiGLULinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx, gate, up, weight):
         gate, up, narrow = gate.contiguous(), up.contiguous(), weight.to(gate.dtype)
         y = torch.empty_like(gate)
         swiglu_forward(gate, up, y)
@@ -61,7 +59,7 @@ class _SwiGLULinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def backward(ctx, dz):
         gate, up, weight = ctx.saved_tensors
         dweight = None
         with torch.autocast(gate.device.type, enabled=False):

@@ -17,7 +17,7 @@ KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 def launched_kernels(folder: str) -> set[str]:
     """Names of the Triton functions that a folder launches: `name[grid](...)`, `run_kernel(name, ...)`."""
     launched = set()
-    for file in (KERNELS / folder).glob("*.py"):
+    for file in (KERNELS / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             match node:
                 case ast.Call(func=ast.Subscript(value=kernel)):
@@ -62,8 +62,8 @@ def test_gpu_time_is_that_of_kernels_and_copies() -> None:
         return {"ph": "X", "cat": category, "name": name, "ts": 0, "dur": microseconds, "tid": 7}
 
     events = [
-        event("kernel", "state_kernel", 1500),
-        event("kernel", "state_kernel", 500),
+        event("kernel", "chunk_fwd_kernel", 1500),
+        event("kernel", "chunk_fwd_kernel", 500),
         event("kernel", "sm90_xmma_gemm_bf16", 3000),
         event("gpu_memcpy", "Memcpy DtoD", 250),
         event(
@@ -105,7 +105,7 @@ def test_a_step_of_ours_falls_into_its_parts() -> None:
     optimizer = torch.optim.AdamW([q, k, v, head, *mix.parameters()], fused=True)
 
     def step() -> None:
-        o, _ = delta_product(q, k, v, beta, qk_l2norm=True, backend="chunked")
+        o, _ = delta_product(q, k, v, beta, qk_l2norm=True, backend="chunk")
         linear_cross_entropy(mix(o.flatten(-2)).flatten(0, 1), head, torch.arange(64) % 50).backward()
         optimizer.step()
 

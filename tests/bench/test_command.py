@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from fla_train.bench import implementations
 from fla_train.cli import bench
 
 SMALL = ["--batch", "1", "--tokens", "24", "--heads", "2", "--head-dim", "16", "--rounds", "1"]
@@ -28,7 +27,7 @@ def test_kernels(tmp_path, capsys) -> None:
     assert content["settings"]["tokens"] == 24
     for row in content["rows"]:
         assert row["shape"]["substeps"] == row["substeps"] and row["shape"]["gated"] == row["gated"]
-        if row["kernel"] == "fla_train chunked":
+        if row["kernel"] == "fla_train chunk":
             assert row["refused"] is None
             assert row["both_ms"] > 0 and row["forward_ms"] > 0  # which is longer, a busy machine decides
             assert row["memory_bytes"] > 0
@@ -41,37 +40,24 @@ def test_kernels(tmp_path, capsys) -> None:
 
 @pytest.mark.gpu
 def test_gpu_graphs(capsys) -> None:
-    bench.run(["kernels", *SMALL, *CEILINGS, "--substeps", "2", "--graphs", "--recompute", "8"])
+    bench.run(["kernels", *SMALL, *CEILINGS, "--substeps", "2", "--graphs", "--recompute"])
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| fla_train")]
-    assert len(table) == 2 * 3 and not any("no speed" in line for line in table)
+    assert len(table) == 2 * 2 and not any("no speed" in line for line in table)
 
 
-@pytest.mark.parametrize("numbers", [[], [64, 256]], ids=["nothing", "states"])
-def test_little_kept_for_the_backward(numbers, tmp_path, capsys, monkeypatch) -> None:
-    operator, asked = implementations.delta_product, set()
-
-    def watched(*inputs, recompute, **options):
-        asked.add(recompute)
-        return operator(*inputs, recompute=recompute, **options)
-
-    monkeypatch.setattr(implementations, "delta_product", watched)
+def test_little_kept_for_the_backward(tmp_path, capsys) -> None:
     file = tmp_path / "kernels.json"
-    options = ["--substeps", "1", "--gate", "--backends", "chunked", "--json", str(file)]
-    options += ["--recompute", *map(str, numbers)]
+    options = ["--substeps", "1", "--gate", "--backends", "chunk", "--recompute", "--json", str(file)]
     bench.run(["kernels", *SMALL, "--tokens", "512", *CEILINGS, *options])
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| fla_train")]
-    ways = ["", ", recomputed", *(f", a state kept every {number} tokens" for number in numbers)]
-    assert [line.split(" | ")[0] for line in table] == [f"| fla_train chunked{way}" for way in ways]
-    assert asked == {False, True, *numbers}
-    rows = json.loads(file.read_text())["rows"]
-    assert all(row["both_ms"] > 0 for row in rows)
-    _, recomputed, *peaks = (row["memory_bytes"] for row in rows)
-    assert [*peaks, recomputed] == sorted({*peaks, recomputed})
+    names = [line.split(" | ")[0] for line in table]
+    assert names == ["| fla_train chunk", "| fla_train chunk, recomputed"]
+    assert all(row["both_ms"] > 0 for row in json.loads(file.read_text())["rows"])
 
 
 def test_one_gate_other_dims_and_dtype(capsys) -> None:
     options = ["--no-gate", "--no-norm", "--dtype", "bf16", "--value-dim", "8", "--substeps", "2"]
-    bench.run(["kernels", *SMALL, *CEILINGS, *options, "--backends", "chunked", "recurrent"])
+    bench.run(["kernels", *SMALL, *CEILINGS, *options, "--backends", "chunk", "recurrent"])
     out = capsys.readouterr().out
     assert "K=16 V=8, bfloat16, unit vectors" in out
     assert "| fla_train recurrent | 2 | no |" in out and "| yes |" not in out
@@ -112,7 +98,6 @@ def test_train_on_two_ranks(tmp_path, capfd) -> None:
     [
         (["kernels", "--tokens", "0"], "--tokens must be at least 1"),
         (["kernels", "--substeps", "0"], "--substeps"),
-        (["kernels", "--recompute", "64", "0"], "--recompute must be at least 1"),
         (["kernels", *SMALL, "--bandwidth", "-1"], "must be positive"),
         (["kernels", *SMALL, "--backends", "fast"], "choose auto, recurrent"),
         pytest.param(

@@ -54,12 +54,12 @@ def broken(change: str) -> Implementation:
 
 @pytest.mark.parametrize("change", ["scale", "gradient of q", "last sequence's last head", "nan"])
 def test_a_wrong_kernel_gets_no_speed(change: str) -> None:
-    good, bad = ours(["chunked"])[0], broken(change)
+    good, bad = ours(["chunk"])[0], broken(change)
     rows = {row.kernel: row for row in bench(bad, good)}
     assert rows[change].refused.startswith("wrong by")
     assert rows[change].forward_ms is rows[change].both_ms is rows[change].ns_per_token_head is None
     assert "no speed: wrong by" in rows[change].markdown()
-    sound = rows["fla_train chunked"]
+    sound = rows["fla_train chunk"]
     assert sound.refused is None
     assert min(sound.both_ms, sound.forward_ms) > 0
     assert sound.ns_per_token_head == pytest.approx(sound.both_ms * 1e6 / (2 * 20 * 3))
@@ -67,7 +67,7 @@ def test_a_wrong_kernel_gets_no_speed(change: str) -> None:
 
 @pytest.mark.parametrize("calls", [0, 1])  # that succeed: the second is made for errors
 def test_a_kernel_that_fails_is_told_from_the_rest(calls: int) -> None:
-    good, left = ours(["chunked"])[0].run, [None] * calls
+    good, left = ours(["chunk"])[0].run, [None] * calls
 
     def fail(problem):
         if not left:
@@ -84,7 +84,7 @@ def test_long_sequences_are_checked_at_their_start_and_as_a_whole(monkeypatch) -
     """The recurrence ends after 7 tokens, and outputs and gradients there must not know what follows."""
     monkeypatch.setattr("fla_train.bench.measure.CHECKED_TOKENS", 7)
     problem = make_problem(SHAPE, torch.float32, CPU, norm=True)
-    run = ours(["chunked"])[0].run
+    run = ours(["chunk"])[0].run
     found = errors(run, problem)
     assert found.keys() == {"o", "dq", "dk", "dv", "dbeta", "dg"}
     assert validation_error(found, torch.float32) is None
@@ -117,7 +117,7 @@ def stand_ins(monkeypatch) -> None:
         def split(x: Tensor) -> Tensor:
             return x.unflatten(1, (-1, num_householder))
 
-        options = {"qk_l2norm": use_qk_l2norm_in_kernel, "backend": "chunked"}
+        options = {"qk_l2norm": use_qk_l2norm_in_kernel, "backend": "chunk"}
         return delta_product(q, split(k), split(v), split(beta).to(torch.float32), g, **options)
 
     def install(name: str, **content: object) -> None:

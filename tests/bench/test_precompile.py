@@ -9,7 +9,7 @@ import torch
 from fla_train.bench import precompile
 from fla_train.bench.precompile import CONTEXT_BYTES, Precompiler, Trial
 from fla_train.bench.roofline import Shape
-from fla_train.kernels.delta_product.launches import fallback
+from fla_train.kernels.delta_product.triton.launch_table import fallback
 
 GIB = 1 << 30
 

@@ -22,7 +22,7 @@ from fla_train.bench.roofline import (
     training_bound,
 )
 from fla_train.kernels.delta_product import delta_product
-from fla_train.kernels.delta_product.check import Case, make_inputs, relative_rms
+from fla_train.kernels.delta_product.selfcheck import Case, make_inputs, relative_rms
 from fla_train.models import build_config
 from fla_train.models.flops import flops_per_token
 

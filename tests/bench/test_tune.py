@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache as cached
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,9 @@ from fla_train.bench import implementations
 from fla_train.bench import tune as tuning
 from fla_train.bench.roofline import Shape
 from fla_train.cli import bench
-from fla_train.kernels.delta_product import launches, triton_split
-from fla_train.kernels.delta_product.launches import Key, fallback, fault, lookup
+from fla_train.kernels.delta_product import select
+from fla_train.kernels.delta_product.select import clear_caches, select_kernel
+from fla_train.kernels.delta_product.triton.launch_table import Key, fallback, option_error
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compiles every candidate there")
 
@@ -25,26 +25,28 @@ PREPARE = [{"num_warps": 8, "num_stages": 1}, {"num_warps": 4}, {"num_warps": 4,
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("FLA_TRAIN_CACHE", str(tmp_path))
-    launches._table.cache_clear()
-    launches._lookup.cache_clear()
+    clear_caches()
     yield tmp_path
-    launches._table.cache_clear()
-    launches._lookup.cache_clear()
+    clear_caches()
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two kernels, three candidates for `prepare` and the present one for the other, short sequences."""
-    monkeypatch.setattr(tuning, "KERNELS", ("prepare", "gradient"))
+    """Two kernels, three candidates for one of them, the present options for the other, short sequences."""
+    monkeypatch.setattr(tuning, "KERNELS", ("chunk_prepare_wy", "chunk_bwd_qkg"))
     monkeypatch.setattr(tuning, "JUDGED_TOKENS", 2)
     monkeypatch.setattr(
-        tuning, "candidates", lambda kernel, key, now: PREPARE if kernel == "prepare" else [now]
+        tuning, "candidates", lambda kernel, key, now: PREPARE if kernel == "chunk_prepare_wy" else [now]
     )
 
 
+def selected() -> select.Selection:
+    return select_kernel("cpu", torch.float16, batch=1, tokens=2, heads=1, key_dim=8, value_dim=8)
+
+
 def present() -> dict:
-    """The options of `prepare` that a call takes now."""
-    return lookup(CPU, torch.float16, 8, 8, 1).prepare
+    """The options of `chunk_prepare_wy` that a call takes now."""
+    return selected().chunk_prepare_wy.options
 
 
 def clock(run: object) -> float:
@@ -59,7 +61,11 @@ def run_tune(timer: object) -> list:
 
 @pytest.mark.parametrize(
     ("dims", "kernels"),
-    [((128, 128), {"prepare", "adjoint", "gradient"}), ((64, 128), {"prepare"}), ((256, 256), set())],
+    [
+        ((128, 128), {"chunk_prepare_wy", "chunk_bwd_state", "chunk_bwd_qkg"}),
+        ((64, 128), {"chunk_prepare_wy"}),
+        ((256, 256), set()),
+    ],
 )
 def test_kernels_in_gluon_are_tried_where_they_fit(dims, kernels):
     key, known = Key("9.0", *dims, 1), fallback(dims[0])
@@ -75,7 +81,7 @@ def test_the_fastest_is_taken(small):
     assert [outcome.kernel for outcome, _ in outcomes] == list(tuning.KERNELS)
     first, _ = outcomes[0]
     assert (first.options, first.milliseconds, first.before, first.tried) == (PREPARE[2], 8.0, 10.0, 3)
-    assert outcomes[-1][1].prepare == PREPARE[2]
+    assert outcomes[-1][1].chunk_prepare_wy == PREPARE[2]
     assert first.markdown().count("|") == tuning.HEADER[0].count("|")
 
 
@@ -93,7 +99,7 @@ def test_a_fast_one_that_is_wrong_and_one_that_cannot_run_are_refused(small, mon
 
     monkeypatch.setattr(implementations, "delta_product", unsound)
     outcome, best = run_tune(timer)[0]
-    assert best.prepare == PREPARE[0]
+    assert best.chunk_prepare_wy == PREPARE[0]
     assert "RuntimeError: out of resource: shared memory" in outcome.refused[0]
     assert "o is off by" in outcome.refused[1]
 
@@ -107,50 +113,53 @@ def test_one_that_is_wrong_on_the_timed_sizes_only_is_refused(small, monkeypatch
 
     monkeypatch.setattr(implementations, "delta_product", unsound)
     outcome, best = run_tune(clock)[0]
-    assert best.prepare == PREPARE[1]
+    assert best.chunk_prepare_wy == PREPARE[1]
     assert "o is off by" in outcome.refused[0]
 
 
-def test_one_that_is_wrong_in_pieces_only_is_refused(small, monkeypatch):
+def test_one_that_is_wrong_in_segments_only_is_refused(small, monkeypatch):
     sound = implementations.delta_product
 
     def unsound(*inputs, backend, **options):
         o, state = sound(*inputs, backend=backend, **options)
-        return (o * 1.05 if triton_split._forced and present() == PREPARE[2] else o), state
+        return (o * 1.05 if select._override.segment_chunks and present() == PREPARE[2] else o), state
 
     monkeypatch.setattr(implementations, "delta_product", unsound)
     outcome, best = run_tune(clock)[0]
-    assert best.prepare == PREPARE[1]
-    assert "o is off by" in outcome.refused[0] and "in pieces" in outcome.refused[0]
+    assert best.chunk_prepare_wy == PREPARE[1]
+    assert "o is off by" in outcome.refused[0] and "in segments" in outcome.refused[0]
 
 
-def test_gradient_is_timed_and_a_whole_backward_is_judged_where_both_kernels_run(small, monkeypatch):
-    known, ran = lookup(CPU, torch.float16, 8, 8, 1), []
-    whole = replace(known, adjoint=known.adjoint | {"gluon": 1})
-    monkeypatch.setattr(launches, "_lookup", cached(lambda *_: whole))
+def test_a_fused_backward_is_judged_where_both_kernels_run_and_these_are_timed(small, monkeypatch):
+    known = fallback(64)
+    fused = replace(known, chunk_bwd_state=known.chunk_bwd_state | {"gluon": 1})
+    monkeypatch.setattr(tuning, "lookup", lambda *_: (fused, ""))
+    timed, judged, sound = [], [], tuning.forward_backward
+
+    def asks_for_fused() -> bool:
+        return "gluon" in select._override.options.chunk_bwd_state
 
     def timer(run):
-        now = lookup(CPU, torch.float16, 8, 8, 1)
-        ran.append(("gluon" in now.adjoint, now.prepare))
+        timed.append((asks_for_fused(), present()))
         return 1.0
 
-    judged = []
-    sound = tuning.forward_backward
-
     def watched(run, problem):
-        judged.append("gluon" in lookup(CPU, torch.float16, 8, 8, 1).adjoint)
+        if select._override.options:  # else the recurrence runs
+            judged.append(asks_for_fused())
         return sound(run, problem)
 
     monkeypatch.setattr(tuning, "forward_backward", watched)
     *_, (outcome, best) = run_tune(timer)
-    assert ran == [(True, options) for options in PREPARE] + [(False, PREPARE[0])]
-    assert not judged[0], "what the whole backward is compared with"
-    assert outcome.kernel == "gradient" and best.adjoint == whole.adjoint
+    assert timed == [(True, options) for options in PREPARE] + [(False, PREPARE[0])]
+    assert not judged[0], "what the fused backward is compared with"
+    assert outcome.kernel == "chunk_bwd_qkg" and best.chunk_bwd_state == fused.chunk_bwd_state
 
 
 def test_nothing_right_is_an_error(small, monkeypatch):
     monkeypatch.setattr(tuning.Judge, "error", lambda *arguments: "wrong")
-    with pytest.raises(ValueError, match="no options of prepare are right on this machine: see fla-doctor"):
+    with pytest.raises(
+        ValueError, match="no options of chunk_prepare_wy are right on this machine: see fla-doctor"
+    ):
         run_tune(clock)
 
 
@@ -161,7 +170,7 @@ def test_candidates_are_safe_and_differ(value_dim):
         found = tuning.candidates(kernel, key, getattr(fallback(128), kernel))
         assert found[0] == getattr(fallback(128), kernel) and len(found) >= 6
         assert len({json.dumps(options, sort_keys=True) for options in found}) == len(found)
-        assert all(fault(kernel, options, value_dim) is None for options in found)
+        assert all(option_error(kernel, options, value_dim) is None for options in found)
         assert all(options.get("BV", 64) <= value_dim for options in found)
 
 
@@ -178,7 +187,7 @@ def test_the_command_writes_the_table_that_calls_read(small, cache, monkeypatch,
     before = (cache / "launches.json").read_text()
     bench.run(["tune", *sizes, "--substeps", "2", "--file", str(cache / "other.json")])
     assert (cache / "launches.json").read_text() == before
-    assert [row["substeps"] for row in json.loads((cache / "other.json").read_text())["rows"]] == [2]
+    assert [row["num_householder"] for row in json.loads((cache / "other.json").read_text())["rows"]] == [2]
 
 
 @pytest.mark.parametrize(

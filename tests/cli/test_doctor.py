@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from fla_train.cli import doctor
-from fla_train.kernels.delta_product import contract
-from fla_train.kernels.delta_product.check import CASES, CheckReport, check_backend
+from fla_train.kernels.delta_product import interface
 from fla_train.kernels.delta_product.recurrent import recurrent_delta_product
+from fla_train.kernels.delta_product.selfcheck import CASES, CheckReport, check_backend
 
 
 def test_a_sound_machine_is_ready(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["fla-doctor", "--verbose"])
-    monkeypatch.setattr(doctor, "checks", lambda: [("chunked", "cpu", torch.float32)])
+    monkeypatch.setattr(doctor, "checks", lambda: [("chunk", "cpu", torch.float32)])
     doctor.main()
     out = capsys.readouterr().out
     assert "READY: 1 checks passed" in out
@@ -25,8 +25,8 @@ def test_a_wrong_backend_is_named_and_fails(monkeypatch, capsys):
     def wrong(**arguments):
         return recurrent_delta_product(**arguments | {"scale": 1.1 * arguments["scale"]})
 
-    backends = {"chunked": wrong, "recurrent": recurrent_delta_product}
-    monkeypatch.setattr(contract, "load_backend", backends.__getitem__)
+    backends = {"chunk": wrong, "recurrent": recurrent_delta_product}
+    monkeypatch.setattr(interface, "load_backend", backends.__getitem__)
     monkeypatch.setattr("sys.argv", ["fla-doctor"])
     monkeypatch.setattr(doctor, "checks", lambda: [(name, "cpu", torch.float32) for name in backends])
     with pytest.raises(SystemExit) as stop:
@@ -34,10 +34,10 @@ def test_a_wrong_backend_is_named_and_fails(monkeypatch, capsys):
     assert stop.value.code == 1
     out = capsys.readouterr().out
     assert "NOT READY" in out
-    assert "chunked on cpu is wrong" in out
+    assert "chunk on cpu is wrong" in out
 
 
-@pytest.mark.parametrize(("backend", "said"), [("triton", True), ("chunked", False)])
+@pytest.mark.parametrize(("backend", "said"), [("triton", True), ("chunk", False)])
 def test_a_compiler_is_suspected_where_one_ran(monkeypatch, capsys, backend, said):
     monkeypatch.setattr("sys.argv", ["fla-doctor"])
     failed = CheckReport(backend, "cpu", torch.float32, (), "gives other numbers")
@@ -47,12 +47,32 @@ def test_a_compiler_is_suspected_where_one_ran(monkeypatch, capsys, backend, sai
     assert ("TRITON_PTXAS_PATH" in capsys.readouterr().out) == said
 
 
+def test_the_kernels_of_a_shape_are_explained(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "run_checks", lambda *arguments, **options: [])
+    shape = ["2", "16384", "4", "64", "64", "3"]
+    for arguments, sizes in ([], "tokens 2048, heads 8"), (["--shape", *shape], "tokens 16384, heads 4"):
+        monkeypatch.setattr("sys.argv", ["fla-doctor", *arguments])
+        doctor.main()
+        out = capsys.readouterr().out
+        assert sizes in out
+        for decision in ("algorithm: chunk, because", "sequences: ", "backward: ", "chunk_prepare_wy: "):
+            assert decision in out
+
+
+@pytest.mark.parametrize("shape", [["1"], ["1", "0", "1", "1", "1", "1"]])
+def test_a_wrong_shape_is_a_users_error(monkeypatch, capsys, shape):
+    monkeypatch.setattr("sys.argv", ["fla-doctor", "--shape", *shape])
+    with pytest.raises(SystemExit) as stop:
+        doctor.main()
+    assert stop.value.code == 2 and "--shape" in capsys.readouterr().err
+
+
 def test_merged_reports_hold_every_row_and_the_first_failure():
-    parts = [check_backend("chunked", "cpu", torch.float32, cases=[case]) for case in CASES[:2]]
+    parts = [check_backend("chunk", "cpu", torch.float32, cases=[case]) for case in CASES[:2]]
     merged = doctor.merge(parts)
     assert merged.ok
     assert merged.rows == parts[0].rows + parts[1].rows
-    broken = CheckReport("chunked", "cpu", torch.float32, (), "does not compile")
+    broken = CheckReport("chunk", "cpu", torch.float32, (), "does not compile")
     assert doctor.merge([*parts, broken]).failure == "does not compile"
 
 

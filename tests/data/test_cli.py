@@ -1,8 +1,6 @@
 import errno
 import gzip
 import os
-import re
-import shlex
 import signal
 import sys
 from pathlib import Path
@@ -14,7 +12,6 @@ from fla_train.cli import prepare as command
 from fla_train.cli.app import compose
 from fla_train.data import tokenize
 from fla_train.data.config import PartConfig
-from fla_train.training.config import register
 
 
 def run(monkeypatch, *overrides):
@@ -79,17 +76,6 @@ def test_every_yaml_fits_the_schema(name):
     assert config.validation_errors() == []
     if name == "mixture":
         assert config.mixture["b"] == PartConfig(weight=1.0, source="stdlib")
-
-
-def test_the_commands_of_the_documentation_compose():
-    register()
-    command.register()
-    text = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
-    lines = "".join(re.findall(r"^```sh\n(.*?)^```", text, re.S | re.M)).splitlines()
-    assert len(lines) > 4
-    for name, *overrides in map(shlex.split, lines):
-        node = compose(name.removeprefix("fla-"), overrides)
-        assert OmegaConf.to_object(node.data).validation_errors() == []
 
 
 def test_a_mixture_on_the_command_line(monkeypatch, capsys, local, tmp_path):

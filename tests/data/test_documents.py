@@ -74,7 +74,7 @@ def packed_and_alone(model, ids, boundaries):
 @pytest.mark.parametrize("gate", [True, False])
 def test_nothing_crosses_a_document(gate):
     torch.manual_seed(0)
-    config = small_config(num_householder=2, use_forget_gate=gate, backend="chunked")
+    config = small_config(num_householder=2, use_forget_gate=gate, backend="chunk")
     model = DeltaProductForCausalLM(config).double()
     ids = torch.randint(config.vocab_size, (2, 24))
     (packed, gradients), (alone, expected) = packed_and_alone(model, ids, [np.array([1, 9]), np.array([20])])

@@ -1,4 +1,4 @@
-"""Gluon kernels, and `prepare_kernel` in Triton, compiled for Hopper, on any machine.
+"""Gluon kernels, and `chunk_prepare_wy_kernel` in Triton, compiled for Hopper, on any machine.
 
 In a process of its own, since the tests may have had Triton interpret kernels, which it decides when it is
 imported; and in one for all, since its imports take longer than a kernel.
@@ -23,17 +23,17 @@ TESTS_ROOT = Path(__file__).parents[2]
 class Variant:
     """One kernel and its constants; with states given where it is packed, normalised where it is gated."""
 
-    name: str
+    name: str  # prepare_wy, bwd_qkg or bwd_fused
     dim: int  # of keys and values
-    steps: int  # per token
+    num_householder: int
     packed: bool
     gated: bool
     heads: int = 1
-    gluon: bool = True  # False, of `prepare` alone: the one in Triton
+    gluon: bool = True  # False, of `prepare_wy` alone: the one in Triton
 
     @property
     def module(self) -> ModuleType:
-        name = f"gluon_{self.name}" if self.gluon else "triton_forward"
+        name = f"hopper.{self.name}" if self.gluon else "triton.chunk_fwd"
         return import_module(f"fla_train.kernels.delta_product.{name}")
 
 
@@ -78,7 +78,7 @@ def _compile(variant: Variant) -> Compiled:
     from triton.compiler import ASTSource, compile
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    kernel = getattr(variant.module, f"{variant.name}_kernel")
+    kernel = getattr(variant.module, f"chunk_{variant.name}_kernel")
     warps = variant.module.WARPS if variant.gluon else 4
     constants, types = _constants(variant) | {"num_warps": warps}, _types(variant)
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
@@ -108,23 +108,23 @@ def _constants(variant: Variant) -> dict[str, object]:
     """Of any kernel; None for a tensor that isn't given."""
     packed, gated = variant.packed, variant.gated
     absent = (
-        () if packed else ("dfinal_state", "dinitial_state", "cu_seqlens", "chunk_offsets", "chunk_segment")
+        () if packed else ("dfinal_state", "dinitial_state", "cu_seqlens", "chunk_offsets", "chunk_sequence")
     )
-    absent += () if gated else ("g", "gc", "dg")
-    absent += () if gated or variant.name == "prepare" else ("rq", "rk")
+    absent += () if gated else ("g", "g_cum", "dg")
+    absent += () if gated or variant.name == "prepare_wy" else ("q_rnorm", "k_rnorm")
     constants = dict.fromkeys(absent) | {
         **{"H": variant.heads, "K": variant.dim, "V": variant.dim},
-        **{"N": variant.steps, "C": 64 // variant.steps, "MIN_LOG_DECAY": -34.6},
-        **{"GATED": gated, "L2NORM": gated, "PACKED": packed, "HAS_FINAL": packed, "STORE_INITIAL": packed},
+        **{"N": variant.num_householder, "C": 64 // variant.num_householder},
+        **{"GATED": gated, "L2NORM": gated, "PACKED": packed},
     }
     return constants if variant.gluon else constants | _triton_constants(variant)
 
 
 def _triton_constants(variant: Variant) -> dict[str, object]:
-    """What `triton_passes` makes of the sizes, for normalised keys in bf16."""
+    """What `Call.of` makes of the sizes, for normalised keys in bf16."""
     import triton.language as tl
 
-    tokens = max(32, 1 << (64 // variant.steps - 1).bit_length())
+    tokens = max(32, 1 << (64 // variant.num_householder - 1).bit_length())
     return {
         **{"M": 64, "BC": tokens, "BK": max(64, 1 << (variant.dim - 1).bit_length())},
         **{"OPERAND": tl.bfloat16, "PRECISION": "tf32x3", "INVERSE": tl.float16},
@@ -133,7 +133,7 @@ def _triton_constants(variant: Variant) -> dict[str, object]:
 
 def _types(variant: Variant) -> dict[str, str]:
     """Of any kernel's other arguments."""
-    from fla_train.kernels.delta_product.gluon_common import TILE
+    from fla_train.kernels.delta_product.hopper.common import TILE
 
     def described(dtype: str, rows: int, columns: int = variant.dim) -> str:
         return f"tensordesc<{dtype}[{rows}, {columns}],{TILE.value!r}>"
@@ -141,21 +141,21 @@ def _types(variant: Variant) -> dict[str, str]:
     types = {
         **dict.fromkeys(("dv", "dq", "dk"), "*bf16"),
         **dict.fromkeys(("scale", "eps"), "fp32"),
-        **dict.fromkeys(("beta", "g", "gc", "rq", "rk", "dbeta", "dg"), "*fp32"),
+        **dict.fromkeys(("beta", "g", "g_cum", "q_rnorm", "k_rnorm", "dbeta", "dg"), "*fp32"),
         **dict.fromkeys(("read", "write", "query", "decay", "peak"), "*fp32"),
         **dict.fromkeys(("dfinal_state", "dinitial_state"), "*fp32"),
         **dict.fromkeys(("n_total", "T", "NT", "n_work"), "i32"),
-        **dict.fromkeys(("cu_seqlens", "chunk_offsets", "chunk_segment"), "*i64"),
-        **dict.fromkeys(("q", "k", "do", "errors"), described("bf16", 64)),
+        **dict.fromkeys(("cu_seqlens", "chunk_offsets", "chunk_sequence"), "*i64"),
+        **dict.fromkeys(("q", "k", "do", "u"), described("bf16", 64)),
         **dict.fromkeys(("states", "dstates"), described("bf16", variant.dim)),
-        **dict.fromkeys(("x", "p"), "*fp16"),
+        **dict.fromkeys(("wy", "p"), "*fp16"),
     }
     if not variant.gluon:
         types |= {"q": "*bf16", "k": "*bf16"}
-    if variant.name == "gradient":
+    if variant.name == "bwd_qkg":
         types["dv"] = described("bf16", 64)
-    if variant.name == "reverse":
-        types |= dict.fromkeys(("x", "p"), described("fp16" if variant.gated else "bf16", 64, 64))
+    if variant.name == "bwd_fused":
+        types |= dict.fromkeys(("wy", "p"), described("fp16" if variant.gated else "bf16", 64, 64))
     return types
 
 

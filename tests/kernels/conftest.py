@@ -1,9 +1,12 @@
 """Fixtures shared by the kernels' tests."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+
+from fla_train.kernels.delta_product import select, selfcheck
+from fla_train.kernels.delta_product.select import override
 
 
 @pytest.fixture
@@ -16,8 +19,23 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @pytest.fixture
-def by_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def by_chunks() -> Iterator[None]:
     """Narrow heads in float32, the interpreter's cheapest cases, go by chunks as all others do."""
-    from fla_train.kernels.delta_product import triton_walk
+    with override(algorithm="chunk"):
+        yield
 
-    monkeypatch.setattr(triton_walk, "LONGEST", 0)
+
+@pytest.fixture
+def pretend_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """`select_kernel` takes any device for a Hopper GPU with so many multiprocessors."""
+
+    def pretend(processors: int) -> None:
+        monkeypatch.setattr(select, "architecture", lambda _: "9.0")
+        monkeypatch.setattr(select, "interpreted", lambda: False)
+        monkeypatch.setattr(select, "_device", lambda _: (processors, True))
+        for module in (select, selfcheck):
+            monkeypatch.setattr(module, "processors", lambda _: processors)
+        select.clear_caches()
+
+    yield pretend
+    select.clear_caches()

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from fla_train.kernels.delta_product import gluon_common, gluon_scalars, gluon_sums
+from fla_train.kernels.delta_product.hopper import common
 from tests.kernels.emulated_memory import Descriptor, Pointer, Shared
 from tests.untraced import untraced
 
@@ -129,7 +129,7 @@ class Emulator:
 
     @staticmethod
     def assembly(text: str, constraints: str, values: list, dtype: torch.dtype, **_: object) -> Tensor | int:
-        """The shift of `anew`; `widened` has more, but not for tensors that are float32, as here."""
+        """The shift of `rebuild`; `widened` has more, but not for tensors that are float32, as here."""
         assert (text, constraints, dtype) == ("shr.s32 $0, $1, 30;", "=r,r", torch.int32)
         return values[0] >> 30
 
@@ -200,8 +200,7 @@ class Emulator:
             f"{gluon}.nvidia.hopper": SimpleNamespace(TensorDescriptor=object),
         }
         with patch.dict(sys.modules, modules):
-            parts = {part.__name__: Path(part.__file__) for part in (gluon_common, gluon_scalars, gluon_sums)}
-            for name, file in {**parts, "kernel": path}.items():
+            for name, file in {common.__name__: Path(common.__file__), "kernel": path}.items():
                 spec = importlib.util.spec_from_file_location(name, file)
                 sys.modules[name] = importlib.util.module_from_spec(spec)
                 spec.loader.exec_module(sys.modules[name])

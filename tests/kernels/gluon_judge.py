@@ -2,27 +2,25 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
-from fla_train.kernels.delta_product import gluon_gradient, gluon_prepare, gluon_reverse, triton_passes
-from fla_train.kernels.delta_product.triton_split import cutting
+from fla_train.kernels.delta_product.hopper import bwd_fused, bwd_qkg, prepare_wy
+from fla_train.kernels.delta_product.select import Selection, override, select_for
+from fla_train.kernels.delta_product.triton import chunk, chunk_launch
 from tests.kernels.operator_cases import Case, assert_close, backward, forward, make_inputs, results
 
-MODULES: dict[str, ModuleType] = {
-    "gradient": gluon_gradient,
-    "prepare": gluon_prepare,
-    "reverse": gluon_reverse,
-}
+MODULES: dict[str, ModuleType] = {"prepare_wy": prepare_wy, "bwd_qkg": bwd_qkg, "bwd_fused": bwd_fused}
 # Tensors that a kernel reads by the copy engine.
 TILED = {
-    "prepare": ("q", "k"),
-    "gradient": ("q", "k", "do", "dv", "errors", "states", "dstates"),
-    "reverse": (*gluon_reverse.ROW_TILES, *gluon_reverse.STATE_TILES),
+    "prepare_wy": ("q", "k"),
+    "bwd_qkg": ("q", "k", "do", "dv", "u", "states", "dstates"),
+    "bwd_fused": ("q", "k", "do", "u", "wy", "p", "states"),
 }
 # Runs a kernel on the arguments of the Triton ones: (arguments, programs, chunks or sequences x heads).
 Launch = Callable[[dict, int, int], None]
@@ -34,22 +32,22 @@ def judge(
     launches: Sequence[Launch],
     bounds: dict[str, float],
     dtype: torch.dtype = torch.float32,
-    piece: int = 0,
+    chunks: int = 0,
 ) -> None:
     """All of `launches` of the kernel lead to the same bits, within `bounds` of the recurrence.
 
-    The tensors that are q, k, v and dO hold numbers of `dtype`; sequences are cut into pieces of so many
-    chunks, or not at all. The other kernels are Triton's, interpreted,
-    which takes longer than all the rest; so what comes before a kernel of the backward pass runs once.
+    The tensors that are q, k, v and dO hold numbers of `dtype`; sequences are split into segments of so many
+    chunks, or not at all. The other kernels are Triton's, interpreted, which takes longer than all the rest;
+    so what comes before a kernel of the backward pass runs once.
     """
     inputs, gradients = _rounded(case, dtype)
     found = []
     for launch in launches:
-        with replaced(name, launch), cutting(piece):
-            if name == "prepare":
+        with replaced(name, launch), override(segment_chunks=chunks):
+            if name == "prepare_wy":
                 found.append(results(case, inputs, *gradients, backend="triton"))
             else:
-                outputs, leaves = _forward(case, dtype, piece)
+                outputs, leaves = _forward(case, dtype, chunks)
                 found.append(outputs | backward(outputs, leaves, *gradients))
     assert_close(found[0], results(case, inputs, *gradients, "recurrent", torch.float64), bounds)
     for other in found[1:]:
@@ -58,25 +56,23 @@ def judge(
 
 @contextmanager
 def replaced(name: str, launch: Launch) -> Iterator[None]:
-    """Inside, the Triton backend has `launch` run the kernel of that name."""
+    """Inside, the Triton backend has `launch` run the Gluon kernel of that name."""
 
-    class Kernel:
-        def __init__(self, arg_names: Sequence[str]) -> None:
-            self.arg_names = arg_names
+    def run(programs: int, **arguments: object) -> None:
+        # Of two programs of `bwd_qkg`, each has several chunks.
+        launch(arguments, min(2, programs) if name == "bwd_qkg" else programs, programs)
 
-        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-            # Of two programs of `gradient`, each has several chunks.
-            programs = min(2, grid[0]) if name == "gradient" else grid[0]
-            return lambda **arguments: launch(arguments, programs, grid[0])
+    def select(*arguments: object) -> Selection:
+        selection = select_for(*arguments)
+        if name == "bwd_fused":
+            return replace(selection, fused_backward=True)
+        kernel = f"chunk_{name}"
+        return replace(selection, **{kernel: replace(getattr(selection, kernel), hopper=True)})
 
-    whole = SimpleNamespace(fits=lambda *_: True, launch=lambda arguments, n: launch(arguments, n, n))
     with pytest.MonkeyPatch.context() as patch:
-        if name == "reverse":
-            only = {"gluon_reverse": whole}
-            patch.setattr(triton_passes, "_hopper", lambda _, module: only.get(module))
-        else:
-            arg_names = getattr(triton_passes, f"{name}_kernel").arg_names
-            patch.setattr(triton_passes, f"{name}_kernel", Kernel(arg_names))
+        patch.setattr(MODULES[name], "launch", run)
+        for module in (chunk, chunk_launch):
+            patch.setattr(module, "select_for", select)
         yield
 
 
@@ -89,6 +85,6 @@ def _rounded(case: Case, dtype: torch.dtype) -> tuple[list[Tensor | None], list[
 
 
 @cache
-def _forward(case: Case, dtype: torch.dtype, piece: int) -> tuple[dict[str, Tensor], list[Tensor | None]]:
-    """Inside `cutting(piece)`."""
+def _forward(case: Case, dtype: torch.dtype, chunks: int) -> tuple[dict[str, Tensor], list[Tensor | None]]:
+    """Inside `override(segment_chunks=chunks)`."""
     return forward(case, _rounded(case, dtype)[0], backend="triton")

@@ -2,17 +2,15 @@
 
 from itertools import pairwise
 
-import pytest
 import torch
 from torch import Tensor
 
-from fla_train.kernels.delta_product import check, gluon_reverse
-from fla_train.kernels.delta_product.check import Case, evaluate, make_inputs, relative_rms
+from fla_train.kernels.delta_product.selfcheck import Case, evaluate, make_inputs, relative_rms
 
 
 def random_inputs(
     tokens: int,
-    substeps: int = 1,
+    num_householder: int = 1,
     *,
     key_dim: int = 8,
     value_dim: int = 5,
@@ -22,7 +20,7 @@ def random_inputs(
     **case: object,
 ) -> dict:
     """Arguments of `delta_product`; `case` holds further fields of `Case` (beta, alpha, documents, ...)."""
-    settings = Case("test", tokens, substeps, **case)
+    settings = Case("test", tokens, num_householder, **case)
     return make_inputs(settings, dtype, (key_dim, value_dim), seed, heads)
 
 
@@ -64,10 +62,3 @@ def documents_of(inputs: dict) -> list[dict]:
         call["initial_state"] = None if state is None else state[s : s + 1]
         calls.append(call)
     return calls
-
-
-def pretend_hopper(monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
-    """The rule for the backward pass as one kernel sees a Hopper GPU."""
-    monkeypatch.setattr(gluon_reverse, "on_hopper", lambda arguments: True)
-    for module in (gluon_reverse, check):
-        monkeypatch.setattr(module, "processors", lambda _: processors)

@@ -1,9 +1,11 @@
 """The operator's cases for Triton and Gluon kernels, their bounds, and the float64 recurrence beside them."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from fla_train.kernels.delta_product import delta_product
 
@@ -15,7 +17,7 @@ GATED, UNGATED = True, False
 @dataclass(frozen=True)
 class Case:
     tokens: int = 70
-    sub_steps: int = 1
+    num_householder: int = 1
     gated: bool = GATED
     batch: int = 1
     heads: int = 1
@@ -36,7 +38,7 @@ def make_inputs(case: Case, device: str) -> tuple[list[Tensor | None], Tensor, T
         return torch.randn(shape, device=device)
 
     per_token = (case.batch, case.tokens)
-    per_step = (*per_token, case.sub_steps, case.heads)
+    per_step = (*per_token, case.num_householder, case.heads)
     segments = case.batch if case.cu_seqlens is None else len(case.cu_seqlens) - 1
     q, k, v = (
         normal(*per_token, case.heads, case.key_dim),
@@ -82,20 +84,28 @@ def forward(
 ) -> tuple[dict[str, Tensor], list[Tensor | None]]:
     """Outputs by name, and the leaves they come from; `dtype` converts every tensor first."""
     leaves = [x if x is None else x.to(dtype or x.dtype).detach().requires_grad_() for x in tensors]
-    device = leaves[0].device
-    *operands, initial_state = leaves
-    outputs = delta_product(
-        *operands,
-        scale=case.scale,
-        initial_state=initial_state,
-        output_final_state=case.states,
-        cu_seqlens=case.cu_seqlens and torch.tensor(case.cu_seqlens, device=device),
-        qk_l2norm=case.l2norm,
-        # All states in float64 are 37 GB at 256 channels and seven sub-steps, and tests share a GPU.
-        recompute=32 if backend == "recurrent" else False,
-        backend=backend,
-    )
-    return {name: x for name, x in zip(NAMES, outputs, strict=False) if x is not None}, leaves
+    *operands, state = leaves
+    options = {"scale": case.scale, "qk_l2norm": case.l2norm, "backend": backend}
+    if backend == "recurrent" and case.cu_seqlens is None:
+        # All states in float64 are 37 GB at 256 channels and seven Householder steps, and tests share a GPU.
+        run = partial(
+            checkpoint, partial(delta_product, **options, output_final_state=True), use_reentrant=False
+        )
+        outputs = []
+        parts = [[None] * case.tokens if x is None else x.split(32, dim=1) for x in operands]
+        for part in zip(*parts, strict=False):
+            o, state = checkpoint(run, *part, initial_state=state, use_reentrant=False)
+            outputs.append(o)
+        results = torch.cat(outputs, dim=1), state if case.states else None
+    else:
+        results = delta_product(
+            *operands,
+            initial_state=state,
+            output_final_state=case.states,
+            cu_seqlens=case.cu_seqlens and torch.tensor(case.cu_seqlens, device=leaves[0].device),
+            **options,
+        )
+    return {name: x for name, x in zip(NAMES, results, strict=False) if x is not None}, leaves
 
 
 def backward(
@@ -148,9 +158,9 @@ def uniform(bound: float) -> dict[str, float]:
     return dict.fromkeys(NAMES, bound)
 
 
-# Random inputs reach up to 0.9 of these bounds (docs/kernels.md, "Errors"). Without forgetting the errors
+# Random inputs reach up to 0.9 of these bounds (docs/dev/kernels.md, "Errors"). Without forgetting the errors
 # stay in the state, and more so in smaller heads; keys that repeat at beta near 2 amplify them, most in dq,
-# which reads states, E and dP in bf16.
+# which reads states, u and dP in bf16.
 BF16 = uniform(8e-3) | {"o": 5e-3, "final_state": 5e-3, "dbeta": 1.5e-2, "dg": 1.5e-2}
 BF16_LOOSE = uniform(1.2e-2) | {"dbeta": 1.5e-2, "dg": 1.5e-2}
 BF16_NARROW = uniform(1.5e-2)
@@ -164,25 +174,29 @@ def real(**changes: object) -> Case:
 
 
 def bounds_of(case: Case) -> dict[str, float]:
-    """Of random inputs; without a gate normalised keys keep the targets, up to four sub-steps."""
+    """Of random inputs; without a gate normalised keys keep the targets, up to four Householder steps."""
     if case.key_dim < 32:
         return BF16_NARROW
-    normal = case.l2norm and case.sub_steps <= 4
+    normal = case.l2norm and case.num_householder <= 4
     return BF16 if normal or (case.gated and case.key_dim >= 64) else BF16_LOOSE
 
 
 # Without a gate nothing is forgotten: keys that repeat at beta 2 are reflected for ever, and roundings stay
-# (docs/kernels.md, "Errors").
+# (docs/dev/kernels.md, "Errors").
 HARD = [
-    *[(real(inputs=x, sub_steps=n), BF16_HARD) for x in ("correlated", "repeated") for n in (1, 2, 3)],
-    *[(real(inputs=x, sub_steps=n), BF16) for x in ("zero beta", "resets", "fast decay") for n in (1, 2)],
+    *[(real(inputs=x, num_householder=n), BF16_HARD) for x in ("correlated", "repeated") for n in (1, 2, 3)],
+    *[
+        (real(inputs=x, num_householder=n), BF16)
+        for x in ("zero beta", "resets", "fast decay")
+        for n in (1, 2)
+    ],
     *[(real(inputs="tiny beta", states=False, scale=scale), BF16) for scale in (None, 1e-2, 1e5)],
     # Without a final state, whose gradient is nothing beside that of such outputs.
     *[(real(scale=scale, states=False), BF16) for scale in (-1e6, 1e5)],
-    *[(real(inputs="no writes", scale=1e10, sub_steps=n), BF16) for n in (1, 2)],
+    *[(real(inputs="no writes", scale=1e10, num_householder=n), BF16) for n in (1, 2)],
     (real(inputs="padding", scale=1e10), BF16),
-    *[(real(inputs="correlated", gated=UNGATED, sub_steps=n), BF16_HARD) for n in (1, 2)],
+    *[(real(inputs="correlated", gated=UNGATED, num_householder=n), BF16_HARD) for n in (1, 2)],
     (real(inputs="repeated", gated=UNGATED), uniform(0.08)),
-    (real(inputs="repeated", gated=UNGATED, sub_steps=2), uniform(2e-2)),
+    (real(inputs="repeated", gated=UNGATED, num_householder=2), uniform(2e-2)),
     *[(real(inputs="ones", gated=UNGATED, scale=x), BF16_EQUAL) for x in (None, 1.0)],
 ]

@@ -38,7 +38,7 @@ class Kernel(triton.JITFunction):
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     kernel = Kernel()
-    run_kernel(kernel, (7,), {"of another": 1, **ARGUMENTS}, num_warps=4)
+    run_kernel(kernel, (7,), **ARGUMENTS, num_warps=4)
     assert kernel.compiled == [{**ARGUMENTS, "num_warps": 4}] and not kernel.launched
     return kernel
 
@@ -56,7 +56,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 )
 def test_the_same_variant(kernel: Kernel, change: dict) -> None:
     given = ARGUMENTS | change
-    run_kernel(kernel, (7,), {**dict(reversed(given.items())), "of another": 1}, num_warps=4)
+    run_kernel(kernel, (7,), num_warps=4, **dict(reversed(given.items())))
     assert len(kernel.compiled) == 1
     ((found, _),) = kernel.launched
     assert all(x is y for x, y in zip(found, given.values(), strict=True))
@@ -83,7 +83,7 @@ def test_the_same_variant(kernel: Kernel, change: dict) -> None:
 def test_another_variant(kernel: Kernel, change: dict) -> None:
     given = {name: change.pop(name, x) for name, x in ARGUMENTS.items()}
     for _ in range(2):
-        run_kernel(kernel, (7,), given, **{"num_warps": 4} | change)
+        run_kernel(kernel, (7,), **given, **{"num_warps": 4} | change)
     assert len(kernel.compiled) == 2
     ((_, compiled),) = kernel.launched
     assert compiled is kernel.compiled[1]
@@ -91,10 +91,10 @@ def test_another_variant(kernel: Kernel, change: dict) -> None:
 
 def test_each_device_has_its_own(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    run_kernel(kernel, (7,), ARGUMENTS, num_warps=4)
+    run_kernel(kernel, (7,), **ARGUMENTS, num_warps=4)
     assert len(kernel.compiled) == 2
 
 
 def test_a_missing_argument(kernel: Kernel) -> None:
     with pytest.raises(KeyError, match="scale"):
-        run_kernel(kernel, (7,), {name: x for name, x in ARGUMENTS.items() if name != "scale"}, num_warps=4)
+        run_kernel(kernel, (7,), **{name: x for name, x in ARGUMENTS.items() if name != "scale"}, num_warps=4)

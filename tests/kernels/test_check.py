@@ -1,13 +1,15 @@
 """`check_backend` passes sound backends and finds broken ones."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fla_train.kernels.delta_product import check, check_backend, contract, gluon_reverse, triton_passes
-from fla_train.kernels.delta_product.check import (
+from fla_train.kernels.delta_product import check_backend, interface, selfcheck
+from fla_train.kernels.delta_product.hopper import bwd_fused
+from fla_train.kernels.delta_product.recurrent import recurrent_delta_product
+from fla_train.kernels.delta_product.select import override, select_kernel
+from fla_train.kernels.delta_product.selfcheck import (
     BATCH,
     CASES,
     HEADS,
@@ -16,9 +18,8 @@ from fla_train.kernels.delta_product.check import (
     model_cases,
     relative_rms,
 )
-from fla_train.kernels.delta_product.recurrent import recurrent_delta_product
-from fla_train.kernels.delta_product.triton_split import Pieces
-from tests.kernels.helpers import pretend_hopper
+from fla_train.kernels.delta_product.triton.launch_table import fallback
+from fla_train.kernels.delta_product.triton.sequence_split import Segments
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 FEW = [dataclasses.replace(case, tokens=20) for case in CASES if case.documents is None]
@@ -26,7 +27,7 @@ FEW = [dataclasses.replace(case, tokens=20) for case in CASES if case.documents 
 
 @pytest.mark.parametrize(
     ("backend", "dtype"),
-    [("recurrent", torch.bfloat16), ("chunked", torch.bfloat16), ("chunked", torch.float32)],
+    [("recurrent", torch.bfloat16), ("chunk", torch.bfloat16), ("chunk", torch.float32)],
 )
 def test_sound_backends_pass(backend, dtype):
     report = check_backend(backend, "cpu", dtype)
@@ -40,20 +41,20 @@ def test_sound_backends_pass(backend, dtype):
     )
 
 
-def faulty(monkeypatch: pytest.MonkeyPatch, change) -> CheckReport:
+def report_on_wrong(monkeypatch: pytest.MonkeyPatch, change) -> CheckReport:
     """The report on a backend that runs the definition with `change` applied to its arguments."""
 
     def run(**arguments):
         return recurrent_delta_product(**change(arguments))
 
     monkeypatch.setattr(
-        contract, "load_backend", lambda name: run if name == "chunked" else recurrent_delta_product
+        interface, "load_backend", lambda name: run if name == "chunk" else recurrent_delta_product
     )
-    return check_backend("chunked", "cpu", torch.bfloat16, cases=FEW, head_dims=(16, 8))
+    return check_backend("chunk", "cpu", torch.bfloat16, cases=FEW, head_dims=(16, 8))
 
 
 def test_a_wrong_output_is_found(monkeypatch):
-    report = faulty(monkeypatch, lambda a: a | {"v": a["v"] * 1.02})
+    report = report_on_wrong(monkeypatch, lambda a: a | {"v": a["v"] * 1.02})
     assert not report.ok
     assert "FAILED" in report.summary()
     assert {"o", "dv"} <= {row.tensor for row in report.rows if not row.ok}
@@ -68,7 +69,7 @@ def test_one_wrong_gradient_is_found(monkeypatch, name):
         doubled = x.detach() + 1.06 * (x.nan_to_num(neginf=0.0) - x.nan_to_num(neginf=0.0).detach())
         return arguments | {name: doubled.to(x.dtype)}
 
-    report = faulty(monkeypatch, scale_gradient)
+    report = report_on_wrong(monkeypatch, scale_gradient)
     assert {row.tensor for row in report.rows if not row.ok} == {f"d{name}"}
 
 
@@ -77,15 +78,15 @@ def test_one_wrong_copy_of_many_is_found(monkeypatch):
         v = arguments["v"]
         return arguments | {"v": torch.cat([v[:-1], 1.05 * v[-1:]])}
 
-    monkeypatch.setattr(check, "_copies", lambda *_: 5)
-    assert faulty(monkeypatch, lambda a: a).ok
-    report = faulty(monkeypatch, last_sequence)
+    monkeypatch.setattr(selfcheck, "num_copies", lambda *_: 5)
+    assert report_on_wrong(monkeypatch, lambda a: a).ok
+    report = report_on_wrong(monkeypatch, last_sequence)
     wrong = {(row.case, row.tensor) for row in report.rows if not row.ok}
     assert wrong >= {(case.name, tensor) for case in FEW for tensor in ("o", "dv")}
 
 
 def test_nan_is_found(monkeypatch):
-    report = faulty(monkeypatch, lambda a: a | {"scale": float("nan")})
+    report = report_on_wrong(monkeypatch, lambda a: a | {"scale": float("nan")})
     assert not report.ok and "worst o nan" in report.summary()
 
 
@@ -93,12 +94,12 @@ def test_what_a_backend_raises_is_reported(monkeypatch):
     def out_of_resources(arguments):
         raise RuntimeError("out of resource: shared memory\nmore")
 
-    report = faulty(monkeypatch, out_of_resources)
+    report = report_on_wrong(monkeypatch, out_of_resources)
     assert not report.ok
     assert report.summary().endswith("FAILED, beta near 0: RuntimeError: out of resource: shared memory")
 
 
-def test_an_impossible_request_is_the_callers_fault():
+def test_an_impossible_request_is_the_callers_error():
     with pytest.raises(ValueError, match="unknown"):
         check_backend("fast")
 
@@ -117,27 +118,28 @@ def test_relative_rms():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the test below covers it")
 @pytest.mark.usefixtures("by_chunks")
-def test_the_cut_case_is_cut(monkeypatch):
-    counts, combine = [], Pieces._combine
+def test_the_split_case_is_split(monkeypatch):
+    counts, combine = [], Segments._combine
 
-    def spy(pieces, *arguments, **kwargs):
-        counts.append(pieces.count)
-        return combine(pieces, *arguments, **kwargs)
+    def spy(segments, *arguments, **kwargs):
+        counts.append(segments.count)
+        return combine(segments, *arguments, **kwargs)
 
-    monkeypatch.setattr(Pieces, "_combine", spy)
-    case = next(case for case in CASES if case.piece_chunks)
+    monkeypatch.setattr(Segments, "_combine", spy)
+    case = next(case for case in CASES if case.segment_chunks)
     report = check_backend("triton", "cpu", torch.float32, cases=[case], head_dims=(16, 16))
     assert report.ok, report.summary()
     assert counts == [8, 8]  # forward and backward of two sequences of seven chunks
-    assert case not in model_cases(case.substeps, gated=True)
+    assert case not in model_cases(case.num_householder, gated=True)
 
 
 @pytest.mark.parametrize("processors", [78, 114, 132])
-def test_busy_cases_keep_any_hopper_busy_and_others_do_not(monkeypatch, processors):
-    pretend_hopper(monkeypatch, processors)
+def test_busy_cases_keep_any_hopper_busy_and_others_do_not(pretend_hopper, processors):
+    pretend_hopper(processors)
     for case in CASES:
-        programs = check._copies(case, "triton", torch.device("cuda")) * BATCH * HEADS
-        assert gluon_reverse.fits({"q": torch.empty(0), "K": 128, "V": 128}, programs) is case.busy
+        copies = selfcheck.num_copies(case, "triton", torch.device("cuda"))
+        sizes = {"batch": copies * BATCH, "tokens": 64, "heads": HEADS, "key_dim": 128, "value_dim": 128}
+        assert select_kernel("cpu", torch.bfloat16, **sizes).fused_backward is case.busy
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -148,7 +150,7 @@ def test_every_model_is_checked_on_a_busy_device(gated):
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_models_are_checked_with_the_kernels_of_training_where_no_states_go_in_or_out(gated):
-    report = check_backend("chunked", cases=model_cases(1, gated), head_dims=(8, 8))
+    report = check_backend("chunk", cases=model_cases(1, gated), head_dims=(8, 8))
     assert report.ok, report.summary()
     tensors = {"o", "dq", "dk", "dv", "dbeta"} | ({"dg"} if gated else set())
     assert {row.tensor for row in report.rows} == tensors
@@ -157,17 +159,21 @@ def test_models_are_checked_with_the_kernels_of_training_where_no_states_go_in_o
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a test of test_gluon.py runs the kernel")
 @pytest.mark.usefixtures("by_chunks")
 @pytest.mark.parametrize("busy", [True, False])
-def test_busy_cases_reach_the_whole_backward(monkeypatch, busy):
-    def launch(arguments, programs):
+def test_busy_cases_reach_the_fused_backward(monkeypatch, pretend_hopper, busy):
+    def launch(programs, **arguments):
         raise RuntimeError(f"launched with {programs} programs")
 
-    pretend_hopper(monkeypatch, processors=8)
-    copies, whole = check._copies, SimpleNamespace(fits=gluon_reverse.fits, launch=launch)
-    monkeypatch.setattr(check, "_copies", lambda case, name, _: copies(case, name, torch.device("cuda")))
-    monkeypatch.setattr(triton_passes, "_hopper", lambda _, name: whole if name == "gluon_reverse" else None)
+    pretend_hopper(8)
+    copies, plain = selfcheck.num_copies, fallback(64)
+    monkeypatch.setattr(
+        selfcheck, "num_copies", lambda case, name, _: copies(case, name, torch.device("cuda"))
+    )
+    monkeypatch.setattr(bwd_fused, "launch", launch)
+    options = dataclasses.replace(plain, chunk_bwd_state=plain.chunk_bwd_state | {"gluon": 1})
     for case in (case for case in CASES if case.busy):
-        small = dataclasses.replace(case, tokens=3, head_dims=(16, 16), busy=busy)
-        report = check_backend("triton", "cpu", torch.float32, cases=[small])
+        small = dataclasses.replace(case, tokens=3, head_dims=(64, 64), busy=busy)
+        with override(options=options):
+            report = check_backend("triton", "cpu", torch.float16, cases=[small])
         expected = f"{case.name}: RuntimeError: launched with 24 programs"
         assert report.failure == (expected if busy else None)
         assert report.ok is not busy

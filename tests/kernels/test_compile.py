@@ -28,7 +28,7 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.fixture(params=["chunked", "triton by chunks", "triton step by step"])
+@pytest.fixture(params=["chunk", "triton by chunks", "triton step by step"])
 def backend(request: pytest.FixtureRequest) -> str:
     if request.param == "triton by chunks":
         request.getfixturevalue("by_chunks")
@@ -82,6 +82,12 @@ def test_the_operator(backend, case):
     assert_same(lambda: delta_product(**inputs, output_final_state=True, backend=backend), leaves)
 
 
+def test_a_former_backend_name():
+    inputs, leaves = operator_inputs(9, alpha=(0.5, 1.0))
+    with pytest.warns(FutureWarning):
+        assert_same(lambda: delta_product(**inputs, backend="chunked", recompute=64)[:1], leaves)
+
+
 def test_the_number_of_tokens_may_vary_in_one_graph(backend):
     graphs = []
 
@@ -97,13 +103,12 @@ def test_the_number_of_tokens_may_vary_in_one_graph(backend):
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("recompute", [True, 4])
 @pytest.mark.parametrize(
     "case", [{"alpha": (0.5, 1.0)}, {"documents": (0, 0, 3, 6)}], ids=["gated", "packed"]
 )
-def test_only_one_output_is_used_and_inputs_are_recomputed(backend, case, recompute):
+def test_only_one_output_is_used_and_inputs_are_recomputed(backend, case):
     inputs, leaves = operator_inputs(6, **case)
-    assert_same(lambda: delta_product(**inputs, recompute=recompute, backend=backend)[:1], leaves)
+    assert_same(lambda: delta_product(**inputs, recompute=True, backend=backend)[:1], leaves)
 
 
 def test_without_gradients():
@@ -157,19 +162,17 @@ def test_cross_entropy():
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("delta_product.triton", "delta_product_forward"),
-        ("delta_product.triton", "delta_product_backward"),
-        ("delta_product.triton_walk", "walk_forward"),
-        ("delta_product.triton_walk", "walk_backward"),
-        ("delta_product.chunked_traced", "chunked_forward"),
-        ("delta_product.chunked_traced", "chunked_backward"),
+        ("delta_product.triton.chunk", "delta_product_forward"),
+        ("delta_product.triton.chunk", "delta_product_backward"),
+        ("delta_product.triton.fused_recurrent", "fused_recurrent_forward"),
+        ("delta_product.triton.fused_recurrent", "fused_recurrent_backward"),
         ("fused_ops.rms_norm", "rms_norm_forward"),
         ("fused_ops.rms_norm", "rms_norm_backward"),
     ],
 )
 def test_registrations_are_sound(monkeypatch, request, module, name):
     """`torch.library.opcheck` with the arguments of a real call: schema, fake tensors, dynamic shapes."""
-    if module == "delta_product.triton":
+    if module == "delta_product.triton.chunk":
         request.getfixturevalue("by_chunks")
     calls = []
     owner = import_module(f"fla_train.kernels.{module}")
@@ -178,14 +181,22 @@ def test_registrations_are_sound(monkeypatch, request, module, name):
     if module.startswith("delta_product"):
         inputs, leaves = operator_inputs(5, alpha=(0.5, 1.0), documents=(0, 2, 5), initial_state=True)
         inputs |= {"scale": 1.0, "output_final_state": True}
-        if "triton" in module:
-            outputs = delta_product(**inputs, backend="triton")
-        else:
-            inputs = {name: x for name, x in inputs.items() if name != "output_final_state"}
-            outputs = owner.run_traced(**inputs)
+        outputs = delta_product(**inputs, backend="triton")
     else:
         leaves = [torch.randn(3, 8, requires_grad=True) for _ in range(2)]
         outputs = add_rms_norm(*leaves, torch.ones(8), 1e-6, backend="triton")
     torch.autograd.grad(outputs, leaves, outputs)
     (arguments,) = calls
     torch.library.opcheck(getattr(torch.ops.fla_train, name).default, detached(arguments))
+
+
+@pytest.mark.parametrize("documents", [None, (0, 2, 5)])
+def test_the_registration_of_the_chunk_backend_is_sound(documents):
+    inputs, _ = operator_inputs(5, alpha=(0.5, 1.0), initial_state=True, documents=documents)
+    outputs = delta_product(**inputs, output_final_state=True, backend="chunk")
+    names = ("q", "k", "v", "beta", "g", "initial_state", "cu_seqlens")
+    tensors = [inputs[name] for name in names]
+    torch.library.opcheck(torch.ops.fla_train.chunk.default, (*tensors, 1.0, True))
+    kept = [None if x is None else x.detach() for x in tensors]
+    gradients = detached(outputs)
+    torch.library.opcheck(torch.ops.fla_train.chunk_backward.default, (*gradients, kept, 1.0, True))

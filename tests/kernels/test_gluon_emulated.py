@@ -22,7 +22,7 @@ pytestmark = [
 def emulate(name: str, *, late: bool, path: Path | None = None) -> Launch:
     """Runs the kernel of that name, or the changed one in `path`, with copies that arrive at once or late."""
     emulator, module = Emulator(late=late), MODULES[name]
-    kernel = getattr(emulator.load_kernel(path or Path(module.__file__)), f"{name}_kernel")
+    kernel = getattr(emulator.load_kernel(path or Path(module.__file__)), f"chunk_{name}_kernel")
 
     def launch(arguments: dict, programs: int, n_work: int) -> None:
         emulator.launch(kernel, arguments, n_work, programs, module.WARPS, TILED[name])
@@ -45,143 +45,143 @@ HARD = [
     "case",
     [
         Case(tokens=130, heads=2, key_dim=64, value_dim=64),
-        Case(tokens=70, sub_steps=3, key_dim=64, value_dim=64),
+        Case(tokens=70, num_householder=3, key_dim=64, value_dim=64),
         Case(tokens=130, gated=False, l2norm=False, key_dim=64, value_dim=64),
-        Case(tokens=40, sub_steps=4, gated=False, key_dim=64, value_dim=64),
-        Case(tokens=100, sub_steps=2, cu_seqlens=(0, 0, 33, 34, 100), key_dim=64, value_dim=64),
+        Case(tokens=40, num_householder=4, gated=False, key_dim=64, value_dim=64),
+        Case(tokens=100, num_householder=2, cu_seqlens=(0, 0, 33, 34, 100), key_dim=64, value_dim=64),
         Case(tokens=1, key_dim=64, value_dim=64),
-        Case(tokens=65, sub_steps=2, inputs="resets", key_dim=64, value_dim=64),
+        Case(tokens=65, num_householder=2, inputs="resets", key_dim=64, value_dim=64),
         Case(tokens=65, inputs="zero beta", key_dim=64, value_dim=64),
         *HARD,
     ],
     ids=str,
 )
 def test_gradients(case: Case) -> None:
-    run("gradient", case)
+    run("bwd_qkg", case)
 
 
 @pytest.mark.parametrize(
     "case",
     [
         Case(tokens=130, heads=2, key_dim=64, value_dim=64),
-        Case(tokens=70, sub_steps=3, key_dim=128, value_dim=64),
-        Case(tokens=40, sub_steps=4, gated=False, key_dim=64, value_dim=64),
-        Case(tokens=100, sub_steps=2, cu_seqlens=(0, 0, 33, 34, 100), key_dim=128, value_dim=64),
+        Case(tokens=70, num_householder=3, key_dim=128, value_dim=64),
+        Case(tokens=40, num_householder=4, gated=False, key_dim=64, value_dim=64),
+        Case(tokens=100, num_householder=2, cu_seqlens=(0, 0, 33, 34, 100), key_dim=128, value_dim=64),
         Case(tokens=1, key_dim=64, value_dim=64),
-        Case(tokens=65, sub_steps=2, inputs="resets", key_dim=64, value_dim=64),
+        Case(tokens=65, num_householder=2, inputs="resets", key_dim=64, value_dim=64),
         Case(tokens=65, inputs="correlated", key_dim=128, value_dim=64),
         Case(tokens=65, inputs="no writes", key_dim=64, value_dim=64, scale=1e10),
     ],
     ids=str,
 )
 def test_prepared(case: Case) -> None:
-    run("prepare", case)
+    run("prepare_wy", case)
 
 
 @pytest.mark.parametrize(
     "case",
     [
         Case(tokens=130, heads=2, batch=2, key_dim=64, value_dim=64),
-        Case(tokens=70, sub_steps=3, key_dim=64, value_dim=64),
-        Case(tokens=70, sub_steps=2, states=False, key_dim=128, value_dim=128),
+        Case(tokens=70, num_householder=3, key_dim=64, value_dim=64),
+        Case(tokens=70, num_householder=2, states=False, key_dim=128, value_dim=128),
         Case(tokens=130, gated=False, l2norm=False, key_dim=64, value_dim=64),
-        Case(tokens=40, sub_steps=4, gated=False, key_dim=64, value_dim=64),
-        Case(tokens=30, sub_steps=7, l2norm=False, key_dim=64, value_dim=64),
-        Case(tokens=100, sub_steps=2, cu_seqlens=(0, 0, 33, 34, 100, 100), key_dim=64, value_dim=64),
+        Case(tokens=40, num_householder=4, gated=False, key_dim=64, value_dim=64),
+        Case(tokens=30, num_householder=7, l2norm=False, key_dim=64, value_dim=64),
+        Case(tokens=100, num_householder=2, cu_seqlens=(0, 0, 33, 34, 100, 100), key_dim=64, value_dim=64),
         Case(tokens=200, cu_seqlens=(0, 1, 130, 200), gated=False, key_dim=64, value_dim=64),
         Case(tokens=1, key_dim=64, value_dim=64),
-        Case(tokens=65, sub_steps=2, inputs="resets", key_dim=64, value_dim=64),
+        Case(tokens=65, num_householder=2, inputs="resets", key_dim=64, value_dim=64),
         Case(tokens=65, inputs="zero beta", key_dim=64, value_dim=64),
         *HARD,
     ],
     ids=str,
 )
-def test_whole_backward(case: Case) -> None:
-    run("reverse", case)
+def test_fused_backward(case: Case) -> None:
+    run("bwd_fused", case)
 
 
 @pytest.mark.parametrize(
-    ("case", "piece"),
+    ("case", "chunks"),
     [
         (Case(tokens=130, heads=2, batch=2, key_dim=64, value_dim=64), 1),
-        (Case(tokens=90, sub_steps=3, gated=False, states=False, key_dim=64, value_dim=64), 2),
-        (Case(tokens=100, sub_steps=2, cu_seqlens=(0, 0, 33, 100, 100), key_dim=64, value_dim=64), 1),
+        (Case(tokens=90, num_householder=3, gated=False, states=False, key_dim=64, value_dim=64), 2),
+        (Case(tokens=100, num_householder=2, cu_seqlens=(0, 0, 33, 100, 100), key_dim=64, value_dim=64), 1),
         (Case(tokens=160, inputs="fast decay", key_dim=64, value_dim=64), 1),
     ],
     ids=str,
 )
-def test_whole_backward_of_pieces(case: Case, piece: int) -> None:
-    run("reverse", case, piece=piece)
+def test_fused_backward_of_segments(case: Case, chunks: int) -> None:
+    run("bwd_fused", case, chunks=chunks)
 
 
 @pytest.mark.parametrize(
     ("name", "line", "instead", "message"),
     [
-        ("gradient", "        mbarrier.wait(bars.index(2), step & 1)\n", "", "has not come"),
-        ("gradient", "        barrier()  # the states are read\n", "", "threads may still use"),
+        ("bwd_qkg", "        mbarrier.wait(bars.index(2), step & 1)\n", "", "has not come"),
+        ("bwd_qkg", "        barrier()  # the states are read\n", "", "threads may still use"),
         (
-            "gradient",
+            "bwd_qkg",
             "        fence_async_shared()\n        barrier()\n        b_dk = warp",
             "        barrier()\n        b_dk = warp",
             "without fence or barrier",
         ),
         (
-            "gradient",
+            "bwd_qkg",
             "warpgroup_mma_wait(4, deps=[b_kq, b_kk])",
             "warpgroup_mma_wait(5, deps=[b_kq, b_kk])",
             "on its way",
         ),
         (
-            "gradient",
+            "bwd_qkg",
             "barrier()  # the outputs have left",
             "pass  # the outputs have left",
             "threads may still use",
         ),
-        ("gradient", "(step >> 1) & 1", "((step >> 1) & 1) ^ 1", "never completes"),
-        ("prepare", "    mbarrier.wait(bar, 0)\n", "", "has not come"),
+        ("bwd_qkg", "(step >> 1) & 1", "((step >> 1) & 1) ^ 1", "never completes"),
+        ("prepare_wy", "    mbarrier.wait(bar, 0)\n", "", "has not come"),
         (
-            "prepare",
-            "        s_x.store(b_y)\n        fence_async_shared()\n",
-            "        s_x.store(b_y)\n",
+            "prepare_wy",
+            "        s_wy.store(b_y)\n        fence_async_shared()\n",
+            "        s_wy.store(b_y)\n",
             "without fence or barrier",
         ),
         (
-            "prepare",
+            "prepare_wy",
             "b_w = warpgroup_mma_wait(0, deps=[b_w])\n    barrier()\n    s_rest.store((unit - b_w)",
             "s_rest.store((unit - b_w.value)",
             "changed in a product",
         ),
-        ("reverse", "        mbarrier.wait(bar_x, step & 1)\n", "", "has not come"),
+        ("bwd_fused", "        mbarrier.wait(bar_wy, step & 1)\n", "", "has not come"),
         (
-            "reverse",
+            "bwd_fused",
             "        mbarrier.wait(bar_s, step & 1)\n",
             "",
             "has not come",
         ),
         (
-            "reverse",
-            "        s_w.store(b_de.to(INVERSE))\n        fence_async_shared()\n",
-            "        s_w.store(b_de.to(INVERSE))\n",
+            "bwd_fused",
+            "        s_w.store(b_du.to(INVERSE))\n        fence_async_shared()\n",
+            "        s_w.store(b_du.to(INVERSE))\n",
             "without fence or barrier",
         ),
-        ("reverse", "barrier()  # W, dO, dS', X and P are read", "pass", "may still read"),
+        ("bwd_fused", "barrier()  # du, dO, dS', T and P are read", "pass", "may still read"),
         (
-            "reverse",
+            "bwd_fused",
             "b_da = warpgroup_mma_wait(6, deps=[b_da])",
             "b_da = warpgroup_mma_wait(7, deps=[b_da])",
             "on its way",
         ),
-        ("reverse", "barrier()  # dO, E and S are read", "pass", "threads may still use"),
+        ("bwd_fused", "barrier()  # dO, u and S are read", "pass", "threads may still use"),
         (
-            "reverse",
+            "bwd_fused",
             "b_ds = warpgroup_mma_wait(4, deps=[b_ds])",
             "b_ds = warpgroup_mma_wait(6, deps=[b_ds])",
             "on its way",
         ),
-        ("reverse", "barrier()  # q and k are read", "pass", "threads may still use"),
-        ("reverse", "(ahead >> 1) & 1", "((ahead >> 1) & 1) ^ 1", "never completes"),
+        ("bwd_fused", "barrier()  # q and k are read", "pass", "threads may still use"),
+        ("bwd_fused", "(ahead >> 1) & 1", "((ahead >> 1) & 1) ^ 1", "never completes"),
         (
-            "reverse",
+            "bwd_fused",
             "        i_t, n_t, g_last, b_peak = f_t, f_n, scalars[5], f_peak\n",
             "        i_t, n_t, g_last, b_peak = f_t, f_n, scalars[5], f_peak\n"
             "    copy_rows(q, s_q, bar_q, 0, 0, True, TILE_BYTES)\n",
@@ -205,14 +205,16 @@ def test_a_kernel_that_could_race_is_caught(
     "case",
     [
         Case(tokens=130, key_dim=64, value_dim=64),
-        Case(tokens=70, sub_steps=3, key_dim=64, value_dim=64),  # the last of 64 rows is the next chunk's
-        Case(tokens=100, sub_steps=2, cu_seqlens=(0, 0, 33, 34, 100, 100), key_dim=64, value_dim=64),
+        Case(
+            tokens=70, num_householder=3, key_dim=64, value_dim=64
+        ),  # the last of 64 rows is the next chunk's
+        Case(tokens=100, num_householder=2, cu_seqlens=(0, 0, 33, 34, 100, 100), key_dim=64, value_dim=64),
     ],
     ids=str,
 )
-def test_gradients_of_v_take_the_place_of_errors_that_nobody_needs_again(case: Case) -> None:
+def test_gradients_of_v_take_the_place_of_u_that_nobody_needs_again(case: Case) -> None:
     inputs, *gradients = make_inputs(case, "cpu")
-    with replaced("reverse", emulate("reverse", late=True)):
+    with replaced("bwd_fused", emulate("bwd_fused", late=True)):
         outputs, leaves = forward(case, inputs, backend="triton")
         node = outputs["o"].grad_fn
         while not hasattr(node, "saved_tensors"):

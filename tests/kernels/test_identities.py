@@ -10,23 +10,23 @@ from torch import Tensor
 from fla_train.kernels.delta_product import delta_product
 
 TOKENS, KEY_DIM, VALUE_DIM = 8, 7, 5
-SUBSTEPS = pytest.mark.parametrize("substeps", [1, 2, 3, 4])
+EVERY_N = pytest.mark.parametrize("num_householder", [1, 2, 3, 4])
 
 
 class Chunk:
-    """One chunk, every matrix of the chunk form written out; TOKENS * substeps rows, row r in token of[r]."""
+    """One chunk, every matrix of the chunk form written out; TOKENS * N rows, row r in token of[r]."""
 
-    def __init__(self, substeps: int):
-        torch.manual_seed(substeps)
-        rows = TOKENS * substeps
+    def __init__(self, num_householder: int):
+        torch.manual_seed(num_householder)
+        rows = TOKENS * num_householder
         self.q = torch.randn(TOKENS, KEY_DIM, dtype=torch.float64)
         self.k = torch.nn.functional.normalize(torch.randn(rows, KEY_DIM, dtype=torch.float64), dim=-1)
         self.v = torch.randn(rows, VALUE_DIM, dtype=torch.float64)
         self.beta = 0.05 + 1.95 * torch.rand(rows, 1, dtype=torch.float64)
         self.g = -1.5 * torch.rand(TOKENS, dtype=torch.float64)
         self.S = torch.randn(KEY_DIM, VALUE_DIM, dtype=torch.float64)
-        self.substeps = substeps
-        self.of = torch.arange(rows) // substeps
+        self.num_householder = num_householder
+        self.of = torch.arange(rows) // num_householder
         self.leaves = [self.q, self.k, self.v, self.beta, self.g, self.S]
         for x in self.leaves:
             x.requires_grad_()
@@ -36,7 +36,7 @@ class Chunk:
         return self.g.cumsum(0)
 
     def step_recurrence(self) -> tuple[Tensor, Tensor]:
-        shape = (1, TOKENS, self.substeps, 1, -1)
+        shape = (1, TOKENS, self.num_householder, 1, -1)
         o, state = delta_product(
             self.q[None, :, None],
             self.k.view(shape),
@@ -71,24 +71,24 @@ class Chunk:
         return o, state, U
 
 
-@SUBSTEPS
-def test_chunk_form(substeps):
-    chunk = Chunk(substeps)
+@EVERY_N
+def test_chunk_form(num_householder):
+    chunk = Chunk(num_householder)
     expected_o, expected_state = chunk.step_recurrence()
     o, state, _ = chunk.chunk_form()
     torch.testing.assert_close(o, expected_o, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(state, expected_state, rtol=1e-12, atol=1e-12)
 
 
-@SUBSTEPS
-def test_a_query_is_a_substep_that_reads_and_does_not_write(substeps):
+@EVERY_N
+def test_a_query_is_a_step_that_reads_and_does_not_write(num_householder):
     """Rows (k_1 .. k_n, q) per token, the query's of value 0; its row of the solution is minus the output."""
-    chunk = Chunk(substeps)
-    per_token = substeps + 1
-    is_query = torch.arange(TOKENS * per_token) % per_token == substeps
+    chunk = Chunk(num_householder)
+    per_token = num_householder + 1
+    is_query = torch.arange(TOKENS * per_token) % per_token == num_householder
 
     def interleave(rows: Tensor, query: Tensor) -> Tensor:
-        return torch.cat([rows.view(TOKENS, substeps, -1), query.view(TOKENS, 1, -1)], 1).flatten(0, 1)
+        return torch.cat([rows.view(TOKENS, num_householder, -1), query.view(TOKENS, 1, -1)], 1).flatten(0, 1)
 
     X = interleave(chunk.k, chunk.q)
     values = interleave(chunk.v, torch.zeros(TOKENS, VALUE_DIM, dtype=torch.float64))
@@ -106,10 +106,10 @@ def test_a_query_is_a_substep_that_reads_and_does_not_write(substeps):
     torch.testing.assert_close(state, expected_state, rtol=1e-12, atol=1e-12)
 
 
-@SUBSTEPS
-def test_a_chunk_is_an_affine_map_of_its_state(substeps):
+@EVERY_N
+def test_a_chunk_is_an_affine_map_of_its_state(num_householder):
     """S' = Phi S + B with Phi [K, K] and B [K, V] free of S: what makes the states a scan."""
-    chunk = Chunk(substeps)
+    chunk = Chunk(num_householder)
     by_row = chunk.total[chunk.of]
     mixed = chunk.inverse() * chunk.beta.T
     written = chunk.k.T * (chunk.total[-1] - by_row).exp()
@@ -122,30 +122,30 @@ def test_a_chunk_is_an_affine_map_of_its_state(substeps):
     )  # contractions, for beta in [0, 2] and |k| = 1
 
 
-@SUBSTEPS
-def test_the_inverse_is_bounded_by_the_step_size(substeps):
+@EVERY_N
+def test_the_inverse_is_bounded_by_the_step_size(num_householder):
     """|T_rs| <= beta_r off the diagonal, so it fits any float format; powers of the matrix do not."""
-    chunk = Chunk(substeps)
+    chunk = Chunk(num_householder)
     off_diagonal = chunk.inverse().detach().tril(-1).abs()
     assert (off_diagonal <= chunk.beta.detach() * (1 + 1e-12)).all()
 
 
-@SUBSTEPS
-def test_gradient_of_the_gate_from_those_of_queries_and_values(substeps):
+@EVERY_N
+def test_gradient_of_the_gate_from_those_of_queries_and_values(num_householder):
     """dg_t = sum over later tokens of (q.dq - v.dv), plus <dS', S'>."""
-    chunk = Chunk(substeps)
+    chunk = Chunk(num_householder)
     o, state = chunk.step_recurrence()
     d_o, d_state = torch.randn_like(o), torch.randn_like(state)
     dq, _, dv, _, dg, _ = torch.autograd.grad([o, state], chunk.leaves, [d_o, d_state])
-    by_token = (chunk.q * dq).sum(-1) - (chunk.v * dv).sum(-1).view(TOKENS, substeps).sum(-1)
+    by_token = (chunk.q * dq).sum(-1) - (chunk.v * dv).sum(-1).view(TOKENS, num_householder).sum(-1)
     later = by_token.flip(0).cumsum(0).flip(0)
     torch.testing.assert_close(later + (d_state * state).sum(), dg, rtol=1e-11, atol=1e-11)
 
 
-@SUBSTEPS
-def test_gradients_of_values_and_step_sizes_from_one_adjoint_solve(substeps):
+@EVERY_N
+def test_gradients_of_values_and_step_sizes_from_one_adjoint_solve(num_householder):
     """dY = T^T dU; dv = beta dY; dbeta = rowsum(dY * U) / beta, or from the errors X without division."""
-    chunk = Chunk(substeps)
+    chunk = Chunk(num_householder)
     o, state, U = chunk.chunk_form()
     d_o, d_state = torch.randn_like(o), torch.randn_like(state)
     _, _, dv, d_beta, _, _ = torch.autograd.grad([o, state], chunk.leaves, [d_o, d_state], retain_graph=True)

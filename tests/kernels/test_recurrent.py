@@ -14,7 +14,7 @@ def by_matrices(inputs: dict, scale: float) -> tuple[Tensor, Tensor]:
     q, k, v, beta, g = (inputs[name] for name in ("q", "k", "v", "beta", "g"))
     if inputs["qk_l2norm"]:
         q, k = (x / (x.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-    batch, tokens, substeps, heads, key_dim = k.shape
+    batch, tokens, num_householder, heads, key_dim = k.shape
     o = torch.empty(batch, tokens, heads, v.shape[-1], dtype=q.dtype)
     final = torch.empty(batch, heads, key_dim, v.shape[-1], dtype=q.dtype)
     for b in range(batch):
@@ -24,7 +24,7 @@ def by_matrices(inputs: dict, scale: float) -> tuple[Tensor, Tensor]:
             for t in range(tokens):
                 A = torch.eye(key_dim, dtype=q.dtype) * (1.0 if g is None else g[b, t, h].exp())
                 B = torch.zeros_like(S)
-                for j in range(substeps):
+                for j in range(num_householder):
                     key, step = k[b, t, j, h], beta[b, t, j, h]
                     householder = torch.eye(key_dim, dtype=q.dtype) - step * torch.outer(key, key)
                     A, B = householder @ A, householder @ B + step * torch.outer(key, v[b, t, j, h])
@@ -34,11 +34,11 @@ def by_matrices(inputs: dict, scale: float) -> tuple[Tensor, Tensor]:
     return o, final
 
 
-@pytest.mark.parametrize("substeps", [1, 2, 3])
+@pytest.mark.parametrize("num_householder", [1, 2, 3])
 @pytest.mark.parametrize("alpha", [None, (0.3, 1.0)])
 @pytest.mark.parametrize("initial_state", [False, True])
-def test_equals_the_product_of_transition_matrices(substeps, alpha, initial_state):
-    inputs = random_inputs(9, substeps, alpha=alpha, initial_state=initial_state)
+def test_equals_the_product_of_transition_matrices(num_householder, alpha, initial_state):
+    inputs = random_inputs(9, num_householder, alpha=alpha, initial_state=initial_state)
     o, state = delta_product(**inputs, scale=0.7, output_final_state=True, backend="recurrent")
     expected_o, expected_state = by_matrices(inputs, 0.7)
     torch.testing.assert_close(o, expected_o, rtol=1e-12, atol=1e-12)
@@ -46,7 +46,7 @@ def test_equals_the_product_of_transition_matrices(substeps, alpha, initial_stat
 
 
 @pytest.mark.parametrize("qk_l2norm", [False, True])
-def test_one_substep_equals_transformers_recurrence(qk_l2norm):
+def test_one_householder_step_equals_transformers_recurrence(qk_l2norm):
     inputs = random_inputs(21, alpha=(0.5, 1.0), initial_state=True, qk_l2norm=qk_l2norm, dtype=torch.float32)
     o, state = delta_product(**inputs, output_final_state=True, backend="recurrent")
     expected = torch_recurrent_gated_delta_rule(
@@ -106,7 +106,7 @@ def test_a_closed_gate_forgets_everything_without_nan():
     torch.testing.assert_close(delta_product(**later, backend="recurrent")[0], o[:, 3:])
 
 
-@pytest.mark.parametrize("backend", ["recurrent", "chunked"])
+@pytest.mark.parametrize("backend", ["recurrent", "chunk"])
 @pytest.mark.parametrize("alpha", [None, (0.3, 1.0)])
 def test_packed_documents_equal_separate_calls(backend, alpha):
     inputs = random_inputs(
@@ -122,7 +122,7 @@ def test_packed_documents_equal_separate_calls(backend, alpha):
     assert torch.equal(state[lengths == 0], inputs["initial_state"][lengths == 0])
 
 
-@pytest.mark.parametrize("backend", ["recurrent", "chunked"])
+@pytest.mark.parametrize("backend", ["recurrent", "chunk"])
 def test_two_halves_chained_by_the_state_equal_the_whole(backend):
     inputs = random_inputs(101, 3, alpha=(0.9, 1.0), initial_state=True)
     o, state = delta_product(**inputs, output_final_state=True, backend=backend)
@@ -139,10 +139,10 @@ def test_two_halves_chained_by_the_state_equal_the_whole(backend):
     torch.testing.assert_close(end, state)
 
 
-@pytest.mark.parametrize("substeps", [1, 3])
+@pytest.mark.parametrize("num_householder", [1, 3])
 @pytest.mark.parametrize("alpha", [None, (0.3, 1.0)])
-def test_steps_equal_the_sequence(substeps, alpha):
-    inputs = random_inputs(12, substeps, alpha=alpha, initial_state=True)
+def test_steps_equal_the_sequence(num_householder, alpha):
+    inputs = random_inputs(12, num_householder, alpha=alpha, initial_state=True)
     expected = delta_product(**inputs, scale=0.3, output_final_state=True, backend="recurrent")
     state, outputs = inputs["initial_state"], []
     for t in range(12):

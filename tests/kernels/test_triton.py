@@ -8,8 +8,9 @@ cuts float32 to bfloat16 instead of rounding, hence its wider bfloat16 bound, an
 import pytest
 import torch
 
-from fla_train.kernels.delta_product import delta_product, triton_walk
-from fla_train.kernels.delta_product.launches import fallback, forced
+from fla_train.kernels.delta_product import delta_product
+from fla_train.kernels.delta_product.select import override
+from fla_train.kernels.delta_product.triton.launch_table import fallback
 from tests.kernels.operator_cases import (
     BF16,
     GATED,
@@ -33,10 +34,10 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory", "by_chunks")
     "case",
     [
         Case(heads=2, batch=2),
-        Case(sub_steps=2, gated=UNGATED, l2norm=False, tokens=33),
-        Case(sub_steps=3, key_dim=24, value_dim=80, tokens=23),
-        Case(sub_steps=4, batch=2, tokens=17, states=False),
-        Case(sub_steps=2, cu_seqlens=(0, 0, 33, 34, 70)),
+        Case(num_householder=2, gated=UNGATED, l2norm=False, tokens=33),
+        Case(num_householder=3, key_dim=24, value_dim=80, tokens=23),
+        Case(num_householder=4, batch=2, tokens=17, states=False),
+        Case(num_householder=2, cu_seqlens=(0, 0, 33, 34, 70)),
         Case(gated=UNGATED, cu_seqlens=(0, 3, 68, 68), tokens=68, l2norm=False),
         Case(tokens=1, scale=1.0),
         Case(inputs="correlated", key_dim=32),
@@ -44,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory", "by_chunks")
         Case(inputs="tiny beta", scale=1e5, states=False),
         Case(inputs="no writes", scale=1e10),
         Case(scale=-3.0, tokens=20),
-        Case(inputs="resets", sub_steps=2, tokens=40),
+        Case(inputs="resets", num_householder=2, tokens=40),
     ],
     ids=str,
 )
@@ -57,8 +58,8 @@ def test_interpreted_fp32(case: Case) -> None:
     "case",
     [
         Case(dtype=torch.bfloat16, key_dim=32, value_dim=32),
-        Case(dtype=torch.bfloat16, sub_steps=2, tokens=40),
-        Case(dtype=torch.float16, sub_steps=3, tokens=24),
+        Case(dtype=torch.bfloat16, num_householder=2, tokens=40),
+        Case(dtype=torch.float16, num_householder=3, tokens=24),
     ],
     ids=str,
 )
@@ -89,15 +90,15 @@ def test_only_the_final_state_is_used() -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("longest", [0, 4096])  # by chunks, and step by step
-def test_boundaries_may_lie_apart(monkeypatch: pytest.MonkeyPatch, longest: int) -> None:
-    monkeypatch.setattr(triton_walk, "LONGEST", longest)
+@pytest.mark.parametrize("algorithm", ["chunk", "fused_recurrent"])
+def test_boundaries_may_lie_apart(algorithm: str) -> None:
     device = "cpu" if INTERPRETED else "cuda"
     (q, k, v, beta, g, _), *_ = make_inputs(Case(tokens=20), device)
     bounds = torch.tensor([[0, 99], [3, 99], [20, 99]], device=device)[:, 0]
     kwargs = {"qk_l2norm": True, "backend": "triton"}
-    expected, _ = delta_product(q, k, v, beta, g, cu_seqlens=bounds.contiguous(), **kwargs)
-    assert torch.equal(delta_product(q, k, v, beta, g, cu_seqlens=bounds, **kwargs)[0], expected)
+    with override(algorithm=algorithm):
+        expected, _ = delta_product(q, k, v, beta, g, cu_seqlens=bounds.contiguous(), **kwargs)
+        assert torch.equal(delta_product(q, k, v, beta, g, cu_seqlens=bounds, **kwargs)[0], expected)
 
 
 @pytest.mark.gpu
@@ -114,16 +115,16 @@ def test_gpu_gates_that_are_nan_show(dim: int) -> None:
     ("case", "dtype", "message"),
     [
         (Case(tokens=2), torch.float64, "float64"),
-        (Case(tokens=1, sub_steps=65), torch.float32, "at most 64 sub-steps"),
+        (Case(tokens=1, num_householder=65), torch.float32, "at most 64"),
         (
             Case(tokens=1, key_dim=129),
             torch.float32,
-            "key dimension of at most 128 .* choose bfloat16 or backend=chunked",
+            "key dimension of at most 128 .* choose bfloat16 or backend=chunk",
         ),
         (
             Case(tokens=1, key_dim=257),
             torch.bfloat16,
-            "key dimension of at most 256 .* choose backend=chunked",
+            "key dimension of at most 256 .* choose backend=chunk",
         ),
     ],
 )
@@ -139,13 +140,13 @@ def test_unsupported_requests_name_the_fault(case: Case, dtype: torch.dtype, mes
 @pytest.mark.gpu
 @pytest.mark.parametrize("states", [True, False])
 @pytest.mark.parametrize("gated", [GATED, UNGATED])
-@pytest.mark.parametrize("sub_steps", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("num_householder", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize(
     "dims", [(128, 128), (96, 96), (64, 64), (256, 256), (256, 128), (96, 48), (32, 32), (16, 256)]
 )
-def test_gpu_bf16(dims: tuple[int, int], sub_steps: int, gated: bool, states: bool) -> None:
+def test_gpu_bf16(dims: tuple[int, int], num_householder: int, gated: bool, states: bool) -> None:
     """Training has no states, and kernels of its own for that; without them q and k are normalised, too."""
-    sizes = {"key_dim": dims[0], "value_dim": dims[1], "sub_steps": sub_steps}
+    sizes = {"key_dim": dims[0], "value_dim": dims[1], "num_householder": num_householder}
     case = real(**sizes, gated=gated, l2norm=gated or not states, states=states)
     check(case, bounds_of(case), "cuda")
 
@@ -153,54 +154,54 @@ def test_gpu_bf16(dims: tuple[int, int], sub_steps: int, gated: bool, states: bo
 @pytest.mark.gpu
 @pytest.mark.parametrize("l2norm", [True, False])
 @pytest.mark.parametrize("gated", [GATED, UNGATED])
-@pytest.mark.parametrize("sub_steps", [1, 2])
+@pytest.mark.parametrize("num_householder", [1, 2])
 @pytest.mark.parametrize("value_dim", [64, 128, 192, 256])
-def test_gpu_tiles_of_v(value_dim: int, sub_steps: int, gated: bool, l2norm: bool) -> None:
+def test_gpu_tiles_of_v(value_dim: int, num_householder: int, gated: bool, l2norm: bool) -> None:
     """Each number of V tiles under each pipeline: three stages over three tiles gave wrong dk on Hopper."""
-    case = real(value_dim=value_dim, sub_steps=sub_steps, gated=gated, l2norm=l2norm)
+    case = real(value_dim=value_dim, num_householder=num_householder, gated=gated, l2norm=l2norm)
     check(case, bounds_of(case), "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gated", [GATED, UNGATED])
-@pytest.mark.parametrize("sub_steps", [1, 2])
+@pytest.mark.parametrize("num_householder", [1, 2])
 @pytest.mark.parametrize("value_dim", [128, 192])
-def test_gpu_rows_of_the_table_with_narrow_keys(value_dim: int, sub_steps: int, gated: bool) -> None:
-    case = real(key_dim=64, value_dim=value_dim, sub_steps=sub_steps, gated=gated, l2norm=gated)
+def test_gpu_rows_of_the_table_with_narrow_keys(value_dim: int, num_householder: int, gated: bool) -> None:
+    case = real(key_dim=64, value_dim=value_dim, num_householder=num_householder, gated=gated, l2norm=gated)
     check(case, bounds_of(case), "cuda")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sub_steps", [1, 3])
+@pytest.mark.parametrize("num_householder", [1, 3])
 @pytest.mark.parametrize("dims", [(256, 256), (32, 32), (16, 256)])
-def test_gpu_norm_without_gate(dims: tuple[int, int], sub_steps: int) -> None:
-    case = real(key_dim=dims[0], value_dim=dims[1], sub_steps=sub_steps, gated=UNGATED)
+def test_gpu_norm_without_gate(dims: tuple[int, int], num_householder: int) -> None:
+    case = real(key_dim=dims[0], value_dim=dims[1], num_householder=num_householder, gated=UNGATED)
     check(case, bounds_of(case), "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gated", [GATED, UNGATED])
-@pytest.mark.parametrize("sub_steps", [1, 2])
+@pytest.mark.parametrize("num_householder", [1, 2])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_gpu_options_of_cards_that_no_table_lists(dim: int, sub_steps: int, gated: bool) -> None:
-    case = real(key_dim=dim, value_dim=dim, sub_steps=sub_steps, gated=gated, l2norm=gated)
-    with forced(fallback(dim)):
+def test_gpu_options_of_cards_that_no_table_lists(dim: int, num_householder: int, gated: bool) -> None:
+    case = real(key_dim=dim, value_dim=dim, num_householder=num_householder, gated=gated, l2norm=gated)
+    with override(options=fallback(dim)):
         check(case, bounds_of(case), "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 63, 65, 1000])
-@pytest.mark.parametrize("sub_steps", [1, 3])
-def test_gpu_lengths(tokens: int, sub_steps: int) -> None:
-    check(real(tokens=tokens, sub_steps=sub_steps), BF16, "cuda")
+@pytest.mark.parametrize("num_householder", [1, 3])
+def test_gpu_lengths(tokens: int, num_householder: int) -> None:
+    check(real(tokens=tokens, num_householder=num_householder), BF16, "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("states", [True, False])
-@pytest.mark.parametrize("sub_steps", [1, 2, 3])
-def test_gpu_packed(sub_steps: int, states: bool) -> None:
+@pytest.mark.parametrize("num_householder", [1, 2, 3])
+def test_gpu_packed(num_householder: int, states: bool) -> None:
     cu_seqlens = (0, 0, 64, 65, 200, 200, 333, 333)
-    check(real(batch=1, cu_seqlens=cu_seqlens, sub_steps=sub_steps, states=states), BF16, "cuda")
+    check(real(batch=1, cu_seqlens=cu_seqlens, num_householder=num_householder, states=states), BF16, "cuda")
 
 
 @pytest.mark.gpu
@@ -211,18 +212,18 @@ def test_gpu_hard_inputs(case: Case, bounds: dict[str, float]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gated", [GATED, UNGATED])
-@pytest.mark.parametrize("sub_steps", [1, 3])
+@pytest.mark.parametrize("num_householder", [1, 3])
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
-def test_gpu_fp16(dim: int, sub_steps: int, gated: bool) -> None:
-    sizes = {"key_dim": dim, "value_dim": dim, "sub_steps": sub_steps, "tokens": 150}
-    case = real(dtype=torch.float16, gated=gated, states=sub_steps == 1, **sizes)
+def test_gpu_fp16(dim: int, num_householder: int, gated: bool) -> None:
+    sizes = {"key_dim": dim, "value_dim": dim, "num_householder": num_householder, "tokens": 150}
+    case = real(dtype=torch.float16, gated=gated, states=num_householder == 1, **sizes)
     check(case, uniform(2e-3), "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gated", [GATED, UNGATED])
 @pytest.mark.parametrize(
-    ("dims", "sub_steps"),
+    ("dims", "num_householder"),
     [
         ((32, 32), 1),
         ((64, 64), 1),
@@ -233,12 +234,12 @@ def test_gpu_fp16(dim: int, sub_steps: int, gated: bool) -> None:
         ((128, 256), 1),
     ],
 )
-def test_gpu_fp32(dims: tuple[int, int], sub_steps: int, gated: bool) -> None:
-    sizes = {"key_dim": dims[0], "value_dim": dims[1], "sub_steps": sub_steps, "tokens": 150}
+def test_gpu_fp32(dims: tuple[int, int], num_householder: int, gated: bool) -> None:
+    sizes = {"key_dim": dims[0], "value_dim": dims[1], "num_householder": num_householder, "tokens": 150}
     check(real(dtype=torch.float32, gated=gated, **sizes), uniform(2e-5), "cuda")
 
 
 @pytest.mark.gpu
 def test_gpu_fp32_packed() -> None:
-    case = real(dtype=torch.float32, batch=1, tokens=150, cu_seqlens=(0, 0, 64, 65, 150), sub_steps=2)
+    case = real(dtype=torch.float32, batch=1, tokens=150, cu_seqlens=(0, 0, 64, 65, 150), num_householder=2)
     check(case, uniform(2e-5), "cuda")

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fla_train.kernels.delta_product.triton_common import factored_times_inverse, plus_writes
+from fla_train.kernels.delta_product.triton.common import add_writes, factored_times_inverse
 from tests.kernels.operator_cases import INTERPRETED
 
 SIZE = 64
@@ -24,7 +24,7 @@ def square(M: tl.constexpr):
 @triton.jit
 def writes_kernel(s, u, k, out, M: tl.constexpr):
     o = square(M)
-    tl.store(out + o, plus_writes(tl.load(s + o), tl.load(u + o), tl.load(k + o), tl.float16, "tf32x3"))
+    tl.store(out + o, add_writes(tl.load(s + o), tl.load(u + o), tl.load(k + o), tl.float16, "tf32x3"))
 
 
 @triton.jit

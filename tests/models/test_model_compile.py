@@ -46,9 +46,9 @@ def compare(
     ("variant", "backend", "packed", "autocast", "checkpointing"),
     [
         ("gated_delta_product", "triton", False, False, False),
-        ("gated_delta_product", "chunked", False, True, False),
-        ("delta_net", "chunked", False, False, True),
-        ("hybrid", "chunked", True, False, False),
+        ("gated_delta_product", "chunk", False, True, False),
+        ("delta_net", "chunk", False, False, True),
+        ("hybrid", "chunk", True, False, False),
     ],
 )
 def test_one_graph_with_the_gradients_of_the_eager_model(

@@ -13,7 +13,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 9, "pad_token_id": 0}
 
 
 def argmax_loop(model, prompt: torch.Tensor, steps: int = 9) -> torch.Tensor:
-    """Greedy continuation of one prompt [T], the whole sequence anew at each step and no cache."""
+    """Greedy continuation of one prompt [T], the whole sequence at each step and no cache."""
     for _ in range(steps):
         prompt = torch.cat([prompt, model(prompt[None], use_cache=False).logits[0, -1:].argmax(-1)])
     return prompt[-steps:]

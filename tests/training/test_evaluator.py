@@ -20,7 +20,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What `evaluate` uses of a DeepSpeed engine, on one rank."""
     torch.manual_seed(0)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
-    model = DeltaProductForCausalLM(small_config(backend="chunked"))
+    model = DeltaProductForCausalLM(small_config(backend="chunk"))
     return SimpleNamespace(
         module=model,
         device=torch.device("cpu"),

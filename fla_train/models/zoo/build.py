@@ -21,80 +21,52 @@ class BaselineConfig:
     allow_neg_eigval: bool = False
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Settings that all architectures share."""
-
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_heads: int
-    allow_neg_eigval: bool
-
-    @property
-    def common(self) -> dict[str, Any]:
-        return {
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "num_hidden_layers": self.num_hidden_layers,
-            "use_cache": False,
-            **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-        }
+Build = Callable[[dict[str, Any], BaselineConfig], "PreTrainedModel"]  # of the sizes as a config takes them
 
 
-def _llama(sizes: Sizes) -> "PreTrainedModel":
+def _llama(sizes: dict[str, Any], config: BaselineConfig) -> "PreTrainedModel":
     from transformers import LlamaConfig, LlamaForCausalLM
 
     settings = LlamaConfig(
-        **sizes.common,
-        num_attention_heads=sizes.num_heads,
-        num_key_value_heads=sizes.num_heads,
-        intermediate_size=4 * sizes.hidden_size,
+        **sizes,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_heads,
+        intermediate_size=4 * sizes["hidden_size"],
         max_position_embeddings=2048,
     )
     return LlamaForCausalLM(settings)
 
 
-def _mamba(sizes: Sizes) -> "PreTrainedModel":
+def _mamba(sizes: dict[str, Any], config: BaselineConfig) -> "PreTrainedModel":
     from fla_train.models.zoo.mamba import SignedMambaConfig, SignedMambaForCausalLM
 
-    common = {key: value for key, value in sizes.common.items() if key != "use_cache"}
-    return SignedMambaForCausalLM(SignedMambaConfig(**common, allow_neg_eigval=sizes.allow_neg_eigval))
+    del sizes["use_cache"]
+    return SignedMambaForCausalLM(SignedMambaConfig(**sizes, allow_neg_eigval=config.allow_neg_eigval))
 
 
-def _mamba2(sizes: Sizes) -> "PreTrainedModel":
+def _mamba2(sizes: dict[str, Any], config: BaselineConfig) -> "PreTrainedModel":
     from transformers import Mamba2Config, Mamba2ForCausalLM
 
-    inner = 2 * sizes.hidden_size
-    settings = Mamba2Config(
-        **sizes.common,
-        expand=2,
-        num_heads=sizes.num_heads,
-        head_dim=inner // sizes.num_heads,
-        n_groups=1,
-        state_size=64,
-        chunk_size=64,
-    )
+    heads = {"num_heads": config.num_heads, "head_dim": 2 * sizes["hidden_size"] // config.num_heads}
+    settings = Mamba2Config(**sizes, **heads, expand=2, n_groups=1, state_size=64, chunk_size=64)
     return Mamba2ForCausalLM(settings)
 
 
-def _mlstm(sizes: Sizes) -> "PreTrainedModel":
+def _mlstm(sizes: dict[str, Any], config: BaselineConfig) -> "PreTrainedModel":
     """xLSTM with matrix memories only.
 
     Of transformers' modes only "inference" takes sequences of any length; it has gradients, too.
     """
     from transformers import xLSTMConfig, xLSTMForCausalLM
 
-    settings = xLSTMConfig(
-        **sizes.common, num_heads=sizes.num_heads, mode="inference", autocast_kernel_dtype="float32"
-    )
-    return xLSTMForCausalLM(settings)
+    options = {"mode": "inference", "autocast_kernel_dtype": "float32"}
+    return xLSTMForCausalLM(xLSTMConfig(**sizes, num_heads=config.num_heads, **options))
 
 
-def _from_fla(name: str) -> Callable[[Sizes], "PreTrainedModel"]:
+def _from_fla(name: str) -> Build:
     """A model of the optional package flash-linear-attention, whose kernels need a GPU."""
 
-    def build(sizes: Sizes) -> "PreTrainedModel":
+    def build(sizes: dict[str, Any], config: BaselineConfig) -> "PreTrainedModel":
         try:
             models = import_module("fla.models")
         except Exception as failure:  # anything, with a torch or triton that it was not made for
@@ -104,16 +76,16 @@ def _from_fla(name: str) -> Callable[[Sizes], "PreTrainedModel"]:
             raise ValueError(
                 f"baseline {name}: {FLA} is installed and can't be imported ({cause})"
             ) from failure
-        heads = {"num_heads": sizes.num_heads}
+        heads = {"num_heads": config.num_heads}
         if name == "RWKV7":
-            heads = {"num_heads": sizes.num_heads, "head_dim": sizes.hidden_size // sizes.num_heads}
-        config = getattr(models, f"{name}Config")(**sizes.common, **heads)
-        return getattr(models, f"{name}ForCausalLM")(config)
+            heads["head_dim"] = sizes["hidden_size"] // config.num_heads
+        settings = getattr(models, f"{name}Config")(**sizes, **heads)
+        return getattr(models, f"{name}ForCausalLM")(settings)
 
     return build
 
 
-KINDS: dict[str, Callable[[Sizes], "PreTrainedModel"]] = {
+KINDS: dict[str, Build] = {
     "llama": _llama,
     "mamba": _mamba,
     "mamba2": _mamba2,
@@ -158,6 +130,5 @@ def build_baseline(config: BaselineConfig, model: Mapping[str, Any]) -> "PreTrai
         ValueError: its package is not installed, or does not work here.
     """
     sizes = {key: model[key] for key in MODEL_KEYS}
-    return KINDS[config.kind](
-        Sizes(**sizes, num_heads=config.num_heads, allow_neg_eigval=config.allow_neg_eigval)
-    )
+    sizes |= {"use_cache": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    return KINDS[config.kind](sizes, config)

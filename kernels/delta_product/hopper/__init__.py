@@ -1,0 +1,1 @@
+"""Gluon kernels of the operator for Hopper GPUs (sm_90)."""

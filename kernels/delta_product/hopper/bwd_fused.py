@@ -1,0 +1,385 @@
+"""`chunk_bwd_fused_kernel`: the whole backward pass for Hopper as one kernel in Gluon.
+
+It computes what `chunk_bwd_state_kernel` and `chunk_bwd_qkg_kernel` compute, by the same formulas. A program
+of eight warps fills an SM and goes through one head of one sequence from its last chunk to the first. The
+state's gradient stays in registers and is never written, and each tile is read once. Meanwhile the copy
+engine (TMA) fills shared memory for the next chunk: k has two buffers, the tiles of the values and of the
+state are refilled as soon as the products that read them are done, that of q at the end.
+
+du, dV and dS are a chain of products, each waiting for the one before, and the next chunk's first one begins
+before this chunk ends. What needs none of them is computed while they run: <S, dS'> and the scores of q. All
+threads meet six to nine times a chunk: what they exchange, sums of rows above all, waits in shared memory for
+one of these barriers. For 16-bit inputs with K = V = 64 or 128.
+"""
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from fla_train.kernels.cached_launch import run_kernel
+from fla_train.kernels.delta_product.hopper.common import (
+    BETA,
+    GM,
+    GT,
+    LEAST,
+    LEAST_GATE,
+    QUERY,
+    RAW,
+    READ,
+    RK,
+    ROWS,
+    RQ,
+    TILE,
+    WRITE,
+    barrier,
+    copy_rows,
+    copy_values,
+    copy_wy,
+    expect_values,
+    expect_wy,
+    fetch_scalars,
+    in_parts,
+    keep_column_sums,
+    keep_row_sums,
+    keep_scalars,
+    load_sums,
+    make_bar,
+    make_operand,
+    make_sums,
+    make_table,
+    opaque_zero,
+    rebuild,
+    row_sums,
+    sequence_span,
+    store_tile,
+    suffix_sums,
+    widened,
+    with_tma_descriptors,
+)
+
+WARPS = 8
+
+
+@gluon.jit(do_not_specialize=["T", "NT"])
+def chunk_bwd_fused_kernel(
+    q, k, do, u, states, wy, p,  # descriptors of [rows, columns]
+    peak, beta, g, g_cum, q_rnorm, k_rnorm,
+    dv, dq, dk, dbeta, dg, dfinal_state, dinitial_state,
+    cu_seqlens, chunk_offsets, scale, n_total, T, NT,
+    H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, N: gl.constexpr, C: gl.constexpr,
+    GATED: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """The arguments of the two Triton kernels.
+
+    Tiles of q, dO and P diag(beta) have 64 rows, too: those past the chunk belong to later
+    tokens and count as zero.
+    """
+    DTYPE: gl.constexpr = k.dtype
+    INVERSE: gl.constexpr = wy.dtype
+    SQUARE: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, num_warps // 4], [16, 4 * ROWS // num_warps, 16]
+    )
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, num_warps // 4], [16, 4 * K // num_warps, 16])
+    # Of [V, ...]: each warp has 16 rows where there are enough.
+    DOWN: gl.constexpr = V // 16
+    TALL: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [DOWN, num_warps // DOWN], [16, ROWS * DOWN // num_warps, 16]
+    )
+    STATE: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [DOWN, num_warps // DOWN], [16, K * DOWN // num_warps, 16]
+    )
+    ROW: gl.constexpr = gl.SliceLayout(1, SQUARE)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, SQUARE)
+    WROW: gl.constexpr = gl.SliceLayout(1, WIDE)
+    DIM: gl.constexpr = gl.SliceLayout(1, TALL)
+    STEP: gl.constexpr = gl.SliceLayout(0, TALL)
+    LINE: gl.constexpr = gl.BlockedLayout([2], [32], [num_warps], [0])  # 64 scalars in each warp
+    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [num_warps, 1], [1, 0])
+    MASK: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
+    TOKENS: gl.constexpr = (C + 15) // 16 * 16  # rows of q and dO that a sum over tokens takes
+    TILE_BYTES: gl.constexpr = 2 * ROWS * K
+
+    i_seq, i_h = gl.program_id(0) // H, gl.program_id(0) % H  # heads side by side: their rows are neighbours
+    i_start, length, i_chunk = sequence_span(i_seq, cu_seqlens, chunk_offsets, T, NT, PACKED)
+    n_chunks = (length + C - 1) // C
+    o_v, o_k = gl.arange(0, V, gl.SliceLayout(1, STATE)), gl.arange(0, K, gl.SliceLayout(0, STATE))
+    p_s = (i_seq.to(gl.int64) * H + i_h) * K * V + o_k[None, :] * V + o_v[:, None]
+    b_ds = gl.zeros([V, K], gl.float32, STATE) + opaque_zero(T)  # dS^T
+    if dfinal_state is not None:
+        b_ds = gl.load(dfinal_state + p_s)
+    if n_chunks == 0:
+        if dinitial_state is not None:
+            gl.store(dinitial_state + p_s, b_ds)
+        return
+
+    m_u = gl.allocate_shared_memory(DTYPE, [1, ROWS, V], u.layout)
+    m_do = gl.allocate_shared_memory(DTYPE, [1, ROWS, V], do.layout)
+    m_s = gl.allocate_shared_memory(DTYPE, [1, V, K], states.layout)
+    m_ds = gl.allocate_shared_memory(DTYPE, [1, V, K], TILE)
+    m_k = gl.allocate_shared_memory(DTYPE, [2, ROWS, K], k.layout)
+    m_q = gl.allocate_shared_memory(DTYPE, [1, ROWS, K], q.layout)
+    m_wy = gl.allocate_shared_memory(INVERSE, [1, ROWS, ROWS], wy.layout)
+    m_kept = gl.allocate_shared_memory(p.dtype, [1, ROWS, ROWS], p.layout)  # P diag(beta) as stored
+    m_p = m_kept if p.dtype == DTYPE else m_kept._reinterpret(DTYPE, [1, ROWS, ROWS], TILE)
+    m_w = gl.allocate_shared_memory(INVERSE, [1, V, ROWS], TILE)
+    m_dv = gl.allocate_shared_memory(DTYPE, [1, ROWS, V], TILE)
+    m_dp = gl.allocate_shared_memory(DTYPE, [1, ROWS, ROWS], TILE)
+    m_out = gl.allocate_shared_memory(DTYPE, [1, ROWS, K], TILE)
+    m_r = m_w if INVERSE == DTYPE else m_w._reinterpret(DTYPE, [1, V, ROWS], TILE)
+    m_da = m_out._reinterpret(DTYPE, [K // ROWS, ROWS, ROWS], TILE)
+    table = make_table()
+    state_sums, maxima = make_sums(2), make_sums(2)
+    written, inner, keys, queries = make_sums(2), make_sums(2), make_sums(2), make_sums(2)
+    # What rounding took from the scores: by row, by column of k, by column of q.
+    lost, lost_k, lost_q = make_sums(2), make_sums(4), make_sums(4)
+    bar_do, bar_u, bar_s = make_bar(), make_bar(), make_bar()
+    bar_wy, bar_p, bar_q = make_bar(), make_bar(), make_bar()
+    bars_k = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(bars_k.index(i), count=1)
+
+    i_c = n_chunks - 1
+    i_t, n_t = i_start + i_c * C, length - i_c * C
+    scalars = fetch_scalars(
+        beta, g, g_cum, q_rnorm, k_rnorm, i_t.to(gl.int64), n_t, i_h, n_total, H, N, GATED, L2NORM, num_warps
+    )
+    keep_scalars(table, scalars, scale, GATED)
+    g_last, b_peak = scalars[5], gl.load(peak + (i_chunk + i_c) * H + i_h)
+    m_ds.index(0).store(b_ds.to(DTYPE))
+    fence_async_shared()
+    barrier()
+    copy_rows(k, m_k.index(0), bars_k.index(0), i_t * N, i_h * K, True, TILE_BYTES)
+    expect_wy(bar_wy, bar_p, True)
+    copy_wy(wy, p, m_wy.index(0), m_kept.index(0), bar_wy, bar_p, i_t * N, i_t, i_h * ROWS, True)
+    expect_values(bar_do, bar_u, bar_s, True, K, V)
+    copy_values(
+        *(do, u, states, m_do.index(0), m_u.index(0), m_s.index(0), bar_do, bar_u, bar_s),
+        *(i_t * N, i_t, ((i_chunk + i_c) * H + i_h) * V, i_h * V, True),
+    )
+    copy_rows(q, m_q.index(0), bar_q, i_t, i_h * K, True, TILE_BYTES)
+    mbarrier.wait(bars_k.index(0), 0)
+    tall = gl.zeros([V, ROWS], gl.float32, TALL)
+    b_du = warpgroup_mma(m_ds.index(0), m_k.index(0).permute((1, 0)), tall, is_async=True)  # dS'^T K^T
+    b_du = warpgroup_mma_wait(0, deps=[b_du])
+    for step in range(0, n_chunks):
+        zero, i_h = rebuild(step, 0, H)
+        buffer = step & 1
+        s_ds, s_p, s_do = m_ds.index(zero), m_p.index(zero), m_do.index(zero)
+        s_u, s_s, s_w = m_u.index(zero), m_s.index(zero), m_w.index(zero)
+        p_t, n_m = i_t.to(gl.int64), n_t * N
+        p_m = p_t * N
+        i_c = n_chunks - 2 - step  # the chunk before this one, which follows
+        pred = i_c >= 0
+        f_t, f_n = i_start + gl.maximum(i_c, 0) * C, gl.minimum(length, C)
+        o_r, o_c = gl.arange(0, ROWS, ROW), gl.arange(0, ROWS, COLUMN)
+        square, wide = gl.zeros([ROWS, ROWS], gl.float32, SQUARE), gl.zeros([ROWS, K], gl.float32, WIDE)
+        tall = gl.zeros([V, ROWS], gl.float32, TALL)
+
+        # du^T = (dS'^T K^T) .* write + dO^T P diag(beta); beside it what reads u, dO and S as they are
+        mbarrier.wait(bar_p, step & 1)
+        if L2NORM:
+            make_operand(m_kept.index(zero), s_p, n_t, b_peak, DTYPE, MASK)
+        elif n_t < TOKENS:
+            make_operand(s_p, s_p, n_t, 1.0, DTYPE, MASK)
+        b_du *= (table[WRITE].load(STEP) * table[BETA].load(STEP))[None, :]
+        mbarrier.wait(bar_do, step & 1)
+        b_du = warpgroup_mma(s_do.slice(0, TOKENS).permute((1, 0)), s_p.slice(0, TOKENS), b_du, is_async=True)
+        mbarrier.wait(bar_u, step & 1)
+        b_dp = warpgroup_mma(s_u, s_do.permute((1, 0)), square, is_async=True)  # u dO^T
+        b_dk = warpgroup_mma(s_u, s_ds, wide, is_async=True)
+        mbarrier.wait(bar_s, step & 1)
+        b_dq = warpgroup_mma(s_do, s_s, wide, is_async=True)
+        if GATED:
+            keep_row_sums(state_sums, row_sums(widened(s_s.load(STATE)) * widened(s_ds.load(STATE))), zero)
+        b_du = warpgroup_mma_wait(3, deps=[b_du])
+        if INVERSE == gl.float16:
+            if V == ROWS:
+                keep_row_sums(maxima, gl.max(in_parts(gl.abs(b_du)), 2), zero)
+                barrier()
+                halves = maxima.index(0)
+                b_max = gl.maximum(halves.slice(0, ROWS).load(DIM), halves.slice(ROWS, ROWS).load(DIM))
+            else:
+                b_max = gl.max(gl.abs(b_du), 1)
+            b_max = gl.where(b_max > LEAST, b_max, 1.0)
+            b_du *= (1.0 / b_max)[:, None]
+        s_w.store(b_du.to(INVERSE))
+        fence_async_shared()
+        barrier()
+
+        # dV^T = du^T T, and beside it the scores of q
+        zero, i_h = rebuild(step, 1, H)
+        s_w, s_wy, s_do, s_dp = m_w.index(zero), m_wy.index(zero), m_do.index(zero), m_dp.index(zero)
+        s_k, s_q = m_k.index(buffer + zero), m_q.index(zero)
+        mbarrier.wait(bar_wy, step & 1)
+        b_dv = warpgroup_mma(s_w, s_wy, tall, is_async=True)
+        mbarrier.wait(bar_q, step & 1)
+        b_kq = warpgroup_mma(s_k, s_q.permute((1, 0)), square, is_async=True)
+        b_dp = warpgroup_mma_wait(4, deps=[b_dp])
+        beta_r, rk_r = table[BETA].load(ROW), table[RK].load(ROW)
+        b_dp *= rk_r[:, None] * (table[RQ].load(COLUMN) * scale)[None, :]
+        if GATED:
+            b_dp *= gl.exp2(table[GT].load(COLUMN)[None, :] - table[GM].load(ROW)[:, None])
+        b_dp = gl.where((o_r // N)[:, None] <= o_c[None, :], b_dp, 0.0)
+        r_dp = (b_dp * beta_r[:, None]).to(DTYPE)
+        s_dp.store(r_dp)
+        query_s = table[QUERY].load(gl.SliceLayout(1, STORE))
+        b_do = (widened(s_do.load(STORE)) * query_s[:, None]).to(DTYPE)
+        if GATED:
+            b_ds *= gl.exp2(g_last)
+        mbarrier.expect(bars_k.index(1 - buffer), TILE_BYTES, pred=pred)
+        b_dk, b_dq, b_dv = warpgroup_mma_wait(1, deps=[b_dk, b_dq, b_dv])
+        barrier()  # du, dO, dS', T and P are read
+
+        # dV, and what reads and writes the state with its factors
+        zero, i_h = rebuild(step, 2, H)
+        s_dv, s_r, s_do, s_u = m_dv.index(zero), m_r.index(zero), m_do.index(zero), m_u.index(zero)
+        s_k, s_q, s_s = m_k.index(buffer + zero), m_q.index(zero), m_s.index(zero)
+        s_dp = m_dp.index(zero)
+        tma.async_copy_global_to_shared(
+            *(k, [f_t * N, i_h * K], bars_k.index(1 - buffer), m_k.index(1 - buffer)), pred=pred
+        )
+        expect_wy(bar_wy, bar_p, pred)
+        if INVERSE == gl.float16:
+            b_dv *= b_max[:, None]
+        s_dv.permute((1, 0)).store(b_dv.to(DTYPE))
+        s_r.store((b_dv * -table[READ].load(STEP)[None, :]).to(DTYPE))
+        s_do.store(b_do)
+        fence_async_shared()
+        barrier()
+        copy_wy(wy, p, m_wy.index(zero), m_kept.index(zero), bar_wy, bar_p, f_t * N, f_t, i_h * ROWS, pred)
+        b_da = warpgroup_mma(s_u, s_dv.permute((1, 0)), square, is_async=True)  # dA^T = u dV^T
+        b_ds = warpgroup_mma(s_do.slice(0, TOKENS).permute((1, 0)), s_q.slice(0, TOKENS), b_ds, is_async=True)
+        b_ds = warpgroup_mma(s_r, s_k, b_ds, is_async=True)
+        b_kk = warpgroup_mma(s_k, s_k.permute((1, 0)), square, is_async=True)
+        store_tile(dv + (p_m * H + i_h) * V, s_dv, n_m, zero, H * V, V, STORE)
+
+        # By way of the state, and the inner products of k with what is written to it.
+        keep_row_sums(written, row_sums(widened(s_k.load(WIDE)) * b_dk), zero)
+        b_dk *= (table[WRITE].load(WROW) * table[BETA].load(WROW))[:, None]
+        b_dq *= table[QUERY].load(WROW)[:, None]
+        b_dk = warpgroup_mma(s_r.permute((1, 0)), s_s, b_dk, is_async=True)
+        b_dk = warpgroup_mma(s_dp, s_q, b_dk, is_async=True)
+        b_dq = warpgroup_mma(s_dp.permute((1, 0)), s_k, b_dq, is_async=True)
+        b_kq = warpgroup_mma_wait(7, deps=[b_kq])
+        pairs = row_sums(b_dp * b_kq)  # dP .* P
+        if GATED:
+            b_dp = (b_dp * beta_r[:, None] - widened(r_dp)) * b_kq  # what rounding took from that
+
+        # Inside the chunk; and the state's gradient for the next one.
+        zero, i_h = rebuild(step, 3, H)
+        s_da, s_ds = m_da.index(zero), m_ds.index(zero)
+        b_da = warpgroup_mma_wait(6, deps=[b_da])
+        b_da *= -rk_r[:, None] * table[RK].load(COLUMN)[None, :]
+        if GATED:
+            b_da *= gl.exp2(table[GM].load(COLUMN)[None, :] - table[GM].load(ROW)[:, None])
+        b_da = gl.where(o_r[:, None] < o_c[None, :], b_da, 0.0)
+        r_da = (b_da * beta_r[:, None]).to(DTYPE)
+        s_da.store(r_da)
+        b_ds = warpgroup_mma_wait(4, deps=[b_ds])
+        s_ds.store(b_ds.to(DTYPE))
+        expect_values(bar_do, bar_u, bar_s, pred, K, V)
+        b_kk = warpgroup_mma_wait(2, deps=[b_kk])
+        fence_async_shared()
+        barrier()  # dO, u and S are read
+        zero, i_h = rebuild(step, 4, H)
+        s_do, s_u, s_s, s_da = m_do.index(zero), m_u.index(zero), m_s.index(zero), m_da.index(zero)
+        s_k, s_q, s_ds = m_k.index(buffer + zero), m_q.index(zero), m_ds.index(zero)
+        copy_values(
+            *(do, u, states, s_do, s_u, s_s, bar_do, bar_u, bar_s),
+            *(f_t * N, f_t, ((i_chunk + i_c) * H + i_h) * V, i_h * V, pred),
+        )
+        b_dk = warpgroup_mma(s_da.permute((1, 0)), s_k, b_dk, is_async=True)
+        b_dk = warpgroup_mma(s_da, s_k, b_dk, is_async=True)
+        # Already the next chunk's dS'^T K^T; after the last one this chunk's again, for nothing.
+        ahead = gl.minimum(step + 1, n_chunks - 1)
+        mbarrier.wait(bars_k.index(ahead & 1), (ahead >> 1) & 1)
+        b_du = warpgroup_mma(s_ds, m_k.index((ahead & 1) + zero).permute((1, 0)), tall, is_async=True)
+        scalars = fetch_scalars(
+            beta,
+            g,
+            g_cum,
+            q_rnorm,
+            k_rnorm,
+            f_t.to(gl.int64),
+            f_n,
+            i_h,
+            n_total,
+            H,
+            N,
+            GATED,
+            L2NORM,
+            num_warps,
+        )
+        f_peak = gl.load(peak + (i_chunk + gl.maximum(i_c, 0)) * H + i_h)
+        keep_row_sums(inner, pairs + row_sums(b_da * b_kk), zero)  # dA .* A
+        if GATED:
+            b_da = (b_da * beta_r[:, None] - widened(r_da)) * b_kk
+            keep_row_sums(lost, row_sums(b_da + b_dp), zero)
+            if N == 1:
+                keep_column_sums(lost_k, b_da + b_dp, zero)
+            else:
+                keep_column_sums(lost_k, b_da, zero)
+                keep_column_sums(lost_q, b_dp, zero)
+        b_dq = warpgroup_mma_wait(3, deps=[b_dq])
+        if GATED or L2NORM:
+            keep_row_sums(queries, row_sums(widened(s_q.load(WIDE)) * b_dq), zero)
+        b_dk = warpgroup_mma_wait(1, deps=[b_dk])
+        if GATED or L2NORM:
+            keep_row_sums(keys, row_sums(widened(s_k.load(WIDE)) * b_dk), zero)
+        o_m = gl.arange(0, ROWS, LINE)
+        beta_m, write_m = table[BETA].load(LINE), table[WRITE].load(LINE)
+        if GATED:
+            raw, b_ss = table[RAW].load(LINE), load_sums(state_sums, LINE)
+        rk_w, rq_w = table[RK].load(WROW), table[RQ].load(WROW)
+        mbarrier.expect(bar_q, TILE_BYTES, pred=pred)
+        barrier()  # the scores and this chunk's scalars are read
+
+        zero, i_h = rebuild(step, 5, H)
+        s_k, s_q, s_dv, s_out = m_k.index(buffer + zero), m_q.index(zero), m_dv.index(zero), m_out.index(zero)
+        if L2NORM:
+            # The sums are r * d(x r): with r = rsqrt(x . x + eps), dx = that - r^2 x (x . that).
+            b_dk += widened(s_k.load(WIDE)) * (-rk_w * rk_w * load_sums(keys, WROW))[:, None]
+            b_dq += widened(s_q.load(WIDE)) * (-rq_w * rq_w * load_sums(queries, WROW))[:, None]
+        # Through shared memory into rows of whole sectors.
+        s_dv.store(b_dk.to(DTYPE))
+        s_out.store(b_dq.to(DTYPE))
+        keep_scalars(table, scalars, scale, GATED)
+        barrier()  # q and k are read
+        tma.async_copy_global_to_shared(q, [f_t, i_h * K], bar_q, s_q, pred=pred)
+        store_tile(dk + (p_m * H + i_h) * K, s_dv, n_m, zero, H * K, K, STORE)
+        store_tile(dq + (p_t * H + i_h) * K, s_out, n_t, zero, H * K, K, STORE)
+        kw = load_sums(written, LINE) * write_m
+        gl.store(dbeta + (p_m + o_m) * H + i_h, kw + load_sums(inner, LINE), mask=o_m < n_m)
+        if GATED:
+            # k that reads the state raises the gates up to its token, what is written those after it. dk and
+            # dq are of rounded scores: with what that took, as much is added here as is subtracted there.
+            kw *= beta_m
+            rises = load_sums(keys, LINE) - 2.0 * (kw + load_sums(inner, LINE) * beta_m)
+            rises += load_sums(lost, LINE) + load_sums(lost_k, LINE)
+            tokens = load_sums(queries, LINE)
+            if N == 1:
+                b_dg = suffix_sums(rises + tokens)
+            else:
+                tokens += load_sums(lost_q, LINE)
+                b_dg = gl.gather(suffix_sums(rises), gl.minimum(o_m * N, ROWS - 1), 0) + suffix_sums(tokens)
+            b_dg += gl.sum(kw + b_ss * gl.exp2(g_last), 0)
+            b_dg = gl.where(raw > LEAST_GATE, b_dg, 0.0)
+            gl.store(dg + (p_t + o_m) * H + i_h, b_dg, mask=o_m < n_t)
+        b_du = warpgroup_mma_wait(0, deps=[b_du])
+        i_t, n_t, g_last, b_peak = f_t, f_n, scalars[5], f_peak
+    if dinitial_state is not None:
+        gl.store(dinitial_state + p_s, b_ds)
+
+
+def launch(programs: int, **arguments: Any) -> None:
+    """Run the kernel for so many sequences x heads; the arguments are those of the two Triton kernels."""
+    tiled = with_tma_descriptors(arguments, rows=("q", "k", "do", "u", "wy", "p"), states=("states",))
+    run_kernel(chunk_bwd_fused_kernel, (programs,), **tiled, num_warps=WARPS)

@@ -1,0 +1,264 @@
+"""`chunk_bwd_qkg_kernel` for Hopper in Gluon: the next chunk's tiles load while this one's are used.
+
+The formulas are those of the Triton kernel. A program of eight warps fills an SM and goes through chunks and
+heads, and the copy engine (TMA) fills shared memory for the chunk after this one: u, dV and dO have two
+buffers each, those of the states are refilled as soon as the products that read them are done, those of q and
+k at the end. Every tile is read once.
+
+For 16-bit inputs with K = V = 64 or 128; `chunk_bwd_qkg_kernel` of triton/chunk_bwd.py takes the rest.
+"""
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from fla_train.kernels.cached_launch import run_kernel
+from fla_train.kernels.delta_product.hopper.common import (
+    BETA,
+    GM,
+    GT,
+    LEAST_GATE,
+    QUERY,
+    RAW,
+    READ,
+    RK,
+    ROWS,
+    RQ,
+    TILE,
+    WRITE,
+    barrier,
+    chunk_span,
+    copy_pair,
+    fetch_scalars,
+    keep_scalars,
+    make_table,
+    with_tma_descriptors,
+)
+from fla_train.kernels.sizes import processors
+
+WARPS = 8
+# Per SM, one after the other: with a single one, NCCL's kernels beside this one would find no room to begin.
+PROGRAMS = 4
+
+
+@gluon.jit
+def add2(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@gluon.jit
+def add3(a0, a1, a2, b0, b1, b2):
+    return a0 + b0, a1 + b1, a2 + b2
+
+
+@gluon.jit
+def copy_values(u, dv, do, m_u, m_dv, m_do, bars, buffer, i_m, i_t, i_column, pred, BYTES: gl.constexpr):
+    """u, dV and dO of a chunk into the buffers of that number; barrier `buffer` completes with all three."""
+    bar = bars.index(buffer)
+    copy_pair(u, dv, m_u.index(buffer), m_dv.index(buffer), bar, i_m, i_m, i_column, pred, BYTES)
+    tma.async_copy_global_to_shared(do, [i_t, i_column], bar, m_do.index(buffer), pred=pred)
+
+
+@gluon.jit(do_not_specialize=["T", "NT", "n_work"])
+def chunk_bwd_qkg_kernel(
+    q, k, do, dv, u, states, dstates,  # descriptors of [rows, columns]
+    beta, g, g_cum, q_rnorm, k_rnorm,
+    dq, dk, dbeta, dg,
+    cu_seqlens, chunk_offsets, chunk_sequence, scale, n_total, T, NT, n_work,
+    H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, N: gl.constexpr, C: gl.constexpr,
+    GATED: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """The arguments of the Triton `chunk_bwd_qkg_kernel`; `n_work` is chunks x heads.
+
+    Tiles of q and dO have 64 rows, too: those past the chunk belong to later tokens and count as zero.
+    """
+    DTYPE: gl.constexpr = k.dtype
+    SQUARE: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, num_warps // 4], [16, 4 * ROWS // num_warps, 16]
+    )
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, num_warps // 4], [16, 4 * K // num_warps, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, SQUARE)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, SQUARE)
+    WROW: gl.constexpr = gl.SliceLayout(1, WIDE)
+    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [num_warps, 1], [1, 0])
+    PART: gl.constexpr = 256 // K * num_warps  # rows of a state that the program's threads hold once
+    STATE_BYTES: gl.constexpr = 2 * V * K * 2
+    VALUE_BYTES: gl.constexpr = 3 * ROWS * V * 2
+    ROW_BYTES: gl.constexpr = 2 * ROWS * K * 2
+
+    m_u = gl.allocate_shared_memory(DTYPE, [2, ROWS, V], u.layout)
+    m_dv = gl.allocate_shared_memory(DTYPE, [2, ROWS, V], dv.layout)
+    m_do = gl.allocate_shared_memory(DTYPE, [2, ROWS, V], do.layout)
+    m_s = gl.allocate_shared_memory(DTYPE, [1, V, K], states.layout)
+    m_ds = gl.allocate_shared_memory(DTYPE, [1, V, K], dstates.layout)
+    m_k = gl.allocate_shared_memory(DTYPE, [1, ROWS, K], k.layout)
+    m_q = gl.allocate_shared_memory(DTYPE, [1, ROWS, K], q.layout)
+    m_da = gl.allocate_shared_memory(DTYPE, [1, ROWS, ROWS], TILE)
+    m_dp = gl.allocate_shared_memory(DTYPE, [1, ROWS, ROWS], TILE)
+    table = make_table()
+    bars = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(4):
+        mbarrier.init(bars.index(i), count=1)
+    fence_async_shared()
+    barrier()
+
+    work = gl.program_id(0)
+    i_c, i_h = work // H, work % H
+    i_t, n_t = chunk_span(i_c, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, C, PACKED)
+    r_m, r_t = (i_t * N).to(gl.int32), i_t.to(gl.int32)
+    copy_values(u, dv, do, m_u, m_dv, m_do, bars, 0, r_m, r_t, i_h * V, True, VALUE_BYTES)
+    i_s = (i_c * H + i_h) * V
+    copy_pair(dstates, states, m_ds.index(0), m_s.index(0), bars.index(2), i_s, i_s, 0, True, STATE_BYTES)
+    copy_pair(k, q, m_k.index(0), m_q.index(0), bars.index(3), r_m, r_t, i_h * K, True, ROW_BYTES)
+
+    scalars = fetch_scalars(
+        beta, g, g_cum, q_rnorm, k_rnorm, i_t, n_t, i_h, n_total, H, N, GATED, L2NORM, num_warps
+    )
+    keep_scalars(table, scalars, scale, GATED)
+    g_last = scalars[5]
+    barrier()
+    step = 0
+    while work < n_work:
+        # 0, but the compiler can't know: it would keep all tiles' addresses over the loop, and spill them.
+        zero = step >> 30
+        s_s, s_ds, s_da, s_dp = m_s.index(zero), m_ds.index(zero), m_da.index(zero), m_dp.index(zero)
+        s_k, s_q = m_k.index(zero), m_q.index(zero)
+        buffer = step & 1
+        i_m, n_m = i_t * N, n_t * N
+        following = work + gl.num_programs(0)
+        pred = following < n_work
+        f_c, f_h = gl.minimum(following, n_work - 1) // H, gl.minimum(following, n_work - 1) % H
+        f_t, f_n = chunk_span(f_c, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, C, PACKED)
+        r_m, r_t = (f_t * N).to(gl.int32), f_t.to(gl.int32)
+        copy_values(u, dv, do, m_u, m_dv, m_do, bars, 1 - buffer, r_m, r_t, f_h * V, pred, VALUE_BYTES)
+
+        scalars = fetch_scalars(
+            beta, g, g_cum, q_rnorm, k_rnorm, f_t, f_n, f_h, n_total, H, N, GATED, L2NORM, num_warps
+        )
+        o_r, o_c = gl.arange(0, ROWS, ROW), gl.arange(0, ROWS, COLUMN)
+
+        s_u, s_dv, s_do = m_u.index(buffer), m_dv.index(buffer), m_do.index(buffer)
+        mbarrier.wait(bars.index(buffer), (step >> 1) & 1)
+        mbarrier.wait(bars.index(2), step & 1)
+        square, wide = gl.zeros([ROWS, ROWS], gl.float32, SQUARE), gl.zeros([ROWS, K], gl.float32, WIDE)
+        b_dk = warpgroup_mma(s_u, s_ds, wide, is_async=True)
+        b_y = warpgroup_mma(s_dv, s_s, wide, is_async=True)
+        b_dq = warpgroup_mma(s_do, s_s, wide, is_async=True)
+        b_da = warpgroup_mma(s_dv, s_u.permute((1, 0)), square, is_async=True)  # dV u^T
+        b_dp = warpgroup_mma(s_u, s_do.permute((1, 0)), square, is_async=True)  # u dO^T
+        b_ss = 0.0
+        if GATED:
+            b_sums = gl.zeros([2 * PART, K], gl.float32, STORE)
+            for i in gl.static_range(0, V, 2 * PART):
+                b_s, b_ds = s_s.slice(i, 2 * PART).load(STORE), s_ds.slice(i, 2 * PART).load(STORE)
+                b_sums += b_s.to(gl.float32) * b_ds.to(gl.float32)
+            b_ss = gl.sum(gl.sum(b_sums, 1), 0)
+        b_da, b_dp, b_dk, b_y, b_dq = warpgroup_mma_wait(0, deps=[b_da, b_dp, b_dk, b_y, b_dq])
+        barrier()  # the states are read
+        i_s = (f_c * H + f_h) * V
+        copy_pair(dstates, states, s_ds, s_s, bars.index(2), i_s, i_s, 0, pred, STATE_BYTES)
+
+        # By way of the state, and the inner products with k and q that beta, gates and norms take.
+        mbarrier.wait(bars.index(3), step & 1)
+        write_w, read_w = table[WRITE].load(WROW), table[READ].load(WROW)
+        query_w, beta_w = table[QUERY].load(WROW), table[BETA].load(WROW)
+        b_x = s_k.load(WIDE).to(gl.float32)
+        kw, kr, qr = gl.reduce((b_x * b_dk, b_x * b_y, s_q.load(WIDE).to(gl.float32) * b_dq), 1, add3)
+        kw, kr, qr = kw * write_w, -kr * read_w, qr * query_w
+        b_dk = b_dk * (write_w * beta_w)[:, None] - b_y * read_w[:, None]
+        b_dq *= query_w[:, None]
+
+        # Inside the chunk.
+        b_kq = warpgroup_mma(s_k, s_q.permute((1, 0)), square, is_async=True)
+        b_kk = warpgroup_mma(s_k, s_k.permute((1, 0)), square, is_async=True)
+        seen = ((o_r // N)[:, None] <= o_c[None, :]) & (o_c < n_t)[None, :]
+        lower = (o_r[:, None] > o_c[None, :]) & (o_r < n_m)[:, None]
+        beta_r, rk_r = table[BETA].load(ROW), table[RK].load(ROW)
+        beta_c = table[BETA].load(COLUMN)
+        b_dp *= rk_r[:, None] * (table[RQ].load(COLUMN) * scale)[None, :]
+        b_da *= -rk_r[:, None] * table[RK].load(COLUMN)[None, :]
+        if GATED:
+            gm_r, gm_c, gt_c = table[GM].load(ROW), table[GM].load(COLUMN), table[GT].load(COLUMN)
+            b_dp *= gl.exp2(gl.where(seen, gt_c[None, :] - gm_r[:, None], 0.0))
+            b_da *= gl.exp2(gl.where(lower, gm_r[:, None] - gm_c[None, :], 0.0))
+        b_dp = gl.where(seen, b_dp, 0.0)
+        b_da = gl.where(lower, b_da, 0.0)
+        s_dp.store((b_dp * beta_r[:, None]).to(DTYPE))
+        s_da.store((b_da * beta_c[None, :]).to(DTYPE))
+        fence_async_shared()
+        barrier()
+        b_dk = warpgroup_mma(s_da, s_k, b_dk, is_async=True)
+        b_dk = warpgroup_mma(s_da.permute((1, 0)), s_k, b_dk, is_async=True)
+        b_dk = warpgroup_mma(s_dp, s_q, b_dk, is_async=True)
+        b_dq = warpgroup_mma(s_dp.permute((1, 0)), s_k, b_dq, is_async=True)
+
+        # Meanwhile what beta, gates and norms take of the chunk.
+        b_kq, b_kk = warpgroup_mma_wait(4, deps=[b_kq, b_kk])
+        b_dp *= b_kq  # dP .* P
+        b_da *= b_kk  # dA .* A
+        inner, kp = gl.reduce((b_dp, b_da * beta_c[None, :]), 1, add2)
+        columns, qp = gl.reduce((b_da, b_dp * beta_r[:, None]), 0, add2)
+        table[READ].store(columns)
+        table[QUERY].store(qp)
+        barrier()
+        inner += table[READ].load(ROW)
+        kp += inner * beta_r
+        qp = table[QUERY].load(WROW)
+
+        kw_r, kr_r = gl.convert_layout(kw, ROW), gl.convert_layout(kr, ROW)
+        gl.store(dbeta + (i_m + o_r) * H + i_h, kw_r + inner, mask=o_r < n_m)
+        if GATED:
+            # k that reads the state raises the gates up to its token, what is written those after it.
+            table[GM].store(kr_r + kp - 2.0 * inner * beta_r)
+            table[WRITE].store(kw_r * beta_r)
+            table[GT].store(qr + qp)
+            barrier()
+            rises, later = table[GM].load(COLUMN), table[WRITE].load(COLUMN)
+            tokens = table[GT].load(COLUMN)
+            if N == 1:
+                sums = gl.where(o_c[None, :] >= o_r[:, None], (rises + tokens)[None, :], later[None, :])
+            else:
+                sums = gl.where((o_c // N)[None, :] >= o_r[:, None], rises[None, :], later[None, :])
+                sums += gl.where(o_c[None, :] >= o_r[:, None], tokens[None, :], 0.0)
+            b_dg = gl.sum(sums, 1) + b_ss * gl.exp2(g_last)
+            p_dg = dg + (i_t + o_r) * H + i_h
+            gl.store(p_dg, gl.where(table[RAW].load(ROW) > LEAST_GATE, b_dg, 0.0), mask=o_r < n_t)
+
+        b_dk, b_dq = warpgroup_mma_wait(0, deps=[b_dk, b_dq])
+        if L2NORM:
+            # The sums are r * d(x r): with r = rsqrt(x . x + eps), dx = that - r^2 x (x . that).
+            radial = rk_r * rk_r * (kr_r + kw_r * beta_r + kp)
+            b_dk -= s_k.load(WIDE).to(gl.float32) * gl.convert_layout(radial, WROW)[:, None]
+            rq_w = table[RQ].load(WROW)
+            radial = rq_w * rq_w * (qr + qp)
+            b_dq -= s_q.load(WIDE).to(gl.float32) * radial[:, None]
+        # Through the buffers of u and dV into rows of whole sectors.
+        s_u.store(b_dk.to(DTYPE))
+        s_dv.store(b_dq.to(DTYPE))
+        fence_async_shared()
+        barrier()  # q and k are read
+        copy_pair(k, q, s_k, s_q, bars.index(3), r_m, r_t, f_h * K, pred, ROW_BYTES)
+        keep_scalars(table, scalars, scale, GATED)
+        o_s, o_k = gl.arange(0, ROWS, gl.SliceLayout(1, STORE)), gl.arange(0, K, gl.SliceLayout(0, STORE))
+        offset = o_s[:, None] * (H * K) + o_k[None, :]
+        gl.store(dk + (i_m * H + i_h) * K + offset, s_u.load(STORE), mask=(o_s < n_m)[:, None])
+        gl.store(dq + (i_t * H + i_h) * K + offset, s_dv.load(STORE), mask=(o_s < n_t)[:, None])
+        barrier()  # the outputs have left the buffers that the next step's copies take
+        work, step = following, step + 1
+        i_h, i_t, n_t = f_h, f_t, f_n
+        g_last = scalars[5]
+
+
+def launch(programs: int, **arguments: Any) -> None:
+    """Run the kernel for so many chunks x heads; the arguments are those of the Triton kernel."""
+    grid = (min(programs, PROGRAMS * processors(arguments["q"].device)),)
+    tiled = with_tma_descriptors(arguments, ("q", "k", "do", "dv", "u"), states=("states", "dstates"))
+    run_kernel(chunk_bwd_qkg_kernel, grid, **tiled, n_work=programs, num_warps=WARPS)

@@ -1,0 +1,325 @@
+"""Helpers of the Gluon kernels: TMA descriptors, spans and tiles of chunks, scalars of rows, sums."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from fla_train.kernels.delta_product.triton.chunk_fwd import MIN_LOG_DECAY
+from fla_train.kernels.delta_product.triton.common import TINY
+
+# What triton 3.6 calls thread_barrier.
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+ROWS = gl.constexpr(64)  # Householder steps per chunk, and rows of every tile of q, o and k
+
+LEAST = gl.constexpr(TINY.value)  # `triton.common.TINY`, for Gluon
+LEAST_GATE = gl.constexpr(MIN_LOG_DECAY.value)  # of `triton.chunk_fwd`
+
+ALIGNMENT = 16  # bytes, of what the copy engine reads
+# Of tiles of 16-bit numbers, as the copy engine writes them and matrix products read them.
+TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+# Of 64 scalars in shared memory.
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+PARTS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of several times 64 scalars
+# Lines of a table: beta, reciprocal norms; factors of k where it reads a state and where it is written, and
+# of q; cumulative gates by step and by token, and the gates as given. Without gates the last three are not
+# filled. `chunk_bwd_qkg_kernel` puts its sums into lines that it has done with.
+BETA, RK, RQ, READ, WRITE, QUERY, GM, GT, RAW = (gl.constexpr(i) for i in range(9))
+
+
+class TmaDescriptor(TensorDescriptor):
+    """A matrix as the copy engine has it, without the checks of one that anybody may have made."""
+
+    def __post_init__(self) -> None:
+        """These take the host as long as a quarter of a launch."""
+
+
+def with_tma_descriptors(
+    arguments: Mapping[str, Any], rows: Iterable[str], states: Iterable[str] = ()
+) -> dict[str, Any]:
+    """The arguments with TMA descriptors in place of some tensors.
+
+    `rows` are tensors [..., heads, columns], read in tiles of 64 rows of one head; `states` are tensors
+    [..., V, K], read in tiles of V x K.
+    """
+    matrices = {}
+    for name in rows:
+        *_, heads, width = arguments[name].shape
+        matrices[name] = _matrix(arguments[name], heads * width, [ROWS.value, width])
+    for name in states:
+        *_, height, width = arguments[name].shape
+        matrices[name] = _matrix(arguments[name], width, [height, width])
+    return {**arguments, **matrices}
+
+
+def _matrix(tensor: Tensor, columns: int, tile: list[int]) -> TmaDescriptor:
+    """A contiguous tensor as a matrix of so many columns; one off the copy engine's alignment is copied."""
+    tensor = tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
+    return TmaDescriptor(tensor, [tensor.numel() // columns, columns], [columns, 1], tile, TILE.value)
+
+
+@gluon.jit
+def chunk_span(i_c, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, C: gl.constexpr, PACKED: gl.constexpr):
+    """`triton.common.chunk_span`, with no tokens where a packed row has fewer chunks."""
+    if PACKED:
+        i_s = gl.load(chunk_sequence + i_c)
+        i_first = gl.load(chunk_offsets + i_s)
+        i_start = gl.load(cu_seqlens + i_s).to(gl.int64) + (i_c - i_first).to(gl.int64) * C
+        i_end = gl.load(cu_seqlens + i_s + 1).to(gl.int64)
+    else:
+        i_s = i_c // NT
+        i_start = i_s.to(gl.int64) * T + (i_c - i_s * NT) * C
+        i_end = (i_s + 1).to(gl.int64) * T
+    return i_start, gl.maximum(gl.minimum(i_end - i_start, C), 0).to(gl.int32)
+
+
+@gluon.jit
+def sequence_span(i_s, cu_seqlens, chunk_offsets, T, NT, PACKED: gl.constexpr):
+    """`triton.common.sequence_span` in 32 bits, as the copy engine counts rows."""
+    if PACKED:
+        i_start = gl.load(cu_seqlens + i_s).to(gl.int32)
+        length = gl.load(cu_seqlens + i_s + 1).to(gl.int32) - i_start
+        i_chunk = gl.load(chunk_offsets + i_s).to(gl.int32)
+    else:
+        i_start, length, i_chunk = i_s * T, T, i_s * NT
+    return i_start, length, i_chunk
+
+
+@gluon.jit
+def opaque_zero(count):
+    """`triton.common.opaque_zero`."""
+    return (count >> 30) * 1.0
+
+
+@gluon.jit
+def rows_of(p, n_rows, stride, layout: gl.constexpr):
+    """[64] scalars in fp32, zeros past `n_rows`."""
+    o = gl.arange(0, ROWS, layout)
+    return gl.load(p + o * stride, mask=o < n_rows, other=0.0)
+
+
+@gluon.jit
+def copy_pair(a, b, s_a, s_b, bar, i_a, i_b, i_column, pred, BYTES: gl.constexpr):
+    """Tiles of two matrices, from the same column on; `bar` completes when BYTES have come."""
+    mbarrier.expect(bar, BYTES, pred=pred)
+    tma.async_copy_global_to_shared(a, [i_a, i_column], bar, s_a, pred=pred)
+    tma.async_copy_global_to_shared(b, [i_b, i_column], bar, s_b, pred=pred)
+
+
+@gluon.jit
+def rebuild(step, part: gl.constexpr, H: gl.constexpr):
+    """Return (0, the program's head) via inline assembly, so that the compiler cannot hoist tile addresses.
+
+    It would keep the addresses of all tiles over the loop, and spill them; so each part of a chunk gets its
+    own zero. Steps stay below 2^30. Not pure, the instruction keeps its place among barriers and products:
+    Triton 3.7 moves a plain shift ahead of the part in front, and then the kernel spills three times as much.
+    """
+    shift: gl.constexpr = "shr.s32 $0, $1, 30;"
+    zero = gl.inline_asm_elementwise(shift, "=r,r", [step + part], gl.int32, is_pure=False, pack=1)
+    return zero, (gl.program_id(0) + zero) % H
+
+
+@gluon.jit
+def make_bar():
+    """A barrier for copies, at its first phase."""
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    return bar
+
+
+@gluon.jit
+def copy_rows(matrix, tile, bar, i_row, i_column, pred, BYTES: gl.constexpr):
+    """A tile of k or q, with which `bar` completes."""
+    mbarrier.expect(bar, BYTES, pred=pred)
+    tma.async_copy_global_to_shared(matrix, [i_row, i_column], bar, tile, pred=pred)
+
+
+@gluon.jit
+def store_tile(p, tile, n_rows, i_row, STRIDE: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """The first `n_rows` of a tile in shared memory, to `p` on; `i_row` is 0 of `rebuild`."""
+    o_r, o_c = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    o_r += i_row
+    gl.store(p + o_r[:, None] * STRIDE + o_c[None, :], tile.load(LAYOUT), mask=(o_r < n_rows)[:, None])
+
+
+@gluon.jit
+def expect_values(bar_do, bar_u, bar_s, pred, K: gl.constexpr, V: gl.constexpr):
+    """Tell the barriers of `copy_values` what will come.
+
+    Before a barrier of all threads: the compiler has them meet between this and the copies in any case.
+    """
+    mbarrier.expect(bar_do, 2 * ROWS * V, pred=pred)
+    mbarrier.expect(bar_u, 2 * ROWS * V, pred=pred)
+    mbarrier.expect(bar_s, 2 * V * K, pred=pred)
+
+
+@gluon.jit
+def copy_values(do, u, states, s_do, s_u, s_s, bar_do, bar_u, bar_s, i_m, i_t, i_s, i_column, pred):
+    """dO, u and the state of a chunk and head; a barrier completes with each."""
+    tma.async_copy_global_to_shared(do, [i_t, i_column], bar_do, s_do, pred=pred)
+    tma.async_copy_global_to_shared(u, [i_m, i_column], bar_u, s_u, pred=pred)
+    tma.async_copy_global_to_shared(states, [i_s, 0], bar_s, s_s, pred=pred)
+
+
+@gluon.jit
+def expect_wy(bar_wy, bar_p, pred):
+    """The same for `copy_wy`."""
+    mbarrier.expect(bar_wy, 2 * ROWS * ROWS, pred=pred)
+    mbarrier.expect(bar_p, 2 * ROWS * ROWS, pred=pred)
+
+
+@gluon.jit
+def copy_wy(wy, p, s_wy, s_p, bar_wy, bar_p, i_m, i_t, i_column, pred):
+    """T and P diag(beta) of a chunk and head, in the same way."""
+    tma.async_copy_global_to_shared(p, [i_t, i_column], bar_p, s_p, pred=pred)
+    tma.async_copy_global_to_shared(wy, [i_m, i_column], bar_wy, s_wy, pred=pred)
+
+
+@gluon.jit
+def make_operand(s_kept, s_p, n_rows, peak, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """P diag(beta) from what is kept of it, which may lie in the same place; zeros past the chunk."""
+    o_r = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    b_p = s_kept.load(LAYOUT).to(gl.float32) * peak
+    s_p.store(gl.where((o_r < n_rows)[:, None], b_p, 0.0).to(DTYPE))
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def make_table():
+    """Nine lines of 64; of one array the compiler would have each store wait for the one before."""
+    return (
+        gl.allocate_shared_memory(gl.float32, [ROWS], FLAT),
+        gl.allocate_shared_memory(gl.float32, [ROWS], FLAT),
+        gl.allocate_shared_memory(gl.float32, [ROWS], FLAT),
+        gl.allocate_shared_memory(gl.float32, [ROWS], FLAT),
+        gl.allocate_shared_memory(gl.float32, [ROWS], FLAT),
+        gl.allocate_shared_memory(gl.float32, [ROWS], FLAT),
+        gl.allocate_shared_memory(gl.float32, [ROWS], FLAT),
+        gl.allocate_shared_memory(gl.float32, [ROWS], FLAT),
+        gl.allocate_shared_memory(gl.float32, [ROWS], FLAT),
+    )
+
+
+@gluon.jit
+def gates_of(p, n_t, g_last, N: gl.constexpr, layout: gl.constexpr):
+    """[64] cumulative gates, one per N rows; past the chunk the last one, so that no decay is infinite."""
+    o = gl.arange(0, ROWS, layout) // N
+    return gl.load(p + o, mask=o < n_t, other=g_last)
+
+
+@gluon.jit
+def fetch_scalars(
+    beta, g, g_cum, q_rnorm, k_rnorm, i_t, n_t, i_h, n_total,
+    H: gl.constexpr, N: gl.constexpr, GATED: gl.constexpr, L2NORM: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Of a chunk's rows: beta, norms' reciprocals of k and q, gates by step, by token, last, and raw."""
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+    i_m, n_m = i_t * N, n_t * N
+    b_beta = rows_of(beta + i_m * H + i_h, n_m, H, LINE)
+    if L2NORM:
+        b_rk = rows_of(k_rnorm + i_h.to(gl.int64) * n_total * N + i_m, n_m, 1, LINE)
+        b_rq = rows_of(q_rnorm + i_h.to(gl.int64) * n_total + i_t, n_t, 1, LINE)
+    else:
+        o = gl.arange(0, ROWS, LINE)
+        b_rk, b_rq = gl.where(o < n_m, 1.0, 0.0), gl.where(o < n_t, 1.0, 0.0)
+    b_gm, b_gt, g_last, b_g = b_beta, b_beta, 0.0, b_beta
+    if GATED:
+        p_g = g_cum + i_h.to(gl.int64) * n_total + i_t
+        g_last = gl.load(p_g + n_t - 1, mask=n_t > 0, other=0.0)
+        b_gm, b_gt = gates_of(p_g, n_t, g_last, N, LINE), gates_of(p_g, n_t, g_last, 1, LINE)
+        b_g = rows_of(g + i_t * H + i_h, n_t, H, LINE)
+    return b_beta, b_rk, b_rq, b_gm, b_gt, g_last, b_g
+
+
+@gluon.jit
+def keep_scalars(table, scalars, scale, GATED: gl.constexpr):
+    """Write what `fetch_scalars` returned, and the factors made of it."""
+    b_beta, b_rk, b_rq, b_gm, b_gt, g_last, b_g = scalars
+    table[BETA].store(b_beta)
+    table[RK].store(b_rk)
+    table[RQ].store(b_rq)
+    if GATED:
+        table[READ].store(b_rk * gl.exp2(b_gm))
+        table[WRITE].store(b_rk * gl.exp2(g_last - b_gm))
+        table[QUERY].store(b_rq * scale * gl.exp2(b_gt))
+        table[GM].store(b_gm)
+        table[GT].store(b_gt)
+        table[RAW].store(b_g)
+    else:
+        table[READ].store(b_rk)
+        table[WRITE].store(b_rk)
+        table[QUERY].store(b_rq * scale)
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def suffix_sums(x):
+    """Of each number and all after it."""
+    return gl.sum(x, 0) - gl.associative_scan(x, 0, add) + x
+
+
+@gluon.jit
+def widened(x):
+    """In fp32; of bf16 by one instruction a number, where the compiler takes two."""
+    if x.dtype == gl.bfloat16:
+        halves: gl.constexpr = "shl.b32 $0, $2, 16;\nand.b32 $1, $2, 0xffff0000;"
+        return gl.inline_asm_elementwise(halves, "=r,=r,r", [x], gl.float32, is_pure=True, pack=2)
+    else:
+        return x.to(gl.float32)
+
+
+@gluon.jit
+def make_sums(parts: gl.constexpr):
+    """Shared memory for 64 sums, each in so many parts."""
+    return gl.allocate_shared_memory(gl.float32, [1, parts * ROWS], FLAT)
+
+
+@gluon.jit
+def in_parts(x):
+    """[rows, parts, columns / parts] of x [64 or 128, columns], so that a warp has whole parts."""
+    parts: gl.constexpr = 2 * ROWS // x.shape[0]
+    return gl.reshape(x, [x.shape[0], parts, x.shape[1] // parts])
+
+
+@gluon.jit
+def row_sums(x):
+    """[rows, parts] sums of the rows of a matrix product of eight warps: of 64 rows two parts, else one.
+
+    What crosses warps goes through shared memory, by `keep_row_sums` and `load_sums`, with a barrier between
+    that is there anyway.
+    """
+    return gl.sum(in_parts(x), 2)
+
+
+@gluon.jit
+def keep_row_sums(sums, parts, zero):
+    """Write the result of `row_sums`; `zero` is that of `rebuild`, since stores keep addresses, too."""
+    columns = sums.index(zero)._reinterpret(gl.float32, [parts.shape[1], parts.shape[0]], PARTS)
+    columns.permute((1, 0)).store(parts)
+
+
+@gluon.jit
+def keep_column_sums(sums, x, zero):
+    """Write sums of the columns of x [64, 64], of each warp's 16 rows."""
+    sums.index(zero)._reinterpret(gl.float32, [4, ROWS], PARTS).store(gl.sum(gl.reshape(x, [4, 16, ROWS]), 1))
+
+
+@gluon.jit
+def load_sums(sums, layout: gl.constexpr):
+    """[64] sums of all parts."""
+    LENGTH: gl.constexpr = sums.shape[1]
+    parts = sums.index(0)
+    total = parts.slice(0, ROWS).load(layout)
+    for i in gl.static_range(ROWS, LENGTH, ROWS):
+        total += parts.slice(i, ROWS).load(layout)
+    return total

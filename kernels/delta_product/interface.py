@@ -1,0 +1,302 @@
+"""Interface of the operator `delta_product`: notation, argument checks, choice of the backend.
+
+    S   <- exp(g_t) S                                  forget gate, once per token (absent without gate)
+    S   <- S + beta_tj k_tj (v_tj - S^T k_tj)^T        for each Householder step j = 1 .. N
+    o_t  = scale * S^T q_t                             after the last step
+
+This is Gated DeltaProduct (arXiv 2502.10297, section 4); N = n_h = 1 is (Gated) DeltaNet. Shapes count B
+sequences, T tokens, H heads, N Householder steps per token, K key and V value channels. All backends,
+kernels, tests and pages use the notation below, with symbols of arXiv 2406.06484 and 2412.06464. A chunk has
+C tokens and M = N C Householder steps; `.*` is elementwise, where a step takes the factor of its token.
+
+    S, S'   [K, V]   state before and after the chunk
+    g_cum   [C]      cumulative log decay: sum of g from the chunk's start to a token
+    D       [C, C]   exp(g_cum_i - g_cum_j) for tokens j <= i, else 0
+    A       [M, M]   tril(K K^T .* D, -1), the strictly lower triangular scores of the keys
+    T       [M, M]   (I + A diag(beta))^-1, the inverse of the WY form
+    w       [M, K]   T (exp(g_cum) .* K)
+    u       [M, V]   T V - w S, the corrected values: the errors v - S^T k of the recurrence
+    P       [C, M]   scale * (Q K^T) .* D
+    o       [C, V]   scale * exp(g_cum) .* (Q S) + P diag(beta) u
+    S'               exp(g_cum_C) S + K^T diag(beta .* exp(g_cum_C - g_cum)) u
+
+Argument checks read shapes, dtypes and devices, and values only of tensors in host memory, so that no call
+waits for an accelerator.
+"""
+
+import math
+import os
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+BACKENDS = ("recurrent", "chunk", "triton")
+FORMER_BACKENDS = {"chunked": "chunk"}
+BACKEND_VARIABLE = "FLA_TRAIN_BACKEND"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+L2NORM_EPS = 1e-6
+
+
+def delta_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    qk_l2norm: bool = False,
+    recompute: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Run the (gated) delta-product recurrence over whole sequences.
+
+    Args:
+        q: queries [B, T, H, K]; float32, bfloat16, float16 or float64, and `k` and `v` alike.
+        k: keys [B, T, N, H, K], with |k| <= 1, which `qk_l2norm` makes true.
+        v: values [B, T, N, H, V].
+        beta: step sizes in [0, 2], [B, T, N, H], float32 (float64 for float64 queries).
+        g: logarithm of the forget gate, <= 0, -inf allowed, [B, T, H], dtype as `beta`; None: no gate.
+        scale: factor of the output, default K ** -0.5.
+        initial_state: [B, H, K, V], or [S, H, K, V] with `cu_seqlens`; dtype as `beta`; None: zeros.
+        output_final_state: also return the state after the last token of each sequence.
+        cu_seqlens: int32 or int64 [S + 1], boundaries 0 = c_0 <= ... <= c_S = T of S documents packed in one
+            row (B = 1). Each document has a state of its own; documents may be empty.
+        qk_l2norm: divide every query and key vector by sqrt(|x|^2 + 1e-6) first, in float32.
+        recompute: keep only the inputs for the backward pass, which then runs the forward again.
+        backend: "recurrent", "chunk", "triton" or "auto" (see `resolve_backend`).
+
+    Returns:
+        o [B, T, H, V] in the dtype of `q`; the final state [B or S, H, K, V] in the dtype of `beta`, or None.
+
+    Raises:
+        ValueError: on any argument that breaks this contract, or a backend that cannot run on the device.
+    """
+    _check_tensors(q, k, v, beta, g, leading="BT")
+    sequences = q.shape[0]
+    if cu_seqlens is not None:
+        _check_cu_seqlens(cu_seqlens, q)
+        sequences = cu_seqlens.numel() - 1
+    if initial_state is not None:
+        _check_state("initial_state", initial_state, q, v, sequences, beta.dtype)
+    run = load_backend(resolve_backend(backend, q.device))
+    if known_recompute(recompute) and torch.is_grad_enabled():
+        run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+    return run(
+        q=q,
+        k=k,
+        v=v,
+        beta=beta,
+        g=g,
+        scale=_scale(scale, q),
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        qk_l2norm=qk_l2norm,
+    )
+
+
+def delta_product_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None = None,
+    *,
+    state: Tensor,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Advance the recurrence by one token (decoding).
+
+    The arguments are those of `delta_product` without the T axis: q [B, H, K], k [B, N, H, K],
+    v [B, N, H, V], beta [B, N, H], g [B, H]. `state` [B, H, K, V], in the dtype of `beta` or in bfloat16 to
+    save memory (the arithmetic stays as it is, the new state is rounded), is read and left as it was.
+    `backend="triton"` is one kernel, without gradients and for at most float32; any other is the definition
+    in PyTorch. "auto" takes the kernel on a GPU where it can.
+
+    Returns:
+        o [B, H, V] in the dtype of `q`, and the new state [B, H, K, V] in the dtype of `state`.
+
+    Raises:
+        ValueError: as `delta_product`; for triton also where gradients are recorded, and for float64.
+    """
+    _check_tensors(q, k, v, beta, g, leading="B")
+    _check_state("state", state, q, v, q.shape[0], beta.dtype, torch.bfloat16)
+    options = {"state": state, "scale": _scale(scale, q), "qk_l2norm": qk_l2norm}
+    if resolve_backend(backend, q.device) == "triton":
+        tensors = (q, k, v, beta, g, state)
+        recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        if not recorded and q.dtype != torch.float64:
+            from fla_train.kernels.delta_product.triton.fused_recurrent import triton_step
+
+            return triton_step(q, k, v, beta, g, **options)
+        asked = os.environ.get(BACKEND_VARIABLE) if backend == "auto" else backend
+        if asked == "triton":
+            raise ValueError(
+                "the triton step takes no torch.float64 and records no gradients: use torch.no_grad() or "
+                "backend=recurrent"
+            )
+    from fla_train.kernels.delta_product.recurrent import recurrent_step
+
+    return recurrent_step(q, k, v, beta, g, **options)
+
+
+def known_recompute(recompute: object, source: str = "recompute") -> bool:
+    """`recompute` as a bool; `source` names the setting. A number of tokens, of earlier versions, means True.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if isinstance(recompute, bool):
+        return recompute
+    if not isinstance(recompute, int) or recompute < 1:
+        raise ValueError(f"{source} is {recompute!r}, expected false or true")
+    _warn(f"{source}={recompute} now means {source}=true")
+    return True
+
+
+def known_backend(backend: str, source: str = "backend") -> str:
+    """The present name of a backend; `source` is where it was given. A former name warns of the new one.
+
+    Raises:
+        ValueError: for a name that is neither "auto" nor in `BACKENDS`.
+    """
+    if backend in FORMER_BACKENDS:
+        name = FORMER_BACKENDS[backend]
+        _warn(f"{source}={backend} is now called {name}")
+        return name
+    if backend not in ("auto", *BACKENDS):
+        raise ValueError(f"{source}={backend!r} is unknown: choose auto, {', '.join(BACKENDS)}")
+    return backend
+
+
+def resolve_backend(backend: str, device: torch.device) -> str:
+    """The backend that runs: the argument, else `FLA_TRAIN_BACKEND`, else triton on CUDA, chunk elsewhere.
+
+    Raises:
+        ValueError: for a name that is not in `BACKENDS`, and for triton on a device that it cannot run on.
+    """
+    source = "backend"
+    if backend == "auto":
+        backend, source = os.environ.get(BACKEND_VARIABLE) or "auto", BACKEND_VARIABLE
+    backend = known_backend(backend, source)
+    if backend == "auto":
+        return "triton" if device.type == "cuda" else "chunk"
+    if backend == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"{source}='triton' needs a CUDA device, got {device}: choose auto, chunk or recurrent"
+        )
+    return backend
+
+
+def load_backend(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """A backend's function, imported on first use because Triton loads slowly."""
+    if name == "triton":
+        from fla_train.kernels.delta_product.triton.chunk import triton_delta_product as run
+    elif name == "chunk":
+        from fla_train.kernels.delta_product.chunk_torch import chunk_delta_product as run
+    else:
+        from fla_train.kernels.delta_product.recurrent import recurrent_delta_product as run
+    return run
+
+
+def compute_dtype(q: Tensor) -> torch.dtype:
+    """Dtype of beta, gates, states and all arithmetic: float64 for float64 queries, else float32."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def l2norm(x: Tensor) -> Tensor:
+    """x / sqrt(|x|^2 + 1e-6) along the last axis, in the dtype of `x`: cast to `compute_dtype` first."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2NORM_EPS)
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, leading: str) -> None:
+    """`leading` names the axes before N and H: "BT" for sequences, "B" for one step."""
+    if q.dtype not in DTYPES:
+        raise ValueError(f"q is {q.dtype}, expected one of {', '.join(map(str, DTYPES))}")
+    dtype = compute_dtype(q)
+    layouts = {
+        "q": (q, f"{leading}HK", q.dtype),
+        "k": (k, f"{leading}NHK", q.dtype),
+        "v": (v, f"{leading}NHV", q.dtype),
+        "beta": (beta, f"{leading}NH", dtype),
+        "g": (g, f"{leading}H", dtype),
+    }
+    sizes: dict[str, int] = {}
+    for name, (tensor, axes, expected) in layouts.items():
+        if tensor is None and name == "g":
+            continue
+        named = f"[{', '.join(axes)}]"
+        if tensor.dim() != len(axes):
+            raise ValueError(f"{name} has shape {list(tensor.shape)}, expected {len(axes)} axes {named}")
+        for axis, size in zip(axes, tensor.shape, strict=True):
+            if size < 1 or sizes.setdefault(axis, size) != size:
+                raise ValueError(
+                    f"{name} has shape {list(tensor.shape)}: "
+                    f"axis {axis} of {named} is {size}, expected {sizes.get(axis, 'at least 1')}"
+                )
+        _check_place(name, tensor, q, expected)
+    # A NaN passes: callers look for diverging losses themselves.
+    if _readable(beta) and bool(((beta < 0) | (beta > 2)).any()):
+        raise ValueError(f"beta lies in [{beta.min():.4g}, {beta.max():.4g}], expected [0, 2]")
+    if g is not None and _readable(g) and bool((g > 0).any()):
+        raise ValueError(f"g reaches {g.max():.4g}, expected a log decay <= 0")
+
+
+def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
+    batch, tokens = q.shape[:2]
+    if batch != 1:
+        raise ValueError(f"q has batch {batch}, expected 1 with cu_seqlens: pack the documents in one row")
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
+        raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)}, expected [S + 1] with S >= 1")
+    _check_place("cu_seqlens", cu_seqlens, q, torch.int32, torch.int64)
+    if _readable(cu_seqlens):
+        first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+        if (first, last) != (0, tokens) or bool((cu_seqlens.diff() < 0).any()):
+            raise ValueError(
+                f"cu_seqlens runs from {first} to {last}, expected non-decreasing from 0 to T = {tokens}"
+            )
+
+
+def _check_state(
+    name: str, state: Tensor, q: Tensor, v: Tensor, sequences: int, *dtypes: torch.dtype
+) -> None:
+    expected = [sequences, q.shape[-2], q.shape[-1], v.shape[-1]]
+    if list(state.shape) != expected:
+        raise ValueError(f"{name} has shape {list(state.shape)}, expected [sequences, H, K, V] = {expected}")
+    _check_place(name, state, q, *dtypes)
+
+
+def _check_place(name: str, tensor: Tensor, q: Tensor, *dtypes: torch.dtype) -> None:
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(map(str, dtypes))
+        raise ValueError(f"{name} is {tensor.dtype}, expected {expected} for q in {q.dtype}")
+    if tensor.device != q.device:
+        raise ValueError(f"{name} is on {tensor.device}, expected {q.device} (the device of q)")
+
+
+def _scale(scale: float | None, q: Tensor) -> float:
+    if scale is None:
+        return q.shape[-1] ** -0.5
+    if not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}, expected a finite number")
+    return float(scale)
+
+
+def _warn(message: str) -> None:
+    if not torch.compiler.is_compiling():  # a warning would break the graph
+        warnings.warn(message, FutureWarning, stacklevel=4)
+
+
+def _readable(tensor: Tensor) -> bool:
+    """Whether its values can be read without waiting: in host memory, and not being traced."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -1,0 +1,1 @@
+"""Triton kernels of the operator: chunk, fused recurrent, sequence split."""

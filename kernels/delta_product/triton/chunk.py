@@ -1,0 +1,162 @@
+"""The Triton backend of `delta_product`: its autograd function, and what the kernels fill.
+
+Narrow heads in float32 run Householder step by step (`fused_recurrent`), all others by chunks, as follows.
+
+For the backward the forward keeps, in the dtype of q: u per Householder step (V elements a head; v itself is
+not kept) and one state per chunk of M = 64 steps; and in 16 bits, where q has them, T per step and
+P diag(beta) per token (M elements each). `chunk_launch` launches the kernels; torch.compile traces what is
+here and takes each pass as one node.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fla_train.kernels.delta_product.select import CHUNK_STEPS, select_for
+from fla_train.kernels.delta_product.triton.chunk_arguments import OPERAND_DTYPES, in_half, row_length
+from fla_train.kernels.delta_product.triton.chunk_launch import delta_product_backward, delta_product_forward
+from fla_train.kernels.delta_product.triton.fused_recurrent import FusedRecurrent
+from fla_train.kernels.sizes import ceil_div
+
+
+def triton_delta_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    *,
+    scale: float,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    qk_l2norm: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """`delta_product` on validated inputs; shapes and results as there, differentiable in every tensor.
+
+    By chunks, gates below 2^-50 per token count as zero.
+
+    Raises:
+        ValueError: for float64, for more than 64 Householder steps per token, or for a key dimension over 256
+            (128 in float32).
+    """
+    if q.dtype not in OPERAND_DTYPES:
+        raise ValueError(f"the triton backend takes no {q.dtype}: choose backend=recurrent or chunk")
+    if k.shape[2] > CHUNK_STEPS:
+        raise ValueError(
+            f"the triton backend takes at most {CHUNK_STEPS} Householder steps per token, got {k.shape[2]}"
+        )
+    limit = 128 if q.dtype == torch.float32 else 256  # the tiles of a chunk must fit in shared memory
+    if q.shape[3] > limit:
+        raise ValueError(
+            f"the triton backend takes a key dimension of at most {limit} in {q.dtype}, got {q.shape[3]}: "
+            f"choose {'bfloat16 or ' if q.shape[3] <= 256 else ''}backend=chunk"
+        )
+    tensors = [x if x is None else x.contiguous() for x in (q, k, v, beta, g, initial_state)]
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    options = scale, qk_l2norm, output_final_state, keep
+    if select_for(q, k, v.shape[-1], cu_seqlens, qk_l2norm).algorithm == "fused_recurrent":
+        return FusedRecurrent.apply(*tensors, *options, *(() if cu_seqlens is None else (cu_seqlens,)))
+    bounds = () if cu_seqlens is None else _bounds(cu_seqlens, q.shape[1], CHUNK_STEPS // k.shape[2])
+    return _DeltaProduct.apply(*tensors, *options, *bounds)
+
+
+def _bounds(cu_seqlens: Tensor, length: int, chunk_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a packed row: `cu_seqlens`, each document's first chunk [S + 1], each chunk's document [chunks].
+
+    The number of chunks is an upper bound, since reading `cu_seqlens` would wait for the device.
+    """
+    documents = cu_seqlens.numel() - 1
+    ends = ((cu_seqlens.diff() + chunk_tokens - 1) // chunk_tokens).cumsum(0)
+    numbers = torch.arange(length // chunk_tokens + documents, device=ends.device, dtype=ends.dtype)
+    chunk_sequence = torch.searchsorted(ends, numbers, right=True).clamp_(max=documents - 1)
+    return cu_seqlens, torch.nn.functional.pad(ends, (1, 0)), chunk_sequence
+
+
+class _DeltaProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        beta: Tensor,
+        g: Tensor | None,
+        initial_state: Tensor | None,
+        scale: float,
+        qk_l2norm: bool,
+        output_final_state: bool,
+        keep: bool,
+        *bounds: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        (batch, length, heads, key_dim), num_householder, value_dim = q.shape, k.shape[2], v.shape[-1]
+        chunks = bounds[2].numel() if bounds else batch * ceil_div(length, CHUNK_STEPS // num_householder)
+        sequences = bounds[0].numel() - 1 if bounds else batch
+        prepared = _make_prepared(q, k, beta, chunks, g is not None, qk_l2norm)
+        o = v.new_empty(batch, length, heads, value_dim)
+        u = torch.empty_like(v) if keep else None
+        states = q.new_empty(chunks, heads, value_dim, key_dim) if keep else None
+        final_state = beta.new_empty(sequences, heads, key_dim, value_dim) if output_final_state else None
+        selection = select_for(q, k, value_dim, bounds[0] if bounds else None, qk_l2norm)
+        # With |k| <= 1 and beta <= 2 no element is beyond 1.
+        dtype = torch.float32 if q.dtype == torch.float32 else torch.float16
+        transitions = None
+        if selection.num_segments:
+            transitions = q.new_empty(selection.num_segments, heads, key_dim, key_dim, dtype=dtype)
+        delta_product_forward(
+            *(q, k, v, beta, g, initial_state, bounds, scale, qk_l2norm),
+            *(o, prepared, u, states, transitions, final_state),
+        )
+        ctx.set_materialize_grads(False)
+        ctx.scale, ctx.qk_l2norm, ctx.num_bounds = scale, qk_l2norm, len(bounds)
+        kept = (*bounds, *prepared) if keep else ()
+        transitions = transitions if keep else None
+        ctx.save_for_backward(q, k, beta, g, initial_state, u, states, transitions, *kept)
+        return o, final_state
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, dfinal_state: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, beta, g, initial_state, u, states, transitions, *kept = ctx.saved_tensors
+        bounds, prepared = kept[: ctx.num_bounds], kept[ctx.num_bounds :]
+        # Where the graph is not kept nobody needs u again. chunk_bwd_fused reads each element of it before it
+        # writes that of dv, which may have its place.
+        spent = not torch.compiler.is_compiling() and not _keeps_graph()
+        cu_seqlens = bounds[0] if bounds else None
+        in_place = spent and select_for(q, k, u.shape[-1], cu_seqlens, ctx.qk_l2norm).fused_backward
+        dv = u if in_place else torch.empty_like(u)
+        do = torch.zeros_like(dv[:, :, 0]).contiguous() if do is None else do.contiguous()
+        dfinal_state = None if dfinal_state is None else dfinal_state.contiguous()
+        dq, dk, dbeta = (torch.empty_like(x) for x in (q, k, beta))
+        dg = None if g is None else torch.empty_like(g)
+        dinitial_state = torch.empty_like(initial_state) if ctx.needs_input_grad[5] else None
+        delta_product_backward(
+            *(q, k, beta, g, do, dfinal_state, bounds, ctx.scale, ctx.qk_l2norm),
+            *(prepared, u, states, transitions),
+            *(dq, dk, dv, dbeta, dg, dinitial_state),
+        )
+        return dq, dk, dv, dbeta, dg, dinitial_state, *[None] * (4 + ctx.num_bounds)
+
+
+def _keeps_graph() -> bool:
+    """Whether the backward pass that runs may be followed by another of the same graph."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def _make_prepared(
+    q: Tensor, k: Tensor, beta: Tensor, chunks: int, gated: bool, qk_l2norm: bool
+) -> list[Tensor]:
+    """Room for what `chunk_prepare_wy` writes; shapes are stated there."""
+    tokens, heads, num_householder = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
+    by_token, by_step = (heads, row_length(q)), (heads, row_length(q) * num_householder)
+    shapes = [by_step, by_step, by_token, (chunks, heads), (chunks, heads)]
+    shapes += [by_token] if gated else []
+    shapes += [by_token, by_step] if qk_l2norm else []
+    dtype = torch.float16 if in_half(q, qk_l2norm) else q.dtype
+    matrices = [
+        q.new_empty(rows, heads, CHUNK_STEPS, dtype=dtype) for rows in (tokens * num_householder, tokens)
+    ]
+    return matrices + [beta.new_empty(shape) for shape in shapes]

@@ -1,0 +1,149 @@
+"""Launches of the chunk kernels: the forward and the backward pass of `delta_product`.
+
+Forward: `chunk_prepare_wy` (all chunks at once), then `chunk_fwd` (serial over chunks). Backward:
+`chunk_bwd_state` (serial), then `chunk_bwd_qkg` (all chunks at once), or `chunk_bwd_fused` for both. Long
+sequences of few heads are split for the serial ones (`sequence_split`). `select` decides what runs and with
+which options. There are no atomics, so results are reproducible to the bit.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from fla_train.kernels.cached_launch import run_kernel
+from fla_train.kernels.custom_op import custom_op
+from fla_train.kernels.delta_product.interface import L2NORM_EPS
+from fla_train.kernels.delta_product.select import select_for
+from fla_train.kernels.delta_product.triton.chunk_arguments import Call, in_half, pick
+from fla_train.kernels.delta_product.triton.chunk_bwd import chunk_bwd_qkg_kernel, chunk_bwd_state_kernel
+from fla_train.kernels.delta_product.triton.chunk_fwd import chunk_fwd_kernel, chunk_prepare_wy_kernel
+from fla_train.kernels.delta_product.triton.sequence_split import Segments
+from fla_train.kernels.sizes import ceil_div
+
+
+@custom_op(mutates=("o", "prepared", "u", "states", "transitions", "final_state"))
+def delta_product_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    initial_state: Tensor | None,
+    bounds: Sequence[Tensor],
+    scale: float,
+    qk_l2norm: bool,
+    o: Tensor,
+    prepared: Sequence[Tensor],
+    u: Tensor | None,
+    states: Tensor | None,
+    transitions: Tensor | None,
+    final_state: Tensor | None,
+) -> None:
+    """Fill the output, what is prepared per chunk and, where given, what the backward reads.
+
+    `transitions` [segments, H, K, K] is given where sequences are split.
+    """
+    call = Call.of(q, k, g is not None, bounds, qk_l2norm, prepared)
+    heads, value_dim = q.shape[2], v.shape[-1]
+    selection = select_for(q, k, value_dim, call.sequences["cu_seqlens"], qk_l2norm)
+    with torch.cuda.device_of(q):
+        arguments = dict(
+            q=q, k=k, beta=beta, g=g, **call.factors, **call.rows,
+            **call.sequences, chunk_sequence=call.chunk_sequence, scale=scale, eps=L2NORM_EPS,
+            **call.sizes, GATED=g is not None,
+        )  # fmt: skip
+        programs = call.num_chunks * heads
+        if selection.chunk_prepare_wy.hopper:
+            # Not at the top: it imports Gluon, and Hopper's part of it.
+            from fla_train.kernels.delta_product.hopper import prepare_wy
+
+            prepare_wy.launch(programs, **arguments)
+        else:
+            run_kernel(
+                chunk_prepare_wy_kernel, (programs,), **arguments, **call.tiles,
+                INVERSE=tl.float16 if in_half(q, qk_l2norm) else tl.float32,
+                **selection.chunk_prepare_wy.options,
+            )  # fmt: skip
+
+        options = selection.chunk_fwd.options
+        sequences, num_sequences, ends = call.sequences, call.num_sequences, final_state
+        if transitions is not None:
+            segments = Segments(selection, call, q.device)
+            initial_state = segments.start_states(k, v, initial_state, transitions, options)
+            sequences, num_sequences = segments.sequences, segments.count
+            ends = None if final_state is None else torch.empty_like(initial_state)
+        run_kernel(
+            chunk_fwd_kernel, (num_sequences * heads * ceil_div(value_dim, options["BV"]),),
+            q=q, k=k, v=v, **call.factors, o=o, u=u, states=states, initial_state=initial_state,
+            final_state=ends, **sequences, **call.sizes, V=value_dim, **call.tiles, **options,
+        )  # fmt: skip
+        if ends is not final_state:
+            segments.select_last(ends, out=final_state)
+
+
+@custom_op(mutates=("dq", "dk", "dv", "dbeta", "dg", "dinitial_state"))
+def delta_product_backward(
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    do: Tensor,
+    dfinal_state: Tensor | None,
+    bounds: Sequence[Tensor],
+    scale: float,
+    qk_l2norm: bool,
+    prepared: Sequence[Tensor],
+    u: Tensor,
+    states: Tensor,
+    transitions: Tensor | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dbeta: Tensor,
+    dg: Tensor | None,
+    dinitial_state: Tensor | None,
+) -> None:
+    """Fill the gradients."""
+    call = Call.of(q, k, g is not None, bounds, qk_l2norm, prepared)
+    heads, value_dim = q.shape[2], dv.shape[-1]
+    selection = select_for(q, k, value_dim, call.sequences["cu_seqlens"], qk_l2norm)
+    options = selection.chunk_bwd_state.options
+    with torch.cuda.device_of(q):
+        sequences, num_sequences, starts = call.sequences, call.num_sequences, dinitial_state
+        if transitions is not None:
+            segments = Segments(selection, call, q.device)
+            dfinal_state = segments.end_gradients(q, k, do, dfinal_state, transitions, options)
+            sequences, num_sequences = segments.sequences, segments.count
+            starts = None if dinitial_state is None else torch.empty_like(dfinal_state)
+        ends = dict(dfinal_state=dfinal_state, dinitial_state=starts)
+        gradients = dict(
+            q=q, k=k, beta=beta, g=g, do=do, dv=dv, u=u, states=states, **call.rows,
+            dq=dq, dk=dk, dbeta=dbeta, dg=dg, scale=scale,
+            **call.sizes, V=value_dim, GATED=g is not None,
+        )  # fmt: skip
+        if selection.fused_backward:
+            from fla_train.kernels.delta_product.hopper import bwd_fused
+
+            factors = pick(call.factors, "wy", "p", "peak")
+            arguments = {**gradients, **factors, **ends, **sequences, "L2NORM": qk_l2norm}
+            bwd_fused.launch(num_sequences * heads, **arguments)
+        else:
+            dstates = torch.empty_like(states)
+            run_kernel(
+                chunk_bwd_state_kernel, (num_sequences * heads * ceil_div(value_dim, options["BV"]),),
+                q=q, k=k, do=do, **call.factors, dv=dv, dstates=dstates, **ends, **sequences,
+                **call.sizes, V=value_dim, **call.tiles, **options,
+            )  # fmt: skip
+            gradients |= dict(dstates=dstates, **call.sequences, chunk_sequence=call.chunk_sequence)
+            programs = call.num_chunks * heads
+            if selection.chunk_bwd_qkg.hopper:
+                from fla_train.kernels.delta_product.hopper import bwd_qkg
+
+                bwd_qkg.launch(programs, **gradients, L2NORM=qk_l2norm)
+            else:
+                options = selection.chunk_bwd_qkg.options
+                run_kernel(chunk_bwd_qkg_kernel, (programs,), **gradients, **call.tiles, **options)
+        if starts is not dinitial_state:
+            segments.select_first(starts, out=dinitial_state)

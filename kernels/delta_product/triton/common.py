@@ -1,0 +1,173 @@
+"""Helpers of the Triton chunk kernels: where a chunk lies, loads and stores of tiles, row factors, gates.
+
+A chunk holds C = M // N tokens, that is at most M = 64 Householder steps: step r of a chunk belongs to its
+token r // N, and k, v, beta are addressed by step as [B * T * N, H, ...]. Rows past the end of a sequence, or
+past C * N where N does not divide M, load as zeros, which makes them neutral, and are never stored.
+
+Scalars per row are kept with the heads leading, [H, n_total] and [H, n_total * N] in fp32, so that a chunk's
+are contiguous; n_total is B * T or a little more. Gates are in units of log2 and cumulative inside the chunk:
+g_cum_i = sum_{j <= i} log2 a_j.
+"""
+
+import triton
+import triton.language as tl
+
+TINY = tl.constexpr(1e-30)  # rows and tiles are divided by factors beyond it, to fit in fp16
+
+
+@triton.jit
+def chunk_span(i_c, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, C: tl.constexpr, PACKED: tl.constexpr):
+    """First token and number of tokens of chunk `i_c`; none (<= 0) for a packed row's spare chunks."""
+    if PACKED:
+        i_s = tl.load(chunk_sequence + i_c)
+        i_first = tl.load(chunk_offsets + i_s)
+        i_start = tl.load(cu_seqlens + i_s).to(tl.int64) + (i_c - i_first).to(tl.int64) * C
+        i_end = tl.load(cu_seqlens + i_s + 1).to(tl.int64)
+    else:
+        i_s = i_c // NT
+        i_start = i_s.to(tl.int64) * T + (i_c - i_s * NT) * C
+        i_end = (i_s + 1).to(tl.int64) * T
+    return i_start, tl.minimum(i_end - i_start, C).to(tl.int32)
+
+
+@triton.jit
+def sequence_span(i_s, cu_seqlens, chunk_offsets, T, NT, PACKED: tl.constexpr):
+    """First token, number of tokens and first chunk of sequence `i_s`."""
+    if PACKED:
+        i_start = tl.load(cu_seqlens + i_s).to(tl.int64)
+        length = (tl.load(cu_seqlens + i_s + 1).to(tl.int64) - i_start).to(tl.int32)
+        i_chunk = tl.load(chunk_offsets + i_s).to(tl.int64)
+    else:
+        i_start = i_s.to(tl.int64) * T
+        length = T
+        i_chunk = i_s.to(tl.int64) * NT
+    return i_start, length, i_chunk
+
+
+@triton.jit
+def program_tile(H: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr):
+    """Of a program of the serial kernels: its tile's first column, head, and sequence or segment.
+
+    Tiles are neighbours in the grid: those of V share q, k, T and P through the L2 cache.
+    """
+    i_v = (tl.program_id(0) % TILES) * WIDTH
+    return i_v, (tl.program_id(0) // TILES) % H, tl.program_id(0) // (TILES * H)
+
+
+@triton.jit
+def state_tile(
+    i_s, i_h, i_v,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """Where S^T [BV, BK] lies in states [sequences, H, K, V] from column `i_v` on, and its mask."""
+    o_k, o_v = tl.arange(0, BK), i_v + tl.arange(0, BV)
+    m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
+    return (i_s.to(tl.int64) * H + i_h) * K * V + o_k[None, :] * V + o_v[:, None], m_s
+
+
+@triton.jit
+def opaque_zero(count):
+    """0.0, made of any count below 2^30 so that the compiler does not know it.
+
+    For the zeros of masked tiles that go to shared memory in 16 bits: ptxas 13.3 to 13.5 store registers of a
+    literal zero there before it sets them (docs/dev/kernels.md, "Compilers").
+    """
+    return (count >> 30).to(tl.float32)
+
+
+@triton.jit
+def load_rows(p, n_rows, i_col, COLS: tl.constexpr, STRIDE: tl.constexpr, R: tl.constexpr, BC: tl.constexpr):
+    """Tile [R, BC] from column `i_col` of a matrix with COLS columns and row stride STRIDE; zeros outside."""
+    o_r = tl.arange(0, R)
+    o_c = i_col + tl.arange(0, BC)
+    mask = (o_r < n_rows)[:, None] & (o_c < COLS)[None, :]
+    return tl.load(p + o_r[:, None] * STRIDE + o_c[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(
+    p, b_x, n_rows, i_col, COLS: tl.constexpr, STRIDE: tl.constexpr, R: tl.constexpr, BC: tl.constexpr
+):
+    """The inverse of `load_rows`."""
+    o_r = tl.arange(0, R)
+    o_c = i_col + tl.arange(0, BC)
+    mask = (o_r < n_rows)[:, None] & (o_c < COLS)[None, :]
+    tl.store(p + o_r[:, None] * STRIDE + o_c[None, :], b_x.to(p.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_scalars(p, i_h, n_total, i_row, n_rows, R: tl.constexpr):
+    """[R] fp32 scalars of head `i_h` from a [H, n_total] table, zeros past `n_rows`."""
+    o_r = tl.arange(0, R)
+    return tl.load(p + i_h.to(tl.int64) * n_total + i_row + o_r, mask=o_r < n_rows, other=0.0)
+
+
+@triton.jit
+def factored_times_inverse(b_r, b_wy, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """R T as Y [R, M] and a factor of each row [R], of R [R, M] in fp32 and T [M, M] as it was stored: T, or
+    T^T, of `chunk_prepare_wy`, or a segment's Phi.
+
+    Normalised keys leave T in fp16, whose three more bits are what keeps reflections from shrinking, and so
+    do fp16 inputs. R then goes with it, each row divided by its largest element to fit fp16's range. Of
+    normalised keys Y fits, too: as |A diag(beta)| <= 2, the largest element of a row that is not zero lies
+    between 1 / 127 and 128.
+    """
+    if b_wy.dtype == tl.float16 and OPERAND != tl.float32:
+        b_row = tl.max(tl.abs(b_r), 1)
+        b_row = tl.where(b_row > TINY, b_row, 1.0)
+        return tl.dot((b_r * (1.0 / b_row)[:, None]).to(tl.float16), b_wy), b_row
+    b_row = tl.full((b_r.shape[0],), 1.0, tl.float32)
+    return tl.dot(b_r.to(OPERAND), b_wy.to(OPERAND), input_precision=PRECISION), b_row
+
+
+@triton.jit
+def times_inverse(b_r, b_wy, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """R T of R [R, M] in fp32 and T, as in `factored_times_inverse`."""
+    b_y, b_row = factored_times_inverse(b_r, b_wy, OPERAND, PRECISION)
+    return b_y * b_row[:, None]
+
+
+@triton.jit
+def corrected_values(b_s, b_k, b_v, b_wy, b_read, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """u^T [BV, M] without factors of its rows, and these: u = T (V - exp(g_cum) .* (K S))."""
+    b_r = tl.dot(b_s, tl.trans(b_k), input_precision=PRECISION)
+    b_r = tl.trans(b_v) - b_r * b_read[None, :]
+    return factored_times_inverse(b_r, tl.trans(b_wy), OPERAND, PRECISION)
+
+
+@triton.jit
+def add_writes(b_s, b_written, b_k, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """S^T + W^T K, in fp32, of S^T [BV, BK], W^T [BV, M] in fp32 and K [M, BK] in the operands' type.
+
+    What rounding takes from W goes in as a second term: of correlated keys the sum is small and its terms are
+    large, so that one term's rounding would be most of the state's error. In fp16 W must stay below 65504, as
+    one term must, and the second helps from 1e-5 on.
+    """
+    b_s = tl.dot(b_written.to(OPERAND), b_k, b_s, input_precision=PRECISION)
+    if OPERAND == tl.float32:
+        return b_s
+    return tl.dot((b_written - b_written.to(OPERAND).to(tl.float32)).to(OPERAND), b_k, b_s)
+
+
+@triton.jit
+def load_scores(
+    p, peak, i_c, i_t, n_t, i_h,
+    H: tl.constexpr, M: tl.constexpr, BC: tl.constexpr, L2NORM: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """P diag(beta) [BC, M] of a chunk, as an operand."""
+    b_p = load_rows(p + (i_t * H + i_h) * M, n_t, 0, M, H * M, BC, M)
+    if L2NORM:
+        b_p = b_p.to(tl.float32) * tl.load(peak + i_c.to(tl.int64) * H + i_h)
+    return b_p.to(OPERAND)
+
+
+@triton.jit
+def load_gates(g_cum, i_h, n_total, i_t, n_t, N: tl.constexpr, M: tl.constexpr, BC: tl.constexpr):
+    """Cumulative log2 gates of a chunk: by Householder step [M], by token [BC], and of its last token.
+
+    Rows past the end repeat the last token, so that no difference of gates is positive (0 * 2^large is NaN).
+    """
+    p_g = g_cum + i_h.to(tl.int64) * n_total + i_t
+    b_gm = tl.load(p_g + tl.minimum(tl.arange(0, M) // N, n_t - 1))
+    b_gt = tl.load(p_g + tl.minimum(tl.arange(0, BC), n_t - 1))
+    return b_gm, b_gt, tl.load(p_g + n_t - 1)

@@ -1,0 +1,338 @@
+"""`delta_product` step by step in Triton: forward and backward of sequences, and one token (decoding).
+
+Sequences: for narrow heads in float32, where products of chunks do not pay. A word problem has thousands of
+heads of 16 or 32 channels and short sequences. Chunks would be padded to tiles of 64 channels there, and
+float32 goes through the matrix units in three products. Here a program of one warp runs one head of one
+sequence with the state in registers, as the definition does. For the backward pass the forward keeps the
+state before each step, after the gate: 4 K V bytes a step and head.
+
+One token: the state is read once and written once, whatever n_h. A decoding step moves the state and hardly
+anything else: 8 K V bytes a head in fp32, against 2 (n_h + 1) (K + V) for its inputs. A program holds a
+[K, BV] tile of a head's state in registers, one warp for each 128 rows, so that the sums over K stay inside a
+warp or two, and applies the gate, all steps and the query to it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fla_train.kernels.cached_launch import run_kernel
+from fla_train.kernels.custom_op import custom_op
+from fla_train.kernels.delta_product.interface import L2NORM_EPS
+from fla_train.kernels.sizes import ceil_div, next_power_of_2
+
+TILE = 4096  # fp32 elements of the state that a warp holds in decoding: 128 registers of each of its threads
+
+
+class FusedRecurrent(torch.autograd.Function):
+    """Arguments and results of `triton_delta_product`, all contiguous."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        beta: Tensor,
+        g: Tensor | None,
+        initial_state: Tensor | None,
+        scale: float,
+        qk_l2norm: bool,
+        output_final_state: bool,
+        keep: bool,
+        *bounds: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        (batch, length, heads, key_dim), value_dim = q.shape, v.shape[-1]
+        sequences = bounds[0].numel() - 1 if bounds else batch
+        o = v.new_empty(batch, length, heads, value_dim)
+        states = v.new_empty(*k.shape, value_dim) if keep else None
+        final_state = v.new_empty(sequences, heads, key_dim, value_dim) if output_final_state else None
+        fused_recurrent_forward(
+            q, k, v, beta, g, initial_state, bounds, scale, qk_l2norm, o, states, final_state
+        )
+        ctx.set_materialize_grads(False)
+        ctx.scale, ctx.qk_l2norm = scale, qk_l2norm
+        ctx.save_for_backward(q, k, v, beta, g, initial_state, states, *bounds)
+        return o, final_state
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, dfinal_state: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, beta, g, initial_state, states, *bounds = ctx.saved_tensors
+        do = torch.zeros_like(v[:, :, 0]).contiguous() if do is None else do.contiguous()
+        dfinal_state = None if dfinal_state is None else dfinal_state.contiguous()
+        dq, dk, dv, dbeta = (torch.empty_like(x) for x in (q, k, v, beta))
+        dg = None if g is None else torch.empty_like(g)
+        dinitial_state = torch.empty_like(initial_state) if ctx.needs_input_grad[5] else None
+        fused_recurrent_backward(
+            *(q, k, v, beta, g, states, do, dfinal_state, bounds, ctx.scale, ctx.qk_l2norm),
+            *(dq, dk, dv, dbeta, dg, dinitial_state),
+        )
+        return dq, dk, dv, dbeta, dg, dinitial_state, *[None] * (4 + len(bounds))
+
+
+@custom_op(mutates=("o", "states", "final_state"))
+def fused_recurrent_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    initial_state: Tensor | None,
+    bounds: Sequence[Tensor],
+    scale: float,
+    qk_l2norm: bool,
+    o: Tensor,
+    states: Tensor | None,
+    final_state: Tensor | None,
+) -> None:
+    """Fill the output and, where given, the states [B, T, N, H, K, V] and those at the ends."""
+    programs, sizes = _sizes(q, k, v, bounds, qk_l2norm)
+    with torch.cuda.device_of(q):
+        run_kernel(
+            fused_recurrent_fwd_kernel, (programs,), q=q, k=k, v=v, beta=beta, g=g, scale=scale,
+            initial_state=initial_state, o=o, states=states, final_state=final_state, **sizes,
+        )  # fmt: skip
+
+
+@custom_op(mutates=("dq", "dk", "dv", "dbeta", "dg", "dinitial_state"))
+def fused_recurrent_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    states: Tensor,
+    do: Tensor,
+    dfinal_state: Tensor | None,
+    bounds: Sequence[Tensor],
+    scale: float,
+    qk_l2norm: bool,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dbeta: Tensor,
+    dg: Tensor | None,
+    dinitial_state: Tensor | None,
+) -> None:
+    """Fill the gradients."""
+    programs, sizes = _sizes(q, k, v, bounds, qk_l2norm)
+    with torch.cuda.device_of(q):
+        run_kernel(
+            fused_recurrent_bwd_kernel, (programs,), q=q, k=k, v=v, beta=beta, g=g, scale=scale,
+            states=states, do=do, dfinal_state=dfinal_state, dq=dq, dk=dk, dv=dv, dbeta=dbeta, dg=dg,
+            dinitial_state=dinitial_state, **sizes,
+        )  # fmt: skip
+
+
+def _sizes(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[Tensor], qk_l2norm: bool
+) -> tuple[int, dict[str, Any]]:
+    """Programs, one for each head of a sequence, and the arguments that both kernels take."""
+    (batch, length, heads, key_dim), value_dim = q.shape, v.shape[-1]
+    cu_seqlens = bounds[0] if bounds else None
+    sequences = batch if cu_seqlens is None else cu_seqlens.numel() - 1
+    sizes = dict(
+        cu_seqlens=cu_seqlens, T=length, H=heads, K=key_dim, V=value_dim, N=k.shape[2],
+        BK=next_power_of_2(key_dim), BV=next_power_of_2(value_dim),
+        L2NORM=qk_l2norm, EPS=L2NORM_EPS, num_warps=1,
+    )  # fmt: skip
+    return sequences * heads, sizes
+
+
+def triton_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    *,
+    state: Tensor,
+    scale: float,
+    qk_l2norm: bool,
+) -> tuple[Tensor, Tensor]:
+    """`delta_product_step` on validated inputs, without gradients; shapes and dtypes as there."""
+    q, k, v, beta, state = (x.contiguous() for x in (q, k, v, beta, state))
+    g = None if g is None else g.contiguous()
+    o, new_state = v.new_empty(*q.shape[:2], v.shape[-1]), torch.empty_like(state)
+    fused_recurrent_step(q, k, v, beta, g, state, scale, qk_l2norm, o, new_state)
+    return o, new_state
+
+
+@custom_op(mutates=("o", "new_state"))
+def fused_recurrent_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float,
+    qk_l2norm: bool,
+    o: Tensor,
+    new_state: Tensor,
+) -> None:
+    """Fill the output and the new state."""
+    (batch, heads, key_dim), value_dim = q.shape, v.shape[-1]
+    key_tile = next_power_of_2(key_dim)
+    warps = max(1, key_tile // 128)
+    value_tile = min(max(TILE * warps // key_tile, 16), next_power_of_2(value_dim))
+    with torch.cuda.device_of(q):
+        run_kernel(
+            fused_recurrent_step_kernel, (batch * heads, ceil_div(value_dim, value_tile)),
+            q=q, k=k, v=v, beta=beta, g=g, scale=scale, eps=L2NORM_EPS,
+            state=state, o=o, new_state=new_state, H=heads, K=key_dim, V=value_dim, N=k.shape[1],
+            BK=key_tile, BV=value_tile, L2NORM=qk_l2norm, num_warps=warps,
+        )  # fmt: skip
+
+
+@triton.jit
+def sequence_tokens(i_s, cu_seqlens, T):
+    """First token and length of a sequence."""
+    if cu_seqlens is not None:
+        i_start = tl.load(cu_seqlens + i_s).to(tl.int64)
+        length = (tl.load(cu_seqlens + i_s + 1).to(tl.int64) - i_start).to(tl.int32)
+    else:
+        i_start, length = i_s.to(tl.int64) * T, T
+    return i_start, length
+
+
+@triton.jit
+def load_key(p, o_k, K: tl.constexpr, L2NORM: tl.constexpr, eps):
+    """A key or query [BK] as it is used, in fp32, and the factor that made it so."""
+    b_x = tl.load(p + o_k, mask=o_k < K, other=0.0).to(tl.float32)
+    b_r = 1.0
+    if L2NORM:
+        b_r = tl.rsqrt(tl.sum(b_x * b_x, 0) + eps)
+    return b_x * b_r, b_r
+
+
+@triton.jit
+def store_key(p, b_dx, b_x, b_r, o_k, K: tl.constexpr, L2NORM: tl.constexpr):
+    """The gradient of the vector that `load_key` read, from that of what it returned."""
+    if L2NORM:
+        b_dx = b_r * (b_dx - b_x * tl.sum(b_dx * b_x, 0))
+    tl.store(p + o_k, b_dx, mask=o_k < K)
+
+
+@triton.jit
+def householder_step(
+    b_s, k, v, beta, i_step, o_k, o_v, K: tl.constexpr, V: tl.constexpr, L2NORM: tl.constexpr, eps
+):
+    """S + beta k (v - S^T k)^T of S [BK, BV]."""
+    b_k, _ = load_key(k + i_step * K, o_k, K, L2NORM, eps)
+    b_v = tl.load(v + i_step * V + o_v, mask=o_v < V, other=0.0).to(tl.float32)
+    b_u = tl.load(beta + i_step) * (b_v - tl.sum(b_s * b_k[:, None], 0))
+    return b_s + b_k[:, None] * b_u[None, :]
+
+
+@triton.jit(do_not_specialize=["T"])
+def fused_recurrent_fwd_kernel(
+    q, k, v, beta, g, initial_state,
+    o, states, final_state, scale, cu_seqlens, T,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, L2NORM: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """Per token S <- exp(g) S, then S <- S + beta_j k_j (v_j - S^T k_j)^T per j, o = scale S^T q."""
+    i_s, i_h = tl.program_id(0) // H, tl.program_id(0) % H
+    i_start, length = sequence_tokens(i_s, cu_seqlens, T)
+    o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
+    m_v, m_s = o_v < V, (o_k < K)[:, None] & (o_v < V)[None, :]
+    o_s = o_k[:, None] * V + o_v[None, :]
+    p_end = tl.program_id(0).to(tl.int64) * K * V
+    b_s = tl.zeros([BK, BV], tl.float32)
+    if initial_state is not None:
+        b_s = tl.load(initial_state + p_end + o_s, mask=m_s, other=0.0)
+    for i in range(length):
+        i_row = (i_start + i) * H + i_h
+        if g is not None:
+            b_s *= tl.exp(tl.load(g + i_row))
+        for j in range(N):
+            i_step = ((i_start + i) * N + j) * H + i_h
+            if states is not None:
+                tl.store(states + i_step * K * V + o_s, b_s, mask=m_s)
+            b_s = householder_step(b_s, k, v, beta, i_step, o_k, o_v, K, V, L2NORM, EPS)
+        b_q, _ = load_key(q + i_row * K, o_k, K, L2NORM, EPS)
+        tl.store(o + i_row * V + o_v, scale * tl.sum(b_s * b_q[:, None], 0), mask=m_v)
+    if final_state is not None:
+        tl.store(final_state + p_end + o_s, b_s, mask=m_s)
+
+
+@triton.jit(do_not_specialize=["T"])
+def fused_recurrent_bwd_kernel(
+    q, k, v, beta, g, states, do, dfinal_state,
+    dq, dk, dv, dbeta, dg, dinitial_state, scale, cu_seqlens, T,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, L2NORM: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """The same steps backwards, with the gradient dS of the state: with u = v - S^T k and f = beta dS^T k a
+    step has dv = f, dbeta = u^T dS^T k, dk = beta dS u - S f, and dS <- dS - k f^T."""
+    i_s, i_h = tl.program_id(0) // H, tl.program_id(0) % H
+    i_start, length = sequence_tokens(i_s, cu_seqlens, T)
+    o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
+    m_v, m_s = o_v < V, (o_k < K)[:, None] & (o_v < V)[None, :]
+    o_s = o_k[:, None] * V + o_v[None, :]
+    p_end = tl.program_id(0).to(tl.int64) * K * V
+    b_ds = tl.zeros([BK, BV], tl.float32)
+    if dfinal_state is not None:
+        b_ds = tl.load(dfinal_state + p_end + o_s, mask=m_s, other=0.0)
+    for i in range(length):
+        i_t = i_start + length - 1 - i
+        i_row = i_t * H + i_h
+        b_q, r_q = load_key(q + i_row * K, o_k, K, L2NORM, EPS)
+        b_do = scale * tl.load(do + i_row * V + o_v, mask=m_v, other=0.0)
+        b_ds += b_q[:, None] * b_do[None, :]
+        b_s = tl.zeros([BK, BV], tl.float32)
+        for j in range(N):
+            i_step = (i_t * N + N - 1 - j) * H + i_h
+            b_s = tl.load(states + i_step * K * V + o_s, mask=m_s, other=0.0)
+            b_k, r_k = load_key(k + i_step * K, o_k, K, L2NORM, EPS)
+            b_v = tl.load(v + i_step * V + o_v, mask=m_v, other=0.0)
+            b_beta = tl.load(beta + i_step)
+            b_u = b_v - tl.sum(b_s * b_k[:, None], 0)
+            if j == 0:  # what the query reads: S after the last step
+                b_dq = tl.sum(b_s * b_do[None, :], 1) + b_k * (b_beta * tl.sum(b_u * b_do, 0))
+                store_key(dq + i_row * K, b_dq, b_q, r_q, o_k, K, L2NORM)
+            b_w = tl.sum(b_ds * b_k[:, None], 0)
+            b_f = b_beta * b_w
+            b_dk = tl.sum(b_ds * (b_beta * b_u)[None, :] - b_s * b_f[None, :], 1)
+            b_ds -= b_k[:, None] * b_f[None, :]
+            tl.store(dv + i_step * V + o_v, b_f, mask=m_v)
+            tl.store(dbeta + i_step, tl.sum(b_w * b_u, 0))
+            store_key(dk + i_step * K, b_dk, b_k, r_k, o_k, K, L2NORM)
+        if g is not None:
+            tl.store(dg + i_row, tl.sum(tl.sum(b_s * b_ds, 1), 0))
+            b_ds *= tl.exp(tl.load(g + i_row))
+    if dinitial_state is not None:
+        tl.store(dinitial_state + p_end + o_s, b_ds, mask=m_s)
+
+
+@triton.jit
+def fused_recurrent_step_kernel(
+    q, k, v, beta, g,  # [B, H, K], [B, N, H, K], [B, N, H, V], [B, N, H], [B, H]
+    state, o, new_state,  # [B, H, K, V], out [B, H, V], out [B, H, K, V]
+    scale, eps,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, L2NORM: tl.constexpr,
+):  # fmt: skip
+    """One token per head and tile of V; state, q, k and v may have 16 bits."""
+    i_bh = tl.program_id(0).to(tl.int64)
+    i_b, i_h = i_bh // H, i_bh % H
+    o_k, o_v = tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
+    m_v = o_v < V
+    m_s = (o_k < K)[:, None] & m_v[None, :]
+    p_s = i_bh * K * V + o_k[:, None] * V + o_v[None, :]
+    b_s = tl.load(state + p_s, mask=m_s, other=0.0).to(tl.float32)
+    if g is not None:
+        b_s *= tl.exp(tl.load(g + i_bh))
+    for j in tl.static_range(N):  # unrolled: the next loads and norms go on beside the sums of this
+        b_s = householder_step(b_s, k, v, beta, (i_b * N + j) * H + i_h, o_k, o_v, K, V, L2NORM, eps)
+    b_q, _ = load_key(q + i_bh * K, o_k, K, L2NORM, eps)
+    b_o = tl.sum(b_s * (b_q * scale)[:, None], 0)
+    tl.store(o + i_bh * V + o_v, b_o.to(o.dtype.element_ty), mask=m_v)
+    tl.store(new_state + p_s, b_s.to(new_state.dtype.element_ty), mask=m_s)

@@ -1,0 +1,197 @@
+"""Launch options of the chunk kernels by GPU architecture, head dims and num_householder; calls never tune.
+
+`launches.json` holds measured options. `fla-bench tune` writes a file of the same form for one machine, and
+its rows come first. A row is for
+
+    architecture      compute capability, "9.0"
+    key_dim           K rounded up to a tile: a power of two, 64 at least
+    value_dim         V rounded up to a multiple of 64
+    num_householder   n_h
+
+and also serves larger V and n_h where no other row is nearer. It holds each kernel's options by name: tile
+widths BV and BKO, num_warps, num_stages, maxnreg. `gluon` 1 asks for the Hopper kernel where it can run: of
+`chunk_prepare_wy` and `chunk_bwd_qkg` for the kernel of that name, of `chunk_bwd_state` for
+`chunk_bwd_fused`, which replaces it and `chunk_bwd_qkg`. Without a row a call gets `fallback` options: on
+other architectures, for K of 256 with a smaller V, and in float32, whose tiles take twice the shared memory.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fla_train.kernels.sizes import ceil_div, next_power_of_2
+
+SHIPPED = Path(__file__).with_name("launches.json")
+# Least extent of the tiles of K and V. On Hopper, Triton 3.6 compiled tiles of 32 columns to wrong dk and to
+# illegal accesses (measured 2026-11-21 with its ptxas 12.8); narrower heads are padded with zeros instead.
+MIN_TILE = 64
+GLUON_DIMS = (64, 128)  # the K that the Hopper kernels take
+IN_GLUON = ("chunk_prepare_wy", "chunk_bwd_state", "chunk_bwd_qkg")  # may have `gluon` among their options
+# Tile widths that each kernel needs.
+TILES = {
+    "chunk_prepare_wy": set(),
+    "chunk_fwd": {"BV"},
+    "chunk_bwd_state": {"BV"},
+    "chunk_bwd_qkg": {"BV", "BKO"},
+}
+# Names in files of earlier versions.
+OLD_NAMES = {
+    "chunk_prepare_wy": "prepare",
+    "chunk_fwd": "state",
+    "chunk_bwd_state": "adjoint",
+    "chunk_bwd_qkg": "gradient",
+    "num_householder": "substeps",
+}
+
+Options = dict[str, int]
+
+
+@dataclass(frozen=True, eq=False)
+class LaunchOptions:
+    """Options of each kernel of one call."""
+
+    chunk_prepare_wy: Options
+    chunk_fwd: Options
+    chunk_bwd_state: Options
+    chunk_bwd_qkg: Options
+
+
+@dataclass(frozen=True, order=True)
+class Key:
+    """What a row of the table is for."""
+
+    architecture: str
+    key_dim: int
+    value_dim: int
+    num_householder: int
+
+    @staticmethod
+    def of(architecture: str, key_dim: int, value_dim: int, num_householder: int) -> "Key":
+        """The key of a call, its dims rounded up to tiles."""
+        key_tile = max(MIN_TILE, next_power_of_2(key_dim))
+        return Key(architecture, key_tile, ceil_div(value_dim, MIN_TILE) * MIN_TILE, num_householder)
+
+
+Table = dict[Key, LaunchOptions]
+
+
+def user_file() -> Path:
+    """Where `fla-bench tune` writes: `launches.json` in $FLA_TRAIN_CACHE (default ~/.cache/fla_train)."""
+    return Path(os.environ.get("FLA_TRAIN_CACHE") or "~/.cache/fla_train").expanduser() / "launches.json"
+
+
+@cache
+def architecture(device: torch.device) -> str:
+    """Compute capability as the table writes it; "cpu" for the interpreter."""
+    if device.type != "cuda":
+        return "cpu"
+    return ".".join(map(str, torch.cuda.get_device_capability(device)))
+
+
+@lru_cache(maxsize=1024)
+def lookup(dtype: torch.dtype, key: Key) -> tuple[LaunchOptions, str]:
+    """The options to launch with, and where they come from.
+
+    Raises:
+        ValueError: for a user's file that cannot be used.
+    """
+    if dtype == torch.float32:
+        return fallback(key.key_dim), "float32 runs with the options that need the least shared memory"
+    file = user_file()
+    if row := nearest(read_table(SHIPPED) | (read_table(file) if file.is_file() else {}), key):
+        return row, "the table of launch options has a row for this GPU and these head dims"
+    return fallback(key.key_dim), "the table of launch options has no row for this GPU and these head dims"
+
+
+def nearest(table: Table, key: Key) -> LaunchOptions | None:
+    """The row of the largest V and then the largest n_h, neither beyond `key`; None where there is none."""
+    fitting = [
+        row
+        for row, options in table.items()
+        if (row.architecture, row.key_dim) == (key.architecture, key.key_dim)
+        and row.value_dim <= key.value_dim
+        and row.num_householder <= key.num_householder
+        and option_error("chunk_bwd_qkg", options.chunk_bwd_qkg, key.value_dim) is None
+    ]
+    return table[max(fitting)] if fitting else None
+
+
+def fallback(key_tile: int) -> LaunchOptions:
+    """Options for what no table lists: one stage and narrow tiles, which take the least shared memory.
+
+    As compiled by Triton 3.7.1 for sm_80 and sm_90 that is 74 KB for 16-bit keys up to 128, 123 KB up to 256.
+    """
+    warps = {"num_warps": 8, "num_stages": 1}
+    tile = {"BV": MIN_TILE}
+    return LaunchOptions(warps, tile | warps, tile | warps, tile | {"BKO": MIN_TILE} | warps)
+
+
+def option_error(kernel: str, options: Mapping[str, int], value_dim: int) -> str | None:
+    """Why options must not be launched, None where nothing speaks against them.
+
+    Compilers made wrong code of some (docs/dev/kernels.md, "Compilers"): these are never tried, nor taken
+    from a file. `value_dim` is V rounded up to tiles.
+    """
+    known = TILES[kernel]
+    if missing := known - options.keys():
+        return f"{kernel} lacks {', '.join(sorted(missing))}"
+    further = {"num_warps", "num_stages", "maxnreg"} | ({"gluon"} if kernel in IN_GLUON else set())
+    if unknown := options.keys() - known - further:
+        return f"{kernel} has no option {', '.join(sorted(unknown))}"
+    for name, value in options.items():
+        if type(value) is not int or value < 1:
+            return f"{name} of {kernel} is {value!r}, expected a positive integer"
+    for name in known:
+        if options[name] < MIN_TILE or options[name] & (options[name] - 1):
+            return f"{name} of {kernel} is {options[name]}: tiles are powers of two, {MIN_TILE} at least"
+    if options.get("num_warps", 4) not in (1, 2, 4, 8, 16):
+        return f"num_warps of {kernel} is {options['num_warps']}, expected 1, 2, 4, 8 or 16"
+    if kernel == "chunk_bwd_qkg" and options.get("num_stages", 1) > 2 and value_dim > 2 * options["BV"]:
+        # Triton 3.6 made wrong dk of three stages with more than two tiles of V (measured 2026-11-22).
+        return f"num_stages of {kernel} is {options['num_stages']}, which miscompiles at V = {value_dim}"
+    return None
+
+
+def read_table(file: Path) -> Table:
+    """Read a table.
+
+    Raises:
+        ValueError: naming the file and what is wrong with it.
+    """
+    try:
+        rows = json.loads(file.read_text())["rows"]
+        table = {}
+        for row in rows:
+            row = {new: row[old if old in row else new] for new, old in OLD_NAMES.items()} | row
+            key = Key(**{name: row[name] for name in Key.__dataclass_fields__})
+            table[key] = LaunchOptions(**{kernel: dict(row[kernel]) for kernel in TILES})
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as failure:
+        reason = " ".join(f"{type(failure).__name__} {failure}".split())
+        raise ValueError(
+            f"{file} is no table of launch options ({reason}): delete it or run fla-bench tune"
+        ) from failure
+    for key, launches in table.items():
+        for kernel, options in asdict(launches).items():
+            if reason := option_error(kernel, options, key.value_dim):
+                raise ValueError(f"{file}: {reason}; delete the file or run fla-bench tune")
+    return table
+
+
+def write_table(file: Path, table: Table, about: Mapping[str, Any]) -> None:
+    """Write a table; `about` says where it comes from.
+
+    The file is replaced as a whole, so that a process which starts meanwhile reads either table.
+    """
+    rows = [asdict(key) | asdict(options) for key, options in sorted(table.items(), key=lambda row: row[0])]
+    text = json.dumps({"about": dict(about), "rows": rows}, indent=1) + "\n"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_name(f".{file.name}.{os.getpid()}")
+    aside.write_text(text)
+    aside.replace(file)
+    lookup.cache_clear()

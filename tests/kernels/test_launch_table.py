@@ -1,0 +1,163 @@
+"""The table of launch options: which row serves a call, what a user's file may say, and what it may not."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fla_train.kernels.delta_product import delta_product
+from fla_train.kernels.delta_product.select import clear_caches, override
+from fla_train.kernels.delta_product.triton.launch_table import (
+    SHIPPED,
+    Key,
+    LaunchOptions,
+    fallback,
+    lookup,
+    nearest,
+    option_error,
+    read_table,
+    write_table,
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder of the user's, and nothing remembered of another one."""
+    monkeypatch.setenv("FLA_TRAIN_CACHE", str(tmp_path))
+    clear_caches()
+    yield tmp_path
+    clear_caches()
+
+
+def marked(number: int) -> LaunchOptions:
+    """Options that can be told from others."""
+    return replace(fallback(64), chunk_prepare_wy={"num_warps": 4, "maxnreg": number})
+
+
+@pytest.mark.parametrize(
+    ("dims", "expected"),
+    [((128, 128, 2), (128, 128, 2)), ((16, 8, 1), (64, 64, 1)), ((65, 130, 7), (128, 192, 7))],
+)
+def test_dims_round_up_to_tiles(dims, expected):
+    assert Key.of("9.0", *dims) == Key("9.0", *expected)
+
+
+def test_the_nearest_row_that_is_not_beyond_serves():
+    table = {Key("9.0", 64, v, n): marked(100 * v + n) for v in (64, 128) for n in (1, 3)}
+
+    def found(key_dim: int, value_dim: int, num_householder: int) -> int:
+        return nearest(table, Key("9.0", key_dim, value_dim, num_householder)).chunk_prepare_wy["maxnreg"]
+
+    assert found(64, 64, 1) == 6401
+    assert found(64, 128, 2) == 12801
+    assert found(64, 128, 9) == 12803
+    assert found(64, 320, 3) == 12803
+    assert nearest(table, Key("9.0", 128, 64, 1)) is None
+    assert nearest(table, Key("8.0", 64, 64, 1)) is None
+
+
+def test_a_row_does_not_serve_where_its_options_miscompile():
+    three = {"BV": 64, "BKO": 64, "num_warps": 8, "num_stages": 3}
+    table = {Key("9.0", 64, 128, 1): replace(fallback(64), chunk_bwd_qkg=three)}
+    assert nearest(table, Key("9.0", 64, 128, 1)) is not None
+    assert nearest(table, Key("9.0", 64, 192, 1)) is None
+
+
+def test_what_ships_is_sound_and_serves_every_16_bit_head_up_to_128():
+    table = read_table(SHIPPED)
+    assert {key.architecture for key in table} == {"9.0"}
+    for key_dim in (16, 64, 96, 128):
+        for value_dim in (16, 64, 128, 192, 256, 512):
+            for num_householder in (1, 2, 3, 64):
+                key = Key.of("9.0", key_dim, value_dim, num_householder)
+                found = nearest(table, key)
+                assert found.chunk_bwd_qkg["BKO"] == key.key_dim
+                assert found.chunk_bwd_qkg["BV"] <= max(64, key.value_dim)
+                assert option_error("chunk_bwd_qkg", found.chunk_bwd_qkg, key.value_dim) is None
+
+
+def choose(
+    architecture: str, key_dim: int, value_dim: int, num_householder: int, dtype: torch.dtype = torch.bfloat16
+) -> LaunchOptions:
+    return lookup(dtype, Key.of(architecture, key_dim, value_dim, num_householder))[0]
+
+
+def test_unknown_cards_wide_keys_and_fp32_get_what_fits_any():
+    assert asdict(choose("cpu", 128, 128, 1)) == asdict(fallback(128))
+    assert choose("9.0", 128, 128, 1).chunk_bwd_qkg["num_stages"] == 3
+    assert asdict(choose("9.0", 128, 128, 1, torch.float32)) == asdict(fallback(128))
+    assert asdict(choose("9.0", 256, 128, 1)) == asdict(fallback(256))
+
+
+def test_the_users_rows_come_before_those_that_ship(cache):
+    write_table(cache / "launches.json", {Key("9.0", 128, 128, 2): marked(99)}, {"devices": ["here"]})
+    found = [choose("9.0", 128, 128, n).chunk_prepare_wy["maxnreg"] for n in (1, 2, 3)]
+    assert found == [168, 99, 99]
+    assert json.loads((cache / "launches.json").read_text())["about"] == {"devices": ["here"]}
+    assert list(cache.iterdir()) == [cache / "launches.json"]
+
+
+def test_a_file_of_an_earlier_version_is_read(cache):
+    names = {
+        **{"chunk_prepare_wy": "prepare", "chunk_fwd": "state", "chunk_bwd_state": "adjoint"},
+        **{"chunk_bwd_qkg": "gradient", "num_householder": "substeps"},
+    }
+    row = {names.get(name, name): value for name, value in ROW.items()}
+    (cache / "launches.json").write_text(json.dumps({"rows": [row | {"prepare": {"maxnreg": 99}}]}))
+    assert choose("cpu", 64, 192, 1).chunk_prepare_wy == {"maxnreg": 99}
+
+
+def test_a_table_comes_back_as_it_was_written(tmp_path):
+    table = read_table(SHIPPED)
+    write_table(tmp_path / "copy.json", table, {})
+    again = read_table(tmp_path / "copy.json")
+    assert {key: asdict(value) for key, value in again.items()} == {
+        key: asdict(value) for key, value in table.items()
+    }
+
+
+ROW = {"architecture": "cpu", "key_dim": 64, "value_dim": 192, "num_householder": 1, **asdict(fallback(64))}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is no table of launch options"),
+        ('{"rows": [', "is no table"),
+        ("[]", "is no table"),
+        ('{"rows": [{"architecture": "9.0"}]}', "is no table .*KeyError"),
+        (json.dumps({"rows": [ROW | {"chunk_fwd": {"num_warps": 4}}]}), "chunk_fwd lacks BV"),
+        (json.dumps({"rows": [ROW | {"chunk_fwd": {"BV": 32}}]}), "BV of chunk_fwd is 32"),
+        (json.dumps({"rows": [ROW | {"chunk_prepare_wy": {"num_warps": 3}}]}), "is 3, expected"),
+        (
+            json.dumps({"rows": [ROW | {"chunk_prepare_wy": {"num_warps": True}}]}),
+            "is True, expected a positive",
+        ),
+        (json.dumps({"rows": [ROW | {"chunk_prepare_wy": {"BV": 64}}]}), "has no option BV"),
+        (
+            json.dumps({"rows": [ROW | {"chunk_bwd_qkg": {"BV": 64, "BKO": 64, "num_stages": 3}}]}),
+            "num_stages of chunk_bwd_qkg is 3, which miscompiles at V = 192",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_line_that_names_it(cache, text, message):
+    (cache / "launches.json").write_text(text)
+    with pytest.raises(ValueError, match=message) as raised:
+        choose("cpu", 64, 64, 1)
+    assert str(cache / "launches.json") in str(raised.value) and "\n" not in str(raised.value)
+    assert "fla-bench tune" in str(raised.value)
+
+
+def test_forced_options_reach_the_kernels_and_leave_afterwards():
+    """Tiles of 128 columns of V must give what tiles of 64 give, from the interpreter to the last digit."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q, k, v = (torch.randn(1, 5, *shape, device=device) for shape in ((1, 8), (2, 1, 8), (2, 1, 80)))
+    beta = torch.rand(1, 5, 2, 1, device=device)
+    wide = replace(fallback(64), chunk_fwd={"BV": 128, "num_warps": 8, "num_stages": 1})
+    with override(options=wide):
+        found, _ = delta_product(q, k, v, beta, qk_l2norm=True, backend="triton")
+    expected, _ = delta_product(q, k, v, beta, qk_l2norm=True, backend="recurrent")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,255 @@
+"""Sequences split into segments, against the float64 recurrence: interpreted and on a GPU."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import pairwise
+
+import pytest
+import torch
+import triton.language as tl
+
+from fla_train.kernels.delta_product import delta_product, select
+from fla_train.kernels.delta_product.select import override, segment_chunks, select_kernel
+from fla_train.kernels.delta_product.triton import sequence_split
+from fla_train.kernels.delta_product.triton.chunk_arguments import Call
+from fla_train.kernels.delta_product.triton.sequence_split import Segments
+from tests.kernels.operator_cases import (
+    BF16_EQUAL,
+    BF16_HARD,
+    INTERPRETED,
+    UNGATED,
+    Case,
+    bounds_of,
+    check,
+    make_inputs,
+    real,
+    uniform,
+)
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "by_chunks")
+
+
+@pytest.fixture
+def split_into() -> Iterator[Callable[[int], None]]:
+    """Sets how many chunks a segment has, whatever the sizes of the call."""
+    with ExitStack() as stack:
+        yield lambda chunks: stack.enter_context(override(segment_chunks=chunks))
+
+
+def test_only_calls_that_leave_the_device_idle_are_split() -> None:
+    h100 = 132
+
+    def chunks(batch: int, tokens: int, heads: int, num_householder: int = 1, value_dim: int = 128) -> int:
+        return segment_chunks(batch, -(-tokens // (64 // num_householder)), heads, value_dim, h100)[0]
+
+    assert chunks(1, 32768, 16) == 64  # 8 segments, 256 programs
+    assert chunks(1, 32768, 16, num_householder=3) == 196  # of 1561 chunks
+    assert chunks(1, 16384, 8) == 16  # 16 segments
+    assert chunks(1, 8192, 8) == chunks(1, 16384, 4) == 8  # no shorter than that
+    assert chunks(2, 8192, 16) == 32
+    assert chunks(1, 8192 - 64, 8) == 0
+    for batch, tokens, heads in ((3, 32768, 16), (8, 2048, 16), (32, 2048, 8), (1, 32768, 64)):
+        assert chunks(batch, tokens, heads) == 0
+
+
+def num_segments(heads: int, key_dim: int, documents: int = 0) -> int:
+    sizes = {"heads": heads, "key_dim": key_dim, "value_dim": 128, "documents": documents}
+    return select_kernel("cpu", torch.bfloat16, batch=1, tokens=32768, **sizes).num_segments
+
+
+def test_packed_rows_are_split_where_documents_are_longer_than_segments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend_device(monkeypatch, hopper=True)
+    assert [num_segments(16, 128, documents) for documents in (1, 7, 8, 1000)] == [9, 15, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("hopper", "dim", "split"), [(False, 128, True), (False, 256, False), (True, 256, True)]
+)
+def test_wide_keys_are_split_where_shared_memory_holds_a_transition(
+    monkeypatch: pytest.MonkeyPatch, hopper: bool, dim: int, split: bool
+) -> None:
+    pretend_device(monkeypatch, hopper)
+    assert bool(num_segments(4, dim)) is split
+
+
+def pretend_device(monkeypatch: pytest.MonkeyPatch, hopper: bool) -> None:
+    monkeypatch.setattr(select, "_device", lambda _: (132, hopper))
+    select.clear_caches()
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, (0, 0, 3, 60, 60, 130, 150, 150), (0, 150)])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_segments_lie_end_to_end(
+    split_into: Callable[[int], None], cu_seqlens: tuple[int, ...] | None, chunks: int
+) -> None:
+    split_into(chunks)
+    batch, length, num_householder, chunk_tokens = (2 if cu_seqlens is None else 1), 150, 4, 16
+    q = torch.empty(batch, length, 1, 8, device=DEVICE)
+    k = torch.empty(batch, length, num_householder, 1, 8, device=DEVICE)
+    bounds, spans = (), list(pairwise(cu_seqlens or (0, length, 2 * length)))
+    first_chunk = [0]
+    for start, end in spans:
+        first_chunk.append(first_chunk[-1] + -(-(end - start) // chunk_tokens))
+    if cu_seqlens is not None:
+        bounds = [torch.tensor(x, device=DEVICE) for x in (cu_seqlens, first_chunk, [0])]
+    selection = select.select_for(q, k, 8, bounds[0] if bounds else None, False)
+    segments = Segments(selection, Call.of(q, k, False, bounds, False, [q] * 7), q.device)
+
+    expected, owners = [], []
+    for number, ((start, end), chunk) in enumerate(zip(spans, first_chunk, strict=False)):
+        firsts = list(range(start, end, chunks * chunk_tokens)) or [start]
+        expected += [(first, chunk + (first - start) // chunk_tokens) for first in firsts]
+        owners += [number] * len(firsts)
+    spare = segments.count - len(expected)
+    assert 0 <= spare <= len(spans)
+    ends = [first for first, _ in expected] + [spans[-1][1]] * (spare + 1)
+    assert segments.sequences["cu_seqlens"][: segments.count + 1].tolist() == ends
+    assert segments.sequences["chunk_offsets"][: len(expected)].tolist() == [chunk for _, chunk in expected]
+    numbers, out = (
+        torch.arange(segments.count, device=DEVICE),
+        torch.empty(0, dtype=torch.int64, device=DEVICE),
+    )
+    segments.select_first(numbers, out)
+    assert out.tolist() == [owners.index(s) for s in range(len(spans))]
+    segments.select_last(numbers, out)
+    assert out.tolist() == [len(owners) - 1 - owners[::-1].index(s) for s in range(len(spans))]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the GPU tests cover these")
+@pytest.mark.parametrize(
+    ("case", "chunks"),
+    [
+        (Case(num_householder=16, tokens=13, batch=2, gated=UNGATED), 1),
+        (Case(num_householder=3, tokens=100, key_dim=24, value_dim=80, gated=UNGATED), 2),
+        (Case(num_householder=8, tokens=40, states=False), 1),
+        (Case(num_householder=4, tokens=108, cu_seqlens=(0, 0, 17, 18, 40, 40, 108)), 2),
+        (Case(num_householder=8, tokens=40, cu_seqlens=(0, 32, 33, 40), gated=UNGATED, l2norm=False), 1),
+        (Case(num_householder=8, tokens=60, inputs="resets"), 2),
+        (Case(num_householder=4, tokens=140, inputs="fast decay", states=False), 2),
+        (Case(num_householder=8, tokens=24, inputs="correlated", key_dim=32), 1),
+    ],
+    ids=str,
+)
+def test_interpreted_fp32(case: Case, chunks: int, split_into: Callable[[int], None]) -> None:
+    split_into(chunks)
+    check(case, uniform(2e-5), "cpu")
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the GPU tests cover these")
+@pytest.mark.parametrize("inputs", ["resets", "fast decay", "random"])
+def test_decays_are_looked_at_in_a_part_of_a_long_segment(
+    inputs: str, split_into: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequence_split, "WINDOW", tl.constexpr(2))
+    split_into(3)
+    check(Case(num_householder=16, tokens=34, inputs=inputs), uniform(2e-5), "cpu")
+
+
+def test_keys_of_any_norm(split_into: Callable[[int], None]) -> None:
+    (q, k, v, beta, g, state), do, dstate = make_inputs(
+        Case(num_householder=8, tokens=40, l2norm=False), DEVICE
+    )
+    k = k * torch.linspace(0.5, 1.4, 40, device=DEVICE)[:, None, None, None]
+    outputs = []
+    for chunks in (0, 1):
+        split_into(chunks)
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, beta / 2, g - 4, state)]
+        results = delta_product(
+            *leaves[:5], initial_state=leaves[5], output_final_state=True, backend="triton"
+        )
+        torch.autograd.backward(results, (do, dstate))
+        outputs.append([x.detach() for x in (*results, *(leaf.grad for leaf in leaves))])
+    for whole, split in zip(*outputs, strict=True):
+        torch.testing.assert_close(split, whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_split_inference_and_recomputation_equal_training(
+    recompute: bool, split_into: Callable[[int], None]
+) -> None:
+    split_into(1)
+    (q, k, v, beta, g, state), do, _ = make_inputs(Case(num_householder=8, tokens=30), DEVICE)
+    assert select.select_for(q, k, v.shape[-1], None, True).num_segments == 4
+    kwargs = {"initial_state": state, "output_final_state": True, "qk_l2norm": True, "backend": "triton"}
+    k.requires_grad_()
+    trained = delta_product(q, k, v, beta, g, **kwargs)
+    (expected,) = torch.autograd.grad(trained[0], k, do)
+    if recompute:
+        again = delta_product(q, k, v, beta, g, **kwargs, recompute=True)
+        assert torch.equal(torch.autograd.grad(again[0], k, do)[0], expected)
+    else:
+        with torch.no_grad():
+            again = delta_product(q, k, v, beta, g, **kwargs)
+    assert torch.equal(trained[0], again[0]) and torch.equal(trained[1], again[1])
+
+
+def test_a_split_call_compiles_to_one_graph(split_into: Callable[[int], None]) -> None:
+    split_into(1)
+    torch._dynamo.reset()
+    (q, k, v, beta, g, state), do, _ = make_inputs(Case(num_householder=16, tokens=14), DEVICE)
+    k.requires_grad_()
+
+    kwargs = {"initial_state": state, "qk_l2norm": True, "backend": "triton"}
+    eager, _ = delta_product(q, k, v, beta, g, **kwargs)
+    compiled, _ = torch.compile(delta_product, fullgraph=True, backend="aot_eager")(
+        q, k, v, beta, g, **kwargs
+    )
+    assert torch.equal(compiled, eager)
+    expected, actual = (torch.autograd.grad(o, k, do)[0] for o in (eager, compiled))
+    assert torch.equal(actual, expected)
+
+
+GPU_CASES = [
+    *((real(key_dim=d, value_dim=d, num_householder=n), 2) for d in (64, 128, 256) for n in (1, 2, 3)),
+    *(
+        (real(key_dim=d, value_dim=d, num_householder=n, gated=UNGATED), 1)
+        for d in (64, 128)
+        for n in (1, 2, 3)
+    ),
+    (real(key_dim=256, value_dim=256, gated=UNGATED, l2norm=False), 1),
+    (real(key_dim=96, value_dim=48, num_householder=2, gated=UNGATED), 1),
+    (real(key_dim=64, value_dim=192), 1),
+    (real(key_dim=128, value_dim=256, num_householder=4, l2norm=False), 2),
+    (real(tokens=1000, gated=UNGATED, states=False), 4),
+    (real(batch=1, cu_seqlens=(0, 0, 64, 65, 200, 200, 333, 333), num_householder=2), 1),
+    (real(batch=1, cu_seqlens=(0, 1, 333), gated=UNGATED), 2),
+    (real(inputs="resets", num_householder=2), 3),
+    (real(inputs="fast decay", tokens=700), 2),
+    (real(inputs="zero beta"), 2),
+    (real(inputs="no writes", scale=1e10), 1),
+    (real(inputs="tiny beta", states=False), 1),
+    (real(inputs="resets", num_householder=7, tokens=1300, heads=1), 70),
+]
+GPU_CASES += [(real(tokens=1000, inputs="small beta", gated=UNGATED, l2norm=n), 1) for n in (True, False)]
+GPU_HARD = [(real(inputs=name), BF16_HARD) for name in ("correlated", "repeated")]
+GPU_HARD += [(real(inputs="correlated", gated=UNGATED), BF16_HARD)]
+GPU_HARD += [(real(inputs="ones", gated=UNGATED, scale=1.0), BF16_EQUAL)]
+GPU_DTYPES = [
+    (real(dtype=dtype, key_dim=dim, value_dim=dim, num_householder=2), bound)
+    for dtype, bound in ((torch.float16, 2e-3), (torch.float32, 2e-5))
+    for dim in (64, 128)
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "chunks"), GPU_CASES, ids=str)
+def test_gpu_bf16(case: Case, chunks: int, split_into: Callable[[int], None]) -> None:
+    split_into(chunks)
+    check(case, bounds_of(case), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "bounds"), GPU_HARD, ids=str)
+def test_gpu_hard_inputs(case: Case, bounds: dict[str, float], split_into: Callable[[int], None]) -> None:
+    split_into(1)
+    check(case, bounds, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "bound"), GPU_DTYPES, ids=str)
+def test_gpu_other_dtypes(case: Case, bound: float, split_into: Callable[[int], None]) -> None:
+    split_into(1)
+    check(case, uniform(bound), "cuda")

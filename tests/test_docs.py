@@ -1,0 +1,55 @@
+"""Links of the README and the docs lead somewhere, and what they say of the code's places is true."""
+
+import re
+from pathlib import Path
+
+import pytest
+from test_layout import ROOT, tracked
+
+PAGES = [path for path in tracked() if path.suffix == ".md" and path.parts[:2] != ("docs", "reports")]
+OURS = [page for page in PAGES if "dev" not in page.parts and page.name != "comparison.md"]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text()):
+        name, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / name if name else ROOT / page
+        if not link.startswith("http") and (
+            not target.exists() or (anchor and anchor not in anchors(target))
+        ):
+            broken.append(link)
+    assert not broken, f"{page} links to {', '.join(broken)}"
+
+
+def test_the_table_of_places_is_true() -> None:
+    """docs/architecture.md, "Where is ...": every file exists and holds the names beside it."""
+    section = (
+        (ROOT / "docs" / "architecture.md").read_text().split("\n## Where is ...\n")[1].split("\n## ")[0]
+    )
+    rows = re.findall(r"^\| .*\? \| `(.+?)` \| (.*?) ?\|$", section, re.M)
+    assert len(rows) > 30
+    missing = []
+    for file, names in rows:
+        text = (ROOT / file).read_text() if (ROOT / file).is_file() else ""
+        missing += [
+            f"{file}: {name}"
+            for name in re.findall(r"`(.+?)`", names) or [""]
+            if not re.search(rf"\b{name}\b", text)
+        ]
+    assert not missing, ", ".join(missing)
+    files = set(re.findall(r"`((?:fla_train|kernels|eval|configs|tests)/[\w./]+)`", section))
+    assert not (gone := [file for file in files if not (ROOT / file).exists()]), ", ".join(gone)
+
+
+@pytest.mark.parametrize("page", OURS, ids=str)
+def test_tests_that_a_page_names_exist(page: Path) -> None:
+    named = set(re.findall(r"`(?:[\w/]*/)?(test_\w+\.py)`", (ROOT / page).read_text()))
+    assert not (gone := named - {path.name for path in tracked()}), f"{page} names {', '.join(sorted(gone))}"
