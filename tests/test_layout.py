@@ -54,12 +54,19 @@ def python_files(folder: str) -> list[Path]:
     return sorted(base.rglob("*.py"))
 
 
-def imported(path: Path) -> set[str]:
-    """Absolute names of the modules that a file imports anywhere, relative imports resolved."""
+def imported(path: Path, *, for_types: bool = True) -> set[str]:
+    """Absolute names of the modules that a file imports anywhere, relative imports resolved.
+
+    Args:
+        for_types: with what only type checkers import.
+    """
     parts = path.relative_to(ROOT).with_suffix("").parts
     package = list(parts[:-1]) if parts[0] == "fla_train" else ["fla_train", *parts[:-1]]
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    names, tree = set(), ast.parse(path.read_text())
+    if not for_types:
+        types = [n for n in tree.body if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
+        tree.body = [node for node in tree.body if node not in types]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -104,6 +111,23 @@ def test_dependencies_point_one_way(package: str) -> None:
         }
         used -= {"__version__"}
         assert used <= allowed, f"{path.relative_to(ROOT)} imports {sorted(used - allowed)}"
+
+
+@pytest.mark.parametrize("package", ["data", "hub", "tasks", "training", "utils"])
+def test_modules_import_each_other_without_circles(package: str) -> None:
+    """Imports inside functions count too; those for type checkers only do not."""
+    modules = {f"fla_train.{package}.{path.stem}": path for path in python_files(package)}
+    imports: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        found = imported(path, for_types=False)
+        imports[name] = (found | {other.rpartition(".")[0] for other in found}) & modules.keys()
+    while leaves := {name for name, found in imports.items() if not found & imports.keys() - {name}}:
+        imports = {name: found for name, found in imports.items() if name not in leaves}
+    assert not imports, f"a circle goes through {', '.join(sorted(imports))}"
+
+
+def test_training_stays_a_house_of_few_modules() -> None:
+    assert len(python_files("training")) <= 26
 
 
 @pytest.mark.parametrize(("package", "allowed"), [("kernels", KERNEL_IMPORTS), ("models", MODEL_IMPORTS)])

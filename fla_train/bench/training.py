@@ -123,7 +123,7 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
     parameters = sum(p.numel() for p in model.parameters())
     engine = build_engine(model.float(), config)
     device, trainer, ranks = engine.device, config.trainer, dist.get_world_size()
-    guard = BadStepFilter(device, max_grad_norm=config.optimizer.max_grad_norm)
+    bad_steps = BadStepFilter(device, max_grad_norm=config.optimizer.max_grad_norm)
     global_batch = accumulation_steps(config) * trainer.micro_batch_size * ranks
     plan = BatchSampler(global_batch, trainer.micro_batch_size, dist.get_rank(), ranks)
     tokens = plan.global_batch * trainer.seq_len
@@ -134,21 +134,21 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
             return [(ids, ids) for ids in (send(next(sequences), device) for _ in range(plan.accumulation))]
 
         def step(micro_batches: list[tuple[Tensor, Tensor]]) -> Outcome:
-            return train_step(engine, micro_batches, config.optimizer.lr, guard)
+            return train_step(engine, micro_batches, config.optimizer.lr, bad_steps)
 
         for _ in range(WARM_UP):
             step(batch()).read()
         devices = ranks if device.type == "cuda" else 1  # processes on a CPU share it
-        meter = Throughput(training_flops(name, engine.module, config), devices * ceilings.flops, device)
-        meter.start()
+        throughput = Throughput(training_flops(name, engine.module, config), devices * ceilings.flops, device)
+        throughput.start()
         outcomes = []
         for _ in range(steps):
-            with meter.waiting():
+            with throughput.waiting():
                 micro_batches = batch()
             outcomes.append(step(micro_batches))
         results = [outcome.read() for outcome in outcomes]
-        meter.stop(steps * tokens)
-        speed = meter.read()
+        throughput.stop(steps * tokens)
+        speed = throughput.read()
         if any(result.skipped for result in results):
             return StepRow(name, refused="the loss or a gradient was not finite")
         kinds = breakdown(lambda: step(batch()).read(), device)

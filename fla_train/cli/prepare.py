@@ -43,10 +43,10 @@ def task(config: DictConfig) -> int:
             if config.verify:
                 prepared.verify()
     except Preempted:
-        fail("stopped on request; the same command goes on from here")
+        fail("stopped on request; the same command resumes from here")
         sys.exit(EXIT_CODE)
     except KeyboardInterrupt:
-        fail("interrupted; the same command goes on from here")
+        fail("interrupted; the same command resumes from here")
         sys.exit(INTERRUPTED)
     for line in prepared.describe():
         print(f"data: {line}")

@@ -42,10 +42,10 @@ def train(node: DictConfig) -> int:
     except TrainingFailed as failure:
         return fail(failure, 2 if failure.final else 1)
     except Preempted:
-        fail("stopped on request; the same command with this run.dir goes on from where it was")
+        fail("stopped on request; the same command with this run.dir resumes from where it was")
         leave(EXIT_CODE)
     except KeyboardInterrupt:
-        fail("interrupted; the same command with this run.dir goes on from the last checkpoint")
+        fail("interrupted; the same command with this run.dir resumes from the last checkpoint")
         leave(INTERRUPTED)
     return 0
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,13 @@ def escape(text: str) -> str:
 
 def escaped(node: Any) -> Any:
     """`node`, of plain dicts and lists, with each text in it escaped."""
+    return map_text(escape, node)
+
+
+def map_text(change: Callable[[str], str], node: Any) -> Any:
+    """`node`, of plain dicts and lists, with each text in it changed."""
     if isinstance(node, dict):
-        return {key: escaped(value) for key, value in node.items()}
+        return {key: map_text(change, value) for key, value in node.items()}
     if isinstance(node, list | tuple):
-        return [escaped(value) for value in node]
-    return escape(node) if isinstance(node, str) else node
+        return [map_text(change, value) for value in node]
+    return change(node) if isinstance(node, str) else node

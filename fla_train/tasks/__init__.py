@@ -8,7 +8,7 @@ from fla_train.tasks.config import (
     training_task,
 )
 from fla_train.tasks.formal import LANGUAGES, TEST_LENGTHS, TRAIN_LENGTHS, FormalLanguage
-from fla_train.tasks.group_words import GroupWords, longest_prefix
+from fla_train.tasks.group_words import GroupWords
 from fla_train.tasks.groups import Group, make_group
 from fla_train.tasks.mqar import (
     BASED_TEST_SETTINGS,
@@ -39,7 +39,6 @@ __all__ = [
     "Task",
     "TaskConfig",
     "curriculum_tasks",
-    "longest_prefix",
     "make_group",
     "make_task",
     "tally_by",

@@ -34,7 +34,7 @@ def write_flat(draws: np.ndarray, lengths: np.ndarray, alphabet: str) -> tuple[n
     text[:, ::2] = digits.T + _FLAT_DIGIT
     text[:, 1::2] = operators.T + _FLAT_OPERATOR
 
-    # The value of the text so far is total + term; `term` is the product that a * would go on with.
+    # The value of the text so far is total + term; `term` is the product that a * would continue.
     total, term = np.zeros_like(digits[0]), digits[0]
     answers = np.full_like(text, IGNORE)
     answers[:, 0] = term + _FLAT_DIGIT

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from fla_train.tasks import arithmetic
 from fla_train.tasks.draws import below, draw
@@ -138,9 +137,7 @@ class FormalLanguage(Task):
         if self.label_parts:
             labels[:, :longest][inside] = answers[inside]
         labels[np.arange(n), last] = answers[np.arange(n), lengths - 1]
-        return Batch(
-            torch.from_numpy(input_ids), torch.from_numpy(labels), {"length": torch.from_numpy(lengths)}
-        )
+        return Batch.of(input_ids, labels, length=lengths)
 
 
 def _write_parity(draws: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

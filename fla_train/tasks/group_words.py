@@ -4,7 +4,6 @@ DeltaProduct (arXiv 2502.10297) section 5.1 and appendix C.1; Grazzi et al. (arX
 """
 
 import numpy as np
-import torch
 
 from fla_train.tasks.draws import below, draw
 from fla_train.tasks.groups import generators_first, make_group
@@ -114,11 +113,7 @@ class GroupWords(Task):
         for start in range(0, len(keys), _BLOCK):
             rows = slice(start, start + _BLOCK)
             self._fill(keys[rows], input_ids[rows, self.bos :], labels[rows, self.bos :])
-        return Batch(
-            torch.from_numpy(input_ids),
-            torch.from_numpy(labels),
-            {"length": torch.full((len(keys),), self.length)},
-        )
+        return Batch.of(input_ids, labels, length=self.length)
 
     def _fill(self, keys: np.ndarray, input_ids: np.ndarray, labels: np.ndarray) -> None:
         """Write the sequences of `keys` [b] into `input_ids` and `labels`, both [b, length]."""
@@ -152,8 +147,3 @@ class GroupWords(Task):
             # "clip" never acts here; it spares numpy a buffered copy of the result.
             np.take(self._flat_table, entry, out=products[t], mode="clip")
         return products
-
-
-def longest_prefix(prefix_accuracy: list[float], threshold: float) -> int:
-    """How many tokens long the longest prefix is whose accuracy is at least `threshold` (0 if none)."""
-    return sum(accuracy >= threshold for accuracy in prefix_accuracy)

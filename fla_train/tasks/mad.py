@@ -8,7 +8,6 @@ decoded by a network of its own, which is no language model), and noise fills si
 """
 
 import numpy as np
-import torch
 
 from fla_train.tasks.draws import below, draw, stream_keys, without_replacement
 from fla_train.tasks.task import IGNORE, Batch, Tally, Task
@@ -25,10 +24,6 @@ class _MAD(Task):
     def summary(self, tally: Tally) -> dict[str, float | list[float]]:
         """accuracy over all labels, and sequence_accuracy."""
         return {"accuracy": tally.token_accuracy, "sequence_accuracy": tally.sequence_accuracy}
-
-    def _batch(self, inputs: np.ndarray, labels: np.ndarray) -> Batch:
-        length = torch.full((len(inputs),), self.seq_len)
-        return Batch(torch.from_numpy(inputs), torch.from_numpy(labels), {"length": length})
 
 
 class InContextRecall(_MAD):
@@ -106,8 +101,8 @@ class InContextRecall(_MAD):
         noise = (for_noise / 2.0**32 < self.noise_share).T
         sizes = (key_lengths + value_lengths)[rows, choice]
         starts, seen = _layout(noise, choice, sizes, self.pairs)
-        asked = seen & ~noise & (starts + key_lengths[rows, choice] < length)
-        noise[~asked.any(1)] = False  # too few pairs for one to come again: a row needs something to answer
+        repeated = seen & ~noise & (starts + key_lengths[rows, choice] < length)
+        noise[~repeated.any(1)] = False  # too few pairs: a row needs something to answer
         starts, seen = _layout(noise, choice, sizes, self.pairs)
 
         inputs = np.zeros((n, length + 2 * self.motif), dtype=np.int64)  # with room for a cut pair
@@ -127,7 +122,7 @@ class InContextRecall(_MAD):
             values[row[has], at] = np.where(seen[row[has], place[has]], token, IGNORE)
         labels = (inputs if self.label_all else values)[:, 1 : length + 1].copy()
         labels[:, -1] = IGNORE  # what follows the end is cut
-        return self._batch(inputs[:, :length].copy(), labels)
+        return Batch.of(inputs[:, :length].copy(), labels, length=self.seq_len)
 
 
 class SelectiveCopying(_MAD):
@@ -160,14 +155,14 @@ class SelectiveCopying(_MAD):
         inputs[:, room] = self.vocab_size - 1
         labels = np.full_like(inputs, IGNORE)
         labels[:, room + 1 :] = tokens
-        return self._batch(inputs, labels)
+        return Batch.of(inputs, labels, length=self.seq_len)
 
 
 class Compression(_MAD):
-    """Read `length` tokens, then the compression token, then give the token of each place that is asked for.
+    """Read `length` tokens, then the compression token, then give the token of each queried place.
 
-    Ids: 0 .. V - 1 tokens, V the compression token, V + 1 + i the question for place i; all places are asked
-    for, in random order. seq_len is 2 length + 1.
+    Ids: 0 .. V - 1 tokens, V the compression token, V + 1 + i the question for place i; all places are
+    queried, in random order. seq_len is 2 length + 1.
     """
 
     def __init__(
@@ -191,7 +186,7 @@ class Compression(_MAD):
         inputs = np.concatenate([tokens, middle, self.letters + 1 + order], axis=1)
         labels = np.full_like(inputs, IGNORE)
         labels[:, self.length + 1 :] = np.take_along_axis(tokens, order, axis=1)
-        return self._batch(inputs, labels)
+        return Batch.of(inputs, labels, length=self.seq_len)
 
 
 class Memorization(_MAD):
@@ -215,7 +210,7 @@ class Memorization(_MAD):
         inputs[:, ::2] = chosen
         labels = np.full_like(inputs, IGNORE)
         labels[:, 1::2] = self.values[chosen]
-        return self._batch(inputs, labels)
+        return Batch.of(inputs, labels, length=self.seq_len)
 
 
 def _layout(

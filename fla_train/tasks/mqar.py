@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from fla_train.tasks.draws import below, draw, weighted_without_replacement, without_replacement
 from fla_train.tasks.task import IGNORE, Batch, Tally, Task
@@ -131,11 +130,7 @@ class MQAR(Task):
             labels[rows, : setting.seq_len] = targets
         lengths = np.array([setting.seq_len for setting in self.settings])
         pairs = np.array([setting.num_kv_pairs for setting in self.settings])
-        return Batch(
-            torch.from_numpy(input_ids),
-            torch.from_numpy(labels),
-            {"length": torch.from_numpy(lengths[choice]), "num_kv_pairs": torch.from_numpy(pairs[choice])},
-        )
+        return Batch.of(input_ids, labels, length=lengths[choice], num_kv_pairs=pairs[choice])
 
     def _sequences(self, keys: np.ndarray, setting: MQARSetting) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and labels [b, seq_len] of the streams `keys` [b]."""

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 
 def plot_accuracy(curves: Mapping[str, Mapping], title: str, out: Path) -> Path:
     """Curves by name (`Score.curve`): accuracy against prefix length, word length or number of pairs.
@@ -56,19 +58,11 @@ def plot_runs(runs: Sequence[Path], name: str, out: Path) -> Path:
     return plot_accuracy(curves, name.replace("_", " "), out)
 
 
-def _grouped(
-    x: list[float], y: list[float], weights: list[float], groups: int
-) -> tuple[list[float], list[float]]:
-    """Neighbouring points joined to `groups` weighted means."""
-    size = -(-len(x) // groups)
-    starts = range(0, len(x), size)
-    total = [sum(weights[i : i + size]) for i in starts]
-
-    def mean(values: list[float]) -> list[float]:
-        products = [v * w for v, w in zip(values, weights, strict=True)]
-        return [sum(products[i : i + size]) / t for i, t in zip(starts, total, strict=True)]
-
-    return mean(x), mean(y)
+def _grouped(x: list[float], y: list[float], weights: list[float], groups: int) -> list[np.ndarray]:
+    """Adjacent points joined to `groups` weighted means."""
+    starts = np.arange(0, len(x), -(-len(x) // groups))
+    totals = np.add.reduceat(weights, starts)
+    return [np.add.reduceat(np.multiply(values, weights), starts) / totals for values in (x, y)]
 
 
 if __name__ == "__main__":

@@ -63,11 +63,7 @@ class RegBench(Task):
             _write_strings(np.random.default_rng(int(key)), inputs[row], allowed[row])
         following = inputs[:, 1:]
         labels = np.where(following < SYMBOLS, following, IGNORE)
-        return Batch(
-            torch.from_numpy(inputs[:, :-1].copy()),
-            torch.from_numpy(labels),
-            {"length": torch.full((n,), length), "allowed": torch.from_numpy(allowed)},
-        )
+        return Batch.of(inputs[:, :-1].copy(), labels, length=length, allowed=allowed)
 
 
 def random_automaton(rng: np.random.Generator) -> Automaton:

@@ -56,22 +56,11 @@ class Score:
 
     def curve(self, task: Task) -> dict[str, str | list[float]]:
         """The task's accuracy over prefixes or slices: `axis`, `metric`, `x`, `y`, and `n` sequences each."""
-        summary = task.summary(self.tally)
         if task.slice_key is None:
-            y = summary["prefix_accuracy"]
-            n = [self.tally.sequences.item()] * len(y)
-            return {
-                "axis": "prefix",
-                "metric": task.headline,
-                "x": list(range(1, len(y) + 1)),
-                "y": y,
-                "n": n,
-            }
-        values = sorted(self.slices)
-        return {
-            "axis": task.slice_key,
-            "metric": task.headline,
-            "x": values,
-            "y": [task.summary(self.slices[value])[task.headline] for value in values],
-            "n": [self.slices[value].sequences.item() for value in values],
-        }
+            y = task.summary(self.tally)["prefix_accuracy"]
+            x, n = list(range(1, len(y) + 1)), [self.tally.sequences.item()] * len(y)
+        else:
+            x = sorted(self.slices)
+            y = [task.summary(self.slices[value])[task.headline] for value in x]
+            n = [self.slices[value].sequences.item() for value in x]
+        return {"axis": task.slice_key or "prefix", "metric": task.headline, "x": x, "y": y, "n": n}

@@ -30,6 +30,15 @@ class Batch:
     labels: torch.Tensor
     metadata: Mapping[str, torch.Tensor]
 
+    @classmethod
+    def of(cls, input_ids: np.ndarray, labels: np.ndarray, **metadata: np.ndarray | int) -> "Batch":
+        """The batch of these arrays; a number stands for the same of every row."""
+        values = {
+            key: torch.full((len(labels),), value) if isinstance(value, int) else torch.from_numpy(value)
+            for key, value in metadata.items()
+        }
+        return cls(torch.from_numpy(input_ids), torch.from_numpy(labels), values)
+
     def for_causal_lm(self) -> torch.Tensor:
         """[2, B, T + 1] int64: inputs and labels for a model whose loss shifts labels by one.
 

@@ -54,8 +54,8 @@ from fla_train.training.worker import FINAL
 from fla_train.utils.processes import available_cores
 
 DEFAULT_PORT = 29500
-POLL = 0.1  # seconds between looks at the workers; with several machines their store is asked each time
-LINGER = 3.0  # seconds that the main machine's store outlives a failure, so that the others hear of the end
+POLL = 0.1  # seconds between looks at the workers; with several machines each look reads their store
+LINGER = 3.0  # seconds that the main machine's store outlives a failure, so that the others learn of the end
 READ_TIMEOUT = 15  # seconds for one operation on the store
 RETRY = 1.0  # seconds between attempts to reach the store
 LONGEST_FINISH = 7 * 24 * 3600.0  # seconds that machines whose workers have ended wait for that of rank 0
@@ -105,7 +105,7 @@ def run_workers(
 
     Raises:
         WorkersFailed: no restart is left, or machines did not join.
-        Preempted: the workers have saved a checkpoint, or failed while they were asked to.
+        Preempted: the workers have saved a checkpoint, or failed while doing so.
         KeyboardInterrupt: on a second Ctrl-C; the workers have been killed.
         ValueError: `launch.main_process_ip` is no address that other machines reach.
     """
@@ -148,9 +148,9 @@ class _Launcher:
                 return self._finish(agent, agent.run())
             except RendezvousTimeoutError:
                 assert agent is not None
-                joined, asked = _joined(agent.rendezvous), self._launch.num_machines
+                joined, expected = _joined(agent.rendezvous), self._launch.num_machines
                 raise WorkersFailed(
-                    f"{joined} of {asked} machines joined at {self._place} {self._within()}"
+                    f"{joined} of {expected} machines joined at {self._place} {self._within()}"
                 ) from None
             except RendezvousClosedError:
                 raise WorkersFailed("another machine has ended the run: see its output") from None
@@ -312,7 +312,7 @@ class Agent(LocalElasticAgent):
             log(f"restart      {limit - self._remaining_restarts + 1} of {limit}, {failure}")
 
     def _shutdown(self, *_: object, **options: object) -> None:
-        """Kill: what workers leave on disk is complete or absent, and some wait where no signal is heard."""
+        """Kill: what workers leave on disk is complete or absent, and some wait where signals don't reach."""
         super()._shutdown(signal.SIGKILL, **options)  # torch 2.13 gives a timeout, 2.11 nothing
 
 

@@ -7,7 +7,7 @@ starts within 0.1 s, needs no memory of note, and dies with its trainer.
 
 The ranks' writers share nothing but the folder that they write in. Each leaves `part-R.json`, the manifest
 entries of its files, once they are on the disk. Rank 0's writer waits for the parts of the others, writes the
-manifest and renames the folder. It gives up when its trainer, which hears from the other ranks, says so.
+manifest and renames the folder. It gives up when its trainer sends it the error of another rank.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
-"""Which steps are applied: those with a finite loss and gradient and, if asked for, without a loss spike.
+"""Which steps are applied: those with a finite loss and gradient and, optionally, without a loss spike.
 
 All of it is arithmetic on the device. The host never waits to learn whether a step was skipped, and every
-rank comes to the same answer, since loss and gradient norm are sums over all ranks.
+rank decides alike, since loss and gradient norm are sums over all ranks.
 """
 
 from collections.abc import Sequence

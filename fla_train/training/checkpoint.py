@@ -38,6 +38,8 @@ DEEPSPEED_TAG = "deepspeed"
 MODEL_FILE = f"{DEEPSPEED_TAG}/mp_rank_00_model_states.pt"
 OPTIMIZER_FILE = f"{DEEPSPEED_TAG}/zero_pp_rank_{{rank}}_mp_rank_00_optim_states.pt"
 RANDOM_FILE = "rng-{rank}.pt"
+# DeepSpeed's names in an optimizer file: a rank's ZeRO-2 state, and in it the fp32 partitions of the weights
+SHARD, MASTERS = "optimizer_state_dict", "single_partition_of_fp32_groups"
 WRITING = ".writing-"
 NAME = re.compile(r"step-\d{7,}")
 
@@ -209,7 +211,7 @@ def choose(resume: str, folder: Path, warn: Callable[[str], None] = logger.warni
         if present:
             raise ValueError(
                 f"{folder} holds {present[-1].name} and trainer.resume=none would write over it: "
-                "use trainer.resume=auto to go on, or another run.dir"
+                "use trainer.resume=auto to resume it, or another run.dir"
             )
         return None
     if resume != "auto":
@@ -219,7 +221,7 @@ def choose(resume: str, folder: Path, warn: Callable[[str], None] = logger.warni
         later = [path.name for path in present if step_of(path.name) > step]
         if later:  # resume=auto would later take them for this run's
             raise ValueError(
-                f"{folder} holds {later[-1]}, which comes after {resume}: use trainer.resume=auto to go on "
+                f"{folder} holds {later[-1]}, which comes after {resume}: use trainer.resume=auto to resume "
                 "from it, or another run.dir"
             )
         return Path(resume)

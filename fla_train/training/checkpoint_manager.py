@@ -25,8 +25,10 @@ from torch.utils.serialization import config as serialization
 from fla_train.training.async_writer import AsyncWriter, Job, Segment
 from fla_train.training.checkpoint import (
     DEEPSPEED_TAG,
+    MASTERS,
     OPTIMIZER_FILE,
     RANDOM_FILE,
+    SHARD,
     STATE,
     WRITING,
     TrainState,
@@ -35,7 +37,6 @@ from fla_train.training.checkpoint import (
 )
 from fla_train.training.deepspeed_patches import files_through
 from fla_train.training.failures import TrainingStopped
-from fla_train.training.load_checkpoint import MASTERS, SHARD
 from fla_train.utils.filesystem import reason
 
 ALIGNMENT = 64  # bytes, of a tensor in the staging buffer
@@ -152,7 +153,7 @@ class CheckpointManager:
         if not self.is_saved(step):
             raise TrainingStopped(
                 f"the checkpoint of step {step} could not be written ({self._error}): "
-                "free space and give the same command again; it goes on from the last intact checkpoint"
+                "free space and give the same command again; it resumes from the last intact checkpoint"
             )
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ class CudaGraphPass:
             for _ in range(WARM_UP):
                 gradients_of(self._module, leaves, self._inputs, bf16=self._bf16)
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as NCCL's, go on asking CUDA for things that a recording forbids its own thread.
+        # Other threads, such as NCCL's, call CUDA for things that a capture forbids in its own thread.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             found = gradients_of(self._module, leaves, self._inputs, bf16=self._bf16)
         current.wait_stream(stream)

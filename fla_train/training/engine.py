@@ -32,14 +32,14 @@ class StepResult:
     grad_norm: float  # before clipping
     targets: int  # target tokens of the global batch
     skipped: bool  # nothing was updated: the loss or a gradient was not finite, or the loss a spike
-    stop: bool  # a rank asked to stop
+    stop: bool  # a rank got a request to stop
 
 
 class Outcome:
     """A `StepResult` on its way to the host: its numbers follow the step's kernels in the device's queue.
 
     Args:
-        values: loss, gradient norm, targets, skipped, ranks that asked to stop; [5] fp64 on the device.
+        values: loss, gradient norm, targets, skipped, ranks with a request to stop; [5] fp64 on the device.
     """
 
     def __init__(self, values: Tensor):

@@ -81,7 +81,7 @@ def make_evaluator(
     """The evaluator of a run on text, or on a task.
 
     Args:
-        beat: told of each batch, which is progress.
+        beat: called for each batch, which is progress.
 
     Raises:
         ValueError: a manifest is corrupt, or a shard of the validation split is missing or cut short.
@@ -350,7 +350,7 @@ def _context(batch: Batch) -> Tensor:
 
 
 class SuiteRuns:
-    """Suites while training goes on: `fla-eval` on an export, one at a time, each in a separate process.
+    """Suites beside training: `fla-eval` on an export, one at a time, each in a separate process.
 
     lm-eval seeds the global generators and changes defaults of libraries; in another process, on exported
     weights, it can't change the run by a bit, and a suite that fails costs a line. Training does not wait.
@@ -379,7 +379,7 @@ class SuiteRuns:
         self._left_out: tuple[Path, int] | None = None  # the newest export and its step, if it was
 
     def start(self, export: Path, step: int) -> None:
-        """Evaluate the export of `step`, unless an earlier evaluation is still at it."""
+        """Evaluate the export of `step`, unless an earlier evaluation still runs."""
         if self._process is not None:
             self._left_out = export, step
             self._log(
@@ -427,7 +427,7 @@ class SuiteRuns:
         """Log the evaluation that runs, then that of the newest export if it was left out: it is the result.
 
         Args:
-            beat: hears that waiting for them is progress.
+            beat: called while waiting, which is progress.
         """
         self._wait(step, tokens, beat)
         if self._left_out is not None:

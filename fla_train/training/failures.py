@@ -24,14 +24,14 @@ OUT_OF_MEMORY = re.compile(
     r"out ?of ?memory|not enough memory|can(?:no|')t allocate memory|ALLOC_FAILED|MemoryAllocation", re.I
 )
 OF_A_GPU = re.compile(r"OutOfMemoryError|cuda|cublas|nccl", re.I)
-ASKED_FOR = re.compile(r"\ballocate ([\d.]+) (\w+)")
+ALLOCATION = re.compile(r"\ballocate ([\d.]+) (\w+)")
 
 FIRST_TIMES = 3  # of each kind of work: kernels are compiled and tuned, memory is allocated
 LONGER = 5  # times `timeout` for those, and for work without a kind
 
 
 class TrainingStopped(RuntimeError):
-    """Training can't go on, nor could it when started again; the message is one line for the user."""
+    """Training can't continue, nor could it when started again; the message is one line for the user."""
 
 
 def describe_failure(failure: BaseException, config: "TrainConfig | None" = None) -> tuple[str, bool]:
@@ -47,9 +47,9 @@ def describe_failure(failure: BaseException, config: "TrainConfig | None" = None
         return _of_memory(memory, config), True
     line = " ".join(str(failure).split())
     final = isinstance(failure, ValueError | TrainingStopped) and not isinstance(failure, Interrupted)
-    told = final or type(failure).__module__.startswith("fla_train.")  # our lines need no class
+    ours = final or type(failure).__module__.startswith("fla_train.")  # our lines need no class
     name = type(failure).__name__
-    return (line or name) if told else f"{name}: {line}".removesuffix(": "), final
+    return (line or name) if ours else f"{name}: {line}".removesuffix(": "), final
 
 
 def describe_exit(code: int) -> str:
@@ -77,10 +77,10 @@ def _out_of_memory(failure: BaseException) -> str | None:
 
 def _of_memory(text: str, config: "TrainConfig | None") -> str:
     on_gpu = OF_A_GPU.search(text) is not None
-    asked = ASKED_FOR.search(text)
+    wanted = ALLOCATION.search(text)
     line = f"out of {'GPU' if on_gpu else 'host'} memory"
-    if asked is not None:
-        number, unit = asked.groups()
+    if wanted is not None:
+        number, unit = wanted.groups()
         size = f"{float(number) / 2**30:,.1f} GiB" if unit == "bytes" else f"{number} {unit}"
         line += f" (tried to allocate {size})"
     if config is None:

@@ -146,7 +146,7 @@ def _with_folder(config: TrainConfig) -> tuple[TrainConfig, RunFolder]:
 
 
 def _is_left_to_train(config: TrainConfig, folder: RunFolder, data: PreparedData) -> bool:
-    """Refuse a checkpoint or kernels that do not fit; False if the run is complete, which is said."""
+    """Refuse a checkpoint or kernels that do not fit; False, with a line, if the run is complete."""
     if config.trainer.resume != "auto":
         choose_checkpoint(config, folder, log)
     if (newest := newest_readable(config)) is not None:
@@ -164,7 +164,7 @@ def _check_backend(config: TrainConfig) -> None:
     """Refuse to train with kernels that disagree with the fp64 reference on this machine.
 
     Raises:
-        ValueError: with the report's verdict, and how to go on all the same.
+        ValueError: with the report's verdict, and how to train all the same.
     """
     model = config.model
     report = check_backend(

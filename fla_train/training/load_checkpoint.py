@@ -29,6 +29,7 @@ from fla_train.training.checkpoint import (
     DEEPSPEED_TAG,
     OPTIMIZER_FILE,
     RANDOM_FILE,
+    SHARD,
     TrainState,
     read_state,
     world_size,
@@ -41,10 +42,8 @@ ALLOWED = [
     # numpy's random state, in the rng files written before it was saved as a tensor
     *(np._core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32))),
 ]
-# DeepSpeed's names inside a ZeRO-2 checkpoint
-SHARD = "optimizer_state_dict"
+# DeepSpeed's names in a rank's ZeRO-2 state
 ADAM = "base_optimizer_state"
-MASTERS = "single_partition_of_fp32_groups"
 FRAGMENTS = "param_slice_mappings"
 
 

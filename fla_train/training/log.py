@@ -1,6 +1,6 @@
 """Output of a run: the terminal, train.log, metrics.jsonl, and W&B and TensorBoard as views of it.
 
-metrics.jsonl is the source of truth. Imports no torch: a worker hears a request to stop before it imports
+metrics.jsonl is the source of truth. Imports no torch: a worker handles requests to stop before it imports
 that.
 """
 

@@ -17,6 +17,7 @@ from fla_train.data.tokenizers import same_tokenizer
 from fla_train.hub import CardInfo, export_model, find_export_damage
 from fla_train.hub.load import load_weights, read_training_record, resolve_checkpoint
 from fla_train.hub.paths import own_name, public_name
+from fla_train.hub.saved_config import map_text
 from fla_train.models import DeltaProductForCausalLM
 from fla_train.models.configuration import MACHINE_KEYS, DeltaProductConfig, build_config, config_fields
 from fla_train.models.zoo.build import build_baseline
@@ -225,12 +226,4 @@ def public_config(config: TrainConfig) -> str:
     for source in (content["data"], *content["data"]["mixture"].values()):
         if source["source"] == "local" and source["path"]:  # perhaps a glob, or gone by now
             source["path"] = own_name(source["path"])
-    return OmegaConf.to_yaml(OmegaConf.create(_with_public_names(content)))
-
-
-def _with_public_names(node: Any) -> Any:
-    if isinstance(node, dict):
-        return {key: _with_public_names(value) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_with_public_names(value) for value in node]
-    return public_name(node) if isinstance(node, str) else node
+    return OmegaConf.to_yaml(OmegaConf.create(map_text(public_name, content)))

@@ -48,6 +48,8 @@ def make_plan(config: TrainConfig, data: PreparedData | None) -> Plan:
     train, validation = (data.manifest["splits"][split] if data else {} for split in ("train", "validation"))
     if data is not None and config.task is None:
         open_train(data.folder, trainer.seq_len, config.seed)  # its errors belong before the start
+    parts = data.parts().items() if data else ()
+    held_out = {name: part.manifest["splits"]["validation"]["tokens"] for name, part in parts}
     count = _count(config)
     tokens = trainer.max_steps * trainer.global_batch_tokens
     flops = training_flops(config)
@@ -60,15 +62,10 @@ def make_plan(config: TrainConfig, data: PreparedData | None) -> Plan:
         memory_bytes=_memory(config, count),
         gpu_hours=flops * tokens / (ASSUMED_MFU * peak_flops(ASSUMED_GPU, "bf16")) / 3600,
         accumulation=accumulation_steps(config),
-        validation_tokens=_held_out(data) if data else None,
+        validation_tokens=held_out if data else None,
         unigram_entropy=validation.get("unigram_entropy"),
         data_folder=str(data.folder) if data else None,
     )
-
-
-def _held_out(data: PreparedData) -> dict[str, int]:
-    """Tokens of each part's validation split, one of which alone must hold a sequence."""
-    return {name: part.manifest["splits"]["validation"]["tokens"] for name, part in data.parts().items()}
 
 
 def training_flops(config: TrainConfig) -> float:
@@ -104,6 +101,9 @@ def _memory(config: TrainConfig, count: ParameterCount) -> int:
 def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:
     """The plan for a reader."""
     trainer, launch = config.trainer, config.launch
+    hours = (
+        f"GPU-hours    about {plan.gpu_hours:,.0f}, if {ASSUMED_GPU}s ran at {ASSUMED_MFU:.0%} of their peak"
+    )
     return [
         f"parameters   {plan.parameters:,} with the embedding counted once, {plan.parameters_held:,} in all",
         f"tokens       {plan.tokens:,} = {trainer.max_steps:,} steps x {trainer.global_batch_tokens:,}"
@@ -111,7 +111,7 @@ def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:
         f"batch        {launch.num_processes} process(es) x {plan.accumulation} micro-batch(es) x "
         f"{trainer.micro_batch_size} sequences x {trainer.seq_len} tokens",
         f"FLOPs        {plan.flops_per_token:.3g} per token, {plan.flops_per_token * plan.tokens:.3g} in all",
-        *_gpu_hours(plan.gpu_hours),
+        *([hours] if plan.gpu_hours >= 1 else []),
         f"memory       about {plan.memory_bytes / 2**30:.2f} GiB per process",
         f"schedule     {config.schedule.name}, peak {config.optimizer.lr:g}, "
         f"{config.schedule.warmup(trainer.max_steps)} warm-up steps",
@@ -119,12 +119,6 @@ def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:
         *_data_lines(plan.validation_tokens, trainer.seq_len),
         *_curriculum_lines(config),
     ]
-
-
-def _gpu_hours(hours: float) -> list[str]:
-    if hours < 1:
-        return []
-    return [f"GPU-hours    about {hours:,.0f}, if {ASSUMED_GPU}s ran at {ASSUMED_MFU:.0%} of their peak"]
 
 
 def _data_lines(tokens: dict[str, int] | None, seq_len: int) -> list[str]:

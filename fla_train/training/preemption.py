@@ -24,9 +24,9 @@ def answer(handler: Handler) -> dict[int, Handler]:
     They are let through, too: a process inherits which signals are blocked, and one that is blocked is never
     seen, whoever would handle it. A hang-up that is ignored stays so: that is what `nohup` is for.
     """
-    asked = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, handler) for number in asked}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, asked)
+    numbers = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, handler) for number in numbers}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
     return previous
 
 
@@ -38,13 +38,13 @@ def restore(handlers: dict[int, Handler], failure: type[BaseException] | None = 
 
 
 class StopRequest:
-    """Whether this process has been asked to leave."""
+    """A request to stop that this process may get at any time."""
 
     def __init__(self) -> None:
         self._made = False
         answer(self._handle)
 
-    def heard(self) -> bool:
+    def made(self) -> bool:
         """Whether a request has come so far.
 
         Listens anew each time: LLVM, with which Triton compiles, puts its own handlers in place of ours when
@@ -58,7 +58,7 @@ class StopRequest:
 
 
 class Preempted(BaseException):
-    """This process was asked to leave: the workers, if there were any, have saved a checkpoint and left.
+    """This process got a request to stop: the workers, if there were any, have saved a checkpoint and left.
 
     Like KeyboardInterrupt it passes by what handles errors. SIGNALS are ignored from then on: another one
     would end the process with another exit status.
@@ -71,7 +71,7 @@ class StopSignals:
     Without workers they end it at once, by `Preempted` or `KeyboardInterrupt`; a second Ctrl-C always does.
 
     Attributes:
-        requested: the workers have been asked.
+        requested: the request has been passed to the workers.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class StopSignals:
         signal.signal(signal.SIGINT, self._handle)
 
     def repeat(self) -> None:
-        """Ask again, a second after the last time: a worker that was compiling may not have heard it."""
+        """Send the request again after a second: a worker that was compiling may have missed it."""
         if self._interrupted and not self._told:  # not in the handler, which may interrupt another print
             self._told = True
             log("stopping     saving a checkpoint; Ctrl-C again quits at once")
@@ -119,7 +119,7 @@ class StopSignals:
 
 @contextmanager
 def leaving_at_once() -> Iterator[None]:
-    """Inside, a request to leave raises `Preempted`: what the launcher does by itself can go on later."""
+    """Inside, a request to leave raises `Preempted`: what the launcher does by itself can be resumed."""
 
     previous = answer(_leave)
     try:

@@ -84,7 +84,7 @@ def check_address(host: str) -> None:
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface from which `host` is reached, such as `eth0`; None if that can't be told.
+    """The network interface from which `host` is reached, such as `eth0`; None if that is unknown.
 
     Gloo by itself takes the address to which this machine's own name resolves, which other machines may not
     reach, or none if there is no such address.

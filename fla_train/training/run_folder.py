@@ -7,7 +7,6 @@ import os
 import shutil
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -20,55 +19,28 @@ from fla_train.utils.records import Record, read_metrics
 LOCK_WAIT = 10.0  # seconds; the workers of a killed launcher need a moment to die
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """Paths inside a run folder (docs/architecture.md lists them)."""
+    """Paths inside a run folder (docs/architecture.md lists them).
 
-    root: Path
+    Attributes:
+        name: what plots, cards and loggers call the run.
+        config: the config, with what it left open filled in; its number of processes may stay `auto`.
+        starts: a numbered folder each time workers were started: start.json, config.yaml, environment.json.
+        accuracy: curves of the newest evaluation on a task.
+    """
 
-    @property
-    def name(self) -> str:
-        """What plots, cards and loggers call the run."""
-        return own_name(self.root)
-
-    @property
-    def environment(self) -> Path:
-        return self.root / "environment.json"
-
-    @property
-    def plan(self) -> Path:
-        return self.root / "plan.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def starts(self) -> Path:
-        """A numbered folder each time workers were started: start.json, config.yaml, environment.json."""
-        return self.root / "starts"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def loss_plot(self) -> Path:
-        return self.root / "plots" / "loss.png"
-
-    @property
-    def accuracy(self) -> Path:
-        """Curves of the newest evaluation on a task."""
-        return self.root / "accuracy.json"
-
-    @property
-    def accuracy_plot(self) -> Path:
-        return self.root / "plots" / "accuracy.png"
-
-    @property
-    def config(self) -> Path:
-        """The config, with what it left open filled in; its number of processes may stay `auto`."""
-        return self.root / "config.yaml"
+    def __init__(self, root: Path):
+        self.root = root
+        self.name = own_name(root)
+        self.config = root / "config.yaml"
+        self.environment = root / "environment.json"
+        self.plan = root / "plan.json"
+        self.metrics = root / "metrics.jsonl"
+        self.starts = root / "starts"
+        self.checkpoints = root / "checkpoints"
+        self.accuracy = root / "accuracy.json"
+        self.loss_plot = root / "plots" / "loss.png"
+        self.accuracy_plot = root / "plots" / "accuracy.png"
 
     def log(self, rank: int) -> Path:
         """What a rank prints. One file each: NFS loses lines that two machines append."""

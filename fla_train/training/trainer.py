@@ -50,7 +50,7 @@ class Trainer:
         data: prepared text, or a task's `TaskData`.
         resume: checkpoint to start from; None: the beginning.
         stream: where rank 0 shows progress.
-        watchdog: told of progress.
+        watchdog: gets a beat with each progress.
         request: once made on any rank, all save a checkpoint and leave.
         lock: of the run's folder, on rank 0.
     """
@@ -118,7 +118,7 @@ class Trainer:
             )
         self.unread: list[tuple[int, float, Outcome]] = []  # step, learning rate, outcome on the device
         self.statistics: dict[str, Tensor] = {}  # of the newest step
-        self.stopping = False  # a rank has been asked to stop
+        self.stopping = False  # a rank got a request to stop
         self.reached = False  # the run's target, before its last step; the same on all ranks
 
     def run(self) -> bool:
@@ -186,7 +186,7 @@ class Trainer:
                 batch,
                 rate,
                 self.bad_steps,
-                stop=self.request.heard(),
+                stop=self.request.made(),
                 cuda_graph=None if observe else self.cuda_graph,  # a graph has no hooks
             )
         self.unread.append((step, rate, outcome))
@@ -298,7 +298,7 @@ class Trainer:
         """Close what is open, after a request to stop, once the checkpoint is on disk."""
         self.checkpoints.ensure_saved(self.state.step)
         self.checkpoints.close()
-        self.logger.log(f"step {self.state.step:,}: asked to stop; the same command resumes from here")
+        self.logger.log(f"step {self.state.step:,}: stopped on request; the same command resumes from here")
         if self.suites is not None:
             self.suites.stop()
         self.logger.close()

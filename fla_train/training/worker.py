@@ -23,7 +23,7 @@ from fla_train.training.preemption import EXIT_CODE, StopRequest
 from fla_train.utils.filesystem import write_whole
 from fla_train.utils.processes import die_with_parent
 
-if TYPE_CHECKING:  # they import torch, and a request to stop must be heard before that
+if TYPE_CHECKING:  # they import torch, and a request to stop must be handled before that
     from fla_train.training.config import TrainConfig
     from fla_train.training.run_folder import RunFolder
 

@@ -12,5 +12,5 @@ def is_rank() -> bool:
 
 
 def is_first() -> bool:
-    """Whether this process is rank 0, or no rank at all: what is said once, it says."""
+    """Whether this process is rank 0, or no rank at all: it prints what is printed once."""
     return not is_rank() or os.environ["RANK"] == "0"

@@ -142,7 +142,7 @@ def test_a_request_to_stop_is_one_line_and_exit_code_75(monkeypatch, capsys):
         "fla_train.data.prepare.prepare", lambda settings: os.kill(os.getpid(), signal.SIGTERM)
     )
     assert run(monkeypatch, "data=stdlib") == 75
-    assert capsys.readouterr().err == "error: stopped on request; the same command goes on from here\n"
+    assert capsys.readouterr().err == "error: stopped on request; the same command resumes from here\n"
     assert signal.getsignal(signal.SIGTERM) == before
 
 

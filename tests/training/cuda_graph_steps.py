@@ -37,23 +37,23 @@ class Rehearsal(CudaGraphPass):
 def rehearse(config: TrainConfig) -> int:
     """Compare on a CPU. Returns the number of recordings."""
     engine = build_engine(make_model(config), config)
-    graphed = Rehearsal(engine.module, bf16=False)
-    compare(engine, graphed)
-    return graphed.recordings
+    cuda_graph = Rehearsal(engine.module, bf16=False)
+    compare(engine, cuda_graph)
+    return cuda_graph.recordings
 
 
-def compare(engine, graphed: CudaGraphPass) -> None:
-    """The same steps by the engine alone and by `graphed`, the sixth by the engine in both runs."""
+def compare(engine, cuda_graph: CudaGraphPass) -> None:
+    """The same steps by the engine alone and by `cuda_graph`, the sixth by the engine in both runs."""
     start = {name: value.clone() for name, value in engine.module.state_dict().items()}
     runs = []
-    for own in (None, graphed):
+    for own in (None, cuda_graph):
         _rewind(engine, start)
-        guard = BadStepFilter(engine.device, max_grad_norm=0.5)
+        bad_steps = BadStepFilter(engine.device, max_grad_norm=0.5)
         outcomes = []
         for step, length in enumerate(LENGTHS):
             batch = tuple(part[:, :length].to(engine.device) for part in make_batch(step))
             by = None if step == 5 else own  # as a step with statistics
-            outcomes.append(train_step(engine, [batch], 1e-2, guard, cuda_graph=by).read())
+            outcomes.append(train_step(engine, [batch], 1e-2, bad_steps, cuda_graph=by).read())
         runs.append((outcomes, checksum(engine.module)))
     assert runs[0] == runs[1], runs
     assert len({outcome.loss for outcome in runs[0][0]}) == len(LENGTHS)

@@ -78,7 +78,7 @@ def run(config: TrainConfig) -> dict:
     rank, world = dist.get_rank(), dist.get_world_size()
     plan = BatchSampler(GLOBAL_BATCH, config.trainer.micro_batch_size, rank, world)
 
-    guard = BadStepFilter(torch.device("cpu"), max_grad_norm=config.optimizer.max_grad_norm)
+    bad_steps = BadStepFilter(torch.device("cpu"), max_grad_norm=config.optimizer.max_grad_norm)
 
     def steps(first: int, count: int) -> list[StepResult]:
         outcomes = []
@@ -86,7 +86,7 @@ def run(config: TrainConfig) -> dict:
             ids, labels = make_batch(step)
             pairs = [(ids[rows], labels[rows]) for rows in plan.indices(0)]
             stop = rank == world - 1 and step == first + count - 1
-            outcomes.append(train_step(engine, pairs, LEARNING_RATE, guard, stop=stop))
+            outcomes.append(train_step(engine, pairs, LEARNING_RATE, bad_steps, stop=stop))
         return [outcome.read() for outcome in outcomes]
 
     results = steps(0, STEPS)
@@ -119,7 +119,7 @@ def run(config: TrainConfig) -> dict:
     content["healthy_changed"] = checksum(engine.module) != before
     before = checksum(engine.module)
     # As after many steps whose losses were about 1 below today's, 0.01 to either side.
-    guard = BadStepFilter(
+    bad_steps = BadStepFilter(
         torch.device("cpu"), max_grad_norm=0.5, spike_deviations=6.0, statistics=[200, healthy.loss - 1, 1e-4]
     )
     (spike,) = steps(STEPS + 2, 1)

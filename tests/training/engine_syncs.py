@@ -23,12 +23,12 @@ def main() -> None:
     config = load_config(Path(sys.argv[1]))
     engine = build_engine(make_model(config), config)
 
-    def guarded(*statistics: float) -> BadStepFilter:
+    def make_filter(*statistics: float) -> BadStepFilter:
         return BadStepFilter(engine.device, max_grad_norm=1.0, spike_deviations=4.0, statistics=statistics)
 
-    def step(number: int, guard: BadStepFilter) -> Outcome:
+    def step(number: int, bad_steps: BadStepFilter) -> Outcome:
         ids, labels = batches[number]
-        return train_step(engine, list(zip(ids.split(2), labels.split(2), strict=True)), 1e-3, guard)
+        return train_step(engine, list(zip(ids.split(2), labels.split(2), strict=True)), 1e-3, bad_steps)
 
     batches = [tuple(part.to(engine.device) for part in make_batch(number)) for number in range(6)]
 
@@ -36,17 +36,17 @@ def main() -> None:
         output.loss = output.loss * float("nan")
         return output
 
-    guard = guarded(0.0, 0.0, 0.0)
+    bad_steps = make_filter(0.0, 0.0, 0.0)
     for number in range(3):  # compilation, tuning, the optimizer's first allocations
-        warm = step(number, guard)
-    surprised = guarded(200.0, warm.read().loss - 1, 1e-4)
+        warm = step(number, bad_steps)
+    surprised = make_filter(200.0, warm.read().loss - 1, 1e-4)
     wait, torch.cuda.synchronize = torch.cuda.synchronize, refuse
     torch.cuda.set_sync_debug_mode("error")
-    outcomes = [step(3, guard)]
+    outcomes = [step(3, bad_steps)]
     hook = (
         engine.module.register_forward_hook(poison) if dist.get_rank() == dist.get_world_size() - 1 else None
     )
-    outcomes.append(step(4, guard))
+    outcomes.append(step(4, bad_steps))
     if hook is not None:
         hook.remove()
     outcomes.append(step(5, surprised))

@@ -147,7 +147,7 @@ def test_workers_that_do_not_listen_yet_have_nothing_to_save(tmp_path: Path):
 
 @pytest.mark.parametrize("final", [False, True])
 def test_who_is_to_leave_does_not_start_again(tmp_path: Path, final: bool):
-    """A failure meanwhile may be mended by another start, or not."""
+    """A failure meanwhile may be repaired by another start, or not."""
     end = 2 if final else 1
     code = SLEEP + f"signal.signal(signal.SIGUSR1, lambda *_: sys.exit({end}))\n"
     code += READY + "time.sleep(600)"

@@ -66,7 +66,7 @@ def test_nothing_is_a_spike_before_the_window_is_full_nor_where_it_is_turned_off
     assert not judge(off, 100.0)[1]
 
 
-def test_a_guard_goes_on_from_another_ones_statistics():
+def test_a_filter_continues_from_the_statistics_of_another():
     first = BadStepFilter(CPU, max_grad_norm=1.0, spike_deviations=3.0)
     for i in range(250):
         judge(first, 2 + math.cos(i))

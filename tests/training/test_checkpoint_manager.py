@@ -233,16 +233,16 @@ def save_between_steps(config: TrainConfig, folder: Path) -> tuple[list[list[flo
     And whether the checkpoint holds the weights from before.
     """
     engine = build_engine(make_model(config), config)
-    guard = BadStepFilter(torch.device("cpu"), max_grad_norm=1.0)
+    bad_steps = BadStepFilter(torch.device("cpu"), max_grad_norm=1.0)
     manager = CheckpointManager(engine, folder, keep=0, keep_every=0, log=print)
-    train_step(engine, [make_batch(0)], 0.1, guard)
+    train_step(engine, [make_batch(0)], 0.1, bad_steps)
     sums = [checksum(engine.module)]
     weights = {name: weight.clone() for name, weight in engine.module.state_dict().items()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StagingBuffer, "copying", True)
         patch.setattr(StagingBuffer, "wait", lambda self: sums.append(checksum(engine.module)))
         manager.save(TrainState(step=1))
-        train_step(engine, [make_batch(1)], 0.1, guard)
+        train_step(engine, [make_batch(1)], 0.1, bad_steps)
     manager.ensure_saved(1)
     manager.close()
     sums.append(checksum(engine.module))

@@ -47,13 +47,13 @@ def test_steps_by_it_are_those_of_the_engine(make_config: Callable[..., TrainCon
 
 def test_parameters_that_moved_are_recorded_anew(make_config: Callable[..., TrainConfig]):
     model = engine_steps.make_model(make_config())
-    graphed = cuda_graph_steps.Rehearsal(model, bf16=False)
+    cuda_graph = cuda_graph_steps.Rehearsal(model, bf16=False)
     ids, labels = engine_steps.make_batch(0)
     inputs = {"input_ids": ids, "labels": labels, "num_items_in_batch": torch.tensor(7.0)}
-    losses = [graphed(inputs).item() for _ in range(2)]
+    losses = [cuda_graph(inputs).item() for _ in range(2)]
     model.model.norm.weight.data = 2 * model.model.norm.weight.data
-    losses.append(graphed(inputs).item())
-    assert graphed.recordings == 2 and losses[0] == losses[1] != losses[2]
+    losses.append(cuda_graph(inputs).item())
+    assert cuda_graph.recordings == 2 and losses[0] == losses[1] != losses[2]
 
 
 @pytest.mark.gpu

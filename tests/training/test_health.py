@@ -132,7 +132,7 @@ def slow_steps(config: TrainConfig, slow: list[int]) -> list[str]:
     """On a rank: what the watchdog says of a run of which some steps take 2.5 times its timeout."""
     lines: list[str] = []
     watchdog = Watchdog(config.trainer.hang_timeout, lines.append)
-    request = SimpleNamespace(heard=lambda: False)
+    request = SimpleNamespace(made=lambda: False)
     trainer = Trainer(
         config, prepare(config.data, log=lambda line: None), None, io.StringIO(), watchdog, request
     )

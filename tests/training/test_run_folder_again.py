@@ -100,7 +100,7 @@ def test_data_that_have_moved_are_the_same(run: Path, corpus: Path, fla_train, t
 
 
 def test_the_batch_stays_on_other_ranks(run: Path, fla_train, warm_ranks: WarmRanks):
-    """It was given as a number here; test_resolve.py has the number that auto was."""
+    """It was given as a number here; test_config.py has the number that auto was."""
     with warm_ranks.as_workers():
         code, said = fla_train(f"run.dir={run}", "launch.num_processes=1", "trainer.max_steps=13")
     assert code == 0 and "1 process(es) x 4 micro-batch(es)" in said

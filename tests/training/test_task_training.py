@@ -10,7 +10,7 @@ import torch
 from warm_ranks import WarmRanks
 
 from fla_train.cli.app import compose
-from fla_train.tasks import curriculum_tasks, make_task, training_task
+from fla_train.tasks import TaskConfig, curriculum_tasks, make_task, training_task
 from fla_train.training.config import TrainConfig, register, to_config, validate, with_task_sizes
 from fla_train.training.launch import launch
 from fla_train.training.model import build_model
@@ -151,6 +151,14 @@ def test_a_target_takes_two_evaluations_in_a_row(
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     assert has_reached(config, RunFolder(tmp_path), 9) is expected
     assert not has_reached(config, RunFolder(tmp_path), 1)
+
+
+def test_evaluations_from_before_a_test_set_have_not_reached_its_mark(tmp_path: Path) -> None:
+    """A resume may bring a test set of which earlier evaluations say nothing."""
+    folder, config = RunFolder(tmp_path), TaskConfig(stop_at=[["new/accuracy", 0.9]])
+    records = [{"step": step, "validation_loss": 1.0, "old/accuracy": 1.0} for step in (1, 2)]
+    folder.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert not has_reached(config, folder, 2)
 
 
 @pytest.mark.parametrize("name", RECIPES)

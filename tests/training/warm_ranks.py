@@ -124,4 +124,4 @@ def _train(config_file: Path, data: Path) -> None:
 
     config = load_config(config_file)
     with (Path(config.run.dir) / "train.log").open("a") as log:
-        worker.train(config, data, log, SimpleNamespace(heard=lambda: False))
+        worker.train(config, data, log, SimpleNamespace(made=lambda: False))
