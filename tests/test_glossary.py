@@ -13,8 +13,10 @@ ALIASES = {
     "docs/architecture.md",
     "fla_train/cli/bench.py",
     "fla_train/cli/bench_options.py",
+    "kernels/delta_product/triton/launch_table.py",
     "kernels/fused_ops/backend.py",
-    "tests/kernels/test_fused_ops.py",
+    "tests/bench/test_fused_op_cases.py",
+    "tests/kernels/test_fused_ops_errors.py",
 }
 FOREIGN = {"LICENSE", "docs/comparison.md"}  # the words of others
 TEXT = {".md", ".py", ".yaml", ".json", ".toml", ".sh", ".slurm", ".txt", ".html", ""}

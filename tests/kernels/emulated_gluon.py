@@ -24,7 +24,7 @@ from tests.untraced import untraced
 
 
 class Emulator:
-    """What the name `gl` and its neighbours mean to a kernel, and the state of one program.
+    """What the name `gl` and related ones mean to a kernel, and the state of one program.
 
     Args:
         late: copies arrive when they are waited for, instead of at once.

@@ -107,7 +107,7 @@ def chunk_bwd_fused_kernel(
     TOKENS: gl.constexpr = (C + 15) // 16 * 16  # rows of q and dO that a sum over tokens takes
     TILE_BYTES: gl.constexpr = 2 * ROWS * K
 
-    i_seq, i_h = gl.program_id(0) // H, gl.program_id(0) % H  # heads side by side: their rows are neighbours
+    i_seq, i_h = gl.program_id(0) // H, gl.program_id(0) % H  # heads side by side: their rows are adjacent
     i_start, length, i_chunk = sequence_span(i_seq, cu_seqlens, chunk_offsets, T, NT, PACKED)
     n_chunks = (length + C - 1) // C
     o_v, o_k = gl.arange(0, V, gl.SliceLayout(1, STATE)), gl.arange(0, K, gl.SliceLayout(0, STATE))

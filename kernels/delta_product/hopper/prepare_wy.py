@@ -106,7 +106,7 @@ def chunk_prepare_wy_kernel(
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
 
-    i_c, i_h = gl.program_id(0) // H, gl.program_id(0) % H  # heads side by side: their rows are neighbours
+    i_c, i_h = gl.program_id(0) // H, gl.program_id(0) % H  # heads side by side: their rows are adjacent
     i_t, n_t = chunk_span(i_c, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, C, PACKED)
     if n_t == 0:
         return

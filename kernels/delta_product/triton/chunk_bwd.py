@@ -137,7 +137,7 @@ def chunk_bwd_qkg_kernel(
     which dbeta, dg and the norms take, are row sums of those products; where K spans several blocks a first
     pass collects them.
     """
-    i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H  # heads side by side: their rows are neighbours
+    i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H  # heads side by side: their rows are adjacent
     i_t, n_t = chunk_span(i_c, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, C, PACKED)
     if n_t <= 0:
         return

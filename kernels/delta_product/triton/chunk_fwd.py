@@ -85,7 +85,7 @@ def chunk_prepare_wy_kernel(
     P diag(beta) is divided by `peak`, so that it fits in fp16 whatever scale and beta are: no element is
     beyond 1.
     """
-    i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H  # heads side by side: their rows are neighbours
+    i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H  # heads side by side: their rows are adjacent
     i_t, n_t = chunk_span(i_c, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, C, PACKED)
     if n_t <= 0:
         return
@@ -125,7 +125,7 @@ def chunk_prepare_wy_kernel(
         b_g = tl.load(g + (i_t + o_t) * H + i_h, mask=m_t, other=0.0) * LOG2E
         b_g = tl.where(b_g < MIN_LOG2_DECAY, MIN_LOG2_DECAY, b_g)  # `maximum` would make a NaN a closed gate
         b_gt = tl.cumsum(b_g, 0)
-        b_gm = tl.gather(b_gt, o_tau, 0)  # sub-steps of one token get bit-identical values
+        b_gm = tl.gather(b_gt, o_tau, 0)  # steps of one token get bit-identical values
         g_last = tl.sum(b_g, 0)
         tl.store(g_cum + p_t, b_gt, mask=m_t)
         b_p *= tl.exp2(tl.where(seen, b_gt[None, :] - b_gm[:, None], 0.0))

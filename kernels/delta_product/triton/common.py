@@ -48,7 +48,7 @@ def sequence_span(i_s, cu_seqlens, chunk_offsets, T, NT, PACKED: tl.constexpr):
 def program_tile(H: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr):
     """Of a program of the serial kernels: its tile's first column, head, and sequence or segment.
 
-    Tiles are neighbours in the grid: those of V share q, k, T and P through the L2 cache.
+    Tiles are adjacent in the grid: those of V share q, k, T and P through the L2 cache.
     """
     i_v = (tl.program_id(0) % TILES) * WIDTH
     return i_v, (tl.program_id(0) // TILES) % H, tl.program_id(0) // (TILES * H)
