@@ -1,13 +1,15 @@
-"""What both parts of the fault drill share: a tiny run, its launchers and ranks, and how it is judged."""
+"""Shared code of the fault drills: a tiny run, its launchers and ranks, the comparison, the report."""
 
+import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -167,18 +169,75 @@ def command(folder: Path, run: Path, steps: int, *more: str) -> list[str]:
     ]
 
 
-def prepare_process() -> None:
-    """Ranks with a thread each; under nohup what is started here would ignore hang-ups, too."""
+def arguments_of(parser: argparse.ArgumentParser, out: str) -> argparse.Namespace:
+    """The command line, with the options of every drill. `out` is made new, with the corpus in it."""
+    parser.add_argument("--out", type=Path, default=Path(out))
+    parser.add_argument("--report", type=Path, help="Markdown file whose part between the marks is replaced")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    arguments.out = arguments.out.absolute()
     os.environ["OMP_NUM_THREADS"] = "1"
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup what is started here would ignore it, too
+    shutil.rmtree(arguments.out, ignore_errors=True)
+    corpus(arguments.out / "corpus")
+    return arguments
 
 
-def compare(run: Path, calm: Path, steps: int) -> dict[str, bool]:
-    """What of a run equals the undisturbed one, bit for bit."""
-    return {
+@dataclass(frozen=True)
+class Outcome:
+    """What was done to the disturbed run."""
+
+    injected: str
+    judged: str
+    table: list[str]  # Markdown, headings first
+    lost: int = 0  # faults without the effect that they should have
+
+
+def run_drill(
+    script: str,
+    arguments: argparse.Namespace,
+    run: Path,
+    steps: int,
+    options: Sequence[str],
+    disturb: Callable[[Drill], Outcome],
+) -> int:
+    """Train undisturbed, then in `run` with faults, compare and report; the exit status.
+
+    Raises:
+        Unnoticed: a fault had not its effect, or files are left over.
+    """
+    calm, begin = arguments.out / "undisturbed", time.monotonic()
+    subprocess.run(command(arguments.out, calm, steps, *options), check=True, stdout=subprocess.DEVNULL)
+    print(f"undisturbed run: {steps} steps in {time.monotonic() - begin:.0f} s", flush=True)
+    begin = time.monotonic()
+    given = command(arguments.out, run, steps, *options)
+    drill = Drill(run, given, random.Random(arguments.seed), arguments.out)
+    try:
+        outcome = disturb(drill)
+    finally:
+        drill.stop()
+    if leftovers := [path for path in run.rglob("*") if path.name.startswith(".") and path.name != ".lock"]:
+        raise Unnoticed(f"half-written or half-deleted files are left: {leftovers}")
+    equal = {
         "weights": _weights(run, steps) == _weights(calm, steps),
         "records of metrics.jsonl": _records(run) == _records(calm),
     }
+    verdict = ", ".join(f"{what} {'equal' if same else 'DIFFERENT'}" for what, same in equal.items())
+    headings, *rows = outcome.table
+    lines = [
+        f"{outcome.injected} in {(time.monotonic() - begin) / 60:.0f} minutes and {steps} steps on two CPU "
+        f"ranks, each {outcome.judged} Compared with the undisturbed run, bit for bit: {verdict}. "
+        f"{time.strftime('%Y-%m-%d')}, commit {(git_commit() or 'unknown')[:7]}.",
+        "",
+        headings,
+        "|" + "---|" * (headings.count("|") - 1),
+        *rows,
+        "",
+    ]
+    print("", *lines, sep="\n")
+    if arguments.report:
+        write_report(arguments.report, script, "\n".join(lines))
+    return 0 if all(equal.values()) and not outcome.lost else 1
 
 
 def _weights(run: Path, steps: int) -> bytes:
@@ -190,22 +249,6 @@ def _records(run: Path) -> list[dict]:
     found = read_metrics(run / "metrics.jsonl")
     kept = [{key: value for key, value in record.items() if key not in OF_THE_MACHINE} for record in found]
     return [record for record in kept if record.keys() - {"step", "tokens"}]
-
-
-def report(head: str, equal: dict[str, bool], table: list[str]) -> str:
-    """Markdown: what was done, how the end compares, and `table`, whose first line has the headings."""
-    verdict = ", ".join(f"{what} {'equal' if same else 'DIFFERENT'}" for what, same in equal.items())
-    return "\n".join(
-        [
-            f"{head} Compared with the undisturbed run, bit for bit: {verdict}. "
-            f"{time.strftime('%Y-%m-%d')}, commit {(git_commit() or 'unknown')[:7]}.",
-            "",
-            table[0],
-            "|" + "---|" * (table[0].count("|") - 1),
-            *table[1:],
-            "",
-        ]
-    )
 
 
 def write_report(path: Path, name: str, text: str) -> None:

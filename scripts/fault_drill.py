@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import json
 import os
-import random
 import resource
 import shutil
 import signal
@@ -20,11 +19,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 import psutil
-from drill import PATIENCE, Drill, Unnoticed, command, compare, corpus, prepare_process, report, write_report
+from drill import PATIENCE, Drill, Inject, Outcome, Unnoticed, arguments_of, run_drill
+from drill_files import append, flip
+from drill_processes import ended, restarted, send
 
 STEPS = 240
 HANG_TIMEOUT = 15  # seconds
@@ -33,23 +35,6 @@ FILE_LIMIT = 150_000  # bytes: more than logs and metrics, less than a checkpoin
 OPTIONS = ["trainer.keep_checkpoints=3", f"trainer.hang_timeout={HANG_TIMEOUT}", "launch.max_restarts=5"]
 PREPARE = [sys.executable, "-c", "from fla_train.cli.prepare import main; main()"]
 
-WHAT = {
-    "rank killed": "kill -9 of a random rank between two steps; the launcher starts again",
-    "rank killed in a write": "kill -9 of a random rank while a checkpoint is being written",
-    "rank frozen": f"SIGSTOP of a random rank; the watchdog speaks after {HANG_TIMEOUT} s",
-    "disk filled": f"a disk of {DISK} is filled to its last byte and freed once a checkpoint has failed",
-    "write refused": "files as large as a shard can't be written while a checkpoint is due",
-    "launcher killed": "kill -9 of the launcher; its ranks die with it",
-    "preempted": "SIGTERM, SIGUSR1 or SIGHUP to the launcher: checkpoint, status 75",
-    "bit flipped": "one bit of a file of the newest checkpoint",
-    "cut short": "a file of the newest checkpoint loses its second half",
-    "file lost": "a file of the newest checkpoint is deleted",
-    "manifest lost": "the manifest of the newest checkpoint is deleted",
-    "write left over": "the remains of a half-written checkpoint, and of a half-deleted one",
-    "metrics torn": "the last line of metrics.jsonl ends in the middle",
-    "token shard cut": "the data lose their last bytes; the start is refused until they are back",
-    "token flipped": "one bit of the data; `fla-prepare verify=true` names the shard",
-}
 # Per round: what happens to a launched run, at last something that ends it, and what before the next launch.
 ROUNDS = [
     (["rank killed", "write refused", "launcher killed"], ["bit flipped", "metrics torn"]),
@@ -63,21 +48,13 @@ ROUNDS = [
 ]
 
 
-def kill_rank(drill: Drill) -> None:
-    restarts = drill.said("restart ")
-    drill.draw.choice(drill.workers()).kill()
-    drill.wait(lambda: drill.said("restart ") > restarts, "a restart")
+def any_rank(drill: Drill) -> psutil.Process:
+    return drill.draw.choice(drill.workers())
 
 
-def kill_rank_in_a_write(drill: Drill) -> None:
+def kill_in_a_write(drill: Drill) -> None:
     drill.wait(lambda: any((drill.run / "checkpoints").glob(".writing-*")), "a write")
-    kill_rank(drill)
-
-
-def freeze_rank(drill: Drill) -> None:
-    hung = drill.said("no progress for")
-    drill.draw.choice(drill.workers()).suspend()
-    drill.wait(lambda: drill.said("no progress for") > hung, "the watchdog")
+    any_rank(drill).kill()
 
 
 def fill_disk(drill: Drill) -> None:
@@ -119,7 +96,6 @@ def kill_launcher(drill: Drill) -> None:
 
 def preempt(drill: Drill) -> None:
     drill.launcher.send_signal(drill.draw.choice((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)))
-    drill.wait_for_end(75)
 
 
 def damage(change: Callable[[Path], None], files: str = "*.pt") -> Callable[[Drill], str]:
@@ -134,9 +110,15 @@ def damage(change: Callable[[Path], None], files: str = "*.pt") -> Callable[[Dri
 
 
 def flip_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    flip(path, path.stat().st_size // 2)
+
+
+def cut_half(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def cut_token(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 2)
 
 
 def leave_over(drill: Drill) -> str:
@@ -147,8 +129,7 @@ def leave_over(drill: Drill) -> str:
 
 
 def tear_metrics(drill: Drill) -> str:
-    with (drill.run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 999, "lo')
+    append("metrics.jsonl", b'{"step": 999, "lo')(drill.run)
     return "run  "  # the line is skipped, as train.log says, and the end compares the records
 
 
@@ -178,30 +159,39 @@ def verify(drill: Drill) -> int:
     return drill.launch(args=[*PREPARE, *data, "verify=true"]).wait(PATIENCE)
 
 
-IN_RUN = {
-    "rank killed": kill_rank,
-    "rank killed in a write": kill_rank_in_a_write,
-    "rank frozen": freeze_rank,
-    "disk filled": fill_disk,
-    "write refused": refuse_writes,
-    "launcher killed": kill_launcher,
-    "preempted": preempt,
+# By name: what injects the fault, and what the report says of it.
+IN_RUN: dict[str, tuple[Inject, str]] = {
+    "rank killed": (restarted(send(signal.SIGKILL, any_rank)), "kill -9 of a random rank between two steps"),
+    "rank killed in a write": (restarted(kill_in_a_write), "the same while a checkpoint is being written"),
+    "rank frozen": (restarted(send(signal.SIGSTOP, any_rank), "no progress for"), "SIGSTOP of a random rank"),
+    "disk filled": (fill_disk, f"a disk of {DISK} is full until a checkpoint has failed"),
+    "write refused": (refuse_writes, "files as large as a shard can't be written while a checkpoint is due"),
+    "launcher killed": (kill_launcher, "kill -9 of the launcher; its ranks die with it"),
+    "preempted": (ended(preempt, 75), "SIGTERM, SIGUSR1 or SIGHUP to the launcher: checkpoint, status 75"),
 }
-BETWEEN = {
-    "bit flipped": damage(flip_bit),
-    "cut short": damage(lambda path: os.truncate(path, path.stat().st_size // 2)),
-    "file lost": damage(Path.unlink),
-    "manifest lost": damage(Path.unlink, "manifest.json"),
-    "write left over": leave_over,
-    "metrics torn": tear_metrics,
-    "token shard cut": damage_shard(lambda path: os.truncate(path, path.stat().st_size - 2), start),
-    "token flipped": damage_shard(flip_bit, verify),
+BETWEEN: dict[str, tuple[Callable[[Drill], str], str]] = {
+    "bit flipped": (damage(flip_bit), "one bit of a file of the newest checkpoint"),
+    "cut short": (damage(cut_half), "a file of the newest checkpoint loses its second half"),
+    "file lost": (damage(Path.unlink), "a file of the newest checkpoint is deleted"),
+    "manifest lost": (damage(Path.unlink, "manifest.json"), "the newest checkpoint's manifest is deleted"),
+    "write left over": (leave_over, "remains of a half-written and of a half-deleted checkpoint"),
+    "metrics torn": (tear_metrics, "the last line of metrics.jsonl ends in the middle"),
+    "token shard cut": (damage_shard(cut_token, start), "a start is refused until the last token is back"),
+    "token flipped": (damage_shard(flip_bit, verify), "`fla-prepare verify=true` names the shard"),
 }
 
 
-def disturb(drill: Drill, rounds: list[tuple[list[str], list[str]]], log: Callable[[str, int], None]) -> None:
+def disturb(drill: Drill, rounds: list[tuple[list[str], list[str]]]) -> Outcome:
     """Round by round, and then to the end."""
     expected: list[str] = []
+    injected: list[str] = []
+    begin = time.monotonic()
+
+    def log(name: str) -> None:
+        injected.append(name)
+        passed = time.monotonic() - begin
+        print(f"{passed:5.0f} s  {len(injected):2}  step {drill.step():3}  {name}", flush=True)
+
     for in_run, between in [*rounds, ([], [])]:
         drill.launch()
         if in_run:
@@ -213,66 +203,34 @@ def disturb(drill: Drill, rounds: list[tuple[list[str], list[str]]], log: Callab
                 raise Unnoticed(f"the launcher did not say {line!r}:\n{drill.text()[-2000:]}")
         for name in in_run:
             drill.wait_for_progress()
-            IN_RUN[name](drill)
-            log(name, drill.step())
-        drill_at = drill.step()
+            IN_RUN[name][0](drill)
+            log(name)
         # Tokens come first: a launch that they stop must not see the other damage.
         expected = []
         for name in sorted(between, key=lambda name: not name.startswith("token")):
-            expected.append(BETWEEN[name](drill))
-            log(name, drill_at)
+            expected.append(BETWEEN[name][0](drill))
+            log(name)
+    rows = [
+        f"| {name} | {injected.count(name)} | {what} |"
+        for name, (_, what) in (IN_RUN | BETWEEN).items()
+        if name in injected
+    ]
+    return Outcome(
+        f"{len(injected)} faults",
+        "noticed, or cleaned away, as it should be.",
+        ["| fault | times | what is done |", *rows],
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[2])
-    parser.add_argument("--out", type=Path, default=Path("runs/fault_drill"))
-    parser.add_argument("--report", type=Path, help="Markdown file whose part after the mark is replaced")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=len(ROUNDS), help="leave the rest out, to try it")
-    arguments = parser.parse_args()
-    prepare_process()
-    shutil.rmtree(arguments.out, ignore_errors=True)
-    corpus(arguments.out / "corpus")
+    arguments = arguments_of(parser, "runs/fault_drill")
     disk = arguments.out / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "none", disk], check=True)
-    calm, run = arguments.out / "undisturbed", disk / "disturbed"
-    begin = time.monotonic()
-    subprocess.run(command(arguments.out, calm, STEPS, *OPTIONS), check=True, stdout=subprocess.DEVNULL)
-    print(f"undisturbed run: {STEPS} steps in {time.monotonic() - begin:.0f} s", flush=True)
-
-    injected: list[str] = []
-    begin = time.monotonic()
-
-    def log(name: str, step: int) -> None:
-        injected.append(name)
-        print(f"{time.monotonic() - begin:5.0f} s  {len(injected):2}  step {step:3}  {name}", flush=True)
-
-    drill = Drill(
-        run,
-        command(arguments.out, run, STEPS, *OPTIONS),
-        random.Random(arguments.seed),
-        arguments.out,  # not the small disk
-    )
-    try:
-        disturb(drill, ROUNDS[: arguments.rounds], log)
-    finally:
-        drill.stop()
-    if leftovers := list((run / "checkpoints").glob(".*")):
-        raise Unnoticed(f"half-written or half-deleted files are left: {leftovers}")
-    equal = compare(run, calm, STEPS)
-    minutes = (time.monotonic() - begin) / 60
-    rows = [f"| {key} | {injected.count(key)} | {what} |" for key, what in WHAT.items() if key in injected]
-    text = report(
-        f"{len(injected)} faults in {minutes:.0f} minutes and {STEPS} steps on two CPU ranks, each noticed, "
-        "or cleaned away, as it should be.",
-        equal,
-        ["| fault | times | what is done |", *rows],
-    )
-    print(f"\n{text}")
-    if arguments.report:
-        write_report(arguments.report, Path(__file__).name, text)
-    return 0 if all(equal.values()) else 1
+    inject = partial(disturb, rounds=ROUNDS[: arguments.rounds])
+    return run_drill(Path(__file__).name, arguments, disk / "disturbed", STEPS, OPTIONS, inject)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,8 @@ Faults at a certain place in a process are made by `failpoints/sitecustomize.py`
 
 import argparse
 import os
-import random
 import resource
 import shutil
-import subprocess
 import sys
 import time
 import traceback
@@ -27,7 +25,7 @@ import drill_files as files
 import drill_machines as machines
 import drill_points as points
 import drill_processes as processes
-from drill import Drill, Inject, Unnoticed, command, compare, corpus, prepare_process, report, write_report
+from drill import Drill, Inject, Outcome, Unnoticed, arguments_of, run_drill
 
 from fla_train.training import checkpoint
 
@@ -41,7 +39,6 @@ OPTIONS = [
     *("launch.max_restarts=1000", "launch.num_machines=1"),
 ]
 FAILPOINTS = Path(__file__).parent / "failpoints"
-Log = Callable[[str, str], None]
 
 
 class Kinds:
@@ -90,30 +87,24 @@ class Kinds:
             drill.launch()
         drill.wait_for_progress()
 
-    def in_run(self, group: str, faults: Mapping[str, Inject], room: int = ROOM) -> None:
-        for name, inject in faults.items():
-            with self.fault(group, name):
-                self.train(room)
-                inject(self.drill)
+    def stop(self) -> None:
+        """Stop all launchers, with enough steps ahead of the next ones."""
+        self.drill.reset()
+        self.rewind()
 
-    def by_themselves(self, group: str, faults: Mapping[str, Inject]) -> None:
-        """Faults that start launchers of their own."""
-        for name, inject in faults.items():
-            with self.fault(group, name):
-                self.drill.reset()
-                self.rewind()
-                inject(self.drill)
+    def train_machines(self) -> None:
+        """Have two machines train."""
+        if len(self.drill.launchers) == 2 and self.drill.step() <= STEPS - ROOM:
+            self.drill.wait_for_progress()
+        else:
+            self.stop()
+            machines.start(self.drill)
 
-    def of_machines(self, group: str, faults: Mapping[str, Inject]) -> None:
-        """Faults of two machines that train."""
+    def inject(self, group: str, faults: Mapping[str, Inject], begin: Callable[[], None]) -> None:
+        """Inject faults one after another, each after `begin`."""
         for name, inject in faults.items():
             with self.fault(group, name):
-                if len(self.drill.launchers) != 2 or self.drill.step() > STEPS - ROOM:
-                    self.drill.reset()
-                    self.rewind()
-                    machines.start(self.drill)
-                else:
-                    self.drill.wait_for_progress()
+                begin()
                 inject(self.drill)
 
     def at_points(self, group: str, chosen: Mapping[str, points.Point], end: bool = False) -> None:
@@ -184,16 +175,21 @@ class Kinds:
 
 def run_all(kinds: Kinds, chosen: list[str]) -> None:
     """Groups of faults, and then to the end."""
+    single = kinds.train
+    short = partial(kinds.train, room=STEPS - EARLY)
+    faults: dict[str, tuple[Mapping[str, Inject], Callable[[], None]]] = {
+        "while training": (processes.IN_RUN, single),
+        "two launchers": (processes.SECOND, short),
+        "in a writer process": (points.IN_A_WRITE, single),
+        "ends of a run": (processes.ENDING, single),
+        "starts of a run": (processes.STARTS, kinds.stop),
+        "two machines that train": (machines.IN_RUN, kinds.train_machines),
+        "two machines that meet or end": (machines.ENDING, kinds.stop),
+        "files of the run": (files.REFUSED, kinds.stop),
+    }
     groups: dict[str, Callable[[str], None]] = {
         "on the way into training": lambda group: kinds.at_points(group, points.AT_START),
-        "while training": lambda group: kinds.in_run(group, processes.IN_RUN),
-        "two launchers": lambda group: kinds.in_run(group, processes.SECOND, room=STEPS - EARLY),
-        "in a writer process": lambda group: kinds.in_run(group, points.IN_A_WRITE),
-        "ends of a run": lambda group: kinds.in_run(group, processes.ENDING),
-        "starts of a run": lambda group: kinds.by_themselves(group, processes.STARTS),
-        "two machines that train": lambda group: kinds.of_machines(group, machines.IN_RUN),
-        "two machines that meet or end": lambda group: kinds.by_themselves(group, machines.ENDING),
-        "files of the run": lambda group: kinds.by_themselves(group, files.REFUSED),
+        **{group: partial(kinds.inject, faults=each, begin=begin) for group, (each, begin) in faults.items()},
         "files of the run, outlived": kinds.outlived,
         "checkpoints at rest": kinds.at_rest,
         "the last steps": lambda group: kinds.at_points(group, points.AT_END, end=True),
@@ -207,18 +203,25 @@ def run_all(kinds: Kinds, chosen: list[str]) -> None:
     kinds.drill.wait_for_end(0)
 
 
+def disturb(drill: Drill, points_folder: Path, chosen: list[str]) -> Outcome:
+    kinds = Kinds(drill, points_folder)
+    run_all(kinds, chosen)
+    count = sum(map(len, kinds.done.values()))
+    rows = [f"| {group} | {len(names)} | {'; '.join(names)} |" for group, names in kinds.done.items()]
+    return Outcome(
+        f"{count} faults of as many kinds",
+        f"noticed or survived as it should be; {len(kinds.lost)} lost.",
+        ["| where | faults | which |", *rows],
+        len(kinds.lost),
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[2])
-    parser.add_argument("--out", type=Path, default=Path("runs/fault_kinds"))
-    parser.add_argument("--report", type=Path, help="Markdown file whose part between the marks is replaced")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--groups", nargs="*", default=[], help="leave the rest out, to try it")
-    arguments = parser.parse_args()
-    prepare_process()
+    arguments = arguments_of(parser, "runs/fault_kinds")
+    out = arguments.out
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    out = arguments.out.absolute()
-    shutil.rmtree(out, ignore_errors=True)
-    corpus(out / "corpus")
     for name in ("points", "tmp"):
         (out / name).mkdir()
     os.environ |= {
@@ -226,33 +229,8 @@ def main() -> int:
         "PYTHONPATH": str(FAILPOINTS),
         "TMPDIR": str(out / "tmp"),
     }
-    calm, run = out / "undisturbed", out / "disturbed"
-    begin = time.monotonic()
-    subprocess.run(command(out, calm, STEPS, *OPTIONS), check=True, stdout=subprocess.DEVNULL)
-    print(f"undisturbed run: {STEPS} steps in {time.monotonic() - begin:.0f} s", flush=True)
-
-    drill = Drill(run, command(out, run, STEPS, *OPTIONS), random.Random(arguments.seed), out)
-    kinds = Kinds(drill, out / "points")
-    try:
-        run_all(kinds, arguments.groups)
-    finally:
-        drill.stop()
-    if leftovers := [path for path in run.rglob("*") if path.name.startswith(".") and path.name != ".lock"]:
-        raise Unnoticed(f"half-written or half-deleted files are left: {leftovers}")
-    equal = compare(run, calm, STEPS)
-    count = sum(map(len, kinds.done.values()))
-    minutes = (time.monotonic() - begin) / 60
-    text = report(
-        f"{count} faults of as many kinds in {minutes:.0f} minutes and {STEPS} steps on two CPU ranks, each "
-        f"noticed or survived as it should be; {len(kinds.lost)} lost.",
-        equal,
-        ["| where | faults | which |"]
-        + [f"| {group} | {len(names)} | {'; '.join(names)} |" for group, names in kinds.done.items()],
-    )
-    print(f"\n{text}")
-    if arguments.report:
-        write_report(arguments.report, Path(__file__).name, text)
-    return 0 if all(equal.values()) and not kinds.lost else 1
+    inject = partial(disturb, points_folder=out / "points", chosen=arguments.groups)
+    return run_drill(Path(__file__).name, arguments, out / "disturbed", STEPS, OPTIONS, inject)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ sets of states in turn, more than any cache holds, and on a GPU as one CUDA grap
 steps take the host's time.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -48,10 +48,6 @@ class Row:
             f"| {self.microseconds:.1f} | {self.copy_microseconds:.1f} | {share:.2f} "
             f"| {self.error:.1e} | {self.state_error:.1e} |"
         )
-
-    def record(self) -> dict:
-        """The row as plain JSON."""
-        return asdict(self)
 
 
 def bench_decode(

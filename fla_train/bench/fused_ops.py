@@ -1,7 +1,7 @@
 """`fla-bench fused_ops`: time the fused ops beside their PyTorch definitions and peers."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -49,10 +49,6 @@ class Row:
             measured = f"no speed: {self.refused}" + " |" * 8
         errors = f"{worst(self.output_errors)} | {worst(self.gradient_errors)}"
         return f"| {self.case} | {self.kernel} | {measured} | {errors} |"
-
-    def record(self) -> dict:
-        """The row as plain JSON."""
-        return asdict(self)
 
 
 def _cells(milliseconds: float, traffic: int, floor: float) -> str:

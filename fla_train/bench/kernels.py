@@ -1,7 +1,7 @@
 """`fla-bench kernels`: every backend and peer on the same inputs, in one run."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -51,10 +51,6 @@ class Row:
             f"| {100 * self.both_bound_ms / self.both_ms:.1f} | {self.memory_bytes / 2**20:.0f} "
             f"| {error} | {gradient} |"
         )
-
-    def record(self) -> dict:
-        """The row as plain JSON."""
-        return asdict(self)
 
 
 def bench_shape(

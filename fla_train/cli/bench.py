@@ -21,8 +21,9 @@ Tables go to stdout in Markdown, everything to `--json FILE`. Exit code 2: the r
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -54,10 +55,7 @@ def _kernels(request: argparse.Namespace) -> dict:
     from fla_train.bench.roofline import Shape
     from fla_train.kernels.delta_product import resolve_backend
 
-    sizes = ("batch", "tokens", "heads", "head_dim", "rounds")
-    _check_sizes({name: getattr(request, name) for name in sizes})
-    if min(*request.substeps, request.value_dim or 1) < 1:
-        raise ValueError("--substeps and --value-dim must be at least 1")
+    _check_sizes(request, "batch", "tokens", "heads", "head_dim", "value_dim", "substeps", "rounds")
     device, dtype = _place(request)
     if request.graphs and device.type != "cuda":
         raise ValueError("--graphs needs a GPU: leave it out here")
@@ -66,50 +64,40 @@ def _kernels(request: argparse.Namespace) -> dict:
     if request.peers:
         found, missing = peers(device)
         implementations += found
-        _tell(missing)
+        _report_missing(missing)
     ceilings = _ceilings(request, device, dtype)
     norm = "L2 norm inside" if request.norm else "unit vectors"
     norm += ", CUDA graphs" if request.graphs else ""
     value_dim = request.value_dim or request.head_dim
     print(
         f"B={request.batch} T={request.tokens} H={request.heads} K={request.head_dim} V={value_dim}, "
-        f"{str(dtype).removeprefix('torch.')}, {norm}; {_machine(device)}\n{_line(ceilings)}\n"
+        f"{_name(dtype)}, {norm}; {_machine(device)}\n{_line(ceilings)}\n"
     )
-    print("\n".join(HEADER), flush=True)
-    rows = []
+    sizes = (request.batch, request.tokens, request.heads, request.head_dim, value_dim)
     gates = [True, False] if request.gate is None else [request.gate]
-    for substeps in request.substeps:
-        for gated in gates:
-            shape = Shape(
-                *(request.batch, request.tokens, request.heads, request.head_dim, value_dim),
-                substeps,
-                gated,
-                dtype.itemsize,
-            )
-            how = {"norm": request.norm, "rounds": request.rounds, "graphs": request.graphs}
-            for row in bench_shape(shape, implementations, dtype, device, ceilings, **how):
-                print(row.markdown(), flush=True)
-                rows.append({"shape": asdict(shape), **row.record()})
-    return _content(request, device, ceilings) | {"rows": rows}
+    shapes = [Shape(*sizes, n, gated, dtype.itemsize) for n in request.substeps for gated in gates]
+    options = {"norm": request.norm, "rounds": request.rounds, "graphs": request.graphs}
+    rows = (
+        ({"shape": asdict(shape)}, row)
+        for shape in shapes
+        for row in bench_shape(shape, implementations, dtype, device, ceilings, **options)
+    )
+    return _content(request, device, ceilings) | {"rows": _print_rows(HEADER, rows)}
 
 
 def _decode(request: argparse.Namespace) -> dict:
     from fla_train.bench.decode import HEADER, bench_decode
 
-    value_dim = request.value_dim or request.head_dim
-    if min(*request.heads, *request.substeps, request.head_dim, value_dim) < 1:
-        raise ValueError("sizes must be at least 1")
+    _check_sizes(request, "heads", "substeps", "head_dim", "value_dim")
     device, dtype = _place(request)
-    print(f"{str(dtype).removeprefix('torch.')}, gate, L2 norm inside; {_machine(device)}\n")
-    print("\n".join(HEADER), flush=True)
-    rows = []
-    for heads in request.heads:
-        for substeps in request.substeps:
-            sizes = (heads, request.head_dim, value_dim, substeps)
-            row = bench_decode(*sizes, dtype, DTYPES[request.state_dtype], device)
-            print(row.markdown(), flush=True)
-            rows.append(row.record())
-    return _content(request, device) | {"rows": rows}
+    state_dtype, value_dim = DTYPES[request.state_dtype], request.value_dim or request.head_dim
+    print(f"{_name(dtype)}, gate, L2 norm inside; {_machine(device)}\n")
+    rows = (
+        ({}, bench_decode(heads, request.head_dim, value_dim, substeps, dtype, state_dtype, device))
+        for heads in request.heads
+        for substeps in request.substeps
+    )
+    return _content(request, device) | {"rows": _print_rows(HEADER, rows)}
 
 
 def _fused_ops(request: argparse.Namespace) -> dict:
@@ -120,30 +108,30 @@ def _fused_ops(request: argparse.Namespace) -> dict:
     functions = request.functions or list(FUNCTIONS)
     if unknown := [name for name in functions if name not in FUNCTIONS]:
         raise ValueError(f"--functions {' '.join(unknown)}: choose from {', '.join(FUNCTIONS)}")
-    head_dim = request.head_dim or min(128, request.hidden)
-    sizes = Sizes(
-        *(request.batch, request.tokens, request.hidden, head_dim),
-        *(request.intermediate or request.hidden * 11 // 4, request.vocabulary, request.substeps),
-    )
-    _check_sizes(vars(sizes) | {"rounds": request.rounds})
-    if sizes.hidden % head_dim:
-        raise ValueError(f"--hidden {sizes.hidden} is no multiple of --head-dim {head_dim}")
+    names = ("batch", "tokens", "hidden", "head_dim", "intermediate", "vocabulary", "substeps")
+    _check_sizes(request, *names, "rounds")
+    defaults = {"head_dim": min(128, request.hidden), "intermediate": request.hidden * 11 // 4}
+    sizes = Sizes(*(getattr(request, name) or defaults[name] for name in names))
+    if sizes.hidden % sizes.head_dim:
+        raise ValueError(f"--hidden {sizes.hidden} is no multiple of --head-dim {sizes.head_dim}")
     device, dtype = _place(request)
     peers, missing = liger(device) if request.peers else ({}, [])
-    _tell(missing)
+    _report_missing(missing)
     ceilings = _ceilings(request, device, dtype)
-    print(
-        f"B={sizes.batch} T={sizes.tokens}, {str(dtype).removeprefix('torch.')}; {_machine(device)}\n"
-        f"{_line(ceilings)}\n"
+    print(f"B={sizes.batch} T={sizes.tokens}, {_name(dtype)}; {_machine(device)}\n{_line(ceilings)}\n")
+    rows = (
+        ({}, row)
+        for case in make_cases(functions, sizes, dtype, device)
+        for row in bench_case(
+            case,
+            [*ours(device), *peers.get(case.function, [])],
+            dtype,
+            device,
+            ceilings,
+            rounds=request.rounds,
+        )
     )
-    print("\n".join(HEADER), flush=True)
-    rows = []
-    for case in make_cases(functions, sizes, dtype, device):
-        implementations = [*ours(device), *peers.get(case.function, [])]
-        for row in bench_case(case, implementations, dtype, device, ceilings, rounds=request.rounds):
-            print(row.markdown(), flush=True)
-            rows.append(row.record())
-    return _content(request, device, ceilings) | {"rows": rows}
+    return _content(request, device, ceilings) | {"rows": _print_rows(HEADER, rows)}
 
 
 def _train(request: argparse.Namespace) -> dict:
@@ -155,8 +143,7 @@ def _train(request: argparse.Namespace) -> dict:
         raise ValueError(
             f"--peers {' '.join(unknown)}: choose from {', '.join(sorted(set(NAMES) - {'ours'}))}"
         )
-    if request.steps < 1:
-        raise ValueError("--steps must be at least 1")
+    _check_sizes(request, "steps")
     config = _train_config(request.overrides)
     device = torch.device(resolve_device(config))
     ceilings = _ceilings(request, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -175,9 +162,7 @@ def _tune(request: argparse.Namespace) -> None:
     from fla_train.kernels.delta_product.select import clear_caches
     from fla_train.kernels.delta_product.triton.launch_table import read_table, user_file, write_table
 
-    dims = [*request.head_dim, request.value_dim or 1, *request.substeps]
-    if min(request.batch, request.tokens, request.heads, *dims) < 1:
-        raise ValueError("sizes must be at least 1")
+    _check_sizes(request, "batch", "tokens", "heads", "head_dim", "value_dim", "substeps")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     resolve_backend("triton", device)
     dtype, file = DTYPES[request.dtype], request.file or user_file()
@@ -225,7 +210,7 @@ def _scaling(request: argparse.Namespace) -> None:
 def _loader(request: argparse.Namespace) -> None:
     from fla_train.bench.data import bench_loader
 
-    _check_sizes({"seq_len": request.seq_len, "micro_batch": request.micro_batch})
+    _check_sizes(request, "seq_len", "micro_batch")
     for line in bench_loader(request.folder, request.seq_len, request.micro_batch, request.seconds):
         print(line, flush=True)
 
@@ -234,7 +219,7 @@ def _prepare(request: argparse.Namespace) -> None:
     from fla_train.bench.data import bench_prepare
     from fla_train.data.config import DataConfig, TokenizerConfig
 
-    _check_sizes({"documents": request.documents, "rounds": request.rounds})
+    _check_sizes(request, "documents", "rounds")
     config = DataConfig(
         source="local",
         path=request.corpus,
@@ -295,9 +280,27 @@ def _ceilings(request: argparse.Namespace, device: torch.device, dtype: torch.dt
     return Ceilings(flops or found.flops, bandwidth or found.bandwidth, source)
 
 
-def _check_sizes(sizes: Mapping[str, int]) -> None:
-    if bad := [f"--{name.replace('_', '-')}" for name, size in sizes.items() if size < 1]:
-        raise ValueError(f"{', '.join(bad)} must be at least 1")
+def _check_sizes(request: argparse.Namespace, *names: str) -> None:
+    """Raise a ValueError that names the options below 1. A default that depends on another option is None."""
+    given = {name: getattr(request, name) for name in names}
+    given = {name: value if isinstance(value, list) else [value] for name, value in given.items()}
+    if bad := [name for name, values in given.items() if any(v is not None and v < 1 for v in values)]:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in bad)
+        raise ValueError(f"{flags} must be at least 1")
+
+
+def _print_rows(header: Sequence[str], rows: Iterable[tuple[dict, Any]]) -> list[dict]:
+    """Print each row of a table as soon as it is measured; the records, each after what goes before it."""
+    print("\n".join(header), flush=True)
+    records = []
+    for before, row in rows:
+        print(row.markdown(), flush=True)
+        records.append(before | asdict(row))
+    return records
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _line(ceilings) -> str:
@@ -305,7 +308,7 @@ def _line(ceilings) -> str:
     return f"Ceilings: {speeds} ({ceilings.source})"
 
 
-def _tell(missing: Sequence[str]) -> None:
+def _report_missing(missing: Sequence[str]) -> None:
     """One line for each peer that is not there."""
     for line in missing:
         print(f"no peer: {line}", file=sys.stderr)
