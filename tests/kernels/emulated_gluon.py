@@ -50,9 +50,7 @@ class Emulator:
             assert not bar.expects, "two expectations in a phase"
             bar.expects, bar.bytes = True, count
 
-    def copy(
-        self, source: Descriptor, place: list, shared: Shared, target: Shared, pred: object = True
-    ) -> None:
+    def copy(self, source: Descriptor, place: list, shared: Shared, target: Shared, pred: object) -> None:
         if not pred:
             return
         (book,) = target.books
