@@ -5,7 +5,7 @@ A head's transition at a token is exp(g) prod_j (I - beta_j k_j k_j^T), applied 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
@@ -36,14 +36,7 @@ class Transitions:
     def only(self, tokens: Sequence[int]) -> "Transitions":
         """Those of `tokens`, as far as they were read."""
         rows = torch.isin(self.tokens, torch.tensor(tokens))
-        return replace(
-            self,
-            tokens=self.tokens[rows],
-            beta=self.beta[rows],
-            beta_spread=self.beta_spread[rows],
-            keys=self.keys[rows],
-            decay=self.decay[rows],
-        )
+        return Transitions(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def matrices(self) -> Tensor:
         """[E, H, K, K]: the transition of each token, its sub-steps multiplied in order."""
