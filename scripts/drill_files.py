@@ -187,7 +187,7 @@ HARMLESS: dict[str, Damage] = {
 
 
 def spoilt(name: str, spoil: Callable[[Path], object], codes: tuple[int, ...], said: str) -> Inject:
-    """A file of the run is damaged: the start ends with a line that says so, until it is mended."""
+    """A file of the run is damaged: the start ends with a line that says so, until it is repaired."""
 
     def inject(drill: Drill) -> None:
         path, kept = drill.run / name, drill.run.with_name("kept")  # an empty name is the folder itself
@@ -211,7 +211,7 @@ def delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-# What the next start refuses, until it is mended.
+# What the next start refuses, until it is repaired.
 REFUSED: dict[str, Inject] = {
     "config.yaml is no text": spoilt(
         "config.yaml", lambda path: path.write_bytes(b"\xff{["), (2,), "config.yaml is no config"
