@@ -137,8 +137,8 @@ def test_tasks_with_neither_bos_nor_eos(build_model, write_task, tmp_path, share
     checkpoint = export_model(model, tokenizer, tmp_path / "model", CardInfo(seq_len=8))
     settings = checkpoint / "tokenizer_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"eos_token": "<end>"}))
-    mended = FlaTrainLM(checkpoint, batch_size=2, device="cpu", share_contexts=share_contexts)
-    scores = run_tasks(mended, ["texts", "empty"], include_path=folder)
+    repaired = FlaTrainLM(checkpoint, batch_size=2, device="cpu", share_contexts=share_contexts)
+    scores = run_tasks(repaired, ["texts", "empty"], include_path=folder)
     perplexity = scores["texts"]["scores"]["texts"]["word_perplexity"]
     assert perplexity == pytest.approx(math.exp(loss(model, [1, 2, 3, 4, 5])), rel=1e-4)
     assert "scores" in scores["empty"]
