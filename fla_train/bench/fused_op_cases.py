@@ -125,7 +125,7 @@ class Source:
         return (scale * x).to(dtype)
 
     def activations(self, *channels: int, dtype: torch.dtype | None = None) -> Tensor:
-        """[batch, tokens, *channels], in the activations' dtype unless told otherwise."""
+        """[batch, tokens, *channels], in the activations' dtype unless `dtype` is given."""
         return self.normal(self.sizes.batch, self.sizes.tokens, *channels, dtype=dtype or self.dtype)
 
     def projection(self, outputs: int, inputs: int) -> Tensor:
