@@ -433,10 +433,10 @@ def _head_panels(heads: int, title: str, *, square: bool):
 
 def _betas(layer: Transitions, name: str) -> Figure:
     _, steps, heads = layer.beta.shape
-    figure, panels = _head_panels(heads, f"{name}: beta of each sub-step, by token", square=False)
+    figure, panels = _head_panels(heads, f"{name}: beta of each Householder step, by token", square=False)
     for head, panel in enumerate(panels):
         for j in range(steps):
-            panel.plot(layer.tokens, layer.beta[:, j, head], ".", ms=4, label=f"sub-step {j + 1}")
+            panel.plot(layer.tokens, layer.beta[:, j, head], ".", ms=4, label=f"Householder step {j + 1}")
         panel.set_title(f"head {head}", fontsize="small")
         panel.set_ylim(-0.1, 2.1)
         panel.xaxis.get_major_locator().set_params(integer=True)
