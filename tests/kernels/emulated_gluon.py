@@ -50,7 +50,9 @@ class Emulator:
             assert not bar.expects, "two expectations in a phase"
             bar.expects, bar.bytes = True, count
 
-    def copy(self, source: Descriptor, place: list, shared: Shared, target: Shared, pred: object) -> None:
+    def copy(
+        self, source: Descriptor, place: list, shared: Shared, target: Shared, pred: object = True
+    ) -> None:
         if not pred:
             return
         (book,) = target.books

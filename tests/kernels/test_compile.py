@@ -160,19 +160,19 @@ def test_cross_entropy():
     DEVICE == "cuda", reason="a registration is that of any device, and kernels are slow to compile"
 )
 @pytest.mark.parametrize(
-    ("module", "name"),
+    ("module", "name", "algorithm"),
     [
-        ("delta_product.triton.chunk", "delta_product_forward"),
-        ("delta_product.triton.chunk", "delta_product_backward"),
-        ("delta_product.triton.fused_recurrent", "fused_recurrent_forward"),
-        ("delta_product.triton.fused_recurrent", "fused_recurrent_backward"),
-        ("fused_ops.rms_norm", "rms_norm_forward"),
-        ("fused_ops.rms_norm", "rms_norm_backward"),
+        ("delta_product.triton.chunk", "delta_product_forward", "chunk"),
+        ("delta_product.triton.chunk", "delta_product_backward", "chunk"),
+        ("delta_product.triton.chunk", "delta_product_forward", "fused_recurrent"),
+        ("delta_product.triton.chunk", "delta_product_backward", "fused_recurrent"),
+        ("fused_ops.rms_norm", "rms_norm_forward", None),
+        ("fused_ops.rms_norm", "rms_norm_backward", None),
     ],
 )
-def test_registrations_are_sound(monkeypatch, request, module, name):
+def test_registrations_are_sound(monkeypatch, request, module, name, algorithm):
     """`torch.library.opcheck` with the arguments of a real call: schema, fake tensors, dynamic shapes."""
-    if module == "delta_product.triton.chunk":
+    if algorithm == "chunk":
         request.getfixturevalue("by_chunks")
     calls = []
     owner = import_module(f"fla_train.kernels.{module}")

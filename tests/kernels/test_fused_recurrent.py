@@ -6,7 +6,7 @@ import torch
 from fla_train.kernels.delta_product import delta_product, delta_product_step
 from fla_train.kernels.delta_product.select import select_kernel
 from fla_train.kernels.delta_product.selfcheck import relative_rms
-from fla_train.kernels.delta_product.triton import fused_recurrent
+from fla_train.kernels.delta_product.triton import chunk
 from tests.kernels.operator_cases import GATED, INTERPRETED, UNGATED, Case, check, make_inputs, uniform
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -61,9 +61,9 @@ def test_supported_sizes(case: Case, supported: bool) -> None:
 
 
 def test_without_gradients_no_states_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, run = [], fused_recurrent.fused_recurrent_forward
-    spy = lambda *args: (kept.append(args[-2]), run(*args))  # noqa: E731
-    monkeypatch.setattr(fused_recurrent, "fused_recurrent_forward", spy)
+    kept, run = [], chunk.delta_product_forward
+    spy = lambda *args: (kept.append(args[-3]), run(*args))  # noqa: E731
+    monkeypatch.setattr(chunk, "delta_product_forward", spy)
     q, k = torch.randn(1, 3, 1, 8, device=DEVICE), torch.randn(1, 3, 2, 1, 8, device=DEVICE)
     beta = torch.rand(1, 3, 2, 1, device=DEVICE)
     expected, _ = delta_product(q, k, k, beta, qk_l2norm=True, backend="triton")

@@ -184,7 +184,8 @@ def test_fused_backward_of_segments(case: Case, chunks: int) -> None:
             "bwd_fused",
             "        i_t, n_t, g_last, b_peak = f_t, f_n, scalars[5], f_peak\n",
             "        i_t, n_t, g_last, b_peak = f_t, f_n, scalars[5], f_peak\n"
-            "    copy_rows(q, s_q, bar_q, 0, 0, True, TILE_BYTES)\n",
+            "    mbarrier.expect(bar_q, TILE_BYTES)\n"
+            "    tma.async_copy_global_to_shared(q, [0, 0], bar_q, s_q)\n",
             "nobody waits for",
         ),
     ],

@@ -40,11 +40,6 @@ from fla_train.kernels.delta_product.hopper.common import (
     TILE,
     WRITE,
     barrier,
-    copy_rows,
-    copy_values,
-    copy_wy,
-    expect_values,
-    expect_wy,
     fetch_scalars,
     in_parts,
     keep_column_sums,
@@ -105,7 +100,9 @@ def chunk_bwd_fused_kernel(
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [num_warps, 1], [1, 0])
     MASK: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
     TOKENS: gl.constexpr = (C + 15) // 16 * 16  # rows of q and dO that a sum over tokens takes
-    TILE_BYTES: gl.constexpr = 2 * ROWS * K
+    TILE_BYTES: gl.constexpr = 2 * ROWS * K  # of k, q, u or dO
+    STATE_BYTES: gl.constexpr = 2 * V * K
+    SQUARE_BYTES: gl.constexpr = 2 * ROWS * ROWS  # of T or P
 
     i_seq, i_h = gl.program_id(0) // H, gl.program_id(0) % H  # heads side by side: their rows are adjacent
     i_start, length, i_chunk = sequence_span(i_seq, cu_seqlens, chunk_offsets, T, NT, PACKED)
@@ -156,15 +153,20 @@ def chunk_bwd_fused_kernel(
     m_ds.index(0).store(b_ds.to(DTYPE))
     fence_async_shared()
     barrier()
-    copy_rows(k, m_k.index(0), bars_k.index(0), i_t * N, i_h * K, True, TILE_BYTES)
-    expect_wy(bar_wy, bar_p, True)
-    copy_wy(wy, p, m_wy.index(0), m_kept.index(0), bar_wy, bar_p, i_t * N, i_t, i_h * ROWS, True)
-    expect_values(bar_do, bar_u, bar_s, True, K, V)
-    copy_values(
-        *(do, u, states, m_do.index(0), m_u.index(0), m_s.index(0), bar_do, bar_u, bar_s),
-        *(i_t * N, i_t, ((i_chunk + i_c) * H + i_h) * V, i_h * V, True),
-    )
-    copy_rows(q, m_q.index(0), bar_q, i_t, i_h * K, True, TILE_BYTES)
+    mbarrier.expect(bars_k.index(0), TILE_BYTES)
+    tma.async_copy_global_to_shared(k, [i_t * N, i_h * K], bars_k.index(0), m_k.index(0))
+    mbarrier.expect(bar_wy, SQUARE_BYTES)
+    mbarrier.expect(bar_p, SQUARE_BYTES)
+    tma.async_copy_global_to_shared(p, [i_t, i_h * ROWS], bar_p, m_kept.index(0))
+    tma.async_copy_global_to_shared(wy, [i_t * N, i_h * ROWS], bar_wy, m_wy.index(0))
+    mbarrier.expect(bar_do, TILE_BYTES)
+    mbarrier.expect(bar_u, TILE_BYTES)
+    mbarrier.expect(bar_s, STATE_BYTES)
+    tma.async_copy_global_to_shared(do, [i_t, i_h * V], bar_do, m_do.index(0))
+    tma.async_copy_global_to_shared(u, [i_t * N, i_h * V], bar_u, m_u.index(0))
+    tma.async_copy_global_to_shared(states, [((i_chunk + i_c) * H + i_h) * V, 0], bar_s, m_s.index(0))
+    mbarrier.expect(bar_q, TILE_BYTES)
+    tma.async_copy_global_to_shared(q, [i_t, i_h * K], bar_q, m_q.index(0))
     mbarrier.wait(bars_k.index(0), 0)
     tall = gl.zeros([V, ROWS], gl.float32, TALL)
     b_du = warpgroup_mma(m_ds.index(0), m_k.index(0).permute((1, 0)), tall, is_async=True)  # dS'^T K^T
@@ -246,7 +248,10 @@ def chunk_bwd_fused_kernel(
         tma.async_copy_global_to_shared(
             *(k, [f_t * N, i_h * K], bars_k.index(1 - buffer), m_k.index(1 - buffer)), pred=pred
         )
-        expect_wy(bar_wy, bar_p, pred)
+        # Expectations stand before a barrier of all threads: the compiler has them meet between these and the
+        # copies in any case.
+        mbarrier.expect(bar_wy, SQUARE_BYTES, pred=pred)
+        mbarrier.expect(bar_p, SQUARE_BYTES, pred=pred)
         if INVERSE == gl.float16:
             b_dv *= b_max[:, None]
         s_dv.permute((1, 0)).store(b_dv.to(DTYPE))
@@ -254,7 +259,8 @@ def chunk_bwd_fused_kernel(
         s_do.store(b_do)
         fence_async_shared()
         barrier()
-        copy_wy(wy, p, m_wy.index(zero), m_kept.index(zero), bar_wy, bar_p, f_t * N, f_t, i_h * ROWS, pred)
+        tma.async_copy_global_to_shared(p, [f_t, i_h * ROWS], bar_p, m_kept.index(zero), pred=pred)
+        tma.async_copy_global_to_shared(wy, [f_t * N, i_h * ROWS], bar_wy, m_wy.index(zero), pred=pred)
         b_da = warpgroup_mma(s_u, s_dv.permute((1, 0)), square, is_async=True)  # dA^T = u dV^T
         b_ds = warpgroup_mma(s_do.slice(0, TOKENS).permute((1, 0)), s_q.slice(0, TOKENS), b_ds, is_async=True)
         b_ds = warpgroup_mma(s_r, s_k, b_ds, is_async=True)
@@ -285,17 +291,19 @@ def chunk_bwd_fused_kernel(
         s_da.store(r_da)
         b_ds = warpgroup_mma_wait(4, deps=[b_ds])
         s_ds.store(b_ds.to(DTYPE))
-        expect_values(bar_do, bar_u, bar_s, pred, K, V)
+        mbarrier.expect(bar_do, TILE_BYTES, pred=pred)
+        mbarrier.expect(bar_u, TILE_BYTES, pred=pred)
+        mbarrier.expect(bar_s, STATE_BYTES, pred=pred)
         b_kk = warpgroup_mma_wait(2, deps=[b_kk])
         fence_async_shared()
         barrier()  # dO, u and S are read
         zero, i_h = rebuild(step, 4, H)
         s_do, s_u, s_s, s_da = m_do.index(zero), m_u.index(zero), m_s.index(zero), m_da.index(zero)
         s_k, s_q, s_ds = m_k.index(buffer + zero), m_q.index(zero), m_ds.index(zero)
-        copy_values(
-            *(do, u, states, s_do, s_u, s_s, bar_do, bar_u, bar_s),
-            *(f_t * N, f_t, ((i_chunk + i_c) * H + i_h) * V, i_h * V, pred),
-        )
+        tma.async_copy_global_to_shared(do, [f_t, i_h * V], bar_do, s_do, pred=pred)
+        tma.async_copy_global_to_shared(u, [f_t * N, i_h * V], bar_u, s_u, pred=pred)
+        i_state = ((i_chunk + i_c) * H + i_h) * V
+        tma.async_copy_global_to_shared(states, [i_state, 0], bar_s, s_s, pred=pred)
         b_dk = warpgroup_mma(s_da.permute((1, 0)), s_k, b_dk, is_async=True)
         b_dk = warpgroup_mma(s_da, s_k, b_dk, is_async=True)
         # Already the next chunk's dS'^T K^T; after the last one this chunk's again, for nothing.

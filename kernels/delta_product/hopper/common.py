@@ -133,51 +133,11 @@ def make_bar():
 
 
 @gluon.jit
-def copy_rows(matrix, tile, bar, i_row, i_column, pred, BYTES: gl.constexpr):
-    """A tile of k or q, with which `bar` completes."""
-    mbarrier.expect(bar, BYTES, pred=pred)
-    tma.async_copy_global_to_shared(matrix, [i_row, i_column], bar, tile, pred=pred)
-
-
-@gluon.jit
 def store_tile(p, tile, n_rows, i_row, STRIDE: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
     """The first `n_rows` of a tile in shared memory, to `p` on; `i_row` is 0 of `rebuild`."""
     o_r, o_c = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     o_r += i_row
     gl.store(p + o_r[:, None] * STRIDE + o_c[None, :], tile.load(LAYOUT), mask=(o_r < n_rows)[:, None])
-
-
-@gluon.jit
-def expect_values(bar_do, bar_u, bar_s, pred, K: gl.constexpr, V: gl.constexpr):
-    """Tell the barriers of `copy_values` what will come.
-
-    Before a barrier of all threads: the compiler has them meet between this and the copies in any case.
-    """
-    mbarrier.expect(bar_do, 2 * ROWS * V, pred=pred)
-    mbarrier.expect(bar_u, 2 * ROWS * V, pred=pred)
-    mbarrier.expect(bar_s, 2 * V * K, pred=pred)
-
-
-@gluon.jit
-def copy_values(do, u, states, s_do, s_u, s_s, bar_do, bar_u, bar_s, i_m, i_t, i_s, i_column, pred):
-    """dO, u and the state of a chunk and head; a barrier completes with each."""
-    tma.async_copy_global_to_shared(do, [i_t, i_column], bar_do, s_do, pred=pred)
-    tma.async_copy_global_to_shared(u, [i_m, i_column], bar_u, s_u, pred=pred)
-    tma.async_copy_global_to_shared(states, [i_s, 0], bar_s, s_s, pred=pred)
-
-
-@gluon.jit
-def expect_wy(bar_wy, bar_p, pred):
-    """The same for `copy_wy`."""
-    mbarrier.expect(bar_wy, 2 * ROWS * ROWS, pred=pred)
-    mbarrier.expect(bar_p, 2 * ROWS * ROWS, pred=pred)
-
-
-@gluon.jit
-def copy_wy(wy, p, s_wy, s_p, bar_wy, bar_p, i_m, i_t, i_column, pred):
-    """T and P diag(beta) of a chunk and head, in the same way."""
-    tma.async_copy_global_to_shared(p, [i_t, i_column], bar_p, s_p, pred=pred)
-    tma.async_copy_global_to_shared(wy, [i_m, i_column], bar_wy, s_wy, pred=pred)
 
 
 @gluon.jit

@@ -44,7 +44,7 @@ PER_NAT, LEAST_DECAY = gl.constexpr(LOG2E.value), gl.constexpr(MIN_LOG2_DECAY.va
 def invert(b_l, zero, s_l, s_rest, s_wy, ACC: gl.constexpr):
     """(I + L)^-1 of a strictly lower triangular L [64, 64] in fp32, as `unit_lower_inverse` has it.
 
-    L stays whole: with X block diagonal, X L X between two blocks is that of L between them. So each product
+    L stays whole: with T block diagonal, T L T between two blocks is that of L between them. So each product
     is masked and not its operand, and L goes to shared memory once.
     """
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
@@ -55,10 +55,10 @@ def invert(b_l, zero, s_l, s_rest, s_wy, ACC: gl.constexpr):
     s_l.store(b_w)
     s_rest.store((b_l - b_w.to(gl.float32)).to(gl.float16))
     unit = gl.where(o_r == o_c, 1.0, zero)
-    b_x = unit - gl.where((o_r == o_c + 1) & (o_c % 2 == 0), b_l, 0.0)
+    b_wy = unit - gl.where((o_r == o_c + 1) & (o_c % 2 == 0), b_l, 0.0)
     empty = gl.zeros([ROWS, ROWS], gl.float32, ACC)
     for level in gl.static_range(1, 6):
-        b_y = b_x.to(gl.float16)
+        b_y = b_wy.to(gl.float16)
         s_wy.store(b_y)
         fence_async_shared()
         barrier()
@@ -67,10 +67,10 @@ def invert(b_l, zero, s_l, s_rest, s_wy, ACC: gl.constexpr):
         b_w = warpgroup_mma(gl.convert_layout(b_w.to(gl.float16), LEFT), s_wy, empty, is_async=True)
         b_w = warpgroup_mma_wait(0, deps=[b_w])
         below = ((o_r >> level) == (o_c >> level) + 1) & ((o_c >> level) % 2 == 0)
-        b_x -= gl.where(below, b_w, 0.0)
-        barrier()  # X of this width is read
-    # One Newton step on the rounded X, with L in two terms
-    b_y = b_x.to(gl.float16)
+        b_wy -= gl.where(below, b_w, 0.0)
+        barrier()  # T of this width is read
+    # One Newton step on the rounded T, with L in two terms
+    b_y = b_wy.to(gl.float16)
     s_wy.store(b_y)
     fence_async_shared()
     barrier()
@@ -81,9 +81,9 @@ def invert(b_l, zero, s_l, s_rest, s_wy, ACC: gl.constexpr):
     s_rest.store((unit - b_w).to(gl.float16))
     fence_async_shared()
     barrier()
-    b_x = warpgroup_mma(gl.convert_layout(b_y, LEFT), s_rest, b_y.to(gl.float32), is_async=True)
-    b_x = warpgroup_mma_wait(0, deps=[b_x])
-    return b_x
+    b_wy = warpgroup_mma(gl.convert_layout(b_y, LEFT), s_rest, b_y.to(gl.float32), is_async=True)
+    b_wy = warpgroup_mma_wait(0, deps=[b_wy])
+    return b_wy
 
 
 @gluon.jit(do_not_specialize=["T", "NT"])
@@ -192,9 +192,9 @@ def chunk_prepare_wy_kernel(
     offset = o_s[:, None] * (H * ROWS) + o_k[None, :]
     barrier()
     gl.store(p + (i_t * H + i_h) * ROWS + offset, s_wy.load(STORE), mask=(o_s < n_t)[:, None])
-    barrier()  # P has left the buffer of X
-    b_x = invert(gl.where(lower, b_a, zero), zero, s_l, s_rest, s_wy, ACC)
-    s_wy.store(b_x.to(gl.float16))
+    barrier()  # P has left the buffer of T
+    b_wy = invert(gl.where(lower, b_a, zero), zero, s_l, s_rest, s_wy, ACC)
+    s_wy.store(b_wy.to(gl.float16))
     barrier()
     gl.store(wy + (i_m * H + i_h) * ROWS + offset, s_wy.load(STORE), mask=(o_s < n_m)[:, None])
 

@@ -1,11 +1,11 @@
 """The Triton backend of `delta_product`: its autograd function, and what the kernels fill.
 
-Narrow heads in float32 run Householder step by step (`fused_recurrent`), all others by chunks, as follows.
+Narrow heads in float32 run Householder step by step (`fused_recurrent`), all others by chunks: `select`
+decides. For the backward the chunk forward keeps, in the dtype of q: u per Householder step (V elements a
+head; v itself is not kept) and one state per chunk of M = 64 steps; and in 16 bits, where q has them, T per
+step and P diag(beta) per token (M elements each). The recurrent one keeps v and the state before each step.
 
-For the backward the forward keeps, in the dtype of q: u per Householder step (V elements a head; v itself is
-not kept) and one state per chunk of M = 64 steps; and in 16 bits, where q has them, T per step and
-P diag(beta) per token (M elements each). `chunk_launch` launches the kernels; torch.compile traces what is
-here and takes each pass as one node.
+`chunk_launch` launches the kernels; torch.compile traces what is here and takes each pass as one node.
 """
 
 from typing import Any
@@ -17,7 +17,6 @@ from torch.autograd.function import once_differentiable
 from fla_train.kernels.delta_product.select import CHUNK_STEPS, select_for
 from fla_train.kernels.delta_product.triton.chunk_arguments import OPERAND_DTYPES, in_half, row_length
 from fla_train.kernels.delta_product.triton.chunk_launch import delta_product_backward, delta_product_forward
-from fla_train.kernels.delta_product.triton.fused_recurrent import FusedRecurrent
 from fla_train.kernels.sizes import ceil_div
 
 
@@ -57,15 +56,14 @@ def triton_delta_product(
     tensors = [x if x is None else x.contiguous() for x in (q, k, v, beta, g, initial_state)]
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    options = scale, qk_l2norm, output_final_state, keep
-    if select_for(q, k, v.shape[-1], cu_seqlens, qk_l2norm).algorithm == "fused_recurrent":
-        return FusedRecurrent.apply(*tensors, *options, *(() if cu_seqlens is None else (cu_seqlens,)))
-    bounds = () if cu_seqlens is None else _bounds(cu_seqlens, q.shape[1], CHUNK_STEPS // k.shape[2])
-    return _DeltaProduct.apply(*tensors, *options, *bounds)
+    bounds = () if cu_seqlens is None else (cu_seqlens,)
+    if bounds and select_for(q, k, v.shape[-1], cu_seqlens, qk_l2norm).algorithm == "chunk":
+        bounds += _chunk_bounds(cu_seqlens, q.shape[1], CHUNK_STEPS // k.shape[2])
+    return _DeltaProduct.apply(*tensors, scale, qk_l2norm, output_final_state, keep, *bounds)
 
 
-def _bounds(cu_seqlens: Tensor, length: int, chunk_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a packed row: `cu_seqlens`, each document's first chunk [S + 1], each chunk's document [chunks].
+def _chunk_bounds(cu_seqlens: Tensor, length: int, chunk_tokens: int) -> tuple[Tensor, Tensor]:
+    """Of a packed row: each document's first chunk [S + 1], each chunk's document [chunks].
 
     The number of chunks is an upper bound, since reading `cu_seqlens` would wait for the device.
     """
@@ -73,7 +71,7 @@ def _bounds(cu_seqlens: Tensor, length: int, chunk_tokens: int) -> tuple[Tensor,
     ends = ((cu_seqlens.diff() + chunk_tokens - 1) // chunk_tokens).cumsum(0)
     numbers = torch.arange(length // chunk_tokens + documents, device=ends.device, dtype=ends.dtype)
     chunk_sequence = torch.searchsorted(ends, numbers, right=True).clamp_(max=documents - 1)
-    return cu_seqlens, torch.nn.functional.pad(ends, (1, 0)), chunk_sequence
+    return torch.nn.functional.pad(ends, (1, 0)), chunk_sequence
 
 
 class _DeltaProduct(torch.autograd.Function):
@@ -93,28 +91,33 @@ class _DeltaProduct(torch.autograd.Function):
         *bounds: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         (batch, length, heads, key_dim), num_householder, value_dim = q.shape, k.shape[2], v.shape[-1]
-        chunks = bounds[2].numel() if bounds else batch * ceil_div(length, CHUNK_STEPS // num_householder)
-        sequences = bounds[0].numel() - 1 if bounds else batch
-        prepared = _make_prepared(q, k, beta, chunks, g is not None, qk_l2norm)
-        o = v.new_empty(batch, length, heads, value_dim)
-        u = torch.empty_like(v) if keep else None
-        states = q.new_empty(chunks, heads, value_dim, key_dim) if keep else None
-        final_state = beta.new_empty(sequences, heads, key_dim, value_dim) if output_final_state else None
         selection = select_for(q, k, value_dim, bounds[0] if bounds else None, qk_l2norm)
-        # With |k| <= 1 and beta <= 2 no element is beyond 1.
-        dtype = torch.float32 if q.dtype == torch.float32 else torch.float16
-        transitions = None
-        if selection.num_segments:
-            transitions = q.new_empty(selection.num_segments, heads, key_dim, key_dim, dtype=dtype)
+        sequences = bounds[0].numel() - 1 if bounds else batch
+        o = v.new_empty(batch, length, heads, value_dim)
+        final_state = beta.new_empty(sequences, heads, key_dim, value_dim) if output_final_state else None
+        prepared, u, states, transitions = [], None, None, None
+        if selection.algorithm == "chunk":
+            chunks = bounds[2].numel() if bounds else batch * ceil_div(length, CHUNK_STEPS // num_householder)
+            prepared = _make_prepared(q, k, beta, chunks, g is not None, qk_l2norm)
+            if keep:
+                u, states = torch.empty_like(v), q.new_empty(chunks, heads, value_dim, key_dim)
+            if selection.num_segments:
+                # With |k| <= 1 and beta <= 2 no element is beyond 1.
+                dtype = torch.float32 if q.dtype == torch.float32 else torch.float16
+                transitions = q.new_empty(selection.num_segments, heads, key_dim, key_dim, dtype=dtype)
+        elif keep:
+            states = v.new_empty(*k.shape, value_dim)
         delta_product_forward(
             *(q, k, v, beta, g, initial_state, bounds, scale, qk_l2norm),
             *(o, prepared, u, states, transitions, final_state),
         )
         ctx.set_materialize_grads(False)
         ctx.scale, ctx.qk_l2norm, ctx.num_bounds = scale, qk_l2norm, len(bounds)
-        kept = (*bounds, *prepared) if keep else ()
-        transitions = transitions if keep else None
-        ctx.save_for_backward(q, k, beta, g, initial_state, u, states, transitions, *kept)
+        if keep:
+            values = v if u is None else u
+            ctx.save_for_backward(
+                *(q, k, beta, g, initial_state, values, states, transitions), *bounds, *prepared
+            )
         return o, final_state
 
     @staticmethod

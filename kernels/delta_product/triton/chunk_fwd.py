@@ -43,27 +43,28 @@ MIN_LOG_DECAY = tl.constexpr(MIN_LOG2_DECAY.value / LOG2E.value)
 def unit_lower_inverse(b_l, zero, M: tl.constexpr, OPERAND: tl.constexpr):
     """(I + L)^-1 of a strictly lower triangular L [M, M], M a power of two; in fp32. `zero` is `opaque_zero`.
 
-    Masked doubling: with X the inverse of the diagonal blocks of width w and L_w the blocks below them,
-    X - X L_w X is that of the blocks of width 2 w. It equals substitution and never forms a power of L (those
-    overflow for correlated keys and beta near 2). With fp16 operands one Newton step on the rounded X,
-    X + X (I - (I + L) X), removes what their rounding did; there L enters in two terms.
+    Here L = A diag(beta), and the inverse is T. Masked doubling: with T the inverse of the diagonal blocks of
+    width w and L_w the blocks below them, T - T L_w T is that of the blocks of width 2 w. It equals
+    substitution and never forms a power of L (those overflow for correlated keys and beta near 2). With fp16
+    operands one Newton step on the rounded T, T + T (I - (I + L) T), removes what their rounding did; there L
+    enters in two terms.
     """
     o_r, o_c = tl.arange(0, M)[:, None], tl.arange(0, M)[None, :]
     unit = tl.where(o_r == o_c, 1.0, zero)
-    b_x = unit - tl.where((o_r == o_c + 1) & (o_c % 2 == 0), b_l, 0.0)
+    b_wy = unit - tl.where((o_r == o_c + 1) & (o_c % 2 == 0), b_l, 0.0)
     for level in tl.static_range(1, M.bit_length() - 1):
         below = ((o_r >> level) == (o_c >> level) + 1) & ((o_c >> level) % 2 == 0)
         b_w = tl.where(below, b_l, zero).to(OPERAND)
-        b_y = b_x.to(OPERAND)
+        b_y = b_wy.to(OPERAND)
         b_w = tl.dot(b_y, b_w, input_precision="tf32x3").to(OPERAND)
-        b_x -= tl.dot(b_w, b_y, input_precision="tf32x3")
+        b_wy -= tl.dot(b_w, b_y, input_precision="tf32x3")
     if OPERAND == tl.float16:
-        b_y = b_x.to(OPERAND)
+        b_y = b_wy.to(OPERAND)
         b_w = b_l.to(OPERAND)
         b_rest = tl.dot(b_w, b_y, b_y.to(tl.float32))
         b_rest = tl.dot((b_l - b_w.to(tl.float32)).to(OPERAND), b_y, b_rest)
-        b_x = tl.dot(b_y, (unit - b_rest).to(OPERAND), b_y.to(tl.float32))
-    return b_x
+        b_wy = tl.dot(b_y, (unit - b_rest).to(OPERAND), b_y.to(tl.float32))
+    return b_wy
 
 
 @triton.jit(do_not_specialize=["T", "NT"])

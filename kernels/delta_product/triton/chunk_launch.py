@@ -1,9 +1,10 @@
-"""Launches of the chunk kernels: the forward and the backward pass of `delta_product`.
+"""Launches of the Triton backend: the forward and the backward pass of `delta_product`.
 
-Forward: `chunk_prepare_wy` (all chunks at once), then `chunk_fwd` (serial over chunks). Backward:
+By chunks. Forward: `chunk_prepare_wy` (all chunks at once), then `chunk_fwd` (serial over chunks). Backward:
 `chunk_bwd_state` (serial), then `chunk_bwd_qkg` (all chunks at once), or `chunk_bwd_fused` for both. Long
 sequences of few heads are split for the serial ones (`sequence_split`). `select` decides what runs and with
-which options. There are no atomics, so results are reproducible to the bit.
+which options, or that `fused_recurrent` takes the place of all of them. There are no atomics, so results are
+reproducible to the bit.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from fla_train.kernels.cached_launch import run_kernel
 from fla_train.kernels.custom_op import custom_op
 from fla_train.kernels.delta_product.recurrent import L2NORM_EPS
 from fla_train.kernels.delta_product.select import select_for
+from fla_train.kernels.delta_product.triton import fused_recurrent
 from fla_train.kernels.delta_product.triton.chunk_arguments import Call, in_half, pick
 from fla_train.kernels.delta_product.triton.chunk_bwd import chunk_bwd_qkg_kernel, chunk_bwd_state_kernel
 from fla_train.kernels.delta_product.triton.chunk_fwd import chunk_fwd_kernel, chunk_prepare_wy_kernel
@@ -43,12 +45,20 @@ def delta_product_forward(
 ) -> None:
     """Fill the output, what is prepared per chunk and, where given, what the backward reads.
 
-    `transitions` [segments, H, K, K] is given where sequences are split.
+    `transitions` [segments, H, K, K] is given where sequences are split. `fused_recurrent` fills the output,
+    `final_state` and `states` only, which are those before each Householder step [B, T, N, H, K, V].
     """
-    call = Call.of(q, k, g is not None, bounds, qk_l2norm, prepared)
-    heads, value_dim = q.shape[2], v.shape[-1]
-    selection = select_for(q, k, value_dim, call.sequences["cu_seqlens"], qk_l2norm)
+    cu_seqlens, heads, value_dim = bounds[0] if bounds else None, q.shape[2], v.shape[-1]
+    selection = select_for(q, k, value_dim, cu_seqlens, qk_l2norm)
     with torch.cuda.device_of(q):
+        if selection.algorithm == "fused_recurrent":
+            fused_recurrent.launch(
+                fused_recurrent.fused_recurrent_fwd_kernel, cu_seqlens, qk_l2norm,
+                q=q, k=k, v=v, beta=beta, g=g, scale=scale, initial_state=initial_state,
+                o=o, states=states, final_state=final_state,
+            )  # fmt: skip
+            return
+        call = Call.of(q, k, g is not None, bounds, qk_l2norm, prepared)
         arguments = dict(
             q=q, k=k, beta=beta, g=g, **call.factors, **call.rows,
             **call.sequences, chunk_sequence=call.chunk_sequence, scale=scale, eps=L2NORM_EPS,
@@ -105,12 +115,19 @@ def delta_product_backward(
     dg: Tensor | None,
     dinitial_state: Tensor | None,
 ) -> None:
-    """Fill the gradients."""
-    call = Call.of(q, k, g is not None, bounds, qk_l2norm, prepared)
-    heads, value_dim = q.shape[2], dv.shape[-1]
-    selection = select_for(q, k, value_dim, call.sequences["cu_seqlens"], qk_l2norm)
-    options = selection.chunk_bwd_state.options
+    """Fill the gradients; of `fused_recurrent`, `u` is v."""
+    cu_seqlens, heads, value_dim = bounds[0] if bounds else None, q.shape[2], dv.shape[-1]
+    selection = select_for(q, k, value_dim, cu_seqlens, qk_l2norm)
     with torch.cuda.device_of(q):
+        if selection.algorithm == "fused_recurrent":
+            fused_recurrent.launch(
+                fused_recurrent.fused_recurrent_bwd_kernel, cu_seqlens, qk_l2norm,
+                q=q, k=k, v=u, beta=beta, g=g, scale=scale, states=states, do=do, dfinal_state=dfinal_state,
+                dq=dq, dk=dk, dv=dv, dbeta=dbeta, dg=dg, dinitial_state=dinitial_state,
+            )  # fmt: skip
+            return
+        call = Call.of(q, k, g is not None, bounds, qk_l2norm, prepared)
+        options = selection.chunk_bwd_state.options
         sequences, num_sequences, starts = call.sequences, call.num_sequences, dinitial_state
         if transitions is not None:
             segments = Segments(selection, call, q.device)

@@ -4,7 +4,8 @@ Sequences: for narrow heads in float32, where products of chunks do not pay. A w
 heads of 16 or 32 channels and short sequences. Chunks would be padded to tiles of 64 channels there, and
 float32 goes through the matrix units in three products. Here a program of one warp runs one head of one
 sequence with the state in registers, as the definition does. For the backward pass the forward keeps the
-state before each step, after the gate: 4 K V bytes a step and head.
+state before each step, after the gate: 4 K V bytes a step and head. `chunk_launch` launches these kernels in
+place of the chunk kernels where `select` says so.
 
 One token: the state is read once and written once, whatever n_h. A decoding step moves the state and hardly
 anything else: 8 K V bytes a head in fp32, against 2 (n_h + 1) (K + V) for its inputs. A program holds a
@@ -12,14 +13,10 @@ anything else: 8 K V bytes a head in fp32, against 2 (n_h + 1) (K + V) for its i
 warp or two, and applies the gate, all steps and the query to it.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fla_train.kernels.cached_launch import run_kernel
 from fla_train.kernels.custom_op import custom_op
@@ -29,120 +26,25 @@ from fla_train.kernels.sizes import ceil_div, next_power_of_2
 TILE = 4096  # fp32 elements of the state that a warp holds in decoding: 128 registers of each of its threads
 
 
-class FusedRecurrent(torch.autograd.Function):
-    """Arguments and results of `triton_delta_product`, all contiguous."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        beta: Tensor,
-        g: Tensor | None,
-        initial_state: Tensor | None,
-        scale: float,
-        qk_l2norm: bool,
-        output_final_state: bool,
-        keep: bool,
-        *bounds: Tensor,
-    ) -> tuple[Tensor, Tensor | None]:
-        (batch, length, heads, key_dim), value_dim = q.shape, v.shape[-1]
-        sequences = bounds[0].numel() - 1 if bounds else batch
-        o = v.new_empty(batch, length, heads, value_dim)
-        states = v.new_empty(*k.shape, value_dim) if keep else None
-        final_state = v.new_empty(sequences, heads, key_dim, value_dim) if output_final_state else None
-        fused_recurrent_forward(
-            q, k, v, beta, g, initial_state, bounds, scale, qk_l2norm, o, states, final_state
-        )
-        ctx.set_materialize_grads(False)
-        ctx.scale, ctx.qk_l2norm = scale, qk_l2norm
-        ctx.save_for_backward(q, k, v, beta, g, initial_state, states, *bounds)
-        return o, final_state
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, do: Tensor | None, dfinal_state: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, beta, g, initial_state, states, *bounds = ctx.saved_tensors
-        do = torch.zeros_like(v[:, :, 0]).contiguous() if do is None else do.contiguous()
-        dfinal_state = None if dfinal_state is None else dfinal_state.contiguous()
-        dq, dk, dv, dbeta = (torch.empty_like(x) for x in (q, k, v, beta))
-        dg = None if g is None else torch.empty_like(g)
-        dinitial_state = torch.empty_like(initial_state) if ctx.needs_input_grad[5] else None
-        fused_recurrent_backward(
-            *(q, k, v, beta, g, states, do, dfinal_state, bounds, ctx.scale, ctx.qk_l2norm),
-            *(dq, dk, dv, dbeta, dg, dinitial_state),
-        )
-        return dq, dk, dv, dbeta, dg, dinitial_state, *[None] * (4 + len(bounds))
-
-
-@custom_op(mutates=("o", "states", "final_state"))
-def fused_recurrent_forward(
+def launch(
+    kernel: triton.JITFunction,
+    cu_seqlens: Tensor | None,
+    qk_l2norm: bool,
+    *,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    beta: Tensor,
-    g: Tensor | None,
-    initial_state: Tensor | None,
-    bounds: Sequence[Tensor],
-    scale: float,
-    qk_l2norm: bool,
-    o: Tensor,
-    states: Tensor | None,
-    final_state: Tensor | None,
+    **tensors: Tensor | float | None,
 ) -> None:
-    """Fill the output and, where given, the states [B, T, N, H, K, V] and those at the ends."""
-    programs, sizes = _sizes(q, k, v, bounds, qk_l2norm)
-    with torch.cuda.device_of(q):
-        run_kernel(
-            fused_recurrent_fwd_kernel, (programs,), q=q, k=k, v=v, beta=beta, g=g, scale=scale,
-            initial_state=initial_state, o=o, states=states, final_state=final_state, **sizes,
-        )  # fmt: skip
-
-
-@custom_op(mutates=("dq", "dk", "dv", "dbeta", "dg", "dinitial_state"))
-def fused_recurrent_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    g: Tensor | None,
-    states: Tensor,
-    do: Tensor,
-    dfinal_state: Tensor | None,
-    bounds: Sequence[Tensor],
-    scale: float,
-    qk_l2norm: bool,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dbeta: Tensor,
-    dg: Tensor | None,
-    dinitial_state: Tensor | None,
-) -> None:
-    """Fill the gradients."""
-    programs, sizes = _sizes(q, k, v, bounds, qk_l2norm)
-    with torch.cuda.device_of(q):
-        run_kernel(
-            fused_recurrent_bwd_kernel, (programs,), q=q, k=k, v=v, beta=beta, g=g, scale=scale,
-            states=states, do=do, dfinal_state=dfinal_state, dq=dq, dk=dk, dv=dv, dbeta=dbeta, dg=dg,
-            dinitial_state=dinitial_state, **sizes,
-        )  # fmt: skip
-
-
-def _sizes(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[Tensor], qk_l2norm: bool
-) -> tuple[int, dict[str, Any]]:
-    """Programs, one for each head of a sequence, and the arguments that both kernels take."""
+    """Run the forward or the backward kernel: a program of one warp for each head of a sequence."""
     (batch, length, heads, key_dim), value_dim = q.shape, v.shape[-1]
-    cu_seqlens = bounds[0] if bounds else None
     sequences = batch if cu_seqlens is None else cu_seqlens.numel() - 1
-    sizes = dict(
+    run_kernel(
+        kernel, (sequences * heads,), q=q, k=k, v=v, **tensors,
         cu_seqlens=cu_seqlens, T=length, H=heads, K=key_dim, V=value_dim, N=k.shape[2],
         BK=next_power_of_2(key_dim), BV=next_power_of_2(value_dim),
         L2NORM=qk_l2norm, EPS=L2NORM_EPS, num_warps=1,
     )  # fmt: skip
-    return sequences * heads, sizes
 
 
 def triton_step(
