@@ -136,10 +136,10 @@ def _table(record: Mapping[str, Any]) -> str:
     for number, layer in enumerate(record["layers"]):
         lines += [
             "",
-            f"Layer {number}, {len(layer['tokens'])} tokens. A reflection is a sub-step with beta above "
-            f"{REFLECTION}; a token rotates if an eigenvalue has an imaginary part above {ROTATION}.",
+            f"Layer {number}, {len(layer['tokens'])} tokens. A reflection is a Householder step with beta "
+            f"above {REFLECTION}; a token rotates if an eigenvalue has an imaginary part above {ROTATION}.",
             "",
-            "| head | mean beta by sub-step | reflections | rotating tokens | smallest real part | "
+            "| head | mean beta by Householder step | reflections | rotating tokens | smallest real part | "
             "keys: effective dimension | components of 95% |",
             "|---|---|---|---|---|---|---|",
         ]

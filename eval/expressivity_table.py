@@ -102,11 +102,12 @@ def write_tables(home: Path) -> Path:
     Raises:
         ValueError: no run has been tested.
     """
-    results = {name: _results(name, table, home) for name, table in read_tables().items()}
-    tried = {name for name, table in read_tables().items() if _tried(name, table, results[name], home)}
-    if not tried:
-        raise ValueError(f"no run with a test below {home}: run scripts/reproduce_expressivity.sh first")
+    tables = read_tables()
+    results = {name: _results(name, table, home) for name, table in tables.items()}
+    skipped = {name: _skipped(name, table, home) for name, table in tables.items()}
     found = [cell for rows in results.values() for row in rows.values() for cell in row.values() if cell]
+    if not found and not any(skipped.values()):
+        raise ValueError(f"no run with a test below {home}: run scripts/reproduce_expressivity.sh first")
     (home / "tables.json").write_text(json.dumps(results, indent=2) + "\n")
     hardware = sorted({device for cell in found for device in cell["hardware"]})
     lines = [
@@ -116,20 +117,13 @@ def write_tables(home: Path) -> Path:
         "",
         f"Hardware: {'; '.join(hardware) or 'no run has been tested'}.",
     ]
-    for name, table in read_tables().items():
-        if name in tried:
-            rows = _markdown(name, table, results[name], home)
+    for name, table in tables.items():
+        if skipped[name] or any(cell for row in results[name].values() for cell in row.values()):
+            rows = _markdown(table, results[name], skipped[name])
             lines += ["", *rows, "", *_figures(name, table, results[name], home)]
     out = home / "tables.md"
     out.write_text("\n".join(lines) + "\n")
     return out
-
-
-def _tried(
-    name: str, table: Mapping[str, Any], results: Mapping[str, Mapping[str, dict | None]], home: Path
-) -> bool:
-    """Whether any run has been tested, or has a note that says why not."""
-    return any(any(row.values()) for row in results.values()) or bool(_skipped(name, table, home))
 
 
 def _results(name: str, table: Mapping[str, Any], home: Path) -> dict[str, dict[str, dict | None]]:
@@ -186,8 +180,9 @@ def _statistics(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _markdown(
-    name: str, table: Mapping[str, Any], results: Mapping[str, Mapping[str, dict | None]], home: Path
+    table: Mapping[str, Any], results: Mapping[str, Mapping[str, dict | None]], skipped: Sequence[str]
 ) -> list[str]:
+    """The lines of a table, and below it why rows or runs are missing."""
     columns = list(table["columns"])
     header = [part for column in columns for part in (f"{column}: paper", "ours")]
     lines = [
@@ -203,14 +198,13 @@ def _markdown(
         for published, column in zip(content["published"], columns, strict=True):
             cells += [_published(published), _ours(results[row][column])]
         lines.append(f"| {row} | {' | '.join(cells)} |")
-    skipped = [f"{row} was not run: {reason}." for row, reason in _never(table).items()]
-    skipped += _skipped(name, table, home)
-    return [*lines, "", *skipped] if skipped else lines
-
-
-def _never(table: Mapping[str, Any]) -> dict[str, str]:
-    """The reason by row, for rows that the table marks as not runnable."""
-    return {row: content["skipped"] for row, content in table["rows"].items() if "skipped" in content}
+    missing = [
+        f"{row} was not run: {content['skipped']}."
+        for row, content in table["rows"].items()
+        if "skipped" in content
+    ]
+    missing += skipped
+    return [*lines, "", *missing] if missing else lines
 
 
 def _skipped(name: str, table: Mapping[str, Any], home: Path) -> list[str]:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fla_train.eval.compare import is_metric
-from fla_train.eval.paper import NOTED, RECALL, ZERO_SHOT, Column, published
+from fla_train.eval.paper import NOTED, RECALL, ZERO_SHOT, Column
 from fla_train.eval.sets import PAPER_SETS
-from fla_train.eval.tables import COUNTS, TABLE_1, restrictions, sequences, varied
+from fla_train.eval.tables import COUNTS, restrictions, sequences, table_1, varied
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from fla_train.eval.transitions import Transitions
 
@@ -250,7 +251,9 @@ def _extrapolation(file: Path, records: Sequence[dict], panels: Sequence[int]) -
                         _curve(panel, _middles(points), _points(points), record["name"], f"C{i}")
                         counts.add(sequences(points[0]))
                 if counts:
-                    _note_count(panel, counts)
+                    text = f"n = {' to '.join(map(str, sorted({min(counts), max(counts)})))}"
+                    place = {"ha": "right", "va": "top", "transform": panel.transAxes}
+                    panel.text(0.97, 0.95, text, fontsize=7, color="0.4", **place)
                 mark_training(panel, records, label=True)
                 _bound(panel)
                 panel.set_xlim(0, length)
@@ -268,13 +271,6 @@ def _panel(result: dict, length: int) -> list[dict]:
     """The curve of a panel; of an evaluation without it, what its curve over all positions has of it."""
     points = result.get("panels", {}).get(str(length)) or result.get("positions", [])
     return [point for point in points if point["end"] <= length]
-
-
-def _note_count(panel: Axes, counts: set[int]) -> None:
-    """How many sequences stand behind the curves."""
-    few, many = min(counts), max(counts)
-    text = f"n = {few}" if few == many else f"n = {few} to {many}"
-    panel.text(0.97, 0.95, text, ha="right", va="top", fontsize=7, color="0.4", transform=panel.transAxes)
 
 
 def _columns(records: Sequence[dict]) -> list[Column]:
@@ -297,7 +293,7 @@ def _tasks(file: Path, records: Sequence[dict], columns: Sequence[Column]) -> No
     """Scores in percent with standard errors; beside those that Table 1 has, and on its data, its rows (grey
     dots).
     """
-    rows = [row for group in published() if group.paper == TABLE_1 for row in group.rows.values()]
+    rows = [row for group in table_1() for row in group.rows.values()]
     with grid(file, 1, 1, (max(8.0, 0.9 * len(columns)), 3.6)) as axes:
         panel = axes[0, 0]
         width = 0.7 / len(records)
@@ -413,11 +409,11 @@ def _states(record: dict, name: str) -> dict | None:
 
 def draw_transitions(layer: Transitions, name: str, folder: Path) -> list[Path]:
     """Write betas-NAME.png, keys-NAME.png and eigenvalues-NAME.png."""
-    return [
-        _betas(layer, name, folder / f"betas-{name}.png"),
-        _components(layer, name, folder / f"keys-{name}.png"),
-        _eigenvalues(layer, name, folder / f"eigenvalues-{name}.png"),
-    ]
+    files = []
+    for kind, draw in (("betas", _betas), ("keys", _components), ("eigenvalues", _eigenvalues)):
+        files.append(folder / f"{kind}-{name}.png")
+        draw(layer, name).savefig(files[-1], dpi=120)
+    return files
 
 
 def _head_panels(heads: int, title: str, *, square: bool):
@@ -435,12 +431,12 @@ def _head_panels(heads: int, title: str, *, square: bool):
     return figure, panels[:heads]
 
 
-def _betas(layer: Transitions, name: str, out: Path) -> Path:
+def _betas(layer: Transitions, name: str) -> Figure:
     _, steps, heads = layer.beta.shape
-    figure, panels = _head_panels(heads, f"{name}: beta of each sub-step, by token", square=False)
+    figure, panels = _head_panels(heads, f"{name}: beta of each Householder step, by token", square=False)
     for head, panel in enumerate(panels):
         for j in range(steps):
-            panel.plot(layer.tokens, layer.beta[:, j, head], ".", ms=4, label=f"sub-step {j + 1}")
+            panel.plot(layer.tokens, layer.beta[:, j, head], ".", ms=4, label=f"Householder step {j + 1}")
         panel.set_title(f"head {head}", fontsize="small")
         panel.set_ylim(-0.1, 2.1)
         panel.xaxis.get_major_locator().set_params(integer=True)
@@ -448,11 +444,10 @@ def _betas(layer: Transitions, name: str, out: Path) -> Path:
     panels[0].legend(fontsize="x-small", loc="lower left")
     figure.supxlabel("token id")
     figure.supylabel("beta")
-    figure.savefig(out, dpi=120)
-    return out
+    return figure
 
 
-def _components(layer: Transitions, name: str, out: Path) -> Path:
+def _components(layer: Transitions, name: str) -> Figure:
     from matplotlib.figure import Figure
 
     shares = layer.explained_variance().cumsum(-1)[:, :10]
@@ -475,11 +470,10 @@ def _components(layer: Transitions, name: str, out: Path) -> Path:
     )
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", loc="lower right")
-    figure.savefig(out, dpi=120)
-    return out
+    return figure
 
 
-def _eigenvalues(layer: Transitions, name: str, out: Path) -> Path:
+def _eigenvalues(layer: Transitions, name: str) -> Figure:
     values = layer.eigenvalues()  # [E, H, K]
     figure, panels = _head_panels(
         values.shape[1], f"{name}: eigenvalues of the tokens' transitions", square=True
@@ -493,5 +487,4 @@ def _eigenvalues(layer: Transitions, name: str, out: Path) -> Path:
         panel.set(xlim=(-1.15, 1.15), ylim=(-1.15, 1.15), aspect="equal")
     figure.supxlabel("real part")
     figure.supylabel("imaginary part")
-    figure.savefig(out, dpi=120)
-    return out
+    return figure

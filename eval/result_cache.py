@@ -1,12 +1,12 @@
 """Cache of finished results on disk: an evaluation that was interrupted resumes after the last one."""
 
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 from fla_train.eval.parallel import ALONE, Ranks
+from fla_train.utils.filesystem import write_whole
 
 
 class ResultCache:
@@ -34,9 +34,7 @@ class ResultCache:
         if self.ranks.rank:
             return result
         self.folder.mkdir(parents=True, exist_ok=True)
-        aside = file.with_suffix(f".{os.getpid()}.writing")
-        aside.write_text(json.dumps({"request": request, "result": result}))
-        aside.replace(file)
+        write_whole(file, json.dumps({"request": request, "result": result}))
         return result
 
 

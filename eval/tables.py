@@ -4,12 +4,11 @@ import math
 from collections.abc import Iterable, Sequence
 
 from fla_train.eval.compare import LENGTH_LABELS, Row, comparison, is_metric
-from fla_train.eval.paper import HEADS, NOTED, fixed, paper_cells, published
+from fla_train.eval.paper import HEADS, NOTED, PublishedGroup, fixed, paper_cells, published
 
 COUNTS = (
     "Perplexity against context length: points of different n (documents or sequences) are of different ones."
 )
-TABLE_1 = "delta_product"  # whose rows stand beside ours; the page shows the other papers' too
 LATEX_SPECIAL = {sign: f"\\{sign}" for sign in "_%&#${}"} | {
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
@@ -123,20 +122,21 @@ def paper_heads(records: Sequence[dict]) -> list[str]:
     return [head for head in HEADS if any(head in record["paper_row"] for record in records)]
 
 
+def table_1() -> list[PublishedGroup]:
+    """The rows of the DeltaProduct paper, which stand beside ours; the page shows the other papers' too."""
+    return [group for group in published() if group.paper == "delta_product"]
+
+
 def paper_markdown(records: Sequence[dict], heads: Sequence[str]) -> str:
     """Published rows of Table 1 of the DeltaProduct paper, then ours."""
     lines = [_line(["model", *heads]), _line(["---", *["---:"] * len(heads)])]
-    sources = []
-    for group in published():
-        if group.paper == TABLE_1:
-            sources = [group.source]
-            lines += [
-                _line([f"{model} ({group.title})", *(values[head] for head in heads)])
-                for model, values in group.rows.items()
-            ]
+    groups = table_1()
+    for group in groups:
+        for model, values in group.rows.items():
+            lines.append(_line([f"{model} ({group.title})", *(values[head] for head in heads)]))
     for record in records:
         lines.append(_line(f"**{cell}**" for cell in (record["name"], *paper_cells(record, heads))))
-    return "\n".join([*lines, "", *(f"Published rows: {source}." for source in sources), ""])
+    return "\n".join([*lines, "", f"Published rows: {groups[0].source}.", ""])
 
 
 def comparison_markdown(records: Sequence[dict]) -> str:
@@ -194,8 +194,7 @@ def latex(records: Sequence[dict]) -> str:
 def _paper_latex(records: Sequence[dict], heads: Sequence[str]) -> str:
     groups = [
         (group.title, [[model, *(values[head] for head in heads)] for model, values in group.rows.items()])
-        for group in published()
-        if group.paper == TABLE_1
+        for group in table_1()
     ]
     ours = [[record["name"], *paper_cells(record, heads)] for record in records]
     return _tabular("l" + "r" * len(heads), ["model", *heads], [*groups, ("measured here", ours)])

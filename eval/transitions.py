@@ -5,7 +5,7 @@ A head's transition at a token is exp(g) prod_j (I - beta_j k_j k_j^T), applied 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
@@ -36,17 +36,10 @@ class Transitions:
     def only(self, tokens: Sequence[int]) -> "Transitions":
         """Those of `tokens`, as far as they were read."""
         rows = torch.isin(self.tokens, torch.tensor(tokens))
-        return replace(
-            self,
-            tokens=self.tokens[rows],
-            beta=self.beta[rows],
-            beta_spread=self.beta_spread[rows],
-            keys=self.keys[rows],
-            decay=self.decay[rows],
-        )
+        return Transitions(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def matrices(self) -> Tensor:
-        """[E, H, K, K]: the transition of each token, its sub-steps multiplied in order."""
+        """[E, H, K, K]: the transition of each token, its Householder steps multiplied in order."""
         size = self.keys.shape[-1]
         product = torch.eye(size, dtype=self.keys.dtype).expand(*self.decay.shape, size, size)
         for j in range(self.beta.shape[1]):
@@ -59,7 +52,7 @@ class Transitions:
         return torch.linalg.eigvals(self.matrices())
 
     def explained_variance(self) -> Tensor:
-        """[H, C]: share of the variance of a head's keys (all tokens and sub-steps) in each component."""
+        """[H, C]: share of the variance of a head's keys (all tokens and steps) in each component."""
         rows = self.keys.permute(2, 0, 1, 3).flatten(1, 2)  # [H, E * N, K]
         variances = torch.linalg.svdvals(rows - rows.mean(1, keepdim=True)).square()
         return variances / variances.sum(-1, keepdim=True).clamp(min=1e-300)

@@ -1,4 +1,6 @@
-"""unshare -rm python scripts/fault_drill.py --report docs/dev/fault_drill.md    (5 to 20 minutes, two cores)
+"""Fault drill, part one: a few kinds of faults many times, injected into a run on two ranks.
+
+    unshare -rm python scripts/fault_drill.py --report docs/dev/fault_drill.md    # 5 to 20 minutes, two cores
 
 Trains a tiny model on two ranks twice: once left alone, once while faults are injected from outside. Ranks
 and launchers are killed or frozen, a small disk is filled, writes are refused; checkpoints, metrics and token
@@ -223,7 +225,7 @@ def disturb(drill: Drill, rounds: list[tuple[list[str], list[str]]]) -> Outcome:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[2])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=len(ROUNDS), help="leave the rest out, to try it")
     arguments = arguments_of(parser, "runs/fault_drill")
     disk = arguments.out / "disk"

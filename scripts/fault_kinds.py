@@ -1,6 +1,7 @@
-"""python scripts/fault_kinds.py --report docs/dev/fault_drill.md    (about 15 minutes on two cores)
+"""Fault drill, part two: one fault of each kind, injected into a run on two ranks.
 
-The second part of the fault drill: one fault of each kind, where `fault_drill.py` has a few kinds many times.
+    python scripts/fault_kinds.py --report docs/dev/fault_drill.md    # about 15 minutes on two cores
+
 Trains a tiny model on two ranks twice: once left alone, once with a fault after the other, among them those
 of two machines that this one plays. Each must be noticed, or survived, as docs/reliability.md promises, and
 at the end weights and losses must equal the undisturbed run's bit for bit. Ends with status 1 if not.
@@ -217,7 +218,7 @@ def disturb(drill: Drill, points_folder: Path, chosen: list[str]) -> Outcome:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[2])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--groups", nargs="*", default=[], help="leave the rest out, to try it")
     arguments = arguments_of(parser, "runs/fault_kinds")
     out = arguments.out

@@ -7,6 +7,7 @@ FLA_TRAIN_TEST_SEED=<seed>.
 
 import os
 import secrets
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,3 +82,14 @@ def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that the test starts run without coverage, which slows them; it sees that code elsewhere."""
     for name in ("COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def unheard() -> Iterator[None]:
+    """A signal for which nobody waits any more does not end the tests."""
+    from fla_train.training.preemption import SIGNALS
+
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
+    yield
+    for number, handler in previous.items():
+        signal.signal(number, handler)

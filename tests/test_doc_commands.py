@@ -100,7 +100,7 @@ def check(words: list[str]) -> None:
             assert config.checkpoint and (config.output or config.hub.repo_id)
         case ["fla-generate", *overrides]:
             generate.register()
-            assert not generate.faults(OmegaConf.to_object(app.compose("generate", overrides)))
+            assert not generate.validation_errors(OmegaConf.to_object(app.compose("generate", overrides)))
         case ["fla-bench", *arguments]:
             request = build_parser().parse_args(arguments)
             if request.command == "train":

@@ -17,6 +17,7 @@ ALIASES = {
     "kernels/fused_ops/backend.py",
     "tests/bench/test_fused_op_cases.py",
     "tests/kernels/test_fused_ops_errors.py",
+    "tests/kernels/test_launch_table.py",
 }
 FOREIGN = {"LICENSE", "docs/comparison.md"}  # the words of others
 TEXT = {".md", ".py", ".yaml", ".json", ".toml", ".sh", ".slurm", ".txt", ".html", ""}

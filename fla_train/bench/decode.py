@@ -33,7 +33,7 @@ class Row:
     heads: int  # B x H
     key_dim: int
     value_dim: int
-    substeps: int
+    num_householder: int
     state: str  # its dtype
     microseconds: float
     copy_microseconds: float
@@ -44,7 +44,7 @@ class Row:
         """The row of the table under `HEADER`."""
         share = self.copy_microseconds / self.microseconds
         return (
-            f"| {self.heads} | {self.key_dim} | {self.value_dim} | {self.substeps} | {self.state} "
+            f"| {self.heads} | {self.key_dim} | {self.value_dim} | {self.num_householder} | {self.state} "
             f"| {self.microseconds:.1f} | {self.copy_microseconds:.1f} | {share:.2f} "
             f"| {self.error:.1e} | {self.state_error:.1e} |"
         )
@@ -54,7 +54,7 @@ def bench_decode(
     heads: int,
     key_dim: int,
     value_dim: int,
-    substeps: int,
+    num_householder: int,
     dtype: torch.dtype,
     state_dtype: torch.dtype,
     device: torch.device,
@@ -73,9 +73,9 @@ def bench_decode(
 
     inputs = {
         "q": normal(1, key_dim).to(dtype),
-        "k": normal(substeps, 1, key_dim).to(dtype),
-        "v": normal(substeps, 1, value_dim).to(dtype),
-        "beta": 2 * torch.rand(heads, substeps, 1, generator=generator, device=device),
+        "k": normal(num_householder, 1, key_dim).to(dtype),
+        "v": normal(num_householder, 1, value_dim).to(dtype),
+        "beta": 2 * torch.rand(heads, num_householder, 1, generator=generator, device=device),
         "g": -0.1 * F.softplus(normal(1)),
     }
     size = heads * key_dim * value_dim * state_dtype.itemsize
@@ -98,7 +98,9 @@ def bench_decode(
         runs = {name: recorded(run, device) for name, run in (("step", steps), ("copy", copy))}
         times = {name: 1e3 * ms / turns for name, ms in median_times(runs, device, rounds).items()}
     name = str(state_dtype).removeprefix("torch.")
-    return Row(heads, key_dim, value_dim, substeps, name, times["step"], times["copy"], error, state_error)
+    return Row(
+        heads, key_dim, value_dim, num_householder, name, times["step"], times["copy"], error, state_error
+    )
 
 
 def _errors(inputs: dict[str, Tensor], state: Tensor) -> tuple[float, float]:

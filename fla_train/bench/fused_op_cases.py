@@ -106,7 +106,7 @@ class Sizes:
     head_dim: int  # divides `hidden`
     intermediate: int  # channels of the MLP
     vocabulary: int
-    substeps: int  # n_h
+    num_householder: int  # n_h
 
     @property
     def heads(self) -> int:
@@ -125,7 +125,7 @@ class Source:
         return (scale * x).to(dtype)
 
     def activations(self, *channels: int, dtype: torch.dtype | None = None) -> Tensor:
-        """[batch, tokens, *channels], in the activations' dtype unless told otherwise."""
+        """[batch, tokens, *channels], in the activations' dtype unless `dtype` is given."""
         return self.normal(self.sizes.batch, self.sizes.tokens, *channels, dtype=dtype or self.dtype)
 
     def projection(self, outputs: int, inputs: int) -> Tensor:
@@ -232,7 +232,7 @@ def _gates(source: Source) -> Iterator[Case]:
     def run(b: Tensor, a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
         return recurrence_gates(b, a, A_log, dt_bias, beta_max=BETA_MAX)
 
-    heads, steps = source.sizes.heads, source.sizes.substeps
+    heads, steps = source.sizes.heads, source.sizes.num_householder
     leaves = {"b": source.activations(steps * heads), "a": source.activations(heads)}
     leaves |= {name: source.normal(heads) for name in ("A_log", "dt_bias")}
     yield source.case(Case("gates", f"gates, {heads} heads, n_h = {steps}", run, leaves), ["beta", "g"])

@@ -62,13 +62,13 @@ def make_problem(
     def normal(*sizes: int) -> Tensor:
         return torch.randn(*rows, *sizes, generator=generator, device=device)
 
-    q, k = normal(shape.heads, shape.key_dim), normal(shape.substeps, shape.heads, shape.key_dim)
+    q, k = normal(shape.heads, shape.key_dim), normal(shape.num_householder, shape.heads, shape.key_dim)
     if not norm:
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-    v, do = normal(shape.substeps, shape.heads, shape.value_dim), normal(shape.heads, shape.value_dim)
+    v, do = normal(shape.num_householder, shape.heads, shape.value_dim), normal(shape.heads, shape.value_dim)
     q, k, v, do = (x.to(dtype) for x in (q, k, v, do))
     wide = compute_dtype(q)
-    beta = 2 * torch.rand(*rows, shape.substeps, shape.heads, generator=generator, device=device)
+    beta = 2 * torch.rand(*rows, shape.num_householder, shape.heads, generator=generator, device=device)
     beta = beta.bfloat16().half().to(wide)
     g = (-0.1 * F.softplus(normal(shape.heads))).to(wide) if shape.gated else None
     problem = Problem(shape, q, k, v, beta, g, do, norm)
@@ -107,7 +107,9 @@ def ours(backends: Sequence[str], recompute: bool = False) -> list[Implementatio
 def peers(device: torch.device) -> tuple[list[Implementation], list[str]]:
     """The peers that can run on `device`, and one line for each that cannot with the reason."""
     if device.type == "cpu":
-        return [Implementation("transformers torch_chunk_gated_delta_rule", _transformers, _one_substep)], []
+        return [
+            Implementation("transformers torch_chunk_gated_delta_rule", _transformers, _one_householder_step)
+        ], []
     found, missing = [], []
     for package, implementations in (("fla", _fla_implementations), ("flash_qla", _qla_implementations)):
         if find_spec(package) is None:
@@ -117,12 +119,12 @@ def peers(device: torch.device) -> tuple[list[Implementation], list[str]]:
     return found, missing
 
 
-def _one_substep(problem: Problem) -> str | None:
-    return None if problem.shape.substeps == 1 else "knows one sub-step per token only"
+def _one_householder_step(problem: Problem) -> str | None:
+    return None if problem.shape.num_householder == 1 else "knows one Householder step per token only"
 
 
 def _flat(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """k, v [B, T N, H, .] and beta [B, T N, H]: the sub-steps as further positions of the sequence.
+    """k, v [B, T N, H, .] and beta [B, T N, H]: the Householder steps as further positions of the sequence.
 
     Beta in the dtype of q, as the peers' own layers pass it.
     """
@@ -157,16 +159,18 @@ def _fla_implementations() -> list[Implementation]:
     def product(p: Problem) -> Tensor:
         kernel = import_module("fla.ops.gated_delta_product").chunk_gated_delta_product
         k, v, beta = _flat(p)
-        return kernel(p.q, k, v, p.g, beta, p.shape.substeps, use_qk_l2norm_in_kernel=p.norm)[0]
+        return kernel(p.q, k, v, p.g, beta, p.shape.num_householder, use_qk_l2norm_in_kernel=p.norm)[0]
 
     def gate(wanted: bool) -> Callable[[Problem], str | None]:
         def limit(p: Problem) -> str | None:
-            return _one_substep(p) or (None if p.shape.gated == wanted else "is for the other kind of gate")
+            return _one_householder_step(p) or (
+                None if p.shape.gated == wanted else "is for the other kind of gate"
+            )
 
         return limit
 
     def several(p: Problem) -> str | None:
-        return "is for two sub-steps or more" if p.shape.substeps == 1 else None
+        return "is for two Householder steps or more" if p.shape.num_householder == 1 else None
 
     by = " (may run FlashQLA)" if find_spec("flash_qla") else ""
     return [
@@ -177,13 +181,13 @@ def _fla_implementations() -> list[Implementation]:
 
 
 def _qla_implementations() -> list[Implementation]:
-    """FlashQLA has a gate always, one sub-step, and no norm; more sub-steps run as a longer sequence whose
+    """FlashQLA has a gate always, one Householder step, and no norm; more steps are a longer sequence whose
     queries are zero but for the last of each token."""
 
     def run(p: Problem) -> Tensor:
         kernel = import_module("flash_qla").chunk_gated_delta_rule
         k, v, beta = _flat(p)
-        if p.shape.substeps == 1:
+        if p.shape.num_householder == 1:
             return kernel(q=p.q, k=k, v=v, g=p.g, beta=beta)[0]
         q, g = torch.zeros_like(p.k), p.g.new_zeros(p.beta.shape)
         q[:, :, -1], g[:, :, 0] = p.q, p.g

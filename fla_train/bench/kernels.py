@@ -23,7 +23,7 @@ class Row:
     """What was found of one kernel on one shape. No speed is given where `refused` says why."""
 
     kernel: str
-    substeps: int
+    num_householder: int
     gated: bool
     errors: dict[str, float]  # relative RMS by tensor: o, dq, dk, ...
     refused: str | None = None
@@ -42,11 +42,11 @@ class Row:
         gate = "yes" if self.gated else "no"
         if self.refused is not None:
             return (
-                f"| {self.kernel} | {self.substeps} | {gate} | no speed: {self.refused} | | | | | | "
+                f"| {self.kernel} | {self.num_householder} | {gate} | no speed: {self.refused} | | | | | | "
                 f"{error} | {gradient} |"
             )
         return (
-            f"| {self.kernel} | {self.substeps} | {gate} | {self.forward_ms:.3f} | {self.both_ms:.3f} "
+            f"| {self.kernel} | {self.num_householder} | {gate} | {self.forward_ms:.3f} | {self.both_ms:.3f} "
             f"| {self.ns_per_token_head:.2f} | {100 * self.forward_bound_ms / self.forward_ms:.1f} "
             f"| {100 * self.both_bound_ms / self.both_ms:.1f} | {self.memory_bytes / 2**20:.0f} "
             f"| {error} | {gradient} |"
@@ -74,7 +74,7 @@ def bench_shape(
     problem = make_problem(shape, dtype, device, norm=norm)
     entries = [_entry(implementation, problem) for implementation in implementations]
     for found in compare(entries, dtype, device, rounds=rounds, graphs=graphs):
-        row = Row(found.name, shape.substeps, shape.gated, found.errors, found.refused)
+        row = Row(found.name, shape.num_householder, shape.gated, found.errors, found.refused)
         if found.refused is None:
             row = replace(
                 row,

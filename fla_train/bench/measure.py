@@ -17,7 +17,7 @@ from fla_train.bench.implementations import Problem
 from fla_train.kernels.delta_product import delta_product
 from fla_train.kernels.delta_product.selfcheck import relative_rms
 
-CHECKED_TOKENS = 256  # against the recurrence; its autograd keeps a state per sub-step
+CHECKED_TOKENS = 256  # against the recurrence; its autograd keeps a state per Householder step
 MIN_SAMPLE_MS = 20.0  # on a CPU: shorter functions are repeated within a sample
 
 

@@ -1,7 +1,7 @@
 """Roofline: FLOPs and bytes of the operator and of a training step, and the least time they take on a device.
 
-Counts of the operator are per token and head. n is n_h, K and V the head dims, M the sub-steps that a chunk
-solves at once (C = M / n tokens), e the bytes of an element of q, k and v. Two FLOPs are one multiply-add;
+Counts of the operator are per token and head. n is n_h, K and V the head dims, M the Householder steps of a
+chunk (C = M / n tokens), e the bytes of an element of q, k and v. Two FLOPs are one multiply-add;
 matrix products count as dense, though half of a causal one is zero; elementwise work is left out.
 """
 
@@ -43,7 +43,7 @@ class Shape:
     heads: int
     key_dim: int
     value_dim: int
-    substeps: int  # n_h
+    num_householder: int  # n_h
     gated: bool
     element_size: int = 2  # bytes, of q, k, v and o
 
@@ -75,21 +75,21 @@ def forward_flops(shape: Shape, chunk: int = CHUNK) -> float:
         (I + L)^-1 (V - K S)  2 n M V
         K^T U                 2 n K V        in all   n [2M(K + V) + 4KV + M^2/3] + 2KV + 2M(K + V)
 
-    The right column is the query's side, whose rows are tokens instead of sub-steps.
+    The right column is the query's side, whose rows are tokens instead of Householder steps.
     """
-    n, k, v, m = shape.substeps, shape.key_dim, shape.value_dim, chunk
-    per_substep = 2 * m * (k + v) + 4 * k * v + m * m / 3
-    return n * per_substep + 2 * k * v + 2 * m * (k + v)
+    n, k, v, m = shape.num_householder, shape.key_dim, shape.value_dim, chunk
+    per_step = 2 * m * (k + v) + 4 * k * v + m * m / 3
+    return n * per_step + 2 * k * v + 2 * m * (k + v)
 
 
 def backward_flops(shape: Shape, chunk: int = CHUNK) -> float:
     """FLOPs of a backward pass that finds the inverse T = (I + L)^-1 and each chunk's state S kept.
 
-    Per sub-step K S, K dS, U dS^T, dV S^T and K^T dV (10 K V); T (V - K S), T^T dU and dV U^T (6 M V); the
+    Per step K S, K dS, U dS^T, dV S^T and K^T dV (10 K V); T (V - K S), T^T dU and dV U^T (6 M V); the
     gradient of K K^T times K (2 M K). Per token dO S^T and Q^T dO (4 K V); Q K^T, dP K and dP^T Q (6 M K);
     P^T dO and dO U^T (4 M V).
     """
-    n, k, v, m = shape.substeps, shape.key_dim, shape.value_dim, chunk
+    n, k, v, m = shape.num_householder, shape.key_dim, shape.value_dim, chunk
     return n * (10 * k * v + 6 * m * v + 2 * m * k) + 4 * k * v + 6 * m * k + 4 * m * v
 
 
@@ -100,7 +100,7 @@ def forward_bytes(shape: Shape, *, keep: bool, gate_bytes: int = GATE_BYTES, chu
         keep: also write what the backward pass reads: the inverses (n M) and a state per chunk (n K V / M).
         gate_bytes: of an element of beta; those of g have 4.
     """
-    n, k, v = shape.substeps, shape.key_dim, shape.value_dim
+    n, k, v = shape.num_householder, shape.key_dim, shape.value_dim
     traffic = shape.element_size * (k + n * (k + v) + v) + _gates(shape, gate_bytes)
     return traffic + _kept(shape, chunk) if keep else traffic
 
@@ -108,17 +108,17 @@ def forward_bytes(shape: Shape, *, keep: bool, gate_bytes: int = GATE_BYTES, chu
 def backward_bytes(shape: Shape, gate_bytes: int = GATE_BYTES, chunk: int = CHUNK) -> float:
     """Bytes of a backward pass: q, k, v and dO read, dq, dk and dv written, e (2K + V + 2nK + 2nV); the gates
     and their gradients; what the forward pass kept."""
-    n, k, v = shape.substeps, shape.key_dim, shape.value_dim
+    n, k, v = shape.num_householder, shape.key_dim, shape.value_dim
     traffic = shape.element_size * (2 * k + v + 2 * n * (k + v))
     return traffic + 2 * _gates(shape, gate_bytes) + _kept(shape, chunk)
 
 
 def _gates(shape: Shape, gate_bytes: int) -> int:
-    return shape.substeps * gate_bytes + (GATE_BYTES if shape.gated else 0)
+    return shape.num_householder * gate_bytes + (GATE_BYTES if shape.gated else 0)
 
 
 def _kept(shape: Shape, chunk: int) -> float:
-    return shape.element_size * shape.substeps * (chunk + shape.key_dim * shape.value_dim / chunk)
+    return shape.element_size * shape.num_householder * (chunk + shape.key_dim * shape.value_dim / chunk)
 
 
 def forward_bound(shape: Shape, ceilings: Ceilings) -> float:

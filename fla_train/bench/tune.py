@@ -67,7 +67,7 @@ class Outcome:
 
 def key_of(shape: Shape, device: torch.device) -> Key:
     """The row of the table that `shape` tunes."""
-    return Key.of(architecture(device), shape.key_dim, shape.value_dim, shape.substeps)
+    return Key.of(architecture(device), shape.key_dim, shape.value_dim, shape.num_householder)
 
 
 def tune(

@@ -1,7 +1,7 @@
-"""What every Hydra command shares: composing the config, reporting faults in plain lines, exit codes.
+"""Shared code of the Hydra commands: compose the config, print errors in plain lines, set the exit status.
 
-Exit codes: 0 done, 1 the work failed, 2 the request or a file that it names is at fault and would be again,
-75 stopped on request, 130 interrupted.
+Exit status: 0 done, 1 the work failed and may be retried, 2 a user error (the request, or a file that it
+names), 75 stopped on request, 130 interrupted.
 """
 
 import os
@@ -120,13 +120,13 @@ def fail(message: object, code: int = 2) -> int:
     return code
 
 
-def fail_by(fault: Exception) -> int:
+def fail_by(error: Exception) -> int:
     """`fail` for what ended a command: the exit code is 1 where the machine or the network failed, else 2."""
-    if isinstance(fault, OSError):
-        place = f"{fault.filename}: " if fault.filename else ""
-        return fail(f"{place}{fault.strerror or ' '.join(str(fault).split())}", code=1)
-    message = one_line(fault) if isinstance(fault, OmegaConfBaseException) else fault
-    return fail(message, code=1 if isinstance(fault, Interrupted) else 2)
+    if isinstance(error, OSError):
+        place = f"{error.filename}: " if error.filename else ""
+        return fail(f"{place}{error.strerror or ' '.join(str(error).split())}", code=1)
+    message = one_line(error) if isinstance(error, OmegaConfBaseException) else error
+    return fail(message, code=1 if isinstance(error, Interrupted) else 2)
 
 
 class FlagParser(ArgumentParser):
@@ -175,7 +175,7 @@ def run_hydra(
 ) -> None:
     """Entry of a console command: `register()` the schemas, compose from `sys.argv`, run `task`, exit.
 
-    A `ValueError` is the user's fault and prints one line, as does an `OSError`, say of a disk that is full;
+    A `ValueError` is a user error and prints one line, as does an `OSError`, say of a disk that is full;
     with `FLA_TRAIN_TRACEBACK=1` they are raised instead. `extend(overrides, sweep=..., config_dir=...)` may
     add overrides to those given.
     In a sweep (`-m`) the other jobs still run, and the exit code is the highest; 2 if all are `LeftOut`.
@@ -197,8 +197,8 @@ def run_hydra(
                 overrides = extend(overrides, sweep=flags.multirun, config_dir=flags.config_dir)
             check = check_sweep if flags.multirun else compose
             check(config_name, overrides, config_dir=flags.config_dir)
-    except ValueError as fault:
-        sys.exit(fail(fault))
+    except ValueError as error:
+        sys.exit(fail(error))
     except BrokenPipeError:  # `fla-train --list | head` has read enough
         leave(0)
     sys.argv[1:] = [*words, *overrides]  # Hydra takes no overrides on both sides of flags
@@ -212,12 +212,12 @@ def run_hydra(
         begun = True
         try:
             codes.append(task(config) or 0)
-        except (ValueError, OmegaConfBaseException, OSError) as fault:
+        except (ValueError, OmegaConfBaseException, OSError) as error:
             if os.environ.get("FLA_TRAIN_TRACEBACK"):
                 raise
-            codes.append(fail_by(fault))
-        except LeftOut as fault:
-            left_out.append(fault)
+            codes.append(fail_by(error))
+        except LeftOut as error:
+            left_out.append(error)
         except KeyboardInterrupt:
             fail("interrupted")
             sys.exit(INTERRUPTED)  # ends a sweep too

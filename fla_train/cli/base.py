@@ -1,4 +1,4 @@
-"""The config that a command starts from: that of the run in `run.dir`, or the model that `init_from` names.
+"""Base config of a command: that of the run in `run.dir`, or the model that `init_from` names.
 
 It is one more entry of the defaults list in configs/train.yaml. Groups that the command or its experiment
 choose replace the base's sections; single overrides change single keys.

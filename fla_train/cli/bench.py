@@ -3,10 +3,10 @@
 `fla-bench tune` makes the operator faster on it.
 
     fla-bench kernels                                         # the shapes of docs/dev/kernels.md on a GPU
-    fla-bench kernels --batch 2 --tokens 1024 --heads 4 --head-dim 64 --substeps 1 2 --peers
-    fla-bench decode --heads 512 2048 --substeps 1 2          # one token, beside a copy of the states
+    fla-bench kernels --batch 2 --tokens 1024 --heads 4 --head-dim 64 --num-householder 1 2 --peers
+    fla-bench decode --heads 512 2048 --num-householder 1 2          # one token, beside a copy of the states
     fla-bench fused_ops --peers                               # convolution, norms, SwiGLU, gates, loss
-    fla-bench tune --head-dim 128 --substeps 1 2              # launch options for this GPU, to a file
+    fla-bench tune --head-dim 128 --num-householder 1 2              # launch options for this GPU, to a file
     fla-bench train --peers llama -- model=gated_delta_product/340m trainer.seq_len=2048
     fla-bench first_step model=gated_delta_product/340m       # of a fresh process, with empty compile caches
     fla-bench scaling --folder runs/scaling --gpus 1 2 4 -- data=fineweb
@@ -55,7 +55,7 @@ def _kernels(request: argparse.Namespace) -> dict:
     from fla_train.bench.roofline import Shape
     from fla_train.kernels.delta_product import resolve_backend
 
-    _check_sizes(request, "batch", "tokens", "heads", "head_dim", "value_dim", "substeps", "rounds")
+    _check_sizes(request, "batch", "tokens", "heads", "head_dim", "value_dim", "num_householder", "rounds")
     device, dtype = _place(request)
     if request.graphs and device.type != "cuda":
         raise ValueError("--graphs needs a GPU: leave it out here")
@@ -75,7 +75,7 @@ def _kernels(request: argparse.Namespace) -> dict:
     )
     sizes = (request.batch, request.tokens, request.heads, request.head_dim, value_dim)
     gates = [True, False] if request.gate is None else [request.gate]
-    shapes = [Shape(*sizes, n, gated, dtype.itemsize) for n in request.substeps for gated in gates]
+    shapes = [Shape(*sizes, n, gated, dtype.itemsize) for n in request.num_householder for gated in gates]
     options = {"norm": request.norm, "rounds": request.rounds, "graphs": request.graphs}
     rows = (
         ({"shape": asdict(shape)}, row)
@@ -88,14 +88,14 @@ def _kernels(request: argparse.Namespace) -> dict:
 def _decode(request: argparse.Namespace) -> dict:
     from fla_train.bench.decode import HEADER, bench_decode
 
-    _check_sizes(request, "heads", "substeps", "head_dim", "value_dim")
+    _check_sizes(request, "heads", "num_householder", "head_dim", "value_dim")
     device, dtype = _place(request)
     state_dtype, value_dim = DTYPES[request.state_dtype], request.value_dim or request.head_dim
     print(f"{_name(dtype)}, gate, L2 norm inside; {_machine(device)}\n")
     rows = (
-        ({}, bench_decode(heads, request.head_dim, value_dim, substeps, dtype, state_dtype, device))
+        ({}, bench_decode(heads, request.head_dim, value_dim, num_householder, dtype, state_dtype, device))
         for heads in request.heads
-        for substeps in request.substeps
+        for num_householder in request.num_householder
     )
     return _content(request, device) | {"rows": _print_rows(HEADER, rows)}
 
@@ -108,7 +108,7 @@ def _fused_ops(request: argparse.Namespace) -> dict:
     functions = request.functions or list(FUNCTIONS)
     if unknown := [name for name in functions if name not in FUNCTIONS]:
         raise ValueError(f"--functions {' '.join(unknown)}: choose from {', '.join(FUNCTIONS)}")
-    names = ("batch", "tokens", "hidden", "head_dim", "intermediate", "vocabulary", "substeps")
+    names = ("batch", "tokens", "hidden", "head_dim", "intermediate", "vocabulary", "num_householder")
     _check_sizes(request, *names, "rounds")
     defaults = {"head_dim": min(128, request.hidden), "intermediate": request.hidden * 11 // 4}
     sizes = Sizes(*(getattr(request, name) or defaults[name] for name in names))
@@ -162,7 +162,7 @@ def _tune(request: argparse.Namespace) -> None:
     from fla_train.kernels.delta_product.select import clear_caches
     from fla_train.kernels.delta_product.triton.launch_table import read_table, user_file, write_table
 
-    _check_sizes(request, "batch", "tokens", "heads", "head_dim", "value_dim", "substeps")
+    _check_sizes(request, "batch", "tokens", "heads", "head_dim", "value_dim", "num_householder")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     resolve_backend("triton", device)
     dtype, file = DTYPES[request.dtype], request.file or user_file()
@@ -171,8 +171,8 @@ def _tune(request: argparse.Namespace) -> None:
     print("\n".join(HEADER), flush=True)
     for head_dim in request.head_dim:
         value_dim = request.value_dim or head_dim
-        for substeps in request.substeps:
-            sizes = (request.batch, request.tokens, request.heads, head_dim, value_dim, substeps)
+        for num_householder in request.num_householder:
+            sizes = (request.batch, request.tokens, request.heads, head_dim, value_dim, num_householder)
             shape = Shape(*sizes, gated=True, element_size=dtype.itemsize)
             for outcome, options in tune(shape, dtype, device):
                 print(outcome.markdown(), flush=True)

@@ -42,7 +42,14 @@ def build_parser() -> argparse.ArgumentParser:
         add("--head-dim", type=int, default=128, help="K")
     for add, most in ((kernels, 3), (decode, 4), (tune, 3)):
         add("--value-dim", type=int, help="V (default: K)")
-        add("--substeps", type=int, nargs="+", default=list(range(1, most + 1)), help="n_h")
+        add(
+            "--num-householder",
+            "--substeps",
+            type=int,
+            nargs="+",
+            default=list(range(1, most + 1)),
+            help="n_h",
+        )
     for add in (kernels, decode, fused_ops):
         add("--dtype", choices=DTYPES, help="of activations (default: bf16 on a GPU, fp32 on a CPU)")
     for add in (kernels, decode, fused_ops, train):
@@ -73,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     fused_ops("--head-dim", type=int, help="of the norm with gate (default: 128, --hidden at most)")
     fused_ops("--intermediate", type=int, help="channels of SwiGLU (default: 2.75 x --hidden)")
     fused_ops("--vocabulary", type=int, default=32000)
-    fused_ops("--substeps", type=int, default=1, help="n_h, of the gates")
+    fused_ops("--num-householder", "--substeps", type=int, default=1, help="n_h, of the gates")
     fused_ops("--functions", nargs="+", help="some only (default: all)")
 
     train("--steps", type=int, default=10, help="timed, after as many as needed to warm up")

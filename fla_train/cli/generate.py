@@ -32,7 +32,7 @@ def register() -> None:
     ConfigStore.instance().store(name="generate_schema", node=GenerateConfig)
 
 
-def faults(config: GenerateConfig) -> list[str]:
+def validation_errors(config: GenerateConfig) -> list[str]:
     """Every setting that cannot work, one line each."""
     checks = {
         "give checkpoint=RUN: a run folder, an exported folder, or a Hub name": config.checkpoint is not None,
@@ -47,9 +47,9 @@ def faults(config: GenerateConfig) -> list[str]:
 
 def task(config: DictConfig) -> int:
     settings: GenerateConfig = OmegaConf.to_object(config)
-    if found := faults(settings):
+    if found := validation_errors(settings):
         raise ValueError("\n  ".join(found))
-    import torch  # heavy, and not needed for --help or a faulty request
+    import torch  # heavy, and not needed for --help or a wrong request
 
     from fla_train.hub import load_model
     from fla_train.hub.generate import stream

@@ -1,4 +1,4 @@
-"""Suggestions for names that do not exist: close options and keys, and ours for those of other trainers."""
+"""Error messages for unknown options and keys: close names, and the keys for those of other trainers."""
 
 import re
 import textwrap

@@ -1,4 +1,4 @@
-"""Which Hydra overrides do not fit a config, and why, in lines of ours."""
+"""Error messages for Hydra overrides that do not fit a config, one line each."""
 
 import re
 from collections.abc import Callable, Sequence

@@ -151,9 +151,9 @@ def _hub_name_errors(key: str, config: DataConfig | PartConfig) -> list[str]:
 
 def part_config(config: DataConfig, name: str) -> DataConfig:
     """The settings of one part of a mixture: its source from the part, all else from the mixture."""
-    part = config.mixture[name]
-    keys = ("path", "name", "revision", "split", "text_column", "id_column", "max_documents", "max_tokens")
-    return replace(config, mixture={}, source=part.source, **{key: getattr(part, key) for key in keys})
+    settings = dict(vars(config.mixture[name]))
+    del settings["weight"]
+    return replace(config, mixture={}, **settings)
 
 
 def validation_shard_config(config: DataConfig) -> DataConfig:

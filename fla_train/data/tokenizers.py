@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -136,12 +136,11 @@ def _train_bpe(texts: Iterable[str], vocab_size: int, train_bytes: int) -> PreTr
 
     def limited():
         left = train_bytes
-        for part in (first, texts):
-            for text in part:
-                if left <= 0:
-                    return
-                left -= len(text.encode("utf-8"))
-                yield text
+        for text in chain(first, texts):
+            if left <= 0:
+                return
+            left -= len(text.encode("utf-8"))
+            yield text
 
     backend.train_from_iterator(limited(), trainer)
     return _wrap(backend)

@@ -15,7 +15,7 @@ STEP = ["trainer.seq_len=16", "trainer.micro_batch_size=2", "trainer.global_batc
 
 def test_kernels(tmp_path, capsys) -> None:
     file = tmp_path / "kernels.json"
-    bench.run(["kernels", *SMALL, *CEILINGS, "--substeps", "1", "3", "--peers", "--json", str(file)])
+    bench.run(["kernels", *SMALL, *CEILINGS, "--num-householder", "1", "3", "--peers", "--json", str(file)])
     out = capsys.readouterr().out
     table = [line for line in out.splitlines() if line.startswith("|")]
     assert len(table) == 2 + 2 * 2 * 2  # header; n_h, gate, implementation
@@ -26,7 +26,10 @@ def test_kernels(tmp_path, capsys) -> None:
     assert content["threads"] >= 1
     assert content["settings"]["tokens"] == 24
     for row in content["rows"]:
-        assert row["shape"]["substeps"] == row["substeps"] and row["shape"]["gated"] == row["gated"]
+        assert (
+            row["shape"]["num_householder"] == row["num_householder"]
+            and row["shape"]["gated"] == row["gated"]
+        )
         if row["kernel"] == "fla_train chunk":
             assert row["refused"] is None
             assert row["both_ms"] > 0 and row["forward_ms"] > 0  # which is longer, a busy machine decides
@@ -40,14 +43,14 @@ def test_kernels(tmp_path, capsys) -> None:
 
 @pytest.mark.gpu
 def test_gpu_graphs(capsys) -> None:
-    bench.run(["kernels", *SMALL, *CEILINGS, "--substeps", "2", "--graphs", "--recompute"])
+    bench.run(["kernels", *SMALL, *CEILINGS, "--num-householder", "2", "--graphs", "--recompute"])
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| fla_train")]
     assert len(table) == 2 * 2 and not any("no speed" in line for line in table)
 
 
 def test_little_kept_for_the_backward(tmp_path, capsys) -> None:
     file = tmp_path / "kernels.json"
-    options = ["--substeps", "1", "--gate", "--backends", "chunk", "--recompute", "--json", str(file)]
+    options = ["--num-householder", "1", "--gate", "--backends", "chunk", "--recompute", "--json", str(file)]
     bench.run(["kernels", *SMALL, "--tokens", "512", *CEILINGS, *options])
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| fla_train")]
     names = [line.split(" | ")[0] for line in table]
@@ -56,7 +59,7 @@ def test_little_kept_for_the_backward(tmp_path, capsys) -> None:
 
 
 def test_one_gate_other_dims_and_dtype(capsys) -> None:
-    options = ["--no-gate", "--no-norm", "--dtype", "bf16", "--value-dim", "8", "--substeps", "2"]
+    options = ["--no-gate", "--no-norm", "--dtype", "bf16", "--value-dim", "8", "--num-householder", "2"]
     bench.run(["kernels", *SMALL, *CEILINGS, *options, "--backends", "chunk", "recurrent"])
     out = capsys.readouterr().out
     assert "K=16 V=8, bfloat16, unit vectors" in out
@@ -97,7 +100,7 @@ def test_train_on_two_ranks(tmp_path, capfd) -> None:
     ("arguments", "message"),
     [
         (["kernels", "--tokens", "0"], "--tokens must be at least 1"),
-        (["kernels", "--substeps", "0"], "--substeps"),
+        (["kernels", "--num-householder", "0"], "--num-householder"),
         (["kernels", *SMALL, "--bandwidth", "-1"], "must be positive"),
         (["kernels", *SMALL, "--backends", "fast"], "choose auto, recurrent"),
         pytest.param(

@@ -34,10 +34,10 @@ def test_a_wrong_step_gets_no_time(monkeypatch: pytest.MonkeyPatch):
 
 def test_the_command(tmp_path, capsys):
     file = tmp_path / "decode.json"
-    sizes = ["--heads", "2", "4", "--head-dim", "16", "--substeps", "1", "3", "--dtype", "fp32"]
+    sizes = ["--heads", "2", "4", "--head-dim", "16", "--num-householder", "1", "3", "--dtype", "fp32"]
     bench.run(["decode", *sizes, "--state-dtype", "bf16", "--json", str(file)])
     assert len([line for line in capsys.readouterr().out.splitlines() if "| bfloat16 |" in line]) == 4
     rows = json.loads(file.read_text())["rows"]
-    assert [(row["heads"], row["substeps"]) for row in rows] == [(2, 1), (2, 3), (4, 1), (4, 3)]
+    assert [(row["heads"], row["num_householder"]) for row in rows] == [(2, 1), (2, 3), (4, 1), (4, 3)]
     with pytest.raises(ValueError, match="at least 1"):
         bench.run(["decode", "--heads", "0"])

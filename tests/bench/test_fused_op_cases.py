@@ -21,7 +21,7 @@ from fla_train.cli import bench
 from fla_train.kernels.fused_ops.backend import BACKEND_VARIABLE
 
 CPU = torch.device("cpu")
-SIZES = Sizes(batch=2, tokens=12, hidden=32, head_dim=8, intermediate=40, vocabulary=50, substeps=2)
+SIZES = Sizes(batch=2, tokens=12, hidden=32, head_dim=8, intermediate=40, vocabulary=50, num_householder=2)
 CEILINGS = Ceilings(flops=1e12, bandwidth=1e9, source="given")
 ROWS = SIZES.batch * SIZES.tokens
 SMALL = ["--batch", "2", "--tokens", "12", "--hidden", "32", "--head-dim", "8", "--vocabulary", "50"]
@@ -218,7 +218,7 @@ def test_peers_need_a_gpu(stand_in) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has two backends and bf16")
 def test_the_command(tmp_path, capsys) -> None:
     file = tmp_path / "fused_ops.json"
-    bench.run(["fused_ops", *SMALL, "--substeps", "2", "--json", str(file)])
+    bench.run(["fused_ops", *SMALL, "--num-householder", "2", "--json", str(file)])
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     content = json.loads(file.read_text())
     assert content["ceilings"]["bandwidth"] == 1e11 and content["settings"]["hidden"] == 32

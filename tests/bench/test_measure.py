@@ -106,7 +106,7 @@ def test_the_peer_agrees_where_it_applies() -> None:
         assert row.refused is None, row.refused
         assert max(row.errors.values()) < 1e-4
     (row,) = bench(peer)
-    assert row.refused == "knows one sub-step per token only"
+    assert row.refused == "knows one Householder step per token only"
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def stand_ins(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("substeps", "gated", "norm", "measured"),
+    ("num_householder", "gated", "norm", "measured"),
     [
         (1, True, True, ["fla chunk_gated_delta_rule"]),
         (1, False, True, ["fla chunk_delta_rule"]),
@@ -145,9 +145,9 @@ def stand_ins(monkeypatch) -> None:
         (3, True, False, ["fla chunk_gated_delta_product", "FlashQLA chunk_gated_delta_rule"]),
     ],
 )
-def test_peers_get_their_own_layout(stand_ins, substeps, gated, norm, measured) -> None:
+def test_peers_get_their_own_layout(stand_ins, num_householder, gated, norm, measured) -> None:
     """A wrong view of a tensor would show as an error."""
-    shape = Shape(2, 20, 3, 8, 4, substeps, gated, 2)
+    shape = Shape(2, 20, 3, 8, 4, num_householder, gated, 2)
     implementations = [*_fla_implementations(), *_qla_implementations()]
     rows = list(bench_shape(shape, implementations, torch.bfloat16, CPU, CEILINGS, norm=norm, rounds=1))
     assert [row.kernel.removesuffix(" (may run FlashQLA)") for row in rows if row.errors] == measured

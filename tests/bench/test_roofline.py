@@ -26,20 +26,20 @@ from fla_train.kernels.delta_product.selfcheck import Case, make_inputs, relativ
 from fla_train.models import build_config
 from fla_train.models.flops import flops_per_token
 
-SUBSTEPS = pytest.mark.parametrize("substeps", [1, 2, 3, 4])
+NUM_HOUSEHOLDER = pytest.mark.parametrize("num_householder", [1, 2, 3, 4])
 H100 = Ceilings(790e12, 3.0e12, "measured")
 
 
-def shape(substeps: int, **sizes: object) -> Shape:
-    return replace(Shape(8, 4096, 16, 128, 128, substeps, gated=True), **sizes)
+def shape(num_householder: int, **sizes: object) -> Shape:
+    return replace(Shape(8, 4096, 16, 128, 128, num_householder, gated=True), **sizes)
 
 
-@SUBSTEPS
-def test_counts_equal_those_of_a_chunk_computed_by_hand(substeps: int) -> None:
+@NUM_HOUSEHOLDER
+def test_counts_equal_those_of_a_chunk_computed_by_hand(num_householder: int) -> None:
     """One chunk of 6 tokens, a state before it. The results are the recurrence's: no product is missing."""
     tokens, key_dim, value_dim = 6, 7, 5
-    rows = tokens * substeps
-    case = Case("chunk", tokens, substeps, alpha=(0.6, 1.0), initial_state=True, qk_l2norm=False)
+    rows = tokens * num_householder
+    case = Case("chunk", tokens, num_householder, alpha=(0.6, 1.0), initial_state=True, qk_l2norm=False)
     call = {
         name: x[:1].requires_grad_() if isinstance(x, torch.Tensor) else x
         for name, x in make_inputs(case, torch.float64, (key_dim, value_dim), seed=0, heads=1).items()
@@ -52,7 +52,7 @@ def test_counts_equal_those_of_a_chunk_computed_by_hand(substeps: int) -> None:
     q, S = call["q"][0, :, 0].detach(), call["initial_state"][0, 0].detach()
     k, v = (call[name].detach().reshape(rows, -1) for name in ("k", "v"))
     beta, total = call["beta"].detach().reshape(rows, 1), call["g"].detach()[0, :, 0].cumsum(0)
-    of = torch.arange(rows) // substeps
+    of = torch.arange(rows) // num_householder
     start, end = total[of].exp()[:, None], (total[-1] - total[of]).exp()[:, None]
     decay = (total[of][:, None] - total[of]).exp().tril(-1)
     query_decay = (total[:, None] - total[of]).exp() * (of <= torch.arange(tokens)[:, None])
@@ -78,14 +78,14 @@ def test_counts_equal_those_of_a_chunk_computed_by_hand(substeps: int) -> None:
     for result, reference in zip(results, [o, final, *expected], strict=True):
         assert relative_rms(result.reshape(reference.shape), reference) < 1e-12
 
-    sizes = Shape(1, tokens, 1, key_dim, value_dim, substeps, gated=True)
+    sizes = Shape(1, tokens, 1, key_dim, value_dim, num_householder, gated=True)
     solve = rows**3 / 3
     assert forward.get_total_flops() + solve == pytest.approx(tokens * forward_flops(sizes, chunk=rows))
     assert backward.get_total_flops() == pytest.approx(tokens * backward_flops(sizes, chunk=rows))
 
 
 @pytest.mark.parametrize(
-    ("substeps", "forward_kflop", "backward_kflop", "inferring", "training", "backward", "bound_ns"),
+    ("num_householder", "forward_kflop", "backward_kflop", "inferring", "training", "backward", "bound_ns"),
     [
         (1, 165, 377, 1030, 1670, 2444, 1.37),
         (2, 265, 606, 1544, 2824, 4112, 2.31),
@@ -94,10 +94,10 @@ def test_counts_equal_those_of_a_chunk_computed_by_hand(substeps: int) -> None:
     ],
 )
 def test_known_figures(
-    substeps, forward_kflop, backward_kflop, inferring, training, backward, bound_ns
+    num_householder, forward_kflop, backward_kflop, inferring, training, backward, bound_ns
 ) -> None:
     """Those figures took beta in bf16; ours is fp32, which the bound does not show."""
-    sizes = shape(substeps)
+    sizes = shape(num_householder)
     assert forward_flops(sizes) / 1e3 == pytest.approx(forward_kflop, abs=0.5)
     assert backward_flops(sizes) / 1e3 == pytest.approx(backward_kflop, abs=0.5)
     assert forward_bytes(sizes, keep=False, gate_bytes=2) == inferring
@@ -106,29 +106,29 @@ def test_known_figures(
     assert training_bound(sizes, H100) / sizes.token_heads * 1e9 == pytest.approx(bound_ns, rel=0.005)
 
 
-@SUBSTEPS
-def test_bytes_are_those_of_the_tensors(substeps: int) -> None:
-    sizes = shape(substeps, batch=2, tokens=48, heads=3, key_dim=32, value_dim=16)
+@NUM_HOUSEHOLDER
+def test_bytes_are_those_of_the_tensors(num_householder: int) -> None:
+    sizes = shape(num_householder, batch=2, tokens=48, heads=3, key_dim=32, value_dim=16)
     rows = (sizes.batch, sizes.tokens)
     q = torch.empty(*rows, sizes.heads, sizes.key_dim, dtype=torch.bfloat16)
-    k = torch.empty(*rows, substeps, sizes.heads, sizes.key_dim, dtype=torch.bfloat16)
-    v = torch.empty(*rows, substeps, sizes.heads, sizes.value_dim, dtype=torch.bfloat16)
+    k = torch.empty(*rows, num_householder, sizes.heads, sizes.key_dim, dtype=torch.bfloat16)
+    v = torch.empty(*rows, num_householder, sizes.heads, sizes.value_dim, dtype=torch.bfloat16)
     o = torch.empty(*rows, sizes.heads, sizes.value_dim, dtype=torch.bfloat16)
-    beta, g = torch.empty(*rows, substeps, sizes.heads), torch.empty(*rows, sizes.heads)
+    beta, g = torch.empty(*rows, num_householder, sizes.heads), torch.empty(*rows, sizes.heads)
     total = sum(x.nbytes for x in (q, k, v, o, beta, g))
     assert forward_bytes(sizes, keep=False) * sizes.token_heads == total
     ungated = replace(sizes, gated=False)
     assert forward_bytes(ungated, keep=False) * sizes.token_heads == total - g.nbytes
 
-    chunks = sizes.tokens * substeps / CHUNK * sizes.batch * sizes.heads  # of CHUNK sub-steps
+    chunks = sizes.tokens * num_householder / CHUNK * sizes.batch * sizes.heads  # of CHUNK Householder steps
     kept = 2 * chunks * (CHUNK**2 + sizes.key_dim * sizes.value_dim)
     assert forward_bytes(sizes, keep=True) * sizes.token_heads == pytest.approx(total + kept)
     gradients = 2 * sum(x.nbytes for x in (q, k, v, beta, g)) + o.nbytes
     assert backward_bytes(sizes) * sizes.token_heads == pytest.approx(gradients + kept)
 
 
-@SUBSTEPS
-def test_the_model_counts_its_operator_alike(substeps: int) -> None:
+@NUM_HOUSEHOLDER
+def test_the_model_counts_its_operator_alike(num_householder: int) -> None:
     """Two models that differ in the number of heads by the operator, whose projections can be told apart."""
     base = {
         "hidden_size": 64,
@@ -136,13 +136,15 @@ def test_the_model_counts_its_operator_alike(substeps: int) -> None:
         "head_dim": 32,
         "num_hidden_layers": 1,
         "vocab_size": 100,
-        "num_householder": substeps,
+        "num_householder": num_householder,
         "use_short_conv": False,
     }
     config = build_config(base)
-    sizes = Shape(1, 1, 1, config.head_dim, config.head_v_dim, substeps, config.use_forget_gate)
+    sizes = Shape(1, 1, 1, config.head_dim, config.head_v_dim, num_householder, config.use_forget_gate)
     projections = config.hidden_size * config.num_heads
-    projections *= config.head_dim * (1 + substeps) + config.head_v_dim * (substeps + 1) + substeps
+    projections *= (
+        config.head_dim * (1 + num_householder) + config.head_v_dim * (num_householder + 1) + num_householder
+    )
     projections += (
         config.hidden_size
         * config.num_heads

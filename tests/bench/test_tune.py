@@ -177,7 +177,7 @@ def test_candidates_are_safe_and_differ(value_dim):
 def test_the_command_writes_the_table_that_calls_read(small, cache, monkeypatch, capsys):
     monkeypatch.setattr(tuning, "median_times", lambda runs, device, rounds: {"run": clock(runs["run"])})
     sizes = ["--batch", "1", "--tokens", "2", "--heads", "1", "--head-dim", "8", "--dtype", "fp16"]
-    bench.run(["tune", *sizes, "--substeps", "1"])
+    bench.run(["tune", *sizes, "--num-householder", "1"])
     out = capsys.readouterr().out
     assert str(cache / "launches.json") in out
     assert [line.split("|")[4].strip() for line in out.splitlines() if line.startswith("| 64")] == list(
@@ -185,7 +185,7 @@ def test_the_command_writes_the_table_that_calls_read(small, cache, monkeypatch,
     )
     assert present() == PREPARE[2]
     before = (cache / "launches.json").read_text()
-    bench.run(["tune", *sizes, "--substeps", "2", "--file", str(cache / "other.json")])
+    bench.run(["tune", *sizes, "--num-householder", "2", "--file", str(cache / "other.json")])
     assert (cache / "launches.json").read_text() == before
     assert [row["num_householder"] for row in json.loads((cache / "other.json").read_text())["rows"]] == [2]
 

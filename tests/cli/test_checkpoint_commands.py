@@ -1,4 +1,4 @@
-"""fla-eval, fla-generate and fla-export as commands: once for real, and their faults in process."""
+"""fla-eval, fla-generate and fla-export as commands: once for real, and their errors in process."""
 
 import json
 import os

@@ -106,7 +106,7 @@ def test_a_shared_context_is_read_once(build_model, monkeypatch) -> None:
 
 
 def test_contexts_and_continuations_are_hardly_padded(build_model, monkeypatch) -> None:
-    """Of 600 questions no two adjacent ones have answers of like length; each is sorted on its own."""
+    """Of 600 questions no two adjacent ones have answers of similar length; each is sorted on its own."""
     model = build_model().eval()
     draw, padded, asked, forward = random.Random(3), [], [], model.model.forward
     monkeypatch.setattr(

@@ -230,7 +230,9 @@ def test_gpu_busy_cases_of_the_check_run_the_fused_backward(dtype, launched) -> 
 @pytest.mark.parametrize(("batch", "tokens", "heads"), [(32, 2048, 8), (1, 32768, 16)])
 def test_gpu_the_shapes_that_are_timed(launched, batch: int, tokens: int, heads: int) -> None:
     """By the rules as they stand, every SM at work; the same bits twice. The second is split."""
-    shape = Shape(batch=batch, tokens=tokens, heads=heads, key_dim=128, value_dim=128, substeps=1, gated=True)
+    shape = Shape(
+        batch=batch, tokens=tokens, heads=heads, key_dim=128, value_dim=128, num_householder=1, gated=True
+    )
     device = torch.device("cuda")
     problem = make_problem(shape, torch.bfloat16, device, norm=True, seed=torch.initial_seed())
     found, again = (forward_backward(operator, problem) for _ in range(2))

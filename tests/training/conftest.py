@@ -2,7 +2,6 @@
 
 import json
 import random
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,18 +10,8 @@ from warm_ranks import TWO_RANKS, WarmRanks
 
 from fla_train.cli.app import compose
 from fla_train.training.config import TrainConfig, register, to_config
-from fla_train.training.preemption import SIGNALS
 
 WORDS = "the state of a linear recurrence forgets what its gate closes on and keeps what a key wrote".split()
-
-
-@pytest.fixture
-def unheard() -> Iterator[None]:
-    """A signal for which nobody waits any more does not end the tests."""
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
-    yield
-    for number, handler in previous.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")
