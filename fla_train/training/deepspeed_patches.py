@@ -40,9 +40,10 @@ def ask_cuda_for_free_memory() -> None:
 def leave_gradients(engine) -> None:
     """Leave gradients where autograd adds them up, until `reduce_gradients`.
 
-    DeepSpeed's hooks copy and reduce each parameter's gradient in Python, after every micro-batch. That takes a
-    third of the host's time of a step (docs/dev/log.md). Without the hooks a rank holds whole gradients, 4 bytes
-    a parameter, instead of its partition. They peak after the backward pass, once activations are freed.
+    DeepSpeed's hooks copy and reduce each parameter's gradient in Python, after every micro-batch. That
+    takes a third of the host's time of a step (docs/dev/log.md). Without the hooks a rank holds whole
+    gradients, 4 bytes a parameter, instead of its partition. They peak after the backward pass, once
+    activations are freed.
     """
     engine.enable_backward_allreduce = False
     for hook in engine.optimizer._grad_acc_hooks:
