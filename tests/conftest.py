@@ -55,7 +55,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # What takes long comes first: `make test` would end with one worker on the last of it, the other idle.
-    slow = {item.path for item in items if "slow" in item.keywords}
+    slow = {item.path for item in items if "slow" in item.keywords or "long" in item.keywords}
     items.sort(key=lambda item: (not item.nodeid.startswith(SHARING), item.path not in slow))
     if torch.cuda.is_available():
         return
