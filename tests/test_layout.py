@@ -21,8 +21,8 @@ FOLDERS = {
 
 # A package may import itself and the packages named here, directly; nothing else of fla_train.
 ARROWS = {
-    "kernels": set(),
-    "models": {"kernels"},
+    "kernels": {"utils"},
+    "models": {"kernels", "utils"},
     "hub": {"models", "kernels", "utils"},
     "data": {"utils"},
     "tasks": set(),

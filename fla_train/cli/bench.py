@@ -29,6 +29,7 @@ import torch
 
 from fla_train.cli.app import compose, fail
 from fla_train.cli.bench_options import DTYPES, build_parser
+from fla_train.utils.aliases import current_name
 from fla_train.utils.environment import describe_environment
 
 
@@ -38,15 +39,22 @@ def run(arguments: Sequence[str]) -> None:
     Raises:
         ValueError: a request that cannot be measured.
     """
-    request = build_parser().parse_args(arguments)
+    request = build_parser().parse_args(_without_aliases(arguments))
     if getattr(request, "threads", None) is not None:
         torch.set_num_threads(request.threads)
-    if request.command == "neighbours":
-        print("fla-bench neighbours is now fla-bench fused_ops", file=sys.stderr)
-        request.command = "fused_ops"
     content = COMMANDS[request.command](request)
     if getattr(request, "json", None) is not None:
         request.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _without_aliases(arguments: Sequence[str]) -> list[str]:
+    """`arguments` with the present name of the command, the first of them, and of options."""
+    words = []
+    for word in arguments:
+        name, sign, value = word.partition("=")
+        is_name = not words or name.startswith("--")
+        words.append(current_name("fla-bench", name) + sign + value if is_name else word)
+    return words
 
 
 def _kernels(request: argparse.Namespace) -> dict:

@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,14 +15,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def command(name: str, about: str, **options: Any) -> Callable[..., argparse.Action]:
-        return commands.add_parser(name, help=about, **options).add_argument
+    def command(name: str, about: str) -> Callable[..., argparse.Action]:
+        return commands.add_parser(name, help=about).add_argument
 
     kernels = command("kernels", "the operator's backends and peers")
     decode = command("decode", "the operator's step of one token")
-    fused_ops = command(
-        "fused_ops", "convolution, norms, SwiGLU, gates, cross-entropy", aliases=["neighbours"]
-    )
+    fused_ops = command("fused_ops", "convolution, norms, SwiGLU, gates, cross-entropy")
     train = command("train", "optimizer steps on random tokens, with their parts")
     tune = command("tune", "find the fastest launch options of the Triton kernels")
     first_step = command("first_step", "a fresh process with empty compile caches")
@@ -42,14 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
         add("--head-dim", type=int, default=128, help="K")
     for add, most in ((kernels, 3), (decode, 4), (tune, 3)):
         add("--value-dim", type=int, help="V (default: K)")
-        add(
-            "--num-householder",
-            "--substeps",
-            type=int,
-            nargs="+",
-            default=list(range(1, most + 1)),
-            help="n_h",
-        )
+        add("--num-householder", type=int, nargs="+", default=list(range(1, most + 1)), help="n_h")
     for add in (kernels, decode, fused_ops):
         add("--dtype", choices=DTYPES, help="of activations (default: bf16 on a GPU, fp32 on a CPU)")
     for add in (kernels, decode, fused_ops, train):
@@ -80,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     fused_ops("--head-dim", type=int, help="of the norm with gate (default: 128, --hidden at most)")
     fused_ops("--intermediate", type=int, help="channels of SwiGLU (default: 2.75 x --hidden)")
     fused_ops("--vocabulary", type=int, default=32000)
-    fused_ops("--num-householder", "--substeps", type=int, default=1, help="n_h, of the gates")
+    fused_ops("--num-householder", type=int, default=1, help="n_h, of the gates")
     fused_ops("--functions", nargs="+", help="some only (default: all)")
 
     train("--steps", type=int, default=10, help="timed, after as many as needed to warm up")

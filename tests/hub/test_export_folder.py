@@ -224,4 +224,3 @@ def test_the_cards_code_runs(kind: str, small_model, tokenizer, tmp_path: Path) 
     names: dict = {}
     exec("".join(blocks).replace("user/model", str(tmp_path / "export")), names)
     assert type(names["model"]) is type(model)
-    exec("import fla_train.baselines", names)  # what cards of baselines said before

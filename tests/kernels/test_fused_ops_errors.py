@@ -1,13 +1,11 @@
 """Which backend runs the fused ops, and the errors for arguments that do not fit."""
 
-import runpy
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from fla_train.kernels.fused_ops import (
-    backend,
     consume_logits,
     recurrence_gates,
     resolve_backend,
@@ -35,19 +33,6 @@ def test_backend_is_chosen_by_argument_variable_and_input(monkeypatch: pytest.Mo
     assert resolve_backend("torch", x) == "torch"
     with pytest.raises(ValueError, match="FLA_TRAIN_FUSED_OPS='fast' is unknown"):
         resolve_backend("auto", x)
-
-
-def test_the_former_name_of_the_variable_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLA_TRAIN_FUSED_OPS", "")  # restored afterwards, though the module sets it
-    for given, expected in (({}, "triton"), ({"FLA_TRAIN_FUSED_OPS": "torch"}, "torch")):
-        monkeypatch.setenv("FLA_TRAIN_NEIGHBOURS", "triton")
-        monkeypatch.delenv("FLA_TRAIN_FUSED_OPS", raising=False)
-        for name, value in given.items():
-            monkeypatch.setenv(name, value)
-        with pytest.warns(FutureWarning, match="FLA_TRAIN_FUSED_OPS"):
-            module = runpy.run_path(backend.__file__)
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        assert module["resolve_backend"]("auto", torch.zeros(1)) == expected
 
 
 @pytest.mark.parametrize(

@@ -173,17 +173,6 @@ def test_importing_the_operator_does_not_import_triton():
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
-def test_former_names_are_taken_with_a_line_that_says_the_new_one(monkeypatch):
-    expected, _ = delta_product(**valid(), backend="chunk")
-    with pytest.warns(FutureWarning, match="backend=chunked is now called chunk"):
-        assert torch.equal(delta_product(**valid(), backend="chunked")[0], expected)
-    monkeypatch.setenv("FLA_TRAIN_BACKEND", "chunked")
-    with pytest.warns(FutureWarning, match="FLA_TRAIN_BACKEND=chunked is now called chunk"):
-        assert resolve_backend("auto", CPU) == "chunk"
-    with pytest.warns(FutureWarning, match="recompute=512 now means recompute=true"):
-        assert torch.equal(delta_product(**valid(), backend="chunk", recompute=512)[0], expected)
-
-
 @pytest.mark.parametrize("backend", ["chunk", "triton"])
 def test_recompute_keeps_the_inputs_only_and_changes_no_gradient(backend):
     def run(recompute):

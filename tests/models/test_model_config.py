@@ -1,7 +1,6 @@
 """The config's checks, its Hydra schema, the YAML files, and counts of parameters, FLOPs and bytes."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
@@ -165,22 +164,6 @@ def test_what_the_operator_keeps_belongs_to_the_machine(value, tmp_path):
     config.save_pretrained(tmp_path)
     assert DeltaProductConfig.from_pretrained(tmp_path).recompute_operator is False
     assert DeltaProductConfig.from_pretrained(tmp_path, recompute_operator=value).recompute_operator is value
-
-
-def test_former_values_are_taken_with_a_line_that_says_the_new_one(tmp_path):
-    with pytest.warns(FutureWarning, match="recompute_operator=512 now means recompute_operator=true"):
-        assert config_of("model.recompute_operator=512").recompute_operator is True
-    with pytest.warns(FutureWarning, match="backend=chunked is now called chunk"):
-        config = config_of("model.backend=chunked")
-    assert config.backend == "chunk"
-    config.save_pretrained(tmp_path)
-    file = tmp_path / "config.json"  # exports of earlier versions could hold both
-    file.write_text(
-        json.dumps(json.loads(file.read_text()) | {"recompute_operator": 512, "backend": "chunked"})
-    )
-    with pytest.warns(FutureWarning) as lines:
-        config = DeltaProductConfig.from_pretrained(tmp_path)
-    assert (config.backend, config.recompute_operator, len(lines)) == ("chunk", True, 2)
 
 
 @pytest.mark.parametrize("value", ["0", "-64", "1.5", "some", "null"])
