@@ -16,7 +16,7 @@ from fla_train.models import build_config
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.flops import conv_channels, count_parameters
 from fla_train.training.config import TrainConfig
-from fla_train.training.metrics import peak_flops
+from fla_train.utils.throughput import peak_flops
 
 CHUNK = 64  # M
 GATE_BYTES = 4  # of an element of beta and g, which are fp32

@@ -32,7 +32,7 @@ from fla_train.training.config import (
     validate,
 )
 from fla_train.training.engine import Outcome, build_engine, train_step
-from fla_train.training.metrics import Throughput
+from fla_train.utils.throughput import Throughput
 
 WARM_UP = 3  # steps: compilation, the optimizer's first allocations
 

@@ -1,118 +1,20 @@
-"""Measurements of a run: throughput, MFU and memory; statistics and profiles of chosen steps; loss curves.
+"""Metrics of a run: statistics of chosen steps, values of metrics.jsonl, plots of the losses.
 
 `python -m fla_train.training.metrics OUT.png runs/a runs/b` draws the losses of several runs in one figure.
 """
 
 import json
-import logging
-import re
-import resource
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from fla_train.training.run_folder import RunFolder
-from fla_train.utils.filesystem import reason
 from fla_train.utils.records import Record, read_metrics
-
-logger = logging.getLogger(__name__)
-
-# Dense bf16 matrix products with fp32 accumulation, TFLOP/s, from NVIDIA's data sheets (which state twice as
-# much "with sparsity"). The first one counts that a device's name holds as whole words: an A10G is no A10.
-PEAK_TFLOPS = (
-    ("B200", 2250.0),
-    ("GH200", 989.4),
-    ("H200 NVL", 835.0),
-    ("H200", 989.4),
-    ("H100 PCIe", 756.0),
-    ("H100 NVL", 835.0),
-    ("H100", 989.4),
-    ("A100", 312.0),
-    ("L40S", 362.05),
-    ("A40", 149.7),
-    ("A10", 125.0),
-    ("RTX 4090", 165.2),
-)
-MEMORY_EVENTS = 100_000  # newest allocations and frees that a memory snapshot keeps
-
-
-def peak_flops(device_name: str, precision: str, override: float | None = None) -> float | None:
-    """Peak FLOP/s of one device, for the model FLOP utilisation; None where it is not known.
-
-    Args:
-        device_name: as `torch.cuda.get_device_name` says; "cpu" is in no table.
-        precision: only `bf16` is in the table.
-        override: TFLOP/s that count whatever the device.
-    """
-    if override is not None:
-        return override * 1e12
-    if precision != "bf16":
-        return None
-    known = (tflops * 1e12 for name, tflops in PEAK_TFLOPS if re.search(rf"\b{name}\b", device_name))
-    return next(known, None)
-
-
-@dataclass
-class Throughput:
-    """Seconds and tokens of training since the last reading; evaluation and checkpoints don't count.
-
-    Args:
-        flops_per_token: forward and backward, by the model's own formula; recomputation does not count.
-        peak: FLOP/s of all devices together; None: no utilisation.
-        device: where the memory is read; the process's own on a CPU.
-    """
-
-    flops_per_token: float
-    peak: float | None
-    device: torch.device
-    seconds: float = 0.0
-    waited: float = 0.0  # of them for data
-    tokens: int = 0
-
-    def start(self) -> None:
-        """Training begins or continues."""
-        self._begin = time.perf_counter()
-
-    def stop(self, tokens: int) -> None:
-        """Something else follows the step of `tokens` tokens."""
-        self.seconds += time.perf_counter() - self._begin
-        self.tokens += tokens
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Inside, training waits for data."""
-        begin = time.perf_counter()
-        yield
-        self.waited += time.perf_counter() - begin
-
-    def read(self) -> Record:
-        """Speed, utilisation, the share of time that data was waited for, memory; all since the last call."""
-        rate = self.tokens / self.seconds if self.seconds else 0.0
-        record: Record = {
-            "tokens_per_second": round(rate, 1),
-            "data_wait": round(self.waited / self.seconds, 5) if self.seconds else 0.0,
-            "memory_gib": round(self._memory() / 2**30, 3),
-        }
-        if self.peak is not None:
-            record["mfu"] = round(rate * self.flops_per_token / self.peak, 4)
-        self.seconds, self.waited, self.tokens = 0.0, 0.0, 0
-        return record
-
-    def _memory(self) -> int:
-        """Peak bytes: allocated on the GPU since the last call, or of this process so far."""
-        if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            return peak
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @contextmanager
@@ -165,37 +67,6 @@ def _observe_gates(mixer: nn.Module, layer: int, found: dict[str, Tensor]):
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     norms = [torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64) for tensor in tensors]
     return torch.stack(norms).square().sum()
-
-
-@contextmanager
-def profiled(folder: Path, step: int, rank: int) -> Iterator[None]:
-    """Record what runs inside.
-
-    `step-N-rank-R.json` opens in https://ui.perfetto.dev, `...-memory.pickle` (GPU only) in
-    https://pytorch.org/memory_viz, and `...-operators.txt` is a table of the costliest operators. What a full
-    disk refuses is left out, with a line in the log.
-    """
-    stem = folder / f"step-{step:07d}-rank-{rank}"
-    on_gpu = torch.cuda.is_available()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    if on_gpu:
-        torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
-    with profile(activities=activities, record_shapes=True, profile_memory=True) as trace:
-        yield
-        if on_gpu:
-            torch.cuda.synchronize()
-    order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        trace.export_chrome_trace(f"{stem}.json")
-        Path(f"{stem}-operators.txt").write_text(trace.key_averages().table(sort_by=order, row_limit=40))
-        if on_gpu:
-            torch.cuda.memory._dump_snapshot(f"{stem}-memory.pickle")
-    except (OSError, RuntimeError) as error:
-        logger.warning("step %d: the trace can't be written (%s)", step, reason(error))
-    finally:
-        if on_gpu:
-            torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def last_value(path: Path, key: str) -> float | None:

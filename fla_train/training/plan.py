@@ -15,7 +15,7 @@ from fla_train.models.flops import (
 )
 from fla_train.models.zoo.build import build_baseline
 from fla_train.training.config import TrainConfig, accumulation_steps
-from fla_train.training.metrics import peak_flops
+from fla_train.utils.throughput import peak_flops
 
 ASSUMED_GPU, ASSUMED_MFU = "H100", 0.4  # for the estimate of GPU-hours
 

@@ -85,7 +85,7 @@ def test_train_with_a_peer(tmp_path, capfd) -> None:
     assert out.lstrip().startswith(("1 CPU", "2 CPU"))  # and nothing that the engine prints
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two GPUs, or none")
 def test_train_on_two_ranks(tmp_path, capfd) -> None:
     file = tmp_path / "train.json"

@@ -20,11 +20,12 @@ from warm_ranks import TWO_RANKS, WarmRanks
 from fla_train.training import checkpoint
 from fla_train.training.bad_steps import BadStepFilter
 from fla_train.training.checkpoint import TrainState, rank_files
-from fla_train.training.checkpoint_manager import CheckpointManager, StagingBuffer
+from fla_train.training.checkpoint_manager import CheckpointManager
 from fla_train.training.config import TrainConfig
 from fla_train.training.engine import build_engine, train_step
 from fla_train.training.failures import TrainingStopped
 from fla_train.training.process_group import join
+from fla_train.utils.staging_buffer import StagingBuffer
 
 UNLIMITED = resource.RLIM_INFINITY
 

@@ -108,7 +108,7 @@ def moments(folder: Path) -> dict[str, list[torch.Tensor]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_another_number_of_ranks_takes_the_same_steps(
     whole: Path,
     make_config: Make,

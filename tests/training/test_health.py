@@ -20,10 +20,11 @@ from fla_train.training import metrics, worker
 from fla_train.training import trainer as trainer_module
 from fla_train.training.config import TrainConfig, resolve, with_warmup
 from fla_train.training.engine import Outcome
-from fla_train.training.failures import Watchdog
-from fla_train.training.metrics import Throughput, peak_flops, profiled
 from fla_train.training.trainer import Trainer
+from fla_train.utils.profiling import profiled
 from fla_train.utils.records import read_metrics
+from fla_train.utils.throughput import Throughput, peak_flops
+from fla_train.utils.watchdog import Watchdog
 
 CPU = torch.device("cpu")
 

@@ -94,7 +94,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_preempted_slurm_job_is_queued_again_and_goes_on_on_hosts_without_slurm(
     overrides: list[str], cluster: dict[str, str], whole: Path, tmp_path: Path
 ):
@@ -150,7 +150,7 @@ def test_hosts_that_are_asked_to_stop_save_a_checkpoint_and_are_waited_for(
 
 
 @pytest.mark.usefixtures("unwatched")
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_machine_that_is_killed_and_started_again_joins_the_others(
     overrides: list[str], whole: Path, tmp_path: Path
 ):
@@ -246,7 +246,7 @@ def test_all_gpus_of_each_machine_are_taken_unless_told_otherwise(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE])
+@pytest.mark.parametrize("launcher", [TORCHRUN, pytest.param(ACCELERATE, marks=pytest.mark.long)])
 def test_another_launcher_starts_the_ranks(
     overrides: list[str], whole: Path, tmp_path: Path, launcher: list[str]
 ):

@@ -193,7 +193,7 @@ def riddles(tmp_path: Path) -> list[str]:
     return [*options, f"suite.include_path={lm_eval}/tasks/arc"]  # to index all of lm-eval's takes seconds
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_is_the_same_to_the_bit(
     make_config, warm_ranks: WarmRanks, riddles: list[str], tmp_path: Path
 ) -> None:
