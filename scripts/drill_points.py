@@ -33,7 +33,7 @@ AT_START = {
     "kill -9 of rank 1 while it evaluates": killed("worker-1", "trainer.py:Trainer._evaluate"),
     "kill -9 of rank 0 in the middle of an export": killed("worker-0", "export.py:_load_back"),
     "kill -9 of rank 1 while it stages a checkpoint": killed(
-        "worker-1", "checkpoint_manager.py:StagingBuffer.stage"
+        "worker-1", "staging_buffer.py:StagingBuffer.stage"
     ),
     "rank 1 ends with 0 in the middle": Point("worker-1", "engine.py:train_step", "exit 0"),
     "rank 0 ends with 75 unasked": Point("worker-0", "engine.py:train_step", "exit 75"),
