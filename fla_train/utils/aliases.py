@@ -5,6 +5,7 @@ docs/architecture.md, "Aliases", lists the same names for users.
 
 import os
 import warnings
+from functools import cache
 
 # Where the name stands: {alias: present name}. In "recompute", TOKENS is any number of tokens.
 ALIASES = {
@@ -21,8 +22,6 @@ ALIASES = {
         "substeps": "num_householder",
     },
 }
-
-_announced: dict = {}  # the registry by which `warnings` knows what it has printed
 
 
 def current_name(place: str, name: str, source: str | None = None) -> str:
@@ -43,9 +42,8 @@ def rename_environment() -> None:
         os.environ.setdefault(current_name("environment", name), os.environ.pop(name))
 
 
+@cache  # the registry of `warnings` forgets what was printed whenever a library changes the filters
 def announce(source: str, alias: str, name: str) -> None:
     """Tell the user, once per process, to write `name` instead of `alias` in `source`."""
     # Explicit, so that one line is printed: `warnings.warn` adds a line of code.
-    warnings.warn_explicit(
-        f"{source}: write {name} instead of {alias}", FutureWarning, "fla_train", 1, registry=_announced
-    )
+    warnings.warn_explicit(f"{source}: write {name} instead of {alias}", FutureWarning, "fla_train", 1)

@@ -84,8 +84,7 @@ def test_the_operator(backend, case):
 
 def test_a_former_backend_name():
     inputs, leaves = operator_inputs(9, alpha=(0.5, 1.0))
-    with pytest.warns(FutureWarning):
-        assert_same(lambda: delta_product(**inputs, backend="chunked", recompute=64)[:1], leaves)
+    assert_same(lambda: delta_product(**inputs, backend="chunked", recompute=64)[:1], leaves)
 
 
 def test_the_number_of_tokens_may_vary_in_one_graph(backend):
