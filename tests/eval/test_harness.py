@@ -280,7 +280,7 @@ def test_git_does_not_complain_outside_a_checkout(
 
 
 @pytest.mark.usefixtures("unwatched")
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_line_of_lm_eval(write_task, quiz, scholar, tokenizer, tmp_path) -> None:
     """Its old form without `run`, too; data from a mirror, which holds no training rows."""
     export_model(scholar, tokenizer, tmp_path / "run/hf/step-0000001", CardInfo(seq_len=48))

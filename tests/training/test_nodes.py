@@ -193,7 +193,7 @@ def test_a_machine_that_is_killed_and_started_again_joins_the_others(
 
 
 @pytest.mark.usefixtures("unwatched")
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_error_that_is_final_ends_all_machines(overrides: list[str], tmp_path: Path):
     """Here one of them was told another seed, which its ranks find out."""
     options = ["launch.num_machines=2", "launch.max_restarts=3", f"launch.main_process_port={free_port()}"]

@@ -150,7 +150,7 @@ def test_a_signal_while_the_data_are_prepared_can_be_tried_again(
 
 
 @pytest.mark.usefixtures("unwatched")
-@pytest.mark.slow
+@pytest.mark.long
 def test_workers_that_die_or_hang_are_started_again(
     make_config: Make, warm_ranks: WarmRanks, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture
 ):

@@ -92,7 +92,7 @@ def weights(run: Path) -> bytes:
 
 
 @pytest.mark.usefixtures("unwatched")
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_rank_fp32_two_kills(
     make_config: Make,
     warm_ranks: WarmRanks,
