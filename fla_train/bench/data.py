@@ -1,12 +1,10 @@
-"""Time the data: reading prepared data, preparing text beside raw `tokenizers`, drawing task sequences."""
+"""Time the data: reading prepared data, and preparing text beside raw `tokenizers`."""
 
-import os
 import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -18,12 +16,10 @@ from fla_train.data.prepare import prepare
 from fla_train.data.sampler import BatchSampler, PackedDataset, PrefetchLoader
 from fla_train.data.sources import open_source
 from fla_train.data.tokenizers import load_tokenizer
-from fla_train.tasks import GroupWords
 from fla_train.utils.processes import available_cores
 
 FIRST = 400  # sequences read to time the checks of block checksums
 RAW_BATCH = 512  # documents that the raw tokenizer takes at once
-TASK_BATCH = 2048  # sequences that a task draws at once
 
 
 class Clock:
@@ -39,15 +35,6 @@ class Clock:
     def _used(self) -> float:
         usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
         return sum(usage.ru_utime + usage.ru_stime for usage in usages)
-
-
-def _repeat(work: Callable[[int], object], seconds: float) -> int:
-    """How often `work(0)`, `work(1)`, ... ran until the time was over."""
-    began, count = time.perf_counter(), 0
-    while time.perf_counter() - began < seconds:
-        work(count)
-        count += 1
-    return count
 
 
 def bench_loader(folder: str, seq_len: int, micro_batch: int, seconds: float) -> Iterator[str]:
@@ -67,8 +54,10 @@ def bench_loader(folder: str, seq_len: int, micro_batch: int, seconds: float) ->
         with PrefetchLoader(sequences, plan) as batches:
             for _ in range(len(dataset) // micro_batch):  # an epoch brings all into the page cache
                 next(batches)
-            clock = Clock()
-            count = _repeat(lambda _, batches=batches: next(batches), seconds)
+            clock, count, end = Clock(), 0, time.perf_counter() + seconds
+            while time.perf_counter() < end:
+                next(batches)
+                count += 1
             wall, cpu = clock.rates(count * micro_batch * seq_len)
         yield f"{name}: {wall / 1e6:.1f}M tokens/s, {cpu / 1e6:.1f}M tokens per CPU second"
 
@@ -111,23 +100,3 @@ def _prepared_rates(config: DataConfig) -> tuple[float, float]:
         clock = Clock()
         prepared = prepare(replace(config, cache_dir=cache), log=lambda line: None, progress=False)
         return clock.rates(sum(split["tokens"] for split in prepared.manifest["splits"].values()))
-
-
-def bench_tasks(groups: Sequence[str], length: int, seconds: float) -> Iterator[str]:
-    """Lines with the speed at which word problems are drawn, by one process and by one a core."""
-    cores = len(os.sched_getaffinity(0))
-    for group in groups:
-        work = (group, length, seconds)
-        alone = _drawn(*work)
-        with ProcessPoolExecutor(cores) as pool:
-            together = sum(pool.map(_drawn, *zip(*[work] * cores, strict=True)))
-        yield f"{group}: {alone / 1e6:.0f} M tokens/s on one core, {together / 1e6:.0f} M on {cores}"
-
-
-def _drawn(group: str, length: int, seconds: float) -> float:
-    """Tokens per second of one process; every batch is another."""
-    task = GroupWords(group, length)
-    task.batch(np.arange(TASK_BATCH))
-    clock = Clock()
-    count = _repeat(lambda i: task.batch(np.arange(i * TASK_BATCH, (i + 1) * TASK_BATCH)), seconds)
-    return clock.rates(count * TASK_BATCH * length)[0]

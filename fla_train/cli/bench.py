@@ -12,7 +12,6 @@
     fla-bench scaling --folder runs/scaling --gpus 1 2 4 -- data=fineweb
     fla-bench loader PREPARED_FOLDER                          # reading prepared data
     fla-bench prepare corpus/ tokenizer/                      # fla-prepare beside raw tokenizers
-    fla-bench tasks --groups S3 S5                            # drawing word problems
     fla-bench evaluation MIRROR TOKENIZER                     # lm-eval tasks beside HFLM
 
 Tables go to stdout in Markdown, everything to `--json FILE`. Exit code 2: the request was wrong.
@@ -231,13 +230,6 @@ def _prepare(request: argparse.Namespace) -> None:
         print(line, flush=True)
 
 
-def _tasks(request: argparse.Namespace) -> None:
-    from fla_train.bench.data import bench_tasks
-
-    for line in bench_tasks(request.groups, request.length, request.seconds):
-        print(line, flush=True)
-
-
 def _evaluation(request: argparse.Namespace) -> None:
     from fla_train.bench.evaluation import bench_evaluation
     from fla_train.eval.paper import ZERO_SHOT
@@ -259,7 +251,6 @@ COMMANDS = {
     "scaling": _scaling,
     "loader": _loader,
     "prepare": _prepare,
-    "tasks": _tasks,
     "evaluation": _evaluation,
 }
 

@@ -30,7 +30,6 @@ def build_parser() -> argparse.ArgumentParser:
     scaling = command("scaling", "fla-train on several numbers of GPUs, beside plain DDP")
     loader = command("loader", "reading prepared data from the page cache")
     prepare = command("prepare", "fla-prepare beside the raw speed of tokenizers")
-    tasks = command("tasks", "drawing word problems")
     evaluation = command("evaluation", "answers to lm-eval tasks beside HFLM")
 
     for add, rows in ((kernels, 32), (fused_ops, 8), (tune, 32)):
@@ -63,8 +62,6 @@ def build_parser() -> argparse.ArgumentParser:
         add("--bandwidth", type=float, help="ceiling of the memory in TB/s")
     for add in (train, first_step, scaling):
         add("overrides", nargs="*", help="of configs/train.yaml, as for fla-train")
-    for add in (loader, tasks):
-        add("--seconds", type=float, default=4.0, help="of each measurement")
 
     switch = argparse.BooleanOptionalAction
     kernels("--gate", action=switch, help="forget gate (default: both with and without)")
@@ -99,6 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
     scaling("--limit", type=float, default=300, help="seconds for one run")
 
     loader("folder", help="what fla-prepare printed: `data: ready in FOLDER`")
+    loader("--seconds", type=float, default=4.0, help="of each measurement")
     loader("--seq-len", type=int, default=2048)
     loader("--micro-batch", type=int, default=8)
 
@@ -107,9 +105,6 @@ def build_parser() -> argparse.ArgumentParser:
     prepare("--documents", type=int, default=6000, help="how many to tokenize")
     prepare("--rounds", type=int, default=3)
     prepare("--workers", type=int, help="processes (default: as fla-prepare chooses)")
-
-    tasks("--groups", nargs="+", default=["S3", "S4", "A5", "S5", "Z60"])
-    tasks("--length", type=int, default=128, help="tokens")
 
     evaluation("mirror", type=Path, help="what scripts/build_eval_mirror.py wrote")
     evaluation("tokenizer", help="folder or Hub name")

@@ -1,4 +1,4 @@
-"""`fla-bench prepare`, `loader` and `tasks`: what they print of little data."""
+"""`fla-bench prepare` and `loader`: what they print of little data."""
 
 import json
 import re
@@ -26,8 +26,3 @@ def test_text_is_prepared_beside_raw_tokenizers_and_read(tmp_path, capsys) -> No
     lines = capsys.readouterr().out.splitlines()
     names = ["first read, blocks compared", "read again", "plain", "documents"]
     assert [line.split(":")[0] for line in lines] == names
-
-
-def test_tasks(capsys) -> None:
-    bench.run(["tasks", "--groups", "S3", "--length", "8", "--seconds", "0.05"])
-    assert re.fullmatch(r"S3: \d+ M tokens/s on one core, \d+ M on \d+\n", capsys.readouterr().out)
