@@ -18,6 +18,8 @@ from pathlib import Path
 import psutil
 from drill import TRAIN, Drill, Inject, Unnoticed
 
+from fla_train.utils.filesystem import delete
+
 Spoil = Callable[[Path], object]  # damages a file, or a folder
 
 
@@ -237,13 +239,6 @@ def append(content: bytes) -> Spoil:
             file.write(content)
 
     return spoil
-
-
-def delete(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def instead(make: Spoil) -> Spoil:
