@@ -10,8 +10,6 @@
     fla-bench train --peers llama -- model=gated_delta_product/340m trainer.seq_len=2048
     fla-bench first_step model=gated_delta_product/340m       # of a fresh process, with empty compile caches
     fla-bench scaling --folder runs/scaling --gpus 1 2 4 -- data=fineweb
-    fla-bench loader PREPARED_FOLDER                          # reading prepared data
-    fla-bench prepare corpus/ tokenizer/                      # fla-prepare beside raw tokenizers
     fla-bench evaluation MIRROR TOKENIZER                     # lm-eval tasks beside HFLM
 
 Tables go to stdout in Markdown, everything to `--json FILE`. Exit code 2: the request was wrong.
@@ -201,28 +199,6 @@ def _scaling(request: argparse.Namespace) -> None:
     bench_scaling(request.folder, request.overrides, **{name: getattr(request, name) for name in names})
 
 
-def _loader(request: argparse.Namespace) -> None:
-    from fla_train.bench.data import bench_loader
-
-    for line in bench_loader(request.folder, request.seq_len, request.micro_batch, request.seconds):
-        print(line, flush=True)
-
-
-def _prepare(request: argparse.Namespace) -> None:
-    from fla_train.bench.data import bench_prepare
-    from fla_train.data.config import DataConfig, TokenizerConfig
-
-    config = DataConfig(
-        source="local",
-        path=request.corpus,
-        max_documents=request.documents,
-        num_workers=request.workers,
-        tokenizer=TokenizerConfig(name=request.tokenizer),
-    )
-    for line in bench_prepare(config, request.rounds):
-        print(line, flush=True)
-
-
 def _evaluation(request: argparse.Namespace) -> None:
     from fla_train.bench.evaluation import bench_evaluation
     from fla_train.eval.paper import ZERO_SHOT
@@ -242,8 +218,6 @@ COMMANDS = {
     "tune": _tune,
     "first_step": _first_step,
     "scaling": _scaling,
-    "loader": _loader,
-    "prepare": _prepare,
     "evaluation": _evaluation,
 }
 

@@ -35,8 +35,6 @@ def build_parser() -> argparse.ArgumentParser:
     tune = command("tune", "find the fastest launch options of the Triton kernels")
     first_step = command("first_step", "a fresh process with empty compile caches")
     scaling = command("scaling", "fla-train on several numbers of GPUs, beside plain DDP")
-    loader = command("loader", "reading prepared data from the page cache")
-    prepare = command("prepare", "fla-prepare beside the raw speed of tokenizers")
     evaluation = command("evaluation", "answers to lm-eval tasks beside HFLM")
 
     for add, rows in ((kernels, 32), (fused_ops, 8), (tune, 32)):
@@ -101,17 +99,6 @@ def build_parser() -> argparse.ArgumentParser:
     scaling("--steps", type=positive, default=16)
     scaling("--only", default="", help="regular expression: which runs, by name")
     scaling("--limit", type=float, default=300, help="seconds for one run")
-
-    loader("folder", help="what fla-prepare printed: `data: ready in FOLDER`")
-    loader("--seconds", type=float, default=4.0, help="of each measurement")
-    loader("--seq-len", type=positive, default=2048)
-    loader("--micro-batch", type=positive, default=8)
-
-    prepare("corpus", help="parquet or jsonl: file, folder or glob")
-    prepare("tokenizer", help="folder or Hub name")
-    prepare("--documents", type=positive, default=6000, help="how many to tokenize")
-    prepare("--rounds", type=positive, default=3)
-    prepare("--workers", type=positive, help="processes (default: as fla-prepare chooses)")
 
     evaluation("mirror", type=Path, help="what scripts/build_eval_mirror.py wrote")
     evaluation("tokenizer", help="folder or Hub name")
