@@ -45,8 +45,8 @@ class Run:
     name: str
     gpus: int
     overrides: list[str]
-    model: str = ""
-    kind: str = ""
+    model: str
+    kind: str
     kill_after: int = 0  # steps; 0: let it end by itself
     last: int = 0  # step whose speed counts, after which one is profiled and the run may end; 0: all count
     tokens_per_second: float = 0.0  # median over all GPUs
@@ -102,13 +102,6 @@ def saving_runs(model: str, gpus: int) -> Iterator[Run]:
         yield Run(f"{model}-saving-{name}", gpus, overrides, model, f"saving: {name}", SAVING.stop + 2)
 
 
-def start(run: Run, folder: Path, overrides: list[str]) -> subprocess.Popen:
-    command = ["fla-train", *overrides, *run.overrides, f"run.dir={folder / run.name}", "logger=none"]
-    command += [f"launch.num_processes={run.gpus}"]
-    with open(folder / f"{run.name}.log", "a") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-
-
 def records(folder: Path) -> list[dict]:
     """The steps logged so far."""
     return [record for record in read_metrics(folder / "metrics.jsonl") if "loss" in record]
@@ -117,7 +110,10 @@ def records(folder: Path) -> list[dict]:
 def carry_out(run: Run, folder: Path, overrides: list[str], limit: float) -> None:
     """Start it, wait until it has done what it is for, and read what it measured."""
     began = time.monotonic()
-    process = start(run, folder, overrides)
+    command = ["fla-train", *overrides, *run.overrides, f"run.dir={folder / run.name}", "logger=none"]
+    command += [f"launch.num_processes={run.gpus}"]
+    with open(folder / f"{run.name}.log", "w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:
         while process.poll() is None:
             late = time.monotonic() > began + limit
