@@ -8,7 +8,6 @@
     fla-bench fused_ops --peers                               # convolution, norms, SwiGLU, gates, loss
     fla-bench tune --head-dim 128 --num-householder 1 2              # launch options for this GPU, to a file
     fla-bench train --peers llama -- model=gated_delta_product/340m trainer.seq_len=2048
-    fla-bench first_step model=gated_delta_product/340m       # of a fresh process, with empty compile caches
     fla-bench scaling --folder runs/scaling --gpus 1 2 4 -- data=fineweb
     fla-bench evaluation MIRROR TOKENIZER                     # lm-eval tasks beside HFLM
 
@@ -182,16 +181,6 @@ def _train_config(overrides: Sequence[str]):
     return to_config(compose("train", overrides))
 
 
-def _first_step(request: argparse.Namespace) -> None:
-    from fla_train.bench.first_step import time_first_step
-    from fla_train.training.config import validate
-
-    config = _train_config(request.overrides)
-    validate(config)
-    for name, seconds in time_first_step(config).items():
-        print(f"{name}: {seconds:.1f} s")
-
-
 def _scaling(request: argparse.Namespace) -> None:
     from fla_train.bench.scaling import bench_scaling
 
@@ -216,7 +205,6 @@ COMMANDS = {
     "fused_ops": _fused_ops,
     "train": _train,
     "tune": _tune,
-    "first_step": _first_step,
     "scaling": _scaling,
     "evaluation": _evaluation,
 }

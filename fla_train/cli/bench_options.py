@@ -33,7 +33,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     train = command("train", "optimizer steps on random tokens, with their parts")
     tune = command("tune", "find the fastest launch options of the Triton kernels")
-    first_step = command("first_step", "a fresh process with empty compile caches")
     scaling = command("scaling", "fla-train on several numbers of GPUs, beside plain DDP")
     evaluation = command("evaluation", "answers to lm-eval tasks beside HFLM")
 
@@ -65,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
         add("--threads", type=positive, help="torch threads on a CPU")
         add("--peak-tflops", type=float, help="ceiling of matrix products")
         add("--bandwidth", type=float, help="ceiling of the memory in TB/s")
-    for add in (train, first_step, scaling):
+    for add in (train, scaling):
         add("overrides", nargs="*", help="of configs/train.yaml, as for fla-train")
 
     switch = argparse.BooleanOptionalAction
