@@ -206,18 +206,13 @@ def build(source: Path, mirror: Path) -> tuple[dict[str, dict[str, dict[str, int
         if not found:
             missing.append(folder)
             continue
-        place = mirror_place(mirror, name, config)
-        place.mkdir(parents=True, exist_ok=True)
-        for split, text in found.items():
-            (place / f"{split}.jsonl").write_text(text, encoding="utf-8")
-        note = place / "NOTE.txt"
-        note.unlink(missing_ok=True)  # of a mirror that held the stand-in before
+        with tempfile.TemporaryDirectory() as laid_out:
+            for split, text in found.items():
+                Path(laid_out, f"{split}.jsonl").write_text(text, encoding="utf-8")
+            written.setdefault(name, {})[config] = add(Path(laid_out), mirror, name, config, {})
         if stand_in:
+            note = mirror_place(mirror, name, config) / "NOTE.txt"
             note.write_text(NOTE.format(name) + "\n", encoding="utf-8")
-        counts = {split: count_rows(place / f"{split}.jsonl") for split in found}
-        written.setdefault(name, {})[config] = counts
-        described = {split: ([f"{split}.jsonl"], rows) for split, rows in counts.items()}
-        describe(mirror / name / "README.md", config, described)
     return written, missing
 
 
