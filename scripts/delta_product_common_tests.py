@@ -1,4 +1,4 @@
-"""Our models under transformers' common model tests, for scripts/run_transformers_tests.py.
+"""Our models under transformers' common model tests; docs/transformers.md has the command.
 
 The mixins come from a checkout of transformers, whose package `tests` is, and run as they are.
 """

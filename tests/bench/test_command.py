@@ -99,7 +99,7 @@ def test_train_on_two_ranks(tmp_path, capfd) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["kernels", "--tokens", "0"], "--tokens must be at least 1"),
+        (["kernels", "--tokens", "0"], "--tokens: must be at least 1"),
         (["kernels", "--num-householder", "0"], "--num-householder"),
         (["kernels", *SMALL, "--bandwidth", "-1"], "must be positive"),
         (["kernels", *SMALL, "--backends", "fast"], "choose auto, recurrent"),

@@ -1,9 +1,7 @@
 """Tasks made from plain settings, the labels a causal language model trains on, and scores that add up."""
 
 import inspect
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +21,6 @@ from fla_train.tasks import (
     training_task,
 )
 from fla_train.tasks.config import KINDS, fits, in_words
-from fla_train.tasks.plots import plot_runs
 
 SETTINGS = Sequence[MQARSetting | tuple[int, int] | tuple[int, int, float]]
 
@@ -171,20 +168,6 @@ def test_prefix_accuracies_are_read_at_powers_of_two() -> None:
         1: 1.0, 2: 1.0, 4: 15 / 16, 6: 15 / 16
     }  # fmt: skip
     assert found["sequence_accuracy"] == 15 / 16
-
-
-def test_runs_are_drawn_together(tmp_path, monkeypatch) -> None:
-    curve = {"axis": "length", "metric": "accuracy", "x": list(range(100)), "y": [0.5] * 100, "n": [2] * 100}
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "accuracy.json").write_text(json.dumps({"step": 1, "sets": {"longer": curve}}))
-    runs = [tmp_path / "a", tmp_path / "b"]
-    assert plot_runs(runs, "longer", tmp_path / "out.png").stat().st_size > 1000
-    drawn = plot_runs(runs[:1], "longer", tmp_path / "out.png").read_bytes()
-    monkeypatch.chdir(tmp_path / "a")
-    assert plot_runs([Path(".")], "longer", tmp_path / "out.png").read_bytes() == drawn
-    with pytest.raises(ValueError, match="no accuracy on 'other'; it has longer"):
-        plot_runs(runs, "other", tmp_path / "out.png")
 
 
 @pytest.mark.parametrize(

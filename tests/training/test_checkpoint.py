@@ -49,9 +49,15 @@ def flip(path: Path) -> None:
     path.write_bytes(b"X" + path.read_bytes()[1:])
 
 
-def put_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
+def instead(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """A damage that puts something else in the place of a file, or of the checkpoint itself."""
+
+    def damage(path: Path) -> None:
+        old = path / name
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
+        make(old)
+
+    return damage
 
 
 def edit(change: Callable[[dict], object]) -> Callable[[Path], None]:
@@ -69,13 +75,25 @@ def edit(change: Callable[[dict], object]) -> Callable[[Path], None]:
     return damage
 
 
+OTHER = "../step-0000003/manifest.json"
 DAMAGE = {
     "cut short": lambda path: cut(path / WEIGHTS),
     "changed": lambda path: flip(path / WEIGHTS),
     "file lost": lambda path: (path / WEIGHTS).unlink(),
     "manifest cut short": lambda path: cut(path / "manifest.json"),
     "manifest lost": lambda path: (path / "manifest.json").unlink(),
-    "manifest a named pipe": lambda path: put_pipe(path / "manifest.json"),  # which nobody will ever write
+    "manifest a named pipe": instead("manifest.json", os.mkfifo),  # which nobody will ever write
+    "manifest a folder": instead("manifest.json", Path.mkdir),
+    "manifest a link to itself": instead("manifest.json", lambda path: path.symlink_to(path.name)),
+    "manifest nested deep": lambda path: (path / "manifest.json").write_bytes(b"[" * 100_000),
+    "manifest of another": instead("manifest.json", lambda path: path.symlink_to(OTHER)),
+    "weights a named pipe": instead(WEIGHTS, os.mkfifo),
+    "weights a folder": instead(WEIGHTS, Path.mkdir),
+    "weights a link to nothing": instead(WEIGHTS, lambda path: path.symlink_to("gone")),
+    "weights with a byte more": lambda path: os.truncate(path / WEIGHTS, (path / WEIGHTS).stat().st_size + 1),
+    "folder of weights deleted": lambda path: shutil.rmtree(path / "deepspeed"),
+    "all files deleted": instead("", Path.mkdir),
+    "a link to another": instead("", lambda path: path.symlink_to("step-0000003")),
 }
 # What no checksum of the manifest would tell, with a word of the line that says so
 WRONG_CONTENT = {
