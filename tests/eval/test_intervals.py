@@ -1,6 +1,5 @@
 """Clustered standard errors and intervals against plain statistics, and what has no interval."""
 
-import importlib.util
 import json
 import math
 import statistics
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 
 from fla_train.eval.intervals import Estimate, Mean, degrees_of_freedom
+from tests.eval.conftest import load_script
 
 
 def test_documents_of_equal_length_have_the_error_of_a_mean_and_the_quantile_of_t() -> None:
@@ -82,10 +82,7 @@ def test_bits_per_byte() -> None:
 
 def test_the_coverage_script_on_an_evaluation(tmp_path: Path, capsys) -> None:
     """The population and the resampling stand before the figures; documents without targets do not count."""
-    file = Path(__file__).resolve().parents[2] / "scripts/check_interval_coverage.py"
-    place = importlib.util.spec_from_file_location("check_interval_coverage", file)
-    script = importlib.util.module_from_spec(place)
-    place.loader.exec_module(script)
+    script = load_script("check_interval_coverage")
     row = {"length": 64, "losses": [2.0, 2.5, 3.0, 0.0], "targets": [64, 32, 64, 0]}
     record = {"name": "a", "perplexity": {"web": {"lengths": [row]}}, "tasks": {}, "paper_row": {}}
     (tmp_path / "results.json").write_text(json.dumps(record))

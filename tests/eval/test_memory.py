@@ -1,6 +1,5 @@
 """What a sweep keeps in memory: 4 bytes for a token, and nothing of what it has read beyond."""
 
-import importlib.util
 import json
 import re
 import tracemalloc
@@ -16,6 +15,7 @@ from fla_train.eval import documents as reading
 from fla_train.eval import perplexity
 from fla_train.eval.documents import fingerprint, longest, packed, tokenized
 from fla_train.eval.perplexity import loss_table
+from tests.eval.conftest import load_script
 
 
 class Still:
@@ -84,15 +84,10 @@ def test_long_texts_are_tokenized_a_few_at_a_time(tokenizer, monkeypatch) -> Non
 
 
 def test_the_script_prints_a_line_per_length(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    file = Path(__file__).resolve().parents[2] / "scripts/sweep_memory.py"
-    place = importlib.util.spec_from_file_location("sweep_memory", file)
-    script = importlib.util.module_from_spec(place)
-    place.loader.exec_module(script)
+    script = load_script("sweep_memory")
     (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "word " * 50}) + "\n")
     assert script.main(["bytes", str(tmp_path / "texts.jsonl"), "100"]) == 0
     assert re.fullmatch(r" +100 tokens: [\d,]+ MiB, \d+ s\n", capsys.readouterr().out)
-    with pytest.raises(
-        SystemExit, match="could not run texts"
-    ):  # it has no such length: said, not passed over
+    with pytest.raises(SystemExit, match="could not run texts"):  # it has no such length
         script.main(["bytes", str(tmp_path / "texts.jsonl"), "1000"])
     assert script.main(["bytes"]) == 2
