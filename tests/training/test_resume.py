@@ -288,10 +288,3 @@ def test_a_run_that_goes_on_keeps_its_warmup(
     assert planned(*twig) == "30 warm-up steps"
     warm_ranks.launch(make_config(*wsd, *twig, "trainer.max_steps=40"))
     assert planned(*twig) == "2 warm-up steps"  # of its own config, as soon as it has checkpoints
-
-
-def test_another_optimizer_is_refused(make_config: Make, warm_ranks: WarmRanks, tmp_path: Path):
-    common = ["launch.device=cpu", f"run.dir={tmp_path}"]
-    warm_ranks.launch(make_config(*common, "trainer.max_steps=1"))
-    with pytest.raises(ValueError, match=r"another run: .*optimizer\.name=muon \(was adamw\)"):
-        launch(make_config(*common, "optimizer=muon"))

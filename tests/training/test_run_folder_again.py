@@ -70,6 +70,7 @@ def test_the_machines_are_those_of_the_command(run: Path, tmp_path: Path):
         (["model.num_householder=3"], "model.num_householder=3 (was 2)"),
         (["model=delta_net/tiny"], "model.hidden_size=128 (was 32)"),
         (["trainer.seq_len=16"], "trainer.seq_len=16 (was 32)"),
+        (["optimizer=muon"], "optimizer.name=muon (was adamw)"),
     ],
     ids=str,
 )
