@@ -28,13 +28,6 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.fixture(params=["chunk", "triton by chunks", "triton step by step"])
-def backend(request: pytest.FixtureRequest) -> str:
-    if request.param == "triton by chunks":
-        request.getfixturevalue("by_chunks")
-    return request.param.split()[0]
-
-
 def compiled(function: Callable, dynamic: bool = False) -> Callable:
     return torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
 

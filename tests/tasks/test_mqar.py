@@ -79,25 +79,6 @@ def test_weighted_samples_have_the_probabilities_of_one_draw_after_another() -> 
         assert abs(counts[first, second] - expected) < 5 * np.sqrt(expected)
 
 
-def test_a_sequence_depends_on_seed_and_index_alone() -> None:
-    whole = MQAR(BASED, seed=1).batch(range(200))
-    chosen = [199, 0, 77]
-    part = MQAR(BASED, seed=1).batch(chosen)
-    assert torch.equal(part.input_ids, whole.input_ids[chosen])
-    assert torch.equal(part.labels, whole.labels[chosen])
-    other = MQAR(BASED, seed=2).batch(range(200))
-    assert len(torch.cat([whole.input_ids, other.input_ids]).unique(dim=0)) == 400
-
-
-def test_the_stream_is_pinned() -> None:
-    """A change here breaks every resumed run: it must be meant."""
-    batch = MQAR([MQARSetting(12, 2)], vocab_size=64).batch([0, 10**12])
-    assert batch.input_ids.tolist() == [
-        [13, 49, 26, 53, 13, 19, 26, 40, 24, 36, 40, 47],
-        [3, 35, 7, 63, 52, 39, 3, 47, 42, 53, 7, 6],
-    ]
-
-
 def test_accuracy_is_the_mean_over_sequences() -> None:
     task = MQAR([MQARSetting(16, 1), MQARSetting(16, 4)], vocab_size=32)
     batch = task.batch(range(40))

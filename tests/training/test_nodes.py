@@ -1,10 +1,7 @@
 """Several machines, SLURM, ssh, torchrun and accelerate, played by this machine."""
 
-import contextlib
 import os
-import random
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -20,6 +17,7 @@ from warm_ranks import TWO_RANKS
 
 from fla_train.training.config import TrainConfig, load_config, with_processes
 from fla_train.training.launch import launch
+from tests.ranks import free_port
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 FAKE_SRUN = """#!/usr/bin/env bash
@@ -52,15 +50,6 @@ TORCHRUN = ["torchrun", "--nproc-per-node=2"]
 ACCELERATE = ["accelerate", "launch", "--use_deepspeed", "--zero_stage=3", "--num_processes=2"]
 ACCELERATE += ["--num_machines=1", "--mixed_precision=bf16", "--dynamo_backend=no"]
 REACH = '#!/usr/bin/env bash\nexec bash -c "$2"\n'
-
-
-def free_port() -> int:
-    """One below those that the system hands out to outgoing connections."""
-    while True:
-        port = random.randrange(20000, 32000)
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def is_training(process: psutil.Process) -> bool:
