@@ -31,7 +31,7 @@ from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import Masks, SequenceContext, document_bounds, masks
 from fla_train.models.layers import GatedMLP, RMSNorm, ShortConvolution, is_plain
 from fla_train.models.loss import IGNORE, linear_cross_entropy, next_tokens, token_losses
-from fla_train.models.mixers.attention import HybridAttention
+from fla_train.models.mixers.attention import Attention
 from fla_train.models.mixers.delta_product import DeltaProductMixer
 
 A_RANGE = (0.0, 16.0)  # A = exp(A_log) is drawn uniformly from here, and
@@ -47,7 +47,7 @@ class Block(GradientCheckpointingLayer):
     def __init__(self, config: DeltaProductConfig, layer: int) -> None:
         super().__init__()
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        mixer = HybridAttention if layer in config.attention_layers else DeltaProductMixer
+        mixer = Attention if layer in config.attention_layers else DeltaProductMixer
         self.attn = mixer(config, layer)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act)
