@@ -1,6 +1,6 @@
 """Context of one forward pass, shared by all layers: padding, document bounds, positions, attention masks."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,7 @@ class SequenceContext(MovableTensors):
         cu_seqlens: Tensor | None = None,
         cache: Cache | None = None,
         attentions: list[Tensor] | None = None,
+        longest: int | None = None,
     ) -> "SequenceContext":
         """Derive the layout for tokens [B, T, ...] without waiting for the device.
 
@@ -41,6 +42,7 @@ class SequenceContext(MovableTensors):
             attention_mask: as `masks` takes it, or what `masks` has returned.
             cu_seqlens: [S + 1] bounds of the documents packed in one row (B = 1).
             cache: of the tokens before, as `cache_for` returns it.
+            longest: what no packed document is longer than, if the host knows; it saves attention time.
 
         Raises:
             ValueError: when the arguments contradict each other.
@@ -61,6 +63,8 @@ class SequenceContext(MovableTensors):
             kind: _visible_keys(config, kind, tokens, cache, found, documents, cu_seqlens)
             for kind in _attention_kinds(config)
         }
+        if longest is not None:
+            visible = {kind: replace(keys, longest=longest) for kind, keys in visible.items()}
         for keys in visible.values():  # whose queries are all the same
             cos, sin = _rotary_angles(config, keys.queries, tokens.dtype)
         return cls(found["padding_mask"], cu_seqlens, in_document, cos, sin, visible, attentions)
@@ -84,7 +88,7 @@ def document_bounds(
     Args:
         attention_mask: [B, at least T]; 0 at padding, whose positions are not read.
         cu_seqlens: [S + 1], returned as it is.
-        cu_seq_lens_q, cu_seq_lens_k: [S + 1], equal; `max_length_q` and `max_length_k` are not needed.
+        cu_seq_lens_q, cu_seq_lens_k: [S + 1], equal; `max_length_q` and `max_length_k` are not read here.
         seq_idx: [B, T], the number of each token's document.
         position_ids: [B, T], counting up by one, 0 again where a document starts.
 

@@ -68,7 +68,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys) -> Tensor:
     """
     if visible.plain:
         return _sdpa(q, k, v, is_causal=q.shape[2] > 1)
-    if visible.cu_seqlens is not None and _flash_takes(q):
+    if visible.cu_seqlens is not None and flash_takes(q):
         return _flash(q, k, v, visible)
     return attention_in_blocks(q, k, v, visible)
 
@@ -124,7 +124,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped)
 
 
-def _flash_takes(q: Tensor) -> bool:
+def flash_takes(q: Tensor) -> bool:
     return q.is_cuda and q.dtype in HALF and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
@@ -132,14 +132,16 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys) -> Tensor:
     """`attention` over documents that lie row after row in one line, without waiting for their lengths.
 
     torch.nn.attention.varlen calls the same operator, and handles grouped heads otherwise from release to
-    release. The longest document is taken to be a whole row: programs beyond a document's end stop at once.
+    release. Where the longest document is not known it is taken to be a whole row: programs beyond a
+    document's end stop at once.
     """
     batch, _, length, _ = q.shape
+    longest = visible.longest or length
     line = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B T, H, D]
     before = None if visible.window is None else visible.window - 1
     o, *_ = torch.ops.aten._flash_attention_forward(
         *line,
-        *(visible.cu_seqlens, visible.cu_seqlens, length, length),
+        *(visible.cu_seqlens, visible.cu_seqlens, longest, longest),
         dropout_p=0.0,
         is_causal=visible.window is None,
         return_debug_mask=False,
