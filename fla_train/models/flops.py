@@ -115,10 +115,16 @@ def training_memory_bytes(
     n, k, v = config.num_householder, config.head_dim, config.head_v_dim
     # Of the operator: T, the scores P, a state per chunk and the output (the corrected values replace v)
     operator = config.num_heads * (n * (CHUNK + k * v // CHUNK) + CHUNK) + value_size
-    saved = 2 * hidden + 2 * conv_channels(config) + operator + value_size * (1 + 2 * config.use_output_gate)
-    saved += 2 * config.intermediate_size
-    per_layer = element_size * saved + 2 * 4 * hidden  # two fp32 residuals
-    kept = per_layer + layers * 4 * hidden if gradient_checkpointing else layers * per_layer
+    recurrent = 2 * conv_channels(config) + operator + value_size * (1 + 2 * config.use_output_gate)
+    # q, k, v, the output and log-sum-exps in fp32
+    kv_size = hidden * config.num_key_value_heads // config.num_attention_heads
+    attention = 2 * hidden + 2 * kv_size + 2 * config.num_attention_heads
+    rest = element_size * (2 * hidden + 2 * config.intermediate_size) + 2 * 4 * hidden  # two fp32 residuals
+    per_layer = [
+        rest + element_size * (recurrent if kind == "linear_attention" else attention)
+        for kind in config.layer_types
+    ]
+    kept = max(per_layer) + layers * 4 * hidden if gradient_checkpointing else sum(per_layer)
     logits = min(tokens_per_device * config.vocab_size, CHUNK_ELEMENTS)
     head = 2 * 4 * logits + 4 * config.vocab_size * hidden + 2 * element_size * tokens_per_device * hidden
     return TrainingMemory(
