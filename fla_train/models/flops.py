@@ -72,9 +72,6 @@ def flops_per_token(config: DeltaProductConfig, seq_len: int) -> float:
 
         forward   n [2M(K + V) + 4KV + M^2/3] + 2KV + 2M(K + V)
         backward  n [10KV + 6MV + 2MK] + 4KV + 6MK + 4MV
-
-    Softmax attention costs 4 * hidden_size per visible key forward and twice that backward, with causality
-    counted.
     """
     weights = _block_matmuls(config) + config.vocab_size * config.hidden_size
     recurrent = config.layer_types.count("linear_attention")
@@ -82,7 +79,16 @@ def flops_per_token(config: DeltaProductConfig, seq_len: int) -> float:
     forward = n * (2 * m * (k + v) + 4 * k * v + m * m / 3) + 2 * k * v + 2 * m * (k + v)
     backward = n * (10 * k * v + 6 * m * v + 2 * m * k) + 4 * k * v + 6 * m * k + 4 * m * v
     convolution = 6 * config.conv_size * conv_channels(config)
-    flops = 6 * weights + recurrent * (config.num_heads * (forward + backward) + convolution)
+    recurrence = recurrent * (config.num_heads * (forward + backward) + convolution)
+    return 6 * weights + recurrence + attention_flops(config, seq_len)
+
+
+def attention_flops(config: DeltaProductConfig, seq_len: int) -> float:
+    """FLOPs per token of softmax attention without its projections, forward and backward.
+
+    A visible key costs 4 * hidden_size forward and twice that backward; causality and windows are counted.
+    """
+    flops = 0.0
     for kind, window in (("full_attention", seq_len), ("sliding_attention", config.sliding_window)):
         if layers := config.layer_types.count(kind):
             window = min(window, seq_len)
