@@ -28,6 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     kernels = command("kernels", "the operator's backends and peers")
     decode = command("decode", "the operator's step of one token")
     fused_ops = command("fused_ops", "convolution, norms, SwiGLU, gates, cross-entropy")
+    attention = command("attention", "softmax attention, windows and packed documents against the length")
     train = command("train", "optimizer steps on random tokens, with their parts")
     tune = command("tune", "find the fastest launch options of the Triton kernels")
     scaling = command("scaling", "fla-train on several numbers of GPUs, beside plain DDP")
@@ -36,10 +37,10 @@ def build_parser() -> argparse.ArgumentParser:
     for add, rows in ((kernels, 32), (fused_ops, 8), (tune, 32)):
         add("--batch", type=positive, default=rows, help=f"B: rows (default: {rows})")
         add("--tokens", type=positive, default=2048, help="T: tokens of a row (default: 2048)")
-    for add in (kernels, tune):
+    for add in (kernels, attention, tune):
         add("--heads", type=positive, default=8, help="H (default: 8)")
-    for add in (kernels, decode):
-        add("--head-dim", type=positive, default=128, help="K")
+    for add in (kernels, decode, attention):
+        add("--head-dim", type=positive, default=128, help="K; D of attention")
     for add, most in ((kernels, 3), (decode, 4), (tune, 3)):
         add("--value-dim", type=positive, help="V (default: K)")
         add(
@@ -49,15 +50,17 @@ def build_parser() -> argparse.ArgumentParser:
             default=list(range(1, most + 1)),
             help="n_h",
         )
-    for add in (kernels, decode, fused_ops):
+    for add in (kernels, decode, fused_ops, attention):
         add("--dtype", choices=DTYPES, help="of activations (default: bf16 on a GPU, fp32 on a CPU)")
-    for add in (kernels, decode, fused_ops, train):
+    for add in (kernels, decode, fused_ops, attention, train):
         add("--json", type=Path, help="also write everything to this file")
-    for add in (kernels, fused_ops):
+    for add in (kernels, fused_ops, attention):
         add("--rounds", type=positive, default=15, help="samples of each time on a CPU")
+    for add in (kernels, fused_ops):
         add("--peers", action="store_true", help="also time the peers that are installed")
-    for add in (kernels, fused_ops, train):
+    for add in (kernels, fused_ops, attention, train):
         add("--threads", type=positive, help="torch threads on a CPU")
+    for add in (kernels, fused_ops, train):
         add("--peak-tflops", type=float, help="ceiling of matrix products")
         add("--bandwidth", type=float, help="ceiling of the memory in TB/s")
     for add in (train, scaling):
@@ -72,6 +75,14 @@ def build_parser() -> argparse.ArgumentParser:
 
     decode("--heads", type=positive, nargs="+", default=[256, 512, 2048, 8192], help="B x H")
     decode("--state-dtype", choices=("fp32", "bf16"), default="fp32")
+
+    lengths = [2048, 4096, 8192, 16384, 32768]
+    attention(
+        "--tokens", type=positive, nargs="+", default=lengths, help="T of one row (default: 2048 to 32768)"
+    )
+    attention("--kv-heads", type=positive, help="key and value heads (default: --heads)")
+    attention("--window", type=positive, default=1024, help="of sliding window attention (tokens)")
+    attention("--document", type=positive, default=1024, help="of the packed documents (tokens)")
 
     fused_ops("--hidden", type=positive, default=1024)
     fused_ops("--head-dim", type=positive, help="of the norm with gate (default: 128, --hidden at most)")
