@@ -1,7 +1,5 @@
 """The model classes for transformers: a backbone of pre-norm blocks, the language model, task heads."""
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -34,9 +32,6 @@ from fla_train.models.loss import IGNORE, linear_cross_entropy, next_tokens, tok
 from fla_train.models.mixers.attention import HybridAttention
 from fla_train.models.mixers.delta_product import DeltaProductMixer
 
-A_RANGE = (0.0, 16.0)  # A = exp(A_log) is drawn uniformly from here, and
-DT_RANGE = (1e-3, 1e-1)  # the initial time step softplus(dt_bias) log-uniformly from here, both as in Mamba-2
-
 
 class Block(GradientCheckpointingLayer):
     """x + mixer(norm(x)), then x + mlp(norm(x)); the residual stream keeps the dtype of the embeddings.
@@ -64,7 +59,8 @@ class Block(GradientCheckpointingLayer):
             y = self.attn_norm(x)
         else:
             y, x = self.attn_norm(update, residual=x)
-        y, x = self.mlp_norm(self.attn(y, context, cache=cache), residual=x)
+        y = self.attn(y, context) if cache is None else self.attn(y, context, cache=cache)
+        y, x = self.mlp_norm(y, residual=x)
         return x, self.mlp(y)
 
 
@@ -93,11 +89,8 @@ class DeltaProductPreTrainedModel(PreTrainedModel):
                 init.zeros_(module.bias)
         elif isinstance(module, RMSNorm):
             init.ones_(module.weight)
-        elif isinstance(module, DeltaProductMixer) and self.config.use_forget_gate:
-            empty = torch.empty_like(module.A_log, dtype=torch.float32)
-            init.copy_(module.A_log, empty.uniform_(*A_RANGE).clamp(min=1e-4).log())
-            dt = empty.uniform_(*map(math.log, DT_RANGE)).exp().clamp(min=1e-4)
-            init.copy_(module.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+        elif isinstance(module, DeltaProductMixer):
+            module.init_weights(self.config.initializer_range)
 
 
 class DeltaProductModel(DeltaProductPreTrainedModel):
