@@ -77,17 +77,17 @@ def flops_per_token(config: DeltaProductConfig, seq_len: int) -> float:
     counted.
     """
     weights = _block_matmuls(config) + config.vocab_size * config.hidden_size
-    attention = len(config.attention_layers)
-    recurrent = config.num_hidden_layers - attention
+    recurrent = config.layer_types.count("linear_attention")
     n, k, v, m = config.num_householder, config.head_dim, config.head_v_dim, CHUNK
     forward = n * (2 * m * (k + v) + 4 * k * v + m * m / 3) + 2 * k * v + 2 * m * (k + v)
     backward = n * (10 * k * v + 6 * m * v + 2 * m * k) + 4 * k * v + 6 * m * k + 4 * m * v
     convolution = 6 * config.conv_size * conv_channels(config)
     flops = 6 * weights + recurrent * (config.num_heads * (forward + backward) + convolution)
-    if attention:
-        window = min(config.attn["window_size"] or seq_len, seq_len)
-        keys = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len  # mean over positions
-        flops += attention * 12 * config.hidden_size * keys
+    for kind, window in (("full_attention", seq_len), ("sliding_attention", config.sliding_window)):
+        if layers := config.layer_types.count(kind):
+            window = min(window, seq_len)
+            keys = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len  # mean over positions
+            flops += layers * 12 * config.hidden_size * keys
     return flops
 
 
@@ -145,6 +145,6 @@ def _block_matmuls(config: DeltaProductConfig) -> int:
     outputs = k + n * (k + v + 1) + config.use_forget_gate + v * config.use_output_gate + v
     total = config.num_hidden_layers * (mlp + hidden * heads * outputs)
     for _ in config.attention_layers:
-        kv_share = config.attn["num_kv_heads"] / config.attn["num_heads"]
+        kv_share = config.num_key_value_heads / config.num_attention_heads
         total += int(2 * hidden * hidden * (1 + kv_share)) - hidden * heads * outputs
     return total

@@ -95,8 +95,9 @@ def brute_force_attention(layer: HybridAttention, x: torch.Tensor, allowed) -> t
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("packed", [False, True])
 def test_attention_equals_brute_force(window, packed):
-    attn = {"layers": [0], "num_heads": 4, "num_kv_heads": 2, "window_size": window, "rope_theta": 100.0}
-    config = small_config(attn=attn)
+    kind = "full_attention" if window is None else "sliding_attention"
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = small_config(layer_types=[kind], sliding_window=window, rope_theta=100.0, **heads)
     layer = HybridAttention(config).double()
     x = torch.randn(1, 9, 16, dtype=torch.float64)
     cu_seqlens = torch.tensor([0, 4, 9]) if packed else None

@@ -46,10 +46,10 @@ class HybridAttention(nn.Module):
 
     def __init__(self, config: DeltaProductConfig, layer_index: int = 0) -> None:
         super().__init__()
-        self.config, self.layer_index, attn = config, layer_index, config.attn
-        self.num_heads, self.num_kv_heads = attn["num_heads"], attn["num_kv_heads"]
+        self.config, self.layer_index = config, layer_index
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.hidden_size // self.num_heads
-        self.rope_theta = attn["rope_theta"]
+        self.rope_theta = config.rope_theta
         kv_size = self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
