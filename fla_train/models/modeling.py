@@ -1,5 +1,7 @@
 """The model classes for transformers: a backbone of pre-norm blocks, the language model, task heads."""
 
+from typing import Any, Self
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,15 +24,16 @@ from transformers.modeling_layers import (
     GradientCheckpointingLayer,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
+from transformers.utils import can_return_tuple, logging
 
 from fla_train.models.cache import cache_for, count_tokens
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import Masks, SequenceContext, document_bounds, masks
 from fla_train.models.layers import GatedMLP, RMSNorm, ShortConvolution, is_plain
 from fla_train.models.loss import IGNORE, linear_cross_entropy, next_tokens, token_losses
-from fla_train.models.mixers.attention import HybridAttention
-from fla_train.models.mixers.delta_product import DeltaProductMixer
+from fla_train.models.mixers.registry import build_mixer, linear_mixer, takes_cache
+
+logger = logging.get_logger(__name__)
 
 
 class Block(GradientCheckpointingLayer):
@@ -42,8 +45,7 @@ class Block(GradientCheckpointingLayer):
     def __init__(self, config: DeltaProductConfig, layer: int) -> None:
         super().__init__()
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        mixer = HybridAttention if layer in config.attention_layers else DeltaProductMixer
-        self.attn = mixer(config, layer)
+        self.attn = build_mixer(config, layer)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act)
 
@@ -89,8 +91,18 @@ class DeltaProductPreTrainedModel(PreTrainedModel):
                 init.zeros_(module.bias)
         elif isinstance(module, RMSNorm):
             init.ones_(module.weight)
-        elif isinstance(module, DeltaProductMixer):
+        elif type(module) is linear_mixer(self.config) and hasattr(module, "init_weights"):
             module.init_weights(self.config.initializer_range)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, trust_remote_code: bool | None = None, **options: Any) -> Self:
+        """As transformers'; `trust_remote_code` also permits the import of a mixer that only files name."""
+        if trust_remote_code:
+            if isinstance(config := options.get("config"), DeltaProductConfig):
+                config.mixer_permitted = True
+            else:
+                options["mixer_permitted"] = True
+        return super().from_pretrained(*args, **options)
 
 
 class DeltaProductModel(DeltaProductPreTrainedModel):
@@ -101,6 +113,7 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.supports_cache = takes_cache(linear_mixer(config))
         if config.use_forget_gate:
             self._keep_in_fp32_modules_strict = ("A_log", "dt_bias")
         self.post_init()
@@ -159,6 +172,10 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
                 f"attention_mask must be [batch, tokens], it has {padding.dim()} axes: "
                 "a recurrent layer cannot hide a token from some of the later tokens only"
             )
+        if not self.supports_cache:
+            if past_key_values is not None:
+                raise ValueError(f"{self.config.mixer} keeps no states: pass no past_key_values")
+            use_cache = False
         cu_seqlens = document_bounds(padding, cu_seqlens, position_ids, **packing)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and cu_seqlens is None
@@ -319,6 +336,10 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         self, generation_config: GenerationConfig, model_kwargs: dict[str, object], *rest: object
     ) -> None:
         """Check the cache of `generate` and let it count tokens before `generate` asks for the count."""
+        if not self.model.supports_cache:
+            logger.warning_once(f"{self.config.mixer} keeps no states: each new token is a pass over all")
+            generation_config.use_cache = model_kwargs["use_cache"] = False
+            return
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *rest)
         cache_for(model_kwargs.get("past_key_values"), self.config, False, self.device)
 
