@@ -121,11 +121,15 @@ class DeltaProductConfig(LazyModelConfig):
         """Convolutions of a mixer: q, k and v. A name that caches read."""
         return 3
 
+    def to_dict(self) -> dict[str, Any]:
+        """The fields; who may import the mixer is no field."""
+        return {key: value for key, value in super().to_dict().items() if key != "mixer_permitted"}
+
     def to_diff_dict(self) -> dict[str, Any]:
         """What `save_pretrained` writes: all but the machine's choices and the settings of absent layers."""
-        unused = (*MACHINE_KEYS, "mixer_permitted")
-        if not self.attention_layers:
-            unused += ("layer_types", *ATTN_KEYS.values())
+        unused = (
+            MACHINE_KEYS if self.attention_layers else (*MACHINE_KEYS, "layer_types", *ATTN_KEYS.values())
+        )
         return {key: value for key, value in super().to_diff_dict().items() if key not in unused}
 
     def _translation_errors(self, attn: Mapping[str, Any] | None) -> list[str]:

@@ -190,7 +190,11 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
         attentions = [] if output_attentions else None
         wanted = _indices(output_hidden_states, 1 + len(self.layers))
-        context = SequenceContext.build(self.config, hidden, attention_mask, cu_seqlens, cache, attentions)
+        longest = packing.get("max_length_q")
+        context = SequenceContext.build(
+            *(self.config, hidden, attention_mask, cu_seqlens, cache, attentions),
+            longest=longest if isinstance(longest, int) else None,
+        )
 
         update, hidden_states = None, [hidden if 0 in wanted else None]
         for index, block in enumerate(self.layers):

@@ -12,6 +12,7 @@ VARIANTS = {
     "gated_delta_product": {"use_output_gate": True, "expand_v": 2.0},
     "without_conv": {"num_householder": 3, "use_short_conv": False},
     "hybrid": HYBRID | {"layer_types": ["linear_attention", "sliding_attention"], "sliding_window": 5},
+    "transformer": HYBRID | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5},
     "hybrid_full_attention": HYBRID | {"layer_types": ["linear_attention", "full_attention"]},
 }
 every_variant = pytest.mark.parametrize("variant", VARIANTS)

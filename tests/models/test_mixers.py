@@ -1,4 +1,4 @@
-"""Mixers of one's own: the examples of docs/examples from another folder, the contract, who permits an import."""
+"""Mixers of one's own: docs/examples from another folder, the contract, and who permits an import."""
 
 import inspect
 import json
@@ -95,21 +95,10 @@ def test_an_example_meets_the_contract(build: Callable, tokens: Tensor, example:
             parts.append(output.logits)
         close(torch.cat(parts, 1), whole)
 
-    found = model.generate(
-        left[:, -6:],
-        attention_mask=mask.flip(1)[:, -6:].long(),
-        num_beams=2,
-        max_new_tokens=5,
-        pad_token_id=0,
-    )
-    again = model.generate(
-        left[:, -6:],
-        attention_mask=mask.flip(1)[:, -6:].long(),
-        num_beams=2,
-        max_new_tokens=5,
-        pad_token_id=0,
-        use_cache=False,
-    )
+    beams = {"num_beams": 2, "max_new_tokens": 5, "pad_token_id": 0, "do_sample": False}
+    beams["attention_mask"] = mask.flip(1)[:, -6:].long()
+    found = model.generate(left[:, -6:], **beams)
+    again = model.generate(left[:, -6:], use_cache=False, **beams)
     assert torch.equal(found, again)
 
 
@@ -132,7 +121,7 @@ def test_linear_attention_is_its_recurrence(build: Callable) -> None:
 @pytest.mark.parametrize("exact", [False, True])
 @torch.no_grad()
 def test_longhorn_solves_its_equation(exact: bool) -> None:
-    """Each step against a solver: of the implicit equation, and of the differential equation by Runge-Kutta."""
+    """Each step against a solver of the implicit equation, or of the differential one by Runge-Kutta."""
     from longhorn import Longhorn
 
     mixer = Longhorn(small_config(num_householder=1), exact=exact)
@@ -246,7 +235,7 @@ def test_a_class_that_cannot_be_used_is_one_line(path: str, reason: str) -> None
 
 
 def test_a_file_does_not_choose_what_is_imported(build: Callable, tmp_path: Path, tokens: Tensor) -> None:
-    """Refused from a config, a folder and by our loader, whatever the file says; permitted by name or flag."""
+    """Refused from a config, a folder and by our loader whatever the file says; permitted by name or flag."""
     model = build(**OWN["longhorn"]).float()
     folder = export_model(model, None, tmp_path / "export")
     sys.modules.pop("longhorn")
@@ -267,5 +256,5 @@ def test_a_file_does_not_choose_what_is_imported(build: Callable, tmp_path: Path
     for permission in ({"mixer": "longhorn:Longhorn"}, {"trust_remote_code": True}):
         for loader in (AutoModelForCausalLM, DeltaProductForCausalLM):
             loaded = loader.from_pretrained(folder, **permission)
-            assert torch.equal(loaded.eval()(tokens).logits, model(tokens).logits)
+            torch.testing.assert_close(loaded.eval()(tokens).logits, model(tokens).logits)
             assert type(loaded.model.layers[1].attn).__name__ == "Longhorn"

@@ -148,6 +148,8 @@ def config_of(*overrides: str) -> DeltaProductConfig:
         (["model=delta_product/340m", "model.num_householder=3"], 443),
         (["model=gated_delta_product/340m"], 393),
         (["model=delta_net/1.3b"], 1300),
+        (["model=transformer/340m"], 340),
+        (["model=transformer/1.3b"], 1300),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
@@ -174,6 +176,27 @@ def test_every_variant_and_size_composes(variant, size, householder, gate):
     config = config_of(f"model={variant}/{size}")
     assert (config.num_householder, config.use_forget_gate) == (householder, gate)
     assert config.allow_neg_eigval and not config.use_output_gate
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        ("transformer/tiny", {"full_attention": [0, 1, 2, 3]}),
+        ("hybrid/swa/tiny", {"sliding_attention": [1, 3]}),
+        ("hybrid/swa/340m", {"sliding_attention": list(range(1, 24, 2))}),
+        ("hybrid/global2/tiny", {"full_attention": [1, 2]}),
+        ("hybrid/global2/340m", {"full_attention": [1, 12]}),  # the second and the 13th
+        ("hybrid/3to1/tiny", {"full_attention": [3]}),
+        ("hybrid/3to1/340m", {"full_attention": [3, 7, 11, 15, 19, 23]}),
+    ],
+)
+def test_transformers_and_hybrids_compose(name, attention):
+    config = config_of(f"model={name}")
+    found = {}
+    for layer in config.attention_layers:
+        found.setdefault(config.layer_types[layer], []).append(layer)
+    assert found == attention
+    assert config.num_householder == 1
 
 
 def test_hydra_refuses_unknown_keys_and_wrong_types():

@@ -12,6 +12,7 @@ from fla_train.kernels.delta_product import delta_product, delta_product_step
 from fla_train.kernels.fused_ops import recurrence_gates
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import SequenceContext
+from fla_train.models.layer_sizes import training_flops
 from fla_train.models.layers import RMSNorm, ShortConvolution, project
 
 A_RANGE = (0.0, 16.0)  # A = exp(A_log) is drawn uniformly from here, and
@@ -68,6 +69,10 @@ class DeltaProductMixer(nn.Module):
             init.copy_(self.A_log, empty.uniform_(*A_RANGE).clamp(min=1e-4).log())
             dt = empty.uniform_(*map(math.log, DT_RANGE)).exp().clamp(min=1e-4)
             init.copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """FLOPs to train on a token, forward and backward; the same for any `seq_len`."""
+        return training_flops(self.config)
 
     def forward(
         self, x: Tensor, context: SequenceContext | None = None, cache: Cache | None = None

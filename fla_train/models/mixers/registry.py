@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fla_train.models.configuration import DeltaProductConfig
-from fla_train.models.mixers.attention import HybridAttention
+from fla_train.models.mixers.attention import Attention
 from fla_train.models.mixers.delta_product import DeltaProductMixer
 from fla_train.models.mixers.interface import Mixer
 
@@ -25,7 +25,7 @@ def build_mixer(config: DeltaProductConfig, layer: int) -> Mixer:
         MixerError: as `linear_mixer`, or its constructor failed.
     """
     if config.layer_types[layer] != "linear_attention":
-        return HybridAttention(config, layer)
+        return Attention(config, layer)
     mixer = linear_mixer(config)
     if config.mixer is None:
         return mixer(config, layer)
@@ -49,7 +49,7 @@ def linear_mixer(config: DeltaProductConfig) -> type[Mixer]:
         return DeltaProductMixer
     if not config.mixer_permitted:
         raise MixerError(
-            f"its mixer is the Python class {config.mixer}, which is imported only if you name it, too: give "
+            f"the mixer is the Python class {config.mixer}, which is imported only if you name it, too: give "
             f"mixer={config.mixer}, or trust_remote_code=true"
         )
     return _imported(config.mixer)
