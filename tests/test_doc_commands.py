@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import shutil
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,12 +50,15 @@ def test_a_shell_takes_it_as_it_is(page: str, command: str):
 
 @pytest.fixture
 def in_a_folder_with_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The docs' runs/first: what `init_from` and the like find there."""
+    """The docs' runs/first, which `init_from` and the like find there, and docs/examples."""
     size = {"vocab_size": 320, "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 1, "head_dim": 16}
     tokenizer = load_tokenizer(TokenizerConfig(name="bytes"))
     model = DeltaProductForCausalLM(DeltaProductConfig(**size))
     export_model(model, tokenizer, tmp_path / "runs" / "first" / "hf" / "step-0000020", validate=False)
+    for example in (ROOT / "docs" / "examples").glob("*.py"):
+        shutil.copy(example, tmp_path)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 def jobs(overrides: list[str]) -> Iterator[list[str]]:

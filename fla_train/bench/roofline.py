@@ -14,7 +14,8 @@ import torch
 
 from fla_train.models import build_config
 from fla_train.models.configuration import DeltaProductConfig
-from fla_train.models.flops import attention_flops, conv_channels, count_parameters
+from fla_train.models.flops import attention_flops, count_parameters
+from fla_train.models.layer_sizes import conv_channels
 from fla_train.training.config import TrainConfig
 from fla_train.utils.throughput import peak_flops
 

@@ -15,16 +15,20 @@ The model class lives in the package `fla_train`, which is not on PyPI. In a che
 pip install torch==2.13.0 && pip install -c constraints.txt .
 ```
 
-Importing `fla_train.models` registers the class with the Auto classes. No remote code is involved.
+Importing `fla_train.models` registers the class with the Auto classes. {code}
 
 ```python
 import fla_train.models
 from transformers import AutoModelForCausalLM
 
 checkpoint = "user/model"  # the name on the Hub, or the folder this card lies in
-model = AutoModelForCausalLM.from_pretrained(checkpoint)
+model = AutoModelForCausalLM.from_pretrained(checkpoint{options})
 ```
 """
+NO_CODE = "No remote code is involved."
+OWN_MIXER = """\
+Its linear layers are the class
+`{mixer}`, which is not part of `fla_train`: install the package that holds it."""
 GENERATION = """\
 ```python
 from transformers import AutoTokenizer
@@ -101,7 +105,7 @@ def render_card(model: PreTrainedModel, info: CardInfo, tokenizer: bool) -> str:
 
     `tokenizer` says whether the export has one; models of synthetic tasks have none.
     """
-    count = count_parameters(model)
+    count, mixer = count_parameters(model), getattr(model.config, "mixer", None)
     parts = [
         _front_matter(model, info),
         f"# {info.name}\n",
@@ -128,7 +132,9 @@ def render_card(model: PreTrainedModel, info: CardInfo, tokenizer: bool) -> str:
                 "code": info.commit,
             }
         ),
-        LOADING,
+        LOADING.format(code=NO_CODE, options="")
+        if mixer is None
+        else LOADING.format(code=OWN_MIXER.format(mixer=mixer), options=f', mixer="{mixer}"'),
     ]
     if tokenizer:
         parts.append(GENERATION)

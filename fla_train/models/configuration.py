@@ -6,6 +6,7 @@ The annotated fields of the class are the only list of settings: transformers ma
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from fla_train.kernels.delta_product import known_backend, known_recompute
 from fla_train.models.auto import LazyModelConfig
 
 MACHINE_KEYS = ("backend", "recompute_operator")
+IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 LAYER_TYPES = ("linear_attention", "full_attention", "sliding_attention")
 # Fields of attention layers by their names in flash-linear-attention's `attn`
 ATTN_KEYS = {
@@ -40,11 +42,17 @@ class DeltaProductConfig(LazyModelConfig):
     the attention layers. flash-linear-attention's `attn`, `{"layers": [3, 7], "num_heads": 8,
     "num_kv_heads": 8, "window_size": None, "rope_theta": 10000.0}`, is translated into these fields.
 
+    `mixer` is the class of the linear layers, `package.module:Class`, built with `mixer_options`; None:
+    `DeltaProductMixer`. `fla_train.models.mixers.Mixer` says what it must be. A config that is read from a
+    file does not choose what is imported: the model is built only if whoever reads it names the class, too,
+    as in `from_pretrained(folder, mixer="package.module:Class")`, or gives `trust_remote_code=True`.
+
     Raises:
         ValueError: listing every error at once.
     """
 
     model_type = "delta_product"
+    mixer_permitted = True  # whether the mixer may be imported; not saved
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  Trainer adds a list to it
 
     vocab_size: int = 32000
@@ -68,6 +76,8 @@ class DeltaProductConfig(LazyModelConfig):
     num_key_value_heads: int | None = None
     sliding_window: int | None = None
     rope_theta: float = 10000.0
+    mixer: str | None = None
+    mixer_options: dict[str, Any] | None = None
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
@@ -90,6 +100,12 @@ class DeltaProductConfig(LazyModelConfig):
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         super().__post_init__(**kwargs)
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> "DeltaProductConfig":
+        """The config of a file; its mixer is permitted if `options` name one."""
+        permitted = options.pop("mixer_permitted", options.get("mixer") is not None)
+        return super().from_dict(config_dict | {"mixer_permitted": permitted}, **options)
+
     @property
     def head_v_dim(self) -> int:
         """Channels of a value head, V."""
@@ -104,6 +120,10 @@ class DeltaProductConfig(LazyModelConfig):
     def number_of_conv_states(self) -> int:
         """Convolutions of a mixer: q, k and v. A name that caches read."""
         return 3
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields; who may import the mixer is no field."""
+        return {key: value for key, value in super().to_dict().items() if key != "mixer_permitted"}
 
     def to_diff_dict(self) -> dict[str, Any]:
         """What `save_pretrained` writes: all but the machine's choices and the settings of absent layers."""
@@ -158,6 +178,10 @@ class DeltaProductConfig(LazyModelConfig):
         listed = isinstance(types, list | tuple) and len(types) > 0
         if types is not None and not (listed and all(kind in LAYER_TYPES for kind in types)):
             errors.append(f"layer_types must be null or a list of {', '.join(LAYER_TYPES)}, got {types!r}")
+        if self.mixer is not None and not IMPORT_PATH.fullmatch(str(self.mixer)):
+            errors.append(f"mixer must be null or package.module:Class, got {self.mixer!r}")
+        if not isinstance(self.mixer_options, Mapping | None):
+            errors.append(f"mixer_options must be null or a mapping, got {self.mixer_options!r}")
         if self.hidden_act != "silu" and not _is_activation(self.hidden_act):
             errors.append(f"hidden_act {self.hidden_act!r} is unknown, use 'silu'")
         for name, known in (("backend", known_backend), ("recompute_operator", known_recompute)):
@@ -176,6 +200,10 @@ class DeltaProductConfig(LazyModelConfig):
             errors.append(
                 f"layer_types names {len(types)} layers, num_hidden_layers is {self.num_hidden_layers}"
             )
+        if self.mixer_options and self.mixer is None:
+            errors.append("mixer_options are those of a mixer, and mixer is null")
+        if self.mixer is not None and "linear_attention" not in types:
+            errors.append("mixer is the class of linear_attention layers, and layer_types has none")
         if "sliding_attention" in types and self.sliding_window is None:
             errors.append("sliding_window is required by the sliding_attention layers of layer_types")
         if "sliding_attention" not in types and self.sliding_window is not None:
@@ -211,7 +239,7 @@ def model_schema() -> type:
     There `vocab_size` may be null: a run takes its tokenizer's. `attn` is the former name of five fields.
     """
     fields = {name: (f.type, f.default) for name, f in config_fields().items()}
-    fields |= {"attn": (Any, None), "vocab_size": (int | None, None)}
+    fields |= {"attn": (Any, None), "mixer_options": (Any, None), "vocab_size": (int | None, None)}
     return dataclasses.make_dataclass(
         "ModelSchema",
         [(name, kind, dataclasses.field(default=default)) for name, (kind, default) in fields.items()],

@@ -20,6 +20,7 @@ class SequenceContext(MovableTensors):
     padding_mask: Tensor | None = None  # [B, T] bool, False at padding; None: no padding
     cu_seqlens: Tensor | None = None  # [S + 1] packed documents
     position_in_document: Tensor | None = None  # [T] distance from the document's start, with cu_seqlens
+    positions: Tensor | None = None  # [T] in the sequence, padding included; for mixers of the user's own
     cos: Tensor | None = None  # [T, head size / 2] of the rotary angles, for attention layers
     sin: Tensor | None = None
     visible: dict[str, VisibleKeys] = field(default_factory=dict)  # by the kind of attention layer
@@ -48,7 +49,7 @@ class SequenceContext(MovableTensors):
             ValueError: when the arguments contradict each other.
         """
         batch, length = tokens.shape[:2]
-        documents = in_document = cos = sin = None
+        documents = in_document = positions = cos = sin = None
         if cu_seqlens is not None:
             if batch != 1:
                 raise ValueError(f"cu_seqlens packs documents in one row: batch 1, not {batch}")
@@ -65,9 +66,13 @@ class SequenceContext(MovableTensors):
         }
         if longest is not None:
             visible = {kind: replace(keys, longest=longest) for kind, keys in visible.items()}
+        if config.mixer is not None:
+            positions = torch.arange(length, device=tokens.device)
+            positions = positions + (0 if cache is None else cache.get_seq_length())
         for keys in visible.values():  # whose queries are all the same
             cos, sin = _rotary_angles(config, keys.queries, tokens.dtype)
-        return cls(found["padding_mask"], cu_seqlens, in_document, cos, sin, visible, attentions)
+        padding_mask = found["padding_mask"]
+        return cls(padding_mask, cu_seqlens, in_document, positions, cos, sin, visible, attentions)
 
 
 def document_bounds(

@@ -307,7 +307,11 @@ def _number_errors(name: str, value: object) -> Iterator[str]:
 
 def _model_errors(config: TrainConfig) -> Iterator[str]:
     try:
-        build_config(config.model)
+        settings = build_config(config.model)
+        if settings.mixer is not None:
+            from fla_train.models.mixers.registry import check_mixer  # imports the models: seconds
+
+            check_mixer(settings)
     except ValueError as error:
         yield str(error)
         return

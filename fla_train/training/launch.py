@@ -187,6 +187,8 @@ def _label(config: TrainConfig) -> str:
     model = config.model
     if config.baseline is not None:
         return f"{config.baseline.kind}-{model['hidden_size']}x{model['num_hidden_layers']}"
+    if model.get("mixer") is not None:
+        return f"{model['mixer'].rpartition(':')[2]}-{model['hidden_size']}x{model['num_hidden_layers']}"
     gate = "gated-" if model["use_forget_gate"] else ""
     kind = "delta-net" if model["num_householder"] == 1 else f"delta-product{model['num_householder']}"
     return f"{gate}{kind}-{model['hidden_size']}x{model['num_hidden_layers']}"
