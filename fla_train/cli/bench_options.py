@@ -77,9 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     decode("--state-dtype", choices=("fp32", "bf16"), default="fp32")
 
     lengths = [2048, 4096, 8192, 16384, 32768]
-    attention(
-        "--tokens", type=positive, nargs="+", default=lengths, help="T of one row (default: 2048 to 32768)"
-    )
+    attention("--tokens", type=positive, nargs="+", default=lengths, help="T of one row")
     attention("--kv-heads", type=positive, help="key and value heads (default: --heads)")
     attention("--window", type=positive, default=1024, help="of sliding window attention (tokens)")
     attention("--document", type=positive, default=1024, help="of the packed documents (tokens)")

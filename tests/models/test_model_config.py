@@ -1,6 +1,7 @@
 """The config's checks, its Hydra schema, the YAML files, and counts of parameters, FLOPs and bytes."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
