@@ -234,6 +234,8 @@ class TrainConfig:
         yield from self.trainer.errors()
         yield from _model_errors(self)
         yield from _package_errors(self)
+        if self.run.dir == "":  # `run.dir=$RUN` without RUN: a run that could never be resumed
+            yield "run.dir is empty: give a folder, or null for a new one in runs/"
         if self.launch.num_machines > 1 and self.run.dir is None:
             yield "launch.num_machines > 1 needs run.dir: one folder, on a file system all machines share"
         if self.task is not None and self.trainer.suite_every:
