@@ -1,6 +1,9 @@
-"""Read a run folder: config, metrics as a table, status, plot, checkpoints, the trained model."""
+"""Read run folders: config, metrics as a table, status, plot, checkpoints, the trained model."""
 
 import json
+import os
+import re
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +22,8 @@ if TYPE_CHECKING:  # each takes a second to import
     import pandas
     from matplotlib.figure import Figure
     from transformers import PreTrainedModel
+
+NOT_COMPARED = ("run.", "launch.", "logger.", "trainer.resume", "dry_run", "model.backend")
 
 
 class Run:
@@ -126,3 +131,35 @@ class Run:
         model = build_model(self.config, data, resumed=True)
         model.load_state_dict(load_file(checkpoint / MODEL_FILE)["module"])
         return model.to(device).eval()
+
+
+def find_runs(places: Iterable[str | Path]) -> list[Run]:
+    """The runs at or below these folders, sweeps in sweeps too; numbers in names in their order.
+
+    Raises:
+        ValueError: a folder does not exist or holds no run.
+    """
+    found: dict[Path, Run] = {}
+    for place in map(os.path.expanduser, places):
+        below = []
+        for folder, inner, files in os.walk(place):
+            if "config.yaml" in files and "checkpoints" in inner:
+                below.append(Path(folder))
+                inner.clear()
+        if not below:
+            raise ValueError(f"{place} holds no run" if os.path.exists(place) else f"there is no {place}")
+        found |= {path: Run(path) for path in sorted(below, key=_natural)}
+    return list(found.values())
+
+
+def differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Of each run the settings that not all runs share, by dotted key; places and machines do not count."""
+    settings = [run.settings for run in runs]
+    keys = dict.fromkeys(key for given in settings for key in given if not key.startswith(NOT_COMPARED))
+    differ = [key for key in keys if len({json.dumps(given.get(key)) for given in settings}) > 1]
+    return [{key: given.get(key) for key in differ} for given in settings]
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    """Sorts job 10 after job 9."""
+    return [(int(digits or 0), text) for digits, text in re.findall(r"(\d+)|(\D+)", str(path))]
