@@ -22,13 +22,15 @@ GPU_KERNELS = (
     ("optimizer", re.compile(r"multi_tensor_apply|FusedAdam")),
     (
         "operator",
-        re.compile(r"^(chunk|fused_recurrent|segment)_|delta|wy_|tril|flash|fmha"),
+        re.compile(r"^(chunk|fused_recurrent|segment)_|delta|wy_|tril|flash|fmha|sdpa"),
     ),
     ("loss", re.compile(r"consume_kernel|cross_entropy|SoftMax|nll_loss")),
     ("matmuls", re.compile(r"gemm|cutlass|nvjet|xmma|splitK|cublas", re.IGNORECASE)),
     (
         "elementwise",
-        re.compile(r"forward_kernel|backward_kernel|elementwise|reduce|norm|conv|swiglu|at::native"),
+        re.compile(
+            r"forward_kernel|backward_kernel|rotate_kernel|elementwise|reduce|norm|conv|swiglu|at::native"
+        ),
     ),
 )
 MATMULS = re.compile(r"^aten::(_?addmm|mm|bmm|baddbmm|matmul|linear)_?$")

@@ -6,6 +6,7 @@
     fla-bench kernels --batch 2 --tokens 1024 --heads 4 --head-dim 64 --num-householder 1 2 --peers
     fla-bench decode --heads 512 2048 --num-householder 1 2          # one token, beside a copy of the states
     fla-bench fused_ops --peers                               # convolution, norms, SwiGLU, gates, loss
+    fla-bench attention --tokens 2048 8192 32768              # windows and packed documents by length
     fla-bench tune --head-dim 128 --num-householder 1 2              # launch options for this GPU, to a file
     fla-bench train --peers llama -- model=gated_delta_product/340m trainer.seq_len=2048
     fla-bench first_step model=gated_delta_product/340m       # of a fresh process, with empty compile caches
@@ -134,6 +135,19 @@ def _fused_ops(request: argparse.Namespace) -> dict:
     return _content(request, device, ceilings) | {"rows": _print_rows(HEADER, rows)}
 
 
+def _attention(request: argparse.Namespace) -> dict:
+    from fla_train.bench.attention import HEADER, bench_attention
+
+    _check_sizes(request, "tokens", "heads", "kv_heads", "head_dim", "window", "document", "rounds")
+    device, dtype = _place(request)
+    names = ("heads", "head_dim", "window", "document", "rounds")
+    options = {name: getattr(request, name) for name in names}
+    options["kv_heads"] = request.kv_heads or request.heads
+    print(f"H={request.heads} D={request.head_dim}, {_name(dtype)}; {_machine(device)}\n")
+    rows = (({}, row) for row in bench_attention(request.tokens, **options, dtype=dtype, device=device))
+    return _content(request, device) | {"rows": _print_rows(HEADER, rows)}
+
+
 def _train(request: argparse.Namespace) -> dict:
     from fla_train.bench.models import NAMES
     from fla_train.bench.training import bench_models, markdown
@@ -253,6 +267,7 @@ COMMANDS = {
     "kernels": _kernels,
     "decode": _decode,
     "fused_ops": _fused_ops,
+    "attention": _attention,
     "train": _train,
     "tune": _tune,
     "first_step": _first_step,

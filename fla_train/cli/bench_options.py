@@ -24,6 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
     fused_ops = command(
         "fused_ops", "convolution, norms, SwiGLU, gates, cross-entropy", aliases=["neighbours"]
     )
+    attention = command("attention", "softmax attention, windows and packed documents against the length")
     train = command("train", "optimizer steps on random tokens, with their parts")
     tune = command("tune", "find the fastest launch options of the Triton kernels")
     first_step = command("first_step", "a fresh process with empty compile caches")
@@ -36,10 +37,10 @@ def build_parser() -> argparse.ArgumentParser:
     for add, rows in ((kernels, 32), (fused_ops, 8), (tune, 32)):
         add("--batch", type=int, default=rows, help=f"B: rows (default: {rows})")
         add("--tokens", type=int, default=2048, help="T: tokens of a row (default: 2048)")
-    for add in (kernels, tune):
+    for add in (kernels, attention, tune):
         add("--heads", type=int, default=8, help="H (default: 8)")
-    for add in (kernels, decode):
-        add("--head-dim", type=int, default=128, help="K")
+    for add in (kernels, decode, attention):
+        add("--head-dim", type=int, default=128, help="K; D of attention")
     for add, most in ((kernels, 3), (decode, 4), (tune, 3)):
         add("--value-dim", type=int, help="V (default: K)")
         add(
@@ -50,15 +51,17 @@ def build_parser() -> argparse.ArgumentParser:
             default=list(range(1, most + 1)),
             help="n_h",
         )
-    for add in (kernels, decode, fused_ops):
+    for add in (kernels, decode, fused_ops, attention):
         add("--dtype", choices=DTYPES, help="of activations (default: bf16 on a GPU, fp32 on a CPU)")
-    for add in (kernels, decode, fused_ops, train):
+    for add in (kernels, decode, fused_ops, attention, train):
         add("--json", type=Path, help="also write everything to this file")
-    for add in (kernels, fused_ops):
+    for add in (kernels, fused_ops, attention):
         add("--rounds", type=int, default=15, help="samples of each time on a CPU")
+    for add in (kernels, fused_ops):
         add("--peers", action="store_true", help="also time the peers that are installed")
-    for add in (kernels, fused_ops, train):
+    for add in (kernels, fused_ops, attention, train):
         add("--threads", type=int, help="torch threads on a CPU")
+    for add in (kernels, fused_ops, train):
         add("--peak-tflops", type=float, help="ceiling of matrix products")
         add("--bandwidth", type=float, help="ceiling of the memory in TB/s")
     for add in (train, first_step, scaling):
@@ -75,6 +78,12 @@ def build_parser() -> argparse.ArgumentParser:
 
     decode("--heads", type=int, nargs="+", default=[256, 512, 2048, 8192], help="B x H")
     decode("--state-dtype", choices=("fp32", "bf16"), default="fp32")
+
+    lengths = [2048, 4096, 8192, 16384, 32768]
+    attention("--tokens", type=int, nargs="+", default=lengths, help="T of one row (default: 2048 to 32768)")
+    attention("--kv-heads", type=int, help="key and value heads (default: --heads)")
+    attention("--window", type=int, default=1024, help="of sliding window attention (tokens)")
+    attention("--document", type=int, default=1024, help="of the packed documents (tokens)")
 
     fused_ops("--hidden", type=int, default=1024)
     fused_ops("--head-dim", type=int, help="of the norm with gate (default: 128, --hidden at most)")

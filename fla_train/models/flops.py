@@ -72,22 +72,28 @@ def flops_per_token(config: DeltaProductConfig, seq_len: int) -> float:
 
         forward   n [2M(K + V) + 4KV + M^2/3] + 2KV + 2M(K + V)
         backward  n [10KV + 6MV + 2MK] + 4KV + 6MK + 4MV
-
-    Softmax attention costs 4 * hidden_size per visible key forward and twice that backward, with causality
-    counted.
     """
     weights = _block_matmuls(config) + config.vocab_size * config.hidden_size
-    attention = len(config.attention_layers)
-    recurrent = config.num_hidden_layers - attention
+    recurrent = config.layer_types.count("linear_attention")
     n, k, v, m = config.num_householder, config.head_dim, config.head_v_dim, CHUNK
     forward = n * (2 * m * (k + v) + 4 * k * v + m * m / 3) + 2 * k * v + 2 * m * (k + v)
     backward = n * (10 * k * v + 6 * m * v + 2 * m * k) + 4 * k * v + 6 * m * k + 4 * m * v
     convolution = 6 * config.conv_size * conv_channels(config)
-    flops = 6 * weights + recurrent * (config.num_heads * (forward + backward) + convolution)
-    if attention:
-        window = min(config.attn["window_size"] or seq_len, seq_len)
-        keys = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len  # mean over positions
-        flops += attention * 12 * config.hidden_size * keys
+    recurrence = recurrent * (config.num_heads * (forward + backward) + convolution)
+    return 6 * weights + recurrence + attention_flops(config, seq_len)
+
+
+def attention_flops(config: DeltaProductConfig, seq_len: int) -> float:
+    """FLOPs per token of softmax attention without its projections, forward and backward.
+
+    A visible key costs 4 * hidden_size forward and twice that backward; causality and windows are counted.
+    """
+    flops = 0.0
+    for kind, window in (("full_attention", seq_len), ("sliding_attention", config.sliding_window)):
+        if layers := config.layer_types.count(kind):
+            window = min(window, seq_len)
+            keys = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len  # mean over positions
+            flops += layers * 12 * config.hidden_size * keys
     return flops
 
 
@@ -115,10 +121,16 @@ def training_memory_bytes(
     n, k, v = config.num_householder, config.head_dim, config.head_v_dim
     # Of the operator: T, the scores P, a state per chunk and the output (the corrected values replace v)
     operator = config.num_heads * (n * (CHUNK + k * v // CHUNK) + CHUNK) + value_size
-    saved = 2 * hidden + 2 * conv_channels(config) + operator + value_size * (1 + 2 * config.use_output_gate)
-    saved += 2 * config.intermediate_size
-    per_layer = element_size * saved + 2 * 4 * hidden  # two fp32 residuals
-    kept = per_layer + layers * 4 * hidden if gradient_checkpointing else layers * per_layer
+    recurrent = 2 * conv_channels(config) + operator + value_size * (1 + 2 * config.use_output_gate)
+    # q, k, v, the output and log-sum-exps in fp32
+    kv_size = hidden * config.num_key_value_heads // config.num_attention_heads
+    attention = 2 * hidden + 2 * kv_size + 2 * config.num_attention_heads
+    rest = element_size * (2 * hidden + 2 * config.intermediate_size) + 2 * 4 * hidden  # two fp32 residuals
+    per_layer = [
+        rest + element_size * (recurrent if kind == "linear_attention" else attention)
+        for kind in config.layer_types
+    ]
+    kept = max(per_layer) + layers * 4 * hidden if gradient_checkpointing else sum(per_layer)
     logits = min(tokens_per_device * config.vocab_size, CHUNK_ELEMENTS)
     head = 2 * 4 * logits + 4 * config.vocab_size * hidden + 2 * element_size * tokens_per_device * hidden
     return TrainingMemory(
@@ -145,6 +157,6 @@ def _block_matmuls(config: DeltaProductConfig) -> int:
     outputs = k + n * (k + v + 1) + config.use_forget_gate + v * config.use_output_gate + v
     total = config.num_hidden_layers * (mlp + hidden * heads * outputs)
     for _ in config.attention_layers:
-        kv_share = config.attn["num_kv_heads"] / config.attn["num_heads"]
+        kv_share = config.num_key_value_heads / config.num_attention_heads
         total += int(2 * hidden * hidden * (1 + kv_share)) - hidden * heads * outputs
     return total

@@ -31,7 +31,7 @@ from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import Masks, SequenceContext, document_bounds, masks
 from fla_train.models.layers import GatedMLP, RMSNorm, ShortConvolution, is_plain
 from fla_train.models.loss import IGNORE, linear_cross_entropy, next_tokens, token_losses
-from fla_train.models.mixers.attention import HybridAttention
+from fla_train.models.mixers.attention import Attention
 from fla_train.models.mixers.delta_product import DeltaProductMixer
 
 A_RANGE = (0.0, 16.0)  # A = exp(A_log) is drawn uniformly from here, and
@@ -47,7 +47,7 @@ class Block(GradientCheckpointingLayer):
     def __init__(self, config: DeltaProductConfig, layer: int) -> None:
         super().__init__()
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        mixer = HybridAttention if layer in config.attention_layers else DeltaProductMixer
+        mixer = Attention if layer in config.attention_layers else DeltaProductMixer
         self.attn = mixer(config, layer)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act)
@@ -180,7 +180,11 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
         attentions = [] if output_attentions else None
         wanted = _indices(output_hidden_states, 1 + len(self.layers))
-        context = SequenceContext.build(self.config, hidden, attention_mask, cu_seqlens, cache, attentions)
+        longest = packing.get("max_length_q")
+        context = SequenceContext.build(
+            *(self.config, hidden, attention_mask, cu_seqlens, cache, attentions),
+            longest=longest if isinstance(longest, int) else None,
+        )
 
         update, hidden_states = None, [hidden if 0 in wanted else None]
         for index, block in enumerate(self.layers):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fla_train.data.cache import PreparedData, prepared_name
 from fla_train.hub import find_export_damage
 from fla_train.hub.saved_config import flat, plain
+from fla_train.models.configuration import config_fields
 from fla_train.tasks import TaskConfig
 from fla_train.training import checkpoint
 from fla_train.training.config import AUTO, TrainConfig, load_config, with_model
@@ -227,6 +228,9 @@ def check_same_run(config: TrainConfig, data: PreparedData | None, resume: Path,
         log(f"resume       {resume} lies in no run folder: its model and seed can't be compared")
         return
     before, now = dict(flat(asdict(load_config(earlier.config)))), dict(flat(asdict(config)))
+    # A run of an earlier version has had the defaults of fields that came after it.
+    defaults = {f"model.{name}": field.default for name, field in config_fields().items()}
+    before = {key: default for key, default in defaults.items() if key in now} | before
     changed = {
         key: f"{key}={plain(now.get(key))} (was {plain(before.get(key))})"
         for key in sorted(before | now)

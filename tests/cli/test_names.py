@@ -47,9 +47,10 @@ def assert_error(result: tuple[int, str, str], *parts: str) -> None:
 
 MODELS = [
     f"{variant}/{size}"
-    for variant in ("delta_net", "delta_product", "gated_delta_net", "gated_delta_product")
+    for variant in ("delta_net", "delta_product", "gated_delta_net", "gated_delta_product", "transformer")
     for size in ("tiny", "340m", "1.3b")
-]
+] + [f"hybrid/{layers}/{size}" for layers in ("swa", "global2", "3to1") for size in ("tiny", "340m")]
+SHORT = ("delta_net", "delta_product", "gated_delta_net", "hybrid/swa", "hybrid/3to1", "transformer")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ MODELS = [
         ),
         (["fla-train", "experiment=deltanet_340m"], ["experiment=paper/deltanet_340m"], ["gpu_340m"]),
         (["fla-train", "model=llama"], ["baseline=llama"], MODELS),
-        (["fla-train", "model/size=tiny"], [f"model={name}" for name in MODELS if "tiny" in name], MODELS),
+        (["fla-train", "model/size=tiny"], [f"model={name}/tiny" for name in SHORT], MODELS),
         (["fla-train", "data=finweb"], ["data=fineweb"], ["stdlib", "local", "hub", "mixture"]),
         (["fla-prepare", "data=fine"], ["data=fineweb"], ["stdlib", "local", "hub", "mixture"]),
         (["fla-eval", "suite=perplxity"], ["suite=perplexity"], ["zero_shot", "recall", "paper"]),

@@ -14,6 +14,7 @@ from fla_train.kernels.fused_ops import (
     consume_logits,
     recurrence_gates,
     rms_norm,
+    rotary,
     short_convolution,
     swiglu_linear,
 )
@@ -135,6 +136,11 @@ FUSED_OPS = {
     "add_rms_norm": lambda x, y, w: add_rms_norm(x, y, w[0], 1e-6, dtype=torch.float16, backend="triton"),
     "swiglu": lambda x, y, w: [swiglu_linear(x * w[0], y, w, backend="triton")],
     "convolution": lambda x, y, w: short_convolution((x + y)[None], w.mT[:, None], backend="triton"),
+    "rotary": lambda x, y, w: rotary(
+        *((z * w[0]).view(1, -1, 1, 8) for z in (x, y)),
+        *(z[:, :4].detach() for z in (x, y)),
+        backend="triton",
+    ),
     "gates": lambda x, y, w: recurrence_gates(x, y, w[0], w[1], beta_max=2.0, backend="triton"),
 }
 

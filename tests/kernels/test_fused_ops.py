@@ -20,6 +20,7 @@ from fla_train.kernels.fused_ops import (
     consume_logits,
     recurrence_gates,
     rms_norm,
+    rotary,
     short_convolution,
     swiglu_linear,
 )
@@ -174,6 +175,23 @@ def check_gates(case: Case, backend: str, gated: bool) -> None:
     check(ours, reference, leaves, bound_of(case))
 
 
+def check_rotary(case: Case, backend: str) -> None:
+    """`shape` is that of q; k has one head. Rotation is multiplication of complex numbers."""
+    batch, length, _, size = case.shape
+    leaves = [random(*case.shape, dtype=case.dtype), random(batch, length, 1, size, dtype=case.dtype)]
+    angles = 10 * torch.randn(length, size // 2, device=DEVICE, dtype=torch.float64)
+    turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+
+    def ours(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary(q, k, angles.cos().float(), angles.sin().float(), backend=backend)
+
+    def reference(*given: Tensor) -> tuple[Tensor, ...]:
+        rotated = [torch.complex(*x.chunk(2, dim=-1)) * turn for x in given]
+        return tuple(torch.cat([z.real, z.imag], dim=-1) for z in rotated)
+
+    check(ours, reference, leaves, bound_of(case))
+
+
 def check_cross_entropy(case: Case, backend: str) -> None:
     rows, vocabulary = case.shape
     logits = (3 * random(*case.shape)).to(case.dtype)
@@ -215,6 +233,7 @@ SUMS = [Case((3, 7, 20)), Case((65, 100), BF16), Case((9, 3000), BF16, BF16, BF1
 PRODUCTS = [Case((1, 1)), Case((3, 7, 333)), Case((65, 65), BF16), Case((2, 1000), FP16)]
 LOGITS = [Case((1, 3)), Case((5, 31)), Case((4, 9001)), Case((3, 500), BF16), Case((2, 4096), FP16)]
 SCALARS = [Case((1, 1)), Case((2, 65)), Case((1, 1000)), Case((3, 7), BF16), Case((3, 7), FP16, FP16)]
+HEADS = [Case((1, 1, 1, 2)), Case((2, 65, 3, 20)), Case((2, 33, 4, 64), BF16), Case((1, 9, 8, 128), FP16)]
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="the GPU tests cover these")
 
 
@@ -256,6 +275,12 @@ def test_gates(case: Case, gated: bool) -> None:
     check_gates(case, "triton", gated)
 
 
+@interpreted
+@pytest.mark.parametrize("case", HEADS, ids=str)
+def test_rotary(case: Case) -> None:
+    check_rotary(case, "triton")
+
+
 def test_definitions() -> None:
     """The torch backend by the same measure, in fp32."""
     for case in (case for case in CONVOLUTIONS if case.dtype is FP32):
@@ -266,6 +291,7 @@ def test_definitions() -> None:
         check_add_norm(case, "torch")
         check_swiglu(case, "torch")
         check_cross_entropy(Case((5, 31)), "torch")
+        check_rotary(Case((2, 65, 3, 20)), "torch")
         check_gates(case, "torch", gated=True)
 
 
@@ -332,6 +358,12 @@ def test_gpu_cross_entropy(case: Case) -> None:
 @pytest.mark.parametrize("case", [*SCALARS, Case((8, 2048), BF16)], ids=str)
 def test_gpu_gates(case: Case, gated: bool) -> None:
     check_gates(case, "triton", gated)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*HEADS, Case((8, 2048, 8, 128), BF16)], ids=str)
+def test_gpu_rotary(case: Case) -> None:
+    check_rotary(case, "triton")
 
 
 @pytest.mark.gpu

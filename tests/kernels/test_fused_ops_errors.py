@@ -12,6 +12,7 @@ from fla_train.kernels.fused_ops import (
     recurrence_gates,
     resolve_backend,
     rms_norm,
+    rotary,
     short_convolution,
     swiglu_linear,
 )
@@ -72,6 +73,10 @@ def test_the_former_name_of_the_variable_is_taken(monkeypatch: pytest.MonkeyPatc
                 torch.zeros(2, 2, 3), torch.zeros(3, 1, 4), position_in_document=torch.arange(2)
             ),
             "batch 1",
+        ),
+        (
+            lambda: rotary(*torch.zeros(2, 1, 3, 2, 8), *torch.zeros(2, 3, 8)),
+            r"expected \[B, T, H, D\], \[B, T, H_kv, D\], \[T, D/2\]",
         ),
         (lambda: rms_norm(torch.zeros(2, 3), torch.ones(2), 1e-6), r"weight has shape \[2\]"),
         (lambda: rms_norm(torch.zeros(2, 3), torch.ones(3), 1e-6, gate=torch.zeros(3)), "gate has shape"),
