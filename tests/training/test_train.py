@@ -244,7 +244,8 @@ def sweep(
 
 
 def test_a_sweep_gives_each_job_its_run_and_accumulation_changes_nothing(sweep: tuple[Path, str]):
-    folder, _ = sweep
+    folder, stdout = sweep
+    assert "job 2/2: trainer.micro_batch_size=8" in stdout
     assert sorted(path.name for path in folder.iterdir()) == [BATCH_2, BATCH_8]
     first, second = (
         [r["loss"] for r in read_metrics(folder / job / "metrics.jsonl") if "loss" in r]
