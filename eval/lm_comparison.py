@@ -232,7 +232,9 @@ def draw(found: dict[str, dict[str, Any]], file: Path) -> None:
         training.set_ylim(min(late) * 0.97, max(late) * 1.03)
         by_position.set(xlabel="position (tokens)", ylabel="loss [nats per token]")
         by_length.set(xlabel="context length (tokens)", ylabel="perplexity up to the length", yscale="log")
+        lengths = {line["length"] for row in found.values() for line in row["length"].get("lengths", [])}
         by_length.set_xscale("log", base=2)
+        by_length.set_xticks(sorted(lengths), [short(length) for length in sorted(lengths)])
         for panel in (by_position, by_length):
             mark_training(panel, [row["length"] for row in found.values() if row["length"]], label=False)
         for panel in axes[0]:
