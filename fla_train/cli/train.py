@@ -22,7 +22,8 @@ LONGEST_TAG = 64  # characters, W&B's limit
 def train(node: DictConfig) -> int:
     """Train one composed config; in a sweep (`-m`) each job has a run folder of its own."""
     from fla_train import api
-    from fla_train.models.zoo.build import MODEL_KEYS, ignored_overrides
+    from fla_train.models.build import is_zoo
+    from fla_train.models.zoo.baseline import ignored_overrides
     from fla_train.training.config import to_config
     from fla_train.training.launch import TrainingFailed
     from fla_train.training.preemption import EXIT_CODE, Preempted, leaving_at_once
@@ -32,10 +33,10 @@ def train(node: DictConfig) -> int:
         place_job(config, job)
     elif config.run.job is not None:
         raise ValueError(f"run.job={config.run.job} is a job of a sweep: add -m")
-    if config.baseline is not None and (ignored := ignored_overrides(HydraConfig.get().overrides.task)):
+    if is_zoo(config.model) and (ignored := ignored_overrides(HydraConfig.get().overrides.task)):
         raise ValueError(
-            f"baseline={config.baseline.kind} takes only {', '.join(MODEL_KEYS)} from model: leave out "
-            f"{', '.join(ignored)} (it has baseline.num_heads and baseline.allow_neg_eigval of its own)"
+            f"a {config.model['model_type']} model does not have {', '.join(ignored)}: write "
+            "model.config.FIELD=... for the fields of its class"
         )
     try:
         with leaving_at_once():

@@ -9,6 +9,7 @@ import torch
 from fla_train.data.cache import PreparedData, find_prepared
 from fla_train.data.prepare import prepare
 from fla_train.kernels.delta_product.selfcheck import check_backend, model_cases
+from fla_train.models.build import build_model_config, is_zoo
 from fla_train.training import checkpoint, worker
 from fla_train.training.agent import WorkersFailed, run_workers
 from fla_train.training.config import (
@@ -173,7 +174,7 @@ def _is_left_to_train(config: TrainConfig, folder: RunFolder, data: PreparedData
         for line in completion_lines(folder, config):
             log(line)
         return False
-    if config.trainer.check_backend and config.baseline is None and is_first():
+    if config.trainer.check_backend and not is_zoo(config.model) and is_first():
         _check_backend(config)
     return True
 
@@ -203,8 +204,9 @@ def _check_backend(config: TrainConfig) -> None:
 def _label(config: TrainConfig) -> str:
     """A run's name from its model: householder count, gate, width."""
     model = config.model
-    if config.baseline is not None:
-        return f"{config.baseline.kind}-{model['hidden_size']}x{model['num_hidden_layers']}"
+    if is_zoo(model):
+        built = build_model_config(model)
+        return f"{model['model_type']}-{built.hidden_size}x{built.num_hidden_layers}"
     gate = "gated-" if model["use_forget_gate"] else ""
     kind = "delta-net" if model["num_householder"] == 1 else f"delta-product{model['num_householder']}"
     return f"{gate}{kind}-{model['hidden_size']}x{model['num_hidden_layers']}"

@@ -23,7 +23,7 @@ from fla_train.utils.records import read_metrics
 # These fix what a checkpoint holds and, with the prepared data, the stream of tokens: a resume keeps them.
 FIXED_KEYS = (
     *("seed", "trainer.seq_len", "trainer.global_batch_tokens", "model.", "optimizer.name"),
-    *("task.kind", "task.options", "task.train", "task.batch_size", "task.curriculum", "baseline."),
+    *("task.kind", "task.options", "task.train", "task.batch_size", "task.curriculum"),
     "init_from",
 )
 SEQUENCE_KEYS = ("data.document_boundaries",)  # of the data keys, what no fingerprint covers
@@ -39,7 +39,6 @@ EQUAL_SECTIONS = (
     "seed",
     "model",
     "task",
-    "baseline",
     "optimizer",
     "schedule",
     "trainer",
