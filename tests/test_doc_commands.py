@@ -12,11 +12,11 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from fla_train.cli import app, doctor, export, generate, prepare
+from fla_train.api import check_suite
+from fla_train.cli import app, doctor, export, generate, prepare, runs
 from fla_train.cli import eval as eval_command
 from fla_train.cli.base import with_base
 from fla_train.cli.bench_options import build_parser
-from fla_train.cli.train import check_suite
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
 from fla_train.eval.config import validation_errors
@@ -113,6 +113,8 @@ def check(words: list[str]) -> None:
                 validate(to_config(app.compose("train", request.overrides)))
         case ["fla-doctor", *arguments]:
             doctor.build_parser().parse_args(arguments)
+        case ["fla-runs", *arguments]:
+            runs.build_parser().parse_args(arguments)
         case _:
             raise AssertionError(f"no program is called {words[0]}")
 

@@ -29,7 +29,10 @@ ARROWS = {
     "training": {"data", "tasks", "hub", "models", "kernels", "configs", "utils"},
     "eval": {"data", "tasks", "hub", "models", "kernels", "configs", "utils"},
     "bench": {"training", "eval", "data", "tasks", "models", "kernels", "utils"},
-    "cli": {"bench", "training", "eval", "data", "tasks", "hub", "models", "kernels", "configs", "utils"},
+    "cli": {
+        *("api", "run", "bench", "training", "eval", "data", "tasks", "hub", "models"),
+        *("kernels", "configs", "utils"),
+    },
     "configs": set(),
     "utils": set(),
 }

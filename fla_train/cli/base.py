@@ -53,7 +53,9 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
                 f"name it, too: model.mixer={mixer}"
             )
     ConfigStore.instance().store(group="base", name="found", node=escaped(base), package="_global_")
-    return ["base=found", *overrides]
+    # The base's model is merged into the option of `model`, whose keys must be those of its kind.
+    kind = ["model=hf/any"] if "source" in base.get("model", {}) else []
+    return [*kind, "base=found", *overrides]
 
 
 def _of_run(file: Path) -> dict[str, Any]:

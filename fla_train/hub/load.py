@@ -11,7 +11,14 @@ import yaml
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 import fla_train.models  # noqa: F401  registers the model with the Auto classes
 from fla_train.hub.card import TRAINING_FILE
@@ -19,6 +26,7 @@ from fla_train.hub.checksums import CHECKSUMS, find_export_damage
 from fla_train.hub.checksums import REMEDY as EXPORT_AGAIN
 from fla_train.hub.export import no_progress_bars
 from fla_train.models.mixers.registry import MixerError
+from fla_train.models.zoo.fla import import_models
 from fla_train.utils.hub_names import is_hub_name
 
 STEP = re.compile(r"step-(\d+)")
@@ -166,6 +174,7 @@ def load_weights(
         if damage := find_export_damage(source, hashed_bytes=HASHED_BYTES):
             raise ValueError(f"{source}/{damage}: {EXPORT_AGAIN}")
     try:
+        register_model_type(source)
         with no_progress_bars():
             model, report = AutoModelForCausalLM.from_pretrained(
                 source,
@@ -183,6 +192,19 @@ def load_weights(
             f"{source} lacks weights: {', '.join(sorted(report['missing_keys'])[:3])}: export it again"
         )
     return model.to(device).eval()
+
+
+def register_model_type(source: Path | str) -> None:
+    """Import flash-linear-attention if the model is of a type that only this package may know.
+
+    Raises:
+        ValueError: it is not installed, or does not work here.
+        OSError: the config can't be read.
+    """
+    content, _ = PreTrainedConfig.get_config_dict(source)
+    known = content.get("model_type") in CONFIG_MAPPING or "auto_map" in content
+    if content.get("architectures") and not known:
+        import_models()
 
 
 def _explain(source: Path | str, failure: Exception) -> str:

@@ -8,7 +8,7 @@ fails before anything starts. `validate` reports all other errors together.
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,8 +23,9 @@ from yaml import YAMLError
 from fla_train.data.config import DataConfig, absolute, with_absolute_paths
 from fla_train.data.tokenizers import TokenizerNotCached, tokenizer_size
 from fla_train.hub.saved_config import escaped, read_saved
-from fla_train.models.configuration import DeltaProductConfig, build_config, model_schema
-from fla_train.models.zoo.build import BaselineConfig, baseline_errors
+from fla_train.models.build import NODE_KEYS, build_model_config, is_zoo
+from fla_train.models.configuration import DeltaProductConfig, model_schema
+from fla_train.models.zoo.baseline import BaselineConfig, without_baseline
 from fla_train.tasks import TaskConfig, training_task
 from fla_train.training.log import log
 from fla_train.utils.ranks import is_rank
@@ -210,12 +211,11 @@ class RunConfig:
 
 @dataclass
 class TrainConfig:
-    """Root of `train.yaml`. `model` holds the fields of `DeltaProductConfig`, typed by `model_schema`."""
+    """Root of `train.yaml`. `model` is the node of any model, see `fla_train.models.build`."""
 
     model: Any = MISSING
     data: DataConfig = field(default_factory=DataConfig)
     task: TaskConfig | None = None
-    baseline: BaselineConfig | None = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -234,6 +234,8 @@ class TrainConfig:
         yield from self.trainer.errors()
         yield from _model_errors(self)
         yield from _package_errors(self)
+        if self.run.dir == "":  # `run.dir=$RUN` without RUN: a run that could never be resumed
+            yield "run.dir is empty: give a folder, or null for a new one in runs/"
         if self.launch.num_machines > 1 and self.run.dir is None:
             yield "launch.num_machines > 1 needs run.dir: one folder, on a file system all machines share"
         if self.task is not None and self.trainer.suite_every:
@@ -307,18 +309,13 @@ def _number_errors(name: str, value: object) -> Iterator[str]:
 
 def _model_errors(config: TrainConfig) -> Iterator[str]:
     try:
-        settings = build_config(config.model)
-        if settings.mixer is not None:
+        settings = build_model_config(config.model)
+        if getattr(settings, "mixer", None) is not None:
             from fla_train.models.mixers.registry import check_mixer  # imports the models: seconds
 
             check_mixer(settings)
     except ValueError as error:
         yield str(error)
-        return
-    if config.baseline is not None:
-        if config.task is None:
-            yield f"baseline={config.baseline.kind} trains on tasks only: choose task="
-        yield from baseline_errors(config.baseline, config.model)
 
 
 def _batch_errors(config: TrainConfig) -> Iterator[str]:
@@ -388,8 +385,12 @@ def _package_errors(config: TrainConfig) -> Iterator[str]:
 def register(root: type[TrainConfig] = TrainConfig) -> None:
     """Put the schemas that `train.yaml` merges in Hydra's ConfigStore; `root` may add keys."""
     store = ConfigStore.instance()
-    store.store(name="train_schema", node=root)
-    store.store(name="model_schema", node=model_schema(), package="model")
+    with_alias = make_dataclass(root.__name__, [("baseline", BaselineConfig | None, None)], bases=(root,))
+    store.store(name="train_schema", node=with_alias)
+    store.store(name="model_schema", node=model_schema())
+    zoo = OmegaConf.create({"source": MISSING, "model_type": MISSING, "config": {}, "vocab_size": None})
+    OmegaConf.set_struct(zoo.config, False)  # `model.config.FIELD=...` of fields that the YAML does not name
+    store.store(name="zoo_schema", node=zoo)
 
 
 def to_config(node: DictConfig | dict) -> TrainConfig:
@@ -402,6 +403,9 @@ def to_config(node: DictConfig | dict) -> TrainConfig:
         if missing := OmegaConf.missing_keys(node):
             raise ValueError(f"these keys need a value: {', '.join(sorted(missing))}")
         node = escaped(OmegaConf.to_container(node, resolve=True))  # what is resolved is plain text now
+    node = without_baseline(node)
+    if is_zoo(node["model"]):  # a recipe for our family has set fields that other models do not have
+        node["model"] = {key: node["model"][key] for key in NODE_KEYS}
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), node))
 
 

@@ -92,9 +92,9 @@ def _savings(config: "TrainConfig") -> list[str]:
     if size > 1:
         half = next(part for part in range(size // 2, 0, -1) if size % part == 0)  # divides the batch too
         found.append(f"{graph}trainer.micro_batch_size={half} (now {size})")
-    if config.baseline is None and not trainer.activation_checkpointing:
+    if not trainer.activation_checkpointing:
         found.append(f"{graph}trainer.activation_checkpointing=true (now false)")
-    if config.baseline is None and config.model["recompute_operator"] is False:
+    if config.model.get("recompute_operator") is False:
         found.append("model.recompute_operator=true (now false)")
     if size == 1:
         found.append(f"a shorter trainer.seq_len (now {trainer.seq_len})")

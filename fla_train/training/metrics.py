@@ -5,9 +5,10 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 
 from fla_train.training.run_folder import RunFolder
 from fla_train.utils.records import Record, read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @contextmanager
@@ -88,14 +92,19 @@ def checkpoint_seconds(path: Path) -> tuple[float, float]:
     return stalled, trained
 
 
-def plot_losses(runs: list[Path], out: Path) -> Path:
-    """Training loss (line), validation loss (points) and the data's unigram entropy (dashes) of run folders.
+def draw_losses(runs: Sequence[Path], labels: Sequence[str] = (), metric: str = "loss") -> "Figure":
+    """A metric of run folders against training tokens, so that runs with other batches compare.
 
-    A dotted line marks each resume. The horizontal axis is training tokens, so that runs with other batches
-    compare.
+    With the training loss (line) come validation loss (points) and the data's unigram entropy (dashes). A
+    dotted line marks each resume.
+
+    Args:
+        runs: run folders.
+        labels: what the legend calls them; default: their names.
+        metric: a key of metrics.jsonl.
 
     Raises:
-        ValueError: a folder holds no training losses.
+        ValueError: a folder holds no such metric.
     """
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
     from matplotlib.ticker import EngFormatter
@@ -104,32 +113,41 @@ def plot_losses(runs: list[Path], out: Path) -> Path:
     axes = figure.add_subplot()
     entropies = {}
     for number, run in enumerate(runs):
-        records = [r for r in read_metrics(RunFolder(run).metrics) if r.get("tokens") is not None]
-        name, color = RunFolder(run).name, f"C{number}"
-
-        def points(key: str, records: list[Record] = records) -> tuple[list, list]:
-            chosen = [record for record in records if record.get(key) is not None]
-            return [record["tokens"] for record in chosen], [record[key] for record in chosen]
-
-        tokens, losses = points("loss")
-        if not losses:
-            raise ValueError(f"{run} has no training losses to plot")
+        records, color = read_metrics(RunFolder(run).metrics), f"C{number}"
+        name = labels[number] if labels else RunFolder(run).name
+        tokens, values = curve(records, metric)
+        if not values:
+            what = "training losses" if metric == "loss" else metric
+            raise ValueError(f"{run} has no {what} to plot")
         # Pale, or the noise of single steps hides the validation points.
-        axes.plot(tokens, losses, color=color, lw=0.8, alpha=0.5, label=name)
-        marks = {"ls": "none", "marker": "o", "ms": 5, "mec": "black", "mew": 0.7, "zorder": 3}
-        axes.plot(*points("validation_loss"), color=color, label=f"{name}, validation", **marks)
+        axes.plot(tokens, values, color=color, lw=0.8, alpha=0.5 if metric == "loss" else 1, label=name)
         for i, resumed in enumerate(resumed_at(run)):
             axes.axvline(resumed, color=color, ls=":", lw=1, label=None if i else f"{name}, resumed")
-        if (plan := RunFolder(run).plan).is_file():
-            entropy = json.loads(plan.read_text()).get("unigram_entropy")
-            if entropy is not None:
-                entropies[round(entropy, 4)] = entropy
+        if metric == "loss":
+            marks = {"ls": "none", "marker": "o", "ms": 5, "mec": "black", "mew": 0.7, "zorder": 3}
+            axes.plot(*curve(records, "validation_loss"), color=color, label=f"{name}, validation", **marks)
+            if (plan := RunFolder(run).plan).is_file():
+                entropy = json.loads(plan.read_text()).get("unigram_entropy")
+                if entropy is not None:
+                    entropies[round(entropy, 4)] = entropy
     for entropy in entropies.values():
         axes.axhline(entropy, color="gray", ls="--", lw=1, label=f"unigram entropy {entropy:.2f}")
-    axes.set(xlabel="training tokens", ylabel="loss [nats per token]")
+    axes.set(xlabel="training tokens", ylabel=metric + " [nats per token]" * metric.endswith("loss"))
     axes.xaxis.set_major_formatter(EngFormatter())
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
+    return figure
+
+
+def curve(records: Iterable[Record], metric: str) -> tuple[list[float], list[float]]:
+    """Training tokens, and the metric's values there."""
+    chosen = [r for r in records if r.get("tokens") is not None and r.get(metric) is not None]
+    return [record["tokens"] for record in chosen], [record[metric] for record in chosen]
+
+
+def plot_losses(runs: Sequence[Path], out: Path) -> Path:
+    """Write `draw_losses` as a PNG file."""
+    figure = draw_losses(runs)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=120)
     return out

@@ -9,18 +9,23 @@ import torch.distributed as dist
 import yaml
 from omegaconf import OmegaConf
 from safetensors import SafetensorError
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from fla_train.data.cache import PreparedData
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import same_tokenizer
 from fla_train.hub import CardInfo, export_model, find_export_damage
-from fla_train.hub.load import load_weights, read_training_record, resolve_checkpoint
+from fla_train.hub.load import (
+    load_weights,
+    read_training_record,
+    register_model_type,
+    resolve_checkpoint,
+)
 from fla_train.hub.paths import own_name, public_name
 from fla_train.hub.saved_config import map_text
-from fla_train.models import DeltaProductForCausalLM
-from fla_train.models.configuration import MACHINE_KEYS, DeltaProductConfig, build_config, config_fields
-from fla_train.models.zoo.build import build_baseline
+from fla_train.models.build import TOKEN_IDS, build_model_config, model_node
+from fla_train.models.build import build_model as build_fresh_model
+from fla_train.models.configuration import MACHINE_KEYS
 from fla_train.training.checkpoint import TrainState
 from fla_train.training.config import TrainConfig
 from fla_train.training.failures import TrainingStopped
@@ -30,7 +35,6 @@ from fla_train.training.run_folder import RunFolder
 from fla_train.utils.environment import git_commit
 from fla_train.utils.filesystem import reason
 
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # the tokenizer's, which is compared by itself
 # A run may differ from `init_from` in these: they change neither the weights nor what the model computes.
 FREE_FIELDS = (*MACHINE_KEYS, "hidden_ratio", "max_position_embeddings", "initializer_range", "use_cache")
 BATCH_KEYS = {  # of `trainer`, taken from `init_from`
@@ -49,20 +53,20 @@ def build_model(config: TrainConfig, data: PreparedData, *, resumed: bool = Fals
         resumed: a checkpoint will fill in the weights, so those of `init_from` are not read.
 
     Raises:
-        ValueError: the weights of `init_from` are missing or damaged.
+        ValueError: the weights of `init_from` are missing or damaged, or the model can't be had as asked for.
     """
     torch.manual_seed(config.seed)
-    if config.baseline is not None:
-        return build_baseline(config.baseline, config.model).float()
-    settings = build_config(config.model)
+    settings = build_model_config(config.model)
     for key in TOKEN_IDS:
         if getattr(settings, key) is None:
             setattr(settings, key, data.manifest["tokenizer"][key])
-    model = DeltaProductForCausalLM(settings).float()
+    model = build_fresh_model(settings)
     if config.init_from is not None and not resumed:
         weights = load_weights(config.init_from, dtype=model.dtype, mixer=settings.mixer)
         model.load_state_dict(weights.state_dict())
     if config.trainer.activation_checkpointing:
+        if not model.supports_gradient_checkpointing:
+            raise ValueError(f"{type(model).__name__} has none: set trainer.activation_checkpointing=false")
         model.gradient_checkpointing_enable()
     return model
 
@@ -73,8 +77,7 @@ def architecture(source: str) -> dict[str, Any]:
     Raises:
         ValueError: `source` names no model of this package.
     """
-    config = _read_model_config(source)
-    return {name: getattr(config, name) for name in config_fields() if name not in MACHINE_KEYS}
+    return model_node(_read_model_config(source))
 
 
 def tokenizer_source(source: str) -> str | None:
@@ -102,11 +105,12 @@ def check_initial_weights(config: TrainConfig) -> None:
         ValueError: naming what differs, and how to take it from `init_from`.
     """
     source = config.init_from
-    ours, theirs = build_config(config.model), _read_model_config(source)
+    ours = _flat(model_node(build_model_config(config.model)))
+    theirs = _flat(model_node(_read_model_config(source)))
     differing = [
-        f"model.{name}={getattr(ours, name)} (there {getattr(theirs, name)})"
-        for name in config_fields()
-        if name not in FREE_FIELDS + TOKEN_IDS and getattr(ours, name) != getattr(theirs, name)
+        f"model.{name}={ours.get(name)} (there {theirs.get(name)})"
+        for name in sorted({*ours, *theirs})
+        if name.removeprefix("config.") not in FREE_FIELDS + TOKEN_IDS and ours.get(name) != theirs.get(name)
     ]
     if differing:
         raise ValueError(
@@ -125,17 +129,20 @@ def check_initial_weights(config: TrainConfig) -> None:
         )
 
 
-def _read_model_config(source: str) -> DeltaProductConfig:
+def _flat(node: dict[str, Any]) -> dict[str, Any]:
+    """A `model` node with its `config`'s fields as `config.FIELD`."""
+    fields = {f"config.{name}": value for name, value in node.get("config", {}).items()}
+    return {name: value for name, value in node.items() if name != "config"} | fields
+
+
+def _read_model_config(source: str) -> PreTrainedConfig:
     found = resolve_checkpoint(source)
     try:
+        register_model_type(found)
         config = AutoConfig.from_pretrained(found, trust_remote_code=False)
     except (OSError, ValueError) as error:
         cause = str(error).strip().partition("\n")[0]
         raise ValueError(f"init_from={source} can't be read: {cause}") from error
-    if not isinstance(config, DeltaProductConfig):
-        raise ValueError(
-            f"init_from={source} is a {config.model_type} model: only models of this package can be continued"
-        )
     return config
 
 

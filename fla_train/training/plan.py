@@ -6,14 +6,13 @@ import torch
 
 from fla_train.data.cache import PreparedData
 from fla_train.data.open_dataset import open_train
-from fla_train.models.configuration import build_config
+from fla_train.models.build import build_model, build_model_config, is_zoo
 from fla_train.models.flops import (
     ParameterCount,
     count_parameters,
     flops_per_token,
     training_memory_bytes,
 )
-from fla_train.models.zoo.build import build_baseline
 from fla_train.training.config import TrainConfig, accumulation_steps
 from fla_train.utils.throughput import peak_flops
 
@@ -69,27 +68,28 @@ def make_plan(config: TrainConfig, data: PreparedData | None) -> Plan:
 
 
 def training_flops(config: TrainConfig) -> float:
-    """FLOPs per token, forward and backward: of a baseline, 6 per parameter outside its embedding."""
-    if config.baseline is None:
-        return flops_per_token(build_config(config.model), config.trainer.seq_len)
+    """FLOPs per token, forward and backward."""
+    if not is_zoo(config.model):
+        return flops_per_token(build_model_config(config.model), config.trainer.seq_len)
     count = _count(config)
     return 6.0 * (count.total - count.embedding)
 
 
 def _count(config: TrainConfig) -> ParameterCount:
-    if config.baseline is None:
-        return count_parameters(build_config(config.model))
-    with torch.random.fork_rng(devices=[]):
-        return count_parameters(build_baseline(config.baseline, config.model))
+    settings = build_model_config(config.model)
+    if not is_zoo(config.model):
+        return count_parameters(settings)
+    with torch.device("meta"):
+        return count_parameters(build_model(settings))
 
 
 def _memory(config: TrainConfig, count: ParameterCount) -> int:
-    """Bytes per process; a baseline's are those of weights, gradients and AdamW only."""
+    """Bytes per process; of another library's model those of weights, gradients and AdamW only."""
     trainer = config.trainer
-    if config.baseline is not None:
-        return 20 * count.total
+    if is_zoo(config.model):
+        return 8 * count.total + 12 * count.total // config.launch.num_processes
     memory = training_memory_bytes(
-        build_config(config.model),
+        build_model_config(config.model),
         tokens_per_device=trainer.micro_batch_size * trainer.seq_len,
         num_devices=config.launch.num_processes,
         element_size=2 if trainer.precision == "bf16" else 4,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fla_train.data.cache import PreparedData
 from fla_train.data.sampler import BatchSampler, PrefetchLoader
+from fla_train.models.build import is_zoo
 from fla_train.training.bad_steps import BadStepFilter
 from fla_train.training.checkpoint import TrainState
 from fla_train.training.checkpoint_manager import CheckpointManager
@@ -88,7 +89,7 @@ class Trainer:
             statistics=self.state.loss_statistics,
         )
         self.cuda_graph = None
-        if trainer.cuda_graph and device.type == "cuda" and config.baseline is None:
+        if trainer.cuda_graph and device.type == "cuda" and not is_zoo(config.model):
             self.cuda_graph = CudaGraphPass(self.engine.module, bf16=trainer.precision == "bf16")
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         peak = peak_flops(name, trainer.precision, config.launch.peak_tflops)

@@ -1,64 +1,166 @@
-"""Each baseline builds at the asked sizes, is causal, and its loss is the summed cross entropy we ask for."""
+"""Other libraries' models: built from a node, their loss, and the old names of some of them."""
 
 import importlib.util
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from fla_train.models.zoo.build import (
-    KINDS,
-    BaselineConfig,
-    baseline_errors,
-    build_baseline,
-    ignored_overrides,
-)
+from fla_train.models.build import build_model, build_model_config, model_node
+from fla_train.models.zoo.baseline import KINDS, ignored_overrides, without_baseline
 
-SIZES = {"vocab_size": 11, "hidden_size": 32, "num_hidden_layers": 2}
-OF_FLA = ("gla", "retnet", "rwkv7")
+VOCABULARY = 211
+OF_FLA = ("gla", "retnet", "rwkv7", "hgrn2", "mesa_net", "gated_deltanet", "kda")
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in OF_FLA])
-def test_it_trains_as_the_engine_wants(kind: str) -> None:
+def node(model_type: str, source: str = "hf", **config: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2}
+    return {
+        "source": source,
+        "model_type": model_type,
+        "config": sizes | config,
+        "vocab_size": VOCABULARY,
+    }
+
+
+ATTENTION = {"num_attention_heads": 4, "intermediate_size": 96}
+DELTA = {f"linear_{name}": 2 for name in ("num_key_heads", "num_value_heads")}
+DELTA |= {f"linear_{name}_head_dim": 16 for name in ("key", "value")}
+NEXT = ATTENTION | DELTA | {"head_dim": 16, "num_key_value_heads": 2, "full_attention_interval": 2}
+EXPERTS = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts_per_tok": 2}
+NODES = {
+    "llama": node("llama", **ATTENTION),
+    "mamba": node("mamba"),
+    "mamba2": node("mamba2", num_heads=4, head_dim=32, n_groups=1, state_size=16, chunk_size=16),
+    "xlstm": node("xlstm", num_heads=4, autocast_kernel_dtype="float32"),  # its logits have a soft cap
+    "qwen3_next": node("qwen3_next", num_experts=0, **NEXT),
+    "olmo_hybrid": node("olmo_hybrid", **ATTENTION),
+    "signed_mamba": node("signed_mamba", "fla_train", allow_neg_eigval=True),
+    "experts": node(
+        *("qwen3_next", "hf"),
+        **(NEXT | EXPERTS | {"num_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}),
+    ),
+    "scale": node("granite", logits_scaling=4.0, **ATTENTION),
+    "unknown": node(
+        *("falcon_h1", "hf"),
+        **(ATTENTION | {"num_key_value_heads": 2, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16}),
+        **{"mamba_n_groups": 1, "mamba_d_state": 16, "lm_head_multiplier": 0.5},
+    ),
+}
+
+
+def build(name: str) -> nn.Module:
     torch.manual_seed(0)
-    model = build_baseline(BaselineConfig(kind, num_heads=4), SIZES).train()
-    assert model.config.num_hidden_layers == 2 and model.config.vocab_size == 11
-    ids = torch.randint(11, (2, 21))
-    labels = torch.where(torch.rand(2, 21) < 0.5, ids, -100)
-    out = model(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(3.0), use_cache=False)
-    targets = labels[:, 1:].flatten()
-    expected = cross_entropy(out.logits[:, :-1].flatten(0, 1), targets, reduction="sum") / 3
-    torch.testing.assert_close(out.loss, expected)
-    out.loss.backward()
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    model = build_model(build_model_config(NODES[name])).train()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(20)  # a soft cap matters
+    return model
+
+
+class LogitsSeen(TorchDispatchMode):
+    """For how many tokens at once an operator returned logits; [64, vocabulary] is the head's weight."""
+
+    tokens = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        out = function(*arguments, **(options or {}))
+        for tensor in tree_leaves(out):
+            shape = tensor.shape if isinstance(tensor, Tensor) else ()
+            if len(shape) > 1 and shape[-1] == VOCABULARY and shape != (64, VOCABULARY):
+                self.tokens = max(self.tokens, tensor.numel() // VOCABULARY)
+        return out
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_the_loss_is_the_classs_own_without_all_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("loss", "zoo.loss"):
+        monkeypatch.setattr(f"fla_train.models.{module}.CHUNK_ELEMENTS", 8 * VOCABULARY)
+    model = build(name)
+    ids = torch.randint(VOCABULARY, (2, 33))
+    labels = torch.where(torch.rand(2, 33) < 0.5, ids, -100)
+    losses, gradients = [], []
+    for forward in (model, lambda **inputs: type(model).__bases__[1].forward(model, **inputs)):
+        with LogitsSeen() as seen:
+            loss = forward(input_ids=ids, labels=labels, use_cache=False).loss
+            loss.backward()
+        losses.append(loss.item())
+        gradients.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
+        model.zero_grad()
+        if forward is model and name != "unknown":
+            assert seen.tokens <= 16  # a chunk of 8 on the CPU, twice as many in place of fp32 copies
+    assert seen.tokens == 66
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    largest = max(g.abs().max().item() for g in gradients[1].values())
+    for key, expected in gradients[1].items():
+        torch.testing.assert_close(gradients[0][key], expected, rtol=1e-3, atol=1e-5 * largest)
 
     model.eval()
-    changed = ids.clone()
-    changed[:, 15:] = (changed[:, 15:] + 1) % 11
     with torch.no_grad():
-        difference = (
-            model(input_ids=ids, use_cache=False).logits - model(input_ids=changed, use_cache=False).logits
-        )
-    assert difference[:, :15].abs().max() < 1e-5 < difference[:, 15:].abs().max()
+        logits = model(input_ids=ids, use_cache=False).logits
+    expected = nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
+    )
+    torch.testing.assert_close(model.token_losses(ids).flatten(), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", OF_FLA)
-def test_a_missing_package_is_named(kind: str) -> None:
+def test_micro_batches_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the number of targets of the whole batch, the load balancing loss included."""
+    model = build("experts")
+    ids = torch.randint(VOCABULARY, (1, 33))
+    labels = torch.where(torch.rand(1, 33) < 0.5, ids, -100)
+    count = (labels[:, 1:] != -100).sum()
+    whole = model(input_ids=ids, labels=labels, num_items_in_batch=count, use_cache=False).loss
+    half = model(input_ids=ids, labels=labels, num_items_in_batch=2 * count, use_cache=False).loss
+    torch.testing.assert_close(2 * half, whole)
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_a_node_follows_from_the_config(name: str) -> None:
+    config = build_model_config(NODES[name])
+    assert build_model_config(model_node(config)).to_dict() == config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        (node("llama", hiden_size=3), "model.config.hiden_size: no field of LlamaConfig"),
+        (node("llama", vocab_size=3), "model.vocab_size"),
+        (node("llama", num_attention_heads="many"), "num_attention_heads"),
+        (node("lama"), "did you mean llama"),
+        (node("mamba2"), "num_heads"),
+        (node("llama", "jax"), "model.source=jax"),
+        (node("mamba", "fla"), "model=hf/any"),
+    ],
+)
+def test_errors(wrong: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(error)):
+        build_model_config(wrong)
+
+
+def test_a_field_of_an_earlier_version_becomes_one_of_this() -> None:
+    config = build_model_config(node("llama", rope_theta=5e5, **ATTENTION))
+    assert config.rope_parameters["rope_theta"] == 5e5
+
+
+def test_a_missing_package_is_named() -> None:
     if importlib.util.find_spec("fla"):
         pytest.skip("flash-linear-attention is installed")
     with pytest.raises(ValueError, match="pip install flash-linear-attention"):
-        build_baseline(BaselineConfig(kind, num_heads=4), SIZES)
+        build_model_config(node("gla", "fla"))
 
 
-@pytest.mark.parametrize("kind", OF_FLA)
-def test_the_package_builds_it_at_the_asked_sizes(kind: str) -> None:
+@pytest.mark.parametrize("model_type", OF_FLA)
+def test_the_package_builds_it_at_the_asked_sizes(model_type: str) -> None:
     pytest.importorskip("fla.models", reason="flash-linear-attention is not installed")
-    model = build_baseline(BaselineConfig(kind, num_heads=4), SIZES)
-    assert model.config.model_type == kind and model.config.num_hidden_layers == 2
-    assert model.get_input_embeddings().weight.shape == (11, 32)
+    model = build_model(build_model_config(node(model_type, "fla")))
+    assert model.config.model_type == model_type and model.config.num_hidden_layers == 2
+    assert model.get_input_embeddings().weight.shape == (VOCABULARY, 64)
 
 
 @pytest.mark.parametrize(
@@ -77,26 +179,37 @@ def test_a_package_that_does_not_work_is_not_called_missing(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=f"is installed and can't be imported .{re.escape(cause)}"):
-        build_baseline(BaselineConfig("gla", num_heads=4), SIZES)
+        build_model_config(node("gla", "fla"))
+
+
+FAMILY = {"vocab_size": 11, "hidden_size": 32, "num_hidden_layers": 3, "num_householder": 2}
+
+
+@pytest.mark.parametrize("kind", [kind for kind, (source, *_) in KINDS.items() if source != "fla"])
+def test_a_baseline_is_a_model_of_the_same_sizes(kind: str) -> None:
+    config = {"model": FAMILY, "baseline": {"kind": kind, "num_heads": 4}, "seed": 0}
+    found = without_baseline(config)
+    assert found.keys() == {"model", "seed"}
+    model = build_model(build_model_config(found["model"]))
+    assert model.get_input_embeddings().weight.shape == (11, 32) and model.config.num_hidden_layers == 3
 
 
 @pytest.mark.parametrize(
-    ("config", "error"),
+    ("baseline", "error"),
     [
-        (BaselineConfig("gru", 4), "is none of llama"),
-        (BaselineConfig("llama", 4, allow_neg_eigval=True), "only on mamba"),
-        (BaselineConfig("llama", 3), "num_heads=3"),
+        ({"kind": "gru", "num_heads": 4}, "is none of llama"),
+        ({"kind": "llama", "num_heads": 4, "allow_neg_eigval": True}, "only on mamba"),
+        ({"kind": "llama", "num_heads": 3}, "num_heads=3"),
     ],
 )
-def test_errors(config: BaselineConfig, error: str) -> None:
-    (found,) = baseline_errors(config, SIZES)
-    assert error in found
-    assert baseline_errors(BaselineConfig("mamba", 4, allow_neg_eigval=True), SIZES) == []
+def test_errors_of_baselines(baseline: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        without_baseline({"model": FAMILY, "baseline": baseline})
 
 
-def test_overrides_of_the_model_that_no_baseline_reads() -> None:
+def test_overrides_of_our_family_that_no_other_model_reads() -> None:
     read = ["model.hidden_size=64", "model.num_hidden_layers=2", "model.head_dim=32", "+model.vocab_size=9"]
-    others = ["experiment=formal/parity_fast", "model=delta_net/tiny", "baseline.num_heads=2", "seed=0"]
+    others = ["experiment=formal/parity_fast", "model=hf/any", "model.config.a.b=2", "seed=0"]
     assert ignored_overrides([*read, *others]) == []
     ignored = ["model.num_householder=3", "++model.allow_neg_eigval=true", "~model.attn"]
     assert ignored_overrides([*read, *ignored]) == [

@@ -182,7 +182,6 @@ def test_recipes_compose_and_hold_together(make, name: str) -> None:
             "is no .metric, value. with a metric of train_length/token",
         ),
         (["task.test_sequences=1", "launch.num_processes=2"], "leaves processes without a sequence"),
-        (["baseline=llama", "baseline.num_heads=5"], "baseline.num_heads=5"),
     ],
 )
 def test_faults(make, overrides: list[str], fault: str) -> None:
@@ -212,11 +211,6 @@ def test_a_curriculum_that_leaves_no_step_is_warned_of(make, capsys: pytest.Capt
     for steps, warned in ((7, False), (8, True)):
         launch(make(*SMALL, f"task.curriculum=[[3,{steps}]]", "dry_run=true"))
         assert ("warning      no step trains on the whole task" in capsys.readouterr().out) is warned
-
-
-def test_a_baseline_needs_a_task(make) -> None:
-    with pytest.raises(ValueError, match="trains on tasks only"):
-        launch(make("baseline=llama"))
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba_signed"])

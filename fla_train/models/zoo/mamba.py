@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers import initialization as init
-from transformers.modeling_outputs import CausalLMOutput
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 from fla_train.models.layers import RMSNorm
 from fla_train.models.zoo.mamba_configuration import SignedMambaConfig
@@ -87,7 +88,7 @@ class SignedMambaMixer(nn.Module):
         return self.out_proj(y.to(x.dtype))
 
 
-class _Block(nn.Module):
+class _Block(GradientCheckpointingLayer):
     def __init__(self, config: SignedMambaConfig) -> None:
         super().__init__()
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -104,11 +105,18 @@ class _Backbone(nn.Module):
         self.layers = nn.ModuleList(_Block(config) for _ in range(config.num_hidden_layers))
         self.norm_f = RMSNorm(config.hidden_size, config.norm_eps)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, use_cache: bool | None = None) -> BaseModelOutput:
+        """Hidden states [B, T, hidden_size].
+
+        Raises:
+            ValueError: a cache is asked for.
+        """
+        if use_cache:
+            raise ValueError("signed_mamba keeps no cache: use_cache must be off")
         x = self.embeddings(input_ids)
         for layer in self.layers:
             x = layer(x)
-        return self.norm_f(x)
+        return BaseModelOutput(self.norm_f(x))
 
 
 class SignedMambaForCausalLM(PreTrainedModel):
@@ -116,6 +124,7 @@ class SignedMambaForCausalLM(PreTrainedModel):
 
     config_class = SignedMambaConfig
     base_model_prefix = "backbone"
+    supports_gradient_checkpointing = True
 
     def __init__(self, config: SignedMambaConfig) -> None:
         super().__init__(config)
@@ -150,14 +159,8 @@ class SignedMambaForCausalLM(PreTrainedModel):
         num_items_in_batch: Tensor | None = None,
         use_cache: bool | None = None,
     ) -> CausalLMOutput:
-        """Logits [B, T, V] and, with labels (shifted inside), the summed loss over `num_items_in_batch`.
-
-        Raises:
-            ValueError: a cache is asked for.
-        """
-        if use_cache:
-            raise ValueError("signed_mamba keeps no cache: use_cache must be off")
-        logits = self.lm_head(self.backbone(input_ids)).float()
+        """Logits [B, T, V] and, with labels (shifted inside), the summed loss over `num_items_in_batch`."""
+        logits = self.lm_head(self.backbone(input_ids, use_cache).last_hidden_state).float()
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch)

@@ -1,0 +1,46 @@
+"""Config classes of the optional package flash-linear-attention, by model type. Its kernels need a GPU."""
+
+import inspect
+from importlib import import_module
+from types import ModuleType
+
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+PACKAGE = "flash-linear-attention"
+
+
+def config_class(model_type: str) -> type[PreTrainedConfig]:
+    """The config class of a model of flash-linear-attention.
+
+    Raises:
+        ValueError: the package is missing, does not work here, or has no such model.
+    """
+    if model_type in CONFIG_MAPPING_NAMES:  # an export would load as transformers' class
+        raise ValueError(
+            f"model.model_type={model_type} is also a model type of transformers: use model=hf/any "
+            f"model.model_type={model_type}"
+        )
+    classes = (value for _, value in inspect.getmembers(import_models(), inspect.isclass))
+    found = {c.model_type: c for c in classes if issubclass(c, PreTrainedConfig)}
+    if model_type not in found:
+        known = ", ".join(sorted(found.keys() - CONFIG_MAPPING_NAMES.keys()))
+        raise ValueError(
+            f"model.model_type={model_type} is no model of the installed {PACKAGE}: it has {known}"
+        )
+    return found[model_type]
+
+
+def import_models() -> ModuleType:
+    """`fla.models`, which registers the package's classes with transformers' Auto classes.
+
+    Raises:
+        ValueError: it can't be imported.
+    """
+    try:
+        return import_module("fla.models")
+    except Exception as failure:  # anything, with a torch or triton that it was not made for
+        if isinstance(failure, ModuleNotFoundError) and failure.name == "fla":
+            raise ValueError(f"this model needs the package {PACKAGE}: pip install {PACKAGE}") from None
+        cause = f"{type(failure).__name__}: {failure}"
+        raise ValueError(f"{PACKAGE} is installed and can't be imported ({cause})") from failure
