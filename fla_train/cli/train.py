@@ -13,12 +13,15 @@ from fla_train.cli.base import with_base
 def train(node: DictConfig) -> int:
     """Train one composed config; in a sweep (`-m`) each job has a run folder of its own."""
     from fla_train.models.build import is_zoo
-    from fla_train.models.zoo.baseline import ignored_overrides
+    from fla_train.models.zoo.baseline import ignored_overrides, new_name
     from fla_train.training.config import to_config
     from fla_train.training.launch import TrainingFailed, launch
+    from fla_train.training.log import log
     from fla_train.training.preemption import EXIT_CODE, Preempted
 
     config = to_config(node)
+    if node.baseline is not None:
+        log(f"baseline     is an alias: write {new_name(node.baseline)}, and sizes as model.config.FIELD=...")
     if config.run.dir == "":  # `run.dir=$RUN` without RUN: a run that could never go on
         raise ValueError("run.dir is empty: give a folder, or null for a new one in runs/")
     hydra = HydraConfig.get()
