@@ -98,7 +98,9 @@ def key_error(configs: ConfigFiles, config: DictConfig, key: str, value: str) ->
     if below and top in content and content[top] is None:
         return f"no {top} is chosen: add {top}=NAME, one of {', '.join(configs.options(top))}"
     parent, _, name = key.rpartition(".")
-    if parent in known and OmegaConf.get_type(OmegaConf.select(config, parent)) is dict:
+    # Another library's model has a fixed set of keys, too, but no type: recipes may set those of our family.
+    is_open = parent != "model" and OmegaConf.get_type(OmegaConf.select(config, parent)) is dict
+    if parent in known and is_open:
         return f"{parent} has no {name} yet: write +{key}={value} to add it"
     ours = [text for text, names in ELSEWHERE.items() if {key, name} & set(names.split())]
     ours = [text.replace("{}", value) for text in ours if text.split("=")[0] in known]

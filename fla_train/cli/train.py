@@ -23,12 +23,15 @@ def train(node: DictConfig) -> int:
     """Train one composed config; in a sweep (`-m`) each job has a run folder of its own."""
     from fla_train import api
     from fla_train.models.build import is_zoo
-    from fla_train.models.zoo.baseline import ignored_overrides
+    from fla_train.models.zoo.baseline import ignored_overrides, new_name
     from fla_train.training.config import to_config
     from fla_train.training.launch import TrainingFailed
+    from fla_train.training.log import log
     from fla_train.training.preemption import EXIT_CODE, Preempted, leaving_at_once
 
     config, job = to_config(node), sweep_job()
+    if node.baseline is not None:
+        log(f"baseline     is an alias: write {new_name(node.baseline)}, and sizes as model.config.FIELD=...")
     if job is not None:
         place_job(config, job)
     elif config.run.job is not None:

@@ -4,11 +4,10 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel
 
+from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.flops import count_parameters
 
 LOADING = """\
-## Use
-
 The model class lives in the package `fla_train`, which is not on PyPI. In a checkout of its source:
 
 ```sh
@@ -17,8 +16,13 @@ pip install torch==2.13.0 && pip install -c constraints.txt .
 
 Importing `fla_train.models` registers the class with the Auto classes. {code}
 
-```python
-import fla_train.models
+"""
+LOADING_FLA = """\
+The model class lives in the package flash-linear-attention (`pip install flash-linear-attention`). Importing
+`fla.models` registers it with the Auto classes. No remote code is involved.
+
+"""
+EXAMPLE = """\
 from transformers import AutoModelForCausalLM
 
 checkpoint = "user/model"  # the name on the Hub, or the folder this card lies in
@@ -29,6 +33,11 @@ NO_CODE = "No remote code is involved."
 OWN_MIXER = """\
 Its linear layers are the class
 `{mixer}`, which is not part of `fla_train`: install the package that holds it."""
+# By the package of the class, if it is not transformers: how to get it, and what to import
+LIBRARIES = {
+    "fla_train": (LOADING, "import fla_train.models\n"),
+    "fla": (LOADING_FLA, "import fla.models\n"),
+}
 GENERATION = """\
 ```python
 from transformers import AutoTokenizer
@@ -106,6 +115,9 @@ def render_card(model: PreTrainedModel, info: CardInfo, tokenizer: bool) -> str:
     `tokenizer` says whether the export has one; models of synthetic tasks have none.
     """
     count, mixer = count_parameters(model), getattr(model.config, "mixer", None)
+    how, imports = LIBRARIES.get(type(model).__module__.split(".")[0], ("", ""))
+    code = NO_CODE if mixer is None else OWN_MIXER.format(mixer=mixer)
+    options = "" if mixer is None else f', mixer="{mixer}"'
     parts = [
         _front_matter(model, info),
         f"# {info.name}\n",
@@ -132,9 +144,8 @@ def render_card(model: PreTrainedModel, info: CardInfo, tokenizer: bool) -> str:
                 "code": info.commit,
             }
         ),
-        LOADING.format(code=NO_CODE, options="")
-        if mixer is None
-        else LOADING.format(code=OWN_MIXER.format(mixer=mixer), options=f', mixer="{mixer}"'),
+        "## Use\n",
+        f"{how.format(code=code)}```python\n{imports}{EXAMPLE.format(options=options)}",
     ]
     if tokenizer:
         parts.append(GENERATION)
@@ -142,18 +153,22 @@ def render_card(model: PreTrainedModel, info: CardInfo, tokenizer: bool) -> str:
         parts.append(
             f"<details><summary>Training configuration</summary>\n\n```yaml\n{info.config}```\n\n</details>\n"
         )
-    parts.append(f"## Citation\n\n```bibtex\n{CITATIONS}```\n")
+    if isinstance(model.config, DeltaProductConfig):
+        parts.append(f"## Citation\n\n```bibtex\n{CITATIONS}```\n")
     return "\n".join(parts)
 
 
 def _front_matter(model: PreTrainedModel, info: CardInfo) -> str:
-    tags = ["linear-rnn", "fla-train", model.config.model_type.replace("_", "-")]
+    ours = ["linear-rnn"] if isinstance(model.config, DeltaProductConfig) else []
+    tags = [*ours, "fla-train", model.config.model_type.replace("_", "-")]
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:"]
     return "\n".join([*lines, *(f"- {tag}" for tag in tags), "---", ""])
 
 
 def _architecture(model: PreTrainedModel) -> dict[str, object]:
     names = ("hidden_size", "num_hidden_layers", "num_heads", "head_dim", "num_householder")
+    if not isinstance(model.config, DeltaProductConfig):
+        names += ("num_attention_heads", "num_key_value_heads", "intermediate_size", "state_size")
     flags = ("use_forget_gate", "allow_neg_eigval", "use_output_gate", "tie_word_embeddings")
     return {name: getattr(model.config, name, None) for name in names + flags}
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from fla_train.models.auto import LazyModelConfig
@@ -132,3 +133,13 @@ def build_model(config: PreTrainedConfig) -> "PreTrainedModel":
         raise ValueError(f"{kind.__name__} can't be built: {' '.join(str(failure).split())}") from failure
     model.config.pad_token_id = pad
     return model
+
+
+def build_on_meta(node: Mapping[str, Any]) -> "PreTrainedModel":
+    """The model of a `model` node without memory for its weights, to be counted.
+
+    Raises:
+        ValueError: as `build_model_config` and `build_model`.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        return build_model(build_model_config(node))

@@ -23,7 +23,7 @@ from yaml import YAMLError
 from fla_train.data.config import DataConfig, absolute, with_absolute_paths
 from fla_train.data.tokenizers import TokenizerNotCached, tokenizer_size
 from fla_train.hub.saved_config import escaped, read_saved
-from fla_train.models.build import NODE_KEYS, build_model_config, is_zoo
+from fla_train.models.build import NODE_KEYS, build_model_config, build_on_meta, is_zoo
 from fla_train.models.configuration import DeltaProductConfig, model_schema
 from fla_train.models.zoo.baseline import BaselineConfig, without_baseline
 from fla_train.tasks import TaskConfig, training_task
@@ -314,6 +314,14 @@ def _model_errors(config: TrainConfig) -> Iterator[str]:
             from fla_train.models.mixers.registry import check_mixer  # imports the models: seconds
 
             check_mixer(settings)
+        if config.task is None and config.data.document_boundaries and is_zoo(config.model):
+            from fla_train.models.zoo.flops import keeps_documents_apart  # imports the models: seconds
+
+            if not keeps_documents_apart(build_on_meta(config.model)):
+                yield (
+                    f"data.document_boundaries=true cannot be had with {config.model['model_type']}, whose "
+                    "layers carry a state across the documents of a packed row: set it to false"
+                )
     except ValueError as error:
         yield str(error)
 

@@ -2,17 +2,16 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from fla_train.data.cache import PreparedData
 from fla_train.data.open_dataset import open_train
-from fla_train.models.build import build_model, build_model_config, is_zoo
+from fla_train.models.build import build_model_config, build_on_meta, is_zoo
 from fla_train.models.flops import (
     ParameterCount,
     count_parameters,
     flops_per_token,
     training_memory_bytes,
 )
+from fla_train.models.zoo.flops import forward_flops
 from fla_train.training.config import TrainConfig, accumulation_steps
 from fla_train.utils.throughput import peak_flops
 
@@ -69,18 +68,15 @@ def make_plan(config: TrainConfig, data: PreparedData | None) -> Plan:
 
 def training_flops(config: TrainConfig) -> float:
     """FLOPs per token, forward and backward."""
-    if not is_zoo(config.model):
-        return flops_per_token(build_model_config(config.model), config.trainer.seq_len)
-    count = _count(config)
-    return 6.0 * (count.total - count.embedding)
+    if is_zoo(config.model):
+        return forward_flops(build_on_meta(config.model), config.trainer.seq_len).training
+    return flops_per_token(build_model_config(config.model), config.trainer.seq_len)
 
 
 def _count(config: TrainConfig) -> ParameterCount:
-    settings = build_model_config(config.model)
-    if not is_zoo(config.model):
-        return count_parameters(settings)
-    with torch.device("meta"):
-        return count_parameters(build_model(settings))
+    if is_zoo(config.model):
+        return count_parameters(build_on_meta(config.model))
+    return count_parameters(build_model_config(config.model))
 
 
 def _memory(config: TrainConfig, count: ParameterCount) -> int:
@@ -128,7 +124,7 @@ def _mixer_lines(config: TrainConfig) -> list[str]:
         return []
     from fla_train.models.mixers.registry import linear_mixer  # imports the models: seconds
 
-    mixer = linear_mixer(build_config(config.model))
+    mixer = linear_mixer(build_model_config(config.model))
     own = hasattr(mixer, "flops_per_token")
     flops = "as it counts them" if own else "those of its linear layers: it has no flops_per_token"
     return [f"mixer        {mixer.__name__}: FLOPs are {flops}; memory is estimated as for DeltaProduct"]

@@ -50,8 +50,12 @@ SHORT = ("delta_net", "delta_product", "gated_delta_net", "hybrid/swa", "hybrid/
             ["state_tracking/a5", "mqar/based_fast", "demo"],
         ),
         (["fla-train", "experiment=deltanet_340m"], ["experiment=paper/deltanet_340m"], ["gpu_340m"]),
-        (["fla-train", "model=llama"], ["baseline=llama"], MODELS),
-        (["fla-train", "model/size=tiny"], [f"model={name}/tiny" for name in SHORT], MODELS),
+        (
+            ["fla-train", "model=llama"],
+            [f"model=hf/llama/{size}" for size in ("tiny", "340m", "1.3b")],
+            MODELS,
+        ),
+        (["fla-train", "model/size=tiny"], [f"model={name}" for name in MODELS if "tiny" in name], MODELS),
         (["fla-train", "data=finweb"], ["data=fineweb"], ["stdlib", "local", "hub", "mixture"]),
         (["fla-prepare", "data=fine"], ["data=fineweb"], ["stdlib", "local", "hub", "mixture"]),
         (["fla-eval", "suite=perplxity"], ["suite=perplexity"], ["zero_shot", "recall", "paper"]),
@@ -211,7 +215,10 @@ def test_wrong_flags_are_errors_of_ours(run_command, words: list[str], part: str
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["seed=1,2", "trainer.max_steps=3,many", "model=llama,delta_net/tiny"], ["many", "baseline=llama"]),
+        (
+            ["seed=1,2", "trainer.max_steps=3,many", "model=llama,delta_net/tiny"],
+            ["many", "model=hf/llama/tiny"],
+        ),
         (["seed=1,2", "trainer.max_step=3,4"], ["trainer.max_steps"]),
         (["task=mqar,compression", "task.options.power=1"], []),  # each fits by itself
     ],

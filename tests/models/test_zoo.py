@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
-from fla_train.models.build import build_model, build_model_config, model_node
+from fla_train.models.build import build_model, build_model_config, build_on_meta, model_node
 from fla_train.models.zoo.baseline import KINDS, ignored_overrides, without_baseline
+from fla_train.models.zoo.flops import forward_flops
 
 VOCABULARY = 211
 OF_FLA = ("gla", "retnet", "rwkv7", "hgrn2", "mesa_net", "gated_deltanet", "kda")
@@ -158,7 +160,8 @@ def test_a_missing_package_is_named() -> None:
 @pytest.mark.parametrize("model_type", OF_FLA)
 def test_the_package_builds_it_at_the_asked_sizes(model_type: str) -> None:
     pytest.importorskip("fla.models", reason="flash-linear-attention is not installed")
-    model = build_model(build_model_config(node(model_type, "fla")))
+    sizes = {"expand_ratio": 16} if model_type == "hgrn2" else {}
+    model = build_model(build_model_config(node(model_type, "fla", **sizes)))
     assert model.config.model_type == model_type and model.config.num_hidden_layers == 2
     assert model.get_input_embeddings().weight.shape == (VOCABULARY, 64)
 
@@ -217,3 +220,56 @@ def test_overrides_of_our_family_that_no_other_model_reads() -> None:
         "model.allow_neg_eigval",
         "model.attn",
     ]
+
+
+# (recurrent layers, heads, K, V, whether the state is read before it is written, as the delta rule does)
+RECURRENT = {
+    "mamba": (2, 128, 16, 1, False),
+    "mamba2": (2, 4, 16, 32, False),
+    "xlstm": (2, 4, 8, 16, False),
+    "qwen3_next": (1, 2, 16, 16, True),
+    "olmo_hybrid": (1, 4, 12, 24, True),
+    "signed_mamba": (2, 128, 16, 1, False),
+}
+
+
+@pytest.mark.parametrize("name", ["llama", *RECURRENT])
+def test_flops_are_those_of_torchs_counter(name: str) -> None:
+    """The counter sees each product that is computed: of attention those that causality masks, too."""
+    model, length = build(name).eval(), 64
+    if name not in ("xlstm", "signed_mamba"):
+        model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False, depth=99) as counter, torch.no_grad():
+        model(torch.zeros(1, length, dtype=torch.int64), use_cache=False)
+    counts = counter.get_flop_counts()
+    found = forward_flops(build_on_meta(NODES[name]), length)
+    bmm, convolution = torch.ops.aten.bmm, torch.ops.aten.convolution
+    products = {op: count / length for op, count in counts["Global"].items() if op is not bmm}
+    products[convolution] = products.get(convolution, 0) * length / (length + 3)  # padded by 3 tokens
+    assert found.projections == pytest.approx(sum(products.values()))
+    attention = sum(c[bmm] for key, c in counts.items() if key.endswith("self_attn")) / length
+    assert found.attention == pytest.approx(attention * (length + 1) / (2 * length))
+
+    layers, heads, k, v, reads_first = RECURRENT.get(name, (0, 0, 0, 0, False))
+    state, key, value = torch.ones(heads, k, v), torch.ones(heads, 1, k), torch.ones(heads, 1, v)
+    with FlopCounterMode(display=False) as counter:
+        error = value - key @ state if reads_first else value
+        key @ (state + key.mT @ error)
+    assert found.recurrences == layers * counter.get_total_flops()
+
+
+def test_flops_of_a_token_s_experts() -> None:
+    """Two of four and a shared one in each block; the dense model has an MLP of 96 channels there."""
+    dense, experts = (forward_flops(build_on_meta(NODES[name]), 64) for name in ("qwen3_next", "experts"))
+    expert, routers = 2 * 3 * 64 * 32, 2 * 64 * (4 + 1)
+    assert experts.projections - dense.projections == 2 * (3 * expert + routers - 3 * expert)
+    assert experts.attention == dense.attention
+
+
+def test_flops_of_a_window() -> None:
+    plain, windowed = (
+        forward_flops(build_on_meta(node("mistral", sliding_window=window, **ATTENTION)), 64)
+        for window in (None, 16)
+    )
+    visible = sum(min(t + 1, 16) for t in range(64)) / 64
+    assert windowed.attention == pytest.approx(plain.attention * visible / 32.5)

@@ -73,6 +73,15 @@ def without_baseline(config: Mapping[str, Any]) -> dict[str, Any]:
     return config | {"model": node | {"vocab_size": model["vocab_size"]}}
 
 
+def new_name(baseline: Mapping[str, Any]) -> str:
+    """What to write in place of a baseline, but for its sizes."""
+    source, model_type, _ = KINDS[baseline["kind"]]
+    if source != "fla_train":
+        return f"model={source}/{model_type}/tiny"
+    eigenvalues = "" if baseline["allow_neg_eigval"] else " model.config.allow_neg_eigval=false"
+    return f"model=mamba_signed/tiny{eigenvalues}"
+
+
 def ignored_overrides(overrides: Sequence[str]) -> list[str]:
     """The keys of our family among Hydra's `overrides` that no other model reads.
 

@@ -10,14 +10,16 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
+from transformers.utils import can_return_tuple, logging
 
 from fla_train.models.layers import RMSNorm
 from fla_train.models.zoo.mamba_configuration import SignedMambaConfig
 
+logger = logging.get_logger(__name__)
 DT_RANGE = (1e-3, 1e-1)  # the initial time step, log-uniform
 
 
@@ -53,7 +55,7 @@ def linear_scan(a: Tensor, b: Tensor) -> Tensor:
 
 
 class SignedMambaMixer(nn.Module):
-    """The selective state space of Mamba over [B, T, hidden_size]."""
+    """The selective state space of Mamba over [B, T, hidden_size]; left padding has no effect."""
 
     def __init__(self, config: SignedMambaConfig) -> None:
         super().__init__()
@@ -69,10 +71,11 @@ class SignedMambaMixer(nn.Module):
         self.D = nn.Parameter(torch.empty(inner))
         self.out_proj = nn.Linear(inner, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         rank, size = self.config.time_step_rank, self.config.state_size
-        u, z = self.in_proj(x).chunk(2, dim=-1)
-        u = F.silu(self.conv1d(u.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2))
+        kept = 1 if padding_mask is None else padding_mask[..., None].to(x)
+        u, z = self.in_proj(kept * x).chunk(2, dim=-1)
+        u = kept * F.silu(self.conv1d(u.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2))
         dt, b, c = self.x_proj(u).split([rank, size, size], dim=-1)
         wide = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
@@ -94,8 +97,8 @@ class _Block(GradientCheckpointingLayer):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mixer = SignedMambaMixer(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.mixer(self.norm(x))
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        return x + self.mixer(self.norm(x), padding_mask)
 
 
 class _Backbone(nn.Module):
@@ -105,7 +108,9 @@ class _Backbone(nn.Module):
         self.layers = nn.ModuleList(_Block(config) for _ in range(config.num_hidden_layers))
         self.norm_f = RMSNorm(config.hidden_size, config.norm_eps)
 
-    def forward(self, input_ids: Tensor, use_cache: bool | None = None) -> BaseModelOutput:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, use_cache: bool | None = None
+    ) -> BaseModelOutput:
         """Hidden states [B, T, hidden_size].
 
         Raises:
@@ -115,12 +120,12 @@ class _Backbone(nn.Module):
             raise ValueError("signed_mamba keeps no cache: use_cache must be off")
         x = self.embeddings(input_ids)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, attention_mask)
         return BaseModelOutput(self.norm_f(x))
 
 
-class SignedMambaForCausalLM(PreTrainedModel):
-    """A language model of Mamba blocks, without a cache."""
+class SignedMambaForCausalLM(PreTrainedModel, GenerationMixin):
+    """A language model of Mamba blocks, without a cache: each new token takes a pass over all tokens."""
 
     config_class = SignedMambaConfig
     base_model_prefix = "backbone"
@@ -152,19 +157,30 @@ class SignedMambaForCausalLM(PreTrainedModel):
         dt = torch.empty(config.inner_size).uniform_(*map(math.log, DT_RANGE)).exp().clamp(min=1e-4)
         init.copy_(module.dt_proj.bias, dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor,
+        attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | None = None,
         use_cache: bool | None = None,
     ) -> CausalLMOutput:
         """Logits [B, T, V] and, with labels (shifted inside), the summed loss over `num_items_in_batch`."""
-        logits = self.lm_head(self.backbone(input_ids, use_cache).last_hidden_state).float()
+        logits = self.lm_head(self.backbone(input_ids, attention_mask, use_cache).last_hidden_state).float()
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch)
         return CausalLMOutput(loss=loss, logits=logits)
+
+    def _prepare_cache_for_generation(self, *_: object) -> None:
+        logger.warning_once("signed_mamba keeps no cache: each token takes a pass over all tokens")
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: object
+    ) -> dict[str, Tensor | None]:
+        """All tokens, for a whole pass."""
+        return {"input_ids": input_ids, "attention_mask": attention_mask}
 
 
 AutoModelForCausalLM.register(SignedMambaConfig, SignedMambaForCausalLM, exist_ok=True)

@@ -1,0 +1,111 @@
+"""Forward FLOPs per token of other libraries' models, counted from their modules, two per multiply-add.
+
+Counted are linear layers (the head included, the embedding not; of a mixture of experts those that a token
+takes), convolutions, softmax attention by visible keys, and the states of the recurrences in RECURRENCES. Not
+counted are element-wise work, what a chunked form of a recurrence adds, the iterations of MesaNet, and
+recurrences and attention of classes that are not known here.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+
+def _matrices(layer: Any) -> int:
+    """Elements of a matrix of key x value channels for each value head."""
+    heads = getattr(layer, "num_v_heads", None) or layer.num_heads
+    return heads * layer.head_k_dim * layer.head_v_dim
+
+
+# By the class of a layer: the elements of its state, and the multiply-adds per element and token. Those are 2
+# for a write and a read, 3 where a delta rule reads before it writes, 4 with a transition of rank 1 besides.
+RECURRENCES: dict[str, tuple[Callable[[Any], int], int]] = {
+    "MambaMixer": (lambda layer: layer.intermediate_size * layer.ssm_state_size, 2),
+    "SignedMambaMixer": (lambda layer: layer.config.inner_size * layer.config.state_size, 2),
+    "Mamba2Mixer": (lambda layer: layer.intermediate_size * layer.ssm_state_size, 2),
+    "xLSTMLayer": (lambda layer: layer.qk_dim * layer.v_dim // layer.config.num_heads, 2),
+    "Qwen3NextGatedDeltaNet": (_matrices, 3),
+    "OlmoHybridGatedDeltaNet": (_matrices, 3),
+    "GatedLinearAttention": (_matrices, 2),
+    "MultiScaleRetention": (_matrices, 2),
+    "HGRN2Attention": (lambda layer: layer.num_heads * layer.head_f_dim * layer.head_i_dim, 2),
+    "RWKV7Attention": (lambda layer: layer.num_heads * layer.head_dim * layer.head_v_dim, 4),
+    "GatedDeltaNet": (_matrices, 3),
+    "KimiDeltaAttention": (_matrices, 3),
+    "MesaNet": (_matrices, 2),
+}
+FLA_ATTENTION = "fla.layers.attn"
+SLIDING = "sliding_attention"
+
+
+@dataclass(frozen=True)
+class ForwardFlops:
+    """FLOPs of a forward pass per token, by what they are for."""
+
+    projections: float  # linear layers and convolutions
+    attention: float
+    recurrences: float
+
+    @property
+    def training(self) -> float:
+        """Forward and backward pass; the latter costs twice as much."""
+        return 3 * (self.projections + self.attention + self.recurrences)
+
+
+def forward_flops(model: PreTrainedModel, seq_len: int) -> ForwardFlops:
+    """Count a model, which may lie on the meta device, at sequences of `seq_len` tokens."""
+    windows = [(width, min(window or seq_len, seq_len)) for width, window in softmax_attention(model)]
+    return ForwardFlops(
+        projections=sum(_projection(module, model) for module in model.modules()),
+        # The mean over positions of the visible keys; 2 per key and channel for scores and for values.
+        attention=sum(4 * width * (w * (w + 1) / 2 + (seq_len - w) * w) / seq_len for width, w in windows),
+        recurrences=sum(map(_recurrence, model.modules())),
+    )
+
+
+def softmax_attention(model: PreTrainedModel) -> Iterator[tuple[int, int | None]]:
+    """Heads x channels, and the window in tokens (None: all), of each softmax attention layer."""
+    config = model.config
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    types = getattr(config, "layer_types", None)
+    for module in model.modules():
+        name = type(module).__name__
+        if type(module).__module__ == FLA_ATTENTION:
+            yield module.num_heads * module.head_dim, module.window_size
+        elif name.endswith("Attention") and name not in RECURRENCES and hasattr(module, "head_dim"):
+            kind = types[module.layer_idx] if types else "full_attention" if window is None else SLIDING
+            if kind in ("full_attention", SLIDING):
+                heads = getattr(module, "num_heads", config.num_attention_heads)
+                yield heads * module.head_dim, window if kind == SLIDING else None
+
+
+def keeps_documents_apart(model: PreTrainedModel) -> bool:
+    """Whether nothing crosses the bounds of packed documents, given as `FusedLoss` gives them.
+
+    flash-linear-attention's layers take the bounds. Of transformers' classes those with softmax attention in
+    every layer do, by positions that restart.
+    """
+    if type(model).__module__.startswith("fla."):
+        return True
+    return len(list(softmax_attention(model))) == model.config.num_hidden_layers
+
+
+def _projection(module: nn.Module, model: PreTrainedModel) -> float:
+    if isinstance(module, nn.Linear | nn.Conv1d | Conv1D):
+        return 2 * module.weight.numel()
+    if not hasattr(module, "num_experts"):
+        return 0
+    flops = 0.0
+    for matrix in (p for p in module.parameters(recurse=False) if p.ndim > 1):
+        taken = model.config.num_experts_per_tok / module.num_experts if matrix.ndim == 3 else 1  # 3: stacked
+        flops += 2 * taken * matrix.numel()
+    return flops
+
+
+def _recurrence(module: nn.Module) -> int:
+    elements, multiply_adds = RECURRENCES.get(type(module).__name__, (lambda layer: 0, 0))
+    return 2 * multiply_adds * elements(module)
