@@ -406,7 +406,7 @@ def to_config(node: DictConfig | dict) -> TrainConfig:
             raise ValueError(f"these keys need a value: {', '.join(sorted(missing))}")
         node = escaped(OmegaConf.to_container(node, resolve=True))  # what is resolved is plain text now
     node = without_baseline(node)
-    if is_zoo(node["model"]):  # a recipe for our family has set fields that other models do not have
+    if is_zoo(node.get("model", {})):  # a recipe for our family has set fields that other models do not have
         node["model"] = {key: node["model"][key] for key in NODE_KEYS}
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), node))
 
