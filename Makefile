@@ -1,11 +1,12 @@
 # Two commands for a new machine (Python 3.11+, a C compiler): `make demo` and `make test`.
-# Both create .venv and install into it first. `make check` and `make format` are for developers.
+# Both create .venv and install into it first. `make test-all` runs also the tests marked `long`, which
+# `make test` leaves out. `make check` and `make format` are for developers.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo test check format clean
+.PHONY: install demo test test-all check format clean
 
 install: $(VENV)/.installed
 
@@ -19,8 +20,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh
 
-test: install check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term:skip-covered
+test: SELECTED := not long
+test test-all: install check
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(SELECTED)" -n 2 --dist loadfile --no-loadscope-reorder \
+		--cov --cov-report=term:skip-covered
 
 check: install
 	$(BIN)/ruff check .

@@ -6,7 +6,7 @@ paired differences of documents. Where a score is no sum over documents, it is t
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,13 +39,14 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class _Score:
-    """A task's metric in one evaluation.
+class _Number:
+    """A quantity in one evaluation.
 
     Attributes:
-        higher_is_better: None where the task does not say.
-        data: fingerprint of documents and prompts.
-        by_document: what each adds to the metric, or to its logarithm; empty where that is not known.
+        higher_is_better: None where that is not known.
+        data: fingerprint of what it was measured on.
+        by_document: what each document adds to it, or to its logarithm; empty where that is not known.
+        weights: of the documents; None: equal ones.
     """
 
     value: float
@@ -53,6 +54,7 @@ class _Score:
     higher_is_better: bool | None
     data: str | None
     by_document: Sequence[float]
+    weights: Sequence[float] | None
     noted: bool
 
 
@@ -94,7 +96,9 @@ def _read(file: Path) -> dict:
 
 def comparison(records: Sequence[dict]) -> list[Row]:
     """Every number that at least one of the evaluations has, the first one being the reference."""
-    return [*_perplexity_rows(records), *_task_rows(records)]
+    tables = [{key: number for _, key, number in _numbers(record)} for record in records]
+    places = {key: place for record in records for place, key, _ in _numbers(record)}
+    return [Row(*key, _cells([table.get(key) for table in tables])) for key in sorted(places, key=places.get)]
 
 
 def mark(difference: float, error: float | None, lower_is_better: bool) -> str:
@@ -128,110 +132,60 @@ def flat_metrics(record: dict) -> dict[str, float]:
     return found
 
 
-def _perplexity_rows(records: Sequence[dict]) -> list[Row]:
-    tables = [
-        {
-            (name, row["length"]): (row, result["data"]["fingerprint"], "note" in result)
-            for name, result in record["perplexity"].items()
-            for row in result.get("lengths", [])
-        }
-        for record in records
-    ]
-    keys = sorted({key for table in tables for key in table})
-    rows = [
-        Row(
-            name,
-            f"{label}{length:,} tokens",
-            _length_cells([t.get((name, length)) for t in tables], quantity),
-        )
-        for name, length in keys
-        for quantity, label in LENGTH_LABELS.items()
-    ]
-    return [row for row in rows if any(cell.value is not None for cell in row.cells)]
-
-
-def _length_cells(entries: Sequence[tuple[dict, str, bool] | None], quantity: str) -> tuple[Cell, ...]:
-    cells = []
-    for entry in entries:
-        if entry is None or entry[0].get(quantity) is None:
-            cells.append(Cell(None))
-            continue
-        row, data, noted = entry
-        error = row["stderr"] if quantity == "perplexity" else row["bits_per_byte_stderr"]
-        if quantity == "perplexity" and error is not None:
-            error *= row["perplexity"]
-        sign = ""
-        if cells and entries[0] and entries[0][1] == data:  # on other data there is no mark
-            reference = entries[0][0]
-            # Without a prefix, a document has one target less: those can't be paired.
-            if loss_targets(row) == loss_targets(reference):
+def _numbers(record: dict) -> Iterator[tuple[tuple, tuple[str, str], _Number]]:
+    """Where each quantity of an evaluation stands among the rows, its group and label, and the number."""
+    for name, result in record["perplexity"].items():
+        for row in result.get("lengths", []):
+            errors = {"perplexity": row["stderr"] and row["stderr"] * row["perplexity"]}
+            errors["bits_per_byte"] = row.get("bits_per_byte_stderr")
+            for i, (quantity, label) in enumerate(LENGTH_LABELS.items()):
+                if row.get(quantity) is None:
+                    continue
                 # Of the same tokens the bits per byte differ as the losses do.
-                sign = _paired_mark(row["losses"], reference["losses"], True, loss_targets(row))
-        cells.append(Cell(row[quantity], error, sign, noted))
-    return tuple(cells)
+                data, losses, targets = result["data"]["fingerprint"], row["losses"], loss_targets(row)
+                number = _Number(
+                    *(row[quantity], errors[quantity], False, data, losses, targets, "note" in result)
+                )
+                yield (0, name, row["length"], i), (name, f"{label}{row['length']:,} tokens"), number
+    for result in record["tasks"].values():
+        for task, scores in result.get("scores", {}).items():
+            for metric in filter(is_metric, scores):
+                direction = scores.get("higher_is_better", {}).get(metric)
+                by_document = scores.get("by_document", {}).get(metric, ())
+                number = _Number(
+                    *(scores[metric], scores.get(f"{metric}_stderr"), direction, scores.get("fingerprint")),
+                    *(by_document, None, "note" in result),
+                )
+                yield (1,), (task, metric), number
+
+
+def _cells(numbers: Sequence[_Number | None]) -> tuple[Cell, ...]:
+    reference = numbers[0]
+    marks = ["", *(_mark(n, reference) if n and reference else "" for n in numbers[1:])]
+    return tuple(
+        Cell(None) if number is None else Cell(number.value, number.error, sign, number.noted)
+        for number, sign in zip(numbers, marks, strict=True)
+    )
+
+
+def _mark(number: _Number, reference: _Number) -> str:
+    """Empty on other data, and where nobody says which direction is better."""
+    if number.data != reference.data or number.higher_is_better is None:
+        return ""
+    lower_is_better = not number.higher_is_better
+    if number.by_document and reference.by_document:
+        # Without a prefix, a document has one target less: those can't be paired.
+        count, weights = len(number.by_document), number.weights
+        if count != len(reference.by_document) or weights != reference.weights:
+            return ""
+        weights = np.ones(count) if weights is None else np.array(weights, float)
+        difference = Mean.of(np.subtract(number.by_document, reference.by_document) * weights, weights)
+        return mark(difference.value, difference.stderr, lower_is_better)
+    if number.error is None or reference.error is None:
+        return ""
+    return mark(number.value - reference.value, math.hypot(number.error, reference.error), lower_is_better)
 
 
 def loss_targets(row: dict) -> list[int]:
     """Targets behind each of a row's `losses`; earlier versions kept one per sequence, all of one length."""
     return row.get("targets") or [row["length"]] * len(row["losses"])
-
-
-def _paired_mark(
-    values: Sequence[float],
-    reference: Sequence[float],
-    lower_is_better: bool,
-    weights: Sequence[float] | None = None,
-) -> str:
-    """How the mean of `values` stands to that of `reference`, document by document."""
-    if len(values) != len(reference):
-        return ""
-    weights = np.ones(len(values)) if weights is None else np.array(weights, float)
-    difference = Mean.of(np.subtract(values, reference) * weights, weights)
-    return mark(difference.value, difference.stderr, lower_is_better)
-
-
-def _task_rows(records: Sequence[dict]) -> list[Row]:
-    tables = [
-        {
-            (task, metric): _Score(
-                value,
-                scores.get(f"{metric}_stderr"),
-                scores.get("higher_is_better", {}).get(metric),
-                scores.get("fingerprint"),
-                scores.get("by_document", {}).get(metric, ()),
-                "note" in result,
-            )
-            for result in record["tasks"].values()
-            for task, scores in result.get("scores", {}).items()
-            for metric, value in scores.items()
-            if is_metric(metric)
-        }
-        for record in records
-    ]
-    keys = list(dict.fromkeys(key for table in tables for key in table))
-    return [Row(task, metric, _task_cells([t.get((task, metric)) for t in tables])) for task, metric in keys]
-
-
-def _task_cells(scores: Sequence[_Score | None]) -> tuple[Cell, ...]:
-    reference = scores[0]
-    cells = []
-    for score in scores:
-        if score is None:
-            cells.append(Cell(None))
-            continue
-        sign = _task_mark(score, reference) if cells and reference else ""
-        cells.append(Cell(score.value, score.error, sign, score.noted))
-    return tuple(cells)
-
-
-def _task_mark(score: _Score, reference: _Score) -> str:
-    """Empty if examples or prompts differ, or if the task does not say which direction is better."""
-    if score.data != reference.data or score.higher_is_better is None:
-        return ""
-    lower_is_better = not score.higher_is_better
-    if score.by_document and reference.by_document:
-        return _paired_mark(score.by_document, reference.by_document, lower_is_better)
-    if score.error is None or reference.error is None:
-        return ""
-    error = math.hypot(score.error, reference.error)
-    return mark(score.value - reference.value, error, lower_is_better)

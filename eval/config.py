@@ -68,6 +68,7 @@ class EvalConfig:
     mirror: str | None = None
     device: str = "auto"
     dtype: str = "auto"
+    mixer: str | None = None
     trust_remote_code: bool = False
     suite: SuiteConfig = field(default_factory=SuiteConfig)
 

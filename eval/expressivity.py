@@ -45,7 +45,8 @@ def evaluate_expressivity(config: EvalConfig) -> tuple[Path, dict[str, Any]]:
     settings, started = config.suite.expressivity, time.time()
     source = resolve_checkpoint(config.checkpoint)
     device = pick_device(config.device)
-    model = load_weights(source, device, pick_dtype(config.dtype))
+    trust = {"mixer": config.mixer, "trust_remote_code": config.trust_remote_code}
+    model = load_weights(source, device, pick_dtype(config.dtype), **trust)
     task = _trained_on(model, source)
     run = run_folder(source)
     folder = output_folder(config, source)

@@ -109,7 +109,8 @@ class FlaTrainLM(HFLM):
             self.add_bos_token = False
         if prefix_token_id is None:
             self.custom_prefix_token_id = next(iter(document_prefix(self.model, self.tokenizer)), None)
-        self._share_contexts = share_contexts and isinstance(self.model, DeltaProductForCausalLM)
+        ours = isinstance(self.model, DeltaProductForCausalLM) and self.model.config.mixer is None
+        self._share_contexts = share_contexts and ours
         self._encoded: dict[str, list[int]] = {}
         if self._share_contexts and self.batch_size == "auto":
             self.batch_size_per_gpu = max(AUTO_TOKENS // self._max_length, 1)

@@ -78,7 +78,7 @@ class Mean:
         """95% interval by the quantile of Student's t; None without `stderr`.
 
         With the plain number of documents for degrees of freedom it would be too narrow where lengths differ:
-        scripts/check_interval_coverage.py measures both.
+        tests/eval/test_intervals.py counts how often it holds the mean.
         """
         if self.stderr is None:
             return None

@@ -216,7 +216,7 @@ def _after_contexts(
         ids = _padded([rows[i][:-1] for i in batch], model.device)  # [R, L]
         owner = owners[torch.tensor(batch, device=model.device)]  # [R]
         seen = None  # a recurrent state has no padding in it; keys and values do
-        if padded and model.config.attn is not None:
+        if padded and model.config.attention_layers:
             seen = torch.cat([mask[owner], torch.ones_like(ids, dtype=torch.bool)], dim=1)  # [R, P + L]
         cache = _selected(read.past_key_values, owner)
         hidden = model.model(ids, attention_mask=seen, past_key_values=cache).last_hidden_state

@@ -160,8 +160,8 @@ def loss_table(
     longest_first = sorted(
         range(len(lengths)), key=lambda s: -lengths[s]
     )  # a batch holds ones of like length
-    recurrent = isinstance(model, DeltaProductForCausalLM)
-    if lengths and lengths[first := longest_first[0]] > chunk and not recurrent:
+    ours = isinstance(model, DeltaProductForCausalLM) and model.config.mixer is None
+    if lengths and lengths[first := longest_first[0]] > chunk and not ours:
         _check_cache(model, stacked([sequences[first]], prefix, 0, min(lengths[first], TRIED)), chunk)
     reader = _Reader(model, prefix, edges, chunk, token_sizes)
     with tqdm(total=sum(lengths), unit="token", unit_scale=True, desc="loss", disable=not progress) as bar:

@@ -3,7 +3,6 @@
 import fcntl
 import html
 import json
-import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,8 @@ from fla_train.eval.compare import comparison, load_record
 from fla_train.eval.figures import draw_figures, set_title
 from fla_train.eval.paper import paper_cells, published
 from fla_train.eval.tables import comparison_cells, data_notes, latex, markdown, notes, paper_heads
+
+OF_DOCUMENTS = ("losses", "targets", "by_document")  # values of single documents, which the page leaves out
 
 
 def check_output(folder: Path) -> None:
@@ -125,7 +126,11 @@ def page(records: Sequence[dict]) -> str:
         "comparison": [[row.group, row.label, *comparison_cells(row)] for row in comparison(records)],
     }
     title = html.escape(", ".join(record["name"] for record in records))
-    text = json.dumps(_short(data), allow_nan=False).replace("<", "\\u003c")  # no text may end the script
+    # Six digits are enough, and JavaScript's JSON has neither infinity nor NaN; no text may end the script.
+    short = json.loads(
+        json.dumps(data), parse_float=lambda text: float(f"{float(text):.6g}"), parse_constant=lambda _: None
+    )
+    text = json.dumps(short, allow_nan=False).replace("<", "\\u003c")
     template = (files("fla_train.eval") / "page.html").read_text(encoding="utf-8")
     return template.replace("__TITLE__", title).replace("__DATA__", text)
 
@@ -136,7 +141,9 @@ def _lean(record: dict) -> dict:
     Left out are values of single documents and panels that repeat the start of the curve over all positions;
     histograms are averaged over layers.
     """
-    record = _without(record, ("losses", "targets", "by_document"))
+    record = json.loads(
+        json.dumps(record), object_hook=lambda d: {key: d[key] for key in d if key not in OF_DOCUMENTS}
+    )
     sets = {}
     for name, result in record["perplexity"].items():
         curve, panels = result.get("positions", []), result.get("panels", {})
@@ -147,19 +154,3 @@ def _lean(record: dict) -> dict:
             states = states | {key: np.mean(shares, 1).tolist() for key, shares in kept}
         sets[name] = result | {"panels": others, "states": states}
     return record | {"perplexity": sets}
-
-
-def _without(value: object, keys: Sequence[str]) -> object:
-    """A copy of JSON data without the entries named `keys`, at any depth."""
-    if isinstance(value, dict):
-        return {key: _without(item, keys) for key, item in value.items() if key not in keys}
-    return [_without(item, keys) for item in value] if isinstance(value, list) else value
-
-
-def _short(value: object) -> object:
-    """Numbers rounded to six digits; infinities and NaN become null."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _short(item) for key, item in value.items()}
-    return [_short(item) for item in value] if isinstance(value, list | tuple) else value

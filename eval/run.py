@@ -55,6 +55,7 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
             source,
             pick_device(ranks.device(config.device)),
             pick_dtype(config.dtype),
+            mixer=config.mixer,
             trust_remote_code=config.trust_remote_code,
         )
     folder = ranks.share(output_folder(config, source))  # its name has the time in it

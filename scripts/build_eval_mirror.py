@@ -82,48 +82,19 @@ def split_text(folder: Path, split: str, config: str) -> str | None:
     return None
 
 
-def header(configs: dict[str, dict[str, tuple[list[str], int]]]) -> str:
-    """README.md of a data set: by config and split its files and how many rows they have."""
+def describe(readme: Path, config: str, splits: dict[str, tuple[list[str], int]]) -> None:
+    """Write a config into the header of a data set's README.md: the files of each split, and their rows."""
+    text = readme.read_text(encoding="utf-8") if readme.is_file() else "---\n{}\n---\n"
+    content = yaml.safe_load(text.split("---")[1])
     files = [
-        {
-            "config_name": config,
-            "data_files": [
-                {"split": split, "path": [f"{config}/{name}" for name in names]}
-                for split, (names, _) in splits.items()
-            ],
-        }
-        for config, splits in configs.items()
+        {"split": split, "path": [f"{config}/{name}" for name in names]}
+        for split, (names, _) in splits.items()
     ]
-    info = [
-        {
-            "config_name": config,
-            "splits": [
-                {"name": split, "num_bytes": 0, "num_examples": rows} for split, (_, rows) in splits.items()
-            ],
-        }
-        for config, splits in configs.items()
-    ]
-    return f"---\n{yaml.safe_dump({'configs': files, 'dataset_info': info}, sort_keys=False)}---\n"
-
-
-def known_configs(readme: Path) -> dict[str, dict[str, tuple[list[str], int]]]:
-    """What the header of a README.md that this script wrote names."""
-    if not readme.is_file():
-        return {}
-    content = yaml.safe_load(readme.read_text(encoding="utf-8").split("---")[1])
-    rows = {
-        (entry["config_name"], split["name"]): split["num_examples"]
-        for entry in content.get("dataset_info", ())
-        for split in entry["splits"]
-    }
-    return {
-        entry["config_name"]: {
-            split: ([Path(path).name for path in file["path"]], rows[entry["config_name"], split])
-            for file in entry["data_files"]
-            for split in [file["split"]]
-        }
-        for entry in content["configs"]
-    }
+    rows = [{"name": split, "num_bytes": 0, "num_examples": rows} for split, (_, rows) in splits.items()]
+    for key, mine in (("configs", {"data_files": files}), ("dataset_info", {"splits": rows})):
+        others = [other for other in content.get(key, ()) if other["config_name"] != config]
+        content[key] = [*others, {"config_name": config, **mine}]
+    readme.write_text(f"---\n{yaml.safe_dump(content, sort_keys=False)}---\n", encoding="utf-8")
 
 
 def split_files(folder: Path) -> dict[str, list[Path]]:
@@ -199,13 +170,12 @@ def add(folder: Path, mirror: Path, name: str, config: str, wanted: dict[str, in
             raise ValueError(
                 f"{folder}: {rows.get(split, 0):,} rows of {split} for {count:,}: files are missing"
             )
-    before = known_configs(readme)
-    mine = {split: ([file.name for file in files[split]], rows[split]) for split in files}
+    before = readme.read_text(encoding="utf-8") if readme.is_file() else None
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     for file in (file for split in files.values() for file in split):
         shutil.copyfile(file, place / file.name)
-    readme.write_text(header(before | {config: mine}), encoding="utf-8")
+    describe(readme, config, {split: ([f.name for f in files[split]], rows[split]) for split in files})
     import datasets  # takes seconds
 
     with tempfile.TemporaryDirectory() as cache:
@@ -215,7 +185,7 @@ def add(folder: Path, mirror: Path, name: str, config: str, wanted: dict[str, in
             while failure.__cause__:
                 failure = failure.__cause__
             shutil.rmtree(place)
-            readme.write_text(header({name: splits for name, splits in before.items() if name != config}))
+            readme.unlink() if before is None else readme.write_text(before, encoding="utf-8")
             raise ValueError(f"{place} does not load: {' '.join(str(failure).split())[:300]}") from failure
         assert {split: len(loaded[split]) for split in loaded} == rows
     return rows
@@ -236,23 +206,13 @@ def build(source: Path, mirror: Path) -> tuple[dict[str, dict[str, dict[str, int
         if not found:
             missing.append(folder)
             continue
-        place = mirror_place(mirror, name, config)
-        place.mkdir(parents=True, exist_ok=True)
-        for split, text in found.items():
-            (place / f"{split}.jsonl").write_text(text, encoding="utf-8")
-        note = place / "NOTE.txt"
-        note.unlink(missing_ok=True)  # of a mirror that held the stand-in before
+        with tempfile.TemporaryDirectory() as laid_out:
+            for split, text in found.items():
+                Path(laid_out, f"{split}.jsonl").write_text(text, encoding="utf-8")
+            written.setdefault(name, {})[config] = add(Path(laid_out), mirror, name, config, {})
         if stand_in:
+            note = mirror_place(mirror, name, config) / "NOTE.txt"
             note.write_text(NOTE.format(name) + "\n", encoding="utf-8")
-        counts = {split: count_rows(place / f"{split}.jsonl") for split in found}
-        written.setdefault(name, {})[config] = counts
-    for name, configs in written.items():
-        readme = mirror / name / "README.md"
-        mine = {
-            config: {split: ([f"{split}.jsonl"], rows) for split, rows in splits.items()}
-            for config, splits in configs.items()
-        }
-        readme.write_text(header(known_configs(readme) | mine))
     return written, missing
 
 

@@ -1,4 +1,4 @@
-"""Our models under transformers' common model tests, for scripts/run_transformers_tests.py.
+"""Our models under transformers' common model tests; docs/transformers.md has the command.
 
 The mixins come from a checkout of transformers, whose package `tests` is, and run as they are.
 """
@@ -77,7 +77,9 @@ class HybridTester(DeltaProductModelTester):
     settings = {  # noqa: RUF012
         "num_householder": 2,
         "use_forget_gate": True,
-        "attn": {"layers": [1], "num_heads": 4, "num_kv_heads": 2},
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
     }
 
 
@@ -115,8 +117,8 @@ class CommonTest(CausalLMModelTest):
     def _get_attention_shape(
         self, batch_size: int, seq_length: int, config: DeltaProductConfig
     ) -> tuple[tuple[int, ...], ...]:
-        heads = (config.attn or {}).get("num_kv_heads")
-        shape = batch_size, heads, seq_length, config.hidden_size // config.num_attention_heads
+        size = config.hidden_size // config.num_attention_heads
+        shape = batch_size, config.num_key_value_heads, seq_length, size
         return shape, shape
 
     def _get_conv_state_shape(self, batch_size: int, config: DeltaProductConfig) -> list[tuple[int, ...]]:

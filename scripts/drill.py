@@ -1,26 +1,17 @@
-"""Shared code of the fault drills: a tiny run, its launchers and ranks, the comparison, the report."""
+"""The run that `fault_drill.py` disturbs: its command, its launchers and ranks, and what is waited for."""
 
-import argparse
 import json
-import os
 import random
-import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
-from fla_train.utils.environment import git_commit
-from fla_train.utils.records import read_metrics
-
-CHECKPOINT_EVERY = 4
-OF_THE_MACHINE = {"tokens_per_second", "data_wait", "memory_gib", "mfu", "checkpoint_stall_s"}
 PATIENCE = 240.0  # seconds until an awaited state counts as lost
 TRAIN = [sys.executable, "-c", "from fla_train.cli.train import main; main()"]
 
@@ -31,11 +22,10 @@ class Unnoticed(Exception):
 
 @dataclass
 class Drill:
-    """The disturbed run, and who trains it: one launcher, or several of as many machines."""
+    """The disturbed run, and the launchers that train it."""
 
     run: Path
     command: list[str]
-    draw: random.Random
     outputs: Path  # folder for what launchers say
     launchers: list[subprocess.Popen] = field(default_factory=list)
     logs: list[Path] = field(default_factory=list)  # of these and of those that they replaced
@@ -107,7 +97,7 @@ class Drill:
         self.wait(lambda: len(self.workers()) == 2, "a start of both ranks")
         before = self.step()
         self.wait(lambda: self.step() != before, "a first step")  # started again, it cuts the records back
-        target = self.step() + self.draw.randint(1, 2 * CHECKPOINT_EVERY)
+        target = self.step() + random.randint(1, 8)
         self.wait(lambda: self.step() >= target and len(self.checkpoints()) > 1, "progress")
 
     def wait_for_checkpoint(self) -> None:
@@ -155,105 +145,14 @@ def corpus(folder: Path) -> Path:
     return folder
 
 
-def command(folder: Path, run: Path, steps: int, *more: str) -> list[str]:
+def command(folder: Path, run: Path, *more: str) -> list[str]:
     return [
         *TRAIN,
         *("data=local", f"data.path={folder / 'corpus'}", f"data.cache_dir={folder / 'cache'}"),
         *("data.tokenizer.name=bytes", "data.validation_fraction=0.1", "logger=none", f"run.dir={run}"),
         *("model.vocab_size=320", "model.hidden_size=64", "model.num_hidden_layers=2", "model.num_heads=2"),
         *("model.head_dim=32", "trainer.seq_len=32", "trainer.global_batch_tokens=512"),
-        *("trainer.micro_batch_size=4", f"trainer.max_steps={steps}", "trainer.eval_every=0"),
-        *(f"trainer.checkpoint_every={CHECKPOINT_EVERY}", "trainer.stats_every=10"),
-        *("trainer.check_backend=false", "launch.device=cpu", "launch.num_processes=2", "optimizer.lr=1e-2"),
+        *("trainer.micro_batch_size=4", "trainer.stats_every=10", "trainer.check_backend=false"),
+        *("launch.device=cpu", "launch.num_processes=2", "optimizer.lr=1e-2"),
         *more,
     ]
-
-
-def arguments_of(parser: argparse.ArgumentParser, out: str) -> argparse.Namespace:
-    """The command line, with the options of every drill. `out` is made new, with the corpus in it."""
-    parser.add_argument("--out", type=Path, default=Path(out))
-    parser.add_argument("--report", type=Path, help="Markdown file whose part between the marks is replaced")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    arguments.out = arguments.out.absolute()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup what is started here would ignore it, too
-    shutil.rmtree(arguments.out, ignore_errors=True)
-    corpus(arguments.out / "corpus")
-    return arguments
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What was done to the disturbed run."""
-
-    injected: str
-    judged: str
-    table: list[str]  # Markdown, headings first
-    lost: int = 0  # faults without the effect that they should have
-
-
-def run_drill(
-    script: str,
-    arguments: argparse.Namespace,
-    run: Path,
-    steps: int,
-    options: Sequence[str],
-    disturb: Callable[[Drill], Outcome],
-) -> int:
-    """Train undisturbed, then in `run` with faults, compare and report; the exit status.
-
-    Raises:
-        Unnoticed: a fault had not its effect, or files are left over.
-    """
-    calm, begin = arguments.out / "undisturbed", time.monotonic()
-    subprocess.run(command(arguments.out, calm, steps, *options), check=True, stdout=subprocess.DEVNULL)
-    print(f"undisturbed run: {steps} steps in {time.monotonic() - begin:.0f} s", flush=True)
-    begin = time.monotonic()
-    given = command(arguments.out, run, steps, *options)
-    drill = Drill(run, given, random.Random(arguments.seed), arguments.out)
-    try:
-        outcome = disturb(drill)
-    finally:
-        drill.stop()
-    if leftovers := [path for path in run.rglob("*") if path.name.startswith(".") and path.name != ".lock"]:
-        raise Unnoticed(f"half-written or half-deleted files are left: {leftovers}")
-    equal = {
-        "weights": _weights(run, steps) == _weights(calm, steps),
-        "records of metrics.jsonl": _records(run) == _records(calm),
-    }
-    verdict = ", ".join(f"{what} {'equal' if same else 'DIFFERENT'}" for what, same in equal.items())
-    headings, *rows = outcome.table
-    lines = [
-        f"{outcome.injected} in {(time.monotonic() - begin) / 60:.0f} minutes and {steps} steps on two CPU "
-        f"ranks, each {outcome.judged} Compared with the undisturbed run, bit for bit: {verdict}. "
-        f"{time.strftime('%Y-%m-%d')}, commit {(git_commit() or 'unknown')[:7]}.",
-        "",
-        headings,
-        "|" + "---|" * (headings.count("|") - 1),
-        *rows,
-        "",
-    ]
-    print("", *lines, sep="\n")
-    if arguments.report:
-        write_report(arguments.report, script, "\n".join(lines))
-    return 0 if all(equal.values()) and not outcome.lost else 1
-
-
-def _weights(run: Path, steps: int) -> bytes:
-    return (run / "hf" / f"step-{steps:07d}" / "model.safetensors").read_bytes()
-
-
-def _records(run: Path) -> list[dict]:
-    """What the run did, but for speeds and for checkpoints, of which a preempted run has more."""
-    found = read_metrics(run / "metrics.jsonl")
-    kept = [{key: value for key, value in record.items() if key not in OF_THE_MACHINE} for record in found]
-    return [record for record in kept if record.keys() - {"step", "tokens"}]
-
-
-def write_report(path: Path, name: str, text: str) -> None:
-    """Replace what is between the marks of this script in a Markdown file; at its end if there are none."""
-    begin, end = f"<!-- written by scripts/{name} -->\n", f"<!-- end of {name} -->\n"
-    old = path.read_text() if path.exists() else ""
-    head, _, rest = old.partition(begin)
-    path.write_text(f"{head}{begin}\n{text}{end}{rest.partition(end)[2]}")

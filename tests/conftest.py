@@ -8,7 +8,9 @@ FLA_TRAIN_TEST_SEED=<seed>.
 import os
 import secrets
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +57,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # What takes long comes first: `make test` would end with one worker on the last of it, the other idle.
-    slow = {item.path for item in items if "slow" in item.keywords}
+    slow = {item.path for item in items if "slow" in item.keywords or "long" in item.keywords}
     items.sort(key=lambda item: (not item.nodeid.startswith(SHARING), item.path not in slow))
     if torch.cuda.is_available():
         return
@@ -75,6 +77,25 @@ def _seeded(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if on_gpu:
         torch.cuda.empty_cache()  # the tests of other processes need it
+
+
+@pytest.fixture
+def run_command(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> Callable[..., tuple[int, str, str]]:
+    """`run_command("fla-train", word, ...)` in this process: the exit status, stdout and stderr."""
+    monkeypatch.delenv("FLA_TRAIN_TRACEBACK", raising=False)
+
+    def run(name: str, *words: str) -> tuple[int, str, str]:
+        module, code = import_module(f"fla_train.cli.{name.removeprefix('fla-')}"), 0
+        monkeypatch.setattr(sys, "argv", [name, *words])
+        try:
+            module.main()
+        except SystemExit as end:
+            code = end.code or 0
+        return code, *capfd.readouterr()
+
+    return run
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import shutil
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +12,11 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from fla_train.cli import app, doctor, export, generate, prepare
+from fla_train.api import check_suite
+from fla_train.cli import app, doctor, export, generate, prepare, runs
 from fla_train.cli import eval as eval_command
 from fla_train.cli.base import with_base
 from fla_train.cli.bench_options import build_parser
-from fla_train.cli.train import check_suite
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
 from fla_train.eval.config import validation_errors
@@ -48,12 +50,15 @@ def test_a_shell_takes_it_as_it_is(page: str, command: str):
 
 @pytest.fixture
 def in_a_folder_with_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The docs' runs/first: what `init_from` and the like find there."""
+    """The docs' runs/first, which `init_from` and the like find there, and docs/examples."""
     size = {"vocab_size": 320, "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 1, "head_dim": 16}
     tokenizer = load_tokenizer(TokenizerConfig(name="bytes"))
     model = DeltaProductForCausalLM(DeltaProductConfig(**size))
     export_model(model, tokenizer, tmp_path / "runs" / "first" / "hf" / "step-0000020", validate=False)
+    for example in (ROOT / "docs" / "examples").glob("*.py"):
+        shutil.copy(example, tmp_path)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 def jobs(overrides: list[str]) -> Iterator[list[str]]:
@@ -108,6 +113,8 @@ def check(words: list[str]) -> None:
                 validate(to_config(app.compose("train", request.overrides)))
         case ["fla-doctor", *arguments]:
             doctor.build_parser().parse_args(arguments)
+        case ["fla-runs", *arguments]:
+            runs.build_parser().parse_args(arguments)
         case _:
             raise AssertionError(f"no program is called {words[0]}")
 

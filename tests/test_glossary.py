@@ -8,17 +8,8 @@ from functools import cache
 from test_layout import ROOT, tracked
 
 GLOSSARY = "docs/dev/glossary.md"
-# Old names are still accepted from users here (docs/architecture.md, "Aliases"), and tested here.
-ALIASES = {
-    "docs/architecture.md",
-    "fla_train/cli/bench.py",
-    "fla_train/cli/bench_options.py",
-    "kernels/delta_product/triton/launch_table.py",
-    "kernels/fused_ops/backend.py",
-    "tests/bench/test_fused_op_cases.py",
-    "tests/kernels/test_fused_ops_errors.py",
-    "tests/kernels/test_launch_table.py",
-}
+# Names of earlier versions that are still accepted stand here.
+ALIASES = {"docs/architecture.md", "fla_train/utils/aliases.py", "tests/utils/test_aliases.py"}
 FOREIGN = {"LICENSE", "docs/comparison.md"}  # the words of others
 TEXT = {".md", ".py", ".yaml", ".json", ".toml", ".sh", ".slurm", ".txt", ".html", ""}
 

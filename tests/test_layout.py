@@ -21,15 +21,18 @@ FOLDERS = {
 
 # A package may import itself and the packages named here, directly; nothing else of fla_train.
 ARROWS = {
-    "kernels": set(),
-    "models": {"kernels"},
+    "kernels": {"utils"},
+    "models": {"kernels", "utils"},
     "hub": {"models", "kernels", "utils"},
     "data": {"utils"},
     "tasks": set(),
     "training": {"data", "tasks", "hub", "models", "kernels", "configs", "utils"},
     "eval": {"data", "tasks", "hub", "models", "kernels", "configs", "utils"},
     "bench": {"training", "eval", "data", "tasks", "models", "kernels", "utils"},
-    "cli": {"bench", "training", "eval", "data", "tasks", "hub", "models", "kernels", "configs", "utils"},
+    "cli": {
+        *("api", "run", "bench", "training", "eval", "data", "tasks", "hub", "models"),
+        *("kernels", "configs", "utils"),
+    },
     "configs": set(),
     "utils": set(),
 }

@@ -1,6 +1,6 @@
 """Split the time of a training step by kind of work, from a profiler's trace.
 
-On a GPU each kernel counts by its name. On a CPU each operation counts, without those it calls, by its own
+On a GPU each kernel counts by its name. On a CPU each operation counts by the profiler's self time, its own
 name and the names of those that called it: backward passes of custom functions carry the function's name.
 """
 
@@ -8,10 +8,11 @@ import json
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 KINDS = ("operator", "matmuls", "elementwise", "loss", "optimizer", "communication", "copies", "other")
@@ -22,13 +23,15 @@ GPU_KERNELS = (
     ("optimizer", re.compile(r"multi_tensor_apply|FusedAdam")),
     (
         "operator",
-        re.compile(r"^(chunk|fused_recurrent|segment)_|delta|wy_|tril|flash|fmha"),
+        re.compile(r"^(chunk|fused_recurrent|segment)_|delta|wy_|tril|flash|fmha|sdpa"),
     ),
     ("loss", re.compile(r"consume_kernel|cross_entropy|SoftMax|nll_loss")),
     ("matmuls", re.compile(r"gemm|cutlass|nvjet|xmma|splitK|cublas", re.IGNORECASE)),
     (
         "elementwise",
-        re.compile(r"forward_kernel|backward_kernel|elementwise|reduce|norm|conv|swiglu|at::native"),
+        re.compile(
+            r"forward_kernel|backward_kernel|rotate_kernel|elementwise|reduce|norm|conv|swiglu|at::native"
+        ),
     ),
 )
 MATMULS = re.compile(r"^aten::(_?addmm|mm|bmm|baddbmm|matmul|linear)_?$")
@@ -49,18 +52,23 @@ def breakdown(run: Callable[[], object], device: torch.device) -> dict[str, floa
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trace.json"
-        trace.export_chrome_trace(str(file))
-        events = json.loads(file.read_text())["traceEvents"]
-    return time_by_kind(events, on_gpu=device.type == "cuda")
+    if device.type == "cuda":
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "trace.json"
+            trace.export_chrome_trace(str(file))
+            return gpu_time_by_kind(json.loads(file.read_text())["traceEvents"])
+    return _summed((cpu_kind(_path(event)), event.self_cpu_time_total) for event in trace.events())
 
 
-def time_by_kind(events: Sequence[dict], *, on_gpu: bool) -> dict[str, float]:
+def gpu_time_by_kind(events: Sequence[dict]) -> dict[str, float]:
     """The same, of the events of a Chrome trace (times in microseconds)."""
+    return _summed(_gpu_times(events))
+
+
+def _summed(microseconds: Iterable[tuple[str, float]]) -> dict[str, float]:
     times: defaultdict[str, float] = defaultdict(float)
-    for kind, microseconds in _gpu_times(events) if on_gpu else _cpu_times(events):
-        times[kind] += microseconds / 1e3
+    for kind, time in microseconds:
+        times[kind] += time / 1e3
     return {kind: times[kind] for kind in KINDS if kind in times}
 
 
@@ -78,32 +86,9 @@ def gpu_kind(kernel: str) -> str:
     return next((kind for kind, pattern in GPU_KERNELS if pattern.search(kernel)), "other")
 
 
-def _cpu_times(events: Sequence[dict]) -> Iterator[tuple[str, float]]:
-    """Self times: each thread's operations form a tree by the time they begin and end."""
-    threads = defaultdict(list)
-    for event in events:
-        if event.get("ph") == "X" and event.get("cat") in ("cpu_op", "user_annotation"):
-            threads[event["tid"]].append(event)
-    for spans in threads.values():
-        spans.sort(key=lambda event: (event["ts"], -event["dur"]))
-        open_spans: list[dict] = []  # from the outermost; each entry's "self" shrinks by what it calls
-        for event in spans:
-            while open_spans and event["ts"] >= open_spans[-1]["end"]:
-                closed = open_spans.pop()
-                yield closed["kind"], closed["self"]
-            path = [span["name"] for span in open_spans] + [event["name"]]
-            if open_spans:
-                open_spans[-1]["self"] -= event["dur"]
-            open_spans.append(
-                {
-                    "name": event["name"],
-                    "end": event["ts"] + event["dur"],
-                    "self": event["dur"],
-                    "kind": cpu_kind(path),
-                }
-            )
-        for span in open_spans:
-            yield span["kind"], span["self"]
+def _path(event: FunctionEvent) -> list[str]:
+    """Names from the outermost caller to the operation itself."""
+    return [*(_path(event.cpu_parent) if event.cpu_parent else []), event.name]
 
 
 def cpu_kind(path: Sequence[str]) -> str:

@@ -24,8 +24,8 @@ class Entry:
 class Finding:
     """What was found of one kernel. No speed is given where `refused` says why."""
 
-    name: str
-    errors: dict[str, float] = field(default_factory=dict)
+    kernel: str
+    errors: dict[str, float] = field(default_factory=dict)  # relative RMS by tensor: o, dq, dk, ...
     refused: str | None = None
     forward_ms: float | None = None
     both_ms: float | None = None

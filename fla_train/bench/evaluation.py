@@ -1,4 +1,4 @@
-"""`fla-bench evaluation`: time the answers to lm-eval tasks beside `HFLM`, and the perplexity sweep.
+"""`fla-bench evaluation`: time and compare the answers to lm-eval tasks with `HFLM`'s; time the sweep.
 
 `HFLM` is what `lm_eval --model hf` runs. Both answer the same requests with the same model of random weights.
 Only the time in which the model answers counts, not that of reading data and building requests, which is the
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
@@ -63,12 +64,15 @@ def requests_of(task: str, manager: TaskManager, limit: int | None) -> dict[str,
     return recorder.asked
 
 
-def time_answers(lm: HFLM, asked: dict[str, list[Instance]], device: str, most: int | None = None) -> float:
-    """Seconds in which `lm` answers the requests, of each kind the first `most` (None: all)."""
-    start = wait(device)
+def time_answers(
+    lm: HFLM, asked: dict[str, list[Instance]], device: str, most: int | None = None
+) -> tuple[float, np.ndarray]:
+    """Seconds in which `lm` answers the first `most` requests of each kind (None: all), and its answers."""
+    start, answers = wait(device), []
     for method, requests in asked.items():
-        getattr(lm, method)(requests[:most], disable_tqdm=True)
-    return wait(device) - start
+        answers += getattr(lm, method)(requests[:most], disable_tqdm=True)
+    values = [answer[0] if isinstance(answer, tuple) else answer for answer in answers]
+    return wait(device) - start, np.array(values, float)
 
 
 def ratio(seconds: dict[str, float]) -> dict[str, float]:
@@ -135,8 +139,11 @@ def bench_evaluation(
         for lm in bridges.values():
             time_answers(lm, asked, device, WARM_UP)
         for number, total in enumerate(totals, 1):
-            seconds = {name: time_answers(lm, asked, device) for name, lm in bridges.items()}
+            found = {name: time_answers(lm, asked, device) for name, lm in bridges.items()}
+            seconds = {name: time for name, (time, _) in found.items()}
             total |= {name: total[name] + seconds[name] for name in bridges}
-            yield {"task": task, "round": number, **ratio(seconds)}
+            ours, theirs = (values for _, values in found.values())
+            off = float(np.max(np.abs(ours - theirs) / np.maximum(np.abs(theirs), 1)))
+            yield {"task": task, "round": number, **ratio(seconds), "difference": float(f"{off:.1e}")}
     for number, total in enumerate(totals, 1):
         yield {"total": ",".join(tasks), "round": number, **ratio(total)}

@@ -17,6 +17,7 @@ from fla_train.kernels.fused_ops import (
     add_rms_norm,
     recurrence_gates,
     rms_norm,
+    rotary,
     short_convolution,
     swiglu_linear,
 )
@@ -238,6 +239,18 @@ def _gates(source: Source) -> Iterator[Case]:
     yield source.case(Case("gates", f"gates, {heads} heads, n_h = {steps}", run, leaves), ["beta", "g"])
 
 
+def _rotary(source: Source) -> Iterator[Case]:
+    def run(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary(q, k, cos, sin)
+
+    heads, size = source.sizes.heads, source.sizes.head_dim
+    leaves = {name: source.activations(heads, size) for name in ("q", "k")}
+    angles = source.normal(source.sizes.tokens, size // 2)
+    fixed = {"cos": angles.cos(), "sin": angles.sin()}
+    case = Case("rotary", f"rotary, {heads} x {size}", run, leaves, fixed, kept=("cos", "sin"))
+    yield source.case(case, ["rotated q", "rotated k"])
+
+
 def _cross_entropy(source: Source) -> Iterator[Case]:
     def run(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor]:
         return (linear_cross_entropy(hidden, weight, targets),)
@@ -261,6 +274,7 @@ FUNCTIONS: dict[str, Callable[[Source], Iterator[Case]]] = {
     "norm": _norm,
     "residual-norm": _residual_norm,
     "gated-norm": _gated_norm,
+    "rotary": _rotary,
     "swiglu": _swiglu,
     "gates": _gates,
     "cross-entropy": _cross_entropy,

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fla_train.bench.compare import Entry, compare, worst
+from fla_train.bench.compare import Entry, Finding, compare, worst
 from fla_train.bench.fused_op_cases import Case
 from fla_train.bench.implementations import Implementation
 from fla_train.bench.measure import forward_backward
@@ -21,23 +21,18 @@ HEADER = (
 )
 
 
-@dataclass(frozen=True)
-class Row:
-    """What was found of one kernel on one case. No speed is given where `refused` says why."""
+@dataclass(frozen=True, kw_only=True)
+class Row(Finding):
+    """What was found of one kernel on one case."""
 
     function: str
     case: str
-    kernel: str
     forward_bytes: int  # at least: inputs read, outputs written
     both_bytes: int  # forward and backward
     forward_floor_ms: float
     both_floor_ms: float
     output_errors: dict[str, float]  # relative RMS by tensor
     gradient_errors: dict[str, float]
-    refused: str | None = None
-    forward_ms: float | None = None
-    both_ms: float | None = None
-    memory_bytes: int | None = None  # peak of forward and backward beyond the inputs
 
     def markdown(self) -> str:
         """The row of the table under `HEADER`."""
@@ -80,15 +75,19 @@ def bench_case(
     """
     expected = forward_backward(partial(Case.run, backend="torch"), case.exact())
     forward_floor, both_floor = case.bounds(ceilings)
-    traffic = case.forward_bytes, case.forward_bytes + case.backward_bytes
     entries = [_entry(implementation, case, expected) for implementation in implementations]
     for found in compare(entries, dtype, device, rounds=rounds, graphs=case.graph):
         outputs = {name: error for name, error in found.errors.items() if name in case.output_gradients}
-        gradients = {name: error for name, error in found.errors.items() if name not in outputs}
         yield Row(
-            *(case.function, case.name, found.name, *traffic),
-            *(forward_floor * 1e3, both_floor * 1e3, outputs, gradients, found.refused),
-            *(found.forward_ms, found.both_ms, found.memory_bytes),
+            **vars(found),
+            function=case.function,
+            case=case.name,
+            forward_bytes=case.forward_bytes,
+            both_bytes=case.forward_bytes + case.backward_bytes,
+            forward_floor_ms=forward_floor * 1e3,
+            both_floor_ms=both_floor * 1e3,
+            output_errors=outputs,
+            gradient_errors={name: x for name, x in found.errors.items() if name not in outputs},
         )
 
 

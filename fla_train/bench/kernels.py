@@ -1,12 +1,12 @@
 """`fla-bench kernels`: every backend and peer on the same inputs, in one run."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from fla_train.bench.compare import Entry, compare, worst
+from fla_train.bench.compare import Entry, Finding, compare, worst
 from fla_train.bench.implementations import Implementation, Problem, make_problem
 from fla_train.bench.measure import errors, forward_backward
 from fla_train.bench.roofline import Ceilings, Shape, forward_bound, training_bound
@@ -18,21 +18,15 @@ HEADER = (
 )
 
 
-@dataclass(frozen=True)
-class Row:
-    """What was found of one kernel on one shape. No speed is given where `refused` says why."""
+@dataclass(frozen=True, kw_only=True)
+class Row(Finding):
+    """What was found of one kernel on one shape."""
 
-    kernel: str
     num_householder: int
     gated: bool
-    errors: dict[str, float]  # relative RMS by tensor: o, dq, dk, ...
-    refused: str | None = None
-    forward_ms: float | None = None
-    both_ms: float | None = None  # forward and backward
-    forward_bound_ms: float | None = None
-    both_bound_ms: float | None = None
-    ns_per_token_head: float | None = None  # forward and backward
-    memory_bytes: int | None = None  # peak of forward and backward beyond the inputs
+    forward_bound_ms: float
+    both_bound_ms: float  # forward and backward
+    ns_per_token_head: float | None  # forward and backward
 
     def markdown(self) -> str:
         """The row of the table under `HEADER`."""
@@ -74,18 +68,14 @@ def bench_shape(
     problem = make_problem(shape, dtype, device, norm=norm)
     entries = [_entry(implementation, problem) for implementation in implementations]
     for found in compare(entries, dtype, device, rounds=rounds, graphs=graphs):
-        row = Row(found.name, shape.num_householder, shape.gated, found.errors, found.refused)
-        if found.refused is None:
-            row = replace(
-                row,
-                forward_ms=found.forward_ms,
-                both_ms=found.both_ms,
-                forward_bound_ms=forward_bound(shape, ceilings) * 1e3,
-                both_bound_ms=training_bound(shape, ceilings) * 1e3,
-                ns_per_token_head=found.both_ms * 1e6 / shape.token_heads,
-                memory_bytes=found.memory_bytes,
-            )
-        yield row
+        yield Row(
+            **vars(found),
+            num_householder=shape.num_householder,
+            gated=shape.gated,
+            forward_bound_ms=forward_bound(shape, ceilings) * 1e3,
+            both_bound_ms=training_bound(shape, ceilings) * 1e3,
+            ns_per_token_head=found.both_ms and found.both_ms * 1e6 / shape.token_heads,
+        )
 
 
 def _entry(implementation: Implementation[Problem], problem: Problem) -> Entry:

@@ -14,9 +14,10 @@ import torch
 
 from fla_train.models import build_config
 from fla_train.models.configuration import DeltaProductConfig
-from fla_train.models.flops import conv_channels, count_parameters
+from fla_train.models.flops import attention_flops, count_parameters
+from fla_train.models.layer_sizes import conv_channels
 from fla_train.training.config import TrainConfig
-from fla_train.training.metrics import peak_flops
+from fla_train.utils.throughput import peak_flops
 
 CHUNK = 64  # M
 GATE_BYTES = 4  # of an element of beta and g, which are fp32
@@ -165,7 +166,8 @@ def step_roofline(
     if narrow:
         traffic += micro_batches * CAST_BYTES * weights
     seconds_of = {
-        "operator": recurrent * training_bound(shape, ceilings),
+        "operator": recurrent * training_bound(shape, ceilings)
+        + tokens * attention_flops(model, config.trainer.seq_len) / ceilings.flops,
         "matmuls": 6 * weights * tokens / ceilings.flops,
         "elementwise": traffic / ceilings.bandwidth,
     }
@@ -187,13 +189,17 @@ def elementwise_bytes(model: DeltaProductConfig, element_size: int) -> int:
 
         convolution            5 e     x, y; x, dy, dx
         RMSNorm with gate      8 e     x, gate, y; x, gate, dy, dx, dgate      without 5 e
+        rotary                 4 e     q, k, both rotated; their gradients, both turned back
         SwiGLU                 9 e     gate, up, y; gate, up, dy, dgate, dup, y
         RMSNorm with residual  4 e + 5 s     update, stream, y, sum; sum, dy, dsum, dupdate, dstream
     """
     e, layers = element_size, model.num_hidden_layers
     values = model.num_heads * model.head_v_dim
     mixer = 5 * e * conv_channels(model) + (8 if model.use_output_gate else 5) * e * values
-    blocks = 9 * e * model.intermediate_size * layers + mixer * (layers - len(model.attention_layers))
+    kv_size = model.hidden_size * model.num_key_value_heads // model.num_attention_heads
+    attention = 4 * e * (model.hidden_size + kv_size)
+    kinds = layers - len(model.attention_layers), len(model.attention_layers)
+    blocks = 9 * e * model.intermediate_size * layers + kinds[0] * mixer + kinds[1] * attention
     first = 2 * e + 3 * STREAM_BYTES  # of the first norm, which nothing is added to
     return blocks + model.hidden_size * (first + 2 * layers * (4 * e + 5 * STREAM_BYTES))
 

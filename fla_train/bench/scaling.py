@@ -5,8 +5,7 @@ the tokens per step; "overlap" reduces gradients during the backward pass instea
 killed after their steps, but the weak one on the most GPUs runs on to its checkpoint. The same model and
 micro-batch train there by PyTorch's DistributedDataParallel too, with communication and without. "saving" is
 one run without and one with a checkpoint every 25 steps, of which the time that saves stopped training
-counts. A small model trained on the most GPUs, then on half of them, then on the most again must follow the
-loss curve of one.
+counts.
 """
 
 import json
@@ -26,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from fla_train.bench.breakdown import KINDS, time_by_kind
+from fla_train.bench.breakdown import KINDS, gpu_time_by_kind
 from fla_train.bench.ranks import on_ranks
 from fla_train.models import DeltaProductForCausalLM, build_config
 from fla_train.training.config import TrainConfig, load_config
@@ -46,8 +45,8 @@ class Run:
     name: str
     gpus: int
     overrides: list[str]
-    model: str = ""
-    kind: str = ""
+    model: str
+    kind: str
     kill_after: int = 0  # steps; 0: let it end by itself
     last: int = 0  # step whose speed counts, after which one is profiled and the run may end; 0: all count
     tokens_per_second: float = 0.0  # median over all GPUs
@@ -103,28 +102,6 @@ def saving_runs(model: str, gpus: int) -> Iterator[Run]:
         yield Run(f"{model}-saving-{name}", gpus, overrides, model, f"saving: {name}", SAVING.stop + 2)
 
 
-def elastic_runs(most: int) -> list[Run]:
-    """One GPU throughout, then one run on the most GPUs, on half of them, and on the most again; in fp32.
-
-    The model is a small one with the vocabulary of the others.
-    """
-    common = f"""
-        model=gated_delta_product/340m model.hidden_size=128 model.num_heads=2 model.num_hidden_layers=2
-        model.intermediate_size=256 schedule=constant schedule.warmup_steps=5 trainer.precision=fp32
-        trainer.seq_len=256 trainer.micro_batch_size=2 trainer.global_batch_tokens={256 * 2 * most}
-        trainer.eval_tokens=4096 trainer.check_backend=false
-    """.split()
-    parts = [("elastic-1", 1, 30), ("elastic", most, 10), ("elastic", most // 2, 20), ("elastic", most, 30)]
-    return [Run(name, gpus, [*common, f"trainer.max_steps={until}"]) for name, gpus, until in parts]
-
-
-def start(run: Run, folder: Path, overrides: list[str]) -> subprocess.Popen:
-    command = ["fla-train", *overrides, *run.overrides, f"run.dir={folder / run.name}", "logger=none"]
-    command += [f"launch.num_processes={run.gpus}"]
-    with open(folder / f"{run.name}.log", "a") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-
-
 def records(folder: Path) -> list[dict]:
     """The steps logged so far."""
     return [record for record in read_metrics(folder / "metrics.jsonl") if "loss" in record]
@@ -133,7 +110,10 @@ def records(folder: Path) -> list[dict]:
 def carry_out(run: Run, folder: Path, overrides: list[str], limit: float) -> None:
     """Start it, wait until it has done what it is for, and read what it measured."""
     began = time.monotonic()
-    process = start(run, folder, overrides)
+    command = ["fla-train", *overrides, *run.overrides, f"run.dir={folder / run.name}", "logger=none"]
+    command += [f"launch.num_processes={run.gpus}"]
+    with open(folder / f"{run.name}.log", "w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:
         while process.poll() is None:
             late = time.monotonic() > began + limit
@@ -164,7 +144,7 @@ def read(run: Run, folder: Path) -> None:
     run.memory_gib = max(record["memory_gib"] for record in timed)
     for trace in (folder / run.name / "profile").glob("step-*-rank-0.json"):
         events = json.loads(trace.read_text())["traceEvents"]
-        run.parts = time_by_kind(events, on_gpu=any(event.get("cat") == "kernel" for event in events))
+        run.parts = gpu_time_by_kind(events)
         run.parts["whole step"] = 1e3 * tokens_per_step(run) / run.tokens_per_second
     metrics = read_metrics(folder / run.name / "metrics.jsonl")
     stalls = [record["checkpoint_stall_s"] for record in metrics if "checkpoint_stall_s" in record]
@@ -266,20 +246,6 @@ def parts_table(runs: list[Run]) -> str:
     return "\n".join(lines)
 
 
-def difference(folder: Path) -> float:
-    """Largest relative difference of the losses of the elastic run from those of one GPU.
-
-    Raises:
-        ValueError: they did not log the same steps.
-    """
-    alone, moved = (
-        {r["step"]: r["loss"] for r in records(folder / name)} for name in ("elastic-1", "elastic")
-    )
-    if not alone or alone.keys() != moved.keys():
-        raise ValueError(f"steps differ: {sorted(alone)} on one GPU, {sorted(moved)} on several")
-    return max(abs(moved[step] / loss - 1) for step, loss in alone.items())
-
-
 def bench_scaling(
     folder: Path,
     overrides: list[str],
@@ -317,18 +283,8 @@ def bench_scaling(
         if run.kind == "weak" and run.gpus == most > 1 and re.search(only, f"{run.model}-ddp-{most}"):
             runs += ddp_runs(run, folder, steps)
     report = {"runs": [asdict(run) for run in runs]}
-    write(report, folder)
+    (folder / "scaling.json").write_text(json.dumps(report, indent=2) + "\n")
     print("\n" + table(runs) + "\n\n" + parts_table(runs), flush=True)
     for run in runs:
         if run.write_s:
             print(f"{run.name}: its checkpoint stopped training for {run.stall_s} s of {run.write_s} s")
-    if most > 1 and re.search(only, "elastic"):
-        for run in elastic_runs(most):
-            carry_out(run, folder, overrides, limit)
-        off = difference(folder)
-        print(f"resumed on other numbers of GPUs: losses within {off:.1e} of one GPU's")
-        write(report | {"elastic_loss_difference": off}, folder)
-
-
-def write(report: dict, folder: Path) -> None:
-    (folder / "scaling.json").write_text(json.dumps(report, indent=2) + "\n")

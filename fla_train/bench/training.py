@@ -6,6 +6,7 @@ optimizer, fed by the loader's thread; what is left out is disks, evaluation, ch
 """
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -32,7 +33,7 @@ from fla_train.training.config import (
     validate,
 )
 from fla_train.training.engine import Outcome, build_engine, train_step
-from fla_train.training.metrics import Throughput
+from fla_train.utils.throughput import Throughput
 
 WARM_UP = 3  # steps: compilation, the optimizer's first allocations
 
@@ -54,6 +55,7 @@ class StepRow:
     processes: int = 1
     parameters: int = 0  # all that the model holds
     tokens_per_step: int = 0
+    first_step_s: float = 0.0  # of the process: kernels are compiled, or come from their cache
     step_ms: float = 0.0  # mean over the timed steps
     tokens_per_second: float = 0.0
     mfu: float = 0.0  # by the model's own FLOPs, of the ceiling of matrix products
@@ -136,7 +138,10 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
         def step(micro_batches: list[tuple[Tensor, Tensor]]) -> Outcome:
             return train_step(engine, micro_batches, config.optimizer.lr, bad_steps)
 
-        for _ in range(WARM_UP):
+        began = time.perf_counter()
+        step(batch()).read()
+        first_step_s = time.perf_counter() - began
+        for _ in range(WARM_UP - 1):
             step(batch()).read()
         devices = ranks if device.type == "cuda" else 1  # processes on a CPU share it
         throughput = Throughput(training_flops(name, engine.module, config), devices * ceilings.flops, device)
@@ -161,6 +166,7 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
         processes=ranks,
         parameters=parameters,
         tokens_per_step=tokens,
+        first_step_s=first_step_s,
         step_ms=step_ms,
         tokens_per_second=speed["tokens_per_second"],
         mfu=speed["mfu"],
@@ -179,7 +185,8 @@ def markdown(row: StepRow) -> str:
         f"### {row.model}: {row.parameters / 1e6:.1f}M parameters{on}",
         "",
         f"{row.tokens_per_second:,.0f} tokens/s, {row.step_ms:.1f} ms a step of {row.tokens_per_step:,} "
-        f"tokens, MFU {100 * row.mfu:.1f}%, {row.memory_bytes / 2**30:.2f} GiB",
+        f"tokens, MFU {100 * row.mfu:.1f}%, {row.memory_bytes / 2**30:.2f} GiB, first step after "
+        f"{row.first_step_s:.1f} s",
         "",
         f"| part of a profiled step | ms | share of {total:.1f} ms | floor ms |",
         "|---|---|---|---|",

@@ -10,13 +10,18 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import compress
 from typing import NoReturn
 
 import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -34,6 +39,34 @@ INTERRUPTED = 130  # what a shell reports for a command ended by Ctrl-C
 
 class LeftOut(Exception):
     """Raised by a job of a sweep that is not this process's to do."""
+
+
+@dataclass(frozen=True)
+class SweepJob:
+    """One job of a sweep (`-m`).
+
+    Attributes:
+        number: from 0, in Hydra's order.
+        count: jobs of the sweep.
+        swept: the overrides that differ between jobs, as this one has them.
+    """
+
+    number: int
+    count: int
+    swept: tuple[str, ...]
+
+
+def sweep_job() -> SweepJob | None:
+    """The job that a command runs now; None: it is no sweep."""
+    hydra = HydraConfig.get()
+    if hydra.mode != RunMode.MULTIRUN:
+        return None
+    parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+    overrides = parser.parse_overrides(FlagParser().parse_intermixed_args().overrides)
+    (jobs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+    differ = [len(set(values)) > 1 for values in zip(*jobs, strict=True)]
+    swept = tuple(text.lstrip("+") for text in compress(jobs[hydra.job.num], differ))
+    return SweepJob(hydra.job.num, len(jobs), swept)
 
 
 def compose(config_name: str, overrides: Sequence[str] = (), *, config_dir: str | None = None) -> DictConfig:
@@ -75,10 +108,13 @@ def _hydra(configs: ConfigFiles) -> Iterator[Callable[[Sequence[str]], DictConfi
         if not configs.folder.is_dir():
             raise ValueError(f"--config-dir {configs.folder}: there is no such folder")
         folder = [f"hydra.searchpath=[{quote(f'file://{configs.folder.resolve()}')}]"]
-    GlobalHydra.instance().clear()
-    with hydra.initialize_config_module("fla_train.configs", version_base="1.3"):
-        yield lambda overrides: hydra.compose(configs.config_name, overrides=[*folder, *overrides])
-    GlobalHydra.instance().clear()
+    state = GlobalHydra.instance()
+    before, state.hydra = state.hydra, None  # another program's, or that of the command that composes a suite
+    try:
+        with hydra.initialize_config_module("fla_train.configs", version_base="1.3"):
+            yield lambda overrides: hydra.compose(configs.config_name, overrides=[*folder, *overrides])
+    finally:
+        GlobalHydra.instance().hydra = before
 
 
 def quote(text: str) -> str:

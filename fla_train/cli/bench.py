@@ -6,13 +6,10 @@
     fla-bench kernels --batch 2 --tokens 1024 --heads 4 --head-dim 64 --num-householder 1 2 --peers
     fla-bench decode --heads 512 2048 --num-householder 1 2          # one token, beside a copy of the states
     fla-bench fused_ops --peers                               # convolution, norms, SwiGLU, gates, loss
+    fla-bench attention --tokens 2048 8192 32768              # windows and packed documents by length
     fla-bench tune --head-dim 128 --num-householder 1 2              # launch options for this GPU, to a file
     fla-bench train --peers llama -- model=gated_delta_product/340m trainer.seq_len=2048
-    fla-bench first_step model=gated_delta_product/340m       # of a fresh process, with empty compile caches
     fla-bench scaling --folder runs/scaling --gpus 1 2 4 -- data=fineweb
-    fla-bench loader PREPARED_FOLDER                          # reading prepared data
-    fla-bench prepare corpus/ tokenizer/                      # fla-prepare beside raw tokenizers
-    fla-bench tasks --groups S3 S5                            # drawing word problems
     fla-bench evaluation MIRROR TOKENIZER                     # lm-eval tasks beside HFLM
 
 Tables go to stdout in Markdown, everything to `--json FILE`. Exit code 2: the request was wrong.
@@ -29,6 +26,7 @@ import torch
 
 from fla_train.cli.app import compose, fail
 from fla_train.cli.bench_options import DTYPES, build_parser
+from fla_train.utils.aliases import current_name
 from fla_train.utils.environment import describe_environment
 
 
@@ -38,15 +36,22 @@ def run(arguments: Sequence[str]) -> None:
     Raises:
         ValueError: a request that cannot be measured.
     """
-    request = build_parser().parse_args(arguments)
+    request = build_parser().parse_args(_without_aliases(arguments))
     if getattr(request, "threads", None) is not None:
         torch.set_num_threads(request.threads)
-    if request.command == "neighbours":
-        print("fla-bench neighbours is now fla-bench fused_ops", file=sys.stderr)
-        request.command = "fused_ops"
     content = COMMANDS[request.command](request)
     if getattr(request, "json", None) is not None:
         request.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _without_aliases(arguments: Sequence[str]) -> list[str]:
+    """`arguments` with the present name of the command, the first of them, and of options."""
+    words = []
+    for word in arguments:
+        name, sign, value = word.partition("=")
+        is_name = not words or name.startswith("--")
+        words.append(current_name("fla-bench", name) + sign + value if is_name else word)
+    return words
 
 
 def _kernels(request: argparse.Namespace) -> dict:
@@ -55,7 +60,6 @@ def _kernels(request: argparse.Namespace) -> dict:
     from fla_train.bench.roofline import Shape
     from fla_train.kernels.delta_product import resolve_backend
 
-    _check_sizes(request, "batch", "tokens", "heads", "head_dim", "value_dim", "num_householder", "rounds")
     device, dtype = _place(request)
     if request.graphs and device.type != "cuda":
         raise ValueError("--graphs needs a GPU: leave it out here")
@@ -88,7 +92,6 @@ def _kernels(request: argparse.Namespace) -> dict:
 def _decode(request: argparse.Namespace) -> dict:
     from fla_train.bench.decode import HEADER, bench_decode
 
-    _check_sizes(request, "heads", "num_householder", "head_dim", "value_dim")
     device, dtype = _place(request)
     state_dtype, value_dim = DTYPES[request.state_dtype], request.value_dim or request.head_dim
     print(f"{_name(dtype)}, gate, L2 norm inside; {_machine(device)}\n")
@@ -109,7 +112,6 @@ def _fused_ops(request: argparse.Namespace) -> dict:
     if unknown := [name for name in functions if name not in FUNCTIONS]:
         raise ValueError(f"--functions {' '.join(unknown)}: choose from {', '.join(FUNCTIONS)}")
     names = ("batch", "tokens", "hidden", "head_dim", "intermediate", "vocabulary", "num_householder")
-    _check_sizes(request, *names, "rounds")
     defaults = {"head_dim": min(128, request.hidden), "intermediate": request.hidden * 11 // 4}
     sizes = Sizes(*(getattr(request, name) or defaults[name] for name in names))
     if sizes.hidden % sizes.head_dim:
@@ -134,6 +136,18 @@ def _fused_ops(request: argparse.Namespace) -> dict:
     return _content(request, device, ceilings) | {"rows": _print_rows(HEADER, rows)}
 
 
+def _attention(request: argparse.Namespace) -> dict:
+    from fla_train.bench.attention import HEADER, bench_attention
+
+    device, dtype = _place(request)
+    names = ("heads", "head_dim", "window", "document", "rounds")
+    options = {name: getattr(request, name) for name in names}
+    options["kv_heads"] = request.kv_heads or request.heads
+    print(f"H={request.heads} D={request.head_dim}, {_name(dtype)}; {_machine(device)}\n")
+    rows = (({}, row) for row in bench_attention(request.tokens, **options, dtype=dtype, device=device))
+    return _content(request, device) | {"rows": _print_rows(HEADER, rows)}
+
+
 def _train(request: argparse.Namespace) -> dict:
     from fla_train.bench.models import NAMES
     from fla_train.bench.training import bench_models, markdown
@@ -143,7 +157,6 @@ def _train(request: argparse.Namespace) -> dict:
         raise ValueError(
             f"--peers {' '.join(unknown)}: choose from {', '.join(sorted(set(NAMES) - {'ours'}))}"
         )
-    _check_sizes(request, "steps")
     config = _train_config(request.overrides)
     device = torch.device(resolve_device(config))
     ceilings = _ceilings(request, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -162,7 +175,6 @@ def _tune(request: argparse.Namespace) -> None:
     from fla_train.kernels.delta_product.select import clear_caches
     from fla_train.kernels.delta_product.triton.launch_table import read_table, user_file, write_table
 
-    _check_sizes(request, "batch", "tokens", "heads", "head_dim", "value_dim", "num_householder")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     resolve_backend("triton", device)
     dtype, file = DTYPES[request.dtype], request.file or user_file()
@@ -190,52 +202,11 @@ def _train_config(overrides: Sequence[str]):
     return to_config(compose("train", overrides))
 
 
-def _first_step(request: argparse.Namespace) -> None:
-    from fla_train.bench.first_step import time_first_step
-    from fla_train.training.config import validate
-
-    config = _train_config(request.overrides)
-    validate(config)
-    for name, seconds in time_first_step(config).items():
-        print(f"{name}: {seconds:.1f} s")
-
-
 def _scaling(request: argparse.Namespace) -> None:
     from fla_train.bench.scaling import bench_scaling
 
     names = ("gpus", "models", "steps", "only", "limit")
     bench_scaling(request.folder, request.overrides, **{name: getattr(request, name) for name in names})
-
-
-def _loader(request: argparse.Namespace) -> None:
-    from fla_train.bench.data import bench_loader
-
-    _check_sizes(request, "seq_len", "micro_batch")
-    for line in bench_loader(request.folder, request.seq_len, request.micro_batch, request.seconds):
-        print(line, flush=True)
-
-
-def _prepare(request: argparse.Namespace) -> None:
-    from fla_train.bench.data import bench_prepare
-    from fla_train.data.config import DataConfig, TokenizerConfig
-
-    _check_sizes(request, "documents", "rounds")
-    config = DataConfig(
-        source="local",
-        path=request.corpus,
-        max_documents=request.documents,
-        num_workers=request.workers,
-        tokenizer=TokenizerConfig(name=request.tokenizer),
-    )
-    for line in bench_prepare(config, request.rounds):
-        print(line, flush=True)
-
-
-def _tasks(request: argparse.Namespace) -> None:
-    from fla_train.bench.data import bench_tasks
-
-    for line in bench_tasks(request.groups, request.length, request.seconds):
-        print(line, flush=True)
 
 
 def _evaluation(request: argparse.Namespace) -> None:
@@ -253,13 +224,10 @@ COMMANDS = {
     "kernels": _kernels,
     "decode": _decode,
     "fused_ops": _fused_ops,
+    "attention": _attention,
     "train": _train,
     "tune": _tune,
-    "first_step": _first_step,
     "scaling": _scaling,
-    "loader": _loader,
-    "prepare": _prepare,
-    "tasks": _tasks,
     "evaluation": _evaluation,
 }
 
@@ -278,15 +246,6 @@ def _ceilings(request: argparse.Namespace, device: torch.device, dtype: torch.dt
     flops, bandwidth = (None if value is None else value * 1e12 for value in given)
     source = f"{found.source}, one given" if any(given) else found.source
     return Ceilings(flops or found.flops, bandwidth or found.bandwidth, source)
-
-
-def _check_sizes(request: argparse.Namespace, *names: str) -> None:
-    """Raise a ValueError that names the options below 1. A default that depends on another option is None."""
-    given = {name: getattr(request, name) for name in names}
-    given = {name: value if isinstance(value, list) else [value] for name, value in given.items()}
-    if bad := [name for name, values in given.items() if any(v is not None and v < 1 for v in values)]:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in bad)
-        raise ValueError(f"{flags} must be at least 1")
 
 
 def _print_rows(header: Sequence[str], rows: Iterable[tuple[dict, Any]]) -> list[dict]:

@@ -25,6 +25,7 @@ class GenerateConfig:
     seed: int = 0
     device: str = "auto"
     dtype: str = "auto"
+    mixer: str | None = None
     trust_remote_code: bool = False
 
 
@@ -59,6 +60,7 @@ def task(config: DictConfig) -> int:
         settings.checkpoint,
         pick_device(settings.device),
         pick_dtype(settings.dtype),
+        mixer=settings.mixer,
         trust_remote_code=settings.trust_remote_code,
     )
     torch.manual_seed(settings.seed)

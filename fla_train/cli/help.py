@@ -6,10 +6,11 @@ They show the commented YAML files themselves, so that they can't fall behind th
 import textwrap
 from collections.abc import Sequence
 
+import yaml
 from hydra.plugins.completion_plugin import CompletionPlugin
-from omegaconf import DictConfig, OmegaConf
 
 from fla_train.cli.config_files import ConfigFiles
+from fla_train.cli.names import dotted
 
 USAGE = """\
 usage: fla-{name} [KEY=VALUE | GROUP=OPTION]... [FLAG]...
@@ -80,21 +81,12 @@ def completions(configs: ConfigFiles, line: str) -> list[str]:
         found = [f"{key}={path}" for path in CompletionPlugin.complete_files(value)]
     else:
         found = [f"{group}=" for group in configs.defaults]
-        found += [f"{key}=" for key in _leaves(OmegaConf.create(configs.own_keys))]
+        found += [f"{key}=" for key in dotted(yaml.safe_load(configs.own_keys) or {})]
         for group, option in configs.chosen(overrides).items():
             if option in (None, "null") or configs.is_global(group, option):
                 continue
             if name.startswith(f"{group}."):
-                found += [f"{group}.{k}=" for k in _leaves(OmegaConf.create(configs.keys(group, option)))]
+                found += [f"{group}.{k}=" for k in dotted(yaml.safe_load(configs.keys(group, option)) or {})]
             else:
                 found.append(f"{group}.")
     return sorted(sign + text for text in found if text.startswith(name))
-
-
-def _leaves(node: DictConfig) -> list[str]:
-    """Dotted names of the values below a node."""
-    found = []
-    for key, value in node.items():
-        below = _leaves(value) if isinstance(value, DictConfig) and value else []
-        found += [f"{key}.{name}" for name in below] or [str(key)]
-    return found

@@ -90,8 +90,10 @@ def key_error(configs: ConfigFiles, config: DictConfig, key: str, value: str) ->
     if _has_key(config, key) or re.match(r"hydra\b", key):
         return None
     content = OmegaConf.to_container(config, resolve=False)
-    values = set(_values(content)) - {key}  # +KEY=VALUE may have put it there
-    known = {*values, *_nodes(content), *configs.defaults}
+    parts = [name.split(".") for name in dotted(content)]
+    values = {".".join(words) for words in parts} - {key}  # +KEY=VALUE may have put it there
+    nodes = {".".join(words[:i]) for words in parts for i in range(1, len(words))}
+    known = {*values, *nodes, *configs.defaults}
     top, _, below = key.partition(".")
     if below and top in content and content[top] is None:
         return f"no {top} is chosen: add {top}=NAME, one of {', '.join(configs.options(top))}"
@@ -156,18 +158,10 @@ def _has_key(config: DictConfig, key: str) -> bool:
     return isinstance(node, DictConfig) and name in node
 
 
-def _values(content: dict, prefix: str = "") -> Iterator[str]:
+def dotted(content: dict, prefix: str = "") -> Iterator[str]:
     """Dotted keys of the values in a nested dict; an empty dict counts as a value."""
     for key, value in content.items():
         if isinstance(value, dict) and value:
-            yield from _values(value, f"{prefix}{key}.")
+            yield from dotted(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}"
-
-
-def _nodes(content: dict, prefix: str = "") -> Iterator[str]:
-    """Dotted keys of the dicts in a nested dict."""
-    for key, value in content.items():
-        if isinstance(value, dict) and value:
-            yield f"{prefix}{key}"
-            yield from _nodes(value, f"{prefix}{key}.")

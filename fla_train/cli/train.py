@@ -1,52 +1,53 @@
 """`fla-train`: compose the config, print the plan, train. `fla-train debug=smoke` tries it out."""
 
+import re
 from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from fla_train.cli.app import INTERRUPTED, LeftOut, compose, fail, leave, run_hydra
+from fla_train.cli.app import INTERRUPTED, LeftOut, SweepJob, fail, leave, run_hydra, sweep_job
 from fla_train.cli.base import with_base
+
+if TYPE_CHECKING:  # it imports torch, and is not needed for --help
+    from fla_train.training.config import TrainConfig
+
+LONGEST_NAME = 80  # characters of a job's overrides in the name of its folder
+LONGEST_TAG = 64  # characters, W&B's limit
 
 
 def train(node: DictConfig) -> int:
     """Train one composed config; in a sweep (`-m`) each job has a run folder of its own."""
+    from fla_train import api
     from fla_train.models.build import is_zoo
     from fla_train.models.zoo.baseline import ignored_overrides, new_name
     from fla_train.training.config import to_config
-    from fla_train.training.launch import TrainingFailed, launch
+    from fla_train.training.launch import TrainingFailed
     from fla_train.training.log import log
-    from fla_train.training.preemption import EXIT_CODE, Preempted
+    from fla_train.training.preemption import EXIT_CODE, Preempted, leaving_at_once
 
-    config = to_config(node)
+    config, job = to_config(node), sweep_job()
     if node.baseline is not None:
         log(f"baseline     is an alias: write {new_name(node.baseline)}, and sizes as model.config.FIELD=...")
-    if config.run.dir == "":  # `run.dir=$RUN` without RUN: a run that could never go on
-        raise ValueError("run.dir is empty: give a folder, or null for a new one in runs/")
-    hydra = HydraConfig.get()
-    if hydra.mode == RunMode.MULTIRUN:
-        if config.run.job is not None and config.run.dir is None:
-            raise ValueError("give run.dir: a job that is queued again goes on from there")
-        if config.run.job not in (None, hydra.job.num):
-            raise LeftOut(f"this sweep has no job {config.run.job}: its jobs are 0 to {hydra.job.num}")
-        if config.run.dir is not None:
-            config.run.dir = f"{config.run.dir}/{hydra.job.num}"
+    if job is not None:
+        place_job(config, job)
     elif config.run.job is not None:
         raise ValueError(f"run.job={config.run.job} is a job of a sweep: add -m")
-    if is_zoo(config.model) and (ignored := ignored_overrides(hydra.overrides.task)):
+    if is_zoo(config.model) and (ignored := ignored_overrides(HydraConfig.get().overrides.task)):
         raise ValueError(
             f"a {config.model['model_type']} model does not have {', '.join(ignored)}: write "
             "model.config.FIELD=... for the fields of its class"
         )
-    if config.trainer.suite_every:
-        check_suite(config.trainer.suite, config.trainer.suite_options)
     try:
-        launch(config)
+        with leaving_at_once():
+            api.train(config)
     except TrainingFailed as failure:
         return fail(failure, 2 if failure.final else 1)
-    except Preempted:
-        fail("stopped on request; the same command with this run.dir resumes from where it was")
+    except Preempted as stop:
+        fail(stop)
         leave(EXIT_CODE)
     except KeyboardInterrupt:
         fail("interrupted; the same command with this run.dir resumes from the last checkpoint")
@@ -54,22 +55,39 @@ def train(node: DictConfig) -> int:
     return 0
 
 
-def check_suite(suite: str, options: Sequence[str]) -> None:
-    """Look at the request that will be made of `fla-eval` while training goes on.
+def place_job(config: "TrainConfig", job: SweepJob) -> None:
+    """Give the config of a sweep's job a folder, and a group and tags in W&B that tell it from the others.
+
+    The folder is `run.dir/3-optimizer.lr=3e-3`, or `run.dir/3` where an earlier version began it so.
 
     Raises:
-        ValueError: it would be refused then.
+        LeftOut: `run.job` is another one.
+        ValueError: `run.job` without `run.dir`.
     """
-    from fla_train.cli.eval import register
-    from fla_train.eval.config import validation_errors
+    if config.run.job is not None and config.run.dir is None:
+        raise ValueError("give run.dir: a job that is queued again resumes from there")
+    if config.run.job not in (None, job.number):
+        raise LeftOut(f"this sweep has no job {config.run.job}: its jobs are 0 to {job.count - 1}")
+    print(f"job {job.number + 1}/{job.count}: {', '.join(job.swept) or 'nothing is swept'}", flush=True)
+    if not config.run.dir:
+        return
+    sweep = Path(config.run.dir)
+    folder = sweep / str(job.number)
+    if job.swept and not (folder / "config.yaml").is_file():
+        text = re.sub(r"[^\w.=+-]+", "_", "_".join(job.swept))  # no comma: Hydra would read two values
+        folder = sweep / f"{job.number}-{text[:LONGEST_NAME]}"
+    config.run.dir = str(folder)
+    wandb = config.logger.wandb
+    wandb.group = wandb.group or sweep.name
+    wandb.tags = wandb.tags or [text[:LONGEST_TAG] for text in job.swept]
 
-    register()
-    try:
-        config = OmegaConf.to_object(compose("eval", [f"suite={suite}", *options]))
-        if errors := validation_errors(config.suite):
-            raise ValueError("\n  ".join(errors))
-    except ValueError as error:
-        raise ValueError(f"trainer.suite and trainer.suite_options: {error}") from error
+
+def extend(overrides: Sequence[str], *, sweep: bool = False, config_dir: str | None = None) -> list[str]:
+    """`with_base`; the jobs of a sweep without `run.dir` get one folder in runs/."""
+    overrides = with_base(overrides, sweep=sweep, config_dir=config_dir)
+    if sweep and not any(text.startswith(("run.dir=", "run.job=")) for text in overrides):
+        overrides = [*overrides, f"run.dir=runs/sweep-{datetime.now():%Y%m%d-%H%M%S}"]
+    return overrides
 
 
 def register() -> None:
@@ -80,7 +98,7 @@ def register() -> None:
 
 def main() -> None:
     """Console command."""
-    run_hydra("train", register, train, with_base)
+    run_hydra("train", register, train, extend)
 
 
 if __name__ == "__main__":

@@ -22,14 +22,16 @@ class Batch(NamedTuple):
         input_ids: [B, T] int64.
         labels: [B, T] int64, aligned with `input_ids`; -100 where there is no target.
         cu_seqlens: [S + 1] int32 bounds of the documents in a single row (B = 1), or None.
+        max_length_q: how long these documents may be (tokens), by the name that models take it.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     cu_seqlens: torch.Tensor | None = None
+    max_length_q: int | None = None
 
     def to(self, device: torch.device) -> "Batch":
-        return Batch(*(None if t is None else send(t, device) for t in self))
+        return Batch(*(send(t, device) if isinstance(t, torch.Tensor) else t for t in self))
 
 
 def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -55,7 +57,7 @@ def pack(ids: torch.Tensor, boundaries: list[np.ndarray]) -> Batch:
     ids = ids.reshape(1, -1)
     labels = ids.clone()
     labels[0, torch.from_numpy(bounds[:-1]).long()] = IGNORE
-    return Batch(ids, labels, torch.from_numpy(bounds))
+    return Batch(ids, labels, torch.from_numpy(bounds), length)
 
 
 class PackedDataset:

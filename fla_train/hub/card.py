@@ -14,7 +14,7 @@ The model class lives in the package `fla_train`, which is not on PyPI. In a che
 pip install torch==2.13.0 && pip install -c constraints.txt .
 ```
 
-Importing `fla_train.models` registers the class with the Auto classes. No remote code is involved.
+Importing `fla_train.models` registers the class with the Auto classes. {code}
 
 """
 LOADING_FLA = """\
@@ -26,9 +26,13 @@ EXAMPLE = """\
 from transformers import AutoModelForCausalLM
 
 checkpoint = "user/model"  # the name on the Hub, or the folder this card lies in
-model = AutoModelForCausalLM.from_pretrained(checkpoint)
+model = AutoModelForCausalLM.from_pretrained(checkpoint{options})
 ```
 """
+NO_CODE = "No remote code is involved."
+OWN_MIXER = """\
+Its linear layers are the class
+`{mixer}`, which is not part of `fla_train`: install the package that holds it."""
 # By the package of the class, if it is not transformers: how to get it, and what to import
 LIBRARIES = {
     "fla_train": (LOADING, "import fla_train.models\n"),
@@ -110,8 +114,9 @@ def render_card(model: PreTrainedModel, info: CardInfo, tokenizer: bool) -> str:
 
     `tokenizer` says whether the export has one; models of synthetic tasks have none.
     """
-    count = count_parameters(model)
+    count, mixer = count_parameters(model), getattr(model.config, "mixer", None)
     how, imports = LIBRARIES.get(type(model).__module__.split(".")[0], ("", ""))
+    code, options = (NO_CODE, "") if mixer is None else (OWN_MIXER.format(mixer=mixer), f', mixer="{mixer}"')
     parts = [
         _front_matter(model, info),
         f"# {info.name}\n",
@@ -139,7 +144,7 @@ def render_card(model: PreTrainedModel, info: CardInfo, tokenizer: bool) -> str:
             }
         ),
         "## Use\n",
-        f"{how}```python\n{imports}{EXAMPLE}",
+        f"{how.format(code=code)}```python\n{imports}{EXAMPLE.format(options=options)}",
     ]
     if tokenizer:
         parts.append(GENERATION)

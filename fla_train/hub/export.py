@@ -151,9 +151,14 @@ def _load_back(model: PreTrainedModel, weights: dict[str, Tensor], folder: Path,
     """
     device = model.get_input_embeddings().weight.device
     cuda = [device] if device.type == "cuda" else []
+    own = getattr(model.config, "mixer", None)  # the class is that of `model`, and so may be imported
     with torch.random.fork_rng(devices=cuda), no_progress_bars():
         loaded, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, output_loading_info=True, trust_remote_code=False
+            folder,
+            dtype=dtype,
+            output_loading_info=True,
+            trust_remote_code=False,
+            **({} if own is None else {"mixer": own}),
         )
     state = loaded.state_dict()
     errors = {kind: report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}

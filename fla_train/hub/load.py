@@ -25,6 +25,7 @@ from fla_train.hub.card import TRAINING_FILE
 from fla_train.hub.checksums import CHECKSUMS, find_export_damage
 from fla_train.hub.checksums import REMEDY as EXPORT_AGAIN
 from fla_train.hub.export import no_progress_bars
+from fla_train.models.mixers.registry import MixerError
 from fla_train.models.zoo.fla import import_models
 from fla_train.utils.hub_names import is_hub_name
 
@@ -130,6 +131,7 @@ def load_model(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
     *,
+    mixer: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model, in eval mode, and its tokenizer.
@@ -138,13 +140,15 @@ def load_model(
         checkpoint: what `resolve_checkpoint` takes.
         device: where to put the model.
         dtype: of the weights; None keeps the stored one.
-        trust_remote_code: run the Python files that come with a model.
+        mixer: import path of the model's mixer, `package.module:Class`; without it, or `trust_remote_code`,
+            a class that only the checkpoint names is not imported.
+        trust_remote_code: run the Python files that come with a model, import the mixer that it names.
 
     Raises:
         ValueError: no such checkpoint, its files are missing or damaged, or it needs code that comes with it.
     """
     source = resolve_checkpoint(checkpoint)
-    model = load_weights(source, device, dtype, trust_remote_code=trust_remote_code)
+    model = load_weights(source, device, dtype, mixer=mixer, trust_remote_code=trust_remote_code)
     try:
         return model, AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, RuntimeError) as failure:
@@ -161,6 +165,7 @@ def load_weights(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
     *,
+    mixer: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """`load_model` without the tokenizer, which models of synthetic tasks do not have."""
@@ -176,7 +181,10 @@ def load_weights(
                 dtype=dtype or "auto",
                 output_loading_info=True,
                 trust_remote_code=trust_remote_code,
+                **({} if mixer is None else {"mixer": mixer}),
             )
+    except MixerError as failure:
+        raise ValueError(f"{source}: {failure}") from failure
     except (SafetensorError, UnpicklingError, OSError, ValueError, RuntimeError) as failure:
         raise ValueError(_explain(source, failure)) from failure
     if report["missing_keys"]:

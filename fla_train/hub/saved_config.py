@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,20 @@ def escape(text: str) -> str:
 def escaped(node: Any) -> Any:
     """`node`, of plain dicts and lists, with each text in it escaped."""
     return map_text(escape, node)
+
+
+def flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every leaf."""
+    for key, value in node.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def plain(value: object) -> str:
+    """A value as one writes it on the command line: null, true, 3, text."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def map_text(change: Callable[[str], str], node: Any) -> Any:

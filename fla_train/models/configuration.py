@@ -6,6 +6,7 @@ The annotated fields of the class are the only list of settings: transformers ma
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,15 @@ from fla_train.kernels.delta_product import known_backend, known_recompute
 from fla_train.models.auto import LazyModelConfig
 
 MACHINE_KEYS = ("backend", "recompute_operator")
-HYBRID_KEYS = ("layers", "num_heads", "num_kv_heads", "window_size", "rope_theta")
+IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+LAYER_TYPES = ("linear_attention", "full_attention", "sliding_attention")
+# Fields of attention layers by their names in flash-linear-attention's `attn`
+ATTN_KEYS = {
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "window_size": "sliding_window",
+    "rope_theta": "rope_theta",
+}
 
 
 class DeltaProductConfig(LazyModelConfig):
@@ -23,16 +32,27 @@ class DeltaProductConfig(LazyModelConfig):
 
     Field names follow flash-linear-attention. `num_householder` is the papers' n_h, generalized Householder
     steps per token. `intermediate_size=None` becomes 256 * ceil(int(hidden_size * hidden_ratio * 2/3) / 256).
-    `attn` turns some layers into softmax attention: `{"layers": [3, 7], "num_heads": 8, "num_kv_heads": 8,
-    "window_size": None, "rope_theta": 10000.0}`, of which the first two keys are required. `backend` chooses
-    the operator's backend; with `recompute_operator` its forward pass keeps only the inputs. Both describe
-    the machine, so `save_pretrained` does not write them.
+    `backend` chooses the operator's backend; with `recompute_operator` its forward pass keeps only the
+    inputs. Both describe the machine, so `save_pretrained` does not write them.
+
+    `layer_types` says which layers are the recurrence ("linear_attention") and which softmax attention over
+    all tokens before ("full_attention") or over the last `sliding_window` tokens, itself included
+    ("sliding_attention"). None: all linear; a list shorter than the model repeats. `num_attention_heads`
+    (None: `num_heads`), `num_key_value_heads` (None: as many), `sliding_window` and `rope_theta` belong to
+    the attention layers. flash-linear-attention's `attn`, `{"layers": [3, 7], "num_heads": 8,
+    "num_kv_heads": 8, "window_size": None, "rope_theta": 10000.0}`, is translated into these fields.
+
+    `mixer` is the class of the linear layers, `package.module:Class`, built with `mixer_options`; None:
+    `DeltaProductMixer`. `fla_train.models.mixers.Mixer` says what it must be. A config that is read from a
+    file does not choose what is imported: the model is built only if whoever reads it names the class, too,
+    as in `from_pretrained(folder, mixer="package.module:Class")`, or gives `trust_remote_code=True`.
 
     Raises:
         ValueError: listing every error at once.
     """
 
     model_type = "delta_product"
+    mixer_permitted = True  # whether the mixer may be imported; not saved
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  Trainer adds a list to it
 
     vocab_size: int = 32000
@@ -51,7 +71,13 @@ class DeltaProductConfig(LazyModelConfig):
     intermediate_size: int | None = None
     hidden_act: str = "silu"
     norm_eps: float = 1e-6
-    attn: dict[str, Any] | None = None
+    layer_types: list[str] | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    sliding_window: int | None = None
+    rope_theta: float = 10000.0
+    mixer: str | None = None
+    mixer_options: dict[str, Any] | None = None
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
@@ -62,17 +88,23 @@ class DeltaProductConfig(LazyModelConfig):
     backend: str = "auto"
     recompute_operator: bool | int = False  # an int, of earlier versions, means True
 
-    def __post_init__(self, **kwargs: Any) -> None:
-        if errors := self._errors():
+    def __post_init__(self, attn: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        errors = self._translation_errors(attn) + self._errors()
+        if errors := errors or self._fit_errors():
             raise ValueError(f"model config: {'; '.join(errors)}")
         if self.intermediate_size is None:
             self.intermediate_size = 256 * math.ceil(int(self.hidden_size * self.hidden_ratio * 2 / 3) / 256)
-        if self.attn is not None:
-            defaults = {"num_kv_heads": None, "window_size": None, "rope_theta": 10000.0}
-            self.attn = defaults | dict(self.attn)
-            self.attn["layers"] = sorted(set(self.attn["layers"]))
-            self.attn["num_kv_heads"] = self.attn["num_kv_heads"] or self.attn["num_heads"]
+        pattern = self.layer_types or ["linear_attention"]
+        self.layer_types = [pattern[i % len(pattern)] for i in range(self.num_hidden_layers)]
+        self.num_attention_heads = self.num_attention_heads or self.num_heads
+        self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> "DeltaProductConfig":
+        """The config of a file; its mixer is permitted if `options` name one."""
+        permitted = options.pop("mixer_permitted", options.get("mixer") is not None)
+        return super().from_dict(config_dict | {"mixer_permitted": permitted}, **options)
 
     @property
     def head_v_dim(self) -> int:
@@ -80,57 +112,76 @@ class DeltaProductConfig(LazyModelConfig):
         return int(self.head_dim * self.expand_v)
 
     @property
-    def num_attention_heads(self) -> int:
-        """Heads of the attention layers, or of the mixer without any; other libraries read this name."""
-        return self.num_heads if self.attn is None else self.attn["num_heads"]
-
-    @property
     def attention_layers(self) -> list[int]:
         """The layers that are softmax attention instead of the recurrence, in order."""
-        return [] if self.attn is None else self.attn["layers"]
-
-    @property
-    def layer_types(self) -> list[str]:
-        """The kind of each layer by transformers' names, such as "linear_attention"."""
-        attention = "full_attention" if self.sliding_window is None else "sliding_attention"
-        layers = range(self.num_hidden_layers)
-        return [attention if i in self.attention_layers else "linear_attention" for i in layers]
-
-    @property
-    def sliding_window(self) -> int | None:
-        """`attn.window_size` by the name that caches read: how many tokens a token sees, with itself."""
-        return None if self.attn is None else self.attn["window_size"]
-
-    @sliding_window.setter
-    def sliding_window(self, window: int | None) -> None:
-        if self.attn is None:
-            raise ValueError("sliding_window belongs to attention layers, and attn is null")
-        self.attn["window_size"] = window
+        return [i for i, kind in enumerate(self.layer_types) if kind != "linear_attention"]
 
     @property
     def number_of_conv_states(self) -> int:
         """Convolutions of a mixer: q, k and v. A name that caches read."""
         return 3
 
+    def to_dict(self) -> dict[str, Any]:
+        """The fields; who may import the mixer is no field."""
+        return {key: value for key, value in super().to_dict().items() if key != "mixer_permitted"}
+
     def to_diff_dict(self) -> dict[str, Any]:
-        """What `save_pretrained` writes: everything but the machine's choices."""
-        return {key: value for key, value in super().to_diff_dict().items() if key not in MACHINE_KEYS}
+        """What `save_pretrained` writes: all but the machine's choices and the settings of absent layers."""
+        unused = (
+            MACHINE_KEYS if self.attention_layers else (*MACHINE_KEYS, "layer_types", *ATTN_KEYS.values())
+        )
+        return {key: value for key, value in super().to_diff_dict().items() if key not in unused}
+
+    def _translation_errors(self, attn: Mapping[str, Any] | None) -> list[str]:
+        """Set the fields that `attn` gives by flash-linear-attention's names, unless it has errors."""
+        if attn is None:
+            return []
+        known = ("layers", *ATTN_KEYS)
+        if not isinstance(attn, Mapping):
+            return [f"attn must be null or a mapping of {', '.join(known)}, got {attn!r}"]
+        errors = [f"attn.{key} is unknown, use {', '.join(known)}" for key in attn if key not in known]
+        errors += [f"attn.{key} is required" for key in ("layers", "num_heads") if attn.get(key) is None]
+        if self.layer_types is not None:
+            errors.append("attn and layer_types say the same: leave out attn")
+        layers, count = attn.get("layers"), self.num_hidden_layers
+        layers = [] if layers is None else layers
+        if not isinstance(layers, list | tuple) or not all(isinstance(layer, int) for layer in layers):
+            errors.append(f"attn.layers must be a list of integers, got {layers!r}")
+        elif isinstance(count, int) and (outside := [i for i in layers if not 0 <= i < count]):
+            errors.append(f"attn.layers {outside} do not exist, layers are 0..{count - 1}")
+        if errors or not isinstance(count, int):
+            return errors
+        kind = "full_attention" if attn.get("window_size") is None else "sliding_attention"
+        self.layer_types = [kind if i in layers else "linear_attention" for i in range(count)]
+        for key in attn.keys() & ATTN_KEYS:
+            setattr(self, ATTN_KEYS[key], attn[key])
+        return []
 
     def _errors(self) -> list[str]:
+        """Errors of single fields."""
         at_least_one = (
             "vocab_size hidden_size num_hidden_layers num_heads head_dim num_householder conv_size "
-            "max_position_embeddings intermediate_size"
+            "max_position_embeddings intermediate_size num_attention_heads num_key_value_heads"
         )
+        least = dict.fromkeys(at_least_one.split(), 1) | {"sliding_window": 2}
         errors = [
-            f"{name} must be an integer >= 1, got {value!r}"
-            for name in at_least_one.split()
-            if (value := getattr(self, name)) is not None and (not isinstance(value, int) or value < 1)
+            f"{name} must be an integer >= {smallest}, got {value!r}"
+            for name, smallest in least.items()
+            if (value := getattr(self, name)) is not None and (not isinstance(value, int) or value < smallest)
         ]
         errors += [
             f"{name} must be > 0 and finite, got {value!r}"
-            for name in ("expand_v", "hidden_ratio", "norm_eps", "initializer_range")
-            if not 0 < (value := getattr(self, name)) < math.inf
+            for name in ("expand_v", "hidden_ratio", "norm_eps", "initializer_range", "rope_theta")
+            if not isinstance(value := getattr(self, name), int | float) or not 0 < value < math.inf
         ]
+        types = self.layer_types
+        listed = isinstance(types, list | tuple) and len(types) > 0
+        if types is not None and not (listed and all(kind in LAYER_TYPES for kind in types)):
+            errors.append(f"layer_types must be null or a list of {', '.join(LAYER_TYPES)}, got {types!r}")
+        if self.mixer is not None and not IMPORT_PATH.fullmatch(str(self.mixer)):
+            errors.append(f"mixer must be null or package.module:Class, got {self.mixer!r}")
+        if not isinstance(self.mixer_options, Mapping | None):
+            errors.append(f"mixer_options must be null or a mapping, got {self.mixer_options!r}")
         if self.hidden_act != "silu" and not _is_activation(self.hidden_act):
             errors.append(f"hidden_act {self.hidden_act!r} is unknown, use 'silu'")
         for name, known in (("backend", known_backend), ("recompute_operator", known_recompute)):
@@ -138,45 +189,35 @@ class DeltaProductConfig(LazyModelConfig):
                 setattr(self, name, known(getattr(self, name), name))
             except ValueError as error:
                 errors.append(str(error))
-        if not errors and self.head_v_dim < 1:
-            errors.append(f"head_dim * expand_v must be >= 1, got {self.head_dim} * {self.expand_v}")
-        if errors or self.attn is None:
-            return errors
-        return self._hybrid_errors(self.attn)
+        return errors
 
-    def _hybrid_errors(self, attn: Mapping[str, Any]) -> list[str]:
-        if not isinstance(attn, Mapping):
-            return [f"attn must be null or a mapping of {', '.join(HYBRID_KEYS)}, got {attn!r}"]
-        errors = [
-            f"attn.{key} is unknown, use {', '.join(HYBRID_KEYS)}" for key in attn if key not in HYBRID_KEYS
-        ]
-        errors += [f"attn.{key} is required" for key in ("layers", "num_heads") if attn.get(key) is None]
-        if errors:
-            return errors
-        layers, theta = attn["layers"], attn.get("rope_theta", 1.0)
-        errors = [
-            f"attn.{key} must be an integer, got {value!r}"
-            for key in ("num_heads", "num_kv_heads", "window_size")
-            if not isinstance(value := attn.get(key), int | None)
-        ]
-        if not isinstance(layers, list | tuple) or not all(isinstance(layer, int) for layer in layers):
-            errors.append(f"attn.layers must be a list of integers, got {layers!r}")
-        if not isinstance(theta, int | float) or not 0 < theta < math.inf:
-            errors.append(f"attn.rope_theta must be a finite number > 0, got {theta!r}")
-        if errors:
-            return errors
-        heads, kv_heads = attn["num_heads"], attn.get("num_kv_heads") or attn["num_heads"]
-        outside = [layer for layer in layers if not 0 <= layer < self.num_hidden_layers]
-        if outside:
-            errors.append(f"attn.layers {outside} do not exist, layers are 0..{self.num_hidden_layers - 1}")
-        if heads < 1 or self.hidden_size % (2 * heads):
+    def _fit_errors(self) -> list[str]:
+        """Fields that are right one by one and do not fit together."""
+        errors, types = [], self.layer_types or ["linear_attention"]
+        if self.head_v_dim < 1:
+            errors.append(f"head_dim * expand_v must be >= 1, got {self.head_dim} * {self.expand_v}")
+        if len(types) > self.num_hidden_layers:
             errors.append(
-                f"attn.num_heads {heads} must give an even hidden_size / num_heads ({self.hidden_size})"
+                f"layer_types names {len(types)} layers, num_hidden_layers is {self.num_hidden_layers}"
             )
-        if kv_heads < 1 or heads % kv_heads:
-            errors.append(f"attn.num_kv_heads {kv_heads} must divide attn.num_heads {heads}")
-        if (window := attn.get("window_size")) is not None and window < 2:
-            errors.append(f"attn.window_size must be >= 2 or null, got {window}")
+        if self.mixer_options and self.mixer is None:
+            errors.append("mixer_options are those of a mixer, and mixer is null")
+        if self.mixer is not None and "linear_attention" not in types:
+            errors.append("mixer is the class of linear_attention layers, and layer_types has none")
+        if "sliding_attention" in types and self.sliding_window is None:
+            errors.append("sliding_window is required by the sliding_attention layers of layer_types")
+        if "sliding_attention" not in types and self.sliding_window is not None:
+            errors.append("sliding_window belongs to sliding_attention layers, and layer_types has none")
+        if set(types) == {"linear_attention"}:
+            return errors
+        heads = self.num_attention_heads or self.num_heads
+        if self.hidden_size % (2 * heads):
+            errors.append(
+                f"num_attention_heads {heads} must divide hidden_size {self.hidden_size}, "
+                "into heads of an even size"
+            )
+        if heads % (kv_heads := self.num_key_value_heads or heads):
+            errors.append(f"num_key_value_heads {kv_heads} must divide num_attention_heads {heads}")
         return errors
 
 
@@ -195,10 +236,10 @@ def config_fields() -> dict[str, dataclasses.Field]:
 def model_schema() -> type:
     """A dataclass with the fields, types and defaults of `DeltaProductConfig`, for Hydra's `model` node.
 
-    There `vocab_size` may be null: a run takes its tokenizer's.
+    There `vocab_size` may be null: a run takes its tokenizer's. `attn` is the former name of five fields.
     """
     fields = {name: (f.type, f.default) for name, f in config_fields().items()}
-    fields |= {"attn": (Any, None), "vocab_size": (int | None, None)}
+    fields |= {"attn": (Any, None), "mixer_options": (Any, None), "vocab_size": (int | None, None)}
     return dataclasses.make_dataclass(
         "ModelSchema",
         [(name, kind, dataclasses.field(default=default)) for name, (kind, default) in fields.items()],
@@ -213,7 +254,7 @@ def build_config(node: Mapping[str, Any]) -> DeltaProductConfig:
     Raises:
         ValueError: for unknown keys, or for settings that do not fit together.
     """
-    if unknown := sorted(set(node) - set(config_fields())):
+    if unknown := sorted(set(node) - {*config_fields(), "attn"}):
         raise ValueError(
             f"model config: unknown {', '.join(unknown)}; known are {', '.join(config_fields())}"
         )

@@ -1,6 +1,6 @@
 """Context of one forward pass, shared by all layers: padding, document bounds, positions, attention masks."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -8,19 +8,22 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from fla_train.models.configuration import DeltaProductConfig
+from fla_train.models.visible_keys import MovableTensors, VisibleKeys
 
-Masks = dict[str, Tensor | None]  # the fields `padding_mask` and `visible` of a SequenceContext
+Masks = dict[str, Tensor | None]  # `padding_mask` [B, T], and [B, keys] by the kind of attention layer
 
 
 @dataclass(frozen=True)
-class SequenceContext:
+class SequenceContext(MovableTensors):
     """One call's layout of its T new tokens, after those in the cache."""
 
     padding_mask: Tensor | None = None  # [B, T] bool, False at padding; None: no padding
     cu_seqlens: Tensor | None = None  # [S + 1] packed documents
     position_in_document: Tensor | None = None  # [T] distance from the document's start, with cu_seqlens
-    positions: Tensor | None = None  # [T] positions in the stream, for attention layers
-    visible: Tensor | None = None  # [B or 1, 1, T, keys] bool for attention layers; None: plain causal
+    positions: Tensor | None = None  # [T] in the sequence, padding included; for mixers of the user's own
+    cos: Tensor | None = None  # [T, head size / 2] of the rotary angles, for attention layers
+    sin: Tensor | None = None
+    visible: dict[str, VisibleKeys] = field(default_factory=dict)  # by the kind of attention layer
     attentions: list[Tensor] | None = None  # where attention layers leave their softmax weights, if asked for
 
     @classmethod
@@ -32,6 +35,7 @@ class SequenceContext:
         cu_seqlens: Tensor | None = None,
         cache: Cache | None = None,
         attentions: list[Tensor] | None = None,
+        longest: int | None = None,
     ) -> "SequenceContext":
         """Derive the layout for tokens [B, T, ...] without waiting for the device.
 
@@ -39,12 +43,13 @@ class SequenceContext:
             attention_mask: as `masks` takes it, or what `masks` has returned.
             cu_seqlens: [S + 1] bounds of the documents packed in one row (B = 1).
             cache: of the tokens before, as `cache_for` returns it.
+            longest: what no packed document is longer than, if the host knows; it saves attention time.
 
         Raises:
             ValueError: when the arguments contradict each other.
         """
         batch, length = tokens.shape[:2]
-        documents = in_document = positions = None
+        documents = in_document = positions = cos = sin = None
         if cu_seqlens is not None:
             if batch != 1:
                 raise ValueError(f"cu_seqlens packs documents in one row: batch 1, not {batch}")
@@ -52,17 +57,22 @@ class SequenceContext:
             cu_seqlens = cu_seqlens.to(position)  # searchsorted wants one dtype
             documents = torch.searchsorted(cu_seqlens[1:], position, right=True)
             in_document = position - cu_seqlens[documents]
-        if config.attention_layers:
-            positions = torch.arange(length, device=tokens.device) + _seen(config, cache, tokens.device)
         found = attention_mask
         if not isinstance(found, dict):
-            found = masks(config, tokens, attention_mask, cache, documents)
-        return cls(found["padding_mask"], cu_seqlens, in_document, positions, found["visible"], attentions)
-
-    def to(self, device: torch.device | str | int) -> "SequenceContext":
-        """The same on `device`; accelerate calls it where a `device_map` spreads the layers."""
-        held = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: x.to(device) for name, x in held.items() if isinstance(x, Tensor)})
+            found = masks(config, tokens, attention_mask, cache)
+        visible = {
+            kind: _visible_keys(config, kind, tokens, cache, found, documents, cu_seqlens)
+            for kind in _attention_kinds(config)
+        }
+        if longest is not None:
+            visible = {kind: replace(keys, longest=longest) for kind, keys in visible.items()}
+        if config.mixer is not None:
+            positions = torch.arange(length, device=tokens.device)
+            positions = positions + (0 if cache is None else cache.get_seq_length())
+        for keys in visible.values():  # whose queries are all the same
+            cos, sin = _rotary_angles(config, keys.queries, tokens.dtype)
+        padding_mask = found["padding_mask"]
+        return cls(padding_mask, cu_seqlens, in_document, positions, cos, sin, visible, attentions)
 
 
 def document_bounds(
@@ -83,7 +93,7 @@ def document_bounds(
     Args:
         attention_mask: [B, at least T]; 0 at padding, whose positions are not read.
         cu_seqlens: [S + 1], returned as it is.
-        cu_seq_lens_q, cu_seq_lens_k: [S + 1], equal; `max_length_q` and `max_length_k` are not needed.
+        cu_seq_lens_q, cu_seq_lens_k: [S + 1], equal; `max_length_q` and `max_length_k` are not read here.
         seq_idx: [B, T], the number of each token's document.
         position_ids: [B, T], counting up by one, 0 again where a document starts.
 
@@ -124,79 +134,96 @@ def document_bounds(
 
 
 def masks(
-    config: DeltaProductConfig,
-    tokens: Tensor,
-    attention_mask: Tensor | None,
-    cache: Cache | None = None,
-    documents: Tensor | None = None,
+    config: DeltaProductConfig, tokens: Tensor, attention_mask: Tensor | None, cache: Cache | None = None
 ) -> Masks:
-    """What the new tokens [B, T, ...] may read: `padding_mask` and `visible` of a `SequenceContext`.
+    """Which of the new tokens [B, T, ...] and of the keys are padding (False), None where nothing is.
 
     Args:
         attention_mask: [B, seen + T], 0 at padding. Without attention layers only the last T columns are
             read, and after a cache there may be no others.
         cache: of the tokens before.
-        documents: [T] number of each token's document, if several are packed.
 
     Raises:
         ValueError: for a mask of another shape.
     """
     batch, length = tokens.shape[:2]
-    seen = _seen(config, cache, tokens.device)
-    padding_mask = visible = None
-    if attention_mask is not None:
-        counted = cache is None or (bool(config.attention_layers) and isinstance(seen, int))
-        columns = seen + length if counted else max(length, attention_mask.shape[-1])
-        if attention_mask.shape != (batch, columns):
-            raise ValueError(
-                f"attention_mask has shape {list(attention_mask.shape)}, "
-                f"expected [batch, seen + new tokens] = {[batch, columns]}"
-            )
-        padding_mask = attention_mask[:, -length:].bool()
-    if config.attention_layers:
-        layer = None if cache is None else cache.layers[config.attention_layers[0]]
-        keys, first = (length, 0) if layer is None else layer.get_mask_sizes(length)
-        window = config.sliding_window
-        visible = _visible(length, seen, keys, first, window, attention_mask, documents, tokens.device)
-    return {"padding_mask": padding_mask, "visible": visible}
+    kinds = _attention_kinds(config)
+    found: Masks = dict.fromkeys(["padding_mask", *kinds])
+    if attention_mask is None:
+        return found
+    seen = cache.layers[min(kinds.values())].get_seq_length() if cache is not None and kinds else 0
+    counted = cache is None or (bool(kinds) and isinstance(seen, int))
+    columns = seen + length if counted else max(length, attention_mask.shape[-1])
+    if attention_mask.shape != (batch, columns):
+        raise ValueError(
+            f"attention_mask has shape {list(attention_mask.shape)}, "
+            f"expected [batch, seen + new tokens] = {[batch, columns]}"
+        )
+    unpadded = attention_mask.bool()
+    if length > 1 and kinds and not torch.compiler.is_compiling() and unpadded.all():
+        return found  # `generate` gives a mask of ones; without it attention has faster kernels
+    found["padding_mask"] = unpadded[:, -length:]
+    for kind, layer in kinds.items():
+        keys, first = (length, 0) if cache is None else cache.layers[layer].get_mask_sizes(length)
+        part = unpadded[:, first : first + keys]
+        found[kind] = F.pad(part, (0, keys - part.shape[1]), value=True)  # a static cache has free places
+    return found
 
 
-def _seen(config: DeltaProductConfig, cache: Cache | None, device: torch.device) -> int | Tensor:
-    """Tokens in the cache, by its first attention layer (0 without such layers); a tensor if it is static."""
-    if cache is None or not config.attention_layers:
-        return 0
-    seen = cache.layers[config.attention_layers[0]].get_seq_length()
-    return seen.to(device) if isinstance(seen, Tensor) else seen
+def _attention_kinds(config: DeltaProductConfig) -> dict[str, int]:
+    """The first layer of each kind of attention layers."""
+    return {
+        kind: config.layer_types.index(kind) for kind in sorted({*config.layer_types} - {"linear_attention"})
+    }
 
 
-def _visible(
-    length: int,
-    seen: int | Tensor,
-    keys: int,
-    first: int,
-    window: int | None,
-    attention_mask: Tensor | None,
+def _visible_keys(
+    config: DeltaProductConfig,
+    kind: str,
+    tokens: Tensor,
+    cache: Cache | None,
+    found: Masks,
     documents: Tensor | None,
-    device: torch.device,
-) -> Tensor | None:
-    """Which keys, at positions `first` and on, each new token may attend to; None: plain causality.
+    cu_seqlens: Tensor | None,
+) -> VisibleKeys:
+    """What the tokens [B, T, ...] see in layers of one kind; `documents` are their numbers [T]."""
+    (batch, length), device = tokens.shape[:2], tokens.device
+    seen, keys, first = 0, length, 0
+    if cache is not None:
+        layer = cache.layers[_attention_kinds(config)[kind]]
+        seen, (keys, first) = layer.get_seq_length(), layer.get_mask_sizes(length)
+        seen = seen.to(device) if isinstance(seen, Tensor) else seen
+    position, bounds, starts = torch.arange(length, device=device), None, None
+    query_documents = key_documents = None if documents is None else documents[None]
+    if found[kind] is not None:
+        number = torch.zeros((), dtype=torch.long, device=device) if documents is None else documents
+        query_documents, key_documents = (number.where(x, -1) for x in (found["padding_mask"], found[kind]))
+    elif isinstance(seen, int) and seen == 0 and keys == length:
+        rows = torch.arange(batch + 1, device=device) * length
+        bounds = (rows if cu_seqlens is None else cu_seqlens).int()
+    if documents is not None and device.type == "cpu" and not torch.compiler.is_compiling():
+        starts = cu_seqlens[documents].tolist()
+    return VisibleKeys(
+        queries=position + seen,
+        keys=torch.arange(first, first + keys, device=device),
+        window=config.sliding_window if kind == "sliding_attention" else None,
+        query_documents=query_documents,
+        key_documents=key_documents,
+        cu_seqlens=bounds,
+        first=seen - first if isinstance(seen, int) else None,
+        starts=starts,
+    )
 
-    A static cache has keys beyond the newest token, which causality hides.
+
+def _rotary_angles(
+    config: DeltaProductConfig, positions: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [T, D/2] of position * theta^(-2i/D), in fp32 (fp64 for fp64 activations).
+
+    An angle in fp32 would be off by 0.002 at position 32,768. A buffer would be rounded by the model's casts.
     """
-    first_pass = isinstance(seen, int) and seen == 0 and keys == length
-    if first_pass and attention_mask is None and documents is None and (window is None or window >= length):
-        return None
-    query = torch.arange(length, device=device)[:, None] + seen
-    key = torch.arange(first, first + keys, device=device)[None, :]
-    visible = key <= query
-    if window is not None:
-        visible = visible & (key > query - window)
-    if documents is not None:
-        visible = visible & (documents[:, None] == documents[None, :])
-    visible = visible[None, None]
-    if attention_mask is not None:
-        # A padded query sees itself, so that no row of the softmax is empty.
-        unpadded = attention_mask[:, first : first + keys].bool()
-        unpadded = F.pad(unpadded, (0, keys - unpadded.shape[1]), value=True)[:, None, None, :]
-        visible = (visible & unpadded) | (key == query)
-    return visible
+    half = config.hidden_size // config.num_attention_heads // 2
+    channel = torch.arange(half, device=positions.device, dtype=torch.float64)
+    angle = positions[:, None] * config.rope_theta ** (-channel / half)
+    wide = torch.promote_types(dtype, torch.float32)
+    return angle.cos().to(wide), angle.sin().to(wide)

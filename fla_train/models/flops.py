@@ -1,4 +1,4 @@
-"""Count parameters, training FLOPs and training memory of a model from its config, without building it.
+"""Count parameters, training FLOPs and training memory of a model from its config, without its weights.
 
 Parameter counts are exact (a test compares them with the module). FLOPs count the algorithm's matmuls, two
 per multiply-add, without recomputation. Memory is an estimate.
@@ -7,13 +7,16 @@ per multiply-add, without recomputation. Memory is an estimate.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+from torch import nn
+
+from fla_train.models import layer_sizes
 from fla_train.models.configuration import DeltaProductConfig
+from fla_train.models.layer_sizes import CHUNK
 from fla_train.models.loss import CHUNK_ELEMENTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-CHUNK = 64  # M: Householder steps (tokens x n_h) per chunk of the operator
 
 
 @dataclass(frozen=True)
@@ -56,38 +59,54 @@ def count_parameters(model: "DeltaProductConfig | PreTrainedModel") -> Parameter
         held = sum(p.numel() for p in model.parameters())
         return ParameterCount(held - (1 if tied else 2) * table.numel(), table.numel(), tied)
     config = model
-    body = _block_matmuls(config) + config.hidden_size * (2 * config.num_hidden_layers + 1)
-    mixer_rest = config.head_v_dim + 2 * config.num_heads * config.use_forget_gate
-    mixer_rest += config.conv_size * conv_channels(config)
-    body += mixer_rest * (config.num_hidden_layers - len(config.attention_layers))
+    body = _other_matmuls(config) + config.hidden_size * (2 * config.num_hidden_layers + 1)
+    if config.mixer is None:
+        body += config.layer_types.count("linear_attention") * layer_sizes.parameters(config)
+    else:
+        body += sum(p.numel() for mixer in _own_mixers(config) for p in mixer.parameters())
     return ParameterCount(body, config.vocab_size * config.hidden_size, config.tie_word_embeddings)
 
 
 def flops_per_token(config: DeltaProductConfig, seq_len: int) -> float:
     """FLOPs to train on one token of a sequence of `seq_len`, forward and backward.
 
-    Every matmul weight (the head included, the embedding not) costs 2 forward and 4 backward. The operator
-    costs, per head, with K x V states, n = num_householder and chunks of M Householder steps (dense tiles,
-    states and T kept):
-
-        forward   n [2M(K + V) + 4KV + M^2/3] + 2KV + 2M(K + V)
-        backward  n [10KV + 6MV + 2MK] + 4KV + 6MK + 4MV
-
-    Softmax attention costs 4 * hidden_size per visible key forward and twice that backward, with causality
-    counted.
+    Every matmul weight (the head included, the embedding not) costs 2 forward and 4 backward. A mixer of the
+    user's own counts itself by `flops_per_token`; without it the weights of its linear layers count.
     """
-    weights = _block_matmuls(config) + config.vocab_size * config.hidden_size
-    attention = len(config.attention_layers)
-    recurrent = config.num_hidden_layers - attention
-    n, k, v, m = config.num_householder, config.head_dim, config.head_v_dim, CHUNK
-    forward = n * (2 * m * (k + v) + 4 * k * v + m * m / 3) + 2 * k * v + 2 * m * (k + v)
-    backward = n * (10 * k * v + 6 * m * v + 2 * m * k) + 4 * k * v + 6 * m * k + 4 * m * v
-    convolution = 6 * config.conv_size * conv_channels(config)
-    flops = 6 * weights + recurrent * (config.num_heads * (forward + backward) + convolution)
-    if attention:
-        window = min(config.attn["window_size"] or seq_len, seq_len)
-        keys = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len  # mean over positions
-        flops += attention * 12 * config.hidden_size * keys
+    weights = _other_matmuls(config) + config.vocab_size * config.hidden_size
+    if config.mixer is None:
+        mixers = config.layer_types.count("linear_attention") * layer_sizes.training_flops(config)
+    else:
+        mixers = sum(_mixer_flops(mixer, seq_len) for mixer in _own_mixers(config))
+    return 6 * weights + mixers + attention_flops(config, seq_len)
+
+
+def _own_mixers(config: DeltaProductConfig) -> list[nn.Module]:
+    """The mixers of the linear layers, of the class that `config.mixer` names, on the meta device."""
+    from fla_train.models.mixers.registry import build_mixer  # imports the models: seconds
+
+    linear = [i for i, kind in enumerate(config.layer_types) if kind == "linear_attention"]
+    with torch.device("meta"):
+        return [build_mixer(config, layer) for layer in linear]
+
+
+def _mixer_flops(mixer: nn.Module, seq_len: int) -> float:
+    if hasattr(mixer, "flops_per_token"):
+        return mixer.flops_per_token(seq_len)
+    return 6 * sum(layer.weight.numel() for layer in mixer.modules() if isinstance(layer, nn.Linear))
+
+
+def attention_flops(config: DeltaProductConfig, seq_len: int) -> float:
+    """FLOPs per token of softmax attention without its projections, forward and backward.
+
+    A visible key costs 4 * hidden_size forward and twice that backward; causality and windows are counted.
+    """
+    flops = 0.0
+    for kind, window in (("full_attention", seq_len), ("sliding_attention", config.sliding_window)):
+        if layers := config.layer_types.count(kind):
+            window = min(window, seq_len)
+            keys = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len  # mean over positions
+            flops += layers * 12 * config.hidden_size * keys
     return flops
 
 
@@ -115,10 +134,17 @@ def training_memory_bytes(
     n, k, v = config.num_householder, config.head_dim, config.head_v_dim
     # Of the operator: T, the scores P, a state per chunk and the output (the corrected values replace v)
     operator = config.num_heads * (n * (CHUNK + k * v // CHUNK) + CHUNK) + value_size
-    saved = 2 * hidden + 2 * conv_channels(config) + operator + value_size * (1 + 2 * config.use_output_gate)
-    saved += 2 * config.intermediate_size
-    per_layer = element_size * saved + 2 * 4 * hidden  # two fp32 residuals
-    kept = per_layer + layers * 4 * hidden if gradient_checkpointing else layers * per_layer
+    channels = layer_sizes.conv_channels(config)
+    recurrent = 2 * channels + operator + value_size * (1 + 2 * config.use_output_gate)
+    # q, k, v, the output and log-sum-exps in fp32
+    kv_size = hidden * config.num_key_value_heads // config.num_attention_heads
+    attention = 2 * hidden + 2 * kv_size + 2 * config.num_attention_heads
+    rest = element_size * (2 * hidden + 2 * config.intermediate_size) + 2 * 4 * hidden  # two fp32 residuals
+    per_layer = [
+        rest + element_size * (recurrent if kind == "linear_attention" else attention)
+        for kind in config.layer_types
+    ]
+    kept = max(per_layer) + layers * 4 * hidden if gradient_checkpointing else sum(per_layer)
     logits = min(tokens_per_device * config.vocab_size, CHUNK_ELEMENTS)
     head = 2 * 4 * logits + 4 * config.vocab_size * hidden + 2 * element_size * tokens_per_device * hidden
     return TrainingMemory(
@@ -129,22 +155,9 @@ def training_memory_bytes(
     )
 
 
-def conv_channels(config: DeltaProductConfig) -> int:
-    """Channels of q, k and v that pass a short convolution, 0 without it."""
-    if not config.use_short_conv:
-        return 0
-    n, k, v = config.num_householder, config.head_dim, config.head_v_dim
-    return config.num_heads * (k + n * (k + v))
-
-
-def _block_matmuls(config: DeltaProductConfig) -> int:
-    """Elements of the matmul weights of all blocks."""
-    hidden, heads, n = config.hidden_size, config.num_heads, config.num_householder
-    k, v = config.head_dim, config.head_v_dim
-    mlp = 3 * hidden * config.intermediate_size
-    outputs = k + n * (k + v + 1) + config.use_forget_gate + v * config.use_output_gate + v
-    total = config.num_hidden_layers * (mlp + hidden * heads * outputs)
-    for _ in config.attention_layers:
-        kv_share = config.attn["num_kv_heads"] / config.attn["num_heads"]
-        total += int(2 * hidden * hidden * (1 + kv_share)) - hidden * heads * outputs
-    return total
+def _other_matmuls(config: DeltaProductConfig) -> int:
+    """Elements of the matmul weights of all blocks, without the mixers of linear layers."""
+    hidden = config.hidden_size
+    total = config.num_hidden_layers * 3 * hidden * config.intermediate_size
+    kv_share = config.num_key_value_heads / config.num_attention_heads
+    return total + len(config.attention_layers) * int(2 * hidden * hidden * (1 + kv_share))

@@ -73,7 +73,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
+        self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
     def forward(
@@ -95,7 +95,8 @@ class ShortConvolution(nn.Module):
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+        self.weight = nn.Parameter(torch.zeros(channels, 1, width))
+        self.weight.data[..., -1] = 1.0  # the SiLU alone, until a model draws its weights
 
     def forward(
         self, x: Tensor, state: Tensor | None = None, position_in_document: Tensor | None = None

@@ -1,6 +1,6 @@
 """The model classes for transformers: a backbone of pre-norm blocks, the language model, task heads."""
 
-import math
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -24,18 +24,16 @@ from transformers.modeling_layers import (
     GradientCheckpointingLayer,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
+from transformers.utils import can_return_tuple, logging
 
 from fla_train.models.cache import cache_for, count_tokens
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import Masks, SequenceContext, document_bounds, masks
 from fla_train.models.layers import GatedMLP, RMSNorm, ShortConvolution, is_plain
 from fla_train.models.loss import IGNORE, linear_cross_entropy, next_tokens, token_losses
-from fla_train.models.mixers.attention import HybridAttention
-from fla_train.models.mixers.delta_product import DeltaProductMixer
+from fla_train.models.mixers.registry import build_mixer, linear_mixer, takes_cache
 
-A_RANGE = (0.0, 16.0)  # A = exp(A_log) is drawn uniformly from here, and
-DT_RANGE = (1e-3, 1e-1)  # the initial time step softplus(dt_bias) log-uniformly from here, both as in Mamba-2
+logger = logging.get_logger(__name__)
 
 
 class Block(GradientCheckpointingLayer):
@@ -47,8 +45,7 @@ class Block(GradientCheckpointingLayer):
     def __init__(self, config: DeltaProductConfig, layer: int) -> None:
         super().__init__()
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        mixer = HybridAttention if layer in config.attention_layers else DeltaProductMixer
-        self.attn = mixer(config, layer)
+        self.attn = build_mixer(config, layer)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act)
 
@@ -64,7 +61,8 @@ class Block(GradientCheckpointingLayer):
             y = self.attn_norm(x)
         else:
             y, x = self.attn_norm(update, residual=x)
-        y, x = self.mlp_norm(self.attn(y, context, cache=cache), residual=x)
+        y = self.attn(y, context) if cache is None else self.attn(y, context, cache=cache)
+        y, x = self.mlp_norm(y, residual=x)
         return x, self.mlp(y)
 
 
@@ -93,11 +91,18 @@ class DeltaProductPreTrainedModel(PreTrainedModel):
                 init.zeros_(module.bias)
         elif isinstance(module, RMSNorm):
             init.ones_(module.weight)
-        elif isinstance(module, DeltaProductMixer) and self.config.use_forget_gate:
-            empty = torch.empty_like(module.A_log, dtype=torch.float32)
-            init.copy_(module.A_log, empty.uniform_(*A_RANGE).clamp(min=1e-4).log())
-            dt = empty.uniform_(*map(math.log, DT_RANGE)).exp().clamp(min=1e-4)
-            init.copy_(module.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+        elif type(module) is linear_mixer(self.config) and hasattr(module, "init_weights"):
+            module.init_weights(self.config.initializer_range)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, trust_remote_code: bool | None = None, **options: Any) -> Self:
+        """As transformers'; `trust_remote_code` also permits the import of a mixer that only files name."""
+        if trust_remote_code:
+            if isinstance(config := options.get("config"), DeltaProductConfig):
+                config.mixer_permitted = True
+            else:
+                options["mixer_permitted"] = True
+        return super().from_pretrained(*args, **options)
 
 
 class DeltaProductModel(DeltaProductPreTrainedModel):
@@ -108,6 +113,7 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.supports_cache = takes_cache(linear_mixer(config))
         if config.use_forget_gate:
             self._keep_in_fp32_modules_strict = ("A_log", "dt_bias")
         self.post_init()
@@ -166,6 +172,10 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
                 f"attention_mask must be [batch, tokens], it has {padding.dim()} axes: "
                 "a recurrent layer cannot hide a token from some of the later tokens only"
             )
+        if not self.supports_cache:
+            if past_key_values is not None:
+                raise ValueError(f"{self.config.mixer} keeps no states: pass no past_key_values")
+            use_cache = False
         cu_seqlens = document_bounds(padding, cu_seqlens, position_ids, **packing)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and cu_seqlens is None
@@ -180,7 +190,11 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
         attentions = [] if output_attentions else None
         wanted = _indices(output_hidden_states, 1 + len(self.layers))
-        context = SequenceContext.build(self.config, hidden, attention_mask, cu_seqlens, cache, attentions)
+        longest = packing.get("max_length_q")
+        context = SequenceContext.build(
+            *(self.config, hidden, attention_mask, cu_seqlens, cache, attentions),
+            longest=longest if isinstance(longest, int) else None,
+        )
 
         update, hidden_states = None, [hidden if 0 in wanted else None]
         for index, block in enumerate(self.layers):
@@ -326,6 +340,10 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         self, generation_config: GenerationConfig, model_kwargs: dict[str, object], *rest: object
     ) -> None:
         """Check the cache of `generate` and let it count tokens before `generate` asks for the count."""
+        if not self.model.supports_cache:
+            logger.warning_once(f"{self.config.mixer} keeps no states: each new token is a pass over all")
+            generation_config.use_cache = model_kwargs["use_cache"] = False
+            return
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *rest)
         cache_for(model_kwargs.get("past_key_values"), self.config, False, self.device)
 

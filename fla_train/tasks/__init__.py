@@ -7,28 +7,21 @@ from fla_train.tasks.config import (
     tasks_for_testing,
     training_task,
 )
-from fla_train.tasks.formal import LANGUAGES, TEST_LENGTHS, TRAIN_LENGTHS, FormalLanguage
+from fla_train.tasks.formal import LANGUAGES, TRAIN_LENGTHS, FormalLanguage
 from fla_train.tasks.group_words import GroupWords
 from fla_train.tasks.groups import Group, make_group
 from fla_train.tasks.mqar import (
-    BASED_TEST_SETTINGS,
-    BASED_TRAIN_SETTINGS,
     MQAR,
-    ZOOLOGY_SETTINGS,
     MQARSetting,
 )
 from fla_train.tasks.score import Score
 from fla_train.tasks.task import IGNORE, Batch, Tally, Task, tally_by
 
 __all__ = [
-    "BASED_TEST_SETTINGS",
-    "BASED_TRAIN_SETTINGS",
     "IGNORE",
     "LANGUAGES",
     "MQAR",
-    "TEST_LENGTHS",
     "TRAIN_LENGTHS",
-    "ZOOLOGY_SETTINGS",
     "Batch",
     "FormalLanguage",
     "Group",

@@ -14,7 +14,6 @@ from fla_train.tasks.draws import below, draw
 from fla_train.tasks.task import IGNORE, Batch, Tally, Task
 
 TRAIN_LENGTHS = (3, 40)
-TEST_LENGTHS = (40, 256)
 
 _BIT_TOKENS = ("[PAD]", "0", "1")
 _CYCLE = 5
@@ -56,8 +55,8 @@ class FormalLanguage(Task):
 
     Args:
         language: a key of LANGUAGES.
-        min_length, max_length: of a word in tokens, "=" not counted; TRAIN_LENGTHS and TEST_LENGTHS are the
-            papers'. seq_len is max_length, and one more with "=".
+        min_length, max_length: of a word in tokens, "=" not counted; the papers train on 3 to 40 and test on
+            40 to 256. seq_len is max_length, and one more with "=".
         seed, num_sequences: see Task.
         alphabet: of arithmetic: draw only these digits and operators, as in "12+"; None draws from all.
         label_parts: label not only the last token, but each at which the word so far, its open brackets

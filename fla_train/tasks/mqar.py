@@ -23,30 +23,6 @@ class MQARSetting:
     share: float = 1.0
 
 
-# Zoology, figure 2: each setting is trained and tested by itself, the last is the hardest (100,000 training
-# and 3,000 test sequences; random_non_queries=False).
-ZOOLOGY_SETTINGS = (MQARSetting(64, 4), MQARSetting(128, 8), MQARSetting(256, 16), MQARSetting(512, 64))
-
-# Based (arXiv 2402.18668), figure 2: one model trained on a mixture of 180,000 sequences, and tested on 1,000
-# of each of these, some longer and with more pairs.
-BASED_TRAIN_SETTINGS = (
-    MQARSetting(64, 4, 100_000),
-    MQARSetting(128, 8, 20_000),
-    MQARSetting(256, 16, 20_000),
-    MQARSetting(256, 32, 20_000),
-    MQARSetting(256, 64, 20_000),
-)
-BASED_TEST_SETTINGS = (
-    MQARSetting(64, 4),
-    MQARSetting(64, 8),
-    MQARSetting(64, 16),
-    MQARSetting(128, 32),
-    MQARSetting(256, 64),
-    MQARSetting(512, 128),
-    MQARSetting(1024, 256),
-)
-
-
 class MQAR(Task):
     """Multi-query associative recall, one setting or a mixture.
 
@@ -61,7 +37,7 @@ class MQAR(Task):
 
     Args:
         settings: one or more, also as plain lists [seq_len, num_kv_pairs] or [seq_len, num_kv_pairs, share];
-            see ZOOLOGY_SETTINGS, BASED_TRAIN_SETTINGS and BASED_TEST_SETTINGS.
+            configs/experiment/mqar has the papers'.
         vocab_size: V.
         power: exponent a of the gaps' law, > 0; 1 is uniform.
         random_non_queries: fill what is no query with random ids.

@@ -1,9 +1,6 @@
-"""Accuracy curves as PNG. Of several runs: `python -m fla_train.tasks.plots OUT.png SET runs/a runs/b`."""
+"""Accuracy curves as PNG."""
 
-import json
-import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -41,29 +38,8 @@ def plot_accuracy(curves: Mapping[str, Mapping], title: str, out: Path) -> Path:
     return out
 
 
-def plot_runs(runs: Sequence[Path], name: str, out: Path) -> Path:
-    """The newest curve of test set `name` of each run folder, in one figure.
-
-    Raises:
-        ValueError: a run was not tested on such a set.
-    """
-    curves = {}
-    for run in runs:
-        file = run / "accuracy.json"
-        sets = json.loads(file.read_text())["sets"] if file.is_file() else {}
-        if name not in sets:
-            raise ValueError(f"{run} has no accuracy on '{name}'; it has {', '.join(sets) or 'none'}")
-        # `.` has no name of its own.
-        curves[os.path.basename(os.path.abspath(run))] = sets[name]
-    return plot_accuracy(curves, name.replace("_", " "), out)
-
-
 def _grouped(x: list[float], y: list[float], weights: list[float], groups: int) -> list[np.ndarray]:
     """Adjacent points joined to `groups` weighted means."""
     starts = np.arange(0, len(x), -(-len(x) // groups))
     totals = np.add.reduceat(weights, starts)
     return [np.add.reduceat(np.multiply(values, weights), starts) / totals for values in (x, y)]
-
-
-if __name__ == "__main__":
-    print(plot_runs([Path(run) for run in sys.argv[3:]], sys.argv[2], Path(sys.argv[1])))

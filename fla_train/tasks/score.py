@@ -1,4 +1,4 @@
-"""What a model gets right on a test set: published numbers, and accuracy as a curve."""
+"""Score of a model on a test set of a task: loss, accuracy, and accuracy by prefix or slice."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What every synthetic task is: sequences by index, labels aligned with the inputs, and a metric."""
+"""`Task`, the base class of synthetic tasks: sequences by index, labels aligned with inputs, a metric."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
 """Async writer: a process beside each rank that writes the files of its checkpoints.
 
-The trainer's process only copies its state to a staging buffer (`checkpoint_manager.py`), which both
+The trainer's process only copies its state to a staging buffer (`utils/staging_buffer.py`), which both
 processes share. This process reads the buffer, hashes and writes the files, and flushes them to the disk, so
 that Python's lock, checksums and slow disks don't hold up training. It imports only the standard library,
 starts within 0.1 s, needs no memory of note, and dies with its trainer.
@@ -27,18 +27,18 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fla_train.training import checkpoint
 from fla_train.utils.filesystem import move_folder, reason, sync, write_whole
 from fla_train.utils.processes import die_with_parent
 
+if TYPE_CHECKING:
+    from fla_train.utils.staging_buffer import Segment  # imports torch
+
 CHUNK = 1 << 20  # bytes read, hashed and written at once: they stay in the cache of a core
 VISIBLE = 120.0  # seconds in which a shared file system must show rank 0 what another rank has written
 POLL = 0.1  # seconds between looks at the other ranks' parts
-
-# Bytes of a file: whether they are in the staging buffer (else beside the job), offset there, length
-Segment = tuple[bool, int, int]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Job:
     folder: str  # holds the checkpoints
     attempt: str  # name of the folder to write in, one for all ranks and for this attempt only
     rank: int
-    files: Mapping[str, Sequence[Segment]]  # this rank's
+    files: "Mapping[str, Sequence[Segment]]"  # this rank's
     content: Mapping[str, Any]  # of the manifest, without the files
     keep: int  # newest checkpoints kept, 0: all
     keep_every: int  # steps whose multiples are kept for good, 0: none
@@ -176,7 +176,7 @@ def write(job: Job, staging: int, beside: bytes, trainer: Connection) -> None:
         checkpoint.prune(folder / name, job.keep, job.keep_every)
 
 
-def _write_file(path: Path, segments: Sequence[Segment], staging: int, beside: bytes) -> dict[str, Any]:
+def _write_file(path: Path, segments: "Sequence[Segment]", staging: int, beside: bytes) -> dict[str, Any]:
     """Write a file and flush it to the disk; its entry in the manifest, hashed from what was written."""
     digest, size, chunk = hashlib.sha256(), 0, memoryview(bytearray(CHUNK))
     with path.open("wb", buffering=0) as file:

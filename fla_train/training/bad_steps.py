@@ -1,4 +1,4 @@
-"""Which steps are applied: those with a finite loss and gradient and, optionally, without a loss spike.
+"""BadStepFilter: skip steps whose loss or gradient is not finite or, optionally, whose loss spikes.
 
 All of it is arithmetic on the device. The host never waits to learn whether a step was skipped, and every
 rank decides alike, since loss and gradient norm are sums over all ranks.

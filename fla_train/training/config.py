@@ -234,6 +234,8 @@ class TrainConfig:
         yield from self.trainer.errors()
         yield from _model_errors(self)
         yield from _package_errors(self)
+        if self.run.dir == "":  # `run.dir=$RUN` without RUN: a run that could never be resumed
+            yield "run.dir is empty: give a folder, or null for a new one in runs/"
         if self.launch.num_machines > 1 and self.run.dir is None:
             yield "launch.num_machines > 1 needs run.dir: one folder, on a file system all machines share"
         if self.task is not None and self.trainer.suite_every:
@@ -307,9 +309,13 @@ def _number_errors(name: str, value: object) -> Iterator[str]:
 
 def _model_errors(config: TrainConfig) -> Iterator[str]:
     try:
-        build_model_config(config.model)
-        if config.task is None and config.data.document_boundaries and is_zoo(config.model):
-            from fla_train.models.zoo.flops import keeps_documents_apart  # imports the models: seconds
+        settings = build_model_config(config.model)
+        if getattr(settings, "mixer", None) is not None:
+            from fla_train.models.mixers.registry import check_mixer  # imports the models: seconds
+
+            check_mixer(settings)
+        if is_zoo(config.model) and config.task is None and config.data.document_boundaries:
+            from fla_train.models.zoo.flops import keeps_documents_apart
 
             if not keeps_documents_apart(build_on_meta(config.model)):
                 yield (

@@ -1,4 +1,4 @@
-"""The DeepSpeed ZeRO-2 engine: one place sets every value, and nothing is "auto".
+"""The DeepSpeed ZeRO-2 engine with its settings, none of them "auto", and `train_step`: one optimizer step.
 
 Parameters, gradients, their accumulation and their reduction are fp32. `bf16` runs the forward pass under
 torch's autocast: matrix products in bf16, while A_log, dt_bias, norms, gates and states, which the model

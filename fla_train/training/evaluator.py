@@ -165,9 +165,10 @@ class TextEvaluator:
             f"  checkpoint        {folder.checkpoints / folder_name(state.step)}",
             f"  model             {export}",
             "Next:",
-            f"  fla-generate checkpoint={export} prompt='def main('",
-            f"  fla-eval checkpoint={export}",
-            f"  fla-train run.dir={folder.root} trainer.max_steps={2 * state.step}",
+            f"  fla-generate checkpoint={export} prompt='def main('{_naming(self._engine)}",
+            f"  fla-eval checkpoint={export}{_naming(self._engine)}",
+            f"  fla-train run.dir={folder.root} trainer.max_steps={2 * state.step}"
+            + _naming(self._engine, "model.mixer"),
         ]
 
 
@@ -232,8 +233,14 @@ class TaskEvaluator:
             f"  checkpoint        {folder.checkpoints / folder_name(state.step)}",
             f"  model             {export}",
             "Next:",
-            f"  fla-eval checkpoint={folder.root} suite=expressivity",
+            f"  fla-eval checkpoint={folder.root} suite=expressivity{_naming(self._engine)}",
         ]
+
+
+def _naming(engine, key: str = "mixer") -> str:
+    """What a command adds to permit the import of the user's own mixer; empty without one."""
+    mixer = getattr(engine.module.config, "mixer", None)
+    return "" if mixer is None else f" {key}={mixer}"
 
 
 @dataclass(frozen=True)

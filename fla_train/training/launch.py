@@ -23,7 +23,7 @@ from fla_train.training.config import (
 )
 from fla_train.training.log import log
 from fla_train.training.plan import make_plan, plan_lines
-from fla_train.training.preemption import StopRequest, leaving_at_once
+from fla_train.training.preemption import StopRequest
 from fla_train.training.resume import (
     check_before_preparing,
     check_same_run,
@@ -54,29 +54,32 @@ class TrainingFailed(RuntimeError):
         self.final = final
 
 
-def launch(config: TrainConfig) -> None:
+def launch(config: TrainConfig) -> RunFolder | None:
     """Run `config` on this machine, from the checks to the summary.
 
     Where torchrun or accelerate has started this process as a rank, it becomes the worker itself.
 
+    Returns:
+        The run's folder; None: it was a `dry_run`.
+
     Raises:
         ValueError: the config, the data or the run folder does not allow it; nothing was started.
         TrainingFailed: workers failed and no restart is left, or machines did not join.
-        Preempted: SIGUSR1, SIGTERM, SIGHUP or Ctrl-C came; if it was training, a checkpoint has been saved.
+        Preempted: SIGUSR1, SIGTERM, SIGHUP or Ctrl-C came while workers ran; a checkpoint has been saved.
+        KeyboardInterrupt: Ctrl-C came before, or a second time; the workers have been killed.
         SystemExit: this process was a rank, and has ended.
     """
-    with leaving_at_once():
-        config = with_saved_sizes(with_task_sizes(config))
-        given = config.launch.num_processes
-        validate(config)
-        config = resolve(config)
-        if config.dry_run:
-            _show(config)
-            return
-        config, data = _prepare(config)
-        config, folder = _with_folder(config)
-        if not _is_left_to_train(config, folder, data):
-            return
+    given = config.launch.num_processes
+    config = _checked(config)
+    if config.dry_run:
+        _show(config)
+        return None
+    config, data = _prepare(config)
+    for line in plan_lines(config, make_plan(config, data)):
+        log(line)
+    config, folder = _with_folder(config)
+    if not _is_left_to_train(config, folder, data):
+        return folder
     # The number of processes stays open in the run's config: where it is resumed, that machine has its own.
     recorded = replace(config, launch=replace(config.launch, num_processes=given))
     if is_rank():
@@ -96,6 +99,23 @@ def launch(config: TrainConfig) -> None:
         except WorkersFailed as failure:
             details = "" if failure.rank is None else f" (details in {folder.log(failure.rank)})"
             raise TrainingFailed(f"{failure}{details}", failure.final) from None
+    return folder
+
+
+def with_data(config: TrainConfig) -> tuple[TrainConfig, PreparedData]:
+    """`config` with what it leaves open filled in, and its data, which are prepared if they are not there.
+
+    Raises:
+        ValueError: the config or the data can't be used.
+    """
+    return _prepare(_checked(config))
+
+
+def _checked(config: TrainConfig) -> TrainConfig:
+    """`config` without errors, with sizes of its task or of the run that it resumes, and without "auto"."""
+    config = with_saved_sizes(with_task_sizes(config))
+    validate(config)
+    return resolve(config)
 
 
 def _show(config: TrainConfig) -> None:
@@ -108,7 +128,7 @@ def _show(config: TrainConfig) -> None:
 
 
 def _prepare(config: TrainConfig) -> tuple[TrainConfig, PreparedData]:
-    """Refuse what can be refused before hours of tokenizing, then prepare the data and print the plan."""
+    """Refuse what can be refused before hours of tokenizing, then prepare the data."""
     if config.run.dir is not None:
         folder = RunFolder(Path(config.run.dir))
         folder.check()
@@ -127,8 +147,6 @@ def _prepare(config: TrainConfig) -> tuple[TrainConfig, PreparedData]:
         data = prepare(config.data, log=log, commits=saved_commits(config))
     else:
         data = task_data(config.task, config.seed)
-    for line in plan_lines(config, make_plan(config, data)):
-        log(line)
     return config, data
 
 
@@ -189,6 +207,8 @@ def _label(config: TrainConfig) -> str:
     if is_zoo(model):
         built = build_model_config(model)
         return f"{model['model_type']}-{built.hidden_size}x{built.num_hidden_layers}"
+    if model.get("mixer") is not None:
+        return f"{model['mixer'].rpartition(':')[2]}-{model['hidden_size']}x{model['num_hidden_layers']}"
     gate = "gated-" if model["use_forget_gate"] else ""
     kind = "delta-net" if model["num_householder"] == 1 else f"delta-product{model['num_householder']}"
     return f"{gate}{kind}-{model['hidden_size']}x{model['num_hidden_layers']}"

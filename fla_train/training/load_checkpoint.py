@@ -34,8 +34,8 @@ from fla_train.training.checkpoint import (
     read_state,
     world_size,
 )
-from fla_train.training.checkpoint_manager import set_random_states
 from fla_train.training.deepspeed_patches import files_through
+from fla_train.utils.random_states import set_random_states
 
 ALLOWED = [
     *(LossScaler, ZeroStageEnum, fragment_address),  # in the optimizer's files of DeepSpeed

@@ -1,118 +1,24 @@
-"""Measurements of a run: throughput, MFU and memory; statistics and profiles of chosen steps; loss curves.
+"""Metrics of a run: statistics of chosen steps, values of metrics.jsonl, plots of the losses.
 
 `python -m fla_train.training.metrics OUT.png runs/a runs/b` draws the losses of several runs in one figure.
 """
 
 import json
-import logging
-import re
-import resource
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from fla_train.training.run_folder import RunFolder
-from fla_train.utils.filesystem import reason
 from fla_train.utils.records import Record, read_metrics
 
-logger = logging.getLogger(__name__)
-
-# Dense bf16 matrix products with fp32 accumulation, TFLOP/s, from NVIDIA's data sheets (which state twice as
-# much "with sparsity"). The first one counts that a device's name holds as whole words: an A10G is no A10.
-PEAK_TFLOPS = (
-    ("B200", 2250.0),
-    ("GH200", 989.4),
-    ("H200 NVL", 835.0),
-    ("H200", 989.4),
-    ("H100 PCIe", 756.0),
-    ("H100 NVL", 835.0),
-    ("H100", 989.4),
-    ("A100", 312.0),
-    ("L40S", 362.05),
-    ("A40", 149.7),
-    ("A10", 125.0),
-    ("RTX 4090", 165.2),
-)
-MEMORY_EVENTS = 100_000  # newest allocations and frees that a memory snapshot keeps
-
-
-def peak_flops(device_name: str, precision: str, override: float | None = None) -> float | None:
-    """Peak FLOP/s of one device, for the model FLOP utilisation; None where it is not known.
-
-    Args:
-        device_name: as `torch.cuda.get_device_name` says; "cpu" is in no table.
-        precision: only `bf16` is in the table.
-        override: TFLOP/s that count whatever the device.
-    """
-    if override is not None:
-        return override * 1e12
-    if precision != "bf16":
-        return None
-    known = (tflops * 1e12 for name, tflops in PEAK_TFLOPS if re.search(rf"\b{name}\b", device_name))
-    return next(known, None)
-
-
-@dataclass
-class Throughput:
-    """Seconds and tokens of training since the last reading; evaluation and checkpoints don't count.
-
-    Args:
-        flops_per_token: forward and backward, by the model's own formula; recomputation does not count.
-        peak: FLOP/s of all devices together; None: no utilisation.
-        device: where the memory is read; the process's own on a CPU.
-    """
-
-    flops_per_token: float
-    peak: float | None
-    device: torch.device
-    seconds: float = 0.0
-    waited: float = 0.0  # of them for data
-    tokens: int = 0
-
-    def start(self) -> None:
-        """Training begins or continues."""
-        self._begin = time.perf_counter()
-
-    def stop(self, tokens: int) -> None:
-        """Something else follows the step of `tokens` tokens."""
-        self.seconds += time.perf_counter() - self._begin
-        self.tokens += tokens
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Inside, training waits for data."""
-        begin = time.perf_counter()
-        yield
-        self.waited += time.perf_counter() - begin
-
-    def read(self) -> Record:
-        """Speed, utilisation, the share of time that data was waited for, memory; all since the last call."""
-        rate = self.tokens / self.seconds if self.seconds else 0.0
-        record: Record = {
-            "tokens_per_second": round(rate, 1),
-            "data_wait": round(self.waited / self.seconds, 5) if self.seconds else 0.0,
-            "memory_gib": round(self._memory() / 2**30, 3),
-        }
-        if self.peak is not None:
-            record["mfu"] = round(rate * self.flops_per_token / self.peak, 4)
-        self.seconds, self.waited, self.tokens = 0.0, 0.0, 0
-        return record
-
-    def _memory(self) -> int:
-        """Peak bytes: allocated on the GPU since the last call, or of this process so far."""
-        if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            return peak
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @contextmanager
@@ -167,37 +73,6 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     return torch.stack(norms).square().sum()
 
 
-@contextmanager
-def profiled(folder: Path, step: int, rank: int) -> Iterator[None]:
-    """Record what runs inside.
-
-    `step-N-rank-R.json` opens in https://ui.perfetto.dev, `...-memory.pickle` (GPU only) in
-    https://pytorch.org/memory_viz, and `...-operators.txt` is a table of the costliest operators. What a full
-    disk refuses is left out, with a line in the log.
-    """
-    stem = folder / f"step-{step:07d}-rank-{rank}"
-    on_gpu = torch.cuda.is_available()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    if on_gpu:
-        torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
-    with profile(activities=activities, record_shapes=True, profile_memory=True) as trace:
-        yield
-        if on_gpu:
-            torch.cuda.synchronize()
-    order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        trace.export_chrome_trace(f"{stem}.json")
-        Path(f"{stem}-operators.txt").write_text(trace.key_averages().table(sort_by=order, row_limit=40))
-        if on_gpu:
-            torch.cuda.memory._dump_snapshot(f"{stem}-memory.pickle")
-    except (OSError, RuntimeError) as error:
-        logger.warning("step %d: the trace can't be written (%s)", step, reason(error))
-    finally:
-        if on_gpu:
-            torch.cuda.memory._record_memory_history(enabled=None)
-
-
 def last_value(path: Path, key: str) -> float | None:
     """The last finite value of a key of metrics.jsonl; None where there is none."""
     values = [record[key] for record in read_metrics(path) if record.get(key) is not None]
@@ -217,14 +92,19 @@ def checkpoint_seconds(path: Path) -> tuple[float, float]:
     return stalled, trained
 
 
-def plot_losses(runs: list[Path], out: Path) -> Path:
-    """Training loss (line), validation loss (points) and the data's unigram entropy (dashes) of run folders.
+def draw_losses(runs: Sequence[Path], labels: Sequence[str] = (), metric: str = "loss") -> "Figure":
+    """A metric of run folders against training tokens, so that runs with other batches compare.
 
-    A dotted line marks each resume. The horizontal axis is training tokens, so that runs with other batches
-    compare.
+    With the training loss (line) come validation loss (points) and the data's unigram entropy (dashes). A
+    dotted line marks each resume.
+
+    Args:
+        runs: run folders.
+        labels: what the legend calls them; default: their names.
+        metric: a key of metrics.jsonl.
 
     Raises:
-        ValueError: a folder holds no training losses.
+        ValueError: a folder holds no such metric.
     """
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
     from matplotlib.ticker import EngFormatter
@@ -233,32 +113,41 @@ def plot_losses(runs: list[Path], out: Path) -> Path:
     axes = figure.add_subplot()
     entropies = {}
     for number, run in enumerate(runs):
-        records = [r for r in read_metrics(RunFolder(run).metrics) if r.get("tokens") is not None]
-        name, color = RunFolder(run).name, f"C{number}"
-
-        def points(key: str, records: list[Record] = records) -> tuple[list, list]:
-            chosen = [record for record in records if record.get(key) is not None]
-            return [record["tokens"] for record in chosen], [record[key] for record in chosen]
-
-        tokens, losses = points("loss")
-        if not losses:
-            raise ValueError(f"{run} has no training losses to plot")
+        records, color = read_metrics(RunFolder(run).metrics), f"C{number}"
+        name = labels[number] if labels else RunFolder(run).name
+        tokens, values = curve(records, metric)
+        if not values:
+            what = "training losses" if metric == "loss" else metric
+            raise ValueError(f"{run} has no {what} to plot")
         # Pale, or the noise of single steps hides the validation points.
-        axes.plot(tokens, losses, color=color, lw=0.8, alpha=0.5, label=name)
-        marks = {"ls": "none", "marker": "o", "ms": 5, "mec": "black", "mew": 0.7, "zorder": 3}
-        axes.plot(*points("validation_loss"), color=color, label=f"{name}, validation", **marks)
+        axes.plot(tokens, values, color=color, lw=0.8, alpha=0.5 if metric == "loss" else 1, label=name)
         for i, resumed in enumerate(resumed_at(run)):
             axes.axvline(resumed, color=color, ls=":", lw=1, label=None if i else f"{name}, resumed")
-        if (plan := RunFolder(run).plan).is_file():
-            entropy = json.loads(plan.read_text()).get("unigram_entropy")
-            if entropy is not None:
-                entropies[round(entropy, 4)] = entropy
+        if metric == "loss":
+            marks = {"ls": "none", "marker": "o", "ms": 5, "mec": "black", "mew": 0.7, "zorder": 3}
+            axes.plot(*curve(records, "validation_loss"), color=color, label=f"{name}, validation", **marks)
+            if (plan := RunFolder(run).plan).is_file():
+                entropy = json.loads(plan.read_text()).get("unigram_entropy")
+                if entropy is not None:
+                    entropies[round(entropy, 4)] = entropy
     for entropy in entropies.values():
         axes.axhline(entropy, color="gray", ls="--", lw=1, label=f"unigram entropy {entropy:.2f}")
-    axes.set(xlabel="training tokens", ylabel="loss [nats per token]")
+    axes.set(xlabel="training tokens", ylabel=metric + " [nats per token]" * metric.endswith("loss"))
     axes.xaxis.set_major_formatter(EngFormatter())
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
+    return figure
+
+
+def curve(records: Iterable[Record], metric: str) -> tuple[list[float], list[float]]:
+    """Training tokens, and the metric's values there."""
+    chosen = [r for r in records if r.get("tokens") is not None and r.get(metric) is not None]
+    return [record["tokens"] for record in chosen], [record[metric] for record in chosen]
+
+
+def plot_losses(runs: Sequence[Path], out: Path) -> Path:
+    """Write `draw_losses` as a PNG file."""
+    figure = draw_losses(runs)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=120)
     return out

@@ -13,7 +13,7 @@ from fla_train.models.flops import (
 )
 from fla_train.models.zoo.flops import forward_flops
 from fla_train.training.config import TrainConfig, accumulation_steps, with_processes
-from fla_train.training.metrics import peak_flops
+from fla_train.utils.throughput import peak_flops
 
 ASSUMED_GPU, ASSUMED_MFU = "H100", 0.4  # for the estimate of GPU-hours
 
@@ -113,9 +113,22 @@ def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:
         f"schedule     {config.schedule.name}, peak {config.optimizer.lr:g}, "
         f"{config.schedule.warmup(trainer.max_steps)} warm-up steps",
         f"device       {launch.device}, {trainer.precision}",
+        *_mixer_lines(config),
         *_data_lines(plan.validation_tokens, trainer.seq_len),
         *_curriculum_lines(config),
     ]
+
+
+def _mixer_lines(config: TrainConfig) -> list[str]:
+    """How a mixer of the user's own was counted."""
+    if config.model.get("mixer") is None:
+        return []
+    from fla_train.models.mixers.registry import linear_mixer  # imports the models: seconds
+
+    mixer = linear_mixer(build_model_config(config.model))
+    own = hasattr(mixer, "flops_per_token")
+    flops = "as it counts them" if own else "those of its linear layers: it has no flops_per_token"
+    return [f"mixer        {mixer.__name__}: FLOPs are {flops}; memory is estimated as for DeltaProduct"]
 
 
 def _data_lines(tokens: dict[str, int] | None, seq_len: int) -> list[str]:

@@ -1,7 +1,6 @@
 """Requests to stop, by a batch system, a terminal that closes or Ctrl-C: "save a checkpoint, then end"."""
 
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,11 +29,10 @@ def answer(handler: Handler) -> dict[int, Handler]:
     return previous
 
 
-def restore(handlers: dict[int, Handler], failure: type[BaseException] | None = None) -> None:
-    """Undo `answer`, but for what was blocked. After `Preempted` SIGNALS are ignored."""
+def restore(handlers: dict[int, Handler]) -> None:
+    """Undo `answer`, but for what was blocked."""
     for number, handler in handlers.items():
-        ignored = failure is Preempted and number in SIGNALS
-        signal.signal(number, signal.SIG_IGN if ignored else handler)
+        signal.signal(number, handler)
 
 
 class StopRequest:
@@ -60,9 +58,11 @@ class StopRequest:
 class Preempted(BaseException):
     """This process got a request to stop: the workers, if there were any, have saved a checkpoint and left.
 
-    Like KeyboardInterrupt it passes by what handles errors. SIGNALS are ignored from then on: another one
-    would end the process with another exit status.
+    Like KeyboardInterrupt it passes by what handles errors.
     """
+
+    def __init__(self) -> None:
+        super().__init__("stopped on request; the same command with this run.dir resumes from where it was")
 
 
 class StopSignals:
@@ -84,8 +84,8 @@ class StopSignals:
         self._previous = answer(self._handle) | {signal.SIGINT: signal.signal(signal.SIGINT, self._handle)}
         return self
 
-    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        restore(self._previous, failure)
+    def __exit__(self, *_: object) -> None:
+        restore(self._previous)
 
     def pass_to(self, workers: Sequence[Popen]) -> None:
         """From now on ask these."""
@@ -119,13 +119,18 @@ class StopSignals:
 
 @contextmanager
 def leaving_at_once() -> Iterator[None]:
-    """Inside, a request to leave raises `Preempted`: what the launcher does by itself can be resumed."""
+    """Inside, a request to leave raises `Preempted`: what the launcher does by itself can be resumed.
 
+    After `Preempted` SIGNALS are ignored: another one would end the process with another exit status.
+    """
     previous = answer(_leave)
     try:
         yield
+    except Preempted:
+        previous = dict.fromkeys(previous, signal.SIG_IGN)
+        raise
     finally:
-        restore(previous, sys.exc_info()[0])
+        restore(previous)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -4,7 +4,7 @@ import json
 import math
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from fla_train.data.cache import PreparedData, prepared_name
 from fla_train.hub import find_export_damage
+from fla_train.hub.saved_config import flat, plain
+from fla_train.models.configuration import config_fields
 from fla_train.tasks import TaskConfig
 from fla_train.training import checkpoint
 from fla_train.training.config import AUTO, TrainConfig, load_config, with_model
@@ -224,9 +226,12 @@ def check_same_run(config: TrainConfig, data: PreparedData | None, resume: Path,
             raise ValueError(f"{resume} is of other prepared data: restore them or use another checkpoint")
         log(f"resume       {resume} lies in no run folder: its model and seed can't be compared")
         return
-    before, now = dict(_flat(asdict(load_config(earlier.config)))), dict(_flat(asdict(config)))
+    before, now = dict(flat(asdict(load_config(earlier.config)))), dict(flat(asdict(config)))
+    # A run of an earlier version has had the defaults of fields that came after it.
+    defaults = {f"model.{name}": field.default for name, field in config_fields().items()}
+    before = {key: default for key, default in defaults.items() if key in now} | before
     changed = {
-        key: f"{key}={_plain(now.get(key))} (was {_plain(before.get(key))})"
+        key: f"{key}={plain(now.get(key))} (was {plain(before.get(key))})"
         for key in sorted(before | now)
         if now.get(key) != before.get(key)
     }
@@ -261,20 +266,6 @@ def _fingerprint(resume: Path) -> str | None:
         return Path(json.loads(_run_of(resume).plan.read_text())["data_folder"]).name
     except (OSError, ValueError, KeyError):
         return None
-
-
-def _plain(value: object) -> str:
-    """A value as one writes it on the command line: null, true, 3, text."""
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _flat(node: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """(dotted key, value) of every leaf."""
-    for key, value in node.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def check_config_consistency(

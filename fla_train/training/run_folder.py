@@ -157,6 +157,17 @@ class RunLock:
         return f"another training process writes {self._root}: wait for it or give another run.dir"
 
 
+def is_locked(folder: RunFolder) -> bool:
+    """Whether a trainer writes the folder now, as far as its file system has locks."""
+    places = [place for place in (folder.root, folder.root / ".lock") if place.exists()]
+    descriptors = [os.open(place, os.O_RDONLY) for place in places]
+    try:
+        return not all(map(_try_lock, descriptors))
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
 def _same(path: Path, descriptor: int) -> bool:
     try:
         return os.path.samestat(os.lstat(path), os.fstat(descriptor))

@@ -20,18 +20,10 @@ from fla_train.training.config import TrainConfig
 from fla_train.training.cuda_graph import CudaGraphPass
 from fla_train.training.engine import Outcome, StepResult, build_engine, train_step
 from fla_train.training.evaluator import SuiteRuns, make_evaluator
-from fla_train.training.failures import TrainingStopped, Watchdog
+from fla_train.training.failures import TrainingStopped
 from fla_train.training.load_checkpoint import load_checkpoint
 from fla_train.training.log import RunLogger
-from fla_train.training.metrics import (
-    Throughput,
-    last_value,
-    peak_flops,
-    plot_losses,
-    profiled,
-    step_statistics,
-    to_host,
-)
+from fla_train.training.metrics import last_value, plot_losses, step_statistics, to_host
 from fla_train.training.model import Exporter, build_model
 from fla_train.training.optimizer import learning_rate
 from fla_train.training.plan import training_flops
@@ -39,7 +31,10 @@ from fla_train.training.preemption import StopRequest
 from fla_train.training.resume import check_config_consistency
 from fla_train.training.run_data import open_training_data, to_batch
 from fla_train.training.run_folder import RunFolder, RunLock
+from fla_train.utils.profiling import profiled
 from fla_train.utils.records import Record, read_metrics
+from fla_train.utils.throughput import Throughput, peak_flops
+from fla_train.utils.watchdog import Watchdog
 
 READ_EVERY = 10  # steps within which outcomes are read, however seldom they are logged
 

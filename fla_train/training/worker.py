@@ -17,11 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from fla_train.training.failures import Watchdog, describe_failure, end_process
+from fla_train.training.failures import describe_failure
 from fla_train.training.log import log_both, redirect_output
 from fla_train.training.preemption import EXIT_CODE, StopRequest
 from fla_train.utils.filesystem import write_whole
 from fla_train.utils.processes import die_with_parent
+from fla_train.utils.watchdog import Watchdog, end_process
 
 if TYPE_CHECKING:  # they import torch, and a request to stop must be handled before that
     from fla_train.training.config import TrainConfig

@@ -26,7 +26,6 @@ waits for an accelerator.
 
 import math
 import os
-import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -36,9 +35,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fla_train.kernels.delta_product.chunk_torch import chunk_delta_product
 from fla_train.kernels.delta_product.recurrent import compute_dtype, recurrent_delta_product, recurrent_step
+from fla_train.utils.aliases import ALIASES, announce, current_name
 
 BACKENDS = ("recurrent", "chunk", "triton")
-FORMER_BACKENDS = {"chunked": "chunk"}
 BACKEND_VARIABLE = "FLA_TRAIN_BACKEND"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -160,20 +159,21 @@ def known_recompute(recompute: object, source: str = "recompute") -> bool:
         return recompute
     if not isinstance(recompute, int) or recompute < 1:
         raise ValueError(f"{source} is {recompute!r}, expected false or true")
-    _warn(f"{source}={recompute} now means {source}=true")
+    if not torch.compiler.is_compiling():  # a warning would break the graph
+        announce(source, str(recompute), ALIASES["recompute"]["TOKENS"])
     return True
 
 
 def known_backend(backend: str, source: str = "backend") -> str:
-    """The present name of a backend; `source` is where it was given. A former name warns of the new one.
+    """The present name of a backend, which may be given by an alias; `source` is the setting that has it.
 
     Raises:
         ValueError: for a name that is neither "auto" nor in `BACKENDS`.
     """
-    if backend in FORMER_BACKENDS:
-        name = FORMER_BACKENDS[backend]
-        _warn(f"{source}={backend} is now called {name}")
-        return name
+    if torch.compiler.is_compiling():  # a warning would break the graph
+        backend = ALIASES["backend"].get(backend, backend)
+    else:
+        backend = current_name("backend", backend, source)
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"{source}={backend!r} is unknown: choose auto, {', '.join(BACKENDS)}")
     return backend
@@ -278,11 +278,6 @@ def _scale(scale: float | None, q: Tensor) -> float:
     if not math.isfinite(scale):
         raise ValueError(f"scale is {scale}, expected a finite number")
     return float(scale)
-
-
-def _warn(message: str) -> None:
-    if not torch.compiler.is_compiling():  # a warning would break the graph
-        warnings.warn(message, FutureWarning, stacklevel=4)
 
 
 def _readable(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Fused memory-bound ops: short convolution, RMSNorm, SwiGLU, gates, cross-entropy.
+"""Fused memory-bound ops: short convolution, RMSNorm, SwiGLU, gates, rotary positions, cross-entropy.
 
 Each has a PyTorch definition and Triton kernels that read their inputs and write their outputs once, with the
 same gradients; `backend="auto"` takes the kernels on CUDA. See docs/fused_ops.md.
@@ -8,6 +8,7 @@ from fla_train.kernels.fused_ops.backend import BACKENDS, resolve_backend
 from fla_train.kernels.fused_ops.cross_entropy import IGNORE, consume_logits
 from fla_train.kernels.fused_ops.gates import recurrence_gates
 from fla_train.kernels.fused_ops.rms_norm import add_rms_norm, rms_norm
+from fla_train.kernels.fused_ops.rotary import rotary
 from fla_train.kernels.fused_ops.short_conv import short_convolution
 from fla_train.kernels.fused_ops.swiglu import swiglu_linear
 
@@ -19,6 +20,7 @@ __all__ = [
     "recurrence_gates",
     "resolve_backend",
     "rms_norm",
+    "rotary",
     "short_convolution",
     "swiglu_linear",
 ]

@@ -1,20 +1,17 @@
 """Choice of backend for the fused ops: the PyTorch definition or the Triton kernels."""
 
 import os
-import warnings
 
 import torch
 from torch import Tensor
 
+from fla_train.utils.aliases import rename_environment
+
 BACKENDS = ("torch", "triton")
 BACKEND_VARIABLE = "FLA_TRAIN_FUSED_OPS"
-FORMER_VARIABLE = "FLA_TRAIN_NEIGHBOURS"
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Once, at import: torch.compile traces `resolve_backend`. Processes that are started inherit the new name.
-if FORMER_VARIABLE in os.environ:
-    os.environ.setdefault(BACKEND_VARIABLE, os.environ.pop(FORMER_VARIABLE))
-    warnings.warn(f"{FORMER_VARIABLE} is now called {BACKEND_VARIABLE}", FutureWarning, stacklevel=1)
+rename_environment()  # at import: torch.compile traces `resolve_backend`
 
 
 def resolve_backend(backend: str, x: Tensor, limit: str | None = None) -> str:

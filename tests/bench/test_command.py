@@ -85,7 +85,7 @@ def test_train_with_a_peer(tmp_path, capfd) -> None:
     assert out.lstrip().startswith(("1 CPU", "2 CPU"))  # and nothing that the engine prints
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two GPUs, or none")
 def test_train_on_two_ranks(tmp_path, capfd) -> None:
     file = tmp_path / "train.json"
@@ -99,7 +99,7 @@ def test_train_on_two_ranks(tmp_path, capfd) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["kernels", "--tokens", "0"], "--tokens must be at least 1"),
+        (["kernels", "--tokens", "0"], "--tokens: must be at least 1"),
         (["kernels", "--num-householder", "0"], "--num-householder"),
         (["kernels", *SMALL, "--bandwidth", "-1"], "must be positive"),
         (["kernels", *SMALL, "--backends", "fast"], "choose auto, recurrent"),

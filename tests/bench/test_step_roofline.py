@@ -8,6 +8,7 @@ from fla_train.bench.roofline import Ceilings, elementwise_bytes, step_roofline
 from fla_train.cli.app import compose
 from fla_train.models import DeltaProductForCausalLM, build_config, layers
 from fla_train.models.layers import RMSNorm, ShortConvolution
+from fla_train.models.mixers import attention
 from fla_train.training.config import register, to_config
 
 SIZES = {"vocab_size": 50, "hidden_size": 32, "num_heads": 2, "head_dim": 8, "expand_v": 1.5}
@@ -17,7 +18,12 @@ MODELS = [
     {"num_householder": 3, "use_forget_gate": False},
     {"use_output_gate": False},
     {"use_short_conv": False, "num_householder": 2},
-    {"attn": {"layers": [1], "num_heads": 2}, "tie_word_embeddings": True},
+    {
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+    },
 ]
 
 
@@ -51,6 +57,13 @@ def test_bytes_are_those_of_the_tensors_that_pass(options: dict, monkeypatch: py
         return swiglu_linear(gate, up, weight)
 
     monkeypatch.setattr(layers, "swiglu_linear", watched)
+    rotary = attention.rotary
+
+    def watched_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        moved.append(4 * e * (q.numel() + k.numel()))
+        return rotary(q, k, cos, sin)
+
+    monkeypatch.setattr(attention, "rotary", watched_rotary)
     model(torch.arange(tokens)[None], use_cache=False)
     assert sum(moved) == tokens * elementwise_bytes(config, e)
 

@@ -193,7 +193,7 @@ def test_the_command_writes_the_table_that_calls_read(small, cache, monkeypatch,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tokens", "0"], "--tokens must be at least 1"),
+        (["--tokens", "0"], "--tokens: must be at least 1"),
         (["--head-dim", "512", "--tokens", "2", "--batch", "1"], "key dimension of at most 256"),
     ],
 )

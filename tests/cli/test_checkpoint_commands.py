@@ -46,30 +46,14 @@ def test_eval(run: Path, tmp_path: Path) -> None:
     documents = tmp_path / "documents.jsonl"
     documents.write_text("".join(json.dumps({"text": TEXT * n}) + "\n" for n in range(1, 9)))
     (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks/lines.yaml").write_text(
-        json.dumps(
-            {
-                "task": "lines",
-                "dataset_path": "json",
-                "dataset_kwargs": {"data_files": {"test": str(documents)}},
-                "test_split": "test",
-                "output_type": "loglikelihood_rolling",
-                "doc_to_text": "",
-                "doc_to_target": "{{text}}",
-                "metric_list": [{"metric": "byte_perplexity"}],
-            }
-        )
-    )
+    task = {"task": "lines", "output_type": "loglikelihood_rolling", "test_split": "test"}
+    task |= {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(documents)}}}
+    task |= {"doc_to_text": "", "doc_to_target": "{{text}}", "metric_list": [{"metric": "byte_perplexity"}]}
+    (tmp_path / "tasks/lines.yaml").write_text(json.dumps(task))
     output = tmp_path / "output"
-    done = command(
-        "eval",
-        f"checkpoint={run}",
-        f"output={output}",
-        "suite=demo",
-        f"suite.perplexity.sets=[{documents}]",
-        "suite.tasks=[lines]",
-        f"suite.include_path={tmp_path / 'tasks'}",
-    )
+    suite = ["suite=demo", f"suite.perplexity.sets=[{documents}]", "suite.tasks=[lines]"]
+    suite.append(f"suite.include_path={tmp_path / 'tasks'}")
+    done = command("eval", f"checkpoint={run}", f"output={output}", *suite)
     results = json.loads((output / "results.json").read_text())
     assert [row["length"] for row in results["perplexity"]["documents"]["lengths"]] == [128]
     # A model that knows nothing has 320 choices for each byte.
@@ -98,14 +82,8 @@ def test_generate(run: Path) -> None:
 def test_generate_draws_the_same_text_for_the_same_seed(run: Path, capsys: pytest.CaptureFixture) -> None:
     texts = []
     for seed in (1, 1, 2):
-        overrides = [
-            f"checkpoint={run}",
-            "prompt=ab",
-            f"seed={seed}",
-            "max_new_tokens=20",
-            "top_k=50",
-            "top_p=0.9",
-        ]
+        sampling = ["max_new_tokens=20", "top_k=50", "top_p=0.9"]
+        overrides = [f"checkpoint={run}", "prompt=ab", f"seed={seed}", *sampling]
         generate.register()
         assert generate.task(app.compose("generate", overrides)) == 0
         texts.append(capsys.readouterr().out)
@@ -160,22 +138,19 @@ def test_requests_that_cannot_work(run: Path, module, name, overrides, message) 
 
 
 @pytest.mark.parametrize(
-    ("module", "place", "line"),
+    ("name", "place", "line"),
     [
-        (eval, "fla_train.eval.run.evaluate", "interrupted; finished parts are kept: add output=x/y"),
-        (generate, "fla_train.hub.load_model", "interrupted\n"),
+        ("fla-eval", "fla_train.eval.run.evaluate", "interrupted; finished parts are kept: add output=x/y"),
+        ("fla-generate", "fla_train.hub.load_model", "interrupted\n"),
     ],
 )
-def test_an_interrupt_is_a_line(module, place: str, line: str, monkeypatch, capsys) -> None:
+def test_an_interrupt_is_a_line(name: str, place: str, line: str, run_command, monkeypatch) -> None:
     def interrupt(*arguments: object, **options: object) -> None:
-        raise KeyboardInterrupt(*(["x/y"] if module is eval else []))
+        raise KeyboardInterrupt(*(["x/y"] if name == "fla-eval" else []))
 
     monkeypatch.setattr(place, interrupt)
-    monkeypatch.setattr(sys, "argv", [module.__name__, "checkpoint=x"])
-    with pytest.raises(SystemExit) as stop:
-        module.main()
-    assert stop.value.code == 130
-    assert capsys.readouterr().err.startswith(f"error: {line}")
+    code, _, err = run_command(name, "checkpoint=x")
+    assert code == 130 and err.startswith(f"error: {line}")
 
 
 @pytest.mark.parametrize(

@@ -11,60 +11,46 @@ from fla_train.kernels.delta_product.recurrent import recurrent_delta_product
 from fla_train.kernels.delta_product.selfcheck import CASES, CheckReport, check_backend
 
 
-def test_a_sound_machine_is_ready(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["fla-doctor", "--verbose"])
+def test_a_sound_machine_is_ready(run_command, monkeypatch):
     monkeypatch.setattr(doctor, "checks", lambda: [("chunk", "cpu", torch.float32)])
-    doctor.main()
-    out = capsys.readouterr().out
-    assert "READY: 1 checks passed" in out
+    code, out, _ = run_command("fla-doctor", "--verbose")
+    assert code == 0 and "READY: 1 checks passed" in out
     assert f"torch {version('torch')}" in out
     assert all(case.name in out for case in CASES)
 
 
-def test_a_wrong_backend_is_named_and_fails(monkeypatch, capsys):
+def test_a_wrong_backend_is_named_and_fails(run_command, monkeypatch):
     def wrong(**arguments):
         return recurrent_delta_product(**arguments | {"scale": 1.1 * arguments["scale"]})
 
     backends = {"chunk": wrong, "recurrent": recurrent_delta_product}
     monkeypatch.setattr(interface, "load_backend", backends.__getitem__)
-    monkeypatch.setattr("sys.argv", ["fla-doctor"])
     monkeypatch.setattr(doctor, "checks", lambda: [(name, "cpu", torch.float32) for name in backends])
-    with pytest.raises(SystemExit) as stop:
-        doctor.main()
-    assert stop.value.code == 1
-    out = capsys.readouterr().out
-    assert "NOT READY" in out
-    assert "chunk on cpu is wrong" in out
+    code, out, _ = run_command("fla-doctor")
+    assert code == 1 and "NOT READY" in out and "chunk on cpu is wrong" in out
 
 
 @pytest.mark.parametrize(("backend", "said"), [("triton", True), ("chunk", False)])
-def test_a_compiler_is_suspected_where_one_ran(monkeypatch, capsys, backend, said):
-    monkeypatch.setattr("sys.argv", ["fla-doctor"])
+def test_a_compiler_is_suspected_where_one_ran(run_command, monkeypatch, backend, said):
     failed = CheckReport(backend, "cpu", torch.float32, (), "gives other numbers")
     monkeypatch.setattr(doctor, "run_checks", lambda *arguments, **options: [failed])
-    with pytest.raises(SystemExit):
-        doctor.main()
-    assert ("TRITON_PTXAS_PATH" in capsys.readouterr().out) == said
+    assert ("TRITON_PTXAS_PATH" in run_command("fla-doctor")[1]) == said
 
 
-def test_the_kernels_of_a_shape_are_explained(monkeypatch, capsys):
+def test_the_kernels_of_a_shape_are_explained(run_command, monkeypatch):
     monkeypatch.setattr(doctor, "run_checks", lambda *arguments, **options: [])
     shape = ["2", "16384", "4", "64", "64", "3"]
     for arguments, sizes in ([], "tokens 2048, heads 8"), (["--shape", *shape], "tokens 16384, heads 4"):
-        monkeypatch.setattr("sys.argv", ["fla-doctor", *arguments])
-        doctor.main()
-        out = capsys.readouterr().out
+        _, out, _ = run_command("fla-doctor", *arguments)
         assert sizes in out
         for decision in ("algorithm: chunk, because", "sequences: ", "backward: ", "chunk_prepare_wy: "):
             assert decision in out
 
 
 @pytest.mark.parametrize("shape", [["1"], ["1", "0", "1", "1", "1", "1"]])
-def test_a_wrong_shape_is_a_users_error(monkeypatch, capsys, shape):
-    monkeypatch.setattr("sys.argv", ["fla-doctor", "--shape", *shape])
-    with pytest.raises(SystemExit) as stop:
-        doctor.main()
-    assert stop.value.code == 2 and "--shape" in capsys.readouterr().err
+def test_a_wrong_shape_is_a_users_error(run_command, shape):
+    code, _, err = run_command("fla-doctor", "--shape", *shape)
+    assert code == 2 and "--shape" in err
 
 
 def test_merged_reports_hold_every_row_and_the_first_failure():

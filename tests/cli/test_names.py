@@ -9,29 +9,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from fla_train import __version__
-from fla_train.cli import app, bench, eval, export, generate, names, prepare, train
+from fla_train.cli import app, eval, export, generate, names, prepare, train
 from fla_train.cli.config_files import ConfigFiles
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = {"train": train, "prepare": prepare, "eval": eval, "export": export, "generate": generate}
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    """`run("fla-train", word, ...)` in this process: the exit status, stdout and stderr."""
-
-    def run(name: str, *words: str) -> tuple[int, str, str]:
-        module = {"bench": bench, **COMMANDS}[name.removeprefix("fla-")]
-        monkeypatch.setattr(sys, "argv", [name, *words])
-        try:
-            module.main()
-            code = 0
-        except SystemExit as end:
-            code = end.code or 0
-        return code, *capsys.readouterr()
-
-    monkeypatch.delenv("FLA_TRAIN_TRACEBACK", raising=False)
-    return run
 
 
 def assert_error(result: tuple[int, str, str], *parts: str) -> None:
@@ -47,9 +29,10 @@ def assert_error(result: tuple[int, str, str], *parts: str) -> None:
 
 MODELS = [
     f"{variant}/{size}"
-    for variant in ("delta_net", "delta_product", "gated_delta_net", "gated_delta_product")
+    for variant in ("delta_net", "delta_product", "gated_delta_net", "gated_delta_product", "transformer")
     for size in ("tiny", "340m", "1.3b")
 ]
+MODELS += [f"hybrid/{layers}/{size}" for layers in ("swa", "global2", "3to1") for size in ("tiny", "340m")]
 LLAMAS = [f"model=hf/llama/{size}" for size in ("tiny", "340m", "1.3b")]
 
 
@@ -76,8 +59,8 @@ LLAMAS = [f"model=hf/llama/{size}" for size in ("tiny", "340m", "1.3b")]
         (["fla-bench", "train", "optimizer=adam"], ["optimizer=adamw"], ["muon"]),
     ],
 )
-def test_a_wrong_option_gets_the_closest_and_the_whole_list(run, words, close, listed) -> None:
-    code, out, err = run(*words)
+def test_a_wrong_option_gets_the_closest_and_the_whole_list(run_command, words, close, listed) -> None:
+    code, out, err = run_command(*words)
     assert_error((code, out, err), words[-1], *close)
     question, _, rest = err.partition("\n")
     assert question.endswith("?") and question.partition("did you mean ")[2].count("=") == len(close)
@@ -114,8 +97,8 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("command", UNKNOWN)
-def test_an_unknown_key_gets_the_closest_keys(run, command: str) -> None:
-    code, out, err = run(*command.split(), *UNKNOWN[command])
+def test_an_unknown_key_gets_the_closest_keys(run_command, command: str) -> None:
+    code, out, err = run_command(*command.split(), *UNKNOWN[command])
     assert_error((code, out, err))
     lines = err.removeprefix("error: ").splitlines()
     assert len(lines) == len(UNKNOWN[command])
@@ -166,8 +149,8 @@ def test_names_of_other_trainers_point_to_ours() -> None:
         assert line.strip().startswith(theirs) and f"write {ours}" in line
 
 
-def test_a_task_has_a_batch_size_of_its_own(run) -> None:
-    assert_error(run("fla-train", "task=mqar", "batch_size=8"), "task.batch_size=8")
+def test_a_task_has_a_batch_size_of_its_own(run_command) -> None:
+    assert_error(run_command("fla-train", "task=mqar", "batch_size=8"), "task.batch_size=8")
 
 
 def test_the_table_of_other_names_points_to_keys_that_exist() -> None:
@@ -200,9 +183,9 @@ def test_a_real_key_is_never_taken_for_another_name() -> None:
     [["--config-dir", "."], ["--cfg", "job"], ["-m"], ["--multirun"], ["--info", "config"], ["--cfg=all"]],
     ids=" ".join,
 )
-def test_the_status_is_2_with_any_flag(run, flags: list[str]) -> None:
+def test_the_status_is_2_with_any_flag(run_command, flags: list[str]) -> None:
     assert_error(
-        run("fla-train", "model=deltanet/tiny", *flags, "trainer.max_step=3"),
+        run_command("fla-train", "model=deltanet/tiny", *flags, "trainer.max_step=3"),
         "model=delta_net/tiny",
         "trainer.max_steps",
     )
@@ -222,8 +205,8 @@ def test_the_status_is_2_with_any_flag(run, flags: list[str]) -> None:
         (["-m", "seed=interval(0,1)"], "seed=interval(0,1)"),
     ],
 )
-def test_wrong_flags_are_errors_of_ours(run, words: list[str], part: str) -> None:
-    assert_error(run("fla-train", *words), part)
+def test_wrong_flags_are_errors_of_ours(run_command, words: list[str], part: str) -> None:
+    assert_error(run_command("fla-train", *words), part)
 
 
 @pytest.mark.parametrize(
@@ -237,58 +220,67 @@ def test_wrong_flags_are_errors_of_ours(run, words: list[str], part: str) -> Non
         (["task=mqar,compression", "task.options.power=1"], []),  # each fits by itself
     ],
 )
-def test_a_sweep_names_what_does_not_fit_before_a_job_runs(run, monkeypatch, tmp_path, words, parts) -> None:
+def test_a_sweep_names_what_does_not_fit_before_a_job_runs(
+    run_command, monkeypatch, tmp_path, words, parts
+) -> None:
     monkeypatch.chdir(tmp_path)  # Hydra's record of a sweep
     monkeypatch.setattr("fla_train.training.launch.launch", lambda config: pytest.fail("a job ran"))
-    assert_error(run("fla-train", "-m", *words), *parts)
+    assert_error(run_command("fla-train", "-m", *words), *parts)
 
 
-def test_a_sweep_whose_record_cannot_be_written_is_not_the_requests_fault(run) -> None:
-    code, _, err = run("fla-train", "-m", "seed=1,2", "hydra.sweep.dir=/proc/no")
+def test_a_sweep_whose_record_cannot_be_written_is_not_the_requests_fault(run_command) -> None:
+    code, _, err = run_command("fla-train", "-m", "seed=1,2", "hydra.sweep.dir=/proc/no")
     assert code == 1 and err.startswith("error: /proc/no")
 
 
-def test_flags_may_stand_among_overrides(run) -> None:
-    code, out, _ = run("fla-train", "seed=3", "--cfg", "job", "trainer.max_steps=7")
+def test_flags_may_stand_among_overrides(run_command) -> None:
+    code, out, _ = run_command("fla-train", "seed=3", "--cfg", "job", "trainer.max_steps=7")
     config = OmegaConf.create(out)
     assert (code, config.seed, config.trainer.max_steps) == (0, 3, 7)
 
 
-def test_options_of_a_folder_of_the_users(run, tmp_path: Path) -> None:
+def test_options_of_a_folder_of_the_users(run_command, tmp_path: Path) -> None:
     folder = tmp_path / "my configs" / "experiment"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text("# @package _global_\n# Mine alone.\ntrainer:\n  max_steps: 7\n")
     (folder / "broken.yaml").write_text("# @package _global_\ntrainer:\n  max_step: 7\n")
     words = ["--config-dir", str(folder.parent)]
-    code, out, _ = run("fla-train", "experiment=mine", *words, "--cfg", "job")
+    code, out, _ = run_command("fla-train", "experiment=mine", *words, "--cfg", "job")
     assert code == 0 and OmegaConf.create(out).trainer.max_steps == 7
-    assert_error(run("fla-train", *words, "experiment=mien"), "experiment=mine")
-    assert_error(run("fla-train", *words, "experiment=broken"), "experiment=broken", "trainer.max_steps")
-    assert "Mine alone." in run("fla-train", *words, "--list", "experiment")[1]
-    assert "max_steps: 7" in run("fla-train", *words, "--help", "experiment=mine")[1]
+    assert_error(run_command("fla-train", *words, "experiment=mien"), "experiment=mine")
+    assert_error(
+        run_command("fla-train", *words, "experiment=broken"), "experiment=broken", "trainer.max_steps"
+    )
+    assert "Mine alone." in run_command("fla-train", *words, "--list", "experiment")[1]
+    assert "max_steps: 7" in run_command("fla-train", *words, "--help", "experiment=mine")[1]
 
 
-def test_version(run) -> None:
-    assert run("fla-train", "--version")[:2] == (0, f"fla_train {__version__}\n")
+def test_version(run_command) -> None:
+    assert run_command("fla-train", "--version")[:2] == (0, f"fla_train {__version__}\n")
 
 
-def test_help_shows_the_keys_of_what_is_chosen(run) -> None:
-    _, tiny, _ = run("fla-train", "--help")
-    _, shown, _ = run("fla-train", "--help", "experiment=paper/deltanet_340m")
+def test_help_shows_the_keys_of_what_is_chosen(run_command) -> None:
+    _, tiny, _ = run_command("fla-train", "--help")
+    _, shown, _ = run_command("fla-train", "--help", "experiment=paper/deltanet_340m")
     assert "hidden_size: 128 " in tiny and "hidden_size: 1024 " not in tiny
+    for part in ("Groups (* is chosen)", "*gated_delta_product/tiny", "*stdlib", "gpu_340m"):
+        assert part in tiny
+    for key in ("max_steps: 1000 ", "num_householder: 2 ", "num_processes: auto ", "dir: null "):
+        assert any(key in line and " # " in line for line in tiny.splitlines()), key
+    assert "Hydra" not in tiny and "variant/" not in tiny
     assert "hidden_size: 1024 " in shown and "hidden_size: 128 " not in shown
     assert "# model=delta_net/340m" in shown and "*delta_net/340m" in shown
     assert "max_steps: 28610 " in shown
-    _, shown, _ = run("fla-train", "--help", "experiment=paper/deltanet_340m", "model=delta_net/1.3b")
+    _, shown, _ = run_command("fla-train", "--help", "experiment=paper/deltanet_340m", "model=delta_net/1.3b")
     assert "hidden_size: 2048 " in shown and "hidden_size: 1024 " not in shown
-    _, shown, _ = run("fla-train", "--help", "experiment=state_tracking/a5")
+    _, shown, _ = run_command("fla-train", "--help", "experiment=state_tracking/a5")
     assert "task:    # task=group_words" in shown
     assert "num_heads: 12 " in shown  # of state_tracking/common, which a5 builds on
-    assert_error(run("fla-train", "--help", "model=deltanet/tiny"), "model=delta_net/tiny")
+    assert_error(run_command("fla-train", "--help", "model=deltanet/tiny"), "model=delta_net/tiny")
 
 
-def test_list_describes_every_option(run) -> None:
-    code, out, _ = run("fla-train", "--list")
+def test_list_describes_every_option(run_command) -> None:
+    code, out, _ = run_command("fla-train", "--list")
     assert code == 0
     group, listed = "", {}
     for line in out.splitlines():
@@ -309,7 +301,7 @@ def test_list_describes_every_option(run) -> None:
     shared = {path for path in files if path.name.startswith("common")}
     assert len(shared) == 7
     assert {f"{name}.yaml" for name in listed["experiment"]} == {str(path) for path in files - shared}
-    assert "experiment=" not in run("fla-train", "--list", "data", "model")[1]
+    assert "experiment=" not in run_command("fla-train", "--list", "data", "model")[1]
 
 
 def complete(line: str, bin: Path) -> list[str]:

@@ -2,7 +2,7 @@ import errno
 import gzip
 import os
 import signal
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,31 +14,31 @@ from fla_train.data import tokenize
 from fla_train.data.config import PartConfig
 
 
-def run(monkeypatch, *overrides):
-    """Exit code of `fla-prepare` with these overrides."""
-    monkeypatch.setattr(sys, "argv", ["fla-prepare", *overrides])
-    with pytest.raises(SystemExit) as stop:
-        command.main()
-        raise SystemExit(0)
-    return stop.value.code
+@pytest.fixture
+def run(run_command):
+    return partial(run_command, "fla-prepare")
 
 
-def test_it_prepares_and_says_where(monkeypatch, capsys, local, tmp_path):
+def assert_error(result, code, message):
+    """One error on stderr, without a traceback."""
+    assert result[0] == code and result[2].startswith("error: ") and message in result[2]
+    assert "Traceback" not in result[2]
+
+
+def test_it_prepares_and_says_where(run, local):
     overrides = ["data=local", f"data.path={local.path}", f"data.cache_dir={local.cache_dir}"]
-    assert run(monkeypatch, *overrides, "data.tokenizer.name=bytes") == 0
-    out = capsys.readouterr().out
+    overrides.append("data.tokenizer.name=bytes")
+    code, out, _ = run(*overrides)
     folder = out.strip().splitlines()[-1].removeprefix("data: ready in ")
-    assert folder.startswith(local.cache_dir)
+    assert code == 0 and folder.startswith(local.cache_dir)
     assert "vocabulary 259 (bytes)" in out
-    again = (*overrides, "data.tokenizer.name=bytes", "verify=true")
-    assert run(monkeypatch, *again) == 0
-    assert f"data: every shard is as written, ready in {folder}" in capsys.readouterr().out
+    code, out, _ = run(*overrides, "verify=true")
+    assert code == 0 and f"data: every shard is as written, ready in {folder}" in out
     shard = Path(folder) / "train/tokens-00000.bin"
     content = bytearray(shard.read_bytes())
     content[7] ^= 1
     shard.write_bytes(content)
-    assert run(monkeypatch, *again) == 2
-    assert f"error: shard {shard} is corrupt (checksum)" in capsys.readouterr().err
+    assert_error(run(*overrides, "verify=true"), 2, f"shard {shard} is corrupt (checksum)")
 
 
 @pytest.mark.parametrize(
@@ -52,12 +52,8 @@ def test_it_prepares_and_says_where(monkeypatch, capsys, local, tmp_path):
         (["data=mixture", "+data.mixture={a: {path: x/}}"], "value: weight"),
     ],
 )
-def test_errors_are_one_line_and_exit_code_2(monkeypatch, capsys, overrides, message):
-    assert run(monkeypatch, *overrides) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: ")
-    assert message in err
-    assert "Traceback" not in err
+def test_errors_are_exit_code_2(run, overrides, message):
+    assert_error(run(*overrides), 2, message)
 
 
 NEEDED = {
@@ -78,14 +74,14 @@ def test_every_yaml_fits_the_schema(name):
         assert config.mixture["b"] == PartConfig(weight=1.0, source="stdlib")
 
 
-def test_a_mixture_on_the_command_line(monkeypatch, capsys, local, tmp_path):
+def test_a_mixture_on_the_command_line(run, local):
     overrides = ["data=mixture", f"data.cache_dir={local.cache_dir}"]
     one = f"one: {{weight: 0.75, path: {local.path}}}"
     two = "two: {weight: 0.25, source: stdlib, max_documents: 5}"
-    assert run(monkeypatch, *overrides, f"+data.mixture={{{one}, {two}}}") == 0
-    assert "one: 3 of 4 sequences; train: " in capsys.readouterr().out
-    assert run(monkeypatch, *overrides, f"+data.mixture={{{one}, two: {{weight: 0}}}}") == 2
-    assert "data.mixture.two.weight=0" in capsys.readouterr().err
+    code, out, _ = run(*overrides, f"+data.mixture={{{one}, {two}}}")
+    assert code == 0 and "one: 3 of 4 sequences; train: " in out
+    wrong = run(*overrides, f"+data.mixture={{{one}, two: {{weight: 0}}}}")
+    assert_error(wrong, 2, "data.mixture.two.weight=0")
 
 
 UNREACHABLE = ["data=hub", "data.path=no/dataset"]
@@ -102,9 +98,7 @@ PART = "+data.mixture={a: {weight: 1, source: hub, path: no/dataset}}"
         (["data=stdlib", "data.tokenizer.name=no/tokenizer"], "no/tokenizer: cannot be loaded"),
     ],
 )
-def test_what_another_attempt_may_mend_is_exit_code_1(
-    monkeypatch, capsys, tmp_path, corpus, overrides, message
-):
+def test_what_another_attempt_may_mend_is_exit_code_1(run, monkeypatch, tmp_path, corpus, overrides, message):
     encode = tokenize.Worker.encode
 
     def dying(self, chunk):
@@ -114,9 +108,7 @@ def test_what_another_attempt_may_mend_is_exit_code_1(
     monkeypatch.setattr(tokenize.Worker, "encode", dying)
     (tmp_path / "file").touch()
     given = [text.replace("{tmp}", str(tmp_path)).replace("{corpus}", str(corpus)) for text in overrides]
-    assert run(monkeypatch, "data.tokenizer.name=bytes", f"data.cache_dir={tmp_path}/cache", *given) == 1
-    err = capsys.readouterr().err
-    assert err.startswith("error: ") and message in err and "Traceback" not in err
+    assert_error(run("data.tokenizer.name=bytes", f"data.cache_dir={tmp_path}/cache", *given), 1, message)
 
 
 @pytest.mark.parametrize(
@@ -128,31 +120,30 @@ def test_what_another_attempt_may_mend_is_exit_code_1(
         ("a.jsonl", b'{"text": ' + b"[" * 10**5),
     ],
 )
-def test_an_error_in_the_text_is_exit_code_2(monkeypatch, capsys, tmp_path, name, content):
+def test_an_error_in_the_text_is_exit_code_2(run, tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     overrides = ["data=local", f"data.path={tmp_path / name}", f"data.cache_dir={tmp_path}/cache"]
-    assert run(monkeypatch, *overrides, "data.tokenizer.name=bytes") == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: ") and err.count("\n") == 1
+    code, _, err = run(*overrides, "data.tokenizer.name=bytes")
+    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1
 
 
 @pytest.mark.usefixtures("unheard")
-def test_a_request_to_stop_is_one_line_and_exit_code_75(monkeypatch, capsys):
+def test_a_request_to_stop_is_one_line_and_exit_code_75(run, monkeypatch):
     monkeypatch.setattr(
         "fla_train.data.prepare.prepare", lambda settings: os.kill(os.getpid(), signal.SIGTERM)
     )
-    assert run(monkeypatch, "data=stdlib") == 75
-    assert capsys.readouterr().err == "error: stopped on request; the same command resumes from here\n"
+    code, _, err = run("data=stdlib")
+    assert (code, err) == (75, "error: stopped on request; the same command resumes from here\n")
 
 
-def test_what_the_system_refuses_is_one_line_and_exit_code_1(monkeypatch, capsys, tmp_path):
+def test_what_the_system_refuses_is_one_line_and_exit_code_1(run, monkeypatch, tmp_path):
     def refuse(*arguments):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path / "here"))
 
     monkeypatch.setattr("fla_train.data.prepare.prepare", refuse)
-    assert run(monkeypatch, "data=stdlib") == 1
-    assert capsys.readouterr().err == f"error: {tmp_path / 'here'}: Permission denied\n"
+    code, _, err = run("data=stdlib")
+    assert (code, err) == (1, f"error: {tmp_path / 'here'}: Permission denied\n")
     monkeypatch.setenv("FLA_TRAIN_TRACEBACK", "1")
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # as under a debugger, or coverage
     with pytest.raises(PermissionError):
-        run(monkeypatch, "data=stdlib")
+        run("data=stdlib")

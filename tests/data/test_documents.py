@@ -38,7 +38,7 @@ def test_a_packed_micro_batch(prepared):
                 row * 64 + int(s) for row, found in enumerate(dataset.boundaries(indices)) for s in found
             }
             assert batch.cu_seqlens.tolist() == [*sorted(starts), 256]
-            assert batch.cu_seqlens.dtype == torch.int32
+            assert batch.cu_seqlens.dtype == torch.int32 and batch.max_length_q == 64
             for position in range(256):
                 expected = -100 if position in starts else batch.input_ids[0, position]
                 assert batch.labels[0, position] == expected

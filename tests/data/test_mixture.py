@@ -11,7 +11,6 @@ from fla_train.data.config import DataConfig, PartConfig, TokenizerConfig
 from fla_train.data.dataset import TokenDataset
 from fla_train.data.mixture import integer_shares, turns
 from fla_train.data.open_dataset import open_train, open_validation
-from fla_train.data.sampler import BatchSampler
 from tests.data.conftest import quiet, write_jsonl
 
 
@@ -74,20 +73,6 @@ def test_a_mixture_is_its_parts_in_turn(mixture):
     assert data.boundaries(np.array([17]))[0].tolist() == (
         parts[part[0]].boundaries(np.array([within[0]]))[0].tolist()
     )
-
-
-def test_a_step_is_the_same_set_however_it_is_cut(mixture):
-    data = open_train(quiet(mixture).folder, 32, seed=0)
-    whole = data.sequences(BatchSampler(12, 12).indices(3)[0])
-    for world, micro in ((2, 3), (3, 1), (1, 4)):
-        pieces = [
-            data.sequences(row)
-            for group in zip(
-                *(BatchSampler(12, micro, r, world).indices(3) for r in range(world)), strict=True
-            )
-            for row in group
-        ]
-        assert torch.equal(torch.cat(pieces), whole)
 
 
 def test_manifest_parts_and_validation(mixture):

@@ -2,8 +2,6 @@ import hashlib
 import json
 import math
 import os
-import re
-import signal
 import subprocess
 import sys
 import threading
@@ -65,22 +63,6 @@ def test_shards_equal_a_naive_tokenization(local, documents, split):
     entropy = -math.fsum(n / len(tokens) * math.log(n / len(tokens)) for n in counts.values())
     assert entry["unigram_entropy"] == pytest.approx(entropy, abs=1e-12)
     prepared.verify()
-
-
-def test_layouts_give_the_same_tokens(tmp_path, local, corpus, documents):
-    write_jsonl(tmp_path / "a.jsonl.gz", documents)
-    mirror = tmp_path / "mirror"
-    write_parquet(mirror / "sample" / "10BT" / "000_00000.parquet", documents)
-    (mirror / "README.md").write_text(
-        "---\nconfigs:\n- config_name: sample-10BT\n"
-        "  data_files:\n  - split: train\n    path: sample/10BT/*\n---\n"
-    )
-    whole = quiet(local)
-    gz = quiet(replace(local, path=str(tmp_path / "a.jsonl.gz")))
-    hub = quiet(replace(local, source="hub", path=str(mirror), name="sample-10BT"))
-    assert len({p.folder for p in (whole, gz, hub)}) == 3
-    for split in ("train", "validation"):
-        assert read(whole, split) == read(gz, split) == read(hub, split)
 
 
 def test_stdlib(tmp_path):
@@ -241,21 +223,6 @@ def wait_for(process, text):
     raise AssertionError(f"never said {text!r}")
 
 
-def test_a_killed_build_is_picked_up(tmp_path, local, documents):
-    process = start(local)
-    wait_for(process, "writing")
-    folders = [p for p in (tmp_path / "cache").iterdir() if p.is_dir()]
-    assert [p.name.startswith(".building-") for p in folders] == [True]
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    lines = []
-    prepared = quiet(local, lines.append)  # the lock died with its process
-    assert len(lines) == 1
-    assert re.search(r"going on after \d\d documents, \d+,\d+ tokens", lines[0])
-    assert read(prepared, "train")[0] == expected_bytes(documents, 0.2, "train")[0]
-    assert [p for p in (tmp_path / "cache").iterdir() if p.is_dir()] == [prepared.folder]
-
-
 def test_a_second_builder_waits_for_the_first(local):
     process = start(local)
     wait_for(process, "writing")
@@ -283,12 +250,6 @@ def test_threads_of_one_process_are_kept_apart_too(local):
     assert len(folders) == 3
     assert len(set(folders)) == 1
     open_prepared(folders[0]).verify()
-
-
-def test_unwritable_cache(tmp_path, local):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"data\.cache_dir"):
-        quiet(replace(local, cache_dir=str(tmp_path / "file" / "cache")))
 
 
 def test_cache_from_the_environment(tmp_path, local, monkeypatch):

@@ -12,7 +12,7 @@ from fla_train.data import cache, files, sources
 from fla_train.data import prepare as preparation
 from fla_train.data import stream as stream_module
 from fla_train.data.open_dataset import open_train, open_validation
-from fla_train.data.sampler import BatchSampler, PackedDataset, PrefetchLoader
+from fla_train.data.sampler import BatchSampler, PrefetchLoader
 from fla_train.data.stream import INDEX, IndexWriter, Record, StreamDataset, read_index
 from tests.data.conftest import quiet, write_jsonl, write_mirror, write_parquet
 from tests.data.test_prepare import expected_bytes
@@ -162,14 +162,6 @@ def test_validation_is_held_out_of_the_stream(streamed, documents):
     assert (whole, weight) == (held_out[: len(whole)], 1.0)
     assert prepared.describe()[0].startswith("stream of local")
     assert quiet(streamed).folder == prepared.folder
-
-
-def test_packed_documents(streamed):
-    data = PackedDataset(open_train(quiet(streamed).folder, 64, seed=0))
-    batch = data.sequences(np.arange(4))
-    assert batch.input_ids.shape == (1, 256)
-    ends = (batch.input_ids[0, :-1] == 2).nonzero().flatten() + 1
-    assert set(ends.tolist()) <= set(batch.cu_seqlens.tolist())
 
 
 def test_errors_of_streams(streamed, monkeypatch):

@@ -1,7 +1,10 @@
+import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -41,6 +44,29 @@ def build_model() -> Callable[..., DeltaProductForCausalLM]:
 
 
 TaskWriter = Callable[..., Path]
+CHOICES = {
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{question}}",
+    "doc_to_choice": "{{choices}}",
+    "doc_to_target": "{{answer}}",
+    "metric_list": [{"metric": "acc"}],
+}
+RECITE = {
+    "output_type": "generate_until",
+    "doc_to_text": "{{question}}",
+    "doc_to_target": "{{choices[answer]}}",
+    "generation_kwargs": {"until": ["n"], "max_gen_toks": 10, "do_sample": False},
+    "metric_list": [{"metric": "exact_match"}],
+    "filter_list": [
+        {"name": "word", "filter": [{"function": "remove_whitespace"}, {"function": "take_first"}]}
+    ],
+}
+ROLLING = {
+    "output_type": "loglikelihood_rolling",
+    "doc_to_text": "",
+    "doc_to_target": "{{text}}",
+    "metric_list": [{"metric": "word_perplexity"}],
+}
 
 
 @pytest.fixture
@@ -70,6 +96,37 @@ def datasets_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+
+
+def load_script(name: str) -> ModuleType:
+    """The module of `scripts/NAME.py`."""
+    file = Path(__file__).resolve().parents[2] / f"scripts/{name}.py"
+    place = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(place)
+    place.loader.exec_module(module)
+    return module
+
+
+def short_of_memory(patch: pytest.MonkeyPatch, owner: object, name: str, most: int) -> list[int]:
+    """`owner.NAME` has memory for `most` sequences; returns the list of the numbers it is called with."""
+    function, sizes = getattr(owner, name), []
+
+    def run(*args: object, **options: object) -> object:
+        batch = options.get("input_ids", next((x for x in args if isinstance(x, torch.Tensor | list)), None))
+        sizes.append(len(batch))
+        if len(batch) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return function(*args, **options)
+
+    patch.setattr(owner, name, run)
+    return sizes
+
+
+@torch.no_grad()
+def token_losses(model: PreTrainedModel, ids: Sequence[int]) -> np.ndarray:
+    """Losses of all tokens but the first, in fp64, by one pass over them."""
+    logits = model(torch.tensor([list(ids)]), use_cache=False).logits[0, :-1].double()
+    return -logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
 
 
 def train(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor, steps: int) -> None:

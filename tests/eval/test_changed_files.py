@@ -9,6 +9,7 @@ import pytest
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
 from fla_train.eval.run import evaluate
 from fla_train.hub import CardInfo, export_model
+from tests.eval.conftest import CHOICES
 
 
 @pytest.fixture
@@ -47,10 +48,8 @@ def test_documents(mirrored: bool, result_of, tmp_path: Path) -> None:
 
 
 def test_tasks(result_of, write_task, quiz: list[dict]) -> None:
-    task = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"}
-
     def prompts(text: str) -> str:
-        folder = write_task("quiz", quiz, doc_to_text=text, **task)
+        folder = write_task("quiz", quiz, **CHOICES | {"doc_to_text": text})
         suite = SuiteConfig(name="t", tasks=["quiz"], include_path=str(folder), limit=2)
         return result_of(suite)["tasks"]["quiz"]["scores"]["quiz"]["fingerprint"]
 

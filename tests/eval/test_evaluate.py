@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from omegaconf import OmegaConf
 
 from fla_train.data.config import DataConfig, TokenizerConfig
@@ -22,6 +21,7 @@ from fla_train.eval.documents import file_documents, longest, run_data, validati
 from fla_train.eval.run import _name, _weights_stamp, evaluate, output_folder
 from fla_train.eval.tables import markdown
 from fla_train.hub import CardInfo, export_model, resolve_checkpoint
+from tests.eval.conftest import CHOICES, token_losses
 
 TEXTS = [f"document {i}: " + "all work and no play " * (i % 7) for i in range(60)] + ["", "x"]
 
@@ -128,13 +128,8 @@ def test_the_default_reads_the_whole_validation_split(
     assert ("own_sequences" in row) == (longest > 64) and "own_sequences" not in rows[32]
 
     stream = [t for document in held_out for t in (tokenizer.eos_token_id, *document.tolist())]
-    losses = []
-    for start in range(0, result["data"]["tokens"], 64):
-        ids = torch.tensor([[tokenizer.eos_token_id, *stream[start + 1 : start + 65]]])
-        with torch.no_grad():
-            log_p = scholar(ids).logits[0, :-1].double().log_softmax(-1)
-        losses.append(-log_p.gather(1, ids[0, 1:, None])[:, 0].numpy())
-    total = np.concatenate(losses).sum()
+    starts = range(1, result["data"]["tokens"] + 1, 64)
+    total = sum(token_losses(scholar, [tokenizer.eos_token_id, *stream[i : i + 64]]).sum() for i in starts)
     assert row["loss"] == pytest.approx(total / result["data"]["tokens"], abs=1e-4)
     size = sum(token != tokenizer.eos_token_id for token in stream[1 : result["data"]["tokens"] + 1])
     assert row["bits_per_byte"] == pytest.approx(total / np.log(2) / size, abs=1e-4)  # a token is a byte
@@ -160,12 +155,7 @@ def test_each_panel_has_all_documents_that_reach_it(
     suite = perplexity_suite(sets=["w.jsonl"], lengths=[16, 64, 96], panels=[16, 40, 64, 999], bucket=16)
     _, record = evaluate(EvalConfig(str(run), str(tmp_path / "out"), suite=suite), progress=False)
     result = record["perplexity"]["w"]
-    losses = []
-    for document in documents:
-        ids = torch.tensor([tokenizer.eos_token_id, *document])
-        with torch.no_grad():
-            log_p = scholar(ids[None]).logits[0, :-1].double().log_softmax(-1)
-        losses.append(-log_p.gather(1, ids[1:, None])[:, 0].numpy())
+    losses = [token_losses(scholar, [tokenizer.eos_token_id, *document]) for document in documents]
     for panel, end in (("16", 16), ("40", 40), ("64", 64), ("999", 64)):
         reaching = [row for row in losses if len(row) >= end]
         points = result["panels"][panel]
@@ -239,11 +229,8 @@ def test_models_are_named_from_within_their_folders(run: Path, tmp_path: Path, m
 
 
 def test_tasks_and_a_task_that_fails(run: Path, write_task, quiz, tmp_path: Path) -> None:
-    choices = {"doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"}
     for name in ("quiz", "lost"):
-        folder = write_task(
-            name, quiz, output_type="multiple_choice", metric_list=[{"metric": "acc"}], **choices
-        )
+        folder = write_task(name, quiz, **CHOICES)
     (folder / "lost.jsonl").rename(folder / "found.jsonl")
     suite = SuiteConfig(name="tasks", tasks=["quiz", "lost"], include_path=str(folder), limit=8)
     config = EvalConfig(str(run), str(tmp_path / "out"), suite=suite)
@@ -275,20 +262,6 @@ def test_requests_that_cannot_work(run: Path, config: EvalConfig, message: str) 
         config.suite = perplexity_suite()
     with pytest.raises(ValueError, match=message):
         evaluate(config, progress=False)
-
-
-def test_no_validation_document_is_long_enough(run: Path, tmp_path: Path) -> None:
-    suite = perplexity_suite(lengths=[5000])
-    _, record = evaluate(EvalConfig(str(run), str(tmp_path / "out"), suite=suite), progress=False)
-    assert "no document of the validation split has 5000" in record["perplexity"]["validation"]["error"]
-
-
-def test_an_export_without_a_run_has_no_validation_split(
-    run: Path, scholar, tokenizer, tmp_path: Path
-) -> None:
-    folder = export_model(scholar, tokenizer, tmp_path / "alone", validate=False)
-    with pytest.raises(ValueError, match="lies in no run folder"):
-        evaluate(EvalConfig(str(folder), str(tmp_path / "out"), suite=perplexity_suite()), progress=False)
 
 
 def test_faults_are_reported_together() -> None:

@@ -19,6 +19,7 @@ from fla_train.eval import harness
 from fla_train.eval.__main__ import main as command_line
 from fla_train.eval.harness import FlaTrainLM, run_tasks
 from fla_train.hub import CardInfo, export_model
+from tests.eval.conftest import CHOICES, RECITE, ROLLING, short_of_memory, token_losses
 
 PAIRS = [
     ("The sky is", " blue"),
@@ -28,13 +29,6 @@ PAIRS = [
     ("naïve", " 日本"),
 ]
 PROMPTS = ["The sky is", "a", "a much longer prompt that goes on, and on, for a while", "x y"]
-CHOICES = {
-    "output_type": "multiple_choice",
-    "doc_to_text": "{{question}}",
-    "doc_to_choice": "{{choices}}",
-    "doc_to_target": "{{answer}}",
-    "metric_list": [{"metric": "acc"}],
-}
 
 
 def requests(kind: str, arguments: list[tuple]) -> list[Instance]:
@@ -64,31 +58,13 @@ def test_equal_to_plain_hflm_to_the_last_digit(model, tokenizer) -> None:
             assert a == pytest.approx(b, rel=1e-5) and a_greedy == b_greedy
 
 
-def test_loglikelihoods_equal_a_direct_computation(model, tokenizer) -> None:
-    lm = FlaTrainLM(model, tokenizer, batch_size=2, max_length=100)
-    found = lm.loglikelihood(requests("loglikelihood", PAIRS), disable_tqdm=True)
-    for (context, continuation), (value, greedy) in zip(PAIRS, found, strict=True):
-        head = tokenizer(context)["input_ids"] or [tokenizer.bos_token_id]
-        tail = tokenizer(continuation)["input_ids"]
-        with torch.no_grad():
-            logits = model.double()(torch.tensor([head + tail])).logits[
-                0, len(head) - 1 : -1
-            ]  # [tail, vocab]
-        model.float()
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(tail)[:, None]).sum().item()
-        assert value == pytest.approx(expected, abs=1e-3)
-        assert greedy == (logits.argmax(-1).tolist() == tail)
-
-
 @torch.no_grad()
 def test_a_bf16_model_has_its_log_likelihoods_in_fp32(tokenizer, scholar) -> None:
     model = copy.deepcopy(scholar).to(torch.bfloat16)
     lm = FlaTrainLM(model, tokenizer, batch_size=1, max_length=100)
     context, continuation = "The sky is", " blue, and the sea is too"
     head, tail = tokenizer(context)["input_ids"], tokenizer(continuation)["input_ids"]
-    logits = model(torch.tensor([head + tail])).logits[0, len(head) - 1 : -1]
-    assert logits.dtype == torch.bfloat16
-    expected = logits.double().log_softmax(-1).gather(1, torch.tensor(tail)[:, None]).sum().item()
+    expected = -token_losses(model, head + tail)[-len(tail) :].sum()
     ((found, _),) = lm.loglikelihood(requests("loglikelihood", [(context, continuation)]), disable_tqdm=True)
     assert found == pytest.approx(expected, rel=1e-5)
 
@@ -153,39 +129,14 @@ def test_batch_size_changes_nothing_but_rounding(model, tokenizer, batch_size: i
     assert one[2] == more[2]
 
 
-def test_left_padded_generation_equals_a_greedy_loop(model, tokenizer) -> None:
-    lm = FlaTrainLM(model, tokenizer, batch_size=len(PROMPTS), max_length=100)
-    generation = {"until": ["\n"], "max_gen_toks": 8, "do_sample": False}
-    found = lm.generate_until(
-        requests("generate_until", [(p, generation) for p in PROMPTS]), disable_tqdm=True
-    )
-    for prompt, text in zip(PROMPTS, found, strict=True):
-        ids = tokenizer(prompt)["input_ids"]
-        start = len(ids)
-        for _ in range(8):
-            with torch.no_grad():
-                ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
-            if ids[-1] == tokenizer.eos_token_id:
-                break
-        assert text == tokenizer.decode(ids[start:], skip_special_tokens=True).split("\n")[0]
-
-
 def test_generation_in_halves_when_memory_is_short(model, tokenizer, monkeypatch) -> None:
     options = {"until": ["\n"], "max_gen_toks": 8, "do_sample": False}
     asked = requests("generate_until", [(p, options) for p in PROMPTS])
     lm = FlaTrainLM(model, tokenizer, batch_size=len(PROMPTS), max_length=100)
     expected = lm.generate_until(asked, disable_tqdm=True)
-    generate, sizes, most = model.generate, [], 1
-
-    def short_of_memory(input_ids: torch.Tensor, **options: object) -> torch.Tensor:
-        sizes.append(len(input_ids))
-        if len(input_ids) > most:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return generate(input_ids=input_ids, **options)
-
-    monkeypatch.setattr(model, "generate", short_of_memory)
+    sizes = short_of_memory(monkeypatch, model, "generate", most=1)
     assert lm.generate_until(asked, disable_tqdm=True) == expected and sizes == [4, 2, 1, 1, 2, 1, 1]
-    most = 0
+    short_of_memory(monkeypatch, model, "generate", most=0)
     with pytest.raises(torch.OutOfMemoryError):
         lm.generate_until(asked, disable_tqdm=True)
 
@@ -206,21 +157,8 @@ def test_scores_of_a_model_that_knows_the_answers(write_task, quiz, scholar, tok
     write_task("quiz", quiz, **CHOICES)
     write_task("shuffled", shuffled, **CHOICES)
     texts = [{"text": f"{row['question']} {row['choices'][row['answer']]}"} for row in quiz]
-    word = {"metric": "word_perplexity"}
-    rolling = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
-    write_task("texts", texts, **rolling, metric_list=[word])
-    folder = write_task(
-        "recite",
-        quiz,
-        output_type="generate_until",
-        doc_to_text="{{question}}",
-        doc_to_target="{{choices[answer]}}",
-        generation_kwargs={"until": ["n"], "max_gen_toks": 10, "do_sample": False},
-        metric_list=[{"metric": "exact_match"}],
-        filter_list=[
-            {"name": "word", "filter": [{"function": "remove_whitespace"}, {"function": "take_first"}]}
-        ],
-    )
+    write_task("texts", texts, **ROLLING)
+    folder = write_task("recite", quiz, **RECITE)
     lm = FlaTrainLM(scholar, tokenizer, batch_size=3)
     results = run_tasks(lm, ["quiz", "shuffled", "texts", "recite"], include_path=folder, bootstrap_iters=9)
 
@@ -230,13 +168,13 @@ def test_scores_of_a_model_that_knows_the_answers(write_task, quiz, scholar, tok
     assert agree < 0.5 and results["shuffled"]["scores"]["shuffled"]["acc"] == agree
     assert results["quiz"]["scores"]["quiz"]["examples"] == len(quiz)
 
-    loss = words = 0.0
-    for row in texts:
-        ids = torch.tensor([[lm.prefix_token_id, *tokenizer.encode(row["text"], add_special_tokens=False)]])
-        loss += scholar(ids, labels=ids).loss.item() * (ids.shape[1] - 1)
-        words += len(row["text"].split())
+    ids = [[lm.prefix_token_id, *tokenizer.encode(row["text"], add_special_tokens=False)] for row in texts]
+    loss, words = (
+        sum(token_losses(scholar, row).sum() for row in ids),
+        sum(len(row["text"].split()) for row in texts),
+    )
     perplexity = results["texts"]["scores"]["texts"]["word_perplexity"]
-    assert perplexity == pytest.approx(torch.tensor(loss / words).exp().item(), rel=1e-3)
+    assert perplexity == pytest.approx(math.exp(loss / words), rel=1e-3)
 
     # "green" and "pink" are cut at the stop string, "n": the score says that stopping works.
     wrong = sum("n" in row["choices"][row["answer"]] for row in quiz) / len(quiz)
@@ -244,16 +182,6 @@ def test_scores_of_a_model_that_knows_the_answers(write_task, quiz, scholar, tok
     assert recited["exact_match_word"] == 1 - wrong
     spread = math.sqrt(wrong * (1 - wrong) / (len(quiz) - 1))
     assert recited["exact_match_word_stderr"] == pytest.approx(spread)
-
-
-def test_a_task_without_data_does_not_stop_the_others(write_task, quiz, scholar, tokenizer) -> None:
-    folder = write_task("quiz", quiz, **CHOICES)
-    write_task("lost", quiz, **CHOICES)
-    (folder / "lost.jsonl").unlink()
-    lm = FlaTrainLM(scholar, tokenizer, batch_size=4)
-    results = run_tasks(lm, ["lost", "quiz"], include_path=folder, limit=3, bootstrap_iters=0)
-    assert "FileNotFoundError" in results["lost"]["error"] and "\n" not in results["lost"]["error"]
-    assert results["quiz"]["scores"]["quiz"]["examples"] == 3
 
 
 def test_few_shot_prompts(write_task, quiz, scholar, tokenizer, monkeypatch) -> None:
@@ -280,7 +208,7 @@ def test_git_does_not_complain_outside_a_checkout(
 
 
 @pytest.mark.usefixtures("unwatched")
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_line_of_lm_eval(write_task, quiz, scholar, tokenizer, tmp_path) -> None:
     """Its old form without `run`, too; data from a mirror, which holds no training rows."""
     export_model(scholar, tokenizer, tmp_path / "run/hf/step-0000001", CardInfo(seq_len=48))

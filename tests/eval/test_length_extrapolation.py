@@ -18,6 +18,7 @@ from fla_train.eval.run import evaluate
 from fla_train.eval.sets import PAPER_SETS, hub_documents
 from fla_train.eval.states import effective_rank, positions_up_to, state_statistics
 from fla_train.hub import CardInfo, export_model
+from tests.eval.conftest import token_losses
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = {  # a row of each set with the Hub's columns, and the document it makes
@@ -94,9 +95,8 @@ def test_packed_documents_are_the_stream_cut_at_every_length() -> None:
         assert first(2, 99) == expected[:2]
         assert first(99, 4) == expected[: (23 + len(prefix) * 2) // size]
     (short,), (span,) = packed(iter(documents[:1]), 4, [10], [2], 9, progress=False)
-    assert (
-        span == ((0, 0),) and short.tolist() == documents[0].tolist()
-    )  # less than one sequence is better than nothing
+    # Less than one sequence is better than nothing.
+    assert span == ((0, 0),) and short.tolist() == documents[0].tolist()
     assert packed(iter([]), 4, [10], [2], 9, progress=False) == ([], [])
 
 
@@ -150,17 +150,13 @@ def test_suite_through_a_mirror(mirror: Path, scholar, tokenizer, tmp_path: Path
     ids = []
     for text in [ROWS["math_hard"][1]] * 40:
         ids += [tokenizer.eos_token_id, *tokenizer.encode(text, add_special_tokens=False)]
-    with torch.no_grad():  # the first sequence, by one pass over it
-        logits = scholar(torch.tensor([ids[:129]])).logits[0, :-1].double()
-    losses = -logits.log_softmax(-1).gather(1, torch.tensor(ids[1:129])[:, None])[:, 0]
+    losses = token_losses(scholar, ids[:129])  # of the first sequence
     row = result["lengths"][1]
     targets = row["targets"][0]  # of the first document, with the separator after it
     assert targets == len(tokenizer.encode(ROWS["math_hard"][1], add_special_tokens=False)) + 1
-    assert row["losses"][0] == pytest.approx(losses[:targets].mean().item(), abs=1e-4)
+    assert row["losses"][0] == pytest.approx(losses[:targets].mean(), abs=1e-4)
     assert row["sequences"] == 2 and row["documents"] == len(row["losses"]) == -(-256 // targets)
-    per_byte = (
-        row["loss"] / math.log(2) * targets / (targets - 1)
-    )  # of bytes as tokens; the separator is none
+    per_byte = row["loss"] / math.log(2) * targets / (targets - 1)  # a token is a byte, a separator none
     assert row["bits_per_byte"] == pytest.approx(per_byte, rel=5e-3)
     assert result["data"]["sequences"] == 2 and result["data"]["tokens"] == 256
     assert result["states"]["positions"] == [64, 128] and result["states"]["documents"] == 1

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from fla_train.eval import likelihood
-from fla_train.eval.likelihood import log_likelihoods
+from fla_train.eval.likelihood import MAX_ROWS, log_likelihoods
+from tests.eval.conftest import short_of_memory
 
 Request = tuple[list[int], list[int]]
 WINDOW = {"attn": {"layers": [1], "num_heads": 2, "window_size": 5}}
@@ -36,9 +36,7 @@ def direct(model, requests: list[Request], max_length: int) -> list[tuple[float,
     answers = []
     for context, continuation in requests:
         ids = [*context, *continuation][-(max_length + 1) :]
-        logits = model(torch.tensor([ids])).logits[
-            0, -len(continuation) - 1 : -1
-        ]  # [continuation, vocabulary]
+        logits = model(torch.tensor([ids])).logits[0, -len(continuation) - 1 : -1]  # [continuation, V]
         chosen = logits.log_softmax(-1).gather(1, torch.tensor(continuation)[:, None])
         answers.append((chosen.sum().item(), logits.argmax(-1).tolist() == continuation))
     return answers
@@ -55,9 +53,8 @@ def test_200_requests_equal_a_direct_computation(kind, build_model, requests) ->
     model = build_model(**({"initializer_range": 0.3} | settings)).double().eval()
     few = requests if kind == "recurrent" else requests[:60]
     expected = direct(model, few, max_length=60)
-    digits = (
-        1e-5 if "attn" in settings else 1e-9
-    )  # padding on the left shifts the angles of RoPE, which are fp32
+    # Padding on the left shifts the angles of RoPE, which are fp32.
+    digits = 1e-5 if "attn" in settings else 1e-9
     for batch_tokens in (1, 300, 5000):
         found = log_likelihoods(model, few, max_length=60, batch_tokens=batch_tokens)
         assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=digits)
@@ -108,9 +105,9 @@ def test_a_shared_context_is_read_once(build_model, monkeypatch) -> None:
 def test_contexts_and_continuations_are_hardly_padded(build_model, monkeypatch) -> None:
     """Of 600 questions no two adjacent ones have answers of similar length; each is sorted on its own."""
     model = build_model().eval()
-    draw, padded, asked, forward = random.Random(3), [], [], model.model.forward
+    draw, shapes, asked, forward = random.Random(3), [], [], model.model.forward
     monkeypatch.setattr(
-        model.model, "forward", lambda ids, **k: padded.append(ids.shape.numel()) or forward(ids, **k)
+        model.model, "forward", lambda ids, **k: shapes.append(ids.shape) or forward(ids, **k)
     )
     requests = []
     for _ in range(600):
@@ -119,48 +116,21 @@ def test_contexts_and_continuations_are_hardly_padded(build_model, monkeypatch) 
         asked.append(len(context) + sum(len(answer) - 1 for answer in answers))
         requests += [(context, answer) for answer in answers]
     log_likelihoods(model, requests, max_length=90, batch_tokens=16_384)
+    padded = [shape.numel() for shape in shapes]
     assert sum(asked) < sum(padded) < 1.2 * sum(asked)
-
-
-@pytest.mark.parametrize("lengths", [[7], [9, 9, 9, 2], [90, 80, 70, 3, 2, 1], [5] * 2000, [100] * 50])
-def test_where_batches_end(lengths: list[int]) -> None:
-    ends = likelihood._ends(lengths, 400)
-    assert ends == sorted(set(ends)) and ends[-1] == len(lengths) and likelihood._ends([], 400) == []
-    batches = [lengths[a:b] for a, b in zip([0, *ends], ends, strict=False)]
-    for batch, after in zip(batches, [*batches[1:], []], strict=True):
-        padded = len(batch) * batch[0]
-        assert padded <= 400 and len(batch) <= likelihood.MAX_ROWS
-        assert padded - sum(batch) <= max(padded / 16, 25)  # 25: a sixteenth of the tokens allowed
-        if after:  # it ended for a reason: full, or the next would have been padded too much
-            more = [*batch, after[0]]
-            waste = len(more) * more[0] - sum(more)
-            assert len(more) * more[0] > 400 or waste > len(more) * more[0] / 16
-
-
-def test_a_rest_not_worth_a_batch_is_padded() -> None:
-    """400 tokens are allowed, of which 25 cost as much as another batch."""
-    assert likelihood._ends([100, 100, 80], 400) == [3]
-    assert likelihood._ends([100, 100, 80, 80], 400) == [2, 4]
+    assert max(padded) <= 16_384 and max(rows for rows, _ in shapes) <= MAX_ROWS
 
 
 def test_batches_are_halved_when_memory_is_short(build_model, requests, monkeypatch) -> None:
     """In each of the three passes, which stop at 4 sequences here; a single one too many is the end."""
     model = build_model().double().eval()
     expected = log_likelihoods(model, requests, max_length=60, batch_tokens=5000)
-    forward, sizes, most = model.model.forward, [], 4
-
-    def short_of_memory(ids: torch.Tensor, **options: object) -> object:
-        sizes.append(len(ids))
-        if len(ids) > most:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return forward(ids, **options)
-
-    monkeypatch.setattr(model.model, "forward", short_of_memory)
+    sizes = short_of_memory(monkeypatch, model.model, "forward", most=4)
     found = log_likelihoods(model, requests, max_length=60, batch_tokens=5000)
     assert [v for v, _ in found] == pytest.approx([v for v, _ in expected], abs=1e-9)
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
-    assert max(sizes) > 16 and sum(size <= most for size in sizes) > 40
-    most = 0
+    assert max(sizes) > 16 and sum(size <= 4 for size in sizes) > 40
+    short_of_memory(monkeypatch, model.model, "forward", most=0)
     with pytest.raises(torch.OutOfMemoryError):
         log_likelihoods(model, requests, max_length=60, batch_tokens=5000)
 

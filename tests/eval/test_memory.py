@@ -1,11 +1,7 @@
 """What a sweep keeps in memory: 4 bytes for a token, and nothing of what it has read beyond."""
 
-import importlib.util
-import json
-import re
 import tracemalloc
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -81,18 +77,3 @@ def test_long_texts_are_tokenized_a_few_at_a_time(tokenizer, monkeypatch) -> Non
     assert [len(batch) for batch in batches] == [1, 4, 64, 64, 23]
     assert max(sum(map(len, batch[:-1])) for batch in batches) < 500
     assert list(tokenized(iter([]), tokenizer)) == []
-
-
-def test_the_script_prints_a_line_per_length(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    file = Path(__file__).resolve().parents[2] / "scripts/sweep_memory.py"
-    place = importlib.util.spec_from_file_location("sweep_memory", file)
-    script = importlib.util.module_from_spec(place)
-    place.loader.exec_module(script)
-    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "word " * 50}) + "\n")
-    assert script.main(["bytes", str(tmp_path / "texts.jsonl"), "100"]) == 0
-    assert re.fullmatch(r" +100 tokens: [\d,]+ MiB, \d+ s\n", capsys.readouterr().out)
-    with pytest.raises(
-        SystemExit, match="could not run texts"
-    ):  # it has no such length: said, not passed over
-        script.main(["bytes", str(tmp_path / "texts.jsonl"), "1000"])
-    assert script.main(["bytes"]) == 2

@@ -1,6 +1,5 @@
 """A mirror of any data set, laid out by the script and read by a task that names it."""
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
@@ -12,15 +11,12 @@ import pytest
 
 from fla_train.eval.harness import FlaTrainLM, run_tasks
 from fla_train.eval.mirror import DatasetUnavailable, hub_datasets
+from tests.eval.conftest import CHOICES, load_script
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    file = Path(__file__).resolve().parents[2] / "scripts/build_eval_mirror.py"
-    place = importlib.util.spec_from_file_location("build_eval_mirror", file)
-    module = importlib.util.module_from_spec(place)
-    place.loader.exec_module(module)
-    return module
+    return load_script("build_eval_mirror")
 
 
 def write(file: Path, rows: list[dict]) -> None:
@@ -55,23 +51,11 @@ def test_a_task_reads_any_set_from_the_mirror(
     assert script.main([*command, "--config", "hard", "--rows", "train=8", "validation=8"]) == 0
     assert "hard (train 8, validation 8)" in capsys.readouterr().out
     assert rows_of(mirror, "someone/quiz", "hard") == {"train": quiz[:8], "validation": quiz[8:]}
-    tasks = write_task(
-        "quiz",
-        [],
-        output_type="multiple_choice",
-        doc_to_text="{{question}}",
-        doc_to_choice="{{choices}}",
-        doc_to_target="{{answer}}",
-        metric_list=[{"metric": "acc"}],
-        dataset_path="someone/quiz",
-        dataset_name="hard",
-        dataset_kwargs={},
-        test_split="validation",
-    )
+    place = {"dataset_path": "someone/quiz", "dataset_name": "hard", "dataset_kwargs": {}}
+    tasks = write_task("quiz", [], **CHOICES, **place, test_split="validation")
     lm = FlaTrainLM(scholar, tokenizer, batch_size=4)
-    scores = run_tasks(lm, ["quiz"], include_path=tasks, mirror=mirror, bootstrap_iters=0)["quiz"]["scores"][
-        "quiz"
-    ]
+    found = run_tasks(lm, ["quiz"], include_path=tasks, mirror=mirror, bootstrap_iters=0)
+    scores = found["quiz"]["scores"]["quiz"]
     assert scores["acc"] == 1.0 and scores["examples"] == 8
 
     next(folder.glob("train-00001*")).unlink()

@@ -5,7 +5,6 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -14,9 +13,9 @@ from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
 from fla_train.eval.harness import FlaTrainLM, run_tasks
 from fla_train.eval.run import evaluate
 from fla_train.hub import CardInfo, export_model
+from tests.eval.conftest import CHOICES, ROLLING, token_losses
 
 WORDS = ["<unk>", "<end>", "the", "sun", "is", "up", "."]
-ROLLING = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
 
 
 def words(**special: str) -> PreTrainedTokenizerFast:
@@ -24,13 +23,6 @@ def words(**special: str) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", **special)
-
-
-@torch.no_grad()
-def loss(model, ids: list[int]) -> float:
-    """Mean loss of all tokens but the first."""
-    logits = model(torch.tensor([ids])).logits[0, :-1].double()
-    return -logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None]).mean().item()
 
 
 @pytest.fixture
@@ -55,9 +47,9 @@ def test_empty_single_and_unknown_documents(sweep) -> None:
     documents = [[3], [0, 0, 0], [2, 3, 4, 5]]
     one, three, four = result["lengths"]
     assert (one["documents"], three["documents"], four["documents"]) == (3, 2, 1)
-    expected = sum(loss(model, [1, ids[0]]) for ids in documents) / 3
+    expected = sum(token_losses(model, [1, ids[0]]).mean() for ids in documents) / 3
     assert one["loss"] == pytest.approx(expected, abs=1e-5)
-    expected = sum(loss(model, [1, *ids[:3]]) for ids in documents[1:]) / 2
+    expected = sum(token_losses(model, [1, *ids[:3]]).mean() for ids in documents[1:]) / 2
     assert three["loss"] == pytest.approx(expected, abs=1e-5)
     assert four["stderr"] is None and four["low"] is None
     assert result["not_reached"] == [100]  # a context longer than any document
@@ -96,16 +88,18 @@ def test_a_tokenizer_without_special_tokens(sweep) -> None:
     """Nothing can stand before a document: its first token is context only."""
     result, model = sweep(["the sun is up .", "sun"], words(), [4])
     assert result["lengths"][0]["documents"] == 1
-    assert result["lengths"][0]["loss"] == pytest.approx(loss(model, [2, 3, 4, 5, 6]), abs=1e-5)
+    assert result["lengths"][0]["loss"] == pytest.approx(
+        token_losses(model, [2, 3, 4, 5, 6]).mean(), abs=1e-5
+    )
 
 
 def test_tasks_with_a_tokenizer_without_bos(build_model, write_task) -> None:
     model = build_model(initializer_range=0.3).eval()
     texts = [{"text": "the sun is up"}, {"text": "nihil novi sub sole"}]
-    folder = write_task("texts", texts, **ROLLING, metric_list=[{"metric": "word_perplexity"}])
+    folder = write_task("texts", texts, **ROLLING)
     lm = FlaTrainLM(model, words(eos_token="<end>"), batch_size=2)
     scores = run_tasks(lm, ["texts"], include_path=folder)["texts"]["scores"]["texts"]
-    expected = (loss(model, [1, 2, 3, 4, 5]) + loss(model, [1, 0, 0, 0, 0])) / 2
+    expected = sum(token_losses(model, ids).mean() for ids in ([1, 2, 3, 4, 5], [1, 0, 0, 0, 0])) / 2
     assert scores["word_perplexity"] == pytest.approx(math.exp(expected), rel=1e-4)
 
 
@@ -114,22 +108,15 @@ def test_tasks_with_neither_bos_nor_eos(build_model, write_task, tmp_path, share
     """Only what begins with nothing is lost, until the tokenizer's settings name a token for it."""
     model = build_model(initializer_range=0.3).eval()
     rows = [{"text": "the sun is up", "head": "the sun", "choices": ["is up .", "up is"], "answer": 0}]
-    write_task("texts", rows, **ROLLING, metric_list=[{"metric": "word_perplexity"}])
-    choices = {"doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"}
-    choices |= {"output_type": "multiple_choice", "metric_list": [{"metric": "acc"}]}
-    write_task("empty", rows, doc_to_text="", **choices)
-    folder = write_task("choice", rows, doc_to_text="{{head}}", **choices)
+    write_task("texts", rows, **ROLLING)
+    write_task("empty", rows, **CHOICES | {"doc_to_text": ""})
+    folder = write_task("choice", rows, **CHOICES | {"doc_to_text": "{{head}}"})
 
     tokenizer = words(pad_token=".")
     lm = FlaTrainLM(model, tokenizer, batch_size=2, share_contexts=share_contexts)
     results = run_tasks(lm, ["texts", "empty", "choice"], include_path=folder)
-    with torch.no_grad():
-        log_p = [
-            model(torch.tensor([ids])).logits[0].log_softmax(-1) for ids in ([2, 3, 4, 5, 6], [2, 3, 5, 4])
-        ]
-    right = log_p[0][1, 4] + log_p[0][2, 5] + log_p[0][3, 6]
-    wrong = log_p[1][1, 5] + log_p[1][2, 4]
-    assert results["choice"]["scores"]["choice"]["acc"] == float(right > wrong)
+    right, wrong = (token_losses(model, ids)[1:].sum() for ids in ([2, 3, 4, 5, 6], [2, 3, 5, 4]))
+    assert results["choice"]["scores"]["choice"]["acc"] == float(right < wrong)
     for name in ("texts", "empty"):
         assert "neither BOS nor EOS" in results[name]["error"] and "\n" not in results[name]["error"]
 
@@ -140,12 +127,12 @@ def test_tasks_with_neither_bos_nor_eos(build_model, write_task, tmp_path, share
     repaired = FlaTrainLM(checkpoint, batch_size=2, device="cpu", share_contexts=share_contexts)
     scores = run_tasks(repaired, ["texts", "empty"], include_path=folder)
     perplexity = scores["texts"]["scores"]["texts"]["word_perplexity"]
-    assert perplexity == pytest.approx(math.exp(loss(model, [1, 2, 3, 4, 5])), rel=1e-4)
+    assert perplexity == pytest.approx(math.exp(token_losses(model, [1, 2, 3, 4, 5]).mean()), rel=1e-4)
     assert "scores" in scores["empty"]
 
 
 def test_a_task_whose_data_are_empty(build_model, write_task, tokenizer) -> None:
-    folder = write_task("texts", [], **ROLLING, metric_list=[{"metric": "word_perplexity"}])
+    folder = write_task("texts", [], **ROLLING)
     (folder / "texts.jsonl").write_text("")
     lm = FlaTrainLM(build_model().eval(), tokenizer)
     result = run_tasks(lm, ["texts"], include_path=folder)["texts"]
@@ -155,11 +142,8 @@ def test_a_task_whose_data_are_empty(build_model, write_task, tokenizer) -> None
 def test_an_interrupted_evaluation_goes_on(
     scholar, tokenizer, write_task, quiz, tmp_path, monkeypatch
 ) -> None:
-    choices = {"doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"}
     for name in ("first", "second", "third"):
-        folder = write_task(
-            name, quiz[:4], output_type="multiple_choice", metric_list=[{"metric": "acc"}], **choices
-        )
+        folder = write_task(name, quiz[:4], **CHOICES)
     checkpoint = export_model(scholar, tokenizer, tmp_path / "model", CardInfo(seq_len=64))
     suite = SuiteConfig(name="tasks", tasks=["first", "second", "third"], include_path=str(folder))
     config = EvalConfig(str(checkpoint), str(tmp_path / "out"), suite=suite)

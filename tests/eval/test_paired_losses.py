@@ -1,12 +1,13 @@
 """The script that sets losses of several evaluations against one of them, document by document."""
 
-import importlib.util
 import json
 import math
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.eval.conftest import load_script
 
 # Loss per token of two documents over their first 4, 8 and 16 tokens.
 ONE = {4: [2.0, 4.0], 8: [3.0, 5.0], 16: [3.5, 6.0]}
@@ -15,11 +16,7 @@ TWO = {4: [2.0, 3.0], 8: [2.5, 4.5], 16: [3.0, 6.5]}
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    file = Path(__file__).resolve().parents[2] / "scripts/paired_losses.py"
-    place = importlib.util.spec_from_file_location("paired_losses", file)
-    module = importlib.util.module_from_spec(place)
-    place.loader.exec_module(module)
-    return module
+    return load_script("paired_losses")
 
 
 def write(folder: Path, losses: dict[int, list[float]], fingerprint: str = "f") -> str:

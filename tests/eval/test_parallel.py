@@ -1,16 +1,14 @@
 """Two processes on one evaluation find what one finds."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from fla_train.eval.parallel import ALONE, Ranks, launched_ranks
 from fla_train.hub import CardInfo, export_model
+from tests.eval.conftest import CHOICES, RECITE, ROLLING
+from tests.ranks import start_ranks
 
 
 def test_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,24 +22,6 @@ def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     second = Ranks(rank=5, world=8, local_rank=1)
     assert second.device("auto") == second.device("cuda") == "cuda:1" and second.device("cpu") == "cpu"
-
-
-def start(arguments: list[str], ranks: int) -> list[subprocess.Popen]:
-    """`python ARGUMENTS` once per rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
-    return [
-        subprocess.Popen(
-            [sys.executable, *arguments],
-            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
 
 
 FAILING = """
@@ -79,7 +59,7 @@ with launched_ranks() as ranks:
 
 def test_a_rank_that_fails_takes_the_others_along() -> None:
     """At an exchange, at the end of the block, all at once; then all go on in step; at last one just dies."""
-    ended = [process.communicate(timeout=60)[0].split("\n") for process in start(["-c", FAILING], 2)]
+    ended = [process.communicate(timeout=60)[0].split("\n") for process in start_ranks(["-c", FAILING], 2)]
     kinds = [["OtherRankFailed on rank 1: TypeError: of 1", "ValueError of 0", "ValueError of 0", "fine"]]
     kinds += [["TypeError of 1", "OtherRankError on rank 0: of 0", "OtherRankError on rank 0: of 0", "fine"]]
     for lines, expected in zip(ended, kinds, strict=True):
@@ -90,28 +70,15 @@ def test_a_rank_that_fails_takes_the_others_along() -> None:
 @pytest.mark.usefixtures("unwatched")
 @pytest.mark.slow
 def test_two_ranks_find_what_one_finds(scholar, tokenizer, write_task, quiz, tmp_path: Path) -> None:
-    choices = {"doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"}
     # Half of the labels are wrong, and the number of documents is odd.
     rows = [row | {"answer": (row["answer"] + i % 2) % 4} for i, row in enumerate(quiz[:13])]
-    folder = write_task(
-        "quiz", rows, output_type="multiple_choice", metric_list=[{"metric": "acc"}], **choices
-    )
-    rolling = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{question}}"}
+    folder = write_task("quiz", rows, **CHOICES)
     # The second document, which the second of two ranks reads, has no choices.
-    write_task("broken", [rows[0], rows[1] | {"choices": []}], output_type="multiple_choice", **choices)
-    write_task("texts", rows[:5], **rolling, metric_list=[{"metric": "word_perplexity"}])
-    write_task(  # an odd number of prompts, of different lengths
-        "recite",
-        [row | {"question": "a " * (i % 3) + row["question"]} for i, row in enumerate(rows[:7])],
-        output_type="generate_until",
-        doc_to_text="{{question}}",
-        doc_to_target="{{choices[answer]}}",
-        generation_kwargs={"until": ["n"], "max_gen_toks": 10, "do_sample": False},
-        metric_list=[{"metric": "exact_match"}],
-        filter_list=[
-            {"name": "word", "filter": [{"function": "remove_whitespace"}, {"function": "take_first"}]}
-        ],
-    )
+    write_task("broken", [rows[0], rows[1] | {"choices": []}], **CHOICES)
+    write_task("texts", rows[:5], **ROLLING | {"doc_to_target": "{{question}}"})
+    # An odd number of prompts, of different lengths
+    prompts = [row | {"question": "a " * (i % 3) + row["question"]} for i, row in enumerate(rows[:7])]
+    write_task("recite", prompts, **RECITE)
     checkpoint = export_model(scholar, tokenizer, tmp_path / "model", CardInfo(seq_len=64))
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(json.dumps({"text": "red and blue " * n}) + "\n" for n in (3, 9, 5, 7, 1)))
@@ -123,7 +90,7 @@ def test_two_ranks_find_what_one_finds(scholar, tokenizer, write_task, quiz, tmp
     records = []
     for ranks in (1, 2):
         output = tmp_path / f"out{ranks}"
-        processes = start(["-m", "fla_train.cli.eval", *request, f"output={output}"], ranks)
+        processes = start_ranks(["-m", "fla_train.cli.eval", *request, f"output={output}"], ranks)
         ended = [(*process.communicate(timeout=300), process.returncode) for process in processes]
         assert [code for *_, code in ended] == [1, 0][:ranks], ended[-1][1][-2000:]
         assert ended[0][1].count("error: ") == 1 and "could not run broken;" in ended[0][1]

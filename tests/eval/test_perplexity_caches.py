@@ -28,6 +28,7 @@ from fla_train.eval.config import PerplexityConfig
 from fla_train.eval.perplexity import loss_table
 from fla_train.eval.result_cache import ResultCache
 from fla_train.eval.sweep import run_sweep
+from tests.eval.conftest import token_losses
 
 EDGES = (0, 16, 32, 64)
 SIZE = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2}
@@ -69,14 +70,11 @@ def documents() -> list[list[int]]:
     return [draw.integers(3, 320, size=length).tolist() for length in (64, 40, 70)]
 
 
-@torch.no_grad()
 def expected(model: PreTrainedModel, documents: list[list[int]]) -> np.ndarray:
     """Sums by bucket from one forward over each document, NaN where it ends before."""
     sums = np.full((len(documents), len(EDGES) - 1), math.nan)
     for row, document in zip(sums, documents, strict=True):
-        ids = torch.tensor([[2, *document]])
-        log_p = model(ids, use_cache=False).logits[0, :-1].double().log_softmax(-1)
-        losses = -log_p.gather(1, ids[0, 1:, None])[:, 0].numpy()
+        losses = token_losses(model, [2, *document])
         for j, (a, b) in enumerate(pairwise(EDGES)):
             row[j] = losses[a:b].sum() if b <= len(document) else math.nan
     return sums

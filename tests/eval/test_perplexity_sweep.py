@@ -10,6 +10,7 @@ import torch
 from fla_train.eval import perplexity
 from fla_train.eval.documents import packed
 from fla_train.eval.perplexity import LossTable, bucket_edges, loss_table
+from tests.eval.conftest import token_losses
 
 EDGES = (0, 8, 16, 32, 64)
 LENGTHS = [70, 64, 33, 20, 8, 7, 1, 0]
@@ -23,16 +24,8 @@ def documents() -> list[list[int]]:
 
 def direct(model, documents: list[list[int]], prefix: list[int]) -> list[np.ndarray]:
     """Loss of each target by one forward over the whole document."""
-    losses = []
-    for document in documents:
-        ids = torch.tensor([[*prefix, *document]])
-        if ids.shape[1] < 2:
-            losses.append(np.zeros(0))
-            continue
-        with torch.no_grad():
-            log_p = model(ids).logits[0, :-1].log_softmax(-1)
-        losses.append(-log_p.gather(1, ids[0, 1:, None])[:, 0].numpy())
-    return losses
+    rows = [[*prefix, *document] for document in documents]
+    return [token_losses(model, ids) if len(ids) > 1 else np.zeros(0) for ids in rows]
 
 
 @pytest.mark.parametrize(("chunk", "batch_size"), [(1000, 1), (64, 3), (7, 2), (1, 8)])

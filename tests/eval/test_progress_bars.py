@@ -9,16 +9,13 @@ import pytest
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
 from fla_train.eval.run import evaluate
 from fla_train.hub import CardInfo, export_model
+from tests.eval.conftest import CHOICES, RECITE
 
 
 @pytest.mark.parametrize("progress", [True, False])
 def test_bars(progress: bool, scholar, tokenizer, write_task, quiz, tmp_path: Path, capfd) -> None:
-    choices = {"doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"}
-    metrics = {"output_type": "multiple_choice", "metric_list": [{"metric": "acc"}]}
-    folder = write_task("quiz", quiz, **metrics, **choices)
-    recite = {"output_type": "generate_until", "metric_list": [{"metric": "exact_match"}]}
-    recite["generation_kwargs"] = {"until": ["n"], "max_gen_toks": 4, "do_sample": False}
-    write_task("recite", quiz[:3], **recite, doc_to_text="{{question}}", doc_to_target="red")
+    folder = write_task("quiz", quiz, **CHOICES)
+    write_task("recite", quiz[:3], **RECITE)
     file = tmp_path / "texts.jsonl"
     file.write_text(json.dumps({"text": "red and blue " * 9}))
     checkpoint = export_model(scholar, tokenizer, tmp_path / "model", CardInfo(seq_len=64))

@@ -18,21 +18,10 @@ from fla_train.eval.report import output_lock
 from fla_train.eval.run import evaluate
 from fla_train.eval.tables import data_notes, markdown
 from fla_train.hub import CardInfo, export_model
+from tests.eval.conftest import CHOICES
+from tests.eval.conftest import RECITE as TO_A_STOP
 
-CHOICES = {
-    "output_type": "multiple_choice",
-    "doc_to_text": "{{question}}",
-    "doc_to_choice": "{{choices}}",
-    "doc_to_target": "{{answer}}",
-    "metric_list": [{"metric": "acc"}],
-}
-RECITE = {
-    "output_type": "generate_until",
-    "doc_to_text": "{{question}}",
-    "doc_to_target": "{{choices[answer]}}",
-    "generation_kwargs": {"until": ["\n"], "max_gen_toks": 10, "do_sample": False},
-    "metric_list": [{"metric": "exact_match"}],
-}
+RECITE = TO_A_STOP | {"generation_kwargs": TO_A_STOP["generation_kwargs"] | {"until": ["\n"]}}
 
 
 @pytest.fixture

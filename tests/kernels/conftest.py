@@ -25,6 +25,13 @@ def by_chunks() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(params=["chunk", "triton by chunks", "triton step by step"])
+def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "triton by chunks":
+        request.getfixturevalue("by_chunks")
+    return request.param.split()[0]
+
+
 @pytest.fixture
 def pretend_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     """`select_kernel` takes any device for a Hopper GPU with so many multiprocessors."""

@@ -3,15 +3,12 @@
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from fla_train.kernels.delta_product import delta_product
 from fla_train.kernels.delta_product.selfcheck import evaluate
 from tests.kernels.helpers import (
-    assert_agrees,
     assert_matches_definition,
     differentiable,
-    documents_of,
     random_inputs,
 )
 
@@ -52,54 +49,6 @@ def test_packed_documents(num_householder, gate, documents):
     assert_matches_definition("chunk", inputs, 1e-12)
 
 
-def test_packed_gradients_equal_those_of_separate_calls():
-    inputs = random_inputs(90, 2, alpha=(0.8, 1.0), documents=(0, 30, 30, 31, 90))
-    leaves = differentiable(inputs)
-    o, _ = delta_product(**inputs, backend="chunk")
-    weights = torch.randn_like(o)
-    packed = torch.autograd.grad((o * weights).sum(), leaves)
-    parts = [delta_product(**call, backend="chunk")[0] for call in documents_of(inputs)]
-    separate = torch.autograd.grad((torch.cat(parts, 1) * weights).sum(), leaves)
-    for x, y in zip(packed, separate, strict=True):
-        torch.testing.assert_close(x, y)
-
-
-@pytest.mark.parametrize("documents", [None, (0, 0, 1, 5)])
-def test_gradients_are_numerically_right(documents, monkeypatch):
-    # Several chunks, of two tokens each.
-    monkeypatch.setattr("fla_train.kernels.delta_product.chunk_torch.CHUNK_STEPS", 4)
-    inputs = random_inputs(
-        5,
-        2,
-        key_dim=3,
-        value_dim=2,
-        alpha=(0.3, 0.9),
-        initial_state=True,
-        beta=(0.1, 1.9),
-        documents=documents,
-    )
-    leaves = differentiable(inputs)
-
-    def call(*_: Tensor) -> tuple[Tensor, Tensor]:
-        return delta_product(**inputs, output_final_state=True, backend="chunk")
-
-    # gradcheck perturbs its arguments in place, and `inputs` holds the same tensors.
-    assert torch.autograd.gradcheck(call, leaves)
-
-
-@pytest.mark.parametrize("used", ["o", "state"])
-def test_gradients_when_only_one_output_is_used(used):
-    inputs = random_inputs(70, 2, alpha=(0.8, 1.0), initial_state=True)
-    gradients = []
-    for backend in ("chunk", "recurrent"):
-        leaves = differentiable(inputs)
-        o, state = delta_product(**inputs, output_final_state=True, backend=backend)
-        loss = (o if used == "o" else state).square().sum()
-        gradients.append(torch.autograd.grad(loss, leaves, allow_unused=True))
-    for x, y in zip(*gradients, strict=True):
-        torch.testing.assert_close(x, torch.zeros_like(x) if y is None else y)
-
-
 def hard_inputs(kind: str, dtype: torch.dtype) -> dict:
     """Inputs that broke kernels elsewhere: keys that are alike, step sizes near 2, a scale of exactly 1."""
     inputs = random_inputs(96, 2, key_dim=16, value_dim=16, dtype=torch.float64)
@@ -132,42 +81,6 @@ def hard_inputs(kind: str, dtype: torch.dtype) -> dict:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 1e-4)])
 def test_hard_keys(kind, dtype, tolerance):
     assert_matches_definition("chunk", hard_inputs(kind, dtype), tolerance)
-
-
-def test_one_householder_step_equals_transformers_chunks():
-    inputs = random_inputs(
-        130, key_dim=16, value_dim=24, alpha=(0.5, 1.0), initial_state=True, dtype=torch.float32
-    )
-    leaves = differentiable(inputs)
-    ours = delta_product(**inputs, output_final_state=True, backend="chunk")
-    theirs = torch_chunk_gated_delta_rule(
-        inputs["q"],
-        inputs["k"][:, :, 0],
-        inputs["v"][:, :, 0],
-        inputs["g"],
-        inputs["beta"][:, :, 0],
-        initial_state=inputs["initial_state"],
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-    )
-    weights = [torch.randn_like(x) for x in ours]
-    for x, y in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
-    gradients = [torch.autograd.grad(outputs, leaves, weights) for outputs in (ours, theirs)]
-    for x, y in zip(*gradients, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_rounds_only_outputs(dtype):
-    inputs = random_inputs(100, 2, alpha=(0.9, 1.0), initial_state=True, dtype=dtype)
-    results = evaluate(inputs, "chunk")
-    assert results["o"].dtype == results["dk"].dtype == dtype
-    assert results["final_state"].dtype == results["dbeta"].dtype == torch.float32
-    wide = {name: x.float() if name in ("q", "k", "v") else x for name, x in inputs.items()}
-    expected = evaluate(wide, "chunk")
-    rounded = {name: expected[name].to(x.dtype) for name, x in results.items()}
-    assert_agrees(results, rounded, 1e-6)
 
 
 def test_strided_views_and_repeated_runs():

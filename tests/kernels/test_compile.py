@@ -14,6 +14,7 @@ from fla_train.kernels.fused_ops import (
     consume_logits,
     recurrence_gates,
     rms_norm,
+    rotary,
     short_convolution,
     swiglu_linear,
 )
@@ -26,13 +27,6 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture(params=["chunk", "triton by chunks", "triton step by step"])
-def backend(request: pytest.FixtureRequest) -> str:
-    if request.param == "triton by chunks":
-        request.getfixturevalue("by_chunks")
-    return request.param.split()[0]
 
 
 def compiled(function: Callable, dynamic: bool = False) -> Callable:
@@ -84,8 +78,7 @@ def test_the_operator(backend, case):
 
 def test_a_former_backend_name():
     inputs, leaves = operator_inputs(9, alpha=(0.5, 1.0))
-    with pytest.warns(FutureWarning):
-        assert_same(lambda: delta_product(**inputs, backend="chunked", recompute=64)[:1], leaves)
+    assert_same(lambda: delta_product(**inputs, backend="chunked", recompute=64)[:1], leaves)
 
 
 def test_the_number_of_tokens_may_vary_in_one_graph(backend):
@@ -135,6 +128,11 @@ FUSED_OPS = {
     "add_rms_norm": lambda x, y, w: add_rms_norm(x, y, w[0], 1e-6, dtype=torch.float16, backend="triton"),
     "swiglu": lambda x, y, w: [swiglu_linear(x * w[0], y, w, backend="triton")],
     "convolution": lambda x, y, w: short_convolution((x + y)[None], w.mT[:, None], backend="triton"),
+    "rotary": lambda x, y, w: rotary(
+        *((z * w[0]).view(1, -1, 1, 8) for z in (x, y)),
+        *(z[:, :4].detach() for z in (x, y)),
+        backend="triton",
+    ),
     "gates": lambda x, y, w: recurrence_gates(x, y, w[0], w[1], beta_max=2.0, backend="triton"),
 }
 

@@ -20,6 +20,7 @@ from fla_train.kernels.fused_ops import (
     consume_logits,
     recurrence_gates,
     rms_norm,
+    rotary,
     short_convolution,
     swiglu_linear,
 )
@@ -174,6 +175,23 @@ def check_gates(case: Case, backend: str, gated: bool) -> None:
     check(ours, reference, leaves, bound_of(case))
 
 
+def check_rotary(case: Case, backend: str) -> None:
+    """`shape` is that of q; k has one head. Rotation is multiplication of complex numbers."""
+    batch, length, _, size = case.shape
+    leaves = [random(*case.shape, dtype=case.dtype), random(batch, length, 1, size, dtype=case.dtype)]
+    angles = 10 * torch.randn(length, size // 2, device=DEVICE, dtype=torch.float64)
+    turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+
+    def ours(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary(q, k, angles.cos().float(), angles.sin().float(), backend=backend)
+
+    def reference(*given: Tensor) -> tuple[Tensor, ...]:
+        rotated = [torch.complex(*x.chunk(2, dim=-1)) * turn for x in given]
+        return tuple(torch.cat([z.real, z.imag], dim=-1) for z in rotated)
+
+    check(ours, reference, leaves, bound_of(case))
+
+
 def check_cross_entropy(case: Case, backend: str) -> None:
     rows, vocabulary = case.shape
     logits = (3 * random(*case.shape)).to(case.dtype)
@@ -215,45 +233,53 @@ SUMS = [Case((3, 7, 20)), Case((65, 100), BF16), Case((9, 3000), BF16, BF16, BF1
 PRODUCTS = [Case((1, 1)), Case((3, 7, 333)), Case((65, 65), BF16), Case((2, 1000), FP16)]
 LOGITS = [Case((1, 3)), Case((5, 31)), Case((4, 9001)), Case((3, 500), BF16), Case((2, 4096), FP16)]
 SCALARS = [Case((1, 1)), Case((2, 65)), Case((1, 1000)), Case((3, 7), BF16), Case((3, 7), FP16, FP16)]
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="the GPU tests cover these")
+HEADS = [Case((1, 1, 1, 2)), Case((2, 65, 3, 20)), Case((2, 33, 4, 64), BF16), Case((1, 9, 8, 128), FP16)]
+Check = Callable[[Case, str], None]
+# By op: its check, cases for both, and those of a training step's sizes, for a GPU.
+OPS: dict[str, tuple[Check, list[Case], list[Case]]] = {
+    "convolution": (
+        check_convolution,
+        CONVOLUTIONS,
+        [
+            *(Case((8, 2048, channels), BF16) for channels in (1024, 2048)),
+            Case((1, 1000, 1024), BF16, BF16, documents=(1, 2, 3, 0, 63, 65, 866)),
+            *(Case((2, length, 96), BF16, width=w) for length in (31, 32, 33, 64, 127) for w in (2, 3)),
+        ],
+    ),
+    "add_norm": (
+        check_add_norm,
+        SUMS,
+        [*(Case((8, 2048, size), BF16) for size in (1024, 2048)), Case((65, 16384), BF16)],
+    ),
+    "rotary": (check_rotary, HEADS, [Case((8, 2048, 8, 128), BF16)]),
+    "swiglu": (check_swiglu, PRODUCTS, [Case((8, 2048, 2816), BF16)]),
+    "cross_entropy": (
+        check_cross_entropy,
+        LOGITS,
+        [Case((100, vocabulary), BF16) for vocabulary in (32000, 50257, 151936)],
+    ),
+}
+for gated in (False, True):
+    norms = [Case((8, 2048, 8, 128), BF16), Case((2, 1000, 8, 96), BF16)]
+    OPS[f"norm, gated={gated}"] = partial(check_norm, gated=gated), NORMS, norms
+    OPS[f"gates, gated={gated}"] = partial(check_gates, gated=gated), SCALARS, [Case((8, 2048), BF16)]
 
 
-@interpreted
-@pytest.mark.parametrize("case", CONVOLUTIONS, ids=str)
-def test_convolution(case: Case, small_blocks: None) -> None:
-    check_convolution(case, "triton")
+@pytest.mark.skipif(not INTERPRETED, reason="the GPU tests cover these")
+@pytest.mark.parametrize(
+    ("op", "case"), [(op, case) for op, (_, cases, _) in OPS.items() for case in cases], ids=str
+)
+def test_interpreted(op: str, case: Case, small_blocks: None) -> None:
+    OPS[op][0](case, "triton")
 
 
-@interpreted
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("case", NORMS, ids=str)
-def test_norm(case: Case, gated: bool) -> None:
-    check_norm(case, "triton", gated)
-
-
-@interpreted
-@pytest.mark.parametrize("case", SUMS, ids=str)
-def test_add_norm(case: Case) -> None:
-    check_add_norm(case, "triton")
-
-
-@interpreted
-@pytest.mark.parametrize("case", PRODUCTS, ids=str)
-def test_swiglu(case: Case) -> None:
-    check_swiglu(case, "triton")
-
-
-@interpreted
-@pytest.mark.parametrize("case", LOGITS, ids=str)
-def test_cross_entropy(case: Case) -> None:
-    check_cross_entropy(case, "triton")
-
-
-@interpreted
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("case", SCALARS, ids=str)
-def test_gates(case: Case, gated: bool) -> None:
-    check_gates(case, "triton", gated)
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("op", "case"), [(op, case) for op, (_, cases, more) in OPS.items() for case in cases + more], ids=str
+)
+def test_gpu(op: str, case: Case) -> None:
+    assert fused_ops.resolve_backend("auto", torch.empty(1, device="cuda", dtype=case.dtype)) == "triton"
+    OPS[op][0](case, "triton")
 
 
 def test_definitions() -> None:
@@ -266,6 +292,7 @@ def test_definitions() -> None:
         check_add_norm(case, "torch")
         check_swiglu(case, "torch")
         check_cross_entropy(Case((5, 31)), "torch")
+        check_rotary(Case((2, 65, 3, 20)), "torch")
         check_gates(case, "torch", gated=True)
 
 
@@ -285,57 +312,3 @@ def test_gradients_of_the_definitions() -> None:
     assert torch.autograd.gradcheck(swiglu_linear, (x, other, leaf(3, 6)))
     b, a, A_log, dt_bias = leaf(4, 6), leaf(4, 3), leaf(3), leaf(3)
     assert torch.autograd.gradcheck(partial(recurrence_gates, beta_max=2.0), (b, a, A_log, dt_bias))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "case",
-    [
-        *CONVOLUTIONS,
-        *(Case((8, 2048, channels), BF16) for channels in (1024, 2048)),
-        Case((1, 1000, 1024), BF16, BF16, documents=(1, 2, 3, 0, 63, 65, 866)),
-        *(Case((2, length, 96), BF16, width=width) for length in (31, 32, 33, 64, 127) for width in (2, 3)),
-    ],
-    ids=str,
-)
-def test_gpu_convolution(case: Case) -> None:
-    check_convolution(case, "triton")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(
-    "case", [*NORMS, Case((8, 2048, 8, 128), BF16), Case((2, 1000, 8, 96), BF16)], ids=str
-)
-def test_gpu_norm(case: Case, gated: bool) -> None:
-    check_norm(case, "triton", gated)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "case", [*SUMS, *(Case((8, 2048, size), BF16) for size in (1024, 2048)), Case((65, 16384), BF16)], ids=str
-)
-def test_gpu_add_norm(case: Case) -> None:
-    check_add_norm(case, "triton")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "case", [*LOGITS, *(Case((100, vocabulary), BF16) for vocabulary in (32000, 50257, 151936))], ids=str
-)
-def test_gpu_cross_entropy(case: Case) -> None:
-    check_cross_entropy(case, "triton")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("case", [*SCALARS, Case((8, 2048), BF16)], ids=str)
-def test_gpu_gates(case: Case, gated: bool) -> None:
-    check_gates(case, "triton", gated)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", [*PRODUCTS, Case((8, 2048, 2816), BF16)], ids=str)
-def test_gpu_swiglu(case: Case) -> None:
-    check_swiglu(case, "triton")
-    assert fused_ops.resolve_backend("auto", torch.empty(1, device="cuda", dtype=BF16)) == "triton"

@@ -1,17 +1,16 @@
 """Which backend runs the fused ops, and the errors for arguments that do not fit."""
 
-import runpy
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from fla_train.kernels.fused_ops import (
-    backend,
     consume_logits,
     recurrence_gates,
     resolve_backend,
     rms_norm,
+    rotary,
     short_convolution,
     swiglu_linear,
 )
@@ -37,19 +36,6 @@ def test_backend_is_chosen_by_argument_variable_and_input(monkeypatch: pytest.Mo
         resolve_backend("auto", x)
 
 
-def test_the_former_name_of_the_variable_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLA_TRAIN_FUSED_OPS", "")  # restored afterwards, though the module sets it
-    for given, expected in (({}, "triton"), ({"FLA_TRAIN_FUSED_OPS": "torch"}, "torch")):
-        monkeypatch.setenv("FLA_TRAIN_NEIGHBOURS", "triton")
-        monkeypatch.delenv("FLA_TRAIN_FUSED_OPS", raising=False)
-        for name, value in given.items():
-            monkeypatch.setenv(name, value)
-        with pytest.warns(FutureWarning, match="FLA_TRAIN_FUSED_OPS"):
-            module = runpy.run_path(backend.__file__)
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        assert module["resolve_backend"]("auto", torch.zeros(1)) == expected
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -72,6 +58,10 @@ def test_the_former_name_of_the_variable_is_taken(monkeypatch: pytest.MonkeyPatc
                 torch.zeros(2, 2, 3), torch.zeros(3, 1, 4), position_in_document=torch.arange(2)
             ),
             "batch 1",
+        ),
+        (
+            lambda: rotary(*torch.zeros(2, 1, 3, 2, 8), *torch.zeros(2, 3, 8)),
+            r"expected \[B, T, H, D\], \[B, T, H_kv, D\], \[T, D/2\]",
         ),
         (lambda: rms_norm(torch.zeros(2, 3), torch.ones(2), 1e-6), r"weight has shape \[2\]"),
         (lambda: rms_norm(torch.zeros(2, 3), torch.ones(3), 1e-6, gate=torch.zeros(3)), "gate has shape"),

@@ -19,7 +19,7 @@ from fla_train.kernels.delta_product.triton.chunk_fwd import MIN_LOG2_DECAY
 from fla_train.kernels.delta_product.triton.launch_table import IN_GLUON, Key, lookup
 from tests.kernels.compiled_gluon import Compiled, Variant, compile_for_hopper
 from tests.kernels.gluon_judge import MODULES
-from tests.kernels.operator_cases import BF16, HARD, Case, bounds_of, check, real, uniform
+from tests.kernels.operator_cases import BF16, HARD, bounds_of, check, real, uniform
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SM_MEMORY = 227 * 1024  # bytes of shared memory that a Hopper SM gives a program
@@ -108,9 +108,43 @@ def test_fused_backward_is_for_a_busy_device(pretend_hopper, programs: int, take
 
 
 FUSED, PARTS = ("prepare_wy", "bwd_fused"), ("prepare_wy", "bwd_qkg")
+DOCUMENTS = {"batch": 1, "cu_seqlens": (0, 0, 64, 65, 200, 200, 333, 333)}
+hopper = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
+WHOLE = [  # Training normalises, and has no states.
+    real(key_dim=d, value_dim=d, num_householder=n, gated=g, l2norm=l2norm, states=states)
+    for d in (64, 128)
+    for n in (1, 2, 3, 4, 7)
+    for g in (True, False)
+    for l2norm, states in ((True, True), (True, False), (False, True))
+]
+BY_SEGMENTS = [  # with the chunks of a segment
+    *((real(key_dim=d, value_dim=d, num_householder=n), 2) for d in (64, 128) for n in (1, 2, 3)),
+    *((real(num_householder=n, gated=False, states=n > 1), 1) for n in (1, 2, 3)),
+    (real(**DOCUMENTS, num_householder=2), 1),
+    (real(inputs="resets"), 2),
+    (real(inputs="fast decay", tokens=700), 2),
+    (real(tokens=1000, gated=False, l2norm=False), 3),
+]
+GPU_CASES = [
+    *((case, bounds_of(case), None) for case in WHOLE),
+    *((case, bounds_of(case), chunks) for case, chunks in BY_SEGMENTS),
+    *((real(tokens=t, num_householder=n), BF16, None) for t in (1, 63, 65, 1000) for n in (1, 3)),
+    *((real(**DOCUMENTS, num_householder=n, states=s), BF16, None) for n in (1, 2, 3) for s in (True, False)),
+    *((*hard, None) for hard in HARD),
+    # More chunks than processors
+    (real(tokens=700, heads=16, dtype=torch.float16), uniform(2e-3), None),
+]
 
 
-def check_with_gluon(case, bounds, monkeypatch, kernels=PARTS) -> None:
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", [PARTS, FUSED], ids=["parts", "fused"])
+@pytest.mark.parametrize(
+    ("case", "bounds", "chunks"), GPU_CASES, ids=lambda x: "" if isinstance(x, dict) else str(x)
+)
+def test_gpu(case, bounds, chunks, kernels, monkeypatch) -> None:
     launched = []
     for name, module in MODULES.items():
 
@@ -122,84 +156,9 @@ def check_with_gluon(case, bounds, monkeypatch, kernels=PARTS) -> None:
     key = Key.of("9.0", case.key_dim, case.value_dim, case.num_householder)
     present, _ = lookup(case.dtype, key)
     options = replace(present, **{name: getattr(present, name) | {"gluon": 1} for name in IN_GLUON})
-    with override(options=options, fused_backward="bwd_fused" in kernels):
+    with override(options=options, fused_backward="bwd_fused" in kernels, segment_chunks=chunks):
         check(case, bounds, "cuda")
     assert set(launched) == set(kernels if case.l2norm else kernels[1:])
-
-
-hopper = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-)
-
-
-@hopper
-@pytest.mark.gpu
-@pytest.mark.parametrize("kernels", [PARTS, FUSED], ids=["parts", "fused"])
-@pytest.mark.parametrize(("l2norm", "states"), [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("num_householder", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_gpu(dim, num_householder, gated, l2norm, states, kernels, monkeypatch) -> None:
-    """Training normalises, and has no states: the second."""
-    sizes = {"key_dim": dim, "value_dim": dim, "num_householder": num_householder}
-    case = real(**sizes, gated=gated, l2norm=l2norm, states=states)
-    check_with_gluon(case, bounds_of(case), monkeypatch, kernels)
-
-
-@hopper
-@pytest.mark.gpu
-@pytest.mark.parametrize("kernels", [PARTS, FUSED], ids=["parts", "fused"])
-@pytest.mark.parametrize("num_householder", [1, 3])
-@pytest.mark.parametrize("tokens", [1, 63, 65, 1000])
-def test_gpu_lengths(tokens, num_householder, kernels, monkeypatch) -> None:
-    check_with_gluon(real(tokens=tokens, num_householder=num_householder), BF16, monkeypatch, kernels)
-
-
-@hopper
-@pytest.mark.gpu
-@pytest.mark.parametrize("kernels", [PARTS, FUSED], ids=["parts", "fused"])
-@pytest.mark.parametrize("states", [True, False])
-@pytest.mark.parametrize("num_householder", [1, 2, 3])
-def test_gpu_packed(num_householder, states, kernels, monkeypatch) -> None:
-    bounds = (0, 0, 64, 65, 200, 200, 333, 333)
-    case = real(batch=1, cu_seqlens=bounds, num_householder=num_householder, states=states)
-    check_with_gluon(case, BF16, monkeypatch, kernels)
-
-
-@hopper
-@pytest.mark.gpu
-@pytest.mark.parametrize("kernels", [PARTS, FUSED], ids=["parts", "fused"])
-@pytest.mark.parametrize(
-    ("case", "chunks"),
-    [
-        *((real(key_dim=d, value_dim=d, num_householder=n), 2) for d in (64, 128) for n in (1, 2, 3)),
-        *((real(num_householder=n, gated=False, states=n > 1), 1) for n in (1, 2, 3)),
-        (real(batch=1, cu_seqlens=(0, 0, 64, 65, 200, 200, 333, 333), num_householder=2), 1),
-        (real(inputs="resets"), 2),
-        (real(inputs="fast decay", tokens=700), 2),
-        (real(tokens=1000, gated=False, l2norm=False), 3),
-    ],
-    ids=str,
-)
-def test_gpu_segments(case, chunks, kernels, monkeypatch) -> None:
-    with override(segment_chunks=chunks):
-        check_with_gluon(case, bounds_of(case), monkeypatch, kernels)
-
-
-@hopper
-@pytest.mark.gpu
-@pytest.mark.parametrize("kernels", [PARTS, FUSED], ids=["parts", "fused"])
-@pytest.mark.parametrize(("case", "bounds"), HARD, ids=lambda x: x.inputs if isinstance(x, Case) else "")
-def test_gpu_hard_inputs(case, bounds, kernels, monkeypatch) -> None:
-    check_with_gluon(case, bounds, monkeypatch, kernels)
-
-
-@hopper
-@pytest.mark.gpu
-@pytest.mark.parametrize("kernels", [PARTS, FUSED], ids=["parts", "fused"])
-def test_gpu_more_chunks_than_processors_and_fp16(kernels, monkeypatch) -> None:
-    case = real(tokens=700, heads=16, dtype=torch.float16)
-    check_with_gluon(case, uniform(2e-3), monkeypatch, kernels)
 
 
 @pytest.fixture

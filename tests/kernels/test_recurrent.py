@@ -1,12 +1,15 @@
-"""The definition itself: against matrices written out, transformers' recurrence, and numerical gradients."""
+"""The definition against matrices written out; both it and `chunk` against transformers and derivatives."""
 
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
+from transformers.models.qwen3_next import modeling_qwen3_next as transformers_rule
 
-from fla_train.kernels.delta_product import delta_product, delta_product_step
+from fla_train.kernels.delta_product import chunk_torch, delta_product, delta_product_step
+from fla_train.kernels.delta_product.selfcheck import evaluate
 from tests.kernels.helpers import assert_agrees, differentiable, documents_of, random_inputs
+
+BACKENDS = pytest.mark.parametrize("backend", ["recurrent", "chunk"])
 
 
 def by_matrices(inputs: dict, scale: float) -> tuple[Tensor, Tensor]:
@@ -45,11 +48,15 @@ def test_equals_the_product_of_transition_matrices(num_householder, alpha, initi
     torch.testing.assert_close(state, expected_state, rtol=1e-12, atol=1e-12)
 
 
+@BACKENDS
 @pytest.mark.parametrize("qk_l2norm", [False, True])
-def test_one_householder_step_equals_transformers_recurrence(qk_l2norm):
-    inputs = random_inputs(21, alpha=(0.5, 1.0), initial_state=True, qk_l2norm=qk_l2norm, dtype=torch.float32)
-    o, state = delta_product(**inputs, output_final_state=True, backend="recurrent")
-    expected = torch_recurrent_gated_delta_rule(
+def test_one_householder_step_equals_that_of_transformers(backend, qk_l2norm):
+    inputs = random_inputs(
+        130, key_dim=16, value_dim=24, alpha=(0.5, 1.0), initial_state=True, qk_l2norm=qk_l2norm,
+        dtype=torch.float32,
+    )  # fmt: skip
+    found = delta_product(**inputs, output_final_state=True, backend=backend)
+    expected = getattr(transformers_rule, f"torch_{backend}_gated_delta_rule")(
         inputs["q"],
         inputs["k"][:, :, 0],
         inputs["v"][:, :, 0],
@@ -59,26 +66,20 @@ def test_one_householder_step_equals_transformers_recurrence(qk_l2norm):
         output_final_state=True,
         use_qk_l2norm_in_kernel=qk_l2norm,
     )
-    torch.testing.assert_close(o, expected[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(state, expected[1], rtol=1e-5, atol=1e-5)
+    for actual, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(actual, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("documents", [None, (0, 0, 1, 4)])
-def test_gradients_are_numerically_right(documents):
-    inputs = random_inputs(
-        4,
-        2,
-        key_dim=3,
-        value_dim=2,
-        alpha=(0.3, 0.9),
-        initial_state=True,
-        beta=(0.1, 1.9),
-        documents=documents,
-    )
+@BACKENDS
+@pytest.mark.parametrize("documents", [None, (0, 0, 1, 5)])
+def test_gradients_are_numerically_right(backend, documents, monkeypatch):
+    monkeypatch.setattr(chunk_torch, "CHUNK_STEPS", 4)  # several chunks, of two tokens each
+    gates = {"alpha": (0.3, 0.9), "beta": (0.1, 1.9)}
+    inputs = random_inputs(5, 2, key_dim=3, value_dim=2, initial_state=True, documents=documents, **gates)
     leaves = differentiable(inputs)
 
     def call(*_: Tensor) -> tuple[Tensor, Tensor]:
-        return delta_product(**inputs, output_final_state=True, backend="recurrent")
+        return delta_product(**inputs, output_final_state=True, backend=backend)
 
     # gradcheck perturbs its arguments in place, and `inputs` holds the same tensors.
     assert torch.autograd.gradcheck(call, leaves)
@@ -106,7 +107,7 @@ def test_a_closed_gate_forgets_everything_without_nan():
     torch.testing.assert_close(delta_product(**later, backend="recurrent")[0], o[:, 3:])
 
 
-@pytest.mark.parametrize("backend", ["recurrent", "chunk"])
+@BACKENDS
 @pytest.mark.parametrize("alpha", [None, (0.3, 1.0)])
 def test_packed_documents_equal_separate_calls(backend, alpha):
     inputs = random_inputs(
@@ -122,7 +123,7 @@ def test_packed_documents_equal_separate_calls(backend, alpha):
     assert torch.equal(state[lengths == 0], inputs["initial_state"][lengths == 0])
 
 
-@pytest.mark.parametrize("backend", ["recurrent", "chunk"])
+@BACKENDS
 def test_two_halves_chained_by_the_state_equal_the_whole(backend):
     inputs = random_inputs(101, 3, alpha=(0.9, 1.0), initial_state=True)
     o, state = delta_product(**inputs, output_final_state=True, backend=backend)
@@ -157,11 +158,13 @@ def test_steps_equal_the_sequence(num_householder, alpha):
     torch.testing.assert_close(state, expected[1])
 
 
-def test_bfloat16_is_computed_in_float32():
-    inputs = random_inputs(33, 2, alpha=(0.9, 1.0), dtype=torch.bfloat16)
-    o, state = delta_product(**inputs, output_final_state=True, backend="recurrent")
-    exact = {name: x.float() if name in ("q", "k", "v") else x for name, x in inputs.items()}
-    expected_o, expected_state = delta_product(**exact, output_final_state=True, backend="recurrent")
-    assert o.dtype == torch.bfloat16 and state.dtype == torch.float32
-    assert torch.equal(o, expected_o.bfloat16())
-    assert_agrees({"state": state}, {"state": expected_state}, 1e-7)
+@BACKENDS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_rounds_only_outputs(backend, dtype):
+    inputs = random_inputs(100, 2, alpha=(0.9, 1.0), initial_state=True, dtype=dtype)
+    results = evaluate(inputs, backend)
+    assert results["o"].dtype == results["dk"].dtype == dtype
+    assert results["final_state"].dtype == results["dbeta"].dtype == torch.float32
+    wide = {name: x.float() if name in ("q", "k", "v") else x for name, x in inputs.items()}
+    expected = evaluate(wide, backend)
+    assert_agrees(results, {name: expected[name].to(x.dtype) for name, x in results.items()}, 1e-6)

@@ -77,19 +77,6 @@ def test_inference_equals_training() -> None:
     assert torch.equal(trained[0], inferred[0]) and torch.equal(trained[1], inferred[1])
 
 
-def test_only_the_final_state_is_used() -> None:
-    device = "cpu" if INTERPRETED else "cuda"
-    (q, k, v, beta, g, state), _, dstate = make_inputs(Case(tokens=20), device)
-    kwargs = {"initial_state": state, "output_final_state": True, "qk_l2norm": True}
-    grads = []
-    for backend in ("recurrent", "triton"):
-        leaves = [x.clone().requires_grad_() for x in (k, v, beta, g)]
-        (delta_product(q, *leaves, **kwargs, backend=backend)[1] * dstate).sum().backward()
-        grads.append([x.grad for x in leaves])
-    for expected, actual in zip(*grads, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("algorithm", ["chunk", "fused_recurrent"])
 def test_boundaries_may_lie_apart(algorithm: str) -> None:
     device = "cpu" if INTERPRETED else "cuda"
@@ -138,48 +125,6 @@ def test_unsupported_requests_name_the_fault(case: Case, dtype: torch.dtype, mes
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("states", [True, False])
-@pytest.mark.parametrize("gated", [GATED, UNGATED])
-@pytest.mark.parametrize("num_householder", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize(
-    "dims", [(128, 128), (96, 96), (64, 64), (256, 256), (256, 128), (96, 48), (32, 32), (16, 256)]
-)
-def test_gpu_bf16(dims: tuple[int, int], num_householder: int, gated: bool, states: bool) -> None:
-    """Training has no states, and kernels of its own for that; without them q and k are normalised, too."""
-    sizes = {"key_dim": dims[0], "value_dim": dims[1], "num_householder": num_householder}
-    case = real(**sizes, gated=gated, l2norm=gated or not states, states=states)
-    check(case, bounds_of(case), "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("l2norm", [True, False])
-@pytest.mark.parametrize("gated", [GATED, UNGATED])
-@pytest.mark.parametrize("num_householder", [1, 2])
-@pytest.mark.parametrize("value_dim", [64, 128, 192, 256])
-def test_gpu_tiles_of_v(value_dim: int, num_householder: int, gated: bool, l2norm: bool) -> None:
-    """Each number of V tiles under each pipeline: three stages over three tiles gave wrong dk on Hopper."""
-    case = real(value_dim=value_dim, num_householder=num_householder, gated=gated, l2norm=l2norm)
-    check(case, bounds_of(case), "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("gated", [GATED, UNGATED])
-@pytest.mark.parametrize("num_householder", [1, 2])
-@pytest.mark.parametrize("value_dim", [128, 192])
-def test_gpu_rows_of_the_table_with_narrow_keys(value_dim: int, num_householder: int, gated: bool) -> None:
-    case = real(key_dim=64, value_dim=value_dim, num_householder=num_householder, gated=gated, l2norm=gated)
-    check(case, bounds_of(case), "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_householder", [1, 3])
-@pytest.mark.parametrize("dims", [(256, 256), (32, 32), (16, 256)])
-def test_gpu_norm_without_gate(dims: tuple[int, int], num_householder: int) -> None:
-    case = real(key_dim=dims[0], value_dim=dims[1], num_householder=num_householder, gated=UNGATED)
-    check(case, bounds_of(case), "cuda")
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("gated", [GATED, UNGATED])
 @pytest.mark.parametrize("num_householder", [1, 2])
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -189,57 +134,69 @@ def test_gpu_options_of_cards_that_no_table_lists(dim: int, num_householder: int
         check(case, bounds_of(case), "cuda")
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 63, 65, 1000])
-@pytest.mark.parametrize("num_householder", [1, 3])
-def test_gpu_lengths(tokens: int, num_householder: int) -> None:
-    check(real(tokens=tokens, num_householder=num_householder), BF16, "cuda")
+EACH_GATE = (GATED, UNGATED)
+BF16_CASES = [
+    # Training has no states, and kernels of its own for that; without them q and k are normalised, too.
+    *(
+        real(key_dim=k, value_dim=v, num_householder=n, gated=g, l2norm=g or not states, states=states)
+        for k, v in ((128, 128), (96, 96), (64, 64), (256, 256), (256, 128), (96, 48), (32, 32), (16, 256))
+        for n in (1, 2, 3, 4, 7)
+        for g in EACH_GATE
+        for states in (True, False)
+    ),
+    # Each number of V tiles under each pipeline: three stages over three tiles gave wrong dk on Hopper.
+    *(
+        real(value_dim=v, num_householder=n, gated=g, l2norm=l2norm)
+        for v in (64, 128, 192, 256)
+        for n in (1, 2)
+        for g in EACH_GATE
+        for l2norm in (True, False)
+    ),
+    # Rows of the launch table with narrow keys, and normalised keys without a gate
+    *(
+        real(key_dim=64, value_dim=v, num_householder=n, gated=g, l2norm=g)
+        for v in (128, 192)
+        for n in (1, 2)
+        for g in EACH_GATE
+    ),
+    *(
+        real(key_dim=k, value_dim=v, num_householder=n, gated=UNGATED)
+        for k, v in ((256, 256), (32, 32), (16, 256))
+        for n in (1, 3)
+    ),
+]
+LENGTHS = [real(tokens=t, num_householder=n) for t in (1, 63, 65, 1000) for n in (1, 3)]
+PACKED = [
+    real(batch=1, cu_seqlens=(0, 0, 64, 65, 200, 200, 333, 333), num_householder=n, states=states)
+    for n in (1, 2, 3)
+    for states in (True, False)
+]
+FP16_CASES = [
+    real(
+        dtype=torch.float16, tokens=150, key_dim=dim, value_dim=dim, num_householder=n, gated=g, states=n == 1
+    )
+    for dim in (32, 64, 128, 256)
+    for n in (1, 3)
+    for g in EACH_GATE
+]
+FP32 = {"dtype": torch.float32, "tokens": 150}
+FP32_CASES = [
+    *(real(**FP32, key_dim=dim, value_dim=dim, gated=g) for dim in (32, 64, 96, 128) for g in EACH_GATE),
+    *(real(**FP32, key_dim=64, value_dim=64, num_householder=3, gated=g) for g in EACH_GATE),
+    *(real(**FP32, num_householder=4, gated=g) for g in EACH_GATE),
+    *(real(**FP32, value_dim=256, gated=g) for g in EACH_GATE),
+    real(**FP32, batch=1, cu_seqlens=(0, 0, 64, 65, 150), num_householder=2),
+]
+GPU_CASES = [
+    *((case, bounds_of(case)) for case in BF16_CASES),
+    *((case, BF16) for case in LENGTHS + PACKED),
+    *HARD,
+    *((case, uniform(2e-3)) for case in FP16_CASES),
+    *((case, uniform(2e-5)) for case in FP32_CASES),
+]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("states", [True, False])
-@pytest.mark.parametrize("num_householder", [1, 2, 3])
-def test_gpu_packed(num_householder: int, states: bool) -> None:
-    cu_seqlens = (0, 0, 64, 65, 200, 200, 333, 333)
-    check(real(batch=1, cu_seqlens=cu_seqlens, num_householder=num_householder, states=states), BF16, "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("case", "bounds"), HARD, ids=lambda x: x.inputs if isinstance(x, Case) else "")
-def test_gpu_hard_inputs(case: Case, bounds: dict[str, float]) -> None:
+@pytest.mark.parametrize(("case", "bounds"), GPU_CASES, ids=lambda x: str(x) if isinstance(x, Case) else "")
+def test_gpu(case: Case, bounds: dict[str, float]) -> None:
     check(case, bounds, "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("gated", [GATED, UNGATED])
-@pytest.mark.parametrize("num_householder", [1, 3])
-@pytest.mark.parametrize("dim", [32, 64, 128, 256])
-def test_gpu_fp16(dim: int, num_householder: int, gated: bool) -> None:
-    sizes = {"key_dim": dim, "value_dim": dim, "num_householder": num_householder, "tokens": 150}
-    case = real(dtype=torch.float16, gated=gated, states=num_householder == 1, **sizes)
-    check(case, uniform(2e-3), "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("gated", [GATED, UNGATED])
-@pytest.mark.parametrize(
-    ("dims", "num_householder"),
-    [
-        ((32, 32), 1),
-        ((64, 64), 1),
-        ((96, 96), 1),
-        ((128, 128), 1),
-        ((64, 64), 3),
-        ((128, 128), 4),
-        ((128, 256), 1),
-    ],
-)
-def test_gpu_fp32(dims: tuple[int, int], num_householder: int, gated: bool) -> None:
-    sizes = {"key_dim": dims[0], "value_dim": dims[1], "num_householder": num_householder, "tokens": 150}
-    check(real(dtype=torch.float32, gated=gated, **sizes), uniform(2e-5), "cuda")
-
-
-@pytest.mark.gpu
-def test_gpu_fp32_packed() -> None:
-    case = real(dtype=torch.float32, batch=1, tokens=150, cu_seqlens=(0, 0, 64, 65, 150), num_householder=2)
-    check(case, uniform(2e-5), "cuda")

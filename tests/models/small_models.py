@@ -6,13 +6,14 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from fla_train.models import DeltaProductConfig
 
-HYBRID = {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "window_size": 5}
+HYBRID = {"num_attention_heads": 4, "num_key_value_heads": 2}
 VARIANTS = {
     "delta_net": {"num_householder": 1, "use_forget_gate": False, "allow_neg_eigval": False},
     "gated_delta_product": {"use_output_gate": True, "expand_v": 2.0},
     "without_conv": {"num_householder": 3, "use_short_conv": False},
-    "hybrid": {"attn": HYBRID},
-    "hybrid_full_attention": {"attn": HYBRID | {"window_size": None}},
+    "hybrid": HYBRID | {"layer_types": ["linear_attention", "sliding_attention"], "sliding_window": 5},
+    "transformer": HYBRID | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5},
+    "hybrid_full_attention": HYBRID | {"layer_types": ["linear_attention", "full_attention"]},
 }
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 

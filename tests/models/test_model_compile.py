@@ -49,6 +49,8 @@ def compare(
         ("gated_delta_product", "chunk", False, True, False),
         ("delta_net", "chunk", False, False, True),
         ("hybrid", "chunk", True, False, False),
+        ("transformer", "chunk", False, False, False),
+        ("transformer", "chunk", False, False, True),
     ],
 )
 def test_one_graph_with_the_gradients_of_the_eager_model(
@@ -63,7 +65,9 @@ def test_one_graph_with_the_gradients_of_the_eager_model(
     if packed:
         row = tokens.reshape(1, -1)
         inputs = {"input_ids": row, "labels": row, "cu_seqlens": torch.tensor([0, 1, 3, 19, 19, 57])}
-    config = small_config(variant, backend=backend, num_hidden_layers=1 + (variant == "hybrid"))
+    config = small_config(
+        variant, backend=backend, num_hidden_layers=1 + (variant in ("hybrid", "transformer"))
+    )
     error = compare(config, "cpu", inputs, "aot_eager", autocast, checkpointing)
     assert error <= 1e-6
 

@@ -28,28 +28,37 @@ def test_all_errors_are_reported_together():
 
 
 @pytest.mark.parametrize(
-    ("attn", "message"),
+    ("fields", "message"),
     [
-        ({"layers": [9], "num_heads": 4}, r"attn.layers \[9\] do not exist, layers are 0..1"),
-        ({"layers": [0], "num_heads": 5}, "attn.num_heads 5"),
-        ({"layers": [0], "num_heads": 4, "num_kv_heads": 3}, "attn.num_kv_heads 3 must divide"),
-        ({"layers": [0], "num_heads": 4, "window_size": 1}, "attn.window_size must be >= 2"),
-        ({"layers": [0], "num_heads": 4, "window": 3}, "attn.window is unknown"),
-        ({"layers": [0]}, "attn.num_heads is required"),
-        ({"layers": 0, "num_heads": 4}, "attn.layers must be a list of integers, got 0"),
-        ({"layers": ["0"], "num_heads": 4}, "attn.layers must be a list of integers"),
-        ({"layers": [0], "num_heads": "4"}, "attn.num_heads must be an integer, got '4'"),
-        ({"layers": [0], "num_heads": 4, "rope_theta": "1e4"}, "attn.rope_theta must be a finite number > 0"),
+        ({"layer_types": []}, "layer_types must be null or a list"),
+        ({"layer_types": "full_attention"}, "layer_types must be null or a list"),
+        ({"layer_types": ["full"]}, "layer_types must be null or a list"),
+        ({"layer_types": ["full_attention"] * 3}, "names 3 layers, num_hidden_layers is 2"),
+        ({"layer_types": ["sliding_attention"]}, "sliding_window is required"),
+        ({"layer_types": ["full_attention"], "sliding_window": 5}, "sliding_window belongs to"),
         (
-            {"layers": [0], "num_heads": 4, "rope_theta": float("inf")},
-            "attn.rope_theta must be a finite number",
+            {"layer_types": ["sliding_attention"], "sliding_window": 1},
+            "sliding_window must be an integer >= 2",
         ),
-        (4, "attn must be null or a mapping of layers, num_heads"),
+        ({"layer_types": ["full_attention"], "num_attention_heads": 5}, "num_attention_heads 5 must divide"),
+        (
+            {"layer_types": ["full_attention"], "num_attention_heads": 0},
+            "num_attention_heads must be an integer",
+        ),
+        ({"layer_types": ["full_attention"], "num_key_value_heads": 3}, "num_key_value_heads 3 must divide"),
+        ({"rope_theta": "1e4"}, "rope_theta must be > 0 and finite"),
+        ({"attn": {"layers": [9], "num_heads": 4}}, r"attn.layers \[9\] do not exist, layers are 0..1"),
+        ({"attn": {"layers": [0], "num_heads": 4, "window": 3}}, "attn.window is unknown"),
+        ({"attn": {"layers": [0]}}, "attn.num_heads is required"),
+        ({"attn": {"layers": 0, "num_heads": 4}}, "attn.layers must be a list of integers, got 0"),
+        ({"attn": {"layers": [0], "num_heads": "4"}}, "num_attention_heads must be an integer >= 1, got '4'"),
+        ({"attn": 4}, "attn must be null or a mapping of layers, num_heads"),
+        ({"attn": {"layers": [0], "num_heads": 4}, "layer_types": ["full_attention"]}, "leave out attn"),
     ],
 )
-def test_hybrid_errors(attn, message):
+def test_errors_of_attention_layers(fields, message):
     with pytest.raises(ValueError, match=message):
-        small_config("hybrid", attn=attn)
+        small_config(**fields)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
@@ -59,26 +68,39 @@ def test_sizes_and_scales_are_finite(key, value):
         small_config(**{key: value})
 
 
-def test_a_hybrid_layer_named_twice_counts_once():
-    attn = {"layers": [1, 0, 1], "num_heads": 4}
-    assert small_config("hybrid", attn=attn).attn["layers"] == [0, 1]
-    assert count_parameters(small_config("hybrid", attn=attn)) == count_parameters(
-        small_config("hybrid", attn=attn | {"layers": [0, 1]})
+def test_the_attn_of_flash_linear_attention_is_translated(tmp_path):
+    """From a constructor, an exported config.json of earlier versions and the command line."""
+    attn = {"layers": [1, 0, 1], "num_heads": 4, "num_kv_heads": 2, "window_size": 5, "rope_theta": 100.0}
+    expected = small_config(
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rope_theta=100.0,
+        layer_types=["sliding_attention"],
+        sliding_window=5,
     )
+    config = small_config(attn=attn)
+    assert config.to_dict() == expected.to_dict()
+    config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    content = json.loads(file.read_text())
+    for name in ("layer_types", "num_attention_heads", "num_key_value_heads", "rope_theta", "sliding_window"):
+        del content[name]
+    file.write_text(json.dumps(content | {"attn": attn}))
+    assert DeltaProductConfig.from_pretrained(tmp_path).layer_types == expected.layer_types
+    full = config_of("model.attn={layers:[1],num_heads:2}")
+    assert full.layer_types == ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+    assert (full.num_attention_heads, full.num_key_value_heads, full.sliding_window) == (2, 2, None)
 
 
-@pytest.mark.parametrize(
-    ("variant", "types", "heads"),
-    [
-        ("delta_net", ["linear_attention", "linear_attention"], 2),
-        ("hybrid", ["linear_attention", "sliding_attention"], 4),
-        ("hybrid_full_attention", ["linear_attention", "full_attention"], 4),
-    ],
-)
-def test_names_that_other_libraries_read_are_not_written(variant, types, heads):
-    config = small_config(variant)
-    assert config.layer_types == types and config.num_attention_heads == heads
-    assert not {"layer_types", "num_attention_heads"} & set(config.to_dict())
+def test_layer_types_repeat_and_are_saved_for_attention_only(tmp_path):
+    pattern = ["linear_attention", "sliding_attention", "full_attention"]
+    config = small_config(num_hidden_layers=5, layer_types=pattern, sliding_window=3)
+    assert config.layer_types == pattern + pattern[:2] and config.attention_layers == [1, 2, 4]
+    config.save_pretrained(tmp_path)
+    assert DeltaProductConfig.from_pretrained(tmp_path).to_dict() == config.to_dict() | {"backend": "auto"}
+    linear = small_config()
+    assert linear.layer_types == 2 * ["linear_attention"] and linear.num_attention_heads == 2
+    assert not {"layer_types", "num_attention_heads", "rope_theta"} & set(linear.to_diff_dict())
 
 
 def test_unknown_keys_are_refused():
@@ -97,8 +119,11 @@ def test_schema_has_the_fields_and_defaults_of_the_config():
     fields = {f.name: getattr(schema, f.name) for f in dataclasses.fields(schema)}
     assert fields.pop("intermediate_size") is None
     assert fields.pop("vocab_size") is None  # a run takes its tokenizer's
+    assert fields.pop("attn") is None  # the former name of five fields
+    for name in ("layer_types", "num_attention_heads", "num_key_value_heads"):  # the config fills them in
+        assert fields.pop(name) is None
     assert fields == {name: getattr(config, name) for name in fields}
-    assert {"num_householder", "attn", "backend", "eos_token_id"} <= set(fields)
+    assert {"num_householder", "rope_theta", "backend", "eos_token_id"} <= set(fields)
 
 
 def compose_model(*overrides: str) -> DictConfig:
@@ -123,6 +148,8 @@ def config_of(*overrides: str) -> DeltaProductConfig:
         (["model=delta_product/340m", "model.num_householder=3"], 443),
         (["model=gated_delta_product/340m"], 393),
         (["model=delta_net/1.3b"], 1300),
+        (["model=transformer/340m"], 340),
+        (["model=transformer/1.3b"], 1300),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
@@ -151,6 +178,27 @@ def test_every_variant_and_size_composes(variant, size, householder, gate):
     assert config.allow_neg_eigval and not config.use_output_gate
 
 
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        ("transformer/tiny", {"full_attention": [0, 1, 2, 3]}),
+        ("hybrid/swa/tiny", {"sliding_attention": [1, 3]}),
+        ("hybrid/swa/340m", {"sliding_attention": list(range(1, 24, 2))}),
+        ("hybrid/global2/tiny", {"full_attention": [1, 2]}),
+        ("hybrid/global2/340m", {"full_attention": [1, 12]}),  # the second and the 13th
+        ("hybrid/3to1/tiny", {"full_attention": [3]}),
+        ("hybrid/3to1/340m", {"full_attention": [3, 7, 11, 15, 19, 23]}),
+    ],
+)
+def test_transformers_and_hybrids_compose(name, attention):
+    config = config_of(f"model={name}")
+    found = {}
+    for layer in config.attention_layers:
+        found.setdefault(config.layer_types[layer], []).append(layer)
+    assert found == attention
+    assert config.num_householder == 1
+
+
 def test_hydra_refuses_unknown_keys_and_wrong_types():
     with pytest.raises(ValueError, match=r"did you mean model\.hidden_size"):
         compose_model("model.hiden_size=3")
@@ -167,37 +215,11 @@ def test_what_the_operator_keeps_belongs_to_the_machine(value, tmp_path):
     assert DeltaProductConfig.from_pretrained(tmp_path, recompute_operator=value).recompute_operator is value
 
 
-def test_former_values_are_taken_with_a_line_that_says_the_new_one(tmp_path):
-    with pytest.warns(FutureWarning, match="recompute_operator=512 now means recompute_operator=true"):
-        assert config_of("model.recompute_operator=512").recompute_operator is True
-    with pytest.warns(FutureWarning, match="backend=chunked is now called chunk"):
-        config = config_of("model.backend=chunked")
-    assert config.backend == "chunk"
-    config.save_pretrained(tmp_path)
-    file = tmp_path / "config.json"  # exports of earlier versions could hold both
-    file.write_text(
-        json.dumps(json.loads(file.read_text()) | {"recompute_operator": 512, "backend": "chunked"})
-    )
-    with pytest.warns(FutureWarning) as lines:
-        config = DeltaProductConfig.from_pretrained(tmp_path)
-    assert (config.backend, config.recompute_operator, len(lines)) == ("chunk", True, 2)
-
-
 @pytest.mark.parametrize("value", ["0", "-64", "1.5", "some", "null"])
 def test_a_wrong_recompute_operator_is_named(value):
     with pytest.raises(ValueError, match="recompute_operator") as error:
         config_of(f"model.recompute_operator={value}")
     assert "\n" not in str(error.value)
-
-
-def test_hybrid_layers_can_be_given_on_the_command_line():
-    assert config_of("model.attn={layers:[1],num_heads:2}").attn == {
-        "layers": [1],
-        "num_heads": 2,
-        "num_kv_heads": 2,
-        "window_size": None,
-        "rope_theta": 10000.0,
-    }
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -52,12 +52,14 @@ def test_generation_is_the_same(pair, tokens: torch.Tensor) -> None:
 
 def test_the_layout_of_a_call_follows_its_tokens_to_another_device(build, tokens: torch.Tensor) -> None:
     config, mask = build("hybrid").config, torch.ones_like(tokens)
+    mask[0, 0] = 0
     padded = SequenceContext.build(config, tokens, mask)
     packed = SequenceContext.build(config, tokens[:1], None, torch.tensor([0, 7, 19]))
-    both = ("positions", "visible")
     for context, names in (
-        (padded, ("padding_mask", *both)),
-        (packed, ("cu_seqlens", "position_in_document", *both)),
+        (padded, ("padding_mask", "cos", "sin")),
+        (packed, ("cu_seqlens", "position_in_document", "cos", "sin")),
     ):
         moved = send_to_device(context, "meta")
         assert all(getattr(moved, name).is_meta for name in names)
+        keys = moved.visible["sliding_attention"]
+        assert keys.queries.is_meta and keys.keys.is_meta and keys.key_documents.is_meta

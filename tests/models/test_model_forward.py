@@ -11,11 +11,6 @@ from transformers.cache_utils import LinearAttentionLayer
 from fla_train.models import DeltaProductForCausalLM
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
-ROTARY = {"rtol": 1e-4, "atol": 1e-5}  # fp32 angles at other absolute positions
-
-
-def tolerance(variant: str) -> dict[str, float]:
-    return ROTARY if variant.startswith("hybrid") else EXACT
 
 
 def oracle_block(state: dict[str, torch.Tensor], config, x: torch.Tensor) -> torch.Tensor:
@@ -101,8 +96,8 @@ def test_padding_on_either_side_changes_nothing(build, tokens, variant):
     padded_right = model(right, attention_mask=mask.long()).logits
     padded_left = model(left, attention_mask=mask.flip(1).long()).logits
     for i, n in enumerate(lengths):
-        torch.testing.assert_close(padded_right[i, :n], alone[i], **tolerance(variant))
-        torch.testing.assert_close(padded_left[i, 19 - n :], alone[i], **tolerance(variant))
+        torch.testing.assert_close(padded_right[i, :n], alone[i], **EXACT)
+        torch.testing.assert_close(padded_left[i, 19 - n :], alone[i], **EXACT)
 
 
 @torch.no_grad()
@@ -125,12 +120,12 @@ def test_packed_documents_equal_separate_ones_with_gradients(build, tokens, vari
     cu_seqlens = torch.tensor([0, 8, 8, 9, 22], dtype=torch.int32)  # the second document is empty
     packed = model(torch.cat(pieces)[None], cu_seqlens=cu_seqlens).logits[0]
     separate = torch.cat([model(piece[None]).logits[0] for piece in pieces])
-    torch.testing.assert_close(packed, separate, **tolerance(variant))
+    torch.testing.assert_close(packed, separate, **EXACT)
     probe = torch.randn_like(packed)
     ours = torch.autograd.grad((packed * probe).sum(), list(model.parameters()))
     expected = torch.autograd.grad((separate * probe).sum(), list(model.parameters()))
     for a, b in zip(ours, expected, strict=True):
-        assert (a - b).norm() <= tolerance(variant)["rtol"] * b.norm() + 1e-12
+        assert (a - b).norm() <= EXACT["rtol"] * b.norm() + 1e-12
 
 
 @every_variant
@@ -145,7 +140,7 @@ def test_pieces_through_the_cache_equal_the_parallel_forward(build, tokens, vari
         outputs = model(piece, past_key_values=cache, use_cache=True)
         cache = outputs.past_key_values
         pieces.append(outputs.logits)
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, **tolerance(variant))
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, **EXACT)
     assert cache.get_seq_length() == 19
 
 
@@ -322,7 +317,7 @@ def test_a_model_in_bf16_trains_and_decodes(build, tokens, variant, backend):
             cache = half(tokens[:, :length], use_cache=True).past_key_values
             pieces = [half(tokens[:, t : t + 1], past_key_values=cache).logits for t in range(length, 19)]
             mixers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
-            assert mixers and {layer.recurrent_states[0].dtype for layer in mixers} == {torch.float32}
+            assert {layer.recurrent_states[0].dtype for layer in mixers} <= {torch.float32}
             error = (torch.cat(pieces, 1) - whole.logits[:, length:]).abs().max()
             assert error <= 0.05 * whole.logits.abs().max()
         assert half.generate(tokens[:, :5], max_new_tokens=3, pad_token_id=0).shape == (3, 8)

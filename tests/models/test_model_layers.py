@@ -9,7 +9,7 @@ from fla_train.models import loss as loss_module
 from fla_train.models.context import SequenceContext
 from fla_train.models.layers import GatedMLP, RMSNorm, ShortConvolution, project
 from fla_train.models.loss import linear_cross_entropy, token_losses
-from fla_train.models.mixers.attention import HybridAttention
+from fla_train.models.mixers.attention import Attention
 
 
 def norm(size: int) -> RMSNorm:
@@ -68,14 +68,14 @@ def test_convolution_resets_at_documents():
     torch.testing.assert_close(layer(x, position_in_document=positions)[0], separate, rtol=1e-12, atol=1e-12)
 
 
-def brute_force_attention(layer: HybridAttention, x: torch.Tensor, allowed) -> torch.Tensor:
+def brute_force_attention(layer: Attention, x: torch.Tensor, allowed) -> torch.Tensor:
     """Scores one by one; rotation as multiplication of complex numbers."""
     heads, kv_heads, d = layer.num_heads, layer.num_kv_heads, layer.head_dim
     length, half = x.shape[0], d // 2
 
     def rotated(y, position):
         z = torch.complex(y[:half], y[half:])
-        freq = layer.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
+        freq = layer.config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
         return z * torch.polar(torch.ones_like(freq), position * freq)
 
     q = (x @ layer.q_proj.weight.T).view(length, heads, d)
@@ -95,9 +95,10 @@ def brute_force_attention(layer: HybridAttention, x: torch.Tensor, allowed) -> t
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("packed", [False, True])
 def test_attention_equals_brute_force(window, packed):
-    attn = {"layers": [0], "num_heads": 4, "num_kv_heads": 2, "window_size": window, "rope_theta": 100.0}
-    config = small_config(attn=attn)
-    layer = HybridAttention(config).double()
+    kind = "full_attention" if window is None else "sliding_attention"
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = small_config(layer_types=[kind], sliding_window=window, rope_theta=100.0, **heads)
+    layer = Attention(config).double()
     x = torch.randn(1, 9, 16, dtype=torch.float64)
     cu_seqlens = torch.tensor([0, 4, 9]) if packed else None
     context = SequenceContext.build(config, x, None, cu_seqlens)
@@ -107,7 +108,7 @@ def test_attention_equals_brute_force(window, packed):
         return document[i] == document[j] and (window is None or i - j < window)
 
     torch.testing.assert_close(
-        layer(x, context)[0], brute_force_attention(layer, x[0], allowed), rtol=1e-5, atol=1e-6
+        layer(x, context)[0], brute_force_attention(layer, x[0], allowed), rtol=1e-10, atol=1e-12
     )
 
 

@@ -9,12 +9,7 @@ from transformers import AutoModelForSequenceClassification, DataCollatorWithFla
 from fla_train.models import DeltaProductForTokenClassification
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
-ROTARY = {"rtol": 1e-4, "atol": 1e-5}  # fp32 angles at other absolute positions
 LENGTHS = [8, 1, 13]
-
-
-def tolerance(variant: str) -> dict[str, float]:
-    return ROTARY if variant.startswith("hybrid") else EXACT
 
 
 @pytest.fixture
@@ -99,7 +94,7 @@ def test_the_bounds_of_documents_by_every_name(build, documents, variant):
         {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 13, "max_length_k": 13},
         {"seq_idx": torch.arange(3, dtype=torch.int32).repeat_interleave(torch.tensor(LENGTHS))[None]},
     ):
-        torch.testing.assert_close(model(row, **given).logits[0], expected, **tolerance(variant))
+        torch.testing.assert_close(model(row, **given).logits[0], expected, **EXACT)
 
 
 @pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}])
@@ -120,7 +115,7 @@ def test_positions_of_whole_rows_change_nothing(build, tokens):
         assert torch.equal(model(tokens, attention_mask=mask, position_ids=positions).logits, expected)
     cache = model(tokens[:, :10], use_cache=True).past_key_values
     rest = model(tokens[:, 10:], past_key_values=cache, position_ids=torch.arange(10, 19)[None]).logits
-    torch.testing.assert_close(rest, model(tokens).logits[:, 10:], **ROTARY)
+    torch.testing.assert_close(rest, model(tokens).logits[:, 10:], **EXACT)
 
 
 def test_what_cannot_be_honoured_is_refused(build, tokens):

@@ -79,27 +79,6 @@ def test_inputs_are_uniform_and_positions_independent() -> None:
         assert abs(chi_square - (cells - 1)) < 5 * np.sqrt(2 * (cells - 1)), (cells, chi_square)
 
 
-def test_a_sequence_depends_on_seed_and_index_alone() -> None:
-    task = GroupWords("A5", 16, seed=7)
-    whole = task.batch(range(3000))
-    for chosen in ([5], [2999, 0, 1024, 5], list(range(1000, 1100))):
-        part = GroupWords("A5", 16, seed=7).batch(chosen)
-        assert torch.equal(part.input_ids, whole.input_ids[chosen])
-        assert torch.equal(part.labels, whole.labels[chosen])
-    assert len(whole.input_ids.unique(dim=0)) == 3000
-    other = GroupWords("A5", 16, seed=8).batch(range(3000))
-    together = torch.cat([whole.input_ids, other.input_ids])
-    assert len(together.unique(dim=0)) == 6000
-
-
-def test_the_stream_is_pinned() -> None:
-    """A change here breaks every resumed run: it must be meant."""
-    assert GroupWords("S5", 6, bos=False).batch([0, 10**12]).input_ids.tolist() == [
-        [33, 48, 97, 15, 67, 42],
-        [67, 9, 20, 70, 60, 98],
-    ]
-
-
 def test_a_fixed_size_repeats() -> None:
     task = GroupWords("S3", 12, num_sequences=10)
     assert torch.equal(task.batch([3, 9]).input_ids, task.batch([13, 10**9 + 9]).input_ids)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fla_train.tasks import IGNORE, make_task
+from fla_train.tasks import IGNORE
 from fla_train.tasks.mad import Compression, InContextRecall, Memorization, SelectiveCopying
 
 
@@ -113,25 +113,6 @@ def test_memorization_has_one_map_for_all_seeds() -> None:
                 assert key < 127 <= value < 254
                 assert known.setdefault(key, value) == value
     assert len(known) == 127 and len(set(known.values())) > 50
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("in_context_recall", {"motif": 3}),
-        ("selective_copying", {}),
-        ("compression", {}),
-        ("memorization", {}),
-        ("regbench", {}),
-    ],
-)
-def test_a_sequence_is_a_function_of_its_index(kind: str, options: dict) -> None:
-    task = make_task(kind, options, seed=5)
-    whole, parts = task.batch([3, 900, 7]), [task.batch([i]) for i in (3, 900, 7)]
-    assert torch.equal(whole.input_ids, torch.cat([part.input_ids for part in parts]))
-    assert torch.equal(whole.labels, torch.cat([part.labels for part in parts]))
-    assert not torch.equal(whole.input_ids[0], whole.input_ids[1])
-    assert whole.input_ids.max() < task.vocab_size and (whole.labels != IGNORE).any(1).all()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from warm_ranks import TWO_RANKS, WarmRanks
 
 from fla_train.cli.app import compose
@@ -58,6 +59,14 @@ def make_config(overrides: list[str]) -> Callable[..., TrainConfig]:
     """`make_config("trainer.max_steps=3", ...)` composes the run's config as the command does."""
     register()
     return lambda *more: to_config(compose("train", [*overrides, *more]))
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process only."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -4,11 +4,13 @@
 the same masked global batches; `reference` takes the steps without DeepSpeed.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
 from warm_ranks import WarmRanks
 
 from fla_train.data.sampler import Batch, BatchSampler
@@ -72,6 +74,20 @@ def checksum(model: torch.nn.Module) -> list[float]:
     return [p.detach().double().sum().item() for p in model.parameters()]
 
 
+@contextlib.contextmanager
+def poisoned(engine: DeepSpeedEngine) -> Iterator[None]:
+    """Inside, the loss is NaN on the last rank."""
+
+    def poison(module: torch.nn.Module, arguments: tuple, output):
+        output.loss = output.loss * float("nan")
+        return output
+
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            stack.callback(engine.module.register_forward_hook(poison).remove)
+        yield
+
+
 def run(config: TrainConfig) -> dict:
     """On each rank: losses, norms and the like of steps, of one with a NaN on the last rank, of a spike."""
     engine = build_engine(make_model(config), config)
@@ -103,16 +119,9 @@ def run(config: TrainConfig) -> dict:
     mine = [Batch(ids[rank::world], labels[rank::world])]
     content["eval"] = evaluate(engine, mine, seq_len=ids.shape[1], buckets=4).loss
 
-    def poison(module: torch.nn.Module, arguments: tuple, output):
-        output.loss = output.loss * float("nan")
-        return output
-
     before = checksum(engine.module)
-    hook = engine.module.register_forward_hook(poison) if rank == world - 1 else None
-    (poisoned,) = steps(STEPS, 1)
-    if hook is not None:
-        hook.remove()
-    content["poisoned_skipped"] = poisoned.skipped
+    with poisoned(engine):
+        content["poisoned_skipped"] = steps(STEPS, 1)[0].skipped
     content["poisoned_unchanged"] = checksum(engine.module) == before
     (healthy,) = steps(STEPS + 1, 1)
     content["healthy_skipped"] = healthy.skipped

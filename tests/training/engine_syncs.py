@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from engine_steps import make_batch, make_model
+from engine_steps import make_batch, make_model, poisoned
 
 from fla_train.training.bad_steps import BadStepFilter
 from fla_train.training.config import load_config
@@ -32,10 +32,6 @@ def main() -> None:
 
     batches = [tuple(part.to(engine.device) for part in make_batch(number)) for number in range(6)]
 
-    def poison(module: torch.nn.Module, arguments: tuple, output):
-        output.loss = output.loss * float("nan")
-        return output
-
     bad_steps = make_filter(0.0, 0.0, 0.0)
     for number in range(3):  # compilation, tuning, the optimizer's first allocations
         warm = step(number, bad_steps)
@@ -43,12 +39,8 @@ def main() -> None:
     wait, torch.cuda.synchronize = torch.cuda.synchronize, refuse
     torch.cuda.set_sync_debug_mode("error")
     outcomes = [step(3, bad_steps)]
-    hook = (
-        engine.module.register_forward_hook(poison) if dist.get_rank() == dist.get_world_size() - 1 else None
-    )
-    outcomes.append(step(4, bad_steps))
-    if hook is not None:
-        hook.remove()
+    with poisoned(engine):
+        outcomes.append(step(4, bad_steps))
     outcomes.append(step(5, surprised))
     torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize = wait

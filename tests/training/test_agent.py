@@ -11,13 +11,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_nodes import free_port
 
 from fla_train.training import agent
 from fla_train.training.agent import WorkersFailed, run_workers
 from fla_train.training.config import LaunchConfig
 from fla_train.training.preemption import SIGNALS, Preempted
 from fla_train.utils.scratch import scratch_folder
+from tests.ranks import free_port
 
 COUNT = """
 import os, sys

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -58,23 +57,6 @@ def test_rank_0_completes_what_all_ranks_have_written(writers: list[AsyncWriter]
     files = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
     assert files == set(checkpoint.read_manifest(path)["files"]) | {"manifest.json"}
     assert (path / "rng-2.pt").read_bytes() == b"abc!"
-
-
-def test_a_rank_that_cannot_write_is_named_and_nothing_is_left(writers: list[AsyncWriter], tmp_path: Path):
-    resource.prlimit(writers[1].pid, resource.RLIMIT_FSIZE, (2, resource.RLIM_INFINITY))
-    for rank, writer in enumerate(writers):
-        writer.start(make_job(tmp_path, rank, 3), BESIDE)
-    assert writers[2].result().error is None
-    error = writers[1].result().error
-    assert error == "rank 1: File too large"
-    # The limit may also have refused the note to rank 0; its trainer hears of it all the same.
-    writers[0].others_are_done(error)
-    assert writers[0].result().error == error
-    assert list(tmp_path.iterdir()) == []
-    resource.prlimit(writers[1].pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-    for rank, writer in enumerate(writers):
-        writer.start(make_job(tmp_path, rank, 3, ".writing-3-again"), BESIDE)
-    assert [writer.result().error for writer in writers] == [None] * 3
 
 
 def test_files_of_an_earlier_attempt_are_never_taken(writers: list[AsyncWriter], tmp_path: Path):

@@ -20,11 +20,12 @@ from warm_ranks import TWO_RANKS, WarmRanks
 from fla_train.training import checkpoint
 from fla_train.training.bad_steps import BadStepFilter
 from fla_train.training.checkpoint import TrainState, rank_files
-from fla_train.training.checkpoint_manager import CheckpointManager, StagingBuffer
+from fla_train.training.checkpoint_manager import CheckpointManager
 from fla_train.training.config import TrainConfig
 from fla_train.training.engine import build_engine, train_step
 from fla_train.training.failures import TrainingStopped
 from fla_train.training.process_group import join
+from fla_train.utils.staging_buffer import StagingBuffer
 
 UNLIMITED = resource.RLIM_INFINITY
 
@@ -85,14 +86,6 @@ class Run:
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process only."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture
 def run(alone: None, tmp_path: Path) -> Iterator[Run]:
     run = Run(tmp_path / "checkpoints")
     yield run
@@ -100,10 +93,10 @@ def run(alone: None, tmp_path: Path) -> Iterator[Run]:
 
 
 @contextlib.contextmanager
-def refused_memory() -> Iterator[None]:
-    """Inside, this process can't enlarge its staging buffer."""
+def file_size_limit(size: int) -> Iterator[None]:
+    """Inside, this process enlarges no file, nor its staging buffer, beyond so many bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
         yield
     finally:
@@ -173,7 +166,7 @@ def test_refused_writes_cost_one_checkpoint_only(run: Run):
 
 
 def test_a_staging_buffer_that_is_refused_costs_one_checkpoint_only(run: Run):
-    with refused_memory():
+    with file_size_limit(2000):
         assert not run.save(1)
     assert run.said == ["step 1: NO CHECKPOINT, rank 0: File too large; the earlier ones are untouched"]
     assert run.save(2)
@@ -268,7 +261,7 @@ def two_ranks(folder: Path) -> tuple[list[bool], list[str]]:
         state, second = TrainState(step=step, tokens=10 * step), dist.get_rank() == 1
         if step == 3 and second:
             run.writer().suspend()
-        with refused_memory() if step == 1 and second else contextlib.nullcontext():
+        with file_size_limit(2000) if step == 1 and second else contextlib.nullcontext():
             run.manager.save(state)
         if step == 3 and second:
             run.writer().kill()

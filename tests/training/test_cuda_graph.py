@@ -1,9 +1,5 @@
 """The recorded pass against the engine's own: the same losses and weights, whatever the shapes on the way."""
 
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +11,7 @@ from warm_ranks import WarmRanks
 
 from fla_train.training.config import TrainConfig, to_yaml
 from fla_train.training.cuda_graph import gradients_of
+from tests.ranks import start_ranks
 
 
 def test_gradients_without_the_parameters_own_nodes_are_those_of_a_backward_pass(
@@ -36,12 +33,7 @@ def test_gradients_without_the_parameters_own_nodes_are_those_of_a_backward_pass
 
 def test_steps_by_it_are_those_of_the_engine(make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks):
     """Rehearsed on a CPU: a recording for each run of batches of one shape, whatever is between."""
-    config = make_config(
-        "launch.device=cpu",
-        "trainer.precision=fp32",
-        "trainer.micro_batch_size=8",
-        "trainer.global_batch_tokens=256",
-    )
+    config = make_config("launch.device=cpu", "trainer.precision=fp32", "trainer.micro_batch_size=8")
     assert warm_ranks.run(1, cuda_graph_steps.rehearse, config) == [3]
 
 
@@ -61,22 +53,10 @@ def test_parameters_that_moved_are_recorded_anew(make_config: Callable[..., Trai
 def test_replayed_steps_are_those_of_the_engine(
     make_config: Callable[..., TrainConfig], tmp_path: Path, precision: str
 ):
-    config = make_config(
-        "launch.device=cuda",
-        "launch.num_processes=1",
-        f"trainer.precision={precision}",
-        "trainer.micro_batch_size=8",
-        "trainer.global_batch_tokens=256",
-    )
+    more = ["launch.device=cuda", "launch.num_processes=1", "trainer.micro_batch_size=8"]
+    config = make_config(f"trainer.precision={precision}", *more)
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    command = [
-        sys.executable,
-        str(Path(__file__).with_name("cuda_graph_steps.py")),
-        str(tmp_path / "config.yaml"),
-    ]
-    alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    done = subprocess.run(command, env=os.environ | alone, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "equal" in done.stdout, done.stderr[-3000:]
+    script = Path(__file__).with_name("cuda_graph_steps.py")
+    (rank,) = start_ranks([str(script), str(tmp_path / "config.yaml")], 1)
+    output, errors = rank.communicate(timeout=300)
+    assert rank.returncode == 0 and "equal" in output, errors[-3000:]

@@ -11,7 +11,6 @@ from warm_ranks import WarmRanks
 
 from fla_train.data.config import PartConfig
 from fla_train.training.config import TrainConfig
-from fla_train.training.launch import launch
 from fla_train.utils.records import read_metrics
 from tests.training.conftest import WORDS
 from tests.training.test_resume import losses
@@ -69,6 +68,3 @@ def test_resumed_runs_equal_whole_ones(
         assert last["validation_bits_per_byte"] == pytest.approx(0.75 * bits[0] + 0.25 * bits[1])
         said = f"perplexity {last['validation_perplexity']:.2f} (long {each[0]:.2f}, short {each[1]:.2f})"
         assert said in (tmp_path / "whole" / "train.log").read_text()
-        changed = two_parts(make_config(f"run.dir={tmp_path / 'whole'}"), corpus, tmp_path)
-        with pytest.raises(ValueError, match=r"data\.document_boundaries=false \(was true\)"):
-            launch(changed)

@@ -12,7 +12,6 @@ from warm_ranks import WarmRanks
 from fla_train.training import checkpoint
 from fla_train.training.config import TrainConfig
 from fla_train.training.load_checkpoint import reshard
-from fla_train.utils.filesystem import describe
 from fla_train.utils.records import read_metrics
 
 Make = Callable[..., TrainConfig]
@@ -108,7 +107,7 @@ def moments(folder: Path) -> dict[str, list[torch.Tensor]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_another_number_of_ranks_takes_the_same_steps(
     whole: Path,
     make_config: Make,
@@ -141,22 +140,3 @@ def test_another_number_of_ranks_takes_the_same_steps(
     # the source is only read, and no work in progress is left beside it
     assert (start / "manifest.json").read_bytes() == before and checkpoint.find_error(start) is None
     assert sorted(path.name for path in start.parent.iterdir()) == [start.name, last]
-
-
-def test_without_the_moments_the_losses_would_differ(
-    whole: Path, make_config: Make, warm_ranks: WarmRanks, tmp_path: Path
-):
-    """What the tolerance above would tell, had the optimizer state been lost on the way."""
-    run = tmp_path / "run"
-    start = interrupted(whole, run)
-    manifest = checkpoint.read_manifest(start)
-    for path in shards(start):
-        content = torch.load(path, weights_only=False)
-        content["optimizer_state_dict"]["base_optimizer_state"]["state"] = {}
-        torch.save(content, path)
-        manifest["files"][str(path.relative_to(start))] = describe(path)
-    checkpoint.write_manifest(start, manifest)
-    warm_ranks.launch(make_config(*SETTINGS, f"run.dir={run}"))
-    found, expected = column(run, "loss"), column(whole, "loss")
-    assert found[: RESUMED + 1] == pytest.approx(expected[: RESUMED + 1], rel=1e-5)  # the weights are there
-    assert found[RESUMED + 1 :] != pytest.approx(expected[RESUMED + 1 :], rel=1e-3)

@@ -1,10 +1,6 @@
 """The engine's arithmetic against plain PyTorch: whatever the accumulation and the number of ranks."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +13,7 @@ from warm_ranks import WarmRanks
 from fla_train.training.config import TrainConfig, to_yaml
 from fla_train.training.engine import _grad_norm, deepspeed_config
 from fla_train.training.optimizer import build_optimizer
+from tests.ranks import start_ranks
 
 
 @pytest.fixture(scope="module")
@@ -89,30 +86,10 @@ def test_the_host_waits_for_the_gpu_once_per_reading(
     """Three accumulated steps, two of them skipped, under torch's detector of waits, then one reading."""
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"needs {gpus} GPUs")
-    batch = 256 * gpus
-    config = make_config(
-        "launch.device=cuda",
-        "trainer.precision=bf16",
-        f"launch.num_processes={gpus}",
-        f"trainer.global_batch_tokens={batch}",
-    )
+    sizes = [f"launch.num_processes={gpus}", f"trainer.global_batch_tokens={256 * gpus}"]
+    config = make_config("launch.device=cuda", "trainer.precision=bf16", *sizes)
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     script = Path(__file__).with_name("engine_syncs.py")
-    command = [sys.executable, str(script), str(tmp_path / "config.yaml")]
-    shared = os.environ | dict(WORLD_SIZE=str(gpus), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    ranks = [
-        subprocess.Popen(
-            command,
-            env=shared | dict(RANK=str(rank), LOCAL_RANK=str(rank)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(gpus)
-    ]
-    for rank in ranks:
+    for rank in start_ranks([str(script), str(tmp_path / "config.yaml")], gpus):
         output, errors = rank.communicate(timeout=300)
         assert rank.returncode == 0 and "read [3, 4, 5]" in output, errors[-3000:]

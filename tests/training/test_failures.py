@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from fla_train.training.config import TrainConfig, resolve, validate
-from fla_train.training.failures import RankHung, TrainingStopped, describe_exit, describe_failure
+from fla_train.training.failures import TrainingStopped, describe_exit, describe_failure
 from fla_train.utils.errors import Interrupted
+from fla_train.utils.watchdog import RankHung
 
 Make = Callable[..., TrainConfig]
 ON_GPU = "launch.device=cuda"

@@ -38,7 +38,7 @@ def wait_for(output: Path, *texts: str, filler: BinaryIO | None = None) -> None:
 
 
 @pytest.mark.usefixtures("unwatched")
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_outlives_a_full_disk(overrides: list[str], tmp_path: Path) -> None:
     if not can_mount(tmp_path):
         pytest.skip("no mount namespaces here")

@@ -49,7 +49,7 @@ def in_a_terminal(overrides: list[str], tmp_path: Path) -> Callable[[bool], int]
 
 
 @pytest.mark.usefixtures("unwatched")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_terminal_that_closes(in_a_terminal, ignored: bool, tmp_path: Path) -> None:
     status = in_a_terminal(ignored)

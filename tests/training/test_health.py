@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from warm_ranks import TWO_RANKS, WarmRanks
 
 from fla_train.data.prepare import prepare
@@ -20,10 +19,11 @@ from fla_train.training import metrics, worker
 from fla_train.training import trainer as trainer_module
 from fla_train.training.config import TrainConfig, resolve, with_warmup
 from fla_train.training.engine import Outcome
-from fla_train.training.failures import Watchdog
-from fla_train.training.metrics import Throughput, peak_flops, profiled
 from fla_train.training.trainer import Trainer
+from fla_train.utils.profiling import profiled
 from fla_train.utils.records import read_metrics
+from fla_train.utils.throughput import Throughput, peak_flops
+from fla_train.utils.watchdog import Watchdog
 
 CPU = torch.device("cpu")
 
@@ -66,14 +66,6 @@ def test_a_meter_counts_training_only(monkeypatch: pytest.MonkeyPatch):
     assert record["memory_gib"] > 0
     assert meter.read()["tokens_per_second"] == 0.0
     assert "mfu" not in Throughput(50.0, None, CPU).read()
-
-
-@pytest.fixture
-def alone(tmp_path: Path):
-    """A process group of this process only."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("gated", [True, False])

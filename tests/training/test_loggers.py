@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from fla_train.cli import train
 from fla_train.training.config import validate
 from fla_train.training.log import Wandb
 from fla_train.training.run_folder import RunFolder
@@ -23,16 +22,13 @@ from fla_train.training.run_folder import RunFolder
     ],
 )
 def test_a_missing_package_is_named_before_data_are_prepared(
-    package, asked, without, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    package, asked, without, run_command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     cache, folder = tmp_path / "cache", tmp_path / "run"
     words = [asked, f"data.cache_dir={cache}", f"run.dir={folder}", "trainer.max_steps=1"]
-    monkeypatch.setattr(sys, "argv", ["fla-train", *words])
-    with pytest.raises(SystemExit) as end:
-        train.main()
-    assert end.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    code, _, line = run_command("fla-train", *words)
+    assert code == 2 and line.count("\n") == 1
     assert f"pip install {package}" in line and without in line
     assert not cache.exists() and not folder.exists()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from test_checkpoint_manager import file_size_limit
 from tqdm import tqdm
 
 from fla_train.training.checkpoint import TrainState
@@ -219,86 +220,30 @@ def test_tensorboard_shows_the_records(tmp_path: Path):
     assert "grad_norm" not in events.Tags()["scalars"]
 
 
-class SmallDisk(io.RawIOBase):
-    """Takes `room` bytes."""
-
-    def __init__(self, room: int):
-        self.room, self.content = room, b""
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: bytes) -> int:
-        if not self.room:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        taken = bytes(data[: self.room])
-        self.content += taken
-        self.room -= len(taken)
-        return len(taken)
-
-
-def test_what_a_full_disk_refuses_is_written_later(tmp_path: Path):
-    metrics = MetricsFile(tmp_path / "metrics.jsonl", resumed_step=0)
-    disk = metrics._file = SmallDisk(room=15)
-    metrics.write({"step": 1})
-    for step in (2, 3):  # the first of them in part
-        with pytest.raises(OSError):
-            metrics.write({"step": step})
-    disk.room = 40
-    metrics.write({"step": 4})
-    assert [json.loads(line)["step"] for line in disk.content.splitlines()] == [1, 2, 3, 4]
-    disk.room = 0
-    with pytest.raises(OSError):
-        metrics.write({"step": 5})
-    disk.room = 100
-    metrics.close()
-    assert disk.content.endswith(b'{"step": 5}\n')
-
-
-def test_a_full_disk_is_told_of_once_and_the_views_go_on(
-    make_config: Callable[..., TrainConfig], tmp_path: Path, capsys: pytest.CaptureFixture
+def test_what_a_full_disk_refuses_is_told_of_once_and_written_later_and_the_views_go_on(
+    make_config: Callable[..., TrainConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ):
-    class Sink:
-        def __init__(self, name: str, refused: tuple[int, ...]):
-            self.name, self.refused, self.steps, self.errors = name, refused, [], OSError
-
-        def write(self, record: dict) -> None:
-            if record["step"] in self.refused:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self.steps.append(record["step"])
-
-    logger = RunLogger(make_config(), RunFolder(tmp_path), TrainState(), io.StringIO(), rank=0)
-    file, view = logger._sinks = [Sink("metrics.jsonl", (2, 3, 5)), Sink("tensorboard", ())]
-    for step in range(1, 7):
-        logger.record({"step": step, "loss": 1.0})
-    assert (file.steps, view.steps) == ([1, 4, 6], [1, 2, 3, 4, 5, 6])
-    told = capsys.readouterr().out.splitlines()
-    fault = "metrics.jsonl can't be written (No space left on device)"
-    assert told == [f"step 2: {fault}", f"step 5: {fault}"]
-
-
-def test_a_view_that_has_gone_does_not_end_the_run(
-    make_config: Callable[..., TrainConfig], tmp_path: Path, capsys: pytest.CaptureFixture
-):
-    class Gone:
-        name, errors = "W&B", Exception
-
-        def write(self, record: dict) -> None:
-            raise ConnectionResetError("Connection lost")
-
-        def close(self) -> None:
-            raise ConnectionResetError("Connection lost")
-
-    logger = RunLogger(make_config(), RunFolder(tmp_path), TrainState(), io.StringIO(), rank=0)
-    logger._sinks.insert(0, Gone())
+    shown: list[int] = []
+    view = SimpleNamespace(id="fresh", log=lambda values, step: shown.append(step), finish=lambda: None)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: view))
+    config, path = make_config("logger=default", "logger.wandb.mode=online"), tmp_path / "metrics.jsonl"
+    logger = RunLogger(config, RunFolder(tmp_path), TrainState(), io.StringIO(), rank=0)
     logger.record({"step": 1, "loss": 1.0})
+    with file_size_limit(path.stat().st_size + 5):
+        for step in (2, 3):  # the first of them in part
+            logger.record({"step": step, "loss": 1.0})
+    logger.record({"step": 4, "loss": 1.0})
+    with file_size_limit(path.stat().st_size):
+        logger.record({"step": 5, "loss": 1.0})
     logger.close()
-    fault = "can't be {} (Connection lost)"
-    assert capsys.readouterr().out.splitlines() == [
-        f"step 1: W&B {fault.format('written')}",
-        f"W&B {fault.format('closed')}",
+    assert [record["step"] for record in read_metrics(path)] == shown == [1, 2, 3, 4, 5]
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split(" (")[0] for line in told] == [
+        f"step {step}: metrics.jsonl can't be written" for step in (2, 5)
     ]
-    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1]
 
 
 def test_a_terminal_that_has_gone_costs_lines_only(capsys: pytest.CaptureFixture):

@@ -1,10 +1,7 @@
 """Several machines, SLURM, ssh, torchrun and accelerate, played by this machine."""
 
-import contextlib
 import os
-import random
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -20,6 +17,7 @@ from warm_ranks import TWO_RANKS
 
 from fla_train.training.config import TrainConfig, load_config, with_processes
 from fla_train.training.launch import launch
+from tests.ranks import free_port
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 FAKE_SRUN = """#!/usr/bin/env bash
@@ -54,15 +52,6 @@ ACCELERATE += ["--num_machines=1", "--mixed_precision=bf16", "--dynamo_backend=n
 REACH = '#!/usr/bin/env bash\nexec bash -c "$2"\n'
 
 
-def free_port() -> int:
-    """One below those that the system hands out to outgoing connections."""
-    while True:
-        port = random.randrange(20000, 32000)
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return port
-
-
 def is_training(process: psutil.Process) -> bool:
     try:
         return "fla-train" in " ".join(process.cmdline())
@@ -94,7 +83,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_preempted_slurm_job_is_queued_again_and_goes_on_on_hosts_without_slurm(
     overrides: list[str], cluster: dict[str, str], whole: Path, tmp_path: Path
 ):
@@ -150,7 +139,7 @@ def test_hosts_that_are_asked_to_stop_save_a_checkpoint_and_are_waited_for(
 
 
 @pytest.mark.usefixtures("unwatched")
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_machine_that_is_killed_and_started_again_joins_the_others(
     overrides: list[str], whole: Path, tmp_path: Path
 ):
@@ -193,7 +182,7 @@ def test_a_machine_that_is_killed_and_started_again_joins_the_others(
 
 
 @pytest.mark.usefixtures("unwatched")
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_error_that_is_final_ends_all_machines(overrides: list[str], tmp_path: Path):
     """Here one of them was told another seed, which its ranks find out."""
     options = ["launch.num_machines=2", "launch.max_restarts=3", f"launch.main_process_port={free_port()}"]
@@ -246,7 +235,7 @@ def test_all_gpus_of_each_machine_are_taken_unless_told_otherwise(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE])
+@pytest.mark.parametrize("launcher", [TORCHRUN, pytest.param(ACCELERATE, marks=pytest.mark.long)])
 def test_another_launcher_starts_the_ranks(
     overrides: list[str], whole: Path, tmp_path: Path, launcher: list[str]
 ):

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+from fla_train.models import DeltaProductForCausalLM
 from fla_train.models.zoo.mamba import SignedMambaConfig, SignedMambaForCausalLM
 from fla_train.training.config import OptimizerConfig
 from fla_train.training.optimizer import build_optimizer, parameter_groups
+from tests.models.small_models import small_config
 
 SETTINGS = OptimizerConfig(
     "adamw", 1e-2, weight_decay=0.5, beta1=0.9, beta2=0.95, eps=1e-8, max_grad_norm=1.0
@@ -15,17 +16,7 @@ SETTINGS = OptimizerConfig(
 
 @pytest.fixture
 def model() -> DeltaProductForCausalLM:
-    return DeltaProductForCausalLM(
-        DeltaProductConfig(
-            vocab_size=32,
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_heads=2,
-            head_dim=8,
-            use_forget_gate=True,
-            use_output_gate=True,
-        )
-    )
+    return DeltaProductForCausalLM(small_config())
 
 
 def test_matrices_are_decayed_and_the_rest_is_not(model: DeltaProductForCausalLM):
@@ -63,10 +54,7 @@ def test_a_step_without_gradient_decays_exactly_the_decayed(model: DeltaProductF
 
 
 def test_a_tied_head_is_an_embedding():
-    config = DeltaProductConfig(
-        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_heads=2, head_dim=8, tie_word_embeddings=True
-    )
-    model = DeltaProductForCausalLM(config)
+    model = DeltaProductForCausalLM(small_config(tie_word_embeddings=True))
     decayed, undecayed = parameter_groups(model, 0.5)
     assert all(p is not model.lm_head.weight for p in decayed["params"])
     assert sum(p is model.lm_head.weight for p in undecayed["params"]) == 1

@@ -16,7 +16,7 @@ from warm_ranks import TWO_RANKS, WarmRanks
 
 from fla_train.training.config import TrainConfig
 from fla_train.training.launch import launch
-from fla_train.training.preemption import SIGNALS, Preempted
+from fla_train.training.preemption import SIGNALS, Preempted, leaving_at_once
 
 Make = Callable[..., TrainConfig]
 pytestmark = pytest.mark.usefixtures("unheard")
@@ -144,13 +144,13 @@ def test_a_signal_while_the_data_are_prepared_can_be_tried_again(
             pytest.fail("taken for a fault of the data")
 
     monkeypatch.setattr("fla_train.training.launch.prepare", slow)
-    with pytest.raises(Preempted):
+    with pytest.raises(Preempted), leaving_at_once():  # as the command does
         launch(make_config(*TWO_RANKS, f"run.dir={tmp_path / 'run'}"))
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
 
 
 @pytest.mark.usefixtures("unwatched")
-@pytest.mark.slow
+@pytest.mark.long
 def test_workers_that_die_or_hang_are_started_again(
     make_config: Make, warm_ranks: WarmRanks, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture
 ):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fla_train.training.process_group import check_address, interface_towards
+from tests.ranks import free_port
 
 MEET = """
 import os, psutil, torch, torch.distributed as dist
@@ -42,10 +43,8 @@ def test_ranks_of_one_machine_meet_at_a_file_and_listen_on_the_loopback_only(tmp
 
 
 def test_ranks_of_another_launcher_meet_as_torch_says():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    assert [line[0] for line in meet(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)] == ["3", "3"]
+    said = meet(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    assert [line[0] for line in said] == ["3", "3"]
 
 
 def test_a_rank_alone_needs_no_store():

@@ -19,10 +19,12 @@ import psutil
 import pytest
 from warm_ranks import WarmRanks
 
-from fla_train.training import checkpoint
+from fla_train.training import checkpoint, run_folder
 from fla_train.training.config import TrainConfig, load_config
 from fla_train.training.launch import TrainingFailed, launch
+from fla_train.training.run_folder import RunFolder, RunLock
 from fla_train.utils.filesystem import describe
+from fla_train.utils.locks import locked
 from fla_train.utils.records import read_metrics
 
 TIMEOUT = 300.0  # seconds until an awaited state counts as lost
@@ -92,7 +94,7 @@ def weights(run: Path) -> bytes:
 
 
 @pytest.mark.usefixtures("unwatched")
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_rank_fp32_two_kills(
     make_config: Make,
     warm_ranks: WarmRanks,
@@ -127,6 +129,8 @@ def test_one_rank_fp32_two_kills(
 
     # and once it is done, asking again starts nothing; another seed is another run
     capfd.readouterr()
+    config = run / "config.yaml"  # as an earlier version wrote it, without a field that came later
+    config.write_text("".join(line for line in config.open() if "rope_theta" not in line))
     launch(make_config(*more, "optimizer.lr=2e-2"))
     said = capfd.readouterr().out
     assert f"{run} is complete: 12 steps" in said
@@ -158,59 +162,42 @@ def test_two_ranks_bf16_one_kill(make_config: Make, warm_ranks: WarmRanks, tmp_p
 
 
 def test_two_trainers_never_write_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from fla_train.training import run_folder
-
     monkeypatch.setattr(run_folder, "LOCK_WAIT", 0.1)
-    folder = run_folder.RunFolder(tmp_path)
-    first = run_folder.RunLock(folder)
+    folder = RunFolder(tmp_path)
+    first = RunLock(folder)
     for again in (lambda: None, (tmp_path / ".lock").unlink):  # who deletes the file does not free the folder
         again()
         with pytest.raises(ValueError, match="another training process writes"):
-            run_folder.RunLock(folder)
+            RunLock(folder)
     first.check()
+    assert (tmp_path / ".lock").exists()  # its file is there again
     first.close()
-    run_folder.RunLock(folder).close()
+    RunLock(folder).close()
 
 
-@pytest.mark.parametrize("folders", [True, False])
-def test_a_lock_whose_file_was_taken_from_it_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folders: bool
-):
+def test_a_lock_whose_file_was_taken_from_it_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """NFS locks no folders: there a second trainer can begin, and one of them must notice."""
-    from fla_train.training import run_folder
+    flock = fcntl.flock
 
-    monkeypatch.setattr(run_folder, "LOCK_WAIT", 0.1)
-    if not folders:
-        flock = fcntl.flock
+    def files_only(descriptor: int, operation: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(descriptor, operation)
 
-        def files_only(descriptor: int, operation: int) -> None:
-            if os.path.isdir(f"/proc/self/fd/{descriptor}"):
-                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-            flock(descriptor, operation)
-
-        monkeypatch.setattr(fcntl, "flock", files_only)
-    folder = run_folder.RunFolder(tmp_path)
-    first = run_folder.RunLock(folder)
+    monkeypatch.setattr(fcntl, "flock", files_only)
+    first = RunLock(RunFolder(tmp_path))
     (tmp_path / ".lock").unlink()
-    if folders:
-        with pytest.raises(ValueError, match="another training process writes"):
-            run_folder.RunLock(folder)
-        first.check()  # its file is there again
-        assert (tmp_path / ".lock").exists()
-    else:
-        second = run_folder.RunLock(folder)
-        with pytest.raises(ValueError, match="another training process writes"):
-            first.check()
-        second.check()
-        second.close()
+    second = RunLock(RunFolder(tmp_path))
+    with pytest.raises(ValueError, match="another training process writes"):
+        first.check()
+    second.check()
+    second.close()
     first.close()
 
 
 def test_a_run_folder_that_was_renamed_is_noticed(tmp_path: Path):
-    from fla_train.training import run_folder
-
     (tmp_path / "run").mkdir()
-    lock = run_folder.RunLock(run_folder.RunFolder(tmp_path / "run"))
+    lock = RunLock(RunFolder(tmp_path / "run"))
     (tmp_path / "run").rename(tmp_path / "moved")
     with pytest.raises(ValueError, match="renamed or deleted"):
         lock.check()
@@ -221,9 +208,6 @@ def test_a_run_folder_that_was_renamed_is_noticed(tmp_path: Path):
 
 
 def test_a_lock_that_is_a_link_leaves_its_target_alone(tmp_path: Path):
-    from fla_train.training.run_folder import RunFolder, RunLock
-    from fla_train.utils.locks import locked
-
     (tmp_path / "target").write_text("precious")
     (tmp_path / ".lock").symlink_to(tmp_path / "target")
     with pytest.raises(ValueError, match="lock is a symbolic link: delete it"):
@@ -306,10 +290,3 @@ def test_a_run_that_goes_on_keeps_its_warmup(
     assert planned(*twig) == "30 warm-up steps"
     warm_ranks.launch(make_config(*wsd, *twig, "trainer.max_steps=40"))
     assert planned(*twig) == "2 warm-up steps"  # of its own config, as soon as it has checkpoints
-
-
-def test_another_optimizer_is_refused(make_config: Make, warm_ranks: WarmRanks, tmp_path: Path):
-    common = ["launch.device=cpu", f"run.dir={tmp_path}"]
-    warm_ranks.launch(make_config(*common, "trainer.max_steps=1"))
-    with pytest.raises(ValueError, match=r"another run: .*optimizer\.name=muon \(was adamw\)"):
-        launch(make_config(*common, "optimizer=muon"))

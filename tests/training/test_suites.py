@@ -1,12 +1,10 @@
 """Suites during training: what is started, what is logged, and that training does not notice."""
 
 import importlib.util
-import io
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +14,6 @@ from warm_ranks import WarmRanks
 from fla_train.training.checkpoint import TrainState
 from fla_train.training.config import validate
 from fla_train.training.evaluator import SuiteRuns
-from fla_train.training.log import RunLogger
 from fla_train.training.run_folder import RunFolder
 from fla_train.training.trainer import Trainer
 from fla_train.utils.records import read_metrics
@@ -50,12 +47,10 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("MASTER_ADDR", "here")
 
-    def make(*options: str, record: Callable | None = None) -> tuple[SuiteRuns, list, list]:
+    def make(*options: str) -> tuple[SuiteRuns, list, list]:
         records, lines = [], []
         options = (f"gate={tmp_path / 'gate'}", *options)
-        made = SuiteRuns(
-            "demo", options, tmp_path / "eval", record=record or records.append, log=lines.append
-        )
+        made = SuiteRuns("demo", options, tmp_path / "eval", record=records.append, log=lines.append)
         return made, records, lines
 
     return make
@@ -152,22 +147,6 @@ def test_stop_ends_the_evaluation(runs, tmp_path: Path) -> None:
     assert not records and not lines
 
 
-def test_results_reach_wandb(runs, make_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By way of the run's own logger, which gives a record to all sinks; what is infinite is left out."""
-    logged = []
-    run = SimpleNamespace(id="fresh", log=lambda values, step: logged.append((step, values)))
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: run))
-    config = make_config("logger=default", "logger.wandb.mode=online")
-    logger = RunLogger(config, RunFolder(tmp_path), TrainState(), io.StringIO(), rank=0)
-    suites, _, _ = runs(record=logger.record)
-    open_gate(tmp_path)
-    suites.start(tmp_path / "hf/step-0000004", 4)
-    suites.finish(6, 600, lambda doing: None)
-    expected = {"tokens": 600, "evaluated_step": 4, "eval/web/loss_64": 2.5, "eval/ranks": 0.0}
-    assert logged == [(6, expected)]
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 6, **expected, "eval/lost": None}]
-
-
 @pytest.fixture
 def riddles(tmp_path: Path) -> list[str]:
     """Options of fla-eval: one of the zero-shot tasks, on a mirror with three documents."""
@@ -193,7 +172,7 @@ def riddles(tmp_path: Path) -> list[str]:
     return [*options, f"suite.include_path={lm_eval}/tasks/arc"]  # to index all of lm-eval's takes seconds
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_is_the_same_to_the_bit(
     make_config, warm_ranks: WarmRanks, riddles: list[str], tmp_path: Path
 ) -> None:

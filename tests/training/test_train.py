@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,26 +22,16 @@ from fla_train.training.config import TrainConfig
 from fla_train.training.launch import TrainingFailed, launch
 from fla_train.utils.records import read_metrics
 
+BATCH_2, BATCH_8 = "0-trainer.micro_batch_size=2", "1-trainer.micro_batch_size=8"  # folders of its jobs
 SWEEP = ["trainer.micro_batch_size=2,8", "trainer.max_steps=4", "trainer.precision=fp32"]
+Command = Callable[..., tuple[int, str, str]]
 LINE_KEYS = {"step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second"}
 
 
 @pytest.fixture
-def fla_train(
-    overrides: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> Callable[..., tuple[int, str, str]]:
+def fla_train(overrides: list[str], run_command: Command) -> Command:
     """`fla_train("key=value", ...)` runs the command in this process: (exit code, stdout, stderr)."""
-
-    def run(*more: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fla-train", *overrides, *more])
-        code = 0
-        try:
-            command.main()
-        except SystemExit as end:
-            code = end.code or 0
-        return code, *capfd.readouterr()
-
-    return run
+    return partial(run_command, "fla-train", *overrides)
 
 
 def refused(result: tuple[int, str, str]) -> str:
@@ -64,10 +55,21 @@ def test_a_request_is_looked_at_before_the_models_are_imported():
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
 
 
-def test_impossible_arithmetic_starts_nothing(fla_train, tmp_path: Path):
-    fault = refused(fla_train("trainer.global_batch_tokens=300", f"run.dir={tmp_path / 'run'}"))
-    assert "use 256 or 320" in fault
-    assert not (tmp_path / "run").exists()
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.global_batch_tokens=300", "use 256 or 320"),
+        ("data.path=/no/where", "/no/where"),
+        ("model.vocab_size=128", "model.vocab_size=128"),
+        ("trainer.suite_options=['suite.limt=3']", "trainer.suite_options: "),
+        ("trainer.suite_options=['suite.limit=0']", "suite.limit=0"),
+        ("run.job=1", "run.job=1 is a job of a sweep: add -m"),
+    ],
+)
+def test_a_request_that_cannot_work_starts_nothing(fla_train, tmp_path: Path, override: str, message: str):
+    run = tmp_path / "run"
+    assert message in refused(fla_train("trainer.suite_every=4", override, f"run.dir={run}"))
+    assert not run.exists()
 
 
 @pytest.mark.parametrize("sweep", [[], ["-m"]])
@@ -83,28 +85,6 @@ def test_a_key_of_the_model_that_a_baseline_does_not_read(fla_train, sweep: list
         fla_train(*sweep, "task=group_words", "baseline=llama", "+model.attn=null", "dry_run=true")
     )
     assert "model.num_heads, model.attn" in fault and "model.config.FIELD" in fault
-
-
-def test_a_tokenizer_larger_than_the_vocabulary(fla_train):
-    assert "model.vocab_size=128" in refused(fla_train("model.vocab_size=128"))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_gpu_where_there_is_none(fla_train):
-    assert "no usable GPU" in refused(fla_train("launch.device=cuda"))
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [("suite.limt=3", "did you mean suite.limit"), ("suite.limit=0", "suite.limit=0")],
-)
-def test_a_suite_that_would_be_refused_while_training(fla_train, option: str, message: str):
-    fault = refused(fla_train("trainer.suite_every=4", f'trainer.suite_options=["{option}"]', "dry_run=true"))
-    assert "trainer.suite_options: " in fault and message in fault
-
-
-def test_missing_data(fla_train, tmp_path: Path):
-    assert str(tmp_path / "nowhere") in refused(fla_train(f"data.path={tmp_path / 'nowhere'}"))
 
 
 def test_dry_run_prints_the_plan_and_stops(fla_train, tmp_path: Path):
@@ -214,16 +194,6 @@ def test_an_impossible_job_does_not_stop_a_sweep(fla_train, tmp_path: Path):
     assert [path.name for path in tmp_path.rglob("*")] == ["multirun.yaml"]  # no folders of Hydra's for jobs
 
 
-def test_help_shows_groups_and_every_key_with_its_comment(fla_train):
-    code, stdout, _ = fla_train("--help")
-    assert code == 0
-    for part in ("Groups (* is chosen)", "*gated_delta_product/tiny", "*local", "gpu_340m"):
-        assert part in stdout
-    for key in ("max_steps: 1000 ", "num_householder: 2 ", "num_processes: auto ", "dir: null "):
-        assert any(key in line and " # " in line for line in stdout.splitlines()), key
-    assert "Hydra" not in stdout and "variant/" not in stdout
-
-
 @pytest.fixture(scope="module")
 def sweep(
     overrides: list[str], warm_ranks: WarmRanks, tmp_path_factory: pytest.TempPathFactory
@@ -243,10 +213,12 @@ def sweep(
 
 
 def test_a_sweep_gives_each_job_its_run_and_accumulation_changes_nothing(sweep: tuple[Path, str]):
-    folder, _ = sweep
-    assert sorted(path.name for path in folder.iterdir()) == ["0", "1"]
+    folder, stdout = sweep
+    assert "job 2/2: trainer.micro_batch_size=8" in stdout
+    assert sorted(path.name for path in folder.iterdir()) == [BATCH_2, BATCH_8]
     first, second = (
-        [r["loss"] for r in read_metrics(folder / job / "metrics.jsonl") if "loss" in r] for job in "01"
+        [r["loss"] for r in read_metrics(folder / job / "metrics.jsonl") if "loss" in r]
+        for job in (BATCH_2, BATCH_8)
     )
     assert len(first) == 4
     assert first == pytest.approx(second, rel=1e-4)
@@ -255,7 +227,7 @@ def test_a_sweep_gives_each_job_its_run_and_accumulation_changes_nothing(sweep: 
 
 def test_the_run_folder_is_complete(sweep: tuple[Path, str]):
     folder, stdout = sweep
-    run = folder / "0"
+    run = folder / BATCH_2
     config = OmegaConf.load(run / "config.yaml")
     assert (config.trainer.micro_batch_size, config.schedule.warmup_steps) == (2, 0)
     environment = json.loads((run / "environment.json").read_text())
@@ -281,26 +253,24 @@ def test_the_run_folder_is_complete(sweep: tuple[Path, str]):
 def test_the_same_sweep_again_resumes_each_job(sweep: tuple[Path, str], fla_train, warm_ranks: WarmRanks):
     """The first is complete; the second has lost its last checkpoint and what comes after it."""
     folder, _ = sweep
-    before = read_metrics(folder / "1" / "metrics.jsonl")
+    before = read_metrics(folder / BATCH_8 / "metrics.jsonl")
     for lost in ("checkpoints/step-0000004", "hf"):
-        shutil.rmtree(folder / "1" / lost)
+        shutil.rmtree(folder / BATCH_8 / lost)
     with warm_ranks.as_workers():
         code, stdout, _ = fla_train(
             *SWEEP, f"run.dir={folder}", f"hydra.sweep.dir={folder.parent / 'hydra'}", "-m"
         )
     assert code == 0
-    assert f"{folder / '0'} is complete: 4 steps" in stdout
-    begun = f"{folder / '1'}, from {folder / '1' / 'checkpoints' / 'step-0000003'}"
-    assert begun in (folder / "1" / "train.log").read_text()
-    after = read_metrics(folder / "1" / "metrics.jsonl")
+    assert f"{folder / BATCH_2} is complete: 4 steps" in stdout
+    begun = f"{folder / BATCH_8}, from {folder / BATCH_8 / 'checkpoints' / 'step-0000003'}"
+    assert begun in (folder / BATCH_8 / "train.log").read_text()
+    after = read_metrics(folder / BATCH_8 / "metrics.jsonl")
     assert [r.get("loss") for r in after] == [r.get("loss") for r in before]
-    assert (folder / "1" / "hf" / "step-0000004").is_dir()
-    starts = [json.loads((folder / "1" / "starts" / f"{n:04d}" / "start.json").read_text()) for n in (1, 2)]
+    assert (folder / BATCH_8 / "hf" / "step-0000004").is_dir()
+    starts = [
+        json.loads((folder / BATCH_8 / "starts" / f"{n:04d}" / "start.json").read_text()) for n in (1, 2)
+    ]
     assert [(s["step"], s["tokens"], s["processes"]) for s in starts] == [(0, 0, 1), (3, 768, 1)]
-
-
-def test_a_job_of_no_sweep_is_refused(fla_train):
-    assert "run.job=1 is a job of a sweep: add -m" in refused(fla_train("run.job=1"))
 
 
 def test_a_job_that_a_sweep_lacks_is_refused(fla_train, tmp_path: Path):
@@ -312,17 +282,18 @@ def test_a_job_that_a_sweep_lacks_is_refused(fla_train, tmp_path: Path):
 def test_a_run_knows_its_text_wherever_it_lies(
     sweep: tuple[Path, str], fla_train, corpus: Path, tmp_path: Path
 ):
-    run = [*SWEEP[1:], "trainer.micro_batch_size=2", f"run.dir={sweep[0] / '0'}"]
+    run = [*SWEEP[1:], "trainer.micro_batch_size=2", f"run.dir={sweep[0] / BATCH_2}"]
     moved = shutil.copytree(corpus, tmp_path / "moved")
-    code, stdout, _ = fla_train(*run, f"data.path={moved}")
-    assert code == 0 and "is complete" in stdout
+    for cache in ([], [f"data.cache_dir={tmp_path / 'cache'}"]):
+        code, stdout, _ = fla_train(*run, f"data.path={moved}", *cache)
+        assert code == 0 and "is complete" in stdout
     with (moved / "documents.jsonl").open("a") as file:
         file.write('{"text": "one more"}\n')
     assert f"belongs to another run: data.path={moved}" in refused(fla_train(*run, f"data.path={moved}"))
 
 
 def test_the_export_is_the_checkpoint(sweep: tuple[Path, str]):
-    run = sweep[0] / "0"
+    run = sweep[0] / BATCH_2
     model = AutoModelForCausalLM.from_pretrained(run / "hf" / "step-0000004")
     saved = torch.load(
         run / "checkpoints" / "step-0000004" / "deepspeed" / "mp_rank_00_model_states.pt", weights_only=False

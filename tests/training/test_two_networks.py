@@ -55,7 +55,7 @@ def switch(shell: subprocess.Popen, state: str) -> None:
 
 
 @pytest.mark.usefixtures("unwatched")
-@pytest.mark.slow
+@pytest.mark.long
 def test_machines_that_lose_sight_of_each_other_go_on_when_the_cable_is_back(
     overrides: list[str], make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks, tmp_path: Path
 ):

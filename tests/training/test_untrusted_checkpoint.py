@@ -14,11 +14,12 @@ from warm_ranks import TWO_RANKS, WarmRanks
 
 from fla_train.training import checkpoint
 from fla_train.training.checkpoint import TrainState
-from fla_train.training.checkpoint_manager import CheckpointManager, random_states, set_random_states
+from fla_train.training.checkpoint_manager import CheckpointManager
 from fla_train.training.config import TrainConfig
 from fla_train.training.engine import build_engine
 from fla_train.training.load_checkpoint import load_checkpoint, load_file
 from fla_train.utils.filesystem import describe
+from fla_train.utils.random_states import random_states, set_random_states
 
 
 class Payload:

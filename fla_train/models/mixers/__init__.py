@@ -1,1 +1,6 @@
 """Token mixers: the DeltaProduct recurrence and softmax attention, both from [B, T, D] to [B, T, D]."""
+
+from fla_train.models.mixers.delta_product import DeltaProductMixer
+from fla_train.models.mixers.interface import Mixer
+
+__all__ = ["DeltaProductMixer", "Mixer"]

@@ -1,55 +1,34 @@
-"""Softmax attention for the hybrid layers: grouped queries, rotary positions, optional sliding window."""
+"""Softmax attention: grouped queries, rotary positions, causal over all tokens or over a sliding window."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
+from fla_train.kernels.fused_ops import rotary
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import SequenceContext
+from fla_train.models.layers import project
+from fla_train.models.visible_keys import VisibleKeys
+
+BLOCK = 256  # queries, and keys, of a part of `attention_in_blocks`
+HALF = (torch.bfloat16, torch.float16)
 
 
-def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotary position embedding (half-rotation layout) of x [B, H, T, D] at `positions`, integers [T].
+class Attention(nn.Module):
+    """Causal softmax attention over [B, T, hidden_size], of one kind of `config.layer_types`.
 
-    The angles are computed at each call, in fp32: a buffer would be lost by meta initialisation and rounded
-    by casts of the model.
-    """
-    half = x.shape[-1] // 2
-    channel = torch.arange(half, device=x.device, dtype=torch.float32)
-    angle = positions.float()[:, None] * theta ** (-channel / half)  # [T, D / 2]
-    cos, sin = angle.cos(), angle.sin()
-    left, right = x[..., :half], x[..., half:]
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)
-
-
-def eager_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Outputs [B, H, T, D] and softmax weights [B, H, T, S] of q [B, H, T, D] on k and v [B, H_kv, S, D].
-
-    `visible` is bool, broadcast to the weights; None: plain causal, T = S. The softmax is taken in fp32.
-    """
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-    if visible is None:
-        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    scores = scores.masked_fill(~visible, float("-inf"))
-    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
-    return weights @ v, weights
-
-
-class HybridAttention(nn.Module):
-    """Causal softmax attention over [B, T, hidden_size].
-
-    `attn_implementation` "sdpa" (the default) is torch's scaled_dot_product_attention, "eager" writes it out;
-    a call that asks for the weights is "eager" too.
+    `attn_implementation` "sdpa" (the default) takes torch's kernels, "eager" writes attention out; a call
+    that asks for the weights is "eager" too.
     """
 
     def __init__(self, config: DeltaProductConfig, layer_index: int = 0) -> None:
         super().__init__()
-        self.config, self.layer_index, attn = config, layer_index, config.attn
-        self.num_heads, self.num_kv_heads = attn["num_heads"], attn["num_kv_heads"]
+        self.config, self.layer_index = config, layer_index
+        self.kind = config.layer_types[layer_index]
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.hidden_size // self.num_heads
-        self.rope_theta = attn["rope_theta"]
         kv_size = self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
@@ -58,22 +37,115 @@ class HybridAttention(nn.Module):
 
     def forward(self, x: Tensor, context: SequenceContext, cache: Cache | None = None) -> Tensor:
         """Attend; this layer's keys and values in `cache` are read and updated in place."""
-        batch, length, _ = x.shape
-
-        def heads(y: Tensor) -> Tensor:
-            return y.view(batch, length, -1, self.head_dim).transpose(1, 2)  # [B, H, T, D]
-
-        q = rotate(heads(self.q_proj(x)), context.positions, self.rope_theta)
-        k = rotate(heads(self.k_proj(x)), context.positions, self.rope_theta)
-        v = heads(self.v_proj(x))
+        projections = project(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in projections)  # [B, T, H, D]
+        q, k = rotary(q, k, context.cos, context.sin)
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         if cache is not None:
             k, v = cache.update(k, v, self.layer_index)
+        visible = context.visible[self.kind]
         if self.config._attn_implementation == "eager" or context.attentions is not None:
-            o, weights = eager_attention(q, k, v, context.visible)
+            o, weights = eager_attention(q, k, v, visible)
             if context.attentions is not None:
                 context.attentions.append(weights)
         else:
-            o = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=context.visible, is_causal=context.visible is None, enable_gqa=True
-            )
-        return self.o_proj(o.transpose(1, 2).reshape(batch, length, -1))
+            o = attention(q, k, v, visible)
+        return self.o_proj(o.transpose(1, 2).flatten(-2))
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v over the visible keys, without a mask of [T, S] anywhere.
+
+    Plain causality is left to torch's scaled_dot_product_attention. Windows and packed documents run in its
+    FlashAttention kernel for sequences of unequal lengths on a GPU; anything else runs block by block. Both
+    take time linear in T for a window.
+
+    Args:
+        q: [B, H, T, D]; k, v: [B, H_kv, S, D].
+
+    Returns:
+        [B, H, T, D].
+    """
+    if visible.plain:
+        return _sdpa(q, k, v, is_causal=q.shape[2] > 1)
+    if visible.cu_seqlens is not None and flash_takes(q):
+        return _flash(q, k, v, visible)
+    return attention_in_blocks(q, k, v, visible)
+
+
+def attention_in_blocks(q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys) -> Tensor:
+    """`attention` by blocks of queries, each on the blocks of keys that it can see; runs on any device.
+
+    The backward pass runs a block's forward pass again, which keeps no masks.
+    """
+    k_blocks, v_blocks = k.split(BLOCK, dim=2), v.split(BLOCK, dim=2)
+    outputs = []
+    for start, q_block in zip(range(0, q.shape[2], BLOCK), q.split(BLOCK, dim=2), strict=True):
+        queries = slice(start, start + q_block.shape[2])
+        low, high = visible.key_range(queries.start, queries.stop)
+        if torch.is_grad_enabled():
+            # Whole blocks, which several queries share: the gradient of a slice would have the size of k.
+            first, last = low // BLOCK, (high - 1) // BLOCK + 1
+            pieces = (q_block, *k_blocks[first:last], *v_blocks[first:last])
+            options = {"visible": visible, "queries": queries, "keys": slice(first * BLOCK, last * BLOCK)}
+            o = checkpoint(_attend, *pieces, use_reentrant=False, preserve_rng_state=False, **options)
+        else:
+            keys = slice(low, high)
+            o = _attend(q_block, k[:, :, keys], v[:, :, keys], visible=visible, queries=queries, keys=keys)
+        outputs.append(o)
+    return torch.cat(outputs, dim=2)
+
+
+def _attend(q: Tensor, *kv: Tensor, visible: VisibleKeys, queries: slice, keys: slice) -> Tensor:
+    """A block of queries on keys and values, which come in as many pieces each."""
+    pieces = kv[: len(kv) // 2], kv[len(kv) // 2 :]
+    k, v = (piece[0] if len(piece) == 1 else torch.cat(piece, dim=2) for piece in pieces)
+    return _sdpa(q, k, v, visible.mask(queries, keys))
+
+
+def eager_attention(q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys) -> tuple[Tensor, Tensor]:
+    """Outputs [B, H, T, D] and softmax weights [B, H, T, S], arguments as `attention` takes them.
+
+    The softmax is taken in fp32.
+    """
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~visible.mask(), float("-inf"))
+    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    return weights @ v, weights
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    """torch's attention; on a GPU only its kernels for half precision without a mask take grouped heads."""
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and q.is_cuda and (mask is not None or q.dtype not in HALF):
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        grouped = False
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped)
+
+
+def flash_takes(q: Tensor) -> bool:
+    return q.is_cuda and q.dtype in HALF and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys) -> Tensor:
+    """`attention` over documents that lie row after row in one line, without waiting for their lengths.
+
+    torch.nn.attention.varlen calls the same operator, and handles grouped heads otherwise from release to
+    release. Where the longest document is not known it is taken to be a whole row: programs beyond a
+    document's end stop at once.
+    """
+    batch, _, length, _ = q.shape
+    longest = visible.longest or length
+    line = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B T, H, D]
+    before = None if visible.window is None else visible.window - 1
+    o, *_ = torch.ops.aten._flash_attention_forward(
+        *line,
+        *(visible.cu_seqlens, visible.cu_seqlens, longest, longest),
+        dropout_p=0.0,
+        is_causal=visible.window is None,
+        return_debug_mask=False,
+        window_size_left=before,
+        window_size_right=None if visible.window is None else 0,
+    )
+    return o.unflatten(0, (batch, length)).transpose(1, 2)

@@ -1,15 +1,22 @@
 """DeltaProduct mixer of all four models: projections, short convolutions, the operator, output norm."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import initialization as init
 from transformers.cache_utils import Cache
 
 from fla_train.kernels.delta_product import delta_product, delta_product_step
 from fla_train.kernels.fused_ops import recurrence_gates
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import SequenceContext
+from fla_train.models.layer_sizes import training_flops
 from fla_train.models.layers import RMSNorm, ShortConvolution, project
+
+A_RANGE = (0.0, 16.0)  # A = exp(A_log) is drawn uniformly from here, and
+DT_RANGE = (1e-3, 1e-1)  # the initial time step softplus(dt_bias) log-uniformly from here, both as in Mamba-2
 
 
 class DeltaProductMixer(nn.Module):
@@ -48,12 +55,33 @@ class DeltaProductMixer(nn.Module):
         self.o_norm = RMSNorm(config.head_v_dim, config.norm_eps)
         self.o_proj = nn.Linear(value_size, config.hidden_size, bias=False)
         self.beta_max = 2.0 if config.allow_neg_eigval else 1.0
+        with torch.random.fork_rng(devices=[]):  # a model draws again, from an unchanged random stream
+            self.init_weights(config.initializer_range)
 
-    def forward(self, x: Tensor, context: SequenceContext, cache: Cache | None = None) -> Tensor:
+    @torch.no_grad()
+    def init_weights(self, std: float) -> None:
+        """Draw the decay's parameters; linear layers and convolutions are drawn by themselves.
+
+        `init.*` skip tensors that a checkpoint has filled.
+        """
+        if self.config.use_forget_gate:
+            empty = torch.empty_like(self.A_log, dtype=torch.float32)
+            init.copy_(self.A_log, empty.uniform_(*A_RANGE).clamp(min=1e-4).log())
+            dt = empty.uniform_(*map(math.log, DT_RANGE)).exp().clamp(min=1e-4)
+            init.copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """FLOPs to train on a token, forward and backward; the same for any `seq_len`."""
+        return training_flops(self.config)
+
+    def forward(
+        self, x: Tensor, context: SequenceContext | None = None, cache: Cache | None = None
+    ) -> Tensor:
         """Mix x [B, T, hidden_size]; this layer's states in `cache` are updated in place.
 
         Padding has no effect: its rows enter the convolutions as zeros, and beta = g = 0 keep the state.
         """
+        context = context or SequenceContext()
         if context.padding_mask is not None:
             x = x * context.padding_mask[..., None].to(x.dtype)
         num_householder, heads = self.config.num_householder, self.config.num_heads
@@ -66,9 +94,24 @@ class DeltaProductMixer(nn.Module):
         v = v.unflatten(-1, (num_householder, heads, self.config.head_v_dim))
         beta, g = self._gates(y["b"], y.get("a"), context.padding_mask)
 
+        q, k, v, beta, g = self.operator_inputs(q, k, v, beta, g)
         o = self._recur(q, k, v, beta, g, context, cache)  # [B, T, H, V]
         gate = y["g"].view_as(o) if "g" in y else None
         return self.o_proj(self.o_norm(o, gate).flatten(-2))
+
+    def operator_inputs(
+        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """What the operator takes, here its arguments as they are. A subclass changes the recurrence here.
+
+        Args:
+            q: queries [B, T, H, K] before their normalisation; the operator normalises q and k.
+            k: keys [B, T, N, H, K], likewise.
+            v: values [B, T, N, H, V].
+            beta: step sizes [B, T, N, H], fp32, 0 at padding; the operator takes 0 to 2.
+            g: log decays [B, T, H] <= 0, fp32; None: no forget gate.
+        """
+        return q, k, v, beta, g
 
     def gates(self, x: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Betas [B, T, N, H] in [0, beta_max], log decays g [B, T, H] <= 0 (or None), both fp32."""

@@ -1,4 +1,4 @@
-"""The Triton backend of `delta_product`: its autograd function, and what the kernels fill.
+"""The `triton` backend: autograd function of `delta_product`, and the tensors that its kernels write.
 
 Narrow heads in float32 run Householder step by step (`fused_recurrent`), all others by chunks: `select`
 decides. For the backward the chunk forward keeps, in the dtype of q: u per Householder step (V elements a

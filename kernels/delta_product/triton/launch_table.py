@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
+from fla_train.utils.aliases import current_name
 
 SHIPPED = Path(__file__).with_name("launches.json")
 # Least extent of the tiles of K and V. On Hopper, Triton 3.6 compiled tiles of 32 columns to wrong dk and to
@@ -39,14 +40,6 @@ TILES = {
     "chunk_fwd": {"BV"},
     "chunk_bwd_state": {"BV"},
     "chunk_bwd_qkg": {"BV", "BKO"},
-}
-# Names in files of earlier versions.
-OLD_NAMES = {
-    "chunk_prepare_wy": "prepare",
-    "chunk_fwd": "state",
-    "chunk_bwd_state": "adjoint",
-    "chunk_bwd_qkg": "gradient",
-    "num_householder": "substeps",
 }
 
 Options = dict[str, int]
@@ -168,7 +161,7 @@ def read_table(file: Path) -> Table:
         rows = json.loads(file.read_text())["rows"]
         table = {}
         for row in rows:
-            row = {new: row[old if old in row else new] for new, old in OLD_NAMES.items()} | row
+            row = {current_name("launch table", name, str(file)): value for name, value in dict(row).items()}
             key = Key(**{name: row[name] for name in Key.__dataclass_fields__})
             table[key] = LaunchOptions(**{kernel: dict(row[kernel]) for kernel in TILES})
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as failure:

@@ -1,4 +1,4 @@
-"""The staging buffer: its segments make up the file that `torch.save` would write."""
+"""The staging buffer of checkpoints: its segments make up the file that `torch.save` would write."""
 
 import io
 import os
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fla_train.training.checkpoint_manager import StagingBuffer
+from fla_train.utils.staging_buffer import StagingBuffer
 
 
 @pytest.fixture

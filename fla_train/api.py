@@ -1,0 +1,99 @@
+"""The Python API, which `import fla_train` offers: compose a config, build data and model, train.
+
+    config = fla_train.compose("debug=smoke", "trainer.max_steps=20")
+    run = fla_train.train(config)
+
+`fla-train` calls `train`, too, so that a notebook does what the command does (docs/python.md).
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from omegaconf import OmegaConf
+
+from fla_train.cli import app
+from fla_train.cli.base import with_base
+from fla_train.cli.eval import register as register_eval
+from fla_train.data.dataset import Dataset
+from fla_train.data.sampler import PackedDataset
+from fla_train.eval.config import validation_errors
+from fla_train.run import Run
+from fla_train.training.config import TrainConfig, register, to_config
+from fla_train.training.launch import launch, with_data
+from fla_train.training.run_data import TaskSequences, open_training_data
+
+if TYPE_CHECKING:  # takes seconds to import
+    from transformers import PreTrainedModel
+
+
+def compose(*overrides: str, config_dir: str | None = None) -> TrainConfig:
+    """The config that `fla-train OVERRIDES...` would train; its fields may be changed.
+
+    Args:
+        overrides: as on the command line: `"model=delta_net/tiny"`, `"optimizer.lr=1e-3"`.
+        config_dir: a folder of further options, as of `--config-dir`.
+
+    Raises:
+        ValueError: naming every override that does not fit.
+    """
+    register()
+    words = with_base([app.readable(text) for text in overrides], config_dir=config_dir)
+    return to_config(app.compose("train", words, config_dir=config_dir))
+
+
+def train(config: TrainConfig) -> Run | None:
+    """Train `config` to its end, in processes of their own, as `fla-train` does; a run that is there resumes.
+
+    Call it in the main thread. Ctrl-C has the workers save a checkpoint and end; a second one kills them.
+
+    Returns:
+        The finished run; None for a `dry_run`.
+
+    Raises:
+        ValueError: the config, the data or the run folder does not allow it; nothing was started.
+        TrainingFailed: workers failed; the message is the line that `fla-train` prints.
+        Preempted: a signal or Ctrl-C came, and a checkpoint has been saved.
+        KeyboardInterrupt: Ctrl-C came while no workers ran, or a second time.
+    """
+    if config.trainer.suite_every:
+        check_suite(config.trainer.suite, config.trainer.suite_options)
+    folder = launch(config)
+    return None if folder is None else Run(folder.root)
+
+
+def build_data(config: TrainConfig) -> Dataset | PackedDataset | TaskSequences:
+    """The training sequences of `config`; text is tokenized first if it has not been.
+
+    `.sequences(indices)` gives those of int64 numbers [n], in the order of training: token ids
+    [n, trainer.seq_len], inputs and labels [2, n, T] of a task, or a packed `Batch` with document bounds.
+
+    Raises:
+        ValueError: the config or the data can't be used.
+    """
+    return open_training_data(*with_data(config))
+
+
+def build_model(config: TrainConfig) -> "PreTrainedModel":
+    """The model that training `config` starts from: weights by `seed` or of `init_from`, fp32, on the CPU.
+
+    Raises:
+        ValueError: the config, its data (which decide the vocabulary) or the weights can't be used.
+    """
+    from fla_train.training.model import build_model  # imports the models: seconds
+
+    return build_model(*with_data(config))
+
+
+def check_suite(suite: str, options: Sequence[str]) -> None:
+    """Look at the request that will be made of `fla-eval` while training goes on.
+
+    Raises:
+        ValueError: it would be refused then.
+    """
+    register_eval()
+    try:
+        config = OmegaConf.to_object(app.compose("eval", [f"suite={suite}", *options]))
+        if errors := validation_errors(config.suite):
+            raise ValueError("\n  ".join(errors))
+    except ValueError as error:
+        raise ValueError(f"trainer.suite and trainer.suite_options: {error}") from error

@@ -1,0 +1,45 @@
+"""`Mixer`: what a token mixer must be, for those of this package and for a class of one's own."""
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from fla_train.models.configuration import DeltaProductConfig
+from fla_train.models.context import SequenceContext
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
+
+
+class Mixer(Protocol):
+    """A causal `nn.Module` from [B, T, D] to [B, T, D], D = config.hidden_size. docs/mixers.md has examples.
+
+    Parameters with the attribute `_no_weight_decay = True`, and vectors, get no weight decay. The model draws
+    every `nn.Linear` and `nn.Embedding` with standard deviation `config.initializer_range`, and leaves other
+    parameters as the constructor made them, unless there is `init_weights`. A checkpoint restores parameters
+    and persistent buffers only, and loading builds the module on the meta device.
+
+    Optional methods:
+        init_weights(std): draw the other parameters, by functions of `torch.nn.init` only: they skip what a
+            checkpoint has filled.
+        flops_per_token(seq_len): FLOPs to train on one token, forward and backward, of everything in the
+            module. Without it the weights of its linear layers are counted.
+    """
+
+    def __init__(self, config: DeltaProductConfig, layer_index: int, **options: Any) -> None:
+        """Layer `layer_index` of the model; `options` are `config.mixer_options`."""
+
+    def __call__(
+        self, x: Tensor, context: SequenceContext | None = None, cache: "Cache | None" = None
+    ) -> Tensor:
+        """Mix x [B, T, D], the new tokens; no output depends on a later token.
+
+        Args:
+            context: padding, bounds of packed documents and positions; None: neither padding nor documents.
+                Padding must change no other token, and nothing crosses the bounds of documents.
+            cache: of all layers, to continue from and to update; None: the tokens stand alone. This layer has
+                three places for states of any shape [B, ...]: `cache.layers[layer_index].recurrent_states[i]`
+                (None before the first token) and `cache.update_recurrent_state(state, layer_index, i)`; three
+                more for the last inputs of convolutions. A class whose `forward` has no `cache` generates by
+                whole passes.
+        """

@@ -1,0 +1,98 @@
+"""The mixer of each layer by the model's config; import of a class of the user's own, if it is permitted."""
+
+import inspect
+import os
+import sys
+from importlib import import_module
+
+import torch
+from torch import nn
+
+from fla_train.models.configuration import DeltaProductConfig
+from fla_train.models.mixers.attention import Attention
+from fla_train.models.mixers.delta_product import DeltaProductMixer
+from fla_train.models.mixers.interface import Mixer
+
+
+class MixerError(ValueError):
+    """The class that `config.mixer` names can't be used; the message is one line."""
+
+
+def build_mixer(config: DeltaProductConfig, layer: int) -> Mixer:
+    """The mixer of layer `layer`, by `config.layer_types`.
+
+    Raises:
+        MixerError: as `linear_mixer`, or its constructor failed.
+    """
+    if config.layer_types[layer] != "linear_attention":
+        return Attention(config, layer)
+    mixer = linear_mixer(config)
+    if config.mixer is None:
+        return mixer(config, layer)
+    options = config.mixer_options or {}
+    try:
+        return mixer(config, layer, **options)
+    except Exception as error:
+        given = "".join(f", {key}={value!r}" for key, value in options.items())
+        raise MixerError(
+            f"mixer {config.mixer}: {mixer.__name__}(config, {layer}{given}) raised {_line(error)}"
+        ) from error
+
+
+def linear_mixer(config: DeltaProductConfig) -> type[Mixer]:
+    """The class of the linear layers, `DeltaProductMixer` unless `config.mixer` names another.
+
+    Raises:
+        MixerError: only a file names it, it can't be imported, or it is no mixer.
+    """
+    if config.mixer is None:
+        return DeltaProductMixer
+    if not config.mixer_permitted:
+        raise MixerError(
+            f"the mixer is the Python class {config.mixer}, which is imported only if you name it, too: give "
+            f"mixer={config.mixer}, or trust_remote_code=true"
+        )
+    return _imported(config.mixer)
+
+
+def takes_cache(mixer: type[Mixer]) -> bool:
+    """Whether the mixer can continue from states of earlier tokens."""
+    return "cache" in inspect.signature(mixer.forward).parameters
+
+
+def check_mixer(config: DeltaProductConfig) -> None:
+    """Import the class that `config.mixer` names and build one on the meta device.
+
+    Raises:
+        MixerError: it can't be used.
+    """
+    if config.mixer is not None:
+        with torch.device("meta"):
+            build_mixer(config, config.layer_types.index("linear_attention"))
+
+
+def _imported(path: str) -> type[Mixer]:
+    module, _, name = path.partition(":")
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())  # as `python -m` does, and so the workers of a run
+    try:
+        found = getattr(import_module(module), name, None)
+    except Exception as error:
+        missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+        if missing is None or not f"{module}.".startswith(f"{missing}."):
+            raise MixerError(f"mixer {path}: importing {module} raised {_line(error)}") from error
+        raise MixerError(
+            f"mixer {path}: there is no module {missing}: install its package, start in the folder that "
+            "holds it, or add that folder to PYTHONPATH"
+        ) from error
+    if found is None:
+        raise MixerError(f"mixer {path}: {module} has no {name}")
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise MixerError(f"mixer {path}: {name} is no subclass of torch.nn.Module")
+    if "context" not in inspect.signature(found.forward).parameters:
+        raise MixerError(f"mixer {path}: its method must be forward(self, x, context=None, cache=None)")
+    return found
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,165 @@
+"""Read run folders: config, metrics as a table, status, plot, checkpoints, the trained model."""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fla_train.data.cache import open_prepared
+from fla_train.hub.saved_config import flat, read_saved
+from fla_train.training import checkpoint
+from fla_train.training.checkpoint import MODEL_FILE
+from fla_train.training.config import TrainConfig, load_config
+from fla_train.training.metrics import draw_losses
+from fla_train.training.run_data import task_data
+from fla_train.training.run_folder import RunFolder, is_locked
+from fla_train.utils.records import Record, read_metrics
+
+if TYPE_CHECKING:  # each takes a second to import
+    import pandas
+    from matplotlib.figure import Figure
+    from transformers import PreTrainedModel
+
+NOT_COMPARED = ("run.", "launch.", "logger.", "trainer.resume", "dry_run", "model.backend")
+
+
+class Run:
+    """A run that `fla-train` or `fla_train.train` has begun.
+
+    Attributes:
+        path: the folder.
+        name: what plots and tables call the run.
+        files: paths inside the folder.
+
+    Raises:
+        ValueError: the folder holds no run.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.path = Path(folder).expanduser()
+        self.files = RunFolder(self.path)
+        self.name = self.files.name
+        if not self.files.config.is_file():
+            raise ValueError(f"{folder} holds no run: it has no {self.files.config.name}")
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    @cached_property
+    def config(self) -> TrainConfig:
+        """The resolved config.
+
+        Raises:
+            ValueError: another version wrote it with other keys.
+        """
+        return load_config(self.files.config)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The values of config.yaml by dotted key, whatever version wrote it."""
+        return dict(flat(read_saved(self.files.config)))
+
+    @property
+    def records(self) -> list[Record]:
+        """The lines of metrics.jsonl, in its order."""
+        return read_metrics(self.files.metrics)
+
+    @property
+    def metrics(self) -> "pandas.DataFrame":
+        """metrics.jsonl as a table: a row for each step, a column for each key of docs/training.md."""
+        import pandas
+
+        return pandas.DataFrame(self.records or {"step": []}).groupby("step").last()
+
+    @property
+    def step(self) -> int:
+        """The last step that has a record."""
+        return int(max((record["step"] for record in self.records), default=0))
+
+    @property
+    def status(self) -> str:
+        """`running`, `finished` (with its export and plot) or `stopped`."""
+        if is_locked(self.files):
+            return "running"
+        step = self.step
+        ended = step >= self.settings["trainer.max_steps"] or bool(self.settings.get("task.stop_at"))
+        whole = ended and self.files.export(step).is_dir() and self.files.loss_plot.is_file()
+        return "finished" if whole else "stopped"
+
+    @property
+    def checkpoints(self) -> dict[int, Path]:
+        """The checkpoints that were kept, by step."""
+        return {
+            checkpoint.step_of(path.name): path for path in checkpoint.checkpoints(self.files.checkpoints)
+        }
+
+    @property
+    def best_checkpoint(self) -> Path | None:
+        """The kept checkpoint with the lowest validation loss; the newest if no loss is known."""
+        kept, records = self.checkpoints, self.records
+        losses = {r["step"]: r["validation_loss"] for r in records if r.get("validation_loss") is not None}
+        best = min(kept.keys() & losses.keys(), key=losses.__getitem__, default=max(kept, default=None))
+        return kept.get(best)
+
+    def plot(self, metric: str = "loss") -> "Figure":
+        """A metric against training tokens; with the training loss also the validation loss.
+
+        Raises:
+            ValueError: the run has no such metric.
+        """
+        return draw_losses([self.path], metric=metric)
+
+    def model(self, checkpoint: Path | None = None, device: str = "cpu") -> "PreTrainedModel":
+        """The trained model, in eval mode: the newest export, or the weights of one of `checkpoints`.
+
+        Raises:
+            ValueError: there is no export, or files are missing or damaged.
+        """
+        from fla_train.hub.load import load_weights
+
+        if checkpoint is None:
+            return load_weights(self.path, device)
+        from fla_train.training.load_checkpoint import load_file
+        from fla_train.training.model import build_model
+
+        task = self.config.task
+        plan = json.loads(self.files.plan.read_text())
+        data = open_prepared(plan["data_folder"]) if task is None else task_data(task, self.config.seed)
+        model = build_model(self.config, data, resumed=True)
+        model.load_state_dict(load_file(checkpoint / MODEL_FILE)["module"])
+        return model.to(device).eval()
+
+
+def find_runs(places: Iterable[str | Path]) -> list[Run]:
+    """The runs at or below these folders, sweeps in sweeps too; numbers in names in their order.
+
+    Raises:
+        ValueError: a folder does not exist or holds no run.
+    """
+    found: dict[Path, Run] = {}
+    for place in map(os.path.expanduser, places):
+        below = []
+        for folder, inner, files in os.walk(place):
+            if "config.yaml" in files and "checkpoints" in inner:
+                below.append(Path(folder))
+                inner.clear()
+        if not below:
+            raise ValueError(f"{place} holds no run" if os.path.exists(place) else f"there is no {place}")
+        found |= {path: Run(path) for path in sorted(below, key=_natural)}
+    return list(found.values())
+
+
+def differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Of each run the settings that not all runs share, by dotted key; places and machines do not count."""
+    settings = [run.settings for run in runs]
+    keys = dict.fromkeys(key for given in settings for key in given if not key.startswith(NOT_COMPARED))
+    differ = [key for key in keys if len({json.dumps(given.get(key)) for given in settings}) > 1]
+    return [{key: given.get(key) for key in differ} for given in settings]
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    """Sorts job 10 after job 9."""
+    return [(int(digits or 0), text) for digits, text in re.findall(r"(\d+)|(\D+)", str(path))]

@@ -1,0 +1,26 @@
+"""Random states of this process: Python, numpy, torch and the GPU."""
+
+import random
+
+import numpy as np
+import torch
+
+
+def random_states() -> dict:
+    """Random states of Python, numpy, torch and this rank's GPU, as tensors and plain values."""
+    kind, keys, *rest = np.random.get_state()
+    numpy_state = (kind, torch.from_numpy(keys), *rest)
+    states = {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_random_states(states: dict) -> None:
+    """Inverse of `random_states`."""
+    random.setstate(states["python"])
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, np.asarray(keys), *rest))  # the keys were an array in older checkpoints
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

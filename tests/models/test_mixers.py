@@ -1,0 +1,260 @@
+"""Mixers of one's own: docs/examples from another folder, the contract, and who permits an import."""
+
+import inspect
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_models import small_config
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
+
+from fla_train.hub import export_model, load_model
+from fla_train.kernels.delta_product import delta_product
+from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+from fla_train.models.context import SequenceContext
+from fla_train.models.flops import count_parameters, flops_per_token
+from fla_train.models.mixers import DeltaProductMixer, Mixer
+from fla_train.training.config import OptimizerConfig
+from fla_train.training.optimizer import build_optimizer
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+OWN = {
+    "linear_attention": {"mixer": "linear_attention:LinearAttention", "mixer_options": {"chunk": 4}},
+    "longhorn": {"mixer": "longhorn:Longhorn"},
+    "exact": {"mixer": "longhorn:Longhorn", "mixer_options": {"exact": True}, "use_output_gate": True},
+    "hybrid": {"mixer": "longhorn:Longhorn", "layer_types": ["linear_attention", "full_attention"]},
+}
+every_example = pytest.mark.parametrize("example", OWN)
+PLAIN = """
+from torch import nn
+class Mean(nn.Module):  # of all tokens so far; it keeps no states
+    def __init__(self, config, layer_index, scale=1.0):
+        super().__init__()
+        self.scale, self.proj = scale, nn.Linear(config.hidden_size, config.hidden_size)
+    def forward(self, x, context=None):
+        assert context is None or context.padding_mask is None
+        return self.proj(x.cumsum(1) / (1 + x.new_ones(x.shape[1]).cumsum(0)[:, None])) * self.scale
+class NoContext(nn.Module):
+    def __init__(self, config, layer_index):
+        super().__init__()
+    def forward(self, x):
+        return x
+value = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder outside the repository with the examples and `plain`, on sys.path."""
+    folder = tmp_path / "elsewhere"
+    shutil.copytree(EXAMPLES, folder)
+    (folder / "plain.py").write_text(PLAIN)
+    (folder / "broken.py").write_text("import no_such_package\n")
+    monkeypatch.syspath_prepend(str(folder))
+    yield folder
+    for name in ("linear_attention", "longhorn", "plain", "broken"):
+        sys.modules.pop(name, None)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
+@every_example
+@torch.no_grad()
+def test_an_example_meets_the_contract(build: Callable, tokens: Tensor, example: str) -> None:
+    """Padding on either side, packed documents, cuts with a cache, generation: all equal whole passes."""
+    model = build(**OWN[example])
+    lengths = [19, 11, 4]
+    alone = [model(row[None, :n]).logits[0] for row, n in zip(tokens, lengths, strict=True)]
+    mask = torch.arange(19) < torch.tensor(lengths)[:, None]
+    left = torch.stack([row.roll(19 - n) for row, n in zip(tokens, lengths, strict=True)])
+    right = model(tokens, attention_mask=mask.long()).logits
+    padded = model(left, attention_mask=mask.flip(1).long(), use_cache=True)
+    for i, n in enumerate(lengths):
+        close(right[i, :n], alone[i])
+        close(padded.logits[i, 19 - n :], alone[i])
+
+    bounds = torch.tensor([0, 8, 8, 9, 22])
+    packed = model(torch.cat([tokens[0, :8], tokens[1, :1], tokens[2, :13]])[None], cu_seqlens=bounds)
+    pieces = (tokens[0, :8], tokens[1, :1], tokens[2, :13])
+    close(packed.logits[0], torch.cat([model(piece[None]).logits[0] for piece in pieces]))
+
+    whole = model(tokens).logits
+    for cache in (None, StaticCache(config=model.config, max_cache_len=19)):
+        parts = []
+        for part in tokens.split([1, 9, 2, 1, 6], dim=1):
+            output = model(part, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            parts.append(output.logits)
+        close(torch.cat(parts, 1), whole)
+
+    beams = {"num_beams": 2, "max_new_tokens": 5, "pad_token_id": 0, "do_sample": False}
+    beams["attention_mask"] = mask.flip(1)[:, -6:].long()
+    found = model.generate(left[:, -6:], **beams)
+    again = model.generate(left[:, -6:], use_cache=False, **beams)
+    assert torch.equal(found, again)
+
+
+@torch.no_grad()
+def test_linear_attention_is_its_recurrence(build: Callable) -> None:
+    mixer = build(**OWN["linear_attention"]).model.layers[0].attn
+    nn.init.uniform_(mixer.temperature, 0.5, 2.0)
+    x = torch.randn(2, 9, 16, dtype=torch.float64)
+    q, k, v = (layer(x).view(2, 9, 2, 8) for layer in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
+    q, k = F.elu(q * mixer.temperature) + 1, F.elu(k) + 1
+    state, norm, outputs = torch.zeros(2, 2, 8, 8).double(), torch.zeros(2, 2, 8).double(), []
+    for t in range(9):
+        state = state + k[:, t, :, :, None] * v[:, t, :, None, :]
+        norm = norm + k[:, t]
+        o = torch.einsum("bhkv,bhk->bhv", state, q[:, t]) / (norm * q[:, t]).sum(-1, keepdim=True)
+        outputs.append(o.flatten(1))
+    close(mixer(x), mixer.o_proj(torch.stack(outputs, 1)))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@torch.no_grad()
+def test_longhorn_solves_its_equation(exact: bool) -> None:
+    """Each step against a solver of the implicit equation, or of the differential one by Runge-Kutta."""
+    from longhorn import Longhorn
+
+    mixer = Longhorn(small_config(num_householder=1), exact=exact)
+    q, k, v = (torch.randn(1, 7, 2, 4).double() for _ in range(3))
+    k *= torch.tensor([1e-4, 0.1, 1.0, 3.0, 10.0, 0.5, 2.0]).double()[:, None, None]
+    beta = 2 * torch.rand(1, 7, 2).double()
+    beta[0, 3] = 0  # padding
+    g = -torch.rand(1, 7, 2).double()
+    inputs = mixer.operator_inputs(q, k[:, :, None], v[:, :, None], beta[:, :, None], g)
+    _, found = delta_product(*inputs, qk_l2norm=True, output_final_state=True)
+
+    state = torch.zeros(2, 4, 4).double()
+    for t in range(7):
+        state = g[0, t].exp()[:, None, None] * state
+        key, value, size = k[0, t, :, :, None], v[0, t, :, None, :], beta[0, t, :, None, None]
+        if not exact:  # S' = S + beta k (v - S'^T k)^T
+            identity = torch.eye(4).double()
+            state = torch.linalg.solve(identity + size * key @ key.mT, state + size * key @ value)
+            continue
+        steps = 2000
+        for _ in range(steps):  # dS/ds = k (v - S^T k)^T for a time beta
+
+            def slope(s: Tensor, key: Tensor = key, value: Tensor = value) -> Tensor:
+                return key @ (value - key.mT @ s)
+
+            h = size / steps
+            first = slope(state)
+            second = slope(state + h / 2 * first)
+            third = slope(state + h / 2 * second)
+            state = state + h / 6 * (first + 2 * second + 2 * third + slope(state + h * third))
+    torch.testing.assert_close(found[0], state, rtol=1e-4, atol=1e-5)
+
+
+def test_examples_train_in_half_precision_and_mark_their_parameters(build: Callable, tokens: Tensor) -> None:
+    for settings in OWN.values():
+        model = build(**settings).float().train()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    model = build(**OWN["linear_attention"])
+    settings = OptimizerConfig("adamw", 1e-3, 0.1, 0.9, 0.95, 1e-8, 1.0)
+    plain = {id(p) for p in build_optimizer(model, settings).param_groups[1]["params"]}
+    assert all(id(block.attn.temperature) in plain for block in model.model.layers)
+
+
+def test_our_mixer_alone_is_that_of_a_model(build: Callable) -> None:
+    """Called on a tensor without context or cache; construction leaves the random stream as linears do."""
+    assert list(inspect.signature(DeltaProductMixer.forward).parameters) == list(
+        inspect.signature(Mixer.__call__).parameters
+    )
+    x = torch.randn(2, 5, 16)
+    assert DeltaProductMixer(small_config())(x).std() > 0
+    mixer = build().model.layers[0].attn
+    close(mixer(x.double()), mixer(x.double(), SequenceContext()))
+
+
+@every_example
+def test_sizes_are_those_of_the_module(build: Callable, example: str) -> None:
+    model = build(**OWN[example])
+    assert count_parameters(model.config) == count_parameters(model)
+    assert flops_per_token(model.config, 64) > 0
+
+
+def test_flops_are_the_mixers_own_or_those_of_its_linear_layers(build: Callable) -> None:
+    ours = small_config()
+    subclass = small_config(mixer="longhorn:Longhorn")
+    assert flops_per_token(subclass, 64) == flops_per_token(ours, 64)
+    counted = small_config(**OWN["linear_attention"])
+    plain = small_config(mixer="plain:Mean")
+    mixer = build(**OWN["linear_attention"]).model.layers[0].attn
+    difference = flops_per_token(counted, 64) - flops_per_token(plain, 64)
+    assert difference == 2 * (mixer.flops_per_token(64) - 6 * 16 * 16)
+
+
+@torch.no_grad()
+def test_a_mixer_without_states_generates_by_whole_passes(
+    build: Callable, tokens: Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build(mixer="plain:Mean", mixer_options={"scale": 2.0})
+    lengths = []
+    model.model.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    found = model.generate(tokens[:, :6], do_sample=False, max_new_tokens=4, pad_token_id=0)
+    assert lengths == [6, 7, 8, 9]
+    assert "plain:Mean keeps no states" in caplog.text
+    expected = tokens[:, :6]
+    for _ in range(4):
+        expected = torch.cat([expected, model(expected).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(found, expected)
+    with pytest.raises(ValueError, match="past_key_values"):
+        model(tokens, past_key_values=StaticCache(config=model.config, max_cache_len=20))
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("plain", "package.module:Class"),
+        ("plain:Mean.x", "package.module:Class"),
+        ("no_such.module:Mixer", "no module no_such"),
+        ("broken:Mixer", "no_such_package"),
+        ("plain:Other", "has no Other"),
+        ("plain:value", r"torch\.nn\.Module"),
+        ("plain:NoContext", "context=None"),
+        ("linear_attention:LinearAttention", "'scale'"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_one_line(path: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as caught:
+        DeltaProductForCausalLM(small_config(mixer=path, mixer_options={"scale": 1.0}))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_does_not_choose_what_is_imported(build: Callable, tmp_path: Path, tokens: Tensor) -> None:
+    """Refused from a config, a folder and by our loader whatever the file says; permitted by name or flag."""
+    model = build(**OWN["longhorn"]).float()
+    folder = export_model(model, None, tmp_path / "export")
+    sys.modules.pop("longhorn")
+    file = folder / "config.json"
+    content = json.loads(file.read_text())
+    assert "mixer_permitted" not in content
+    (folder / "checksums.json").unlink()
+    file.write_text(json.dumps(content | {"mixer_permitted": True}))
+    for build_it in (
+        lambda: AutoModelForCausalLM.from_pretrained(folder),
+        lambda: AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)),
+        lambda: DeltaProductForCausalLM(DeltaProductConfig.from_dict(content)),
+        lambda: load_model(folder),
+    ):
+        with pytest.raises(ValueError, match=r"mixer=longhorn:Longhorn.*trust_remote_code=true"):
+            build_it()
+        assert "longhorn" not in sys.modules
+    for permission in ({"mixer": "longhorn:Longhorn"}, {"trust_remote_code": True}):
+        for loader in (AutoModelForCausalLM, DeltaProductForCausalLM):
+            loaded = loader.from_pretrained(folder, **permission)
+            torch.testing.assert_close(loaded.eval()(tokens).logits, model(tokens).logits)
+            assert type(loaded.model.layers[1].attn).__name__ == "Longhorn"

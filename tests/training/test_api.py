@@ -1,0 +1,146 @@
+"""The Python API of docs/python.md, and the reading of runs by `Run` and `fla-runs`."""
+
+import csv
+import io
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import hydra
+import pytest
+import torch
+from hydra.core.global_hydra import GlobalHydra
+from warm_ranks import WarmRanks
+
+import fla_train
+from fla_train.cli import runs as command
+from fla_train.cli.app import SweepJob
+from fla_train.cli.train import place_job
+from fla_train.run import Run, differences, find_runs
+from fla_train.training.config import TrainConfig, to_yaml
+from fla_train.training.run_folder import RunFolder, RunLock
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "python.md"
+Make = Callable[..., TrainConfig]
+
+
+def test_the_page_runs_from_top_to_bottom(
+    warm_ranks: WarmRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLA_TRAIN_CACHE", str(tmp_path / "cache"))
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.S | re.M)
+    names: dict = {}
+    with warm_ranks.as_workers():
+        exec("".join(blocks), names)
+        assert "finished 24" in capsys.readouterr().out
+        again = fla_train.train(names["config"])  # complete: it is read only
+    assert not GlobalHydra.instance().is_initialized()
+    run = names["run"]
+    assert again.path == run.path and run.config.optimizer.lr == 3e-3
+    losses = run.metrics.validation_loss.dropna()
+    assert list(losses.index) == [12, 24] and run.checkpoints.keys() == {12, 24}
+    assert run.best_checkpoint == run.checkpoints[losses.idxmin()]
+    newest, exported = run.model(run.checkpoints[24]).state_dict(), run.model().state_dict()
+    assert all(torch.equal(newest[name], exported[name]) for name in exported)
+    assert (tmp_path / "loss.png").is_file()
+
+
+def test_importing_is_fast_and_names_are_listed() -> None:
+    code = "import sys, fla_train; print('torch' in sys.modules, {'train', 'Run'} <= set(dir(fla_train)))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["False", "True"]
+    with pytest.raises(AttributeError, match="no attribute 'tain'"):
+        fla_train.tain  # noqa: B018
+
+
+def test_errors_are_raised_and_hydra_of_the_caller_stays(make_config: Make, tmp_path: Path) -> None:
+    with hydra.initialize_config_module("fla_train.configs", version_base="1.3"):
+        theirs = GlobalHydra.instance().hydra
+        with pytest.raises(ValueError, match=r"there is no key trainer.max_step.*did you mean"):
+            fla_train.compose("trainer.max_step=3")
+        assert fla_train.compose("trainer.max_steps=3").trainer.max_steps == 3
+        assert GlobalHydra.instance().hydra is theirs
+    with pytest.raises(ValueError, match="is not a multiple of"):
+        fla_train.train(make_config("trainer.global_batch_tokens=300", f"run.dir={tmp_path / 'run'}"))
+    assert fla_train.train(make_config("dry_run=true")) is None
+    with pytest.raises(ValueError, match="holds no run"):
+        Run(tmp_path)
+
+
+@pytest.fixture
+def folders(make_config: Make, tmp_path: Path) -> Path:
+    """Three runs without training: two jobs of a sweep in a folder of sweeps, and another model."""
+    given = {
+        "sweeps/one/2-optimizer.lr=0.1": ["optimizer.lr=0.1"],
+        "sweeps/one/10-optimizer.lr=0.2": ["optimizer.lr=0.2"],
+        "other": ["optimizer.lr=0.1", "model.use_forget_gate=false", "model.num_householder=1"],
+    }
+    for number, (name, overrides) in enumerate(given.items()):
+        folder = RunFolder(tmp_path / name)
+        folder.create()
+        folder.config.write_text(to_yaml(make_config(*overrides)))
+        losses = [{"step": i, "tokens": 8 * i, "loss": 5.0 - i + number} for i in (1, 2)]
+        records = [record | {"tokens_per_second": 10.0 * record["step"]} for record in losses]
+        records += [{"step": i, "tokens": 8 * i, "validation_loss": 4.0 + (i == 2)} for i in (1, 2)]
+        folder.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return tmp_path
+
+
+def test_runs_are_found_in_order_with_what_differs(folders: Path) -> None:
+    runs = find_runs([folders / "sweeps", folders])
+    assert [run.name for run in runs] == ["2-optimizer.lr=0.1", "10-optimizer.lr=0.2", "other"]
+    assert differences(runs[:2]) == [{"optimizer.lr": 0.1}, {"optimizer.lr": 0.2}]
+    assert differences(runs)[2].keys() == {"optimizer.lr", "model.use_forget_gate", "model.num_householder"}
+    assert [run.status for run in runs] == ["stopped"] * 3
+    lock = RunLock(runs[0].files)
+    assert [run.status for run in runs] == ["running", "stopped", "stopped"]
+    lock.close()
+    with pytest.raises(ValueError, match="there is no"):
+        find_runs([folders / "nowhere"])
+
+
+def test_fla_runs_prints_a_table_and_draws(
+    folders: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["fla-runs", *arguments])
+        command.main()
+        return capsys.readouterr().out
+
+    sweep, png = str(folders / "sweeps"), folders / "plots" / "curves.png"
+    lines = said(sweep, "--png", str(png)).splitlines()
+    assert lines[0] == f"2 run(s) in {folders / 'sweeps' / 'one'}"
+    assert re.search(
+        r"^a  2-optimizer.lr=0.1  .*stopped .* 2/12 .*3\.0000 .*5\.0000 .*4\.0000 .*15 ", lines[2]
+    )
+    assert lines[3].endswith("optimizer.lr=0.2")
+    grid = [line for line in lines if "|" in line]
+    assert "b" in grid[0] and "a" in grid[-1] and lines[-1].endswith("16 tokens")
+    assert png.read_bytes().startswith(b"\x89PNG")
+    rows = list(csv.DictReader(io.StringIO(said(str(folders), "--csv"))))
+    assert [row["optimizer.lr"] for row in rows] == ["0.1", "0.1", "0.2"]
+    (row, *_) = json.loads(said(sweep, "--json", "--metric", "tokens_per_second"))
+    assert row["best_validation_loss_step"] == 1 and row["tokens_per_second"] == 15
+    with pytest.raises(SystemExit) as end:
+        said(sweep, "--metric", "accuracy")
+    assert end.value.code == 2 and "no run has accuracy" in capsys.readouterr().err
+
+
+def test_a_job_is_named_by_what_is_swept(make_config: Make, tmp_path: Path) -> None:
+    job = SweepJob(3, 6, ("optimizer.lr=3e-3", "data.path=/some/corpus, other"))
+    config = make_config(f"run.dir={tmp_path / 'sweep'}")
+    place_job(config, job)
+    assert config.run.dir == f"{tmp_path}/sweep/3-optimizer.lr=3e-3_data.path=_some_corpus_other"
+    assert config.logger.wandb.group == "sweep" and config.logger.wandb.tags == list(job.swept)
+    (tmp_path / "sweep" / "3").mkdir(parents=True)
+    (tmp_path / "sweep" / "3" / "config.yaml").touch()  # an earlier version began it
+    config = make_config(f"run.dir={tmp_path / 'sweep'}", "logger.wandb.group=mine", "logger.wandb.tags=[a]")
+    place_job(config, SweepJob(3, 6, ("seed=1", "x" * 500)))
+    assert config.run.dir == str(tmp_path / "sweep" / "3")
+    assert (config.logger.wandb.group, config.logger.wandb.tags) == ("mine", ["a"])
+    config = make_config(f"run.dir={tmp_path / 'sweep'}")
+    place_job(config, SweepJob(4, 6, ("x" * 500,)))
+    assert len(Path(config.run.dir).name) < 100 and all(len(tag) <= 64 for tag in config.logger.wandb.tags)

@@ -1,0 +1,171 @@
+"""The examples of docs/examples from a folder outside the repository: train, resume, export, evaluate."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import warm_ranks as ranks
+from test_task_training import SMALL
+from transformers import PreTrainedModel
+
+from fla_train.cli.app import compose
+from fla_train.cli.base import with_base
+from fla_train.eval.config import EvalConfig, ExpressivityConfig, PerplexityConfig, SuiteConfig
+from fla_train.eval.expressivity import evaluate_expressivity
+from fla_train.eval.run import evaluate
+from fla_train.hub import copy_export, load_model
+from fla_train.hub.load import load_weights
+from fla_train.training.config import TrainConfig, register, to_config, to_yaml, validate
+from fla_train.training.launch import launch
+from fla_train.utils.records import read_metrics
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+LINEAR = "linear_attention:LinearAttention"
+LONGHORN = "longhorn:Longhorn"
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory: a folder that holds the examples."""
+    folder = shutil.copytree(EXAMPLES, tmp_path / "elsewhere")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield folder
+    for name in ("linear_attention", "longhorn"):
+        sys.modules.pop(name, None)
+
+
+def train_in(folder: Path, config_file: Path, data: Path) -> None:
+    """A rank's work where `folder` is the working directory."""
+    os.chdir(folder)
+    ranks._train(config_file, data)
+
+
+@pytest.fixture
+def train(
+    elsewhere: Path, warm_ranks: ranks.WarmRanks, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[TrainConfig], None]:
+    monkeypatch.setattr(
+        "fla_train.training.launch.run_workers",
+        lambda arguments, config, **_: warm_ranks.run(
+            config.num_processes, train_in, elsewhere, *map(Path, arguments[-2:])
+        ),
+    )
+    return launch
+
+
+def losses(run: Path) -> list[tuple]:
+    kept = ("step", "loss", "validation_loss", "grad_norm")
+    return [tuple(r.get(key) for key in kept) for r in read_metrics(run / "metrics.jsonl") if "loss" in r]
+
+
+def greedy(model: PreTrainedModel, length: int) -> None:
+    """Generation with states equals the choices of one pass over all tokens."""
+    found = model.generate(torch.tensor([[5, 3, 7]]), max_new_tokens=length, do_sample=False, pad_token_id=0)
+    choices = model(found, use_cache=False).logits.argmax(-1)
+    assert found.shape == (1, 3 + length) and torch.equal(choices[:, 2:-1], found[:, 3:])
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_on_text(
+    make_config: Callable[..., TrainConfig], train: Callable[[TrainConfig], None], tmp_path: Path
+) -> None:
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    settings = [
+        *ranks.TWO_RANKS,
+        f"model.mixer={LINEAR}",
+        "model.mixer_options={chunk: 8}",
+        "schedule=constant",
+    ]
+    settings += ["schedule.min_ratio=1", "trainer.log_every=1", "trainer.max_steps=10"]
+    settings += ["data.document_boundaries=true"]
+    train(make_config(*settings, f"run.dir={whole}"))
+    for steps in (5, 10):
+        train(make_config(*settings, f"run.dir={halves}", f"trainer.max_steps={steps}"))
+    assert losses(halves) == losses(whole) and losses(whole)[-1][1] < losses(whole)[0][1] - 1
+
+    export = copy_export(whole / "hf" / "step-0000010", tmp_path / "copy")
+    assert f'mixer="{LINEAR}"' in (export / "README.md").read_text()
+    with pytest.raises(ValueError, match=f"mixer={LINEAR}"):
+        load_model(export)
+    greedy(load_model(export, mixer=LINEAR)[0], 20)
+    request = PerplexityConfig(lengths=[8, 24], chunk=16, documents=2, bucket=8, layout="packed")
+    suite = SuiteConfig(name="perplexity", perplexity=request)
+    _, record = evaluate(EvalConfig(str(whole), str(tmp_path / "eval"), mixer=LINEAR, suite=suite), False)
+    assert record["perplexity"] and not any("error" in part for part in record["perplexity"].values())
+
+    follows = make_config(*settings, f"init_from={export}", f"run.dir={tmp_path / 'follows'}")
+    train(follows)
+    assert losses(tmp_path / "follows")[0][1] < losses(whole)[0][1] - 1
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_on_a_task(train: Callable[[TrainConfig], None], tmp_path: Path) -> None:
+    run, more = tmp_path / "run", [f"model.mixer={LONGHORN}", "model.mixer_options={exact: true}"]
+    register()
+    train(to_config(compose("train", [*SMALL, *more, f"run.dir={run}"])))
+    with pytest.raises(ValueError, match=f"mixer={LONGHORN}"):
+        load_weights(run)
+    model = load_weights(run, mixer=LONGHORN)
+    assert model.model.layers[0].attn.exact
+    greedy(model, 5)
+    suite = SuiteConfig(name="expressivity", expressivity=ExpressivityConfig(sequences=8, contexts=4))
+    config = EvalConfig(str(run), mixer=LONGHORN, suite=suite)
+    assert evaluate_expressivity(config)[1]["accuracy"]
+
+
+def test_a_folder_does_not_choose_the_mixer_of_a_run(elsewhere: Path, tmp_path: Path) -> None:
+    """Neither a run to resume nor weights to start from; the command or a config of the user's own does."""
+    run = tmp_path / "run"
+    run.mkdir()
+    named = f"model.mixer={LINEAR}"
+    register()
+    content = compose("train", ["debug=smoke", named])
+    (run / "config.yaml").write_text(to_yaml(to_config(content)))
+    with pytest.raises(ValueError, match=named):
+        with_base([f"run.dir={run}"])
+    assert "linear_attention" not in sys.modules
+    (elsewhere / "conf" / "experiment").mkdir(parents=True)
+    (elsewhere / "conf" / "experiment" / "mine.yaml").write_text(
+        f"# @package _global_\nmodel:\n  mixer: {LINEAR}\n"
+    )
+    for permission in ([named], ["experiment=mine"]):
+        overrides = with_base([f"run.dir={run}", *permission], config_dir="conf")
+        assert compose("train", overrides, config_dir="conf").model.mixer == LINEAR
+
+
+@pytest.mark.parametrize(
+    ("mixer", "reason"),
+    [("nowhere:Mixer", "no module nowhere"), (LONGHORN, "'width'"), ("longhorn", "package.module:Class")],
+)
+@pytest.mark.usefixtures("elsewhere")
+def test_a_wrong_mixer_is_refused_before_data_are_prepared(
+    make_config: Callable[..., TrainConfig], mixer: str, reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason) as caught:
+        validate(make_config(f"model.mixer={mixer}", "model.mixer_options={width: 3}"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_the_commands_find_a_class_in_the_working_directory(
+    overrides: list[str], elsewhere: Path, tmp_path: Path
+) -> None:
+    """Console scripts, of which Python does not search the working directory, and their workers."""
+    run, scripts = tmp_path / "run", Path(sys.executable).parent
+    settings = [*overrides, "trainer.max_steps=2", "launch.device=cpu", f"run.dir={run}"]
+    done = subprocess.run(
+        [scripts / "fla-train", *settings, f"model.mixer={LINEAR}"],
+        capture_output=True,
+        text=True,
+        cwd=elsewhere,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"checkpoint={run}/hf/step-0000002 mixer={LINEAR}" in done.stdout
