@@ -25,13 +25,8 @@ if TYPE_CHECKING:  # models take seconds to import: each function imports its ow
 
 NODE_KEYS = ("source", "model_type", "config", "vocab_size")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # the tokenizer's, unless the node has them
-ELSEWHERE = (
-    "vocab_size",
-    "model_type",
-    "architectures",
-    "dtype",
-    "transformers_version",
-)  # not in node["config"]
+# No fields for node["config"]
+ELSEWHERE = ("vocab_size", "model_type", "architectures", "dtype", "transformers_version")
 
 
 def is_zoo(node: Mapping[str, Any]) -> bool:

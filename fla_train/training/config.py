@@ -314,8 +314,8 @@ def _model_errors(config: TrainConfig) -> Iterator[str]:
             from fla_train.models.mixers.registry import check_mixer  # imports the models: seconds
 
             check_mixer(settings)
-        if config.task is None and config.data.document_boundaries and is_zoo(config.model):
-            from fla_train.models.zoo.flops import keeps_documents_apart  # imports the models: seconds
+        if is_zoo(config.model) and config.task is None and config.data.document_boundaries:
+            from fla_train.models.zoo.flops import keeps_documents_apart
 
             if not keeps_documents_apart(build_on_meta(config.model)):
                 yield (
@@ -412,7 +412,7 @@ def to_config(node: DictConfig | dict) -> TrainConfig:
             raise ValueError(f"these keys need a value: {', '.join(sorted(missing))}")
         node = escaped(OmegaConf.to_container(node, resolve=True))  # what is resolved is plain text now
     node = without_baseline(node)
-    if is_zoo(node["model"]):  # a recipe for our family has set fields that other models do not have
+    if is_zoo(node.get("model", {})):  # a recipe for our family has set fields that other models do not have
         node["model"] = {key: node["model"][key] for key in NODE_KEYS}
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), node))
 

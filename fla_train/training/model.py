@@ -105,8 +105,9 @@ def check_initial_weights(config: TrainConfig) -> None:
         ValueError: naming what differs, and how to take it from `init_from`.
     """
     source = config.init_from
-    ours = _flat(model_node(build_model_config(config.model)))
-    theirs = _flat(model_node(_read_model_config(source)))
+    there = _read_model_config(source)
+    node = config.model | {"vocab_size": config.model["vocab_size"] or there.vocab_size}
+    ours, theirs = (_flat(model_node(settings)) for settings in (build_model_config(node), there))
     differing = [
         f"model.{name}={ours.get(name)} (there {theirs.get(name)})"
         for name in sorted({*ours, *theirs})

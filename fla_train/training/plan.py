@@ -12,7 +12,7 @@ from fla_train.models.flops import (
     training_memory_bytes,
 )
 from fla_train.models.zoo.flops import forward_flops
-from fla_train.training.config import TrainConfig, accumulation_steps
+from fla_train.training.config import TrainConfig, accumulation_steps, with_processes
 from fla_train.utils.throughput import peak_flops
 
 ASSUMED_GPU, ASSUMED_MFU = "H100", 0.4  # for the estimate of GPU-hours
@@ -83,7 +83,7 @@ def _memory(config: TrainConfig, count: ParameterCount) -> int:
     """Bytes per process; of another library's model those of weights, gradients and AdamW only."""
     trainer = config.trainer
     if is_zoo(config.model):
-        return 8 * count.total + 12 * count.total // config.launch.num_processes
+        return 8 * count.total + 12 * count.total // with_processes(config).launch.num_processes
     memory = training_memory_bytes(
         build_model_config(config.model),
         tokens_per_device=trainer.micro_batch_size * trainer.seq_len,
@@ -100,6 +100,7 @@ def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:
     hours = (
         f"GPU-hours    about {plan.gpu_hours:,.0f}, if {ASSUMED_GPU}s ran at {ASSUMED_MFU:.0%} of their peak"
     )
+    besides = ", besides what activations take" if is_zoo(config.model) else ""
     return [
         f"parameters   {plan.parameters:,} with the embedding counted once, {plan.parameters_held:,} in all",
         f"tokens       {plan.tokens:,} = {trainer.max_steps:,} steps x {trainer.global_batch_tokens:,}"
@@ -108,7 +109,7 @@ def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:
         f"{trainer.micro_batch_size} sequences x {trainer.seq_len} tokens",
         f"FLOPs        {plan.flops_per_token:.3g} per token, {plan.flops_per_token * plan.tokens:.3g} in all",
         *([hours] if plan.gpu_hours >= 1 else []),
-        f"memory       about {plan.memory_bytes / 2**30:.2f} GiB per process",
+        f"memory       about {plan.memory_bytes / 2**30:.2f} GiB per process{besides}",
         f"schedule     {config.schedule.name}, peak {config.optimizer.lr:g}, "
         f"{config.schedule.warmup(trainer.max_steps)} warm-up steps",
         f"device       {launch.device}, {trainer.precision}",

@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from fla_train.cli.app import compose
 from fla_train.models.build import build_model, build_model_config, build_on_meta, model_node
+from fla_train.models.flops import count_parameters
 from fla_train.models.zoo.baseline import KINDS, ignored_overrides, without_baseline
-from fla_train.models.zoo.flops import forward_flops
+from fla_train.models.zoo.flops import forward_flops, keeps_documents_apart
+from fla_train.training.config import register, to_config
 
 VOCABULARY = 211
 OF_FLA = ("gla", "retnet", "rwkv7", "hgrn2", "mesa_net", "gated_deltanet", "kda")
@@ -273,3 +277,21 @@ def test_flops_of_a_window() -> None:
     )
     visible = sum(min(t + 1, 16) for t in range(64)) / 64
     assert windowed.attention == pytest.approx(plain.attention * visible / 32.5)
+
+
+def test_nothing_crosses_the_bounds_of_documents() -> None:
+    model = build("llama").eval()
+    ids, bounds = torch.randint(VOCABULARY, (1, 24)), [0, 9, 10, 24]
+    packed = model.token_losses(ids, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    for start, stop in pairwise(bounds):
+        torch.testing.assert_close(packed[:, start : stop - 1], model.token_losses(ids[:, start:stop]))
+    names = ("llama", "mamba", "mamba2", "xlstm", "qwen3_next", "olmo_hybrid", "signed_mamba")
+    assert [name for name in names if keeps_documents_apart(build_on_meta(NODES[name]))] == ["llama"]
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba", "mamba2", "xlstm", "qwen3_next", "olmo_hybrid"])
+def test_the_340m_are_of_one_size(name: str) -> None:
+    """With the 32,000 tokens of the papers' tokenizer."""
+    register()
+    config = to_config(compose("train", [f"model=hf/{name}/340m", "model.vocab_size=32000"]))
+    assert 320e6 < count_parameters(build_on_meta(config.model)).total < 400e6

@@ -77,7 +77,7 @@ def command_line(case: Case) -> Any:
         bench.run(["fused_ops", f"{case.name}=3"])
     else:
         bench.run([case.name])
-        bench.run(["loader", case.name])  # a folder may have any name
+        bench.run(["tune", case.name])  # a folder may have any name
         requests[1].pop("folder")
     return requests
 

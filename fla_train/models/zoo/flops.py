@@ -8,11 +8,13 @@ recurrences and attention of classes that are not known here.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+
+if TYPE_CHECKING:  # models take seconds to import
+    from transformers import PreTrainedModel
 
 
 def _matrices(layer: Any) -> int:
@@ -56,7 +58,7 @@ class ForwardFlops:
         return 3 * (self.projections + self.attention + self.recurrences)
 
 
-def forward_flops(model: PreTrainedModel, seq_len: int) -> ForwardFlops:
+def forward_flops(model: "PreTrainedModel", seq_len: int) -> ForwardFlops:
     """Count a model, which may lie on the meta device, at sequences of `seq_len` tokens."""
     windows = [(width, min(window or seq_len, seq_len)) for width, window in softmax_attention(model)]
     return ForwardFlops(
@@ -67,7 +69,7 @@ def forward_flops(model: PreTrainedModel, seq_len: int) -> ForwardFlops:
     )
 
 
-def softmax_attention(model: PreTrainedModel) -> Iterator[tuple[int, int | None]]:
+def softmax_attention(model: "PreTrainedModel") -> Iterator[tuple[int, int | None]]:
     """Heads x channels, and the window in tokens (None: all), of each softmax attention layer."""
     config = model.config
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
@@ -83,7 +85,7 @@ def softmax_attention(model: PreTrainedModel) -> Iterator[tuple[int, int | None]
                 yield heads * module.head_dim, window if kind == SLIDING else None
 
 
-def keeps_documents_apart(model: PreTrainedModel) -> bool:
+def keeps_documents_apart(model: "PreTrainedModel") -> bool:
     """Whether nothing crosses the bounds of packed documents, given as `FusedLoss` gives them.
 
     flash-linear-attention's layers take the bounds. Of transformers' classes those with softmax attention in
@@ -94,7 +96,7 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool:
     return len(list(softmax_attention(model))) == model.config.num_hidden_layers
 
 
-def _projection(module: nn.Module, model: PreTrainedModel) -> float:
+def _projection(module: nn.Module, model: "PreTrainedModel") -> float:
     if isinstance(module, nn.Linear | nn.Conv1d | Conv1D):
         return 2 * module.weight.numel()
     if not hasattr(module, "num_experts"):

@@ -1,0 +1,107 @@
+"""Other libraries' models through the whole trainer: text, tasks, resume, init_from, exports, old runs."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+from warm_ranks import TWO_RANKS, WarmRanks
+
+from fla_train.cli.app import compose
+from fla_train.cli.base import with_base
+from fla_train.hub.load import load_model
+from fla_train.training.config import TrainConfig, load_config, to_config, to_yaml, validate, with_task_sizes
+from fla_train.training.launch import launch
+from fla_train.training.model import build_model, check_initial_weights
+from fla_train.training.plan import make_plan
+from fla_train.training.run_data import task_data
+from fla_train.utils.records import read_metrics
+
+Make = Callable[..., TrainConfig]
+SMALL = ["model.config.hidden_size=32", "trainer.max_steps=4", "trainer.checkpoint_every=2"]
+NAMES = {
+    "hf/llama/tiny": ["model.config.num_hidden_layers=2"],
+    "hf/qwen3_next/tiny": ["model.config.num_hidden_layers=2", "+model.config.full_attention_interval=2"],
+    "mamba_signed/tiny": ["model.config.num_hidden_layers=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def make(make_config: Make, overrides: list[str]) -> Make:
+    """`make("model=hf/llama/tiny", ...)` composes a run without settings of our family."""
+    general = [text for text in overrides if not text.startswith("model.")]
+    return lambda *more: to_config(compose("train", [*general, "trainer.log_every=1", *more]))
+
+
+def losses(run: Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_resumes_exactly_and_its_export_generates(
+    make: Make, warm_ranks: WarmRanks, tmp_path: Path, name: str
+) -> None:
+    settings = [f"model={name}", *NAMES[name], *SMALL, "trainer.activation_checkpointing=true"]
+    settings += ["schedule=constant", "schedule.min_ratio=1"]  # the same rate whatever the run's end
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    warm_ranks.launch(make(*settings, f"run.dir={whole}"))
+    warm_ranks.launch(make(*settings, f"run.dir={cut}", "trainer.max_steps=2"))
+    again = compose("train", with_base([f"run.dir={cut}", "trainer.max_steps=4"]))
+    assert to_config(again).model == load_config(cut / "config.yaml").model
+    warm_ranks.launch(to_config(again))
+    assert losses(cut) == losses(whole)
+    exports = [run / "hf" / "step-0000004" for run in (cut, whole)]
+    a, b = (AutoModelForCausalLM.from_pretrained(export).state_dict() for export in exports)
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+    model, tokenizer = load_model(whole)
+    ids = tokenizer("the state", return_tensors="pt")
+    assert model.generate(**ids, max_new_tokens=3, do_sample=False).shape[1] == ids["input_ids"].shape[1] + 3
+    card = (whole / "hf" / "step-0000004" / "README.md").read_text()
+    assert ("fla_train" in card.split("```python")[1].split("```")[0]) is (name == "mamba_signed/tiny")
+
+    check_initial_weights(make(f"init_from={whole}", *settings))
+    with pytest.raises(ValueError, match=r"model\.config\.hidden_size=64"):
+        check_initial_weights(make(f"init_from={whole}", *settings, "model.config.hidden_size=64"))
+
+
+def test_documents_of_a_packed_row_are_kept_apart_or_refused(
+    make: Make, warm_ranks: WarmRanks, tmp_path: Path
+) -> None:
+    packed = [*SMALL, "data.document_boundaries=true", "trainer.max_steps=1", *TWO_RANKS]
+    warm_ranks.launch(make("model=hf/llama/tiny", *packed, f"run.dir={tmp_path / 'run'}"))
+    assert losses(tmp_path / "run")
+    with pytest.raises(ValueError, match="cannot be had with mamba2"):
+        validate(make("model=hf/mamba2/tiny", "data.document_boundaries=true"))
+
+
+def test_a_task_sets_the_vocabulary_and_a_recipe_width_and_depth(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = ["experiment=state_tracking/s3_cpu", "model=hf/llama/tiny", "logger=none"]
+    config = with_task_sizes(to_config(compose("train", recipe)))
+    model = build_model(config, task_data(config.task, config.seed))
+    assert model.get_input_embeddings().weight.shape == (8, 64) and model.config.num_hidden_layers == 1
+    assert make_plan(config, None).parameters_held == sum(p.numel() for p in model.parameters())
+    launch(to_config(compose("train", [*recipe, "dry_run=true"])))
+    assert "FLOPs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba_signed", "mlstm"])
+def test_a_run_with_a_baseline_of_an_earlier_version_is_the_same_run(
+    make: Make, tmp_path: Path, name: str
+) -> None:
+    """Its config.yaml has our family's model, whose sizes count, and the baseline beside it."""
+    recipe = ["experiment=state_tracking/s3_cpu", "logger=none", f"run.dir={tmp_path}"]
+    node = compose("train", [*recipe, f"baseline={name}"])
+    config = to_config(node)
+    ours = to_config(compose("train", recipe))
+    content = yaml.safe_load(to_yaml(ours))
+    baseline = {key: node.baseline[key] for key in ("kind", "num_heads", "allow_neg_eigval")}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content | {"baseline": baseline}))
+    assert load_config(tmp_path / "config.yaml") == config
+    assert to_config(compose("train", with_base([f"run.dir={tmp_path}"]))).model == config.model
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content | {"baseline": None}))
+    assert load_config(tmp_path / "config.yaml") == ours
