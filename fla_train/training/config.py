@@ -392,6 +392,7 @@ def _package_errors(config: TrainConfig) -> Iterator[str]:
 
 def register(root: type[TrainConfig] = TrainConfig) -> None:
     """Put the schemas that `train.yaml` merges in Hydra's ConfigStore; `root` may add keys."""
+    OmegaConf.register_new_resolver("product", lambda *numbers: int(math.prod(numbers)), replace=True)
     store = ConfigStore.instance()
     with_alias = make_dataclass(root.__name__, [("baseline", BaselineConfig | None, None)], bases=(root,))
     store.store(name="train_schema", node=with_alias)
