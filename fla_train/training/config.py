@@ -314,8 +314,8 @@ def _model_errors(config: TrainConfig) -> Iterator[str]:
             from fla_train.models.mixers.registry import check_mixer  # imports the models: seconds
 
             check_mixer(settings)
-        if is_zoo(config.model) and config.task is None and config.data.document_boundaries:
-            from fla_train.models.zoo.flops import keeps_documents_apart
+        if config.task is None and config.data.document_boundaries and is_zoo(config.model):
+            from fla_train.models.zoo.flops import keeps_documents_apart  # imports the models: seconds
 
             if not keeps_documents_apart(build_on_meta(config.model)):
                 yield (

@@ -62,7 +62,7 @@ def build_model(config: TrainConfig, data: PreparedData, *, resumed: bool = Fals
             setattr(settings, key, data.manifest["tokenizer"][key])
     model = build_fresh_model(settings)
     if config.init_from is not None and not resumed:
-        weights = load_weights(config.init_from, dtype=model.dtype, mixer=settings.mixer)
+        weights = load_weights(config.init_from, dtype=model.dtype, mixer=getattr(settings, "mixer", None))
         model.load_state_dict(weights.state_dict())
     if config.trainer.activation_checkpointing:
         if not model.supports_gradient_checkpointing:

@@ -34,8 +34,10 @@ def test_the_page_runs_from_top_to_bottom(
     monkeypatch.setenv("FLA_TRAIN_CACHE", str(tmp_path / "cache"))
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.S | re.M)
     names: dict = {}
+    GlobalHydra.instance().clear()  # commands that ran in this process have left theirs
     with warm_ranks.as_workers():
-        exec("".join(blocks), names)
+        # The ranks have a working directory of their own.
+        exec("".join(blocks).replace("runs/first", str(tmp_path / "runs" / "first")), names)
         assert "finished 24" in capsys.readouterr().out
         again = fla_train.train(names["config"])  # complete: it is read only
     assert not GlobalHydra.instance().is_initialized()
