@@ -39,7 +39,7 @@ class Run:
     def weight(self) -> int:
         """How long it takes, roughly: Householder steps x layers."""
         values = dict(text.split("=", 1) for text in self.overrides)
-        scan = SCAN_WEIGHT if values.get("baseline", "").startswith("mamba") else 1
+        scan = SCAN_WEIGHT if values.get("model", "").startswith("mamba") else 1
         return (
             scan * int(values.get("model.num_householder", 1)) * int(values.get("model.num_hidden_layers", 1))
         )

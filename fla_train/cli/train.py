@@ -26,12 +26,12 @@ def train(node: DictConfig) -> int:
     from fla_train.models.zoo.baseline import ignored_overrides, new_name
     from fla_train.training.config import to_config
     from fla_train.training.launch import TrainingFailed
-    from fla_train.training.log import log
     from fla_train.training.preemption import EXIT_CODE, Preempted, leaving_at_once
+    from fla_train.utils.aliases import announce
 
     config, job = to_config(node), sweep_job()
     if node.baseline is not None:
-        log(f"baseline     is an alias: write {new_name(node.baseline)}, and sizes as model.config.FIELD=...")
+        announce("fla-train", f"baseline={node.baseline.kind}", f"{new_name(node.baseline)} and its sizes")
     if job is not None:
         place_job(config, job)
     elif config.run.job is not None:

@@ -116,7 +116,8 @@ def render_card(model: PreTrainedModel, info: CardInfo, tokenizer: bool) -> str:
     """
     count, mixer = count_parameters(model), getattr(model.config, "mixer", None)
     how, imports = LIBRARIES.get(type(model).__module__.split(".")[0], ("", ""))
-    code, options = (NO_CODE, "") if mixer is None else (OWN_MIXER.format(mixer=mixer), f', mixer="{mixer}"')
+    code = NO_CODE if mixer is None else OWN_MIXER.format(mixer=mixer)
+    options = "" if mixer is None else f', mixer="{mixer}"'
     parts = [
         _front_matter(model, info),
         f"# {info.name}\n",

@@ -314,8 +314,8 @@ def _model_errors(config: TrainConfig) -> Iterator[str]:
             from fla_train.models.mixers.registry import check_mixer  # imports the models: seconds
 
             check_mixer(settings)
-        if is_zoo(config.model) and config.task is None and config.data.document_boundaries:
-            from fla_train.models.zoo.flops import keeps_documents_apart
+        if config.task is None and config.data.document_boundaries and is_zoo(config.model):
+            from fla_train.models.zoo.flops import keeps_documents_apart  # imports the models: seconds
 
             if not keeps_documents_apart(build_on_meta(config.model)):
                 yield (
@@ -392,6 +392,7 @@ def _package_errors(config: TrainConfig) -> Iterator[str]:
 
 def register(root: type[TrainConfig] = TrainConfig) -> None:
     """Put the schemas that `train.yaml` merges in Hydra's ConfigStore; `root` may add keys."""
+    OmegaConf.register_new_resolver("product", lambda *numbers: int(math.prod(numbers)), replace=True)
     store = ConfigStore.instance()
     with_alias = make_dataclass(root.__name__, [("baseline", BaselineConfig | None, None)], bases=(root,))
     store.store(name="train_schema", node=with_alias)

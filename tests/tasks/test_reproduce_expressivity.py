@@ -14,8 +14,8 @@ import json, os, pathlib, sys, time
 run = pathlib.Path(sys.argv[1].removeprefix("run.dir="))
 calls = run / "calls"
 calls.write_text(calls.read_text() + "x" if calls.exists() else "x")
-if "baseline=gla" in sys.argv:
-    sys.exit("error: baseline gla needs a package")
+if "model=fla/gla/tiny" in sys.argv:
+    sys.exit("error: this model needs a package")
 (run / "gpu").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "none"))
 if "model.num_householder=3" in sys.argv:
     time.sleep(60)
@@ -53,7 +53,7 @@ def test_runs_are_spread_over_gpus_cut_at_their_limit_and_skipped_with_a_reason(
     cut = runs / "DeltaProduct_3_-1_1" / "parity" / "seed-0"
     assert [(run / "gpu").read_text() for run in (four, cut, one)] == ["4", "7", "4"]
     assert not (cut / "complete").exists() and float((cut / "wall_seconds").read_text()) >= 5
-    reason = "GLA did not run or end (parity seed-0): baseline gla needs a package."
+    reason = "GLA did not run or end (parity seed-0): this model needs a package."
     assert reason in (tmp_path / "runs" / "tables.md").read_text()
     assert "| GLA |  |  |  |  |  |  |" in said and "of 4 runs 2 are complete, 1 were skipped" in said
 
