@@ -77,8 +77,8 @@ def command_line(case: Case) -> Any:
         bench.run(["fused_ops", f"{case.name}=3"])
     else:
         bench.run([case.name])
-        bench.run(["tune", case.name])  # a folder may have any name
-        requests[1].pop("folder")
+        bench.run(["evaluation", case.name, "tokenizer"])  # a folder may have any name
+        requests[1].pop("mirror")
     return requests
 
 
