@@ -85,7 +85,7 @@ def build_model(config: TrainConfig) -> "PreTrainedModel":
 
 
 def check_suite(suite: str, options: Sequence[str]) -> None:
-    """Look at the request that will be made of `fla-eval` while training goes on.
+    """Check the request that training will make of `fla-eval` every `trainer.suite_every` steps.
 
     Raises:
         ValueError: it would be refused then.

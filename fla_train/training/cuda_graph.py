@@ -16,7 +16,7 @@ WARM_UP = 3  # passes before one is recorded: compilation, tuning, allocations
 class CudaGraphPass:
     """Loss and gradients of one micro-batch, by replaying a recording of the pass.
 
-    Inputs of another shape are recorded anew, and so is a model whose parameters have moved. Forward hooks
+    Inputs of another shape are recorded again, and so is a model whose parameters have moved. Forward hooks
     and anything else that Python does in the pass happen while recording only.
 
     Args:

@@ -45,8 +45,8 @@ class StopRequest:
     def made(self) -> bool:
         """Whether a request has come so far.
 
-        Listens anew each time: LLVM, with which Triton compiles, puts its own handlers in place of ours when
-        a process compiles its first kernel, and SIGUSR1 is lost on them.
+        Installs the handlers again each time: LLVM, with which Triton compiles, replaces them when a process
+        compiles its first kernel, and SIGUSR1 would be lost.
         """
         answer(self._handle)
         return self._made
