@@ -310,7 +310,7 @@ def _number_errors(name: str, value: object) -> Iterator[str]:
 def _model_errors(config: TrainConfig) -> Iterator[str]:
     try:
         settings = build_model_config(config.model)
-        if getattr(settings, "mixer", None) is not None:
+        if isinstance(settings, DeltaProductConfig) and settings.mixer is not None:
             from fla_train.models.mixers.registry import check_mixer  # imports the models: seconds
 
             check_mixer(settings)

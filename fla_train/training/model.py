@@ -53,7 +53,8 @@ def build_model(config: TrainConfig, data: PreparedData, *, resumed: bool = Fals
         resumed: a checkpoint will fill in the weights, so those of `init_from` are not read.
 
     Raises:
-        ValueError: the weights of `init_from` are missing or damaged, or the model can't be had as asked for.
+        ValueError: the weights of `init_from` are missing or damaged, or the class has no
+            gradient checkpointing.
     """
     torch.manual_seed(config.seed)
     settings = build_model_config(config.model)
@@ -66,7 +67,10 @@ def build_model(config: TrainConfig, data: PreparedData, *, resumed: bool = Fals
         model.load_state_dict(weights.state_dict())
     if config.trainer.activation_checkpointing:
         if not model.supports_gradient_checkpointing:
-            raise ValueError(f"{type(model).__name__} has none: set trainer.activation_checkpointing=false")
+            raise ValueError(
+                f"{type(model).__name__} has no gradient checkpointing: "
+                "set trainer.activation_checkpointing=false"
+            )
         model.gradient_checkpointing_enable()
     return model
 
