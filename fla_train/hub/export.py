@@ -19,6 +19,7 @@ from fla_train.hub.card import TRAINING_FILE, CardInfo, render_card
 from fla_train.hub.checksums import REMEDY, find_export_damage, write_checksums
 from fla_train.hub.formats import FORMATS, OURS
 from fla_train.hub.formats.read import load_translated
+from fla_train.hub.remote_code import write_remote_code
 from fla_train.utils.filesystem import replaced_folder
 
 
@@ -70,6 +71,7 @@ def export_model(
             GenerationConfig(**special).save_pretrained(aside)
         stored, library = weights, None
         if translation is None:
+            write_remote_code(config, aside)
             config.save_pretrained(aside)
         else:
             content, stored = translation.from_ours(config, weights)
