@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -22,7 +22,7 @@ from transformers import (
     StaticCache,
     StoppingCriteriaList,
 )
-from transformers.cache_utils import LinearAttentionLayer
+from transformers.cache_utils import Cache, LinearAttentionLayer
 from transformers.generation import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -33,10 +33,15 @@ from transformers.generation import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from fla_train.kernels.delta_product import resolve_backend as resolve_operator
+from fla_train.kernels.fused_ops import linear_step, mixer_step, resolve_backend
+from fla_train.kernels.fused_ops.short_conv import MAX_TAPS
+from fla_train.kernels.fused_ops.token_step import MAX_HEAD
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
-from fla_train.models.cache import CountingLayer, WindowLayer, cache_for
-from fla_train.models.context import attention_kinds
-from fla_train.models.layers import is_plain
+from fla_train.models.cache import CountingLayer, WindowLayer, cache_for, count_tokens
+from fla_train.models.context import Masks, SequenceContext, attention_kinds
+from fla_train.models.layers import RMSNorm, is_plain
+from fla_train.models.mixers.delta_product import DeltaProductMixer
 
 PREFILL_TOKENS = (
     16384  # of all sequences in one pass over a prompt, unless `prefill_chunk_size` says otherwise
@@ -86,7 +91,7 @@ def _is_plain_model(model: PreTrainedModel) -> bool:
     if any(hasattr(p, "device_mesh") or p.device != model.device for p in model.parameters()):
         return False
     hooked = (m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules())
-    linear = (m for m in model.modules() if isinstance(m, torch.nn.Linear))
+    linear = (m for m in model.modules() if isinstance(m, nn.Linear))
     return not any(hooked) and all(map(is_plain, linear))
 
 
@@ -292,14 +297,17 @@ class Decoder:
 
     def step(self, model: PreTrainedModel) -> None:
         """What a graph records: the logits after the newest token and, where it can be, the choice."""
-        masks: dict[str, Tensor | None] = {"padding_mask": None}
+        masks: Masks = {"padding_mask": None}
         for kind, layer in self.kinds.items():
             keys, first = self.cache.layers[layer].get_mask_sizes(1)
             places = torch.arange(keys, device=self.token.device) + first
             masks[kind] = places >= self.padding[:, None]
             masks["padding_mask"] = torch.ones_like(self.token, dtype=torch.bool)
-        outputs = model(self.token, masks, past_key_values=self.cache, use_cache=True, return_dict=True)
-        self.logits = outputs.logits[:, -1]
+        if takes_fused_step(model):
+            self.logits = fused_step(model, self.token, masks, self.cache)
+        else:
+            outputs = model(self.token, masks, past_key_values=self.cache, use_cache=True, return_dict=True)
+            self.logits = outputs.logits[:, -1]
         if self.choice.pure:
             self.choose(self.choice.scores(self.logits, None))
 
@@ -323,3 +331,67 @@ def _copy_states(source: LinearAttentionLayer, target: LinearAttentionLayer) -> 
             target.update_recurrent_state(source.recurrent_states[i], i)
     if isinstance(source, CountingLayer):
         target.cumulative_length.copy_(source.cumulative_length)
+
+
+def takes_fused_step(model: PreTrainedModel) -> bool:
+    """Whether the kernels of `fused_step` can run the model's linear layers."""
+    config, weights = model.config, [p for p in model.parameters() if p.dim() == 2]
+    return (
+        resolve_operator(config.backend, model.device) == "triton"
+        and resolve_backend("auto", weights[0]) == "triton"
+        and config.hidden_act == "silu"
+        and (not config.use_short_conv or 1 < config.conv_size <= MAX_TAPS)
+        and max(config.head_dim, config.head_v_dim) <= MAX_HEAD
+        and len({p.dtype for p in weights}) == 1
+    )
+
+
+def fused_step(model: PreTrainedModel, token: Tensor, masks: Masks, cache: Cache) -> Tensor:
+    """Logits [B, vocabulary] after one more token [B, 1], by five kernels for each linear layer."""
+    config, backbone = model.config, model.model
+    x, update = backbone.embeddings(token)[:, 0], None  # [B, D]: the residual stream is x + update
+    context = None
+    if config.attention_layers:
+        context = SequenceContext.build(config, x[:, None], masks, None, cache)
+
+    def normed(norm: RMSNorm, *layers: nn.Linear, swiglu: bool = False) -> tuple[Tensor, Tensor]:
+        addends = (x, None) if update is None else (update, x)
+        weights = [layer.weight for layer in layers]
+        return linear_step(
+            addends[0], *weights, residual=addends[1], norm=norm.weight, eps=norm.eps, swiglu=swiglu
+        )
+
+    for layer, block in zip(cache.layers, backbone.layers, strict=True):
+        if not isinstance(layer, LinearAttentionLayer):
+            pair = (y if y is None else y[:, None] for y in (x, update))
+            x, update = (y[:, 0] for y in block(*pair, context, cache=cache))
+            continue
+        projections = {name: getattr(block.attn, f"{name}_proj", None) for name in "qkvbag"}
+        y, x = normed(block.attn_norm, *filter(None, projections.values()))
+        update, _ = linear_step(_mix(block.attn, y, layer), block.attn.o_proj.weight)
+        y, x = normed(block.mlp_norm, block.mlp.gate_proj, block.mlp.up_proj, swiglu=True)
+        update, _ = linear_step(y, block.mlp.down_proj.weight)
+    count_tokens(cache, 1)
+    return normed(backbone.norm, model.lm_head)[0]
+
+
+def _mix(mixer: DeltaProductMixer, y: Tensor, layer: LinearAttentionLayer) -> Tensor:
+    """What `mixer.o_proj` takes, from the other projections side by side [B, rows]."""
+    columns, end = {}, 0
+    for name in "qkvbag":
+        if (projection := getattr(mixer, f"{name}_proj", None)) is not None:
+            columns[name], end = end, end + projection.out_features
+    convolved = mixer.config.use_short_conv
+    return mixer_step(
+        y,
+        columns,
+        [getattr(mixer, f"{name}_conv1d").weight if convolved else None for name in "qkv"],
+        [layer.conv_states[i] if convolved else None for i in range(3)],
+        getattr(mixer, "A_log", None),
+        getattr(mixer, "dt_bias", None),
+        mixer.o_norm.weight,
+        layer.recurrent_states[0],
+        num_householder=mixer.config.num_householder,
+        beta_max=mixer.beta_max,
+        eps=mixer.o_norm.eps,
+    )

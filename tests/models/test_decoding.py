@@ -14,7 +14,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from fla_train.models import decoding, modeling
+from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM, decoding, modeling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -82,6 +82,53 @@ def test_the_loop_gives_what_the_loop_of_transformers_gives(build, tokens, varia
         assert torch.equal(again, expected)
 
 
+@every_variant
+@pytest.mark.parametrize("batch", [1, 3])
+@torch.no_grad()
+def test_the_kernels_of_a_step_give_what_the_model_gives(build, variant, batch, monkeypatch):
+    """Three tokens on the states of a prompt, and the states that they leave (interpreted without a GPU)."""
+    monkeypatch.setenv("FLA_TRAIN_FUSED_OPS", "triton")
+    model = build(variant, backend="triton").to(DEVICE, torch.float32)
+    tokens = torch.randint(1, 31, (batch, 12), device=DEVICE)
+    cache = model(tokens[:, :9], use_cache=True).past_key_values
+    decoder = decoding.Decoder(model, batch, 8, 64, decoding.Choice((), False, (), 0))
+    decoder.load(cache, None)
+    assert decoding.takes_fused_step(model)
+    for step in range(3):
+        decoder.token.copy_(tokens[:, 9 + step, None])
+        decoder.step(model)
+        expected = model(tokens[:, : 10 + step], use_cache=False).logits[:, -1]
+        torch.testing.assert_close(decoder.logits, expected, rtol=2e-4, atol=2e-4)
+    decoder.unload(cache, 3)
+    found = model(tokens[:, :1], past_key_values=cache).logits
+    expected = model(torch.cat([tokens, tokens[:, :1]], 1)).logits[:, -1:]
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 5, 64, 130])
+@torch.no_grad()
+def test_the_kernels_of_a_step_in_bf16(batch):
+    """At the sizes of a 340M model's layer, with the errors of the model's own step."""
+    config = DeltaProductConfig(
+        vocab_size=1024, num_hidden_layers=3, num_householder=2, use_forget_gate=True, use_output_gate=True
+    )
+    torch.manual_seed(0)
+    model = DeltaProductForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    tokens = torch.randint(0, 1024, (batch, 70), device="cuda")
+    cache = model(tokens[:, :-2], use_cache=True).past_key_values
+    decoder = decoding.Decoder(model, batch, 8, 64, decoding.Choice((), False, (), 0))
+    decoder.load(cache, None)
+    exact = copy.deepcopy(model).double()
+    for step in (-2, -1):
+        decoder.token.copy_(tokens[:, step, None])
+        decoder.step(model)
+        own = model(decoder.token, past_key_values=cache).logits[:, -1].double()
+    expected = exact(tokens, use_cache=False).logits[:, -1]
+    errors = [((x - expected).norm() / expected.norm()).item() for x in (decoder.logits.double(), own)]
+    assert errors[0] < 1.3 * errors[1] < 0.03
+
+
 @pytest.mark.parametrize("variant", ["gated_delta_product", "hybrid", "hybrid_full_attention"])
 @torch.no_grad()
 def test_a_prefix_is_read_once_for_many_continuations(build, tokens, variant):
@@ -111,11 +158,10 @@ def test_long_prompts_are_read_in_chunks(build, tokens, variant, monkeypatch):
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.gpu
 def test_a_graph_serves_calls_of_one_kind(build, tokens):
     """Only weights that stay where they are and settings of the same kind share one."""
-    if DEVICE == "cpu":
-        pytest.skip("graphs need a GPU")
-    model, tokens = build().to(DEVICE, torch.float32), tokens.to(DEVICE)
+    model, tokens = build().to("cuda", torch.float32), tokens.to("cuda")
     options = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
     first = model.generate(tokens, **options)
     graph = decoding.DECODERS[model][1]
