@@ -316,7 +316,7 @@ class Decoder:
         if self.choice.do_sample:  # the draw of `torch.multinomial`, which would wait for the device
             probabilities = scores.softmax(-1)
             scores = probabilities / torch.empty_like(probabilities).exponential_()
-        token = torch.where(self.unfinished, scores.argmax(-1), self.choice.pad)
+        token = scores.argmax(-1).masked_fill(~self.unfinished, self.choice.pad)
         self.token.copy_(token[:, None])
         self.made.index_copy_(1, self.count, self.token)
         self.count += self.unfinished.any()

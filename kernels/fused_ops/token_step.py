@@ -46,11 +46,7 @@ def linear_step(
     if swiglu:
         rows = rows[:1]
     y, total = x.new_empty(tokens, sum(rows)), x if residual is None else torch.empty_like(x)
-    if tokens == 1:
-        block_tokens, block_rows, block = 1, 8 if sum(rows) > 2048 else 4, min(1024, next_power_of_2(size))
-    else:
-        block_tokens = min(MAX_TOKENS, max(16, next_power_of_2(tokens)))
-        block_rows, block = 32 if sum(rows) > 2048 else 16, 64
+    block_tokens, block_rows, block, warps = tile(tokens, sum(rows), size)
     unused = MAX_WEIGHTS - len(weights)
     pointers = {f"w{i}": weight for i, weight in enumerate((*weights, *weights[:1] * unused))}
     sizes = {f"R{i}": n for i, n in enumerate((*rows, *[0] * (MAX_WEIGHTS - len(rows))))}
@@ -60,7 +56,7 @@ def linear_step(
             linear_step_kernel, (programs, ceil_div(tokens, block_tokens)),
             x=x, residual=residual, norm=norm, total=total, y=y, M=tokens, eps=eps, **pointers, **sizes,
             D=size, ROWS=sum(rows), BM=block_tokens, BR=block_rows, BD=block, SWIGLU=swiglu,
-            num_warps=4, num_stages=4,
+            num_warps=warps, num_stages=4,
         )  # fmt: skip
     return y, total
 
@@ -106,9 +102,22 @@ def mixer_step(
             beta_max=float(beta_max), scale=key_dim**-0.5, l2_eps=L2NORM_EPS, eps=eps,
             **offsets, ROWS=y.shape[1], H=heads, K=key_dim, V=value_dim, N=num_householder,
             W=1 if weights[0] is None else weights[0].shape[-1], BK=key_tile, BV=value_tile,
-            num_warps=min(16, max(1, key_tile * value_tile // 2048)),
+            num_warps=mixer_warps(key_tile * value_tile),
         )  # fmt: skip
     return o
+
+
+def tile(tokens: int, rows: int, size: int) -> tuple[int, int, int, int]:
+    """Tokens, rows, channels and warps of a program of `linear_step`."""
+    if tokens == 1:
+        return 1, 8 if rows > 2048 else 4, min(1024, next_power_of_2(size)), 4
+    # Fewer than 64 rows keep Triton from instructions whose first operand is in registers (docs/kernels.md).
+    return min(MAX_TOKENS, max(16, next_power_of_2(tokens))), 32 if rows > 2048 else 16, 64, 4
+
+
+def mixer_warps(elements: int) -> int:
+    """Warps for a state: 64 registers of each thread."""
+    return min(16, max(1, elements // 2048))
 
 
 @triton.jit
