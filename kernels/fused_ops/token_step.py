@@ -92,7 +92,7 @@ def mixer_step(
     batch, heads, key_dim, value_dim = state.shape
     o = y.new_empty(batch, heads * value_dim)
     key_tile, value_tile = next_power_of_2(key_dim), next_power_of_2(value_dim)
-    offsets = {f"C{name.upper()}": columns.get(name, -1) for name in "qkvbag"}
+    starts = {f"C{name.upper()}": columns.get(name, -1) for name in "qkvbag"}
     with torch.cuda.device_of(y):
         run_kernel(
             mixer_step_kernel, (batch * heads,),
@@ -100,7 +100,7 @@ def mixer_step(
             sq=conv_states[0], sk=conv_states[1], sv=conv_states[2],
             A_log=A_log, dt_bias=dt_bias, norm=norm, state=state, o=o,
             beta_max=float(beta_max), scale=key_dim**-0.5, l2_eps=L2NORM_EPS, eps=eps,
-            **offsets, ROWS=y.shape[1], H=heads, K=key_dim, V=value_dim, N=num_householder,
+            **starts, ROWS=y.shape[1], H=heads, K=key_dim, V=value_dim, N=num_householder,
             W=1 if weights[0] is None else weights[0].shape[-1], BK=key_tile, BV=value_tile,
             num_warps=mixer_warps(key_tile * value_tile),
         )  # fmt: skip
