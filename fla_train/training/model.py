@@ -23,7 +23,6 @@ from fla_train.models.build import build_model as build_fresh_model
 from fla_train.models.configuration import MACHINE_KEYS
 from fla_train.training.checkpoint import TrainState
 from fla_train.training.config import TrainConfig
-from fla_train.training.failures import TrainingStopped
 from fla_train.training.log import RunLogger
 from fla_train.training.metrics import last_value
 from fla_train.training.run_folder import RunFolder
@@ -160,13 +159,10 @@ class Exporter:
         """Export this step's model.
 
         Args:
-            last: the run's last: one that is there already and intact stays, and an error ends the run.
+            last: the run's last: one that is there already and intact stays.
 
         Returns:
             Its folder; on rank 0 None if it could not be written, which the others do not know.
-
-        Raises:
-            TrainingStopped: the last one could not be written.
         """
         path = self._folder.export(state.step)
         error = None
@@ -175,11 +171,6 @@ class Exporter:
             error = self._write(state, path)
             outcome = f"exported {path}" if error is None else f"NO EXPORT, {error}"
             self._logger.log(f"step {state.step:,}: {outcome}")
-        if error is not None and last:
-            raise TrainingStopped(
-                f"the model of step {state.step} could not be exported ({error}): free space and give the "
-                "same command again; it resumes from the last checkpoint"
-            )
         dist.barrier()
         return path if error is None else None
 

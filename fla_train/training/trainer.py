@@ -34,6 +34,7 @@ from fla_train.training.run_folder import RunFolder, RunLock
 from fla_train.utils.profiling import profiled
 from fla_train.utils.records import Record, read_metrics
 from fla_train.utils.throughput import Throughput, peak_flops
+from fla_train.utils.timeline import Timeline
 from fla_train.utils.watchdog import Watchdog
 
 READ_EVERY = 10  # steps within which outcomes are read, however seldom they are logged
@@ -49,6 +50,7 @@ class Trainer:
         watchdog: gets a beat with each progress.
         request: once made on any rank, all save a checkpoint and leave.
         lock: of the run's folder, on rank 0.
+        timeline: of the start so far.
     """
 
     def __init__(
@@ -60,14 +62,20 @@ class Trainer:
         watchdog: Watchdog,
         request: StopRequest,
         lock: RunLock | None = None,
+        timeline: Timeline | None = None,
     ):
         trainer = config.trainer
         self.config, self.watchdog, self.request, self.lock = config, watchdog, request, lock
         self.folder = RunFolder(Path(config.run.dir))
-        self.engine = build_engine(build_model(config, data, resumed=resume is not None), config)
+        self.timeline = timeline or Timeline()  # of the start, then of the end
+        model = build_model(config, data, resumed=resume is not None)
+        self.timeline.mark("model")
+        self.engine = build_engine(model, config)
+        self.timeline.mark("engine")
         self.rank, world = dist.get_rank(), dist.get_world_size()
         check_config_consistency(config, data, resume, self.folder)
         self.state = load_checkpoint(self.engine, resume) if resume else TrainState()
+        self.timeline.mark("checkpoint")
         self.state.data, self.state.commits = data.folder.name, data.commits()
         own = resume is not None and resume.resolve().parent == self.folder.checkpoints.resolve()
         if not own:  # a branch of another run, whose W&B run stays separate
@@ -112,10 +120,12 @@ class Trainer:
                 record=self.logger.record,
                 log=self.logger.log,
             )
+        self._first = True  # no step was launched yet
         self.unread: list[tuple[int, float, Outcome]] = []  # step, learning rate, outcome on the device
         self.statistics: dict[str, Tensor] = {}  # of the newest step
         self.stopping = False  # a rank got a request to stop
         self.reached = False  # the run's target, before its last step; the same on all ranks
+        self.timeline.mark("evaluation and loggers")
 
     def run(self) -> bool:
         """Train to `trainer.max_steps`, or until the evaluator's target is reached.
@@ -127,8 +137,8 @@ class Trainer:
         """
         trainer, state = self.config.trainer, self.state
         self.reached = self.evaluator.has_reached(state.step)  # killed before it had written all its files
-        if self.suites is not None:
-            self._restart_lost_suite(self.suites)
+        if not self._finished():
+            self._start_lost_suite()
         loader = PrefetchLoader(self.train_data, self.batches, state.step, trainer.max_steps)
         with loader, _existing_objects_not_collected():
             while not self._finished():
@@ -144,6 +154,8 @@ class Trainer:
                     self.suites.collect(state.step, state.tokens)
                 if self._due(trainer.eval_every):
                     self._evaluate()
+                if self._finished():
+                    break
                 # The checkpoint last: whatever a kill leaves undone before it, the resumed run does again.
                 suite_due = trainer.suite_every > 0 and self._due(trainer.suite_every)
                 if self._due(trainer.export_every) or suite_due:
@@ -152,7 +164,7 @@ class Trainer:
                         self.suites.start(export, state.step)
                 if self._due(trainer.checkpoint_every) or self.stopping:
                     self._save()
-                if self.stopping and not self._finished():
+                if self.stopping:
                     self._leave()
                     return False
         self._finish()
@@ -160,10 +172,13 @@ class Trainer:
 
     def _step(self, loader: PrefetchLoader) -> None:
         """Launch the next optimizer step; its outcome stays on the device."""
-        trainer, step = self.config.trainer, self.state.step + 1
+        trainer, step, first = self.config.trainer, self.state.step + 1, self._first
+        self._first = False
         self.watchdog.beat(f"waiting for the data of step {step}", "data")
         with self.throughput.waiting():
             batch = [to_batch(next(loader), self.engine.device) for _ in range(self.batches.accumulation)]
+        if first:
+            self.timeline.mark("data")
         rate = learning_rate(
             step, peak=self.config.optimizer.lr, max_steps=trainer.max_steps, schedule=self.config.schedule
         )
@@ -185,6 +200,9 @@ class Trainer:
                 stop=self.request.made(),
                 cuda_graph=None if observe else self.cuda_graph,  # a graph has no hooks
             )
+        if first:
+            self.timeline.mark(f"step {step}")
+            self.logger.log(f"start        {self.timeline}")
         self.unread.append((step, rate, outcome))
         self.state.step = step
         self.state.sequences += self.batches.global_batch
@@ -252,9 +270,10 @@ class Trainer:
 
     def _evaluate(self) -> None:
         """Evaluate, log the result, and see whether the target is reached."""
-        state = self.state
+        state, self.timeline = self.state, Timeline()
         self.watchdog.beat(f"evaluating after step {state.step}")
         found = self.evaluator.evaluate(state.step)
+        self.timeline.mark("validation")
         if found is None:
             return
         record, line = found
@@ -278,17 +297,19 @@ class Trainer:
             {"step": self.state.step, "tokens": self.state.tokens, "checkpoint_stall_s": round(stall, 4)}
         )
 
-    def _restart_lost_suite(self, suites: SuiteRuns) -> None:
-        """Start the newest suite again if its results are lost.
+    def _start_lost_suite(self) -> None:
+        """Start the newest suite if its results are missing.
 
         They are logged under a later step, which a kill may forestall, and whose record a resume drops.
         """
+        if self.suites is None:
+            return
         every, step = self.config.trainer.suite_every, self.state.step
         due = step if self._finished() else step // every * every
         export = self.folder.export(due)
         logged = (record.get("evaluated_step") for record in read_metrics(self.folder.metrics))
         if export.is_dir() and due not in logged:
-            suites.start(export, due)
+            self.suites.start(export, due)
 
     def _leave(self) -> None:
         """Close what is open, after a request to stop, once the checkpoint is on disk."""
@@ -300,19 +321,37 @@ class Trainer:
         self.logger.close()
 
     def _finish(self) -> None:
-        """The last step's files, where a resumed or killed run still lacks them, and the summary."""
+        """The last step's files, where a resumed or killed run still lacks them, and the summary.
+
+        The writer's process writes the checkpoint while this one exports and plots.
+
+        Raises:
+            TrainingStopped: the last checkpoint or export could not be written.
+        """
         state = self.state
         if not self.checkpoints.is_saved(state.step):
             self._save()
+            self.checkpoints.finish_copy()
+        self.timeline.mark("copy of the checkpoint")
+        export = self._export(last=True)
+        self.timeline.mark("export")
+        if self.rank == 0 and last_value(self.folder.metrics, "loss") is not None:
+            plot_losses([self.folder.root], self.folder.loss_plot)
+        self.timeline.mark("plot")
         self.checkpoints.ensure_saved(state.step)
         self.checkpoints.close()
-        export = self._export(last=True)
+        self.timeline.mark("rest of the checkpoint")
+        if export is None:
+            raise TrainingStopped(
+                f"the model of step {state.step} could not be exported (see train.log): free space and give "
+                "the same command again; it resumes from the last checkpoint"
+            )
+        self.logger.log(f"end          {self.timeline}")
         if self.suites is not None:
+            self._start_lost_suite()
             self.suites.finish(state.step, state.tokens, self.watchdog.beat)
         self.logger.close()
         if self.rank == 0:
-            if last_value(self.folder.metrics, "loss") is not None:
-                plot_losses([self.folder.root], self.folder.loss_plot)
             for line in self.evaluator.summary(state, export):
                 self.logger.log(line)
 

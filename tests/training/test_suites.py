@@ -133,8 +133,9 @@ def test_a_resume_makes_up_for_lost_results(
         state=TrainState(step=step),
         folder=folder,
         _finished=lambda: step == 10,
+        suites=SimpleNamespace(start=lambda export, due: found.append((export, due))),
     )
-    Trainer._restart_lost_suite(run, SimpleNamespace(start=lambda export, due: found.append((export, due))))
+    Trainer._start_lost_suite(run)
     assert found == [(folder.export(due), due) for due in started]
 
 
