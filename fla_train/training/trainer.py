@@ -18,7 +18,7 @@ from fla_train.training.checkpoint import TrainState
 from fla_train.training.checkpoint_manager import CheckpointManager
 from fla_train.training.config import TrainConfig
 from fla_train.training.cuda_graph import CudaGraphPass
-from fla_train.training.engine import Outcome, StepResult, build_engine, train_step
+from fla_train.training.engine import Outcome, StepResult, build_engine, precompile_step, train_step
 from fla_train.training.evaluator import SuiteRuns, make_evaluator
 from fla_train.training.failures import TrainingStopped
 from fla_train.training.load_checkpoint import load_checkpoint
@@ -31,6 +31,7 @@ from fla_train.training.preemption import StopRequest
 from fla_train.training.resume import check_config_consistency
 from fla_train.training.run_data import open_training_data, to_batch
 from fla_train.training.run_folder import RunFolder, RunLock
+from fla_train.utils.processes import cores_of_rank
 from fla_train.utils.profiling import profiled
 from fla_train.utils.records import Record, read_metrics
 from fla_train.utils.throughput import Throughput, peak_flops
@@ -179,6 +180,10 @@ class Trainer:
             batch = [to_batch(next(loader), self.engine.device) for _ in range(self.batches.accumulation)]
         if first:
             self.timeline.mark("data")
+            if self.engine.device.type == "cuda" and not is_zoo(self.config.model):
+                self.watchdog.beat(f"compiling the kernels of step {step}")
+                precompile_step(self.engine, batch[0], cores_of_rank())
+                self.timeline.mark("kernels")
         rate = learning_rate(
             step, peak=self.config.optimizer.lr, max_steps=trainer.max_steps, schedule=self.config.schedule
         )
