@@ -26,11 +26,9 @@ def precompile(work: Callable[[], object], threads: int) -> None:
     Args:
         threads: in which kernels are compiled.
     """
-    from triton import AsyncCompileMode
-
     with (
         ThreadPoolExecutor(threads) as pool,
-        AsyncCompileMode(pool, ignore_errors=True),
+        triton.AsyncCompileMode(pool, ignore_errors=True),
         _without_launches(),
         torch.autograd.set_multithreading_enabled(False),  # the mode holds in this thread only
     ):
