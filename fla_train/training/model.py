@@ -23,7 +23,7 @@ from fla_train.hub.load import (
 )
 from fla_train.hub.paths import own_name, public_name
 from fla_train.hub.saved_config import map_text
-from fla_train.models.build import TOKEN_IDS, build_model_config, model_node
+from fla_train.models.build import TOKEN_IDS, build_model_config, is_zoo, model_node
 from fla_train.models.build import build_model as build_fresh_model
 from fla_train.models.configuration import MACHINE_KEYS
 from fla_train.training.checkpoint import TrainState
@@ -53,8 +53,8 @@ def build_model(config: TrainConfig, data: PreparedData, *, resumed: bool = Fals
         resumed: a checkpoint will fill in the weights, so those of `init_from` are not read.
 
     Raises:
-        ValueError: the weights of `init_from` are missing or damaged, or the class has no
-            gradient checkpointing.
+        ValueError: the weights of `init_from` are missing or damaged, or the class has no gradient
+            checkpointing or does not keep packed documents apart.
     """
     torch.manual_seed(config.seed)
     settings = build_model_config(config.model)
@@ -72,6 +72,11 @@ def build_model(config: TrainConfig, data: PreparedData, *, resumed: bool = Fals
                 "set trainer.activation_checkpointing=false"
             )
         model.gradient_checkpointing_enable()
+    documents = config.task is None and config.data.document_boundaries
+    if documents and is_zoo(config.model) and not model.keeps_documents_apart():
+        raise ValueError(
+            f"{type(model).__name__} does not keep packed documents apart: set data.document_boundaries=false"
+        )
     return model
 
 
