@@ -22,7 +22,7 @@ from fla_train.hub.load import (
     resolve_checkpoint,
 )
 from fla_train.hub.paths import own_name, public_name
-from fla_train.hub.saved_config import map_text
+from fla_train.hub.saved_config import flat, map_text
 from fla_train.models.build import TOKEN_IDS, build_model_config, is_zoo, model_node
 from fla_train.models.build import build_model as build_fresh_model
 from fla_train.models.configuration import MACHINE_KEYS
@@ -116,7 +116,7 @@ def check_initial_weights(config: TrainConfig) -> None:
     source = config.init_from
     there = _read_model_config(source)
     node = config.model | {"vocab_size": config.model["vocab_size"] or there.vocab_size}
-    ours, theirs = (_flat(model_node(settings)) for settings in (build_model_config(node), there))
+    ours, theirs = (dict(flat(model_node(settings))) for settings in (build_model_config(node), there))
     differing = [
         f"model.{name}={ours.get(name)} (there {theirs.get(name)})"
         for name in sorted({*ours, *theirs})
@@ -137,12 +137,6 @@ def check_initial_weights(config: TrainConfig) -> None:
             f"init_from={source} was trained with another tokenizer than data.tokenizer.name="
             f"{config.data.tokenizer.name}: set data.tokenizer.name={tokenizer}"
         )
-
-
-def _flat(node: dict[str, Any]) -> dict[str, Any]:
-    """A `model` node with its `config`'s fields as `config.FIELD`."""
-    fields = {f"config.{name}": value for name, value in node.get("config", {}).items()}
-    return {name: value for name, value in node.items() if name != "config"} | fields
 
 
 def _read_model_config(source: str) -> PreTrainedConfig:
