@@ -174,7 +174,8 @@ def load_weights(
         if damage := find_export_damage(source, hashed_bytes=HASHED_BYTES):
             raise ValueError(f"{source}/{damage}: {EXPORT_AGAIN}")
     try:
-        register_model_type(source)
+        if register_model_type(source).get("mixer") is None and mixer is not None:
+            raise MixerError(f"it has no mixer of its own: leave out mixer={mixer}")
         with no_progress_bars():
             model, report = AutoModelForCausalLM.from_pretrained(
                 source,
@@ -194,8 +195,11 @@ def load_weights(
     return model.to(device).eval()
 
 
-def register_model_type(source: Path | str) -> None:
+def register_model_type(source: Path | str) -> dict:
     """Import flash-linear-attention if the model is of a type that only this package may know.
+
+    Returns:
+        The content of config.json.
 
     Raises:
         ValueError: it is not installed, or does not work here.
@@ -205,6 +209,7 @@ def register_model_type(source: Path | str) -> None:
     known = content.get("model_type") in CONFIG_MAPPING or "auto_map" in content
     if content.get("architectures") and not known:
         import_models()
+    return content
 
 
 def _explain(source: Path | str, failure: Exception) -> str:
