@@ -184,12 +184,12 @@ def markdown(found: dict[str, dict[str, Any]], home: Path, figure: str) -> str:
         losses = [row["by_position"].get(key) for key in positions]
         by_position.append([models[name]["title"], *("-" if x is None else f"{x:.3f}" for x in losses)])
     hardware = "; ".join(sorted({row["hardware"] for row in rows}))
+    setting = (
+        f"{first['tokens']:,} tokens each, seed {first['seed']}, the same data in the same order. Hardware: "
+        f"{hardware}. One seed; tokens/s are medians of `fla-train`, GiB the peak."
+    )
     lines = [
-        textwrap.fill(
-            f"{first['tokens']:,} tokens each, seed {first['seed']}, the same data in the same order. Hardware: "
-            f"{hardware}. One seed; tokens/s are medians of `fla-train`, GiB the peak.",
-            WIDTH,
-        ),
+        textwrap.fill(setting, WIDTH),
         "",
         *_table(table),
         "",
