@@ -3,7 +3,7 @@
 import copy
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from fla_train.hub.card import TRAINING_FILE, CardInfo, render_card
 from fla_train.hub.checksums import REMEDY, find_export_damage, write_checksums
+from fla_train.hub.published_card import CARD
 from fla_train.utils.filesystem import replaced_folder
 
 
@@ -27,6 +28,7 @@ def export_model(
     *,
     state_dict: Mapping[str, Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
+    plots: Iterable[Path] = (),
     validate: bool = True,
 ) -> Path:
     """Write weights, config, tokenizer, generation config, model card and checksums to `folder`.
@@ -41,6 +43,7 @@ def export_model(
         card: what the model card says about training.
         state_dict: weights to write instead of the model's own (fp32 masters, say).
         dtype: floating-point weights are stored in it.
+        plots: image files to copy there, which the card shows.
         validate: load the folder back and compare logits with the model's before the rename.
 
     Returns:
@@ -65,7 +68,8 @@ def export_model(
             GenerationConfig(**special).save_pretrained(aside)
         config.save_pretrained(aside)
         (aside / TRAINING_FILE).write_text(json.dumps(asdict(card), indent=2) + "\n")
-        (aside / "README.md").write_text(render_card(model, card, tokenizer is not None))
+        images = [shutil.copyfile(plot, aside / plot.name).name for plot in plots]
+        (aside / CARD).write_text(render_card(model, card, tokenizer is not None, images))
         # safetensors writes files that only their owner can read; give them the mode of the others.
         mode = (aside / TRAINING_FILE).stat().st_mode
         for file in aside.glob("*.safetensors"):

@@ -1,8 +1,6 @@
 """Find a checkpoint by run folder, export folder or Hub name, and load it."""
 
 import json
-import os
-import re
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -25,11 +23,11 @@ from fla_train.hub.card import TRAINING_FILE
 from fla_train.hub.checksums import CHECKSUMS, find_export_damage
 from fla_train.hub.checksums import REMEDY as EXPORT_AGAIN
 from fla_train.hub.export import no_progress_bars
+from fla_train.hub.paths import STEP
 from fla_train.models.mixers.registry import MixerError
 from fla_train.models.zoo.fla import import_models
 from fla_train.utils.hub_names import is_hub_name
 
-STEP = re.compile(r"step-(\d+)")
 FALLBACK_LENGTH = 2048
 HASHED_BYTES = 1 << 24  # hashing all weights takes longer than loading them
 REMEDY = "give a run folder with an export in hf/, an exported folder, or a Hub name such as user/model"
@@ -64,13 +62,6 @@ def _exports(folder: Path) -> list[Path]:
         for p in folder.glob(pattern)
         if (p / "config.json").is_file()
     ]
-
-
-def run_folder(checkpoint: Path | str) -> Path | None:
-    """The run folder that a resolved checkpoint lies in (`<run>/hf/step-*`), or None."""
-    path = Path(os.path.abspath(checkpoint))  # resolves `..`, but no links
-    inside = path.is_dir() and STEP.fullmatch(path.name) and path.parent.name == "hf"
-    return path.parent.parent if inside else None
 
 
 def training_record(model: PreTrainedModel) -> dict:
