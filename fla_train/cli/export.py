@@ -4,7 +4,7 @@ fla-export checkpoint=runs/my-run output=my-model
 fla-export checkpoint=runs/my-run hub.repo_id=user/my-model hub.private=false
 """
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
@@ -20,6 +20,9 @@ class HubConfig:
     repo_id: str | None = None
     private: bool = True
     revision: str | None = None
+    tag: str | None = None
+    license: str | None = None
+    language: str | None = None
 
 
 @dataclass
@@ -50,13 +53,10 @@ def task(config: DictConfig) -> int:
     if not isinstance(folder, Path):
         raise ValueError(f"{folder} is on the Hub already: give a run folder or an exported folder")
     if settings.output:
-        folder = copy_export(folder, settings.output)
-        print(f"exported to {folder}")
+        print(f"exported to {copy_export(folder, settings.output)}")
     if settings.hub.repo_id:
         try:
-            address = push(
-                folder, settings.hub.repo_id, private=settings.hub.private, revision=settings.hub.revision
-            )
+            address = push(folder, **asdict(settings.hub))
         except ConnectionError as failure:
             return fail(failure, code=1)
         print(f"pushed {folder} to {address}")

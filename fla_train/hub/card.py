@@ -7,6 +7,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from transformers import PreTrainedModel
 
 from fla_train.hub.published_card import PLACEHOLDER, USE
+from fla_train.models.auto import LazyModelConfig
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.flops import count_parameters
 
@@ -47,7 +48,7 @@ NO_CODE = "No remote code is involved."
 OWN_MIXER = """\
 Its linear layers are the class
 `{mixer}`, which is not part of `fla_train`: install the package that holds it."""
-# By the package of the class, if it is neither transformers nor our family: how to get it, and what to import
+# By the package of a class without remote code, if it is not transformers: how to get it, what to import
 LIBRARIES = {
     "fla_train": (LOADING, "import fla_train.models\n"),
     "fla": (LOADING_FLA, "import fla.models\n"),
@@ -161,7 +162,7 @@ def render_card(model: PreTrainedModel, info: CardInfo, tokenizer: bool, plots: 
                 "training tokens": _thousands(info.tokens),
                 "sequence length": _thousands(info.seq_len),
                 **{f"final {name} loss (nats per token)": f"{v:.4f}" for name, v in info.losses.items()},
-                **{name.replace("_", " "): f"{value:.4f}" for name, value in info.metrics.items()},
+                **{name: f"{value:.4f}" for name, value in info.metrics.items()},
                 "code": info.commit,
             }
         ),
@@ -204,7 +205,7 @@ def _front_matter(model: PreTrainedModel, info: CardInfo) -> str:
 def _loading(model: PreTrainedModel) -> str:
     """How to install what the model needs, and the code that loads it."""
     mixer = getattr(model.config, "mixer", None)
-    if isinstance(model.config, DeltaProductConfig) and mixer is None:
+    if isinstance(model.config, LazyModelConfig) and mixer is None:  # the export carries its class's code
         return f"{REMOTE_CODE}```python\n{EXAMPLE.format(options=', trust_remote_code=True')}"
     how, imports = LIBRARIES.get(type(model).__module__.split(".")[0], ("", ""))
     code = NO_CODE if mixer is None else OWN_MIXER.format(mixer=mixer)
