@@ -1,9 +1,11 @@
-"""`fla-export`: copy a run's exported model somewhere, or push it to the Hugging Face Hub.
+"""`fla-export`: copy a run's exported model, also in another format, or push it to the Hugging Face Hub.
 
 fla-export checkpoint=runs/my-run output=my-model
+fla-export checkpoint=runs/my-run format=fla output=my-model
 fla-export checkpoint=runs/my-run hub.repo_id=user/my-model hub.private=false
 """
 
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -31,6 +33,9 @@ class ExportConfig:
 
     checkpoint: str | None = None
     output: str | None = None
+    format: str | None = None
+    dtype: str = "auto"
+    mixer: str | None = None
     hub: HubConfig = field(default_factory=HubConfig)
 
 
@@ -40,7 +45,11 @@ def register() -> None:
 
 def task(config: DictConfig) -> int:
     from fla_train.hub import copy_export, push, resolve_checkpoint  # heavy, and not needed for --help
+    from fla_train.hub.convert import convert_export, stored_format
+    from fla_train.hub.paths import own_name
     from fla_train.hub.push import check_repo_id
+    from fla_train.utils.device import pick_dtype
+    from fla_train.utils.scratch import scratch_folder
 
     settings: ExportConfig = OmegaConf.to_object(config)
     if not settings.checkpoint:
@@ -50,16 +59,23 @@ def task(config: DictConfig) -> int:
     if settings.hub.repo_id:
         check_repo_id(settings.hub.repo_id)
     folder = resolve_checkpoint(settings.checkpoint)
-    if not isinstance(folder, Path):
-        raise ValueError(f"{folder} is on the Hub already: give a run folder or an exported folder")
-    if settings.output:
-        print(f"exported to {copy_export(folder, settings.output)}")
-    if settings.hub.repo_id:
-        try:
-            address = push(folder, **asdict(settings.hub))
-        except ConnectionError as failure:
-            return fail(failure, code=1)
-        print(f"pushed {folder} to {address}")
+    origin, dtype = folder, pick_dtype(settings.dtype)
+    with ExitStack() as stack:
+        if dtype is not None or (settings.format and settings.format != stored_format(folder)):
+            target = settings.output or stack.enter_context(scratch_folder("fla-export-")) / own_name(folder)
+            folder = convert_export(folder, target, settings.format, dtype=dtype, mixer=settings.mixer)
+        elif not isinstance(folder, Path):
+            raise ValueError(f"{folder} is on the Hub already: give a run folder or an exported folder")
+        elif settings.output:
+            copy_export(folder, settings.output)
+        if settings.output:
+            print(f"exported to {settings.output}")
+        if settings.hub.repo_id:
+            try:
+                address = push(folder, **asdict(settings.hub), origin=origin)
+            except ConnectionError as failure:
+                return fail(failure, code=1)
+            print(f"pushed {origin} to {address}")
     return 0
 
 

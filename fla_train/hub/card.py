@@ -7,7 +7,6 @@ from huggingface_hub import EvalResult, ModelCardData
 from transformers import PreTrainedModel
 
 from fla_train.hub.published_card import PLACEHOLDER, USE
-from fla_train.models.auto import LazyModelConfig
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.flops import count_parameters
 
@@ -57,7 +56,7 @@ GENERATION = """\
 ```python
 from transformers import AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+tokenizer = AutoTokenizer.from_pretrained(checkpoint{options})
 inputs = tokenizer("The state of a linear RNN", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 ```
@@ -130,18 +129,33 @@ class CardInfo:
     commit: str | None = None
 
 
-def render_card(model: PreTrainedModel, info: CardInfo, tokenizer: bool, plots: Sequence[str] = ()) -> str:
+def render_card(
+    model: PreTrainedModel,
+    info: CardInfo,
+    tokenizer: bool,
+    library: tuple[str, str] | None = None,
+    plots: Sequence[str] = (),
+) -> str:
     """README.md of an export: front matter, what it is, how it was trained, how to load it, what to cite.
 
     Args:
+        model: what was exported.
+        info: how it was trained.
         tokenizer: whether the export has one; models of synthetic tasks have none.
+        library: package and model type that load the export, if they are not those of `model`.
         plots: names of the export's image files.
     """
-    count = count_parameters(model)
+    package, model_type = library or (type(model).__module__.split(".")[0], model.config.model_type)
+    count, mixer = count_parameters(model), getattr(model.config, "mixer", None)
+    carries_code = package == "fla_train" and mixer is None  # of its class
+    how, imports = (REMOTE_CODE, "") if carries_code else LIBRARIES.get(package, ("", ""))
+    how = how.format(code=NO_CODE if mixer is None else OWN_MIXER.format(mixer=mixer))
+    trust = ", trust_remote_code=True" if carries_code else ""
+    options = trust if mixer is None else f', mixer="{mixer}"'
     parts = [
-        f"---\n{_front_matter(model, info)}\n---\n",
+        f"---\n{_front_matter(model, info, model_type)}\n---\n",
         f"# {info.name}\n",
-        f"A language model of type `{model.config.model_type}`, trained with `fla_train`.\n",
+        f"A language model of type `{model_type}`, trained with `fla_train`.\n",
         _table(
             {
                 "parameters": f"{count.total:,}",
@@ -167,10 +181,10 @@ def render_card(model: PreTrainedModel, info: CardInfo, tokenizer: bool, plots: 
             }
         ),
         *(f"![{name}]({name})\n" for name in plots),
-        USE + "\n" + _loading(model),
+        f"{USE}\n{how}```python\n{imports}{EXAMPLE.format(options=options)}",
     ]
     if tokenizer:
-        parts.append(GENERATION)
+        parts.append(GENERATION.format(options=trust))
     if info.config:
         parts.append(
             f"<details><summary>Training configuration</summary>\n\n```yaml\n{info.config}```\n\n</details>\n"
@@ -180,7 +194,7 @@ def render_card(model: PreTrainedModel, info: CardInfo, tokenizer: bool, plots: 
     return "\n".join(parts)
 
 
-def _front_matter(model: PreTrainedModel, info: CardInfo) -> str:
+def _front_matter(model: PreTrainedModel, info: CardInfo, model_type: str) -> str:
     """What the Hub's filters read. Losses of synthetic tasks and unnamed data are results all the same."""
     ours = ["linear-rnn"] if isinstance(model.config, DeltaProductConfig) else []
     data = info.datasets[0] if len(info.datasets) == 1 else info.data or "unnamed"
@@ -198,19 +212,8 @@ def _front_matter(model: PreTrainedModel, info: CardInfo) -> str:
         library_name="transformers",
         model_name=info.name,
         pipeline_tag="text-generation",
-        tags=[*ours, "fla-train", model.config.model_type.replace("_", "-")],
+        tags=[*ours, "fla-train", model_type.replace("_", "-")],
     ).to_yaml()
-
-
-def _loading(model: PreTrainedModel) -> str:
-    """How to install what the model needs, and the code that loads it."""
-    mixer = getattr(model.config, "mixer", None)
-    if isinstance(model.config, LazyModelConfig) and mixer is None:  # the export carries its class's code
-        return f"{REMOTE_CODE}```python\n{EXAMPLE.format(options=', trust_remote_code=True')}"
-    how, imports = LIBRARIES.get(type(model).__module__.split(".")[0], ("", ""))
-    code = NO_CODE if mixer is None else OWN_MIXER.format(mixer=mixer)
-    options = "" if mixer is None else f', mixer="{mixer}"'
-    return f"{how.format(code=code)}```python\n{imports}{EXAMPLE.format(options=options)}"
 
 
 def _citations(config: DeltaProductConfig) -> str:

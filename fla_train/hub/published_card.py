@@ -16,12 +16,12 @@ USE = "## Use\n"  # the heading that results of evaluations stand before
 
 
 def published_card(
-    folder: Path, name: str, *, license: str | None = None, language: str | None = None
+    folder: Path, name: str, origin: Path, *, license: str | None = None, language: str | None = None
 ) -> str:
     """README.md of an exported folder for the repository `name`; empty if the folder has none.
 
-    Its commands get the repository's name, its header licence and language. Results of `fla-eval` on this
-    export, which the run folder holds, are added to the header's model-index and as a table.
+    Its commands get the repository's name, its header licence and language. Results of `fla-eval` on
+    `origin`, which its run folder holds, are added to the header's model-index and as a table.
 
     Raises:
         ValueError: the header is no valid YAML.
@@ -29,7 +29,7 @@ def published_card(
     if not (folder / CARD).is_file():
         return ""
     text = (folder / CARD).read_text().replace(PLACEHOLDER, name)
-    results = list(_results(folder))
+    results = list(_results(origin))
     if not (license or language or results):
         return text
     try:
@@ -47,17 +47,17 @@ def published_card(
     return str(card)
 
 
-def _results(folder: Path) -> Iterator[EvalResult]:
+def _results(export: Path) -> Iterator[EvalResult]:
     """Those of the newest evaluation of each data set or task, if it is newer than the export."""
-    run = run_folder(folder)
+    run = run_folder(export)
     found: dict[str, float] = {}
-    written = folder.stat().st_mtime
+    written = export.stat().st_mtime
     for file in sorted(run.glob("eval/*/results.json") if run else (), key=lambda file: file.stat().st_mtime):
         try:
             record = json.loads(file.read_text())
         except ValueError:  # cut short by a full disk
             continue
-        if own_name(record.get("checkpoint", "")) == own_name(folder) and file.stat().st_mtime >= written:
+        if own_name(record.get("checkpoint", "")) == own_name(export) and file.stat().st_mtime >= written:
             found |= record.get("metrics", {})
     for key, value in found.items():
         name, _, metric = key.removeprefix("eval/").rpartition("/")

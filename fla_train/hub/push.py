@@ -35,6 +35,7 @@ def push(
     tag: str | None = None,
     license: str | None = None,
     language: str | None = None,
+    origin: str | Path | None = None,
     token: str | None = None,
     endpoint: str | None = None,
 ) -> str:
@@ -53,6 +54,7 @@ def push(
             moved.
         license: for the card, the Hub's name of a licence such as `apache-2.0`.
         language: for the card, a code such as `en`.
+        origin: the export that `folder` was made from: messages name it, its evaluations are in the card.
         token: access token; None takes the logged-in one (`hf auth login` or HF_TOKEN).
         endpoint: address of the Hub; None is the client's default.
 
@@ -65,10 +67,11 @@ def push(
         ConnectionError: no network, or the Hub refused; one line with the remedy.
     """
     folder = Path(folder)
+    origin = Path(origin or folder)
     check_repo_id(repo_id)
     token = token or get_token()
     if token is None:
-        raise ValueError(f"{NO_TOKEN}; the model is safe in {folder}")
+        raise ValueError(f"{NO_TOKEN}; the model is safe in {origin}")
     if damage := find_export_damage(folder):
         raise ValueError(f"{folder}/{damage}: {REMEDY}")
     api = HfApi(endpoint=endpoint, token=token)
@@ -80,7 +83,7 @@ def push(
             return f"{api.endpoint}/{name}/tree/{tag}"
         if revision is not None:
             api.create_branch(name, branch=revision, exist_ok=True)
-        card = published_card(folder, name, license=license, language=language)
+        card = published_card(folder, name, origin, license=license, language=language)
         commit = _commit(api, name, revision, folder, card)
         if tagged is not None:
             api.delete_tag(name, tag=tag)
@@ -98,11 +101,11 @@ def push(
             failure = error.__cause__ if upload_failed else error
             wait = None if pause is None else _wait(failure, pause)
             if wait is None:
-                line, safe = _line(failure, token), f"the model is safe in {folder}"
+                line, safe = _line(failure, token), f"the model is safe in {origin}"
                 if isinstance(failure, HfHubHTTPError):
                     line = f"the Hub refused {repo_id}: {line}; {safe}"
                 else:
-                    later = f"push it later with `fla-export checkpoint={folder} hub.repo_id={repo_id}`"
+                    later = f"push it later with `fla-export checkpoint={origin} hub.repo_id={repo_id}`"
                     line = f"cannot reach the Hub at {api.endpoint} ({line}): {safe}, {later}"
                 raise ConnectionError(line) from None  # the cause's text may hold the token
             time.sleep(wait)
