@@ -116,14 +116,15 @@ class HubPushes:
         Args:
             beat: called while waiting, which is progress.
         """
-        self._start()
-        if self._process is not None:
-            self._log(f"waiting up to {self._config.timeout:g} s for the push of step {self._waiting[-1]:,}")
         deadline = time.monotonic() + self._config.timeout
-        while self._process is not None and time.monotonic() < deadline:
-            beat("waiting for a push to the Hub")
-            time.sleep(POLL)
-            self.poll()
+        if self._waiting:
+            self._log(f"waiting up to {self._config.timeout:g} s for the push of step {self._waiting[-1]:,}")
+        for _ in range(2):  # what fails is tried once more
+            self._start()
+            while self._process is not None and time.monotonic() < deadline:
+                beat("waiting for a push to the Hub")
+                time.sleep(POLL)
+                self.poll()
         self.stop()
         if self._waiting:
             steps = ", ".join(f"{step:,}" for step in self._waiting)

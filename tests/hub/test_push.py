@@ -1,6 +1,9 @@
 """Pushing through the real client to a small server that speaks the Hub's API, and loading from there."""
 
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from fla_train.hub import CardInfo, export_model, load_model, push
+from fla_train.hub import CardInfo, export_model, push
 from fla_train.hub.push import check_access
 from tests.fake_hub import DROP, TOKEN, FakeHub, running_hub
 
@@ -27,10 +30,6 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
     huggingface_hub.close_session()
     with running_hub() as server:
         monkeypatch.setattr(constants, "ENDPOINT", server.address)
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{repo_id}")[2]
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{server.address}/{{repo_id}}{template}"
-        )
         yield server
     huggingface_hub.close_session()
 
@@ -238,12 +237,34 @@ def test_access_is_known_before_training(hub: FakeHub, monkeypatch: pytest.Monke
     assert "hf_wrong" not in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-def test_round_trip(
-    hub: FakeHub, small_model, tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    push(export_model(small_model, tokenizer, tmp_path / "export"), "user/tiny")
-    model, loaded = load_model("user/tiny")
-    ids = torch.tensor([loaded.encode("the state")])
+@pytest.mark.slow
+def test_round_trip(hub: FakeHub, small_model, tokenizer, tmp_path: Path) -> None:
+    """fla-export to the Hub, and fla-eval from it, in processes that know it by HF_ENDPOINT."""
+    export = export_model(small_model, tokenizer, tmp_path / "export")
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text("".join(json.dumps({"text": "the state " * 20 * n}) + "\n" for n in range(1, 9)))
+    work = f"""
+import sys
+from fla_train.cli import eval, export
+from fla_train.hub import load_model
+sys.argv = ["fla-export", "checkpoint={export}", "hub.repo_id=user/tiny"]
+try:
+    export.main()
+except SystemExit as end:
+    assert not end.code, end.code
+model, tokenizer = load_model("user/tiny")
+ids = tokenizer("the state", return_tensors="pt").input_ids
+import torch
+torch.save(model(ids).logits, "{tmp_path}/logits.pt")
+sys.argv = ["fla-eval", "checkpoint=user/tiny", "suite=demo", "suite.perplexity.sets=[{documents}]"]
+sys.argv += ["suite.tasks=[]", "output={tmp_path}/eval", "device=cpu"]
+eval.main()
+"""
+    environment = os.environ | hub.environment(tmp_path / "home")
+    done = subprocess.run([sys.executable, "-c", work], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert TOKEN not in done.stdout + done.stderr
+    ids = tokenizer("the state", return_tensors="pt").input_ids
     with torch.no_grad():
-        assert model(ids).logits.equal(small_model.eval()(ids).logits)
+        assert torch.load(tmp_path / "logits.pt").equal(small_model.eval()(ids).logits)
+    assert json.loads((tmp_path / "eval/results.json").read_text())["checkpoint"] == "user/tiny"
