@@ -11,6 +11,7 @@ from types import ModuleType
 
 import torch
 from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -58,6 +59,7 @@ def export_model(
     Raises:
         ValueError: `folder` holds something that is not an export, a setting has no counterpart in the
             format, or what loads back is not what was written.
+        OSError: the disk is full, or the folder can't be written.
     """
     folder = Path(folder)
     _require_replaceable(folder)
@@ -80,7 +82,10 @@ def export_model(
             content, stored = translation.from_ours(config, weights)
             (aside / "config.json").write_text(json.dumps(content, indent=2) + "\n")
             library = (translation.PACKAGE, content["model_type"])
-        save_torch_state_dict(stored, aside, metadata={"format": "pt"})
+        try:
+            save_torch_state_dict(stored, aside, metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk, say
+            raise OSError(f"{folder} could not be written: {error}") from error
         (aside / TRAINING_FILE).write_text(json.dumps(asdict(card), indent=2) + "\n")
         images = [shutil.copyfile(plot, aside / plot.name).name for plot in plots]
         (aside / CARD).write_text(render_card(model, card, tokenizer is not None, library, images))

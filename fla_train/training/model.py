@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 import yaml
 from omegaconf import OmegaConf
-from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fla_train.data.cache import PreparedData
@@ -202,7 +201,7 @@ class Exporter:
             if last_value(self._folder.metrics, "loss") is not None:
                 plots.append(plot_losses([self._folder.root], self._folder.loss_plot))
             export_model(self._engine.module, self._data.tokenizer(), path, card, plots=plots)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             return reason(error)
         return None
 

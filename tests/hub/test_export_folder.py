@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
 from pathlib import Path
 
@@ -175,6 +176,17 @@ def test_a_copy_that_the_disk_refuses_names_the_first_file(
     with pytest.raises(OSError, match=r"^\S+ could not be written: \[Errno 28\] No space left on device$"):
         copy_export(source, tmp_path / "copy")
     assert [f.name for f in tmp_path.iterdir()] == ["export"]
+
+
+def test_an_export_to_a_full_disk_is_absent(small_model, tokenizer, tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"^\S+ could not be written"):
+            export_model(small_model, tokenizer, tmp_path / "export")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
 
 
 def test_card(small_model, tokenizer, tmp_path: Path) -> None:
