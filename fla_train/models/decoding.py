@@ -169,7 +169,7 @@ class Choice:
     def key(self) -> Hashable:
         """What a graph depends on."""
         settings = tuple((type(x), *sorted(vars(x).items())) for x in self.processors)
-        return (settings, self.do_sample, self.ends, self.choice.pad) if self.pure else None
+        return (settings, self.do_sample, self.ends, self.pad) if self.pure else None
 
     def scores(self, logits: Tensor, ids: Tensor | None) -> Tensor:
         """fp32 [B, vocabulary] from logits, after the tokens `ids`."""

@@ -9,13 +9,12 @@ a linear layer: convolutions, gates, recurrence, gated output norm. It updates t
 from collections.abc import Mapping, Sequence
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from fla_train.kernels.cached_launch import run_kernel
 from fla_train.kernels.delta_product.recurrent import L2NORM_EPS
 from fla_train.kernels.fused_ops.gates import softplus
+from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
 
 MAX_WEIGHTS = 6  # of `linear_step`
