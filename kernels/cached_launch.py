@@ -12,8 +12,9 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
+
+from fla_train.kernels.optional_triton import triton
 
 ALIGNMENT = 16  # bytes; a pointer's alignment decides how wide its loads and stores may be
 

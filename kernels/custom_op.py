@@ -5,9 +5,14 @@ step at a small batch waits for the host (docs/dev/kernels.md, "Measured").
 """
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 
 import torch
+
+# Of the operators' names. The Python files of an export are modules of another package, and so get another
+# one: a process may hold several copies of this code.
+NAMESPACE = re.sub(r"\W", "_", __name__.split(".kernels.")[0], flags=re.ASCII)
 
 
 def custom_op(mutates: Sequence[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -22,7 +27,9 @@ def custom_op(mutates: Sequence[str]) -> Callable[[Callable[..., None]], Callabl
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        operator = torch.library.custom_op(f"fla_train::{function.__name__}", function, mutates_args=mutates)
+        operator = torch.library.custom_op(
+            f"{NAMESPACE}::{function.__name__}", function, mutates_args=mutates
+        )
         operator.register_fake(lambda *arguments: None)
 
         @functools.wraps(function)

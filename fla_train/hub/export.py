@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from fla_train.hub.card import TRAINING_FILE, CardInfo, render_card
 from fla_train.hub.checksums import REMEDY, find_export_damage, write_checksums
+from fla_train.hub.remote_code import write_remote_code
 from fla_train.utils.filesystem import replaced_folder
 
 
@@ -63,6 +64,7 @@ def export_model(
             special = _special_tokens(tokenizer)
             config.update(special)
             GenerationConfig(**special).save_pretrained(aside)
+        write_remote_code(config, aside)
         config.save_pretrained(aside)
         (aside / TRAINING_FILE).write_text(json.dumps(asdict(card), indent=2) + "\n")
         (aside / "README.md").write_text(render_card(model, card, tokenizer is not None))

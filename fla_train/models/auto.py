@@ -3,23 +3,28 @@
 Importing transformers' modeling code takes seconds, which commands that need no model should not pay.
 """
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, ClassVar
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 
 class LazyModelConfig(PreTrainedConfig):
     """A config that imports the module of its models when it is read from a checkpoint.
 
-    The module registers the models with the Auto classes, which look for them after reading the config.
+    The module registers the models with the Auto classes, which look for them after reading the config. In
+    the Python files of an export nothing is registered: transformers finds the classes by `auto_map`.
     """
 
-    modeling_module: ClassVar[str]
+    modeling_module: ClassVar[str | None] = None  # its full name, once the config is registered
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> "LazyModelConfig":
-        import_module(cls.modeling_module)
+        if cls.modeling_module is not None:
+            import_module(cls.modeling_module)
+            # `auto_map` names Python files beside the config, which `save_pretrained` would not copy.
+            config_dict = {key: value for key, value in config_dict.items() if key != "auto_map"}
         return super().from_dict(config_dict, **options)
 
 
@@ -27,3 +32,10 @@ def register(config: type[LazyModelConfig], modeling_module: str) -> None:
     """Make `config` known to `AutoConfig`; `modeling_module` is the full name of its models' module."""
     config.modeling_module = modeling_module
     AutoConfig.register(config.model_type, config, exist_ok=True)
+
+
+def register_models(config: type[LazyModelConfig], models: Mapping[type, type[PreTrainedModel]]) -> None:
+    """Make models known to their Auto classes, if `config` is registered."""
+    if config.modeling_module is not None:
+        for auto_class, model_class in models.items():
+            auto_class.register(config, model_class, exist_ok=True)

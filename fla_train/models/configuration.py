@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from fla_train.kernels.delta_product import known_backend, known_recompute
+from fla_train.kernels.delta_product.interface import known_backend, known_recompute
 from fla_train.models.auto import LazyModelConfig
 
 MACHINE_KEYS = ("backend", "recompute_operator")

@@ -1,6 +1,6 @@
 """The model classes for transformers: a backbone of residual blocks, the language model, task heads."""
 
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from transformers.modeling_layers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple, logging
 
+from fla_train.models.auto import register_models
 from fla_train.models.cache import cache_for, count_tokens
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import Masks, SequenceContext, document_bounds, masks
@@ -102,10 +103,12 @@ class DeltaProductPreTrainedModel(PreTrainedModel):
             module.init_weights(self.config.initializer_range)
 
     @classmethod
-    def from_pretrained(cls, *args: Any, trust_remote_code: bool | None = None, **options: Any) -> Self:
+    def from_pretrained(
+        cls, *args: Any, trust_remote_code: bool | None = None, **options: Any
+    ) -> "DeltaProductPreTrainedModel":
         """As transformers'; `trust_remote_code` also permits the import of a mixer that only files name."""
         if trust_remote_code:
-            if isinstance(config := options.get("config"), DeltaProductConfig):
+            if hasattr(config := options.get("config"), "mixer_permitted"):
                 config.mixer_permitted = True
             else:
                 options["mixer_permitted"] = True
@@ -382,11 +385,11 @@ class DeltaProductForQuestionAnswering(GenericForQuestionAnswering, DeltaProduct
     set_input_embeddings = PreTrainedModel.set_input_embeddings
 
 
-for auto_class, model_class in {
+AUTO_CLASSES = {
     AutoModel: DeltaProductModel,
     AutoModelForCausalLM: DeltaProductForCausalLM,
     AutoModelForSequenceClassification: DeltaProductForSequenceClassification,
     AutoModelForTokenClassification: DeltaProductForTokenClassification,
     AutoModelForQuestionAnswering: DeltaProductForQuestionAnswering,
-}.items():
-    auto_class.register(DeltaProductConfig, model_class, exist_ok=True)
+}
+register_models(DeltaProductConfig, AUTO_CLASSES)

@@ -1,7 +1,7 @@
 """Which keys each token may attend to, kept as positions and document numbers; masks are made in parts."""
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 class MovableTensors:
     """Base of dataclasses that hold tensors, or others of these, also in dicts."""
 
-    def to(self, device: torch.device | str | int) -> Self:
+    def to(self, device: torch.device | str | int) -> "MovableTensors":
         """The same on `device`; accelerate calls it where a `device_map` spreads the layers."""
 
         def moved(value: Any) -> Any:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fla_train.kernels.custom_op import NAMESPACE
 from fla_train.kernels.delta_product.recurrent import L2NORM_EPS, compute_dtype
 
 CHUNK_STEPS = 64  # most Householder steps of a chunk: near the fastest on CPUs for head dims 32 to 128
@@ -274,7 +275,7 @@ def _normalised_backward(grad: Tensor, normalised: Tensor, rnorm: Tensor) -> Ten
 # torch.compile calls these two operators. It cannot trace the function: the number of chunks of packed
 # rows, a loop's length and a tensor's size, depends on data ("Could not extract specialized integer from
 # data-dependent expression"). Nothing of such a size can be kept, so the backward runs the forward again.
-@torch.library.custom_op("fla_train::chunk", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::chunk", mutates_args=())
 def _chunk_op(
     q: Tensor,
     k: Tensor,
@@ -295,7 +296,7 @@ def _(q, k, v, beta, g, initial_state, cu_seqlens, scale, qk_l2norm):
     return q.new_empty(*q.shape[:3], v.shape[-1]), beta.new_empty(sequences, *q.shape[2:], v.shape[-1])
 
 
-@torch.library.custom_op("fla_train::chunk_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::chunk_backward", mutates_args=())
 def _chunk_backward_op(
     do: Tensor, dfinal_state: Tensor, inputs: list[Tensor | None], scale: float, qk_l2norm: bool
 ) -> list[Tensor]:

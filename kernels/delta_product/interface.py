@@ -30,6 +30,7 @@ import math
 import os
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ from fla_train.utils.aliases import ALIASES, announce, current_name
 
 BACKENDS = ("recurrent", "chunk", "triton")
 BACKEND_VARIABLE = "FLA_TRAIN_BACKEND"
+HAS_TRITON = find_spec("triton") is not None  # not imported here, since it loads slowly
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -185,7 +187,8 @@ def known_backend(backend: str, source: str = "backend") -> str:
 
 
 def resolve_backend(backend: str, device: torch.device) -> str:
-    """The backend that runs: the argument, else `FLA_TRAIN_BACKEND`, else triton on CUDA, chunk elsewhere.
+    """The backend that runs: the argument, else `FLA_TRAIN_BACKEND`, else triton on CUDA, chunk elsewhere
+    and without the package triton.
 
     Raises:
         ValueError: for a name that is not in `BACKENDS`, and for triton on a device that it cannot run on.
@@ -195,7 +198,9 @@ def resolve_backend(backend: str, device: torch.device) -> str:
         backend, source = os.environ.get(BACKEND_VARIABLE) or "auto", BACKEND_VARIABLE
     backend = known_backend(backend, source)
     if backend == "auto":
-        return "triton" if device.type == "cuda" else "chunk"
+        return "triton" if device.type == "cuda" and HAS_TRITON else "chunk"
+    if backend == "triton" and not HAS_TRITON:
+        raise ValueError(f"{source}='triton' needs the package triton: install it, or choose auto")
     if backend == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             f"{source}='triton' needs a CUDA device, got {device}: choose auto, chunk or recurrent"

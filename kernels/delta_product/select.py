@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,8 @@ CHUNK_STEPS = 64  # Householder steps of a chunk: the row count of a Hopper matr
 RECURRENT_STATE, RECURRENT_STEPS = 1024, 4096
 # Programs of the serial kernels, with tiles of 64 columns of V, that share a multiprocessor.
 PROGRAMS_PER_PROCESSOR = 2
+# The Python files of an export are without these kernels: see fla_train/hub/remote_code.py.
+HAS_HOPPER_KERNELS = find_spec(f"{__package__}.hopper") is not None
 # Measured on an H100 (docs/dev/kernels.md): the extra pass over two or three segments costs what it saves,
 # and on shorter rows the host takes longer for five more launches than the device for the rows as they are.
 MIN_SEGMENTS, MIN_SEGMENT_CHUNKS, MIN_ROW_CHUNKS = 4, 8, 128
@@ -166,6 +169,8 @@ def _select(sizes: Sizes, override: Override) -> Selection:
     hopper = None  # why no Hopper kernel runs
     if not gpu.startswith("9.") or interpreted():
         hopper = "Hopper's kernels need a GPU of compute capability 9"
+    elif not HAS_HOPPER_KERNELS:
+        hopper = "Hopper's kernels come with the package fla_train only"
     elif sizes.dtype not in (torch.bfloat16, torch.float16) or key_dim not in GLUON_DIMS:
         hopper = "Hopper's kernels take 16-bit inputs with K = 64 or 128"
 

@@ -5,6 +5,7 @@ import os
 import torch
 from torch import Tensor
 
+from fla_train.kernels.optional_triton import INSTALLED
 from fla_train.utils.aliases import rename_environment
 
 BACKENDS = ("torch", "triton")
@@ -34,6 +35,8 @@ def resolve_backend(backend: str, x: Tensor, limit: str | None = None) -> str:
         return backend
     if x.dtype not in TRITON_DTYPES:
         limit = f"takes no {x.dtype}"
+    if not INSTALLED:
+        limit = "needs the package triton"
     on_gpu = x.device.type == "cuda"
     if backend == "auto":
         return "triton" if on_gpu and limit is None else "torch"

@@ -6,12 +6,11 @@ in each direction.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from fla_train.kernels.custom_op import custom_op
 from fla_train.kernels.fused_ops.backend import resolve_backend
+from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import next_power_of_2
 
 IGNORE = -100  # target of a row that has none, as in torch and transformers

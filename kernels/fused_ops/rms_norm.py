@@ -7,13 +7,12 @@ registers. `torch.sum` adds the parts, in an order that depends on the device bu
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fla_train.kernels.custom_op import custom_op
 from fla_train.kernels.fused_ops.backend import resolve_backend
+from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2, processors
 
 MAX_SIZE = 16384  # channels; the Triton kernels hold a row in registers

@@ -1,13 +1,12 @@
 """Rotary position embedding of queries and keys in one launch: PyTorch definition and Triton kernel."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fla_train.kernels.custom_op import custom_op
 from fla_train.kernels.fused_ops.backend import resolve_backend
+from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
 
 TILE = 2048  # pairs of channels per program of the Triton kernel

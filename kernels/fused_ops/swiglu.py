@@ -5,13 +5,12 @@ The Triton version keeps nothing but its inputs for the backward pass.
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fla_train.kernels.custom_op import custom_op
 from fla_train.kernels.fused_ops.backend import resolve_backend
+from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div
 
 BLOCK = 2048  # elements per program of the Triton kernels

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 
-from fla_train.kernels.delta_product import delta_product, delta_product_step
+from fla_train.kernels.delta_product.interface import delta_product, delta_product_step
 from fla_train.kernels.fused_ops import recurrence_gates
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import SequenceContext

@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from transformers.utils import can_return_tuple, logging
 
+from fla_train.models.auto import register_models
 from fla_train.models.layers import RMSNorm
 from fla_train.models.zoo.mamba_configuration import SignedMambaConfig
 
@@ -183,4 +184,5 @@ class SignedMambaForCausalLM(PreTrainedModel, GenerationMixin):
         return {"input_ids": input_ids, "attention_mask": attention_mask}
 
 
-AutoModelForCausalLM.register(SignedMambaConfig, SignedMambaForCausalLM, exist_ok=True)
+AUTO_CLASSES = {AutoModelForCausalLM: SignedMambaForCausalLM}
+register_models(SignedMambaConfig, AUTO_CLASSES)

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from fla_train.kernels.delta_product.select import CHUNK_STEPS
 from fla_train.kernels.delta_product.triton.launch_table import MIN_TILE
+from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
 
 # Least rows of the tiles of q: 16 gave dk that changes from run to run where V <= 64 (launch_table.MIN_TILE).

@@ -20,9 +20,6 @@ gets the sum of the products it scales; rows and columns take the same numbers, 
 do so to fp32 rounding.
 """
 
-import triton
-import triton.language as tl
-
 from fla_train.kernels.delta_product.triton.chunk_fwd import MIN_LOG_DECAY
 from fla_train.kernels.delta_product.triton.common import (
     chunk_span,
@@ -36,6 +33,7 @@ from fla_train.kernels.delta_product.triton.common import (
     store_rows,
     times_inverse,
 )
+from fla_train.kernels.optional_triton import tl, triton
 
 
 @triton.jit

@@ -16,9 +16,6 @@ all chunks at once. `chunk_fwd_kernel` goes through each sequence and holds the 
 that each product's left operand is the accumulator of the one before.
 """
 
-import triton
-import triton.language as tl
-
 from fla_train.kernels.delta_product.triton.common import (
     TINY,
     add_writes,
@@ -32,6 +29,7 @@ from fla_train.kernels.delta_product.triton.common import (
     state_tile,
     store_rows,
 )
+from fla_train.kernels.optional_triton import tl, triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Floor of one token's log2 decay: 2^-50 forgets more than fp32 resolves, and g - g' never becomes inf - inf.

@@ -10,18 +10,22 @@ reproducible to the bit.
 from collections.abc import Sequence
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from fla_train.kernels.cached_launch import run_kernel
 from fla_train.kernels.custom_op import custom_op
 from fla_train.kernels.delta_product.recurrent import L2NORM_EPS
 from fla_train.kernels.delta_product.select import select_for
-from fla_train.kernels.delta_product.triton import fused_recurrent
 from fla_train.kernels.delta_product.triton.chunk_arguments import Call, in_half, pick
 from fla_train.kernels.delta_product.triton.chunk_bwd import chunk_bwd_qkg_kernel, chunk_bwd_state_kernel
 from fla_train.kernels.delta_product.triton.chunk_fwd import chunk_fwd_kernel, chunk_prepare_wy_kernel
+from fla_train.kernels.delta_product.triton.fused_recurrent import (
+    fused_recurrent_bwd_kernel,
+    fused_recurrent_fwd_kernel,
+    launch_fused_recurrent,
+)
 from fla_train.kernels.delta_product.triton.sequence_split import Segments
+from fla_train.kernels.optional_triton import tl
 from fla_train.kernels.sizes import ceil_div
 
 
@@ -52,8 +56,8 @@ def delta_product_forward(
     selection = select_for(q, k, value_dim, cu_seqlens, qk_l2norm)
     with torch.cuda.device_of(q):
         if selection.algorithm == "fused_recurrent":
-            fused_recurrent.launch(
-                fused_recurrent.fused_recurrent_fwd_kernel, cu_seqlens, qk_l2norm,
+            launch_fused_recurrent(
+                fused_recurrent_fwd_kernel, cu_seqlens, qk_l2norm,
                 q=q, k=k, v=v, beta=beta, g=g, scale=scale, initial_state=initial_state,
                 o=o, states=states, final_state=final_state,
             )  # fmt: skip
@@ -120,8 +124,8 @@ def delta_product_backward(
     selection = select_for(q, k, value_dim, cu_seqlens, qk_l2norm)
     with torch.cuda.device_of(q):
         if selection.algorithm == "fused_recurrent":
-            fused_recurrent.launch(
-                fused_recurrent.fused_recurrent_bwd_kernel, cu_seqlens, qk_l2norm,
+            launch_fused_recurrent(
+                fused_recurrent_bwd_kernel, cu_seqlens, qk_l2norm,
                 q=q, k=k, v=u, beta=beta, g=g, scale=scale, states=states, do=do, dfinal_state=dfinal_state,
                 dq=dq, dk=dk, dv=dv, dbeta=dbeta, dg=dg, dinitial_state=dinitial_state,
             )  # fmt: skip

@@ -9,8 +9,7 @@ are contiguous; n_total is B * T or a little more. Gates are in units of log2 an
 g_cum_i = sum_{j <= i} log2 a_j.
 """
 
-import triton
-import triton.language as tl
+from fla_train.kernels.optional_triton import tl, triton
 
 TINY = tl.constexpr(1e-30)  # rows and tiles are divided by factors beyond it, to fit in fp16
 

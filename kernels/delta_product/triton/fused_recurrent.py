@@ -14,19 +14,18 @@ warp or two, and applies the gate, all steps and the query to it.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from fla_train.kernels.cached_launch import run_kernel
 from fla_train.kernels.custom_op import custom_op
 from fla_train.kernels.delta_product.recurrent import L2NORM_EPS
+from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
 
 TILE = 4096  # fp32 elements of the state that a warp holds in decoding: 128 registers of each of its threads
 
 
-def launch(
+def launch_fused_recurrent(
     kernel: triton.JITFunction,
     cu_seqlens: Tensor | None,
     qk_l2norm: bool,

@@ -1,7 +1,7 @@
 """Launch options of the chunk kernels by GPU architecture, head dims and num_householder; calls never tune.
 
-`launches.json` holds measured options. `fla-bench tune` writes a file of the same form for one machine, and
-its rows come first. A row is for
+`launches` holds measured options. `fla-bench tune` writes a JSON file of such rows for one machine, and these
+come first. A row is for
 
     architecture      compute capability, "9.0"
     key_dim           K rounded up to a tile: a power of two, 64 at least
@@ -17,7 +17,7 @@ other architectures, for K of 256 with a smaller V, and in float32, whose tiles 
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
+from fla_train.kernels.delta_product.triton.launches import ROWS
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
 from fla_train.utils.aliases import current_name
 
-SHIPPED = Path(__file__).with_name("launches.json")
 # Least extent of the tiles of K and V. On Hopper, Triton 3.6 compiled tiles of 32 columns to wrong dk and to
 # illegal accesses (measured 2026-11-21 with its ptxas 12.8); narrower heads are padded with zeros instead.
 MIN_TILE = 64
@@ -97,7 +97,7 @@ def lookup(dtype: torch.dtype, key: Key) -> tuple[LaunchOptions, str]:
     if dtype == torch.float32:
         return fallback(key.key_dim), "float32 runs with the options that need the least shared memory"
     file = user_file()
-    if row := nearest(read_table(SHIPPED) | (read_table(file) if file.is_file() else {}), key):
+    if row := nearest(as_table(ROWS) | (read_table(file) if file.is_file() else {}), key):
         return row, "the table of launch options has a row for this GPU and these head dims"
     return fallback(key.key_dim), "the table of launch options has no row for this GPU and these head dims"
 
@@ -151,6 +151,16 @@ def option_error(kernel: str, options: Mapping[str, int], value_dim: int) -> str
     return None
 
 
+def as_table(rows: Iterable[Mapping[str, Any]]) -> Table:
+    """The table of these rows."""
+    return {
+        Key(**{name: row[name] for name in Key.__dataclass_fields__}): LaunchOptions(
+            **{kernel: dict(row[kernel]) for kernel in TILES}
+        )
+        for row in rows
+    }
+
+
 def read_table(file: Path) -> Table:
     """Read a table.
 
@@ -158,12 +168,10 @@ def read_table(file: Path) -> Table:
         ValueError: naming the file and what is wrong with it.
     """
     try:
-        rows = json.loads(file.read_text())["rows"]
-        table = {}
-        for row in rows:
-            row = {current_name("launch table", name, str(file)): value for name, value in dict(row).items()}
-            key = Key(**{name: row[name] for name in Key.__dataclass_fields__})
-            table[key] = LaunchOptions(**{kernel: dict(row[kernel]) for kernel in TILES})
+        table = as_table(
+            {current_name("launch table", name, str(file)): value for name, value in dict(row).items()}
+            for row in json.loads(file.read_text())["rows"]
+        )
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as failure:
         reason = " ".join(f"{type(failure).__name__} {failure}".split())
         raise ValueError(

@@ -22,8 +22,6 @@ rounded to fp16 once more for each segment, which shows only where beta is so sm
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from fla_train.kernels.cached_launch import run_kernel
@@ -40,6 +38,7 @@ from fla_train.kernels.delta_product.triton.common import (
     times_inverse,
 )
 from fla_train.kernels.delta_product.triton.launch_table import MIN_TILE, Options
+from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div
 
 FORGOTTEN = tl.constexpr(-40.0)  # log2 of the decay below which a state's remainder is nothing in fp32
