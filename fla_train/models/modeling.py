@@ -281,6 +281,7 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
             `loss` (fp32 scalar) with labels, `logits` [B, kept, vocabulary], `past_key_values`, and
             `hidden_states` and `attentions` if asked for.
         """
+        others.pop("tokenizer", None)  # `generate(tokenizer=...)` hands it on to the model
         shift_labels = others.pop("shift_labels", None)
         if shift_labels is None and labels is not None:
             shift_labels = next_tokens(labels)
