@@ -1,6 +1,7 @@
-"""`fla-export`: copy a run's exported model somewhere, or push it to the Hugging Face Hub.
+"""`fla-export`: copy a run's exported model, also in another format, or push it to the Hugging Face Hub.
 
 fla-export checkpoint=runs/my-run output=my-model
+fla-export checkpoint=runs/my-run format=fla output=my-model
 fla-export checkpoint=runs/my-run hub.repo_id=user/my-model hub.private=false
 """
 
@@ -28,6 +29,7 @@ class ExportConfig:
 
     checkpoint: str | None = None
     output: str | None = None
+    format: str | None = None
     hub: HubConfig = field(default_factory=HubConfig)
 
 
@@ -37,6 +39,7 @@ def register() -> None:
 
 def task(config: DictConfig) -> int:
     from fla_train.hub import copy_export, push, resolve_checkpoint  # heavy, and not needed for --help
+    from fla_train.hub.convert import convert_export, stored_format
     from fla_train.hub.push import check_repo_id
 
     settings: ExportConfig = OmegaConf.to_object(config)
@@ -47,9 +50,14 @@ def task(config: DictConfig) -> int:
     if settings.hub.repo_id:
         check_repo_id(settings.hub.repo_id)
     folder = resolve_checkpoint(settings.checkpoint)
-    if not isinstance(folder, Path):
+    if settings.format and settings.format != stored_format(folder):
+        if not settings.output:
+            raise ValueError(f"format={settings.format} writes another folder: give output=DIR, too")
+        folder = convert_export(folder, settings.output, settings.format)
+        print(f"exported to {folder}")
+    elif not isinstance(folder, Path):
         raise ValueError(f"{folder} is on the Hub already: give a run folder or an exported folder")
-    if settings.output:
+    elif settings.output:
         folder = copy_export(folder, settings.output)
         print(f"exported to {folder}")
     if settings.hub.repo_id:

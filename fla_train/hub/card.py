@@ -109,19 +109,26 @@ class CardInfo:
     commit: str | None = None
 
 
-def render_card(model: PreTrainedModel, info: CardInfo, tokenizer: bool) -> str:
+def render_card(
+    model: PreTrainedModel, info: CardInfo, tokenizer: bool, library: tuple[str, str] | None = None
+) -> str:
     """README.md of an export: front matter, what it is, how it was trained, how to load it, what to cite.
 
-    `tokenizer` says whether the export has one; models of synthetic tasks have none.
+    Args:
+        model: what was exported.
+        info: how it was trained.
+        tokenizer: whether the export has one; models of synthetic tasks have none.
+        library: package and model type that load the export, if they are not those of `model`.
     """
+    package, model_type = library or (type(model).__module__.split(".")[0], model.config.model_type)
     count, mixer = count_parameters(model), getattr(model.config, "mixer", None)
-    how, imports = LIBRARIES.get(type(model).__module__.split(".")[0], ("", ""))
+    how, imports = LIBRARIES.get(package, ("", ""))
     code = NO_CODE if mixer is None else OWN_MIXER.format(mixer=mixer)
     options = "" if mixer is None else f', mixer="{mixer}"'
     parts = [
-        _front_matter(model, info),
+        _front_matter(model, model_type),
         f"# {info.name}\n",
-        f"A language model of type `{model.config.model_type}`, trained with `fla_train`.\n",
+        f"A language model of type `{model_type}`, trained with `fla_train`.\n",
         _table(
             {
                 "parameters": f"{count.total:,}",
@@ -158,9 +165,9 @@ def render_card(model: PreTrainedModel, info: CardInfo, tokenizer: bool) -> str:
     return "\n".join(parts)
 
 
-def _front_matter(model: PreTrainedModel, info: CardInfo) -> str:
+def _front_matter(model: PreTrainedModel, model_type: str) -> str:
     ours = ["linear-rnn"] if isinstance(model.config, DeltaProductConfig) else []
-    tags = [*ours, "fla-train", model.config.model_type.replace("_", "-")]
+    tags = [*ours, "fla-train", model_type.replace("_", "-")]
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:"]
     return "\n".join([*lines, *(f"- {tag}" for tag in tags), "---", ""])
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -16,6 +17,8 @@ from transformers.utils import logging as transformers_logging
 
 from fla_train.hub.card import TRAINING_FILE, CardInfo, render_card
 from fla_train.hub.checksums import REMEDY, find_export_damage, write_checksums
+from fla_train.hub.formats import FORMATS, OURS
+from fla_train.hub.formats.read import load_translated
 from fla_train.hub.remote_code import write_remote_code
 from fla_train.utils.filesystem import replaced_folder
 
@@ -28,6 +31,7 @@ def export_model(
     *,
     state_dict: Mapping[str, Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
+    format: str = OURS,
     validate: bool = True,
 ) -> Path:
     """Write weights, config, tokenizer, generation config, model card and checksums to `folder`.
@@ -42,21 +46,22 @@ def export_model(
         card: what the model card says about training.
         state_dict: weights to write instead of the model's own (fp32 masters, say).
         dtype: floating-point weights are stored in it.
+        format: transformers' for the class of `model`, or a name of `FORMATS` for a model of our family.
         validate: load the folder back and compare logits with the model's before the rename.
 
     Returns:
         `folder` as a path.
 
     Raises:
-        ValueError: `folder` holds something that is not an export, or what loads back is not what was
-            written.
+        ValueError: `folder` holds something that is not an export, a setting has no counterpart in the
+            format, or what loads back is not what was written.
     """
     folder = Path(folder)
     _require_replaceable(folder)
     card = card or CardInfo()
     weights = _weights(model, model.state_dict() if state_dict is None else state_dict, dtype)
+    translation = FORMATS.get(format)
     with replaced_folder(folder) as aside:
-        save_torch_state_dict(weights, aside, metadata={"format": "pt"})
         config = copy.deepcopy(model.config)
         config.architectures, config.dtype = [type(model).__name__], dtype
         if tokenizer is not None:
@@ -64,16 +69,23 @@ def export_model(
             special = _special_tokens(tokenizer)
             config.update(special)
             GenerationConfig(**special).save_pretrained(aside)
-        write_remote_code(config, aside)
-        config.save_pretrained(aside)
+        stored, library = weights, None
+        if translation is None:
+            write_remote_code(config, aside)
+            config.save_pretrained(aside)
+        else:
+            content, stored = translation.from_ours(config, weights)
+            (aside / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+            library = (translation.PACKAGE, content["model_type"])
+        save_torch_state_dict(stored, aside, metadata={"format": "pt"})
         (aside / TRAINING_FILE).write_text(json.dumps(asdict(card), indent=2) + "\n")
-        (aside / "README.md").write_text(render_card(model, card, tokenizer is not None))
+        (aside / "README.md").write_text(render_card(model, card, tokenizer is not None, library))
         # safetensors writes files that only their owner can read; give them the mode of the others.
         mode = (aside / TRAINING_FILE).stat().st_mode
         for file in aside.glob("*.safetensors"):
             file.chmod(mode)
         if validate:
-            _load_back(model, weights, aside, dtype)
+            _load_back(model, weights, aside, dtype, translation)
         write_checksums(aside)
     return folder
 
@@ -143,8 +155,16 @@ def no_progress_bars() -> Iterator[None]:
 
 
 @torch.no_grad()
-def _load_back(model: PreTrainedModel, weights: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
+def _load_back(
+    model: PreTrainedModel,
+    weights: dict[str, Tensor],
+    folder: Path,
+    dtype: torch.dtype,
+    translation: ModuleType | None,
+) -> None:
     """Check that `folder` loads with exactly these weights and gives the logits of `model`.
+
+    A folder of another library's format is read by our translation, so that it needs no such library.
 
     The device of `model` needs room for the loaded copy and a forward of a few tokens.
 
@@ -155,13 +175,16 @@ def _load_back(model: PreTrainedModel, weights: dict[str, Tensor], folder: Path,
     cuda = [device] if device.type == "cuda" else []
     own = getattr(model.config, "mixer", None)  # the class is that of `model`, and so may be imported
     with torch.random.fork_rng(devices=cuda), no_progress_bars():
-        loaded, report = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            output_loading_info=True,
-            trust_remote_code=False,
-            **({} if own is None else {"mixer": own}),
-        )
+        if translation is not None:
+            loaded, report = load_translated(folder, translation, dtype)
+        else:
+            loaded, report = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                output_loading_info=True,
+                trust_remote_code=False,
+                **({} if own is None else {"mixer": own}),
+            )
     state = loaded.state_dict()
     errors = {kind: report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     errors["different_keys"] = [] if any(errors.values()) else _unequal(weights, state)

@@ -5,6 +5,8 @@ import os
 import re
 from pathlib import Path
 from pickle import UnpicklingError
+from types import ModuleType
+from typing import Any
 
 import torch
 import yaml
@@ -13,18 +15,23 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import fla_train.models  # noqa: F401  registers the model with the Auto classes
 from fla_train.hub.card import TRAINING_FILE
 from fla_train.hub.checksums import CHECKSUMS, find_export_damage
 from fla_train.hub.checksums import REMEDY as EXPORT_AGAIN
 from fla_train.hub.export import no_progress_bars
+from fla_train.hub.formats import FORMATS, format_name
+from fla_train.hub.formats.errors import FormatError
+from fla_train.hub.formats.read import load_translated, read_translated_config
 from fla_train.models.mixers.registry import MixerError
 from fla_train.models.zoo.fla import import_models
 from fla_train.utils.hub_names import is_hub_name
@@ -149,8 +156,19 @@ def load_model(
     """
     source = resolve_checkpoint(checkpoint)
     model = load_weights(source, device, dtype, mixer=mixer, trust_remote_code=trust_remote_code)
+    return model, load_tokenizer(source, model.config, trust_remote_code=trust_remote_code)
+
+
+def load_tokenizer(
+    source: Path | str, config: PreTrainedConfig, *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a resolved checkpoint whose model has `config`.
+
+    Raises:
+        ValueError: there is none, or it can't be read.
+    """
     try:
-        return model, AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, RuntimeError) as failure:
         if isinstance(source, Path) and not any(source.glob("tokenizer*")):
             raise ValueError(
@@ -167,23 +185,30 @@ def load_weights(
     *,
     mixer: str | None = None,
     trust_remote_code: bool = False,
+    translate: bool | None = None,
 ) -> PreTrainedModel:
-    """`load_model` without the tokenizer, which models of synthetic tasks do not have."""
+    """`load_model` without the tokenizer, which models of synthetic tasks do not have.
+
+    `translate` is that of `find_translation`.
+    """
     source = resolve_checkpoint(checkpoint)
     if isinstance(source, Path) and (source / CHECKSUMS).is_file():
         if damage := find_export_damage(source, hashed_bytes=HASHED_BYTES):
             raise ValueError(f"{source}/{damage}: {EXPORT_AGAIN}")
     try:
-        register_model_type(source)
+        translation = find_translation(source, translate)
         with no_progress_bars():
-            model, report = AutoModelForCausalLM.from_pretrained(
-                source,
-                dtype=dtype or "auto",
-                output_loading_info=True,
-                trust_remote_code=trust_remote_code,
-                **({} if mixer is None else {"mixer": mixer}),
-            )
-    except MixerError as failure:
+            if translation is not None:
+                model, report = load_translated(source, translation, dtype)
+            else:
+                model, report = AutoModelForCausalLM.from_pretrained(
+                    source,
+                    dtype=dtype or "auto",
+                    output_loading_info=True,
+                    trust_remote_code=trust_remote_code,
+                    **({} if mixer is None else {"mixer": mixer}),
+                )
+    except (MixerError, FormatError) as failure:
         raise ValueError(f"{source}: {failure}") from failure
     except (SafetensorError, UnpicklingError, OSError, ValueError, RuntimeError) as failure:
         raise ValueError(_explain(source, failure)) from failure
@@ -194,17 +219,47 @@ def load_weights(
     return model.to(device).eval()
 
 
-def register_model_type(source: Path | str) -> None:
-    """Import flash-linear-attention if the model is of a type that only this package may know.
+def read_config(source: Path | str, *, translate: bool | None = None) -> PreTrainedConfig:
+    """The config of the model that `load_weights` makes of a resolved checkpoint.
 
     Raises:
-        ValueError: it is not installed, or does not work here.
+        ValueError, OSError: it can't be read.
+    """
+    if translation := find_translation(source, translate):
+        return read_translated_config(source, translation)
+    return AutoConfig.from_pretrained(source, trust_remote_code=False)
+
+
+def find_translation(source: Path | str, translate: bool | None = None) -> ModuleType | None:
+    """The module of `FORMATS` that reads a checkpoint as a model of our family; None: its own class does.
+
+    Imports flash-linear-attention if that is the class's package.
+
+    Args:
+        source: a resolved checkpoint.
+        translate: whether to translate what can be translated. None: only a model type that is not one of
+            transformers, unless its record says that the class was chosen for training (`model=fla/...`).
+
+    Raises:
+        ValueError: the class's package is not installed, or does not work here.
         OSError: the config can't be read.
     """
     content, _ = PreTrainedConfig.get_config_dict(source)
-    known = content.get("model_type") in CONFIG_MAPPING or "auto_map" in content
-    if content.get("architectures") and not known:
+    model_type = content.get("model_type")
+    translation = FORMATS.get(format_name(model_type))
+    if translation is not None and translate is None:
+        translate = model_type not in CONFIG_MAPPING_NAMES and not _was_chosen(source)
+    if translation is not None and translate:
+        return translation
+    if content.get("architectures") and model_type not in CONFIG_MAPPING and "auto_map" not in content:
         import_models()
+    return None
+
+
+def _was_chosen(source: Path | str) -> bool:
+    """Whether a run here trained the class that config.json names, instead of a model of our family."""
+    record: dict[str, Any] = yaml.safe_load(read_training_record(source).get("config") or "") or {}
+    return "source" in (record.get("model") or {})
 
 
 def _explain(source: Path | str, failure: Exception) -> str:

@@ -9,21 +9,16 @@ import torch.distributed as dist
 import yaml
 from omegaconf import OmegaConf
 from safetensors import SafetensorError
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from fla_train.data.cache import PreparedData
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import same_tokenizer
 from fla_train.hub import CardInfo, export_model, find_export_damage
-from fla_train.hub.load import (
-    load_weights,
-    read_training_record,
-    register_model_type,
-    resolve_checkpoint,
-)
+from fla_train.hub.load import load_weights, read_config, read_training_record, resolve_checkpoint
 from fla_train.hub.paths import own_name, public_name
 from fla_train.hub.saved_config import map_text
-from fla_train.models.build import TOKEN_IDS, build_model_config, model_node
+from fla_train.models.build import TOKEN_IDS, build_model_config, is_zoo, model_node
 from fla_train.models.build import build_model as build_fresh_model
 from fla_train.models.configuration import MACHINE_KEYS
 from fla_train.training.checkpoint import TrainState
@@ -63,7 +58,12 @@ def build_model(config: TrainConfig, data: PreparedData, *, resumed: bool = Fals
             setattr(settings, key, data.manifest["tokenizer"][key])
     model = build_fresh_model(settings)
     if config.init_from is not None and not resumed:
-        weights = load_weights(config.init_from, dtype=model.dtype, mixer=getattr(settings, "mixer", None))
+        weights = load_weights(
+            config.init_from,
+            dtype=model.dtype,
+            mixer=getattr(settings, "mixer", None),
+            translate=not is_zoo(config.model),
+        )
         model.load_state_dict(weights.state_dict())
     if config.trainer.activation_checkpointing:
         if not model.supports_gradient_checkpointing:
@@ -109,7 +109,7 @@ def check_initial_weights(config: TrainConfig) -> None:
         ValueError: naming what differs, and how to take it from `init_from`.
     """
     source = config.init_from
-    there = _read_model_config(source)
+    there = _read_model_config(source, translate=not is_zoo(config.model))
     node = config.model | {"vocab_size": config.model["vocab_size"] or there.vocab_size}
     ours, theirs = (_flat(model_node(settings)) for settings in (build_model_config(node), there))
     differing = [
@@ -140,15 +140,13 @@ def _flat(node: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in node.items() if name != "config"} | fields
 
 
-def _read_model_config(source: str) -> PreTrainedConfig:
+def _read_model_config(source: str, *, translate: bool | None = None) -> PreTrainedConfig:
     found = resolve_checkpoint(source)
     try:
-        register_model_type(found)
-        config = AutoConfig.from_pretrained(found, trust_remote_code=False)
+        return read_config(found, translate=translate)
     except (OSError, ValueError) as error:
         cause = str(error).strip().partition("\n")[0]
         raise ValueError(f"init_from={source} can't be read: {cause}") from error
-    return config
 
 
 class Exporter:

@@ -1,0 +1,52 @@
+"""Write a checkpoint of our family again in another format of `fla_train.hub.formats`."""
+
+import dataclasses
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+
+from fla_train.hub.card import CardInfo
+from fla_train.hub.export import export_model
+from fla_train.hub.formats import FORMATS, OURS, format_name
+from fla_train.hub.load import load_tokenizer, load_weights, read_training_record
+from fla_train.hub.paths import public_name
+from fla_train.models import DeltaProductConfig
+
+
+def stored_format(source: Path | str) -> str:
+    """The format of a resolved checkpoint; models that no module of `FORMATS` translates have transformers'.
+
+    Raises:
+        OSError: its config can't be read.
+    """
+    content, _ = PreTrainedConfig.get_config_dict(source)
+    return format_name(content.get("model_type")) or OURS
+
+
+def convert_export(source: Path | str, folder: str | Path, format: str) -> Path:
+    """Write the model of a resolved checkpoint to `folder`; an earlier export there is replaced.
+
+    Weights keep their dtype; card, training record and tokenizer come along.
+
+    Args:
+        source: a folder or a Hub name, in any format.
+        folder: the destination.
+        format: the name of its format.
+
+    Raises:
+        ValueError: the format is unknown, the model is not of our family, or what `load_weights` and
+            `export_model` raise.
+    """
+    if format not in (OURS, *FORMATS):
+        raise ValueError(f"format={format} is unknown: use {', '.join((OURS, *FORMATS))}")
+    model = load_weights(source, translate=True)
+    if not isinstance(model.config, DeltaProductConfig):
+        raise ValueError(
+            f"{source} is a {model.config.model_type}: format= translates models of our family only"
+        )
+    known = {field.name for field in dataclasses.fields(CardInfo)}
+    record = {name: value for name, value in read_training_record(source).items() if name in known}
+    card = CardInfo(**{"name": public_name(str(source)), **record})
+    without = isinstance(source, Path) and not any(source.glob("tokenizer*"))  # a model of a synthetic task
+    tokenizer = None if without else load_tokenizer(source, model.config)
+    return export_model(model, tokenizer, Path(folder).expanduser(), card, dtype=model.dtype, format=format)

@@ -1,0 +1,81 @@
+"""Read a checkpoint of another library's format as a model of our family."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from huggingface_hub import load_state_dict_from_file, snapshot_download
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedConfig
+
+from fla_train.hub.formats.errors import FormatError
+from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there; both may be sharded
+
+
+def read_translated_config(source: Path | str, translation: ModuleType) -> DeltaProductConfig:
+    """Our config of the checkpoint `source`, a folder or a Hub name.
+
+    Raises:
+        FormatError: a setting has no counterpart.
+        ValueError, OSError: the config can't be read.
+    """
+    content, _ = PreTrainedConfig.get_config_dict(source)
+    config, _ = translation.to_ours(content, {})
+    _keep_place(config, source, content)
+    return config
+
+
+def load_translated(
+    source: Path | str, translation: ModuleType, dtype: torch.dtype | None = None
+) -> tuple[DeltaProductForCausalLM, dict[str, Any]]:
+    """The model of the checkpoint `source`, and transformers' report of missing weights.
+
+    Args:
+        source: a folder or a Hub name.
+        translation: a module of `FORMATS`.
+        dtype: of the weights; None keeps the stored one.
+
+    Raises:
+        FormatError: a setting or a weight has no counterpart.
+        ValueError, OSError, RuntimeError: config or weights can't be read, or do not fit together.
+    """
+    content, _ = PreTrainedConfig.get_config_dict(source)
+    folder, weights = _read_weights(source)
+    config, state = translation.to_ours(content, weights)
+    model, report = DeltaProductForCausalLM.from_pretrained(
+        None,
+        config=config,
+        state_dict=state,
+        dtype=dtype or config.dtype or "auto",
+        output_loading_info=True,
+    )
+    if unexpected := sorted(report["unexpected_keys"]):
+        raise FormatError(
+            f"its weights {', '.join(unexpected[:3])} have no counterpart in {type(model).__name__}"
+        )
+    _keep_place(model.config, source, content)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model, report
+
+
+def _keep_place(config: DeltaProductConfig, source: Path | str, content: dict[str, Any]) -> None:
+    """Write into `config` where it comes from, as transformers does."""
+    config.name_or_path, config._commit_hash = str(source), content.get("_commit_hash")
+
+
+def _read_weights(source: Path | str) -> tuple[Path, dict[str, Tensor]]:
+    """The folder of the weights, that of a download for a Hub name, and all of them."""
+    for name in WEIGHT_FILES:
+        patterns = [f"{Path(name).stem}*", "generation_config.json"]
+        folder = Path(source if Path(source).is_dir() else snapshot_download(source, allow_patterns=patterns))
+        index = folder / f"{name}.index.json"
+        files = sorted({*json.loads(index.read_text())["weight_map"].values()}) if index.is_file() else [name]
+        if (folder / files[0]).is_file():
+            parts = [load_state_dict_from_file(folder / file, "cpu", weights_only=True) for file in files]
+            return folder, {key: tensor for part in parts for key, tensor in part.items()}
+    raise OSError(f"neither {' nor '.join(WEIGHT_FILES)} is there")
