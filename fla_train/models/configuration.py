@@ -107,6 +107,8 @@ class DeltaProductConfig(LazyModelConfig):
             self.intermediate_size = 256 * math.ceil(int(self.hidden_size * self.hidden_ratio * 2 / 3) / 256)
         pattern = self.layer_types or ["linear_attention"]
         self.layer_types = [pattern[i % len(pattern)] for i in range(self.num_hidden_layers)]
+        self.num_v_heads = None if self.num_v_heads == self.num_heads else self.num_v_heads
+        self.o_norm_eps = None if self.o_norm_eps == self.norm_eps else self.o_norm_eps
         self.num_attention_heads = self.num_attention_heads or self.num_heads
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         super().__post_init__(**kwargs)
@@ -239,6 +241,12 @@ class DeltaProductConfig(LazyModelConfig):
         if heads % (kv_heads := self.num_key_value_heads or heads):
             errors.append(f"num_key_value_heads {kv_heads} must divide num_attention_heads {heads}")
         return errors
+
+
+def expansion(value_dim: int, key_dim: int) -> float:
+    """The `expand_v` of heads with so many channels: their ratio, rounded so that `head_v_dim` is right."""
+    ratio = value_dim / key_dim
+    return ratio if int(key_dim * ratio) == value_dim else math.nextafter(ratio, math.inf)
 
 
 def _is_activation(name: str) -> bool:
