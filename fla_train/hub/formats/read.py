@@ -52,11 +52,10 @@ def load_translated(
         state_dict=state,
         dtype=dtype or config.dtype or "auto",
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # named below
     )
-    if unexpected := sorted(report["unexpected_keys"]):
-        raise FormatError(
-            f"its weights {', '.join(unexpected[:3])} have no counterpart in {type(model).__name__}"
-        )
+    if wrong := sorted({*report["unexpected_keys"], *(key for key, *_ in report["mismatched_keys"])}):
+        raise FormatError(f"its weights {', '.join(wrong[:3])} do not fit {type(model).__name__}")
     _keep_place(model.config, source, content)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -76,6 +75,7 @@ def _read_weights(source: Path | str) -> tuple[Path, dict[str, Tensor]]:
         index = folder / f"{name}.index.json"
         files = sorted({*json.loads(index.read_text())["weight_map"].values()}) if index.is_file() else [name]
         if (folder / files[0]).is_file():
-            parts = [load_state_dict_from_file(folder / file, "cpu", weights_only=True) for file in files]
+            options = {"map_location": "cpu", "weights_only": True, "safe": False}  # no code of a pickle runs
+            parts = [load_state_dict_from_file(folder / file, **options) for file in files]
             return folder, {key: tensor for part in parts for key, tensor in part.items()}
     raise OSError(f"neither {' nor '.join(WEIGHT_FILES)} is there")

@@ -1,0 +1,292 @@
+"""Translation of flash-linear-attention's checkpoints to ours and back; none of it needs that package."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import save_torch_state_dict
+from torch import Tensor
+
+from fla_train.hub import CardInfo, export_model, load_model
+from fla_train.hub.convert import convert_export
+from fla_train.hub.formats import fla
+from fla_train.hub.load import load_weights, trained_length
+from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+
+SIZE = {"vocab_size": 320, "hidden_size": 48, "num_hidden_layers": 3, "num_heads": 3}
+HEADS = {"head_dim": 16, "expand_v": 1.5}
+FULL = {"layers": [1], "num_heads": 4, "num_kv_heads": 2}
+WINDOW = {"layers": [0], "num_heads": 4, "num_kv_heads": 2, "window_size": 5}
+# The content of config.json, by flash-linear-attention's names
+CONTENTS: dict[str, dict[str, Any]] = {
+    "delta_net": {"model_type": "delta_net", **SIZE},
+    "delta_net_wide": {
+        "model_type": "delta_net",
+        **SIZE,
+        "expand_k": 1.5,
+        "expand_v": 2.0,
+        "use_gate": True,
+        "allow_neg_eigval": True,
+        "intermediate_size": 80,
+    },
+    "gated_deltanet": {"model_type": "gated_deltanet", **SIZE, **HEADS},
+    "gated_deltanet_tied": {
+        "model_type": "gated_deltanet",
+        **SIZE,
+        **HEADS,
+        "use_gate": False,
+        "tie_word_embeddings": True,
+        "use_short_conv": False,
+    },
+    "gated_deltaproduct_2": {
+        "model_type": "gated_deltaproduct",
+        **SIZE,
+        **HEADS,
+        "num_householder": 2,
+        "use_forget_gate": True,
+        "conv_size": 3,
+        "norm_eps": 1e-5,
+    },
+    "deltaproduct_3": {
+        "model_type": "gated_deltaproduct",
+        **SIZE,
+        **HEADS,
+        "num_householder": 3,
+        "allow_neg_eigval": True,
+        "use_output_gate": False,
+    },
+    "hybrid": {"model_type": "gated_deltanet", **SIZE, **HEADS, "attn": {**FULL, "rope_theta": 5e5}},
+    "hybrid_windows": {"model_type": "delta_net", **SIZE, "attn": [FULL, WINDOW]},
+}
+BY_NAME = pytest.mark.parametrize("name", CONTENTS)
+
+
+def model_of(name: str) -> DeltaProductForCausalLM:
+    """With weights of a size at which every part bears on the logits."""
+    torch.manual_seed(0)
+    config, _ = fla.to_ours({**CONTENTS[name], "initializer_range": 0.2}, {})
+    return DeltaProductForCausalLM(config)
+
+
+def shapes_of(content: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in flash-linear-attention's state dict of a model, as its modules make them."""
+    c = SimpleNamespace(
+        **{"conv_size": 4, "use_short_conv": True, "attn": [], "num_householder": 1} | content
+    )
+    kind, size, heads, n = c.model_type, c.hidden_size, c.num_heads, c.num_householder
+    if kind == "delta_net":
+        k, v = (int(size * content.get(name, 1.0)) for name in ("expand_k", "expand_v"))
+    else:
+        k, v = heads * c.head_dim, heads * int(c.head_dim * c.expand_v)
+    gate = content.get("use_output_gate" if kind == "gated_deltaproduct" else "use_gate", kind != "delta_net")
+    forget = content.get("use_forget_gate", kind == "gated_deltanet")
+    mixer = {
+        "q_proj": (k, size),
+        "k_proj": (n * k, size),
+        "v_proj": (n * v, size),
+        "b_proj": (n * heads, size),
+    }
+    mixer |= {"o_norm": (v // heads,), "o_proj": (size, v)}
+    if c.use_short_conv:
+        channels = {"q": k, "k": n * k, "v": n * v}
+        mixer |= {f"{x}_conv1d": (count, 1, c.conv_size) for x, count in channels.items()}
+    mixer |= {"g_proj": (v, size)} if gate else {}
+    mixer |= {"a_proj": (heads, size)} if forget else {}
+    mixer = {f"{name}.weight": shape for name, shape in mixer.items()}
+    mixer |= {"A_log": (heads,), "dt_bias": (heads,)} if forget else {}
+    specs = c.attn if isinstance(c.attn, list) else [c.attn]
+    attention = {layer: spec for spec in specs for layer in spec["layers"]}
+    inner = content.get("intermediate_size") or 256
+    shapes = {"model.embeddings.weight": (c.vocab_size, size), "model.norm.weight": (size,)}
+    shapes["lm_head.weight"] = (c.vocab_size, size)
+    for layer in range(c.num_hidden_layers):
+        block = {
+            "attn_norm.weight": (size,),
+            "mlp_norm.weight": (size,),
+            "mlp.down_proj.weight": (size, inner),
+        }
+        block |= {f"mlp.{x}_proj.weight": (inner, size) for x in ("gate", "up")}
+        if layer in attention:
+            kv = size // attention[layer]["num_heads"] * attention[layer]["num_kv_heads"]
+            rows = {"q": size, "k": kv, "v": kv, "o": size}
+            block |= {f"attn.{x}_proj.weight": (count, size) for x, count in rows.items()}
+        else:
+            block |= {f"attn.{name}": shape for name, shape in mixer.items()}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in block.items()}
+    return shapes
+
+
+def shapes(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+@BY_NAME
+def test_round_trip(name: str) -> None:
+    """Both ways around, and the weights are those of flash-linear-attention's modules by name and shape."""
+    model = model_of(name)
+    ours = model.state_dict()
+    content, state = fla.from_ours(model.config, ours)
+    assert shapes(state) == shapes_of(CONTENTS[name])
+    given = {key: value for key, value in CONTENTS[name].items() if key != "attn"}
+    assert {key: content[key] for key in given} == given
+    config, weights = fla.to_ours(content, state)
+    assert config.to_dict() == model.config.to_dict()
+    assert fla.from_ours(config, weights)[0] == content
+    assert weights.keys() == ours.keys() and all(weights[key] is tensor for key, tensor in ours.items())
+
+
+@BY_NAME
+def test_its_own_classes_have_these_weights_and_defaults(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fla.models", reason="flash-linear-attention is not installed")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    monkeypatch.setattr("fla.layers.attn.flash_attn_func", print)  # asked for by the constructor
+    theirs = AutoConfig.for_model(**CONTENTS[name])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(theirs)
+    content, state = fla.from_ours(model_of(name).config, model_of(name).state_dict())
+    assert shapes(model.state_dict()) == shapes(state)
+    assert content["architectures"] == [type(model).__name__]
+    back = AutoConfig.for_model(**content)
+    ignored = ("architectures", "intermediate_size", "initializer_range", "dtype")
+    assert {k: v for k, v in back.to_dict().items() if k not in ignored} == {
+        k: v for k, v in theirs.to_dict().items() if k not in ignored
+    }
+
+
+@pytest.mark.parametrize("model_type", fla.MODEL_TYPES)
+def test_sizes_of_an_empty_config(model_type: str) -> None:
+    """flash-linear-attention's defaults: heads times head size, 2048 to 1536 keys and 2048 to 3072 values."""
+    config, _ = fla.to_ours({"model_type": model_type}, {})
+    sizes = config.num_heads * config.head_dim, config.num_heads * config.head_v_dim
+    assert sizes == ((2048, 2048) if model_type == "delta_net" else (1536, 3072))
+    assert (config.num_hidden_layers, config.allow_neg_eigval) == (
+        24 if model_type == "delta_net" else 21,
+        False,
+    )
+
+
+@pytest.mark.parametrize("key_dim", [49, 96, 107, 128])
+def test_any_ratio_of_head_sizes(key_dim: int) -> None:
+    for value_dim in range(1, 2 * key_dim):
+        size = {"hidden_size": key_dim, "num_heads": 1, "num_hidden_layers": 1, "expand_k": 1.0}
+        content = {"model_type": "delta_net", **size, "expand_v": value_dim / key_dim}
+        config, _ = fla.to_ours(content, {})
+        assert config.head_v_dim == value_dim
+        assert fla.from_ours(config, {})[0]["expand_v"] == pytest.approx(content["expand_v"], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("delta_net", {"use_beta": False}),
+        ("delta_net", {"qk_norm": "sum"}),
+        ("delta_net", {"qk_activation": "elu"}),
+        ("delta_net", {"hidden_act": "powlu"}),
+        ("delta_net", {"attnres_block_size": 2}),
+        ("gated_deltanet", {"num_v_heads": 6}),
+        ("gated_deltanet", {"output_gate_activation": "sigmoid"}),
+        ("hybrid", {"attn": {**FULL, "qkv_bias": True}}),
+        ("hybrid", {"attn": [FULL, {**WINDOW, "num_kv_heads": 4}]}),
+        ("hybrid", {"attn": [WINDOW, {**WINDOW, "layers": [1], "window_size": 6}]}),
+    ],
+)
+def test_settings_that_we_lack_are_named(name: str, setting: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        fla.to_ours({**CONTENTS[name], **setting}, {})
+
+
+@pytest.mark.parametrize("setting", [{"hidden_act": "gelu"}, {"mixer": "package.module:Class"}])
+def test_settings_that_it_lacks_are_named(setting: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        fla.from_ours(DeltaProductConfig(**setting), {})
+
+
+@torch.no_grad()
+def logits(model: DeltaProductForCausalLM) -> Tensor:
+    return model.eval()(torch.arange(40).view(2, 20) * 7 % 320).logits
+
+
+@BY_NAME
+def test_export_and_back(name: str, tokenizer, tmp_path: Path, run_command: Callable) -> None:
+    """By the command, to flash-linear-attention's format and back to ours: the same logits bit for bit."""
+    model, card = model_of(name), CardInfo(name="small", seq_len=77)
+    export_model(model, tokenizer, tmp_path / "ours", card)
+    theirs, back = f"output={tmp_path}/theirs", f"output={tmp_path}/back"
+    assert run_command("fla-export", f"checkpoint={tmp_path}/ours", "format=fla", theirs)[0] == 0
+    assert run_command("fla-export", f"checkpoint={tmp_path}/theirs", "format=hf", back)[0] == 0
+    content = json.loads((tmp_path / "theirs/config.json").read_text())
+    assert content["model_type"] == CONTENTS[name]["model_type"]
+    assert "import fla.models" in (tmp_path / "theirs/README.md").read_text()
+    for folder in ("theirs", "back"):
+        loaded, words = load_model(tmp_path / folder)
+        assert torch.equal(logits(loaded), logits(model)), folder
+        assert trained_length(loaded) == 77
+        assert words("a state").input_ids == tokenizer("a state").input_ids
+        assert loaded.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert (tmp_path / "back/config.json").read_bytes() == (tmp_path / "ours/config.json").read_bytes()
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_foreign_checkpoint_from_the_hub(safe: bool, tokenizer, tmp_path: Path, monkeypatch) -> None:
+    """As flash-linear-attention saves one: several files, or one of torch, in bf16, with an unused weight."""
+    model = model_of("gated_deltanet").bfloat16()
+    repository = tmp_path / "cache/models--user--tiny"
+    folder = repository / "snapshots" / ("1" * 40)
+    folder.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("1" * 40)
+    (folder / "config.json").write_text(json.dumps({**CONTENTS["gated_deltanet"], "torch_dtype": "bfloat16"}))
+    tokenizer.save_pretrained(folder)
+    state = model.state_dict() | {"model.layers.0.attn.D": torch.ones(3)}
+    if safe:
+        save_torch_state_dict(state, folder, max_shard_size="50KB")
+    else:
+        torch.save(state, folder / "pytorch_model.bin")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    loaded = load_weights("user/tiny")
+    assert loaded.dtype == torch.bfloat16 and torch.equal(logits(loaded), logits(model))
+    ours = load_model(convert_export("user/tiny", tmp_path / "ours", "hf"))[0]
+    assert ours.dtype == torch.bfloat16 and torch.equal(logits(ours), logits(model))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda state: state.pop("model.layers.1.attn.g_proj.weight"), "g_proj"),
+        (lambda state: state.update({"model.layers.1.attn.more.weight": torch.ones(2)}), "more"),
+        (lambda state: state.update({"lm_head.weight": torch.ones(2, 2)}), "lm_head"),
+    ],
+)
+def test_weights_that_do_not_fit(damage: Callable, message: str, tmp_path: Path) -> None:
+    state = model_of("gated_deltanet").state_dict()
+    damage(state)
+    (tmp_path / "config.json").write_text(json.dumps(CONTENTS["gated_deltanet"]))
+    save_torch_state_dict(state, tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load_weights(tmp_path)
+
+
+def test_a_run_keeps_the_class_that_it_trained(tmp_path: Path) -> None:
+    """An export of `model=fla/...` is read by that class, unless it is translated."""
+    record = CardInfo(config="model: {source: fla, model_type: gated_deltanet}\n")
+    folder = export_model(model_of("gated_deltanet"), None, tmp_path / "theirs", record, format="fla")
+    ours = load_weights(convert_export(folder, tmp_path / "ours", "hf"))
+    assert isinstance(ours, DeltaProductForCausalLM)
+    try:
+        assert type(load_weights(folder)).__module__.startswith("fla.")
+    except ValueError as refusal:
+        assert "pip install flash-linear-attention" in str(refusal)
+
+
+@pytest.mark.parametrize("words", [["format=gguf", "output=x"], ["format=fla", "hub.repo_id=user/x"]])
+def test_errors_of_the_command(words: list[str], small_model, tmp_path: Path, run_command: Callable) -> None:
+    export_model(small_model, None, tmp_path / "ours", validate=False)
+    code, _, err = run_command("fla-export", f"checkpoint={tmp_path}/ours", *words)
+    assert code == 2 and "format=" in err

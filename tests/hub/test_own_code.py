@@ -1,0 +1,130 @@
+"""An export of our models carries their Python files, and loads by them where this package is missing."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.dynamic_module_utils import get_class_from_dynamic_module, get_imports
+
+import fla_train
+from fla_train.hub import export_model
+from fla_train.hub.checksums import find_export_damage
+from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+
+IDS = torch.arange(20).reshape(2, 10) * 7919 % 320
+SIZE = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
+MODELS = {
+    "delta_net": {},
+    "gated_delta_product": {"num_householder": 3, "use_forget_gate": True, "use_output_gate": True},
+    "hybrid": {
+        "num_householder": 2,
+        "use_forget_gate": True,
+        "layer_types": ["linear_attention", "sliding_attention"],
+        "sliding_window": 4,
+    },
+}
+
+
+def model_of(name: str, num_heads: int = 2, head_dim: int = 16) -> DeltaProductForCausalLM:
+    torch.manual_seed(0)
+    config = DeltaProductConfig(**SIZE, num_heads=num_heads, head_dim=head_dim, **MODELS[name])
+    return DeltaProductForCausalLM(config).eval()
+
+
+def run_bare(folder: Path, *packages: str, **environment: str) -> None:
+    torch.save(IDS, folder / "ids.pt")
+    script = Path(__file__).with_name("bare_environment.py")
+    done = subprocess.run(
+        [sys.executable, script, folder, *packages],
+        cwd=folder,
+        env={**os.environ, "HF_MODULES_CACHE": str(folder.parent / "modules"), **environment},
+        stdin=subprocess.DEVNULL,  # transformers asks there whether code may run
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_exports_load_in_a_bare_environment(tokenizer, tmp_path: Path) -> None:
+    """torch, transformers and what they require: the same logits to the bit, and the same tokens."""
+    folder = tmp_path / "exports"
+    for name in MODELS:
+        export_model(model_of(name), tokenizer, folder / name)
+    run_bare(folder)
+    for name in MODELS:
+        found = torch.load(folder / f"{name}.pt")
+        assert found["module"].startswith(f"transformers_modules.{name}.")
+        assert "trust_remote_code=True" in found["refusal"]
+        model = AutoModelForCausalLM.from_pretrained(folder / name)
+        with torch.no_grad():
+            assert torch.equal(found["logits"], model(IDS).logits)
+        assert torch.equal(found["logits_again"], found["logits"])  # saved and loaded there
+        tokens = model.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=8)
+        assert torch.equal(found["tokens"], tokens)
+
+
+@pytest.mark.long
+def test_triton_kernels_run_in_a_bare_environment(tokenizer, tmp_path: Path) -> None:
+    """On a CPU in Triton's interpreter; heads of 64 channels take the chunk kernels."""
+    model = model_of("hybrid", num_heads=1, head_dim=64)
+    export_model(model, tokenizer, tmp_path / "exports" / "hybrid")
+    names = ("FLA_TRAIN_BACKEND", "FLA_TRAIN_FUSED_OPS")
+    run_bare(tmp_path / "exports", "triton", TRITON_INTERPRET="1", **dict.fromkeys(names, "triton"))
+    found = torch.load(tmp_path / "exports" / "hybrid.pt")
+    with torch.no_grad():
+        torch.testing.assert_close(found["logits"], model(IDS).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def export(tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for module in ("transformers.dynamic_module_utils", "transformers.utils.hub"):
+        monkeypatch.setattr(f"{module}.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    return export_model(model_of("gated_delta_product"), tokenizer, tmp_path / "export")
+
+
+def test_files_are_generated_from_the_package(export: Path) -> None:
+    """What a Hub's user sees: where each file comes from, and imports of torch and transformers only."""
+    files = sorted(export.glob("*.py"))
+    assert {"models_modeling.py", "kernels_delta_product_triton_chunk_fwd.py"} <= {f.name for f in files}
+    for file in files:
+        first, rest = file.read_text().split("\n", 1)
+        assert f"fla_train {fla_train.__version__}" in first and "Apache-2.0" in first
+        source = Path(find_spec(re.search(r"fla_train\.[\w.]+", first)[0]).origin).read_text().splitlines()
+        changed = [line.strip() for line in rest.splitlines() if line not in source]
+        assert all(line.startswith(("from .", "raise ModuleNotFoundError")) for line in changed), file.name
+        assert set(get_imports(file)) <= sys.stdlib_module_names | {"torch", "transformers"}, file.name
+
+
+def test_a_changed_file_is_damage(export: Path) -> None:
+    assert find_export_damage(export) is None
+    with (export / "models_layers.py").open("a") as file:
+        file.write("import this\n")
+    assert "models_layers.py" in find_export_damage(export)
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_the_installed_class_comes_first(trust: bool, export: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(export, trust_remote_code=trust)
+    assert type(model) is DeltaProductForCausalLM
+    model.save_pretrained(tmp_path / "saved")  # which copies no Python files, and so must name none
+    assert "auto_map" not in (tmp_path / "saved" / "config.json").read_text()
+
+
+def test_the_package_and_an_export_work_in_one_process(export: Path) -> None:
+    """Both register operators with torch, under names of their own."""
+    ours = AutoModelForCausalLM.from_pretrained(export)
+    copy = get_class_from_dynamic_module("models_modeling.DeltaProductForCausalLM", export)
+    theirs = copy.from_pretrained(export)
+    assert not isinstance(theirs, DeltaProductForCausalLM)
+    with torch.no_grad():
+        expected = ours(IDS, use_cache=False).logits
+        for model in (ours, theirs):
+            compiled = torch.compile(model, fullgraph=True, backend="eager")
+            assert torch.equal(compiled(IDS, use_cache=False).logits, expected)
