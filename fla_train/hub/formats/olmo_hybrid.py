@@ -143,7 +143,7 @@ def _renamed(
     modules: Mapping[str, Mapping[str, str]],
     embedding: tuple[str, str],
 ) -> dict[str, Tensor]:
-    """`state` with the embedding renamed, and the modules of blocks as `modules` says by the kind of layer."""
+    """`state` with the embedding renamed, and modules of blocks as `modules` says by the kind of layer."""
     renamed = {}
     for name, tensor in state.items():
         parts = name.replace(*(f"model.{word}." for word in embedding)).split(".")
