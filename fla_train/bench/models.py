@@ -14,6 +14,16 @@ def _ours(config: TrainConfig) -> PreTrainedModel:
     return DeltaProductForCausalLM(build_config(config.model))
 
 
+def _transformer(config: TrainConfig) -> PreTrainedModel:
+    """Transformer++ of our family, of as many parameters: the MLP takes up the difference."""
+    ours = build_config(config.model)
+    same = build_config({**config.model, "layer_types": ["full_attention"]})
+    missing = count_parameters(ours).body - count_parameters(same).body
+    width = same.intermediate_size + missing / (3 * same.hidden_size * same.num_hidden_layers)
+    same.intermediate_size = 64 * max(1, round(width / 64))
+    return DeltaProductForCausalLM(same)
+
+
 def _llama(config: TrainConfig) -> PreTrainedModel:
     """transformers' Llama with SDPA, of as many parameters: its MLP takes up the difference."""
     ours = build_config(config.model)
@@ -65,7 +75,12 @@ def _fla(config: TrainConfig) -> PreTrainedModel:
     return getattr(models, f"{kind}ForCausalLM")(getattr(models, f"{kind}Config")(**common))
 
 
-MODELS: dict[str, Callable[[TrainConfig], PreTrainedModel]] = {"ours": _ours, "llama": _llama, "fla": _fla}
+MODELS: dict[str, Callable[[TrainConfig], PreTrainedModel]] = {
+    "ours": _ours,
+    "transformer": _transformer,
+    "llama": _llama,
+    "fla": _fla,
+}
 COMPILED = "-compiled"  # after a model's name: run by torch.compile
 NAMES = [*MODELS, *(f"{name}{COMPILED}" for name in MODELS)]
 

@@ -90,7 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
     fused_ops("--functions", nargs="+", help="some only (default: all)")
 
     train("--steps", type=positive, default=10, help="timed, after as many as needed to warm up")
-    peers = "llama (transformers, SDPA) or fla, of equal parameters; llama-compiled: by torch.compile"
+    peers = "transformer (ours), llama or fla, of equal parameters; llama-compiled: by torch.compile"
     train("--peers", nargs="+", default=[], help=peers)
 
     tune("--head-dim", type=positive, nargs="+", default=[128], help="K")
