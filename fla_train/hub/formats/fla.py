@@ -61,7 +61,12 @@ TYPES = {  # the last one can express any of our models, so the first that fits 
     ),
     "gated_deltanet": ModelType(
         "GatedDeltaNetForCausalLM",
-        {**DEPTH, **HEADS, "use_gate": ("use_output_gate", True)},
+        {
+            **DEPTH,
+            **HEADS,
+            "num_v_heads": ("num_v_heads", None),
+            "use_gate": ("use_output_gate", True),
+        },
         {"num_householder": 1, "use_forget_gate": True},
     ),
     "gated_deltaproduct": ModelType(
@@ -114,8 +119,6 @@ def to_ours(
         for name, (values, ours) in ONLY.items()
         if name in given and given[name] not in values
     ]
-    if given.get("num_v_heads") not in (None, given["num_heads"]):
-        errors.append(f"num_v_heads={given['num_v_heads']} (here as many as num_heads)")
     errors += _attention_errors(specs := _specs(given))
     refuse(errors, f"{LIBRARY}'s {content['model_type']}", "a model of this package")
 
