@@ -146,6 +146,14 @@ def test_outside_imports_of_the_lower_layers(package: str, allowed: set[str]) ->
         assert not outside, f"{path.relative_to(ROOT)} imports {sorted(outside)}"
 
 
+def test_kernels_can_be_imported_without_triton() -> None:
+    """The Python files of an export run where it is missing; Hopper's kernels are not among them."""
+    for path in python_files("kernels"):
+        direct = {name for name in imported(path) if name.split(".")[0] == "triton"}
+        if path.name != "optional_triton.py" and "hopper" not in path.parts:
+            assert not direct, f"{path.relative_to(ROOT)}: import tl and triton from kernels.optional_triton"
+
+
 def test_wheel_claims_only_fla_train(tmp_path: Path) -> None:
     # A copy, so that setuptools' build folder does not land in the checkout.
     source = tmp_path / "source"

@@ -5,6 +5,7 @@
     fla-bench kernels                                         # the shapes of docs/dev/kernels.md on a GPU
     fla-bench kernels --batch 2 --tokens 1024 --heads 4 --head-dim 64 --num-householder 1 2 --peers
     fla-bench decode --heads 512 2048 --num-householder 1 2          # one token, beside a copy of the states
+    fla-bench decode --model gated_delta_product/340m --peers llama-compiled fla   # generate, by context
     fla-bench fused_ops --peers                               # convolution, norms, SwiGLU, gates, loss
     fla-bench attention --tokens 2048 8192 32768              # windows and packed documents by length
     fla-bench tune --head-dim 128 --num-householder 1 2              # launch options for this GPU, to a file
@@ -93,6 +94,8 @@ def _decode(request: argparse.Namespace) -> dict:
     from fla_train.bench.decode import HEADER, bench_decode
 
     device, dtype = _place(request)
+    if request.model is not None:
+        return _generation(request, device, dtype)
     state_dtype, value_dim = DTYPES[request.state_dtype], request.value_dim or request.head_dim
     print(f"{_name(dtype)}, gate, L2 norm inside; {_machine(device)}\n")
     rows = (
@@ -101,6 +104,26 @@ def _decode(request: argparse.Namespace) -> dict:
         for num_householder in request.num_householder
     )
     return _content(request, device) | {"rows": _print_rows(HEADER, rows)}
+
+
+def _generation(request: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> dict:
+    from fla_train.bench.generation import HEADER, bench_generation
+
+    names, config = _model_names(["ours", *request.peers]), _train_config([f"model={request.model}"])
+    print(f"{request.model}, {_name(dtype)}; {_machine(device)}\n")
+    options = {"tokens": request.new_tokens, "dtype": dtype, "device": device}
+    rows = bench_generation(names, config, request.batch, request.contexts, **options)
+    return _content(request, device) | {"rows": _print_rows(HEADER, (({}, row) for row in rows))}
+
+
+def _model_names(names: Sequence[str]) -> Sequence[str]:
+    from fla_train.bench.models import NAMES
+
+    if unknown := [name for name in names if name not in NAMES]:
+        raise ValueError(
+            f"--peers {' '.join(unknown)}: choose from {', '.join(sorted(set(NAMES) - {'ours'}))}"
+        )
+    return names
 
 
 def _fused_ops(request: argparse.Namespace) -> dict:
@@ -149,20 +172,16 @@ def _attention(request: argparse.Namespace) -> dict:
 
 
 def _train(request: argparse.Namespace) -> dict:
-    from fla_train.bench.models import NAMES
     from fla_train.bench.training import bench_models, markdown
     from fla_train.training.config import resolve_device
 
-    if unknown := [name for name in request.peers if name not in NAMES]:
-        raise ValueError(
-            f"--peers {' '.join(unknown)}: choose from {', '.join(sorted(set(NAMES) - {'ours'}))}"
-        )
+    names = _model_names(["ours", *request.peers])
     config = _train_config(request.overrides)
     device = torch.device(resolve_device(config))
     ceilings = _ceilings(request, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     print(f"{_machine(device)}\n")
     rows = []
-    for row in bench_models(config, ["ours", *request.peers], ceilings, steps=request.steps):
+    for row in bench_models(config, names, ceilings, steps=request.steps):
         print(markdown(row), flush=True)
         rows.append(asdict(row))
     return _content(request, device, ceilings) | {"rows": rows}

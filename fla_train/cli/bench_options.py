@@ -26,7 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
         return commands.add_parser(name, help=about).add_argument
 
     kernels = command("kernels", "the operator's backends and peers")
-    decode = command("decode", "the operator's step of one token")
+    decode = command("decode", "generation by whole models, or the operator's step of one token")
     fused_ops = command("fused_ops", "convolution, norms, SwiGLU, gates, cross-entropy")
     attention = command("attention", "softmax attention, windows and packed documents against the length")
     train = command("train", "optimizer steps on random tokens, with their parts")
@@ -75,6 +75,13 @@ def build_parser() -> argparse.ArgumentParser:
 
     decode("--heads", type=positive, nargs="+", default=[256, 512, 2048, 8192], help="B x H")
     decode("--state-dtype", choices=("fp32", "bf16"), default="fp32")
+
+    decode("--model", help="time generation by this model, as gated_delta_product/340m, not the operator")
+    decode("--batch", type=positive, nargs="+", default=[1, 64], help="sequences")
+    contexts = [2048, 8192, 32768, 131072]
+    decode("--contexts", type=positive, nargs="+", default=contexts, help="tokens of the prompts")
+    decode("--new-tokens", type=positive, default=64, help="timed after the first")
+    decode("--peers", nargs="+", default=[], help="llama, llama-compiled (static cache), fla")
 
     lengths = [2048, 4096, 8192, 16384, 32768]
     attention("--tokens", type=positive, nargs="+", default=lengths, help="T of one row")

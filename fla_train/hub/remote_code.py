@@ -64,6 +64,7 @@ def _rewritten(module: str) -> tuple[str, list[str]]:
             continue
         line, old = lines[node.lineno - 1], f"from {node.module} import"
         if node.module.startswith(LEFT_OUT):
+            assert node.end_lineno == node.lineno, f"{module}: write the import of {node.module} in one line"
             lines[node.lineno - 1] = line.replace(line.strip(), f'raise ModuleNotFoundError("{node.module}")')
             continue
         needed.append(node.module)

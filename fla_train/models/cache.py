@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer, StaticLayer
 
 from fla_train.models.configuration import DeltaProductConfig
 
@@ -29,6 +29,33 @@ class CountingLayer(LinearAttentionLayer):
     def reset(self) -> None:
         super().reset()
         self.cumulative_length.zero_()
+
+
+class WindowLayer(StaticLayer):
+    """The keys and values of the last tokens, the newest last, in tensors that keep their address.
+
+    transformers' `StaticSlidingWindowLayer` counts its tokens on the host, which a CUDA graph cannot do.
+
+    Args:
+        max_cache_len: number of tokens; before the first there are places for tokens below position 0.
+    """
+
+    is_sliding = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        """Take in [B, H, T, D] new keys and values; return those held, [B, H, max_cache_len, D]."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        for held, new in ((self.keys, key_states), (self.values, value_states)):
+            held.copy_(torch.cat([held, new], dim=2)[:, :, -self.max_cache_len :])
+        self.cumulative_length.add_(key_states.shape[2])
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, Tensor]:
+        """Number of places, and the position of the first after the next `query_length` tokens."""
+        return self.max_cache_len, self.cumulative_length + query_length - self.max_cache_len
 
 
 CacheLayerMixin.register(CountingLayer)  # `Cache.get_seq_length` asks layers of this class only

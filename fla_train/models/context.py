@@ -62,7 +62,7 @@ class SequenceContext(MovableTensors):
             found = masks(config, tokens, attention_mask, cache)
         visible = {
             kind: _visible_keys(config, kind, tokens, cache, found, documents, cu_seqlens)
-            for kind in _attention_kinds(config)
+            for kind in attention_kinds(config)
         }
         if longest is not None:
             visible = {kind: replace(keys, longest=longest) for kind, keys in visible.items()}
@@ -148,7 +148,7 @@ def masks(
         ValueError: for a mask of another shape.
     """
     batch, length = tokens.shape[:2]
-    kinds = _attention_kinds(config)
+    kinds = attention_kinds(config)
     found: Masks = dict.fromkeys(["padding_mask", *kinds])
     if attention_mask is None:
         return found
@@ -171,7 +171,7 @@ def masks(
     return found
 
 
-def _attention_kinds(config: DeltaProductConfig) -> dict[str, int]:
+def attention_kinds(config: DeltaProductConfig) -> dict[str, int]:
     """The first layer of each kind of attention layers."""
     return {
         kind: config.layer_types.index(kind) for kind in sorted({*config.layer_types} - {"linear_attention"})
@@ -191,7 +191,7 @@ def _visible_keys(
     (batch, length), device = tokens.shape[:2], tokens.device
     seen, keys, first = 0, length, 0
     if cache is not None:
-        layer = cache.layers[_attention_kinds(config)[kind]]
+        layer = cache.layers[attention_kinds(config)[kind]]
         seen, (keys, first) = layer.get_seq_length(), layer.get_mask_sizes(length)
         seen = seen.to(device) if isinstance(seen, Tensor) else seen
     position, bounds, starts = torch.arange(length, device=device), None, None
@@ -206,7 +206,7 @@ def _visible_keys(
         starts = cu_seqlens[documents].tolist()
     return VisibleKeys(
         queries=position + seen,
-        keys=torch.arange(first, first + keys, device=device),
+        keys=torch.arange(keys, device=device) + first,
         window=config.sliding_window if kind == "sliding_attention" else None,
         query_documents=query_documents,
         key_documents=key_documents,

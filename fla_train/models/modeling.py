@@ -13,10 +13,14 @@ from transformers import (
     AutoModelForTokenClassification,
     GenerationConfig,
     GenerationMixin,
+    LogitsProcessorList,
     PreTrainedModel,
+    StoppingCriteriaList,
 )
 from transformers import initialization as init
 from transformers.cache_utils import Cache
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -30,6 +34,7 @@ from fla_train.models.auto import register_models
 from fla_train.models.cache import cache_for, count_tokens
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import Masks, SequenceContext, document_bounds, masks
+from fla_train.models.decoding import PREFILL_TOKENS, generate_tokens, takes_loop
 from fla_train.models.layers import GatedMLP, RMSNorm, ShortConvolution, is_plain
 from fla_train.models.loss import IGNORE, linear_cross_entropy, next_tokens, token_losses
 from fla_train.models.mixers.registry import build_mixer, linear_mixer, takes_cache
@@ -357,6 +362,40 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
             return
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *rest)
         cache_for(model_kwargs.get("past_key_values"), self.config, False, self.device)
+
+    def _prefill(
+        self,
+        input_ids: Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, object],
+        *rest: object,
+        **options: object,
+    ) -> CausalLMOutputWithPast:
+        """As transformers'; a long prompt in chunks, unless outputs of all its positions are asked for."""
+        chunk = max(1, PREFILL_TOKENS // len(input_ids))
+        wanted = generation_config.output_attentions or generation_config.output_hidden_states
+        if model_kwargs.get("past_key_values") is not None and input_ids.shape[1] > chunk and not wanted:
+            generation_config.prefill_chunk_size = generation_config.prefill_chunk_size or chunk
+        return super()._prefill(input_ids, generation_config, model_kwargs, *rest, **options)
+
+    def _sample(
+        self,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: BaseStreamer | None = None,
+        **model_kwargs: object,
+    ) -> GenerateDecoderOnlyOutput | Tensor:
+        """Greedy search and sampling, by `decoding` where it can."""
+        arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
+        if synced_gpus or not takes_loop(self, generation_config, stopping_criteria, model_kwargs):
+            return super()._sample(*arguments, synced_gpus, streamer, **model_kwargs)
+        sequences, cache = generate_tokens(self, *arguments, streamer, model_kwargs)
+        if not generation_config.return_dict_in_generate:
+            return sequences
+        return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache)
 
     @staticmethod
     def create_masks_for_generate(

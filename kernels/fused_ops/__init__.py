@@ -11,12 +11,15 @@ from fla_train.kernels.fused_ops.rms_norm import add_rms_norm, rms_norm
 from fla_train.kernels.fused_ops.rotary import rotary
 from fla_train.kernels.fused_ops.short_conv import short_convolution
 from fla_train.kernels.fused_ops.swiglu import swiglu_linear
+from fla_train.kernels.fused_ops.token_step import linear_step, mixer_step
 
 __all__ = [
     "BACKENDS",
     "IGNORE",
     "add_rms_norm",
     "consume_logits",
+    "linear_step",
+    "mixer_step",
     "recurrence_gates",
     "resolve_backend",
     "rms_norm",

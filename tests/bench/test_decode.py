@@ -41,3 +41,27 @@ def test_the_command(tmp_path, capsys):
     assert [(row["heads"], row["num_householder"]) for row in rows] == [(2, 1), (2, 3), (4, 1), (4, 3)]
     with pytest.raises(SystemExit, match="2"):
         bench.run(["decode", "--heads", "0"])
+
+
+def test_generation_beside_a_peer(tmp_path, capsys):
+    file = tmp_path / "generation.json"
+    sizes = [
+        "--model",
+        "gated_delta_product/tiny",
+        "--batch",
+        "1",
+        "3",
+        "--contexts",
+        "16",
+        "--new-tokens",
+        "2",
+    ]
+    bench.run(["decode", *sizes, "--peers", "llama", "--json", str(file)])
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["model"], row["batch"]) for row in rows] == [
+        *(("ours", 1), ("ours", 3)),
+        *(("llama", 1), ("llama", 3)),
+    ]
+    assert all(row["milliseconds"] > 0 for row in rows)
+    with pytest.raises(ValueError, match="gpt"):
+        bench.run(["decode", *sizes, "--peers", "gpt"])

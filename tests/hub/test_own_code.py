@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module, get_imports
 
 import fla_train
@@ -117,14 +117,37 @@ def test_the_installed_class_comes_first(trust: bool, export: Path, tmp_path: Pa
     assert "auto_map" not in (tmp_path / "saved" / "config.json").read_text()
 
 
+def by_its_own_code(folder: Path) -> PreTrainedModel:
+    """As transformers loads it where this package is not imported."""
+    copy = get_class_from_dynamic_module("models_modeling.DeltaProductForCausalLM", folder)
+    return copy.from_pretrained(folder)
+
+
 def test_the_package_and_an_export_work_in_one_process(export: Path) -> None:
     """Both register operators with torch, under names of their own."""
-    ours = AutoModelForCausalLM.from_pretrained(export)
-    copy = get_class_from_dynamic_module("models_modeling.DeltaProductForCausalLM", export)
-    theirs = copy.from_pretrained(export)
+    ours, theirs = AutoModelForCausalLM.from_pretrained(export), by_its_own_code(export)
     assert not isinstance(theirs, DeltaProductForCausalLM)
     with torch.no_grad():
         expected = ours(IDS, use_cache=False).logits
         for model in (ours, theirs):
             compiled = torch.compile(model, fullgraph=True, backend="eager")
             assert torch.equal(compiled(IDS, use_cache=False).logits, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [16, 128])  # for which Hopper kernels run in the package, and not here
+def test_an_export_runs_its_triton_kernels_on_a_gpu(head_dim: int, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model = model_of("gated_delta_product", head_dim=head_dim).to("cuda", torch.bfloat16)
+    copy = by_its_own_code(export_model(model, None, tmp_path / "export", dtype=torch.bfloat16)).to("cuda")
+    ids = IDS.repeat(1, 20).to("cuda")
+    losses = [m.train()(ids, labels=ids).loss for m in (model, copy)]
+    torch.testing.assert_close(*losses, rtol=1e-2, atol=0)
+    for loss in losses:
+        loss.backward()
+    expected, found = (m.get_parameter("model.layers.0.attn.k_proj.weight").grad for m in (model, copy))
+    assert (expected - found).norm() <= 3e-2 * expected.norm()
+    tokens = copy.eval().generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8)
+    assert tokens.shape == (2, ids.shape[1] + 8)
+    kernels = {module for module in sys.modules if module.startswith("transformers_modules.export")}
+    assert any(name.endswith("triton_chunk_fwd") for name in kernels)

@@ -1,0 +1,397 @@
+"""Fast decoding for `model.generate`: one CUDA graph runs a step of one token and chooses the next.
+
+`generate` comes here for greedy search and sampling (`takes_loop` says when). After transformers' own prefill
+a `Decoder` holds the states at fixed addresses. Its step feeds the newest token, makes the logits, chooses
+the next token and marks finished sequences, all on the device: the host only launches a graph per token.
+Without a GPU the same step runs without a graph.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StaticCache,
+    StoppingCriteriaList,
+)
+from transformers.cache_utils import Cache, LinearAttentionLayer
+from transformers.generation import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from fla_train.kernels.delta_product import resolve_backend as resolve_operator
+from fla_train.kernels.fused_ops import linear_step, mixer_step, resolve_backend
+from fla_train.kernels.fused_ops.short_conv import MAX_TAPS
+from fla_train.kernels.fused_ops.token_step import MAX_HEAD
+from fla_train.kernels.sizes import ceil_div, next_power_of_2
+from fla_train.models.cache import CountingLayer, WindowLayer, cache_for, count_tokens
+from fla_train.models.context import Masks, SequenceContext, attention_kinds
+from fla_train.models.layers import RMSNorm, is_plain
+from fla_train.models.mixers.delta_product import DeltaProductMixer
+
+PREFILL_TOKENS = (
+    16384  # of all sequences in one pass over a prompt, unless `prefill_chunk_size` says otherwise
+)
+CHECK_EVERY = 16  # steps between two looks of the host at whether all sequences have finished
+PURE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)  # read the scores only
+PLACES = 1024  # unit of sizes, so that calls share a graph
+DECODERS: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, "Decoder"]] = (
+    WeakKeyDictionary()
+)  # latest, on a GPU
+
+
+def takes_loop(
+    model: PreTrainedModel,
+    generation_config: GenerationConfig,
+    stopping_criteria: StoppingCriteriaList,
+    model_kwargs: dict[str, Any],
+) -> bool:
+    """Whether `generate_tokens` can replace transformers' loop: it needs a new or given plain `DynamicCache`.
+
+    Everything else, among it scores that are to be returned, adapters, hooks and weights spread over
+    devices, keeps transformers' loop.
+    """
+    cache, wanted = model_kwargs.get("past_key_values"), generation_config
+    outputs = (
+        wanted.output_scores,
+        wanted.output_logits,
+        wanted.output_attentions,
+        wanted.output_hidden_states,
+    )
+    mask = model_kwargs.get("attention_mask")
+    return (
+        type(cache) is DynamicCache
+        and not cache.offloading
+        and not (wanted.return_dict_in_generate and any(outputs))
+        and not (wanted.is_assistant or torch.is_autocast_enabled(model.device.type))
+        and stopping_criteria.max_length is not None
+        and _is_plain_model(model)
+        and (mask is None or not model.config.attention_layers or _is_left_padded(mask))
+    )
+
+
+def _is_plain_model(model: PreTrainedModel) -> bool:
+    """Whether a step is what the modules' own code says, on one device, and stays it."""
+    if model.config.mixer is not None or hasattr(model, "peft_config"):
+        return False
+    if any(hasattr(p, "device_mesh") or p.device != model.device for p in model.parameters()):
+        return False
+    hooked = (m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules())
+    linear = (m for m in model.modules() if isinstance(m, nn.Linear))
+    return not any(hooked) and all(map(is_plain, linear))
+
+
+def _is_left_padded(mask: Tensor) -> bool:
+    return bool((mask.bool().diff(dim=1).sum(1) + (mask[:, 0] != 0) <= 1).all())
+
+
+def generate_tokens(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    streamer: BaseStreamer | None,
+    model_kwargs: dict[str, Any],
+) -> tuple[Tensor, DynamicCache]:
+    """What `GenerationMixin._sample` does with these arguments: prompt and new tokens [B, T], and the cache.
+
+    Sequences that have finished get `pad_token_id`. The host looks every `CHECK_EVERY` steps whether all
+    have finished, and at each step if it needs the tokens.
+    """
+    mask, cache = model_kwargs.get("attention_mask"), model_kwargs["past_key_values"]
+    returned = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
+    logits = model._prefill(input_ids, generation_config, model_kwargs).logits[:, -1]
+    known, limit, made = input_ids.shape[1], stopping_criteria.max_length, 1
+    criteria = [x for x in stopping_criteria if not isinstance(x, EosTokenCriteria | MaxLengthCriteria)]
+    ends = [x.eos_token_id.tolist() for x in stopping_criteria if isinstance(x, EosTokenCriteria)]
+    pad = generation_config._pad_token_tensor
+    choice = Choice(
+        tuple(logits_processor),
+        generation_config.do_sample,
+        tuple(token for each in ends for token in each),
+        0 if pad is None else int(pad),
+    )
+    decoder = _decoder(model, cache, len(logits), limit - known, mask, choice)
+    ids = input_ids.to(model.device)
+    every = 1 if returned or criteria or streamer is not None else CHECK_EVERY
+
+    def so_far() -> Tensor:
+        return torch.cat([ids, decoder.made[:, :made]], dim=1)
+
+    decoder.choose(choice.scores(logits, ids))
+    while True:
+        if streamer is not None:
+            streamer.put(decoder.token[:, 0].cpu())
+        for criterion in criteria:
+            decoder.unfinished &= ~criterion(so_far(), None)
+        finishing = (ends or criteria) and made % every == 0
+        if known + made >= limit or (finishing and not decoder.unfinished.any()):
+            break
+        decoder.advance(model, None if choice.pure else so_far())
+        made += 1
+    if streamer is not None:
+        streamer.end()
+    if returned:
+        decoder.unload(cache, made - 1)
+    return torch.cat([ids, decoder.made[:, : int(decoder.count)]], dim=1).to(input_ids.device), cache
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a token is chosen from logits."""
+
+    processors: tuple[LogitsProcessor, ...]
+    do_sample: bool  # draw from softmax(scores) instead of taking the largest
+    ends: tuple[int, ...]  # tokens that finish a sequence
+    pad: int  # what finished sequences get
+
+    @property
+    def pure(self) -> bool:
+        """Whether the scores depend on the logits only, so that the choice can belong to a graph."""
+        return all(type(x) in PURE for x in self.processors)
+
+    @property
+    def key(self) -> Hashable:
+        """What a graph depends on."""
+        settings = tuple((type(x), *sorted(vars(x).items())) for x in self.processors)
+        return (settings, self.do_sample, self.ends, self.pad) if self.pure else None
+
+    def scores(self, logits: Tensor, ids: Tensor | None) -> Tensor:
+        """fp32 [B, vocabulary] from logits, after the tokens `ids`."""
+        scores = logits.to(torch.float32, copy=True)
+        for processor in self.processors:
+            scores = processor(ids, scores)
+        return scores
+
+
+def _decoder(
+    model: PreTrainedModel,
+    cache: DynamicCache,
+    batch: int,
+    new_tokens: int,
+    mask: Tensor | None,
+    choice: Choice,
+) -> "Decoder":
+    """A decoder with the states of `cache`; on a GPU that of the call before, if its graph fits."""
+    seen = cache.get_seq_length() if model.config.attention_layers else 0
+    places = PLACES * ceil_div(seen + new_tokens, PLACES) if model.config.attention_layers else 1
+    size = max(PLACES, next_power_of_2(new_tokens + 1))
+    if model.device.type != "cuda":
+        decoder = Decoder(model, batch, size, places, choice)
+        decoder.load(cache, mask)
+        return decoder
+    config = model.config
+    settings = config.backend, config._attn_implementation, torch.is_inference_mode_enabled()
+    weights = tuple((p.data_ptr(), p.dtype) for p in model.parameters())
+    key = (batch, size, places, choice.key, settings, weights)
+    found, decoder = DECODERS.pop(model, (None, None))
+    if found != key:
+        del decoder  # its memory serves the next
+        decoder = Decoder(model, batch, size, places, choice)
+        decoder.load(cache, mask)
+        decoder.record(model)
+    decoder.choice = choice
+    decoder.load(cache, mask)
+    DECODERS[model] = key, decoder
+    return decoder
+
+
+class Decoder:
+    """Steps of one token for B sequences, each one CUDA graph on a GPU.
+
+    Args:
+        batch: B.
+        new_tokens: how many it can note.
+        places: for tokens of a sequence in layers of full attention.
+        choice: how a token is chosen.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, batch: int, new_tokens: int, places: int, choice: Choice
+    ) -> None:
+        config, device = model.config, model.device
+        self.cache = cache_for(StaticCache(config=config, max_cache_len=places), config, True, device)
+        for index, kind in enumerate(config.layer_types):
+            if kind == "sliding_attention":
+                self.cache.layers[index] = WindowLayer(config.sliding_window)
+        self.kinds = attention_kinds(config)
+        self.choice = choice
+        self.ends = torch.tensor(choice.ends, dtype=torch.long, device=device)
+        self.token = torch.zeros(batch, 1, dtype=torch.long, device=device)  # the newest of each sequence
+        self.made = torch.zeros(batch, new_tokens, dtype=torch.long, device=device)
+        self.count = torch.zeros(1, dtype=torch.long, device=device)  # columns of `made` that are tokens
+        self.unfinished = torch.ones(batch, dtype=torch.bool, device=device)
+        self.padding = torch.zeros(batch, dtype=torch.long, device=device)  # places before the first token
+        self.logits: Tensor | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def load(self, cache: DynamicCache, mask: Tensor | None) -> None:
+        """Begin new sequences with the states of a cache, whose prompts are padded on the left by `mask`."""
+        for own, layer in zip(self.cache.layers, cache.layers, strict=True):
+            if isinstance(layer, LinearAttentionLayer):
+                _copy_states(layer, own)
+            else:
+                own.reset()
+                own.update(layer.keys, layer.values)
+                own.cumulative_length.fill_(layer.get_seq_length())
+        if mask is not None:
+            self.padding.copy_((mask == 0).cumprod(1).sum(1))
+        else:
+            self.padding.zero_()
+        self.count.zero_()
+        self.unfinished.fill_(True)
+
+    def unload(self, cache: DynamicCache, steps: int) -> None:
+        """Add the last `steps` tokens to the cache that was loaded."""
+        for own, layer in zip(self.cache.layers, cache.layers, strict=True):
+            if isinstance(layer, LinearAttentionLayer):
+                _copy_states(own, layer)
+            elif steps:
+                total = layer.get_seq_length() + steps
+                end = min(total, own.max_cache_len)
+                new = slice(max(end - steps, 0), end)
+                layer.update(own.keys[:, :, new], own.values[:, :, new])
+                layer.cumulative_length = total  # of a window shorter than `steps`
+
+    def record(self, model: PreTrainedModel) -> None:
+        """Make the step a CUDA graph. It changes the states and leaves the random numbers as they were."""
+        generator = torch.cuda.get_rng_state(self.token.device)
+        current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            self.step(model)  # compiles and tunes
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            self.step(model)
+        current.wait_stream(stream)
+        torch.cuda.set_rng_state(generator, self.token.device)
+        self.graph = graph
+
+    def advance(self, model: PreTrainedModel, ids: Tensor | None) -> None:
+        """Feed the newest token of each sequence and choose the next.
+
+        Args:
+            ids: all tokens [B, T]; None if the choice is pure.
+        """
+        if self.graph is None:
+            self.step(model)
+        else:
+            self.graph.replay()
+        if not self.choice.pure:
+            self.choose(self.choice.scores(self.logits, ids))
+
+    def step(self, model: PreTrainedModel) -> None:
+        """What a graph records: the logits after the newest token and, where it can be, the choice."""
+        masks: Masks = {"padding_mask": None}
+        for kind, layer in self.kinds.items():
+            keys, first = self.cache.layers[layer].get_mask_sizes(1)
+            places = torch.arange(keys, device=self.token.device) + first
+            masks[kind] = places >= self.padding[:, None]
+            masks["padding_mask"] = torch.ones_like(self.token, dtype=torch.bool)
+        if takes_fused_step(model):
+            self.logits = fused_step(model, self.token, masks, self.cache)
+        else:
+            outputs = model(self.token, masks, past_key_values=self.cache, use_cache=True, return_dict=True)
+            self.logits = outputs.logits[:, -1]
+        if self.choice.pure:
+            self.choose(self.choice.scores(self.logits, None))
+
+    def choose(self, scores: Tensor) -> None:
+        """Choose the next token of each sequence from scores [B, vocabulary] and note it."""
+        if self.choice.do_sample:  # the draw of `torch.multinomial`, which would wait for the device
+            probabilities = scores.softmax(-1)
+            scores = probabilities / torch.empty_like(probabilities).exponential_()
+        token = scores.argmax(-1).masked_fill(~self.unfinished, self.choice.pad)
+        self.token.copy_(token[:, None])
+        self.made.index_copy_(1, self.count, self.token)
+        self.count += self.unfinished.any()
+        self.unfinished &= ~(token[:, None] == self.ends).any(1)
+
+
+def _copy_states(source: LinearAttentionLayer, target: LinearAttentionLayer) -> None:
+    for i in range(source.number_of_states):
+        if source.is_conv_states_initialized[i]:
+            target.update_conv_state(source.conv_states[i], i)
+        if source.is_recurrent_states_initialized[i]:
+            target.update_recurrent_state(source.recurrent_states[i], i)
+    if isinstance(source, CountingLayer):
+        target.cumulative_length.copy_(source.cumulative_length)
+
+
+def takes_fused_step(model: PreTrainedModel) -> bool:
+    """Whether the kernels of `fused_step` can run the model's linear layers."""
+    config, weights = model.config, [p for p in model.parameters() if p.dim() == 2]
+    return (
+        resolve_operator(config.backend, model.device) == "triton"
+        and resolve_backend("auto", weights[0]) == "triton"
+        and config.hidden_act == "silu"
+        and (not config.use_short_conv or 1 < config.conv_size <= MAX_TAPS)
+        and max(config.head_dim, config.head_v_dim) <= MAX_HEAD
+        and len({p.dtype for p in weights}) == 1
+    )
+
+
+def fused_step(model: PreTrainedModel, token: Tensor, masks: Masks, cache: Cache) -> Tensor:
+    """Logits [B, vocabulary] after one more token [B, 1], by five kernels for each linear layer."""
+    config, backbone = model.config, model.model
+    x, update = backbone.embeddings(token)[:, 0], None  # [B, D]: the residual stream is x + update
+    context = None
+    if config.attention_layers:
+        context = SequenceContext.build(config, x[:, None], masks, None, cache)
+
+    def normed(norm: RMSNorm, *layers: nn.Linear, swiglu: bool = False) -> tuple[Tensor, Tensor]:
+        addends = (x, None) if update is None else (update, x)
+        weights = [layer.weight for layer in layers]
+        return linear_step(
+            addends[0], *weights, residual=addends[1], norm=norm.weight, eps=norm.eps, swiglu=swiglu
+        )
+
+    for layer, block in zip(cache.layers, backbone.layers, strict=True):
+        if not isinstance(layer, LinearAttentionLayer):
+            pair = (y if y is None else y[:, None] for y in (x, update))
+            x, update = (y[:, 0] for y in block(*pair, context, cache=cache))
+            continue
+        projections = {name: getattr(block.attn, f"{name}_proj", None) for name in "qkvbag"}
+        y, x = normed(block.attn_norm, *filter(None, projections.values()))
+        update, _ = linear_step(_mix(block.attn, y, layer), block.attn.o_proj.weight)
+        y, x = normed(block.mlp_norm, block.mlp.gate_proj, block.mlp.up_proj, swiglu=True)
+        update, _ = linear_step(y, block.mlp.down_proj.weight)
+    count_tokens(cache, 1)
+    return normed(backbone.norm, model.lm_head)[0]
+
+
+def _mix(mixer: DeltaProductMixer, y: Tensor, layer: LinearAttentionLayer) -> Tensor:
+    """What `mixer.o_proj` takes, from the other projections side by side [B, rows]."""
+    columns, end = {}, 0
+    for name in "qkvbag":
+        if (projection := getattr(mixer, f"{name}_proj", None)) is not None:
+            columns[name], end = end, end + projection.out_features
+    convolved = mixer.config.use_short_conv
+    return mixer_step(
+        y,
+        columns,
+        [getattr(mixer, f"{name}_conv1d").weight if convolved else None for name in "qkv"],
+        [layer.conv_states[i] if convolved else None for i in range(3)],
+        getattr(mixer, "A_log", None),
+        getattr(mixer, "dt_bias", None),
+        mixer.o_norm.weight,
+        layer.recurrent_states[0],
+        num_householder=mixer.config.num_householder,
+        beta_max=mixer.beta_max,
+        eps=mixer.o_norm.eps,
+    )

@@ -1,0 +1,286 @@
+"""Fused ops of a decoding step, Triton only: linear layers of one token, and the linear mixer between them.
+
+A step of one token reads every weight once and does little else, so that its time is the memory's plus some
+microseconds per kernel. `linear_step` runs several linear layers on the same tokens in one kernel, with the
+residual addition and RMSNorm before them or SwiGLU after them. `mixer_step` is all between the projections of
+a linear layer: convolutions, gates, recurrence, gated output norm. It updates the states where they are.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fla_train.kernels.cached_launch import run_kernel
+from fla_train.kernels.delta_product.recurrent import L2NORM_EPS
+from fla_train.kernels.fused_ops.gates import softplus
+from fla_train.kernels.optional_triton import tl, triton
+from fla_train.kernels.sizes import ceil_div, next_power_of_2
+
+MAX_WEIGHTS = 6  # of `linear_step`
+MAX_HEAD = 256  # channels of a key or value head of `mixer_step`
+MAX_TOKENS = 64  # per program of `linear_step`
+
+
+def linear_step(
+    x: Tensor,
+    *weights: Tensor,
+    residual: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    swiglu: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The outputs of linear layers on rmsnorm(x + residual), side by side.
+
+    Args:
+        x: one token of each of B sequences, [B, D], contiguous; `residual` has its shape.
+        weights: [rows, D] each, contiguous, in the dtype of `x`; at most six.
+        norm: weight of the RMSNorm [D]; None: no norm.
+        swiglu: silu(x weights[0]^T) * (x weights[1]^T) instead; both have as many rows.
+
+    Returns:
+        y [B, sum of rows] and x + residual [B, D] (x without a residual).
+    """
+    (tokens, size), rows = x.shape, [len(weight) for weight in weights]
+    if swiglu:
+        rows = rows[:1]
+    y, total = x.new_empty(tokens, sum(rows)), x if residual is None else torch.empty_like(x)
+    block_tokens, block_rows, block, warps = tile(tokens, sum(rows), size)
+    unused = MAX_WEIGHTS - len(weights)
+    pointers = {f"w{i}": weight for i, weight in enumerate((*weights, *weights[:1] * unused))}
+    sizes = {f"R{i}": n for i, n in enumerate((*rows, *[0] * (MAX_WEIGHTS - len(rows))))}
+    programs = sum(ceil_div(n, block_rows) for n in rows)
+    with torch.cuda.device_of(x):
+        run_kernel(
+            linear_step_kernel, (programs, ceil_div(tokens, block_tokens)),
+            x=x, residual=residual, norm=norm, total=total, y=y, M=tokens, eps=eps, **pointers, **sizes,
+            D=size, ROWS=sum(rows), BM=block_tokens, BR=block_rows, BD=block, SWIGLU=swiglu,
+            num_warps=warps, num_stages=4,
+        )  # fmt: skip
+    return y, total
+
+
+def mixer_step(
+    y: Tensor,
+    columns: Mapping[str, int],
+    weights: Sequence[Tensor | None],
+    conv_states: Sequence[Tensor | None],
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    norm: Tensor,
+    state: Tensor,
+    *,
+    num_householder: int,
+    beta_max: float,
+    eps: float,
+) -> Tensor:
+    """From the projections of one token to what the output projection takes; the states are updated in place.
+
+    Args:
+        y: [B, rows], the projections side by side.
+        columns: where each begins: q, k, v, b, and a with a forget gate, g with an output gate.
+        weights: [channels, 1, W] of the convolutions of q, k and v, W <= 4; None: no convolutions.
+        conv_states: their last inputs, [B, channels, W-1].
+        A_log, dt_bias: [H], or None without a forget gate.
+        norm: weight of the output norm [V].
+        state: [B, H, K, V].
+
+    Returns:
+        [B, H V] in the dtype of `y`.
+    """
+    batch, heads, key_dim, value_dim = state.shape
+    o = y.new_empty(batch, heads * value_dim)
+    key_tile, value_tile = next_power_of_2(key_dim), next_power_of_2(value_dim)
+    starts = {f"C{name.upper()}": columns.get(name, -1) for name in "qkvbag"}
+    with torch.cuda.device_of(y):
+        run_kernel(
+            mixer_step_kernel, (batch * heads,),
+            y=y, wq=weights[0], wk=weights[1], wv=weights[2],
+            sq=conv_states[0], sk=conv_states[1], sv=conv_states[2],
+            A_log=A_log, dt_bias=dt_bias, norm=norm, state=state, o=o,
+            beta_max=float(beta_max), scale=key_dim**-0.5, l2_eps=L2NORM_EPS, eps=eps,
+            **starts, ROWS=y.shape[1], H=heads, K=key_dim, V=value_dim, N=num_householder,
+            W=1 if weights[0] is None else weights[0].shape[-1], BK=key_tile, BV=value_tile,
+            num_warps=mixer_warps(key_tile * value_tile),
+        )  # fmt: skip
+    return o
+
+
+def tile(tokens: int, rows: int, size: int) -> tuple[int, int, int, int]:
+    """Tokens, rows, channels and warps of a program of `linear_step`."""
+    if tokens == 1:
+        return 1, 8 if rows > 2048 else 4, min(1024, next_power_of_2(size)), 4
+    # Fewer than 64 rows keep Triton from instructions whose first operand is in registers (docs/kernels.md).
+    return min(MAX_TOKENS, max(16, next_power_of_2(tokens))), 32 if rows > 2048 else 16, 64, 4
+
+
+def mixer_warps(elements: int) -> int:
+    """Warps for a state: 64 registers of each thread."""
+    return min(16, max(1, elements // 2048))
+
+
+@triton.jit
+def select_weight(
+    i, w0, w1, w2, w3, w4, w5,
+    R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr, R4: tl.constexpr,
+    R5: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """Of program `i`: its weight, how many rows that has, the first of its rows, the column of its row 0."""
+    w, n, start, column = w0, R0, 0, 0
+    E0: tl.constexpr = (R0 + BR - 1) // BR
+    E1: tl.constexpr = E0 + (R1 + BR - 1) // BR
+    E2: tl.constexpr = E1 + (R2 + BR - 1) // BR
+    E3: tl.constexpr = E2 + (R3 + BR - 1) // BR
+    E4: tl.constexpr = E3 + (R4 + BR - 1) // BR
+    if R1 > 0:
+        if i >= E0:
+            w, n, start, column = w1, R1, E0, R0
+    if R2 > 0:
+        if i >= E1:
+            w, n, start, column = w2, R2, E1, R0 + R1
+    if R3 > 0:
+        if i >= E2:
+            w, n, start, column = w3, R3, E2, R0 + R1 + R2
+    if R4 > 0:
+        if i >= E3:
+            w, n, start, column = w4, R4, E3, R0 + R1 + R2 + R3
+    if R5 > 0:
+        if i >= E4:
+            w, n, start, column = w5, R5, E4, R0 + R1 + R2 + R3 + R4
+    return w, n, (i - start) * BR, column
+
+
+@triton.jit(do_not_specialize=["M"])
+def linear_step_kernel(
+    x, residual, norm, total, w0, w1, w2, w3, w4, w5,  # [M, D], the same, [D], out [M, D], [rows, D] each
+    y, M, eps,  # out [M, ROWS]
+    R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr, R4: tl.constexpr,
+    R5: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
+    BD: tl.constexpr, SWIGLU: tl.constexpr,
+):  # fmt: skip
+    """BR rows of one weight on BM tokens. The factor 1 / rms of a token is applied to the products."""
+    w, n, i_row, i_column = select_weight(
+        tl.program_id(0), w0, w1, w2, w3, w4, w5, R0, R1, R2, R3, R4, R5, BR
+    )
+    o_m, o_r = tl.program_id(1) * BM + tl.arange(0, BM), i_row + tl.arange(0, BR)
+    m_m, m_r = o_m < M, o_r < n
+    b_squares = tl.zeros([BM], tl.float32)
+    b_y = tl.zeros([BR, BD if BM == 1 else BM], tl.float32)
+    b_up = tl.zeros([BR, BD if BM == 1 else BM], tl.float32)
+    for i in range(0, D, BD):
+        o_d = i + tl.arange(0, BD)
+        m_x, m_w = m_m[:, None] & (o_d < D)[None, :], m_r[:, None] & (o_d < D)[None, :]
+        p_x, p_w = o_m[:, None] * D + o_d[None, :], o_r[:, None] * D + o_d[None, :]
+        b_w = tl.load(w + p_w, mask=m_w, other=0.0)
+        if SWIGLU:
+            b_w_up = tl.load(w1 + p_w, mask=m_w, other=0.0)
+        b_x = tl.load(x + p_x, mask=m_x, other=0.0)
+        if residual is not None:
+            b_x = b_x.to(tl.float32) + tl.load(residual + p_x, mask=m_x, other=0.0).to(tl.float32)
+            b_x = b_x.to(total.dtype.element_ty)
+            if tl.program_id(0) == 0:
+                tl.store(total + p_x, b_x, mask=m_x)
+        if norm is not None:
+            b_wide = b_x.to(tl.float32)
+            b_squares += tl.sum(b_wide * b_wide, 1)
+            b_norm = tl.load(norm + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+            b_x = b_wide * b_norm[None, :]
+        if BM == 1:
+            b_y += b_w.to(tl.float32) * b_x.to(tl.float32)
+            if SWIGLU:
+                b_up += b_w_up.to(tl.float32) * b_x.to(tl.float32)
+        else:
+            b_y = tl.dot(b_w, tl.trans(b_x.to(b_w.dtype)), b_y, input_precision="ieee")
+            if SWIGLU:
+                b_up = tl.dot(b_w_up, tl.trans(b_x.to(b_w.dtype)), b_up, input_precision="ieee")
+    if BM == 1:
+        b_y = tl.sum(b_y, 1)[:, None]
+        b_up = tl.sum(b_up, 1)[:, None]
+    if norm is not None:
+        b_rstd = tl.rsqrt(b_squares / D + eps)
+        b_y *= b_rstd[None, :]
+        b_up *= b_rstd[None, :]
+    if SWIGLU:
+        b_y *= tl.sigmoid(b_y) * b_up
+    p_y = o_m[None, :] * ROWS + (i_column + o_r)[:, None]
+    tl.store(y + p_y, b_y.to(y.dtype.element_ty), mask=m_r[:, None] & m_m[None, :])
+
+
+@triton.jit
+def convolve_token(y, weight, state, o_c, mask, W: tl.constexpr):
+    """silu of the convolution at channels `o_c`: y and state point at the sequence's."""
+    b_x = tl.load(y + o_c, mask=mask, other=0.0).to(tl.float32)
+    if W > 1:
+        b_x *= tl.load(weight + o_c * W + W - 1, mask=mask, other=0.0).to(tl.float32)
+        for i in tl.static_range(W - 1):
+            b_tap = tl.load(weight + o_c * W + i, mask=mask, other=0.0).to(tl.float32)
+            b_x += b_tap * tl.load(state + o_c * (W - 1) + i, mask=mask, other=0.0).to(tl.float32)
+    return (b_x * tl.sigmoid(b_x)).to(y.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def shift_inputs(y, state, o_c, mask, W: tl.constexpr):
+    """Drop the oldest input of channels `o_c` and add the newest. Several threads may hold a channel, so all
+    have loaded before one stores."""
+    p_s = state + o_c * (W - 1)
+    b_x = tl.load(y + o_c, mask=mask, other=0.0)
+    b_1 = tl.load(p_s + 1, mask=mask & (W > 2), other=0.0)
+    b_2 = tl.load(p_s + 2, mask=mask & (W > 3), other=0.0)
+    tl.debug_barrier()
+    tl.store(p_s, b_1, mask=mask & (W > 2))
+    tl.store(p_s + 1, b_2, mask=mask & (W > 3))
+    tl.store(p_s + W - 2, b_x.to(state.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def normalised(b_x, eps):
+    return b_x * tl.rsqrt(tl.sum(b_x * b_x, 0) + eps)
+
+
+@triton.jit
+def mixer_step_kernel(
+    y, wq, wk, wv, sq, sk, sv,  # [B, ROWS]; [channels, W] and [B, channels, W - 1] of q, k, v
+    A_log, dt_bias, norm, state, o,  # [H], [H], [V], [B, H, K, V], out [B, H, V]
+    beta_max, scale, l2_eps, eps,
+    CQ: tl.constexpr, CK: tl.constexpr, CV: tl.constexpr, CB: tl.constexpr, CA: tl.constexpr,
+    CG: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    N: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One head of one sequence."""
+    i_bh = tl.program_id(0).to(tl.int64)
+    i_b, i_h = i_bh // H, i_bh % H
+    o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
+    m_k, m_v = o_k < K, o_v < V
+    m_s = m_k[:, None] & m_v[None, :]
+    p_s = state + i_bh * K * V + o_k[:, None] * V + o_v[None, :]
+    y += i_b * ROWS
+    if W > 1:
+        sq += i_b * H * K * (W - 1)
+        sk += i_b * N * H * K * (W - 1)
+        sv += i_b * N * H * V * (W - 1)
+    b_s = tl.load(p_s, mask=m_s, other=0.0).to(tl.float32)
+    if A_log is not None:
+        b_a = tl.load(y + CA + i_h).to(tl.float32) + tl.load(dt_bias + i_h).to(tl.float32)
+        b_s *= tl.exp(-tl.exp(tl.load(A_log + i_h).to(tl.float32)) * softplus(b_a))
+    for j in tl.static_range(N):
+        i_step = j * H + i_h
+        b_k = normalised(convolve_token(y + CK, wk, sk, i_step * K + o_k, m_k, W), l2_eps)
+        b_v = convolve_token(y + CV, wv, sv, i_step * V + o_v, m_v, W)
+        b_beta = beta_max * tl.sigmoid(tl.load(y + CB + i_step).to(tl.float32))
+        b_u = b_beta * (b_v - tl.sum(b_s * b_k[:, None], 0))
+        b_s += b_k[:, None] * b_u[None, :]
+    b_q = normalised(convolve_token(y + CQ, wq, sq, i_h * K + o_k, m_k, W), l2_eps)
+    b_o = tl.sum(b_s * (b_q * scale)[:, None], 0).to(o.dtype.element_ty).to(tl.float32)
+    b_o *= tl.rsqrt(tl.sum(b_o * b_o, 0) / V + eps)
+    b_o *= tl.load(norm + o_v, mask=m_v, other=0.0).to(tl.float32)
+    if CG >= 0:
+        b_gate = tl.load(y + CG + i_h * V + o_v, mask=m_v, other=0.0).to(tl.float32)
+        b_o *= b_gate * tl.sigmoid(b_gate)
+    tl.store(o + i_bh * V + o_v, b_o.to(o.dtype.element_ty), mask=m_v)
+    tl.debug_barrier()  # all threads have read the states
+    tl.store(p_s, b_s.to(state.dtype.element_ty), mask=m_s)
+    if W > 1:
+        shift_inputs(y + CQ, sq, i_h * K + o_k, m_k, W)
+        for j in tl.static_range(N):
+            shift_inputs(y + CK, sk, (j * H + i_h) * K + o_k, m_k, W)
+            shift_inputs(y + CV, sv, (j * H + i_h) * V + o_v, m_v, W)

@@ -1,0 +1,177 @@
+"""The decoding loop behind `generate` against transformers' own loop and against recomputed prefixes."""
+
+import copy
+
+import pytest
+import torch
+from small_models import every_variant
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM, decoding, modeling
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Penalty(LogitsProcessor):
+    """Reads the tokens so far: none is repeated."""
+
+    def __call__(self, input_ids, scores):
+        return scores.scatter(1, input_ids, float("-inf"))
+
+
+class Sum(StoppingCriteria):
+    """Stops a sequence whose tokens sum to a multiple of five."""
+
+    def __call__(self, input_ids, scores, **_):
+        return input_ids.sum(1) % 5 == 0
+
+
+class Heard(BaseStreamer):
+    def __init__(self):
+        self.heard = []
+
+    def put(self, value):
+        self.heard.append(value.tolist())
+
+    def end(self):
+        self.heard.append("end")
+
+
+SETTINGS = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "temperature": 0.7, "top_k": 12, "top_p": 0.9, "min_p": 0.01},
+    "own parts": {
+        "do_sample": True,
+        "logits_processor": LogitsProcessorList([Penalty()]),
+        "stopping_criteria": StoppingCriteriaList([Sum()]),
+    },
+}
+
+
+@every_variant
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_the_loop_gives_what_the_loop_of_transformers_gives(build, tokens, variant, settings, monkeypatch):
+    """Left padded, ends of sequences included, with the states that are left; then without what is kept."""
+    model, tokens = build(variant).to(DEVICE), tokens.to(DEVICE)
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    options = {"inputs": tokens, "attention_mask": mask, "max_new_tokens": 25, "pad_token_id": 0}
+    options |= {"eos_token_id": [3, 7], **SETTINGS[settings]}
+
+    def generate():
+        torch.manual_seed(5)
+        cache, streamer = DynamicCache(config=model.config), Heard()
+        return model.generate(**options, past_key_values=cache, streamer=streamer), cache, streamer.heard
+
+    found, cache, heard = generate()
+    again = model.generate(**options)
+    monkeypatch.setattr(modeling, "takes_loop", lambda *_: False)
+    expected, expected_cache, expected_heard = generate()
+    assert torch.equal(found, expected) and heard == expected_heard
+    assert cache.get_seq_length() == expected_cache.get_seq_length() == expected.shape[1] - 1
+    steps = [model(tokens[:, :1], past_key_values=x).logits for x in (cache, expected_cache)]
+    torch.testing.assert_close(*steps, rtol=1e-6, atol=1e-6)
+    if not options["do_sample"]:
+        assert torch.equal(again, expected)
+
+
+@pytest.mark.parametrize(
+    ("variant", "batch"),
+    [("gated_delta_product", 1), ("delta_net", 3), ("without_conv", 1), ("hybrid_full_attention", 3)],
+)
+@torch.no_grad()
+def test_the_kernels_of_a_step_give_what_the_model_gives(build, variant, batch, monkeypatch):
+    """Two tokens on the states of a prompt, and the states that they leave (interpreted without a GPU)."""
+    monkeypatch.setattr(decoding, "takes_fused_step", lambda _: True)
+    model = build(variant).to(DEVICE, torch.float32)
+    tokens = torch.randint(1, 31, (batch, 11), device=DEVICE)
+    cache = model(tokens[:, :9], use_cache=True).past_key_values
+    decoder = decoding.Decoder(model, batch, 8, 64, decoding.Choice((), False, (), 0))
+    decoder.load(cache, None)
+    for step in range(2):
+        decoder.token.copy_(tokens[:, 9 + step, None])
+        decoder.step(model)
+        expected = model(tokens[:, : 10 + step], use_cache=False).logits[:, -1]
+        torch.testing.assert_close(decoder.logits, expected, rtol=2e-4, atol=2e-4)
+    decoder.unload(cache, 2)
+    found = model(tokens[:, :1], past_key_values=cache).logits
+    expected = model(torch.cat([tokens, tokens[:, :1]], 1)).logits[:, -1:]
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 5, 64, 130])
+@torch.no_grad()
+def test_the_kernels_of_a_step_in_bf16(batch):
+    """At the sizes of a 340M model's layer, with the errors of the model's own step."""
+    config = DeltaProductConfig(
+        vocab_size=1024, num_hidden_layers=3, num_householder=2, use_forget_gate=True, use_output_gate=True
+    )
+    torch.manual_seed(0)
+    model = DeltaProductForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    tokens = torch.randint(0, 1024, (batch, 70), device="cuda")
+    cache = model(tokens[:, :-2], use_cache=True).past_key_values
+    decoder = decoding.Decoder(model, batch, 8, 64, decoding.Choice((), False, (), 0))
+    decoder.load(cache, None)
+    exact = copy.deepcopy(model).double()
+    exact.config.backend = "chunk"
+    assert decoding.takes_fused_step(model) and not decoding.takes_fused_step(exact)
+    for step in (-2, -1):
+        decoder.token.copy_(tokens[:, step, None])
+        decoder.step(model)
+        own = model(decoder.token, past_key_values=cache).logits[:, -1].double()
+    expected = exact(tokens, use_cache=False).logits[:, -1]
+    errors = [((x - expected).norm() / expected.norm()).item() for x in (decoder.logits.double(), own)]
+    assert errors[0] < 1.3 * errors[1] < 0.03
+
+
+@pytest.mark.parametrize("variant", ["gated_delta_product", "hybrid", "hybrid_full_attention"])
+@torch.no_grad()
+def test_a_prefix_is_read_once_for_many_continuations(build, tokens, variant):
+    """By copies of a cache for prompts that continue it, or by one repeated cache for a batch of them."""
+    model, tokens = build(variant).to(DEVICE), tokens.to(DEVICE)
+    options = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
+    prompts = torch.cat([tokens[:1, :12].expand(3, -1), tokens[:, 12:]], 1)
+    expected = model.generate(prompts, **options)
+    prefix = model(prompts[:1, :12], use_cache=True).past_key_values
+    for row, prompt in enumerate(prompts):
+        found = model.generate(prompt[None], past_key_values=copy.deepcopy(prefix), **options)
+        assert torch.equal(found[0], expected[row])
+    prefix.reorder_cache(torch.zeros(3, dtype=torch.long, device=DEVICE))
+    assert torch.equal(model.generate(prompts, past_key_values=prefix, **options), expected)
+
+
+@pytest.mark.parametrize("variant", ["gated_delta_product", "hybrid"])
+@torch.no_grad()
+def test_long_prompts_are_read_in_chunks(build, tokens, variant, monkeypatch):
+    model, tokens, lengths = build(variant).to(DEVICE), tokens.to(DEVICE), []
+    options = {"do_sample": False, "max_new_tokens": 3, "pad_token_id": 0}
+    expected = model.generate(tokens, **options), model.generate(tokens, num_beams=2, **options)
+    monkeypatch.setattr(modeling, "PREFILL_TOKENS", 24)
+    model.model.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    found = model.generate(tokens, **options), model.generate(tokens, num_beams=2, **options)
+    assert lengths[:3] == [8, 8, 3]
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.gpu
+def test_a_graph_serves_calls_of_one_kind(build, tokens):
+    """Only weights that stay where they are and settings of the same kind share one."""
+    model, tokens = build().to("cuda", torch.float32), tokens.to("cuda")
+    options = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
+    first = model.generate(tokens, **options)
+    graph = decoding.DECODERS[model][1]
+    assert torch.equal(model.generate(tokens, **options), first)
+    assert decoding.DECODERS[model][1] is graph
+    model.generate(tokens[:2], **options)
+    assert decoding.DECODERS[model][1] is not graph
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1)  # in place: the graph reads the new values
+    assert not torch.equal(model.generate(tokens, **options), first)
