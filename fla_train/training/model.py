@@ -74,7 +74,7 @@ def build_model(config: TrainConfig, data: PreparedData, *, resumed: bool = Fals
             )
         model.gradient_checkpointing_enable()
     documents = config.task is None and config.data.document_boundaries
-    if documents and is_zoo(config.model) and not model.keeps_documents_apart():
+    if documents and config.model.get("source") == "hf" and not model.keeps_documents_apart():
         raise ValueError(
             f"{type(model).__name__} does not keep packed documents apart: set data.document_boundaries=false"
         )
