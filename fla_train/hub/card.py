@@ -1,5 +1,6 @@
 """Model card (README.md) and training record (training.json) of an exported checkpoint."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -189,14 +190,20 @@ def render_card(
         parts.append(
             f"<details><summary>Training configuration</summary>\n\n```yaml\n{info.config}```\n\n</details>\n"
         )
-    if isinstance(model.config, DeltaProductConfig):
+    if _has_delta_product(model):
         parts.append(f"## Citation\n\n```bibtex\n{_citations(model.config)}```\n")
     return "\n".join(parts)
 
 
+def _has_delta_product(model: PreTrainedModel) -> bool:
+    config = model.config
+    ours = isinstance(config, DeltaProductConfig) and config.mixer is None
+    return ours and "linear_attention" in config.layer_types
+
+
 def _front_matter(model: PreTrainedModel, info: CardInfo, model_type: str) -> str:
     """What the Hub's filters read. Losses of synthetic tasks and unnamed data are results all the same."""
-    ours = ["linear-rnn"] if isinstance(model.config, DeltaProductConfig) else []
+    ours = ["linear-rnn"] if _has_delta_product(model) else []
     data = info.datasets[0] if len(info.datasets) == 1 else info.data or "unnamed"
     measured = {
         f"{name} loss": value for name, value in info.losses.items() if name != "train"
@@ -229,11 +236,16 @@ def _citations(config: DeltaProductConfig) -> str:
 
 
 def _architecture(model: PreTrainedModel) -> dict[str, object]:
-    names = ("hidden_size", "num_hidden_layers", "num_heads", "head_dim", "num_householder")
-    if not isinstance(model.config, DeltaProductConfig):
-        names += ("num_attention_heads", "num_key_value_heads", "intermediate_size", "state_size")
-    flags = ("use_forget_gate", "allow_neg_eigval", "use_output_gate", "tie_word_embeddings")
-    return {name: getattr(model.config, name, None) for name in names + flags}
+    kinds = Counter(getattr(model.config, "layer_types", None))
+    others = not isinstance(model.config, DeltaProductConfig)  # which have only some of these
+    names = ("hidden_size", "num_hidden_layers", "intermediate_size", "tie_word_embeddings")
+    if others or "linear_attention" in kinds:
+        names += ("num_heads", "head_dim", "num_householder", "state_size")
+        names += ("use_forget_gate", "allow_neg_eigval", "use_output_gate")
+    if others or kinds.keys() != {"linear_attention"}:
+        names += ("num_attention_heads", "num_key_value_heads", "sliding_window")
+    layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return {"layers": layers or None} | {name: getattr(model.config, name, None) for name in names}
 
 
 def _table(rows: dict[str, object]) -> str:

@@ -187,6 +187,8 @@ def load_weights(
         if damage := find_export_damage(source, hashed_bytes=HASHED_BYTES):
             raise ValueError(f"{source}/{damage}: {EXPORT_AGAIN}")
     try:
+        if mixer is not None and PreTrainedConfig.get_config_dict(source)[0].get("mixer") is None:
+            raise MixerError(f"it has no mixer of its own: leave out mixer={mixer}")
         translation = find_translation(source, translate)
         with no_progress_bars():
             if translation is not None:

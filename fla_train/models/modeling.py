@@ -1,4 +1,4 @@
-"""The model classes for transformers: a backbone of pre-norm blocks, the language model, task heads."""
+"""The model classes for transformers: a backbone of residual blocks, the language model, task heads."""
 
 from typing import Any
 
@@ -45,13 +45,15 @@ logger = logging.get_logger(__name__)
 class Block(GradientCheckpointingLayer):
     """x + mixer(norm(x)), then x + mlp(norm(x)); the residual stream keeps the dtype of the embeddings.
 
-    The residual stream is passed on as two addends, x and update: the next norm adds them in its kernel.
+    The residual stream is passed on as two addends, x and update: the next norm adds them in its kernel. With
+    `config.norm_after` an attention layer is x + norm(attention(x)), then x + norm(mlp(x)).
     """
 
     def __init__(self, config: DeltaProductConfig, layer: int) -> None:
         super().__init__()
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attn = build_mixer(config, layer)
+        self.norm_after = config.norm_after and config.layer_types[layer] != "linear_attention"
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act)
 
@@ -63,11 +65,16 @@ class Block(GradientCheckpointingLayer):
         cache: Cache | None = None,
     ) -> tuple[Tensor, Tensor]:
         """From the stream x + update [B, T, hidden_size] (`update` None: x) to the next x and update."""
-        if update is None:
+        if self.norm_after:
+            y = x = x if update is None else x + update
+        elif update is None:
             y = self.attn_norm(x)
         else:
             y, x = self.attn_norm(update, residual=x)
         y = self.attn(y, context) if cache is None else self.attn(y, context, cache=cache)
+        if self.norm_after:
+            x = x + self.attn_norm(y)
+            return x, self.mlp_norm(self.mlp(x))
         y, x = self.mlp_norm(y, residual=x)
         return x, self.mlp(y)
 
@@ -279,6 +286,7 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
             `loss` (fp32 scalar) with labels, `logits` [B, kept, vocabulary], `past_key_values`, and
             `hidden_states` and `attentions` if asked for.
         """
+        others.pop("tokenizer", None)  # `generate(tokenizer=...)` hands it on to the model
         shift_labels = others.pop("shift_labels", None)
         if shift_labels is None and labels is not None:
             shift_labels = next_tokens(labels)

@@ -317,10 +317,11 @@ def _model_errors(config: TrainConfig) -> Iterator[str]:
             from fla_train.models.mixers.registry import check_mixer  # imports the models: seconds
 
             check_mixer(settings)
-        if config.task is None and config.data.document_boundaries and is_zoo(config.model):
-            from fla_train.models.zoo.flops import keeps_documents_apart  # imports the models: seconds
+        documents = config.task is None and config.data.document_boundaries
+        if documents and config.model.get("source", "fla") != "fla":  # fla's layers take the bounds
+            from fla_train.models.zoo.flops import forward_flops  # imports the models: seconds
 
-            if not keeps_documents_apart(build_on_meta(config.model)):
+            if forward_flops(build_on_meta(config.model), config.trainer.seq_len).recurrences:
                 yield (
                     f"data.document_boundaries=true cannot be had with {config.model['model_type']}, whose "
                     "layers carry a state across the documents of a packed row: set it to false"

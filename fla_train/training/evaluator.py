@@ -381,6 +381,15 @@ class SuiteRuns:
         except OSError as failure:
             self._log(f"step {step:,}: suite {self._suite} left out ({failure.strerror})")
 
+    def start_if_lost(self, export: Path, step: int, metrics: Path) -> None:
+        """After a resume: `start`, unless there is no such export or `metrics` has its results.
+
+        Results are logged under a later step, which a kill may forestall, and whose record a resume drops.
+        """
+        logged = (record.get("evaluated_step") for record in read_metrics(metrics))
+        if export.is_dir() and step not in logged:
+            self.start(export, step)
+
     def _launch(self, export: Path) -> None:
         self._output.mkdir(parents=True, exist_ok=True)
         request = [f"checkpoint={export}", f"suite={self._suite}", f"output={self._output}", *self._options]

@@ -16,7 +16,7 @@ from fla_train.data.tokenizers import same_tokenizer
 from fla_train.hub import CardInfo, export_model, find_export_damage
 from fla_train.hub.load import load_weights, read_config, read_training_record, resolve_checkpoint
 from fla_train.hub.paths import own_name, public_name
-from fla_train.hub.saved_config import map_text
+from fla_train.hub.saved_config import flat, map_text
 from fla_train.models.build import TOKEN_IDS, build_model_config, is_zoo, model_node
 from fla_train.models.build import build_model as build_fresh_model
 from fla_train.models.configuration import MACHINE_KEYS
@@ -49,8 +49,8 @@ def build_model(config: TrainConfig, data: PreparedData, *, resumed: bool = Fals
         resumed: a checkpoint will fill in the weights, so those of `init_from` are not read.
 
     Raises:
-        ValueError: the weights of `init_from` are missing or damaged, or the class has no
-            gradient checkpointing.
+        ValueError: the weights of `init_from` are missing or damaged, or the class has no gradient
+            checkpointing or does not keep packed documents apart.
     """
     torch.manual_seed(config.seed)
     settings = build_model_config(config.model)
@@ -73,6 +73,11 @@ def build_model(config: TrainConfig, data: PreparedData, *, resumed: bool = Fals
                 "set trainer.activation_checkpointing=false"
             )
         model.gradient_checkpointing_enable()
+    documents = config.task is None and config.data.document_boundaries
+    if documents and is_zoo(config.model) and not model.keeps_documents_apart():
+        raise ValueError(
+            f"{type(model).__name__} does not keep packed documents apart: set data.document_boundaries=false"
+        )
     return model
 
 
@@ -112,7 +117,7 @@ def check_initial_weights(config: TrainConfig) -> None:
     source = config.init_from
     there = _read_model_config(source, translate=not is_zoo(config.model))
     node = config.model | {"vocab_size": config.model["vocab_size"] or there.vocab_size}
-    ours, theirs = (_flat(model_node(settings)) for settings in (build_model_config(node), there))
+    ours, theirs = (dict(flat(model_node(settings))) for settings in (build_model_config(node), there))
     differing = [
         f"model.{name}={ours.get(name)} (there {theirs.get(name)})"
         for name in sorted({*ours, *theirs})
@@ -133,12 +138,6 @@ def check_initial_weights(config: TrainConfig) -> None:
             f"init_from={source} was trained with another tokenizer than data.tokenizer.name="
             f"{config.data.tokenizer.name}: set data.tokenizer.name={tokenizer}"
         )
-
-
-def _flat(node: dict[str, Any]) -> dict[str, Any]:
-    """A `model` node with its `config`'s fields as `config.FIELD`."""
-    fields = {f"config.{name}": value for name, value in node.get("config", {}).items()}
-    return {name: value for name, value in node.items() if name != "config"} | fields
 
 
 def _read_model_config(source: str, *, translate: bool | None = None) -> PreTrainedConfig:

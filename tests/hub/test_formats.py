@@ -34,6 +34,7 @@ CONTENTS: dict[str, dict[str, Any]] = {
         "intermediate_size": 80,
     },
     "gated_deltanet": {"model_type": "gated_deltanet", **SIZE, **HEADS},
+    "gated_deltanet_grouped": {"model_type": "gated_deltanet", **SIZE, **HEADS, "num_v_heads": 6},
     "gated_deltanet_tied": {
         "model_type": "gated_deltanet",
         **SIZE,
@@ -81,7 +82,8 @@ def shapes_of(content: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if kind == "delta_net":
         k, v = (int(size * content.get(name, 1.0)) for name in ("expand_k", "expand_v"))
     else:
-        k, v = heads * c.head_dim, heads * int(c.head_dim * c.expand_v)
+        values = content.get("num_v_heads", heads)
+        k, v, heads = heads * c.head_dim, values * int(c.head_dim * c.expand_v), values
     gate = content.get("use_output_gate" if kind == "gated_deltaproduct" else "use_gate", kind != "delta_net")
     forget = content.get("use_forget_gate", kind == "gated_deltanet")
     mixer = {
@@ -188,7 +190,6 @@ def test_any_ratio_of_head_sizes(key_dim: int) -> None:
         ("delta_net", {"qk_activation": "elu"}),
         ("delta_net", {"hidden_act": "powlu"}),
         ("delta_net", {"attnres_block_size": 2}),
-        ("gated_deltanet", {"num_v_heads": 6}),
         ("gated_deltanet", {"output_gate_activation": "sigmoid"}),
         ("hybrid", {"attn": {**FULL, "qkv_bias": True}}),
         ("hybrid", {"attn": [FULL, {**WINDOW, "num_kv_heads": 4}]}),
@@ -200,7 +201,16 @@ def test_settings_that_we_lack_are_named(name: str, setting: dict[str, Any]) -> 
         fla.to_ours({**CONTENTS[name], **setting}, {})
 
 
-@pytest.mark.parametrize("setting", [{"hidden_act": "gelu"}, {"mixer": "package.module:Class"}])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"hidden_act": "gelu"},
+        {"mixer": "package.module:Class"},
+        {"num_v_heads": 16, "num_householder": 2},
+        {"rope_theta": None, "layer_types": ["linear_attention", "full_attention"]},
+        {"norm_after": True, "layer_types": ["linear_attention", "full_attention"]},
+    ],
+)
 def test_settings_that_it_lacks_are_named(setting: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(setting))):
         fla.from_ours(DeltaProductConfig(**setting), {})

@@ -4,14 +4,13 @@ State dicts have equal names, shapes and row orders, so only configs are transla
 fields are those of flash-linear-attention 0.6.0. docs/exports.md has them as a table.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from fla_train.hub.formats.errors import refuse
-from fla_train.models.configuration import MACHINE_KEYS, DeltaProductConfig, config_fields
+from fla_train.models.configuration import MACHINE_KEYS, DeltaProductConfig, config_fields, expansion
 
 PACKAGE = "fla"
 LIBRARY = "flash-linear-attention"
@@ -62,7 +61,12 @@ TYPES = {  # the last one can express any of our models, so the first that fits 
     ),
     "gated_deltanet": ModelType(
         "GatedDeltaNetForCausalLM",
-        {**DEPTH, **HEADS, "use_gate": ("use_output_gate", True)},
+        {
+            **DEPTH,
+            **HEADS,
+            "num_v_heads": ("num_v_heads", None),
+            "use_gate": ("use_output_gate", True),
+        },
         {"num_householder": 1, "use_forget_gate": True},
     ),
     "gated_deltaproduct": ModelType(
@@ -115,8 +119,6 @@ def to_ours(
         for name, (values, ours) in ONLY.items()
         if name in given and given[name] not in values
     ]
-    if given.get("num_v_heads") not in (None, given["num_heads"]):
-        errors.append(f"num_v_heads={given['num_v_heads']} (here as many as num_heads)")
     errors += _attention_errors(specs := _specs(given))
     refuse(errors, f"{LIBRARY}'s {content['model_type']}", "a model of this package")
 
@@ -127,7 +129,7 @@ def to_ours(
             round(given["hidden_size"] * given.get(name, 1.0)) for name in ("expand_k", "expand_v")
         )
         settings["head_dim"] = key_dim // given["num_heads"]
-        settings["expand_v"] = _expansion(value_dim // given["num_heads"], settings["head_dim"])
+        settings["expand_v"] = expansion(value_dim // given["num_heads"], settings["head_dim"])
     settings["hidden_ratio"] = settings["hidden_ratio"] or 4  # null means 4
     dtype = content.get("dtype", content.get("torch_dtype"))
     config = DeltaProductConfig(
@@ -153,7 +155,7 @@ def from_ours(
     same = {field: getattr(config, field) for field in SAME_NAME}
     fields = {field: getattr(config, ours) for field, (ours, _) in model_type.fields.items()}
     if "head_dim" in fields:
-        fields["expand_v"] = _expansion(config.head_v_dim, config.head_dim)
+        fields["expand_v"] = expansion(config.head_v_dim, config.head_dim)
     else:
         sizes = {"expand_k": config.head_dim, "expand_v": config.head_v_dim}
         fields |= {field: config.num_heads * size / config.hidden_size for field, size in sizes.items()}
@@ -167,6 +169,8 @@ def from_ours(
     ]
     if config.hidden_act not in ONLY["hidden_act"][0]:
         errors.append(f"hidden_act={config.hidden_act!r} (its MLP is a SwiGLU)")
+    if config.attention_layers and config.rope_theta is None:
+        errors.append("rope_theta=None (its attention layers have rotary positions)")
     refuse(errors, "this model", f"{LIBRARY}'s {name}")
     content = {
         "model_type": name,
@@ -178,12 +182,6 @@ def from_ours(
         "attn": _attention_from_ours(config),
     }
     return content, dict(state)
-
-
-def _expansion(value_dim: int, key_dim: int) -> float:
-    """The ratio e of two head sizes, rounded so that int(key_dim * e) is `value_dim`."""
-    ratio = value_dim / key_dim
-    return ratio if int(key_dim * ratio) == value_dim else math.nextafter(ratio, math.inf)
 
 
 def _specs(content: Mapping[str, Any]) -> list[dict[str, Any]]:
