@@ -167,7 +167,7 @@ def _attention_to_ours(content: Mapping[str, Any], errors: list[str]) -> dict[st
         return {}
     settings, kinds = {}, dict.fromkeys(range(content["num_hidden_layers"]), "linear_attention")
     for spec in specs:
-        errors += [f"attn.{name} is missing" for name in ("layers", "num_heads") if not spec.get(name)]
+        errors += [f"attn.{name} is missing" for name in ("layers", "num_heads") if spec.get(name) is None]
         spec["num_kv_heads"] = spec.get("num_kv_heads") or spec.get("num_heads")
         if spec.get("qkv_bias"):
             errors.append("attn.qkv_bias=True (here projections have no bias)")
