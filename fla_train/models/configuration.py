@@ -145,9 +145,11 @@ class DeltaProductConfig(LazyModelConfig):
 
     def to_diff_dict(self) -> dict[str, Any]:
         """What `save_pretrained` writes: all but the machine's choices and the settings of absent layers."""
-        unused = (
-            MACHINE_KEYS if self.attention_layers else (*MACHINE_KEYS, "layer_types", *ATTN_KEYS.values())
-        )
+        unused = MACHINE_KEYS
+        if not self.attention_layers:
+            unused += ("layer_types", *ATTN_KEYS.values())
+        elif "sliding_attention" not in self.layer_types:
+            unused += ("sliding_window",)
         return {key: value for key, value in super().to_diff_dict().items() if key not in unused}
 
     def _translation_errors(self, attn: Mapping[str, Any] | None) -> list[str]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from fla_train.models.configuration import DeltaProductConfig
-from fla_train.models.visible_keys import MovableTensors, VisibleKeys
+from fla_train.models.visible_keys import PADDING, MovableTensors, VisibleKeys
 
 Masks = dict[str, Tensor | None]  # `padding_mask` [B, T], and [B, keys] by the kind of attention layer
 
@@ -197,8 +197,8 @@ def _visible_keys(
     position, bounds, starts = torch.arange(length, device=device), None, None
     query_documents = key_documents = None if documents is None else documents[None]
     if found[kind] is not None:
-        number = torch.zeros((), dtype=torch.long, device=device) if documents is None else documents
-        query_documents, key_documents = (number.where(x, -1) for x in (found["padding_mask"], found[kind]))
+        number = position.new_zeros(()) if documents is None else documents
+        query_documents, key_documents = number.expand(1, length), number.where(found[kind], PADDING)
     elif isinstance(seen, int) and seen == 0 and keys == length:
         rows = torch.arange(batch + 1, device=device) * length
         bounds = (rows if cu_seqlens is None else cu_seqlens).int()

@@ -297,8 +297,8 @@ def test_a_run_keeps_the_class_that_it_trained(tmp_path: Path) -> None:
         assert "pip install flash-linear-attention" in str(refusal)
 
 
-@pytest.mark.parametrize("words", [["format=gguf", "output=x"], ["format=fla", "hub.repo_id=user/x"]])
+@pytest.mark.parametrize("words", [["format=gguf", "output=x"], ["dtype=bf16", "output=x"]])
 def test_errors_of_the_command(words: list[str], small_model, tmp_path: Path, run_command: Callable) -> None:
     export_model(small_model, None, tmp_path / "ours", validate=False)
     code, _, err = run_command("fla-export", f"checkpoint={tmp_path}/ours", *words)
-    assert code == 2 and "format=" in err
+    assert code == 2 and words[0] in err

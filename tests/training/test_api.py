@@ -124,6 +124,11 @@ def test_fla_runs_prints_a_table_and_draws(
     assert png.read_bytes().startswith(b"\x89PNG")
     rows = list(csv.DictReader(io.StringIO(said(str(folders), "--csv"))))
     assert [row["optimizer.lr"] for row in rows] == ["0.1", "0.1", "0.2"]
+    assert {row["model"] for row in rows} == {"delta_net", "gated_delta_product_2"}
+    assert {line.split("  ")[-1] for line in said(str(folders)).splitlines()[2:5]} == {
+        "delta_net, optimizer.lr=0.1",
+        *("gated_delta_product_2, optimizer.lr=0.1", "gated_delta_product_2, optimizer.lr=0.2"),
+    }
     (row, *_) = json.loads(said(sweep, "--json", "--metric", "tokens_per_second"))
     assert row["best_validation_loss_step"] == 1 and row["tokens_per_second"] == 15
     with pytest.raises(SystemExit) as end:

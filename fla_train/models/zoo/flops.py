@@ -85,17 +85,6 @@ def softmax_attention(model: "PreTrainedModel") -> Iterator[tuple[int, int | Non
                 yield heads * module.head_dim, window if kind == SLIDING else None
 
 
-def keeps_documents_apart(model: "PreTrainedModel") -> bool:
-    """Whether nothing crosses the bounds of packed documents, given as `FusedLoss` gives them.
-
-    flash-linear-attention's layers take the bounds. Of transformers' classes those with softmax attention in
-    every layer do, by positions that restart.
-    """
-    if type(model).__module__.startswith("fla."):
-        return True
-    return len(list(softmax_attention(model))) == model.config.num_hidden_layers
-
-
 def _projection(module: nn.Module, model: "PreTrainedModel") -> float:
     if isinstance(module, nn.Linear | nn.Conv1d | Conv1D):
         return 2 * module.weight.numel()

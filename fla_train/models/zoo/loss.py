@@ -21,6 +21,7 @@ from fla_train.models.loss import CHUNK_ELEMENTS, IGNORE, linear_cross_entropy, 
 
 PROBE = 50.0  # size of the logits by which a head is tried: a soft cap shows in them
 TOLERANCE = 1e-2  # of them
+ROUNDING = 1e-4  # relative, more than that of fp32
 
 
 class FusedLoss:
@@ -84,6 +85,22 @@ class FusedLoss:
             case "unknown":
                 losses = _losses(super().forward(**inputs).logits.flatten(0, 1), targets)
         return losses.view(input_ids.shape)[:, :-1]
+
+    @torch.no_grad()
+    def keeps_documents_apart(self) -> bool:
+        """Whether a packed document is read as if it stood alone, tried on a few tokens on the CPU.
+
+        flash-linear-attention's layers, which do not run there, take the bounds.
+        """
+        if type(self).__module__.startswith("fla."):
+            return True
+        ids, bounds = torch.arange(16)[None] % self.config.vocab_size, torch.tensor([0, 7, 16])
+        training = self.training
+        self.eval()
+        alone = self.base_model(input_ids=ids[:, 7:], use_cache=False)[0]
+        packed = self.base_model(input_ids=ids, use_cache=False, **self._bounds(bounds))[0][:, 7:]
+        self.train(training)
+        return bool((packed - alone).norm() < ROUNDING * alone.norm())
 
     def _bounds(self, cu_seqlens: Tensor | None) -> dict[str, Tensor]:
         """Document bounds as the backbone takes them: by flash-linear-attention's name, or as positions."""
