@@ -139,7 +139,9 @@ def test_fla_runs_prints_a_table_and_draws(
 def test_a_job_is_named_by_what_is_swept(make_config: Make, tmp_path: Path) -> None:
     job = SweepJob(3, 6, ("optimizer.lr=3e-3", "data.path=/some/corpus, other"))
     config = make_config(f"run.dir={tmp_path / 'sweep'}")
+    config.hub.repo_id = "user/model"
     place_job(config, job)
+    assert config.hub.repo_id == f"user/model-{job.number}"
     assert config.run.dir == f"{tmp_path}/sweep/3-optimizer.lr=3e-3_data.path=_some_corpus_other"
     assert config.logger.wandb.group == "sweep" and config.logger.wandb.tags == list(job.swept)
     (tmp_path / "sweep" / "3").mkdir(parents=True)
