@@ -33,6 +33,13 @@ def test_greedy_generation_of_a_left_padded_batch(build, tokens, variant):
         assert torch.equal(generated[i], argmax_loop(model, tokens[i, :n]))
 
 
+def test_a_tokenizer_is_accepted(build, tokens):
+    """That of stop strings, which `generate` hands on to the model; `transformers serve` always gives one."""
+    model = build()
+    expected = model.generate(tokens[:, :6], **GREEDY)
+    assert torch.equal(model.generate(tokens[:, :6], tokenizer=object(), **GREEDY), expected)
+
+
 @torch.no_grad()
 def test_greedy_generation_without_padding_and_without_cache(build, tokens):
     model = build()

@@ -58,6 +58,8 @@ def test_a_run_resumes_exactly_and_its_export_generates(
     a, b = (AutoModelForCausalLM.from_pretrained(export).state_dict() for export in exports)
     assert all(torch.equal(a[key], b[key]) for key in a)
 
+    with pytest.raises(ValueError, match="has no mixer"):
+        load_model(whole, mixer="package:Class")
     model, tokenizer = load_model(whole)
     ids = tokenizer("the state", return_tensors="pt")
     assert model.generate(**ids, max_new_tokens=3, do_sample=False).shape[1] == ids["input_ids"].shape[1] + 3
