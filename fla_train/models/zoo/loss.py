@@ -63,11 +63,7 @@ class FusedLoss:
                 weight = self.get_output_embeddings().weight
                 total = linear_cross_entropy(hidden.to(matmul_dtype(hidden)), weight, targets)
             case "own":
-                chunks = (
-                    checkpoint(self._losses_of_logits, outputs, *chunk, use_reentrant=False)
-                    for chunk in self._chunks(hidden, targets)
-                )
-                total = torch.cat(list(chunks)).sum()
+                total = self._own_losses(outputs, hidden, targets).sum()
             case "unknown":
                 return super().forward(*args, labels=labels, num_items_in_batch=divisor, **inputs)
         loss = total / divisor
@@ -87,8 +83,7 @@ class FusedLoss:
                 weight = self.get_output_embeddings().weight
                 losses = token_losses(hidden.to(matmul_dtype(hidden)), weight, targets)
             case "own":
-                chunks = self._chunks(hidden, targets)
-                losses = torch.cat([self._losses_of_logits(outputs, *chunk) for chunk in chunks])
+                losses = self._own_losses(outputs, hidden, targets)
             case "unknown":
                 losses = losses_of_logits(super().forward(**inputs).logits.flatten(0, 1), targets)
         return losses.view(input_ids.shape)[:, :-1]
@@ -114,13 +109,15 @@ class FusedLoss:
         starts = cu_seqlens[torch.searchsorted(cu_seqlens, places, right=True) - 1]
         return {"position_ids": (places - starts)[None]}
 
-    def _chunks(self, hidden: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
-        rows = max(1, CHUNK_ELEMENTS // self.config.vocab_size)
-        return list(zip(hidden.split(rows), targets.split(rows), strict=True))
-
-    def _losses_of_logits(self, outputs: ModelOutput, hidden: Tensor, targets: Tensor) -> Tensor:
+    def _own_losses(self, outputs: ModelOutput, hidden: Tensor, targets: Tensor) -> Tensor:
         """[M] losses of the class's own logits of `hidden` [M, D]; 0 without a target."""
-        return losses_of_logits(self._head_outputs(outputs, hidden).logits[0], targets)
+
+        def losses(hidden: Tensor, targets: Tensor) -> Tensor:
+            return losses_of_logits(self._head_outputs(outputs, hidden).logits[0], targets)
+
+        rows = max(1, CHUNK_ELEMENTS // self.config.vocab_size)
+        chunks = zip(hidden.split(rows), targets.split(rows), strict=True)
+        return torch.cat([checkpoint(losses, *chunk, use_reentrant=False) for chunk in chunks])
 
     def _head_outputs(self, outputs: ModelOutput, hidden: Tensor) -> ModelOutput:
         """What the class makes of hidden states [M, D] in place of those in the backbone's `outputs`."""
