@@ -44,7 +44,8 @@ def pushes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
 
     def make(**settings: object) -> tuple[HubPushes, list[str]]:
         lines: list[str] = []
-        return HubPushes(HubConfig("user/tiny", 4, **settings), tmp_path, None, lines.append), lines
+        given = {"repo_id": "user/tiny", "push_every": 4} | settings
+        return HubPushes(HubConfig(**given), tmp_path, None, lines.append), lines
 
     return make
 
@@ -154,6 +155,16 @@ def test_a_restart_takes_up_what_is_left(pushes, recorded: list[int], step: int,
         assert lines[-1] == "step 8: pushed to user/tiny"
 
 
+def test_only_the_last_export(pushes) -> None:
+    Path("hf/step-0000004").mkdir(parents=True)
+    for _ in range(2):  # the second one finds the record of the first
+        made, lines = pushes(push_every=0)
+        made.resume(12)
+        made.add(12)
+        made.finish(idle)
+    assert calls() == ["step-0000012"] and not lines
+
+
 @pytest.mark.parametrize(
     ("settings", "errors"),
     [
@@ -191,16 +202,14 @@ def test_a_run_pushes_its_exports(tmp_path: Path) -> None:
         *("hub.license=apache-2.0", "hub.dtype=bfloat16"),
     ]
 
-    def train(token: str | None = TOKEN) -> tuple[int, str]:
+    def train() -> tuple[int, str]:
         command = [sys.executable, "-m", "fla_train.cli.train", *overrides]
-        environment = os.environ | hub.environment(tmp_path / "home", token) | {"CUDA_VISIBLE_DEVICES": ""}
+        environment = os.environ | hub.environment(tmp_path / "home") | {"CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
         assert TOKEN not in done.stdout + done.stderr
         return done.returncode, done.stdout + done.stderr
 
     with running_hub() as hub:
-        code, said = train(token=None)
-        assert code == 2 and "error: no Hub token" in said and not hub.repos
         hub.fail("repos/create", 401)
         code, said = train()
         assert code == 2 and "the Hub refuses" in said and not (tmp_path / "run").exists()
