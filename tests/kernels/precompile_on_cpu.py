@@ -1,4 +1,5 @@
-"""`precompile` for an H100 on any machine; prints what was compiled where, and who failed, as JSON.
+"""`precompile` for an H100 on any machine; prints as JSON each kernel (its name, whether Triton's
+cache had it, whether the main thread compiled it), and what failed.
 
 In a process of its own, since the tests may have had Triton interpret kernels, and with a driver that only
 says which GPU it stands for.
@@ -65,10 +66,10 @@ class Double(torch.autograd.Function):
 def main() -> None:
     driver.set_active(Hopper())
     torch.cuda.current_device = lambda: 0
-    compiled: list[tuple[str, bool]] = []
+    compiled: list[tuple[str, bool, bool]] = []
 
-    def listener(*, metadata: dict, **_: object) -> None:
-        compiled.append((metadata["name"], threading.current_thread() is threading.main_thread()))
+    def listener(*, metadata: dict, cache_hit: bool, **_: object) -> None:
+        compiled.append((metadata["name"], cache_hit, threading.current_thread() is threading.main_thread()))
 
     triton.knobs.compilation.listener = listener
     x = torch.zeros(32, requires_grad=True)
