@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from fla_train.cli.version import add_version
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -20,6 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fla-bench", description="Measure the operator or the training step on this machine."
     )
+    add_version(parser)
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, about: str) -> Callable[..., argparse.Action]:

@@ -4,7 +4,7 @@ No config is composed and no schema imported, so that --help, --list and complet
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -16,6 +16,10 @@ GROUP = re.compile(r"^  - (\w+): (\S+)", re.MULTILINE)
 CONFIG = re.compile(r"^  - (\w+)$", re.MULTILINE)  # another command's, whose groups this one has
 OVERRIDE = re.compile(r"^ *- override /(\w+): (\S+)$", re.MULTILINE)
 GLOBAL = "# @package _global_"
+ENTRY = re.compile(r"( *)([\w.-]+):( *)([^#\n]*?)( *(?:#.*)?)$")  # indent, key, space, value, comment
+
+# Keys of a command whose value is an option of another command's group.
+OPTIONS_OF = {"train": {"trainer.suite": "suite"}}
 
 
 class ConfigFiles:
@@ -33,6 +37,10 @@ class ConfigFiles:
             for part in [*map(self._read, CONFIG.findall(text)), text]
             for group, option in GROUP.findall(part)
         }
+
+    def listed(self) -> dict[str, str]:
+        """{what chooses an option: its group}: each group, and keys that name an option of another."""
+        return {group: group for group in self.defaults} | OPTIONS_OF.get(self.config_name, {})
 
     def options(self, group: str) -> list[str]:
         """The options of a group, in folders too (`delta_net/tiny`), without the files that others share."""
@@ -66,6 +74,18 @@ class ConfigFiles:
         """Whether the keys of an option are those of the root and not those below `group`."""
         return self._read(f"{group}/{option}").startswith(GLOBAL)
 
+    def values(self, overrides: Iterable[str]) -> dict[str, str]:
+        """{dotted key: value, as text}: what chosen options set beside their group, and `overrides`."""
+        found: dict[str, str] = {}
+        for group, option in self.chosen(overrides).items():
+            if option is None:
+                continue
+            for name, place in self._placed(f"{group}/{option}"):
+                found |= {place + key: value for key, value in entries(sections(self._read(name))[1])}
+            if self.is_global(group, option):
+                found |= dict(entries(self.keys(group, option)))
+        return found | dict(o.lstrip("+").split("=", 1) for o in overrides if "=" in o)
+
     def keys(self, group: str, option: str) -> str:
         """The keys of an option with their comments, those of its parts first."""
         return "".join(sections(text)[1] for text in self._texts(f"{group}/{option}")).strip() + "\n"
@@ -75,7 +95,7 @@ class ConfigFiles:
         text = self._read(f"{group}/{option}")
         if intro := sections(text)[0].strip():
             return " ".join(re.split(r"\n\s", intro)[0].split())  # an indented line is a command
-        parts = [_name(*part) for part in PART.findall(text) if part[1] in ("", "@_here_")]
+        parts = [_name(*part) for part in reversed(PART.findall(text)) if part[1] in ("", "@_here_")]
         return " ".join(self.description(*part.split("/", 1)) for part in parts if "/common" not in part)
 
     def _read(self, name: str) -> str:
@@ -92,6 +112,14 @@ class ConfigFiles:
                 yield from self._texts(_name(*part))
         yield text
 
+    def _placed(self, name: str) -> Iterator[tuple[str, str]]:
+        """Parts of a file whose keys are elsewhere, `@_global_.trainer`: file, and "trainer."."""
+        for part in PART.findall(self._read(name)):
+            if part[1].startswith("@_global_."):
+                yield _name(*part), part[1].removeprefix("@_global_.") + "."
+            else:
+                yield from self._placed(_name(*part))
+
     def _walk(self, group: str) -> Iterator[tuple[str, str]]:
         for root in self._roots:
             if (root / group).is_dir():
@@ -105,6 +133,36 @@ def sections(text: str) -> tuple[str, str]:
     shown = (line for line in intro.splitlines() if not line.startswith("# @package"))
     comment = "".join(line.removeprefix("# ").removeprefix("#") + "\n" for line in shown)
     return comment, f"{keys}\n" if keys else ""
+
+
+def entries(text: str) -> Iterator[tuple[str, str]]:
+    """(dotted key, value as text) of each line of YAML that has both."""
+    for _, key, entry in _lines(text):
+        if entry and entry[4]:
+            yield key, entry[4]
+
+
+def with_values(text: str, values: Mapping[str, str], prefix: str = "") -> str:
+    """YAML text of the keys below `prefix` with these values; a line that has one begins with `*`."""
+    lines = []
+    for line, key, entry in _lines(text):
+        value = values.get(prefix + key) if entry and entry[4] else None
+        if value is not None:
+            indent, name, space, _, rest = entry.groups()
+            width = len(line) - len(rest.lstrip())  # the comment's column
+            line = f"*{indent[1:]}{name}:{space}{value}".ljust(width - 1) + f" {rest.lstrip()}"
+        lines.append(line.rstrip() + "\n")
+    return "".join(lines)
+
+
+def _lines(text: str) -> Iterator[tuple[str, str, re.Match | None]]:
+    """(line, dotted key, match of ENTRY) of each line; the key is that of the last entry."""
+    parents: list[tuple[int, str]] = []
+    for line in text.splitlines():
+        if entry := ENTRY.match(line):
+            indent = len(entry[1])
+            parents = [*(parent for parent in parents if parent[0] < indent), (indent, entry[2])]
+        yield line, ".".join(name for _, name in parents), entry
 
 
 def _name(part: str, place: str, option: str) -> str:
