@@ -261,7 +261,7 @@ def write(home: Path, page: Path) -> Path:
         raise ValueError(f"{page} lacks the line behind which results go: {MARK.strip()}")
     figure = page.parent / "figures" / f"{page.stem}.png"
     figure.parent.mkdir(parents=True, exist_ok=True)
-    (home / "comparison.json").write_text(json.dumps(found, indent=2) + "\n")
+    (home / "comparison.json").write_text(json.dumps(found) + "\n")
     draw(found, figure)
     figure.with_suffix(".pdf").unlink()
     content = markdown(found, home, f"figures/{figure.name}")

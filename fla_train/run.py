@@ -73,10 +73,10 @@ class Run:
         attention = sorted({*layers} - {"linear_attention"})
         name = "+".join([name, *attention]) if "linear_attention" in layers else "transformer"
         name = get("model.model_type") or get("baseline.kind") or name
-        if not self.files.plan.is_file():
+        plan = json.loads(self.files.plan.read_text()) if self.files.plan.is_file() else {}
+        if (count := plan.get("parameters_held")) is None:
             return name
-        parameters = json.loads(self.files.plan.read_text())["parameters_held"]
-        return f"{name}/{parameters / 1e9:.3g}b" if parameters >= 1e9 else f"{name}/{parameters / 1e6:.0f}m"
+        return f"{name}/{count / 1e9:.1f}b" if count >= 1e9 else f"{name}/{count / 1e6:.0f}m"
 
     @property
     def records(self) -> list[Record]:

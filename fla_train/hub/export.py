@@ -139,8 +139,11 @@ def _weights(model: PreTrainedModel, state: Mapping[str, Tensor], dtype: torch.d
     in_fp32 = tuple(model._keep_in_fp32_modules_strict or ())  # decay parameters: bf16 would change the model
 
     def copied(name: str, tensor: Tensor) -> Tensor:
-        keep = not tensor.is_floating_point() or (dtype.itemsize < 4 and name.endswith(in_fp32))
-        return tensor.detach().to("cpu", tensor.dtype if keep else dtype, copy=True)
+        if not tensor.is_floating_point():
+            kind = tensor.dtype
+        else:
+            kind = torch.float32 if dtype.itemsize < 4 and name.endswith(in_fp32) else dtype
+        return tensor.detach().to("cpu", kind, copy=True)
 
     return {name: copied(name, t) for name, t in state.items() if name not in model.all_tied_weights_keys}
 

@@ -29,7 +29,7 @@ from fla_train.hub.checksums import REMEDY as EXPORT_AGAIN
 from fla_train.hub.export import no_progress_bars
 from fla_train.hub.formats import FORMATS, format_name
 from fla_train.hub.formats.errors import FormatError
-from fla_train.hub.formats.read import load_translated, read_translated_config
+from fla_train.hub.formats.read import load_translated
 from fla_train.hub.paths import STEP
 from fla_train.models.mixers.registry import MixerError
 from fla_train.models.zoo.fla import import_models
@@ -219,7 +219,8 @@ def read_config(source: Path | str, *, translate: bool | None = None) -> PreTrai
         ValueError, OSError: it can't be read.
     """
     if translation := find_translation(source, translate):
-        return read_translated_config(source, translation)
+        config, _ = translation.to_ours(PreTrainedConfig.get_config_dict(source)[0], {})
+        return config
     return AutoConfig.from_pretrained(source, trust_remote_code=False)
 
 

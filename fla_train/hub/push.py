@@ -2,6 +2,7 @@
 
 import re
 import time
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -142,23 +143,18 @@ def _commit(api: HfApi, name: str, revision: str | None, folder: Path, card: str
     paths = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
     names = [path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts)]
     there = api.list_repo_files(name, revision=revision)
-    arguments = {
-        "repo_id": name,
-        "operations": [
-            *(CommitOperationAdd(n, card.encode() if n == CARD else folder / n) for n in names),
-            *(CommitOperationDelete(n) for n in there if n.endswith(WEIGHTS) and n not in names),
-        ],
-        "commit_message": f"Upload {own_name(folder)} with fla-train",
-        "revision": revision,
-    }
+    operations = [CommitOperationAdd(n, card.encode() if n == CARD else folder / n) for n in names]
+    operations += [CommitOperationDelete(n) for n in there if n.endswith(WEIGHTS) and n not in names]
+    message = f"Upload {own_name(folder)} with fla-train"
+    commit = partial(api.create_commit, name, operations, commit_message=message, revision=revision)
     try:
-        return api.create_commit(**arguments)
+        return commit()
     except (OSError, RuntimeError) as failure:
         if isinstance(failure, HTTPError) or constants.HF_HUB_DISABLE_XET:
             raise
     constants.HF_HUB_DISABLE_XET = True  # the xet storage can't be reached: LFS takes the files, too
     try:
-        return api.create_commit(**arguments)
+        return commit()
     finally:
         constants.HF_HUB_DISABLE_XET = False
 

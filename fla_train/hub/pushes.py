@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fla_train.hub.paths import STEP
 from fla_train.utils.hub_names import is_hub_name
 from fla_train.utils.processes import POLL, start_command
 from fla_train.utils.records import drop_records_after, read_metrics
@@ -52,7 +51,7 @@ class HubPushes:
     costs nothing. What fails is a line, and is tried again at the next push and after a restart.
 
     Args:
-        config: with a `repo_id`.
+        config: nothing is pushed without a `repo_id`.
         run: the run folder.
         mixer: import path of the model's mixer, if it is not ours.
         log: takes a line for the user.
@@ -60,29 +59,27 @@ class HubPushes:
 
     def __init__(self, config: HubConfig, run: Path, mixer: str | None, log: Callable[[str], None]):
         self._config, self._mixer, self._log = config, mixer, log
-        self._exports, self._record, self._output = run / "hf", run / "pushes.jsonl", run / "logs/push.log"
+        self._run, self._record, self._output = run, run / "pushes.jsonl", run / "logs/push.log"
         self._process: subprocess.Popen | None = None
         self._pushed: set[int] = set()
         self._waiting: list[int] = []  # steps, ascending; the process pushes the first
 
     def resume(self, step: int) -> None:
         """Take up the pushes up to `step`, from which training starts, that have not arrived."""
+        if self._config.repo_id is None:
+            return
         with suppress(OSError):
             drop_records_after(self._record, step)  # their models will be trained again
         records = read_metrics(self._record)
         self._pushed = {int(r["step"]) for r in records if r.get("repo_id") == self._config.repo_id}
-        found = (STEP.fullmatch(export.name) for export in self._exports.glob("step-*"))
-        for exported in sorted(int(name[1]) for name in found if name):
-            if exported <= step and self.is_due(exported):
+        every = self._config.push_every
+        for exported in range(every, step + 1, every) if every else ():
+            if self._export(exported).is_dir():
                 self.add(exported)
-
-    def is_due(self, step: int) -> bool:
-        """Whether the export of `step` is pushed, besides that of the last step."""
-        return self._config.push_every > 0 and step > 0 and step % self._config.push_every == 0
 
     def add(self, step: int) -> None:
         """Push the export of `step` after those that wait, unless it has arrived."""
-        if step not in self._pushed and step not in self._waiting:
+        if self._config.repo_id is not None and step not in (*self._pushed, *self._waiting):
             self._waiting.append(step)
         self._start()
 
@@ -137,11 +134,14 @@ class HubPushes:
             self._process.wait()
             self._process = None
 
+    def _export(self, step: int) -> Path:
+        return self._run / "hf" / f"step-{step:07d}"
+
     def _start(self) -> None:
         """Start the first push that waits, if none runs."""
         if self._process is not None or not self._waiting:
             return
-        config, export = self._config, self._exports / f"step-{self._waiting[0]:07d}"
+        config, export = self._config, self._export(self._waiting[0])
         given = {
             "checkpoint": export,
             "dtype": config.dtype,

@@ -60,12 +60,11 @@ class SequenceContext(MovableTensors):
         found = attention_mask
         if not isinstance(found, dict):
             found = masks(config, tokens, attention_mask, cache)
+        arguments = tokens, cache, found, documents, cu_seqlens
         visible = {
-            kind: _visible_keys(config, kind, tokens, cache, found, documents, cu_seqlens)
+            kind: replace(_visible_keys(config, kind, *arguments), longest=longest)
             for kind in attention_kinds(config)
         }
-        if longest is not None:
-            visible = {kind: replace(keys, longest=longest) for kind, keys in visible.items()}
         if config.mixer is not None:
             positions = torch.arange(length, device=tokens.device)
             positions = positions + (0 if cache is None else cache.get_seq_length())

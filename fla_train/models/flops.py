@@ -102,13 +102,15 @@ def attention_flops(config: DeltaProductConfig, seq_len: int) -> float:
 
     A visible key costs 4 * hidden_size forward and twice that backward; causality and windows are counted.
     """
-    flops = 0.0
-    for kind, window in (("full_attention", seq_len), ("sliding_attention", config.sliding_window)):
-        if layers := config.layer_types.count(kind):
-            window = min(window, seq_len)
-            keys = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len  # mean over positions
-            flops += layers * 12 * config.hidden_size * keys
-    return flops
+    windows = {"full_attention": None, "sliding_attention": config.sliding_window}
+    kinds = [kind for kind in config.layer_types if kind in windows]
+    return 12 * config.hidden_size * sum(visible_keys(seq_len, windows[kind]) for kind in kinds)
+
+
+def visible_keys(seq_len: int, window: int | None) -> float:
+    """How many keys a token sees, within its window if there is one: the mean over the positions."""
+    window = min(window or seq_len, seq_len)
+    return (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
 
 
 def training_memory_bytes(

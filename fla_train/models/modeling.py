@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     AutoModel,
@@ -36,7 +35,7 @@ from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import Masks, SequenceContext, document_bounds, masks
 from fla_train.models.decoding import PREFILL_TOKENS, generate_tokens, takes_loop
 from fla_train.models.layers import GatedMLP, RMSNorm, ShortConvolution, is_plain
-from fla_train.models.loss import IGNORE, linear_cross_entropy, next_tokens, token_losses
+from fla_train.models.loss import IGNORE, linear_cross_entropy, losses_of_logits, next_tokens, token_losses
 from fla_train.models.mixers.registry import build_mixer, linear_mixer, takes_cache
 
 logger = logging.get_logger(__name__)
@@ -311,11 +310,11 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         if shift_labels is not None:
             if num_items_in_batch is None:
                 num_items_in_batch = (shift_labels != IGNORE).sum().clamp(min=1)
+            tokens, targets = hidden.flatten(0, 1), shift_labels.flatten()
             if is_plain(self.lm_head):
-                targets = shift_labels.flatten()
-                total = linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets)
-            else:
-                total = self._losses_of_logits(hidden, shift_labels).sum()
+                total = linear_cross_entropy(tokens, self.lm_head.weight, targets)
+            else:  # it must be called: offloaded, adapted or hooked
+                total = losses_of_logits(self.lm_head(tokens), targets).sum()
             loss = total / num_items_in_batch
         if shift_labels is None or not self.training or logits_to_keep is not None:
             indices = isinstance(logits_to_keep, Tensor)
@@ -338,19 +337,12 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         outputs = self.model(
             input_ids, attention_mask, use_cache=False, cu_seqlens=cu_seqlens, return_dict=True
         )
-        hidden = outputs.last_hidden_state
-        targets = next_tokens(input_ids)
+        tokens, targets = outputs.last_hidden_state.flatten(0, 1), next_tokens(input_ids).flatten()
         if is_plain(self.lm_head):
-            losses = token_losses(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten())
+            losses = token_losses(tokens, self.lm_head.weight, targets)
         else:
-            losses = self._losses_of_logits(hidden, targets)
+            losses = losses_of_logits(self.lm_head(tokens), targets)
         return losses.view(input_ids.shape)[:, :-1]
-
-    def _losses_of_logits(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """[B * T] losses, 0 without a target, of a head that must be called (offloaded, adapted, hooked)."""
-        logits = self.lm_head(hidden).flatten(0, 1)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits, targets.flatten().to(logits.device), reduction="none")
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, object], *rest: object

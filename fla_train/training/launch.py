@@ -141,7 +141,7 @@ def _prepare(config: TrainConfig) -> tuple[TrainConfig, PreparedData]:
         raise ValueError("give run.dir: ranks that another launcher has started can't agree on a new one")
     config = with_warmup(config)
     check_before_preparing(config)
-    if config.hub.repo_id is not None and is_first():
+    if _pushes_here(config):
         _check_hub(config)
     if config.init_from is not None and not has_checkpoint(config):
         from fla_train.training.model import check_initial_weights  # imports the models: seconds
@@ -153,6 +153,11 @@ def _prepare(config: TrainConfig) -> tuple[TrainConfig, PreparedData]:
     else:
         data = task_data(config.task, config.seed)
     return config, data
+
+
+def _pushes_here(config: TrainConfig) -> bool:
+    """Whether rank 0, which pushes, may be on this machine."""
+    return config.hub.repo_id is not None and is_first() and config.launch.machine_rank in (None, 0)
 
 
 def _check_hub(config: TrainConfig) -> None:
@@ -190,7 +195,7 @@ def _is_left_to_train(config: TrainConfig, folder: RunFolder, data: PreparedData
     if is_complete(folder, config):
         for line in completion_lines(folder, config):
             log(line)
-        if config.hub.repo_id is not None and is_first():
+        if _pushes_here(config):
             step = checkpoint.newest_step(folder.checkpoints)
             pushes = HubPushes(config.hub, folder.root, config.model.get("mixer"), log)
             pushes.resume(step)

@@ -74,7 +74,7 @@ def build_model(config: TrainConfig, data: PreparedData, *, resumed: bool = Fals
             )
         model.gradient_checkpointing_enable()
     documents = config.task is None and config.data.document_boundaries
-    if documents and is_zoo(config.model) and not model.keeps_documents_apart():
+    if documents and config.model.get("source") == "hf" and not model.keeps_documents_apart():
         raise ValueError(
             f"{type(model).__name__} does not keep packed documents apart: set data.document_boundaries=false"
         )
@@ -233,12 +233,8 @@ def model_card(config: TrainConfig, data: PreparedData, folder: RunFolder, state
 def _last_results(metrics: Path) -> dict[str, float]:
     """What the last validation found besides its loss, by name; without results by length of the context."""
     last = next((r for r in reversed(read_metrics(metrics)) if "validation_loss" in r), {})
-    left_out = ("step", "tokens", "validation_loss")
-    return {
-        key.replace("_", " "): value
-        for key, value in last.items()
-        if key not in left_out and not key.startswith("validation_loss_at/") and value is not None
-    }
+    names = [n for n in last if n not in ("step", "tokens", "validation_loss") and "loss_at/" not in n]
+    return {name.replace("_", " "): last[name] for name in names if last[name] is not None}
 
 
 def _recipe(config: TrainConfig) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fla_train.data.cache import PreparedData
 from fla_train.data.sampler import BatchSampler, PrefetchLoader
-from fla_train.hub.pushes import HubPushes
+from fla_train.hub.pushes import HubConfig, HubPushes
 from fla_train.models.build import is_zoo
 from fla_train.training.bad_steps import BadStepFilter
 from fla_train.training.checkpoint import TrainState
@@ -113,9 +113,8 @@ class Trainer:
                 record=self.logger.record,
                 log=self.logger.log,
             )
-        self.pushes: HubPushes | None = None
-        if self.rank == 0 and config.hub.repo_id is not None:
-            self.pushes = HubPushes(config.hub, self.folder.root, config.model.get("mixer"), self.logger.log)
+        hub = config.hub if self.rank == 0 else HubConfig()
+        self.pushes = HubPushes(hub, self.folder.root, config.model.get("mixer"), self.logger.log)
         self.unread: list[tuple[int, float, Outcome]] = []  # step, learning rate, outcome on the device
         self.statistics: dict[str, Tensor] = {}  # of the newest step
         self.stopping = False  # a rank got a request to stop
@@ -134,8 +133,7 @@ class Trainer:
         if self.suites is not None:
             due = state.step if self._finished() else state.step // trainer.suite_every * trainer.suite_every
             self.suites.start_if_lost(self.folder.export(due), due, self.folder.metrics)
-        if self.pushes is not None:
-            self.pushes.resume(state.step)
+        self.pushes.resume(state.step)
         loader = PrefetchLoader(self.train_data, self.batches, state.step, trainer.max_steps)
         with loader, _existing_objects_not_collected():
             while not self._finished():
@@ -149,7 +147,7 @@ class Trainer:
                 self.checkpoints.poll()
                 if results and self.suites is not None:
                     self.suites.collect(state.step, state.tokens)
-                if results and self.pushes is not None:
+                if results:
                     self.pushes.poll()
                 if self._due(trainer.eval_every):
                     self._evaluate()
@@ -161,7 +159,7 @@ class Trainer:
                     if suite_due and self.suites is not None and export is not None:
                         self.suites.start(export, state.step)
                     # The last export is pushed after its evaluation, whose results then stand in its card.
-                    if push_due and self.pushes is not None and export is not None and not self._finished():
+                    if push_due and export is not None and not self._finished():
                         self.pushes.add(state.step)
                 if self._due(trainer.checkpoint_every) or self.stopping:
                     self._save()
@@ -291,8 +289,7 @@ class Trainer:
         self.logger.log(f"step {self.state.step:,}: stopped on request; the same command resumes from here")
         if self.suites is not None:
             self.suites.stop()
-        if self.pushes is not None:
-            self.pushes.stop()
+        self.pushes.stop()
         self.logger.close()
 
     def _finish(self) -> None:
@@ -305,13 +302,12 @@ class Trainer:
         export = self._export(last=True)
         if self.suites is not None:
             self.suites.finish(state.step, state.tokens, self.watchdog.beat)
-        if self.rank == 0 and last_value(self.folder.metrics, "loss") is not None:
-            plot_losses([self.folder.root], self.folder.loss_plot)
-        if self.pushes is not None:
-            self.pushes.add(state.step)
-            self.pushes.finish(self.watchdog.beat)
+        self.pushes.add(state.step)
+        self.pushes.finish(self.watchdog.beat)
         self.logger.close()
         if self.rank == 0:
+            if last_value(self.folder.metrics, "loss") is not None:
+                plot_losses([self.folder.root], self.folder.loss_plot)
             for line in self.evaluator.summary(state, export):
                 self.logger.log(line)
 

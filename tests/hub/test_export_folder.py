@@ -69,11 +69,15 @@ def test_model_and_weights_on_any_device(small_model, tmp_path: Path, model_on: 
         assert torch.equal(tensor, state[name].cpu()), name
 
 
-def test_bf16_export_keeps_decay_parameters_wide(small_model, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # of the model
+def test_bf16_export_keeps_decay_parameters_wide(small_model, tmp_path: Path, dtype: torch.dtype) -> None:
+    small_model.to(dtype)
     folder = export_model(small_model, None, tmp_path / "export", dtype=torch.bfloat16)
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     assert loaded.lm_head.weight.dtype == torch.bfloat16
-    assert torch.equal(loaded.model.layers[0].attn.A_log, small_model.model.layers[0].attn.A_log)
+    decay = loaded.model.layers[0].attn.A_log
+    assert decay.dtype == torch.float32
+    assert torch.equal(decay, small_model.model.layers[0].attn.A_log.float())
 
 
 def test_training_goes_on_as_if_nothing_had_happened(small_model, tokenizer, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ CELLS: dict[str, dict[str, Any]] = {
         "allow_neg_eigval": True,
     },
     "gated_deltanet": {"model_type": "gated_deltanet", **HEADS, "expand_v": 2.0},
+    "gated_deltanet_grouped": {"model_type": "gated_deltanet", **HEADS, "num_v_heads": 8},
     "gated_deltanet_plain": {
         "model_type": "gated_deltanet",
         **HEADS,

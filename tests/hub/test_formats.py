@@ -193,6 +193,8 @@ def test_any_ratio_of_head_sizes(key_dim: int) -> None:
         ("gated_deltanet", {"output_gate_activation": "sigmoid"}),
         ("hybrid", {"attn": {**FULL, "qkv_bias": True}}),
         ("hybrid", {"attn": [FULL, {**WINDOW, "num_kv_heads": 4}]}),
+        ("hybrid", {"attn": {**FULL, "layers": [3]}}),
+        ("hybrid", {"attn": {"layers": [1]}}),
         ("hybrid", {"attn": [WINDOW, {**WINDOW, "layers": [1], "window_size": 6}]}),
     ],
 )

@@ -44,7 +44,8 @@ def pushes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
 
     def make(**settings: object) -> tuple[HubPushes, list[str]]:
         lines: list[str] = []
-        return HubPushes(HubConfig("user/tiny", 4, **settings), tmp_path, None, lines.append), lines
+        given = {"repo_id": "user/tiny", "push_every": 4} | settings
+        return HubPushes(HubConfig(**given), tmp_path, None, lines.append), lines
 
     return make
 
@@ -152,6 +153,16 @@ def test_a_restart_takes_up_what_is_left(pushes, recorded: list[int], step: int,
         made.add(8)  # its record is of the weights before
         made.finish(idle)
         assert lines[-1] == "step 8: pushed to user/tiny"
+
+
+def test_only_the_last_export(pushes) -> None:
+    Path("hf/step-0000004").mkdir(parents=True)
+    for _ in range(2):  # the second one finds the record of the first
+        made, lines = pushes(push_every=0)
+        made.resume(12)
+        made.add(12)
+        made.finish(idle)
+    assert calls() == ["step-0000012"] and not lines
 
 
 @pytest.mark.parametrize(
