@@ -60,10 +60,10 @@ class FakeHub(ThreadingHTTPServer):
         self.faults: list[tuple[str, int, dict[str, str]]] = []
         self.requests: list[str] = []
 
-    def environment(self, home: Path, token: str | None = TOKEN) -> dict[str, str]:
+    def environment(self, home: Path) -> dict[str, str]:
         """What a process needs to reach this Hub and nothing else."""
-        variables = {"HF_ENDPOINT": self.address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
-        return variables | {"HF_TOKEN": token or ""}
+        place = {"HF_ENDPOINT": self.address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
+        return place | {"HF_TOKEN": TOKEN}
 
     def fail(self, pattern: str, status: int, times: int = 1, **headers: str) -> None:
         self.faults += [(pattern, status, headers)] * times

@@ -1,6 +1,7 @@
 """Pushes of a run's exports to the Hub, beside training."""
 
 import json
+import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from fla_train.utils.processes import POLL, start_command
 from fla_train.utils.records import drop_records_after, read_metrics
 
 DTYPES = ("auto", "float32", "bfloat16")
+NICENESS = 10  # of the process: data workers and ranks come first
 WRONG_REQUEST = 2  # exit status of a command that would fail in the same way again
 # The process never touches the GPU, and its log holds no progress bars.
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
@@ -156,5 +158,6 @@ class HubPushes:
             self._output.parent.mkdir(exist_ok=True)
             overrides = [f"{name}={value}" for name, value in given.items() if value is not None]
             self._process = start_command("export", overrides, self._output, **ENVIRONMENT)
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
         except OSError as failure:
             self._log(f"step {self._waiting[0]:,}: NOT PUSHED, {failure.strerror}")
