@@ -10,7 +10,7 @@ from test_layout import ROOT
 
 import fla_train
 from fla_train.cli.config_files import ConfigFiles, sections
-from fla_train.cli.names import dotted
+from fla_train.hub.saved_config import flat
 
 SPEC = importlib.util.spec_from_file_location("docs_reference", ROOT / "scripts" / "docs_reference.py")
 reference = importlib.util.module_from_spec(SPEC)
@@ -21,7 +21,7 @@ def test_keys_defaults_and_comments_are_those_of_the_files() -> None:
     for file in sorted((ROOT / "configs").rglob("*.yaml")):
         _, text = sections(file.read_text())
         config, keys = yaml.safe_load(text) or {}, reference.parse(text)
-        assert set(dotted(config)) <= keys.keys(), file
+        assert dict(flat(config)).keys() <= keys.keys(), file
         for key in keys.values():
             value = reduce(lambda node, part: node[part], key.name.split("."), config)
             assert not key.default or yaml.safe_load(key.default) == value, f"{file}: {key}"
@@ -36,7 +36,7 @@ def test_the_page_has_the_keys_of_every_command() -> None:
         configs = ConfigFiles(command)
         option = configs.defaults.get(group)
         text = configs.keys(group, option) if option else configs.own_keys
-        for key in dotted(yaml.safe_load(text) or {}):
+        for key in dict(flat(yaml.safe_load(text) or {})):
             assert f"| `{group}.{key}` |" in page or f"| `{key}` |" in page
 
 

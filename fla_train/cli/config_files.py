@@ -9,6 +9,10 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
+import yaml
+
+from fla_train.hub.saved_config import flat, plain
+
 # What a file is put together from, by its defaults: `- /model/size@_here_: tiny`, `- /experiment/mad/common`.
 # A part at another place, such as `- /model/batch@_global_.trainer: 340m`, has its keys there.
 PART = re.compile(r"^ *- /(\S+?)(@\S+?)?(?:: (\S+))?$", re.MULTILINE)
@@ -16,7 +20,7 @@ GROUP = re.compile(r"^  - (\w+): (\S+)", re.MULTILINE)
 CONFIG = re.compile(r"^  - (\w+)$", re.MULTILINE)  # another command's, whose groups this one has
 OVERRIDE = re.compile(r"^ *- override /(\w+): (\S+)$", re.MULTILINE)
 GLOBAL = "# @package _global_"
-ENTRY = re.compile(r"( *)([\w.-]+):( *)([^#\n]*?)( *(?:#.*)?)$")  # indent, key, space, value, comment
+ENTRY = re.compile(r"( *)([\w-]+):( *)([^#]*?) *(#.*)?$")  # indent, key, space, value, comment
 
 # Keys of a command whose value is an option of another command's group.
 OPTIONS_OF = {"train": {"trainer.suite": "suite"}}
@@ -78,12 +82,9 @@ class ConfigFiles:
         """{dotted key: value, as text}: what chosen options set beside their group, and `overrides`."""
         found: dict[str, str] = {}
         for group, option in self.chosen(overrides).items():
-            if option is None:
-                continue
-            for name, place in self._placed(f"{group}/{option}"):
-                found |= {place + key: value for key, value in entries(sections(self._read(name))[1])}
-            if self.is_global(group, option):
-                found |= dict(entries(self.keys(group, option)))
+            for place, text in self._elsewhere(f"{group}/{option}"):
+                keys = yaml.safe_load(sections(text)[1]) or {}
+                found |= {place + key: plain(value) for key, value in flat(keys)}
         return found | dict(o.lstrip("+").split("=", 1) for o in overrides if "=" in o)
 
     def keys(self, group: str, option: str) -> str:
@@ -112,13 +113,16 @@ class ConfigFiles:
                 yield from self._texts(_name(*part))
         yield text
 
-    def _placed(self, name: str) -> Iterator[tuple[str, str]]:
-        """Parts of a file whose keys are elsewhere, `@_global_.trainer`: file, and "trainer."."""
-        for part in PART.findall(self._read(name)):
+    def _elsewhere(self, name: str) -> Iterator[tuple[str, str]]:
+        """("trainer.", text) of each part of a file whose keys are there, ("", text) of a `GLOBAL` file."""
+        text = self._read(name)
+        for part in PART.findall(text):
             if part[1].startswith("@_global_."):
-                yield _name(*part), part[1].removeprefix("@_global_.") + "."
+                yield part[1].removeprefix("@_global_.") + ".", self._read(_name(*part))
             else:
-                yield from self._placed(_name(*part))
+                yield from self._elsewhere(_name(*part))
+        if text.startswith(GLOBAL):
+            yield "", text
 
     def _walk(self, group: str) -> Iterator[tuple[str, str]]:
         for root in self._roots:
@@ -135,34 +139,19 @@ def sections(text: str) -> tuple[str, str]:
     return comment, f"{keys}\n" if keys else ""
 
 
-def entries(text: str) -> Iterator[tuple[str, str]]:
-    """(dotted key, value as text) of each line of YAML that has both."""
-    for _, key, entry in _lines(text):
-        if entry and entry[4]:
-            yield key, entry[4]
-
-
 def with_values(text: str, values: Mapping[str, str], prefix: str = "") -> str:
     """YAML text of the keys below `prefix` with these values; a line that has one begins with `*`."""
-    lines = []
-    for line, key, entry in _lines(text):
-        value = values.get(prefix + key) if entry and entry[4] else None
-        if value is not None:
-            indent, name, space, _, rest = entry.groups()
-            width = len(line) - len(rest.lstrip())  # the comment's column
-            line = f"*{indent[1:]}{name}:{space}{value}".ljust(width - 1) + f" {rest.lstrip()}"
-        lines.append(line.rstrip() + "\n")
-    return "".join(lines)
-
-
-def _lines(text: str) -> Iterator[tuple[str, str, re.Match | None]]:
-    """(line, dotted key, match of ENTRY) of each line; the key is that of the last entry."""
-    parents: list[tuple[int, str]] = []
+    lines, parents = [], []  # parents: (indent, name)
     for line in text.splitlines():
         if entry := ENTRY.match(line):
-            indent = len(entry[1])
-            parents = [*(parent for parent in parents if parent[0] < indent), (indent, entry[2])]
-        yield line, ".".join(name for _, name in parents), entry
+            indent, name, space, value, comment = entry.groups("")
+            parents = [*(parent for parent in parents if parent[0] < len(indent)), (len(indent), name)]
+            new = values.get(prefix + ".".join(name for _, name in parents))
+            if value and new is not None:
+                before = f"*{indent[1:]}{name}:{space}{new} "
+                line = (before.ljust(len(line) - len(comment)) + comment).rstrip()
+        lines.append(line + "\n")
+    return "".join(lines)
 
 
 def _name(part: str, place: str, option: str) -> str:

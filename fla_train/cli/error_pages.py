@@ -3,24 +3,25 @@
 import re
 
 PAGES = {
-    "docs/mixers.md": r"\bmixer(?:_options)?\b",
-    "docs/expressivity.md": r"\bsuite=expressivity\b|\bsuite\.expressivity\b",
-    "docs/evaluation.md": r"\b(?:trainer\.)?suite|\blm-eval\b|\bmirror=|\bevaluations?\b",
-    "docs/exports.md": r"\bhub\.|\bformat=|\bcheckpoint=|\bexport(?:s|ed)?\b",
-    "docs/data.md": r"\bdata\.|\bmixture\b|\bthe corpus\b|\bshard\b|\bfla-prepare\b|\btokenizer\b",
-    "docs/launching.md": r"\blaunch\.|\bmachines\b",
-    "docs/reliability.md": r"\brun\.dir\b|\btrainer\.resume\b|\bcheckpoint\b(?!=)|\branks?\b|\bout of memory\b",
-    "docs/kernels.md": r"\bmodel\.backend\b|\bbackend check\b|\bTRITON_PTXAS_PATH\b",
-    "docs/models.md": r"\bmodel\.|\bthis model\b",
-    "docs/training.md": r"\b(?:trainer|optimizer|schedule|task|logger)\.|\binit_from\b|\brun\.job\b",
+    "docs/mixers.md": r"mixer(_options)?\b",
+    "docs/expressivity.md": r"suite[=.]expressivity\b",
+    "docs/evaluation.md": r"(trainer\.)?suite|lm-eval\b|mirror=|evaluations?\b",
+    "docs/exports.md": r"hub\.|format=|checkpoint=|export(s|ed)?\b",
+    "docs/data.md": r"data\.|mixture\b|the corpus\b|shard\b|fla-prepare\b|tokenizer\b",
+    "docs/launching.md": r"launch\.|machines\b",
+    "docs/reliability.md": r"run\.dir\b|trainer\.resume\b|checkpoint\b(?!=)|rank \d|out of \w* ?memory",
+    "docs/kernels.md": r"model\.backend\b|backend check\b|TRITON_PTXAS_PATH\b",
+    "docs/models.md": r"model\.|this model\b",
+    "docs/training.md": r"(trainer|optimizer|schedule|task|logger)\.|init_from\b|run\.job\b",
 }
 # What names the right word itself, or a page, and the options that follow a name that is none.
 ANSWERED = re.compile(r"did you mean|: write |docs/|^    ")
 
 
 def page_of(error: str) -> str | None:
-    """The page about what one line of an error names first."""
-    found = {page: match.start() for page, words in PAGES.items() if (match := re.search(words, error))}
+    """The page about what one line of an error names first; None: it needs no page."""
+    matches = {page: re.search(rf"\b({words})", error) for page, words in PAGES.items()}
+    found = {page: match.start() for page, match in matches.items() if match}
     return None if ANSWERED.search(error) else min(found, key=found.get, default=None)
 
 

@@ -307,7 +307,7 @@ def test_list_describes_every_option(run_command) -> None:
 
 
 def complete(line: str, bin: Path) -> list[str]:
-    """What bash offers for what follows the last "=" or space of a line, by the script that a user installs."""
+    """What bash offers in place of what follows the last "=" or space of a line, by the installed script."""
     script = f"""eval "$(fla-train -sc install=bash)"
         COMP_LINE={line!r} COMP_POINT={len(line)}
         _fla_complete {line.split()[0]}; printf '%s\\n' "${{COMPREPLY[@]}}" """

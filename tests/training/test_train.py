@@ -99,10 +99,9 @@ def test_dry_run_prints_the_plan_and_stops(fla_train, tmp_path: Path):
 def test_the_home_folder_may_be_a_tilde(fla_train, make_config, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "step").mkdir()
-    asked = ("run.dir=~/runs/first", "trainer.resume=~/step")
-    code, stdout, _ = fla_train("dry_run=true", *asked)
+    code, stdout, _ = fla_train("dry_run=true", "run.dir=~/runs/first", "trainer.resume=~/step")
     assert code == 0 and f"{tmp_path}/runs/first" in stdout
-    assert resolve(make_config(*asked)).trainer.resume == f"{tmp_path}/step"
+    assert resolve(make_config("trainer.resume='~/step'")).trainer.resume == f"{tmp_path}/step"
 
 
 MIXTURE = "{a: {weight: 0.5, path: PATH}, b: {weight: 0.5, path: PATH}}"
