@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import fla_train
@@ -70,8 +71,15 @@ def api() -> str:
                 members = {f"{path[:-1]}{key}": value for key, value in vars(thing).items() if key[0] != "_"}
                 lines += [text for key, value in members.items() for text in _documented(value, key)]
             else:
-                lines += _documented(thing, name.replace(":", "."))
+                lines += _documented(thing, path, module)
     return "\n".join(lines)
+
+
+def comparison() -> str:
+    """The table of docs/comparison.md, whose notes stay there."""
+    page = (Path(__file__).parent.parent / "docs" / "comparison.md").read_text()
+    (table,) = re.findall(r"(?:^\|.*\n)+", page, re.M)
+    return re.sub(r"\[(\d+)\]", r"[[\1]](comparison.md#notes)", table)
 
 
 def parse(text: str, prefix: str = "") -> dict[str, Key]:
@@ -102,9 +110,11 @@ def parse(text: str, prefix: str = "") -> dict[str, Key]:
             above.append((len(match["indent"]), match["name"]))
             name = ".".join(part for _, part in above)
             before = found.pop(name, None)
-            said = f"{waiting} {match['comment'] or ''}".strip() or (before.comment if before else "")
+            said = ". ".join(filter(None, [match["comment"], waiting])) or (before.comment if before else "")
             last = found[name] = Key(name, match["value"] or "", said)
             waiting, column = "", match.start("comment") - 2
+        elif last and last.default.startswith(("[", "{")):  # a list or mapping of several lines
+            last.default += f" {content}"
         else:
             raise ValueError(f"not a line of a config file: {line}")
     return found
@@ -151,11 +161,15 @@ def _table(keys: Iterable[Key]) -> Iterator[str]:
         yield ""
 
 
-def _documented(thing: Any, name: str) -> Iterator[str]:
-    """Heading, signature and docstring of a function, class or property."""
-    yield f"### {name}\n"
-    if callable(thing) and not (isinstance(thing, type) and issubclass(thing, BaseException)):
-        yield f"```python\n{name.rpartition('.')[2]}{_signature(thing)}\n```\n"
+def _documented(thing: Any, path: str, module: str = "") -> Iterator[str]:
+    """Heading, signature and docstring of a function, class, method or property."""
+    shown = callable(thing) and not (isinstance(thing, type) and issubclass(thing, BaseException))
+    code = [f"{path.rpartition('.')[2]}{_signature(thing)}"] if shown else []
+    if module != "fla_train" and module and "." not in path:
+        code.insert(0, f"from {module} import {path}\n")
+    yield f"### fla_train.{path}\n" if module == "fla_train" else f"### {path}\n"
+    if code:
+        yield "\n".join(["```python", *code, "```\n"])
     yield _markdown(inspect.getdoc(thing) or "")
 
 
@@ -215,4 +229,4 @@ def _escape(text: str) -> str:
     )
 
 
-GENERATED = {"api": api, "configuration": configuration}
+GENERATED = {"api": api, "comparison": comparison, "configuration": configuration}

@@ -9,8 +9,9 @@ PAGES = {
     "docs/exports.md": r"hub\.|format=|checkpoint=|export(s|ed)?\b",
     "docs/data.md": r"data\.|mixture\b|the corpus\b|shard\b|fla-prepare\b|tokenizer\b",
     "docs/launching.md": r"launch\.|machines\b",
-    "docs/reliability.md": r"run\.dir\b|trainer\.resume\b|checkpoint\b(?!=)|rank \d|out of \w* ?memory",
-    "docs/kernels.md": r"model\.backend\b|backend check\b|TRITON_PTXAS_PATH\b",
+    "docs/troubleshooting.md": r"rank \d|out of \w* ?memory|NaN\b|backend check\b|belongs to another run\b",
+    "docs/reliability.md": r"run\.dir\b|trainer\.resume\b|checkpoint\b(?!=)",
+    "docs/kernels.md": r"model\.backend\b",
     "docs/models.md": r"model\.|this model\b",
     "docs/training.md": r"(trainer|optimizer|schedule|task|logger)\.|init_from\b|run\.job\b",
 }

@@ -60,7 +60,7 @@ class DeltaProductConfig(LazyModelConfig):
 
     model_type = "delta_product"
     mixer_permitted = True  # whether the mixer may be imported; not saved
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  Trainer adds a list to it
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012  Trainer adds a list to it
 
     vocab_size: int = 32000
     hidden_size: int = 1024

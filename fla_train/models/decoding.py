@@ -38,7 +38,7 @@ from fla_train.kernels.fused_ops import linear_step, mixer_step, resolve_backend
 from fla_train.kernels.fused_ops.short_conv import MAX_TAPS
 from fla_train.kernels.fused_ops.token_step import MAX_HEAD
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
-from fla_train.models.cache import CountingLayer, WindowLayer, cache_for, count_tokens
+from fla_train.models.cache import CACHE_NAME, CountingLayer, WindowLayer, cache_for, count_tokens
 from fla_train.models.context import Masks, SequenceContext, attention_kinds
 from fla_train.models.layers import RMSNorm, is_plain
 from fla_train.models.mixers.delta_product import DeltaProductMixer
@@ -65,7 +65,7 @@ def takes_loop(
     Everything else, among it scores that are to be returned, adapters, hooks and weights spread over
     devices, keeps transformers' loop.
     """
-    cache, wanted = model_kwargs.get("past_key_values"), generation_config
+    cache, wanted = model_kwargs.get(CACHE_NAME), generation_config
     outputs = (
         wanted.output_scores,
         wanted.output_logits,
@@ -113,7 +113,7 @@ def generate_tokens(
     Sequences that have finished get `pad_token_id`. The host looks every `CHECK_EVERY` steps whether all
     have finished, and at each step if it needs the tokens.
     """
-    mask, cache = model_kwargs.get("attention_mask"), model_kwargs["past_key_values"]
+    mask, cache = model_kwargs.get("attention_mask"), model_kwargs[CACHE_NAME]
     returned = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
     logits = model._prefill(input_ids, generation_config, model_kwargs).logits[:, -1]
     known, limit, made = input_ids.shape[1], stopping_criteria.max_length, 1

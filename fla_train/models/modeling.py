@@ -30,7 +30,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple, logging
 
 from fla_train.models.auto import register_models
-from fla_train.models.cache import cache_for, count_tokens
+from fla_train.models.cache import CACHE_NAME, cache_for, count_tokens
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import Masks, SequenceContext, document_bounds, masks
 from fla_train.models.decoding import PREFILL_TOKENS, generate_tokens, takes_loop
@@ -153,7 +153,8 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
             attention_mask: [B, seen + T], 0 at padding (left or right); masked positions change no other
                 position. Or what `create_masks_for_generate` makes of it.
             past_key_values: the cache of the tokens before, a `DynamicCache(config=model.config)` or
-                `StaticCache(config=model.config, max_cache_len=...)`; updated in place.
+                `StaticCache(config=model.config, max_cache_len=...)`; updated in place. transformers calls it
+                `cache` since 5.24; both names are taken.
             use_cache: make a `DynamicCache` when none is given. Default: `config.use_cache`, off in training
                 mode.
             cu_seqlens: [S + 1] bounds of the documents packed in one row (B = 1); nothing crosses them.
@@ -171,6 +172,7 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
         Raises:
             ValueError: for arguments that contradict each other, or that this model cannot honour.
         """
+        past_key_values = packing.pop("cache", past_key_values)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         hidden = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
@@ -353,7 +355,7 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
             generation_config.use_cache = model_kwargs["use_cache"] = False
             return
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *rest)
-        cache_for(model_kwargs.get("past_key_values"), self.config, False, self.device)
+        cache_for(model_kwargs.get(CACHE_NAME), self.config, False, self.device)
 
     def _prefill(
         self,
@@ -366,7 +368,7 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         """As transformers'; a long prompt in chunks, unless outputs of all its positions are asked for."""
         chunk = max(1, PREFILL_TOKENS // len(input_ids))
         wanted = generation_config.output_attentions or generation_config.output_hidden_states
-        if model_kwargs.get("past_key_values") is not None and input_ids.shape[1] > chunk and not wanted:
+        if model_kwargs.get(CACHE_NAME) is not None and input_ids.shape[1] > chunk and not wanted:
             generation_config.prefill_chunk_size = generation_config.prefill_chunk_size or chunk
         return super()._prefill(input_ids, generation_config, model_kwargs, *rest, **options)
 
@@ -394,11 +396,12 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         config: DeltaProductConfig,
         inputs_embeds: Tensor,
         attention_mask: Tensor | None,
-        past_key_values: Cache,
+        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **_: object,
     ) -> Masks:
         """The masks of a step, made before a compiled forward because the attention mask grows."""
-        return masks(config, inputs_embeds, attention_mask, past_key_values)
+        return masks(config, inputs_embeds, attention_mask, past_key_values if cache is None else cache)
 
 
 class DeltaProductForSequenceClassification(GenericForSequenceClassification, DeltaProductPreTrainedModel):

@@ -33,6 +33,18 @@ def test_greedy_generation_of_a_left_padded_batch(build, tokens, variant):
         assert torch.equal(generated[i], argmax_loop(model, tokens[i, :n]))
 
 
+@torch.no_grad()
+def test_a_cache_has_two_names(build, tokens):
+    """`past_key_values`, and `cache` as transformers calls it since 5.24."""
+    model = build()
+    logits = []
+    for name in ("past_key_values", "cache"):
+        cache = model(tokens[:, :6], use_cache=True).past_key_values
+        logits.append(model(tokens[:, 6:9], **{name: cache}).logits)
+    torch.testing.assert_close(logits[1], model(tokens[:, :9]).logits[:, 6:], rtol=1e-9, atol=1e-9)
+    assert torch.equal(*logits)
+
+
 def test_a_tokenizer_is_accepted(build, tokens):
     """That of stop strings, which `generate` hands on to the model; `transformers serve` always gives one."""
     model = build()
