@@ -16,7 +16,7 @@ PAGES = {
     "docs/training.md": r"(trainer|optimizer|schedule|task|logger)\.|init_from\b|run\.job\b",
 }
 # What names the right word itself, or a page, and the options that follow a name that is none.
-ANSWERED = re.compile(r"did you mean|: write |docs/|^    ")
+ANSWERED = re.compile(r"did you mean|: write |--help lists|docs/|^    ")
 
 
 def page_of(error: str) -> str | None:

@@ -90,9 +90,10 @@ def list_text(configs: ConfigFiles, words: Sequence[str] = ()) -> str:
     """The options of groups, `model` or `models` (default: all that leave a choice), with a line on each.
 
     Raises:
-        ValueError: there is no such group.
+        ValueError: there is no such group, or none at all.
     """
-    listed = configs.listed()
+    if not (listed := configs.listed()):
+        raise ValueError(f"fla-{configs.config_name} has no groups: --help lists its keys")
     names = {name for group in listed.values() for name in (group, f"{group}s")}
     if unknown := [word for word in words if word not in names]:
         raise ValueError(f"there is no group {unknown[0]}: groups are {', '.join(listed.values())}")
