@@ -36,7 +36,7 @@ from transformers.generation.streamers import BaseStreamer
 from fla_train.kernels.delta_product import resolve_backend as resolve_operator
 from fla_train.kernels.fused_ops import linear_step, mixer_step, resolve_backend
 from fla_train.kernels.fused_ops.short_conv import MAX_TAPS
-from fla_train.kernels.fused_ops.token_step import MAX_HEAD
+from fla_train.kernels.fused_ops.token_step import MAX_STATE
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
 from fla_train.models.cache import CountingLayer, WindowLayer, cache_for, count_tokens
 from fla_train.models.context import Masks, SequenceContext, attention_kinds
@@ -341,7 +341,7 @@ def takes_fused_step(model: PreTrainedModel) -> bool:
         and resolve_backend("auto", weights[0]) == "triton"
         and config.hidden_act == "silu"
         and (not config.use_short_conv or 1 < config.conv_size <= MAX_TAPS)
-        and max(config.head_dim, config.head_v_dim) <= MAX_HEAD
+        and next_power_of_2(config.head_dim) * next_power_of_2(config.head_v_dim) <= MAX_STATE
         and len({p.dtype for p in weights}) == 1
     )
 
