@@ -36,15 +36,15 @@ def linear_step(
     """The outputs of linear layers on rmsnorm(x + residual), side by side.
 
     Args:
-        x: one token of each of B sequences, [B, D], contiguous; `residual` has its shape.
+        x: one token of each of B sequences, [B, 1, D], contiguous; `residual` has its shape.
         weights: [rows, D] each, contiguous, in the dtype of `x`; at most six.
         norm: weight of the RMSNorm [D]; None: no norm.
         swiglu: silu(x weights[0]^T) * (x weights[1]^T) instead; both have as many rows.
 
     Returns:
-        y [B, sum of rows] and x + residual [B, D] (x without a residual).
+        y [B, 1, sum of rows] and x + residual [B, 1, D] (x without a residual).
     """
-    (tokens, size), rows = x.shape, [len(weight) for weight in weights]
+    (tokens, _, size), rows = x.shape, [len(weight) for weight in weights]
     if tokens > 1 and norm is not None:
         y, total = (rms_norm(x, norm, eps), x) if residual is None else add_rms_norm(x, residual, norm, eps)
         return linear_step(y, *weights, swiglu=swiglu)[0], total
@@ -52,7 +52,7 @@ def linear_step(
         return F.linear(x, weights[0]), x
     if swiglu:
         rows = rows[:1]
-    y, total = x.new_empty(tokens, sum(rows)), x if residual is None else torch.empty_like(x)
+    y, total = x.new_empty(tokens, 1, sum(rows)), x if residual is None else torch.empty_like(x)
     block_tokens, block_rows, block = tile(x, sum(rows), 1 + swiglu)
     unused = MAX_WEIGHTS - len(weights)
     pointers = {f"w{i}": weight for i, weight in enumerate((*weights, *weights[:1] * unused))}
@@ -85,7 +85,7 @@ def mixer_step(
     """From the projections of one token to what the output projection takes; the states are updated in place.
 
     Args:
-        y: [B, rows], the projections side by side.
+        y: [B, 1, rows], the projections side by side.
         columns: where each begins: q, k, v, b, and a with a forget gate, g with an output gate.
         weights: [channels, 1, W] of the convolutions of q, k and v, W <= 4; None: no convolutions.
         conv_states: their last inputs, [B, channels, W-1].
@@ -94,12 +94,12 @@ def mixer_step(
         state: [B, H, K, V].
 
     Returns:
-        [B, H V] in the dtype of `y`.
+        [B, 1, H V] in the dtype of `y`.
     """
     batch, heads, key_dim, value_dim = state.shape
-    o = y.new_empty(batch, heads * value_dim)
+    o = y.new_empty(batch, 1, heads * value_dim)
     key_tile, value_tile = next_power_of_2(key_dim), next_power_of_2(value_dim)
-    # A thread for each channel: with more, Triton lets several threads load the same one.
+    warps = min(8, max(1, key_tile // 32, value_tile // 32))  # more would load each channel several times
     starts = {f"C{name.upper()}": columns.get(name, -1) for name in "qkvbag"}
     with torch.cuda.device_of(y):
         run_kernel(
@@ -108,16 +108,16 @@ def mixer_step(
             sq=conv_states[0], sk=conv_states[1], sv=conv_states[2],
             A_log=A_log, dt_bias=dt_bias, norm=norm, state=state, o=o,
             beta_max=float(beta_max), scale=key_dim**-0.5, l2_eps=L2NORM_EPS, eps=eps,
-            **starts, ROWS=y.shape[1], H=heads, K=key_dim, V=value_dim, N=num_householder,
+            **starts, ROWS=y.shape[-1], H=heads, K=key_dim, V=value_dim, N=num_householder,
             W=1 if weights[0] is None else weights[0].shape[-1], BK=key_tile, BV=value_tile,
-            num_warps=min(8, max(1, key_tile // 32, value_tile // 32)),
+            num_warps=warps,
         )  # fmt: skip
     return o
 
 
 def tile(x: Tensor, rows: int, width: int) -> tuple[int, int, int]:
     """Tokens, rows and channels of a program of `linear_step`, which reads `width` weights for each row."""
-    tokens, size = x.shape
+    tokens, _, size = x.shape
     if tokens == 1:  # all of a program's loads at once, and all programs at once
         block = min(4096, next_power_of_2(size))
         return 1, max(1, (8192 if rows > 2048 else 4096) // (block * width)), block
