@@ -103,7 +103,9 @@ def generate_tokens(
     returned = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
     logits = model._prefill(input_ids, generation_config, model_kwargs).logits[:, -1]
     known, limit, made = input_ids.shape[1], stopping_criteria.max_length, 1
-    criteria = [x for x in stopping_criteria if not isinstance(x, EosTokenCriteria | MaxLengthCriteria)]
+    criteria = StoppingCriteriaList(
+        x for x in stopping_criteria if not isinstance(x, EosTokenCriteria | MaxLengthCriteria)
+    )
     ends = [x.eos_token_id.tolist() for x in stopping_criteria if isinstance(x, EosTokenCriteria)]
     pad = generation_config._pad_token_tensor
     choice = Choice(
@@ -123,8 +125,8 @@ def generate_tokens(
     while True:
         if streamer is not None:
             streamer.put(decoder.token[:, 0].cpu())
-        for criterion in criteria:
-            decoder.unfinished &= ~criterion(so_far(), None)
+        if criteria:
+            decoder.unfinished &= ~criteria(so_far(), None)
         finishing = (ends or criteria) and made % every == 0
         if known + made >= limit or (finishing and not decoder.unfinished.any()):
             break
