@@ -1,12 +1,13 @@
 # Two commands for a new machine (Python 3.11+, a C compiler): `make demo` and `make test`.
 # Both create .venv and install into it first. `make test-all` runs also the tests marked `long`, which
-# `make test` leaves out. `make check` and `make format` are for developers.
+# `make test` leaves out. `make docs` builds the documentation site into site/. `make check` and `make format`
+# are for developers.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo test test-all check format clean
+.PHONY: install demo test test-all docs check format clean
 
 install: $(VENV)/.installed
 
@@ -25,6 +26,11 @@ test test-all: install check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(SELECTED)" -n 2 --dist loadfile --no-loadscope-reorder \
 		--cov --cov-report=term:skip-covered
 
+# --strict: a broken link or anchor, or a page that the navigation lacks, fails the build. It needs no network.
+docs: install
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -34,4 +40,4 @@ format: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .coverage*
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .coverage*

@@ -18,8 +18,8 @@ from fla_train.eval.figures import draw_transitions
 from fla_train.eval.report import output_lock
 from fla_train.eval.run import check_request, output_folder
 from fla_train.eval.transitions import Transitions, transitions
-from fla_train.hub.load import load_weights, resolve_checkpoint, run_folder, training_record
-from fla_train.hub.paths import own_name
+from fla_train.hub.load import load_weights, resolve_checkpoint, training_record
+from fla_train.hub.paths import own_name, run_folder
 from fla_train.tasks import GroupWords, Score, Task, TaskConfig, make_task, tasks_for_testing
 from fla_train.tasks.config import TEST_SEED
 from fla_train.tasks.plots import plot_accuracy

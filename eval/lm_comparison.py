@@ -11,6 +11,7 @@ results of `evaluate` only, so that runs of several machines can be merged.
 import json
 import statistics
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -32,6 +33,7 @@ UNREAD = "unread"  # written by `evaluate`: why a model is read over one chunk o
 REPORT = Path("eval", "length")  # of `evaluate`, in a run folder
 MARK = "<!-- What follows is written by fla_train.eval.lm_comparison. -->\n"
 TOLERANCE = 0.03  # how far a number of parameters may be from the median
+WIDTH = 120  # of a page's lines, but for tables
 AT = "validation_loss_at/"
 LENGTHS = PerplexityConfig(
     layout="packed",
@@ -74,6 +76,7 @@ def evaluate_runs(home: Path, options: Sequence[str] = ()) -> None:
         run = home / name
         if not any(run.glob("hf/step-*")) or (run / REPORT / "results.json").is_file():
             continue
+        (run / UNREAD).unlink(missing_ok=True)
         try:
             (found,) = _read(run, OmegaConf.to_object(config)).values()
             if "error" in found:  # a model whose cache does not reproduce a single forward pass
@@ -181,9 +184,12 @@ def markdown(found: dict[str, dict[str, Any]], home: Path, figure: str) -> str:
         losses = [row["by_position"].get(key) for key in positions]
         by_position.append([models[name]["title"], *("-" if x is None else f"{x:.3f}" for x in losses)])
     hardware = "; ".join(sorted({row["hardware"] for row in rows}))
-    lines = [
+    setting = (
         f"{first['tokens']:,} tokens each, seed {first['seed']}, the same data in the same order. Hardware: "
-        f"{hardware}. One seed; tokens/s are medians of `fla-train`, GiB the peak.",
+        f"{hardware}. One seed; tokens/s are medians of `fla-train`, GiB the peak."
+    )
+    lines = [
+        textwrap.fill(setting, WIDTH),
         "",
         *_table(table),
         "",
@@ -191,7 +197,8 @@ def markdown(found: dict[str, dict[str, Any]], home: Path, figure: str) -> str:
         "",
         *_table(by_position),
     ]
-    return "\n".join([*lines, "", *(f"- {note}" for note in _notes(found, home)), ""])
+    notes = (textwrap.fill(f"- {note}", WIDTH, subsequent_indent="  ") for note in _notes(found, home))
+    return "\n".join([*lines, "", *notes, ""])
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -254,7 +261,7 @@ def write(home: Path, page: Path) -> Path:
         raise ValueError(f"{page} lacks the line behind which results go: {MARK.strip()}")
     figure = page.parent / "figures" / f"{page.stem}.png"
     figure.parent.mkdir(parents=True, exist_ok=True)
-    (home / "comparison.json").write_text(json.dumps(found, indent=2) + "\n")
+    (home / "comparison.json").write_text(json.dumps(found) + "\n")
     draw(found, figure)
     figure.with_suffix(".pdf").unlink()
     content = markdown(found, home, f"figures/{figure.name}")

@@ -20,8 +20,8 @@ from fla_train.eval.parallel import ALONE, Ranks
 from fla_train.eval.report import check_output, output_lock, write_report
 from fla_train.eval.result_cache import ResultCache
 from fla_train.eval.sweep import run_sweep
-from fla_train.hub.load import load_model, recorded_length, resolve_checkpoint, run_folder, trained_length
-from fla_train.hub.paths import own_name
+from fla_train.hub.load import load_model, recorded_length, resolve_checkpoint, trained_length
+from fla_train.hub.paths import own_name, run_folder
 from fla_train.models.flops import count_parameters
 from fla_train.utils.device import pick_device, pick_dtype
 from fla_train.utils.environment import describe_environment

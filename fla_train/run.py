@@ -63,6 +63,22 @@ class Run:
         return dict(flat(read_saved(self.files.config)))
 
     @property
+    def model_name(self) -> str:
+        """Architecture and number of parameters, such as `gla/50m` or `delta_net+sliding_attention/342m`."""
+        get = self.settings.get
+        layers, count = get("model.layer_types") or ["linear_attention"], get("model.num_householder", 1)
+        name = f"delta_product_{count}" if count > 1 else "delta_net"
+        mixer = (get("model.mixer") or "").rpartition(":")[2]
+        name = mixer or ("gated_" if get("model.use_forget_gate") else "") + name
+        attention = sorted({*layers} - {"linear_attention"})
+        name = "+".join([name, *attention]) if "linear_attention" in layers else "transformer"
+        name = get("model.model_type") or get("baseline.kind") or name
+        plan = json.loads(self.files.plan.read_text()) if self.files.plan.is_file() else {}
+        if (count := plan.get("parameters_held")) is None:
+            return name
+        return f"{name}/{count / 1e9:.1f}b" if count >= 1e9 else f"{name}/{count / 1e6:.0f}m"
+
+    @property
     def records(self) -> list[Record]:
         """The lines of metrics.jsonl, in its order."""
         return read_metrics(self.files.metrics)

@@ -73,6 +73,15 @@ class DeltaProductTester(DeltaProductModelTester):
     settings = {"num_householder": 2}  # noqa: RUF012
 
 
+class TransformerTester(DeltaProductModelTester):
+    settings = {  # noqa: RUF012
+        "num_householder": 1,
+        "layer_types": ["full_attention"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+
+
 class HybridTester(DeltaProductModelTester):
     settings = {  # noqa: RUF012
         "num_householder": 2,
@@ -156,10 +165,15 @@ class HybridTest(CommonTest, unittest.TestCase):
         length = self.model_tester.seq_length
         for model_class in self.all_model_classes:
             model = model_class._from_config(config, attn_implementation="eager").eval()
-            expected = [(self.model_tester.batch_size, config.num_attention_heads, length, length)]
+            weights = self.model_tester.batch_size, config.num_attention_heads, length, length
+            expected = [weights] * len(config.attention_layers)
             asked = model(**inputs, output_attentions=True, output_hidden_states=True)
             self.assertEqual([tuple(weights.shape) for weights in asked.attentions], expected)
             self.assertEqual(list(asked.keys())[-2:], ["hidden_states", "attentions"])
             model.config.output_attentions = True
             torch.testing.assert_close(model(**inputs).attentions, asked.attentions)
             model.config.output_attentions = False
+
+
+class TransformerTest(HybridTest):
+    model_tester_class = TransformerTester

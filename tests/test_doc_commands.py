@@ -50,11 +50,12 @@ def test_a_shell_takes_it_as_it_is(page: str, command: str):
 
 @pytest.fixture
 def in_a_folder_with_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The docs' runs/first, which `init_from` and the like find there, and docs/examples."""
+    """The docs' runs/first and first-in-fla, which `init_from` and the like find there, and docs/examples."""
     size = {"vocab_size": 320, "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 1, "head_dim": 16}
     tokenizer = load_tokenizer(TokenizerConfig(name="bytes"))
     model = DeltaProductForCausalLM(DeltaProductConfig(**size))
     export_model(model, tokenizer, tmp_path / "runs" / "first" / "hf" / "step-0000020", validate=False)
+    export_model(model, tokenizer, tmp_path / "first-in-fla", format="fla", validate=False)
     for example in (ROOT / "docs" / "examples").glob("*.py"):
         shutil.copy(example, tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -53,3 +53,8 @@ def test_the_table_of_places_is_true() -> None:
 def test_tests_that_a_page_names_exist(page: Path) -> None:
     named = set(re.findall(r"`(?:[\w/]*/)?(test_\w+\.py)`", (ROOT / page).read_text()))
     assert not (gone := named - {path.name for path in tracked()}), f"{page} names {', '.join(sorted(gone))}"
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    nav = re.findall(r"^ +- (?:.*: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert sorted(nav) == sorted(str(page.relative_to("docs")) for page in PAGES if page.parts[0] == "docs")

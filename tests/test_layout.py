@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -41,14 +42,18 @@ MODEL_IMPORTS = {"torch", "transformers", "fla_train"}
 
 
 def tracked() -> list[Path]:
+    """The files of the project: those of the git checkout, or all of an sdist."""
+    if not (ROOT / ".git").exists():
+        found = (path.relative_to(ROOT) for path in sorted(ROOT.rglob("*")) if path.is_file())
+        made = {"__pycache__", "build", "dist", "fla_train.egg-info", "PKG-INFO", "setup.cfg"}
+        return [path for path in found if not made & {*path.parts} and path.parts[0][0] != "."]
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
         capture_output=True,
         text=True,
+        check=True,
     )
-    if listed.returncode:
-        pytest.skip("not a git checkout")
     return [Path(line) for line in listed.stdout.splitlines() if (ROOT / line).exists()]
 
 
@@ -154,20 +159,29 @@ def test_kernels_can_be_imported_without_triton() -> None:
             assert not direct, f"{path.relative_to(ROOT)}: import tl and triton from kernels.optional_triton"
 
 
-def test_wheel_claims_only_fla_train(tmp_path: Path) -> None:
-    # A copy, so that setuptools' build folder does not land in the checkout.
-    source = tmp_path / "source"
+def build(kind: str, folder: Path) -> Path:
+    """A wheel or sdist of the project's files; from a copy, so that no build folder lands in the checkout."""
+    source = folder / "source"
     for path in tracked():
-        if path.parts[0] in {*FOLDERS, "pyproject.toml", "README.md", "LICENSE"}:
-            (source / path).parent.mkdir(parents=True, exist_ok=True)
-            (source / path).write_bytes((ROOT / path).read_bytes())
-    build = "import setuptools.build_meta as b, sys; print(b.build_wheel(sys.argv[1]))"
+        (source / path).parent.mkdir(parents=True, exist_ok=True)
+        (source / path).write_bytes((ROOT / path).read_bytes())
+    code = f"import setuptools.build_meta as b, sys; b.build_{kind}(sys.argv[1])"
     done = subprocess.run(
-        [sys.executable, "-c", build, str(tmp_path)], cwd=source, capture_output=True, text=True
+        [sys.executable, "-c", code, str(folder)], cwd=source, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
+    (built,) = (path for path in folder.iterdir() if path.is_file())
+    return built
+
+
+def test_sdist_holds_what_the_tests_and_docs_need(tmp_path: Path) -> None:
+    with tarfile.open(build("sdist", tmp_path)) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert not {str(path) for path in tracked() if path.parts[0][0] != "."} - names
+
+
+def test_wheel_claims_only_fla_train(tmp_path: Path) -> None:
+    names = zipfile.ZipFile(build("wheel", tmp_path)).namelist()
     assert {n.split("/")[0] for n in names if ".dist-info" not in n} == {"fla_train"}
     yaml = {str(p.relative_to(ROOT / "configs")) for p in (ROOT / "configs").rglob("*.yaml")}
     assert yaml == {

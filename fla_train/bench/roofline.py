@@ -14,7 +14,7 @@ import torch
 
 from fla_train.models import build_config
 from fla_train.models.configuration import DeltaProductConfig
-from fla_train.models.flops import attention_flops, count_parameters
+from fla_train.models.flops import attention_channels, attention_flops, count_parameters
 from fla_train.models.layer_sizes import conv_channels
 from fla_train.training.config import TrainConfig
 from fla_train.utils.throughput import peak_flops
@@ -157,7 +157,7 @@ def step_roofline(
     micro_batches = tokens // (config.trainer.micro_batch_size * config.trainer.seq_len)
     shape = Shape(
         *(tokens // config.trainer.seq_len, config.trainer.seq_len),
-        *(model.num_heads, model.head_dim, model.head_v_dim),
+        *(model.value_heads, model.head_dim, model.head_v_dim),
         *(model.num_householder, model.use_forget_gate, element_size),
     )
     recurrent = model.num_hidden_layers - len(model.attention_layers)
@@ -190,14 +190,14 @@ def elementwise_bytes(model: DeltaProductConfig, element_size: int) -> int:
         convolution            5 e     x, y; x, dy, dx
         RMSNorm with gate      8 e     x, gate, y; x, gate, dy, dx, dgate      without 5 e
         rotary                 4 e     q, k, both rotated; their gradients, both turned back
+        norm of q and k        5 e     as RMSNorm without gate
         SwiGLU                 9 e     gate, up, y; gate, up, dy, dgate, dup, y
         RMSNorm with residual  4 e + 5 s     update, stream, y, sum; sum, dy, dsum, dupdate, dstream
     """
     e, layers = element_size, model.num_hidden_layers
-    values = model.num_heads * model.head_v_dim
+    values = model.value_heads * model.head_v_dim
     mixer = 5 * e * conv_channels(model) + (8 if model.use_output_gate else 5) * e * values
-    kv_size = model.hidden_size * model.num_key_value_heads // model.num_attention_heads
-    attention = 4 * e * (model.hidden_size + kv_size)
+    attention = (4 * (model.rope_theta is not None) + 5 * model.use_qk_norm) * e * attention_channels(model)
     kinds = layers - len(model.attention_layers), len(model.attention_layers)
     blocks = 9 * e * model.intermediate_size * layers + kinds[0] * mixer + kinds[1] * attention
     first = 2 * e + 3 * STREAM_BYTES  # of the first norm, which nothing is added to

@@ -5,7 +5,8 @@ fla-export checkpoint=runs/my-run format=fla output=my-model
 fla-export checkpoint=runs/my-run hub.repo_id=user/my-model hub.private=false
 """
 
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
@@ -21,6 +22,9 @@ class HubConfig:
     repo_id: str | None = None
     private: bool = True
     revision: str | None = None
+    tag: str | None = None
+    license: str | None = None
+    language: str | None = None
 
 
 @dataclass
@@ -30,6 +34,8 @@ class ExportConfig:
     checkpoint: str | None = None
     output: str | None = None
     format: str | None = None
+    dtype: str = "auto"
+    mixer: str | None = None
     hub: HubConfig = field(default_factory=HubConfig)
 
 
@@ -40,7 +46,10 @@ def register() -> None:
 def task(config: DictConfig) -> int:
     from fla_train.hub import copy_export, push, resolve_checkpoint  # heavy, and not needed for --help
     from fla_train.hub.convert import convert_export, stored_format
+    from fla_train.hub.paths import own_name
     from fla_train.hub.push import check_repo_id
+    from fla_train.utils.device import pick_dtype
+    from fla_train.utils.scratch import scratch_folder
 
     settings: ExportConfig = OmegaConf.to_object(config)
     if not settings.checkpoint:
@@ -50,24 +59,23 @@ def task(config: DictConfig) -> int:
     if settings.hub.repo_id:
         check_repo_id(settings.hub.repo_id)
     folder = resolve_checkpoint(settings.checkpoint)
-    if settings.format and settings.format != stored_format(folder):
-        if not settings.output:
-            raise ValueError(f"format={settings.format} writes another folder: give output=DIR, too")
-        folder = convert_export(folder, settings.output, settings.format)
-        print(f"exported to {folder}")
-    elif not isinstance(folder, Path):
-        raise ValueError(f"{folder} is on the Hub already: give a run folder or an exported folder")
-    elif settings.output:
-        folder = copy_export(folder, settings.output)
-        print(f"exported to {folder}")
-    if settings.hub.repo_id:
-        try:
-            address = push(
-                folder, settings.hub.repo_id, private=settings.hub.private, revision=settings.hub.revision
-            )
-        except ConnectionError as failure:
-            return fail(failure, code=1)
-        print(f"pushed {folder} to {address}")
+    origin, dtype = folder, pick_dtype(settings.dtype)
+    with ExitStack() as stack:
+        if dtype is not None or (settings.format and settings.format != stored_format(folder)):
+            target = settings.output or stack.enter_context(scratch_folder("fla-export-")) / own_name(folder)
+            folder = convert_export(folder, target, settings.format, dtype=dtype, mixer=settings.mixer)
+        elif not isinstance(folder, Path):
+            raise ValueError(f"{folder} is on the Hub already: give a run folder or an exported folder")
+        elif settings.output:
+            copy_export(folder, settings.output)
+        if settings.output:
+            print(f"exported to {settings.output}")
+        if settings.hub.repo_id:
+            try:
+                address = push(folder, **asdict(settings.hub), origin=origin)
+            except ConnectionError as failure:
+                return fail(failure, code=1)
+            print(f"pushed {origin} to {address}")
     return 0
 
 

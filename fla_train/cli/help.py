@@ -10,7 +10,7 @@ import yaml
 from hydra.plugins.completion_plugin import CompletionPlugin
 
 from fla_train.cli.config_files import ConfigFiles
-from fla_train.cli.names import dotted
+from fla_train.hub.saved_config import flat
 
 USAGE = """\
 usage: fla-{name} [KEY=VALUE | GROUP=OPTION]... [FLAG]...
@@ -81,12 +81,13 @@ def completions(configs: ConfigFiles, line: str) -> list[str]:
         found = [f"{key}={path}" for path in CompletionPlugin.complete_files(value)]
     else:
         found = [f"{group}=" for group in configs.defaults]
-        found += [f"{key}=" for key in dotted(yaml.safe_load(configs.own_keys) or {})]
+        found += [f"{key}=" for key, _ in flat(yaml.safe_load(configs.own_keys) or {})]
         for group, option in configs.chosen(overrides).items():
             if option in (None, "null") or configs.is_global(group, option):
                 continue
             if name.startswith(f"{group}."):
-                found += [f"{group}.{k}=" for k in dotted(yaml.safe_load(configs.keys(group, option)) or {})]
+                keys = yaml.safe_load(configs.keys(group, option)) or {}
+                found += [f"{group}.{key}=" for key, _ in flat(keys)]
             else:
                 found.append(f"{group}.")
     return sorted(sign + text for text in found if text.startswith(name))

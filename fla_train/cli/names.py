@@ -2,13 +2,14 @@
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import SequenceMatcher
 
 from omegaconf import DictConfig, OmegaConf
 
 from fla_train.cli.config_files import ConfigFiles
+from fla_train.hub.saved_config import flat
 
 # What to write here: what transformers' Trainer, torchtitan, litgpt, flame call it; {} is the value.
 # No line is needed for a name that only lacks what stands before our last dot, such as max_steps.
@@ -90,7 +91,7 @@ def key_error(configs: ConfigFiles, config: DictConfig, key: str, value: str) ->
     if _has_key(config, key) or re.match(r"hydra\b", key):
         return None
     content = OmegaConf.to_container(config, resolve=False)
-    parts = [name.split(".") for name in dotted(content)]
+    parts = [name.split(".") for name, _ in flat(content)]
     values = {".".join(words) for words in parts} - {key}  # +KEY=VALUE may have put it there
     nodes = {".".join(words[:i]) for words in parts for i in range(1, len(words))}
     known = {*values, *nodes, *configs.defaults}
@@ -156,12 +157,3 @@ def _has_key(config: DictConfig, key: str) -> bool:
     if is_dataclass(schema):
         return name in {field.name for field in fields(schema)}
     return isinstance(node, DictConfig) and name in node
-
-
-def dotted(content: dict, prefix: str = "") -> Iterator[str]:
-    """Dotted keys of the values in a nested dict; an empty dict counts as a value."""
-    for key, value in content.items():
-        if isinstance(value, dict) and value:
-            yield from dotted(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fla_train.cli.app import fail
+from fla_train.cli.app import fail, leave
 
 if TYPE_CHECKING:  # it imports torch, and is not needed for --help
     from fla_train.run import Run
@@ -57,7 +57,8 @@ def table(runs: Sequence["Run"], metric: str) -> list[Row]:
     rows = []
     for run, differ in zip(runs, differences(runs), strict=True):
         records = run.records
-        row = {"run": str(run.path), "differs": differ, "status": run.status, "step": run.step}
+        row = {"run": str(run.path), "model": run.model_name, "differs": differ, "status": run.status}
+        row["step"] = run.step
         row["max_steps"] = run.settings["trainer.max_steps"]
         for key in dict.fromkeys(("loss", "validation_loss", metric)):
             values = [(r[key], r["step"]) for r in records if r.get(key) is not None]
@@ -70,11 +71,20 @@ def table(runs: Sequence["Run"], metric: str) -> list[Row]:
 
 
 def difference(row: Row) -> str:
-    """What distinguishes a run, as overrides; too many settings are counted."""
+    """What distinguishes a run, as overrides; if these are many, the model and the number of others."""
+    differs = row["differs"]
+    if len(text := _overrides(differs)) <= LONGEST_LABEL:
+        return text
+    others = {key: value for key, value in differs.items() if not key.startswith(("model.", "baseline."))}
+    if len(text := _overrides(others)) > LONGEST_LABEL:
+        text = f"{len(others)} settings"
+    return ", ".join(filter(None, ["" if others == differs else row["model"], text]))
+
+
+def _overrides(settings: Mapping[str, Any]) -> str:
     from fla_train.hub.saved_config import plain
 
-    text = ", ".join(f"{key}={plain(value)}" for key, value in row["differs"].items())
-    return text if len(text) <= LONGEST_LABEL else f"{len(row['differs'])} settings"
+    return ", ".join(f"{key}={plain(value)}" for key, value in settings.items())
 
 
 def labels(rows: Sequence[Row]) -> list[str]:
@@ -182,6 +192,8 @@ def main() -> None:
         show(request)
     except ValueError as error:
         sys.exit(fail(error))
+    except BrokenPipeError:  # `fla-runs runs | head` has read enough
+        leave(0)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,9 @@ def train(node: DictConfig) -> int:
 
 
 def place_job(config: "TrainConfig", job: SweepJob) -> None:
-    """Give the config of a sweep's job a folder, and a group and tags in W&B that tell it from the others.
+    """Give the config of a sweep's job what tells it from the others: a folder, a group and tags in W&B.
+
+    The name on the Hub gets the job's number.
 
     The folder is `run.dir/3-optimizer.lr=3e-3`, or `run.dir/3` where an earlier version began it so.
 
@@ -77,6 +79,8 @@ def place_job(config: "TrainConfig", job: SweepJob) -> None:
         text = re.sub(r"[^\w.=+-]+", "_", "_".join(job.swept))  # no comma: Hydra would read two values
         folder = sweep / f"{job.number}-{text[:LONGEST_NAME]}"
     config.run.dir = str(folder)
+    if config.hub.repo_id is not None:
+        config.hub.repo_id += f"-{job.number}"
     wandb = config.logger.wandb
     wandb.group = wandb.group or sweep.name
     wandb.tags = wandb.tags or [text[:LONGEST_TAG] for text in job.swept]

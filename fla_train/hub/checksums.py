@@ -6,10 +6,11 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from fla_train.hub.published_card import CARD
 from fla_train.utils.filesystem import describe, find_damage
 
 CHECKSUMS = "checksums.json"
-EDITED = ("README.md",)  # the card is for people to edit
+EDITED = (CARD,)  # which is for people to edit
 REMEDY = f"export or download it again (after a change of your own, delete {CHECKSUMS})"
 
 

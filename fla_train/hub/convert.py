@@ -1,8 +1,9 @@
-"""Write a checkpoint of our family again in another format of `fla_train.hub.formats`."""
+"""Write a checkpoint again with weights of another dtype, or in another format of `fla_train.hub.formats`."""
 
 import dataclasses
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedConfig
 
 from fla_train.hub.card import CardInfo
@@ -23,24 +24,35 @@ def stored_format(source: Path | str) -> str:
     return format_name(content.get("model_type")) or OURS
 
 
-def convert_export(source: Path | str, folder: str | Path, format: str) -> Path:
+def convert_export(
+    source: Path | str,
+    folder: str | Path,
+    format: str | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    mixer: str | None = None,
+) -> Path:
     """Write the model of a resolved checkpoint to `folder`; an earlier export there is replaced.
 
-    Weights keep their dtype; card, training record and tokenizer come along.
+    Card, training record, tokenizer and plots come along.
 
     Args:
         source: a folder or a Hub name, in any format.
         folder: the destination.
-        format: the name of its format.
+        format: the name of its format; None: as it is stored.
+        dtype: of its weights; None: as they are stored.
+        mixer: import path of the model's mixer, if it is not ours.
 
     Raises:
         ValueError: the format is unknown, the model is not of our family, or what `load_weights` and
             `export_model` raise.
     """
+    stored = stored_format(source)
+    format = format or stored
     if format not in (OURS, *FORMATS):
         raise ValueError(f"format={format} is unknown: use {', '.join((OURS, *FORMATS))}")
-    model = load_weights(source, translate=True)
-    if not isinstance(model.config, DeltaProductConfig):
+    model = load_weights(source, mixer=mixer, translate=True)
+    if format != stored and not isinstance(model.config, DeltaProductConfig):
         raise ValueError(
             f"{source} is a {model.config.model_type}: format= translates models of our family only"
         )
@@ -49,4 +61,6 @@ def convert_export(source: Path | str, folder: str | Path, format: str) -> Path:
     card = CardInfo(**{"name": public_name(str(source)), **record})
     without = isinstance(source, Path) and not any(source.glob("tokenizer*"))  # a model of a synthetic task
     tokenizer = None if without else load_tokenizer(source, model.config)
-    return export_model(model, tokenizer, Path(folder).expanduser(), card, dtype=model.dtype, format=format)
+    plots = sorted(source.glob("*.png")) if isinstance(source, Path) else ()
+    dtype, folder = dtype or model.dtype, Path(folder).expanduser()
+    return export_model(model, tokenizer, folder, card, dtype=dtype, format=format, plots=plots)

@@ -3,7 +3,7 @@
 import copy
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +11,7 @@ from types import ModuleType
 
 import torch
 from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -19,6 +20,7 @@ from fla_train.hub.card import TRAINING_FILE, CardInfo, render_card
 from fla_train.hub.checksums import REMEDY, find_export_damage, write_checksums
 from fla_train.hub.formats import FORMATS, OURS
 from fla_train.hub.formats.read import load_translated
+from fla_train.hub.published_card import CARD
 from fla_train.hub.remote_code import write_remote_code
 from fla_train.utils.filesystem import replaced_folder
 
@@ -32,6 +34,7 @@ def export_model(
     state_dict: Mapping[str, Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
     format: str = OURS,
+    plots: Iterable[Path] = (),
     validate: bool = True,
 ) -> Path:
     """Write weights, config, tokenizer, generation config, model card and checksums to `folder`.
@@ -47,6 +50,7 @@ def export_model(
         state_dict: weights to write instead of the model's own (fp32 masters, say).
         dtype: floating-point weights are stored in it.
         format: transformers' for the class of `model`, or a name of `FORMATS` for a model of our family.
+        plots: image files to copy there, which the card shows.
         validate: load the folder back and compare logits with the model's before the rename.
 
     Returns:
@@ -55,6 +59,7 @@ def export_model(
     Raises:
         ValueError: `folder` holds something that is not an export, a setting has no counterpart in the
             format, or what loads back is not what was written.
+        OSError: the disk is full, or the folder can't be written.
     """
     folder = Path(folder)
     _require_replaceable(folder)
@@ -77,9 +82,13 @@ def export_model(
             content, stored = translation.from_ours(config, weights)
             (aside / "config.json").write_text(json.dumps(content, indent=2) + "\n")
             library = (translation.PACKAGE, content["model_type"])
-        save_torch_state_dict(stored, aside, metadata={"format": "pt"})
+        try:
+            save_torch_state_dict(stored, aside, metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk, say
+            raise OSError(f"{folder} could not be written: {error}") from error
         (aside / TRAINING_FILE).write_text(json.dumps(asdict(card), indent=2) + "\n")
-        (aside / "README.md").write_text(render_card(model, card, tokenizer is not None, library))
+        images = [shutil.copyfile(plot, aside / plot.name).name for plot in plots]
+        (aside / CARD).write_text(render_card(model, card, tokenizer is not None, library, images))
         # safetensors writes files that only their owner can read; give them the mode of the others.
         mode = (aside / TRAINING_FILE).stat().st_mode
         for file in aside.glob("*.safetensors"):
@@ -130,8 +139,11 @@ def _weights(model: PreTrainedModel, state: Mapping[str, Tensor], dtype: torch.d
     in_fp32 = tuple(model._keep_in_fp32_modules_strict or ())  # decay parameters: bf16 would change the model
 
     def copied(name: str, tensor: Tensor) -> Tensor:
-        keep = not tensor.is_floating_point() or (dtype.itemsize < 4 and name.endswith(in_fp32))
-        return tensor.detach().to("cpu", tensor.dtype if keep else dtype, copy=True)
+        if not tensor.is_floating_point():
+            kind = tensor.dtype
+        else:
+            kind = torch.float32 if dtype.itemsize < 4 and name.endswith(in_fp32) else dtype
+        return tensor.detach().to("cpu", kind, copy=True)
 
     return {name: copied(name, t) for name, t in state.items() if name not in model.all_tied_weights_keys}
 

@@ -1,8 +1,6 @@
 """Find a checkpoint by run folder, export folder or Hub name, and load it."""
 
 import json
-import os
-import re
 from pathlib import Path
 from pickle import UnpicklingError
 from types import ModuleType
@@ -31,12 +29,12 @@ from fla_train.hub.checksums import REMEDY as EXPORT_AGAIN
 from fla_train.hub.export import no_progress_bars
 from fla_train.hub.formats import FORMATS, format_name
 from fla_train.hub.formats.errors import FormatError
-from fla_train.hub.formats.read import load_translated, read_translated_config
+from fla_train.hub.formats.read import load_translated
+from fla_train.hub.paths import STEP
 from fla_train.models.mixers.registry import MixerError
 from fla_train.models.zoo.fla import import_models
 from fla_train.utils.hub_names import is_hub_name
 
-STEP = re.compile(r"step-(\d+)")
 FALLBACK_LENGTH = 2048
 HASHED_BYTES = 1 << 24  # hashing all weights takes longer than loading them
 REMEDY = "give a run folder with an export in hf/, an exported folder, or a Hub name such as user/model"
@@ -71,13 +69,6 @@ def _exports(folder: Path) -> list[Path]:
         for p in folder.glob(pattern)
         if (p / "config.json").is_file()
     ]
-
-
-def run_folder(checkpoint: Path | str) -> Path | None:
-    """The run folder that a resolved checkpoint lies in (`<run>/hf/step-*`), or None."""
-    path = Path(os.path.abspath(checkpoint))  # resolves `..`, but no links
-    inside = path.is_dir() and STEP.fullmatch(path.name) and path.parent.name == "hf"
-    return path.parent.parent if inside else None
 
 
 def training_record(model: PreTrainedModel) -> dict:
@@ -196,6 +187,8 @@ def load_weights(
         if damage := find_export_damage(source, hashed_bytes=HASHED_BYTES):
             raise ValueError(f"{source}/{damage}: {EXPORT_AGAIN}")
     try:
+        if mixer is not None and PreTrainedConfig.get_config_dict(source)[0].get("mixer") is None:
+            raise MixerError(f"it has no mixer of its own: leave out mixer={mixer}")
         translation = find_translation(source, translate)
         with no_progress_bars():
             if translation is not None:
@@ -226,7 +219,8 @@ def read_config(source: Path | str, *, translate: bool | None = None) -> PreTrai
         ValueError, OSError: it can't be read.
     """
     if translation := find_translation(source, translate):
-        return read_translated_config(source, translation)
+        config, _ = translation.to_ours(PreTrainedConfig.get_config_dict(source)[0], {})
+        return config
     return AutoConfig.from_pretrained(source, trust_remote_code=False)
 
 

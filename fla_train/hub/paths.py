@@ -1,7 +1,10 @@
-"""Short names of folders and models for messages and reports, without the paths of this machine."""
+"""Short names of folders and models, without the paths of this machine; the run that an export lies in."""
 
 import os
+import re
 from pathlib import Path
+
+STEP = re.compile(r"step-(\d+)")
 
 
 def own_name(path: str | Path) -> str:
@@ -20,3 +23,10 @@ def public_name(text: str) -> str:
     if path.parent.name == "hf":
         return f"{own_name(path.parent.parent)} {path.name}"  # no slash: it is no name of the Hub
     return own_name(path)
+
+
+def run_folder(checkpoint: Path | str) -> Path | None:
+    """The run folder that a resolved checkpoint lies in (`<run>/hf/step-*`), or None."""
+    path = Path(os.path.abspath(checkpoint))  # resolves `..`, but no links
+    inside = path.is_dir() and STEP.fullmatch(path.name) and path.parent.name == "hf"
+    return path.parent.parent if inside else None

@@ -1,15 +1,30 @@
 """Upload an exported folder to the Hugging Face Hub."""
 
+import re
+import time
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
-from huggingface_hub import HfApi, get_token
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
+from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
+from huggingface_hub.hf_api import RepoFile
 
 from fla_train.hub.checksums import REMEDY, find_export_damage
 from fla_train.hub.paths import own_name
+from fla_train.hub.published_card import CARD, published_card
+from fla_train.utils.filesystem import sha256
 from fla_train.utils.hub_names import is_hub_name
 
-HTTPError = HfHubHTTPError.__bases__[0]  # of the HTTP library that this huggingface_hub uses: httpx or httpx2
+# Of the HTTP library that this huggingface_hub uses: httpx (1.x) or httpx2
+HTTPError = HfHubHTTPError.__bases__[0]
+ConnectError = import_module(HTTPError.__module__.partition(".")[0]).ConnectError
+PAUSES = (1.0, 5.0, 25.0)  # seconds before another attempt
+LONGEST_PAUSE = 300.0  # seconds, whatever Retry-After asks for
+PASSING = (408, 409, 412, 429)  # refusals by which another attempt may succeed, besides 5xx
+ACCESS = (401, 403, 404)  # refusals of a token or a name
+WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+NO_TOKEN = "no Hub token: run `hf auth login` or set HF_TOKEN"
 
 
 def push(
@@ -18,16 +33,29 @@ def push(
     *,
     private: bool = True,
     revision: str | None = None,
+    tag: str | None = None,
+    license: str | None = None,
+    language: str | None = None,
+    origin: str | Path | None = None,
     token: str | None = None,
     endpoint: str | None = None,
 ) -> str:
     """Create the model repository if it is new, and upload `folder` as one commit.
+
+    The card goes up as `published_card` makes it. Weights of another upload that `folder` lacks are deleted
+    there. Where the xet storage can't be reached, weights go by LFS. What may pass (lost connections, 429 and
+    the like) is tried again.
 
     Args:
         folder: an exported model; it is only read.
         repo_id: `user/name`; `name` alone is the token's user's.
         private: whether a new repository is private.
         revision: branch to commit to, created if it is new; None is the default branch.
+        tag: of the commit. Nothing is uploaded if it is there with the same weights; one of other weights is
+            moved.
+        license: for the card, the Hub's name of a licence such as `apache-2.0`.
+        language: for the card, a code such as `en`.
+        origin: the export that `folder` was made from: messages name it, its evaluations are in the card.
         token: access token; None takes the logged-in one (`hf auth login` or HF_TOKEN).
         endpoint: address of the Hub; None is the client's default.
 
@@ -35,35 +63,54 @@ def push(
         The commit's address.
 
     Raises:
-        ValueError: `repo_id` is no valid name, there is no token, or a file of `folder` is damaged.
+        ValueError: `repo_id` is no valid name, there is no token, a file of `folder` is damaged, or the
+            header of its card is invalid.
         ConnectionError: no network, or the Hub refused; one line with the remedy.
     """
     folder = Path(folder)
+    origin = Path(origin or folder)
     check_repo_id(repo_id)
     token = token or get_token()
     if token is None:
-        raise ValueError(f"no Hub token: run `hf auth login` or set HF_TOKEN; the model is safe in {folder}")
+        raise ValueError(f"{NO_TOKEN}; the model is safe in {origin}")
     if damage := find_export_damage(folder):
         raise ValueError(f"{folder}/{damage}: {REMEDY}")
     api = HfApi(endpoint=endpoint, token=token)
-    try:
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # with the user's name
+
+    def upload() -> str:
+        name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # with the user's name
+        tagged = None if tag is None else _tagged_weights(api, name, tag)
+        if tagged and tagged == {file: sha256(folder / file) for file in tagged if (folder / file).is_file()}:
+            return f"{api.endpoint}/{name}/tree/{tag}"
         if revision is not None:
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        message = f"Upload {own_name(folder)} with fla-train"
-        commit = api.upload_folder(
-            repo_id=repo_id, folder_path=folder, revision=revision, commit_message=message
-        )
-    except HfHubHTTPError as refusal:
-        raise ConnectionError(
-            f"the Hub refused {repo_id}: {_line(refusal)}; the model is safe in {folder}"
-        ) from refusal
-    except (HTTPError, OSError, RuntimeError) as failure:  # RuntimeError: from hf_xet, which uploads weights
-        remedy = f"the model is safe in {folder}, push it later with `fla-export checkpoint={folder}"
-        raise ConnectionError(
-            f"cannot reach the Hub at {api.endpoint} ({_line(failure)}): {remedy} hub.repo_id={repo_id}`"
-        ) from failure
-    return str(commit.commit_url)
+            api.create_branch(name, branch=revision, exist_ok=True)
+        card = published_card(folder, name, origin, license=license, language=language)
+        commit = _commit(api, name, revision, folder, card)
+        if tagged is not None:
+            api.delete_tag(name, tag=tag)
+        if tag is not None:
+            api.create_tag(name, tag=tag, revision=commit.oid)
+        return str(commit.commit_url)
+
+    for pause in (*PAUSES, None):
+        try:
+            return upload()
+        except ValueError as invalid:
+            raise ValueError(_line(invalid, token)) from None
+        except (HTTPError, ConnectionError, RuntimeError) as error:
+            upload_failed = isinstance(error, RuntimeError) and isinstance(error.__cause__, HTTPError)
+            failure = error.__cause__ if upload_failed else error
+            wait = None if pause is None else _wait(failure, pause)
+            if wait is None:
+                line, safe = _line(failure, token), f"the model is safe in {origin}"
+                if isinstance(failure, HfHubHTTPError):
+                    line = f"the Hub refused {repo_id}: {line}; {safe}"
+                else:
+                    later = f"push it later with `fla-export checkpoint={origin} hub.repo_id={repo_id}`"
+                    line = f"cannot reach the Hub at {api.endpoint} ({line}): {safe}, {later}"
+                raise ConnectionError(line) from None  # the cause's text may hold the token
+            time.sleep(wait)
+    raise AssertionError("the last attempt returns or raises")
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -72,5 +119,66 @@ def check_repo_id(repo_id: str) -> None:
         raise ValueError(f"hub.repo_id={repo_id} is not a name of the form user/model")
 
 
-def _line(failure: Exception) -> str:
-    return " ".join(str(failure).split()) or type(failure).__name__
+def check_access(repo_id: str, *, private: bool = True) -> None:
+    """Create the repository if it is new, and so learn before hours of work whether a push can succeed.
+
+    Raises:
+        ValueError: there is no token, or the Hub refuses the token or the name.
+        ConnectionError: the Hub can't be reached now.
+    """
+    token = get_token()
+    if token is None:
+        raise ValueError(NO_TOKEN)
+    try:
+        HfApi(token=token).create_repo(repo_id, private=private, exist_ok=True)
+    except (HTTPError, ConnectionError) as failure:
+        line = _line(failure, token)
+        if isinstance(failure, HfHubHTTPError) and failure.response.status_code in ACCESS:
+            raise ValueError(f"the Hub refuses hub.repo_id={repo_id}: {line}") from None
+        raise ConnectionError(line) from None
+
+
+def _commit(api: HfApi, name: str, revision: str | None, folder: Path, card: str) -> CommitInfo:
+    """Commit all but hidden files of `folder`, with `card` as README.md; delete weights that it lacks."""
+    paths = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
+    names = [path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts)]
+    there = api.list_repo_files(name, revision=revision)
+    operations = [CommitOperationAdd(n, card.encode() if n == CARD else folder / n) for n in names]
+    operations += [CommitOperationDelete(n) for n in there if n.endswith(WEIGHTS) and n not in names]
+    message = f"Upload {own_name(folder)} with fla-train"
+    commit = partial(api.create_commit, name, operations, commit_message=message, revision=revision)
+    try:
+        return commit()
+    except (OSError, RuntimeError) as failure:
+        if isinstance(failure, HTTPError) or constants.HF_HUB_DISABLE_XET:
+            raise
+    constants.HF_HUB_DISABLE_XET = True  # the xet storage can't be reached: LFS takes the files, too
+    try:
+        return commit()
+    finally:
+        constants.HF_HUB_DISABLE_XET = False
+
+
+def _tagged_weights(api: HfApi, name: str, tag: str) -> dict[str, str] | None:
+    """The sha256 of each weights file at `tag`; None: there is no such tag."""
+    try:
+        files = [file for file in api.list_repo_tree(name, revision=tag) if isinstance(file, RepoFile)]
+    except RevisionNotFoundError:
+        return None
+    return {file.path: file.lfs.sha256 for file in files if file.lfs and file.path.endswith(WEIGHTS)}
+
+
+def _wait(failure: Exception, pause: float) -> float | None:
+    """Seconds before another attempt, at least `pause`; None: it would fail in the same way."""
+    if not isinstance(failure, HfHubHTTPError):
+        return pause if isinstance(failure, HTTPError) and not isinstance(failure, ConnectError) else None
+    status, asked = failure.response.status_code, failure.response.headers.get("Retry-After", "")
+    if status not in PASSING and status < 500:
+        return None
+    return min(max(pause, float(asked) if asked.isdecimal() else 0.0), LONGEST_PAUSE)
+
+
+def _line(failure: Exception, token: str) -> str:
+    """One line, without the token and the signatures of upload addresses, which errors may quote."""
+    text = re.sub(r"\?[^\s'\"]+", "", " ".join(str(failure).split()).replace(token, "***"))
+    return text or type(failure).__name__

@@ -42,9 +42,9 @@ def escaped(node: Any) -> Any:
 
 
 def flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every leaf."""
+    """(dotted key, value) of every leaf; an empty mapping is one, too."""
     for key, value in node.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value

@@ -3,6 +3,7 @@
 Importing transformers' modeling code takes seconds, which commands that need no model should not pay.
 """
 
+import sys
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, ClassVar
@@ -35,7 +36,11 @@ def register(config: type[LazyModelConfig], modeling_module: str) -> None:
 
 
 def register_models(config: type[LazyModelConfig], models: Mapping[type, type[PreTrainedModel]]) -> None:
-    """Make models known to their Auto classes, if `config` is registered."""
+    """Make models known to their Auto classes, if `config` is registered, and to `transformers serve`."""
     if config.modeling_module is not None:
         for auto_class, model_class in models.items():
             auto_class.register(config, model_class, exist_ok=True)
+    # The server looks for the class that config.json names in its `transformers`, also with remote code.
+    if server := sys.modules.get("transformers.cli.serving.model_manager"):
+        for model_class in models.values():
+            setattr(server.transformers, model_class.__name__, model_class)

@@ -1,11 +1,16 @@
 """Generation cache: checks that transformers' `Cache` holds recurrent states, and makes it count tokens."""
 
+import inspect
+
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationMixin
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer, StaticLayer
 
 from fla_train.models.configuration import DeltaProductConfig
+
+ARGUMENTS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE_NAME = "cache" if "cache" in ARGUMENTS else "past_key_values"  # renamed in transformers 5.24
 
 
 class CountingLayer(LinearAttentionLayer):

@@ -35,12 +35,19 @@ class DeltaProductConfig(LazyModelConfig):
     `backend` chooses the operator's backend; with `recompute_operator` its forward pass keeps only the
     inputs. Both describe the machine, so `save_pretrained` does not write them.
 
+    Each query and key head serves `num_v_heads / num_heads` value heads (None: one), which have the states; a
+    value head has V = head_dim * expand_v channels. `o_norm_eps` is that of the mixer's output norm (None:
+    `norm_eps`).
+
     `layer_types` says which layers are the recurrence ("linear_attention") and which softmax attention over
     all tokens before ("full_attention") or over the last `sliding_window` tokens, itself included
     ("sliding_attention"). None: all linear; a list shorter than the model repeats. `num_attention_heads`
-    (None: `num_heads`), `num_key_value_heads` (None: as many), `sliding_window` and `rope_theta` belong to
-    the attention layers. flash-linear-attention's `attn`, `{"layers": [3, 7], "num_heads": 8,
-    "num_kv_heads": 8, "window_size": None, "rope_theta": 10000.0}`, is translated into these fields.
+    (None: `num_heads`), `num_key_value_heads` (None: as many), `sliding_window` and `rope_theta` (None: no
+    positions) belong to the attention layers. So do `use_qk_norm`, an RMSNorm over all channels of q and one
+    over those of k, and `norm_after`, which normalises the outputs of attention and MLP instead of their
+    inputs: both as in OLMo 2 (arXiv 2501.00656). flash-linear-attention's `attn`, `{"layers": [3, 7],
+    "num_heads": 8, "num_kv_heads": 8, "window_size": None, "rope_theta": 10000.0}`, is translated into these
+    fields.
 
     `mixer` is the class of the linear layers, `package.module:Class`, built with `mixer_options`; None:
     `DeltaProductMixer`. `fla_train.models.mixers.Mixer` says what it must be. A config that is read from a
@@ -53,12 +60,13 @@ class DeltaProductConfig(LazyModelConfig):
 
     model_type = "delta_product"
     mixer_permitted = True  # whether the mixer may be imported; not saved
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  Trainer adds a list to it
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012  Trainer adds a list to it
 
     vocab_size: int = 32000
     hidden_size: int = 1024
     num_hidden_layers: int = 24
     num_heads: int = 8
+    num_v_heads: int | None = None
     head_dim: int = 128
     expand_v: float = 1.0
     num_householder: int = 1
@@ -71,11 +79,14 @@ class DeltaProductConfig(LazyModelConfig):
     intermediate_size: int | None = None
     hidden_act: str = "silu"
     norm_eps: float = 1e-6
+    o_norm_eps: float | None = None
     layer_types: list[str] | None = None
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     sliding_window: int | None = None
-    rope_theta: float = 10000.0
+    rope_theta: float | None = 10000.0
+    use_qk_norm: bool = False
+    norm_after: bool = False
     mixer: str | None = None
     mixer_options: dict[str, Any] | None = None
     max_position_embeddings: int = 2048
@@ -96,6 +107,8 @@ class DeltaProductConfig(LazyModelConfig):
             self.intermediate_size = 256 * math.ceil(int(self.hidden_size * self.hidden_ratio * 2 / 3) / 256)
         pattern = self.layer_types or ["linear_attention"]
         self.layer_types = [pattern[i % len(pattern)] for i in range(self.num_hidden_layers)]
+        self.num_v_heads = None if self.num_v_heads == self.num_heads else self.num_v_heads
+        self.o_norm_eps = None if self.o_norm_eps == self.norm_eps else self.o_norm_eps
         self.num_attention_heads = self.num_attention_heads or self.num_heads
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         super().__post_init__(**kwargs)
@@ -105,6 +118,11 @@ class DeltaProductConfig(LazyModelConfig):
         """The config of a file; its mixer is permitted if `options` name one."""
         permitted = options.pop("mixer_permitted", options.get("mixer") is not None)
         return super().from_dict(config_dict | {"mixer_permitted": permitted}, **options)
+
+    @property
+    def value_heads(self) -> int:
+        """Heads of v, beta, g and the states, HV."""
+        return self.num_v_heads or self.num_heads
 
     @property
     def head_v_dim(self) -> int:
@@ -127,9 +145,11 @@ class DeltaProductConfig(LazyModelConfig):
 
     def to_diff_dict(self) -> dict[str, Any]:
         """What `save_pretrained` writes: all but the machine's choices and the settings of absent layers."""
-        unused = (
-            MACHINE_KEYS if self.attention_layers else (*MACHINE_KEYS, "layer_types", *ATTN_KEYS.values())
-        )
+        unused = MACHINE_KEYS
+        if not self.attention_layers:
+            unused += ("layer_types", *ATTN_KEYS.values())
+        elif "sliding_attention" not in self.layer_types:
+            unused += ("sliding_window",)
         return {key: value for key, value in super().to_diff_dict().items() if key not in unused}
 
     def _translation_errors(self, attn: Mapping[str, Any] | None) -> list[str]:
@@ -161,7 +181,7 @@ class DeltaProductConfig(LazyModelConfig):
         """Errors of single fields."""
         at_least_one = (
             "vocab_size hidden_size num_hidden_layers num_heads head_dim num_householder conv_size "
-            "max_position_embeddings intermediate_size num_attention_heads num_key_value_heads"
+            "max_position_embeddings intermediate_size num_attention_heads num_key_value_heads num_v_heads"
         )
         least = dict.fromkeys(at_least_one.split(), 1) | {"sliding_window": 2}
         errors = [
@@ -169,9 +189,11 @@ class DeltaProductConfig(LazyModelConfig):
             for name, smallest in least.items()
             if (value := getattr(self, name)) is not None and (not isinstance(value, int) or value < smallest)
         ]
+        positive = ["expand_v", "hidden_ratio", "norm_eps", "initializer_range"]
+        positive += [name for name in ("o_norm_eps", "rope_theta") if getattr(self, name) is not None]
         errors += [
             f"{name} must be > 0 and finite, got {value!r}"
-            for name in ("expand_v", "hidden_ratio", "norm_eps", "initializer_range", "rope_theta")
+            for name in positive
             if not isinstance(value := getattr(self, name), int | float) or not 0 < value < math.inf
         ]
         types = self.layer_types
@@ -196,6 +218,8 @@ class DeltaProductConfig(LazyModelConfig):
         errors, types = [], self.layer_types or ["linear_attention"]
         if self.head_v_dim < 1:
             errors.append(f"head_dim * expand_v must be >= 1, got {self.head_dim} * {self.expand_v}")
+        if self.value_heads % self.num_heads:
+            errors.append(f"num_v_heads {self.num_v_heads} must be a multiple of num_heads {self.num_heads}")
         if len(types) > self.num_hidden_layers:
             errors.append(
                 f"layer_types names {len(types)} layers, num_hidden_layers is {self.num_hidden_layers}"
@@ -219,6 +243,12 @@ class DeltaProductConfig(LazyModelConfig):
         if heads % (kv_heads := self.num_key_value_heads or heads):
             errors.append(f"num_key_value_heads {kv_heads} must divide num_attention_heads {heads}")
         return errors
+
+
+def expansion(value_dim: int, key_dim: int) -> float:
+    """The `expand_v` of heads with so many channels: their ratio, rounded so that `head_v_dim` is right."""
+    ratio = value_dim / key_dim
+    return ratio if int(key_dim * ratio) == value_dim else math.nextafter(ratio, math.inf)
 
 
 def _is_activation(name: str) -> bool:

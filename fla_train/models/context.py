@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from fla_train.models.configuration import DeltaProductConfig
-from fla_train.models.visible_keys import MovableTensors, VisibleKeys
+from fla_train.models.visible_keys import PADDING, MovableTensors, VisibleKeys
 
 Masks = dict[str, Tensor | None]  # `padding_mask` [B, T], and [B, keys] by the kind of attention layer
 
@@ -21,7 +21,7 @@ class SequenceContext(MovableTensors):
     cu_seqlens: Tensor | None = None  # [S + 1] packed documents
     position_in_document: Tensor | None = None  # [T] distance from the document's start, with cu_seqlens
     positions: Tensor | None = None  # [T] in the sequence, padding included; for mixers of the user's own
-    cos: Tensor | None = None  # [T, head size / 2] of the rotary angles, for attention layers
+    cos: Tensor | None = None  # [T, head size / 2] of the rotary angles, for attention layers; None: no RoPE
     sin: Tensor | None = None
     visible: dict[str, VisibleKeys] = field(default_factory=dict)  # by the kind of attention layer
     attentions: list[Tensor] | None = None  # where attention layers leave their softmax weights, if asked for
@@ -60,17 +60,17 @@ class SequenceContext(MovableTensors):
         found = attention_mask
         if not isinstance(found, dict):
             found = masks(config, tokens, attention_mask, cache)
+        arguments = tokens, cache, found, documents, cu_seqlens
         visible = {
-            kind: _visible_keys(config, kind, tokens, cache, found, documents, cu_seqlens)
+            kind: replace(_visible_keys(config, kind, *arguments), longest=longest)
             for kind in attention_kinds(config)
         }
-        if longest is not None:
-            visible = {kind: replace(keys, longest=longest) for kind, keys in visible.items()}
         if config.mixer is not None:
             positions = torch.arange(length, device=tokens.device)
             positions = positions + (0 if cache is None else cache.get_seq_length())
-        for keys in visible.values():  # whose queries are all the same
-            cos, sin = _rotary_angles(config, keys.queries, tokens.dtype)
+        if visible and config.rope_theta is not None:
+            queries = next(iter(visible.values())).queries  # the same for all kinds
+            cos, sin = _rotary_angles(config, queries, tokens.dtype)
         padding_mask = found["padding_mask"]
         return cls(padding_mask, cu_seqlens, in_document, positions, cos, sin, visible, attentions)
 
@@ -196,8 +196,8 @@ def _visible_keys(
     position, bounds, starts = torch.arange(length, device=device), None, None
     query_documents = key_documents = None if documents is None else documents[None]
     if found[kind] is not None:
-        number = torch.zeros((), dtype=torch.long, device=device) if documents is None else documents
-        query_documents, key_documents = (number.where(x, -1) for x in (found["padding_mask"], found[kind]))
+        number = position.new_zeros(()) if documents is None else documents
+        query_documents, key_documents = number.expand(1, length), number.where(found[kind], PADDING)
     elif isinstance(seen, int) and seen == 0 and keys == length:
         rows = torch.arange(batch + 1, device=device) * length
         bounds = (rows if cu_seqlens is None else cu_seqlens).int()

@@ -34,7 +34,7 @@ from transformers.generation import (
 from transformers.generation.streamers import BaseStreamer
 
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
-from fla_train.models.cache import CountingLayer, WindowLayer, cache_for
+from fla_train.models.cache import CACHE_NAME, CountingLayer, WindowLayer, cache_for
 from fla_train.models.context import Masks, attention_kinds
 from fla_train.models.fused_step import fused_step, takes_fused_step
 from fla_train.models.layers import is_plain
@@ -58,7 +58,7 @@ def takes_loop(
     Everything else, among it scores that are to be returned, adapters, hooks and weights spread over
     devices, keeps transformers' loop.
     """
-    cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+    cache, mask = model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
     wanted, returned = generation_config, ("scores", "logits", "attentions", "hidden_states")
     return (
         type(cache) is DynamicCache
@@ -99,7 +99,7 @@ def generate_tokens(
     Sequences that have finished get `pad_token_id`. The host looks every `CHECK_EVERY` steps whether all
     have finished, and at each step if it needs the tokens.
     """
-    mask, cache = model_kwargs.get("attention_mask"), model_kwargs["past_key_values"]
+    mask, cache = model_kwargs.get("attention_mask"), model_kwargs[CACHE_NAME]
     returned = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
     logits = model._prefill(input_ids, generation_config, model_kwargs).logits[:, -1]
     known, limit, made = input_ids.shape[1], stopping_criteria.max_length, 1

@@ -60,6 +60,7 @@ def count_parameters(model: "DeltaProductConfig | PreTrainedModel") -> Parameter
         return ParameterCount(held - (1 if tied else 2) * table.numel(), table.numel(), tied)
     config = model
     body = _other_matmuls(config) + config.hidden_size * (2 * config.num_hidden_layers + 1)
+    body += config.use_qk_norm * len(config.attention_layers) * attention_channels(config)
     if config.mixer is None:
         body += config.layer_types.count("linear_attention") * layer_sizes.parameters(config)
     else:
@@ -101,13 +102,15 @@ def attention_flops(config: DeltaProductConfig, seq_len: int) -> float:
 
     A visible key costs 4 * hidden_size forward and twice that backward; causality and windows are counted.
     """
-    flops = 0.0
-    for kind, window in (("full_attention", seq_len), ("sliding_attention", config.sliding_window)):
-        if layers := config.layer_types.count(kind):
-            window = min(window, seq_len)
-            keys = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len  # mean over positions
-            flops += layers * 12 * config.hidden_size * keys
-    return flops
+    windows = {"full_attention": None, "sliding_attention": config.sliding_window}
+    kinds = [kind for kind in config.layer_types if kind in windows]
+    return 12 * config.hidden_size * sum(visible_keys(seq_len, windows[kind]) for kind in kinds)
+
+
+def visible_keys(seq_len: int, window: int | None) -> float:
+    """How many keys a token sees, within its window if there is one: the mean over the positions."""
+    window = min(window or seq_len, seq_len)
+    return (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
 
 
 def training_memory_bytes(
@@ -130,15 +133,15 @@ def training_memory_bytes(
     """
     parameters = count_parameters(config).total
     layers, hidden = config.num_hidden_layers, config.hidden_size
-    value_size = config.num_heads * config.head_v_dim
+    value_size = config.value_heads * config.head_v_dim
     n, k, v = config.num_householder, config.head_dim, config.head_v_dim
     # Of the operator: T, the scores P, a state per chunk and the output (the corrected values replace v)
-    operator = config.num_heads * (n * (CHUNK + k * v // CHUNK) + CHUNK) + value_size
+    operator = config.value_heads * (n * (CHUNK + k * v // CHUNK) + CHUNK) + value_size
+    operator += (config.value_heads - config.num_heads) * k * (1 + n)  # q and k, repeated
     channels = layer_sizes.conv_channels(config)
     recurrent = 2 * channels + operator + value_size * (1 + 2 * config.use_output_gate)
-    # q, k, v, the output and log-sum-exps in fp32
-    kv_size = hidden * config.num_key_value_heads // config.num_attention_heads
-    attention = 2 * hidden + 2 * kv_size + 2 * config.num_attention_heads
+    # q, k (also before their norm), v, the output and log-sum-exps in fp32
+    attention = (2 + config.use_qk_norm) * attention_channels(config) + 2 * config.num_attention_heads
     rest = element_size * (2 * hidden + 2 * config.intermediate_size) + 2 * 4 * hidden  # two fp32 residuals
     per_layer = [
         rest + element_size * (recurrent if kind == "linear_attention" else attention)
@@ -159,5 +162,10 @@ def _other_matmuls(config: DeltaProductConfig) -> int:
     """Elements of the matmul weights of all blocks, without the mixers of linear layers."""
     hidden = config.hidden_size
     total = config.num_hidden_layers * 3 * hidden * config.intermediate_size
-    kv_share = config.num_key_value_heads / config.num_attention_heads
-    return total + len(config.attention_layers) * int(2 * hidden * hidden * (1 + kv_share))
+    return total + len(config.attention_layers) * 2 * hidden * attention_channels(config)
+
+
+def attention_channels(config: DeltaProductConfig) -> int:
+    """Channels of q and k of an attention layer; as many as those of its v and output."""
+    kv_size = config.hidden_size * config.num_key_value_heads // config.num_attention_heads
+    return config.hidden_size + kv_size

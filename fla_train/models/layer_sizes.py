@@ -7,21 +7,21 @@ CHUNK = 64  # M: Householder steps (tokens x n_h) per chunk of the operator
 
 def matmul_weights(config: DeltaProductConfig) -> int:
     """Elements of the mixer's matmul weights."""
-    n, k, v = config.num_householder, config.head_dim, config.head_v_dim
-    outputs = k + n * (k + v + 1) + config.use_forget_gate + v * config.use_output_gate + v
-    return config.hidden_size * config.num_heads * outputs
+    n, v = config.num_householder, config.head_v_dim
+    by_value_head = n * (v + 1) + config.use_forget_gate + v * config.use_output_gate + v
+    return config.hidden_size * (_key_channels(config) + config.value_heads * by_value_head)
 
 
 def parameters(config: DeltaProductConfig) -> int:
     """All its parameters."""
-    rest = config.head_v_dim + 2 * config.num_heads * config.use_forget_gate
+    rest = config.head_v_dim + 2 * config.value_heads * config.use_forget_gate
     return matmul_weights(config) + rest + config.conv_size * conv_channels(config)
 
 
 def training_flops(config: DeltaProductConfig) -> float:
     """FLOPs of a token, forward and backward.
 
-    A matmul weight costs 2 forward and 4 backward. The operator costs, per head, with K x V states,
+    A matmul weight costs 2 forward and 4 backward. The operator costs, per value head, with K x V states,
     n = num_householder and chunks of M Householder steps (dense tiles, states and T kept):
 
         forward   n [2M(K + V) + 4KV + M^2/3] + 2KV + 2M(K + V)
@@ -31,12 +31,16 @@ def training_flops(config: DeltaProductConfig) -> float:
     forward = n * (2 * m * (k + v) + 4 * k * v + m * m / 3) + 2 * k * v + 2 * m * (k + v)
     backward = n * (10 * k * v + 6 * m * v + 2 * m * k) + 4 * k * v + 6 * m * k + 4 * m * v
     convolution = 6 * config.conv_size * conv_channels(config)
-    return 6 * matmul_weights(config) + config.num_heads * (forward + backward) + convolution
+    return 6 * matmul_weights(config) + config.value_heads * (forward + backward) + convolution
 
 
 def conv_channels(config: DeltaProductConfig) -> int:
     """Channels of q, k and v that pass a short convolution, 0 without it."""
     if not config.use_short_conv:
         return 0
-    n, k, v = config.num_householder, config.head_dim, config.head_v_dim
-    return config.num_heads * (k + n * (k + v))
+    return _key_channels(config) + config.value_heads * config.num_householder * config.head_v_dim
+
+
+def _key_channels(config: DeltaProductConfig) -> int:
+    """Channels of q and k."""
+    return config.num_heads * config.head_dim * (1 + config.num_householder)

@@ -1,6 +1,7 @@
 """Cross-entropy of a linear head, in token chunks: the full [tokens, vocabulary] logits are never made."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fla_train.kernels.fused_ops import IGNORE, consume_logits, resolve_backend
@@ -10,7 +11,7 @@ CHUNK_ELEMENTS = 2**25  # logits held at once at 8 bytes each
 
 def next_tokens(labels: Tensor) -> Tensor:
     """The target of each position: labels [B, T] moved one to the left, IGNORE at the end."""
-    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORE)
 
 
 def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -23,6 +24,12 @@ def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         chunks = _chunks(hidden, targets, weight.shape[0])
         return torch.cat([consume_logits(h @ head.t(), t, with_gradient=False)[0] for h, t in chunks])
+
+
+def losses_of_logits(logits: Tensor, targets: Tensor) -> Tensor:
+    """[M] losses of logits [M, vocabulary] that a head has made, in fp32 or fp64; 0 at IGNORE."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, targets.to(logits.device), reduction="none", ignore_index=IGNORE)
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
-"""The model classes for transformers: a backbone of pre-norm blocks, the language model, task heads."""
+"""The model classes for transformers: a backbone of residual blocks, the language model, task heads."""
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     AutoModel,
@@ -31,12 +30,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple, logging
 
 from fla_train.models.auto import register_models
-from fla_train.models.cache import cache_for, count_tokens
+from fla_train.models.cache import CACHE_NAME, cache_for, count_tokens
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import Masks, SequenceContext, document_bounds, masks
 from fla_train.models.decoding import PREFILL_TOKENS, generate_tokens, takes_loop
 from fla_train.models.layers import GatedMLP, RMSNorm, ShortConvolution, is_plain
-from fla_train.models.loss import IGNORE, linear_cross_entropy, next_tokens, token_losses
+from fla_train.models.loss import IGNORE, linear_cross_entropy, losses_of_logits, next_tokens, token_losses
 from fla_train.models.mixers.registry import build_mixer, linear_mixer, takes_cache
 
 logger = logging.get_logger(__name__)
@@ -45,13 +44,15 @@ logger = logging.get_logger(__name__)
 class Block(GradientCheckpointingLayer):
     """x + mixer(norm(x)), then x + mlp(norm(x)); the residual stream keeps the dtype of the embeddings.
 
-    The residual stream is passed on as two addends, x and update: the next norm adds them in its kernel.
+    The residual stream is passed on as two addends, x and update: the next norm adds them in its kernel. With
+    `config.norm_after` an attention layer is x + norm(attention(x)), then x + norm(mlp(x)).
     """
 
     def __init__(self, config: DeltaProductConfig, layer: int) -> None:
         super().__init__()
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attn = build_mixer(config, layer)
+        self.norm_after = config.norm_after and config.layer_types[layer] != "linear_attention"
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act)
 
@@ -63,11 +64,16 @@ class Block(GradientCheckpointingLayer):
         cache: Cache | None = None,
     ) -> tuple[Tensor, Tensor]:
         """From the stream x + update [B, T, hidden_size] (`update` None: x) to the next x and update."""
-        if update is None:
+        if self.norm_after:
+            y = x = x if update is None else x + update
+        elif update is None:
             y = self.attn_norm(x)
         else:
             y, x = self.attn_norm(update, residual=x)
         y = self.attn(y, context) if cache is None else self.attn(y, context, cache=cache)
+        if self.norm_after:
+            x = x + self.attn_norm(y)
+            return x, self.mlp_norm(self.mlp(x))
         y, x = self.mlp_norm(y, residual=x)
         return x, self.mlp(y)
 
@@ -147,7 +153,8 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
             attention_mask: [B, seen + T], 0 at padding (left or right); masked positions change no other
                 position. Or what `create_masks_for_generate` makes of it.
             past_key_values: the cache of the tokens before, a `DynamicCache(config=model.config)` or
-                `StaticCache(config=model.config, max_cache_len=...)`; updated in place.
+                `StaticCache(config=model.config, max_cache_len=...)`; updated in place. transformers calls it
+                `cache` since 5.24; both names are taken.
             use_cache: make a `DynamicCache` when none is given. Default: `config.use_cache`, off in training
                 mode.
             cu_seqlens: [S + 1] bounds of the documents packed in one row (B = 1); nothing crosses them.
@@ -165,6 +172,7 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
         Raises:
             ValueError: for arguments that contradict each other, or that this model cannot honour.
         """
+        past_key_values = packing.pop("cache", past_key_values)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         hidden = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
@@ -279,6 +287,7 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
             `loss` (fp32 scalar) with labels, `logits` [B, kept, vocabulary], `past_key_values`, and
             `hidden_states` and `attentions` if asked for.
         """
+        others.pop("tokenizer", None)  # `generate(tokenizer=...)` hands it on to the model
         shift_labels = others.pop("shift_labels", None)
         if shift_labels is None and labels is not None:
             shift_labels = next_tokens(labels)
@@ -303,11 +312,11 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         if shift_labels is not None:
             if num_items_in_batch is None:
                 num_items_in_batch = (shift_labels != IGNORE).sum().clamp(min=1)
+            tokens, targets = hidden.flatten(0, 1), shift_labels.flatten()
             if is_plain(self.lm_head):
-                targets = shift_labels.flatten()
-                total = linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets)
-            else:
-                total = self._losses_of_logits(hidden, shift_labels).sum()
+                total = linear_cross_entropy(tokens, self.lm_head.weight, targets)
+            else:  # it must be called: offloaded, adapted or hooked
+                total = losses_of_logits(self.lm_head(tokens), targets).sum()
             loss = total / num_items_in_batch
         if shift_labels is None or not self.training or logits_to_keep is not None:
             indices = isinstance(logits_to_keep, Tensor)
@@ -330,19 +339,12 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         outputs = self.model(
             input_ids, attention_mask, use_cache=False, cu_seqlens=cu_seqlens, return_dict=True
         )
-        hidden = outputs.last_hidden_state
-        targets = next_tokens(input_ids)
+        tokens, targets = outputs.last_hidden_state.flatten(0, 1), next_tokens(input_ids).flatten()
         if is_plain(self.lm_head):
-            losses = token_losses(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten())
+            losses = token_losses(tokens, self.lm_head.weight, targets)
         else:
-            losses = self._losses_of_logits(hidden, targets)
+            losses = losses_of_logits(self.lm_head(tokens), targets)
         return losses.view(input_ids.shape)[:, :-1]
-
-    def _losses_of_logits(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """[B * T] losses, 0 without a target, of a head that must be called (offloaded, adapted, hooked)."""
-        logits = self.lm_head(hidden).flatten(0, 1)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits, targets.flatten().to(logits.device), reduction="none")
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, object], *rest: object
@@ -353,7 +355,7 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
             generation_config.use_cache = model_kwargs["use_cache"] = False
             return
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *rest)
-        cache_for(model_kwargs.get("past_key_values"), self.config, False, self.device)
+        cache_for(model_kwargs.get(CACHE_NAME), self.config, False, self.device)
 
     def _prefill(
         self,
@@ -366,7 +368,7 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         """As transformers'; a long prompt in chunks, unless outputs of all its positions are asked for."""
         chunk = max(1, PREFILL_TOKENS // len(input_ids))
         wanted = generation_config.output_attentions or generation_config.output_hidden_states
-        if model_kwargs.get("past_key_values") is not None and input_ids.shape[1] > chunk and not wanted:
+        if model_kwargs.get(CACHE_NAME) is not None and input_ids.shape[1] > chunk and not wanted:
             generation_config.prefill_chunk_size = generation_config.prefill_chunk_size or chunk
         return super()._prefill(input_ids, generation_config, model_kwargs, *rest, **options)
 
@@ -394,11 +396,12 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         config: DeltaProductConfig,
         inputs_embeds: Tensor,
         attention_mask: Tensor | None,
-        past_key_values: Cache,
+        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **_: object,
     ) -> Masks:
         """The masks of a step, made before a compiled forward because the attention mask grows."""
-        return masks(config, inputs_embeds, attention_mask, past_key_values)
+        return masks(config, inputs_embeds, attention_mask, past_key_values if cache is None else cache)
 
 
 class DeltaProductForSequenceClassification(GenericForSequenceClassification, DeltaProductPreTrainedModel):

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+PADDING = -1  # in place of a document's number
+
 
 class MovableTensors:
     """Base of dataclasses that hold tensors, or others of these, also in dicts."""
@@ -25,16 +27,16 @@ class MovableTensors:
 class VisibleKeys(MovableTensors):
     """The keys that T new tokens may attend to in all attention layers of one kind, S keys with the new ones.
 
-    A token sees the tokens of its own document up to itself, within the window. Padding is a document too, so
-    that no row of a softmax is empty. The whole [T, S] mask would grow with the square of the length; from
-    these vectors `mask` makes any part of it.
+    A token sees the tokens of its own document up to itself, within the window. A padding token is seen by
+    itself only, so that no row of a softmax is empty. The whole [T, S] mask would grow with the square of the
+    length; from these vectors `mask` makes any part of it.
     """
 
     queries: Tensor  # [T] positions in the stream
     keys: Tensor  # [S]
     window: int | None = None  # how many tokens a token sees, itself included
-    query_documents: Tensor | None = None  # [B or 1, T] numbers of documents; None: one in each row
-    key_documents: Tensor | None = None  # [B or 1, S]
+    query_documents: Tensor | None = None  # [1, T] numbers of documents; None: one in each row
+    key_documents: Tensor | None = None  # [B or 1, S], or PADDING
     cu_seqlens: Tensor | None = None  # int32 bounds of all documents, row after row; None: padding or a cache
     longest: int | None = None  # what no document of `cu_seqlens` is longer than; None: a row
     first: int | None = None  # index of the first query's own key; None: known on the device only
@@ -67,5 +69,6 @@ class VisibleKeys(MovableTensors):
             visible = visible & (key > query - self.window)
         visible = visible[None]
         if self.query_documents is not None:
-            visible = visible & (self.query_documents[:, queries, None] == self.key_documents[:, None, keys])
+            same = self.query_documents[:, queries, None] == self.key_documents[:, None, keys]
+            visible = visible & (same | (key == query))
         return visible[:, None]

@@ -22,6 +22,7 @@ from yaml import YAMLError
 
 from fla_train.data.config import DataConfig, absolute, with_absolute_paths
 from fla_train.data.tokenizers import TokenizerNotCached, tokenizer_size
+from fla_train.hub.pushes import HubConfig
 from fla_train.hub.saved_config import escaped, read_saved
 from fla_train.models.build import NODE_KEYS, build_model_config, build_on_meta, is_zoo
 from fla_train.models.configuration import DeltaProductConfig, model_schema
@@ -221,6 +222,7 @@ class TrainConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    hub: HubConfig = field(default_factory=HubConfig)
     run: RunConfig = field(default_factory=RunConfig)
     init_from: str | None = None
     seed: int = key(at_least=0)
@@ -232,6 +234,7 @@ class TrainConfig:
         yield from _number_errors("", asdict(self))
         yield from self.optimizer.errors()
         yield from self.trainer.errors()
+        yield from self.hub.errors()
         yield from _model_errors(self)
         yield from _package_errors(self)
         if self.run.dir == "":  # `run.dir=$RUN` without RUN: a run that could never be resumed
@@ -314,10 +317,11 @@ def _model_errors(config: TrainConfig) -> Iterator[str]:
             from fla_train.models.mixers.registry import check_mixer  # imports the models: seconds
 
             check_mixer(settings)
-        if config.task is None and config.data.document_boundaries and is_zoo(config.model):
-            from fla_train.models.zoo.flops import keeps_documents_apart  # imports the models: seconds
+        documents = config.task is None and config.data.document_boundaries
+        if documents and config.model.get("source", "fla") != "fla":  # fla's layers take the bounds
+            from fla_train.models.zoo.flops import forward_flops  # imports the models: seconds
 
-            if not keeps_documents_apart(build_on_meta(config.model)):
+            if forward_flops(build_on_meta(config.model), config.trainer.seq_len).recurrences:
                 yield (
                     f"data.document_boundaries=true cannot be had with {config.model['model_type']}, whose "
                     "layers carry a state across the documents of a packed row: set it to false"

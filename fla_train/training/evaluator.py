@@ -6,9 +6,7 @@ beside training.
 
 import json
 import math
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,27 +35,10 @@ from fla_train.training.resume import has_reached
 from fla_train.training.run_data import to_batch
 from fla_train.training.run_folder import RunFolder
 from fla_train.utils.filesystem import write_whole
+from fla_train.utils.processes import POLL, start_command
 from fla_train.utils.records import Record, read_metrics
 
 PART_PERPLEXITY = "validation_perplexity/"  # key of a part's, before its name
-POLL = 0.5  # seconds between looks at a suite's process
-# Prefixes of what torch.distributed and the agent put in a rank's environment: a suite's process is no rank.
-RANK_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "MASTER_",
-    "LOCAL_",
-    "GROUP_",
-    "ROLE_",
-    "TORCHELASTIC_",
-    "FLA_TRAIN_LAUNCHER",
-    "FLA_TRAIN_STORE_PREFIX",
-    "FLA_TRAIN_STORE_FILE",
-)
-# It ends with the rank that started it, or a trainer that starts again would find it on its GPU.
-_BIND = "from fla_train.utils.processes import die_with_parent; die_with_parent({parent})"
-_EVALUATE = "from fla_train.cli.eval import main; main()"
-
 Beat = Callable[..., None]  # `Watchdog.beat`
 Part = tuple[TokenDataset | PackedDataset, float]  # held-out sequences and their weight
 
@@ -400,18 +381,19 @@ class SuiteRuns:
         except OSError as failure:
             self._log(f"step {step:,}: suite {self._suite} left out ({failure.strerror})")
 
+    def start_if_lost(self, export: Path, step: int, metrics: Path) -> None:
+        """After a resume: `start`, unless there is no such export or `metrics` has its results.
+
+        Results are logged under a later step, which a kill may forestall, and whose record a resume drops.
+        """
+        logged = (record.get("evaluated_step") for record in read_metrics(metrics))
+        if export.is_dir() and step not in logged:
+            self.start(export, step)
+
     def _launch(self, export: Path) -> None:
         self._output.mkdir(parents=True, exist_ok=True)
         request = [f"checkpoint={export}", f"suite={self._suite}", f"output={self._output}", *self._options]
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(RANK_VARIABLES)}
-        with (self._output / "eval.log").open("w") as file:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", f"{_BIND.format(parent=os.getpid())}; {_EVALUATE}", *request],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env=environment,
-            )
+        self._process = start_command("eval", request, self._output / "eval.log")
 
     def collect(self, step: int, tokens: int) -> None:
         """Log the results of an evaluation that has ended by now, if there is one.

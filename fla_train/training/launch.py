@@ -8,6 +8,8 @@ import torch
 
 from fla_train.data.cache import PreparedData, find_prepared
 from fla_train.data.prepare import prepare
+from fla_train.hub.push import check_access
+from fla_train.hub.pushes import HubPushes
 from fla_train.kernels.delta_product.selfcheck import check_backend, model_cases
 from fla_train.models.build import build_model_config, is_zoo
 from fla_train.training import checkpoint, worker
@@ -138,6 +140,8 @@ def _prepare(config: TrainConfig) -> tuple[TrainConfig, PreparedData]:
         raise ValueError("give run.dir: ranks that another launcher has started can't agree on a new one")
     config = with_warmup(config)
     check_before_preparing(config)
+    if _pushes_here(config):
+        _check_hub(config)
     if config.init_from is not None and not has_checkpoint(config):
         from fla_train.training.model import check_initial_weights  # imports the models: seconds
 
@@ -148,6 +152,23 @@ def _prepare(config: TrainConfig) -> tuple[TrainConfig, PreparedData]:
     else:
         data = task_data(config.task, config.seed)
     return config, data
+
+
+def _pushes_here(config: TrainConfig) -> bool:
+    """Whether rank 0, which pushes, may be on this machine."""
+    return config.hub.repo_id is not None and is_first() and config.launch.machine_rank in (None, 0)
+
+
+def _check_hub(config: TrainConfig) -> None:
+    """Learn before hours of work whether exports can be pushed. A Hub that can't be reached is a line.
+
+    Raises:
+        ValueError: there is no token, or the Hub refuses it.
+    """
+    try:
+        check_access(config.hub.repo_id, private=config.hub.private)
+    except ConnectionError as failure:
+        log(f"hub          {failure}; training starts, and pushes try again")
 
 
 def _with_folder(config: TrainConfig) -> tuple[TrainConfig, RunFolder]:
@@ -173,6 +194,12 @@ def _is_left_to_train(config: TrainConfig, folder: RunFolder, data: PreparedData
     if is_complete(folder, config):
         for line in completion_lines(folder, config):
             log(line)
+        if _pushes_here(config):
+            step = checkpoint.newest_step(folder.checkpoints)
+            pushes = HubPushes(config.hub, folder.root, config.model.get("mixer"), log)
+            pushes.resume(step)
+            pushes.add(step)
+            pushes.finish(lambda doing: None)
         return False
     if config.trainer.check_backend and not is_zoo(config.model) and is_first():
         _check_backend(config)

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 import yaml
 from omegaconf import OmegaConf
-from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fla_train.data.cache import PreparedData
@@ -17,7 +16,7 @@ from fla_train.data.tokenizers import same_tokenizer
 from fla_train.hub import CardInfo, export_model, find_export_damage
 from fla_train.hub.load import load_weights, read_config, read_training_record, resolve_checkpoint
 from fla_train.hub.paths import own_name, public_name
-from fla_train.hub.saved_config import map_text
+from fla_train.hub.saved_config import flat, map_text
 from fla_train.models.build import TOKEN_IDS, build_model_config, is_zoo, model_node
 from fla_train.models.build import build_model as build_fresh_model
 from fla_train.models.configuration import MACHINE_KEYS
@@ -25,10 +24,12 @@ from fla_train.training.checkpoint import TrainState
 from fla_train.training.config import TrainConfig
 from fla_train.training.failures import TrainingStopped
 from fla_train.training.log import RunLogger
-from fla_train.training.metrics import last_value
+from fla_train.training.metrics import last_value, plot_losses
 from fla_train.training.run_folder import RunFolder
 from fla_train.utils.environment import git_commit
 from fla_train.utils.filesystem import reason
+from fla_train.utils.hub_names import is_hub_name
+from fla_train.utils.records import read_metrics
 
 # A run may differ from `init_from` in these: they change neither the weights nor what the model computes.
 FREE_FIELDS = (*MACHINE_KEYS, "hidden_ratio", "max_position_embeddings", "initializer_range", "use_cache")
@@ -38,7 +39,7 @@ BATCH_KEYS = {  # of `trainer`, taken from `init_from`
     "target_batch_tokens": int,
     "activation_checkpointing": bool,
 }
-PRIVATE_SECTIONS = ("launch", "logger", "run")  # of the config: they do not bear on the weights
+PRIVATE_SECTIONS = ("hub", "launch", "logger", "run")  # of the config: they do not bear on the weights
 
 
 def build_model(config: TrainConfig, data: PreparedData, *, resumed: bool = False) -> PreTrainedModel:
@@ -48,8 +49,8 @@ def build_model(config: TrainConfig, data: PreparedData, *, resumed: bool = Fals
         resumed: a checkpoint will fill in the weights, so those of `init_from` are not read.
 
     Raises:
-        ValueError: the weights of `init_from` are missing or damaged, or the class has no
-            gradient checkpointing.
+        ValueError: the weights of `init_from` are missing or damaged, or the class has no gradient
+            checkpointing or does not keep packed documents apart.
     """
     torch.manual_seed(config.seed)
     settings = build_model_config(config.model)
@@ -72,6 +73,11 @@ def build_model(config: TrainConfig, data: PreparedData, *, resumed: bool = Fals
                 "set trainer.activation_checkpointing=false"
             )
         model.gradient_checkpointing_enable()
+    documents = config.task is None and config.data.document_boundaries
+    if documents and config.model.get("source") == "hf" and not model.keeps_documents_apart():
+        raise ValueError(
+            f"{type(model).__name__} does not keep packed documents apart: set data.document_boundaries=false"
+        )
     return model
 
 
@@ -111,7 +117,7 @@ def check_initial_weights(config: TrainConfig) -> None:
     source = config.init_from
     there = _read_model_config(source, translate=not is_zoo(config.model))
     node = config.model | {"vocab_size": config.model["vocab_size"] or there.vocab_size}
-    ours, theirs = (_flat(model_node(settings)) for settings in (build_model_config(node), there))
+    ours, theirs = (dict(flat(model_node(settings))) for settings in (build_model_config(node), there))
     differing = [
         f"model.{name}={ours.get(name)} (there {theirs.get(name)})"
         for name in sorted({*ours, *theirs})
@@ -132,12 +138,6 @@ def check_initial_weights(config: TrainConfig) -> None:
             f"init_from={source} was trained with another tokenizer than data.tokenizer.name="
             f"{config.data.tokenizer.name}: set data.tokenizer.name={tokenizer}"
         )
-
-
-def _flat(node: dict[str, Any]) -> dict[str, Any]:
-    """A `model` node with its `config`'s fields as `config.FIELD`."""
-    fields = {f"config.{name}": value for name, value in node.get("config", {}).items()}
-    return {name: value for name, value in node.items() if name != "config"} | fields
 
 
 def _read_model_config(source: str, *, translate: bool | None = None) -> PreTrainedConfig:
@@ -196,8 +196,11 @@ class Exporter:
         """Why the disk refused it, or None."""
         card = model_card(self._config, self._data, self._folder, state)
         try:
-            export_model(self._engine.module, self._data.tokenizer(), path, card)
-        except (OSError, SafetensorError) as error:
+            plots = [self._folder.accuracy_plot] if self._folder.accuracy_plot.is_file() else []
+            if last_value(self._folder.metrics, "loss") is not None:
+                plots.append(plot_losses([self._folder.root], self._folder.loss_plot))
+            export_model(self._engine.module, self._data.tokenizer(), path, card, plots=plots)
+        except OSError as error:
             return reason(error)
         return None
 
@@ -208,18 +211,38 @@ def model_card(config: TrainConfig, data: PreparedData, folder: RunFolder, state
         "train": last_value(folder.metrics, "loss"),
         "validation": last_value(folder.metrics, "validation_loss"),
     }
-    tokenizer = data.manifest["tokenizer"]["name"]
+    tokenizer, source = data.manifest["tokenizer"]["name"], data.manifest["source"]
+    parts = [config.data, *config.data.mixture.values()] if config.task is None else []
     return CardInfo(
         name=folder.name,
-        data=data.manifest["source"]["kind"],
+        data=" ".join(filter(None, (source.get("path"), source.get("name")))) or source["kind"],
+        datasets=[part.path for part in parts if part.source == "hub" and is_hub_name(part.path)],
         tokenizer=tokenizer and public_name(tokenizer),  # models of tasks have none
         init_from=config.init_from and public_name(config.init_from),
         step=state.step,
         tokens=state.tokens,
         seq_len=config.trainer.seq_len,
         losses={name: loss for name, loss in losses.items() if loss is not None},
+        metrics=_last_results(folder.metrics),
+        recipe=_recipe(config),
         config=public_config(config),
         commit=git_commit(),
+    )
+
+
+def _last_results(metrics: Path) -> dict[str, float]:
+    """What the last validation found besides its loss, by name; without results by length of the context."""
+    last = next((r for r in reversed(read_metrics(metrics)) if "validation_loss" in r), {})
+    names = [n for n in last if n not in ("step", "tokens", "validation_loss") and "loss_at/" not in n]
+    return {name.replace("_", " "): last[name] for name in names if last[name] is not None}
+
+
+def _recipe(config: TrainConfig) -> str:
+    trainer, optimizer, schedule = config.trainer, config.optimizer, config.schedule
+    return (
+        f"{optimizer.name}, peak learning rate {optimizer.lr:g}, weight decay {optimizer.weight_decay:g}, "
+        f"{schedule.name} schedule of {trainer.max_steps:,} steps, {schedule.warmup(trainer.max_steps):,} "
+        f"of warm-up, {trainer.global_batch_tokens:,} tokens a step, {trainer.precision}"
     )
 
 

@@ -48,7 +48,8 @@ def make_plan(config: TrainConfig, data: PreparedData | None) -> Plan:
         open_train(data.folder, trainer.seq_len, config.seed)  # its errors belong before the start
     parts = data.parts().items() if data else ()
     held_out = {name: part.manifest["splits"]["validation"]["tokens"] for name, part in parts}
-    count = _count(config)
+    node = config.model
+    count = count_parameters(build_on_meta(node) if is_zoo(node) else build_model_config(node))
     tokens = trainer.max_steps * trainer.global_batch_tokens
     flops = training_flops(config)
     return Plan(
@@ -71,12 +72,6 @@ def training_flops(config: TrainConfig) -> float:
     if is_zoo(config.model):
         return forward_flops(build_on_meta(config.model), config.trainer.seq_len).training
     return flops_per_token(build_model_config(config.model), config.trainer.seq_len)
-
-
-def _count(config: TrainConfig) -> ParameterCount:
-    if is_zoo(config.model):
-        return count_parameters(build_on_meta(config.model))
-    return count_parameters(build_model_config(config.model))
 
 
 def _memory(config: TrainConfig, count: ParameterCount) -> int:

@@ -1,7 +1,7 @@
 """The training loop: one optimizer step after another, with evaluation, checkpoints and exports between."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TextIO
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fla_train.data.cache import PreparedData
 from fla_train.data.sampler import BatchSampler, PrefetchLoader
+from fla_train.hub.pushes import HubConfig, HubPushes
 from fla_train.models.build import is_zoo
 from fla_train.training.bad_steps import BadStepFilter
 from fla_train.training.checkpoint import TrainState
@@ -32,7 +33,7 @@ from fla_train.training.resume import check_config_consistency
 from fla_train.training.run_data import open_training_data, to_batch
 from fla_train.training.run_folder import RunFolder, RunLock
 from fla_train.utils.profiling import profiled
-from fla_train.utils.records import Record, read_metrics
+from fla_train.utils.records import Record
 from fla_train.utils.throughput import Throughput, peak_flops
 from fla_train.utils.watchdog import Watchdog
 
@@ -112,6 +113,8 @@ class Trainer:
                 record=self.logger.record,
                 log=self.logger.log,
             )
+        hub = config.hub if self.rank == 0 else HubConfig()
+        self.pushes = HubPushes(hub, self.folder.root, config.model.get("mixer"), self.logger.log)
         self.unread: list[tuple[int, float, Outcome]] = []  # step, learning rate, outcome on the device
         self.statistics: dict[str, Tensor] = {}  # of the newest step
         self.stopping = False  # a rank got a request to stop
@@ -128,13 +131,15 @@ class Trainer:
         trainer, state = self.config.trainer, self.state
         self.reached = self.evaluator.has_reached(state.step)  # killed before it had written all its files
         if self.suites is not None:
-            self._restart_lost_suite(self.suites)
+            due = state.step if self._finished() else state.step // trainer.suite_every * trainer.suite_every
+            self.suites.start_if_lost(self.folder.export(due), due, self.folder.metrics)
+        self.pushes.resume(state.step)
         loader = PrefetchLoader(self.train_data, self.batches, state.step, trainer.max_steps)
         with loader, _existing_objects_not_collected():
             while not self._finished():
                 self.throughput.start()
                 self._step(loader)
-                results = self._read(self._readable())
+                results = self._read(self._readable_outcomes())
                 if any(result.stop for *_, result in results):
                     results += self._read(len(self.unread))
                 self.throughput.stop(trainer.global_batch_tokens)
@@ -142,14 +147,20 @@ class Trainer:
                 self.checkpoints.poll()
                 if results and self.suites is not None:
                     self.suites.collect(state.step, state.tokens)
+                if results:
+                    self.pushes.poll()
                 if self._due(trainer.eval_every):
                     self._evaluate()
                 # The checkpoint last: whatever a kill leaves undone before it, the resumed run does again.
                 suite_due = trainer.suite_every > 0 and self._due(trainer.suite_every)
-                if self._due(trainer.export_every) or suite_due:
+                push_due = self._due(self.config.hub.push_every)
+                if self._due(trainer.export_every) or suite_due or push_due:
                     export = self._export()
                     if suite_due and self.suites is not None and export is not None:
                         self.suites.start(export, state.step)
+                    # The last export is pushed after its evaluation, whose results then stand in its card.
+                    if push_due and export is not None and not self._finished():
+                        self.pushes.add(state.step)
                 if self._due(trainer.checkpoint_every) or self.stopping:
                     self._save()
                 if self.stopping and not self._finished():
@@ -190,20 +201,13 @@ class Trainer:
         self.state.sequences += self.batches.global_batch
         self.state.tokens += trainer.global_batch_tokens
 
-    def _readable(self) -> int:
-        """How many outcomes, from the oldest on, are to be read now.
-
-        Reading waits for the device, and nothing else does. What is only logged is therefore read a step
-        late, when the next step's work is in the device's queue; and no later than READ_EVERY steps on, since
-        a request to stop comes with an outcome, and a batch system grants minutes.
-        """
+    def _readable_outcomes(self) -> int:
+        """How many outcomes, from the oldest on, are to be read now."""
         trainer = self.config.trainer
         readers = (trainer.eval_every, trainer.export_every, trainer.checkpoint_every, trainer.suite_every)
-        if self.statistics or any(self._due(every) for every in readers):
+        if self.statistics or any(self._due(every) for every in (*readers, self.config.hub.push_every)):
             return len(self.unread)
-        before = len(self.unread) - 1
-        step = self.unread[before - 1][0]
-        return before if before and 0 in (step % trainer.log_every, step % READ_EVERY) else 0
+        return readable_late([step for step, *_ in self.unread], trainer.log_every)
 
     def _read(self, count: int) -> list[tuple[int, float, StepResult]]:
         """Step, learning rate and result of the `count` oldest outcomes, which are dropped."""
@@ -278,18 +282,6 @@ class Trainer:
             {"step": self.state.step, "tokens": self.state.tokens, "checkpoint_stall_s": round(stall, 4)}
         )
 
-    def _restart_lost_suite(self, suites: SuiteRuns) -> None:
-        """Start the newest suite again if its results are lost.
-
-        They are logged under a later step, which a kill may forestall, and whose record a resume drops.
-        """
-        every, step = self.config.trainer.suite_every, self.state.step
-        due = step if self._finished() else step // every * every
-        export = self.folder.export(due)
-        logged = (record.get("evaluated_step") for record in read_metrics(self.folder.metrics))
-        if export.is_dir() and due not in logged:
-            suites.start(export, due)
-
     def _leave(self) -> None:
         """Close what is open, after a request to stop, once the checkpoint is on disk."""
         self.checkpoints.ensure_saved(self.state.step)
@@ -297,6 +289,7 @@ class Trainer:
         self.logger.log(f"step {self.state.step:,}: stopped on request; the same command resumes from here")
         if self.suites is not None:
             self.suites.stop()
+        self.pushes.stop()
         self.logger.close()
 
     def _finish(self) -> None:
@@ -309,12 +302,25 @@ class Trainer:
         export = self._export(last=True)
         if self.suites is not None:
             self.suites.finish(state.step, state.tokens, self.watchdog.beat)
+        self.pushes.add(state.step)
+        self.pushes.finish(self.watchdog.beat)
         self.logger.close()
         if self.rank == 0:
             if last_value(self.folder.metrics, "loss") is not None:
                 plot_losses([self.folder.root], self.folder.loss_plot)
             for line in self.evaluator.summary(state, export):
                 self.logger.log(line)
+
+
+def readable_late(steps: Sequence[int], log_every: int) -> int:
+    """How many outcomes that are only logged are to be read now, of those of `steps`, which are unread.
+
+    Reading waits for the device, and nothing else does. These are therefore read a step late, when the next
+    step's work is in the device's queue; and no later than READ_EVERY steps on, since a request to stop comes
+    with an outcome, and a batch system grants minutes.
+    """
+    before = len(steps) - 1
+    return before if before and any(steps[-2] % every == 0 for every in (log_every, READ_EVERY)) else 0
 
 
 @contextmanager

@@ -1,11 +1,19 @@
-"""CPU cores of this process, and child processes that die with their parent."""
+"""CPU cores of this process, child processes that die with their parent, commands beside training."""
 
 import ctypes
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fla_train.utils.ranks import RANK_VARIABLES
 
 PR_SET_PDEATHSIG = 1
+POLL = 0.5  # seconds between looks at a command
+_BIND = "from fla_train.utils.processes import die_with_parent; die_with_parent({parent})"
+_RUN = "from fla_train.cli.{name} import main; main()"
 
 
 def available_cores() -> int:
@@ -24,3 +32,25 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call above
         os._exit(1)
+
+
+def start_command(name: str, overrides: Sequence[str], log: Path, **variables: str) -> subprocess.Popen:
+    """Start `fla-NAME` as no rank of a run. It ends with this process, lest a restart finds it on its GPU.
+
+    Args:
+        log: file for its output.
+        variables: of its environment, besides those of this process.
+
+    Raises:
+        OSError: `log` can't be written, or no process started.
+    """
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(RANK_VARIABLES)}
+    code = f"{_BIND.format(parent=os.getpid())}; {_RUN.format(name=name)}"
+    with log.open("w") as file:
+        return subprocess.Popen(
+            [sys.executable, "-c", code, *overrides],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=inherited | variables,
+        )

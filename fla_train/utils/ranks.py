@@ -2,6 +2,20 @@
 
 import os
 
+# Prefixes of what torch.distributed and the agent put in a rank's environment
+RANK_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_",
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "TORCHELASTIC_",
+    "FLA_TRAIN_LAUNCHER",
+    "FLA_TRAIN_STORE_PREFIX",
+    "FLA_TRAIN_STORE_FILE",
+)
+
 
 def is_rank() -> bool:
     """Whether a launcher (ours, torchrun, accelerate) has started this process as one rank of several.

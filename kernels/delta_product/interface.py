@@ -5,9 +5,11 @@
     o_t  = scale * S^T q_t                             after the last step
 
 This is Gated DeltaProduct (arXiv 2502.10297, section 4); N = n_h = 1 is (Gated) DeltaNet. Shapes count B
-sequences, T tokens, H heads, N Householder steps per token, K key and V value channels. All backends,
-kernels, tests and pages use the notation below, with symbols of arXiv 2406.06484 and 2412.06464. A chunk has
-C tokens and M = N C Householder steps; `.*` is elementwise, where a step takes the factor of its token.
+sequences, T tokens, H heads, N Householder steps per token, K key and V value channels. A head of q and k may
+serve several consecutive value heads, HV / H of them: it is repeated, so that backends see equal numbers. All
+backends, kernels, tests and pages use the notation below, with symbols of arXiv 2406.06484 and 2412.06464. A
+chunk has C tokens and M = N C Householder steps; `.*` is elementwise, where a step takes the factor of its
+token.
 
     S, S'   [K, V]   state before and after the chunk
     g_cum   [C]      cumulative log decay: sum of g from the chunk's start to a token
@@ -64,11 +66,11 @@ def delta_product(
     Args:
         q: queries [B, T, H, K]; float32, bfloat16, float16 or float64, and `k` and `v` alike.
         k: keys [B, T, N, H, K], with |k| <= 1, which `qk_l2norm` makes true.
-        v: values [B, T, N, H, V].
-        beta: step sizes in [0, 2], [B, T, N, H], float32 (float64 for float64 queries).
-        g: logarithm of the forget gate, <= 0, -inf allowed, [B, T, H], dtype as `beta`; None: no gate.
+        v: values [B, T, N, HV, V], where HV is a multiple of H.
+        beta: step sizes in [0, 2], [B, T, N, HV], float32 (float64 for float64 queries).
+        g: logarithm of the forget gate, <= 0, -inf allowed, [B, T, HV], dtype as `beta`; None: no gate.
         scale: factor of the output, default K ** -0.5.
-        initial_state: [B, H, K, V], or [S, H, K, V] with `cu_seqlens`; dtype as `beta`; None: zeros.
+        initial_state: [B, HV, K, V], or [S, HV, K, V] with `cu_seqlens`; dtype as `beta`; None: zeros.
         output_final_state: also return the state after the last token of each sequence.
         cu_seqlens: int32 or int64 [S + 1], boundaries 0 = c_0 <= ... <= c_S = T of S documents packed in one
             row (B = 1). Each document has a state of its own; documents may be empty.
@@ -77,12 +79,13 @@ def delta_product(
         backend: "recurrent", "chunk", "triton" or "auto" (see `resolve_backend`).
 
     Returns:
-        o [B, T, H, V] in the dtype of `q`; the final state [B or S, H, K, V] in the dtype of `beta`, or None.
+        o [B, T, HV, V] in the dtype of `q`; the final state [B or S, HV, K, V] in the dtype of `beta`, or
+        None.
 
     Raises:
         ValueError: on any argument that breaks this contract, or a backend that cannot run on the device.
     """
-    _check_tensors(q, k, v, beta, g, leading="BT")
+    _check_tensors(q, k, v, beta, g, leading="B T")
     sequences = q.shape[0]
     if cu_seqlens is not None:
         _check_cu_seqlens(cu_seqlens, q)
@@ -92,6 +95,7 @@ def delta_product(
     run = load_backend(resolve_backend(backend, q.device))
     if known_recompute(recompute) and torch.is_grad_enabled():
         run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+    q, k = _by_value_head(q, k, v)
     return run(
         q=q,
         k=k,
@@ -121,13 +125,13 @@ def delta_product_step(
     """Advance the recurrence by one token (decoding).
 
     The arguments are those of `delta_product` without the T axis: q [B, H, K], k [B, N, H, K],
-    v [B, N, H, V], beta [B, N, H], g [B, H]. `state` [B, H, K, V], in the dtype of `beta` or in bfloat16 to
-    save memory (the arithmetic stays as it is, the new state is rounded), is read and left as it was.
+    v [B, N, HV, V], beta [B, N, HV], g [B, HV]. `state` [B, HV, K, V], in the dtype of `beta` or in bfloat16
+    to save memory (the arithmetic stays as it is, the new state is rounded), is read and left as it was.
     `backend="triton"` is one kernel, without gradients and for at most float32; any other is the definition
     in PyTorch. "auto" takes the kernel on a GPU where it can.
 
     Returns:
-        o [B, H, V] in the dtype of `q`, and the new state [B, H, K, V] in the dtype of `state`.
+        o [B, HV, V] in the dtype of `q`, and the new state [B, HV, K, V] in the dtype of `state`.
 
     Raises:
         ValueError: as `delta_product`; for triton also where gradients are recorded, and for float64.
@@ -135,6 +139,7 @@ def delta_product_step(
     _check_tensors(q, k, v, beta, g, leading="B")
     _check_state("state", state, q, v, q.shape[0], beta.dtype, torch.bfloat16)
     options = {"state": state, "scale": _scale(scale, q), "qk_l2norm": qk_l2norm}
+    q, k = _by_value_head(q, k, v)
     if resolve_backend(backend, q.device) == "triton":
         tensors = (q, k, v, beta, g, state)
         recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -213,21 +218,22 @@ def load_backend(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, leading: str) -> None:
-    """`leading` names the axes before N and H: "BT" for sequences, "B" for one step."""
+    """`leading` names the axes before N and the heads: "B T" for sequences, "B" for one step."""
     if q.dtype not in DTYPES:
         raise ValueError(f"q is {q.dtype}, expected one of {', '.join(map(str, DTYPES))}")
     dtype = compute_dtype(q)
     layouts = {
-        "q": (q, f"{leading}HK", q.dtype),
-        "k": (k, f"{leading}NHK", q.dtype),
-        "v": (v, f"{leading}NHV", q.dtype),
-        "beta": (beta, f"{leading}NH", dtype),
-        "g": (g, f"{leading}H", dtype),
+        "q": (q, f"{leading} H K", q.dtype),
+        "k": (k, f"{leading} N H K", q.dtype),
+        "v": (v, f"{leading} N HV V", q.dtype),
+        "beta": (beta, f"{leading} N HV", dtype),
+        "g": (g, f"{leading} HV", dtype),
     }
     sizes: dict[str, int] = {}
-    for name, (tensor, axes, expected) in layouts.items():
+    for name, (tensor, layout, expected) in layouts.items():
         if tensor is None and name == "g":
             continue
+        axes = layout.split()
         named = f"[{', '.join(axes)}]"
         if tensor.dim() != len(axes):
             raise ValueError(f"{name} has shape {list(tensor.shape)}, expected {len(axes)} axes {named}")
@@ -238,6 +244,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | No
                     f"axis {axis} of {named} is {size}, expected {sizes.get(axis, 'at least 1')}"
                 )
         _check_place(name, tensor, q, expected)
+    if sizes["HV"] % sizes["H"]:
+        raise ValueError(f"v has {sizes['HV']} heads (HV), expected a multiple of H = {sizes['H']}")
     # A NaN passes: callers look for diverging losses themselves.
     if _readable(beta) and bool(((beta < 0) | (beta > 2)).any()):
         raise ValueError(f"beta lies in [{beta.min():.4g}, {beta.max():.4g}], expected [0, 2]")
@@ -263,9 +271,9 @@ def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
 def _check_state(
     name: str, state: Tensor, q: Tensor, v: Tensor, sequences: int, *dtypes: torch.dtype
 ) -> None:
-    expected = [sequences, q.shape[-2], q.shape[-1], v.shape[-1]]
+    expected = [sequences, v.shape[-2], q.shape[-1], v.shape[-1]]
     if list(state.shape) != expected:
-        raise ValueError(f"{name} has shape {list(state.shape)}, expected [sequences, H, K, V] = {expected}")
+        raise ValueError(f"{name} has shape {list(state.shape)}, expected [sequences, HV, K, V] = {expected}")
     _check_place(name, state, q, *dtypes)
 
 
@@ -275,6 +283,14 @@ def _check_place(name: str, tensor: Tensor, q: Tensor, *dtypes: torch.dtype) -> 
         raise ValueError(f"{name} is {tensor.dtype}, expected {expected} for q in {q.dtype}")
     if tensor.device != q.device:
         raise ValueError(f"{name} is on {tensor.device}, expected {q.device} (the device of q)")
+
+
+def _by_value_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k with each head as often as value heads share it."""
+    shared = v.shape[-2] // q.shape[-2]
+    if shared == 1:
+        return q, k
+    return q.repeat_interleave(shared, dim=-2), k.repeat_interleave(shared, dim=-2)
 
 
 def _scale(scale: float | None, q: Tensor) -> float:

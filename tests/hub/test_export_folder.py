@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from fla_train.hub import CardInfo, copy_export, export_model
 from fla_train.hub import export as export_module
+from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
 from fla_train.models.zoo.mamba import SignedMambaConfig, SignedMambaForCausalLM
 
 IDS = torch.tensor([[5, 7, 300, 11, 2, 9]])
@@ -67,11 +69,15 @@ def test_model_and_weights_on_any_device(small_model, tmp_path: Path, model_on: 
         assert torch.equal(tensor, state[name].cpu()), name
 
 
-def test_bf16_export_keeps_decay_parameters_wide(small_model, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # of the model
+def test_bf16_export_keeps_decay_parameters_wide(small_model, tmp_path: Path, dtype: torch.dtype) -> None:
+    small_model.to(dtype)
     folder = export_model(small_model, None, tmp_path / "export", dtype=torch.bfloat16)
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     assert loaded.lm_head.weight.dtype == torch.bfloat16
-    assert torch.equal(loaded.model.layers[0].attn.A_log, small_model.model.layers[0].attn.A_log)
+    decay = loaded.model.layers[0].attn.A_log
+    assert decay.dtype == torch.float32
+    assert torch.equal(decay, small_model.model.layers[0].attn.A_log.float())
 
 
 def test_training_goes_on_as_if_nothing_had_happened(small_model, tokenizer, tmp_path: Path) -> None:
@@ -176,6 +182,17 @@ def test_a_copy_that_the_disk_refuses_names_the_first_file(
     assert [f.name for f in tmp_path.iterdir()] == ["export"]
 
 
+def test_an_export_to_a_full_disk_is_absent(small_model, tokenizer, tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"^\S+ could not be written"):
+            export_model(small_model, tokenizer, tmp_path / "export")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
+
+
 def test_card(small_model, tokenizer, tmp_path: Path) -> None:
     info = CardInfo(
         name="tiny run",
@@ -195,11 +212,30 @@ def test_card(small_model, tokenizer, tmp_path: Path) -> None:
         f"| without embeddings | {total - 2 * table:,} |",
         "| training tokens | 123,456 |",
         "| final validation loss (nats per token) | 2.3457 |",
-        "import fla_train.models",
+        "trust_remote_code=True",
         "seed: 0",
     ):
         assert expected in card
-    assert card.count("title     = {") == 4
+    (result,) = front["model-index"][0]["results"]
+    assert result["metrics"] == [{"type": "validation loss", "value": 2.34567}]
+
+
+@pytest.mark.parametrize(
+    ("settings", "papers"),
+    [
+        ({"use_forget_gate": False, "allow_neg_eigval": False}, {"2406.06484"}),
+        ({"use_forget_gate": True, "allow_neg_eigval": False}, {"2406.06484", "2412.06464"}),
+        (
+            {"num_householder": 2, "use_forget_gate": True, "allow_neg_eigval": True},
+            {"2406.06484", "2412.06464", "2411.12537", "2502.10297"},
+        ),
+    ],
+)
+def test_the_card_cites_what_the_model_uses(settings: dict, papers: set[str], tmp_path: Path) -> None:
+    shape = {"vocab_size": 8, "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 1, "head_dim": 16}
+    model = DeltaProductForCausalLM(DeltaProductConfig(**shape, **settings))
+    card = (export_model(model, None, tmp_path / "export", validate=False) / "README.md").read_text()
+    assert set(re.findall(r"https://arxiv.org/abs/([\d.]+)", card)) == papers
 
 
 @pytest.mark.parametrize("kind", ["text", "task"])
@@ -208,7 +244,7 @@ def test_the_cards_code_runs(kind: str, small_model, tokenizer, tmp_path: Path) 
     model, with_tokenizer = (small_model, tokenizer) if kind == "text" else (baseline, None)
     card = (export_model(model, with_tokenizer, tmp_path / "export") / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", card, re.S)
-    assert blocks[0].startswith("import fla_train.models\n")
+    assert "trust_remote_code=True" in blocks[0]
     assert len(blocks) == (2 if kind == "text" else 1)
     names: dict = {}
     exec("".join(blocks).replace("user/model", str(tmp_path / "export")), names)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fla_train.hub import CardInfo, export_model, load_model, resolve_checkpoint
-from fla_train.hub.load import document_prefix, recorded_length, run_folder, trained_length
+from fla_train.hub.load import document_prefix, recorded_length, trained_length
+from fla_train.hub.paths import run_folder
 from fla_train.utils.device import pick_device, pick_dtype
 
 

@@ -1,14 +1,11 @@
 """What a folder is called where it is given as `.` or `..`."""
 
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from fla_train.hub import push
-from fla_train.hub.load import resolve_checkpoint, run_folder
-from fla_train.hub.paths import own_name
+from fla_train.hub.load import resolve_checkpoint
+from fla_train.hub.paths import own_name, run_folder
 
 
 @pytest.fixture
@@ -33,18 +30,3 @@ def test_a_run_is_found_from_within(run: Path, inside: str, monkeypatch: pytest.
     for checkpoint in (place, f"{place}/hf", "." if inside.startswith("hf") else place):
         source = resolve_checkpoint(checkpoint)
         assert (run_folder(source), own_name(source)) == (run, "step-0000007")
-
-
-def test_a_push_names_the_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    messages = []
-    api = SimpleNamespace(
-        create_repo=lambda name, **settings: SimpleNamespace(repo_id=name),
-        upload_folder=lambda **request: SimpleNamespace(
-            commit_url=messages.append(request["commit_message"])
-        ),
-    )
-    monkeypatch.setattr(sys.modules[push.__module__], "HfApi", lambda **settings: api)
-    monkeypatch.chdir(run)
-    (run / "pytorch_model.bin").touch()
-    push(".", "user/model", token="hf_test")
-    assert messages == ["Upload run with fla-train"]

@@ -1,117 +1,45 @@
-"""Pushing through the real client to a small server that speaks the Hub's protocol."""
+"""Pushing through the real client to a small server that speaks the Hub's API, and loading from there."""
 
-import base64
-import hashlib
 import json
-import re
-import threading
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import huggingface_hub
 import pytest
+import torch
+import yaml
 
-from fla_train.hub import export_model, push
-
-TOKEN = "hf_test"
-
-
-class FakeHub(ThreadingHTTPServer):
-    """Repositories as dicts {path: bytes}; weights arrive by LFS, everything else inside the commit."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.address = f"http://127.0.0.1:{self.server_port}"
-        self.repos: dict[str, dict] = {}
-        self.lfs: dict[str, bytes] = {}
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: FakeHub
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        path = self.path.split("?")[0]
-        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            self._reply({"error": "Invalid credentials"}, 401)
-        elif path == "/api/repos/create":
-            request = json.loads(body)
-            name = f"{request.get('organization') or 'user'}/{request['name']}"
-            known = name in self.server.repos
-            self.server.repos.setdefault(
-                name, {"private": request.get("visibility") == "private", "main": {}}
-            )
-            self._reply({"url": f"{self.server.address}/{name}", "id": name}, 409 if known else 200)
-        elif path == "/api/validate-yaml":
-            self._reply({"errors": [], "warnings": []})
-        elif match := re.fullmatch(r"/api/models/(.+)/branch/(.+)", path):
-            self.server.repos[match[1]].setdefault(match[2], {})
-            self._reply({})
-        elif match := re.fullmatch(r"/api/models/(.+)/preupload/(.+)", path):
-            mode = {True: "lfs", False: "regular"}
-            names = [f["path"] for f in json.loads(body)["files"]]
-            files = [
-                {"path": n, "uploadMode": mode[n.endswith(".safetensors")], "shouldIgnore": False}
-                for n in names
-            ]
-            self._reply({"files": files})
-        elif path.endswith(".git/info/lfs/objects/batch"):
-            actions = {"upload": {"href": f"{self.server.address}/lfs"}}
-            objects = [
-                {**o, "actions": {"upload": {"href": f"{actions['upload']['href']}/{o['oid']}"}}}
-                for o in json.loads(body)["objects"]
-            ]
-            self._reply({"transfer": "basic", "objects": objects})
-        elif match := re.fullmatch(r"/api/models/(.+)/commit/(.+)", path):
-            self._commit(self.server.repos[match[1]][match[2]], body)
-            self._reply({"commitUrl": f"{self.server.address}/{match[1]}/commit/1", "commitOid": "1" * 40})
-        else:
-            self._reply({"error": f"unknown {path}"}, 404)
-
-    def do_PUT(self) -> None:
-        content = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.lfs[hashlib.sha256(content).hexdigest()] = content
-        self._reply({})
-
-    def do_GET(self) -> None:
-        self._reply({"error": f"unknown {self.path}"}, 404)
-
-    def _commit(self, files: dict[str, bytes], body: bytes) -> None:
-        for entry in map(json.loads, body.splitlines()):
-            value = entry["value"]
-            if entry["key"] == "file":
-                files[value["path"]] = base64.b64decode(value["content"])
-            elif entry["key"] == "lfsFile":
-                files[value["path"]] = self.server.lfs[value["oid"]]
-
-    def _reply(self, content: dict, status: int = 200) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args: object) -> None:
-        pass
+from fla_train.hub import CardInfo, export_model, push
+from fla_train.hub.push import check_access
+from tests.fake_hub import DROP, TOKEN, FakeHub, running_hub
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)  # the server speaks LFS
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
+    constants = huggingface_hub.constants
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nonexistent")
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", "/nonexistent")
     huggingface_hub.close_session()
-    server = FakeHub()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with running_hub() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.address)
+        yield server
     huggingface_hub.close_session()
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds slept, without sleeping."""
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    return slept
 
 
 @pytest.fixture
@@ -123,59 +51,220 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def test_every_file_arrives(hub: FakeHub, folder: Path) -> None:
-    address = push(folder, "user/tiny", token=TOKEN, endpoint=hub.address)
-    assert address == f"{hub.address}/user/tiny/commit/1"
-    assert hub.repos["user/tiny"] == {"private": True, "main": contents(folder)}
+def without_card(files: dict[str, bytes]) -> dict[str, bytes]:
+    return {name: content for name, content in files.items() if name != "README.md"}
+
+
+def test_every_file_arrives(hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / ".cache").mkdir()
+    hidden = [folder / ".env", folder / ".cache/token"]
+    for file in hidden:
+        file.write_text("secret")
+    monkeypatch.chdir(folder)
+    address = push(".", "user/tiny", token=TOKEN)
+    for file in hidden:
+        file.unlink()
+    (folder / ".cache").rmdir()
+    assert hub.repos["user/tiny"].messages == ["Upload export with fla-train"]
+    assert address.startswith(f"{hub.address}/user/tiny/commit/")
+    there = hub.repos["user/tiny"].files()
+    assert without_card(there) == without_card(contents(folder)) and hub.repos["user/tiny"].private
+    assert b"user/model" not in there["README.md"] and b"user/tiny" in there["README.md"]
     assert len(hub.lfs) == 1  # the weights, and only they
-    push(folder, "user/tiny", token=TOKEN, endpoint=hub.address)  # once more into the same repository
+    commits = len(hub.repos["user/tiny"].commits)
+    push(folder, "user/tiny", token=TOKEN)  # nothing has changed
+    assert len(hub.repos["user/tiny"].commits) == commits
+
+
+def test_without_xet_storage_weights_go_by_lfs(
+    hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", False)
+    push(folder, "user/tiny", token=TOKEN)
+    assert without_card(hub.repos["user/tiny"].files()) == without_card(contents(folder))
+    assert huggingface_hub.constants.HF_HUB_DISABLE_XET is False
 
 
 def test_to_a_new_branch(hub: FakeHub, folder: Path) -> None:
-    push(folder, "user/tiny", private=False, revision="step-7", token=TOKEN, endpoint=hub.address)
-    assert hub.repos["user/tiny"]["step-7"] == contents(folder)
-    assert hub.repos["user/tiny"]["main"] == {} and hub.repos["user/tiny"]["private"] is False
+    push(folder, "user/tiny", private=False, revision="step-7", token=TOKEN)
+    repo = hub.repos["user/tiny"]
+    assert without_card(repo.files("step-7")) == without_card(contents(folder))
+    assert repo.files("main") == {} and not repo.private
 
 
 def test_a_name_without_user_is_the_users_own(hub: FakeHub, folder: Path) -> None:
-    push(folder, "tiny", token=TOKEN, endpoint=hub.address)
-    assert hub.repos["user/tiny"]["main"] == contents(folder)
+    push(folder, "tiny", token=TOKEN)
+    assert b'"user/tiny"' in hub.repos["user/tiny"].files()["README.md"]
+
+
+def test_a_tag_is_pushed_once_and_moves_with_other_weights(
+    hub: FakeHub, folder: Path, small_model, tokenizer, tmp_path: Path
+) -> None:
+    push(folder, "user/tiny", tag="step-1", token=TOKEN)
+    repo, before = hub.repos["user/tiny"], len(hub.requests)
+    push(folder, "user/tiny", tag="step-1", token=TOKEN)
+    assert len(repo.commits) == 2 and not any("preupload" in request for request in hub.requests[before:])
+    bf16 = export_model(small_model, tokenizer, tmp_path / "bf16", dtype=torch.bfloat16, validate=False)
+    (folder / "model.safetensors").rename(
+        folder / "model-00001-of-00001.safetensors"
+    )  # as a larger one has it
+    (folder / "checksums.json").unlink()
+    push(folder, "user/tiny", tag="step-2", token=TOKEN)
+    assert "model.safetensors" not in repo.files()  # a loader would have preferred the old weights
+    push(bf16, "user/tiny", tag="step-1", token=TOKEN)
+    assert without_card(repo.files("step-1")) == without_card(contents(bf16)) == without_card(repo.files())
+    assert repo.tags == {"step-1": 3, "step-2": 2}
+
+
+def test_licence_language_and_results_reach_the_card(
+    hub: FakeHub, small_model, tokenizer, tmp_path: Path
+) -> None:
+    info = CardInfo(losses={"validation": 2.0}, datasets=["HuggingFaceFW/fineweb"])
+    export = export_model(small_model, tokenizer, tmp_path / "run/hf/step-0000007", info, validate=False)
+    for name, step, value in (("old", 6, 0.1), ("new", 7, 0.25)):
+        (tmp_path / "run/eval" / name).mkdir(parents=True)
+        metrics = {"eval/hellaswag/acc_norm": value, "eval/web/perplexity_64": float("inf")}
+        record = {"checkpoint": f"/home/me/run/hf/step-{step:07d}", "metrics": metrics}
+        (tmp_path / "run/eval" / name / "results.json").write_text(json.dumps(record))
+    push(export, "user/tiny", license="apache-2.0", language="en", token=TOKEN)
+    card = hub.repos["user/tiny"].files()["README.md"].decode()
+    header = yaml.safe_load(card.split("---")[1])
+    assert (header["license"], header["language"]) == ("apache-2.0", "en")
+    assert header["datasets"] == ["HuggingFaceFW/fineweb"]
+    found = {r["metrics"][0]["type"]: r["metrics"][0]["value"] for r in header["model-index"][0]["results"]}
+    assert found["acc_norm"] == 0.25 and len(found) == 2
+    assert "| hellaswag | acc_norm | 0.2500 |" in card and "/home" not in card
+    assert (export / "README.md").read_text() != card  # the export is only read
+
+
+@pytest.mark.parametrize("name", ["user/tiny/too/long", "../tiny", "user/ti ny"])
+def test_not_a_name(hub: FakeHub, folder: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="not a name of the form user/model"):
+        push(folder, name, token=TOKEN)
 
 
 def test_no_token(hub: FakeHub, folder: Path) -> None:
-    with pytest.raises(ValueError, match="no Hub token: run `hf auth login`"):
-        push(folder, "user/tiny", endpoint=hub.address)
+    for call in (lambda: push(folder, "user/tiny"), lambda: check_access("user/tiny")):
+        with pytest.raises(ValueError, match="no Hub token: run `hf auth login`"):
+            call()
     assert hub.repos == {}
-
-
-def test_not_a_name(hub: FakeHub, folder: Path) -> None:
-    with pytest.raises(ValueError, match="not a name of the form user/model"):
-        push(folder, "user/tiny/too/long", token=TOKEN, endpoint=hub.address)
 
 
 def failure_line(folder: Path, **arguments: str) -> str:
     before = contents(folder)
     with pytest.raises(ConnectionError) as failure:
-        push(folder, "user/tiny", **arguments)
+        push(folder, "user/tiny", **{"token": TOKEN} | arguments)
     assert contents(folder) == before
     message = str(failure.value)
     assert "\n" not in message and f"safe in {folder}" in message
+    assert TOKEN not in message and "Signature" not in message
     return message
 
 
-def test_wrong_token(hub: FakeHub, folder: Path) -> None:
-    assert "refused" in failure_line(folder, token="hf_wrong", endpoint=hub.address)
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        ("repos/create", 401),
+        ("repos/create", 403),
+        ("preupload", 403),
+        ("commit/main", 403),
+        ("PUT /lfs", 403),
+    ],
+)
+def test_a_refusal_is_a_line(hub: FakeHub, folder: Path, waits: list, request_: str, status: int) -> None:
+    hub.fail(request_, status)
+    assert "refused" in failure_line(folder) and not waits
+    push(folder, "user/tiny", token=TOKEN)
+    assert without_card(hub.repos["user/tiny"].files()) == without_card(contents(folder))
 
 
-def test_no_network(hub: FakeHub, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        ("repos/create", 429),
+        ("repos/create", 503),
+        ("preupload", 500),
+        ("objects/batch", DROP),
+        ("PUT /lfs", 502),
+        ("PUT /lfs", DROP),
+        ("commit/main", 409),
+        ("commit/main", 412),
+        ("commit/main", DROP),
+        ("POST .*/tag/", 504),
+    ],
+)
+def test_what_passes_is_tried_again(
+    hub: FakeHub, folder: Path, waits: list, request_: str, status: int
+) -> None:
+    hub.fail(request_, status, times=2, Retry_After="11")
+    push(folder, "user/tiny", tag="step-1", token=TOKEN)
+    repo = hub.repos["user/tiny"]
+    assert repo.commits[1:] == [repo.files("step-1")] and repo.files() == repo.files("step-1")
+    assert without_card(repo.files()) == without_card(contents(folder)) and waits
+    if "repos" in request_:
+        assert waits == [11, 11]
+
+
+def test_what_does_not_pass_is_a_line(hub: FakeHub, folder: Path, waits: list) -> None:
+    hub.fail("commit/main", 429, times=99, Retry_After="9999")
+    assert "429" in failure_line(folder) and len(waits) == 3 and max(waits) < 1000
+
+
+def test_no_network(hub: FakeHub, folder: Path, waits: list) -> None:
     hub.shutdown()
     hub.server_close()
-    line = failure_line(folder, token=TOKEN, endpoint=hub.address)
-    assert "cannot reach the Hub" in line
+    line = failure_line(folder)
+    assert "cannot reach the Hub" in line and not waits
     assert f"`fla-export checkpoint={folder} hub.repo_id=user/tiny`" in line
 
 
 def test_offline_by_setting(hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     huggingface_hub.close_session()
-    assert "cannot reach the Hub" in failure_line(folder, token=TOKEN, endpoint=hub.address)
+    assert "cannot reach the Hub" in failure_line(folder)
+
+
+def test_access_is_known_before_training(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    check_access("user/tiny", private=False)
+    assert not hub.repos["user/tiny"].private
+    hub.fail("repos/create", 503)
+    with pytest.raises(ConnectionError):  # which may pass
+        check_access("user/tiny")
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    with pytest.raises(ValueError, match="the Hub refuses") as refusal:
+        check_access("user/tiny")
+    assert "hf_wrong" not in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.slow
+def test_round_trip(hub: FakeHub, small_model, tokenizer, tmp_path: Path) -> None:
+    """fla-export to the Hub, and fla-eval from it, in processes that know it by HF_ENDPOINT."""
+    export = export_model(small_model, tokenizer, tmp_path / "export")
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text("".join(json.dumps({"text": "the state " * 20 * n}) + "\n" for n in range(1, 9)))
+    work = f"""
+import sys
+from fla_train.cli import eval, export
+from fla_train.hub import load_model
+sys.argv = ["fla-export", "checkpoint={export}", "hub.repo_id=user/tiny"]
+try:
+    export.main()
+except SystemExit as end:
+    assert not end.code, end.code
+model, tokenizer = load_model("user/tiny")
+ids = tokenizer("the state", return_tensors="pt").input_ids
+import torch
+torch.save(model(ids).logits, "{tmp_path}/logits.pt")
+sys.argv = ["fla-eval", "checkpoint=user/tiny", "suite=demo", "suite.perplexity.sets=[{documents}]"]
+sys.argv += ["suite.tasks=[]", "output={tmp_path}/eval", "device=cpu"]
+eval.main()
+"""
+    environment = os.environ | hub.environment(tmp_path / "home")
+    done = subprocess.run([sys.executable, "-c", work], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert TOKEN not in done.stdout + done.stderr
+    ids = tokenizer("the state", return_tensors="pt").input_ids
+    with torch.no_grad():
+        assert torch.load(tmp_path / "logits.pt").equal(small_model.eval()(ids).logits)
+    assert json.loads((tmp_path / "eval/results.json").read_text())["checkpoint"] == "user/tiny"

@@ -50,11 +50,13 @@ def test_scale_defaults_to_the_inverse_root_of_the_key_dimension():
         ("k", torch.zeros(B, T, 0, H, K), r"k has shape .*: axis N of .* is 0, expected at least 1"),
         ("v", torch.zeros(B, T, N + 1, H, V), r"v has shape .*: axis N of .* is 4, expected 3"),
         ("v", torch.zeros(B, T, N, H, V).half(), r"v is torch.float16, expected torch.float32"),
-        ("beta", torch.zeros(B, T, N, H, 1), r"beta has shape .*, expected 4 axes \[B, T, N, H\]"),
+        ("beta", torch.zeros(B, T, N, H, 1), r"beta has shape .*, expected 4 axes \[B, T, N, HV\]"),
+        ("beta", torch.zeros(B, T, N, 2 * H), r"axis HV of .* is 4, expected 2"),
+        ("q", torch.zeros(B, T, 4, K), r"axis H of .* is 2, expected 4"),
         ("beta", torch.zeros(B, T, N, H).bfloat16(), r"beta is torch.bfloat16, expected torch.float32"),
         ("beta", torch.full((B, T, N, H), 2.5), r"beta lies in \[2.5, 2.5\], expected \[0, 2\]"),
         ("beta", torch.full((B, T, N, H), -0.1), r"beta lies in .*, expected \[0, 2\]"),
-        ("g", torch.zeros(B, T, N, H), r"g has shape .*, expected 3 axes \[B, T, H\]"),
+        ("g", torch.zeros(B, T, N, H), r"g has shape .*, expected 3 axes \[B, T, HV\]"),
         ("g", torch.zeros(B, T, H).double(), r"g is torch.float64, expected torch.float32"),
         ("g", torch.full((B, T, H), 0.1), r"g reaches 0.1, expected a log decay <= 0"),
         ("g", torch.zeros(B, T, H, device="meta"), r"g is on meta, expected cpu"),
@@ -79,6 +81,13 @@ def test_scale_defaults_to_the_inverse_root_of_the_key_dimension():
 def test_a_wrong_argument_is_named(name, value, message):
     with pytest.raises(ValueError, match=message):
         delta_product(**{**valid(), name: value})
+
+
+def test_value_heads_are_a_multiple_of_key_heads():
+    inputs = random_inputs(T, N, heads=3)
+    inputs |= {name: inputs[name][..., :2, :] for name in "qk"}
+    with pytest.raises(ValueError, match=r"v has 3 heads .* multiple of H = 2"):
+        delta_product(**inputs)
 
 
 def test_an_integer_query_is_refused():

@@ -17,7 +17,8 @@ def by_matrices(inputs: dict, scale: float) -> tuple[Tensor, Tensor]:
     q, k, v, beta, g = (inputs[name] for name in ("q", "k", "v", "beta", "g"))
     if inputs["qk_l2norm"]:
         q, k = (x / (x.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-    batch, tokens, num_householder, heads, key_dim = k.shape
+    batch, tokens, num_householder, key_heads, key_dim = k.shape
+    heads = v.shape[-2]
     o = torch.empty(batch, tokens, heads, v.shape[-1], dtype=q.dtype)
     final = torch.empty(batch, heads, key_dim, v.shape[-1], dtype=q.dtype)
     for b in range(batch):
@@ -28,11 +29,11 @@ def by_matrices(inputs: dict, scale: float) -> tuple[Tensor, Tensor]:
                 A = torch.eye(key_dim, dtype=q.dtype) * (1.0 if g is None else g[b, t, h].exp())
                 B = torch.zeros_like(S)
                 for j in range(num_householder):
-                    key, step = k[b, t, j, h], beta[b, t, j, h]
+                    key, step = k[b, t, j, h * key_heads // heads], beta[b, t, j, h]
                     householder = torch.eye(key_dim, dtype=q.dtype) - step * torch.outer(key, key)
                     A, B = householder @ A, householder @ B + step * torch.outer(key, v[b, t, j, h])
                 S = A @ S + B
-                o[b, t, h] = scale * (S.T @ q[b, t, h])
+                o[b, t, h] = scale * (S.T @ q[b, t, h * key_heads // heads])
             final[b, h] = S
     return o, final
 
@@ -46,6 +47,23 @@ def test_equals_the_product_of_transition_matrices(num_householder, alpha, initi
     expected_o, expected_state = by_matrices(inputs, 0.7)
     torch.testing.assert_close(o, expected_o, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(state, expected_state, rtol=1e-12, atol=1e-12)
+
+
+@BACKENDS
+def test_value_heads_share_queries_and_keys(backend, monkeypatch):
+    monkeypatch.setattr(chunk_torch, "CHUNK_STEPS", 8)
+    inputs = random_inputs(9, 2, heads=4, alpha=(0.3, 1.0), initial_state=True)
+    inputs |= {name: inputs[name][..., ::2, :] for name in "qk"}  # value heads 0, 1 and 2, 3
+    o, state = delta_product(**inputs, scale=0.7, output_final_state=True, backend=backend)
+    expected = by_matrices(inputs, 0.7)
+    torch.testing.assert_close((o, state), expected, rtol=1e-10, atol=1e-10)
+    now = {name: inputs[name][:, 0] for name in ("q", "k", "v", "beta", "g")}
+    first, _ = delta_product_step(**now, state=inputs["initial_state"], scale=0.7, qk_l2norm=True)
+    torch.testing.assert_close(first, expected[0][:, 0], rtol=1e-10, atol=1e-10)
+    leaves = differentiable(inputs)
+    assert torch.autograd.gradcheck(
+        lambda *_: delta_product(**inputs, backend=backend)[0], leaves, fast_mode=True
+    )
 
 
 @BACKENDS

@@ -152,10 +152,10 @@ BF16_CASES = [
         for g in EACH_GATE
         for l2norm in (True, False)
     ),
-    # Rows of the launch table with narrow keys, and normalised keys without a gate
+    # Rows of the launch table with narrow keys, and normalised keys without a gate; OLMo Hybrid's heads
     *(
-        real(key_dim=64, value_dim=v, num_householder=n, gated=g, l2norm=g)
-        for v in (128, 192)
+        real(key_dim=k, value_dim=v, num_householder=n, gated=g, l2norm=g)
+        for k, v in ((64, 128), (64, 192), (96, 192))
         for n in (1, 2)
         for g in EACH_GATE
     ),

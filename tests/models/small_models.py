@@ -7,6 +7,10 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 from fla_train.models import DeltaProductConfig
 
 HYBRID = {"num_attention_heads": 4, "num_key_value_heads": 2}
+OLMO = {
+    "num_householder": 1, "num_v_heads": 4, "expand_v": 1.5, "use_output_gate": True, "o_norm_eps": 1e-5,
+    "rope_theta": None, "use_qk_norm": True, "norm_after": True,
+}  # fmt: skip
 VARIANTS = {
     "delta_net": {"num_householder": 1, "use_forget_gate": False, "allow_neg_eigval": False},
     "gated_delta_product": {"use_output_gate": True, "expand_v": 2.0},
@@ -14,6 +18,7 @@ VARIANTS = {
     "hybrid": HYBRID | {"layer_types": ["linear_attention", "sliding_attention"], "sliding_window": 5},
     "transformer": HYBRID | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5},
     "hybrid_full_attention": HYBRID | {"layer_types": ["linear_attention", "full_attention"]},
+    "olmo_hybrid": HYBRID | {"layer_types": ["linear_attention", "full_attention"]} | OLMO,
 }
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 

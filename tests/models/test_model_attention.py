@@ -7,6 +7,7 @@ import pytest
 import torch
 from small_models import cache_bytes, small_config
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
@@ -193,6 +194,16 @@ def test_logits_are_those_of_transformers(kind, config_class, model_class):
     )
     tokens = torch.randint(31, (2, 50))
     torch.testing.assert_close(ours(tokens).logits, theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+@every_kind
+@torch.no_grad()
+def test_padding_is_seen_by_itself_only(kind):
+    """More of it changes no token's logits, not even those of padding."""
+    model = DeltaProductForCausalLM(config_of("linear_attention", kind, initializer_range=0.5)).eval()
+    tokens, mask = torch.randint(1, 31, (2, 20)), torch.ones(2, 20).tril(12)
+    more = [F.pad(x, (7, 0)) for x in (tokens, mask)]
+    torch.testing.assert_close(model(*more).logits[:, 7:], model(tokens, mask).logits, rtol=1e-4, atol=1e-4)
 
 
 class LargestTensor(TorchDispatchMode):

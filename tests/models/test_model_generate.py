@@ -34,6 +34,25 @@ def test_greedy_generation_of_a_left_padded_batch(build, tokens, variant):
 
 
 @torch.no_grad()
+def test_a_cache_has_two_names(build, tokens):
+    """`past_key_values`, and `cache` as transformers calls it since 5.24."""
+    model = build()
+    logits = []
+    for name in ("past_key_values", "cache"):
+        cache = model(tokens[:, :6], use_cache=True).past_key_values
+        logits.append(model(tokens[:, 6:9], **{name: cache}).logits)
+    torch.testing.assert_close(logits[1], model(tokens[:, :9]).logits[:, 6:], rtol=1e-9, atol=1e-9)
+    assert torch.equal(*logits)
+
+
+def test_a_tokenizer_is_accepted(build, tokens):
+    """That of stop strings, which `generate` hands on to the model; `transformers serve` always gives one."""
+    model = build()
+    expected = model.generate(tokens[:, :6], **GREEDY)
+    assert torch.equal(model.generate(tokens[:, :6], tokenizer=object(), **GREEDY), expected)
+
+
+@torch.no_grad()
 def test_greedy_generation_without_padding_and_without_cache(build, tokens):
     model = build()
     expected = torch.stack([argmax_loop(model, row[:6]) for row in tokens])

@@ -88,6 +88,7 @@ def folders(make_config: Make, tmp_path: Path) -> Path:
         records = [record | {"tokens_per_second": 10.0 * record["step"]} for record in losses]
         records += [{"step": i, "tokens": 8 * i, "validation_loss": 4.0 + (i == 2)} for i in (1, 2)]
         folder.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    folder.plan.write_text('{"parameters_held": 50460000}')
     return tmp_path
 
 
@@ -124,6 +125,10 @@ def test_fla_runs_prints_a_table_and_draws(
     assert png.read_bytes().startswith(b"\x89PNG")
     rows = list(csv.DictReader(io.StringIO(said(str(folders), "--csv"))))
     assert [row["optimizer.lr"] for row in rows] == ["0.1", "0.1", "0.2"]
+    assert {line.split("  ")[-1] for line in said(str(folders)).splitlines()[2:5]} == {
+        "delta_net/50m, optimizer.lr=0.1",
+        *("gated_delta_product_2, optimizer.lr=0.1", "gated_delta_product_2, optimizer.lr=0.2"),
+    }
     (row, *_) = json.loads(said(sweep, "--json", "--metric", "tokens_per_second"))
     assert row["best_validation_loss_step"] == 1 and row["tokens_per_second"] == 15
     with pytest.raises(SystemExit) as end:
@@ -134,7 +139,9 @@ def test_fla_runs_prints_a_table_and_draws(
 def test_a_job_is_named_by_what_is_swept(make_config: Make, tmp_path: Path) -> None:
     job = SweepJob(3, 6, ("optimizer.lr=3e-3", "data.path=/some/corpus, other"))
     config = make_config(f"run.dir={tmp_path / 'sweep'}")
+    config.hub.repo_id = "user/model"
     place_job(config, job)
+    assert config.hub.repo_id == f"user/model-{job.number}"
     assert config.run.dir == f"{tmp_path}/sweep/3-optimizer.lr=3e-3_data.path=_some_corpus_other"
     assert config.logger.wandb.group == "sweep" and config.logger.wandb.tags == list(job.swept)
     (tmp_path / "sweep" / "3").mkdir(parents=True)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from fla_train.training.config import (
     with_batch,
     with_vocabulary,
 )
+from fla_train.training.launch import launch
 from fla_train.training.resume import with_saved_sizes
 
 Make = Callable[..., TrainConfig]
@@ -47,6 +49,8 @@ def test_the_example_config_has_no_error(make_config: Make):
         ("optimizer.momentum=0.9", "optimizer.momentum=0.9 is for optimizer=muon only"),
         ("trainer.profile_steps=[0,3,13]", "trainer.profile_steps=[0, 13] must lie in 1..12"),
         ("trainer.cuda_graph=true", "several micro-batches"),
+        ("hub.push_every=2", "hub.push_every needs hub.repo_id"),
+        ("hub.repo_id=a/b/c", "hub.repo_id=a/b/c is not a name"),
         ("trainer.cuda_graph=true trainer.activation_checkpointing=true", "activation_checkpointing"),
         ("trainer.cuda_graph=true launch.num_processes=2", "launch.num_processes above 1"),
         ("trainer.cuda_graph=true data.document_boundaries=true", "data.document_boundaries"),
@@ -103,6 +107,17 @@ def test_all_errors_are_reported_together(make_config: Make):
         "trainer.resume", "launch.machine_rank", "launch.rendezvous_timeout", "seed",
     ):  # fmt: skip
         assert part in str(caught.value)
+
+
+def test_a_push_needs_a_token_before_data_are_prepared(
+    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", "/nonexistent")
+    run, cache = tmp_path / "run", tmp_path / "cache"
+    with pytest.raises(ValueError, match="no Hub token"):
+        launch(make_config("hub.repo_id=user/tiny", f"run.dir={run}", f"data.cache_dir={cache}"))
+    assert not run.exists() and not cache.exists()
 
 
 def test_several_machines_need_a_shared_folder_and_an_even_split(make_config: Make):

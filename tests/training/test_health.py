@@ -121,8 +121,12 @@ def test_a_watchdog_barks_once_progress_stops(capfd: pytest.CaptureFixture):
 
 
 def slow_steps(config: TrainConfig, slow: list[int]) -> list[str]:
-    """On a rank: what the watchdog says of a run of which some steps take 2.5 times its timeout."""
+    """On a rank: what the watchdog says of a run of which some steps take 2.5 times its timeout.
+
+    By a clock that stands still but for those steps.
+    """
     lines: list[str] = []
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     watchdog = Watchdog(config.trainer.hang_timeout, lines.append)
     request = SimpleNamespace(made=lambda: False)
     trainer = Trainer(
@@ -132,13 +136,17 @@ def slow_steps(config: TrainConfig, slow: list[int]) -> list[str]:
 
     def step(*arguments: Any, **options: Any) -> Outcome:
         if trainer.state.step + 1 in slow:
-            time.sleep(2.5 * config.trainer.hang_timeout)
+            clock.now += 2.5 * config.trainer.hang_timeout
+            patience = time.monotonic() + (60 if trainer.state.step + 1 == slow[-1] else 0.5)
+            while not lines and time.monotonic() < patience:
+                time.sleep(0.05)
         return usual(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer_module, "train_step", step)
+        patch.setattr("fla_train.utils.watchdog.time", clock)
         trainer.run()
-    watchdog.close()
+        watchdog.close()
     return lines
 
 

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from transformers import AutoModelForCausalLM
 from warm_ranks import TWO_RANKS, WarmRanks
 
 from fla_train.hub import load_model
+from fla_train.hub.convert import convert_export
 from fla_train.training.config import TrainConfig
-from fla_train.training.model import check_initial_weights
+from fla_train.training.model import architecture, build_model, check_initial_weights
 from fla_train.utils.records import read_metrics
 
 Make = Callable[..., TrainConfig]
@@ -88,6 +90,21 @@ def test_weights_of_the_hub(
     check_initial_weights(config)
     model, _ = load_model("somebody/a-model")
     assert model.config.hidden_size == 32
+
+
+def test_a_checkpoint_of_flash_linear_attention(make_config: Make, whole: Path, tmp_path: Path):
+    """The run has a model of our family, of the same architecture and weights."""
+    export, theirs = next(whole.glob("hf/step-*")), str(tmp_path / "theirs")
+    convert_export(export, theirs, "fla")
+    assert architecture(theirs) == architecture(str(export))
+    config = make_config(f"init_from={theirs}", f"data.tokenizer.name={theirs}")
+    check_initial_weights(config)
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 1)
+    model = build_model(config, SimpleNamespace(manifest={"tokenizer": ids}))
+    for name, tensor in load_model(export)[0].state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    with pytest.raises(ValueError, match="num_householder"):
+        check_initial_weights(make_config(f"init_from={theirs}", "model.num_householder=3"))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from fla_train.training.log import Console, MetricsFile, RunLogger, Tensorboard,
 from fla_train.training.metrics import checkpoint_seconds, last_value, plot_losses, resumed_at
 from fla_train.training.model import model_card
 from fla_train.training.run_folder import RunFolder
-from fla_train.training.trainer import Trainer
+from fla_train.training.trainer import readable_late
 from fla_train.utils.records import read_metrics
 
 
@@ -272,23 +272,15 @@ def test_a_terminal_that_has_gone_costs_lines_only(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("unread", "log_every", "due", "read"),
+    ("unread", "log_every", "read"),
     [
-        ([1], 1, False, 0),  # the first step's outcome waits until the second has been launched
-        ([1, 2], 1, False, 1),
-        ([1, 2], 1, True, 2),  # before an evaluation, a checkpoint or the end nothing stays behind
-        ([8, 9, 10], 10, False, 0),
-        ([8, 9, 10, 11], 10, False, 3),
-        ([11, 12], 10, False, 0),
-        ([11, 12], 10, True, 2),
-        ([9, 10, 11], 2000, False, 2),  # a request to stop does not wait for the next logged step
+        ([1], 1, 0),  # the first step's outcome waits until the second has been launched
+        ([1, 2], 1, 1),
+        ([8, 9, 10], 10, 0),
+        ([8, 9, 10, 11], 10, 3),
+        ([11, 12], 10, 0),
+        ([9, 10, 11], 2000, 2),  # a request to stop does not wait for the next logged step
     ],
 )
-def test_outcomes_that_are_only_logged_are_read_a_step_late(unread, log_every, due, read):
-    names = ("eval_every", "export_every", "checkpoint_every", "suite_every")
-    trainer = SimpleNamespace(log_every=log_every, **dict.fromkeys(names, 0))
-    rows = [(step, 1e-3, None) for step in unread]
-    run = SimpleNamespace(
-        config=SimpleNamespace(trainer=trainer), unread=rows, statistics={}, _due=lambda every: due
-    )
-    assert Trainer._readable(run) == read
+def test_outcomes_that_are_only_logged_are_read_a_step_late(unread, log_every, read):
+    assert readable_late(unread, log_every) == read

@@ -58,11 +58,15 @@ def test_a_run_resumes_exactly_and_its_export_generates(
     a, b = (AutoModelForCausalLM.from_pretrained(export).state_dict() for export in exports)
     assert all(torch.equal(a[key], b[key]) for key in a)
 
+    with pytest.raises(ValueError, match="has no mixer"):
+        load_model(whole, mixer="package:Class")
     model, tokenizer = load_model(whole)
     ids = tokenizer("the state", return_tensors="pt")
     assert model.generate(**ids, max_new_tokens=3, do_sample=False).shape[1] == ids["input_ids"].shape[1] + 3
     card = (whole / "hf" / "step-0000004" / "README.md").read_text()
-    assert ("fla_train" in card.split("```python")[1].split("```")[0]) is (name == "mamba_signed/tiny")
+    assert ("trust_remote_code" in card.split("```python")[1].split("```")[0]) is (
+        name == "mamba_signed/tiny"
+    )
 
     check_initial_weights(make(f"init_from={whole}", *settings))
     with pytest.raises(ValueError, match=r"model\.config\.hidden_size=64"):

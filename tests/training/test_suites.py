@@ -6,16 +6,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from warm_ranks import WarmRanks
 
-from fla_train.training.checkpoint import TrainState
 from fla_train.training.config import validate
 from fla_train.training.evaluator import SuiteRuns
-from fla_train.training.run_folder import RunFolder
-from fla_train.training.trainer import Trainer
 from fla_train.utils.records import read_metrics
 
 EVALUATOR = """
@@ -111,31 +107,25 @@ def test_a_suite_that_fails_is_a_line(runs, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("exports", "evaluated", "step", "started"),
+    ("exported", "logged", "started"),
     [
-        ([], [], 0, []),  # a fresh run
-        ([4, 8], [4, 8], 9, []),
-        ([4, 8], [4], 9, [8]),  # killed while it ran, or resumed at a step before its record
-        ([4, 8], [4], 8, [8]),
-        ([4, 8, 10], [4, 8], 10, [10]),  # the last step, after which nothing is trained
-        ([8], [], 7, []),  # step 4 was of another run
+        (False, [], False),  # a fresh run, or one that branches off another
+        (True, [4, 8], False),
+        (True, [4], True),  # killed while it ran, or resumed at a step before its record
     ],
 )
 def test_a_resume_makes_up_for_lost_results(
-    tmp_path: Path, exports: list[int], evaluated: list[int], step: int, started: list[int]
+    runs, tmp_path: Path, exported: bool, logged: list[int], started: bool
 ) -> None:
-    folder, found = RunFolder(tmp_path), []
-    folder.metrics.write_text("".join(json.dumps({"step": s, "evaluated_step": s}) + "\n" for s in evaluated))
-    for exported in exports:
-        folder.export(exported).mkdir(parents=True)
-    run = SimpleNamespace(
-        config=SimpleNamespace(trainer=SimpleNamespace(suite_every=4)),
-        state=TrainState(step=step),
-        folder=folder,
-        _finished=lambda: step == 10,
-    )
-    Trainer._restart_lost_suite(run, SimpleNamespace(start=lambda export, due: found.append((export, due))))
-    assert found == [(folder.export(due), due) for due in started]
+    suites, records, _ = runs()
+    export, metrics = tmp_path / "hf/step-0000008", tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps({"step": s, "evaluated_step": s}) + "\n" for s in logged))
+    if exported:
+        export.mkdir(parents=True)
+    open_gate(tmp_path)
+    suites.start_if_lost(export, 8, metrics)
+    suites.finish(9, 900, lambda doing: None)
+    assert [record["evaluated_step"] for record in records] == [8] * started
 
 
 def test_stop_ends_the_evaluation(runs, tmp_path: Path) -> None:

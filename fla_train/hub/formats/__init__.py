@@ -13,11 +13,14 @@ settings without a counterpart.
 
 from types import ModuleType
 
-from fla_train.hub.formats import fla
+from fla_train.hub.formats import fla, olmo_hybrid
 from fla_train.models.configuration import DeltaProductConfig
 
 OURS = "hf"  # the name of our format: folders that transformers loads as `DeltaProductForCausalLM`
-FORMATS: dict[str, ModuleType] = {"fla": fla}  # by the name that `fla-export format=` takes
+FORMATS: dict[str, ModuleType] = {
+    "fla": fla,
+    "olmo_hybrid": olmo_hybrid,
+}  # by the name that `fla-export format=` takes
 
 
 def format_name(model_type: str | None) -> str | None:

@@ -4,34 +4,33 @@ State dicts have equal names, shapes and row orders, so only configs are transla
 fields are those of flash-linear-attention 0.6.0. docs/exports.md has them as a table.
 """
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from fla_train.hub.formats.errors import refuse
-from fla_train.models.configuration import MACHINE_KEYS, DeltaProductConfig, config_fields
+from fla_train.models.configuration import (
+    ATTN_KEYS,
+    MACHINE_KEYS,
+    DeltaProductConfig,
+    config_fields,
+    expansion,
+)
 
 PACKAGE = "fla"
 LIBRARY = "flash-linear-attention"
 
 
 class ModelType(NamedTuple):
-    """A model type of flash-linear-attention.
-
-    Attributes:
-        architecture: the class of its language model.
-        fields: its fields as (our name, default), beside `SAME_NAME`.
-        implied: our settings that the type stands for.
-    """
+    """A model type of flash-linear-attention: class, fields beside `COMMON`, our settings that it implies."""
 
     architecture: str
-    fields: dict[str, tuple[str, Any]]
+    defaults: dict[str, Any]
     implied: dict[str, Any]
 
 
-SAME_NAME = {  # fields of all types that are called as ours, with their defaults
+COMMON = {  # defaults of the fields that all types have
     "vocab_size": 32000,
     "hidden_size": 2048,
     "allow_neg_eigval": False,
@@ -48,35 +47,24 @@ SAME_NAME = {  # fields of all types that are called as ours, with their default
     "eos_token_id": 2,
     "pad_token_id": None,
 }
-HEADS = {"num_heads": ("num_heads", 6), "head_dim": ("head_dim", 256), "expand_v": ("expand_v", 2.0)}
-DEPTH = {"num_hidden_layers": ("num_hidden_layers", 21)}
-TYPES = {  # the last one can express any of our models, so the first that fits is taken
+HEADS = {"num_hidden_layers": 21, "num_heads": 6, "head_dim": 256, "expand_v": 2.0}
+GATES = {"use_output_gate": True, "use_forget_gate": False}
+TYPES = {  # a model of ours becomes the first that implies what it is; the last one implies nothing
     "delta_net": ModelType(
         "DeltaNetForCausalLM",
-        {
-            "num_hidden_layers": ("num_hidden_layers", 24),
-            "num_heads": ("num_heads", 16),
-            "use_gate": ("use_output_gate", False),
-        },
+        {"num_hidden_layers": 24, "num_heads": 16, "use_gate": False},
         {"num_householder": 1, "use_forget_gate": False},
     ),
     "gated_deltanet": ModelType(
         "GatedDeltaNetForCausalLM",
-        {**DEPTH, **HEADS, "use_gate": ("use_output_gate", True)},
+        {**HEADS, "num_v_heads": None, "use_gate": True},
         {"num_householder": 1, "use_forget_gate": True},
     ),
     "gated_deltaproduct": ModelType(
-        "GatedDeltaProductForCausalLM",
-        {
-            **DEPTH,
-            **HEADS,
-            "use_output_gate": ("use_output_gate", True),
-            "use_forget_gate": ("use_forget_gate", False),
-            "num_householder": ("num_householder", 1),
-        },
-        {},
+        "GatedDeltaProductForCausalLM", {**HEADS, **GATES, "num_householder": 1}, {}
     ),
 }
+RENAMED = {"use_gate": "use_output_gate"}  # the other fields are called as ours
 MODEL_TYPES = tuple(TYPES)
 # Their settings that we lack: the values that make no difference, and what ours does
 ONLY = {
@@ -87,8 +75,6 @@ ONLY = {
     "output_gate_activation": (("swish", "silu"), "the output gate is a SiLU"),
     "attnres_block_size": ((None,), "residual connections are sums"),
 }
-ATTENTION = ("layer_types", "num_attention_heads", "num_key_value_heads", "sliding_window", "rope_theta")
-SHARED_BY_ATTENTION = {"num_heads": None, "num_kv_heads": None, "rope_theta": 10000.0}
 
 
 def to_ours(
@@ -108,31 +94,24 @@ def to_ours(
         ValueError: settings that do not fit together.
     """
     model_type = TYPES[content["model_type"]]
-    defaults = SAME_NAME | {name: default for name, (_, default) in model_type.fields.items()}
+    defaults = COMMON | model_type.defaults
     given = {**defaults, **content}
     errors = [
         f"{name}={given[name]!r} (here {ours})"
         for name, (values, ours) in ONLY.items()
         if name in given and given[name] not in values
     ]
-    if given.get("num_v_heads") not in (None, given["num_heads"]):
-        errors.append(f"num_v_heads={given['num_v_heads']} (here as many as num_heads)")
-    errors += _attention_errors(specs := _specs(given))
+    attention = _attention_to_ours(given, errors)
     refuse(errors, f"{LIBRARY}'s {content['model_type']}", "a model of this package")
 
-    settings = {name: given[name] for name in SAME_NAME}
-    settings |= {ours: given[name] for name, (ours, _) in model_type.fields.items()}
-    if "head_dim" not in model_type.fields:
-        key_dim, value_dim = (
-            round(given["hidden_size"] * given.get(name, 1.0)) for name in ("expand_k", "expand_v")
-        )
-        settings["head_dim"] = key_dim // given["num_heads"]
-        settings["expand_v"] = _expansion(value_dim // given["num_heads"], settings["head_dim"])
-    settings["hidden_ratio"] = settings["hidden_ratio"] or 4  # null means 4
-    dtype = content.get("dtype", content.get("torch_dtype"))
-    config = DeltaProductConfig(
-        **settings, **model_type.implied, **_attention_to_ours(specs, given["num_hidden_layers"]), dtype=dtype
-    )
+    settings = {RENAMED.get(name, name): given[name] for name in defaults}
+    if "head_dim" not in defaults:
+        expansions = (given.get(name, 1.0) for name in ("expand_k", "expand_v"))
+        k, v = (round(given["hidden_size"] * each) // given["num_heads"] for each in expansions)
+        settings |= {"head_dim": k, "expand_v": expansion(v, k)}
+    settings["hidden_ratio"] = settings["hidden_ratio"] or COMMON["hidden_ratio"]
+    settings["dtype"] = content.get("dtype", content.get("torch_dtype"))
+    config = DeltaProductConfig(**settings, **model_type.implied, **attention)
     # Early versions kept a vector `D` in a Gated DeltaNet layer that no computation used.
     return config, {name: tensor for name, tensor in state.items() if not name.endswith(".attn.D")}
 
@@ -150,16 +129,15 @@ def from_ours(
         for name, kind in TYPES.items()
         if all(getattr(config, field) == value for field, value in kind.implied.items())
     )
-    same = {field: getattr(config, field) for field in SAME_NAME}
-    fields = {field: getattr(config, ours) for field, (ours, _) in model_type.fields.items()}
+    fields = {field: getattr(config, RENAMED.get(field, field)) for field in COMMON | model_type.defaults}
     if "head_dim" in fields:
-        fields["expand_v"] = _expansion(config.head_v_dim, config.head_dim)
+        fields["expand_v"] = expansion(config.head_v_dim, config.head_dim)
     else:
         sizes = {"expand_k": config.head_dim, "expand_v": config.head_v_dim}
         fields |= {field: config.num_heads * size / config.hidden_size for field, size in sizes.items()}
 
-    said = {*SAME_NAME, *ATTENTION, *MACHINE_KEYS, "head_dim", "expand_v", "mixer_options", "hidden_act"}
-    said |= {ours for ours, _ in model_type.fields.values()} | model_type.implied.keys()
+    said = {RENAMED.get(field, field) for field in fields} | model_type.implied.keys()
+    said |= {*MACHINE_KEYS, *ATTN_KEYS.values(), "layer_types", "head_dim", "hidden_act", "mixer_options"}
     errors = [
         f"{field}={value!r} (it has no such setting)"
         for field, described in config_fields().items()
@@ -167,12 +145,13 @@ def from_ours(
     ]
     if config.hidden_act not in ONLY["hidden_act"][0]:
         errors.append(f"hidden_act={config.hidden_act!r} (its MLP is a SwiGLU)")
+    if config.attention_layers and config.rope_theta is None:
+        errors.append("rope_theta=None (its attention layers have rotary positions)")
     refuse(errors, "this model", f"{LIBRARY}'s {name}")
     content = {
         "model_type": name,
         "architectures": [model_type.architecture],
         **({} if config.dtype is None else {"dtype": str(config.dtype).removeprefix("torch.")}),
-        **same,
         **fields,
         "hidden_act": "swish",
         "attn": _attention_from_ours(config),
@@ -180,61 +159,35 @@ def from_ours(
     return content, dict(state)
 
 
-def _expansion(value_dim: int, key_dim: int) -> float:
-    """The ratio e of two head sizes, rounded so that int(key_dim * e) is `value_dim`."""
-    ratio = value_dim / key_dim
-    return ratio if int(key_dim * ratio) == value_dim else math.nextafter(ratio, math.inf)
-
-
-def _specs(content: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The settings of attention layers, one mapping for each group of equal layers."""
+def _attention_to_ours(content: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
+    """Our fields of attention layers, none without such layers; appends what we lack to `errors`."""
     attn = content.get("attn") or []
-    specs = [attn] if isinstance(attn, Mapping) else attn
-    return [{**spec, "num_kv_heads": spec.get("num_kv_heads") or spec["num_heads"]} for spec in specs]
-
-
-def _attention_errors(specs: list[dict[str, Any]]) -> Iterator[str]:
-    if any(spec.get("qkv_bias") for spec in specs):
-        yield "attn.qkv_bias=True (here projections have no bias)"
-    for name, default in SHARED_BY_ATTENTION.items():
-        if len(values := {spec.get(name, default) for spec in specs}) > 1:
-            yield f"attn.{name}={sorted(values)} (here equal in all attention layers)"
-    if len(windows := {spec.get("window_size") for spec in specs} - {None}) > 1:
-        yield f"attn.window_size={sorted(windows)} (here equal in all layers with a window)"
-
-
-def _attention_to_ours(specs: list[dict[str, Any]], layers: int) -> dict[str, Any]:
-    """Our fields of attention layers; none without such layers."""
+    specs = [{"rope_theta": 10000.0, **spec} for spec in ([attn] if isinstance(attn, Mapping) else attn)]
     if not specs:
         return {}
-    windows = {layer: spec.get("window_size") for spec in specs for layer in spec["layers"]}
-
-    def kind(layer: int) -> str:
-        if layer not in windows:
-            return "linear_attention"
-        return "full_attention" if windows[layer] is None else "sliding_attention"
-
-    return {
-        "layer_types": [kind(layer) for layer in range(layers)],
-        "num_attention_heads": specs[0]["num_heads"],
-        "num_key_value_heads": specs[0]["num_kv_heads"],
-        "sliding_window": next((window for window in windows.values() if window is not None), None),
-        "rope_theta": specs[0].get("rope_theta", SHARED_BY_ATTENTION["rope_theta"]),
-    }
+    settings, kinds = {}, dict.fromkeys(range(content["num_hidden_layers"]), "linear_attention")
+    for spec in specs:
+        errors += [f"attn.{name} is missing" for name in ("layers", "num_heads") if spec.get(name) is None]
+        spec["num_kv_heads"] = spec.get("num_kv_heads") or spec.get("num_heads")
+        if spec.get("qkv_bias"):
+            errors.append("attn.qkv_bias=True (here projections have no bias)")
+        kind = "full_attention" if spec.get("window_size") is None else "sliding_attention"
+        kinds |= dict.fromkeys(spec.get("layers", ()), kind)
+    if outside := kinds.keys() - range(content["num_hidden_layers"]):
+        errors.append(f"attn.layers={sorted(outside)} (num_hidden_layers={content['num_hidden_layers']})")
+    for name, ours in ATTN_KEYS.items():
+        values = {spec.get(name) for spec in specs} - {None}
+        settings[ours] = max(values, default=None)
+        if len(values) > 1:
+            errors.append(f"attn.{name}={sorted(values)} (here equal in all layers that have it)")
+    return settings | {"layer_types": list(kinds.values())}
 
 
 def _attention_from_ours(config: DeltaProductConfig) -> dict[str, Any] | list[dict[str, Any]] | None:
     """Its `attn`: a mapping for one kind of attention layers, a list of them for two, None for none."""
-    specs = [
-        {
-            "layers": layers,
-            "num_heads": config.num_attention_heads,
-            "num_kv_heads": config.num_key_value_heads,
-            "qkv_bias": False,
-            "window_size": config.sliding_window if kind == "sliding_attention" else None,
-            "rope_theta": config.rope_theta,
-        }
-        for kind in ("full_attention", "sliding_attention")
-        if (layers := [i for i, each in enumerate(config.layer_types) if each == kind])
-    ]
+    shared = {name: getattr(config, ours) for name, ours in ATTN_KEYS.items()} | {"qkv_bias": False}
+    specs = []
+    for kind, window in (("full_attention", None), ("sliding_attention", config.sliding_window)):
+        if layers := [i for i, each in enumerate(config.layer_types) if each == kind]:
+            specs.append({"layers": layers, **shared, "window_size": window})
     return specs[0] if len(specs) == 1 else specs or None

@@ -11,22 +11,9 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
 from fla_train.hub.formats.errors import FormatError
-from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+from fla_train.models import DeltaProductForCausalLM
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there; both may be sharded
-
-
-def read_translated_config(source: Path | str, translation: ModuleType) -> DeltaProductConfig:
-    """Our config of the checkpoint `source`, a folder or a Hub name.
-
-    Raises:
-        FormatError: a setting has no counterpart.
-        ValueError, OSError: the config can't be read.
-    """
-    content, _ = PreTrainedConfig.get_config_dict(source)
-    config, _ = translation.to_ours(content, {})
-    _keep_place(config, source, content)
-    return config
 
 
 def load_translated(
@@ -56,15 +43,10 @@ def load_translated(
     )
     if wrong := sorted({*report["unexpected_keys"], *(key for key, *_ in report["mismatched_keys"])}):
         raise FormatError(f"its weights {', '.join(wrong[:3])} do not fit {type(model).__name__}")
-    _keep_place(model.config, source, content)
+    model.config.name_or_path, model.config._commit_hash = str(source), content.get("_commit_hash")
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model, report
-
-
-def _keep_place(config: DeltaProductConfig, source: Path | str, content: dict[str, Any]) -> None:
-    """Write into `config` where it comes from, as transformers does."""
-    config.name_or_path, config._commit_hash = str(source), content.get("_commit_hash")
 
 
 def _read_weights(source: Path | str) -> tuple[Path, dict[str, Tensor]]:

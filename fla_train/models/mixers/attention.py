@@ -1,4 +1,4 @@
-"""Softmax attention: grouped queries, rotary positions, causal over all tokens or over a sliding window."""
+"""Softmax attention: grouped queries, rotary positions or none, causal, over all tokens or a window."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 from fla_train.kernels.fused_ops import attention_step, resolve_backend, rotary
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import SequenceContext
-from fla_train.models.layers import project
+from fla_train.models.layers import RMSNorm, project
 from fla_train.models.visible_keys import VisibleKeys
 
 BLOCK = 256  # queries, and keys, of a part of `attention_in_blocks`
@@ -34,12 +34,19 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        if config.use_qk_norm:
+            self.q_norm, self.k_norm = (
+                RMSNorm(size, config.norm_eps) for size in (config.hidden_size, kv_size)
+            )
 
     def forward(self, x: Tensor, context: SequenceContext, cache: Cache | None = None) -> Tensor:
         """Attend; this layer's keys and values in `cache` are read and updated in place."""
-        projections = project(x, self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in projections)  # [B, T, H, D]
-        q, k = rotary(q, k, context.cos, context.sin)
+        q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
+        if self.config.use_qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # [B, T, H, D]
+        if context.cos is not None:
+            q, k = rotary(q, k, context.cos, context.sin)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         if cache is not None:
             k, v = cache.update(k, v, self.layer_index)

@@ -28,14 +28,15 @@ class DeltaProductMixer(nn.Module):
         y       = W_o rmsnorm(delta_product(q, k, v, beta, g))     rmsnorm * silu(W_g x) with the output gate
 
     Keys and row order are flash-linear-attention's: the rows of `k_proj` are (N, H, K), of `v_proj`
-    (N, H, V), of `b_proj` (N, H), so the operator's layout is a view of each projection.
+    (N, HV, V), of `b_proj` (N, HV), so the operator's layout is a view of each projection. HV =
+    `config.value_heads` is a multiple of H: value heads share the queries and keys of a head.
     """
 
     def __init__(self, config: DeltaProductConfig, layer_index: int = 0) -> None:
         super().__init__()
         self.config, self.layer_index = config, layer_index
-        num_householder, heads = config.num_householder, config.num_heads
-        key_size, value_size = heads * config.head_dim, heads * config.head_v_dim
+        num_householder, heads = config.num_householder, config.value_heads
+        key_size, value_size = config.num_heads * config.head_dim, heads * config.head_v_dim
 
         def linear(rows: int) -> nn.Linear:
             return nn.Linear(config.hidden_size, rows, bias=False)
@@ -52,7 +53,7 @@ class DeltaProductMixer(nn.Module):
             self.k_conv1d = ShortConvolution(num_householder * key_size, config.conv_size)
             self.v_conv1d = ShortConvolution(num_householder * value_size, config.conv_size)
         self.g_proj = linear(value_size) if config.use_output_gate else None
-        self.o_norm = RMSNorm(config.head_v_dim, config.norm_eps)
+        self.o_norm = RMSNorm(config.head_v_dim, config.o_norm_eps or config.norm_eps)
         self.o_proj = nn.Linear(value_size, config.hidden_size, bias=False)
         self.beta_max = 2.0 if config.allow_neg_eigval else 1.0
         with torch.random.fork_rng(devices=[]):  # a model draws again, from an unchanged random stream
@@ -91,11 +92,11 @@ class DeltaProductMixer(nn.Module):
         q, k, v = [self._convolve(name, y[name], context, cache) for name in "qkv"]
         q = q.unflatten(-1, (heads, self.config.head_dim))
         k = k.unflatten(-1, (num_householder, heads, self.config.head_dim))
-        v = v.unflatten(-1, (num_householder, heads, self.config.head_v_dim))
+        v = v.unflatten(-1, (num_householder, self.config.value_heads, self.config.head_v_dim))
         beta, g = self._gates(y["b"], y.get("a"), context.padding_mask)
 
         q, k, v, beta, g = self.operator_inputs(q, k, v, beta, g)
-        o = self._recur(q, k, v, beta, g, context, cache)  # [B, T, H, V]
+        o = self._recur(q, k, v, beta, g, context, cache)  # [B, T, HV, V]
         gate = y["g"].view_as(o) if "g" in y else None
         return self.o_proj(self.o_norm(o, gate).flatten(-2))
 
@@ -107,14 +108,14 @@ class DeltaProductMixer(nn.Module):
         Args:
             q: queries [B, T, H, K] before their normalisation; the operator normalises q and k.
             k: keys [B, T, N, H, K], likewise.
-            v: values [B, T, N, H, V].
-            beta: step sizes [B, T, N, H], fp32, 0 at padding; the operator takes 0 to 2.
-            g: log decays [B, T, H] <= 0, fp32; None: no forget gate.
+            v: values [B, T, N, HV, V].
+            beta: step sizes [B, T, N, HV], fp32, 0 at padding; the operator takes 0 to 2.
+            g: log decays [B, T, HV] <= 0, fp32; None: no forget gate.
         """
         return q, k, v, beta, g
 
     def gates(self, x: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Betas [B, T, N, H] in [0, beta_max], log decays g [B, T, H] <= 0 (or None), both fp32."""
+        """Betas [B, T, N, HV] in [0, beta_max], log decays g [B, T, HV] <= 0 (or None), both fp32."""
         return self._gates(
             self.b_proj(x), self.a_proj(x) if self.config.use_forget_gate else None, padding_mask
         )
@@ -125,7 +126,7 @@ class DeltaProductMixer(nn.Module):
         """The same from the projections of x."""
         forget = (None, None, None) if a is None else (a, self.A_log, self.dt_bias)
         beta, g = recurrence_gates(b, *forget, beta_max=self.beta_max)
-        beta = beta.unflatten(-1, (self.config.num_householder, self.config.num_heads))
+        beta = beta.unflatten(-1, (self.config.num_householder, self.config.value_heads))
         if padding_mask is not None:
             beta = beta * padding_mask[..., None, None]
             g = g if g is None else g * padding_mask[..., None]

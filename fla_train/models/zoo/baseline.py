@@ -56,7 +56,9 @@ def without_baseline(config: Mapping[str, Any]) -> dict[str, Any]:
     if (given := config.pop("baseline", None)) is None:
         return config
     baseline, model = BaselineConfig(**given), config["model"]
-    kind, heads, width = baseline.kind, baseline.num_heads, model["hidden_size"]
+    kind, heads, width = baseline.kind, baseline.num_heads, model.get("hidden_size")
+    if "source" in model:
+        raise ValueError(f"baseline={kind} and model={model['model_type']} are two models: give one")
     if kind not in KINDS:
         raise ValueError(f"baseline.kind={kind} is none of {', '.join(KINDS)}")
     if baseline.allow_neg_eigval and kind != "mamba":

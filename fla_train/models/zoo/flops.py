@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from fla_train.models.flops import visible_keys
+
 if TYPE_CHECKING:  # models take seconds to import
     from transformers import PreTrainedModel
 
@@ -60,11 +62,11 @@ class ForwardFlops:
 
 def forward_flops(model: "PreTrainedModel", seq_len: int) -> ForwardFlops:
     """Count a model, which may lie on the meta device, at sequences of `seq_len` tokens."""
-    windows = [(width, min(window or seq_len, seq_len)) for width, window in softmax_attention(model)]
+    layers = softmax_attention(model)
     return ForwardFlops(
         projections=sum(_projection(module, model) for module in model.modules()),
-        # The mean over positions of the visible keys; 2 per key and channel for scores and for values.
-        attention=sum(4 * width * (w * (w + 1) / 2 + (seq_len - w) * w) / seq_len for width, w in windows),
+        # 2 per key and channel for scores, and for values
+        attention=sum(4 * width * visible_keys(seq_len, window) for width, window in layers),
         recurrences=sum(map(_recurrence, model.modules())),
     )
 
@@ -83,17 +85,6 @@ def softmax_attention(model: "PreTrainedModel") -> Iterator[tuple[int, int | Non
             if kind in ("full_attention", SLIDING):
                 heads = getattr(module, "num_heads", config.num_attention_heads)
                 yield heads * module.head_dim, window if kind == SLIDING else None
-
-
-def keeps_documents_apart(model: "PreTrainedModel") -> bool:
-    """Whether nothing crosses the bounds of packed documents, given as `FusedLoss` gives them.
-
-    flash-linear-attention's layers take the bounds. Of transformers' classes those with softmax attention in
-    every layer do, by positions that restart.
-    """
-    if type(model).__module__.startswith("fla."):
-        return True
-    return len(list(softmax_attention(model))) == model.config.num_hidden_layers
 
 
 def _projection(module: nn.Module, model: "PreTrainedModel") -> float:

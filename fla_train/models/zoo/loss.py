@@ -17,10 +17,18 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import ModelOutput
 
 from fla_train.models.layers import is_plain, matmul_dtype
-from fla_train.models.loss import CHUNK_ELEMENTS, IGNORE, linear_cross_entropy, next_tokens, token_losses
+from fla_train.models.loss import (
+    CHUNK_ELEMENTS,
+    IGNORE,
+    linear_cross_entropy,
+    losses_of_logits,
+    next_tokens,
+    token_losses,
+)
 
 PROBE = 50.0  # size of the logits by which a head is tried: a soft cap shows in them
 TOLERANCE = 1e-2  # of them
+ROUNDING = 1e-4  # relative, more than that of fp32
 
 
 class FusedLoss:
@@ -55,11 +63,7 @@ class FusedLoss:
                 weight = self.get_output_embeddings().weight
                 total = linear_cross_entropy(hidden.to(matmul_dtype(hidden)), weight, targets)
             case "own":
-                chunks = (
-                    checkpoint(self._losses_of_logits, outputs, *chunk, use_reentrant=False)
-                    for chunk in self._chunks(hidden, targets)
-                )
-                total = torch.cat(list(chunks)).sum()
+                total = self._own_losses(outputs, hidden, targets).sum()
             case "unknown":
                 return super().forward(*args, labels=labels, num_items_in_batch=divisor, **inputs)
         loss = total / divisor
@@ -79,11 +83,21 @@ class FusedLoss:
                 weight = self.get_output_embeddings().weight
                 losses = token_losses(hidden.to(matmul_dtype(hidden)), weight, targets)
             case "own":
-                chunks = self._chunks(hidden, targets)
-                losses = torch.cat([self._losses_of_logits(outputs, *chunk) for chunk in chunks])
+                losses = self._own_losses(outputs, hidden, targets)
             case "unknown":
-                losses = _losses(super().forward(**inputs).logits.flatten(0, 1), targets)
+                losses = losses_of_logits(super().forward(**inputs).logits.flatten(0, 1), targets)
         return losses.view(input_ids.shape)[:, :-1]
+
+    @torch.no_grad()
+    def keeps_documents_apart(self) -> bool:
+        """Whether a packed document is read as if it stood alone, tried on a few tokens on the CPU."""
+        ids, bounds = torch.arange(16)[None] % self.config.vocab_size, torch.tensor([0, 7, 16])
+        training = self.training
+        self.eval()
+        alone = self.base_model(input_ids=ids[:, 7:], use_cache=False)[0]
+        packed = self.base_model(input_ids=ids, use_cache=False, **self._bounds(bounds))[0][:, 7:]
+        self.train(training)
+        return bool((packed - alone).norm() < ROUNDING * alone.norm())
 
     def _bounds(self, cu_seqlens: Tensor | None) -> dict[str, Tensor]:
         """Document bounds as the backbone takes them: by flash-linear-attention's name, or as positions."""
@@ -95,13 +109,15 @@ class FusedLoss:
         starts = cu_seqlens[torch.searchsorted(cu_seqlens, places, right=True) - 1]
         return {"position_ids": (places - starts)[None]}
 
-    def _chunks(self, hidden: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
-        rows = max(1, CHUNK_ELEMENTS // self.config.vocab_size)
-        return list(zip(hidden.split(rows), targets.split(rows), strict=True))
-
-    def _losses_of_logits(self, outputs: ModelOutput, hidden: Tensor, targets: Tensor) -> Tensor:
+    def _own_losses(self, outputs: ModelOutput, hidden: Tensor, targets: Tensor) -> Tensor:
         """[M] losses of the class's own logits of `hidden` [M, D]; 0 without a target."""
-        return _losses(self._head_outputs(outputs, hidden).logits[0], targets)
+
+        def losses(hidden: Tensor, targets: Tensor) -> Tensor:
+            return losses_of_logits(self._head_outputs(outputs, hidden).logits[0], targets)
+
+        rows = max(1, CHUNK_ELEMENTS // self.config.vocab_size)
+        chunks = zip(hidden.split(rows), targets.split(rows), strict=True)
+        return torch.cat([checkpoint(losses, *chunk, use_reentrant=False) for chunk in chunks])
 
     def _head_outputs(self, outputs: ModelOutput, hidden: Tensor) -> ModelOutput:
         """What the class makes of hidden states [M, D] in place of those in the backbone's `outputs`."""
@@ -135,12 +151,6 @@ class FusedLoss:
                 return "unknown"
         same = torch.allclose(found.float(), scale * expected, atol=TOLERANCE * PROBE, rtol=0)
         return "plain" if same and is_plain(head) else "own"
-
-
-def _losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """[M] losses of logits [M, vocabulary] in fp32 or fp64; 0 without a target."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORE)
 
 
 class _Backbone(nn.Module):

@@ -1,0 +1,154 @@
+"""transformers' `olmo_hybrid` (OLMo Hybrid, arXiv 2604.03444): its configs and weights as ours, and back.
+
+Its linear layers are our Gated DeltaNet with an output gate. Its attention layers are ours with RMSNorm on q
+and k (`use_qk_norm`) and on outputs (`norm_after`), with rotary positions or without. docs/exports.md has the
+settings as a table.
+
+Weights are written under the names that both transformers and vLLM read. Read are also those that
+transformers gives them when it saves a model, and those of its modules.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fla_train.hub.formats.errors import refuse
+from fla_train.models.configuration import DeltaProductConfig, expansion
+from fla_train.models.zoo.transformers import config_class
+
+PACKAGE = "transformers"
+MODEL_TYPES = ("olmo_hybrid",)
+SAME_NAME = (
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+    "layer_types max_position_embeddings initializer_range use_cache tie_word_embeddings "
+    "bos_token_id eos_token_id pad_token_id dtype"
+).split()
+RENAMED = {  # ours: theirs
+    "norm_eps": "rms_norm_eps",
+    "num_heads": "linear_num_key_heads",
+    "num_v_heads": "linear_num_value_heads",
+    "head_dim": "linear_key_head_dim",
+    "conv_size": "linear_conv_kernel_dim",
+    "allow_neg_eigval": "linear_allow_neg_eigval",
+}
+IMPLIED = {  # our settings that the class stands for
+    "num_householder": 1,
+    "use_forget_gate": True,
+    "use_output_gate": True,
+    "use_short_conv": True,
+    "hidden_act": "silu",
+    "o_norm_eps": 1e-5,
+    "use_qk_norm": True,
+    "norm_after": True,
+    "mixer": None,
+}
+MODULES = {  # modules of a block by the kind of its layer, ours: theirs
+    "linear_attention": {
+        "attn": "linear_attn",
+        "attn_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+    },
+    "full_attention": {
+        "attn": "self_attn",
+        "attn_norm": "post_attention_layernorm",
+        "mlp_norm": "post_feedforward_layernorm",
+    },
+}
+SAVED = {  # theirs, in files that `save_pretrained` of transformers writes
+    "attention_layer_norm": "input_layernorm",
+    "feedforward_layer_norm": "post_attention_layernorm",
+}
+
+
+def to_ours(
+    content: Mapping[str, Any], state: Mapping[str, Tensor]
+) -> tuple[DeltaProductConfig, dict[str, Tensor]]:
+    """Our config and state dict of an OLMo Hybrid; fields that choose initial weights are ignored.
+
+    Args:
+        content: of config.json; absent fields have the class's defaults.
+        state: any part of the state dict.
+
+    Raises:
+        FormatError: naming each setting without a counterpart.
+        ValueError: settings that do not fit together.
+    """
+    theirs = config_class(MODEL_TYPES[0]).from_dict(dict(content))
+    rope = theirs.rope_parameters
+    head_dim = theirs.hidden_size // theirs.num_attention_heads
+    only = {  # their settings that we lack: the value that makes no difference
+        "attention_bias": (theirs.attention_bias, False),
+        "attention_dropout": (theirs.attention_dropout, 0.0),
+        "hidden_act": (theirs.hidden_act, "silu"),
+        "head_dim": (getattr(theirs, "head_dim", head_dim), head_dim),
+        "rope_parameters.rope_type": (rope.get("rope_type", "default"), "default"),
+    }
+    errors = [f"{name}={value!r} (here {same!r})" for name, (value, same) in only.items() if value != same]
+    refuse(errors, "transformers' olmo_hybrid", "a model of this package")
+
+    fields = {name: getattr(theirs, name) for name in SAME_NAME}
+    fields |= {name: getattr(theirs, other) for name, other in RENAMED.items()}
+    expand_v = expansion(theirs.linear_value_head_dim, theirs.linear_key_head_dim)
+    config = DeltaProductConfig(**IMPLIED, **fields, expand_v=expand_v, rope_theta=rope.get("rope_theta"))
+
+    modules = {kind: {other: name for name, other in names.items()} for kind, names in MODULES.items()}
+    for saved, other in SAVED.items():
+        state = {name.replace(f".{saved}.", f".{other}."): tensor for name, tensor in state.items()}
+    weights = _renamed(state, config.layer_types, modules, ("embed_tokens", "embeddings"))
+    for prefix in {name.rpartition(".attn.")[0] for name in weights if name.endswith("conv1d.weight")}:
+        # transformers saves thirds of the fused convolution, whatever the channels of q, k and v.
+        parts = [weights.pop(f"{prefix}.attn.{x}conv1d.weight", None) for x in ("", "q_", "k_", "v_")]
+        fused = torch.cat([part for part in parts if part is not None])
+        keys = config.num_heads * config.head_dim
+        parts = fused.split([keys, keys, config.value_heads * config.head_v_dim])
+        weights |= {f"{prefix}.attn.{x}_conv1d.weight": part for x, part in zip("qkv", parts, strict=True)}
+    return config, weights
+
+
+def from_ours(
+    config: DeltaProductConfig, state: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The content of config.json and the state dict with which transformers' OLMo Hybrid runs our model.
+
+    Raises:
+        FormatError: naming each setting without a counterpart.
+    """
+    ours = {name: getattr(config, name) for name in IMPLIED}
+    ours["o_norm_eps"] = config.o_norm_eps or config.norm_eps
+    errors = [
+        f"{name}={ours[name]!r} (there {value!r})" for name, value in IMPLIED.items() if ours[name] != value
+    ]
+    if {*config.layer_types} != MODULES.keys():
+        errors.append(
+            f"layer_types has {', '.join(sorted({*config.layer_types}))} (there {' and '.join(MODULES)})"
+        )
+    refuse(errors, "this model", "transformers' olmo_hybrid")
+
+    fields = {name: getattr(config, name) for name in SAME_NAME}
+    fields |= {other: getattr(config, name) for name, other in RENAMED.items()}
+    fields |= {"linear_num_value_heads": config.value_heads, "linear_value_head_dim": config.head_v_dim}
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}  # no rotary positions without a theta
+    theirs = config_class(MODEL_TYPES[0])(
+        **fields, rope_parameters=rope, architectures=["OlmoHybridForCausalLM"]
+    )
+
+    return theirs.to_diff_dict(), _renamed(state, config.layer_types, MODULES, ("embeddings", "embed_tokens"))
+
+
+def _renamed(
+    state: Mapping[str, Tensor],
+    layer_types: list[str],
+    modules: Mapping[str, Mapping[str, str]],
+    embedding: tuple[str, str],
+) -> dict[str, Tensor]:
+    """`state` with the embedding renamed, and modules of blocks as `modules` says by the kind of layer."""
+    renamed = {}
+    for name, tensor in state.items():
+        parts = name.replace(*(f"model.{word}." for word in embedding)).split(".")
+        if name.startswith("model.layers.") and int(parts[2]) < len(layer_types):
+            names = modules[layer_types[int(parts[2])]]
+            parts[3] = names.get(parts[3], parts[3])
+        renamed[".".join(parts)] = tensor
+    return renamed
