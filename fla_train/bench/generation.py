@@ -18,6 +18,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from fla_train.bench.models import COMPILED, build
 from fla_train.models import DeltaProductConfig
+from fla_train.models.cache import CACHE_NAME
 from fla_train.training.config import TrainConfig
 
 LONGEST = 1 << 18  # tokens of all prompts that are read
@@ -90,7 +91,7 @@ def _row(name: str, model: PreTrainedModel, batch: int, context: int, tokens: in
 
     def run(ids: Tensor, new_tokens: int, cache: Cache | None) -> float:
         torch.cuda.synchronize() if on_gpu else None
-        begin, given = time.perf_counter(), {} if cache is None else {"past_key_values": cache}
+        begin, given = time.perf_counter(), {} if cache is None else {CACHE_NAME: cache}
         options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         found = model.generate(ids, max_new_tokens=new_tokens, **given, **options)
         assert found.shape == (len(ids), ids.shape[1] + new_tokens)
