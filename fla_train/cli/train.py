@@ -1,5 +1,6 @@
 """`fla-train`: compose the config, print the plan, train. `fla-train debug=smoke` tries it out."""
 
+import os
 import re
 from collections.abc import Sequence
 from datetime import datetime
@@ -11,6 +12,7 @@ from omegaconf import DictConfig
 
 from fla_train.cli.app import INTERRUPTED, LeftOut, SweepJob, fail, leave, run_hydra, sweep_job
 from fla_train.cli.base import with_base
+from fla_train.utils.timeline import BEGAN, process_start
 
 if TYPE_CHECKING:  # it imports torch, and is not needed for --help
     from fla_train.training.config import TrainConfig
@@ -102,6 +104,7 @@ def register() -> None:
 
 def main() -> None:
     """Console command."""
+    os.environ[BEGAN] = str(process_start())
     run_hydra("train", register, train, extend)
 
 

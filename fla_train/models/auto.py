@@ -6,9 +6,12 @@ Importing transformers' modeling code takes seconds, which commands that need no
 import sys
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class LazyModelConfig(PreTrainedConfig):
@@ -35,7 +38,7 @@ def register(config: type[LazyModelConfig], modeling_module: str) -> None:
     AutoConfig.register(config.model_type, config, exist_ok=True)
 
 
-def register_models(config: type[LazyModelConfig], models: Mapping[type, type[PreTrainedModel]]) -> None:
+def register_models(config: type[LazyModelConfig], models: Mapping[type, type["PreTrainedModel"]]) -> None:
     """Make models known to their Auto classes, if `config` is registered, and to `transformers serve`."""
     if config.modeling_module is not None:
         for auto_class, model_class in models.items():

@@ -52,6 +52,7 @@ from fla_train.training.process_group import (
 )
 from fla_train.training.worker import FINAL
 from fla_train.utils.processes import available_cores
+from fla_train.utils.timeline import BEGAN
 
 DEFAULT_PORT = 29500
 POLL = 0.1  # seconds between looks at the workers; with several machines each look reads their store
@@ -93,6 +94,7 @@ def run_workers(
     newest_step: Callable[[], int],
     run: str,
     scratch: Path,
+    began: float | None = None,
 ) -> None:
     """Run `python ARGUMENTS` for each rank of this machine until all have ended.
 
@@ -100,6 +102,7 @@ def run_workers(
         newest_step: step of the newest checkpoint; if it has grown, earlier failures count no more.
         run: the run's folder; agents of another run don't join.
         scratch: folder on this machine for stores and error files.
+        began: Unix time from which the first workers count the seconds of their start; None: now.
 
     SIGUSR1, SIGTERM, SIGHUP and a first Ctrl-C have the workers save a checkpoint and end.
 
@@ -114,7 +117,7 @@ def run_workers(
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # our own lines say what they would
-    with StopSignals() as signals, _environment(launch):
+    with StopSignals() as signals, _environment(launch, began):
         _Launcher(arguments, launch, newest_step, run, scratch, signals).run()
 
 
@@ -309,6 +312,7 @@ class Agent(LocalElasticAgent):
             self._remaining_restarts = limit
         if self._remaining_restarts:
             self._signals.pass_to([])
+            os.environ[BEGAN] = str(time.time())
             log(f"restart      {limit - self._remaining_restarts + 1} of {limit}, {failure}")
 
     def _shutdown(self, *_: object, **options: object) -> None:
@@ -341,12 +345,13 @@ def _first(failures: dict[int, ProcessFailure]) -> Failure:
 
 
 @contextmanager
-def _environment(launch: LaunchConfig) -> Iterator[None]:
+def _environment(launch: LaunchConfig, began: float | None) -> Iterator[None]:
     """Inside, this process's environment is that of its workers."""
     before = dict(os.environ)
     local = launch.num_processes // launch.num_machines
     os.environ |= {
         "FLA_TRAIN_LAUNCHER": str(os.getpid()),
+        BEGAN: str(began or time.time()),
         "TOKENIZERS_PARALLELISM": "false",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # workers use the rendezvous' store, no second one
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",  # the others are ours

@@ -101,7 +101,7 @@ class CheckpointManager:
         # An attempt's folder is that attempt's only, so that no rank takes an earlier one's files for it.
         self._run = self._gather(secrets.token_hex(4))[0]
         self._attempts = count()
-        self._hook = engine.optimizer.optimizer.register_step_pre_hook(lambda *_: self._finish_copy())
+        self._hook = engine.optimizer.optimizer.register_step_pre_hook(lambda *_: self.finish_copy())
 
     def save(self, state: TrainState) -> float:
         """Start to write a checkpoint of now; returns the seconds training stood still.
@@ -124,7 +124,7 @@ class CheckpointManager:
             self._job = None
             self._report(self._error)
         if not self._staging.copying:
-            self._finish_copy()
+            self.finish_copy()
         return time.perf_counter() - begin
 
     def poll(self) -> None:
@@ -185,7 +185,7 @@ class CheckpointManager:
             keep_every=self._keep_every,
         )
 
-    def _finish_copy(self) -> None:
+    def finish_copy(self) -> None:
         """Wait for the end of the copy and start the writer; before the optimizer's step and each wait."""
         if self._job is not None:
             self._staging.wait()
@@ -196,7 +196,7 @@ class CheckpointManager:
         """Wait for the end of the newest save, and agree with the other ranks on its error."""
         if self._agreed:
             return
-        self._finish_copy()
+        self.finish_copy()
         error = self._error
         if self._rank and error is None:
             error = self._writer.result().error

@@ -5,6 +5,7 @@ torch's autocast: matrix products in bf16, while A_log, dt_bias, norms, gates an
 keeps out of autocast, stay fp32.
 """
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,13 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fla_train.data.sampler import Batch
+from fla_train.kernels.precompile import precompile
 from fla_train.training import deepspeed_patches
 from fla_train.training.bad_steps import BadStepFilter
 from fla_train.training.config import TrainConfig, accumulation_steps, resolve_device, with_processes
-from fla_train.training.cuda_graph import CudaGraphPass
+from fla_train.training.cuda_graph import CudaGraphPass, gradients_of
 from fla_train.training.optimizer import build_optimizer
 from fla_train.training.process_group import join
 
+logger = logging.getLogger(__name__)
 BUCKET_ELEMENTS = 50_000_000  # elements gathered, or with overlap reduced, at once: 200 MB of fp32
 
 
@@ -166,8 +169,7 @@ def train_step(
     engine.train()
     for i, batch in enumerate(micro_batches):
         engine.set_gradient_accumulation_boundary(i == len(micro_batches) - 1)
-        inputs = {name: x for name, x in zip(Batch._fields, batch, strict=False) if x is not None}
-        inputs["num_items_in_batch"] = divisor
+        inputs = _inputs(batch, divisor)
         if cuda_graph is not None:
             loss = cuda_graph(inputs)
         else:
@@ -184,6 +186,32 @@ def train_step(
     engine.step()
     skipped = zero.optimizer.found_inf
     return Outcome(torch.stack([loss, grad_norm, targets.double(), skipped.double(), sums[1]]))
+
+
+def precompile_step(engine, batch: Batch | tuple[Tensor, Tensor], threads: int) -> None:
+    """Compile the Triton kernels of a micro-batch's forward and backward pass, several at once.
+
+    Weights, gradients and random state stay as they are. What fails here, fails in the step: it is only
+    logged.
+
+    Args:
+        batch: as one of `train_step`.
+        threads: as of `precompile`.
+    """
+    engine.train()
+    leaves = {name: p.detach().requires_grad_() for name, p in engine.module.named_parameters()}
+    inputs = _inputs(batch, torch.ones((), dtype=torch.int64, device=engine.device))
+    bf16 = engine.torch_autocast_enabled()
+    try:
+        precompile(lambda: gradients_of(engine.module, leaves, inputs, bf16=bf16), threads)
+    except Exception as error:
+        logger.warning("kernels are compiled one by one (%s: %s)", type(error).__name__, error)
+
+
+def _inputs(batch: Batch | tuple[Tensor, Tensor], divisor: Tensor) -> dict[str, Tensor]:
+    """A micro-batch as keyword arguments of the model, which divides the summed loss by `divisor`."""
+    given = {name: x for name, x in zip(Batch._fields, batch, strict=False) if x is not None}
+    return {**given, "num_items_in_batch": divisor}
 
 
 def _grad_norm(gradients: Mapping[int, Sequence[Tensor]]) -> Tensor:

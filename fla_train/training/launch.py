@@ -1,16 +1,14 @@
 """From a composed config to a finished run: check, prepare the data, print the plan, start the workers."""
 
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
-
-import torch
 
 from fla_train.data.cache import PreparedData, find_prepared
 from fla_train.data.prepare import prepare
 from fla_train.hub.push import check_access
 from fla_train.hub.pushes import HubPushes
-from fla_train.kernels.delta_product.selfcheck import check_backend, model_cases
 from fla_train.models.build import build_model_config, is_zoo
 from fla_train.training import checkpoint, worker
 from fla_train.training.agent import WorkersFailed, run_workers
@@ -42,6 +40,7 @@ from fla_train.training.run_folder import RunFolder, RunLock, new_run_dir
 from fla_train.utils.processes import die_with_parent
 from fla_train.utils.ranks import is_first, is_rank
 from fla_train.utils.scratch import scratch_folder
+from fla_train.utils.timeline import BEGAN, Timeline
 
 
 class TrainingFailed(RuntimeError):
@@ -71,6 +70,7 @@ def launch(config: TrainConfig) -> RunFolder | None:
         KeyboardInterrupt: Ctrl-C came before, or a second time; the workers have been killed.
         SystemExit: this process was a rank, and has ended.
     """
+    began = float(os.environ.pop(BEGAN, time.time()))  # only a sweep's first job finds it in the environment
     given = config.launch.num_processes
     config = _checked(config)
     if config.dry_run:
@@ -86,7 +86,9 @@ def launch(config: TrainConfig) -> RunFolder | None:
     recorded = replace(config, launch=replace(config.launch, num_processes=given))
     if is_rank():
         die_with_parent(os.getppid())
-        worker.run(recorded, data.folder, StopRequest())
+        timeline = Timeline(began)
+        timeline.mark("launcher")
+        worker.run(recorded, data.folder, StopRequest(), timeline)
     with scratch_folder("fla-train-") as scratch:
         file = scratch / "config.yaml"
         file.write_text(to_yaml(recorded))
@@ -97,6 +99,7 @@ def launch(config: TrainConfig) -> RunFolder | None:
                 newest_step=lambda: checkpoint.newest_step(folder.checkpoints),
                 run=str(folder.root),
                 scratch=scratch,
+                began=began,
             )
         except WorkersFailed as failure:
             details = "" if failure.rank is None else f" (details in {folder.log(failure.rank)})"
@@ -121,12 +124,13 @@ def _checked(config: TrainConfig) -> TrainConfig:
 
 
 def _show(config: TrainConfig) -> None:
-    """Print the config and its plan, with what prepared data there are. Nothing is fetched or written."""
+    """Print the plan, with what prepared data there are. Nothing is fetched or written."""
     config = with_vocabulary(with_warmup(config), offline=True)
     data = find_prepared(config.data) if config.task is None else task_data(config.task, config.seed)
-    log(to_yaml(config))
     for line in plan_lines(config, make_plan(config, data)):
         log(line)
+    log(f"run folder   {config.run.dir or 'runs/' + _label(config) + '-<time>'}")
+    log("dry run      nothing was started; --cfg job in place of dry_run=true prints the config")
 
 
 def _prepare(config: TrainConfig) -> tuple[TrainConfig, PreparedData]:
@@ -186,7 +190,7 @@ def _with_folder(config: TrainConfig) -> tuple[TrainConfig, RunFolder]:
 
 
 def _is_left_to_train(config: TrainConfig, folder: RunFolder, data: PreparedData) -> bool:
-    """Refuse a checkpoint or kernels that do not fit; False, with a line, if the run is complete."""
+    """Refuse a checkpoint that does not fit; False, with a line, if the run is complete."""
     if config.trainer.resume != "auto":
         choose_checkpoint(config, folder, log)
     if (newest := newest_readable(config)) is not None:
@@ -201,31 +205,7 @@ def _is_left_to_train(config: TrainConfig, folder: RunFolder, data: PreparedData
             pushes.add(step)
             pushes.finish(lambda doing: None)
         return False
-    if config.trainer.check_backend and not is_zoo(config.model) and is_first():
-        _check_backend(config)
     return True
-
-
-def _check_backend(config: TrainConfig) -> None:
-    """Refuse to train with kernels that disagree with the fp64 reference on this machine.
-
-    Raises:
-        ValueError: with the report's verdict, and how to train all the same.
-    """
-    model = config.model
-    report = check_backend(
-        model["backend"],
-        config.launch.device,
-        torch.bfloat16 if config.trainer.precision == "bf16" else torch.float32,
-        cases=model_cases(model["num_householder"], model["use_forget_gate"]),
-        head_dims=(model["head_dim"], int(model["head_dim"] * model["expand_v"])),
-    )
-    if not report.ok:
-        raise ValueError(
-            f"backend check failed: {report.summary()}; unset TRITON_PTXAS_PATH if it is set, set another "
-            "model.backend, or trainer.check_backend=false to train all the same"
-        )
-    log(f"backend      {report.summary()}")
 
 
 def _label(config: TrainConfig) -> str:

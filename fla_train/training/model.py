@@ -22,7 +22,6 @@ from fla_train.models.build import build_model as build_fresh_model
 from fla_train.models.configuration import MACHINE_KEYS
 from fla_train.training.checkpoint import TrainState
 from fla_train.training.config import TrainConfig
-from fla_train.training.failures import TrainingStopped
 from fla_train.training.log import RunLogger
 from fla_train.training.metrics import last_value, plot_losses
 from fla_train.training.run_folder import RunFolder
@@ -157,31 +156,33 @@ class Exporter:
         self._engine, self._logger = engine, logger
 
     def export(self, state: TrainState, *, last: bool = False) -> Path | None:
-        """Export this step's model.
+        """Draw the plots and export this step's model.
 
         Args:
-            last: the run's last: one that is there already and intact stays, and an error ends the run.
+            last: the run's last: one that is there already and intact stays.
 
         Returns:
             Its folder; on rank 0 None if it could not be written, which the others do not know.
-
-        Raises:
-            TrainingStopped: the last one could not be written.
         """
         path = self._folder.export(state.step)
-        error = None
-        # Rank 0 looks: other machines may see a shared folder late.
-        if dist.get_rank() == 0 and not (last and self._is_intact(path)):
-            error = self._write(state, path)
-            outcome = f"exported {path}" if error is None else f"NO EXPORT, {error}"
-            self._logger.log(f"step {state.step:,}: {outcome}")
-        if error is not None and last:
-            raise TrainingStopped(
-                f"the model of step {state.step} could not be exported ({error}): free space and give the "
-                "same command again; it resumes from the last checkpoint"
-            )
+        written = True
+        if dist.get_rank() == 0:  # other machines may see a shared folder late
+            try:
+                plots = self._draw()
+                if not (last and self._is_intact(path)):
+                    self._write(state, path, plots)
+            except OSError as error:
+                written = False
+                self._logger.log(f"step {state.step:,}: NO EXPORT, {reason(error)}")
         dist.barrier()
-        return path if error is None else None
+        return path if written else None
+
+    def _draw(self) -> list[Path]:
+        """The plots so far."""
+        plots = [self._folder.accuracy_plot] if self._folder.accuracy_plot.is_file() else []
+        if last_value(self._folder.metrics, "loss") is not None:
+            plots.append(plot_losses([self._folder.root], self._folder.loss_plot))
+        return plots
 
     def _is_intact(self, export: Path) -> bool:
         """Whether there is an export with every file as it was written; a damaged one is named."""
@@ -192,17 +193,10 @@ class Exporter:
             self._logger.log(f"export {export} is written again: {damage}")
         return damage is None
 
-    def _write(self, state: TrainState, path: Path) -> str | None:
-        """Why the disk refused it, or None."""
+    def _write(self, state: TrainState, path: Path, plots: list[Path]) -> None:
         card = model_card(self._config, self._data, self._folder, state)
-        try:
-            plots = [self._folder.accuracy_plot] if self._folder.accuracy_plot.is_file() else []
-            if last_value(self._folder.metrics, "loss") is not None:
-                plots.append(plot_losses([self._folder.root], self._folder.loss_plot))
-            export_model(self._engine.module, self._data.tokenizer(), path, card, plots=plots)
-        except OSError as error:
-            return reason(error)
-        return None
+        export_model(self._engine.module, self._data.tokenizer(), path, card, plots=plots)
+        self._logger.log(f"step {state.step:,}: exported {path}")
 
 
 def model_card(config: TrainConfig, data: PreparedData, folder: RunFolder, state: TrainState) -> CardInfo:

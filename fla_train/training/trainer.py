@@ -19,12 +19,12 @@ from fla_train.training.checkpoint import TrainState
 from fla_train.training.checkpoint_manager import CheckpointManager
 from fla_train.training.config import TrainConfig
 from fla_train.training.cuda_graph import CudaGraphPass
-from fla_train.training.engine import Outcome, StepResult, build_engine, train_step
+from fla_train.training.engine import Outcome, StepResult, build_engine, precompile_step, train_step
 from fla_train.training.evaluator import SuiteRuns, make_evaluator
 from fla_train.training.failures import TrainingStopped
 from fla_train.training.load_checkpoint import load_checkpoint
 from fla_train.training.log import RunLogger
-from fla_train.training.metrics import last_value, plot_losses, step_statistics, to_host
+from fla_train.training.metrics import step_statistics, to_host
 from fla_train.training.model import Exporter, build_model
 from fla_train.training.optimizer import learning_rate
 from fla_train.training.plan import training_flops
@@ -32,9 +32,11 @@ from fla_train.training.preemption import StopRequest
 from fla_train.training.resume import check_config_consistency
 from fla_train.training.run_data import open_training_data, to_batch
 from fla_train.training.run_folder import RunFolder, RunLock
+from fla_train.utils.processes import cores_of_rank
 from fla_train.utils.profiling import profiled
 from fla_train.utils.records import Record
 from fla_train.utils.throughput import Throughput, peak_flops
+from fla_train.utils.timeline import Timeline
 from fla_train.utils.watchdog import Watchdog
 
 READ_EVERY = 10  # steps within which outcomes are read, however seldom they are logged
@@ -50,6 +52,7 @@ class Trainer:
         watchdog: gets a beat with each progress.
         request: once made on any rank, all save a checkpoint and leave.
         lock: of the run's folder, on rank 0.
+        timeline: of the start so far.
     """
 
     def __init__(
@@ -61,14 +64,20 @@ class Trainer:
         watchdog: Watchdog,
         request: StopRequest,
         lock: RunLock | None = None,
+        timeline: Timeline | None = None,
     ):
         trainer = config.trainer
         self.config, self.watchdog, self.request, self.lock = config, watchdog, request, lock
         self.folder = RunFolder(Path(config.run.dir))
-        self.engine = build_engine(build_model(config, data, resumed=resume is not None), config)
+        self.timeline = timeline or Timeline()  # of the start, then of the end
+        model = build_model(config, data, resumed=resume is not None)
+        self.timeline.mark("model")
+        self.engine = build_engine(model, config)
+        self.timeline.mark("engine")
         self.rank, world = dist.get_rank(), dist.get_world_size()
         check_config_consistency(config, data, resume, self.folder)
         self.state = load_checkpoint(self.engine, resume) if resume else TrainState()
+        self.timeline.mark("checkpoint")
         self.state.data, self.state.commits = data.folder.name, data.commits()
         own = resume is not None and resume.resolve().parent == self.folder.checkpoints.resolve()
         if not own:  # a branch of another run, whose W&B run stays separate
@@ -113,12 +122,14 @@ class Trainer:
                 record=self.logger.record,
                 log=self.logger.log,
             )
+        self._first = True  # no step was launched yet
         hub = config.hub if self.rank == 0 else HubConfig()
         self.pushes = HubPushes(hub, self.folder.root, config.model.get("mixer"), self.logger.log)
         self.unread: list[tuple[int, float, Outcome]] = []  # step, learning rate, outcome on the device
         self.statistics: dict[str, Tensor] = {}  # of the newest step
         self.stopping = False  # a rank got a request to stop
         self.reached = False  # the run's target, before its last step; the same on all ranks
+        self.timeline.mark("evaluation and loggers")
 
     def run(self) -> bool:
         """Train to `trainer.max_steps`, or until the evaluator's target is reached.
@@ -130,8 +141,8 @@ class Trainer:
         """
         trainer, state = self.config.trainer, self.state
         self.reached = self.evaluator.has_reached(state.step)  # killed before it had written all its files
-        if self.suites is not None:
-            due = state.step if self._finished() else state.step // trainer.suite_every * trainer.suite_every
+        if self.suites is not None and not self._finished():
+            due = state.step // trainer.suite_every * trainer.suite_every
             self.suites.start_if_lost(self.folder.export(due), due, self.folder.metrics)
         self.pushes.resume(state.step)
         loader = PrefetchLoader(self.train_data, self.batches, state.step, trainer.max_steps)
@@ -151,6 +162,8 @@ class Trainer:
                     self.pushes.poll()
                 if self._due(trainer.eval_every):
                     self._evaluate()
+                if self._finished():
+                    break
                 # The checkpoint last: whatever a kill leaves undone before it, the resumed run does again.
                 suite_due = trainer.suite_every > 0 and self._due(trainer.suite_every)
                 push_due = self._due(self.config.hub.push_every)
@@ -158,12 +171,11 @@ class Trainer:
                     export = self._export()
                     if suite_due and self.suites is not None and export is not None:
                         self.suites.start(export, state.step)
-                    # The last export is pushed after its evaluation, whose results then stand in its card.
-                    if push_due and export is not None and not self._finished():
+                    if push_due and export is not None:
                         self.pushes.add(state.step)
                 if self._due(trainer.checkpoint_every) or self.stopping:
                     self._save()
-                if self.stopping and not self._finished():
+                if self.stopping:
                     self._leave()
                     return False
         self._finish()
@@ -171,10 +183,17 @@ class Trainer:
 
     def _step(self, loader: PrefetchLoader) -> None:
         """Launch the next optimizer step; its outcome stays on the device."""
-        trainer, step = self.config.trainer, self.state.step + 1
+        trainer, step, first = self.config.trainer, self.state.step + 1, self._first
+        self._first = False
         self.watchdog.beat(f"waiting for the data of step {step}", "data")
         with self.throughput.waiting():
             batch = [to_batch(next(loader), self.engine.device) for _ in range(self.batches.accumulation)]
+        if first:
+            self.timeline.mark("data")
+            if self.engine.device.type == "cuda" and not is_zoo(self.config.model):
+                self.watchdog.beat(f"compiling the kernels of step {step}")
+                precompile_step(self.engine, batch[0], cores_of_rank())
+                self.timeline.mark("kernels")
         rate = learning_rate(
             step, peak=self.config.optimizer.lr, max_steps=trainer.max_steps, schedule=self.config.schedule
         )
@@ -196,6 +215,9 @@ class Trainer:
                 stop=self.request.made(),
                 cuda_graph=None if observe else self.cuda_graph,  # a graph has no hooks
             )
+        if first:
+            self.timeline.mark(f"step {step}")
+            self.logger.log(f"start        {self.timeline}")
         self.unread.append((step, rate, outcome))
         self.state.step = step
         self.state.sequences += self.batches.global_batch
@@ -256,9 +278,10 @@ class Trainer:
 
     def _evaluate(self) -> None:
         """Evaluate, log the result, and see whether the target is reached."""
-        state = self.state
+        state, self.timeline = self.state, Timeline()
         self.watchdog.beat(f"evaluating after step {state.step}")
         found = self.evaluator.evaluate(state.step)
+        self.timeline.mark("validation")
         if found is None:
             return
         record, line = found
@@ -293,21 +316,37 @@ class Trainer:
         self.logger.close()
 
     def _finish(self) -> None:
-        """The last step's files, where a resumed or killed run still lacks them, and the summary."""
+        """The last step's files, where a resumed or killed run still lacks them, and the summary.
+
+        The writer's process writes the checkpoint while this one exports. The export is pushed after its
+        evaluation, whose results then stand in its card.
+
+        Raises:
+            TrainingStopped: the last checkpoint or export could not be written.
+        """
         state = self.state
         if not self.checkpoints.is_saved(state.step):
             self._save()
+            self.checkpoints.finish_copy()
+        self.timeline.mark("copy of the checkpoint")
+        export = self._export(last=True)
+        self.timeline.mark("export")
         self.checkpoints.ensure_saved(state.step)
         self.checkpoints.close()
-        export = self._export(last=True)
+        self.timeline.mark("rest of the checkpoint")
+        if export is None:
+            raise TrainingStopped(
+                f"the model of step {state.step} could not be exported (see train.log): free space and give "
+                "the same command again; it resumes from the last checkpoint"
+            )
+        self.logger.log(f"end          {self.timeline}")
         if self.suites is not None:
+            self.suites.start_if_lost(export, state.step, self.folder.metrics)
             self.suites.finish(state.step, state.tokens, self.watchdog.beat)
         self.pushes.add(state.step)
         self.pushes.finish(self.watchdog.beat)
         self.logger.close()
         if self.rank == 0:
-            if last_value(self.folder.metrics, "loss") is not None:
-                plot_losses([self.folder.root], self.folder.loss_plot)
             for line in self.evaluator.summary(state, export):
                 self.logger.log(line)
 

@@ -22,6 +22,7 @@ from fla_train.training.log import log_both, redirect_output
 from fla_train.training.preemption import EXIT_CODE, StopRequest
 from fla_train.utils.filesystem import write_whole
 from fla_train.utils.processes import die_with_parent
+from fla_train.utils.timeline import BEGAN, Timeline
 from fla_train.utils.watchdog import Watchdog, end_process
 
 if TYPE_CHECKING:  # they import torch, and a request to stop must be handled before that
@@ -50,7 +51,7 @@ def _leave_line(failure: BaseException, config: "TrainConfig | None" = None) -> 
     return FINAL if final else RETRY
 
 
-def run(config: "TrainConfig", data: Path, request: StopRequest) -> NoReturn:
+def run(config: "TrainConfig", data: Path, request: StopRequest, timeline: Timeline) -> NoReturn:
     """`train` with this process's output in the rank's log; ends the process."""
     from fla_train.training.run_folder import RunFolder
 
@@ -59,7 +60,7 @@ def run(config: "TrainConfig", data: Path, request: StopRequest) -> NoReturn:
     except OSError as failure:
         os._exit(_leave_line(failure))  # without a traceback: there is no log for it
     try:
-        finished = train(config, data, console, request)
+        finished = train(config, data, console, request, timeline)
     except BaseException as failure:
         world = replace(config.launch, num_processes=int(os.environ["WORLD_SIZE"]))
         status = report(failure, replace(config, launch=world))
@@ -76,12 +77,15 @@ def run(config: "TrainConfig", data: Path, request: StopRequest) -> NoReturn:
     sys.exit(0 if finished else EXIT_CODE)
 
 
-def train(config: "TrainConfig", data_folder: Path, console: TextIO, request: StopRequest) -> bool:
+def train(
+    config: "TrainConfig", data_folder: Path, console: TextIO, request: StopRequest, timeline: Timeline
+) -> bool:
     """Train as the rank that the environment names; False when `request` ended it before the last step.
 
     Args:
         config: whose number of processes may be `auto`.
         data_folder: the prepared text, or `.` for a synthetic task.
+        timeline: of the start, whose phases are logged after the first step.
     """
     import torch.distributed as dist
 
@@ -93,6 +97,7 @@ def train(config: "TrainConfig", data_folder: Path, console: TextIO, request: St
     from fla_train.training.run_folder import RunFolder, RunLock
     from fla_train.training.trainer import Trainer
 
+    timeline.mark("imports")
     given, config = config, with_processes(config)
     folder = RunFolder(Path(config.run.dir))
     watchdog = Watchdog(config.trainer.hang_timeout, end_process(report))
@@ -102,13 +107,49 @@ def train(config: "TrainConfig", data_folder: Path, console: TextIO, request: St
     lock = RunLock(folder) if dist.get_rank() == 0 else None
     log = partial(log_both, console)
     with closing(lock) if lock else nullcontext():
+        if config.trainer.check_backend and os.environ["LOCAL_RANK"] == "0":
+            _check_backend(config, log)
+            timeline.mark("backend check")
         resume = agree_on_checkpoint(config, folder, log)
         if lock is not None:
             folder.sweep()
             _record(given, config, data, folder, resume, log)
-        finished = Trainer(config, data, resume, console, watchdog, request, lock).run()
+        timeline.mark("run folder")
+        finished = Trainer(config, data, resume, console, watchdog, request, lock, timeline).run()
     watchdog.close()
     return finished
+
+
+def _check_backend(config: "TrainConfig", log: Callable[[str], None]) -> None:
+    """Refuse to train with kernels that disagree with the fp64 reference on this machine.
+
+    Not in the launcher, which would start CUDA and load the kernels for that alone: seconds.
+
+    Raises:
+        ValueError: with the report's verdict, and how to train all the same.
+    """
+    import torch
+
+    from fla_train.kernels.delta_product.selfcheck import check_backend, model_cases
+    from fla_train.models.build import is_zoo
+
+    model = config.model
+    if is_zoo(model):
+        return
+    report = check_backend(
+        model["backend"],
+        config.launch.device,
+        torch.bfloat16 if config.trainer.precision == "bf16" else torch.float32,
+        cases=model_cases(model["num_householder"], model["use_forget_gate"]),
+        head_dims=(model["head_dim"], int(model["head_dim"] * model["expand_v"])),
+    )
+    if not report.ok:
+        raise ValueError(
+            f"backend check failed: {report.summary()}; unset TRITON_PTXAS_PATH if it is set, set another "
+            "model.backend, or trainer.check_backend=false to train all the same"
+        )
+    if os.environ["RANK"] == "0":
+        log(f"backend      {report.summary()}")
 
 
 def _record(
@@ -142,6 +183,8 @@ def _record(
 def main() -> None:
     die_with_parent(int(os.environ["FLA_TRAIN_LAUNCHER"]))
     request = StopRequest()  # before the imports, which take seconds
+    timeline = Timeline(float(os.environ[BEGAN]))
+    timeline.mark("launcher")
     config_file, data = map(Path, sys.argv[1:])
     from fla_train.training.config import load_config
 
@@ -149,7 +192,7 @@ def main() -> None:
         config = load_config(config_file)
     except ValueError as failure:  # the agent's temporary files have been deleted
         sys.exit(_leave_line(failure))
-    run(config, data, request)
+    run(config, data, request, timeline)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,11 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def cores_of_rank() -> int:
+    """A rank's share of them, at least one; of a process that is no rank all."""
+    return max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when the one that started it dies, even by kill -9 (Linux).
 

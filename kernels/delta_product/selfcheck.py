@@ -6,6 +6,7 @@ kernel, in seconds. `fla-doctor` prints the report, and training refuses to star
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor
 from fla_train.kernels.delta_product.interface import delta_product, resolve_backend
 from fla_train.kernels.delta_product.recurrent import compute_dtype
 from fla_train.kernels.delta_product.select import override
+from fla_train.kernels.precompile import precompile
 from fla_train.kernels.sizes import ceil_div, processors
+from fla_train.utils.processes import cores_of_rank
 
 DIFFERENTIABLE = ("q", "k", "v", "beta", "g", "initial_state")
 BATCH, HEADS = 2, 2  # sequences of a case, unless they are packed, and heads
@@ -133,22 +136,32 @@ def check_backend(
     backend = resolve_backend(backend, device)
     rows: list[Row] = []
     failure = None
-    for seed, case in enumerate(cases):
-        inputs = make_inputs(case, dtype, case.head_dims or head_dims, seed)
+    given = [
+        (case, make_inputs(case, dtype, case.head_dims or head_dims, seed)) for seed, case in enumerate(cases)
+    ]
+
+    def run(case: Case, inputs: dict[str, object]) -> dict[str, Tensor]:
         copies = num_copies(case, backend, device)
+        with override(segment_chunks=case.segment_chunks):
+            many = {name: _to(x, device, copies=copies) for name, x in inputs.items()}
+            return evaluate(many, backend, copies=copies, final_state=case.final_state)
+
+    if backend == "triton" and device.type == "cuda":
+        with suppress(Exception):  # which comes again below
+            precompile(lambda: [run(case, inputs) for case, inputs in given], cores_of_rank())
+    for case, inputs in given:
         exact = {name: _to(x, "cpu", torch.float64) for name, x in inputs.items()}
         reference = evaluate(exact, "recurrent", final_state=case.final_state)
         try:
-            with override(segment_chunks=case.segment_chunks):
-                many = {name: _to(x, device, copies=copies) for name, x in inputs.items()}
-                results = evaluate(many, backend, copies=copies, final_state=case.final_state)
-                results = {name: x.cpu() for name, x in results.items()}  # raises the GPU's errors
+            results = {name: x.cpu() for name, x in run(case, inputs).items()}  # raises the GPU's errors
         except Exception as error:  # a compiler's or a launch's, of any type
             message = str(error).strip().splitlines() or [""]
             failure = f"{case.name}: {type(error).__name__}: {message[0]}"
             break
         for name, expected in reference.items():
-            found = [relative_rms(x, expected) for x in results[name].chunk(copies)]
+            found = [
+                relative_rms(x, expected) for x in results[name].chunk(num_copies(case, backend, device))
+            ]
             error = torch.tensor(found).max().item()  # of the worst copy, NaN if one has a NaN
             rows.append(Row(case.name, name, error, _tolerance(name, backend, dtype, case)))
     return CheckReport(backend, str(device), dtype, tuple(rows), failure)

@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
@@ -17,7 +18,7 @@ from fla_train.data.sampler import Batch, BatchSampler
 from fla_train.models import DeltaProductForCausalLM, build_config
 from fla_train.training.bad_steps import BadStepFilter
 from fla_train.training.config import TrainConfig
-from fla_train.training.engine import StepResult, build_engine, train_step
+from fla_train.training.engine import StepResult, build_engine, precompile_step, train_step
 from fla_train.training.evaluator import evaluate
 
 GLOBAL_BATCH, SEQ_LEN, STEPS = 8, 32, 4
@@ -88,6 +89,16 @@ def poisoned(engine: DeepSpeedEngine) -> Iterator[None]:
         yield
 
 
+def precompile_without_kernels(engine: DeepSpeedEngine, batch: Sequence[torch.Tensor]) -> int:
+    """How many passes `precompile_step` runs, of which the steps after it must not show anything."""
+    losses = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fla_train.training.engine.precompile", lambda work, threads: losses.append(work()[0]))
+        precompile_step(engine, tuple(batch), threads=1)
+    assert all(parameter.grad is None for parameter in engine.module.parameters())
+    return len(losses)
+
+
 def run(config: TrainConfig) -> dict:
     """On each rank: losses, norms and the like of steps, of one with a NaN on the last rank, of a spike."""
     engine = build_engine(make_model(config), config)
@@ -105,8 +116,10 @@ def run(config: TrainConfig) -> dict:
             outcomes.append(train_step(engine, pairs, LEARNING_RATE, bad_steps, stop=stop))
         return [outcome.read() for outcome in outcomes]
 
+    passes = precompile_without_kernels(engine, [tensor[plan.indices(0)[0]] for tensor in make_batch(0)])
     results = steps(0, STEPS)
     content = {
+        "precompiled_passes": passes,
         "accumulation": plan.accumulation,
         "losses": [r.loss for r in results],
         "grad_norms": [r.grad_norm for r in results],

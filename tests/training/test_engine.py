@@ -40,6 +40,7 @@ def reference(config: TrainConfig) -> dict:
 @pytest.mark.parametrize("layout", ["1 rank(s) x 1", "1 rank(s) x 4", "2 rank(s) x 2"])
 def test_every_layout_takes_the_steps_of_plain_pytorch(runs: dict, reference: dict, layout: str):
     result = runs[layout]
+    assert result["precompiled_passes"] == 1
     assert result["losses"] == pytest.approx(reference["losses"], rel=1e-5)
     assert result["grad_norms"] == pytest.approx(reference["grad_norms"], rel=2e-6)
     assert result["weights"] == pytest.approx(reference["weights"], rel=1e-4, abs=1e-3)

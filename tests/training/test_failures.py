@@ -153,7 +153,7 @@ WITHOUT_LOG = """
 import sys
 from types import SimpleNamespace
 from fla_train.training import worker
-worker.run(SimpleNamespace(run=SimpleNamespace(dir=sys.argv[1])), None, None)
+worker.run(SimpleNamespace(run=SimpleNamespace(dir=sys.argv[1])), None, None, None)
 """
 
 
@@ -169,7 +169,8 @@ def test_a_rank_that_can_write_no_log_leaves_one_line(tmp_path: Path):
 
 def test_a_worker_whose_config_has_gone_fails_for_good(tmp_path: Path):
     error = tmp_path / "error.json"
-    environment = os.environ | {"FLA_TRAIN_LAUNCHER": str(os.getpid()), "TORCHELASTIC_ERROR_FILE": str(error)}
+    environment = os.environ | {"FLA_TRAIN_LAUNCHER": str(os.getpid()), "FLA_TRAIN_BEGAN": "0"}
+    environment |= {"TORCHELASTIC_ERROR_FILE": str(error)}
     command = [sys.executable, "-m", "fla_train.training.worker", str(tmp_path / "config.yaml"), "."]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (2, "") and "config.yaml" in error.read_text()

@@ -22,6 +22,7 @@ from fla_train.training.agent import run_workers
 from fla_train.training.config import LaunchConfig, TrainConfig
 from fla_train.training.launch import launch
 from fla_train.training.process_group import STORE_FILE
+from fla_train.utils.timeline import Timeline
 
 TWO_RANKS = [
     *("launch.num_processes=2", "launch.device=cpu", "trainer.precision=fp32"),
@@ -124,4 +125,4 @@ def _train(config_file: Path, data: Path) -> None:
 
     config = load_config(config_file)
     with (Path(config.run.dir) / "train.log").open("a") as log:
-        worker.train(config, data, log, SimpleNamespace(made=lambda: False))
+        worker.train(config, data, log, SimpleNamespace(made=lambda: False), Timeline())

@@ -1,0 +1,34 @@
+"""Timeline: the seconds of each phase of a run's start or end, as one line for the log."""
+
+import time
+
+import psutil
+
+BEGAN = "FLA_TRAIN_BEGAN"  # environment variable: the time (Unix) at which the command was given
+
+
+def process_start() -> float:
+    """When this process was started: Unix time."""
+    return psutil.Process().create_time()
+
+
+class Timeline:
+    """Phases, each from the mark before it to its own.
+
+    Args:
+        began: Unix time of the first phase's start, perhaps in another process; None: now.
+    """
+
+    def __init__(self, began: float | None = None):
+        self._began = self._last = time.time() if began is None else began
+        self._phases: dict[str, float] = {}
+
+    def mark(self, phase: str) -> None:
+        """End a phase."""
+        now = time.time()
+        self._phases[phase] = self._phases.get(phase, 0.0) + now - self._last
+        self._last = now
+
+    def __str__(self) -> str:
+        phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self._phases.items())
+        return f"{self._last - self._began:.1f} s ({phases})"

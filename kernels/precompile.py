@@ -1,0 +1,50 @@
+"""Compile the Triton kernels of some work in parallel, before the work runs.
+
+Triton compiles a kernel at its first launch, for seconds, and one after another. Here the work is run once
+without launches, which takes milliseconds and tells every kernel with its specialization; Triton's
+`AsyncCompileMode` compiles them in threads. The compiler's passes release Python's lock, and `ptxas` is a
+process of its own.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from fla_train.kernels.optional_triton import triton
+
+
+def precompile(work: Callable[[], object], threads: int) -> None:
+    """Compile the kernels that `work` launches; return once they are compiled, or read from Triton's cache.
+
+    `work` runs in this thread, backward passes included, on memory that no kernel has filled: its results
+    mean nothing, and no control flow may depend on them. A kernel that does not compile fails at its launch,
+    later. No other thread may launch a kernel meanwhile.
+
+    Args:
+        threads: in which kernels are compiled.
+    """
+    with (
+        ThreadPoolExecutor(threads) as pool,
+        triton.AsyncCompileMode(pool, ignore_errors=True),
+        _without_launches(),
+        torch.autograd.set_multithreading_enabled(False),  # the mode holds in this thread only
+    ):
+        work()
+
+
+@contextmanager
+def _without_launches() -> Iterator[None]:
+    """Inside, a launch of a kernel compiles it, and returns None: the compiled kernel is still to come."""
+    launch = triton.JITFunction.run
+
+    def compile_only(kernel: triton.JITFunction, *arguments: Any, **options: Any) -> None:
+        launch(kernel, *arguments, **(options | {"warmup": True}))
+
+    triton.JITFunction.run = compile_only
+    try:
+        yield
+    finally:
+        triton.JITFunction.run = launch

@@ -1,0 +1,98 @@
+"""`precompile` for an H100 on any machine; prints what was compiled where, and who failed, as JSON.
+
+In a process of its own, since the tests may have had Triton interpret kernels, and with a driver that only
+says which GPU it stands for.
+"""
+
+import json
+import threading
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from fla_train.kernels.cached_launch import run_kernel
+from fla_train.kernels.precompile import precompile
+
+
+class Hopper:
+    """The part of a driver that compilation asks."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+@triton.jit
+def double_kernel(x, y, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(y + at, 2 * tl.load(x + at))
+
+
+@triton.jit
+def halve_kernel(x, y, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(y + at, tl.load(x + at) / 2)
+
+
+@triton.jit
+def wrong_kernel(x, SIZE: tl.constexpr):
+    tl.static_assert(SIZE < 0)
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        y = torch.ones_like(x)
+        for size in (16, 32, 16):  # twice the same
+            run_kernel(double_kernel, (1,), x=x, y=y, SIZE=size)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: torch.Tensor) -> torch.Tensor:
+        dx = torch.ones_like(dy)
+        halve_kernel[(1,)](dy, dx, 16)
+        return dx
+
+
+def main() -> None:
+    driver.set_active(Hopper())
+    torch.cuda.current_device = lambda: 0
+    compiled: list[tuple[str, bool]] = []
+
+    def listener(*, metadata: dict, **_: object) -> None:
+        compiled.append((metadata["name"], threading.current_thread() is threading.main_thread()))
+
+    triton.knobs.compilation.listener = listener
+    x = torch.zeros(32, requires_grad=True)
+    results = []
+
+    def work() -> None:
+        wrong_kernel[(1,)](x, 16)
+        y = Double.apply(x)
+        results.append((y.sum().item(), torch.autograd.grad(y.sum(), x)[0].sum().item()))
+
+    precompile(work, threads=2)
+    first = sorted(compiled)
+    precompile(work, threads=2)  # finds all of them
+    try:
+        wrong_kernel[(1,)](x, 16)
+        failed = False
+    except triton.CompilationError:
+        failed = True
+    print(
+        json.dumps(
+            {"compiled": first, "again": len(compiled) - len(first), "failed": failed, "results": results}
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""What a command imports on its way to the first step, and what a run says of its start and end."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from warm_ranks import WarmRanks
+
+from fla_train.training.config import TrainConfig
+from fla_train.utils.timeline import Timeline
+
+# Each takes a second or more, for nothing that the launcher does.
+NOT_IN_THE_LAUNCHER = """
+    accelerate datasets deepspeed lm_eval matplotlib.figure pandas scipy.stats sklearn sympy torch._dynamo
+    torch._inductor torch.distributed.tensor transformers.modeling_utils wandb fla_train.models.modeling
+""".split()
+NOT_BEFORE_THE_FIRST_STEP = (
+    "datasets lm_eval matplotlib.figure scipy.stats tensorboard torchvision wandb".split()
+)
+LAUNCHER = """
+import os, sys
+from fla_train.cli.train import main
+import fla_train.training.launch as launch
+def stop(*_, **__):
+    print(*sys.modules, sep="\\n", flush=True)
+    os._exit(0)
+launch.run_workers = stop
+main()
+"""
+WORKER = """
+import os, sys
+from fla_train.cli.train import main
+import fla_train.training.trainer as trainer
+def stop(*_, **__):
+    os.write(2, "\\n".join(sys.modules).encode())
+    os._exit(0)
+trainer.train_step = stop
+os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "left_out", "loaded"),
+    [
+        (LAUNCHER, NOT_IN_THE_LAUNCHER, "fla_train.training.agent"),
+        (WORKER, NOT_BEFORE_THE_FIRST_STEP, "deepspeed"),
+    ],
+    ids=["launcher", "worker"],
+)
+@pytest.mark.usefixtures("unwatched")
+def test_what_is_not_needed_is_not_imported(
+    overrides: list[str], tmp_path: Path, program: str, left_out: list[str], loaded: str
+) -> None:
+    """Of the launcher up to the start of its workers, and of a worker up to its first step."""
+    place = ["launch.device=cpu", "trainer.check_backend=true", f"run.dir={tmp_path / 'run'}"]
+    command = [sys.executable, "-c", program, *overrides, *place]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    log = tmp_path / "run" / "train.log"
+    modules = set((done.stdout + (log.read_text() if log.is_file() else "")).split("\n"))
+    assert loaded in modules, done.stderr[-2000:]
+    assert not modules & set(left_out)
+
+
+def test_the_log_has_a_line_of_the_start_and_one_of_the_end(
+    make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks, tmp_path: Path
+) -> None:
+    warm_ranks.launch(make_config("launch.device=cpu", "trainer.max_steps=2", f"run.dir={tmp_path}"))
+    log = (tmp_path / "train.log").read_text()
+    for name, phases in (
+        ("start", ("imports", "model", "engine", "data", "step 1")),
+        ("end", ("validation", "export", "rest of the checkpoint")),
+    ):
+        (line,) = re.findall(rf"^{name} .*", log, re.MULTILINE)
+        assert all(f"{phase} " in line for phase in phases)
+        total, *seconds = map(float, re.findall(r"\d+\.\d", line))
+        assert total == pytest.approx(sum(seconds), abs=0.06 * len(seconds))
+
+
+def test_phases_of_one_name_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((100.0, 101.0, 103.0))
+    monkeypatch.setattr("time.time", lambda: next(clock))
+    timeline = Timeline(98.5)
+    for phase in ("imports", "data", "imports"):
+        timeline.mark(phase)
+    assert str(timeline) == "4.5 s (imports 3.5, data 1.0)"
