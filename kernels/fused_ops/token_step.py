@@ -125,7 +125,7 @@ def tile(x: Tensor, rows: int, width: int) -> tuple[int, int, int]:
     # Programs read all tokens again, from the L2 cache: as many rows as leave most multiprocessors one.
     return (
         min(MAX_TOKENS, max(16, next_power_of_2(tokens))),
-        (64 if x.element_size() == 2 else 16) // width,
+        (64 if x.element_size() == 2 else 32) // width,
         256 // x.element_size(),
     )
 
