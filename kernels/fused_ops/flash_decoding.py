@@ -28,39 +28,38 @@ def attention_step(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     Returns:
         [B, H, 1, D].
     """
+    o = torch.empty_like(q, memory_format=torch.contiguous_format)
+    attention_step_forward(*(x.contiguous() for x in (q, k, v, visible)), o)
+    return o
+
+
+@custom_op(mutates=("o",))
+def attention_step_forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, o: Tensor) -> None:
+    """Fill the output from those of all parts, weighted by their sums of exponentials."""
     (batch, heads, _, size), (kv_heads, keys) = q.shape, k.shape[1:3]
+    key_tile = next_power_of_2(max(16, size))
+    block = max(16, min(128, BLOCK // (key_tile * k.element_size())))
     wanted = ceil_div(PROGRAMS_PER_PROCESSOR * processors(q.device), batch * kv_heads)
-    parts = min(ceil_div(keys, block_of_keys(k)), wanted)
-    o = q.new_empty(parts, batch, heads, size, dtype=torch.float32)
-    lse = q.new_empty(parts, batch, heads, dtype=torch.float32)
-    attention_of_parts(*(x.contiguous() for x in (q, k, v, visible)), o, lse)
-    return (o * lse.softmax(0)[..., None]).sum(0)[:, :, None].to(q.dtype)
-
-
-def block_of_keys(k: Tensor) -> int:
-    return max(16, min(128, BLOCK // (next_power_of_2(k.shape[-1]) * k.element_size())))
-
-
-@custom_op(mutates=("o", "lse"))
-def attention_of_parts(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, o: Tensor, lse: Tensor) -> None:
-    """Fill each part's output [parts, B, H, D] and log-sum-exp of scores [parts, B, H]."""
-    parts, batch, heads, size = o.shape
-    kv_heads, keys = k.shape[1:3]
+    parts = min(ceil_div(keys, block), wanted)
+    o_parts = q.new_empty(parts, *q.shape, dtype=torch.float32)
+    lse = q.new_empty(parts, batch, heads, 1, 1, dtype=torch.float32)
     with torch.cuda.device_of(q):
         run_kernel(
             attention_step_kernel, (batch * kv_heads, parts),
-            q=q, k=k, v=v, visible=visible, o=o, lse=lse, scale=size**-0.5, S=keys, H=kv_heads,
-            G=heads // kv_heads, D=size, PARTS=parts, ROWS=len(visible), B=batch,
-            BG=max(16, next_power_of_2(heads // kv_heads)), BD=max(16, next_power_of_2(size)),
-            BS=block_of_keys(k), num_warps=4, num_stages=3,
+            q=q, k=k, v=v, visible=visible, o=o_parts, lse=lse, scale=size**-0.5,
+            S=keys, PARTS=parts, B=batch, H=kv_heads, G=heads // kv_heads, D=size, ROWS=len(visible) > 1,
+            BG=max(16, next_power_of_2(heads // kv_heads)), BS=block, BD=key_tile,
+            num_warps=4, num_stages=3,
         )  # fmt: skip
+    o.copy_((o_parts * lse.softmax(0)).sum(0))
 
 
-@triton.jit(do_not_specialize=["S"])
+@triton.jit(do_not_specialize=["S", "PARTS", "B"])
 def attention_step_kernel(
-    q, k, v, visible, o, lse,  # [B, H, G, D], [B, H, S, D] twice, [ROWS, S], out [PARTS, B, H, G, D], [.., G]
-    scale, S, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
-    B: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
+    q, k, v, visible,  # [B, H, G, D], [B, H, S, D] twice, [B, S], [1, S] without ROWS
+    o, lse, scale, S, PARTS, B,  # out [PARTS, B, H, G, D], [PARTS, B, H, G]
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    BG: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Every PARTS-th block of a head's keys, for the G queries that share them."""
     i_h, i_part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -70,7 +69,7 @@ def attention_step_kernel(
     b_q = tl.load(q + i_h * G * D + p_g, mask=m_g[:, None] & m_d[None, :], other=0.0)
     k += i_h * S * D
     v += i_h * S * D
-    if ROWS > 1:
+    if ROWS:
         visible += i_h // H * S
     b_max = tl.full([BG], float("-inf"), tl.float32)
     b_sum = tl.zeros([BG], tl.float32)

@@ -36,8 +36,9 @@ def linear_step(
     """The outputs of linear layers on rmsnorm(x + residual), side by side.
 
     Args:
-        x: one token of each of B sequences, [B, 1, D], contiguous; `residual` has its shape.
+        x: one token of each of B sequences, [B, 1, D], contiguous.
         weights: [rows, D] each, contiguous, in the dtype of `x`; at most six.
+        residual: of the shape of `x`, only with a norm.
         norm: weight of the RMSNorm [D]; None: no norm.
         swiglu: silu(x weights[0]^T) * (x weights[1]^T) instead; both have as many rows.
 
@@ -124,7 +125,7 @@ def tile(x: Tensor, rows: int, width: int) -> tuple[int, int, int]:
     # Programs read all tokens again, from the L2 cache: as many rows as leave most multiprocessors one.
     return (
         min(MAX_TOKENS, max(16, next_power_of_2(tokens))),
-        (64 if x.element_size() == 2 else 16) // width,
+        (64 if x.element_size() == 2 else 32) // width,
         256 // x.element_size(),
     )
 

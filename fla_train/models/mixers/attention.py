@@ -76,7 +76,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys) -> Tensor:
     if visible.plain:
         return _sdpa(q, k, v, is_causal=q.shape[2] > 1)
     if q.shape[2] == 1 and not torch.is_grad_enabled() and resolve_backend("auto", q) == "triton":
-        return attention_step(q, k, v, visible.mask())
+        compiling = torch.compiler.is_compiling()  # which makes it once, but cannot trace cached properties
+        return attention_step(q, k, v, visible.mask() if compiling else visible.mask_of_step)
     if visible.cu_seqlens is not None and flash_takes(q):
         return _flash(q, k, v, visible)
     return attention_in_blocks(q, k, v, visible)
