@@ -1,7 +1,7 @@
 # Two commands for a new machine (Python 3.11+, a C compiler): `make demo` and `make test`.
-# Both create .venv and install into it first. `make test-all` runs also the tests marked `long`, which
-# `make test` leaves out. `make docs` builds the documentation site into site/. `make check` and `make format`
-# are for developers.
+# Both create .venv and install into it first. `make docs` builds the documentation site into site/.
+# `make test-all` does so, too, and runs also the tests marked `long`, which `make test` leaves out. `make check`
+# and `make format` are for developers.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -22,6 +22,7 @@ demo: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh
 
 test: SELECTED := not long
+test-all: docs
 test test-all: install check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(SELECTED)" -n 2 --dist loadfile --no-loadscope-reorder \
 		--cov --cov-report=term:skip-covered

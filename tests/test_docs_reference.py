@@ -42,6 +42,12 @@ def test_the_page_has_the_keys_of_every_command() -> None:
             assert f"| `{group}.{key}` |" in page or f"| `{key}` |" in page
 
 
+def test_the_home_page_has_the_table_of_frameworks() -> None:
+    page = reference.on_page_markdown((ROOT / "docs" / "index.md").read_text())
+    assert "| DeltaNet [[1]](comparison.md#notes) | yes |" in page
+    assert "<!--" not in page
+
+
 def test_the_api_page_shows_what_import_fla_train_offers() -> None:
     page = reference.on_page_markdown((ROOT / "docs" / "api.md").read_text())
     for name in fla_train.API:

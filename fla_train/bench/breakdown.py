@@ -23,10 +23,12 @@ GPU_KERNELS = (
     ("optimizer", re.compile(r"multi_tensor_apply|FusedAdam")),
     (
         "operator",
-        re.compile(r"^(chunk|fused_recurrent|segment)_|delta|wy_|tril|flash|fmha|sdpa"),
+        re.compile(
+            r"^(chunk|fused_recurrent|segment|mixer_step|attention_step)_|delta|wy_|tril|flash|fmha|sdpa"
+        ),
     ),
     ("loss", re.compile(r"consume_kernel|cross_entropy|SoftMax|nll_loss")),
-    ("matmuls", re.compile(r"gemm|cutlass|nvjet|xmma|splitK|cublas", re.IGNORECASE)),
+    ("matmuls", re.compile(r"gemm|cutlass|nvjet|xmma|splitK|cublas|^linear_step", re.IGNORECASE)),
     (
         "elementwise",
         re.compile(

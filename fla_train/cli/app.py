@@ -1,7 +1,6 @@
-"""Shared code of the Hydra commands: compose the config, print errors in plain lines, set the exit status.
+"""Shared code of the commands: compose the config, print errors in plain lines, set the exit status.
 
-Exit status: 0 done, 1 the work failed and may be retried, 2 a user error (the request, or a file that it
-names), 75 stopped on request, 130 interrupted.
+`help.EXIT_STATUS` lists the statuses.
 """
 
 import os
@@ -25,11 +24,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from fla_train import __version__
 from fla_train.cli.config_files import ConfigFiles
-from fla_train.cli.help import completions, help_text, list_text
+from fla_train.cli.error_pages import with_pages
+from fla_train.cli.help import SCRIPTS, completions, help_text, list_text
 from fla_train.cli.names import flag_error, option_error
 from fla_train.cli.overrides import addition_errors, one_line, override_errors
+from fla_train.cli.version import add_version
 from fla_train.hub.saved_config import escape
 from fla_train.utils.errors import Interrupted
 
@@ -150,9 +150,9 @@ def leave(code: int) -> NoReturn:
 
 
 def fail(message: object, code: int = 2) -> int:
-    """Print one `error:` line to stderr and return the exit code, also where the terminal has gone."""
+    """Print `error:` lines to stderr and return the exit code, also where the terminal has gone."""
     with suppress(OSError):
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        print(f"error: {with_pages(str(message))}", file=sys.stderr, flush=True)
     return code
 
 
@@ -170,7 +170,7 @@ class FlagParser(ArgumentParser):
 
     def __init__(self) -> None:
         super().__init__(parents=[get_args_parser()], add_help=False, conflict_handler="resolve")
-        self.add_argument("--version", action="version", version=f"fla_train {__version__}")
+        add_version(self)
         self.add_argument("--list", action="store_true")
 
     def error(self, message: str) -> NoReturn:
@@ -192,12 +192,11 @@ def _answer(configs: ConfigFiles, flags: Namespace, overrides: Sequence[str]) ->
                 raise ValueError(option_error(configs, group, option))
         print(help_text(configs, overrides))
     elif flags.list:
-        if unknown := [word for word in overrides if word not in configs.defaults]:
-            raise ValueError(f"there is no group {unknown[0]}: groups are {', '.join(configs.defaults)}")
         print(list_text(configs, overrides))
     elif flags.shell_completion and overrides[:1] and overrides[0].startswith("query="):
-        separator = "\n" if overrides[0] == "query=fish" else " "
-        print(separator.join(completions(configs, os.environ["COMP_LINE"])))
+        print("\n".join(completions(configs, os.environ["COMP_LINE"])))
+    elif flags.shell_completion and (script := SCRIPTS.get("".join(overrides[:1]))):
+        print(script)
     else:
         return False
     return True

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from fla_train.cli.version import add_version
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -20,6 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fla-bench", description="Measure the operator or the training step on this machine."
     )
+    add_version(parser)
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, about: str) -> Callable[..., argparse.Action]:
@@ -76,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     decode("--heads", type=positive, nargs="+", default=[256, 512, 2048, 8192], help="B x H")
     decode("--state-dtype", choices=("fp32", "bf16"), default="fp32")
 
-    decode("--model", help="time generation by this model, as gated_delta_product/340m, not the operator")
+    decode("--model", help="time generation by this model (fla-train --list models), not the operator")
     decode("--batch", type=positive, nargs="+", default=[1, 64], help="sequences")
     contexts = [2048, 8192, 32768, 131072]
     decode("--contexts", type=positive, nargs="+", default=contexts, help="tokens of the prompts")

@@ -4,10 +4,14 @@ No config is composed and no schema imported, so that --help, --list and complet
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
+
+import yaml
+
+from fla_train.hub.saved_config import flat, plain
 
 # What a file is put together from, by its defaults: `- /model/size@_here_: tiny`, `- /experiment/mad/common`.
 # A part at another place, such as `- /model/batch@_global_.trainer: 340m`, has its keys there.
@@ -16,6 +20,10 @@ GROUP = re.compile(r"^  - (\w+): (\S+)", re.MULTILINE)
 CONFIG = re.compile(r"^  - (\w+)$", re.MULTILINE)  # another command's, whose groups this one has
 OVERRIDE = re.compile(r"^ *- override /(\w+): (\S+)$", re.MULTILINE)
 GLOBAL = "# @package _global_"
+ENTRY = re.compile(r"( *)([\w-]+):( *)([^#]*?) *(#.*)?$")  # indent, key, space, value, comment
+
+# Keys of a command whose value is an option of another command's group.
+OPTIONS_OF = {"train": {"trainer.suite": "suite"}}
 
 
 class ConfigFiles:
@@ -33,6 +41,10 @@ class ConfigFiles:
             for part in [*map(self._read, CONFIG.findall(text)), text]
             for group, option in GROUP.findall(part)
         }
+
+    def listed(self) -> dict[str, str]:
+        """{what chooses an option: its group}: each group, and keys that name an option of another."""
+        return {group: group for group in self.defaults} | OPTIONS_OF.get(self.config_name, {})
 
     def options(self, group: str) -> list[str]:
         """The options of a group, in folders too (`delta_net/tiny`), without the files that others share."""
@@ -66,6 +78,15 @@ class ConfigFiles:
         """Whether the keys of an option are those of the root and not those below `group`."""
         return self._read(f"{group}/{option}").startswith(GLOBAL)
 
+    def values(self, overrides: Iterable[str]) -> dict[str, str]:
+        """{dotted key: value, as text}: what chosen options set beside their group, and `overrides`."""
+        found: dict[str, str] = {}
+        for group, option in self.chosen(overrides).items():
+            for place, text in self._elsewhere(f"{group}/{option}"):
+                keys = yaml.safe_load(sections(text)[1]) or {}
+                found |= {place + key: plain(value) for key, value in flat(keys)}
+        return found | dict(o.lstrip("+").split("=", 1) for o in overrides if "=" in o)
+
     def keys(self, group: str, option: str) -> str:
         """The keys of an option with their comments, those of its parts first."""
         return "".join(sections(text)[1] for text in self._texts(f"{group}/{option}")).strip() + "\n"
@@ -75,7 +96,7 @@ class ConfigFiles:
         text = self._read(f"{group}/{option}")
         if intro := sections(text)[0].strip():
             return " ".join(re.split(r"\n\s", intro)[0].split())  # an indented line is a command
-        parts = [_name(*part) for part in PART.findall(text) if part[1] in ("", "@_here_")]
+        parts = [_name(*part) for part in reversed(PART.findall(text)) if part[1] in ("", "@_here_")]
         return " ".join(self.description(*part.split("/", 1)) for part in parts if "/common" not in part)
 
     def _read(self, name: str) -> str:
@@ -92,6 +113,17 @@ class ConfigFiles:
                 yield from self._texts(_name(*part))
         yield text
 
+    def _elsewhere(self, name: str) -> Iterator[tuple[str, str]]:
+        """("trainer.", text) of each part of a file whose keys are there, ("", text) of a `GLOBAL` file."""
+        text = self._read(name)
+        for part in PART.findall(text):
+            if part[1].startswith("@_global_."):
+                yield part[1].removeprefix("@_global_.") + ".", self._read(_name(*part))
+            else:
+                yield from self._elsewhere(_name(*part))
+        if text.startswith(GLOBAL):
+            yield "", text
+
     def _walk(self, group: str) -> Iterator[tuple[str, str]]:
         for root in self._roots:
             if (root / group).is_dir():
@@ -105,6 +137,21 @@ def sections(text: str) -> tuple[str, str]:
     shown = (line for line in intro.splitlines() if not line.startswith("# @package"))
     comment = "".join(line.removeprefix("# ").removeprefix("#") + "\n" for line in shown)
     return comment, f"{keys}\n" if keys else ""
+
+
+def with_values(text: str, values: Mapping[str, str], prefix: str = "") -> str:
+    """YAML text of the keys below `prefix` with these values; a line that has one begins with `*`."""
+    lines, parents = [], []  # parents: (indent, name)
+    for line in text.splitlines():
+        if entry := ENTRY.match(line):
+            indent, name, space, value, comment = entry.groups("")
+            parents = [*(parent for parent in parents if parent[0] < len(indent)), (len(indent), name)]
+            new = values.get(prefix + ".".join(name for _, name in parents))
+            if value and new is not None:
+                before = f"*{indent[1:]}{name}:{space}{new} "
+                line = (before.ljust(len(line) - len(comment)) + comment).rstrip()
+        lines.append(line + "\n")
+    return "".join(lines)
 
 
 def _name(part: str, place: str, option: str) -> str:

@@ -18,6 +18,7 @@ from dataclasses import replace
 import torch
 
 from fla_train.bench import precompile
+from fla_train.cli.version import add_version
 from fla_train.kernels.delta_product import resolve_backend
 from fla_train.kernels.delta_product.select import select_kernel
 from fla_train.kernels.delta_product.selfcheck import CASES, Case, CheckReport, check_backend
@@ -108,6 +109,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fla-doctor", description="Check this machine and the operator's backends."
     )
+    add_version(parser)
     parser.add_argument("--verbose", action="store_true", help="print every comparison")
     parser.add_argument(
         "--shape",

@@ -1,15 +1,19 @@
-"""`fla-generate`: continue a prompt and print the text as it comes.
+"""`fla-generate`: continue a prompt and print the text as it comes, or the prompts of a file.
 
 fla-generate checkpoint=runs/my-run prompt="def main(" max_new_tokens=200 temperature=0.8 top_p=0.95 seed=1
 """
 
+import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from fla_train.cli.app import quote, run_hydra
+
+BATCH = 64  # prompts of a file that are continued together
 
 
 @dataclass
@@ -18,6 +22,7 @@ class GenerateConfig:
 
     checkpoint: str | None = None
     prompt: str = ""
+    prompt_file: str | None = None
     max_new_tokens: int = 200
     temperature: float = 0.8
     top_k: int = 0
@@ -37,6 +42,7 @@ def validation_errors(config: GenerateConfig) -> list[str]:
     """Every setting that cannot work, one line each."""
     checks = {
         "give checkpoint=RUN: a run folder, an exported folder, or a Hub name": config.checkpoint is not None,
+        "give prompt= or prompt_file=, not both": not (config.prompt and config.prompt_file),
         "max_new_tokens must be at least 1": config.max_new_tokens >= 1,
         "temperature must be at least 0 (0: always the likeliest token)": config.temperature >= 0,
         "top_k must be at least 0 (0: off)": config.top_k >= 0,
@@ -50,10 +56,12 @@ def task(config: DictConfig) -> int:
     settings: GenerateConfig = OmegaConf.to_object(config)
     if found := validation_errors(settings):
         raise ValueError("\n  ".join(found))
+    if settings.prompt_file is not None and not Path(settings.prompt_file).is_file():
+        raise ValueError(f"prompt_file={settings.prompt_file} is no file")
     import torch  # heavy, and not needed for --help or a wrong request
 
     from fla_train.hub import load_model
-    from fla_train.hub.generate import stream
+    from fla_train.hub.generate import generate
     from fla_train.utils.device import pick_device, pick_dtype
 
     model, tokenizer = load_model(
@@ -64,15 +72,15 @@ def task(config: DictConfig) -> int:
         trust_remote_code=settings.trust_remote_code,
     )
     torch.manual_seed(settings.seed)
-    stream(
-        model,
-        tokenizer,
-        settings.prompt,
-        max_new_tokens=settings.max_new_tokens,
-        temperature=settings.temperature,
-        top_k=settings.top_k,
-        top_p=settings.top_p,
-    )
+    options = {name: getattr(settings, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
+    if settings.prompt_file is None:
+        generate(model, tokenizer, [settings.prompt], stream=True, **options)
+        return 0
+    prompts = Path(settings.prompt_file).read_text("utf-8").splitlines()
+    for first in range(0, len(prompts), BATCH):
+        some = prompts[first : first + BATCH]
+        for prompt, text in zip(some, generate(model, tokenizer, some, **options), strict=True):
+            print(json.dumps({"prompt": prompt, "continuation": text}, ensure_ascii=False), flush=True)
     return 0
 
 

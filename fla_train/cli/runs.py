@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fla_train.cli.app import fail, leave
+from fla_train.cli.version import add_version
 
 if TYPE_CHECKING:  # it imports torch, and is not needed for --help
     from fla_train.run import Run
@@ -37,6 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="List the runs at or below folders: what differs between their configs, status, losses, "
         "tokens per second; and draw their curves.",
     )
+    add_version(parser)
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a run, a sweep, or a folder of them")
     parser.add_argument(
         "--metric",

@@ -22,7 +22,7 @@ from transformers import (
     StaticCache,
     StoppingCriteriaList,
 )
-from transformers.cache_utils import Cache, LinearAttentionLayer
+from transformers.cache_utils import LinearAttentionLayer
 from transformers.generation import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -33,25 +33,18 @@ from transformers.generation import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from fla_train.kernels.delta_product import resolve_backend as resolve_operator
-from fla_train.kernels.fused_ops import linear_step, mixer_step, resolve_backend
-from fla_train.kernels.fused_ops.short_conv import MAX_TAPS
-from fla_train.kernels.fused_ops.token_step import MAX_HEAD
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
-from fla_train.models.cache import CACHE_NAME, CountingLayer, WindowLayer, cache_for, count_tokens
-from fla_train.models.context import Masks, SequenceContext, attention_kinds
-from fla_train.models.layers import RMSNorm, is_plain
-from fla_train.models.mixers.delta_product import DeltaProductMixer
+from fla_train.models.cache import CACHE_NAME, CountingLayer, WindowLayer, cache_for
+from fla_train.models.context import Masks, attention_kinds
+from fla_train.models.fused_step import fused_step, takes_fused_step
+from fla_train.models.layers import is_plain
 
-PREFILL_TOKENS = (
-    16384  # of all sequences in one pass over a prompt, unless `prefill_chunk_size` says otherwise
-)
+PREFILL_TOKENS = 16384  # of all sequences in one pass over a prompt; `prefill_chunk_size` overrides it
 CHECK_EVERY = 16  # steps between two looks of the host at whether all sequences have finished
 PURE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)  # read the scores only
 PLACES = 1024  # unit of sizes, so that calls share a graph
-DECODERS: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, "Decoder"]] = (
-    WeakKeyDictionary()
-)  # latest, on a GPU
+# The latest of each model, and what its graph depends on.
+DECODERS: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, "Decoder"]] = WeakKeyDictionary()
 
 
 def takes_loop(
@@ -65,18 +58,12 @@ def takes_loop(
     Everything else, among it scores that are to be returned, adapters, hooks and weights spread over
     devices, keeps transformers' loop.
     """
-    cache, wanted = model_kwargs.get(CACHE_NAME), generation_config
-    outputs = (
-        wanted.output_scores,
-        wanted.output_logits,
-        wanted.output_attentions,
-        wanted.output_hidden_states,
-    )
-    mask = model_kwargs.get("attention_mask")
+    cache, mask = model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
+    wanted, returned = generation_config, ("scores", "logits", "attentions", "hidden_states")
     return (
         type(cache) is DynamicCache
         and not cache.offloading
-        and not (wanted.return_dict_in_generate and any(outputs))
+        and not (wanted.return_dict_in_generate and any(getattr(wanted, f"output_{x}") for x in returned))
         and not (wanted.is_assistant or torch.is_autocast_enabled(model.device.type))
         and stopping_criteria.max_length is not None
         and _is_plain_model(model)
@@ -91,12 +78,11 @@ def _is_plain_model(model: PreTrainedModel) -> bool:
     if any(hasattr(p, "device_mesh") or p.device != model.device for p in model.parameters()):
         return False
     hooked = (m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules())
-    linear = (m for m in model.modules() if isinstance(m, nn.Linear))
-    return not any(hooked) and all(map(is_plain, linear))
+    return not any(hooked) and all(is_plain(m) for m in model.modules() if isinstance(m, nn.Linear))
 
 
 def _is_left_padded(mask: Tensor) -> bool:
-    return bool((mask.bool().diff(dim=1).sum(1) + (mask[:, 0] != 0) <= 1).all())
+    return bool((mask.bool().int().diff(dim=1) >= 0).all())
 
 
 def generate_tokens(
@@ -117,7 +103,9 @@ def generate_tokens(
     returned = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
     logits = model._prefill(input_ids, generation_config, model_kwargs).logits[:, -1]
     known, limit, made = input_ids.shape[1], stopping_criteria.max_length, 1
-    criteria = [x for x in stopping_criteria if not isinstance(x, EosTokenCriteria | MaxLengthCriteria)]
+    criteria = StoppingCriteriaList(
+        x for x in stopping_criteria if not isinstance(x, EosTokenCriteria | MaxLengthCriteria)
+    )
     ends = [x.eos_token_id.tolist() for x in stopping_criteria if isinstance(x, EosTokenCriteria)]
     pad = generation_config._pad_token_tensor
     choice = Choice(
@@ -133,12 +121,12 @@ def generate_tokens(
     def so_far() -> Tensor:
         return torch.cat([ids, decoder.made[:, :made]], dim=1)
 
-    decoder.choose(choice.scores(logits, ids))
+    decoder.choose(logits, ids)
     while True:
         if streamer is not None:
             streamer.put(decoder.token[:, 0].cpu())
-        for criterion in criteria:
-            decoder.unfinished &= ~criterion(so_far(), None)
+        if criteria:
+            decoder.unfinished &= ~criteria(so_far(), None)
         finishing = (ends or criteria) and made % every == 0
         if known + made >= limit or (finishing and not decoder.unfinished.any()):
             break
@@ -171,13 +159,6 @@ class Choice:
         settings = tuple((type(x), *sorted(vars(x).items())) for x in self.processors)
         return (settings, self.do_sample, self.ends, self.pad) if self.pure else None
 
-    def scores(self, logits: Tensor, ids: Tensor | None) -> Tensor:
-        """fp32 [B, vocabulary] from logits, after the tokens `ids`."""
-        scores = logits.to(torch.float32, copy=True)
-        for processor in self.processors:
-            scores = processor(ids, scores)
-        return scores
-
 
 def _decoder(
     model: PreTrainedModel,
@@ -187,24 +168,21 @@ def _decoder(
     mask: Tensor | None,
     choice: Choice,
 ) -> "Decoder":
-    """A decoder with the states of `cache`; on a GPU that of the call before, if its graph fits."""
+    """A decoder with the states of `cache`: that of the call before, if it fits."""
     seen = cache.get_seq_length() if model.config.attention_layers else 0
     places = PLACES * ceil_div(seen + new_tokens, PLACES) if model.config.attention_layers else 1
     size = max(PLACES, next_power_of_2(new_tokens + 1))
-    if model.device.type != "cuda":
-        decoder = Decoder(model, batch, size, places, choice)
-        decoder.load(cache, mask)
-        return decoder
     config = model.config
     settings = config.backend, config._attn_implementation, torch.is_inference_mode_enabled()
     weights = tuple((p.data_ptr(), p.dtype) for p in model.parameters())
-    key = (batch, size, places, choice.key, settings, weights)
+    key = batch, size, places, choice.key, settings, weights
     found, decoder = DECODERS.pop(model, (None, None))
     if found != key:
         del decoder  # its memory serves the next
         decoder = Decoder(model, batch, size, places, choice)
-        decoder.load(cache, mask)
-        decoder.record(model)
+        if model.device.type == "cuda":
+            decoder.load(cache, mask)
+            decoder.record(model)
     decoder.choice = choice
     decoder.load(cache, mask)
     DECODERS[model] = key, decoder
@@ -293,7 +271,7 @@ class Decoder:
         else:
             self.graph.replay()
         if not self.choice.pure:
-            self.choose(self.choice.scores(self.logits, ids))
+            self.choose(self.logits, ids)
 
     def step(self, model: PreTrainedModel) -> None:
         """What a graph records: the logits after the newest token and, where it can be, the choice."""
@@ -309,10 +287,13 @@ class Decoder:
             outputs = model(self.token, masks, past_key_values=self.cache, use_cache=True, return_dict=True)
             self.logits = outputs.logits[:, -1]
         if self.choice.pure:
-            self.choose(self.choice.scores(self.logits, None))
+            self.choose(self.logits, None)
 
-    def choose(self, scores: Tensor) -> None:
-        """Choose the next token of each sequence from scores [B, vocabulary] and note it."""
+    def choose(self, logits: Tensor, ids: Tensor | None) -> None:
+        """Choose the next token of each sequence from logits [B, vocabulary], after the tokens `ids`."""
+        scores = logits.to(torch.float32, copy=True)
+        for processor in self.choice.processors:
+            scores = processor(ids, scores)
         if self.choice.do_sample:  # the draw of `torch.multinomial`, which would wait for the device
             probabilities = scores.softmax(-1)
             scores = probabilities / torch.empty_like(probabilities).exponential_()
@@ -331,68 +312,3 @@ def _copy_states(source: LinearAttentionLayer, target: LinearAttentionLayer) -> 
             target.update_recurrent_state(source.recurrent_states[i], i)
     if isinstance(source, CountingLayer):
         target.cumulative_length.copy_(source.cumulative_length)
-
-
-def takes_fused_step(model: PreTrainedModel) -> bool:
-    """Whether the kernels of `fused_step` can run the model's linear layers."""
-    config, weights = model.config, [p for p in model.parameters() if p.dim() == 2]
-    return (
-        resolve_operator(config.backend, model.device) == "triton"
-        and resolve_backend("auto", weights[0]) == "triton"
-        and config.hidden_act == "silu"
-        and config.value_heads == config.num_heads  # one program a head shifts the inputs of its q and k
-        and (not config.use_short_conv or 1 < config.conv_size <= MAX_TAPS)
-        and max(config.head_dim, config.head_v_dim) <= MAX_HEAD
-        and len({p.dtype for p in weights}) == 1
-    )
-
-
-def fused_step(model: PreTrainedModel, token: Tensor, masks: Masks, cache: Cache) -> Tensor:
-    """Logits [B, vocabulary] after one more token [B, 1], by five kernels for each linear layer."""
-    config, backbone = model.config, model.model
-    x, update = backbone.embeddings(token)[:, 0], None  # [B, D]: the residual stream is x + update
-    context = None
-    if config.attention_layers:
-        context = SequenceContext.build(config, x[:, None], masks, None, cache)
-
-    def normed(norm: RMSNorm, *layers: nn.Linear, swiglu: bool = False) -> tuple[Tensor, Tensor]:
-        addends = (x, None) if update is None else (update, x)
-        weights = [layer.weight for layer in layers]
-        return linear_step(
-            addends[0], *weights, residual=addends[1], norm=norm.weight, eps=norm.eps, swiglu=swiglu
-        )
-
-    for layer, block in zip(cache.layers, backbone.layers, strict=True):
-        if not isinstance(layer, LinearAttentionLayer):
-            pair = (y if y is None else y[:, None] for y in (x, update))
-            x, update = (y[:, 0] for y in block(*pair, context, cache=cache))
-            continue
-        projections = {name: getattr(block.attn, f"{name}_proj", None) for name in "qkvbag"}
-        y, x = normed(block.attn_norm, *filter(None, projections.values()))
-        update, _ = linear_step(_mix(block.attn, y, layer), block.attn.o_proj.weight)
-        y, x = normed(block.mlp_norm, block.mlp.gate_proj, block.mlp.up_proj, swiglu=True)
-        update, _ = linear_step(y, block.mlp.down_proj.weight)
-    count_tokens(cache, 1)
-    return normed(backbone.norm, model.lm_head)[0]
-
-
-def _mix(mixer: DeltaProductMixer, y: Tensor, layer: LinearAttentionLayer) -> Tensor:
-    """What `mixer.o_proj` takes, from the other projections side by side [B, rows]."""
-    columns, end = {}, 0
-    for name in "qkvbag":
-        if (projection := getattr(mixer, f"{name}_proj", None)) is not None:
-            columns[name], end = end, end + projection.out_features
-    convolved = mixer.config.use_short_conv
-    return mixer_step(
-        y,
-        columns,
-        [getattr(mixer, f"{name}_conv1d").weight if convolved else None for name in "qkv"],
-        [layer.conv_states[i] if convolved else None for i in range(3)],
-        getattr(mixer, "A_log", None),
-        getattr(mixer, "dt_bias", None),
-        mixer.o_norm.weight,
-        layer.recurrent_states[0],
-        num_householder=mixer.config.num_householder,
-        beta_max=mixer.beta_max,
-        eps=mixer.o_norm.eps,
-    )

@@ -1,6 +1,7 @@
 """Which keys each token may attend to, kept as positions and document numbers; masks are made in parts."""
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -49,6 +50,11 @@ class VisibleKeys(MovableTensors):
         if self.first is None or self.query_documents is not None or keys != self.first + length:
             return False
         return length == 1 or (self.first == 0 and (self.window is None or self.window >= length))
+
+    @cached_property
+    def mask_of_step(self) -> Tensor:
+        """`mask()`, made once for all layers: for one token, where it is small."""
+        return self.mask()
 
     def key_range(self, start: int, stop: int) -> tuple[int, int]:
         """Indices from and to which keys can be visible to the queries from `start` to `stop`."""

@@ -124,12 +124,13 @@ def _checked(config: TrainConfig) -> TrainConfig:
 
 
 def _show(config: TrainConfig) -> None:
-    """Print the config and its plan, with what prepared data there are. Nothing is fetched or written."""
+    """Print the plan, with what prepared data there are. Nothing is fetched or written."""
     config = with_vocabulary(with_warmup(config), offline=True)
     data = find_prepared(config.data) if config.task is None else task_data(config.task, config.seed)
-    log(to_yaml(config))
     for line in plan_lines(config, make_plan(config, data)):
         log(line)
+    log(f"run folder   {config.run.dir or 'runs/' + _label(config) + '-<time>'}")
+    log("dry run      nothing was started; --cfg job in place of dry_run=true prints the config")
 
 
 def _prepare(config: TrainConfig) -> tuple[TrainConfig, PreparedData]:

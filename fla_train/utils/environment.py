@@ -9,8 +9,6 @@ from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
-
 import fla_train
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "deepspeed", "datasets", "lm-eval", "numpy")
@@ -25,7 +23,7 @@ def describe_environment(device: str) -> dict:
         "fla_train": fla_train.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: package_version(name) for name in PACKAGES},
         "device": device,
         "hardware": _hardware(device),
         "devices": _gpus(),
@@ -46,7 +44,8 @@ def git_commit() -> str | None:
     return result.stdout.strip()
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """The version of an installed package, without importing it; None: there is none."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -55,6 +54,8 @@ def _version(package: str) -> str | None:
 
 def _hardware(device: str) -> str:
     """The model of the GPU, or the processor as far as the system names it."""
+    import torch  # seconds, which `--version` does not need
+
     if device.startswith("cuda") and torch.cuda.is_available():
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")  # Linux; platform names the instruction set there, and no processor
@@ -64,6 +65,8 @@ def _hardware(device: str) -> str:
 
 
 def _gpus() -> list[str]:
+    import torch
+
     if not torch.cuda.is_available():
         return []
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

@@ -6,6 +6,7 @@ same gradients; `backend="auto"` takes the kernels on CUDA. See docs/fused_ops.m
 
 from fla_train.kernels.fused_ops.backend import BACKENDS, resolve_backend
 from fla_train.kernels.fused_ops.cross_entropy import IGNORE, consume_logits
+from fla_train.kernels.fused_ops.flash_decoding import attention_step
 from fla_train.kernels.fused_ops.gates import recurrence_gates
 from fla_train.kernels.fused_ops.rms_norm import add_rms_norm, rms_norm
 from fla_train.kernels.fused_ops.rotary import rotary
@@ -17,6 +18,7 @@ __all__ = [
     "BACKENDS",
     "IGNORE",
     "add_rms_norm",
+    "attention_step",
     "consume_logits",
     "linear_step",
     "mixer_step",

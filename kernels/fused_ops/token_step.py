@@ -1,24 +1,27 @@
 """Fused ops of a decoding step, Triton only: linear layers of one token, and the linear mixer between them.
 
-A step of one token reads every weight once and does little else, so that its time is the memory's plus some
-microseconds per kernel. `linear_step` runs several linear layers on the same tokens in one kernel, with the
-residual addition and RMSNorm before them or SwiGLU after them. `mixer_step` is all between the projections of
-a linear layer: convolutions, gates, recurrence, gated output norm. It updates the states where they are.
+A step of one token reads every weight and state once and does little else, so that its time is the memory's
+plus some microseconds per kernel. `linear_step` runs several linear layers on the same tokens in one kernel.
+For one sequence it takes the residual addition and RMSNorm into that kernel; for more they come first, and
+cuBLAS runs single layers. `mixer_step` is all between the projections of a linear layer: convolutions, gates,
+recurrence, gated output norm. It updates the states where they are.
 """
 
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fla_train.kernels.cached_launch import run_kernel
 from fla_train.kernels.delta_product.recurrent import L2NORM_EPS
 from fla_train.kernels.fused_ops.gates import softplus
+from fla_train.kernels.fused_ops.rms_norm import add_rms_norm, rms_norm
 from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
 
 MAX_WEIGHTS = 6  # of `linear_step`
-MAX_HEAD = 256  # channels of a key or value head of `mixer_step`
+MAX_STATE = 32768  # elements of a head's state in `mixer_step`: 128 registers of each of 256 threads
 MAX_TOKENS = 64  # per program of `linear_step`
 
 
@@ -33,19 +36,25 @@ def linear_step(
     """The outputs of linear layers on rmsnorm(x + residual), side by side.
 
     Args:
-        x: one token of each of B sequences, [B, D], contiguous; `residual` has its shape.
+        x: one token of each of B sequences, [B, 1, D], contiguous.
         weights: [rows, D] each, contiguous, in the dtype of `x`; at most six.
+        residual: of the shape of `x`, only with a norm.
         norm: weight of the RMSNorm [D]; None: no norm.
         swiglu: silu(x weights[0]^T) * (x weights[1]^T) instead; both have as many rows.
 
     Returns:
-        y [B, sum of rows] and x + residual [B, D] (x without a residual).
+        y [B, 1, sum of rows] and x + residual [B, 1, D] (x without a residual).
     """
-    (tokens, size), rows = x.shape, [len(weight) for weight in weights]
+    (tokens, _, size), rows = x.shape, [len(weight) for weight in weights]
+    if tokens > 1 and norm is not None:
+        y, total = (rms_norm(x, norm, eps), x) if residual is None else add_rms_norm(x, residual, norm, eps)
+        return linear_step(y, *weights, swiglu=swiglu)[0], total
+    if tokens > 1 and len(weights) == 1:
+        return F.linear(x, weights[0]), x
     if swiglu:
         rows = rows[:1]
-    y, total = x.new_empty(tokens, sum(rows)), x if residual is None else torch.empty_like(x)
-    block_tokens, block_rows, block, warps = tile(tokens, sum(rows), size)
+    y, total = x.new_empty(tokens, 1, sum(rows)), x if residual is None else torch.empty_like(x)
+    block_tokens, block_rows, block = tile(x, sum(rows), 1 + swiglu)
     unused = MAX_WEIGHTS - len(weights)
     pointers = {f"w{i}": weight for i, weight in enumerate((*weights, *weights[:1] * unused))}
     sizes = {f"R{i}": n for i, n in enumerate((*rows, *[0] * (MAX_WEIGHTS - len(rows))))}
@@ -55,7 +64,7 @@ def linear_step(
             linear_step_kernel, (programs, ceil_div(tokens, block_tokens)),
             x=x, residual=residual, norm=norm, total=total, y=y, M=tokens, eps=eps, **pointers, **sizes,
             D=size, ROWS=sum(rows), BM=block_tokens, BR=block_rows, BD=block, SWIGLU=swiglu,
-            num_warps=warps, num_stages=4,
+            num_warps=4, num_stages=4,
         )  # fmt: skip
     return y, total
 
@@ -77,7 +86,7 @@ def mixer_step(
     """From the projections of one token to what the output projection takes; the states are updated in place.
 
     Args:
-        y: [B, rows], the projections side by side.
+        y: [B, 1, rows], the projections side by side.
         columns: where each begins: q, k, v, b, and a with a forget gate, g with an output gate.
         weights: [channels, 1, W] of the convolutions of q, k and v, W <= 4; None: no convolutions.
         conv_states: their last inputs, [B, channels, W-1].
@@ -86,11 +95,12 @@ def mixer_step(
         state: [B, H, K, V].
 
     Returns:
-        [B, H V] in the dtype of `y`.
+        [B, 1, H V] in the dtype of `y`.
     """
     batch, heads, key_dim, value_dim = state.shape
-    o = y.new_empty(batch, heads * value_dim)
+    o = y.new_empty(batch, 1, heads * value_dim)
     key_tile, value_tile = next_power_of_2(key_dim), next_power_of_2(value_dim)
+    warps = min(8, max(1, key_tile // 32, value_tile // 32))  # more would load each channel several times
     starts = {f"C{name.upper()}": columns.get(name, -1) for name in "qkvbag"}
     with torch.cuda.device_of(y):
         run_kernel(
@@ -99,24 +109,25 @@ def mixer_step(
             sq=conv_states[0], sk=conv_states[1], sv=conv_states[2],
             A_log=A_log, dt_bias=dt_bias, norm=norm, state=state, o=o,
             beta_max=float(beta_max), scale=key_dim**-0.5, l2_eps=L2NORM_EPS, eps=eps,
-            **starts, ROWS=y.shape[1], H=heads, K=key_dim, V=value_dim, N=num_householder,
+            **starts, ROWS=y.shape[-1], H=heads, K=key_dim, V=value_dim, N=num_householder,
             W=1 if weights[0] is None else weights[0].shape[-1], BK=key_tile, BV=value_tile,
-            num_warps=mixer_warps(key_tile * value_tile),
+            num_warps=warps,
         )  # fmt: skip
     return o
 
 
-def tile(tokens: int, rows: int, size: int) -> tuple[int, int, int, int]:
-    """Tokens, rows, channels and warps of a program of `linear_step`."""
-    if tokens == 1:
-        return 1, 8 if rows > 2048 else 4, min(1024, next_power_of_2(size)), 4
-    # Fewer than 64 rows keep Triton from instructions whose first operand is in registers (docs/kernels.md).
-    return min(MAX_TOKENS, max(16, next_power_of_2(tokens))), 32 if rows > 2048 else 16, 64, 4
-
-
-def mixer_warps(elements: int) -> int:
-    """Warps for a state: 64 registers of each thread."""
-    return min(16, max(1, elements // 2048))
+def tile(x: Tensor, rows: int, width: int) -> tuple[int, int, int]:
+    """Tokens, rows and channels of a program of `linear_step`, which reads `width` weights for each row."""
+    tokens, _, size = x.shape
+    if tokens == 1:  # all of a program's loads at once, and all programs at once
+        block = min(4096, next_power_of_2(size))
+        return 1, max(1, (8192 if rows > 2048 else 4096) // (block * width)), block
+    # Programs read all tokens again, from the L2 cache: as many rows as leave most multiprocessors one.
+    return (
+        min(MAX_TOKENS, max(16, next_power_of_2(tokens))),
+        (64 if x.element_size() == 2 else 32) // width,
+        256 // x.element_size(),
+    )
 
 
 @triton.jit
@@ -208,28 +219,27 @@ def linear_step_kernel(
 
 @triton.jit
 def convolve_token(y, weight, state, o_c, mask, W: tl.constexpr):
-    """silu of the convolution at channels `o_c`: y and state point at the sequence's."""
-    b_x = tl.load(y + o_c, mask=mask, other=0.0).to(tl.float32)
+    """silu of the convolution at channels `o_c`, whose oldest input gives way to the newest.
+
+    `y` and `state` point at the sequence's. Several threads may hold a channel, so all have loaded before one
+    stores.
+    """
+    b_new = tl.load(y + o_c, mask=mask, other=0.0)
+    b_x = b_new.to(tl.float32)
     if W > 1:
-        b_x *= tl.load(weight + o_c * W + W - 1, mask=mask, other=0.0).to(tl.float32)
-        for i in tl.static_range(W - 1):
-            b_tap = tl.load(weight + o_c * W + i, mask=mask, other=0.0).to(tl.float32)
-            b_x += b_tap * tl.load(state + o_c * (W - 1) + i, mask=mask, other=0.0).to(tl.float32)
+        p_s, p_w = state + o_c * (W - 1), weight + o_c * W
+        b_x *= tl.load(p_w + W - 1, mask=mask, other=0.0).to(tl.float32)
+        b_0 = tl.load(p_s, mask=mask, other=0.0)
+        b_1 = tl.load(p_s + 1, mask=mask & (W > 2), other=0.0)
+        b_2 = tl.load(p_s + 2, mask=mask & (W > 3), other=0.0)
+        b_x += b_0.to(tl.float32) * tl.load(p_w, mask=mask, other=0.0).to(tl.float32)
+        b_x += b_1.to(tl.float32) * tl.load(p_w + 1, mask=mask & (W > 2), other=0.0).to(tl.float32)
+        b_x += b_2.to(tl.float32) * tl.load(p_w + 2, mask=mask & (W > 3), other=0.0).to(tl.float32)
+        tl.debug_barrier()
+        tl.store(p_s, b_1, mask=mask & (W > 2))
+        tl.store(p_s + 1, b_2, mask=mask & (W > 3))
+        tl.store(p_s + W - 2, b_new.to(state.dtype.element_ty), mask=mask)
     return (b_x * tl.sigmoid(b_x)).to(y.dtype.element_ty).to(tl.float32)
-
-
-@triton.jit
-def shift_inputs(y, state, o_c, mask, W: tl.constexpr):
-    """Drop the oldest input of channels `o_c` and add the newest. Several threads may hold a channel, so all
-    have loaded before one stores."""
-    p_s = state + o_c * (W - 1)
-    b_x = tl.load(y + o_c, mask=mask, other=0.0)
-    b_1 = tl.load(p_s + 1, mask=mask & (W > 2), other=0.0)
-    b_2 = tl.load(p_s + 2, mask=mask & (W > 3), other=0.0)
-    tl.debug_barrier()
-    tl.store(p_s, b_1, mask=mask & (W > 2))
-    tl.store(p_s + 1, b_2, mask=mask & (W > 3))
-    tl.store(p_s + W - 2, b_x.to(state.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -277,10 +287,4 @@ def mixer_step_kernel(
         b_gate = tl.load(y + CG + i_h * V + o_v, mask=m_v, other=0.0).to(tl.float32)
         b_o *= b_gate * tl.sigmoid(b_gate)
     tl.store(o + i_bh * V + o_v, b_o.to(o.dtype.element_ty), mask=m_v)
-    tl.debug_barrier()  # all threads have read the states
     tl.store(p_s, b_s.to(state.dtype.element_ty), mask=m_s)
-    if W > 1:
-        shift_inputs(y + CQ, sq, i_h * K + o_k, m_k, W)
-        for j in tl.static_range(N):
-            shift_inputs(y + CK, sk, (j * H + i_h) * K + o_k, m_k, W)
-            shift_inputs(y + CV, sv, (j * H + i_h) * V + o_v, m_v, W)

@@ -35,9 +35,14 @@ def test_every_kernel_of_ours_has_its_kind() -> None:
     operator, fused_ops = launched_kernels("delta_product"), launched_kernels("fused_ops")
     assert len(operator) >= 4 and len(fused_ops) >= 3
     assert {name: gpu_kind(name) for name in operator} == dict.fromkeys(operator, "operator")
-    kinds = {name: gpu_kind(name) for name in fused_ops}
-    assert kinds.pop("consume_kernel") == "loss"
-    assert set(kinds.values()) == {"elementwise"}
+    others = {
+        "consume": "loss",
+        "linear_step": "matmuls",
+        "mixer_step": "operator",
+        "attention_step": "operator",
+    }
+    expected = {name: others.get(name.removesuffix("_kernel"), "elementwise") for name in fused_ops}
+    assert {name: gpu_kind(name) for name in fused_ops} == expected
 
 
 @pytest.mark.parametrize(

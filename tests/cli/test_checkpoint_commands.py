@@ -90,6 +90,26 @@ def test_generate_draws_the_same_text_for_the_same_seed(run: Path, capsys: pytes
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_prompts_of_a_file_get_what_each_gets_alone(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate.register()
+    monkeypatch.setattr(generate, "BATCH", 3)
+    prompts = ["def f(", "x", "", "a longer prompt, and é"]
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(prompts) + "\n")
+    options = [f"checkpoint={run}", "temperature=0", "max_new_tokens=8", "device=cpu"]
+
+    def printed(override: str) -> str:
+        assert generate.task(app.compose("generate", [*options, override])) == 0
+        return capsys.readouterr().out
+
+    rows = [json.loads(line) for line in printed(f"prompt_file={file}").splitlines()]
+    assert [row["prompt"] for row in rows] == prompts
+    for prompt, row in zip(prompts, rows, strict=True):
+        assert printed(generate.quoted(f"prompt={prompt}")).strip() == (prompt + row["continuation"]).strip()
+
+
 @pytest.mark.parametrize(
     "text",
     [TEXT, "", "a=b, c={d}", "it's", "'", "\\", "\\'", "end\\\\", "${x}", "$", "null", "3", " x ", "é"],
@@ -123,6 +143,7 @@ def test_export(run: Path, tmp_path: Path) -> None:
             "give checkpoint=(.|\n)*temperature(.|\n)*top_p",
         ),
         (generate, "generate", ["checkpoint=RUN", "max_new_tokens=0"], "max_new_tokens"),
+        (generate, "generate", ["checkpoint=RUN", "prompt_file=absent"], "prompt_file=absent is no file"),
         (generate, "generate", ["checkpoint=RUN", f"seed={2**65}"], "seed must lie in"),
         (generate, "generate", ["checkpoint=RUN", "device=abacus"], "device=abacus"),
         (eval, "eval", [], "give checkpoint="),

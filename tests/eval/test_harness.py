@@ -19,6 +19,7 @@ from fla_train.eval import harness
 from fla_train.eval.__main__ import main as command_line
 from fla_train.eval.harness import FlaTrainLM, run_tasks
 from fla_train.hub import CardInfo, export_model
+from fla_train.models import modeling
 from tests.eval.conftest import CHOICES, RECITE, ROLLING, short_of_memory, token_losses
 
 PAIRS = [
@@ -139,6 +140,20 @@ def test_generation_in_halves_when_memory_is_short(model, tokenizer, monkeypatch
     short_of_memory(monkeypatch, model, "generate", most=0)
     with pytest.raises(torch.OutOfMemoryError):
         lm.generate_until(asked, disable_tqdm=True)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_k": 9}])
+def test_prompts_of_a_task_are_decoded_together_by_the_fast_loop(scholar, tokenizer, sampling, monkeypatch):
+    """A batch of prompts of unequal length, padded on the left."""
+    seen, generate_tokens = [], modeling.generate_tokens
+    monkeypatch.setattr(modeling, "generate_tokens", lambda *x: seen.append(x[1]) or generate_tokens(*x))
+    options = {"until": ["\n", "zz"], "max_gen_toks": 8, "do_sample": bool(sampling), **sampling}
+    asked = requests("generate_until", [(p, options) for p in PROMPTS])
+    lm = FlaTrainLM(scholar, tokenizer, batch_size=len(PROMPTS), max_length=100)
+    assert len(lm.generate_until(asked, disable_tqdm=True)) == len(PROMPTS)
+    assert [len(ids) for ids in seen] == [len(PROMPTS)]
+    padded = (seen[0] == tokenizer.pad_token_id).sum(1)
+    assert padded.max() > 0 and (seen[0][:, -1] != tokenizer.pad_token_id).all()
 
 
 def test_defaults_are_those_the_checkpoint_was_trained_with(tokenizer, scholar, tmp_path) -> None:

@@ -11,11 +11,12 @@ import pytest
 
 import fla_train
 from fla_train.cli.config_files import ConfigFiles
-from fla_train.eval.lm_comparison import TOLERANCE, plan, read_models, results, write
+from fla_train.eval.lm_comparison import TOLERANCE, markdown, plan, read_models, results, write
 from fla_train.training.config import resolve
 from fla_train.training.plan import make_plan
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "reproduce_lm.sh"
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "reproduce_lm.sh"
 TINY = (
     "model.hidden_size=64 model.num_hidden_layers=2 model.head_dim=16 trainer.max_steps=4 trainer.seq_len=64 "
     "trainer.global_batch_tokens=512 trainer.micro_batch_size=8 trainer.eval_tokens=2048 trainer.log_every=1"
@@ -37,6 +38,15 @@ def test_the_models_have_equal_sizes() -> None:
     assert all(abs(count / median - 1) < TOLERANCE for count in counts.values()), counts
     with pytest.raises(ValueError, match="there is no model lama: choose from transformer, llama"):
         plan(["lama"])
+
+
+def test_the_tables_of_the_docs_are_those_of_their_json(tmp_path: Path) -> None:
+    found = json.loads((ROOT / "docs" / "reports" / "lm-50m" / "comparison.json").read_text())
+    page = (ROOT / "docs" / "comparison_lm.md").read_text().splitlines()
+    made = markdown(found, tmp_path, "figures/comparison_lm.png").splitlines()
+    rows = [line for line in made if line.startswith(("|", "!"))]
+    assert len(rows) == 2 * len(found) + 5
+    assert rows == [line for line in page if line.startswith(("|", "!"))]
 
 
 @pytest.mark.slow

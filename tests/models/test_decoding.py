@@ -14,6 +14,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from fla_train.kernels.fused_ops import flash_decoding
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM, decoding, modeling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -106,6 +107,24 @@ def test_the_kernels_of_a_step_give_what_the_model_gives(build, variant, batch, 
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize(("batch", "rows"), [(2, 1), (3, 3)])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 32), (6, 2, 24)])
+def test_attention_of_one_token(batch, rows, heads, kv_heads, size, monkeypatch):
+    """Against softmax written out, with keys that are not visible and may hold anything."""
+    monkeypatch.setattr(flash_decoding, "PROGRAMS_PER_PROCESSOR", 20)
+    q = torch.randn(batch, heads, 1, size, device=DEVICE)
+    k, v = torch.randn(2, batch, kv_heads, 330, size, device=DEVICE)
+    visible = torch.rand(rows, 1, 1, 330, device=DEVICE) < 0.4
+    visible[..., 64:200] = False
+    visible[..., 7] = True
+    scores = q @ k.repeat_interleave(heads // kv_heads, 1).mT * size**-0.5
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    expected = weights @ v.repeat_interleave(heads // kv_heads, 1)
+    k, v = (x.masked_fill(~visible.mT, float("nan")) for x in (k, v))
+    found = flash_decoding.attention_step(q, k, v, visible)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 5, 64, 130])
 @torch.no_grad()
@@ -126,10 +145,10 @@ def test_the_kernels_of_a_step_in_bf16(batch):
     for step in (-2, -1):
         decoder.token.copy_(tokens[:, step, None])
         decoder.step(model)
-        own = model(decoder.token, past_key_values=cache).logits[:, -1].double()
+        own = model(tokens[:, step, None], past_key_values=cache).logits[:, -1].double()
     expected = exact(tokens, use_cache=False).logits[:, -1]
     errors = [((x - expected).norm() / expected.norm()).item() for x in (decoder.logits.double(), own)]
-    assert errors[0] < 1.3 * errors[1] < 0.03
+    assert errors[0] < 1.5 * errors[1] < 0.04
 
 
 @pytest.mark.parametrize("variant", ["gated_delta_product", "hybrid", "hybrid_full_attention"])

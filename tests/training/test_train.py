@@ -18,7 +18,7 @@ from warm_ranks import WarmRanks
 
 from fla_train.cli import train as command
 from fla_train.data.prepare import prepare
-from fla_train.training.config import TrainConfig
+from fla_train.training.config import TrainConfig, resolve
 from fla_train.training.launch import TrainingFailed, launch
 from fla_train.utils.records import read_metrics
 
@@ -90,17 +90,18 @@ def test_a_key_of_the_model_that_a_baseline_does_not_read(fla_train, sweep: list
 def test_dry_run_prints_the_plan_and_stops(fla_train, tmp_path: Path):
     code, stdout, _ = fla_train("dry_run=true", f"run.dir={tmp_path / 'run'}")
     assert code == 0
-    for part in ("max_steps: 12", "parameters", "3,072 = 12 steps x 256", "FLOPs", "memory", "4 micro-batch"):
+    for part in ("parameters", "3,072 = 12 steps x 256", "FLOPs", "memory", "4 micro-batch", str(tmp_path)):
         assert part in stdout
+    assert "max_steps" not in stdout and "max_steps: 12" in fla_train("--cfg", "job")[1]
     assert not (tmp_path / "run").exists()
 
 
-def test_the_home_folder_may_be_a_tilde(fla_train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_home_folder_may_be_a_tilde(fla_train, make_config, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "step").mkdir()
     code, stdout, _ = fla_train("dry_run=true", "run.dir=~/runs/first", "trainer.resume=~/step")
-    assert code == 0
-    assert f"dir: {tmp_path}/runs/first" in stdout and f"resume: {tmp_path}/step" in stdout
+    assert code == 0 and f"{tmp_path}/runs/first" in stdout
+    assert resolve(make_config("trainer.resume='~/step'")).trainer.resume == f"{tmp_path}/step"
 
 
 MIXTURE = "{a: {weight: 0.5, path: PATH}, b: {weight: 0.5, path: PATH}}"

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
-from fla_train.kernels.fused_ops import rotary
+from fla_train.kernels.fused_ops import attention_step, resolve_backend, rotary
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import SequenceContext
 from fla_train.models.layers import RMSNorm, project
@@ -64,8 +64,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys) -> Tensor:
     """softmax(q k^T / sqrt(D)) v over the visible keys, without a mask of [T, S] anywhere.
 
     Plain causality is left to torch's scaled_dot_product_attention. Windows and packed documents run in its
-    FlashAttention kernel for sequences of unequal lengths on a GPU; anything else runs block by block. Both
-    take time linear in T for a window.
+    FlashAttention kernel for sequences of unequal lengths on a GPU, one token on a padded or static cache in
+    a kernel of ours; anything else runs block by block. All take time linear in T for a window.
 
     Args:
         q: [B, H, T, D]; k, v: [B, H_kv, S, D].
@@ -75,6 +75,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys) -> Tensor:
     """
     if visible.plain:
         return _sdpa(q, k, v, is_causal=q.shape[2] > 1)
+    if q.shape[2] == 1 and not torch.is_grad_enabled() and resolve_backend("auto", q) == "triton":
+        compiling = torch.compiler.is_compiling()  # which makes it once, but cannot trace cached properties
+        return attention_step(q, k, v, visible.mask() if compiling else visible.mask_of_step)
     if visible.cu_seqlens is not None and flash_takes(q):
         return _flash(q, k, v, visible)
     return attention_in_blocks(q, k, v, visible)

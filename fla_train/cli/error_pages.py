@@ -1,0 +1,32 @@
+"""The page of docs/ that explains an error, by the config key or the subject that its line names first."""
+
+import re
+
+PAGES = {
+    "docs/mixers.md": r"mixer(_options)?\b",
+    "docs/expressivity.md": r"suite[=.]expressivity\b",
+    "docs/evaluation.md": r"(trainer\.)?suite|lm-eval\b|mirror=|evaluations?\b",
+    "docs/exports.md": r"hub\.|format=|checkpoint=|export(s|ed)?\b",
+    "docs/data.md": r"data\.|mixture\b|the corpus\b|shard\b|fla-prepare\b|tokenizer\b",
+    "docs/launching.md": r"launch\.|machines\b",
+    "docs/troubleshooting.md": r"rank \d|out of \w* ?memory|NaN\b|backend check\b|belongs to another run\b",
+    "docs/reliability.md": r"run\.dir\b|trainer\.resume\b|checkpoint\b(?!=)",
+    "docs/kernels.md": r"model\.backend\b",
+    "docs/models.md": r"model\.|this model\b",
+    "docs/training.md": r"(trainer|optimizer|schedule|task|logger)\.|init_from\b|run\.job\b",
+}
+# What names the right word itself, or a page, and the options that follow a name that is none.
+ANSWERED = re.compile(r"did you mean|: write |--help lists|docs/|^    ")
+
+
+def page_of(error: str) -> str | None:
+    """The page about what one line of an error names first; None: it needs no page."""
+    matches = {page: re.search(rf"\b({words})", error) for page, words in PAGES.items()}
+    found = {page: match.start() for page, match in matches.items() if match}
+    return None if ANSWERED.search(error) else min(found, key=found.get, default=None)
+
+
+def with_pages(message: str) -> str:
+    """A message with an error in each line, and at the end of a line the page that explains it."""
+    lines = message.split("\n")
+    return "\n".join(f"{line} (see {page})" if (page := page_of(line)) else line for line in lines)

@@ -1,0 +1,22 @@
+"""`--version`: the versions that a report of a problem needs."""
+
+import argparse
+from typing import Any
+
+import fla_train
+from fla_train.utils.environment import git_commit, package_version
+
+
+class _ShowVersions(argparse.Action):
+    """Print the versions and exit. They are looked up only then, since git takes its time."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        found = {name: package_version(name) or "missing" for name in ("torch", "triton", "transformers")}
+        versions = ", ".join(f"{name} {version}" for name, version in found.items())
+        print(f"fla_train {fla_train.__version__}, commit {git_commit() or 'unknown'}, {versions}")
+        parser.exit()
+
+
+def add_version(parser: argparse.ArgumentParser) -> None:
+    """Give a command the flag `--version`."""
+    parser.add_argument("--version", action=_ShowVersions, nargs=0, help="print versions and exit")
