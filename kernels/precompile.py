@@ -25,6 +25,9 @@ def precompile(work: Callable[[], object], threads: int) -> None:
 
     Args:
         threads: in which kernels are compiled.
+
+    Raises:
+        RuntimeError: `work` calls a kernel that tunes itself (`triton.autotune`), which needs its times.
     """
     with (
         ThreadPoolExecutor(threads) as pool,
@@ -38,13 +41,16 @@ def precompile(work: Callable[[], object], threads: int) -> None:
 @contextmanager
 def _without_launches() -> Iterator[None]:
     """Inside, a launch of a kernel compiles it, and returns None: the compiled kernel is still to come."""
-    launch = triton.JITFunction.run
+    launch, tune = triton.JITFunction.run, triton.runtime.Autotuner.run
+
+    def refuse(kernel: triton.runtime.Autotuner, *_: Any, **__: Any) -> None:
+        raise RuntimeError(f"{kernel.base_fn.__name__} tunes itself: it must run")
 
     def compile_only(kernel: triton.JITFunction, *arguments: Any, **options: Any) -> None:
         launch(kernel, *arguments, **(options | {"warmup": True}))
 
-    triton.JITFunction.run = compile_only
+    triton.JITFunction.run, triton.runtime.Autotuner.run = compile_only, refuse
     try:
         yield
     finally:
-        triton.JITFunction.run = launch
+        triton.JITFunction.run, triton.runtime.Autotuner.run = launch, tune

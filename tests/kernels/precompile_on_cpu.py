@@ -48,6 +48,12 @@ def wrong_kernel(x, SIZE: tl.constexpr):
     tl.static_assert(SIZE < 0)
 
 
+@triton.autotune([triton.Config({"SIZE": 16}), triton.Config({"SIZE": 32})], key=[])
+@triton.jit
+def tuned_kernel(x, SIZE: tl.constexpr):
+    tl.store(x + tl.arange(0, SIZE), 1.0)
+
+
 class Double(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor) -> torch.Tensor:
@@ -88,9 +94,20 @@ def main() -> None:
         failed = False
     except triton.CompilationError:
         failed = True
+    try:  # on which a tuner would take times of launches that do not happen
+        precompile(lambda: tuned_kernel[(1,)](x), threads=2)
+        tuned = True
+    except RuntimeError:
+        tuned = bool(tuned_kernel.cache)
     print(
         json.dumps(
-            {"compiled": first, "again": len(compiled) - len(first), "failed": failed, "results": results}
+            {
+                "compiled": first,
+                "again": len(compiled) - len(first),
+                "failed": failed,
+                "tuned": tuned,
+                "results": results,
+            }
         )
     )
 

@@ -28,5 +28,6 @@ def test_kernels_of_both_passes_are_compiled_once_in_threads_and_not_launched(tm
             "compiled": [[f"{name}_kernel", cached, False] for name in ("double", "double", "halve")],
             "again": 0,
             "failed": True,  # at its launch
+            "tuned": False,
             "results": [[32.0, 32.0]] * 2,  # what was there before the launches
         }
