@@ -15,7 +15,6 @@ from torch import Tensor
 from fla_train.kernels.delta_product.interface import delta_product, resolve_backend
 from fla_train.kernels.delta_product.recurrent import compute_dtype
 from fla_train.kernels.delta_product.select import override
-from fla_train.kernels.precompile import precompile
 from fla_train.kernels.sizes import ceil_div, processors
 from fla_train.utils.processes import cores_of_rank
 
@@ -147,6 +146,8 @@ def check_backend(
             return evaluate(many, backend, copies=copies, final_state=case.final_state)
 
     if backend == "triton" and device.type == "cuda":
+        from fla_train.kernels.precompile import precompile  # loads Triton
+
         with suppress(Exception):  # which comes again below
             precompile(lambda: [run(case, inputs) for case, inputs in given], cores_of_rank())
     for case, inputs in given:

@@ -220,8 +220,8 @@ def test_an_array_task_trains_its_job_of_the_sweep(
     command = ["bash", str(SCRIPTS / "train.slurm"), "-m", *overrides, "seed=3,4", "dry_run=true", *places]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "\nseed: 4\n" in done.stdout and "\nseed: 3\n" not in done.stdout
-    assert f"dir: {tmp_path / 'sweep' / '1-'}" in done.stdout  # the folder's name goes on with the overrides
+    assert "seed=4" in done.stdout and "seed=3" not in done.stdout
+    assert f"{tmp_path / 'sweep' / '1-'}" in done.stdout  # the folder's name goes on with the overrides
 
 
 def test_all_gpus_of_each_machine_are_taken_unless_told_otherwise(
