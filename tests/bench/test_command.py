@@ -66,7 +66,7 @@ def test_one_gate_other_dims_and_dtype(capsys) -> None:
     assert "| fla_train recurrent | 2 | no |" in out and "| yes |" not in out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_train_with_a_peer(tmp_path, capfd) -> None:
     file = tmp_path / "train.json"
     peers = ["--peers", "llama", "--steps", "1", "--json", str(file)]

@@ -49,7 +49,7 @@ def test_the_tables_of_the_docs_are_those_of_their_json(tmp_path: Path) -> None:
     assert rows == [line for line in page if line.startswith(("|", "!"))]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("unwatched")
 def test_two_models_are_trained_evaluated_and_merged(tmp_path: Path) -> None:
     home, page = tmp_path / "runs", tmp_path / "docs" / "page.md"
