@@ -3,6 +3,7 @@
 import mmap
 import os
 from collections.abc import Callable, Mapping
+from enum import Enum
 
 import numpy as np
 import torch
@@ -134,6 +135,8 @@ def _map(function: Callable[[Tensor], Tensor], content: object) -> object:
         return type(content)((key, _map(function, value)) for key, value in content.items())
     if type(content) in (list, tuple):
         return type(content)(_map(function, value) for value in content)
+    if isinstance(content, Enum):  # which Python before 3.11.4 pickles as a call of `getattr`
+        return content.value
     return content  # numbers, strings, and layouts that never change
 
 

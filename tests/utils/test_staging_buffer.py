@@ -4,6 +4,7 @@ import io
 import os
 from collections import OrderedDict
 from collections.abc import Iterator
+from enum import IntEnum
 
 import pytest
 import torch
@@ -70,3 +71,13 @@ def test_copies_share_memory_where_the_originals_do_and_are_made_in_place(buffer
     larger = torch.arange(10_000.0)
     files, beside = buffer.stage({"a": larger})
     assert torch.equal(load(buffer, files["a"], beside), larger)
+
+
+class Stage(IntEnum):
+    TWO = 2
+
+
+def test_members_of_enumerations_are_written_as_their_values(buffer: StagingBuffer) -> None:
+    """A reader that permits plain values only would refuse them."""
+    staged, beside = buffer.stage({"state.pt": {"stage": Stage.TWO, "x": torch.ones(3)}})
+    assert load(buffer, staged["state.pt"], beside)["stage"] == 2
