@@ -151,7 +151,8 @@ def test_invalid_text_or_tokenizer(tmp_path, local, corpus):
         quiet(replace(local, tokenizer=TokenizerConfig(name=str(tmp_path / "t"))))
 
 
-def test_all_invalid_settings_are_named_together():
+def test_all_invalid_settings_are_named_together(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a folder that exists is a path to files
     config = DataConfig(source="hub", validation_fraction=1.0, max_tokens=0)
     config.tokenizer = TokenizerConfig(name="bpe", vocab_size=10)
     with pytest.raises(ValueError) as failure:
