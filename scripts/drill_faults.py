@@ -51,7 +51,7 @@ def lost_a_checkpoint(act: Inject, said: str, undo: Inject = lambda drill: None)
 
 
 def unharmed(act: Inject) -> Inject:
-    """Training goes on in the same processes."""
+    """Training continues in the same processes."""
 
     def inject(drill: Drill) -> None:
         ranks = drill.workers()
@@ -99,7 +99,7 @@ def refused(name: str | Callable[[Path], Path], spoil: Spoil, codes: tuple[int, 
 
 
 def outlived(name: str, spoil: Spoil) -> Inject:
-    """A file of the run is damaged, and a start goes on in spite of it."""
+    """A file of the run is damaged, and a start continues in spite of it."""
 
     def inject(drill: Drill) -> None:
         drill.reset()
@@ -111,7 +111,7 @@ def outlived(name: str, spoil: Spoil) -> Inject:
 
 
 def passed_over(name: str, spoil: Spoil) -> Inject:
-    """The newest checkpoint is damaged: a start names it, and goes on from the one before."""
+    """The newest checkpoint is damaged: a start names it, and continues from the one before."""
 
     def inject(drill: Drill) -> None:
         drill.reset()
@@ -125,7 +125,7 @@ def passed_over(name: str, spoil: Spoil) -> Inject:
 
 
 def fail(role: str, at: str, do: str) -> Inject:
-    """`worker-N` or `writer-N` fails when it next comes to a function; see `failpoints/sitecustomize.py`."""
+    """`worker-N` or `writer-N` fails when it next calls a function; see `failpoints/sitecustomize.py`."""
 
     def inject(drill: Drill) -> None:
         fired = put(role, at, do)
@@ -379,7 +379,7 @@ def relaunch_at_once(drill: Drill) -> None:
 
 
 def kill_torchrun(drill: Drill) -> None:
-    """Its ranks die with it, and the same command under our launcher goes on."""
+    """Its ranks die with it, and the same command under our launcher continues."""
     options = [option for option in drill.command[len(TRAIN) :] if "num_processes" not in option]
     drill.launch(
         args=[
@@ -476,7 +476,7 @@ IN_A_WRITE: dict[str, Inject] = {
         ("a bug", 0, "checkpoint.py:write_manifest", "raise KeyError", "NO CHECKPOINT, rank 0: 'drill'"),
     )
 }
-# What ends a launched run; the same command goes on.
+# What ends a launched run; the same command continues it.
 ENDING: dict[str, Inject] = {
     "SIGTERM": ended(send(signal.SIGTERM, agent), 75, "stopped on request"),
     "SIGUSR1": ended(send(signal.SIGUSR1, agent), 75, "stopped on request"),
@@ -522,7 +522,7 @@ REFUSED: dict[str, Inject] = {
     "checkpoints is a file": refused("checkpoints", Path.touch, (2,), "can't be written"),
     "a token shard is cut short": refused(first_shard, cut, (2,), "tokens-"),
 }
-# What a start goes on in spite of.
+# What a start continues in spite of.
 OUTLIVED: dict[str, Inject] = {
     "config.yaml is a link to nothing": outlived(
         "config.yaml", instead(lambda path: path.symlink_to("nothing"))

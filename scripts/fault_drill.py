@@ -31,7 +31,7 @@ from fla_train.utils.records import read_metrics
 
 STEPS = 300
 ROOM = 120  # steps before the end that a launch must have ahead
-EARLY = 60  # a run that has less goes on from a checkpoint up to here
+EARLY = 60  # a run that has less continues from a checkpoint up to here
 OF_THE_MACHINE = {"tokens_per_second", "data_wait", "memory_gib", "mfu", "checkpoint_stall_s"}
 OPTIONS = [
     *("trainer.checkpoint_every=2", "trainer.keep_checkpoints=0", "trainer.hang_timeout=8"),
@@ -41,7 +41,7 @@ OPTIONS = [
 
 
 def stop(drill: Drill, room: int = ROOM) -> None:
-    """Stop all launchers; unless so many steps are ahead, the next goes on from an early checkpoint."""
+    """Stop all launchers; unless so many steps are ahead, the next continues from an early checkpoint."""
     drill.reset()
     present = drill.checkpoints()
     if present and checkpoint.step_of(present[-1].name) > STEPS - room:

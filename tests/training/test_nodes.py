@@ -221,7 +221,7 @@ def test_an_array_task_trains_its_job_of_the_sweep(
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "seed=4" in done.stdout and "seed=3" not in done.stdout
-    assert f"{tmp_path / 'sweep' / '1-'}" in done.stdout  # the folder's name goes on with the overrides
+    assert f"{tmp_path / 'sweep' / '1-'}" in done.stdout  # the overrides follow in the folder's name
 
 
 def test_all_gpus_of_each_machine_are_taken_unless_told_otherwise(
