@@ -22,8 +22,8 @@ ALIGNMENT = 16  # bytes; a pointer's alignment decides how wide its loads and st
 def run_kernel(kernel: triton.JITFunction, grid: tuple[int, ...], **arguments: Any) -> None:
     """`kernel[grid](**arguments)` on the current device; the grid has one or two dimensions.
 
-    The arguments are all those of the kernel, and launch options: num_warps, num_stages, maxnreg. What is
-    compiled may depend on them only: Triton's own knobs are read at the first call.
+    The arguments are all those of the kernel, and launch options: num_warps, num_stages, maxnreg, launch_pdl.
+    What is compiled may depend on them only: Triton's own knobs are read at the first call.
     """
     if not isinstance(kernel, triton.JITFunction):  # of Triton's interpreter
         kernel[grid](**arguments)
@@ -31,7 +31,7 @@ def run_kernel(kernel: triton.JITFunction, grid: tuple[int, ...], **arguments: A
     names, constants, variables, variants = _parameters(kernel)
     key = (
         *(torch.cuda.current_device(), arguments.get("num_warps")),
-        *(arguments.get("num_stages"), arguments.get("maxnreg")),
+        *(arguments.get("num_stages"), arguments.get("maxnreg"), arguments.get("launch_pdl")),
         *[arguments[name] for name in constants],
         *[_trait(arguments[name]) for name in variables],
     )

@@ -54,7 +54,8 @@ def linear_step(
     if swiglu:
         rows = rows[:1]
     y, total = x.new_empty(tokens, 1, sum(rows)), x if residual is None else torch.empty_like(x)
-    block_tokens, block_rows, block = tile(x, sum(rows), 1 + swiglu)
+    block_tokens, block_rows, block = tile(x, 1 + swiglu)
+    overlap = overlaps(x)
     unused = MAX_WEIGHTS - len(weights)
     pointers = {f"w{i}": weight for i, weight in enumerate((*weights, *weights[:1] * unused))}
     sizes = {f"R{i}": n for i, n in enumerate((*rows, *[0] * (MAX_WEIGHTS - len(rows))))}
@@ -64,7 +65,7 @@ def linear_step(
             linear_step_kernel, (programs, ceil_div(tokens, block_tokens)),
             x=x, residual=residual, norm=norm, total=total, y=y, M=tokens, eps=eps, **pointers, **sizes,
             D=size, ROWS=sum(rows), BM=block_tokens, BR=block_rows, BD=block, SWIGLU=swiglu,
-            num_warps=4, num_stages=4,
+            OVERLAP=overlap, launch_pdl=overlap, num_warps=4, num_stages=3,
         )  # fmt: skip
     return y, total
 
@@ -102,6 +103,7 @@ def mixer_step(
     key_tile, value_tile = next_power_of_2(key_dim), next_power_of_2(value_dim)
     warps = min(8, max(1, key_tile // 32, value_tile // 32))  # more would load each channel several times
     starts = {f"C{name.upper()}": columns.get(name, -1) for name in "qkvbag"}
+    tiles, overlap = 1, overlaps(y)
     with torch.cuda.device_of(y):
         run_kernel(
             mixer_step_kernel, (batch * heads,),
@@ -111,22 +113,30 @@ def mixer_step(
             beta_max=float(beta_max), scale=key_dim**-0.5, l2_eps=L2NORM_EPS, eps=eps,
             **starts, ROWS=y.shape[-1], H=heads, K=key_dim, V=value_dim, N=num_householder,
             W=1 if weights[0] is None else weights[0].shape[-1], BK=key_tile, BV=value_tile,
-            num_warps=warps,
+            BT=tiles, OVERLAP=overlap, launch_pdl=overlap, num_warps=warps,
         )  # fmt: skip
     return o
 
 
-def tile(x: Tensor, rows: int, width: int) -> tuple[int, int, int]:
+def overlaps(x: Tensor) -> bool:
+    """Whether a kernel starts before the one ahead of it has ended (programmatic dependent launch).
+
+    It may then read what the kernel ahead does not write, as weights, and waits before anything else.
+    """
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def tile(x: Tensor, width: int) -> tuple[int, int, int]:
     """Tokens, rows and channels of a program of `linear_step`, which reads `width` weights for each row."""
     tokens, _, size = x.shape
     if tokens == 1:  # all of a program's loads at once, and all programs at once
         block = min(4096, next_power_of_2(size))
-        return 1, max(1, (8192 if rows > 2048 else 4096) // (block * width)), block
+        return 1, max(1, 2048 // (block * width)), block
     # Programs read all tokens again, from the L2 cache: as many rows as leave most multiprocessors one.
     return (
         min(MAX_TOKENS, max(16, next_power_of_2(tokens))),
         (64 if x.element_size() == 2 else 32) // width,
-        256 // x.element_size(),
+        512 // x.element_size(),
     )
 
 
@@ -167,7 +177,7 @@ def linear_step_kernel(
     y, M, eps,  # out [M, ROWS]
     R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr, R4: tl.constexpr,
     R5: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
-    BD: tl.constexpr, SWIGLU: tl.constexpr,
+    BD: tl.constexpr, SWIGLU: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BR rows of one weight on BM tokens. The factor 1 / rms of a token is applied to the products."""
     w, n, i_row, i_column = select_weight(
@@ -178,6 +188,9 @@ def linear_step_kernel(
     b_squares = tl.zeros([BM], tl.float32)
     b_y = tl.zeros([BR, BD if BM == 1 else BM], tl.float32)
     b_up = tl.zeros([BR, BD if BM == 1 else BM], tl.float32)
+    if OVERLAP and BM > 1:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     for i in range(0, D, BD):
         o_d = i + tl.arange(0, BD)
         m_x, m_w = m_m[:, None] & (o_d < D)[None, :], m_r[:, None] & (o_d < D)[None, :]
@@ -185,6 +198,9 @@ def linear_step_kernel(
         b_w = tl.load(w + p_w, mask=m_w, other=0.0)
         if SWIGLU:
             b_w_up = tl.load(w1 + p_w, mask=m_w, other=0.0)
+        if OVERLAP and BM == 1:  # waits and triggers once; the weights of one token are on their way
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
         b_x = tl.load(x + p_x, mask=m_x, other=0.0)
         if residual is not None:
             b_x = b_x.to(tl.float32) + tl.load(residual + p_x, mask=m_x, other=0.0).to(tl.float32)
@@ -219,13 +235,13 @@ def linear_step_kernel(
 
 @triton.jit
 def convolve_token(y, weight, state, o_c, mask, W: tl.constexpr):
-    """silu of the convolution at channels `o_c`, whose oldest input gives way to the newest.
+    """silu of the convolution at channels `o_c`, and what the state holds then, oldest first.
 
-    `y` and `state` point at the sequence's. Several threads may hold a channel, so all have loaded before one
-    stores.
+    `y` and `state` point at the sequence's.
     """
     b_new = tl.load(y + o_c, mask=mask, other=0.0)
     b_x = b_new.to(tl.float32)
+    b_1, b_2 = b_new, b_new
     if W > 1:
         p_s, p_w = state + o_c * (W - 1), weight + o_c * W
         b_x *= tl.load(p_w + W - 1, mask=mask, other=0.0).to(tl.float32)
@@ -235,11 +251,17 @@ def convolve_token(y, weight, state, o_c, mask, W: tl.constexpr):
         b_x += b_0.to(tl.float32) * tl.load(p_w, mask=mask, other=0.0).to(tl.float32)
         b_x += b_1.to(tl.float32) * tl.load(p_w + 1, mask=mask & (W > 2), other=0.0).to(tl.float32)
         b_x += b_2.to(tl.float32) * tl.load(p_w + 2, mask=mask & (W > 3), other=0.0).to(tl.float32)
-        tl.debug_barrier()
+    return (b_x * tl.sigmoid(b_x)).to(y.dtype.element_ty).to(tl.float32), b_1, b_2, b_new
+
+
+@triton.jit
+def keep_inputs(state, o_c, mask, b_1, b_2, b_new, W: tl.constexpr):
+    """Store what `convolve_token` returned, behind a barrier: several threads may have loaded a channel."""
+    if W > 1:
+        p_s = state + o_c * (W - 1)
         tl.store(p_s, b_1, mask=mask & (W > 2))
         tl.store(p_s + 1, b_2, mask=mask & (W > 3))
         tl.store(p_s + W - 2, b_new.to(state.dtype.element_ty), mask=mask)
-    return (b_x * tl.sigmoid(b_x)).to(y.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
@@ -254,37 +276,62 @@ def mixer_step_kernel(
     beta_max, scale, l2_eps, eps,
     CQ: tl.constexpr, CK: tl.constexpr, CV: tl.constexpr, CB: tl.constexpr, CA: tl.constexpr,
     CG: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    N: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    N: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One head of one sequence."""
+    """One head of one sequence, BV of its values at a time."""
     i_bh = tl.program_id(0).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
-    o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
-    m_k, m_v = o_k < K, o_v < V
-    m_s = m_k[:, None] & m_v[None, :]
+    o_k, o_v, o_t = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BT)
+    m_k, c_q = o_k < K, i_h * K + o_k
     p_s = state + i_bh * K * V + o_k[:, None] * V + o_v[None, :]
+    b_s = tl.load(p_s, mask=m_k[:, None] & (o_v < V)[None, :], other=0.0)
+    if OVERLAP:  # the state is of the step before, which has ended
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     y += i_b * ROWS
     if W > 1:
         sq += i_b * H * K * (W - 1)
         sk += i_b * N * H * K * (W - 1)
         sv += i_b * N * H * V * (W - 1)
-    b_s = tl.load(p_s, mask=m_s, other=0.0).to(tl.float32)
+    b_q, q_1, q_2, q_new = convolve_token(y + CQ, wq, sq, c_q, m_k, W)
+    ks, betas = (), ()
+    for j in tl.static_range(N):
+        ks += (convolve_token(y + CK, wk, sk, (j * H + i_h) * K + o_k, m_k, W),)
+        betas += (beta_max * tl.sigmoid(tl.load(y + CB + j * H + i_h).to(tl.float32)),)
+    b_decay = 1.0
     if A_log is not None:
         b_a = tl.load(y + CA + i_h).to(tl.float32) + tl.load(dt_bias + i_h).to(tl.float32)
-        b_s *= tl.exp(-tl.exp(tl.load(A_log + i_h).to(tl.float32)) * softplus(b_a))
+        b_decay = tl.exp(-tl.exp(tl.load(A_log + i_h).to(tl.float32)) * softplus(b_a))
+    tl.debug_barrier()
+    keep_inputs(sq, c_q, m_k, q_1, q_2, q_new, W)
     for j in tl.static_range(N):
-        i_step = j * H + i_h
-        b_k = normalised(convolve_token(y + CK, wk, sk, i_step * K + o_k, m_k, W), l2_eps)
-        b_v = convolve_token(y + CV, wv, sv, i_step * V + o_v, m_v, W)
-        b_beta = beta_max * tl.sigmoid(tl.load(y + CB + i_step).to(tl.float32))
-        b_u = b_beta * (b_v - tl.sum(b_s * b_k[:, None], 0))
-        b_s += b_k[:, None] * b_u[None, :]
-    b_q = normalised(convolve_token(y + CQ, wq, sq, i_h * K + o_k, m_k, W), l2_eps)
-    b_o = tl.sum(b_s * (b_q * scale)[:, None], 0).to(o.dtype.element_ty).to(tl.float32)
-    b_o *= tl.rsqrt(tl.sum(b_o * b_o, 0) / V + eps)
+        keep_inputs(sk, (j * H + i_h) * K + o_k, m_k, ks[j][1], ks[j][2], ks[j][3], W)
+    b_q = normalised(b_q, l2_eps) * scale
+    b_o = tl.zeros([BT, BV], tl.float32)
+    for t in tl.static_range(BT):
+        if t > 0:
+            o_v += BV
+            b_s = tl.load(p_s + t * BV, mask=m_k[:, None] & (o_v < V)[None, :], other=0.0)
+        m_v = o_v < V
+        b_s = b_s.to(tl.float32) * b_decay
+        vs = ()
+        for j in tl.static_range(N):
+            vs += (convolve_token(y + CV, wv, sv, (j * H + i_h) * V + o_v, m_v, W),)
+        tl.debug_barrier()
+        for j in tl.static_range(N):
+            keep_inputs(sv, (j * H + i_h) * V + o_v, m_v, vs[j][1], vs[j][2], vs[j][3], W)
+            b_k = normalised(ks[j][0], l2_eps)
+            b_u = betas[j] * (vs[j][0] - tl.sum(b_s * b_k[:, None], 0))
+            b_s += b_k[:, None] * b_u[None, :]
+        tl.store(p_s + t * BV, b_s.to(state.dtype.element_ty), mask=m_k[:, None] & m_v[None, :])
+        b_o = tl.where(o_t[:, None] == t, tl.sum(b_s * b_q[:, None], 0)[None, :], b_o)
+    b_o = b_o.to(o.dtype.element_ty).to(tl.float32)
+    o_v = o_t[:, None] * BV + tl.arange(0, BV)[None, :]
+    m_v = o_v < V
+    b_o *= tl.rsqrt(tl.sum(tl.sum(b_o * b_o, 1), 0) / V + eps)
     b_o *= tl.load(norm + o_v, mask=m_v, other=0.0).to(tl.float32)
     if CG >= 0:
         b_gate = tl.load(y + CG + i_h * V + o_v, mask=m_v, other=0.0).to(tl.float32)
         b_o *= b_gate * tl.sigmoid(b_gate)
     tl.store(o + i_bh * V + o_v, b_o.to(o.dtype.element_ty), mask=m_v)
-    tl.store(p_s, b_s.to(state.dtype.element_ty), mask=m_s)
