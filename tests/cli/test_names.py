@@ -331,9 +331,14 @@ def test_bash_completes_nested_options_and_keys(tmp_path: Path) -> None:
 
 
 LIGHT = """
-import contextlib, os, sys
+import contextlib, importlib, os, sys
 from fla_train.cli.train import main
 os.environ["COMP_LINE"] = "fla-train experiment=paper/delta"
+for name in ("doctor", "bench", "runs"):
+    for flag in ("--help", "--version"):
+        sys.argv = [f"fla-{name}", flag]
+        with contextlib.suppress(SystemExit):
+            importlib.import_module(f"fla_train.cli.{name}").main()
 for words in (["--help", "experiment=demo"], ["--list"], ["--version"], ["-sc", "query=bash"]):
     sys.argv = ["fla-train", *words]
     with contextlib.suppress(SystemExit):
@@ -342,7 +347,7 @@ assert not {"torch", "transformers", "wandb", "datasets"} & set(sys.modules)
 """
 
 
-def test_help_list_and_completion_import_nothing_heavy() -> None:
+def test_help_list_version_and_completion_import_nothing_heavy() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LIGHT], capture_output=True, text=True, cwd=ROOT, timeout=120
     )
