@@ -108,13 +108,17 @@ def key_error(configs: ConfigFiles, config: DictConfig, key: str, value: str) ->
     ours += [f"{other}={value}" for other in sorted(values) if other.split(".")[-1] == name]
     if ours:
         return f"there is no key {key}: write {' or '.join(ours[:4])}"
-    close = _closest([key, name], sorted(known), _parts_of_key)
-    return f"there is no key {key}{_did_you_mean(close) or f': fla-{configs.config_name} --help lists them'}"
+    if close := _closest([key, name], sorted(known), _parts_of_key):
+        return f"there is no key {key}{_did_you_mean(close)}"
+    if parent == "model" and "source" in config.model:  # another library's
+        return f"there is no key {key}: write model.config.{name}={value} for a field of the model's class"
+    return f"there is no key {key}: fla-{configs.config_name} --help lists them"
 
 
 def flag_error(flag: str, flags: Iterable[str]) -> str:
     """Why `flag` cannot be. Names the closest of `flags`."""
-    return f"there is no flag {flag}{_did_you_mean(_closest([flag], list(flags), lambda name: [name]))}"
+    close = _did_you_mean(_closest([flag], list(flags), lambda name: [name]))
+    return f"there is no flag {flag}{close or '; keys are given as KEY=VALUE, without dashes'}"
 
 
 def _did_you_mean(names: list[str]) -> str:

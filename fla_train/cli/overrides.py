@@ -1,5 +1,6 @@
 """Error messages for Hydra overrides that do not fit a config, one line each."""
 
+import os
 import re
 from collections.abc import Callable, Sequence
 
@@ -61,7 +62,8 @@ def _single_values(override: str) -> list[str]:
 def _reason(configs: ConfigFiles, config: DictConfig, text: str, failure: Exception) -> str:
     """`text: what is wrong with it`, an override that Hydra refused to add to what gave `config`."""
     if "=" not in text and not text.startswith("~"):
-        return f"{text}: write KEY=VALUE or GROUP=OPTION"
+        path = f"{'checkpoint' if 'checkpoint' in config else 'run.dir'}={text}"
+        return f"{text}: write {path if os.path.exists(text) else 'KEY=VALUE or GROUP=OPTION'}"
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException:

@@ -88,11 +88,19 @@ UNKNOWN = {
         "debug=null": "~debug",
         "zzz=1": "--help",
     },
-    "fla-eval": {"model=x": "write checkpoint=x", "tasks=[piqa]": "write suite.tasks=[piqa]"},
+    "fla-eval": {
+        str(ROOT): f"write checkpoint={ROOT}",
+        "model=x": "write checkpoint=x",
+        "tasks=[piqa]": "write suite.tasks=[piqa]",
+    },
     "fla-prepare": {"data.pth=x": "did you mean data.path?"},
     "fla-generate": {"max_tokens=3": "write max_new_tokens=3"},
     "fla-export": {"repo_id=a/b": "write hub.repo_id=a/b"},
     "fla-bench train": {"lr=1": "write optimizer.lr=1"},
+    "fla-train model=hf/llama/tiny": {
+        "model.num_heads=3": "write model.config.num_heads=3",
+        "model.vocabsize=3": "did you mean model.vocab_size",
+    },
 }
 
 
@@ -195,6 +203,7 @@ def test_the_status_is_2_with_any_flag(run_command, flags: list[str]) -> None:
     ("words", "part"),
     [
         (["--lst"], "--list"),
+        (["--max_steps", "60"], "KEY=VALUE"),
         (["--list", "modles"], "model,"),
         (["--cfg", "jobs"], "job"),
         (["--resolve"], "--cfg"),

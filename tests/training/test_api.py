@@ -64,6 +64,10 @@ def test_errors_are_raised_and_hydra_of_the_caller_stays(make_config: Make, tmp_
         with pytest.raises(ValueError, match=r"there is no key trainer.max_step.*did you mean"):
             fla_train.compose("trainer.max_step=3")
         assert fla_train.compose("trainer.max_steps=3").trainer.max_steps == 3
+        with pytest.raises(ValueError, match=r"not have model.num_heads:"):
+            fla_train.compose(
+                "experiment=state_tracking/s3_fast", "model=mamba_signed/tiny", "model.num_heads=2"
+            )
         assert GlobalHydra.instance().hydra is theirs
     with pytest.raises(ValueError, match="is not a multiple of"):
         fla_train.train(make_config("trainer.global_batch_tokens=300", f"run.dir={tmp_path / 'run'}"))
