@@ -278,6 +278,23 @@ def validate(config: TrainConfig) -> None:
         raise ValueError("\n  ".join(errors))
 
 
+def check_attributes(config: TrainConfig) -> None:
+    """Refuse what a program set on a section that has no such field: Python would keep it unread.
+
+    Raises:
+        ValueError: naming them.
+    """
+
+    def unknown(prefix: str, section: Any) -> Iterator[str]:
+        if is_dataclass(section):
+            names = {field.name for field in fields(section)}
+            for name, value in vars(section).items():
+                yield from unknown(f"{prefix}.{name}", value) if name in names else [f"{prefix}.{name}"]
+
+    if found := list(unknown("config", config)):
+        raise ValueError(f"there is no {' and no '.join(found)}: see docs/configuration.md")
+
+
 def _limit_errors(prefix: str, section: Any) -> Iterator[str]:
     """Values outside the limits of their `key`, in a section and those in it."""
     for entry in fields(section):
