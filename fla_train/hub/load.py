@@ -148,12 +148,9 @@ def load_model(
     """
     source = resolve_checkpoint(checkpoint)
     model = load_weights(source, device, dtype, mixer=mixer, trust_remote_code=trust_remote_code)
-    if format_name(model.config.model_type) and not _was_chosen(
-        source
-    ):  # one of our family can be made of it
-        line = (
-            f"{source} runs by {type(model).__name__} of its own library; fla-export format=hf makes it ours"
-        )
+    if format_name(model.config.model_type) and not _was_chosen(source):
+        name = type(model).__name__
+        line = f"{source} runs by its own library's {name}; fla-export format=hf makes a model of ours of it"
         warnings.warn_explicit(line, UserWarning, "fla_train", 1)
     return model, load_tokenizer(source, model.config, trust_remote_code=trust_remote_code)
 
