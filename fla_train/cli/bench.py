@@ -20,7 +20,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from fla_train.cli.app import fail
+from fla_train.cli.app import fail, interruptible
 from fla_train.cli.bench_options import build_parser
 from fla_train.utils.aliases import current_name
 
@@ -49,6 +49,7 @@ def _without_aliases(arguments: Sequence[str]) -> list[str]:
     return words
 
 
+@interruptible()
 def main() -> None:
     """Console command."""
     try:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fla_train.cli.app import interruptible
 from fla_train.cli.version import add_version
 from fla_train.utils.environment import describe_environment
 
@@ -83,6 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@interruptible()
 def main() -> None:
     """Console command."""
     parser = build_parser()
