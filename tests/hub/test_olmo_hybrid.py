@@ -1,5 +1,6 @@
 """`format=olmo_hybrid` against transformers' own class: logits, generation, both ways, refusals, recipes."""
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,9 @@ def test_transformers_runs_an_export_and_it_comes_back(settings, tmp_path: Path,
     assert torch.equal(theirs.generate(**prompt, **greedy), model.generate(**prompt, **greedy))
     with pytest.warns(UserWarning, match="OlmoHybridForCausalLM"):  # not ours, which the kernels run
         load_model(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        load_model(tmp_path / "ours")
     back = convert_export(folder, tmp_path / "back", "hf")
     assert (back / "model.safetensors").read_bytes() == (tmp_path / "ours/model.safetensors").read_bytes()
     before, after = (DeltaProductConfig.from_pretrained(path) for path in (tmp_path / "ours", back))
