@@ -1,5 +1,6 @@
 """Run an evaluation: load a checkpoint, run its suite, write the report."""
 
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,6 +31,7 @@ TASK_OPTIONS = (  # of a suite, for `run_tasks`
     *("include_path", "num_fewshot", "limit", "gen_kwargs"),
     *("apply_chat_template", "system_instruction", "seed"),
 )
+LOG_SECONDS = 60.0  # between two lines of a progress bar in a log
 DEFINITIONS = (".yaml", ".py", ".jsonl", ".parquet")  # what tasks of the user's own are made of
 
 
@@ -169,16 +171,19 @@ def evaluate_model(
 
 @contextmanager
 def progress_bars(shown: bool) -> Iterator[None]:
-    """Hide all progress bars in the block unless `shown`, also those of lm-eval that have no switch."""
-    if shown:
-        yield
-        return
+    """Hide all progress bars in the block unless `shown`, also those of lm-eval that have no switch.
+
+    Where there is no terminal a bar is written once a minute, not ten times a second.
+    """
     plain = tqdm.__init__
+    changed: dict[str, Any] = {"disable": True}
+    if shown:
+        changed = {} if sys.stderr.isatty() else {"mininterval": LOG_SECONDS, "maxinterval": LOG_SECONDS}
 
-    def hidden(self: tqdm, *arguments: Any, **options: Any) -> None:
-        plain(self, *arguments, **options | {"disable": True})
+    def init(self: tqdm, *arguments: Any, **options: Any) -> None:
+        plain(self, *arguments, **options | changed)
 
-    tqdm.__init__ = hidden
+    tqdm.__init__ = init
     try:
         yield
     finally:

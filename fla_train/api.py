@@ -38,7 +38,7 @@ def compose(*overrides: str, config_dir: str | None = None) -> TrainConfig:
     """
     register()
     words = with_base([app.readable(text) for text in overrides], config_dir=config_dir)
-    return to_config(app.compose("train", words, config_dir=config_dir))
+    return to_config(app.compose("train", words, config_dir=config_dir), words)
 
 
 def train(config: TrainConfig) -> Run | None:

@@ -128,16 +128,24 @@ class Run:
         """
         return draw_losses([self.path], metric=metric)
 
-    def model(self, checkpoint: Path | None = None, device: str = "cpu") -> "PreTrainedModel":
+    def model(self, checkpoint: int | Path | None = None, device: str = "cpu") -> "PreTrainedModel":
         """The trained model, in eval mode: the newest export, or the weights of one of `checkpoints`.
 
+        Args:
+            checkpoint: a step of `checkpoints`, or its folder; None: the newest export.
+
         Raises:
-            ValueError: there is no export, or files are missing or damaged.
+            ValueError: there is no export or no such checkpoint, or files are missing or damaged.
         """
         from fla_train.hub.load import load_weights
 
         if checkpoint is None:
             return load_weights(self.path, device)
+        kept = self.checkpoints
+        folder = kept.get(checkpoint) if isinstance(checkpoint, int) else Path(checkpoint)
+        if folder is None or not folder.is_dir():
+            steps = ", ".join(map(str, kept)) or "none"
+            raise ValueError(f"{self.path} has no checkpoint {checkpoint}: its steps are {steps}")
         from fla_train.training.load_checkpoint import load_file
         from fla_train.training.model import build_model
 
@@ -145,7 +153,7 @@ class Run:
         plan = json.loads(self.files.plan.read_text())
         data = open_prepared(plan["data_folder"]) if task is None else task_data(task, self.config.seed)
         model = build_model(self.config, data, resumed=True)
-        model.load_state_dict(load_file(checkpoint / MODEL_FILE)["module"])
+        model.load_state_dict(load_file(folder / MODEL_FILE)["module"])
         return model.to(device).eval()
 
 

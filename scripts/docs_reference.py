@@ -1,7 +1,8 @@
 """Generated parts of the documentation site: a hook of mkdocs.yml, which `make docs` runs.
 
 A page has the line `<!-- generated: NAME -->` where the text of the function `NAME` goes. So each page is in
-the repository too, and nothing generated is.
+the repository too, and nothing generated is. A link whose text is a file's name, `[data.md](data.md)`, gets
+the title of that page.
 """
 
 import html
@@ -18,6 +19,7 @@ from typing import Any
 import fla_train
 from fla_train.cli.config_files import ConfigFiles
 
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 COMMANDS = ("train", "prepare", "eval", "export", "generate")
 DOCUMENTED = {  # what api.md shows, by section; `.*` also the public members of a class
     "Train, and read runs": [*(f"fla_train:{name}" for name in fla_train.API), "fla_train:Run.*"],
@@ -34,6 +36,7 @@ DOCUMENTED = {  # what api.md shows, by section; `.*` also the public members of
         "fla_train.models.mixers:Mixer.__call__",
     ],
 }
+LINK = re.compile(r"\[[\w/.]+\.md\](?=\((?P<page>[\w/.]+\.md)[#)])")
 KEY = re.compile(r"(?P<indent> *)(?P<name>[\w-]+):(?: +(?P<value>[^#\s].*?))?(?: +# (?P<comment>.*))?")
 NAME = re.compile(r"[\w\\]+(\([\w\\]+\))?")  # of an argument, with its underscores escaped
 SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Optional methods):")
@@ -49,9 +52,16 @@ class Key:
     comment: str
 
 
-def on_page_markdown(markdown: str, **_: object) -> str:
+def on_page_markdown(markdown: str, page: Any = None, **_: object) -> str:
     """Called by mkdocs with the text of each page."""
-    return re.sub(r"<!-- generated: (\w+) -->", lambda found: GENERATED[found[1]](), markdown)
+    markdown = re.sub(r"<!-- generated: (\w+) -->", lambda found: GENERATED[found[1]](), markdown)
+    folder = DOCS if page is None else (DOCS / page.file.src_uri).parent
+    return LINK.sub(lambda found: f"[{title(folder / found['page'])}]", markdown)
+
+
+def title(page: Path) -> str:
+    """The first heading of a page."""
+    return re.search(r"^# (.+)", page.read_text(), re.M)[1]
 
 
 def configuration() -> str:

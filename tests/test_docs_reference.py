@@ -32,6 +32,12 @@ def test_keys_defaults_and_comments_are_those_of_the_files() -> None:
         assert not [comment for comment in comments if comment not in said], file
 
 
+def test_a_link_by_a_files_name_shows_the_pages_title() -> None:
+    text = "See [data.md](data.md#streaming), [how](models.md), `[data.md]`."
+    title = (ROOT / "docs" / "data.md").read_text().splitlines()[0].removeprefix("# ")
+    assert reference.on_page_markdown(text) == text.replace("[data.md](", f"[{title}](")
+
+
 def test_the_page_has_the_keys_of_every_command() -> None:
     page = reference.on_page_markdown((ROOT / "docs" / "configuration.md").read_text())
     for command, group in product(reference.COMMANDS, ("", "trainer", "data", "suite")):

@@ -165,6 +165,16 @@ def fail_by(error: Exception) -> int:
     return fail(message, code=1 if isinstance(error, Interrupted) else 2)
 
 
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C ends the command with a line and INTERRUPTED, without a traceback, also while modules load."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        fail("interrupted")
+        leave(INTERRUPTED)
+
+
 class FlagParser(ArgumentParser):
     """Hydra's flags, `--list`, our version; an error is a line of ours."""
 
@@ -202,6 +212,7 @@ def _answer(configs: ConfigFiles, flags: Namespace, overrides: Sequence[str]) ->
     return True
 
 
+@interruptible()
 def run_hydra(
     config_name: str,
     register: Callable[[], None],

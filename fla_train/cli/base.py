@@ -40,7 +40,11 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
     run, weights = None if sweep else given.get("run.dir"), given.get("init_from")
     chosen = _chosen_groups(given, ConfigFiles("train", config_dir))
     if run and (file := Path(str(run)).expanduser() / "config.yaml").is_file():
-        base = {section: values for section, values in _of_run(file).items() if section not in chosen}
+        saved = _of_run(file)
+        base = {section: values for section, values in saved.items() if section not in chosen}
+        if "data" in chosen and saved["init_from"]:  # whose tokenizer the run follows, as at its first start
+            tokenizer = saved["data"]["tokenizer"]
+            base["data"] = {"tokenizer": {name: tokenizer[name] for name in ("name", "eos_token")}}
     elif weights:
         base = _of_weights(str(weights), with_model="model" not in chosen)
     else:

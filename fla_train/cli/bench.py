@@ -16,19 +16,13 @@
 Tables go to stdout in Markdown, everything to `--json FILE`. Exit code 2: the request was wrong.
 """
 
-import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Sequence
 
-import torch
-
-from fla_train.cli.app import compose, fail
-from fla_train.cli.bench_options import DTYPES, build_parser
+from fla_train.cli.app import fail, interruptible
+from fla_train.cli.bench_options import build_parser
 from fla_train.utils.aliases import current_name
-from fla_train.utils.environment import describe_environment
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -38,9 +32,9 @@ def run(arguments: Sequence[str]) -> None:
         ValueError: a request that cannot be measured.
     """
     request = build_parser().parse_args(_without_aliases(arguments))
-    if getattr(request, "threads", None) is not None:
-        torch.set_num_threads(request.threads)
-    content = COMMANDS[request.command](request)
+    from fla_train.cli.bench_commands import measure  # imports torch: seconds, which --version does not need
+
+    content = measure(request)
     if getattr(request, "json", None) is not None:
         request.json.write_text(json.dumps(content, indent=1) + "\n")
 
@@ -55,266 +49,7 @@ def _without_aliases(arguments: Sequence[str]) -> list[str]:
     return words
 
 
-def _kernels(request: argparse.Namespace) -> dict:
-    from fla_train.bench.implementations import ours, peers
-    from fla_train.bench.kernels import HEADER, bench_shape
-    from fla_train.bench.roofline import Shape
-    from fla_train.kernels.delta_product import resolve_backend
-
-    device, dtype = _place(request)
-    if request.graphs and device.type != "cuda":
-        raise ValueError("--graphs needs a GPU: leave it out here")
-    backends = list(dict.fromkeys(resolve_backend(name, device) for name in request.backends or ["auto"]))
-    implementations = ours(backends, request.recompute)
-    if request.peers:
-        found, missing = peers(device)
-        implementations += found
-        _report_missing(missing)
-    ceilings = _ceilings(request, device, dtype)
-    norm = "L2 norm inside" if request.norm else "unit vectors"
-    norm += ", CUDA graphs" if request.graphs else ""
-    value_dim = request.value_dim or request.head_dim
-    print(
-        f"B={request.batch} T={request.tokens} H={request.heads} K={request.head_dim} V={value_dim}, "
-        f"{_name(dtype)}, {norm}; {_machine(device)}\n{_line(ceilings)}\n"
-    )
-    sizes = (request.batch, request.tokens, request.heads, request.head_dim, value_dim)
-    gates = [True, False] if request.gate is None else [request.gate]
-    shapes = [Shape(*sizes, n, gated, dtype.itemsize) for n in request.num_householder for gated in gates]
-    options = {"norm": request.norm, "rounds": request.rounds, "graphs": request.graphs}
-    rows = (
-        ({"shape": asdict(shape)}, row)
-        for shape in shapes
-        for row in bench_shape(shape, implementations, dtype, device, ceilings, **options)
-    )
-    return _content(request, device, ceilings) | {"rows": _print_rows(HEADER, rows)}
-
-
-def _decode(request: argparse.Namespace) -> dict:
-    from fla_train.bench.decode import HEADER, bench_decode
-
-    device, dtype = _place(request)
-    if request.model is not None:
-        return _generation(request, device, dtype)
-    state_dtype, value_dim = DTYPES[request.state_dtype], request.value_dim or request.head_dim
-    print(f"{_name(dtype)}, gate, L2 norm inside; {_machine(device)}\n")
-    rows = (
-        ({}, bench_decode(heads, request.head_dim, value_dim, num_householder, dtype, state_dtype, device))
-        for heads in request.heads
-        for num_householder in request.num_householder
-    )
-    return _content(request, device) | {"rows": _print_rows(HEADER, rows)}
-
-
-def _generation(request: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> dict:
-    from fla_train.bench.generation import HEADER, bench_generation
-
-    names, config = _model_names(["ours", *request.peers]), _train_config([f"model={request.model}"])
-    print(f"{request.model}, {_name(dtype)}; {_machine(device)}\n")
-    options = {"tokens": request.new_tokens, "dtype": dtype, "device": device}
-    rows = bench_generation(names, config, request.batch, request.contexts, **options)
-    return _content(request, device) | {"rows": _print_rows(HEADER, (({}, row) for row in rows))}
-
-
-def _model_names(names: Sequence[str]) -> Sequence[str]:
-    from fla_train.bench.models import NAMES
-
-    if unknown := [name for name in names if name not in NAMES]:
-        raise ValueError(
-            f"--peers {' '.join(unknown)}: choose from {', '.join(sorted(set(NAMES) - {'ours'}))}"
-        )
-    return names
-
-
-def _fused_ops(request: argparse.Namespace) -> dict:
-    from fla_train.bench.fused_op_cases import FUNCTIONS, Sizes, make_cases
-    from fla_train.bench.fused_ops import HEADER, bench_case, ours
-    from fla_train.bench.liger import liger
-
-    functions = request.functions or list(FUNCTIONS)
-    if unknown := [name for name in functions if name not in FUNCTIONS]:
-        raise ValueError(f"--functions {' '.join(unknown)}: choose from {', '.join(FUNCTIONS)}")
-    names = ("batch", "tokens", "hidden", "head_dim", "intermediate", "vocabulary", "num_householder")
-    defaults = {"head_dim": min(128, request.hidden), "intermediate": request.hidden * 11 // 4}
-    sizes = Sizes(*(getattr(request, name) or defaults[name] for name in names))
-    if sizes.hidden % sizes.head_dim:
-        raise ValueError(f"--hidden {sizes.hidden} is no multiple of --head-dim {sizes.head_dim}")
-    device, dtype = _place(request)
-    peers, missing = liger(device) if request.peers else ({}, [])
-    _report_missing(missing)
-    ceilings = _ceilings(request, device, dtype)
-    print(f"B={sizes.batch} T={sizes.tokens}, {_name(dtype)}; {_machine(device)}\n{_line(ceilings)}\n")
-    rows = (
-        ({}, row)
-        for case in make_cases(functions, sizes, dtype, device)
-        for row in bench_case(
-            case,
-            [*ours(device), *peers.get(case.function, [])],
-            dtype,
-            device,
-            ceilings,
-            rounds=request.rounds,
-        )
-    )
-    return _content(request, device, ceilings) | {"rows": _print_rows(HEADER, rows)}
-
-
-def _attention(request: argparse.Namespace) -> dict:
-    from fla_train.bench.attention import HEADER, bench_attention
-
-    device, dtype = _place(request)
-    names = ("heads", "head_dim", "window", "document", "rounds")
-    options = {name: getattr(request, name) for name in names}
-    options["kv_heads"] = request.kv_heads or request.heads
-    print(f"H={request.heads} D={request.head_dim}, {_name(dtype)}; {_machine(device)}\n")
-    rows = (({}, row) for row in bench_attention(request.tokens, **options, dtype=dtype, device=device))
-    return _content(request, device) | {"rows": _print_rows(HEADER, rows)}
-
-
-def _train(request: argparse.Namespace) -> dict:
-    from fla_train.bench.training import bench_models, markdown
-    from fla_train.training.config import resolve_device
-
-    names = _model_names(["ours", *request.peers])
-    config = _train_config(request.overrides)
-    device = torch.device(resolve_device(config))
-    ceilings = _ceilings(request, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    print(f"{_machine(device)}\n")
-    rows = []
-    for row in bench_models(config, names, ceilings, steps=request.steps):
-        print(markdown(row), flush=True)
-        rows.append(asdict(row))
-    return _content(request, device, ceilings) | {"rows": rows}
-
-
-def _tune(request: argparse.Namespace) -> None:
-    from fla_train.bench.roofline import Shape
-    from fla_train.bench.tune import HEADER, key_of, tune
-    from fla_train.kernels.delta_product import resolve_backend
-    from fla_train.kernels.delta_product.select import clear_caches
-    from fla_train.kernels.delta_product.triton.launch_table import read_table, user_file, write_table
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    resolve_backend("triton", device)
-    dtype, file = DTYPES[request.dtype], request.file or user_file()
-    table = read_table(file) if file.is_file() else {}
-    print(f"{_machine(device)}; table: {file}\n")
-    print("\n".join(HEADER), flush=True)
-    for head_dim in request.head_dim:
-        value_dim = request.value_dim or head_dim
-        for num_householder in request.num_householder:
-            sizes = (request.batch, request.tokens, request.heads, head_dim, value_dim, num_householder)
-            shape = Shape(*sizes, gated=True, element_size=dtype.itemsize)
-            for outcome, options in tune(shape, dtype, device):
-                print(outcome.markdown(), flush=True)
-                for line in outcome.refused:
-                    print(f"refused: {outcome.kernel} {line}", file=sys.stderr)
-                table[key_of(shape, device)] = options
-            write_table(file, table, describe_environment(str(device)))
-            clear_caches()
-
-
-def _train_config(overrides: Sequence[str]):
-    from fla_train.training.config import register, to_config
-
-    register()
-    return to_config(compose("train", overrides))
-
-
-def _scaling(request: argparse.Namespace) -> None:
-    from fla_train.bench.scaling import bench_scaling
-
-    names = ("gpus", "models", "steps", "only", "limit")
-    bench_scaling(request.folder, request.overrides, **{name: getattr(request, name) for name in names})
-
-
-def _evaluation(request: argparse.Namespace) -> None:
-    from fla_train.bench.evaluation import bench_evaluation
-    from fla_train.eval.paper import ZERO_SHOT
-
-    model = _train_config([f"model={request.model}"]).model
-    options = {name: getattr(request, name) for name in ("lengths", "limit", "batch_size", "rounds")}
-    tasks = request.tasks or list(dict.fromkeys(column.task for column in ZERO_SHOT))
-    for record in bench_evaluation(model, request.mirror, request.tokenizer, tasks=tasks, **options):
-        print(json.dumps(record), flush=True)
-
-
-COMMANDS = {
-    "kernels": _kernels,
-    "decode": _decode,
-    "fused_ops": _fused_ops,
-    "attention": _attention,
-    "train": _train,
-    "tune": _tune,
-    "scaling": _scaling,
-    "evaluation": _evaluation,
-}
-
-
-def _ceilings(request: argparse.Namespace, device: torch.device, dtype: torch.dtype):
-    """The given ones, else the data sheet's, else what this machine reaches."""
-    from fla_train.bench.roofline import Ceilings, known_ceilings, measured_ceilings
-
-    given = (request.peak_tflops, request.bandwidth)
-    if any(value is not None and not value > 0 for value in given):
-        raise ValueError("--peak-tflops and --bandwidth must be positive")
-    if all(given):
-        return Ceilings(given[0] * 1e12, given[1] * 1e12, "given")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    found = known_ceilings(name, dtype) or measured_ceilings(device, dtype)
-    flops, bandwidth = (None if value is None else value * 1e12 for value in given)
-    source = f"{found.source}, one given" if any(given) else found.source
-    return Ceilings(flops or found.flops, bandwidth or found.bandwidth, source)
-
-
-def _print_rows(header: Sequence[str], rows: Iterable[tuple[dict, Any]]) -> list[dict]:
-    """Print each row of a table as soon as it is measured; the records, each after what goes before it."""
-    print("\n".join(header), flush=True)
-    records = []
-    for before, row in rows:
-        print(row.markdown(), flush=True)
-        records.append(before | asdict(row))
-    return records
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _line(ceilings) -> str:
-    speeds = f"{ceilings.flops / 1e12:.3g} TFLOP/s, {ceilings.bandwidth / 1e12:.3g} TB/s"
-    return f"Ceilings: {speeds} ({ceilings.source})"
-
-
-def _report_missing(missing: Sequence[str]) -> None:
-    """One line for each peer that is not there."""
-    for line in missing:
-        print(f"no peer: {line}", file=sys.stderr)
-
-
-def _place(request: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
-    """A GPU if there is one, and the dtype asked for or usual there."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return device, DTYPES[request.dtype or ("bf16" if device.type == "cuda" else "fp32")]
-
-
-def _machine(device: torch.device) -> str:
-    hardware = f"{torch.get_num_threads()} CPU threads"
-    if device.type == "cuda":
-        hardware = torch.cuda.get_device_name(device)
-    return f"{hardware}, torch {torch.__version__}"
-
-
-def _content(request: argparse.Namespace, device: torch.device, ceilings=None) -> dict:
-    settings = {name: value for name, value in vars(request).items() if name != "json"}
-    content = {
-        "environment": describe_environment(str(device)),
-        "threads": torch.get_num_threads(),
-        "settings": settings,
-    }
-    return content if ceilings is None else content | {"ceilings": asdict(ceilings)}
-
-
+@interruptible()
 def main() -> None:
     """Console command."""
     try:

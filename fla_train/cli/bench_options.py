@@ -4,11 +4,9 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from fla_train.cli.version import add_version
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = ("bf16", "fp16", "fp32")
 
 
 def positive(text: str) -> int:

@@ -12,74 +12,31 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-
-from fla_train.bench import precompile
+from fla_train.cli.app import interruptible
 from fla_train.cli.version import add_version
-from fla_train.kernels.delta_product import resolve_backend
-from fla_train.kernels.delta_product.select import select_kernel
-from fla_train.kernels.delta_product.selfcheck import CASES, Case, CheckReport, check_backend
 from fla_train.utils.environment import describe_environment
 
-Combination = tuple[str, str, torch.dtype]  # backend, device, dtype of q, k and v
+if TYPE_CHECKING:  # imports torch: seconds, which --version and --help do not need
+    from fla_train.kernels.delta_product.selfcheck import CheckReport
+
 SHAPE = ("batch", "tokens", "heads", "key_dim", "value_dim", "num_householder")
 MODEL_340M = (16, 2048, 8, 128, 128, 2)  # a micro-batch of model=gated_delta_product/340m
 
 
-def checks() -> list[Combination]:
-    """The (backend, device, dtype) combinations to check on this machine, in the order of use."""
-    both = (torch.float32, torch.bfloat16)
-    combinations = [(name, "cpu", dtype) for name in ("recurrent", "chunk") for dtype in both]
-    if torch.cuda.is_available():
-        combinations += [(name, "cuda", dtype) for name in ("triton", "chunk") for dtype in both]
-    return combinations
-
-
-def compiled_cases(dtype: torch.dtype) -> list[Case]:
-    """The cases for Triton; in float32 the busy ones run no other kernel, and it compiles slowest."""
-    return [case for case in CASES if dtype.itemsize == 2 or not case.busy]
-
-
-def run_checks(
-    combinations: Sequence[Combination], processes: int = precompile.PROCESSES
-) -> Iterator[CheckReport]:
-    """The reports in order. Each of Triton's cases runs in a process, because compiling takes its time."""
-    torch.set_num_threads(1)
-    with precompile.pool(processes) as pool:
-        compiled = {
-            (backend, device, dtype): [
-                pool.submit(check_backend, backend, device, dtype, cases=[case])
-                for case in compiled_cases(dtype)
-            ]
-            for backend, device, dtype in combinations
-            if backend == "triton"
-        }
-        for combination in combinations:
-            if combination in compiled:
-                yield merge([future.result() for future in compiled[combination]])
-            else:
-                yield check_backend(*combination)
-
-
-def merge(parts: Sequence[CheckReport]) -> CheckReport:
-    """One report of the reports on several cases."""
-    rows = tuple(row for part in parts for row in part.rows)
-    failure = next((part.failure for part in parts if part.failure), None)
-    return replace(parts[0], rows=rows, failure=failure)
-
-
 def environment_lines() -> list[str]:
     """Versions, devices, and the tools that a training run may need."""
+    import torch
+
     found = describe_environment("cuda" if torch.cuda.is_available() else "cpu")
     versions = ", ".join(f"{name} {number or 'MISSING'}" for name, number in found["packages"].items())
     lines = [
         f"fla_train    {found['fla_train']}, commit {found['commit'] or 'unknown'}",
         f"Python       {found['python']} on {found['platform']}",
         f"packages     {versions}",
-        f"CPU          {found['cpu_count']} cores, {torch.get_num_threads()} torch threads",
+        f"CPU          {found['cpu_count']} cores, threads of torch: {torch.get_num_threads()}",
     ]
     lines += [f"GPU          {name}" for name in found["devices"]] or [
         "GPU          none: training runs on the CPU"
@@ -96,6 +53,10 @@ def environment_lines() -> list[str]:
 
 def kernel_lines(shape: Sequence[int], device: str) -> list[str]:
     """What `select_kernel` decides on a device for bfloat16 inputs of a shape (B, T, H, K, V, N), and why."""
+    import torch
+
+    from fla_train.kernels.delta_product.select import select_kernel
+
     sizes = dict(zip(SHAPE, shape, strict=True))
     named = ", ".join(f"{name} {size}" for name, size in sizes.items())
     lines = select_kernel(device, torch.bfloat16, **sizes).explain()
@@ -123,12 +84,18 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@interruptible()
 def main() -> None:
     """Console command."""
     parser = build_parser()
     request = parser.parse_args()
     if min(request.shape) < 1:
         parser.error("--shape takes numbers of at least 1")
+    import torch
+
+    from fla_train.bench import backend_checks
+    from fla_train.kernels.delta_product import resolve_backend
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for line in [*environment_lines(), "", *kernel_lines(request.shape, device)]:
         print(line)
@@ -136,7 +103,7 @@ def main() -> None:
     print(f"\nBackends against the fp64 recurrence (default here: {default})")
     start = time.perf_counter()
     reports = []
-    for report in run_checks(checks()):
+    for report in backend_checks.run_checks(backend_checks.checks()):
         reports.append(report)
         print_report(report, request.verbose)
     bad = [report for report in reports if not report.ok]
@@ -153,7 +120,7 @@ def main() -> None:
     print(f"\nREADY: {len(reports)} checks passed in {seconds:.0f} s")
 
 
-def print_report(report: CheckReport, verbose: bool) -> None:
+def print_report(report: "CheckReport", verbose: bool) -> None:
     """One line a report; with `verbose` also one a comparison."""
     print(f"  {'ok    ' if report.ok else 'FAILED'} {report.summary()}", flush=True)
     if verbose:

@@ -99,22 +99,33 @@ def key_error(configs: ConfigFiles, config: DictConfig, key: str, value: str) ->
     if below and top in content and content[top] is None:
         return f"no {top} is chosen: add {top}=NAME, one of {', '.join(configs.options(top))}"
     parent, _, name = key.rpartition(".")
-    # Another library's model has a fixed set of keys, too, but no type: recipes may set those of our family.
-    is_open = parent != "model" and OmegaConf.get_type(OmegaConf.select(config, parent)) is dict
-    if parent in known and is_open:
-        return f"{parent} has no {name} yet: write +{key}={value} to add it"
+    if parent in known and is_open(config, parent):
+        # Hydra adds an entry to a mapping of typed values in this way only.
+        return f"{parent} has no {name} yet: write +{parent}={{{name}: {value}}} to add it"
     ours = [text for text, names in ELSEWHERE.items() if {key, name} & set(names.split())]
     ours = [text.replace("{}", value) for text in ours if text.split("=")[0] in known]
     ours += [f"{other}={value}" for other in sorted(values) if other.split(".")[-1] == name]
     if ours:
         return f"there is no key {key}: write {' or '.join(ours[:4])}"
-    close = _closest([key, name], sorted(known), _parts_of_key)
-    return f"there is no key {key}{_did_you_mean(close) or f': fla-{configs.config_name} --help lists them'}"
+    if close := _closest([key, name], sorted(known), _parts_of_key):
+        return f"there is no key {key}{_did_you_mean(close)}"
+    if parent == "model" and "source" in config.model:  # another library's
+        return f"there is no key {key}: write model.config.{name}={value} for a field of the model's class"
+    return f"there is no key {key}: fla-{configs.config_name} --help lists them"
+
+
+def is_open(config: DictConfig, key: str) -> bool:
+    """Whether `key` is a mapping to which `+` may add entries.
+
+    Another library's model has a fixed set of keys, but no type: recipes may set those of our family.
+    """
+    return key != "model" and OmegaConf.get_type(OmegaConf.select(config, key)) is dict
 
 
 def flag_error(flag: str, flags: Iterable[str]) -> str:
     """Why `flag` cannot be. Names the closest of `flags`."""
-    return f"there is no flag {flag}{_did_you_mean(_closest([flag], list(flags), lambda name: [name]))}"
+    close = _did_you_mean(_closest([flag], list(flags), lambda name: [name]))
+    return f"there is no flag {flag}{close or '; keys are given as KEY=VALUE, without dashes'}"
 
 
 def _did_you_mean(names: list[str]) -> str:

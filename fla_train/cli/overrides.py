@@ -1,5 +1,6 @@
 """Error messages for Hydra overrides that do not fit a config, one line each."""
 
+import os
 import re
 from collections.abc import Callable, Sequence
 
@@ -10,7 +11,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from fla_train.cli.config_files import ConfigFiles
-from fla_train.cli.names import key_error, option_error
+from fla_train.cli.names import is_open, key_error, option_error
 
 
 def override_errors(
@@ -61,7 +62,8 @@ def _single_values(override: str) -> list[str]:
 def _reason(configs: ConfigFiles, config: DictConfig, text: str, failure: Exception) -> str:
     """`text: what is wrong with it`, an override that Hydra refused to add to what gave `config`."""
     if "=" not in text and not text.startswith("~"):
-        return f"{text}: write KEY=VALUE or GROUP=OPTION"
+        path = f"{'checkpoint' if 'checkpoint' in config else 'run.dir'}={text}"
+        return f"{text}: write {path if os.path.exists(text) else 'KEY=VALUE or GROUP=OPTION'}"
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException:
@@ -80,6 +82,8 @@ def _reason(configs: ConfigFiles, config: DictConfig, text: str, failure: Except
     plain = "VALUE" if value is None else text.partition("=")[2]
     # A key inside of a mapping, or in the file of an option, is another than the override's.
     unknown = re.search(r"Key '.*' (?:is )?not in .*\n\s*full_key: (\S+)", str(_cause(failure)))
+    if unknown and unknown[1].startswith(f"{key}.") and is_open(config, key):
+        return f"{text}: {key} has no {unknown[1].removeprefix(f'{key}.')} yet: write +{text} to add it"
     if unknown and not key.startswith(unknown[1]):
         key, plain = unknown[1], "VALUE"
     return f"{text}: {key_error(configs, config, key, plain) or one_line(failure)}"

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fla_train.cli.app import fail, leave
+from fla_train.cli.app import fail, interruptible, leave
 from fla_train.cli.version import add_version
 
 if TYPE_CHECKING:  # it imports torch, and is not needed for --help
@@ -187,6 +187,7 @@ def show(request: argparse.Namespace) -> None:
         figure.savefig(request.png, dpi=120)
 
 
+@interruptible()
 def main() -> None:
     """Console command."""
     request = build_parser().parse_args()

@@ -24,25 +24,19 @@ LONGEST_TAG = 64  # characters, W&B's limit
 def train(node: DictConfig) -> int:
     """Train one composed config; in a sweep (`-m`) each job has a run folder of its own."""
     from fla_train import api
-    from fla_train.models.build import is_zoo
-    from fla_train.models.zoo.baseline import ignored_overrides, new_name
+    from fla_train.models.zoo.baseline import new_name
     from fla_train.training.config import to_config
     from fla_train.training.launch import TrainingFailed
     from fla_train.training.preemption import EXIT_CODE, Preempted, leaving_at_once
     from fla_train.utils.aliases import announce
 
-    config, job = to_config(node), sweep_job()
+    config, job = to_config(node, HydraConfig.get().overrides.task), sweep_job()
     if node.baseline is not None:
         announce("fla-train", f"baseline={node.baseline.kind}", f"{new_name(node.baseline)} and its sizes")
     if job is not None:
         place_job(config, job)
     elif config.run.job is not None:
         raise ValueError(f"run.job={config.run.job} is a job of a sweep: add -m")
-    if is_zoo(config.model) and (ignored := ignored_overrides(HydraConfig.get().overrides.task)):
-        raise ValueError(
-            f"a {config.model['model_type']} model does not have {', '.join(ignored)}: write "
-            "model.config.FIELD=... for the fields of its class"
-        )
     try:
         with leaving_at_once():
             api.train(config)

@@ -1,6 +1,7 @@
 """Find a checkpoint by run folder, export folder or Hub name, and load it."""
 
 import json
+import warnings
 from pathlib import Path
 from pickle import UnpicklingError
 from types import ModuleType
@@ -147,6 +148,10 @@ def load_model(
     """
     source = resolve_checkpoint(checkpoint)
     model = load_weights(source, device, dtype, mixer=mixer, trust_remote_code=trust_remote_code)
+    if format_name(model.config.model_type) in FORMATS and not _was_chosen(source):
+        name = type(model).__name__
+        line = f"{source} runs by its own library's {name}; fla-export format=hf makes a model of ours of it"
+        warnings.warn_explicit(line, UserWarning, "fla_train", 1)
     return model, load_tokenizer(source, model.config, trust_remote_code=trust_remote_code)
 
 

@@ -48,6 +48,7 @@ from fla_train.training.process_group import (
     STORE_FILE,
     STORE_PREFIX,
     check_address,
+    is_loopback,
     is_own_address,
 )
 from fla_train.training.worker import FINAL
@@ -143,6 +144,8 @@ class _Launcher:
         several = self._launch.num_machines > 1
         if several:
             log(f"machines     waiting for all {self._launch.num_machines} at {self._place}")
+            if is_loopback(self._launch.main_process_ip):
+                log("machines     other machines do not reach this address: set launch.main_process_ip")
         deadline = time.monotonic() + self._launch.rendezvous_timeout
         while True:
             agent = None

@@ -7,7 +7,7 @@ fails before anything starts. `validate` reports all other errors together.
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from importlib.resources import files
 from importlib.util import find_spec
@@ -26,7 +26,7 @@ from fla_train.hub.pushes import HubConfig
 from fla_train.hub.saved_config import escaped, read_saved
 from fla_train.models.build import NODE_KEYS, build_model_config, build_on_meta, is_zoo
 from fla_train.models.configuration import DeltaProductConfig, model_schema
-from fla_train.models.zoo.baseline import BaselineConfig, without_baseline
+from fla_train.models.zoo.baseline import BaselineConfig, ignored_overrides, without_baseline
 from fla_train.tasks import TaskConfig, training_task
 from fla_train.training.log import log
 from fla_train.utils.ranks import is_rank
@@ -278,6 +278,23 @@ def validate(config: TrainConfig) -> None:
         raise ValueError("\n  ".join(errors))
 
 
+def check_attributes(config: TrainConfig) -> None:
+    """Refuse what a program set on a section that has no such field: Python would keep it unread.
+
+    Raises:
+        ValueError: naming them.
+    """
+
+    def unknown(prefix: str, section: Any) -> Iterator[str]:
+        if is_dataclass(section):
+            names = {field.name for field in fields(section)}
+            for name, value in vars(section).items():
+                yield from unknown(f"{prefix}.{name}", value) if name in names else [f"{prefix}.{name}"]
+
+    if found := list(unknown("config", config)):
+        raise ValueError(f"there is no {' and no '.join(found)}: see docs/configuration.md")
+
+
 def _limit_errors(prefix: str, section: Any) -> Iterator[str]:
     """Values outside the limits of their `key`, in a section and those in it."""
     for entry in fields(section):
@@ -406,11 +423,14 @@ def register(root: type[TrainConfig] = TrainConfig) -> None:
     store.store(name="zoo_schema", node=zoo)
 
 
-def to_config(node: DictConfig | dict) -> TrainConfig:
+def to_config(node: DictConfig | dict, overrides: Sequence[str] = ()) -> TrainConfig:
     """A composed node, or the plain content of a `config.yaml`, as dataclasses; `model` becomes a plain dict.
 
+    Args:
+        overrides: the user's, with which `node` was composed.
+
     Raises:
-        ValueError: a mandatory value is missing.
+        ValueError: a mandatory value is missing, or an override is of a field that the model does not have.
     """
     if isinstance(node, DictConfig):
         if missing := OmegaConf.missing_keys(node):
@@ -418,6 +438,11 @@ def to_config(node: DictConfig | dict) -> TrainConfig:
         node = escaped(OmegaConf.to_container(node, resolve=True))  # what is resolved is plain text now
     node = without_baseline(node)
     if is_zoo(node.get("model", {})):  # a recipe for our family has set fields that other models do not have
+        if ignored := ignored_overrides(overrides):
+            raise ValueError(
+                f"a {node['model']['model_type']} model does not have {', '.join(ignored)}: write "
+                "model.config.FIELD=... for the fields of its class"
+            )
         node["model"] = {key: node["model"][key] for key in NODE_KEYS}
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), node))
 

@@ -14,6 +14,7 @@ from fla_train.training import checkpoint, worker
 from fla_train.training.agent import WorkersFailed, run_workers
 from fla_train.training.config import (
     TrainConfig,
+    check_attributes,
     resolve,
     to_yaml,
     validate,
@@ -118,6 +119,7 @@ def with_data(config: TrainConfig) -> tuple[TrainConfig, PreparedData]:
 
 def _checked(config: TrainConfig) -> TrainConfig:
     """`config` without errors, with sizes of its task or of the run that it resumes, and without "auto"."""
+    check_attributes(config)
     config = with_saved_sizes(with_task_sizes(config))
     validate(config)
     return resolve(config)

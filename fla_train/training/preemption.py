@@ -97,7 +97,7 @@ class StopSignals:
         """Send the request again after a second: a worker that was compiling may have missed it."""
         if self._interrupted and not self._told:  # not in the handler, which may interrupt another print
             self._told = True
-            log("stopping     saving a checkpoint; Ctrl-C again quits at once")
+            log("stopping     saving a checkpoint in a few steps; Ctrl-C again quits at once")
         if self.requested and time.monotonic() - self._sent >= REPEAT:
             self._send()
 

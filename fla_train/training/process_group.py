@@ -70,8 +70,7 @@ def check_address(host: str) -> None:
     Raises:
         ValueError: it is such a name, or none.
     """
-    own = _own_address(host)
-    if own is None or not ip_address(own).is_loopback or GLOO_INTERFACE in os.environ:
+    if not is_loopback(host) or GLOO_INTERFACE in os.environ:
         return
     with suppress(ValueError):  # no number
         ip_address(host)
@@ -81,6 +80,16 @@ def check_address(host: str) -> None:
             f"launch.main_process_ip={host} resolves to a loopback address on {socket.gethostname()}: "
             f"give the main machine's address as all machines see it, or set {GLOO_INTERFACE}"
         )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is reached from this machine alone.
+
+    Raises:
+        ValueError: `host` does not resolve.
+    """
+    own = _own_address(host)
+    return own is not None and ip_address(own).is_loopback
 
 
 def interface_towards(host: str) -> str | None:

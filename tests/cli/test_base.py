@@ -102,6 +102,16 @@ def test_model_and_tokenizer_follow_the_weights(export: Path):
     assert (chosen.model["hidden_size"], chosen.data.tokenizer.name) == (128, "bytes")
 
 
+def test_the_same_command_again_keeps_the_tokenizer_of_the_weights(export: Path, tmp_path: Path):
+    command = (f"init_from='{export}'", "data=local", "data.path=corpus", at(tmp_path / "run"))
+    first = resolve(composed(*command))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(first))
+    again = composed(*command)
+    assert (again.data.tokenizer, again.model) == (first.data.tokenizer, first.model)
+    assert composed(*command, "data.tokenizer.name=bytes").data.tokenizer.name == "bytes"
+
+
 def test_weights_that_are_not_there(tmp_path: Path):
     with pytest.raises(ValueError, match="does not exist: give a run folder"):
         composed(f"init_from={tmp_path}/nothing")

@@ -159,18 +159,26 @@ def test_requests_that_cannot_work(run: Path, module, name, overrides, message) 
 
 
 @pytest.mark.parametrize(
-    ("name", "place", "line"),
+    ("words", "place", "line"),
     [
-        ("fla-eval", "fla_train.eval.run.evaluate", "interrupted; finished parts are kept: add output=x/y"),
-        ("fla-generate", "fla_train.hub.load_model", "interrupted\n"),
+        (
+            ["fla-eval", "checkpoint=x"],
+            "fla_train.eval.run.evaluate",
+            "interrupted; finished parts are kept: add output=x/y",
+        ),
+        (["fla-generate", "checkpoint=x"], "fla_train.hub.load_model", "interrupted\n"),
+        (["fla-train"], "fla_train.cli.train.register", "interrupted\n"),  # which imports torch
+        (["fla-doctor"], "fla_train.bench.backend_checks.run_checks", "interrupted\n"),
+        (["fla-runs", "runs"], "fla_train.cli.runs.show", "interrupted\n"),
+        (["fla-bench", "attention"], "fla_train.cli.bench.run", "interrupted\n"),
     ],
 )
-def test_an_interrupt_is_a_line(name: str, place: str, line: str, run_command, monkeypatch) -> None:
+def test_an_interrupt_is_a_line(words: list[str], place: str, line: str, run_command, monkeypatch) -> None:
     def interrupt(*arguments: object, **options: object) -> None:
-        raise KeyboardInterrupt(*(["x/y"] if name == "fla-eval" else []))
+        raise KeyboardInterrupt(*(["x/y"] if words[0] == "fla-eval" else []))
 
     monkeypatch.setattr(place, interrupt)
-    code, _, err = run_command(name, "checkpoint=x")
+    code, _, err = run_command(*words)
     assert code == 130 and err.startswith(f"error: {line}")
 
 

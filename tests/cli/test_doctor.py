@@ -5,14 +5,14 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from fla_train.cli import doctor
+from fla_train.bench import backend_checks
 from fla_train.kernels.delta_product import interface
 from fla_train.kernels.delta_product.recurrent import recurrent_delta_product
 from fla_train.kernels.delta_product.selfcheck import CASES, CheckReport, check_backend
 
 
 def test_a_sound_machine_is_ready(run_command, monkeypatch):
-    monkeypatch.setattr(doctor, "checks", lambda: [("chunk", "cpu", torch.float32)])
+    monkeypatch.setattr(backend_checks, "checks", lambda: [("chunk", "cpu", torch.float32)])
     code, out, _ = run_command("fla-doctor", "--verbose")
     assert code == 0 and "READY: 1 checks passed" in out
     assert f"torch {version('torch')}" in out
@@ -25,7 +25,7 @@ def test_a_wrong_backend_is_named_and_fails(run_command, monkeypatch):
 
     backends = {"chunk": wrong, "recurrent": recurrent_delta_product}
     monkeypatch.setattr(interface, "load_backend", backends.__getitem__)
-    monkeypatch.setattr(doctor, "checks", lambda: [(name, "cpu", torch.float32) for name in backends])
+    monkeypatch.setattr(backend_checks, "checks", lambda: [(name, "cpu", torch.float32) for name in backends])
     code, out, _ = run_command("fla-doctor")
     assert code == 1 and "NOT READY" in out and "chunk on cpu is wrong" in out
 
@@ -33,12 +33,12 @@ def test_a_wrong_backend_is_named_and_fails(run_command, monkeypatch):
 @pytest.mark.parametrize(("backend", "said"), [("triton", True), ("chunk", False)])
 def test_a_compiler_is_suspected_where_one_ran(run_command, monkeypatch, backend, said):
     failed = CheckReport(backend, "cpu", torch.float32, (), "gives other numbers")
-    monkeypatch.setattr(doctor, "run_checks", lambda *arguments, **options: [failed])
+    monkeypatch.setattr(backend_checks, "run_checks", lambda *arguments, **options: [failed])
     assert ("TRITON_PTXAS_PATH" in run_command("fla-doctor")[1]) == said
 
 
 def test_the_kernels_of_a_shape_are_explained(run_command, monkeypatch):
-    monkeypatch.setattr(doctor, "run_checks", lambda *arguments, **options: [])
+    monkeypatch.setattr(backend_checks, "run_checks", lambda *arguments, **options: [])
     shape = ["2", "16384", "4", "64", "64", "3"]
     for arguments, sizes in ([], "tokens 2048, heads 8"), (["--shape", *shape], "tokens 16384, heads 4"):
         _, out, _ = run_command("fla-doctor", *arguments)
@@ -55,24 +55,24 @@ def test_a_wrong_shape_is_a_users_error(run_command, shape):
 
 def test_merged_reports_hold_every_row_and_the_first_failure():
     parts = [check_backend("chunk", "cpu", torch.float32, cases=[case]) for case in CASES[:2]]
-    merged = doctor.merge(parts)
+    merged = backend_checks.merge(parts)
     assert merged.ok
     assert merged.rows == parts[0].rows + parts[1].rows
     broken = CheckReport("chunk", "cpu", torch.float32, (), "does not compile")
-    assert doctor.merge([*parts, broken]).failure == "does not compile"
+    assert backend_checks.merge([*parts, broken]).failure == "does not compile"
 
 
 def test_compiled_backends_meet_every_case_but_those_without_kernels_of_their_own():
-    assert doctor.compiled_cases(torch.bfloat16) == list(CASES)
-    assert doctor.compiled_cases(torch.float32) == [case for case in CASES if not case.busy]
-    assert any(case.head_dims == (128, 128) for case in doctor.compiled_cases(torch.float32))
+    assert backend_checks.compiled_cases(torch.bfloat16) == list(CASES)
+    assert backend_checks.compiled_cases(torch.float32) == [case for case in CASES if not case.busy]
+    assert any(case.head_dims == (128, 128) for case in backend_checks.compiled_cases(torch.float32))
 
 
 @pytest.mark.slow
 def test_triton_cases_run_in_processes(monkeypatch):
     """Without a GPU the interpreter stands in."""
-    monkeypatch.setattr(doctor, "CASES", CASES[:1])
-    (report,) = doctor.run_checks([("triton", "cpu", torch.float32)], processes=1)
+    monkeypatch.setattr(backend_checks, "CASES", CASES[:1])
+    (report,) = backend_checks.run_checks([("triton", "cpu", torch.float32)], processes=1)
     assert report.backend == "triton"
     assert report.ok, report.summary()
     assert {row.case for row in report.rows} == {CASES[0].name}

@@ -81,18 +81,28 @@ UNKNOWN = {
         "modle=delta_net/tiny": "did you mean model",
         "wandb.project=x": "write logger.wandb.project=x",
         "baseline.num_heads=3": "no baseline is chosen",
-        "data.mixture.a={weight: 1}": "write +data.mixture.a={weight: 1}",
+        "data.mixture.a={weight: 1}": "write +data.mixture={a: {weight: 1}}",
+        "+data.mixture.c={weight: 1}": "write +data.mixture={c: {weight: 1}}",
+        "data.mixture={b: {weight: 1}}": "write +data.mixture={b: {weight: 1}}",
         "task.batch_size=8": "no task is chosen",
         "seed=1,2": "-m",
         "seed": "KEY=VALUE",
         "debug=null": "~debug",
         "zzz=1": "--help",
     },
-    "fla-eval": {"model=x": "write checkpoint=x", "tasks=[piqa]": "write suite.tasks=[piqa]"},
+    "fla-eval": {
+        str(ROOT): f"write checkpoint={ROOT}",
+        "model=x": "write checkpoint=x",
+        "tasks=[piqa]": "write suite.tasks=[piqa]",
+    },
     "fla-prepare": {"data.pth=x": "did you mean data.path?"},
     "fla-generate": {"max_tokens=3": "write max_new_tokens=3"},
     "fla-export": {"repo_id=a/b": "write hub.repo_id=a/b"},
     "fla-bench train": {"lr=1": "write optimizer.lr=1"},
+    "fla-train model=hf/llama/tiny": {
+        "model.num_heads=3": "write model.config.num_heads=3",
+        "model.vocabsize=3": "did you mean model.vocab_size",
+    },
 }
 
 
@@ -195,6 +205,7 @@ def test_the_status_is_2_with_any_flag(run_command, flags: list[str]) -> None:
     ("words", "part"),
     [
         (["--lst"], "--list"),
+        (["--max_steps", "60"], "KEY=VALUE"),
         (["--list", "modles"], "model,"),
         (["--cfg", "jobs"], "job"),
         (["--resolve"], "--cfg"),
@@ -331,9 +342,14 @@ def test_bash_completes_nested_options_and_keys(tmp_path: Path) -> None:
 
 
 LIGHT = """
-import contextlib, os, sys
+import contextlib, importlib, os, sys
 from fla_train.cli.train import main
 os.environ["COMP_LINE"] = "fla-train experiment=paper/delta"
+for name in ("doctor", "bench", "runs"):
+    for flag in ("--help", "--version"):
+        sys.argv = [f"fla-{name}", flag]
+        with contextlib.suppress(SystemExit):
+            importlib.import_module(f"fla_train.cli.{name}").main()
 for words in (["--help", "experiment=demo"], ["--list"], ["--version"], ["-sc", "query=bash"]):
     sys.argv = ["fla-train", *words]
     with contextlib.suppress(SystemExit):
@@ -342,7 +358,7 @@ assert not {"torch", "transformers", "wandb", "datasets"} & set(sys.modules)
 """
 
 
-def test_help_list_and_completion_import_nothing_heavy() -> None:
+def test_help_list_version_and_completion_import_nothing_heavy() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LIGHT], capture_output=True, text=True, cwd=ROOT, timeout=120
     )

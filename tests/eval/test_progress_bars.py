@@ -2,12 +2,14 @@
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
-from fla_train.eval.run import evaluate
+from fla_train.eval.run import evaluate, progress_bars
 from fla_train.hub import CardInfo, export_model
 from tests.eval.conftest import CHOICES, RECITE
 
@@ -30,3 +32,11 @@ def test_bars(progress: bool, scholar, tokenizer, write_task, quiz, tmp_path: Pa
     else:  # neither ours nor those of lm-eval and `datasets`
         assert not re.search(r"%\||it/s|examples/s|document/s", shown.err), shown.err
     assert not shown.out
+
+
+def test_a_log_does_not_fill_with_bars(capfd) -> None:
+    with progress_bars(True):
+        for _ in tqdm(range(20)):
+            time.sleep(0.02)  # 0.4 s: tqdm writes a bar each 0.1 s
+    bars = re.findall(r"\d+%", capfd.readouterr().err)
+    assert bars == ["0%", "100%"]

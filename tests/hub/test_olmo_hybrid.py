@@ -1,5 +1,6 @@
 """`format=olmo_hybrid` against transformers' own class: logits, generation, both ways, refusals, recipes."""
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from fla_train.api import compose
 from fla_train.hub.convert import convert_export
 from fla_train.hub.export import export_model
 from fla_train.hub.formats import olmo_hybrid
-from fla_train.hub.load import load_weights
+from fla_train.hub.load import load_model, load_weights
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM, build_config
 from fla_train.models.flops import count_parameters
 
@@ -59,6 +60,11 @@ def test_transformers_runs_an_export_and_it_comes_back(settings, tmp_path: Path,
     prompt = {"input_ids": torch.arange(9)[None], "attention_mask": torch.ones(1, 9, dtype=torch.long)}
     greedy = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     assert torch.equal(theirs.generate(**prompt, **greedy), model.generate(**prompt, **greedy))
+    with pytest.warns(UserWarning, match="OlmoHybridForCausalLM"):  # not ours, which the kernels run
+        load_model(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        load_model(tmp_path / "ours")
     back = convert_export(folder, tmp_path / "back", "hf")
     assert (back / "model.safetensors").read_bytes() == (tmp_path / "ours/model.safetensors").read_bytes()
     before, after = (DeltaProductConfig.from_pretrained(path) for path in (tmp_path / "ours", back))

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from fla_train.cli.app import compose
+from fla_train.cli.config_files import ConfigFiles
 from fla_train.models.build import build_model, build_model_config, build_on_meta, model_node
 from fla_train.models.flops import count_parameters
 from fla_train.models.zoo.baseline import KINDS, ignored_overrides, without_baseline
@@ -212,6 +213,16 @@ def test_a_baseline_is_a_model_of_the_same_sizes(kind: str) -> None:
 def test_errors_of_baselines(baseline: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         without_baseline({"model": FAMILY, "baseline": baseline})
+
+
+def test_every_file_of_a_class_of_transformers_builds_its_sizes() -> None:
+    register()
+    names = {name for name in ConfigFiles("train").options("model") if name.startswith(("hf/", "mamba"))}
+    for name in sorted(names - {"hf/any"}):
+        chosen = compose("train", [f"model={name}"])
+        config = build_model_config(to_config(chosen).model)
+        sizes = (chosen.model.hidden_size, chosen.model.num_hidden_layers)
+        assert (config.hidden_size, config.num_hidden_layers) == sizes, name
 
 
 def test_overrides_of_our_family_that_no_other_model_reads() -> None:

@@ -46,8 +46,12 @@ def test_the_page_runs_from_top_to_bottom(
     losses = run.metrics.validation_loss.dropna()
     assert list(losses.index) == [12, 24] and run.checkpoints.keys() == {12, 24}
     assert run.best_checkpoint == run.checkpoints[losses.idxmin()]
-    newest, exported = run.model(run.checkpoints[24]).state_dict(), run.model().state_dict()
-    assert all(torch.equal(newest[name], exported[name]) for name in exported)
+    exported = run.model().state_dict()
+    for checkpoint in (24, run.checkpoints[24]):
+        newest = run.model(checkpoint).state_dict()
+        assert all(torch.equal(newest[name], exported[name]) for name in exported)
+    with pytest.raises(ValueError, match="12, 24"):
+        run.model(13)
     assert (tmp_path / "loss.png").is_file()
 
 
@@ -64,10 +68,18 @@ def test_errors_are_raised_and_hydra_of_the_caller_stays(make_config: Make, tmp_
         with pytest.raises(ValueError, match=r"there is no key trainer.max_step.*did you mean"):
             fla_train.compose("trainer.max_step=3")
         assert fla_train.compose("trainer.max_steps=3").trainer.max_steps == 3
+        with pytest.raises(ValueError, match=r"not have model.num_heads:"):
+            fla_train.compose(
+                "experiment=state_tracking/s3_fast", "model=mamba_signed/tiny", "model.num_heads=2"
+            )
         assert GlobalHydra.instance().hydra is theirs
     with pytest.raises(ValueError, match="is not a multiple of"):
         fla_train.train(make_config("trainer.global_batch_tokens=300", f"run.dir={tmp_path / 'run'}"))
     assert fla_train.train(make_config("dry_run=true")) is None
+    config = make_config("dry_run=true")
+    config.optimizer.learning_rate = 1e-3  # no field: Python keeps it all the same
+    with pytest.raises(ValueError, match=r"config\.optimizer\.learning_rate"):
+        fla_train.train(config)
     with pytest.raises(ValueError, match="holds no run"):
         Run(tmp_path)
 

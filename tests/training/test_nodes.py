@@ -95,7 +95,7 @@ def test_a_preempted_slurm_job_is_queued_again_and_goes_on_on_hosts_without_slur
     out, _ = job.communicate()
     assert Path(cluster["REQUEUED"]).exists() and job.returncode == 0, out
     assert "checkpoint saved: back to the queue" in out and "stopped on request" in out
-    assert "waiting for all 2 at 127.0.0.1:" in out
+    assert "waiting for all 2 at 127.0.0.1:" in out and "set launch.main_process_ip" in out
     assert not (run / "hf" / "step-0000012").exists()
 
     # two names for this machine in the place of two hosts

@@ -18,7 +18,7 @@ import pytest
 import torch
 from test_layout import ROOT
 
-from fla_train.cli import bench
+from fla_train.cli import bench, bench_commands
 from fla_train.kernels.delta_product import delta_product, resolve_backend
 from fla_train.kernels.delta_product.triton.launch_table import fallback, read_table
 from fla_train.kernels.fused_ops import backend as fused_ops
@@ -70,8 +70,8 @@ def export(case: Case) -> Any:
 
 def command_line(case: Case) -> Any:
     requests = []
-    commands = dict.fromkeys(bench.COMMANDS, lambda request: requests.append(vars(request)))
-    case.monkeypatch.setattr(bench, "COMMANDS", commands)
+    commands = dict.fromkeys(bench_commands.COMMANDS, lambda request: requests.append(vars(request)))
+    case.monkeypatch.setattr(bench_commands, "COMMANDS", commands)
     if case.name.startswith("--"):
         bench.run(["kernels", case.name, "1", "3"])
         bench.run(["fused_ops", f"{case.name}=3"])

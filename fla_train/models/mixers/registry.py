@@ -81,6 +81,8 @@ def _imported(path: str) -> type[Mixer]:
         missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
         if missing is None or not f"{module}.".startswith(f"{missing}."):
             raise MixerError(f"mixer {path}: importing {module} raised {_line(error)}") from error
+        if module.endswith(".py"):
+            raise MixerError(f"mixer {path}: write {module.removesuffix('.py')}:{name}, a module") from error
         raise MixerError(
             f"mixer {path}: there is no module {missing}: install its package, start in the folder that "
             "holds it, or add that folder to PYTHONPATH"
