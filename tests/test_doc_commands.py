@@ -29,12 +29,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"")
 ANSWERED = {"--help", "--list", "--version", "--cfg"}  # by printing, at once
-PLACEHOLDER = re.compile(r"\.\.\.|\b[A-Z]{2,}\b|[<|]| -m$")  # what a reader replaces, and what is no command
+PLACEHOLDER = re.compile(r"\.\.\.|\b[A-Z]+\b|[<|]")  # what a reader replaces
 GLOB = re.compile(r"[][*?{}()<>|^#]")  # zsh expands or refuses these; typed, it takes no comments
 
 
 def lines() -> Iterator[tuple[str, str]]:
-    """(page, command) of each line in ```sh and ```bash fences, continued lines as one, and of `fla-...` in prose."""
+    """(page, command) of each line in ```sh and ```bash fences, continued lines as one, and those in prose."""
     for page in PAGES:
         text = page.read_text()
         for block in re.findall(r"^```(?:sh|bash)\n(.*?)^```", text, re.S | re.M):
@@ -42,7 +42,7 @@ def lines() -> Iterator[tuple[str, str]]:
                 if line.strip():
                     yield page.name, line.strip()
         prose = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
-        for command in re.findall(r"`(fla-\w+ [^`]+)`", prose):
+        for command in re.findall(r"`(fla-\w+ [^`]*=[^\s`][^`]*)`", prose):
             if not PLACEHOLDER.search(command):
                 yield page.name, " ".join(command.split())
 
