@@ -34,7 +34,7 @@ GLOB = re.compile(r"[][*?{}()<>|^#]")  # zsh expands or refuses these; typed, it
 
 
 def lines() -> Iterator[tuple[str, str]]:
-    """(page, command) of each line in ```sh and ```bash fences, continued lines as one, and those in prose."""
+    """(page, command) of each line in ```sh and ```bash fences, continued lines as one, and of prose."""
     for page in PAGES:
         text = page.read_text()
         for block in re.findall(r"^```(?:sh|bash)\n(.*?)^```", text, re.S | re.M):

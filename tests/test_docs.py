@@ -61,7 +61,7 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
 
 
 def test_costs_on_eight_gpus_follow_from_the_measured_speeds() -> None:
-    """docs/fineweb.md: hours and GPU-hours of a row by its tokens and tokens/s, which docs/benchmarks.md has."""
+    """docs/fineweb.md: hours and GPU-hours by tokens and tokens/s, which docs/benchmarks.md has."""
     page, measured = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("fineweb", "benchmarks"))
     efficiency = int(re.search(r"machine, (\d+)%, were", " ".join(page.split()))[1]) / 100
     rows = re.findall(r"^\| [^|]+ \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| (\d+) \| (\d+) \|", page, re.M)
