@@ -1,4 +1,4 @@
-"""Our models under transformers' common model tests; docs/transformers.md has the command.
+"""Our models under transformers' common model tests; docs/dev/models.md has the command.
 
 The mixins come from a checkout of transformers, whose package `tests` is, and run as they are.
 """

@@ -1,5 +1,6 @@
 """Every command in README and docs is one that its program accepts as it is written, in bash and in zsh."""
 
+import ast
 import re
 import shlex
 import shutil
@@ -28,19 +29,27 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"")
 ANSWERED = {"--help", "--list", "--version", "--cfg"}  # by printing, at once
+PLACEHOLDER = re.compile(r"\.\.\.|\b[A-Z]+\b|[<|]")  # what a reader replaces
 GLOB = re.compile(r"[][*?{}()<>|^#]")  # zsh expands or refuses these; typed, it takes no comments
 
 
 def lines() -> Iterator[tuple[str, str]]:
-    """(page, command) of each line in ```sh and ```bash fences, continued lines as one."""
+    """(page, command) of each line in ```sh and ```bash fences, continued lines as one, and of prose."""
     for page in PAGES:
-        for block in re.findall(r"^```(?:sh|bash)\n(.*?)^```", page.read_text(), re.S | re.M):
+        text = page.read_text()
+        for block in re.findall(r"^```(?:sh|bash)\n(.*?)^```", text, re.S | re.M):
             for line in block.replace("\\\n", " ").splitlines():
                 if line.strip():
                     yield page.name, line.strip()
+        prose = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+        for command in re.findall(r"`(fla-\w+ [^`]*=[^\s`][^`]*)`", prose):
+            if not PLACEHOLDER.search(command):
+                yield page.name, " ".join(command.split())
 
 
 COMMANDS = sorted(set(lines()))
+# What scripts/train.slurm and scripts/train_hosts.sh put behind the overrides on the page.
+SCRIPTS_ADD = ("launch.num_machines=2", "launch.main_process_ip=10.0.0.1", "launch.main_process_port=29500")
 
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=lambda text: text[:60])
@@ -91,6 +100,12 @@ def check(words: list[str]) -> None:
         case ["torchrun" | "accelerate", *options] if "-m" in options:
             _, module, *overrides = options[options.index("-m") :]
             check([module.replace("fla_train.cli.", "fla-"), *overrides])
+        case ["sbatch", *options]:
+            script = options.index("scripts/train.slurm")
+            job = ["run.job=0"] if any(option.startswith("--array") for option in options[:script]) else []
+            check(["fla-train", *options[script + 1 :], *job, *SCRIPTS_ADD])
+        case [hosts, "bash", "scripts/train_hosts.sh", *overrides] if hosts.startswith("HOSTS="):
+            check(["fla-train", *overrides, *SCRIPTS_ADD])
         case ["fla-prepare", *overrides]:
             prepare.register()
             config = app.compose("prepare", with_base(overrides))
@@ -121,7 +136,8 @@ def check(words: list[str]) -> None:
             raise AssertionError(f"no program is called {words[0]}")
 
 
-OURS = [line for line in COMMANDS if line[1].startswith(("fla-", "torchrun ", "accelerate "))]
+PROGRAMS = ("fla-", "torchrun ", "accelerate ", "sbatch ", "HOSTS=")
+OURS = [line for line in COMMANDS if line[1].startswith(PROGRAMS)]
 
 
 @pytest.mark.usefixtures("in_a_folder_with_a_run")
@@ -140,3 +156,17 @@ def test_scripts_that_the_pages_name_are_there():
     for page, command in COMMANDS:
         for script in re.findall(r"\b(?:scripts|tests)/[\w./-]+", command):
             assert (ROOT / script).exists(), f"{page}: {script}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_stand_in_fences_that_are_checked(page: Path):
+    text = page.read_text()
+    assert not re.findall(r"^ {4,}fla-\w+ .*", text, re.M), "write ```sh"
+    for block in re.findall(r"^```\n(.*?)^```", text, re.S | re.M):
+        assert not re.findall(r"^fla-\w+ .*", block, re.M), "write ```sh"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_on_a_page_parses(page: Path):
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M):
+        ast.parse(block)

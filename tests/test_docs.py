@@ -58,3 +58,17 @@ def test_tests_that_a_page_names_exist(page: Path) -> None:
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
     nav = re.findall(r"^ +- (?:.*: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
     assert sorted(nav) == sorted(str(page.relative_to("docs")) for page in PAGES if page.parts[0] == "docs")
+
+
+def test_costs_on_eight_gpus_follow_from_the_measured_speeds() -> None:
+    """docs/fineweb.md: hours and GPU-hours by tokens and tokens/s, which docs/benchmarks.md has."""
+    page, measured = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("fineweb", "benchmarks"))
+    efficiency = int(re.search(r"machine, (\d+)%, were", " ".join(page.split()))[1]) / 100
+    rows = re.findall(r"^\| [^|]+ \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| (\d+) \| (\d+) \|", page, re.M)
+    assert len(rows) == 4
+    for speed, billions, hours, gpu_hours, gigabytes in rows:
+        assert f"| {speed} |" in measured
+        seconds = float(billions) * 1e9 / (8 * efficiency * int(speed.replace(",", "")))
+        assert float(hours) == pytest.approx(seconds / 3600, abs=0.06)
+        assert int(gpu_hours) == pytest.approx(8 * seconds / 3600, abs=0.6)
+        assert int(gigabytes) == pytest.approx(2 * float(billions), rel=0.06)

@@ -9,11 +9,14 @@ PAGES = {
     "docs/exports.md": r"hub\.|format=|checkpoint=|export(s|ed)?\b",
     "docs/data.md": r"data\.|mixture\b|the corpus\b|shard\b|fla-prepare\b|tokenizer\b",
     "docs/launching.md": r"launch\.|machines\b",
-    "docs/troubleshooting.md": r"rank \d|out of \w* ?memory|NaN\b|backend check\b|belongs to another run\b",
-    "docs/reliability.md": r"run\.dir\b|trainer\.resume\b|checkpoint\b(?!=)",
+    "docs/troubleshooting.md": r"rank \d|NaN\b|backend check\b",
+    "docs/performance.md": r"out of \w* ?memory|trainer\.(micro_batch_size|cuda_graph)\b",
+    "docs/resume.md": r"run\.dir\b|trainer\.resume\b|checkpoint\b(?!=)|belongs to another run\b",
+    "docs/finetune.md": r"init_from\b",
+    "docs/sweeps.md": r"run\.job\b",
     "docs/kernels.md": r"model\.backend\b",
     "docs/models.md": r"model\.|this model\b",
-    "docs/training.md": r"(trainer|optimizer|schedule|task|logger)\.|init_from\b|run\.job\b",
+    "docs/training.md": r"(trainer|optimizer|schedule|task|logger)\.",
 }
 # What names the right word itself, or a page, and the options that follow a name that is none.
 ANSWERED = re.compile(r"did you mean|: write |--help lists|docs/|^    ")
