@@ -117,7 +117,13 @@ def _constants(variant: Variant) -> dict[str, object]:
     absent += () if gated else ("g", "g_cum", "dg")
     absent += () if gated or variant.name == "prepare_wy" else ("q_rnorm", "k_rnorm")
     constants = dict.fromkeys(absent) | {
-        **{"H": variant.heads, "G": variant.group, "K": variant.dim, "V": values, "TILES": value_tiles(values)},
+        **{
+            "H": variant.heads,
+            "G": variant.group,
+            "K": variant.dim,
+            "V": values,
+            "TILES": value_tiles(values),
+        },
         **{"N": variant.num_householder, "C": 64 // variant.num_householder},
         **{"GATED": gated, "L2NORM": gated, "PACKED": packed},
     }

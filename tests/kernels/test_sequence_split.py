@@ -128,6 +128,7 @@ def test_segments_lie_end_to_end(
         (Case(num_householder=4, tokens=108, cu_seqlens=(0, 0, 17, 18, 40, 40, 108)), 2),
         (Case(num_householder=8, tokens=40, cu_seqlens=(0, 32, 33, 40), gated=UNGATED, l2norm=False), 1),
         (Case(num_householder=8, tokens=60, inputs="resets"), 2),
+        (Case(num_householder=8, tokens=40, heads=4, group=2), 1),
         (Case(num_householder=4, tokens=140, inputs="fast decay", states=False), 2),
         (Case(num_householder=8, tokens=24, inputs="correlated", key_dim=32), 1),
     ],

@@ -11,9 +11,9 @@ before this chunk ends. What needs none of them is computed while they run: <S, 
 threads meet six to nine times a chunk: what they exchange, sums of rows above all, waits in shared memory for
 one of these barriers.
 
-For 16-bit inputs. K and a tile of V have 64 or 128 columns in shared memory; a narrower head leaves zeros there.
-Wider values are split: each program takes one of TILES tiles of V, as if it were a head of its own, and
-writes its share of dq, dk, dbeta and dg, which are sums over the columns of V (`triton/shared_heads.py`).
+For 16-bit inputs. K and a tile of V have 64 or 128 columns in shared memory; a narrower head leaves zeros
+there. Wider values are split: each program takes one of TILES tiles of V, as if it were a head of its own,
+and writes its share of dq, dk, dbeta and dg, which are sums over the columns of V (`triton/shared_heads.py`).
 """
 
 from typing import Any
@@ -399,6 +399,6 @@ def chunk_bwd_fused_kernel(
 
 
 def launch(programs: int, **arguments: Any) -> None:
-    """Run the kernel for so many sequences x heads x TILES; the arguments are those of the two Triton kernels."""
+    """Run the kernel for so many sequences x heads x TILES; its arguments, with tensors for descriptors."""
     tiled = with_tma_descriptors(arguments, rows=("q", "k", "do", "u", "wy", "p"), states=("states",))
     run_kernel(chunk_bwd_fused_kernel, (programs,), **tiled, num_warps=WARPS)

@@ -169,8 +169,7 @@ def rebuild(step, part: gl.constexpr, COUNT: gl.constexpr):
 
     The compiler would keep the addresses of all tiles over the loop, and spill them; so each part of a chunk
     gets its own zero. Steps stay below 2^30. Not pure, the instruction keeps its place among barriers and
-    products: Triton 3.7 moves a plain shift ahead of the part in front, and then the kernel spills three times
-    as much.
+    products: Triton 3.7 moves a plain shift ahead of the part in front, and then spills are three times more.
     """
     shift: gl.constexpr = "shr.s32 $0, $1, 30;"
     zero = gl.inline_asm_elementwise(shift, "=r,r", [step + part], gl.int32, is_pure=False, pack=1)
