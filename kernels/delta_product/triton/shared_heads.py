@@ -15,7 +15,9 @@ BLOCK = 1024  # elements of a program: 16 bytes of bf16 for each thread of four 
 
 
 @triton.jit(do_not_specialize=["n"])
-def sum_shares_kernel(shares, total, n, COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def delta_product_sum_shares_kernel(
+    shares, total, n, COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
     """Total [rows, WIDTH] of shares [rows, COUNT, WIDTH]; `n` is rows x WIDTH."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     p = shares + o // WIDTH * (COUNT * WIDTH) + o % WIDTH
@@ -34,6 +36,6 @@ def sum_shares(shares: Tensor, total: Tensor) -> None:
     """Fill `total` [..., W] from what `make_shares` made for it."""
     if shares is not total:
         run_kernel(
-            sum_shares_kernel, (ceil_div(total.numel(), BLOCK),), shares=shares, total=total,
+            delta_product_sum_shares_kernel, (ceil_div(total.numel(), BLOCK),), shares=shares, total=total,
             n=total.numel(), COUNT=shares.shape[-2], WIDTH=shares.shape[-1], BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
