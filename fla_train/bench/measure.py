@@ -125,8 +125,8 @@ def errors(run: Callable[[Problem], Tensor], problem: Problem) -> dict[str, floa
 
     Against the fp64 recurrence for the first CHECKED_TOKENS of the first and the last head of q, with the
     heads of v that share it, in the first and the last sequence: it is causal, so with `do` zeroed after
-    these tokens, what belongs to them is that of a sequence that ends there. Longer sequences also against the
-    `chunk` backend in fp64, for the whole of the last head of the last sequence. The larger error counts.
+    these tokens, what belongs to them is that of a sequence that ends there. Longer sequences also against
+    the `chunk` backend in fp64, for the whole of the last head of the last sequence. The larger error counts.
     """
     shape = problem.shape
     tokens = min(CHECKED_TOKENS, shape.tokens)
