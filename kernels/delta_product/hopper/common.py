@@ -68,24 +68,24 @@ def _rows(tensor: Tensor, heads: int, width: int) -> TmaDescriptor:
     What a tile has beyond its head is zero then.
     """
     if width == _padded(width):
-        return _described(tensor, [-1, heads * width], [ROWS.value, width])
-    return _described(tensor, [-1, heads, width], [ROWS.value, 1, _padded(width)])
+        return _matrix(tensor, [-1, heads * width], [ROWS.value, width])
+    return _matrix(tensor, [-1, heads, width], [ROWS.value, 1, _padded(width)])
 
 
 def _states(tensor: Tensor, height: int, width: int) -> TmaDescriptor:
     """The same of states, each of so many rows."""
     tile = [_padded(height), _padded(width)]
     if tile == [height, width]:
-        return _described(tensor, [-1, width], tile)
-    return _described(tensor, [-1, height, width], [1, *tile])
+        return _matrix(tensor, [-1, width], tile)
+    return _matrix(tensor, [-1, height, width], [1, *tile])
 
 
-def _described(tensor: Tensor, shape: list[int], tile: list[int]) -> TmaDescriptor:
+def _matrix(tensor: Tensor, shape: list[int], tile: list[int]) -> TmaDescriptor:
     """A tensor off the copy engine's alignment is copied."""
     tensor = tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
-    matrix = tensor.view(shape)
+    view = tensor.view(shape)
     layout = TILE.value if len(tile) == 2 else TILE_IN_3D
-    return TmaDescriptor(tensor, list(matrix.shape), list(matrix.stride()), tile, layout)
+    return TmaDescriptor(tensor, list(view.shape), list(view.stride()), tile, layout)
 
 
 def _padded(width: int) -> int:
