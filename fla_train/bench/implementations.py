@@ -27,8 +27,8 @@ class Problem:
     """One call of the operator: inputs as `delta_product` takes them, and the output's gradient."""
 
     shape: Shape
-    q: Tensor  # [B, T, H, K]
-    k: Tensor  # [B, T, N, H, K]
+    q: Tensor  # [B, T, H / group, K]
+    k: Tensor  # [B, T, N, H / group, K]
     v: Tensor  # [B, T, N, H, V]
     beta: Tensor  # [B, T, N, H]
     g: Tensor | None  # [B, T, H]
@@ -62,7 +62,8 @@ def make_problem(
     def normal(*sizes: int) -> Tensor:
         return torch.randn(*rows, *sizes, generator=generator, device=device)
 
-    q, k = normal(shape.heads, shape.key_dim), normal(shape.num_householder, shape.heads, shape.key_dim)
+    keys = shape.heads // shape.group, shape.key_dim
+    q, k = normal(*keys), normal(shape.num_householder, *keys)
     if not norm:
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
     v, do = normal(shape.num_householder, shape.heads, shape.value_dim), normal(shape.heads, shape.value_dim)

@@ -12,9 +12,9 @@ from fla_train.bench.measure import errors, forward_backward
 from fla_train.bench.roofline import Ceilings, Shape, forward_bound, training_bound
 
 HEADER = (
-    "| kernel | n_h | gate | forward ms | fwd+bwd ms | ns per token-head | % of bound, fwd | fwd+bwd "
-    "| extra memory MiB | error of o | worst gradient |",
-    "|---|---|---|---|---|---|---|---|---|---|---|",
+    "| kernel | n_h | gate | forward ms | fwd+bwd ms | ns per token-head | ps per byte of q, k, v "
+    "| % of bound, fwd | fwd+bwd | extra memory MiB | error of o | worst gradient |",
+    "|---|---|---|---|---|---|---|---|---|---|---|---|",
 )
 
 
@@ -27,6 +27,7 @@ class Row(Finding):
     forward_bound_ms: float
     both_bound_ms: float  # forward and backward
     ns_per_token_head: float | None  # forward and backward
+    ps_per_byte: float | None  # of q, k and v, forward and backward
 
     def markdown(self) -> str:
         """The row of the table under `HEADER`."""
@@ -36,12 +37,13 @@ class Row(Finding):
         gate = "yes" if self.gated else "no"
         if self.refused is not None:
             return (
-                f"| {self.kernel} | {self.num_householder} | {gate} | no speed: {self.refused} | | | | | | "
+                f"| {self.kernel} | {self.num_householder} | {gate} | no speed: {self.refused} | | | | | | | "
                 f"{error} | {gradient} |"
             )
         return (
             f"| {self.kernel} | {self.num_householder} | {gate} | {self.forward_ms:.3f} | {self.both_ms:.3f} "
-            f"| {self.ns_per_token_head:.2f} | {100 * self.forward_bound_ms / self.forward_ms:.1f} "
+            f"| {self.ns_per_token_head:.2f} | {self.ps_per_byte:.2f} "
+            f"| {100 * self.forward_bound_ms / self.forward_ms:.1f} "
             f"| {100 * self.both_bound_ms / self.both_ms:.1f} | {self.memory_bytes / 2**20:.0f} "
             f"| {error} | {gradient} |"
         )
@@ -75,6 +77,7 @@ def bench_shape(
             forward_bound_ms=forward_bound(shape, ceilings) * 1e3,
             both_bound_ms=training_bound(shape, ceilings) * 1e3,
             ns_per_token_head=found.both_ms and found.both_ms * 1e6 / shape.token_heads,
+            ps_per_byte=found.both_ms and found.both_ms * 1e9 / shape.token_heads / shape.input_bytes,
         )
 
 

@@ -123,14 +123,14 @@ def forward_backward(
 def errors(run: Callable[[Problem], Tensor], problem: Problem) -> dict[str, float]:
     """Relative RMS error |x - reference| / |reference| of o and each gradient, at the sizes that are timed.
 
-    Against the fp64 recurrence for the first CHECKED_TOKENS of the first and the last head of the first and
-    the last sequence: it is causal, so with `do` zeroed after these tokens, what belongs to them is that of
-    a sequence that ends there. Longer sequences also against the `chunk` backend in fp64, for the whole of
-    the last head of the last sequence. The larger error counts.
+    Against the fp64 recurrence for the first CHECKED_TOKENS of the first and the last head of q, with the
+    heads of v that share it, in the first and the last sequence: it is causal, so with `do` zeroed after
+    these tokens, what belongs to them is that of a sequence that ends there. Longer sequences also against
+    the `chunk` backend in fp64, for the whole of the last head of the last sequence. The larger error counts.
     """
     shape = problem.shape
     tokens = min(CHECKED_TOKENS, shape.tokens)
-    rows, heads = (sorted({0, size - 1}) for size in (shape.batch, shape.heads))
+    rows, heads = (sorted({0, size - 1}) for size in (shape.batch, shape.heads // shape.group))
     found = _compare(run, problem, "recurrent", rows, heads, tokens)
     if tokens < shape.tokens:
         whole = _compare(run, problem, "chunk", rows[-1:], heads[-1:], shape.tokens)
@@ -146,14 +146,16 @@ def _compare(
     heads: Sequence[int],
     tokens: int,
 ) -> dict[str, float]:
-    """Errors of these rows and heads, as if the sequences ended after `tokens`; `backend` runs in fp64."""
+    """Errors of these rows and heads of q, as if sequences ended after `tokens`; `backend` runs in fp64."""
+    group = problem.shape.group
+    value_heads = [head * group + i for head in heads for i in range(group)]
     do = problem.do.clone()
     do[:, tokens:] = 0
     results = forward_backward(run, replace(problem, do=do))
 
     def sample(x: Tensor, name: str) -> Tensor:
         head_axis = 3 if name in ("k", "v", "beta") else 2
-        index = torch.tensor(heads, device=x.device)
+        index = torch.tensor(heads if name in ("q", "k") else value_heads, device=x.device)
         return x.detach()[list(rows), :tokens].index_select(head_axis, index).cpu().double()
 
     def reference(p: Problem) -> Tensor:

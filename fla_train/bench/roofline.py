@@ -41,17 +41,24 @@ class Shape:
 
     batch: int
     tokens: int
-    heads: int
+    heads: int  # of v
     key_dim: int
     value_dim: int
     num_householder: int  # n_h
     gated: bool
     element_size: int = 2  # bytes, of q, k, v and o
+    group: int = 1  # heads of v that share a head of q and k
 
     @property
     def token_heads(self) -> int:
         """Batch x tokens x heads: what times and counts are given per."""
         return self.batch * self.tokens * self.heads
+
+    @property
+    def input_bytes(self) -> float:
+        """Bytes of q, k and v, per token and head."""
+        n, k, v = self.num_householder, self.key_dim / self.group, self.value_dim
+        return self.element_size * (k + n * (k + v))
 
 
 @dataclass(frozen=True)
@@ -97,20 +104,20 @@ def backward_flops(shape: Shape, chunk: int = CHUNK) -> float:
 def forward_bytes(shape: Shape, *, keep: bool, gate_bytes: int = GATE_BYTES, chunk: int = CHUNK) -> float:
     """Bytes that a forward pass must read and write, per token and head: e (K + nK + nV + V), and the gates.
 
+    With grouped heads K stands for K / group here, and in `backward_bytes`.
+
     Args:
         keep: also write what the backward pass reads: the inverses (n M) and a state per chunk (n K V / M).
         gate_bytes: of an element of beta; those of g have 4.
     """
-    n, k, v = shape.num_householder, shape.key_dim, shape.value_dim
-    traffic = shape.element_size * (k + n * (k + v) + v) + _gates(shape, gate_bytes)
+    traffic = shape.input_bytes + shape.element_size * shape.value_dim + _gates(shape, gate_bytes)
     return traffic + _kept(shape, chunk) if keep else traffic
 
 
 def backward_bytes(shape: Shape, gate_bytes: int = GATE_BYTES, chunk: int = CHUNK) -> float:
     """Bytes of a backward pass: q, k, v and dO read, dq, dk and dv written, e (2K + V + 2nK + 2nV); the gates
     and their gradients; what the forward pass kept."""
-    n, k, v = shape.num_householder, shape.key_dim, shape.value_dim
-    traffic = shape.element_size * (2 * k + v + 2 * n * (k + v))
+    traffic = 2 * shape.input_bytes + shape.element_size * shape.value_dim
     return traffic + 2 * _gates(shape, gate_bytes) + _kept(shape, chunk)
 
 

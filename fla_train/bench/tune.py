@@ -21,15 +21,17 @@ from fla_train.bench.roofline import Shape
 from fla_train.kernels.delta_product.select import override
 from fla_train.kernels.delta_product.selfcheck import relative_rms
 from fla_train.kernels.delta_product.triton.launch_table import (
-    GLUON_DIMS,
     IN_GLUON,
     MIN_TILE,
     Key,
     LaunchOptions,
     Options,
     architecture,
+    hopper_keys,
     lookup,
     option_error,
+    square,
+    value_tiles,
 )
 
 # `chunk_bwd_state` comes last: in Gluon it replaces `chunk_bwd_qkg`, too, whose best options it has to beat.
@@ -177,10 +179,12 @@ def candidates(kernel: str, key: Key, present: Options) -> list[Options]:
 
 
 def has_gluon(kernel: str, key: Key) -> bool:
-    """Whether there is a kernel in Gluon for a row: of the backward pass where K = V."""
-    if kernel not in IN_GLUON or not key.architecture.startswith("9.") or key.key_dim not in GLUON_DIMS:
+    """Whether there is a kernel in Gluon for a row."""
+    if kernel not in IN_GLUON or not key.architecture.startswith("9.") or not hopper_keys(key.key_dim):
         return False
-    return kernel == "chunk_prepare_wy" or key.key_dim == key.value_dim
+    if kernel == "chunk_bwd_qkg":
+        return square(key.key_dim, key.value_dim)
+    return kernel == "chunk_prepare_wy" or value_tiles(key.value_dim) > 0
 
 
 @dataclass(frozen=True)

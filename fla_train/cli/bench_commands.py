@@ -35,6 +35,10 @@ def _kernels(request: argparse.Namespace) -> dict:
     device, dtype = _place(request)
     if request.graphs and device.type != "cuda":
         raise ValueError("--graphs needs a GPU: leave it out here")
+    if request.heads % request.group:
+        raise ValueError(f"--heads {request.heads} is no multiple of --group {request.group}")
+    if request.peers and request.group > 1:
+        raise ValueError("--peers are timed with as many heads of q and k as of v: leave out --group")
     backends = list(dict.fromkeys(resolve_backend(name, device) for name in request.backends or ["auto"]))
     implementations = ours(backends, request.recompute)
     if request.peers:
@@ -45,13 +49,15 @@ def _kernels(request: argparse.Namespace) -> dict:
     norm = "L2 norm inside" if request.norm else "unit vectors"
     norm += ", CUDA graphs" if request.graphs else ""
     value_dim = request.value_dim or request.head_dim
+    shared = f" ({request.group} share q and k)" if request.group > 1 else ""
     print(
-        f"B={request.batch} T={request.tokens} H={request.heads} K={request.head_dim} V={value_dim}, "
+        f"B={request.batch} T={request.tokens} H={request.heads}{shared} K={request.head_dim} V={value_dim}, "
         f"{_name(dtype)}, {norm}; {_machine(device)}\n{_line(ceilings)}\n"
     )
     sizes = (request.batch, request.tokens, request.heads, request.head_dim, value_dim)
     gates = [True, False] if request.gate is None else [request.gate]
-    shapes = [Shape(*sizes, n, gated, dtype.itemsize) for n in request.num_householder for gated in gates]
+    kinds = [(n, gated) for n in request.num_householder for gated in gates]
+    shapes = [Shape(*sizes, *kind, dtype.itemsize, request.group) for kind in kinds]
     options = {"norm": request.norm, "rounds": request.rounds, "graphs": request.graphs}
     rows = (
         ({"shape": asdict(shape)}, row)

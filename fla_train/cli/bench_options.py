@@ -39,7 +39,8 @@ def build_parser() -> argparse.ArgumentParser:
         add("--batch", type=positive, default=rows, help=f"B: rows (default: {rows})")
         add("--tokens", type=positive, default=2048, help="T: tokens of a row (default: 2048)")
     for add in (kernels, attention, tune):
-        add("--heads", type=positive, default=8, help="H (default: 8)")
+        add("--heads", type=positive, default=8, help="H, of kernels the heads of v (default: 8)")
+    kernels("--group", type=positive, default=1, help="heads of v that share a head of q and k (default: 1)")
     for add in (kernels, decode, attention):
         add("--head-dim", type=positive, default=128, help="K; D of attention")
     for add, most in ((kernels, 3), (decode, 4), (tune, 3)):

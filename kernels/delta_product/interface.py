@@ -6,10 +6,10 @@
 
 This is Gated DeltaProduct (arXiv 2502.10297, section 4); N = n_h = 1 is (Gated) DeltaNet. Shapes count B
 sequences, T tokens, H heads, N Householder steps per token, K key and V value channels. A head of q and k may
-serve several consecutive value heads, HV / H of them: it is repeated, so that backends see equal numbers. All
-backends, kernels, tests and pages use the notation below, with symbols of arXiv 2406.06484 and 2412.06464. A
-chunk has C tokens and M = N C Householder steps; `.*` is elementwise, where a step takes the factor of its
-token.
+serve several consecutive value heads, HV / H of them: it is repeated for the backends in PyTorch, and read
+where it is by Triton's. All backends, kernels, tests and pages use the notation below, with symbols of arXiv
+2406.06484 and 2412.06464. A chunk has C tokens and M = N C Householder steps; `.*` is elementwise, where a
+step takes the factor of its token.
 
     S, S'   [K, V]   state before and after the chunk
     g_cum   [C]      cumulative log decay: sum of g from the chunk's start to a token
@@ -92,10 +92,12 @@ def delta_product(
         sequences = cu_seqlens.numel() - 1
     if initial_state is not None:
         _check_state("initial_state", initial_state, q, v, sequences, beta.dtype)
-    run = load_backend(resolve_backend(backend, q.device))
+    name = resolve_backend(backend, q.device)
+    run = load_backend(name)
     if known_recompute(recompute) and torch.is_grad_enabled():
         run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
-    q, k = _by_value_head(q, k, v)
+    if name != "triton":
+        q, k = _by_value_head(q, k, v)
     return run(
         q=q,
         k=k,
@@ -139,7 +141,6 @@ def delta_product_step(
     _check_tensors(q, k, v, beta, g, leading="B")
     _check_state("state", state, q, v, q.shape[0], beta.dtype, torch.bfloat16)
     options = {"state": state, "scale": _scale(scale, q), "qk_l2norm": qk_l2norm}
-    q, k = _by_value_head(q, k, v)
     if resolve_backend(backend, q.device) == "triton":
         tensors = (q, k, v, beta, g, state)
         recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -153,7 +154,7 @@ def delta_product_step(
                 "the triton step takes no torch.float64 and records no gradients: use torch.no_grad() or "
                 "backend=recurrent"
             )
-    return recurrent_step(q, k, v, beta, g, **options)
+    return recurrent_step(*_by_value_head(q, k, v), v, beta, g, **options)
 
 
 def known_recompute(recompute: object, source: str = "recompute") -> bool:

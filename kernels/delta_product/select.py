@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from fla_train.kernels.delta_product.triton.launch_table import (
-    GLUON_DIMS,
     MIN_TILE,
     Key,
     LaunchOptions,
     Options,
     architecture,
+    hopper_keys,
     lookup,
+    square,
+    value_tiles,
 )
 from fla_train.kernels.sizes import ceil_div, next_power_of_2, processors
 
@@ -116,7 +118,7 @@ class Sizes(NamedTuple):
     dtype: torch.dtype  # of q, k and v
     batch: int
     tokens: int
-    heads: int
+    heads: int  # of v
     key_dim: int
     value_dim: int
     num_householder: int = 1
@@ -141,10 +143,12 @@ def select_kernel(device: torch.device | str, dtype: torch.dtype, **sizes: int) 
     return _select(Sizes(torch.device(device), dtype, **sizes), _override)
 
 
-def select_for(q: Tensor, k: Tensor, value_dim: int, cu_seqlens: Tensor | None, qk_l2norm: bool) -> Selection:
-    """`select_kernel` of a call's tensors."""
+def select_for(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, qk_l2norm: bool) -> Selection:
+    """`select_kernel` of a call's tensors; for v there may be another of its shape."""
     documents = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
-    sizes = Sizes(q.device, q.dtype, *q.shape, value_dim, k.shape[2], documents, qk_l2norm)
+    (batch, tokens, _, key_dim), (num_householder, heads, value_dim) = q.shape, v.shape[2:]
+    dims = (batch, tokens, heads, key_dim, value_dim, num_householder)
+    sizes = Sizes(q.device, q.dtype, *dims, documents, qk_l2norm)
     if torch.compiler.is_compiling():  # which traces no caches and no files
         return _select_algorithm(sizes, _override)
     return _select(sizes, _override)
@@ -171,8 +175,8 @@ def _select(sizes: Sizes, override: Override) -> Selection:
         hopper = "Hopper's kernels need a GPU of compute capability 9"
     elif not HAS_HOPPER_KERNELS:
         hopper = "Hopper's kernels come with the package fla_train only"
-    elif sizes.dtype not in (torch.bfloat16, torch.float16) or key_dim not in GLUON_DIMS:
-        hopper = "Hopper's kernels take 16-bit inputs with K = 64 or 128"
+    elif sizes.dtype not in (torch.bfloat16, torch.float16) or not hopper_keys(key_dim):
+        hopper = "Hopper's kernels take 16-bit inputs with K from 64 to 128 in steps of 8"
 
     def choose(kernel: str, obstacle: str | None) -> KernelChoice:
         given = getattr(options, kernel)
@@ -181,19 +185,21 @@ def _select(sizes: Sizes, override: Override) -> Selection:
             return KernelChoice(False, plain, source)
         return KernelChoice(obstacle is None, plain, obstacle or "the launch options ask for it")
 
-    square = hopper or (None if key_dim == value_dim else "Hopper's backward kernels need K = V")
+    equal = hopper or (None if square(key_dim, value_dim) else "Hopper's needs K = V = 64 or 128")
+    tiles = value_tiles(value_dim)
+    tiled = hopper or (None if tiles else "Hopper's takes V in equal tiles of 64 to 128 in steps of 8")
     prepare = choose(
         "chunk_prepare_wy", hopper or (None if sizes.qk_l2norm else "Hopper's needs normalised keys")
     )
-    qkg, state = choose("chunk_bwd_qkg", square), choose("chunk_bwd_state", square)
+    qkg, state = choose("chunk_bwd_qkg", equal), choose("chunk_bwd_state", tiled)
     fused, reason = state.hopper, state.reason
     programs = (selection.num_segments or sizes.documents or sizes.batch) * sizes.heads
     if fused and override.fused_backward is not None:
         fused, reason = override.fused_backward, "the caller wants it so"
     elif fused:
-        fused = busy(programs, processors(sizes.device)) >= MIN_BUSY
+        fused = busy(programs * tiles, processors(sizes.device)) >= MIN_BUSY
         few = "leave too many multiprocessors idle"
-        reason = f"sequences x heads {'keep the multiprocessors busy' if fused else few}"
+        reason = f"sequences x heads x tiles of V {'keep the multiprocessors busy' if fused else few}"
     return replace(
         selection,
         chunk_prepare_wy=prepare,

@@ -19,7 +19,7 @@ def test_kernels(tmp_path, capsys) -> None:
     out = capsys.readouterr().out
     table = [line for line in out.splitlines() if line.startswith("|")]
     assert len(table) == 2 + 2 * 2 * 2  # header; n_h, gate, implementation
-    assert {line.count("|") for line in table} == {12}
+    assert {line.count("|") for line in table} == {13}
     content = json.loads(file.read_text())
     assert content["ceilings"] == {"flops": 1e12, "bandwidth": 1e11, "source": "given"}
     assert content["environment"]["packages"]["torch"]
@@ -64,6 +64,21 @@ def test_one_gate_other_dims_and_dtype(capsys) -> None:
     out = capsys.readouterr().out
     assert "K=16 V=8, bfloat16, unit vectors" in out
     assert "| fla_train recurrent | 2 | no |" in out and "| yes |" not in out
+
+
+def test_grouped_heads(tmp_path) -> None:
+    """Shared heads of q and k count once; errors are those against the recurrence."""
+    file = tmp_path / "kernels.json"
+    options = ["--no-gate", "--num-householder", "1", "--backends", "chunk", "--json", str(file)]
+    bench.run(["kernels", *SMALL, *CEILINGS, *options, "--group", "2"])
+    (row,) = json.loads(file.read_text())["rows"]
+    shape = row["shape"]
+    values = shape["batch"] * shape["tokens"] * shape["heads"]
+    count = 4 * values * (shape["key_dim"] + shape["value_dim"])  # fp32: half a q, half a k, and a v
+    assert shape["group"] == 2 and max(row["errors"].values()) < 1e-4
+    assert row["ps_per_byte"] == pytest.approx(1e9 * row["both_ms"] / count)
+    with pytest.raises(ValueError, match="multiple of --group 3"):
+        bench.run(["kernels", *SMALL, *CEILINGS, *options, "--group", "3"])
 
 
 @pytest.mark.long

@@ -63,7 +63,7 @@ def run_tune(timer: object) -> list:
     ("dims", "kernels"),
     [
         ((128, 128), {"chunk_prepare_wy", "chunk_bwd_state", "chunk_bwd_qkg"}),
-        ((64, 128), {"chunk_prepare_wy"}),
+        ((64, 128), {"chunk_prepare_wy", "chunk_bwd_state"}),
         ((256, 256), set()),
     ],
 )

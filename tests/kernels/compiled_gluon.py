@@ -24,11 +24,13 @@ class Variant:
     """One kernel and its constants; with states given where it is packed, normalised where it is gated."""
 
     name: str  # prepare_wy, bwd_qkg or bwd_fused
-    dim: int  # of keys and values
+    dim: int  # of keys, and of values
     num_householder: int
     packed: bool
     gated: bool
     heads: int = 1
+    value_dim: int | None = None  # where it is another
+    group: int = 1  # of heads that share q and k
     gluon: bool = True  # False, of `prepare_wy` alone: the one in Triton
 
     @property
@@ -106,14 +108,22 @@ def _stack(cubin: bytes) -> int:
 
 def _constants(variant: Variant) -> dict[str, object]:
     """Of any kernel; None for a tensor that isn't given."""
-    packed, gated = variant.packed, variant.gated
+    from fla_train.kernels.delta_product.triton.launch_table import value_tiles
+
+    packed, gated, values = variant.packed, variant.gated, variant.value_dim or variant.dim
     absent = (
         () if packed else ("dfinal_state", "dinitial_state", "cu_seqlens", "chunk_offsets", "chunk_sequence")
     )
     absent += () if gated else ("g", "g_cum", "dg")
     absent += () if gated or variant.name == "prepare_wy" else ("q_rnorm", "k_rnorm")
     constants = dict.fromkeys(absent) | {
-        **{"H": variant.heads, "K": variant.dim, "V": variant.dim},
+        **{
+            "H": variant.heads,
+            "G": variant.group,
+            "K": variant.dim,
+            "V": values,
+            "TILES": value_tiles(values),
+        },
         **{"N": variant.num_householder, "C": 64 // variant.num_householder},
         **{"GATED": gated, "L2NORM": gated, "PACKED": packed},
     }
@@ -133,10 +143,26 @@ def _triton_constants(variant: Variant) -> dict[str, object]:
 
 def _types(variant: Variant) -> dict[str, str]:
     """Of any kernel's other arguments."""
-    from fla_train.kernels.delta_product.hopper.common import TILE
+    import torch
 
-    def described(dtype: str, rows: int, columns: int = variant.dim) -> str:
-        return f"tensordesc<{dtype}[{rows}, {columns}],{TILE.value!r}>"
+    from fla_train.kernels.delta_product.hopper.common import with_tma_descriptors
+
+    heads, keys, values = variant.heads, variant.dim, variant.value_dim or variant.dim
+    shapes = {
+        **dict.fromkeys(("q", "k"), (64, heads // variant.group, keys)),
+        **dict.fromkeys(("do", "u", "dv"), (64, heads, values)),
+        **dict.fromkeys(("wy", "p"), (64, heads, 64)),
+        **dict.fromkeys(("states", "dstates"), (heads, values, keys)),
+    }
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    tiles = _constants(variant)["TILES"] if variant.name == "bwd_fused" else 1
+    rows = [name for name in shapes if not name.endswith("states")]
+    matrices = with_tma_descriptors(tensors | {"TILES": tiles}, rows, ("states", "dstates"))
+    half = "fp16" if variant.gated else "bf16"
+
+    def described(*names: str, dtype: str = "bf16") -> dict[str, str]:
+        tiles = {name: (matrices[name].block_shape, matrices[name].layout) for name in names}
+        return {name: f"tensordesc<{dtype}{block},{layout!r}>" for name, (block, layout) in tiles.items()}
 
     types = {
         **dict.fromkeys(("dv", "dq", "dk"), "*bf16"),
@@ -146,16 +172,15 @@ def _types(variant: Variant) -> dict[str, str]:
         **dict.fromkeys(("dfinal_state", "dinitial_state"), "*fp32"),
         **dict.fromkeys(("n_total", "T", "NT", "n_work"), "i32"),
         **dict.fromkeys(("cu_seqlens", "chunk_offsets", "chunk_sequence"), "*i64"),
-        **dict.fromkeys(("q", "k", "do", "u"), described("bf16", 64)),
-        **dict.fromkeys(("states", "dstates"), described("bf16", variant.dim)),
+        **described("q", "k", "do", "u", "states", "dstates"),
         **dict.fromkeys(("wy", "p"), "*fp16"),
     }
     if not variant.gluon:
         types |= {"q": "*bf16", "k": "*bf16"}
     if variant.name == "bwd_qkg":
-        types["dv"] = described("bf16", 64)
+        types |= described("dv")
     if variant.name == "bwd_fused":
-        types |= dict.fromkeys(("wy", "p"), described("fp16" if variant.gated else "bf16", 64, 64))
+        types |= described("wy", "p", dtype=half)
     return types
 
 

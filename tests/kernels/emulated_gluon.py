@@ -58,7 +58,7 @@ class Emulator:
         assert not book.unfenced, "a copy over stores without a fence"
         read = any(book is tile.books[0] for _, tiles in self.products for tile, _ in tiles)
         assert not read, "a copy over a tile that a product reads"
-        bar, tile = self.bars[shared.data.data_ptr()], source.tile(int(place[0]), int(place[1]))
+        bar, tile = self.bars[shared.data.data_ptr()], source.tile(list(map(int, place)))
         target.data.copy_(torch.full_like(tile, torch.nan) if self.late else tile)
         book.empty = True
         bar.copies.append((target, tile))
@@ -139,7 +139,7 @@ class Emulator:
 
         dtypes = {name: getattr(torch, name) for name in ("float32", "bfloat16", "int32", "int64")}
         shared_layouts = {
-            "NVMMASharedLayout": lambda *_: 2,
+            "NVMMASharedLayout": lambda width, bits, rank: rank,
             "SwizzledSharedLayout": lambda vec, per_phase, max_phase, order: len(order),
         }
         layouts = ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout")
@@ -220,14 +220,14 @@ class Emulator:
 
         Those `tiled` are read by the copy engine.
         """
-        heights = {name: arguments.get("V") if name.endswith("states") else 64 for name in tiled}
+        states = [name for name in tiled if name.endswith("states")]
+        arguments = common.with_tma_descriptors(arguments, set(tiled) - set(states), states)
         further = {"n_work": n_work, "num_warps": warps}
         named = {}
         for name in inspect.signature(kernel).parameters:
             value = further.get(name, arguments.get(name))
-            if name in heights:
-                columns = value.shape[-1] if name.endswith("states") else value.shape[-2] * value.shape[-1]
-                value = Descriptor(value.reshape(-1, columns), [heights[name], value.shape[-1]])
+            if name in tiled:
+                value = Descriptor(value.base.view(value.shape), value.block_shape)
             elif isinstance(value, Tensor):
                 value = Pointer(value.view(-1))
             named[name] = value

@@ -51,7 +51,8 @@ class Shared:
         """Other tiles in the same place; as many of them stay the same in the books."""
         assert dtype == self.data.dtype
         if len(shape) == self.data.ndim > rank and shape[0] == len(self.books):
-            return Shared(self.data.view(shape), rank, self.books, self.memory)
+            data = self.data.view(shape[0], -1)[:, : math.prod(shape[1:])].view(shape)
+            return Shared(data, rank, self.books, self.memory)
         if len(shape) == rank and self.data.ndim == self.rank and math.prod(shape) == self.data.numel():
             return Shared(self.data.view(shape), rank, self.books, self.memory)
         return self.register(self.data.view(-1)[: math.prod(shape)].view(shape), rank, self.memory)
@@ -92,12 +93,15 @@ class Shared:
 
 
 class Descriptor:
-    def __init__(self, rows: Tensor, block: list[int]):
-        self.rows, self.block, self.dtype, self.layout = rows, block, rows.dtype, 2
+    """A matrix, or a tensor of three dimensions, of which tiles are read; `layout` counts its dimensions."""
 
-    def tile(self, row: int, column: int) -> Tensor:
-        assert row >= 0
-        tile = torch.zeros(self.block, dtype=self.dtype)
-        found = self.rows[row : row + self.block[0], column : column + self.block[1]]
-        tile[: found.shape[0], : found.shape[1]] = found
+    def __init__(self, data: Tensor, block_shape: list[int]):
+        self.data, self.block_shape, self.dtype, self.layout = data, block_shape, data.dtype, data.ndim
+
+    def tile(self, place: list[int]) -> Tensor:
+        """The tile that begins at `place`; beyond the tensor it is zero."""
+        assert len(place) == self.layout and min(place) >= 0
+        tile = torch.zeros(self.block_shape, dtype=self.dtype)
+        found = self.data[tuple(slice(i, i + size) for i, size in zip(place, self.block_shape, strict=True))]
+        tile[tuple(map(slice, found.shape))] = found
         return tile

@@ -20,7 +20,8 @@ class Case:
     num_householder: int = 1
     gated: bool = GATED
     batch: int = 1
-    heads: int = 1
+    heads: int = 1  # of v
+    group: int = 1  # of them share a head of q and k
     key_dim: int = 16
     value_dim: int = 16
     dtype: torch.dtype = torch.float32
@@ -39,10 +40,11 @@ def make_inputs(case: Case, device: str) -> tuple[list[Tensor | None], Tensor, T
 
     per_token = (case.batch, case.tokens)
     per_step = (*per_token, case.num_householder, case.heads)
+    key_heads = case.heads // case.group
     segments = case.batch if case.cu_seqlens is None else len(case.cu_seqlens) - 1
     q, k, v = (
-        normal(*per_token, case.heads, case.key_dim),
-        normal(*per_step, case.key_dim),
+        normal(*per_token, key_heads, case.key_dim),
+        normal(*per_step[:-1], key_heads, case.key_dim),
         normal(*per_step, case.value_dim),
     )
     beta = 2 * torch.rand(per_step, device=device)

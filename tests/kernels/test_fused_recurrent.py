@@ -25,6 +25,7 @@ CASES = [
     Case(tokens=20, inputs="correlated", key_dim=32),
     Case(tokens=20, inputs="repeated"),
     Case(tokens=12, inputs="zero beta"),
+    Case(tokens=12, num_householder=2, heads=4, group=2, batch=2),
     Case(tokens=20, inputs="resets", num_householder=2),
 ]
 
@@ -136,6 +137,11 @@ def test_closed_gates_and_step_sizes_at_their_ends():
     inputs["g"][:, 0] = -torch.inf
     inputs["beta"][:, 0], inputs["beta"][:, 1] = 0.0, 2.0
     check_step(inputs, l2norm=True)
+
+
+def test_step_of_grouped_heads():
+    inputs = step_inputs(2, True, (16, 24), torch.float32, heads=4)
+    check_step(inputs | {"q": inputs["q"][:, ::2], "k": inputs["k"][:, :, ::2]}, l2norm=True)
 
 
 @pytest.mark.gpu

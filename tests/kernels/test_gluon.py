@@ -19,7 +19,7 @@ from fla_train.kernels.delta_product.triton.chunk_fwd import MIN_LOG2_DECAY
 from fla_train.kernels.delta_product.triton.launch_table import IN_GLUON, Key, lookup
 from tests.kernels.compiled_gluon import Compiled, Variant, compile_for_hopper
 from tests.kernels.gluon_judge import MODULES
-from tests.kernels.operator_cases import BF16, HARD, bounds_of, check, real, uniform
+from tests.kernels.operator_cases import BF16, BF16_HARD, HARD, bounds_of, check, real, uniform
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SM_MEMORY = 227 * 1024  # bytes of shared memory that a Hopper SM gives a program
@@ -28,7 +28,11 @@ VARIANTS = [
     for name in ("bwd_qkg", "prepare_wy", "bwd_fused")
     for dim, steps, packed, gated in ((128, 1, False, True), (64, 3, True, False))
 ]
-VARIANTS += [Variant("bwd_fused", 128, 3, False, True, heads=8)]
+VARIANTS += [Variant("bwd_fused", 128, 3, False, True, heads=8), Variant("prepare_wy", 96, 1, False, True, 8)]
+VARIANTS += [
+    Variant("bwd_fused", dim, 1, False, True, heads=8, value_dim=value_dim, group=group)
+    for dim, value_dim, group in ((128, 128, 2), (64, 128, 1), (128, 64, 1), (128, 256, 1), (96, 192, 1))
+]
 # Triton's `chunk_prepare_wy_kernel`, which wide keys take.
 WIDE = [Variant("prepare_wy", 256, steps, packed=False, gated=True, gluon=False) for steps in (1, 2)]
 
@@ -40,7 +44,8 @@ def compiled() -> dict[Variant, Compiled]:
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_compiles_for_hopper_anywhere(variant: Variant, compiled: dict[Variant, Compiled]) -> None:
-    dim, found = variant.dim, compiled[variant]
+    found = compiled[variant]
+    dim, tile = (64 if width <= 64 else 128 for width in (variant.dim, variant.value_dim or variant.dim))
     programs = 5 if variant.name == "prepare_wy" else 1  # that share an SM
     assert found.shared <= SM_MEMORY // programs
     columns = {
@@ -48,9 +53,10 @@ def test_compiles_for_hopper_anywhere(variant: Variant, compiled: dict[Variant, 
         "bwd_qkg": 5 * dim + 2 * dim + 4 * 64,
         # K K^T, Q Q^T and Q K^T over K; X L X on five levels, three in the Newton step, over 64 rows.
         "prepare_wy": 3 * dim + (5 * 2 + 3) * 64,
-        # dS' K^T (for the last chunk, and for those before), u dS', dV S, dO S, u dO^T, K Q^T, u dV^T, K K^T
-        # over K or V; du T, dV K and four over 64 rows; dO P and dO Q over a chunk's tokens, rounded up.
-        "bwd_fused": 9 * dim + 6 * 64 + 2 * (64 if variant.num_householder == 1 else 32),
+        # dS' K^T (for the last chunk, and for those before), K Q^T and K K^T over K; u dS', dV S, dO S,
+        # u dO^T and u dV^T over a tile of V; du T, dV K and four over 64 rows; dO P and dO Q over a chunk's
+        # tokens, rounded up.
+        "bwd_fused": 4 * dim + 5 * tile + 6 * 64 + 2 * (64 if variant.num_householder == 1 else 32),
     }
     assert found.products == columns[variant.name] // 16
     # Spilled addresses have cost a quarter of the backward pass (docs/dev/kernels.md, "Speed").
@@ -99,12 +105,13 @@ def test_share_of_the_processors_that_work(programs: int, share: float) -> None:
 def test_fused_backward_is_for_a_busy_device(pretend_hopper, programs: int, taken: bool) -> None:
     pretend_hopper(132)
 
-    def is_fused(value_dim: int) -> bool:
-        sizes = {"tokens": 64, "heads": 1, "key_dim": 128, "value_dim": value_dim}
-        return select_kernel("cpu", torch.bfloat16, batch=programs, **sizes).fused_backward
+    def is_fused(key_dim: int, value_dim: int, batch: int = programs) -> bool:
+        sizes = {"tokens": 64, "heads": 1, "key_dim": key_dim, "value_dim": value_dim}
+        return select_kernel("cpu", torch.bfloat16, batch=batch, **sizes).fused_backward
 
-    assert is_fused(128) is taken
-    assert not is_fused(64)
+    assert is_fused(128, 128) is is_fused(128, 64) is is_fused(64, 128) is taken
+    assert is_fused(128, 256, programs // 2) is is_fused(96, 192, programs // 2) is taken  # V in two tiles
+    assert not any(is_fused(*dims) for dims in ((256, 256), (128, 48), (128, 100), (128, 152), (100, 128)))
 
 
 FUSED, PARTS = ("prepare_wy", "bwd_fused"), ("prepare_wy", "bwd_qkg")
@@ -127,6 +134,31 @@ BY_SEGMENTS = [  # with the chunks of a segment
     (real(inputs="fast decay", tokens=700), 2),
     (real(tokens=1000, gated=False, l2norm=False), 3),
 ]
+OTHER_DIMS = [  # which `bwd_fused` takes, and `bwd_qkg` does not
+    *(
+        (
+            real(
+                key_dim=k, value_dim=v, num_householder=n, gated=g, l2norm=g or not s, states=s, group=group
+            ),
+            None,
+        )
+        for (k, v), group in (((64, 128), 1), ((128, 64), 2), ((128, 256), 1), ((96, 192), 1), ((80, 72), 4))
+        for n in (1, 2, 3)
+        for g in (True, False)
+        for s in (True, False)
+    ),
+    (real(**DOCUMENTS, num_householder=2, key_dim=96, value_dim=192, group=2), None),
+    (real(**DOCUMENTS, value_dim=256, group=2), 1),
+    (real(tokens=1000, key_dim=96, value_dim=192), 2),
+    (real(tokens=150, dtype=torch.float16, key_dim=64, value_dim=256), None),
+    (real(inputs="correlated", key_dim=96, value_dim=192), None),
+    (real(inputs="repeated", value_dim=256, group=2), None),
+]
+GROUPED = [
+    *((real(num_householder=n, gated=g, group=2, states=g), None) for n in (1, 2, 3) for g in (True, False)),
+    (real(key_dim=64, value_dim=64, group=4), None),
+    (real(**DOCUMENTS, num_householder=2, group=2), 1),
+]
 GPU_CASES = [
     *((case, bounds_of(case), None) for case in WHOLE),
     *((case, bounds_of(case), chunks) for case, chunks in BY_SEGMENTS),
@@ -145,6 +177,29 @@ GPU_CASES = [
     ("case", "bounds", "chunks"), GPU_CASES, ids=lambda x: "" if isinstance(x, dict) else str(x)
 )
 def test_gpu(case, bounds, chunks, kernels, monkeypatch) -> None:
+    run_on_gpu(case, bounds, chunks, kernels, monkeypatch)
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", [PARTS, FUSED], ids=["parts", "fused"])
+@pytest.mark.parametrize(("case", "chunks"), GROUPED, ids=str)
+def test_gpu_grouped_heads(case, chunks, kernels, monkeypatch) -> None:
+    run_on_gpu(case, bounds_of(case), chunks, kernels, monkeypatch)
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "chunks"), OTHER_DIMS, ids=str)
+def test_gpu_keys_and_values_of_other_widths(case, chunks, monkeypatch) -> None:
+    bounds = bounds_of(case) if case.inputs == "random" else BF16_HARD
+    if case.dtype is torch.float16:
+        bounds = uniform(2e-3)
+    run_on_gpu(case, bounds, chunks, FUSED, monkeypatch)
+
+
+def run_on_gpu(case, bounds, chunks, kernels, monkeypatch) -> None:
+    """Check a case with these Hopper kernels, which must have run."""
     launched = []
     for name, module in MODULES.items():
 
@@ -186,16 +241,26 @@ def test_gpu_busy_cases_of_the_check_run_the_fused_backward(dtype, launched) -> 
 
 @hopper
 @pytest.mark.gpu
-@pytest.mark.parametrize(("batch", "tokens", "heads"), [(32, 2048, 8), (1, 32768, 16)])
-def test_gpu_the_shapes_that_are_timed(launched, batch: int, tokens: int, heads: int) -> None:
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "dims", "group"),
+    [
+        (32, 2048, 8, (128, 128), 1),
+        (1, 32768, 16, (128, 128), 1),
+        (32, 2048, 8, (128, 128), 2),
+        (32, 2048, 8, (64, 128), 1),
+        (32, 2048, 4, (128, 256), 1),
+        (16, 2048, 10, (96, 192), 1),
+    ],
+)
+def test_gpu_the_shapes_that_are_timed(
+    launched, batch: int, tokens: int, heads: int, dims: tuple[int, int], group: int
+) -> None:
     """By the rules as they stand, every SM at work; the same bits twice. The second is split."""
-    shape = Shape(
-        batch=batch, tokens=tokens, heads=heads, key_dim=128, value_dim=128, num_householder=1, gated=True
-    )
+    shape = Shape(batch, tokens, heads, *dims, num_householder=1, gated=True, group=group)
     device = torch.device("cuda")
     problem = make_problem(shape, torch.bfloat16, device, norm=True, seed=torch.initial_seed())
     found, again = (forward_backward(operator, problem) for _ in range(2))
-    sizes = {"batch": batch, "tokens": tokens, "heads": heads, "key_dim": 128, "value_dim": 128}
+    sizes = {"batch": batch, "tokens": tokens, "heads": heads, "key_dim": dims[0], "value_dim": dims[1]}
     selection = select_kernel(device, torch.bfloat16, **sizes)
     assert bool(launched) == selection.fused_backward
     assert bool(selection.num_segments) == (batch == 1)

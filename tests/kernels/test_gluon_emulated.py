@@ -45,6 +45,7 @@ CASES = [
     narrow(tokens=40, num_householder=4, gated=False),
     narrow(tokens=1),
     narrow(tokens=65, num_householder=2, inputs="resets"),
+    narrow(tokens=70, num_householder=2, heads=4, group=2),
 ]
 OF_GRADIENTS = [
     narrow(tokens=130, gated=False, l2norm=False),
@@ -61,12 +62,18 @@ FURTHER = {
         narrow(tokens=100, num_householder=2, cu_seqlens=(0, 0, 33, 34, 100), key_dim=128),
         narrow(tokens=65, inputs="correlated", key_dim=128),
         narrow(tokens=65, inputs="no writes", scale=1e10),
+        narrow(tokens=40, heads=2, group=2, key_dim=96),
     ],
     "bwd_fused": [
         *OF_GRADIENTS,
         narrow(tokens=70, num_householder=2, states=False, key_dim=128, value_dim=128),
         narrow(tokens=30, num_householder=7, l2norm=False),
         narrow(tokens=200, cu_seqlens=(0, 1, 130, 200), gated=False),
+        narrow(tokens=70, value_dim=128),
+        narrow(tokens=70, key_dim=128),
+        narrow(tokens=40, num_householder=2, heads=2, group=2, key_dim=128, value_dim=256),
+        narrow(tokens=40, num_householder=2, heads=2, key_dim=96, value_dim=192),
+        narrow(tokens=70, cu_seqlens=(0, 30, 70), key_dim=80, value_dim=144, l2norm=False),
     ],
 }
 
@@ -85,6 +92,7 @@ def test_a_kernel(name: str, case: Case) -> None:
         (narrow(tokens=90, num_householder=3, gated=False, states=False), 2),
         (DOCUMENTS, 1),
         (narrow(tokens=160, inputs="fast decay"), 1),
+        (narrow(tokens=130, heads=2, group=2, value_dim=144), 1),
     ],
     ids=str,
 )

@@ -95,8 +95,8 @@ def test_segments_lie_end_to_end(
         first_chunk.append(first_chunk[-1] + -(-(end - start) // chunk_tokens))
     if cu_seqlens is not None:
         bounds = [torch.tensor(x, device=DEVICE) for x in (cu_seqlens, first_chunk, [0])]
-    selection = select.select_for(q, k, 8, bounds[0] if bounds else None, False)
-    segments = Segments(selection, Call.of(q, k, False, bounds, False, [q] * 7), q.device)
+    selection = select.select_for(q, k, bounds[0] if bounds else None, False)
+    segments = Segments(selection, Call.of(q, k, k[..., 0], False, bounds, False, [q] * 7), q.device)
 
     expected, owners = [], []
     for number, ((start, end), chunk) in enumerate(zip(spans, first_chunk, strict=False)):
@@ -128,6 +128,7 @@ def test_segments_lie_end_to_end(
         (Case(num_householder=4, tokens=108, cu_seqlens=(0, 0, 17, 18, 40, 40, 108)), 2),
         (Case(num_householder=8, tokens=40, cu_seqlens=(0, 32, 33, 40), gated=UNGATED, l2norm=False), 1),
         (Case(num_householder=8, tokens=60, inputs="resets"), 2),
+        (Case(num_householder=8, tokens=40, heads=4, group=2), 1),
         (Case(num_householder=4, tokens=140, inputs="fast decay", states=False), 2),
         (Case(num_householder=8, tokens=24, inputs="correlated", key_dim=32), 1),
     ],
@@ -172,7 +173,7 @@ def test_split_inference_and_recomputation_equal_training(
 ) -> None:
     split_into(1)
     (q, k, v, beta, g, state), do, _ = make_inputs(Case(num_householder=8, tokens=30), DEVICE)
-    assert select.select_for(q, k, v.shape[-1], None, True).num_segments == 4
+    assert select.select_for(q, v, None, True).num_segments == 4
     kwargs = {"initial_state": state, "output_final_state": True, "qk_l2norm": True, "backend": "triton"}
     k.requires_grad_()
     trained = delta_product(q, k, v, beta, g, **kwargs)

@@ -46,6 +46,8 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory", "by_chunks")
         Case(inputs="no writes", scale=1e10),
         Case(scale=-3.0, tokens=20),
         Case(inputs="resets", num_householder=2, tokens=40),
+        Case(num_householder=2, heads=4, group=2, key_dim=24, value_dim=80, tokens=40),
+        Case(heads=3, group=3, cu_seqlens=(0, 3, 68, 68), tokens=68, l2norm=False),
     ],
     ids=str,
 )
@@ -194,6 +196,14 @@ GPU_CASES = [
     *((case, uniform(2e-3)) for case in FP16_CASES),
     *((case, uniform(2e-5)) for case in FP32_CASES),
 ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_householder", [1, 2])
+@pytest.mark.parametrize("dims", [(128, 128), (64, 128), (256, 256), (48, 48)])
+def test_gpu_grouped_heads(dims: tuple[int, int], num_householder: int) -> None:
+    case = real(key_dim=dims[0], value_dim=dims[1], num_householder=num_householder, group=2)
+    check(case, bounds_of(case), "cuda")
 
 
 @pytest.mark.gpu

@@ -9,7 +9,11 @@ state are refilled as soon as the products that read them are done, that of q at
 du, dV and dS are a chain of products, each waiting for the one before, and the next chunk's first one begins
 before this chunk ends. What needs none of them is computed while they run: <S, dS'> and the scores of q. All
 threads meet six to nine times a chunk: what they exchange, sums of rows above all, waits in shared memory for
-one of these barriers. For 16-bit inputs with K = V = 64 or 128.
+one of these barriers.
+
+For 16-bit inputs. K and a tile of V have 64 or 128 columns in shared memory; a narrower head leaves zeros
+there. Wider values are split: each program takes one of TILES tiles of V, as if it were a head of its own,
+and writes its share of dq, dk, dbeta and dg, which are sums over the columns of V (`triton/shared_heads.py`).
 """
 
 from typing import Any
@@ -19,7 +23,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -41,6 +44,7 @@ from fla_train.kernels.delta_product.hopper.common import (
     WRITE,
     barrier,
     copy_rows,
+    copy_tile,
     copy_values,
     copy_wy,
     expect_values,
@@ -74,27 +78,32 @@ def chunk_bwd_fused_kernel(
     peak, beta, g, g_cum, q_rnorm, k_rnorm,
     dv, dq, dk, dbeta, dg, dfinal_state, dinitial_state,
     cu_seqlens, chunk_offsets, scale, n_total, T, NT,
-    H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, N: gl.constexpr, C: gl.constexpr,
-    GATED: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr, num_warps: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, TILES: gl.constexpr,
+    N: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
-    """The arguments of the two Triton kernels.
+    """The arguments of the two Triton kernels, and TILES.
 
     Tiles of q, dO and P diag(beta) have 64 rows, too: those past the chunk belong to later
     tokens and count as zero.
     """
     DTYPE: gl.constexpr = k.dtype
+    WIDTH: gl.constexpr = V // TILES  # columns of a tile of V
+    BK: gl.constexpr = 64 if K <= 64 else 128
+    BV: gl.constexpr = 64 if WIDTH <= 64 else 128
+    P: gl.constexpr = H * TILES  # programs of a sequence
     INVERSE: gl.constexpr = wy.dtype
     SQUARE: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, num_warps // 4], [16, 4 * ROWS // num_warps, 16]
     )
-    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, num_warps // 4], [16, 4 * K // num_warps, 16])
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, num_warps // 4], [16, 4 * BK // num_warps, 16])
     # Of [V, ...]: each warp has 16 rows where there are enough.
-    DOWN: gl.constexpr = V // 16
+    DOWN: gl.constexpr = BV // 16
     TALL: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [DOWN, num_warps // DOWN], [16, ROWS * DOWN // num_warps, 16]
     )
     STATE: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [DOWN, num_warps // DOWN], [16, K * DOWN // num_warps, 16]
+        [3, 0], [DOWN, num_warps // DOWN], [16, BK * DOWN // num_warps, 16]
     )
     ROW: gl.constexpr = gl.SliceLayout(1, SQUARE)
     COLUMN: gl.constexpr = gl.SliceLayout(0, SQUARE)
@@ -102,39 +111,48 @@ def chunk_bwd_fused_kernel(
     DIM: gl.constexpr = gl.SliceLayout(1, TALL)
     STEP: gl.constexpr = gl.SliceLayout(0, TALL)
     LINE: gl.constexpr = gl.BlockedLayout([2], [32], [num_warps], [0])  # 64 scalars in each warp
-    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [num_warps, 1], [1, 0])
+    STORE_K: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BK, BK // 8], [num_warps, 1], [1, 0])
+    STORE_V: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [num_warps, 1], [1, 0])
     MASK: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
     TOKENS: gl.constexpr = (C + 15) // 16 * 16  # rows of q and dO that a sum over tokens takes
-    TILE_BYTES: gl.constexpr = 2 * ROWS * K
+    TILE_BYTES: gl.constexpr = 2 * ROWS * BK
 
-    i_seq, i_h = gl.program_id(0) // H, gl.program_id(0) % H  # heads side by side: their rows are adjacent
+    i_seq, i_p = gl.program_id(0) // P, gl.program_id(0) % P  # heads side by side: their rows are adjacent
+    i_h = i_p // TILES
     i_start, length, i_chunk = sequence_span(i_seq, cu_seqlens, chunk_offsets, T, NT, PACKED)
     n_chunks = (length + C - 1) // C
-    o_v, o_k = gl.arange(0, V, gl.SliceLayout(1, STATE)), gl.arange(0, K, gl.SliceLayout(0, STATE))
-    p_s = (i_seq.to(gl.int64) * H + i_h) * K * V + o_k[None, :] * V + o_v[:, None]
-    b_ds = gl.zeros([V, K], gl.float32, STATE) + opaque_zero(T)  # dS^T
+    o_v, o_k = gl.arange(0, BV, gl.SliceLayout(1, STATE)), gl.arange(0, BK, gl.SliceLayout(0, STATE))
+    p_s = (i_seq.to(gl.int64) * H + i_h) * K * V + o_k[None, :] * V + (i_p % TILES) * WIDTH + o_v[:, None]
+    m_tile = (o_v < WIDTH)[:, None] & (o_k < K)[None, :]
+    b_ds = gl.zeros([BV, BK], gl.float32, STATE) + opaque_zero(T)  # dS^T
     if dfinal_state is not None:
-        b_ds = gl.load(dfinal_state + p_s)
+        b_ds = gl.load(dfinal_state + p_s, mask=m_tile, other=0.0)
     if n_chunks == 0:
         if dinitial_state is not None:
-            gl.store(dinitial_state + p_s, b_ds)
+            gl.store(dinitial_state + p_s, b_ds, mask=m_tile)
         return
 
-    m_u = gl.allocate_shared_memory(DTYPE, [1, ROWS, V], u.layout)
-    m_do = gl.allocate_shared_memory(DTYPE, [1, ROWS, V], do.layout)
-    m_s = gl.allocate_shared_memory(DTYPE, [1, V, K], states.layout)
-    m_ds = gl.allocate_shared_memory(DTYPE, [1, V, K], TILE)
-    m_k = gl.allocate_shared_memory(DTYPE, [2, ROWS, K], k.layout)
-    m_q = gl.allocate_shared_memory(DTYPE, [1, ROWS, K], q.layout)
+    m_u = gl.allocate_shared_memory(DTYPE, [1, ROWS, BV], TILE)
+    m_do = gl.allocate_shared_memory(DTYPE, [1, ROWS, BV], TILE)
+    m_s = gl.allocate_shared_memory(DTYPE, [1, BV, BK], TILE)
+    m_ds = gl.allocate_shared_memory(DTYPE, [1, BV, BK], TILE)
+    m_k = gl.allocate_shared_memory(DTYPE, [2, ROWS, BK], TILE)
+    m_q = gl.allocate_shared_memory(DTYPE, [1, ROWS, BK], TILE)
     m_wy = gl.allocate_shared_memory(INVERSE, [1, ROWS, ROWS], wy.layout)
     m_kept = gl.allocate_shared_memory(p.dtype, [1, ROWS, ROWS], p.layout)  # P diag(beta) as stored
     m_p = m_kept if p.dtype == DTYPE else m_kept._reinterpret(DTYPE, [1, ROWS, ROWS], TILE)
-    m_w = gl.allocate_shared_memory(INVERSE, [1, V, ROWS], TILE)
-    m_dv = gl.allocate_shared_memory(DTYPE, [1, ROWS, V], TILE)
+    m_w = gl.allocate_shared_memory(INVERSE, [1, BV, ROWS], TILE)
+    m_dv = gl.allocate_shared_memory(DTYPE, [1, ROWS, BV], TILE)
     m_dp = gl.allocate_shared_memory(DTYPE, [1, ROWS, ROWS], TILE)
-    m_out = gl.allocate_shared_memory(DTYPE, [1, ROWS, K], TILE)
-    m_r = m_w if INVERSE == DTYPE else m_w._reinterpret(DTYPE, [1, V, ROWS], TILE)
-    m_da = m_out._reinterpret(DTYPE, [K // ROWS, ROWS, ROWS], TILE)
+    m_out = gl.allocate_shared_memory(DTYPE, [1, ROWS, BK], TILE)
+    m_r = m_w if INVERSE == DTYPE else m_w._reinterpret(DTYPE, [1, BV, ROWS], TILE)
+    m_da = m_out._reinterpret(DTYPE, [BK // ROWS, ROWS, ROWS], TILE)
+    if BK == BV:
+        m_dk = m_dv
+    elif BK < BV:
+        m_dk = m_dv._reinterpret(DTYPE, [1, ROWS, BK], TILE)
+    else:
+        m_dk = gl.allocate_shared_memory(DTYPE, [1, ROWS, BK], TILE)
     table = make_table()
     state_sums, maxima = make_sums(2), make_sums(2)
     written, inner, keys, queries = make_sums(2), make_sums(2), make_sums(2), make_sums(2)
@@ -156,21 +174,21 @@ def chunk_bwd_fused_kernel(
     m_ds.index(0).store(b_ds.to(DTYPE))
     fence_async_shared()
     barrier()
-    copy_rows(k, m_k.index(0), bars_k.index(0), i_t * N, i_h * K, True, TILE_BYTES)
+    copy_rows(k, m_k.index(0), bars_k.index(0), i_t * N, i_h // G, True, TILE_BYTES)
     expect_wy(bar_wy, bar_p, True)
-    copy_wy(wy, p, m_wy.index(0), m_kept.index(0), bar_wy, bar_p, i_t * N, i_t, i_h * ROWS, True)
-    expect_values(bar_do, bar_u, bar_s, True, K, V)
+    copy_wy(wy, p, m_wy.index(0), m_kept.index(0), bar_wy, bar_p, i_t * N, i_t, i_h, True)
+    expect_values(bar_do, bar_u, bar_s, True, BK, BV)
     copy_values(
         *(do, u, states, m_do.index(0), m_u.index(0), m_s.index(0), bar_do, bar_u, bar_s),
-        *(i_t * N, i_t, ((i_chunk + i_c) * H + i_h) * V, i_h * V, True),
+        *(i_t * N, i_t, (i_chunk + i_c) * P + i_p, i_p, True),
     )
-    copy_rows(q, m_q.index(0), bar_q, i_t, i_h * K, True, TILE_BYTES)
+    copy_rows(q, m_q.index(0), bar_q, i_t, i_h // G, True, TILE_BYTES)
     mbarrier.wait(bars_k.index(0), 0)
-    tall = gl.zeros([V, ROWS], gl.float32, TALL)
+    tall = gl.zeros([BV, ROWS], gl.float32, TALL)
     b_du = warpgroup_mma(m_ds.index(0), m_k.index(0).permute((1, 0)), tall, is_async=True)  # dS'^T K^T
     b_du = warpgroup_mma_wait(0, deps=[b_du])
     for step in range(0, n_chunks):
-        zero, i_h = rebuild(step, 0, H)
+        zero, i_p = rebuild(step, 0, P)
         buffer = step & 1
         s_ds, s_p, s_do = m_ds.index(zero), m_p.index(zero), m_do.index(zero)
         s_u, s_s, s_w = m_u.index(zero), m_s.index(zero), m_w.index(zero)
@@ -180,8 +198,8 @@ def chunk_bwd_fused_kernel(
         pred = i_c >= 0
         f_t, f_n = i_start + gl.maximum(i_c, 0) * C, gl.minimum(length, C)
         o_r, o_c = gl.arange(0, ROWS, ROW), gl.arange(0, ROWS, COLUMN)
-        square, wide = gl.zeros([ROWS, ROWS], gl.float32, SQUARE), gl.zeros([ROWS, K], gl.float32, WIDE)
-        tall = gl.zeros([V, ROWS], gl.float32, TALL)
+        square, wide = gl.zeros([ROWS, ROWS], gl.float32, SQUARE), gl.zeros([ROWS, BK], gl.float32, WIDE)
+        tall = gl.zeros([BV, ROWS], gl.float32, TALL)
 
         # du^T = (dS'^T K^T) .* write + dO^T P diag(beta); beside it what reads u, dO and S as they are
         mbarrier.wait(bar_p, step & 1)
@@ -201,7 +219,7 @@ def chunk_bwd_fused_kernel(
             keep_row_sums(state_sums, row_sums(widened(s_s.load(STATE)) * widened(s_ds.load(STATE))), zero)
         b_du = warpgroup_mma_wait(3, deps=[b_du])
         if INVERSE == gl.float16:
-            if V == ROWS:
+            if BV == ROWS:
                 keep_row_sums(maxima, gl.max(in_parts(gl.abs(b_du)), 2), zero)
                 barrier()
                 halves = maxima.index(0)
@@ -215,7 +233,7 @@ def chunk_bwd_fused_kernel(
         barrier()
 
         # dV^T = du^T T, and beside it the scores of q
-        zero, i_h = rebuild(step, 1, H)
+        zero, i_p = rebuild(step, 1, P)
         s_w, s_wy, s_do, s_dp = m_w.index(zero), m_wy.index(zero), m_do.index(zero), m_dp.index(zero)
         s_k, s_q = m_k.index(buffer + zero), m_q.index(zero)
         mbarrier.wait(bar_wy, step & 1)
@@ -230,8 +248,8 @@ def chunk_bwd_fused_kernel(
         b_dp = gl.where((o_r // N)[:, None] <= o_c[None, :], b_dp, 0.0)
         r_dp = (b_dp * beta_r[:, None]).to(DTYPE)
         s_dp.store(r_dp)
-        query_s = table[QUERY].load(gl.SliceLayout(1, STORE))
-        b_do = (widened(s_do.load(STORE)) * query_s[:, None]).to(DTYPE)
+        query_s = table[QUERY].load(gl.SliceLayout(1, STORE_V))
+        b_do = (widened(s_do.load(STORE_V)) * query_s[:, None]).to(DTYPE)
         if GATED:
             b_ds *= gl.exp2(g_last)
         mbarrier.expect(bars_k.index(1 - buffer), TILE_BYTES, pred=pred)
@@ -239,13 +257,12 @@ def chunk_bwd_fused_kernel(
         barrier()  # du, dO, dS', T and P are read
 
         # dV, and what reads and writes the state with its factors
-        zero, i_h = rebuild(step, 2, H)
+        zero, i_p = rebuild(step, 2, P)
+        i_h = i_p // TILES
         s_dv, s_r, s_do, s_u = m_dv.index(zero), m_r.index(zero), m_do.index(zero), m_u.index(zero)
         s_k, s_q, s_s = m_k.index(buffer + zero), m_q.index(zero), m_s.index(zero)
         s_dp = m_dp.index(zero)
-        tma.async_copy_global_to_shared(
-            *(k, [f_t * N, i_h * K], bars_k.index(1 - buffer), m_k.index(1 - buffer)), pred=pred
-        )
+        copy_tile(k, m_k.index(1 - buffer), bars_k.index(1 - buffer), f_t * N, i_h // G, pred)
         expect_wy(bar_wy, bar_p, pred)
         if INVERSE == gl.float16:
             b_dv *= b_max[:, None]
@@ -254,12 +271,12 @@ def chunk_bwd_fused_kernel(
         s_do.store(b_do)
         fence_async_shared()
         barrier()
-        copy_wy(wy, p, m_wy.index(zero), m_kept.index(zero), bar_wy, bar_p, f_t * N, f_t, i_h * ROWS, pred)
+        copy_wy(wy, p, m_wy.index(zero), m_kept.index(zero), bar_wy, bar_p, f_t * N, f_t, i_h, pred)
         b_da = warpgroup_mma(s_u, s_dv.permute((1, 0)), square, is_async=True)  # dA^T = u dV^T
         b_ds = warpgroup_mma(s_do.slice(0, TOKENS).permute((1, 0)), s_q.slice(0, TOKENS), b_ds, is_async=True)
         b_ds = warpgroup_mma(s_r, s_k, b_ds, is_async=True)
         b_kk = warpgroup_mma(s_k, s_k.permute((1, 0)), square, is_async=True)
-        store_tile(dv + (p_m * H + i_h) * V, s_dv, n_m, zero, H * V, V, STORE)
+        store_tile(dv + (p_m * P + i_p) * WIDTH, s_dv, n_m, zero, H * V, WIDTH, STORE_V)
 
         # By way of the state, and the inner products of k with what is written to it.
         keep_row_sums(written, row_sums(widened(s_k.load(WIDE)) * b_dk), zero)
@@ -274,7 +291,7 @@ def chunk_bwd_fused_kernel(
             b_dp = (b_dp * beta_r[:, None] - widened(r_dp)) * b_kq  # what rounding took from that
 
         # Inside the chunk; and the state's gradient for the next one.
-        zero, i_h = rebuild(step, 3, H)
+        zero, i_p = rebuild(step, 3, P)
         s_da, s_ds = m_da.index(zero), m_ds.index(zero)
         b_da = warpgroup_mma_wait(6, deps=[b_da])
         b_da *= -rk_r[:, None] * table[RK].load(COLUMN)[None, :]
@@ -285,16 +302,17 @@ def chunk_bwd_fused_kernel(
         s_da.store(r_da)
         b_ds = warpgroup_mma_wait(4, deps=[b_ds])
         s_ds.store(b_ds.to(DTYPE))
-        expect_values(bar_do, bar_u, bar_s, pred, K, V)
+        expect_values(bar_do, bar_u, bar_s, pred, BK, BV)
         b_kk = warpgroup_mma_wait(2, deps=[b_kk])
         fence_async_shared()
         barrier()  # dO, u and S are read
-        zero, i_h = rebuild(step, 4, H)
+        zero, i_p = rebuild(step, 4, P)
+        i_h = i_p // TILES
         s_do, s_u, s_s, s_da = m_do.index(zero), m_u.index(zero), m_s.index(zero), m_da.index(zero)
         s_k, s_q, s_ds = m_k.index(buffer + zero), m_q.index(zero), m_ds.index(zero)
         copy_values(
             *(do, u, states, s_do, s_u, s_s, bar_do, bar_u, bar_s),
-            *(f_t * N, f_t, ((i_chunk + i_c) * H + i_h) * V, i_h * V, pred),
+            *(f_t * N, f_t, (i_chunk + i_c) * P + i_p, i_p, pred),
         )
         b_dk = warpgroup_mma(s_da.permute((1, 0)), s_k, b_dk, is_async=True)
         b_dk = warpgroup_mma(s_da, s_k, b_dk, is_async=True)
@@ -342,22 +360,23 @@ def chunk_bwd_fused_kernel(
         mbarrier.expect(bar_q, TILE_BYTES, pred=pred)
         barrier()  # the scores and this chunk's scalars are read
 
-        zero, i_h = rebuild(step, 5, H)
-        s_k, s_q, s_dv, s_out = m_k.index(buffer + zero), m_q.index(zero), m_dv.index(zero), m_out.index(zero)
+        zero, i_p = rebuild(step, 5, P)
+        i_h = i_p // TILES
+        s_k, s_q, s_dk, s_out = m_k.index(buffer + zero), m_q.index(zero), m_dk.index(zero), m_out.index(zero)
         if L2NORM:
             # The sums are r * d(x r): with r = rsqrt(x . x + eps), dx = that - r^2 x (x . that).
             b_dk += widened(s_k.load(WIDE)) * (-rk_w * rk_w * load_sums(keys, WROW))[:, None]
             b_dq += widened(s_q.load(WIDE)) * (-rq_w * rq_w * load_sums(queries, WROW))[:, None]
         # Through shared memory into rows of whole sectors.
-        s_dv.store(b_dk.to(DTYPE))
+        s_dk.store(b_dk.to(DTYPE))
         s_out.store(b_dq.to(DTYPE))
         keep_scalars(table, scalars, scale, GATED)
         barrier()  # q and k are read
-        tma.async_copy_global_to_shared(q, [f_t, i_h * K], bar_q, s_q, pred=pred)
-        store_tile(dk + (p_m * H + i_h) * K, s_dv, n_m, zero, H * K, K, STORE)
-        store_tile(dq + (p_t * H + i_h) * K, s_out, n_t, zero, H * K, K, STORE)
+        copy_tile(q, s_q, bar_q, f_t, i_h // G, pred)
+        store_tile(dk + (p_m * P + i_p) * K, s_dk, n_m, zero, P * K, K, STORE_K)
+        store_tile(dq + (p_t * P + i_p) * K, s_out, n_t, zero, P * K, K, STORE_K)
         kw = load_sums(written, LINE) * write_m
-        gl.store(dbeta + (p_m + o_m) * H + i_h, kw + load_sums(inner, LINE), mask=o_m < n_m)
+        gl.store(dbeta + (p_m + o_m) * P + i_p, kw + load_sums(inner, LINE), mask=o_m < n_m)
         if GATED:
             # k that reads the state raises the gates up to its token, what is written those after it. dk and
             # dq are of rounded scores: with what that took, as much is added here as is subtracted there.
@@ -372,14 +391,14 @@ def chunk_bwd_fused_kernel(
                 b_dg = gl.gather(suffix_sums(rises), gl.minimum(o_m * N, ROWS - 1), 0) + suffix_sums(tokens)
             b_dg += gl.sum(kw + b_ss * gl.exp2(g_last), 0)
             b_dg = gl.where(raw > LEAST_GATE, b_dg, 0.0)
-            gl.store(dg + (p_t + o_m) * H + i_h, b_dg, mask=o_m < n_t)
+            gl.store(dg + (p_t + o_m) * P + i_p, b_dg, mask=o_m < n_t)
         b_du = warpgroup_mma_wait(0, deps=[b_du])
         i_t, n_t, g_last, b_peak = f_t, f_n, scalars[5], f_peak
     if dinitial_state is not None:
-        gl.store(dinitial_state + p_s, b_ds)
+        gl.store(dinitial_state + p_s, b_ds, mask=m_tile)
 
 
 def launch(programs: int, **arguments: Any) -> None:
-    """Run the kernel for so many sequences x heads; the arguments are those of the two Triton kernels."""
+    """Run the kernel for so many sequences x heads x TILES; its arguments, with tensors for descriptors."""
     tiled = with_tma_descriptors(arguments, rows=("q", "k", "do", "u", "wy", "p"), states=("states",))
     run_kernel(chunk_bwd_fused_kernel, (programs,), **tiled, num_warps=WARPS)

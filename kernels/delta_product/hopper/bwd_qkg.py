@@ -15,7 +15,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -37,6 +36,8 @@ from fla_train.kernels.delta_product.hopper.common import (
     barrier,
     chunk_span,
     copy_pair,
+    copy_state,
+    copy_tile,
     fetch_scalars,
     keep_scalars,
     make_table,
@@ -60,11 +61,19 @@ def add3(a0, a1, a2, b0, b1, b2):
 
 
 @gluon.jit
-def copy_values(u, dv, do, m_u, m_dv, m_do, bars, buffer, i_m, i_t, i_column, pred, BYTES: gl.constexpr):
+def copy_values(u, dv, do, m_u, m_dv, m_do, bars, buffer, i_m, i_t, i_head, pred, BYTES: gl.constexpr):
     """u, dV and dO of a chunk into the buffers of that number; barrier `buffer` completes with all three."""
     bar = bars.index(buffer)
-    copy_pair(u, dv, m_u.index(buffer), m_dv.index(buffer), bar, i_m, i_m, i_column, pred, BYTES)
-    tma.async_copy_global_to_shared(do, [i_t, i_column], bar, m_do.index(buffer), pred=pred)
+    copy_pair(u, dv, m_u.index(buffer), m_dv.index(buffer), bar, i_m, i_m, i_head, pred, BYTES)
+    copy_tile(do, m_do.index(buffer), bar, i_t, i_head, pred)
+
+
+@gluon.jit
+def copy_states(dstates, states, s_ds, s_s, bar, i_state, pred, BYTES: gl.constexpr):
+    """Both states of a chunk and head, with which `bar` completes."""
+    mbarrier.expect(bar, BYTES, pred=pred)
+    copy_state(dstates, s_ds, bar, i_state, pred)
+    copy_state(states, s_s, bar, i_state, pred)
 
 
 @gluon.jit(do_not_specialize=["T", "NT", "n_work"])
@@ -73,7 +82,7 @@ def chunk_bwd_qkg_kernel(
     beta, g, g_cum, q_rnorm, k_rnorm,
     dq, dk, dbeta, dg,
     cu_seqlens, chunk_offsets, chunk_sequence, scale, n_total, T, NT, n_work,
-    H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, N: gl.constexpr, C: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, N: gl.constexpr, C: gl.constexpr,
     GATED: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """The arguments of the Triton `chunk_bwd_qkg_kernel`; `n_work` is chunks x heads.
@@ -114,10 +123,9 @@ def chunk_bwd_qkg_kernel(
     i_c, i_h = work // H, work % H
     i_t, n_t = chunk_span(i_c, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, C, PACKED)
     r_m, r_t = (i_t * N).to(gl.int32), i_t.to(gl.int32)
-    copy_values(u, dv, do, m_u, m_dv, m_do, bars, 0, r_m, r_t, i_h * V, True, VALUE_BYTES)
-    i_s = (i_c * H + i_h) * V
-    copy_pair(dstates, states, m_ds.index(0), m_s.index(0), bars.index(2), i_s, i_s, 0, True, STATE_BYTES)
-    copy_pair(k, q, m_k.index(0), m_q.index(0), bars.index(3), r_m, r_t, i_h * K, True, ROW_BYTES)
+    copy_values(u, dv, do, m_u, m_dv, m_do, bars, 0, r_m, r_t, i_h, True, VALUE_BYTES)
+    copy_states(dstates, states, m_ds.index(0), m_s.index(0), bars.index(2), work, True, STATE_BYTES)
+    copy_pair(k, q, m_k.index(0), m_q.index(0), bars.index(3), r_m, r_t, i_h // G, True, ROW_BYTES)
 
     scalars = fetch_scalars(
         beta, g, g_cum, q_rnorm, k_rnorm, i_t, n_t, i_h, n_total, H, N, GATED, L2NORM, num_warps
@@ -138,7 +146,7 @@ def chunk_bwd_qkg_kernel(
         f_c, f_h = gl.minimum(following, n_work - 1) // H, gl.minimum(following, n_work - 1) % H
         f_t, f_n = chunk_span(f_c, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, C, PACKED)
         r_m, r_t = (f_t * N).to(gl.int32), f_t.to(gl.int32)
-        copy_values(u, dv, do, m_u, m_dv, m_do, bars, 1 - buffer, r_m, r_t, f_h * V, pred, VALUE_BYTES)
+        copy_values(u, dv, do, m_u, m_dv, m_do, bars, 1 - buffer, r_m, r_t, f_h, pred, VALUE_BYTES)
 
         scalars = fetch_scalars(
             beta, g, g_cum, q_rnorm, k_rnorm, f_t, f_n, f_h, n_total, H, N, GATED, L2NORM, num_warps
@@ -163,8 +171,7 @@ def chunk_bwd_qkg_kernel(
             b_ss = gl.sum(gl.sum(b_sums, 1), 0)
         b_da, b_dp, b_dk, b_y, b_dq = warpgroup_mma_wait(0, deps=[b_da, b_dp, b_dk, b_y, b_dq])
         barrier()  # the states are read
-        i_s = (f_c * H + f_h) * V
-        copy_pair(dstates, states, s_ds, s_s, bars.index(2), i_s, i_s, 0, pred, STATE_BYTES)
+        copy_states(dstates, states, s_ds, s_s, bars.index(2), f_c * H + f_h, pred, STATE_BYTES)
 
         # By way of the state, and the inner products with k and q that beta, gates and norms take.
         mbarrier.wait(bars.index(3), step & 1)
@@ -245,7 +252,7 @@ def chunk_bwd_qkg_kernel(
         s_dv.store(b_dq.to(DTYPE))
         fence_async_shared()
         barrier()  # q and k are read
-        copy_pair(k, q, s_k, s_q, bars.index(3), r_m, r_t, f_h * K, pred, ROW_BYTES)
+        copy_pair(k, q, s_k, s_q, bars.index(3), r_m, r_t, f_h // G, pred, ROW_BYTES)
         keep_scalars(table, scalars, scale, GATED)
         o_s, o_k = gl.arange(0, ROWS, gl.SliceLayout(1, STORE)), gl.arange(0, K, gl.SliceLayout(0, STORE))
         offset = o_s[:, None] * (H * K) + o_k[None, :]

@@ -11,6 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fla_train.kernels.delta_product.triton.chunk_fwd import MIN_LOG_DECAY
 from fla_train.kernels.delta_product.triton.common import TINY
+from fla_train.kernels.sizes import ceil_div
 
 # What triton 3.6 calls thread_barrier.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -23,6 +24,7 @@ LEAST_GATE = gl.constexpr(MIN_LOG_DECAY.value)  # of `triton.chunk_fwd`
 ALIGNMENT = 16  # bytes, of what the copy engine reads
 # Of tiles of 16-bit numbers, as the copy engine writes them and matrix products read them.
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+TILE_IN_3D = gl.NVMMASharedLayout(128, 16, 3)  # the same in memory, with a dimension of one
 # Of 64 scalars in shared memory.
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 PARTS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of several times 64 scalars
@@ -45,22 +47,50 @@ def with_tma_descriptors(
     """The arguments with TMA descriptors in place of some tensors.
 
     `rows` are tensors [..., heads, columns], read in tiles of 64 rows of one head; `states` are tensors
-    [..., V, K], read in tiles of V x K.
+    [..., V, K], read in tiles of V x K. With TILES among the arguments, V is in so many tiles, each like a
+    head of its own.
     """
+    tiles = arguments.get("TILES", 1)
     matrices = {}
     for name in rows:
         *_, heads, width = arguments[name].shape
-        matrices[name] = _matrix(arguments[name], heads * width, [ROWS.value, width])
+        count = 1 if name in ("q", "k", "wy", "p") else tiles
+        matrices[name] = _rows(arguments[name], heads * count, width // count)
     for name in states:
         *_, height, width = arguments[name].shape
-        matrices[name] = _matrix(arguments[name], width, [height, width])
+        matrices[name] = _states(arguments[name], height // tiles, width)
     return {**arguments, **matrices}
 
 
-def _matrix(tensor: Tensor, columns: int, tile: list[int]) -> TmaDescriptor:
-    """A contiguous tensor as a matrix of so many columns; one off the copy engine's alignment is copied."""
+def _rows(tensor: Tensor, heads: int, width: int) -> TmaDescriptor:
+    """A contiguous tensor as [rows, heads x width]; as [rows, heads, width] where tiles are wider than that.
+
+    What a tile has beyond its head is zero then.
+    """
+    if width == _padded(width):
+        return _matrix(tensor, [-1, heads * width], [ROWS.value, width])
+    return _matrix(tensor, [-1, heads, width], [ROWS.value, 1, _padded(width)])
+
+
+def _states(tensor: Tensor, height: int, width: int) -> TmaDescriptor:
+    """The same of states, each of so many rows."""
+    tile = [_padded(height), _padded(width)]
+    if tile == [height, width]:
+        return _matrix(tensor, [-1, width], tile)
+    return _matrix(tensor, [-1, height, width], [1, *tile])
+
+
+def _matrix(tensor: Tensor, shape: list[int], tile: list[int]) -> TmaDescriptor:
+    """A tensor off the copy engine's alignment is copied."""
     tensor = tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
-    return TmaDescriptor(tensor, [tensor.numel() // columns, columns], [columns, 1], tile, TILE.value)
+    view = tensor.view(shape)
+    layout = TILE.value if len(tile) == 2 else TILE_IN_3D
+    return TmaDescriptor(tensor, list(view.shape), list(view.stride()), tile, layout)
+
+
+def _padded(width: int) -> int:
+    """Rounded up to the width of a tile, for K and for tiles of V up to 128."""
+    return ROWS.value * ceil_div(width, ROWS.value)
 
 
 @gluon.jit
@@ -104,24 +134,46 @@ def rows_of(p, n_rows, stride, layout: gl.constexpr):
 
 
 @gluon.jit
-def copy_pair(a, b, s_a, s_b, bar, i_a, i_b, i_column, pred, BYTES: gl.constexpr):
-    """Tiles of two matrices, from the same column on; `bar` completes when BYTES have come."""
-    mbarrier.expect(bar, BYTES, pred=pred)
-    tma.async_copy_global_to_shared(a, [i_a, i_column], bar, s_a, pred=pred)
-    tma.async_copy_global_to_shared(b, [i_b, i_column], bar, s_b, pred=pred)
+def copy_tile(matrix, tile, bar, i_row, i_head, pred):
+    """64 rows of a head, to be expected by `bar`; in three dimensions what the tile has beyond it is zero."""
+    if len(matrix.block_shape) == 2:
+        i_column = i_head * matrix.block_shape[1]
+        tma.async_copy_global_to_shared(matrix, [i_row, i_column], bar, tile, pred=pred)
+    else:
+        tile = tile._reinterpret(matrix.dtype, matrix.block_shape, matrix.layout)
+        tma.async_copy_global_to_shared(matrix, [i_row, i_head, 0], bar, tile, pred=pred)
 
 
 @gluon.jit
-def rebuild(step, part: gl.constexpr, H: gl.constexpr):
-    """Return (0, the program's head) via inline assembly, so that the compiler cannot hoist tile addresses.
+def copy_state(matrix, tile, bar, i_state, pred):
+    """The same of a state."""
+    if len(matrix.block_shape) == 2:
+        i_row = i_state * matrix.block_shape[0]
+        tma.async_copy_global_to_shared(matrix, [i_row, 0], bar, tile, pred=pred)
+    else:
+        tile = tile._reinterpret(matrix.dtype, matrix.block_shape, matrix.layout)
+        tma.async_copy_global_to_shared(matrix, [i_state, 0, 0], bar, tile, pred=pred)
 
-    It would keep the addresses of all tiles over the loop, and spill them; so each part of a chunk gets its
-    own zero. Steps stay below 2^30. Not pure, the instruction keeps its place among barriers and products:
-    Triton 3.7 moves a plain shift ahead of the part in front, and then the kernel spills three times as much.
+
+@gluon.jit
+def copy_pair(a, b, s_a, s_b, bar, i_a, i_b, i_head, pred, BYTES: gl.constexpr):
+    """Tiles of two matrices, of the same head; `bar` completes when BYTES have come."""
+    mbarrier.expect(bar, BYTES, pred=pred)
+    copy_tile(a, s_a, bar, i_a, i_head, pred)
+    copy_tile(b, s_b, bar, i_b, i_head, pred)
+
+
+@gluon.jit
+def rebuild(step, part: gl.constexpr, COUNT: gl.constexpr):
+    """Return (0, the program's number of COUNT) via inline assembly, so that no tile's address is hoisted.
+
+    The compiler would keep the addresses of all tiles over the loop, and spill them; so each part of a chunk
+    gets its own zero. Steps stay below 2^30. Not pure, the instruction keeps its place among barriers and
+    products: Triton 3.7 moves a plain shift ahead of the part in front, and then spills are three times more.
     """
     shift: gl.constexpr = "shr.s32 $0, $1, 30;"
     zero = gl.inline_asm_elementwise(shift, "=r,r", [step + part], gl.int32, is_pure=False, pack=1)
-    return zero, (gl.program_id(0) + zero) % H
+    return zero, (gl.program_id(0) + zero) % COUNT
 
 
 @gluon.jit
@@ -133,37 +185,41 @@ def make_bar():
 
 
 @gluon.jit
-def copy_rows(matrix, tile, bar, i_row, i_column, pred, BYTES: gl.constexpr):
+def copy_rows(matrix, tile, bar, i_row, i_head, pred, BYTES: gl.constexpr):
     """A tile of k or q, with which `bar` completes."""
     mbarrier.expect(bar, BYTES, pred=pred)
-    tma.async_copy_global_to_shared(matrix, [i_row, i_column], bar, tile, pred=pred)
+    copy_tile(matrix, tile, bar, i_row, i_head, pred)
 
 
 @gluon.jit
-def store_tile(p, tile, n_rows, i_row, STRIDE: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
-    """The first `n_rows` of a tile in shared memory, to `p` on; `i_row` is 0 of `rebuild`."""
+def store_tile(p, tile, n_rows, i_row, STRIDE: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
+    """`n_rows` and WIDTH columns of a tile in shared memory, to `p` on; `i_row` is 0 of `rebuild`."""
+    COLUMNS: gl.constexpr = tile.shape[1]
     o_r, o_c = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     o_r += i_row
-    gl.store(p + o_r[:, None] * STRIDE + o_c[None, :], tile.load(LAYOUT), mask=(o_r < n_rows)[:, None])
+    mask = (o_r < n_rows)[:, None]
+    if WIDTH < COLUMNS:
+        mask = mask & (o_c < WIDTH)[None, :]
+    gl.store(p + o_r[:, None] * STRIDE + o_c[None, :], tile.load(LAYOUT), mask=mask)
 
 
 @gluon.jit
-def expect_values(bar_do, bar_u, bar_s, pred, K: gl.constexpr, V: gl.constexpr):
+def expect_values(bar_do, bar_u, bar_s, pred, BK: gl.constexpr, BV: gl.constexpr):
     """Tell the barriers of `copy_values` what will come.
 
     Before a barrier of all threads: the compiler has them meet between this and the copies in any case.
     """
-    mbarrier.expect(bar_do, 2 * ROWS * V, pred=pred)
-    mbarrier.expect(bar_u, 2 * ROWS * V, pred=pred)
-    mbarrier.expect(bar_s, 2 * V * K, pred=pred)
+    mbarrier.expect(bar_do, 2 * ROWS * BV, pred=pred)
+    mbarrier.expect(bar_u, 2 * ROWS * BV, pred=pred)
+    mbarrier.expect(bar_s, 2 * BV * BK, pred=pred)
 
 
 @gluon.jit
-def copy_values(do, u, states, s_do, s_u, s_s, bar_do, bar_u, bar_s, i_m, i_t, i_s, i_column, pred):
-    """dO, u and the state of a chunk and head; a barrier completes with each."""
-    tma.async_copy_global_to_shared(do, [i_t, i_column], bar_do, s_do, pred=pred)
-    tma.async_copy_global_to_shared(u, [i_m, i_column], bar_u, s_u, pred=pred)
-    tma.async_copy_global_to_shared(states, [i_s, 0], bar_s, s_s, pred=pred)
+def copy_values(do, u, states, s_do, s_u, s_s, bar_do, bar_u, bar_s, i_m, i_t, i_s, i_head, pred):
+    """dO, u and the state of a chunk and head, or tile of V; a barrier completes with each."""
+    copy_tile(do, s_do, bar_do, i_t, i_head, pred)
+    copy_tile(u, s_u, bar_u, i_m, i_head, pred)
+    copy_state(states, s_s, bar_s, i_s, pred)
 
 
 @gluon.jit
@@ -174,10 +230,10 @@ def expect_wy(bar_wy, bar_p, pred):
 
 
 @gluon.jit
-def copy_wy(wy, p, s_wy, s_p, bar_wy, bar_p, i_m, i_t, i_column, pred):
+def copy_wy(wy, p, s_wy, s_p, bar_wy, bar_p, i_m, i_t, i_head, pred):
     """T and P diag(beta) of a chunk and head, in the same way."""
-    tma.async_copy_global_to_shared(p, [i_t, i_column], bar_p, s_p, pred=pred)
-    tma.async_copy_global_to_shared(wy, [i_m, i_column], bar_wy, s_wy, pred=pred)
+    copy_tile(p, s_p, bar_p, i_t, i_head, pred)
+    copy_tile(wy, s_wy, bar_wy, i_m, i_head, pred)
 
 
 @gluon.jit

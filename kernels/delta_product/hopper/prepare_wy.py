@@ -4,7 +4,7 @@ The formulas are those of the Triton kernel. A program of four warps prepares on
 come by the copy engine and are read by matrix products alone: the norms are the diagonals of K K^T and Q Q^T.
 What the inverse needs then takes their place.
 
-For normalised 16-bit inputs with K = 64 or 128; the kernel of triton/chunk_fwd.py takes the rest.
+For normalised 16-bit inputs with K from 64 to 128; the kernel of triton/chunk_fwd.py takes the rest.
 """
 
 from typing import Any
@@ -92,7 +92,7 @@ def chunk_prepare_wy_kernel(
     beta, g,
     wy, p, read, write, query, decay, peak, g_cum, q_rnorm, k_rnorm,
     cu_seqlens, chunk_offsets, chunk_sequence, scale, eps, n_total, T, NT,
-    H: gl.constexpr, K: gl.constexpr, N: gl.constexpr, C: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, N: gl.constexpr, C: gl.constexpr,
     GATED: gl.constexpr, PACKED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """The arguments of the Triton `chunk_prepare_wy_kernel`.
@@ -100,6 +100,7 @@ def chunk_prepare_wy_kernel(
     The tile of q has 64 rows, too: those past the chunk belong to later tokens and count as zero.
     """
     DTYPE: gl.constexpr = k.dtype
+    BK: gl.constexpr = 64 if K <= 64 else 128
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, ROWS, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     COLUMN: gl.constexpr = gl.SliceLayout(0, ACC)
@@ -111,9 +112,9 @@ def chunk_prepare_wy_kernel(
     if n_t == 0:
         return
     i_m, n_m = i_t * N, n_t * N
-    m_k = gl.allocate_shared_memory(DTYPE, [ROWS, K], k.layout)
-    m_q = gl.allocate_shared_memory(DTYPE, [ROWS, K], q.layout)
-    if K == 64:
+    m_k = gl.allocate_shared_memory(DTYPE, [ROWS, BK], TILE)
+    m_q = gl.allocate_shared_memory(DTYPE, [ROWS, BK], TILE)
+    if BK == 64:
         m_rest = gl.allocate_shared_memory(gl.float16, [ROWS, ROWS], TILE)
         m_wy = gl.allocate_shared_memory(gl.float16, [ROWS, ROWS], TILE)
     t_rk = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
@@ -125,7 +126,7 @@ def chunk_prepare_wy_kernel(
     mbarrier.init(bar, count=1)
     fence_async_shared()
     barrier()
-    copy_pair(k, q, m_k, m_q, bar, i_m.to(gl.int32), i_t.to(gl.int32), i_h * K, True, 2 * ROWS * K * 2)
+    copy_pair(k, q, m_k, m_q, bar, i_m.to(gl.int32), i_t.to(gl.int32), i_h // G, True, 2 * ROWS * BK * 2)
 
     o = gl.arange(0, ROWS, LINE)
     p_t, p_m = i_h.to(gl.int64) * n_total + i_t, i_h.to(gl.int64) * n_total * N + i_m
@@ -180,7 +181,7 @@ def chunk_prepare_wy_kernel(
         gm_c = t_gm.load(COLUMN)[None, :]
         b_a *= gl.exp2(gl.where(lower, t_gm.load(ROW)[:, None] - gm_c, 0.0))
         b_p *= gl.exp2(gl.where(seen, t_gt.load(ROW)[:, None] - gm_c, 0.0))
-    if K == 128:
+    if BK == 128:
         halves = m_k._reinterpret(gl.float16, [2, ROWS, ROWS], TILE)
         s_l, s_rest = halves.index(0), halves.index(1)
         s_wy = m_q._reinterpret(gl.float16, [2, ROWS, ROWS], TILE).index(0)

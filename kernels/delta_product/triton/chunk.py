@@ -57,7 +57,7 @@ def triton_delta_product(
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     bounds = () if cu_seqlens is None else (cu_seqlens,)
-    if bounds and select_for(q, k, v.shape[-1], cu_seqlens, qk_l2norm).algorithm == "chunk":
+    if bounds and select_for(q, v, cu_seqlens, qk_l2norm).algorithm == "chunk":
         bounds += _chunk_bounds(cu_seqlens, q.shape[1], CHUNK_STEPS // k.shape[2])
     return _DeltaProduct.apply(*tensors, scale, qk_l2norm, output_final_state, keep, *bounds)
 
@@ -90,15 +90,15 @@ class _DeltaProduct(torch.autograd.Function):
         keep: bool,
         *bounds: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        (batch, length, heads, key_dim), num_householder, value_dim = q.shape, k.shape[2], v.shape[-1]
-        selection = select_for(q, k, value_dim, bounds[0] if bounds else None, qk_l2norm)
+        (batch, length, _, key_dim), (num_householder, heads, value_dim) = q.shape, v.shape[2:]
+        selection = select_for(q, v, bounds[0] if bounds else None, qk_l2norm)
         sequences = bounds[0].numel() - 1 if bounds else batch
         o = v.new_empty(batch, length, heads, value_dim)
         final_state = beta.new_empty(sequences, heads, key_dim, value_dim) if output_final_state else None
         prepared, u, states, transitions = [], None, None, None
         if selection.algorithm == "chunk":
             chunks = bounds[2].numel() if bounds else batch * ceil_div(length, CHUNK_STEPS // num_householder)
-            prepared = _make_prepared(q, k, beta, chunks, g is not None, qk_l2norm)
+            prepared = _make_prepared(q, beta, chunks, g is not None, qk_l2norm)
             if keep:
                 u, states = torch.empty_like(v), q.new_empty(chunks, heads, value_dim, key_dim)
             if selection.num_segments:
@@ -106,7 +106,7 @@ class _DeltaProduct(torch.autograd.Function):
                 dtype = torch.float32 if q.dtype == torch.float32 else torch.float16
                 transitions = q.new_empty(selection.num_segments, heads, key_dim, key_dim, dtype=dtype)
         elif keep:
-            states = v.new_empty(*k.shape, value_dim)
+            states = v.new_empty(*v.shape[:-1], key_dim, value_dim)
         delta_product_forward(
             *(q, k, v, beta, g, initial_state, bounds, scale, qk_l2norm),
             *(o, prepared, u, states, transitions, final_state),
@@ -129,7 +129,7 @@ class _DeltaProduct(torch.autograd.Function):
         # writes that of dv, which may have its place.
         spent = not torch.compiler.is_compiling() and not _keeps_graph()
         cu_seqlens = bounds[0] if bounds else None
-        in_place = spent and select_for(q, k, u.shape[-1], cu_seqlens, ctx.qk_l2norm).fused_backward
+        in_place = spent and select_for(q, u, cu_seqlens, ctx.qk_l2norm).fused_backward
         dv = u if in_place else torch.empty_like(u)
         do = torch.zeros_like(dv[:, :, 0]).contiguous() if do is None else do.contiguous()
         dfinal_state = None if dfinal_state is None else dfinal_state.contiguous()
@@ -149,11 +149,9 @@ def _keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def _make_prepared(
-    q: Tensor, k: Tensor, beta: Tensor, chunks: int, gated: bool, qk_l2norm: bool
-) -> list[Tensor]:
+def _make_prepared(q: Tensor, beta: Tensor, chunks: int, gated: bool, qk_l2norm: bool) -> list[Tensor]:
     """Room for what `chunk_prepare_wy` writes; shapes are stated there."""
-    tokens, heads, num_householder = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
+    tokens, (num_householder, heads) = q.shape[0] * q.shape[1], beta.shape[2:]
     by_token, by_step = (heads, row_length(q)), (heads, row_length(q) * num_householder)
     shapes = [by_step, by_step, by_token, (chunks, heads), (chunks, heads)]
     shapes += [by_token] if gated else []

@@ -40,12 +40,13 @@ class Call:
     def of(
         q: Tensor,
         k: Tensor,
+        beta: Tensor,
         gated: bool,
         bounds: Sequence[Tensor],
         qk_l2norm: bool,
         prepared: Sequence[Tensor],
     ) -> "Call":
-        (batch, length, heads, key_dim), num_householder = q.shape, k.shape[2]
+        (batch, length, key_heads, key_dim), (num_householder, heads) = q.shape, beta.shape[2:]
         chunk_tokens = CHUNK_STEPS // num_householder
         row_chunks = ceil_div(length, chunk_tokens)
         cu_seqlens, chunk_offsets, chunk_sequence = bounds or (None, None, None)
@@ -63,7 +64,7 @@ class Call:
                 T=length, NT=row_chunks, PACKED=bool(bounds),
             ),
             chunk_sequence=chunk_sequence,
-            sizes=dict(H=heads, K=key_dim, N=num_householder, C=chunk_tokens),
+            sizes=dict(H=heads, G=heads // key_heads, K=key_dim, N=num_householder, C=chunk_tokens),
             tiles=dict(
                 M=CHUNK_STEPS,
                 BC=max(MIN_TOKENS, next_power_of_2(chunk_tokens)),

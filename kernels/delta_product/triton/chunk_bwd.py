@@ -24,6 +24,7 @@ from fla_train.kernels.delta_product.triton.chunk_fwd import MIN_LOG_DECAY
 from fla_train.kernels.delta_product.triton.common import (
     chunk_span,
     load_gates,
+    load_keys,
     load_rows,
     load_scalars,
     load_scores,
@@ -40,13 +41,13 @@ from fla_train.kernels.optional_triton import tl, triton
 def bwd_state_step(
     b_ds, q, k, do, wy, p, read, write, query, decay, peak,
     i_chunk, i_c, i_t, n_t, i_m, n_m, i_v, i_h, n_total,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
     BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     L2NORM: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dS^T [BV, BK] before chunk `i_c` of a sequence from that after it, and dV^T [BV, M]."""
-    b_k = load_rows(k + (i_m * H + i_h) * K, n_m, 0, K, H * K, M, BK).to(OPERAND)
-    b_q = load_rows(q + (i_t * H + i_h) * K, n_t, 0, K, H * K, BC, BK).to(OPERAND)
+    b_k = load_keys(k, i_m, n_m, i_h, 0, H, G, K, M, BK).to(OPERAND)
+    b_q = load_keys(q, i_t, n_t, i_h, 0, H, G, K, BC, BK).to(OPERAND)
     b_do = load_rows(do + (i_t * H + i_h) * V, n_t, i_v, V, H * V, BC, BV).to(OPERAND)
     b_wy = load_rows(wy + (i_m * H + i_h) * M, n_m, 0, M, H * M, M, M)
     b_p = load_scores(p, peak, i_chunk + i_c, i_t, n_t, i_h, H, M, BC, L2NORM, OPERAND)
@@ -67,12 +68,12 @@ def bwd_state_step(
 
 @triton.jit(do_not_specialize=["T", "NT"])
 def chunk_bwd_state_kernel(
-    q, k, do,  # [tokens, H, K], [tokens * N, H, K], [tokens, H, V]
+    q, k, do,  # [tokens, H / G, K], [tokens * N, H / G, K], [tokens, H, V]
     wy, p, read, write, query, decay, peak,  # from chunk_prepare_wy_kernel
     dv, dstates,  # out [tokens * N, H, V]; [chunks, H, V, K], the gradient of the state at each chunk's end
     dfinal_state, dinitial_state,  # [sequences, H, K, V] fp32, in and out
     cu_seqlens, chunk_offsets, n_total, T, NT,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     L2NORM: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -94,7 +95,7 @@ def chunk_bwd_state_kernel(
         b_ds, b_dv = bwd_state_step(
             b_ds, q, k, do, wy, p, read, write, query, decay, peak,
             i_chunk, i_c, i_t, n_t, i_m, n_m, i_v, i_h, n_total,
-            H, K, V, N, M, BC, BK, BV, L2NORM, OPERAND, PRECISION,
+            H, G, K, V, N, M, BC, BK, BV, L2NORM, OPERAND, PRECISION,
         )  # fmt: skip
         store_rows(dv + (i_m * H + i_h) * V, tl.trans(b_dv), n_m, i_v, V, H * V, M, BV)
     if dinitial_state is not None:
@@ -117,13 +118,13 @@ def sum_over_values(
 
 @triton.jit(do_not_specialize=["T", "NT"])
 def chunk_bwd_qkg_kernel(
-    q, k, beta, g,  # [tokens, H, K], [tokens * N, H, K], [tokens * N, H], [tokens, H]
+    q, k, beta, g,  # [tokens, H / G, K], [tokens * N, H / G, K], [tokens * N, H], [tokens, H]
     do, dv, u,  # [tokens, H, V], [tokens * N, H, V], the same
     g_cum, q_rnorm, k_rnorm,  # from chunk_prepare_wy_kernel
     states, dstates,  # [chunks, H, V, K], from the serial kernels
-    dq, dk, dbeta, dg,  # out, as q, k, beta, g
+    dq, dk, dbeta, dg,  # out, as q, k, beta, g, but with a dq and a dk for each of H heads
     cu_seqlens, chunk_offsets, chunk_sequence, scale, n_total, T, NT,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BKO: tl.constexpr,
     GATED: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
@@ -144,7 +145,6 @@ def chunk_bwd_qkg_kernel(
     o_tau = o_m // N
     p_s = (i_c.to(tl.int64) * H + i_h) * V * K
     p_ds, p_s = dstates + p_s, states + p_s
-    p_k, p_q = (i_m * H + i_h) * K, (i_t * H + i_h) * K
     p_u, p_dv, p_do = u + (i_m * H + i_h) * V, dv + (i_m * H + i_h) * V, do + (i_t * H + i_h) * V
 
     b_beta = tl.load(beta + (i_m + o_m) * H + i_h, mask=o_m < n_m, other=0.0)
@@ -169,8 +169,8 @@ def chunk_bwd_qkg_kernel(
         b_da = tl.dot(b_dv, tl.trans(b_u), b_da, input_precision=PRECISION)
         b_dp = tl.dot(b_u, tl.trans(b_do), b_dp, input_precision=PRECISION)
 
-    b_k = load_rows(k + p_k, n_m, 0, K, H * K, M, BK).to(OPERAND)
-    b_q = load_rows(q + p_q, n_t, 0, K, H * K, BC, BK).to(OPERAND)
+    b_k = load_keys(k, i_m, n_m, i_h, 0, H, G, K, M, BK).to(OPERAND)
+    b_q = load_keys(q, i_t, n_t, i_h, 0, H, G, K, BC, BK).to(OPERAND)
     lower = o_m[:, None] > o_m[None, :]
     seen = o_tau[:, None] <= o_t[None, :]
     b_dp *= b_rk[:, None] * (b_rq * scale)[None, :]
@@ -196,8 +196,8 @@ def chunk_bwd_qkg_kernel(
     b_qr = tl.zeros((BC,), tl.float32)
     if SPLIT:
         for i_k in range(0, K, BKO):
-            b_ko = load_rows(k + p_k, n_m, i_k, K, H * K, M, BKO).to(tl.float32)
-            b_qo = load_rows(q + p_q, n_t, i_k, K, H * K, BC, BKO).to(tl.float32)
+            b_ko = load_keys(k, i_m, n_m, i_h, i_k, H, G, K, M, BKO).to(tl.float32)
+            b_qo = load_keys(q, i_t, n_t, i_h, i_k, H, G, K, BC, BKO).to(tl.float32)
             b_y = sum_over_values(p_u, n_m, p_ds, i_k, K, V, H, M, BKO, BV, OPERAND, PRECISION)
             b_kw += tl.sum(b_ko * b_y, 1) * b_write
             b_y = sum_over_values(p_dv, n_m, p_s, i_k, K, V, H, M, BKO, BV, OPERAND, PRECISION)
@@ -206,8 +206,8 @@ def chunk_bwd_qkg_kernel(
             b_qr += tl.sum(b_qo * b_y, 1) * b_query
 
     for i_k in range(0, K, BKO):
-        b_ko = load_rows(k + p_k, n_m, i_k, K, H * K, M, BKO).to(OPERAND)
-        b_qo = load_rows(q + p_q, n_t, i_k, K, H * K, BC, BKO).to(OPERAND)
+        b_ko = load_keys(k, i_m, n_m, i_h, i_k, H, G, K, M, BKO).to(OPERAND)
+        b_qo = load_keys(q, i_t, n_t, i_h, i_k, H, G, K, BC, BKO).to(OPERAND)
         b_dk = sum_over_values(p_u, n_m, p_ds, i_k, K, V, H, M, BKO, BV, OPERAND, PRECISION)
         b_dk *= b_write[:, None]
         if not SPLIT:
@@ -224,7 +224,7 @@ def chunk_bwd_qkg_kernel(
         if L2NORM:
             # The sums above are r * d(x r): with r = rsqrt(x . x + eps), dx = that - r^2 x (x . that).
             b_dk -= b_ko.to(tl.float32) * (b_rk * b_rk * (b_kr + b_kw * b_beta + b_kp))[:, None]
-        store_rows(dk + p_k, b_dk, n_m, i_k, K, H * K, M, BKO)
+        store_rows(dk + (i_m * H + i_h) * K, b_dk, n_m, i_k, K, H * K, M, BKO)
         b_dq = sum_over_values(p_do, n_t, p_s, i_k, K, V, H, BC, BKO, BV, OPERAND, PRECISION)
         b_dq *= b_query[:, None]
         if not SPLIT:
@@ -232,7 +232,7 @@ def chunk_bwd_qkg_kernel(
         b_dq = tl.dot(tl.trans(b_dp), b_ko, b_dq, input_precision=PRECISION)
         if L2NORM:
             b_dq -= b_qo.to(tl.float32) * (b_rq * b_rq * (b_qr + b_qp))[:, None]
-        store_rows(dq + p_q, b_dq, n_t, i_k, K, H * K, BC, BKO)
+        store_rows(dq + (i_t * H + i_h) * K, b_dq, n_t, i_k, K, H * K, BC, BKO)
 
     tl.store(dbeta + (i_m + o_m) * H + i_h, b_kw + b_inner, mask=o_m < n_m)
     if GATED:

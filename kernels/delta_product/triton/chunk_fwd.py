@@ -21,6 +21,7 @@ from fla_train.kernels.delta_product.triton.common import (
     add_writes,
     chunk_span,
     corrected_values,
+    load_keys,
     load_rows,
     load_scalars,
     opaque_zero,
@@ -67,12 +68,12 @@ def unit_lower_inverse(b_l, zero, M: tl.constexpr, OPERAND: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "NT"])
 def chunk_prepare_wy_kernel(
-    q, k, beta, g,  # [tokens, H, K], [tokens * N, H, K], [tokens * N, H], [tokens, H]
+    q, k, beta, g,  # [tokens, H / G, K], [tokens * N, H / G, K], [tokens * N, H], [tokens, H]
     wy, p,  # out: T [tokens * N, H, M] and P diag(beta) [tokens, H, M], 16 bits or as q
     read, write, query, decay, peak,  # out [H, n_total * N], the same, [H, n_total], [chunks, H] twice, fp32
     g_cum, q_rnorm, k_rnorm,  # out [H, n_total], the same, [H, n_total * N], fp32
     cu_seqlens, chunk_offsets, chunk_sequence, scale, eps, n_total, T, NT,
-    H: tl.constexpr, K: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
     GATED: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
@@ -95,8 +96,8 @@ def chunk_prepare_wy_kernel(
     p_t = i_h.to(tl.int64) * n_total + i_t + o_t
     p_m = i_h.to(tl.int64) * n_total * N + i_m + o_m
 
-    b_k = load_rows(k + (i_m * H + i_h) * K, n_m, 0, K, H * K, M, BK).to(OPERAND)
-    b_q = load_rows(q + (i_t * H + i_h) * K, n_t, 0, K, H * K, BC, BK).to(OPERAND)
+    b_k = load_keys(k, i_m, n_m, i_h, 0, H, G, K, M, BK).to(OPERAND)
+    b_q = load_keys(q, i_t, n_t, i_h, 0, H, G, K, BC, BK).to(OPERAND)
     b_beta = tl.load(beta + (i_m + o_m) * H + i_h, mask=m_m, other=0.0)
     b_read = tl.full((M,), 1.0, tl.float32)
     b_query = tl.full((BC,), 1.0, tl.float32) * scale
@@ -144,13 +145,13 @@ def chunk_prepare_wy_kernel(
 
 @triton.jit(do_not_specialize=["T", "NT"])
 def chunk_fwd_kernel(
-    q, k, v,  # [tokens, H, K], [tokens * N, H, K], [tokens * N, H, V]
+    q, k, v,  # [tokens, H / G, K], [tokens * N, H / G, K], [tokens * N, H, V]
     wy, p, read, write, query, decay, peak,  # from chunk_prepare_wy_kernel
     o,  # out [tokens, H, V]
     u, states,  # out [tokens * N, H, V]; out [chunks, H, V, K], the state at each chunk's start
     initial_state, final_state,  # [sequences, H, K, V] fp32, in and out
     cu_seqlens, chunk_offsets, n_total, T, NT,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     L2NORM: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -168,8 +169,8 @@ def chunk_fwd_kernel(
         b_sc = b_s.to(OPERAND)
         if states is not None:
             store_rows(states + ((i_chunk + i_c) * H + i_h) * V * K + i_v * K, b_sc, V - i_v, 0, K, K, BV, BK)
-        b_k = load_rows(k + (i_m * H + i_h) * K, n_m, 0, K, H * K, M, BK).to(OPERAND)
-        b_q = load_rows(q + (i_t * H + i_h) * K, n_t, 0, K, H * K, BC, BK).to(OPERAND)
+        b_k = load_keys(k, i_m, n_m, i_h, 0, H, G, K, M, BK).to(OPERAND)
+        b_q = load_keys(q, i_t, n_t, i_h, 0, H, G, K, BC, BK).to(OPERAND)
         b_v = load_rows(v + (i_m * H + i_h) * V, n_m, i_v, V, H * V, M, BV).to(tl.float32)
         b_wy = load_rows(wy + (i_m * H + i_h) * M, n_m, 0, M, H * M, M, M)
         b_p = load_rows(p + (i_t * H + i_h) * M, n_t, 0, M, H * M, BC, M)

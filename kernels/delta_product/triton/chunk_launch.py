@@ -8,6 +8,7 @@ reproducible to the bit.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from fla_train.kernels.cached_launch import run_kernel
 from fla_train.kernels.custom_op import custom_op
 from fla_train.kernels.delta_product.recurrent import L2NORM_EPS
-from fla_train.kernels.delta_product.select import select_for
+from fla_train.kernels.delta_product.select import Selection, select_for
 from fla_train.kernels.delta_product.triton.chunk_arguments import Call, in_half, pick
 from fla_train.kernels.delta_product.triton.chunk_bwd import chunk_bwd_qkg_kernel, chunk_bwd_state_kernel
 from fla_train.kernels.delta_product.triton.chunk_fwd import chunk_fwd_kernel, chunk_prepare_wy_kernel
@@ -24,7 +25,9 @@ from fla_train.kernels.delta_product.triton.fused_recurrent import (
     fused_recurrent_fwd_kernel,
     launch_fused_recurrent,
 )
+from fla_train.kernels.delta_product.triton.launch_table import value_tiles
 from fla_train.kernels.delta_product.triton.sequence_split import Segments
+from fla_train.kernels.delta_product.triton.shared_heads import make_shares, sum_shares
 from fla_train.kernels.optional_triton import tl
 from fla_train.kernels.sizes import ceil_div
 
@@ -52,8 +55,8 @@ def delta_product_forward(
     `transitions` [segments, H, K, K] is given where sequences are split. `fused_recurrent` fills the output,
     `final_state` and `states` only, which are those before each Householder step [B, T, N, H, K, V].
     """
-    cu_seqlens, heads, value_dim = bounds[0] if bounds else None, q.shape[2], v.shape[-1]
-    selection = select_for(q, k, value_dim, cu_seqlens, qk_l2norm)
+    cu_seqlens, (heads, value_dim) = bounds[0] if bounds else None, v.shape[-2:]
+    selection = select_for(q, v, cu_seqlens, qk_l2norm)
     with torch.cuda.device_of(q):
         if selection.algorithm == "fused_recurrent":
             launch_fused_recurrent(
@@ -62,7 +65,7 @@ def delta_product_forward(
                 o=o, states=states, final_state=final_state,
             )  # fmt: skip
             return
-        call = Call.of(q, k, g is not None, bounds, qk_l2norm, prepared)
+        call = Call.of(q, k, beta, g is not None, bounds, qk_l2norm, prepared)
         arguments = dict(
             q=q, k=k, beta=beta, g=g, **call.factors, **call.rows,
             **call.sequences, chunk_sequence=call.chunk_sequence, scale=scale, eps=L2NORM_EPS,
@@ -120,51 +123,72 @@ def delta_product_backward(
     dinitial_state: Tensor | None,
 ) -> None:
     """Fill the gradients; of `fused_recurrent`, `u` is v."""
-    cu_seqlens, heads, value_dim = bounds[0] if bounds else None, q.shape[2], dv.shape[-1]
-    selection = select_for(q, k, value_dim, cu_seqlens, qk_l2norm)
+    cu_seqlens, (heads, value_dim) = bounds[0] if bounds else None, dv.shape[-2:]
+    selection = select_for(q, dv, cu_seqlens, qk_l2norm)
+    tiles = value_tiles(value_dim) if selection.fused_backward else 1
+    of_keys = heads // q.shape[2] * tiles  # shares of dq and dk; of dbeta and dg each tile has one
+    totals = {"dq": (dq, of_keys), "dk": (dk, of_keys), "dbeta": (dbeta[..., None], tiles)}
+    totals |= {} if dg is None else {"dg": (dg[..., None], tiles)}
     with torch.cuda.device_of(q):
+        shares = {name: make_shares(*total) for name, total in totals.items()}
+        gradients = dict(
+            q=q, k=k, beta=beta, g=g, do=do, states=states, scale=scale, dv=dv, **({"dg": None} | shares)
+        )
+        ends = dict(dfinal_state=dfinal_state, dinitial_state=dinitial_state)
         if selection.algorithm == "fused_recurrent":
             launch_fused_recurrent(
-                fused_recurrent_bwd_kernel, cu_seqlens, qk_l2norm,
-                q=q, k=k, v=u, beta=beta, g=g, scale=scale, states=states, do=do, dfinal_state=dfinal_state,
-                dq=dq, dk=dk, dv=dv, dbeta=dbeta, dg=dg, dinitial_state=dinitial_state,
-            )  # fmt: skip
-            return
-        call = Call.of(q, k, g is not None, bounds, qk_l2norm, prepared)
-        options = selection.chunk_bwd_state.options
-        sequences, num_sequences, starts = call.sequences, call.num_sequences, dinitial_state
-        if transitions is not None:
-            segments = Segments(selection, call, q.device)
-            dfinal_state = segments.end_gradients(q, k, do, dfinal_state, transitions, options)
-            sequences, num_sequences = segments.sequences, segments.count
-            starts = None if dinitial_state is None else torch.empty_like(dfinal_state)
-        ends = dict(dfinal_state=dfinal_state, dinitial_state=starts)
-        gradients = dict(
-            q=q, k=k, beta=beta, g=g, do=do, dv=dv, u=u, states=states, **call.rows,
-            dq=dq, dk=dk, dbeta=dbeta, dg=dg, scale=scale,
-            **call.sizes, V=value_dim, GATED=g is not None,
-        )  # fmt: skip
-        if selection.fused_backward:
-            from fla_train.kernels.delta_product.hopper import bwd_fused
-
-            factors = pick(call.factors, "wy", "p", "peak")
-            arguments = {**gradients, **factors, **ends, **sequences, "L2NORM": qk_l2norm}
-            bwd_fused.launch(num_sequences * heads, **arguments)
+                fused_recurrent_bwd_kernel, cu_seqlens, qk_l2norm, v=u, **gradients, **ends
+            )
         else:
-            dstates = torch.empty_like(states)
-            run_kernel(
-                chunk_bwd_state_kernel, (num_sequences * heads * ceil_div(value_dim, options["BV"]),),
-                q=q, k=k, do=do, **call.factors, dv=dv, dstates=dstates, **ends, **sequences,
-                **call.sizes, V=value_dim, **call.tiles, **options,
-            )  # fmt: skip
-            gradients |= dict(dstates=dstates, **call.sequences, chunk_sequence=call.chunk_sequence)
-            programs = call.num_chunks * heads
-            if selection.chunk_bwd_qkg.hopper:
-                from fla_train.kernels.delta_product.hopper import bwd_qkg
+            call = Call.of(q, k, beta, g is not None, bounds, qk_l2norm, prepared)
+            gradients |= dict(u=u, **call.rows, **call.sizes, V=value_dim, GATED=g is not None)
+            _chunk_backward(selection, call, gradients, ends, transitions, tiles)
+        for name, share in shares.items():
+            sum_shares(share, totals[name][0])
 
-                bwd_qkg.launch(programs, **gradients, L2NORM=qk_l2norm)
-            else:
-                options = selection.chunk_bwd_qkg.options
-                run_kernel(chunk_bwd_qkg_kernel, (programs,), **gradients, **call.tiles, **options)
-        if starts is not dinitial_state:
-            segments.select_first(starts, out=dinitial_state)
+
+def _chunk_backward(
+    selection: Selection,
+    call: Call,
+    gradients: dict[str, Any],
+    ends: dict[str, Tensor | None],
+    transitions: Tensor | None,
+    tiles: int,
+) -> None:
+    """Run the chunk kernels on the arguments that they share; `tiles` are those of V of `chunk_bwd_fused`."""
+    q, do, states = (gradients[name] for name in ("q", "do", "states"))
+    heads, value_dim = do.shape[-2:]
+    options, dinitial_state = selection.chunk_bwd_state.options, ends["dinitial_state"]
+    sequences, num_sequences = call.sequences, call.num_sequences
+    if transitions is not None:
+        segments = Segments(selection, call, q.device)
+        end_gradients = segments.end_gradients(
+            q, gradients["k"], do, ends["dfinal_state"], transitions, options
+        )
+        sequences, num_sequences = segments.sequences, segments.count
+        starts = None if dinitial_state is None else torch.empty_like(end_gradients)
+        ends = dict(dfinal_state=end_gradients, dinitial_state=starts)
+    if selection.fused_backward:
+        from fla_train.kernels.delta_product.hopper import bwd_fused
+
+        factors = pick(call.factors, "wy", "p", "peak")
+        arguments = {**gradients, **factors, **ends, **sequences, **pick(call.tiles, "L2NORM")}
+        bwd_fused.launch(num_sequences * heads * tiles, **arguments, TILES=tiles)
+    else:
+        dstates = torch.empty_like(states)
+        run_kernel(
+            chunk_bwd_state_kernel, (num_sequences * heads * ceil_div(value_dim, options["BV"]),),
+            **pick(gradients, "q", "k", "do", "dv"), **call.factors, dstates=dstates, **ends, **sequences,
+            **call.sizes, V=value_dim, **call.tiles, **options,
+        )  # fmt: skip
+        gradients |= dict(dstates=dstates, **call.sequences, chunk_sequence=call.chunk_sequence)
+        programs = call.num_chunks * heads
+        if selection.chunk_bwd_qkg.hopper:
+            from fla_train.kernels.delta_product.hopper import bwd_qkg
+
+            bwd_qkg.launch(programs, **gradients, **pick(call.tiles, "L2NORM"))
+        else:
+            options = selection.chunk_bwd_qkg.options
+            run_kernel(chunk_bwd_qkg_kernel, (programs,), **gradients, **call.tiles, **options)
+    if ends["dinitial_state"] is not dinitial_state:
+        segments.select_first(ends["dinitial_state"], out=dinitial_state)

@@ -84,6 +84,16 @@ def load_rows(p, n_rows, i_col, COLS: tl.constexpr, STRIDE: tl.constexpr, R: tl.
 
 
 @triton.jit
+def load_keys(
+    p, i_row, n_rows, i_h, i_k, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr,
+    R: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Tile [R, BK] of q or k [rows, H / G, K] from row `i_row` and channel `i_k` on, for value head `i_h`."""
+    p += (i_row * (H // G) + i_h // G) * K
+    return load_rows(p, n_rows, i_k, K, H // G * K, R, BK)
+
+
+@triton.jit
 def store_rows(
     p, b_x, n_rows, i_col, COLS: tl.constexpr, STRIDE: tl.constexpr, R: tl.constexpr, BC: tl.constexpr
 ):

@@ -35,12 +35,12 @@ def launch_fused_recurrent(
     v: Tensor,
     **tensors: Tensor | float | None,
 ) -> None:
-    """Run the forward or the backward kernel: a program of one warp for each head of a sequence."""
-    (batch, length, heads, key_dim), value_dim = q.shape, v.shape[-1]
+    """Run the forward or the backward kernel: a program of one warp for each value head of a sequence."""
+    (batch, length, key_heads, key_dim), (heads, value_dim) = q.shape, v.shape[-2:]
     sequences = batch if cu_seqlens is None else cu_seqlens.numel() - 1
     run_kernel(
         kernel, (sequences * heads,), q=q, k=k, v=v, **tensors,
-        cu_seqlens=cu_seqlens, T=length, H=heads, K=key_dim, V=value_dim, N=k.shape[2],
+        cu_seqlens=cu_seqlens, T=length, H=heads, G=heads // key_heads, K=key_dim, V=value_dim, N=k.shape[2],
         BK=next_power_of_2(key_dim), BV=next_power_of_2(value_dim),
         L2NORM=qk_l2norm, EPS=L2NORM_EPS, num_warps=1,
     )  # fmt: skip
@@ -60,7 +60,7 @@ def triton_step(
     """`delta_product_step` on validated inputs, without gradients; shapes and dtypes as there."""
     q, k, v, beta, state = (x.contiguous() for x in (q, k, v, beta, state))
     g = None if g is None else g.contiguous()
-    o, new_state = v.new_empty(*q.shape[:2], v.shape[-1]), torch.empty_like(state)
+    o, new_state = v.new_empty(len(q), *v.shape[-2:]), torch.empty_like(state)
     fused_recurrent_step(q, k, v, beta, g, state, scale, qk_l2norm, o, new_state)
     return o, new_state
 
@@ -79,7 +79,7 @@ def fused_recurrent_step(
     new_state: Tensor,
 ) -> None:
     """Fill the output and the new state."""
-    (batch, heads, key_dim), value_dim = q.shape, v.shape[-1]
+    (batch, key_heads, key_dim), (heads, value_dim) = q.shape, v.shape[-2:]
     key_tile = next_power_of_2(key_dim)
     warps = max(1, key_tile // 128)
     value_tile = min(max(TILE * warps // key_tile, 16), next_power_of_2(value_dim))
@@ -87,8 +87,9 @@ def fused_recurrent_step(
         run_kernel(
             fused_recurrent_step_kernel, (batch * heads, ceil_div(value_dim, value_tile)),
             q=q, k=k, v=v, beta=beta, g=g, scale=scale, eps=L2NORM_EPS,
-            state=state, o=o, new_state=new_state, H=heads, K=key_dim, V=value_dim, N=k.shape[1],
-            BK=key_tile, BV=value_tile, L2NORM=qk_l2norm, num_warps=warps,
+            state=state, o=o, new_state=new_state, H=heads, G=heads // key_heads,
+            K=key_dim, V=value_dim, N=k.shape[1], BK=key_tile, BV=value_tile,
+            L2NORM=qk_l2norm, num_warps=warps,
         )  # fmt: skip
 
 
@@ -123,10 +124,10 @@ def store_key(p, b_dx, b_x, b_r, o_k, K: tl.constexpr, L2NORM: tl.constexpr):
 
 @triton.jit
 def householder_step(
-    b_s, k, v, beta, i_step, o_k, o_v, K: tl.constexpr, V: tl.constexpr, L2NORM: tl.constexpr, eps
+    b_s, k, v, beta, i_key, i_step, o_k, o_v, K: tl.constexpr, V: tl.constexpr, L2NORM: tl.constexpr, eps
 ):
-    """S + beta k (v - S^T k)^T of S [BK, BV]."""
-    b_k, _ = load_key(k + i_step * K, o_k, K, L2NORM, eps)
+    """S + beta k (v - S^T k)^T of S [BK, BV], with row `i_key` of the keys and `i_step` of v and beta."""
+    b_k, _ = load_key(k + i_key * K, o_k, K, L2NORM, eps)
     b_v = tl.load(v + i_step * V + o_v, mask=o_v < V, other=0.0).to(tl.float32)
     b_u = tl.load(beta + i_step) * (b_v - tl.sum(b_s * b_k[:, None], 0))
     return b_s + b_k[:, None] * b_u[None, :]
@@ -136,7 +137,7 @@ def householder_step(
 def fused_recurrent_fwd_kernel(
     q, k, v, beta, g, initial_state,
     o, states, final_state, scale, cu_seqlens, T,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, L2NORM: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Per token S <- exp(g) S, then S <- S + beta_j k_j (v_j - S^T k_j)^T per j, o = scale S^T q."""
@@ -150,15 +151,16 @@ def fused_recurrent_fwd_kernel(
     if initial_state is not None:
         b_s = tl.load(initial_state + p_end + o_s, mask=m_s, other=0.0)
     for i in range(length):
-        i_row = (i_start + i) * H + i_h
+        i_row, i_query = (i_start + i) * H + i_h, (i_start + i) * (H // G) + i_h // G
         if g is not None:
             b_s *= tl.exp(tl.load(g + i_row))
         for j in range(N):
             i_step = ((i_start + i) * N + j) * H + i_h
+            i_key = ((i_start + i) * N + j) * (H // G) + i_h // G
             if states is not None:
                 tl.store(states + i_step * K * V + o_s, b_s, mask=m_s)
-            b_s = householder_step(b_s, k, v, beta, i_step, o_k, o_v, K, V, L2NORM, EPS)
-        b_q, _ = load_key(q + i_row * K, o_k, K, L2NORM, EPS)
+            b_s = householder_step(b_s, k, v, beta, i_key, i_step, o_k, o_v, K, V, L2NORM, EPS)
+        b_q, _ = load_key(q + i_query * K, o_k, K, L2NORM, EPS)
         tl.store(o + i_row * V + o_v, scale * tl.sum(b_s * b_q[:, None], 0), mask=m_v)
     if final_state is not None:
         tl.store(final_state + p_end + o_s, b_s, mask=m_s)
@@ -168,11 +170,12 @@ def fused_recurrent_fwd_kernel(
 def fused_recurrent_bwd_kernel(
     q, k, v, beta, g, states, do, dfinal_state,
     dq, dk, dv, dbeta, dg, dinitial_state, scale, cu_seqlens, T,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, L2NORM: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """The same steps backwards, with the gradient dS of the state: with u = v - S^T k and f = beta dS^T k a
-    step has dv = f, dbeta = u^T dS^T k, dk = beta dS u - S f, and dS <- dS - k f^T."""
+    step has dv = f, dbeta = u^T dS^T k, dk = beta dS u - S f, and dS <- dS - k f^T. Each value head has its
+    dq and dk."""
     i_s, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     i_start, length = sequence_tokens(i_s, cu_seqlens, T)
     o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
@@ -185,14 +188,15 @@ def fused_recurrent_bwd_kernel(
     for i in range(length):
         i_t = i_start + length - 1 - i
         i_row = i_t * H + i_h
-        b_q, r_q = load_key(q + i_row * K, o_k, K, L2NORM, EPS)
+        b_q, r_q = load_key(q + (i_t * (H // G) + i_h // G) * K, o_k, K, L2NORM, EPS)
         b_do = scale * tl.load(do + i_row * V + o_v, mask=m_v, other=0.0)
         b_ds += b_q[:, None] * b_do[None, :]
         b_s = tl.zeros([BK, BV], tl.float32)
         for j in range(N):
             i_step = (i_t * N + N - 1 - j) * H + i_h
             b_s = tl.load(states + i_step * K * V + o_s, mask=m_s, other=0.0)
-            b_k, r_k = load_key(k + i_step * K, o_k, K, L2NORM, EPS)
+            i_key = (i_t * N + N - 1 - j) * (H // G) + i_h // G
+            b_k, r_k = load_key(k + i_key * K, o_k, K, L2NORM, EPS)
             b_v = tl.load(v + i_step * V + o_v, mask=m_v, other=0.0)
             b_beta = tl.load(beta + i_step)
             b_u = b_v - tl.sum(b_s * b_k[:, None], 0)
@@ -215,10 +219,10 @@ def fused_recurrent_bwd_kernel(
 
 @triton.jit
 def fused_recurrent_step_kernel(
-    q, k, v, beta, g,  # [B, H, K], [B, N, H, K], [B, N, H, V], [B, N, H], [B, H]
+    q, k, v, beta, g,  # [B, H / G, K], [B, N, H / G, K], [B, N, H, V], [B, N, H], [B, H]
     state, o, new_state,  # [B, H, K, V], out [B, H, V], out [B, H, K, V]
     scale, eps,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, L2NORM: tl.constexpr,
 ):  # fmt: skip
     """One token per head and tile of V; state, q, k and v may have 16 bits."""
@@ -232,8 +236,9 @@ def fused_recurrent_step_kernel(
     if g is not None:
         b_s *= tl.exp(tl.load(g + i_bh))
     for j in tl.static_range(N):  # unrolled: the next loads and norms go on beside the sums of this
-        b_s = householder_step(b_s, k, v, beta, (i_b * N + j) * H + i_h, o_k, o_v, K, V, L2NORM, eps)
-    b_q, _ = load_key(q + i_bh * K, o_k, K, L2NORM, eps)
+        i_key, i_step = (i_b * N + j) * (H // G) + i_h // G, (i_b * N + j) * H + i_h
+        b_s = householder_step(b_s, k, v, beta, i_key, i_step, o_k, o_v, K, V, L2NORM, eps)
+    b_q, _ = load_key(q + i_bh // G * K, o_k, K, L2NORM, eps)
     b_o = tl.sum(b_s * (b_q * scale)[:, None], 0)
     tl.store(o + i_bh * V + o_v, b_o.to(o.dtype.element_ty), mask=m_v)
     tl.store(new_state + p_s, b_s.to(new_state.dtype.element_ty), mask=m_s)

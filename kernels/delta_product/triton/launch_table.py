@@ -32,7 +32,10 @@ from fla_train.utils.aliases import current_name
 # Least extent of the tiles of K and V. On Hopper, Triton 3.6 compiled tiles of 32 columns to wrong dk and to
 # illegal accesses (measured 2026-11-21 with its ptxas 12.8); narrower heads are padded with zeros instead.
 MIN_TILE = 64
-GLUON_DIMS = (64, 128)  # the K that the Hopper kernels take
+HOPPER_TILE = (
+    128  # greatest extent of the tiles of K and V in the Hopper kernels, which are padded from 64 on
+)
+ALIGNED = 8  # 16-bit numbers between rows that the copy engine reads: 16 bytes
 IN_GLUON = ("chunk_prepare_wy", "chunk_bwd_state", "chunk_bwd_qkg")  # may have `gluon` among their options
 # Tile widths that each kernel needs.
 TILES = {
@@ -72,6 +75,22 @@ class Key:
 
 
 Table = dict[Key, LaunchOptions]
+
+
+def hopper_keys(key_dim: int) -> bool:
+    """Whether the Hopper kernels take keys of this width."""
+    return MIN_TILE <= key_dim <= HOPPER_TILE and key_dim % ALIGNED == 0
+
+
+def value_tiles(value_dim: int) -> int:
+    """Tiles of V that programs of `chunk_bwd_fused` take; 0 where the copy engine cannot read equal ones."""
+    tiles = ceil_div(value_dim, HOPPER_TILE)
+    return 0 if value_dim < MIN_TILE or value_dim % (tiles * ALIGNED) else tiles
+
+
+def square(key_dim: int, value_dim: int) -> bool:
+    """Whether Hopper's `chunk_bwd_qkg` takes these heads."""
+    return key_dim == value_dim and key_dim in (MIN_TILE, HOPPER_TILE)
 
 
 def user_file() -> Path:

@@ -31,6 +31,7 @@ from fla_train.kernels.delta_product.triton.chunk_bwd import bwd_state_step
 from fla_train.kernels.delta_product.triton.common import (
     add_writes,
     corrected_values,
+    load_keys,
     load_rows,
     load_scalars,
     program_tile,
@@ -110,12 +111,12 @@ def load_log_decays(decay, i_chunk, n_chunks, i_h, H: tl.constexpr):
 
 @triton.jit(do_not_specialize=["segment_chunks"])
 def segment_fwd_kernel(
-    k, v,  # [tokens * N, H, K], [tokens * N, H, V]
+    k, v,  # [tokens * N, H / G, K], [tokens * N, H, V]
     wy, read, write, decay,  # from chunk_prepare_wy_kernel
     initial_state,  # [sequences, H, K, V] fp32
     local, transition,  # out [segments, H, V, K] and [segments, H, K, K] fp32
     bounds, first_chunk, segment_sequence, offsets, n_total, segment_chunks,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     FORGETS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -147,7 +148,7 @@ def segment_fwd_kernel(
     n_v = tl.where(transits, 0, N * C)
     for i_c in range(i_begin, segment_chunks):
         i_m = (i_t + i_c * C) * N
-        b_k = load_rows(k + (i_m * H + i_h) * K, N * C, 0, K, H * K, M, BK).to(OPERAND)
+        b_k = load_keys(k, i_m, N * C, i_h, 0, H, G, K, M, BK).to(OPERAND)
         b_v = load_rows(v + (i_m * H + i_h) * V, n_v, i_v, V, H * V, M, BV).to(tl.float32)
         b_wy = load_rows(wy + (i_m * H + i_h) * M, N * C, 0, M, H * M, M, M)
         b_read = load_scalars(read, i_h, n_total * N, i_m, N * C, M)
@@ -165,12 +166,12 @@ def segment_fwd_kernel(
 
 @triton.jit
 def segment_bwd_kernel(
-    q, k, do,  # [tokens, H, K], [tokens * N, H, K], [tokens, H, V]
+    q, k, do,  # [tokens, H / G, K], [tokens * N, H / G, K], [tokens, H, V]
     wy, p, read, write, query, decay, peak,  # from chunk_prepare_wy_kernel
     dfinal_state,  # [sequences, H, K, V] fp32
     local,  # out [segments, H, V, K] fp32
     bounds, first_chunk, segment_sequence, offsets, n_total,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L2NORM: tl.constexpr,
     FORGETS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -205,7 +206,7 @@ def segment_bwd_kernel(
         b_ds, _ = bwd_state_step(
             b_ds, q, k, do, wy, p, read, write, query, decay, peak,
             i_chunk, i_c, i_t, n_t, i_m, n_m, i_v, i_h, n_total,
-            H, K, V, N, M, BC, BK, BV, L2NORM, OPERAND, PRECISION,
+            H, G, K, V, N, M, BC, BK, BV, L2NORM, OPERAND, PRECISION,
         )  # fmt: skip
     p_local = local + ((i_p.to(tl.int64) * H + i_h) * V + i_v) * K
     store_rows(p_local, b_ds, V - i_v, 0, K, K, BV, BK)
