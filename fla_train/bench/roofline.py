@@ -152,7 +152,7 @@ def step_roofline(
         link: bytes per second that a rank sends at most; None: not known.
     """
     tokens //= ranks
-    model, narrow = build_config(config.model), config.trainer.precision == "bf16"
+    model, narrow = build_config(config.model), config.trainer.autocasts
     element_size = 2 if narrow else 4
     micro_batches = tokens // (config.trainer.micro_batch_size * config.trainer.seq_len)
     shape = Shape(

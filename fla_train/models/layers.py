@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 from transformers.activations import ACT2FN
 
 from fla_train.kernels.fused_ops import add_rms_norm, rms_norm, short_convolution, swiglu_linear
+from fla_train.models.float8 import float8_mlp, float8_project, runs_in_float8
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
@@ -22,9 +23,14 @@ def project(x: Tensor, *layers: nn.Linear) -> list[Tensor]:
 
     The backward pass accumulates the gradient of x inside its matrix products (`addmm_`); autograd would add
     the products one by one, each time reading two tensors of the size of x and writing a third. Layers that
-    are no plain `nn.Linear`, or have hooks, are called as they are.
+    are no plain `nn.Linear`, or have hooks, are called as they are. Training in float8 is decided here.
     """
     if torch.is_grad_enabled() and all(map(is_plain, layers)):
+        if float8 := tuple(layer for layer in layers if runs_in_float8(layer, x)):
+            others = [layer for layer in layers if layer not in float8]
+            outputs = float8_project(x, float8, others, matmul_dtype(x))
+            by_layer = dict(zip((*float8, *others), outputs, strict=True))
+            return [by_layer[layer] for layer in layers]
         return list(_Projections.apply(x, matmul_dtype(x), *(layer.weight for layer in layers)))
     return [layer(x) for layer in layers]
 
@@ -126,6 +132,10 @@ class GatedMLP(nn.Module):
         self.fused = activation == "silu"  # the kernel has no other activation
 
     def forward(self, x: Tensor) -> Tensor:
+        layers = self.gate_proj, self.up_proj, self.down_proj
+        if self.fused and torch.is_grad_enabled() and all(map(is_plain, layers)):
+            if all(runs_in_float8(layer, x) for layer in layers):
+                return float8_mlp(x, *layers, matmul_dtype(x))
         gate, up = project(x, self.gate_proj, self.up_proj)
         if self.fused and is_plain(self.down_proj):
             return swiglu_linear(gate, up, self.down_proj.weight)

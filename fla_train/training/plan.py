@@ -83,7 +83,7 @@ def _memory(config: TrainConfig, count: ParameterCount) -> int:
         build_model_config(config.model),
         tokens_per_device=trainer.micro_batch_size * trainer.seq_len,
         num_devices=config.launch.num_processes,
-        element_size=2 if trainer.precision == "bf16" else 4,
+        element_size=2 if trainer.autocasts else 4,
         gradient_checkpointing=trainer.activation_checkpointing,
     )
     return memory.total

@@ -70,7 +70,7 @@ def test_keys_that_contradict_others_are_named_with_what_would_do(make_config: M
 @pytest.mark.parametrize(
     "override",
     [
-        *("trainer.precision=fp8", "trainer.max_steps=0", "trainer.seq_len=1", "trainer.hang_timeout=-1.0"),
+        *("trainer.precision=fp16", "trainer.max_steps=0", "trainer.seq_len=1", "trainer.hang_timeout=-1.0"),
         *("trainer.global_batch_tokens=automatic", "trainer.global_batch_tokens=0", "seed=-1"),
         *("trainer.global_batch_tokens=-1", "launch.num_processes=0", "launch.num_processes=many"),
         *("optimizer.lr=-1.0", "optimizer.lr=nan", "optimizer.weight_decay=inf", "optimizer.beta2=1.0"),
@@ -97,7 +97,7 @@ def test_all_errors_are_reported_together(make_config: Make):
     with pytest.raises(ValueError) as caught:
         validate(
             make_config(
-                "trainer.precision=fp8", "optimizer.beta1=2", "data.shard_tokens=0", "model.num_heads=0",
+                "trainer.precision=fp16", "optimizer.beta1=2", "data.shard_tokens=0", "model.num_heads=0",
                 "trainer.global_batch_tokens=300", "trainer.resume=/no/such", "launch.machine_rank=7",
                 "launch.rendezvous_timeout=inf", f"seed={2**65}",
             )

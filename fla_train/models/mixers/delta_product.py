@@ -98,7 +98,7 @@ class DeltaProductMixer(nn.Module):
         q, k, v, beta, g = self.operator_inputs(q, k, v, beta, g)
         o = self._recur(q, k, v, beta, g, context, cache)  # [B, T, HV, V]
         gate = y["g"].view_as(o) if "g" in y else None
-        return self.o_proj(self.o_norm(o, gate).flatten(-2))
+        return project(self.o_norm(o, gate).flatten(-2), self.o_proj)[0]
 
     def operator_inputs(
         self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None
