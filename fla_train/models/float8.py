@@ -76,9 +76,7 @@ def float8_project(
     return list(_Projections.apply(x, dtype, layers[0].float8.of(layers), len(layers), *weights))
 
 
-def float8_mlp(
-    x: Tensor, gate: nn.Linear, up: nn.Linear, down: nn.Linear, dtype: torch.dtype
-) -> Tensor:
+def float8_mlp(x: Tensor, gate: nn.Linear, up: nn.Linear, down: nn.Linear, dtype: torch.dtype) -> Tensor:
     """down(silu(gate(x)) * up(x)) for x [..., D], in `dtype`."""
     casts = gate.float8.of((gate, up)), down.float8.of((down,))
     return _MLP.apply(x, dtype, *casts, gate.weight, up.weight, down.weight)
@@ -92,7 +90,9 @@ class _Projections(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
         cast = cast_float8([rows], E4M3)
         others = [other.to(dtype) for other in weights[count:]]
-        ctx.save_for_backward(cast.transposed, cast.inverse, *(rows, *others)[: 1 + len(others) if others else 0])
+        ctx.save_for_backward(
+            cast.transposed, cast.inverse, *(rows, *others)[: 1 + len(others) if others else 0]
+        )
         ctx.weight, ctx.count = weight, count
         ctx.x_shape, ctx.x_dtype, ctx.dtype, ctx.weight_dtype = x.shape, x.dtype, dtype, weights[0].dtype
         sizes = [len(own) for own in weights[:count]]
@@ -154,7 +154,7 @@ class _MLP(torch.autograd.Function):
         d, y_transposed = cast_swiglu_backward(gate_up, dy, y_inverse, dtype=GRADIENTS)
         ddown = float8_product(dz.transposed, y_transposed, dz.inverse, y_inverse, ctx.weight_dtype)
         dx = float8_product(d.data, gate_up_weight.transposed, d.inverse, gate_up_weight.inverse, dtype)
-        dgate, dup = float8_product(
-            d.transposed, x_transposed, d.inverse, x_inverse, ctx.weight_dtype
-        ).chunk(2)
+        dgate, dup = float8_product(d.transposed, x_transposed, d.inverse, x_inverse, ctx.weight_dtype).chunk(
+            2
+        )
         return dx.view(ctx.x_shape).to(ctx.x_dtype), None, None, None, dgate, dup, ddown

@@ -20,7 +20,10 @@ from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2, processors
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-TOP = {E4M3: 7, E5M2: 14}  # exponent of the largest magnitudes once scaled; the formats end at 1.75 * 2^(TOP + 1)
+TOP = {
+    E4M3: 7,
+    E5M2: 14,
+}  # exponent of the largest magnitudes once scaled; the formats end at 1.75 * 2^(TOP + 1)
 MULTIPLE = 16  # of both sizes of a matrix that float8 products take
 
 PROGRAMS_PER_PROCESSOR = 4  # of the kernels that look for the largest magnitude
@@ -59,7 +62,12 @@ def float8_product(
 
 
 def cast_float8(
-    xs: Sequence[Tensor], dtype: torch.dtype, *, dim: int = -1, out: Float8Matrix | None = None, backend: str = "auto"
+    xs: Sequence[Tensor],
+    dtype: torch.dtype,
+    *,
+    dim: int = -1,
+    out: Float8Matrix | None = None,
+    backend: str = "auto",
 ) -> Float8Matrix:
     """Matrices side by side (dim=-1) or one below the other (dim=0), and the transpose, with one scale.
 
@@ -153,9 +161,7 @@ def cast_swiglu_backward(
         dy = dy.contiguous()
         largest = torch.empty(amax_programs(gate_up.device), dtype=torch.int32, device=gate_up.device)
         swiglu_backward_amax(gate_up, dy, largest)
-        swiglu_backward_cast(
-            gate_up, dy, inverse, largest, d.data, d.transposed, d.inverse, y_transposed
-        )
+        swiglu_backward_cast(gate_up, dy, inverse, largest, d.data, d.transposed, d.inverse, y_transposed)
     return d, y_transposed
 
 
