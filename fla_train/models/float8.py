@@ -1,4 +1,4 @@
-"""Float8 linear layers for training: weights cast once a step, projections and a gated MLP as autograd functions.
+"""Linear layers in float8 for training: weights cast once a step, autograd functions of projections and MLP.
 
 Activations and weights are cast to e4m3, gradients to e5m2, each tensor with one dynamic scale; the products
 of the forward pass, of the input's gradient and of the weight's run in float8. Weights and their gradients
@@ -90,9 +90,7 @@ class _Projections(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
         cast = cast_float8([rows], E4M3)
         others = [other.to(dtype) for other in weights[count:]]
-        ctx.save_for_backward(
-            cast.transposed, cast.inverse, *(rows, *others)[: 1 + len(others) if others else 0]
-        )
+        ctx.save_for_backward(cast.transposed, cast.inverse, *((rows, *others) if others else ()))
         ctx.weight, ctx.count = weight, count
         ctx.x_shape, ctx.x_dtype, ctx.dtype, ctx.weight_dtype = x.shape, x.dtype, dtype, weights[0].dtype
         sizes = [len(own) for own in weights[:count]]

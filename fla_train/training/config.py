@@ -399,8 +399,8 @@ def _float8_errors(config: TrainConfig) -> Iterator[str]:
         yield f"trainer.precision=fp8 needs a GPU: {other}, or fp32 on a CPU"
     elif torch.cuda.is_available() and (found := torch.cuda.get_device_capability()) < FLOAT8_CAPABILITY:
         yield (
-            f"trainer.precision=fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or later, this one has "
-            f"{found[0]}.{found[1]}: {other}"
+            f"trainer.precision=fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or later, this one "
+            f"has {found[0]}.{found[1]}: {other}"
         )
 
 

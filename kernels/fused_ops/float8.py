@@ -184,8 +184,8 @@ def float8_amax(x: Tensor, largest: Tensor) -> None:
     n = x.numel()
     with torch.cuda.device_of(x):
         run_kernel(
-            amax_kernel, (len(largest),), x=x, largest=largest, n=n, steps=ceil_div(n, AMAX_BLOCK * len(largest)),
-            BLOCK=AMAX_BLOCK, num_warps=WARPS,
+            amax_kernel, (len(largest),), x=x, largest=largest, n=n,
+            steps=ceil_div(n, AMAX_BLOCK * len(largest)), BLOCK=AMAX_BLOCK, num_warps=WARPS,
         )  # fmt: skip
 
 
@@ -195,8 +195,8 @@ def float8_cast(x: Tensor, largest: Tensor, y: Tensor, transposed: Tensor, inver
     rows, columns = x.shape
     with torch.cuda.device_of(x):
         run_kernel(
-            cast_kernel, _grid(rows, columns, TILE), x=x, largest=largest, y=y, y_t=transposed, inverse=inverse,
-            rows=rows, columns=columns, y_stride=y.stride(0), t_stride=transposed.stride(0),
+            cast_kernel, _grid(rows, columns, TILE), x=x, largest=largest, y=y, y_t=transposed,
+            inverse=inverse, rows=rows, columns=columns, y_stride=y.stride(0), t_stride=transposed.stride(0),
             **_of_scale(largest, y), BM=TILE[0], BN=TILE[1], num_warps=WARPS,
         )  # fmt: skip
 
@@ -209,8 +209,8 @@ def swiglu_amax(gate_up: Tensor, largest: Tensor) -> None:
     with torch.cuda.device_of(gate_up):
         run_kernel(
             swiglu_amax_kernel, (len(largest),), gate_up=gate_up, dy=None, largest=largest, rows=rows,
-            steps=ceil_div(tiles, len(largest)), D=columns // 2, BM=ROWS_TILE[0], BN=ROWS_TILE[1], BACKWARD=False,
-            num_warps=WARPS,
+            steps=ceil_div(tiles, len(largest)), D=columns // 2, BM=ROWS_TILE[0], BN=ROWS_TILE[1],
+            BACKWARD=False, num_warps=WARPS,
         )  # fmt: skip
 
 
@@ -256,7 +256,8 @@ def swiglu_backward_cast(
         run_kernel(
             swiglu_backward_cast_kernel, _grid(rows, columns, SWIGLU_TILE), gate_up=gate_up, dy=dy,
             inverse=inverse, largest=largest, d=d, d_t=d_transposed, d_inverse=d_inverse, y_t=y_transposed,
-            rows=rows, **_of_scale(largest, d), D=columns, BM=SWIGLU_TILE[0], BN=SWIGLU_TILE[1], num_warps=WARPS,
+            rows=rows, **_of_scale(largest, d), D=columns, BM=SWIGLU_TILE[0], BN=SWIGLU_TILE[1],
+            num_warps=WARPS,
         )  # fmt: skip
 
 
@@ -360,7 +361,7 @@ def swiglu_amax_kernel(
         b_gate, b_up = load_gate_up(gate_up, o_m, o_n, mask, D)
         if BACKWARD:
             b_dy = tl.load(dy + o_m[:, None] * D + o_n[None, :], mask=mask, other=0.0).to(tl.float32)
-            b_dgate, b_dup, b_y = swiglu_gradients(b_gate, b_up, b_dy)
+            b_dgate, b_dup, _ = swiglu_gradients(b_gate, b_up, b_dy)
             b_bits = tl.maximum(b_bits, tl.maximum(magnitude_bits(b_dgate), magnitude_bits(b_dup)))
         else:
             b_bits = tl.maximum(b_bits, magnitude_bits(b_gate * tl.sigmoid(b_gate) * b_up))

@@ -1,4 +1,4 @@
-"""Linear layers in float8: gradients against PyTorch's autograd over rounded numbers, and which layers take part."""
+"""Linear layers in float8: gradients against autograd over rounded numbers, and which layers take part."""
 
 from collections.abc import Callable
 
