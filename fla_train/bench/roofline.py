@@ -162,13 +162,15 @@ def step_roofline(
     )
     recurrent = model.num_hidden_layers - len(model.attention_layers)
     weights = count_parameters(model).embedding_once
+    head = model.vocab_size * model.hidden_size  # twice the rate in float8, but for the head
+    products = head + (weights - head) / (2 if config.trainer.precision == "fp8" else 1)
     traffic = tokens * elementwise_bytes(model, element_size)
     if narrow:
         traffic += micro_batches * CAST_BYTES * weights
     seconds_of = {
         "operator": recurrent * training_bound(shape, ceilings)
         + tokens * attention_flops(model, config.trainer.seq_len) / ceilings.flops,
-        "matmuls": 6 * weights * tokens / ceilings.flops,
+        "matmuls": 6 * products * tokens / ceilings.flops,
         "elementwise": traffic / ceilings.bandwidth,
     }
     if config.optimizer.name == "adamw":

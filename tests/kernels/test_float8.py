@@ -139,7 +139,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def assert_nearly_rounded(found: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
-    """Nearest numbers, but where fp32 arithmetic took the other side of a tie: there the neighbour."""
+    """Nearest numbers, but where fp32 arithmetic took the other side of a tie: there the next one."""
     expected = rounded(exact, dtype)
     assert (found.double() != expected).double().mean() < 1e-3
     step = 2.0 ** -FORMATS[dtype][0]
