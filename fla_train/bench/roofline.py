@@ -162,8 +162,9 @@ def step_roofline(
     )
     recurrent = model.num_hidden_layers - len(model.attention_layers)
     weights = count_parameters(model).embedding_once
-    head = model.vocab_size * model.hidden_size  # twice the rate in float8, but for the head
-    products = head + (weights - head) / (2 if config.trainer.precision == "fp8" else 1)
+    products, head = weights, model.vocab_size * model.hidden_size
+    if config.trainer.precision == "fp8":
+        products = head + (weights - head) / 2  # at twice the rate
     traffic = tokens * elementwise_bytes(model, element_size)
     if narrow:
         traffic += micro_batches * CAST_BYTES * weights

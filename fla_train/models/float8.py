@@ -22,7 +22,10 @@ from fla_train.kernels.fused_ops.float8 import (
     cast_swiglu,
     cast_swiglu_backward,
     float8_product,
+    norm_scale,
+    transpose_float8,
 )
+from fla_train.kernels.fused_ops.rms_norm import cast_rms_norm
 
 LEAST_ROWS = 128  # of a weight: those of betas and decays have one row a head, and stay bf16
 GRADIENTS = E5M2
@@ -41,6 +44,7 @@ class Float8Weights:
             if type(layer) is nn.Linear and layer is not head and self._fits(layer):
                 layer.float8 = self
         self._groups: dict[tuple[nn.Linear, ...], Float8Matrix] = {}
+        self._norms: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     @staticmethod
     def _fits(layer: nn.Linear) -> bool:
@@ -53,10 +57,19 @@ class Float8Weights:
             self._groups[layers] = cast_float8(self._weights(layers), E4M3, dim=0)
         return self._groups[layers]
 
+    def of_norm(self, norm: nn.Module) -> tuple[Tensor, Tensor]:
+        """The scaled weight of an RMSNorm, and the inverse scale of its output."""
+        if norm not in self._norms:
+            self._norms[norm] = norm_scale(norm.weight.detach())
+        return self._norms[norm]
+
     def cast(self) -> None:
         """Cast them again, in place, after they have changed."""
         for layers, out in self._groups.items():
             cast_float8(self._weights(layers), E4M3, dim=0, out=out)
+        for norm, out in self._norms.items():
+            for old, new in zip(out, norm_scale(norm.weight.detach()), strict=True):
+                old.copy_(new)
 
     @staticmethod
     def _weights(layers: Sequence[nn.Linear]) -> list[Tensor]:
@@ -73,38 +86,92 @@ def float8_project(
 ) -> list[Tensor]:
     """Outputs of `layers` in float8, then of `others` in `dtype`, on x [..., D], in `dtype`."""
     weights = [layer.weight for layer in (*layers, *others)]
-    return list(_Projections.apply(x, dtype, layers[0].float8.of(layers), len(layers), *weights))
+    return list(_Projections.apply(x, None, dtype, layers[0].float8.of(layers), len(layers), *weights))
 
 
 def float8_mlp(x: Tensor, gate: nn.Linear, up: nn.Linear, down: nn.Linear, dtype: torch.dtype) -> Tensor:
     """down(silu(gate(x)) * up(x)) for x [..., D], in `dtype`."""
+    return _mlp(x, None, dtype, gate, up, down)
+
+
+def float8_norm_project(x: Tensor, norm: nn.Module, layer: nn.Linear, dtype: torch.dtype) -> Tensor:
+    """layer(norm(x)) for x [..., H, V], whose norms lie side by side, in `dtype`."""
+    scaled, inverse = layer.float8.of_norm(norm)
+    y, data, _ = cast_rms_norm(x, None, norm.weight, scaled, norm.eps, dtype=dtype, narrow=E4M3)
+    cast = Float8Matrix(data.view(-1, layer.in_features), None, inverse)
+    return _Projections.apply(y.flatten(-2), cast, dtype, layer.float8.of((layer,)), 1, layer.weight)[0]
+
+
+def float8_norm_mlp(
+    update: Tensor,
+    residual: Tensor,
+    norm: nn.Module,
+    gate: nn.Linear,
+    up: nn.Linear,
+    down: nn.Linear,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """`float8_mlp` of norm(residual + update), and that sum."""
+    scaled, inverse = gate.float8.of_norm(norm)
+    y, data, total = cast_rms_norm(update, residual, norm.weight, scaled, norm.eps, dtype=dtype, narrow=E4M3)
+    return _mlp(y, Float8Matrix(data.flatten(0, -2), None, inverse), dtype, gate, up, down), total
+
+
+def _mlp(
+    x: Tensor,
+    cast: Float8Matrix | None,
+    dtype: torch.dtype,
+    gate: nn.Linear,
+    up: nn.Linear,
+    down: nn.Linear,
+) -> Tensor:
     casts = gate.float8.of((gate, up)), down.float8.of((down,))
-    return _MLP.apply(x, dtype, *casts, gate.weight, up.weight, down.weight)
+    return _MLP.apply(x, cast, dtype, *casts, gate.weight, up.weight, down.weight)
+
+
+def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).to(dtype)
+
+
+def _kept(cast: Float8Matrix) -> tuple[Tensor, Tensor, bool]:
+    """What the backward pass needs of an input: its transpose, or what is transposed then; whether it is."""
+    given = cast.transposed is None
+    return cast.data if given else cast.transposed, cast.inverse, given
 
 
 class _Projections(torch.autograd.Function):
+    """Of x [..., D], or of what has been `cast` of it: then x only takes the gradient."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dtype: torch.dtype, weight: Float8Matrix, count: int, *weights: Tensor
+        ctx: Any,
+        x: Tensor,
+        cast: Float8Matrix | None,
+        dtype: torch.dtype,
+        weight: Float8Matrix,
+        count: int,
+        *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        rows = x.reshape(-1, x.shape[-1]).to(dtype)
-        cast = cast_float8([rows], E4M3)
+        cast = cast or cast_float8([_rows(x, dtype)], E4M3)
+        *kept, ctx.given = _kept(cast)
         others = [other.to(dtype) for other in weights[count:]]
-        ctx.save_for_backward(cast.transposed, cast.inverse, *((rows, *others) if others else ()))
+        rows = [_rows(x, dtype)] if others else []
+        ctx.save_for_backward(*kept, *rows, *others)
         ctx.weight, ctx.count = weight, count
         ctx.x_shape, ctx.x_dtype, ctx.dtype, ctx.weight_dtype = x.shape, x.dtype, dtype, weights[0].dtype
-        sizes = [len(own) for own in weights[:count]]
         outputs = [
             float8_product(cast.data, data, cast.inverse, weight.inverse, dtype, fast=True)
-            for data in weight.data.split(sizes)
+            for data in weight.data.split([len(own) for own in weights[:count]])
         ]
-        outputs += [F.linear(rows, other) for other in others]
+        outputs += [F.linear(*rows, other) for other in others]
         return tuple(y.view(*x.shape[:-1], -1) for y in outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_transposed, x_inverse, *rest = ctx.saved_tensors
+        if ctx.given:
+            x_transposed = transpose_float8(x_transposed)
         weight, dtype = ctx.weight, ctx.dtype
         grads = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
         d = cast_float8(grads[: ctx.count], GRADIENTS)
@@ -116,14 +183,17 @@ class _Projections(torch.autograd.Function):
             for grad, other in zip(grads[ctx.count :], others, strict=True):
                 dx = dx.addmm_(grad, other)
                 dweights.append((grad.t() @ rows).to(ctx.weight_dtype))
-        return dx.view(ctx.x_shape).to(ctx.x_dtype), None, None, None, *dweights
+        return dx.view(ctx.x_shape).to(ctx.x_dtype), None, None, None, None, *dweights
 
 
 class _MLP(torch.autograd.Function):
+    """Of x as in `_Projections`."""
+
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
+        cast: Float8Matrix | None,
         dtype: torch.dtype,
         gate_up_weight: Float8Matrix,
         down_weight: Float8Matrix,
@@ -131,12 +201,13 @@ class _MLP(torch.autograd.Function):
         up: Tensor,
         down: Tensor,
     ) -> Tensor:
-        cast = cast_float8([x.reshape(-1, x.shape[-1]).to(dtype)], E4M3)
+        cast = cast or cast_float8([_rows(x, dtype)], E4M3)
+        *kept, ctx.given = _kept(cast)
         gate_up = float8_product(
             cast.data, gate_up_weight.data, cast.inverse, gate_up_weight.inverse, dtype, fast=True
         )
         y = cast_swiglu(gate_up)
-        ctx.save_for_backward(cast.transposed, cast.inverse, gate_up, y.inverse)
+        ctx.save_for_backward(*kept, gate_up, y.inverse)
         ctx.weights = gate_up_weight, down_weight
         ctx.x_shape, ctx.x_dtype, ctx.dtype, ctx.weight_dtype = x.shape, x.dtype, dtype, down.dtype
         z = float8_product(y.data, down_weight.data, y.inverse, down_weight.inverse, dtype, fast=True)
@@ -146,6 +217,8 @@ class _MLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
         x_transposed, x_inverse, gate_up, y_inverse = ctx.saved_tensors
+        if ctx.given:
+            x_transposed = transpose_float8(x_transposed)
         (gate_up_weight, down_weight), dtype = ctx.weights, ctx.dtype
         dz = cast_float8([dz.reshape(-1, dz.shape[-1])], GRADIENTS)
         dy = float8_product(dz.data, down_weight.transposed, dz.inverse, down_weight.inverse, dtype)
@@ -155,4 +228,4 @@ class _MLP(torch.autograd.Function):
         dgate, dup = float8_product(d.transposed, x_transposed, d.inverse, x_inverse, ctx.weight_dtype).chunk(
             2
         )
-        return dx.view(ctx.x_shape).to(ctx.x_dtype), None, None, None, dgate, dup, ddown
+        return dx.view(ctx.x_shape).to(ctx.x_dtype), None, None, None, None, dgate, dup, ddown

@@ -165,6 +165,26 @@ def cast_swiglu_backward(
     return d, y_transposed
 
 
+def transpose_float8(x: Tensor, *, backend: str = "auto") -> Tensor:
+    """The transpose of x [M, N] in memory."""
+    y = x.new_empty(x.shape[::-1])
+    if resolve_backend(backend, y.new_empty(0, dtype=torch.float32)) == "torch":
+        y.copy_(x.t())
+    else:
+        float8_transpose(x, y)
+    return y
+
+
+def norm_scale(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The weight [D] of an RMSNorm times a scale for its output, and the inverse scale.
+
+    The output is at most sqrt(D) times the largest weight, so that the scale needs no look at it. A bound
+    above the largest magnitude costs no precision, only numbers of the least binades.
+    """
+    scale, inverse = scale_of(weight.abs().amax() * len(weight) ** 0.5, E4M3)
+    return weight * scale, inverse
+
+
 def scale_of(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The scale of a tensor whose largest magnitude is `amax`, and its inverse; NaN if that is not finite."""
     bits = amax.float().view(torch.int32)
@@ -198,6 +218,17 @@ def float8_cast(x: Tensor, largest: Tensor, y: Tensor, transposed: Tensor, inver
             cast_kernel, _grid(rows, columns, TILE), x=x, largest=largest, y=y, y_t=transposed,
             inverse=inverse, rows=rows, columns=columns, y_stride=y.stride(0), t_stride=transposed.stride(0),
             **_of_scale(largest, y), BM=TILE[0], BN=TILE[1], num_warps=WARPS,
+        )  # fmt: skip
+
+
+@custom_op(mutates=("y",))
+def float8_transpose(x: Tensor, y: Tensor) -> None:
+    """Fill y [N, M]."""
+    rows, columns = x.shape
+    with torch.cuda.device_of(x):
+        run_kernel(
+            transpose_cast_kernel, _grid(rows, columns, TILE), x=x.view(torch.int8), y=y.view(torch.int8),
+            rows=rows, columns=columns, BM=TILE[0], BN=TILE[1], num_warps=WARPS,
         )  # fmt: skip
 
 
@@ -331,6 +362,15 @@ def cast_kernel(
     b_y = (b_x.to(tl.float32) * scale).to(y.dtype.element_ty)
     tl.store(y + o_m[:, None] * y_stride + o_n[None, :], b_y, mask=mask)
     store_transposed(y_t, b_y, o_m, o_n, mask, t_stride)
+
+
+@triton.jit
+def transpose_cast_kernel(
+    x, y, rows, columns, BM: tl.constexpr, BN: tl.constexpr  # [rows, columns], out [columns, rows]
+):  # fmt: skip
+    o_m, o_n, mask = tile(tl.program_id(0), rows, columns, BM, BN)
+    b_x = tl.load(x + o_m[:, None] * columns + o_n[None, :], mask=mask)
+    store_transposed(y, b_x, o_m, o_n, mask, rows)
 
 
 @triton.jit

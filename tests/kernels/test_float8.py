@@ -1,14 +1,10 @@
 """Casts to float8 and their products against float8 worked out in fp64, for both backends."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import triton.language as tl
 from torch import Tensor
-from triton.runtime import interpreter
 
 from fla_train.kernels.fused_ops.float8 import (
     E4M3,
@@ -17,7 +13,11 @@ from fla_train.kernels.fused_ops.float8 import (
     cast_swiglu,
     cast_swiglu_backward,
     float8_product,
+    norm_scale,
+    transpose_float8,
 )
+from fla_train.kernels.fused_ops.rms_norm import add_rms_norm, cast_rms_norm, rms_norm
+from tests.interpreted_float8 import round_to_nearest
 from tests.kernels.test_fused_ops import DEVICE, INTERPRETED
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -35,19 +35,8 @@ shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
 @pytest.fixture(autouse=True)
-def _interpreter_rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Triton's interpreter (3.7.1) makes 4 of 7.9 in e4m3; here it rounds to the nearest number."""
-    convert = interpreter._convert_float
-    targets = {tl.float8e4nv: E4M3, tl.float8e5: E5M2}
-
-    def rounding(x: np.ndarray, before: tl.dtype, after: tl.dtype, mode: object) -> np.ndarray:
-        if after not in targets:
-            return convert(x, before, after, mode)
-        assert before == tl.float32
-        return torch.from_numpy(x.view(np.float32).copy()).to(targets[after]).view(torch.uint8).numpy()
-
-    monkeypatch.setattr(interpreter, "_convert_float", rounding)
-    yield
+def _interpreter_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    round_to_nearest(monkeypatch)
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -174,3 +163,42 @@ def test_swiglu_backward(backend: str, dtype: torch.dtype, shape: tuple[int, int
     assert_nearly_rounded(d.data, exact * scale, dtype)
     assert torch.equal(d.transposed.float(), d.data.float().t())
     assert_nearly_rounded(y_transposed.t(), swiglu(gate_up.double()) / forward.inverse.double(), E4M3)
+
+
+@backends
+@formats
+@shapes
+def test_a_transpose(backend: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x = wide_range(*shape, dtype=FP32).to(dtype)
+    y = transpose_float8(x, backend=backend)
+    assert y.is_contiguous() and torch.equal(y.view(torch.uint8), x.view(torch.uint8).t())
+
+
+@backends
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("shape", [(48, 272), pytest.param((16384, 2048), marks=pytest.mark.gpu)], ids=str)
+def test_a_norm(backend: str, with_residual: bool, shape: tuple[int, int]) -> None:
+    """Its result is that of fp64 in e4m3, its gradients are those of the norm in bf16."""
+    x, residual = torch.randn(shape, device=DEVICE).to(BF16), torch.randn(shape, device=DEVICE)
+    weight = torch.rand(shape[1], device=DEVICE) + 0.5
+    dy, dtotal = (1e-3 * torch.randn(shape, device=DEVICE)).to(BF16), torch.randn(shape, device=DEVICE)
+    leaves = [y.requires_grad_() for y in ([x, weight, residual] if with_residual else [x, weight])]
+    scaled, inverse = norm_scale(weight.detach())
+    assert weight.max() * shape[1] ** 0.5 / inverse <= FORMATS[E4M3][2]  # no output is beyond the format
+    options = {"dtype": BF16, "backend": backend}
+    carrier, data, total = cast_rms_norm(
+        x, residual if with_residual else None, weight, scaled, 1e-6, narrow=E4M3, **options
+    )
+    if with_residual:
+        y, expected_total = add_rms_norm(x, residual, weight, 1e-6, **options)
+        assert torch.equal(total, expected_total)
+        outputs, gradients = ([carrier, total], [y, expected_total]), [dy, dtotal]
+    else:
+        y = rms_norm(x, weight, 1e-6, **options)
+        outputs, gradients = ([carrier], [y]), [dy]
+    normed = (total if with_residual else x).detach().double()
+    exact = normed * (normed.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.detach().double()
+    assert_nearly_rounded(data, exact / inverse.double(), E4M3)
+    found = [torch.autograd.grad(outputs[i], leaves, gradients) for i in (0, 1)]
+    for actual, expected in zip(*found, strict=True):
+        assert torch.equal(actual, expected)
