@@ -86,7 +86,8 @@ def _memory(config: TrainConfig, count: ParameterCount) -> int:
         element_size=2 if trainer.autocasts else 4,
         gradient_checkpointing=trainer.activation_checkpointing,
     )
-    return memory.total
+    float8_weights = 2 * count.total if trainer.precision == "fp8" else 0  # in both orders
+    return memory.total + float8_weights
 
 
 def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:
