@@ -339,11 +339,20 @@ def store_transposed(p, b_x, o_m, o_n, mask, stride):
     tl.store(p + o_n.to(tl.int64)[:, None] * stride + o_m[None, :], tl.trans(b_x), mask=tl.trans(mask))
 
 
+@triton.jit
+def from_the_end(i, steps):
+    """Which block is step `i` of this program's `steps`.
+
+    What was written last is still in the L2 cache, and what is read last will be when the cast begins.
+    """
+    return (steps - i) * tl.num_programs(0) - 1 - tl.program_id(0)
+
+
 @triton.jit(do_not_specialize=["steps"])
 def amax_kernel(x, largest, n, steps, BLOCK: tl.constexpr):
     b_bits = tl.zeros((BLOCK,), tl.int32)
     for i in range(0, steps):
-        o = (i * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        o = from_the_end(i, steps).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         b_bits = tl.maximum(b_bits, magnitude_bits(tl.load(x + o, mask=o < n, other=0.0)))
     tl.store(largest + tl.program_id(0), tl.max(b_bits, 0))
 
@@ -397,7 +406,7 @@ def swiglu_amax_kernel(
 ):  # fmt: skip
     b_bits = tl.zeros((BM, BN), tl.int32)
     for i in range(0, steps):
-        o_m, o_n, mask = tile(i * tl.num_programs(0) + tl.program_id(0), rows, D, BM, BN)
+        o_m, o_n, mask = tile(from_the_end(i, steps), rows, D, BM, BN)
         b_gate, b_up = load_gate_up(gate_up, o_m, o_n, mask, D)
         if BACKWARD:
             b_dy = tl.load(dy + o_m[:, None] * D + o_n[None, :], mask=mask, other=0.0).to(tl.float32)
