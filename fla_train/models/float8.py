@@ -78,7 +78,7 @@ class Float8Weights:
 
 def runs_in_float8(layer: nn.Module, x: Tensor) -> bool:
     """Whether `layer` multiplies x [..., in_features] in float8: the number of rows has to fit, too."""
-    return hasattr(layer, "float8") and x[..., 0].numel() % MULTIPLE == 0
+    return hasattr(layer, "float8") and x.numel() // x.shape[-1] % MULTIPLE == 0
 
 
 def float8_project(
@@ -130,6 +130,7 @@ def _mlp(
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [..., D] as a matrix."""
     return x.reshape(-1, x.shape[-1]).to(dtype)
 
 
