@@ -89,9 +89,17 @@ def float8_project(
     return list(_Projections.apply(x, None, dtype, layers[0].float8.of(layers), len(layers), *weights))
 
 
-def float8_mlp(x: Tensor, gate: nn.Linear, up: nn.Linear, down: nn.Linear, dtype: torch.dtype) -> Tensor:
-    """down(silu(gate(x)) * up(x)) for x [..., D], in `dtype`."""
-    return _mlp(x, None, dtype, gate, up, down)
+def float8_mlp(
+    x: Tensor,
+    gate: nn.Linear,
+    up: nn.Linear,
+    down: nn.Linear,
+    dtype: torch.dtype,
+    cast: Float8Matrix | None = None,
+) -> Tensor:
+    """down(silu(gate(x)) * up(x)) for x [..., D], in `dtype`; `cast` is x in e4m3, if it is there already."""
+    casts = gate.float8.of((gate, up)), down.float8.of((down,))
+    return _MLP.apply(x, cast, dtype, *casts, gate.weight, up.weight, down.weight)
 
 
 def float8_norm_project(x: Tensor, norm: nn.Module, layer: nn.Linear, dtype: torch.dtype) -> Tensor:
@@ -114,19 +122,8 @@ def float8_norm_mlp(
     """`float8_mlp` of norm(residual + update), and that sum."""
     scaled, inverse = gate.float8.of_norm(norm)
     y, data, total = cast_rms_norm(update, residual, norm.weight, scaled, norm.eps, dtype=dtype, narrow=E4M3)
-    return _mlp(y, Float8Matrix(data.flatten(0, -2), None, inverse), dtype, gate, up, down), total
-
-
-def _mlp(
-    x: Tensor,
-    cast: Float8Matrix | None,
-    dtype: torch.dtype,
-    gate: nn.Linear,
-    up: nn.Linear,
-    down: nn.Linear,
-) -> Tensor:
-    casts = gate.float8.of((gate, up)), down.float8.of((down,))
-    return _MLP.apply(x, cast, dtype, *casts, gate.weight, up.weight, down.weight)
+    cast = Float8Matrix(data.flatten(0, -2), None, inverse)
+    return float8_mlp(y, gate, up, down, dtype, cast), total
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
