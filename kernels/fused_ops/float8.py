@@ -2,8 +2,9 @@
 
 A scale is the power of two that puts the largest magnitude into the upper binade but one of the format, so
 that scaling is exact. It is found from the tensor itself (dynamic scaling): one kernel leaves the largest
-magnitude that each of its programs has seen, the next one takes the largest of them and casts. Both orders of
-a matrix are written, because a float8 product on a GPU takes rows of both factors along the summed axis.
+magnitude that each of its programs has seen, the next one takes the largest of them and casts. The output of
+an RMSNorm has a scale from its bound, and no kernel looks at it. Both orders of a matrix are written, because
+a float8 product on a GPU takes rows of both factors along the summed axis.
 """
 
 from collections.abc import Sequence
@@ -20,10 +21,8 @@ from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2, processors
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-TOP = {
-    E4M3: 7,
-    E5M2: 14,
-}  # exponent of the largest magnitudes once scaled; the formats end at 1.75 * 2^(TOP + 1)
+# Exponent of the largest magnitudes once scaled; the formats end at 1.75 * 2^(TOP + 1).
+TOP = {E4M3: 7, E5M2: 14}
 MULTIPLE = 16  # of both sizes of a matrix that float8 products take
 
 PROGRAMS_PER_PROCESSOR = 4  # of the kernels that look for the largest magnitude
