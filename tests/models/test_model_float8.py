@@ -103,7 +103,7 @@ def test_an_mlp_is_products_of_rounded_numbers() -> None:
         y = WithGradient.apply(F.silu(gate) * up, half)
         return with_rounded_gradient(F.linear(rounded(y), rounded(mlp.down_proj.weight)))
 
-    # Tensor cores keep the forward pass's sums in fewer bits, which takes some numbers to the next one in float8.
+    # Tensor cores keep sums in fewer bits, which takes some numbers to the next one in float8.
     assert_same(mlp, reference, x, layers, 4e-3 if DEVICE == "cpu" else 2e-2)
 
 
