@@ -18,7 +18,7 @@ from fla_train.kernels.delta_product.recurrent import L2NORM_EPS
 from fla_train.kernels.fused_ops.gates import softplus
 from fla_train.kernels.fused_ops.rms_norm import add_rms_norm, rms_norm
 from fla_train.kernels.optional_triton import tl, triton
-from fla_train.kernels.sizes import ceil_div, next_power_of_2
+from fla_train.kernels.sizes import ceil_div, next_power_of_2, processors
 
 MAX_WEIGHTS = 6  # of `linear_step`
 MAX_STATE = 32768  # elements of a head's state in `mixer_step`: 128 registers of each of 256 threads
@@ -100,10 +100,13 @@ def mixer_step(
     """
     batch, heads, key_dim, value_dim = state.shape
     o = y.new_empty(batch, 1, heads * value_dim)
-    key_tile, value_tile = next_power_of_2(key_dim), next_power_of_2(value_dim)
-    warps = min(8, max(1, key_tile // 32, value_tile // 32))  # more would load each channel several times
+    key_tile, value_tile, tiles = next_power_of_2(key_dim), next_power_of_2(value_dim), 1
+    if batch * heads > processors(y.device) and value_tile >= 32:
+        value_tile, tiles = value_tile // 2, 2  # smaller programs, which all run at once
+    # 128 elements of the state for each thread; more warps would load each channel several times.
+    warps = min(8, max(1, value_tile // 32, key_tile * value_tile // 4096))
     starts = {f"C{name.upper()}": columns.get(name, -1) for name in "qkvbag"}
-    tiles, overlap = 1, overlaps(y)
+    overlap = overlaps(y)
     with torch.cuda.device_of(y):
         run_kernel(
             mixer_step_kernel, (batch * heads,),
@@ -131,11 +134,11 @@ def tile(x: Tensor, width: int) -> tuple[int, int, int]:
     tokens, _, size = x.shape
     if tokens == 1:  # all of a program's loads at once, and all programs at once
         block = min(4096, next_power_of_2(size))
-        return 1, max(1, 2048 // (block * width)), block
+        return 1, max(1, 8192 // (block * width)), block
     # Programs read all tokens again, from the L2 cache: as many rows as leave most multiprocessors one.
     return (
         min(MAX_TOKENS, max(16, next_power_of_2(tokens))),
-        (64 if x.element_size() == 2 else 32) // width,
+        32 // width,
         512 // x.element_size(),
     )
 
