@@ -14,7 +14,7 @@ from fla_train.kernels.sizes import ceil_div
 BLOCK = 1024  # elements of a program: 16 bytes of bf16 for each thread of four warps
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit  # which knows that 16 divides n: the mask would forbid wide loads otherwise
 def delta_product_sum_shares_kernel(
     shares, total, n, COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
