@@ -122,9 +122,9 @@ def mixer_step(
 
 
 def overlaps(x: Tensor) -> bool:
-    """Whether a kernel starts before the one ahead of it has ended (programmatic dependent launch).
+    """Whether a kernel starts before the one ahead of it has ended (programmatic dependent launch, CUDA).
 
-    It may then read what the kernel ahead does not write, as weights, and waits before anything else.
+    Before it waits for that one's end it may read only what no kernel of this step writes, such as weights.
     """
     return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
@@ -135,7 +135,7 @@ def tile(x: Tensor, width: int) -> tuple[int, int, int]:
     if tokens == 1:  # all of a program's loads at once, and all programs at once
         block = min(4096, next_power_of_2(size))
         return 1, max(1, 8192 // (block * width)), block
-    # Programs read all tokens again, from the L2 cache: as many rows as leave most multiprocessors one.
+    # Each program reads all tokens again, from the L2 cache. Sizes by their times on an H100.
     return (
         min(MAX_TOKENS, max(16, next_power_of_2(tokens))),
         32 // width,
@@ -201,7 +201,7 @@ def linear_step_kernel(
         b_w = tl.load(w + p_w, mask=m_w, other=0.0)
         if SWIGLU:
             b_w_up = tl.load(w1 + p_w, mask=m_w, other=0.0)
-        if OVERLAP and BM == 1:  # waits and triggers once; the weights of one token are on their way
+        if OVERLAP and BM == 1:  # behind the loads of the weights; only the first call waits
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
         b_x = tl.load(x + p_x, mask=m_x, other=0.0)
@@ -289,7 +289,7 @@ def mixer_step_kernel(
     m_k, c_q = o_k < K, i_h * K + o_k
     p_s = state + i_bh * K * V + o_k[:, None] * V + o_v[None, :]
     b_s = tl.load(p_s, mask=m_k[:, None] & (o_v < V)[None, :], other=0.0)
-    if OVERLAP:  # the state is of the step before, which has ended
+    if OVERLAP:  # the state is of the step before, which had ended when this step's embedding began
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     y += i_b * ROWS
