@@ -20,8 +20,9 @@ def precompile(work: Callable[[], object], threads: int) -> None:
     """Compile the kernels that `work` launches; return once they are compiled, or read from Triton's cache.
 
     `work` runs in this thread, backward passes included, on memory that no kernel has filled: its results
-    mean nothing, and no control flow may depend on them. A kernel that does not compile fails at its launch,
-    later. No other thread may launch a kernel meanwhile.
+    mean nothing. Neither control flow nor an index may depend on them: an index out of bounds makes the GPU
+    unusable for the process. A kernel that does not compile fails at its launch, later. No other thread may
+    launch a kernel meanwhile.
 
     Args:
         threads: in which kernels are compiled.
