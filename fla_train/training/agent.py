@@ -26,6 +26,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -41,6 +42,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from fla_train.training.config import LaunchConfig
 from fla_train.training.failures import describe_exit
+from fla_train.training.import_ahead import start_worker
 from fla_train.training.log import log
 from fla_train.training.preemption import EXIT_CODE, SIGNALS, Preempted, StopSignals
 from fla_train.training.process_group import (
@@ -118,6 +120,8 @@ def run_workers(
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # our own lines say what they would
+    # Torch has no public way to hand its agent a process that has been started.
+    SubprocessHandler._popen = lambda handler, command, environment: start_worker(command, environment)
     with StopSignals() as signals, _environment(launch, began):
         _Launcher(arguments, launch, newest_step, run, scratch, signals).run()
 
