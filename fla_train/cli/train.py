@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from fla_train.cli.app import INTERRUPTED, LeftOut, SweepJob, fail, leave, run_hydra, sweep_job
 from fla_train.cli.base import with_base
-from fla_train.training.import_ahead import importing_worker
+from fla_train.utils.import_ahead import importing_worker
 from fla_train.utils.ranks import is_rank
 from fla_train.utils.timeline import BEGAN, process_start
 

@@ -42,7 +42,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from fla_train.training.config import LaunchConfig
 from fla_train.training.failures import describe_exit
-from fla_train.training.import_ahead import start_worker
 from fla_train.training.log import log
 from fla_train.training.preemption import EXIT_CODE, SIGNALS, Preempted, StopSignals
 from fla_train.training.process_group import (
@@ -54,6 +53,7 @@ from fla_train.training.process_group import (
     is_own_address,
 )
 from fla_train.training.worker import FINAL
+from fla_train.utils.import_ahead import start_worker
 from fla_train.utils.processes import available_cores
 from fla_train.utils.timeline import BEGAN
 

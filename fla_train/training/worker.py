@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from fla_train.training.failures import describe_failure
-from fla_train.training.import_ahead import wait_for_arguments
 from fla_train.training.log import log_both, redirect_output
 from fla_train.training.preemption import EXIT_CODE, StopRequest
 from fla_train.utils.filesystem import write_whole
+from fla_train.utils.import_ahead import wait_for_arguments
 from fla_train.utils.processes import die_with_parent
 from fla_train.utils.timeline import BEGAN, Timeline
 from fla_train.utils.watchdog import Watchdog, end_process

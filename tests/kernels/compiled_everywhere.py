@@ -1,7 +1,7 @@
 """Every Triton kernel, compiled for a GPU that is not there: registers, spills and shared memory as a table.
 
-    python -m tests.kernels.compiled_everywhere 8.0            # or 9.0, 10.0, ...; minutes
-    python -m tests.kernels.compiled_everywhere 8.0 --quick    # one head dimension
+    python -m tests.kernels.compiled_everywhere 8.0                          # or 9.0, 10.0; minutes
+    python -m tests.kernels.compiled_everywhere 8.0 --cases "K 128|decoding" # a regular expression
 
 The operator and the fused ops run as on that GPU, with the launch options that it would get, on the CPU's
 memory; a launch only compiles. In a process of its own: what is asked of the device is replaced.
@@ -40,13 +40,12 @@ class Kernel:
     shared: int  # bytes a program
 
 
-def compile_everywhere(architecture: str, *, quick: bool = False) -> list[Kernel]:
+def compile_everywhere(architecture: str) -> list[Kernel]:
     """All variants for a compute capability, from another process; raises what a kernel's compiler says."""
     left_out = ("TRITON_INTERPRET", "COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    words = [architecture, "--json", *(["--quick"] if quick else [])]
     done = subprocess.run(
-        [sys.executable, "-m", __name__, *words],
+        [sys.executable, "-m", __name__, architecture, "--json"],
         cwd=TESTS_ROOT,
         env=environment,
         capture_output=True,
@@ -96,23 +95,19 @@ def pretend(architecture: str) -> None:
     token_step.overlaps = lambda x: major >= 9
 
 
-def operator_cases(*, quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+def operator_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """The operator forward and backward by head dimensions, n_h and gate; packed, split and in float32."""
-    dims = [(128, 128)] if quick else [(64, 64), (128, 128), (128, 256), (256, 256)]
-    for (key_dim, value_dim), steps in itertools.product(dims, (1, 2)):
-        name = f"K {key_dim}, V {value_dim}, n_h {steps}"
-        yield name, partial(operator, key_dim, value_dim, steps)
-    yield "K 128, V 128, n_h 1, no gate", partial(operator, 128, 128, 1, gated=False)
-    if not quick:
-        yield "K 128, V 128, n_h 1, packed", partial(operator, 128, 128, 1, documents=[0, 40, TOKENS])
-        yield "K 128, V 128, n_h 1, split", partial(operator, 128, 128, 1, segment_chunks=1)
-        yield "K 64, V 64, n_h 1, fp32", partial(operator, 64, 64, 1, dtype=torch.float32)
-        yield "K 16, V 16, n_h 1, fp32", partial(operator, 16, 16, 1, dtype=torch.float32)
+    for size, steps in ((128, 1), (128, 2), (64, 1), (256, 1)):
+        yield f"K {size}, n_h {steps}", partial(operator, size, steps)
+    yield "K 128, n_h 1, no gate", partial(operator, 128, 1, gated=False)
+    yield "K 128, n_h 1, packed", partial(operator, 128, 1, documents=[0, 40, TOKENS])
+    yield "K 128, n_h 1, split", partial(operator, 128, 1, segment_chunks=1)
+    yield "K 64, n_h 1, fp32", partial(operator, 64, 1, dtype=torch.float32)
+    yield "K 16, n_h 1, fp32", partial(operator, 16, 1, dtype=torch.float32)
 
 
 def operator(
-    key_dim: int,
-    value_dim: int,
+    size: int,
     steps: int,
     *,
     gated: bool = True,
@@ -126,7 +121,7 @@ def operator(
     heads = 2 * max(PROCESSORS.values()) if segment_chunks is None else 1  # a busy device, or an idle one
     q, k, v = (
         torch.zeros(1, TOKENS, *shape, dtype=dtype, requires_grad=True)
-        for shape in ((heads, key_dim), (steps, heads, key_dim), (steps, heads, value_dim))
+        for shape in ((heads, size), (steps, heads, size), (steps, heads, size))
     )
     beta = torch.zeros(1, TOKENS, steps, heads, requires_grad=True)
     g = torch.zeros(1, TOKENS, heads, requires_grad=True) if gated else None
@@ -175,7 +170,7 @@ def decoding() -> None:
     triton_step(*step, state, scale=1.0, qk_l2norm=True)
 
 
-def compile_all(architecture: str, *, quick: bool) -> Iterator[Kernel]:
+def compile_all(architecture: str, pattern: str) -> Iterator[Kernel]:
     import triton
 
     pretend(architecture)
@@ -189,7 +184,9 @@ def compile_all(architecture: str, *, quick: bool) -> Iterator[Kernel]:
 
     triton.knobs.compilation.listener = listener
     seen: set[Path] = set()
-    for case, run in itertools.chain(operator_cases(quick=quick), fused_cases()):
+    for case, run in itertools.chain(operator_cases(), fused_cases()):
+        if not re.search(pattern, case):
+            continue
         found.clear()
         with _without_launches():
             run()
@@ -218,10 +215,10 @@ def resources(cubin: Path) -> tuple[int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("architecture", choices=sorted(PROCESSORS))
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--cases", default="", help="a regular expression")
     parser.add_argument("--json", action="store_true")
     request = parser.parse_args()
-    kernels = compile_all(request.architecture, quick=request.quick)
+    kernels = compile_all(request.architecture, request.cases)
     if request.json:
         print(json.dumps([asdict(kernel) for kernel in kernels]))
         return

@@ -9,13 +9,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fla_train.training.import_ahead import COMMAND, importing_worker, start_worker
+from fla_train.utils.import_ahead import COMMAND, importing_worker, start_worker
 
 pytestmark = pytest.mark.usefixtures("unwatched")
 # A launcher that is killed while its worker waits.
 KILLED = """
 import os, signal
-from fla_train.training.import_ahead import importing_worker
+from fla_train.utils.import_ahead import importing_worker
 from psutil import Process
 with importing_worker():
     print(Process().children()[0].pid, flush=True)
