@@ -194,7 +194,7 @@ def train_plainly(config: TrainConfig, steps: int, synced: bool) -> tuple[float,
     for _ in range(steps):
         ids = torch.randint(config.model["vocab_size"], size, device=device)
         with nullcontext() if synced else ddp.no_sync():
-            with torch.autocast(device.type, torch.bfloat16, enabled=trainer.precision == "bf16"):
+            with torch.autocast(device.type, torch.bfloat16, enabled=trainer.autocasts):
                 loss = ddp(input_ids=ids, labels=ids, use_cache=False).loss
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm)

@@ -9,6 +9,13 @@ from torch.autograd.function import once_differentiable
 from transformers.activations import ACT2FN
 
 from fla_train.kernels.fused_ops import add_rms_norm, rms_norm, short_convolution, swiglu_linear
+from fla_train.models.float8 import (
+    float8_mlp,
+    float8_norm_mlp,
+    float8_norm_project,
+    float8_project,
+    runs_in_float8,
+)
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
@@ -22,9 +29,14 @@ def project(x: Tensor, *layers: nn.Linear) -> list[Tensor]:
 
     The backward pass accumulates the gradient of x inside its matrix products (`addmm_`); autograd would add
     the products one by one, each time reading two tensors of the size of x and writing a third. Layers that
-    are no plain `nn.Linear`, or have hooks, are called as they are.
+    are no plain `nn.Linear`, or have hooks, are called as they are. Training in float8 is decided here.
     """
     if torch.is_grad_enabled() and all(map(is_plain, layers)):
+        if float8 := tuple(layer for layer in layers if runs_in_float8(layer, x)):
+            others = [layer for layer in layers if layer not in float8]
+            outputs = float8_project(x, float8, others, matmul_dtype(x))
+            by_layer = dict(zip((*float8, *others), outputs, strict=True))
+            return [by_layer[layer] for layer in layers]
         return list(_Projections.apply(x, matmul_dtype(x), *(layer.weight for layer in layers)))
     return [layer(x) for layer in layers]
 
@@ -126,7 +138,39 @@ class GatedMLP(nn.Module):
         self.fused = activation == "silu"  # the kernel has no other activation
 
     def forward(self, x: Tensor) -> Tensor:
+        """From x [..., hidden_size] to the same shape."""
+        if self.runs_in_float8(x):
+            return float8_mlp(x, *self.layers, matmul_dtype(x))
         gate, up = project(x, self.gate_proj, self.up_proj)
         if self.fused and is_plain(self.down_proj):
             return swiglu_linear(gate, up, self.down_proj.weight)
         return self.down_proj(self.act(gate) * up)
+
+    @property
+    def layers(self) -> tuple[nn.Linear, ...]:
+        return self.gate_proj, self.up_proj, self.down_proj
+
+    def runs_in_float8(self, x: Tensor) -> bool:
+        """Whether all of it does for x [..., hidden_size]."""
+        return (
+            self.fused
+            and torch.is_grad_enabled()
+            and all(is_plain(layer) and runs_in_float8(layer, x) for layer in self.layers)
+        )
+
+
+def norm_project(norm: RMSNorm, x: Tensor, gate: Tensor | None, layer: nn.Linear) -> Tensor:
+    """layer(norm(x, gate)) for x [..., H, V], norms side by side; in float8 without a tensor between."""
+    y = x.flatten(-2)
+    if gate is None and torch.is_grad_enabled() and is_plain(layer) and runs_in_float8(layer, y):
+        return float8_norm_project(x, norm, layer, matmul_dtype(x))
+    return project(norm(x, gate).flatten(-2), layer)[0]
+
+
+def norm_mlp(norm: RMSNorm, update: Tensor, residual: Tensor, mlp: GatedMLP) -> tuple[Tensor, Tensor]:
+    """residual + update, and the MLP of its norm; in float8 without a tensor between."""
+    if not mlp.runs_in_float8(update):
+        y, total = norm(update, residual=residual)
+        return total, mlp(y)
+    y, total = float8_norm_mlp(update, residual, norm, *mlp.layers, matmul_dtype(residual))
+    return total, y

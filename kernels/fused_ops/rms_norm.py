@@ -75,6 +75,36 @@ def add_rms_norm(
     return rms_norm(total, weight, eps, dtype=dtype, backend="torch"), total
 
 
+def cast_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    scaled: Tensor,
+    eps: float,
+    *,
+    dtype: torch.dtype,
+    narrow: torch.dtype,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`rms_norm`, or `add_rms_norm`, whose result is needed in a float8 format only.
+
+    Args:
+        scaled: the weight times the scale of the result in `narrow`; without gradient.
+        dtype: of the result's gradient.
+
+    Returns:
+        A tensor of the result's shape and `dtype` that takes its gradient, and has no content on a GPU; the
+        scaled result in `narrow`; the sum with the residual.
+    """
+    if _resolve(backend, x, weight, "residual", residual) == "triton":
+        return _CastRMSNorm.apply(x, residual, weight, scaled, eps, dtype, narrow)
+    y, total = rms_norm(x, weight, eps, dtype=dtype, backend="torch"), None
+    if residual is not None:
+        y, total = add_rms_norm(x, residual, weight, eps, dtype=dtype, backend="torch")
+    normed = (x if total is None else total).detach()
+    return y, rms_norm(normed, scaled, eps, dtype=torch.float32, backend="torch").to(narrow), total
+
+
 def _resolve(backend: str, x: Tensor, weight: Tensor, name: str, other: Tensor | None) -> str:
     size = x.shape[-1]
     if weight.shape != (size,):
@@ -120,6 +150,29 @@ class _RMSNorm(torch.autograd.Function):
         separate = None if dresidual is dx else dresidual
         rms_norm_backward(x, weight, gate, dy, dtotal, ctx.eps, dx, dweight, dgate, separate)
         return dx, dweight.to(weight.dtype), dgate, dresidual, None, None
+
+
+class _CastRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, weight, scaled, eps, dtype, narrow):
+        x, total = x.contiguous(), None
+        if residual is not None:
+            residual = residual.contiguous()
+            total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
+        data = torch.empty_like(x, dtype=narrow)
+        rms_norm_forward(x, residual, scaled, None, eps, data, total)
+        ctx.save_for_backward(x if total is None else total, weight, None)
+        ctx.eps, ctx.residual_dtype = eps, None if residual is None else residual.dtype
+        ctx.dtype = x.dtype
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(data)
+        return x.new_empty(1, dtype=dtype).expand(x.shape), data, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, _, dtotal):
+        dx, dweight, _, dresidual, *_ = _RMSNorm.backward(ctx, dy, dtotal)
+        return dx, dresidual, dweight, None, None, None, None
 
 
 @custom_op(mutates=("y", "total"))

@@ -70,7 +70,7 @@ def _rewind(engine, start: dict[str, Tensor]) -> None:
 def main() -> None:
     config = load_config(Path(sys.argv[1]))
     engine = build_engine(make_model(config), config)
-    compare(engine, CudaGraphPass(engine.module, bf16=config.trainer.precision == "bf16"))
+    compare(engine, CudaGraphPass(engine.module, bf16=config.trainer.autocasts))
     print("equal")
     dist.destroy_process_group()
 
