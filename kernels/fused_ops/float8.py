@@ -4,7 +4,8 @@ A scale is the power of two that puts the largest magnitude into the upper binad
 that scaling is exact. It is found from the tensor itself (dynamic scaling): one kernel leaves the largest
 magnitude that each of its programs has seen, the next one takes the largest of them and casts. The output of
 an RMSNorm has a scale from its bound, and no kernel looks at it. Both orders of a matrix are written, because
-a float8 product on a GPU takes rows of both factors along the summed axis.
+a float8 product on a GPU takes rows of both factors along the summed axis. Numbers are rounded to bf16 first,
+as bf16 training rounds them.
 """
 
 from collections.abc import Sequence
@@ -88,7 +89,7 @@ def cast_float8(
     if resolve_backend(backend, xs[0]) == "torch":
         x = torch.cat(list(xs), dim)
         scale, inverse = scale_of(x.abs().amax(), dtype)
-        out.data.copy_(x.float() * scale)
+        out.data.copy_(x.bfloat16() * scale)
         out.transposed.copy_(out.data.t())
         out.inverse.copy_(inverse)
     else:
@@ -119,7 +120,7 @@ def cast_swiglu(gate_up: Tensor, *, backend: str = "auto") -> Float8Matrix:
         gate, up = gate_up.float().chunk(2, -1)
         y = F.silu(gate) * up
         scale, found = scale_of(y.abs().amax(), E4M3)
-        data.copy_(y * scale)
+        data.copy_(y.bfloat16() * scale)
         inverse.copy_(found)
     else:
         largest = torch.empty(amax_programs(gate_up.device), dtype=torch.int32, device=gate_up.device)
@@ -152,10 +153,10 @@ def cast_swiglu_backward(
         dy = dy.float()
         dx = torch.cat([dy * up * (sigmoid + silu * (1 - sigmoid)), dy * silu], -1)
         scale, found = scale_of(dx.abs().amax(), dtype)
-        d.data.copy_(dx * scale)
+        d.data.copy_(dx.bfloat16() * scale)
         d.transposed.copy_(d.data.t())
         d.inverse.copy_(found)
-        y_transposed.copy_((silu * up / inverse).t())
+        y_transposed.copy_(((silu * up).bfloat16() / inverse).t())
     else:
         dy = dy.contiguous()
         largest = torch.empty(amax_programs(gate_up.device), dtype=torch.int32, device=gate_up.device)
@@ -334,8 +335,20 @@ def tile(i_tile, rows, columns, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def store_transposed(p, b_x, o_m, o_n, mask, stride):
-    tl.store(p + o_n.to(tl.int64)[:, None] * stride + o_m[None, :], tl.trans(b_x), mask=tl.trans(mask))
+def narrowed(b_x, scale, p):
+    """b_x in bf16, scaled, in the float8 format of what `p` points at."""
+    return (b_x.to(tl.float32) * scale).to(p.dtype.element_ty)
+
+
+@triton.jit
+def store_transposed(p, b_x, scale, o_m, o_n, mask, stride):
+    """The transpose of b_x in bf16 as float8.
+
+    It is transposed before it is narrowed: of float8 tiles, made of fp32, Triton 3.6 and ptxas 12.8 stored
+    other bytes.
+    """
+    p += o_n.to(tl.int64)[:, None] * stride + o_m[None, :]
+    tl.store(p, narrowed(tl.trans(b_x), scale, p), mask=tl.trans(mask))
 
 
 @triton.jit
@@ -364,12 +377,11 @@ def cast_kernel(
     COUNT: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     o_m, o_n, mask = tile(tl.program_id(0), rows, columns, BM, BN)
-    b_x = tl.load(x + o_m[:, None] * columns + o_n[None, :], mask=mask, other=0.0)
+    b_x = tl.load(x + o_m[:, None] * columns + o_n[None, :], mask=mask, other=0.0).to(tl.bfloat16)
     scale, inverse_scale = load_scale(largest, COUNT, PADDED, TOP)
     store_inverse(inverse, inverse_scale)
-    b_y = (b_x.to(tl.float32) * scale).to(y.dtype.element_ty)
-    tl.store(y + o_m[:, None] * y_stride + o_n[None, :], b_y, mask=mask)
-    store_transposed(y_t, b_y, o_m, o_n, mask, t_stride)
+    tl.store(y + o_m[:, None] * y_stride + o_n[None, :], narrowed(b_x, scale, y), mask=mask)
+    store_transposed(y_t, b_x, scale, o_m, o_n, mask, t_stride)
 
 
 @triton.jit
@@ -378,7 +390,7 @@ def transpose_cast_kernel(
 ):  # fmt: skip
     o_m, o_n, mask = tile(tl.program_id(0), rows, columns, BM, BN)
     b_x = tl.load(x + o_m[:, None] * columns + o_n[None, :], mask=mask)
-    store_transposed(y, b_x, o_m, o_n, mask, rows)
+    tl.store(y + o_n.to(tl.int64)[:, None] * rows + o_m[None, :], tl.trans(b_x), mask=tl.trans(mask))
 
 
 @triton.jit
@@ -427,8 +439,8 @@ def swiglu_cast_kernel(
     b_gate, b_up = load_gate_up(gate_up, o_m, o_n, mask, D)
     scale, inverse_scale = load_scale(largest, COUNT, PADDED, TOP)
     store_inverse(inverse, inverse_scale)
-    b_y = b_gate * tl.sigmoid(b_gate) * b_up * scale
-    tl.store(y + o_m[:, None] * D + o_n[None, :], b_y.to(y.dtype.element_ty), mask=mask)
+    b_y = (b_gate * tl.sigmoid(b_gate) * b_up).to(tl.bfloat16)
+    tl.store(y + o_m[:, None] * D + o_n[None, :], narrowed(b_y, scale, y), mask=mask)
 
 
 @triton.jit
@@ -446,11 +458,10 @@ def swiglu_backward_cast_kernel(
     store_inverse(d_inverse, inverse_scale)
     y_scale = ((254 << 23) - tl.load(inverse).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     b_dgate, b_dup, b_y = swiglu_gradients(b_gate, b_up, b_dy)
-    store_transposed(y_t, (b_y * y_scale).to(y_t.dtype.element_ty), o_m, o_n, mask, rows)
-    b_dgate = (b_dgate * scale).to(d.dtype.element_ty)
+    store_transposed(y_t, b_y.to(tl.bfloat16), y_scale, o_m, o_n, mask, rows)
     p_d = d + o_m[:, None] * (2 * D) + o_n[None, :]
-    tl.store(p_d, b_dgate, mask=mask)
-    store_transposed(d_t, b_dgate, o_m, o_n, mask, rows)
-    b_dup = (b_dup * scale).to(d.dtype.element_ty)
-    tl.store(p_d + D, b_dup, mask=mask)
-    store_transposed(d_t, b_dup, o_m, o_n + D, mask, rows)
+    b_dgate, b_dup = b_dgate.to(tl.bfloat16), b_dup.to(tl.bfloat16)
+    tl.store(p_d, narrowed(b_dgate, scale, d), mask=mask)
+    store_transposed(d_t, b_dgate, scale, o_m, o_n, mask, rows)
+    tl.store(p_d + D, narrowed(b_dup, scale, d), mask=mask)
+    store_transposed(d_t, b_dup, scale, o_m, o_n + D, mask, rows)
