@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fla_train.kernels.fused_ops import recurrence_gates, rms_norm, short_convolution, swiglu_linear
 from fla_train.kernels.fused_ops.side_by_side import SideBySideGradients, as_rows
@@ -104,6 +105,21 @@ def test_interpreted(consumer: Consumer, sizes: tuple[int, ...], collected: list
 def test_gpu(consumer: Consumer, sizes: tuple[int, ...], collected: list[bool]) -> None:
     check(consumer, linears(256, sizes), random(2, 129, 256), BF16, 1e-2)
     assert collected == [True]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activations_that_are_computed_again(reentrant: bool, collected: list[bool]) -> None:
+    layers, x = linears(8, (20, 20)), random(3, 8).requires_grad_()
+
+    def run(x: Tensor) -> Tensor:
+        return mlp(project(x, *layers), "triton")[0]
+
+    checkpoint(run, x, use_reentrant=reentrant).sum().backward()
+    leaves = [x, *(layer.weight for layer in layers)]
+    torch.testing.assert_close(
+        [leaf.grad for leaf in leaves], list(torch.autograd.grad(run(x).sum(), leaves))
+    )
+    assert collected == [True, True]
 
 
 def both(projections: list[Tensor]) -> list[Tensor]:
