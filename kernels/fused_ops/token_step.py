@@ -168,7 +168,7 @@ def tile(x: Tensor, width: int) -> tuple[int, int, int]:
     # Each program reads all tokens again, from the L2 cache. Sizes by their times on an H100.
     return (
         min(MAX_TOKENS, max(16, next_power_of_2(tokens))),
-        32 // width,
+        64 // width,
         512 // x.element_size(),
     )
 
