@@ -31,7 +31,7 @@ class Holder(nn.Module):
 
 
 def rounded(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
-    """x in bf16, in a float8 format and back, by a scale that is a power of two; its gradient passes as it is."""
+    """x in bf16, in a float8 format and back, by a scale of a power of two; its gradient passes as it is."""
     top = {torch.float8_e4m3fn: 7, torch.float8_e5m2: 14}[dtype]
     scale = 2.0 ** (top - x.detach().abs().max().double().log2().floor().item())
     return x + ((x.detach().bfloat16() * scale).to(dtype).to(x.dtype) / scale - x.detach())
