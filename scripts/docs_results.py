@@ -79,7 +79,7 @@ def operator(*found: Measurement) -> Iterator[str]:
     """Our kernels alone, by n_h and gate."""
     yield from _commands(found)
     yield from _table("n_h", "gate", "forward ms", "forward + backward ms", "memory MiB")
-    for row in found[0].rows:
+    for row in (row for row in found[0].rows if _kernel(row["kernel"]) == "ours"):
         memory = f"{row['memory_bytes'] / 2**20:,.0f}"
         yield _row(*_kind(row), f"{row['forward_ms']:.3f}", f"{row['both_ms']:.3f}", memory)
     yield from _sources(found)
@@ -89,7 +89,7 @@ def operator_peers(*found: Measurement) -> Iterator[str]:
     """Forward + backward of our kernels and others', a row for each n_h and gate."""
     yield from _commands(found)
     kinds: dict[tuple[str, ...], dict[str, float]] = {}
-    for row in found[0].rows:
+    for row in (row for row in found[0].rows if row["both_ms"] is not None):
         kinds.setdefault(_kind(row), {})[_kernel(row["kernel"])] = row["both_ms"]
     names = list(dict.fromkeys(name for times in kinds.values() for name in times))
     yield from _table("n_h", "gate", *(f"{name}, ms" for name in names))
@@ -150,20 +150,19 @@ def parts(*found: Measurement) -> Iterator[str]:
 def scaling(*found: Measurement) -> Iterator[str]:
     """Tokens/s by number of GPUs; efficiency is the speed per GPU over that of one GPU of the same file."""
     yield from _commands(found)
-    yield from _table("model", "GPUs", "overlap", "tokens/s", "efficiency", "GiB per GPU")
+    yield from _table("model", "run", "GPUs", "tokens/s", "efficiency", "GiB per GPU")
     for number, measured in enumerate(found, 1):
         alone: dict[str, float] = {}
         for row in measured.rows:
-            model = row["model"] if "gpus" in row else measured.model.rpartition("/")[2]
-            gpus = row.get("gpus") or row["processes"]
+            steps = "gpus" not in row  # of `fla-bench train`
+            model = measured.model.rpartition("/")[2] if steps else row["model"]
+            kind, gpus = ("steps", row["processes"]) if steps else (row["kind"], row["gpus"])
             speed = row["tokens_per_second"]
             alone.setdefault(model, speed)
             share = f"{speed / gpus / alone[model]:.0%}" if gpus > 1 else ""
-            overlaps = row.get("kind") == "overlap" or "launch.overlap_communication=true" in measured.command
-            overlap = "" if gpus == 1 else "yes" if overlaps else "no"
-            gib = row["memory_gib"] if "memory_gib" in row else row.get("memory_bytes", 0) / 2**30
+            gib = row.get("memory_bytes", 0) / 2**30 if steps else row["memory_gib"]
             memory = f"{gib:.1f}" if gib else ""
-            yield _row(_numbered(model, number, found), str(gpus), overlap, f"{speed:,.0f}", share, memory)
+            yield _row(_numbered(model, number, found), kind, str(gpus), f"{speed:,.0f}", share, memory)
     yield from _sources(found)
 
 
@@ -267,7 +266,7 @@ def _kernel(name: str) -> str:
     """The project behind a kernel of `fla-bench kernels`. fla hands its gated delta rule to FlashQLA."""
     if "FlashQLA" in name and "gated_delta_product" not in name:
         return "FlashQLA"
-    return name.partition(" ")[0]
+    return name.replace("fla_train", "ours").partition(" ")[0]
 
 
 def _kind(row: Row) -> tuple[str, str]:

@@ -31,7 +31,7 @@ def test_a_page_that_differs_is_found_and_rewritten(tmp_path, monkeypatch, capsy
         "hardware": "a card",
         "packages": {"torch": "9.8", "numpy": "1.2", "lm-eval": None},
     }
-    row = {"kernel": "ours triton", "num_householder": 2, "gated": True, "memory_bytes": 3 * 2**20}
+    row = {"kernel": "fla_train triton", "num_householder": 2, "gated": True, "memory_bytes": 3 * 2**20}
     rows = [row | {"forward_ms": 1.25, "both_ms": 4.0}]
     (tmp_path / "docs" / "reports" / "x.json").write_text(
         json.dumps({"environment": environment, "rows": rows})
