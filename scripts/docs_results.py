@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-TABLE = re.compile(r"(?<=<!-- table: )(\w+) ([^\n]+?)( -->\n).*?(?=<!-- end of table -->)", re.S)
+TABLE = re.compile(r"(?<=<!-- table: )(\w+)(\s[^>]+?)( -->\n).*?(?=<!-- end of table -->)", re.S)
 WIDTH = 120  # of lines, but for tables
 SHOWN = ("torch", "triton", "transformers", "deepspeed", "lm-eval", "flash-linear-attention", "flash-qla")
 PEERS = {
@@ -82,6 +82,20 @@ def operator(*found: Measurement) -> Iterator[str]:
     for row in (row for row in found[0].rows if _kernel(row["kernel"]) == "ours"):
         memory = f"{row['memory_bytes'] / 2**20:,.0f}"
         yield _row(*_kind(row), f"{row['forward_ms']:.3f}", f"{row['both_ms']:.3f}", memory)
+    yield from _sources(found)
+
+
+def heads(*found: Measurement) -> Iterator[str]:
+    """Forward + backward of our kernels, a row for each file: heads of its own sizes."""
+    yield from _commands(found)
+    counts = sorted({row["num_householder"] for measured in found for row in measured.rows})
+    yield from _table("K", "V", "value heads per key head", *(f"n_h = {n}, ms" for n in counts))
+    for number, measured in enumerate(found, 1):
+        sizes = measured.content["settings"]
+        times = {row["num_householder"]: f"{row['both_ms']:.3f}" for row in measured.rows}
+        key = _numbered(str(sizes["head_dim"]), number, found)
+        value = str(sizes["value_dim"] or sizes["head_dim"])
+        yield _row(key, value, str(sizes["group"]), *(times.get(n, "") for n in counts))
     yield from _sources(found)
 
 
@@ -238,6 +252,7 @@ FUNCTIONS: dict[str, Callable[..., Iterator[str]]] = {
         evaluation,
         figures,
         formal_languages,
+        heads,
         operator,
         operator_peers,
         parts,
@@ -257,7 +272,7 @@ def rewritten(page: str) -> str:
     def table(found: re.Match[str]) -> str:
         measurements = map(Measurement, found[2].split())
         lines = "\n".join(FUNCTIONS[found[1]](*measurements))
-        return f"{found[1]} {found[2]}{found[3]}\n{lines}\n\n"
+        return f"{found[1]}{found[2]}{found[3]}\n{lines}\n\n"
 
     return TABLE.sub(table, page)
 

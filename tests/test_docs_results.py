@@ -18,7 +18,7 @@ def test_pages_agree_with_their_json(capsys: pytest.CaptureFixture) -> None:
 
 def test_each_file_of_figures_is_on_a_page() -> None:
     files = {path.stem for path in (ROOT / "docs" / "reports" / "benchmarks").glob("*.json")}
-    assert files == set(re.findall(r" benchmarks/([\w.-]+)", (ROOT / "docs" / "benchmarks.md").read_text()))
+    assert files == set(re.findall(r"\sbenchmarks/([\w.-]+)", (ROOT / "docs" / "benchmarks.md").read_text()))
 
 
 def test_a_page_that_differs_is_found_and_rewritten(tmp_path, monkeypatch, capsys) -> None:
@@ -37,11 +37,11 @@ def test_a_page_that_differs_is_found_and_rewritten(tmp_path, monkeypatch, capsy
         json.dumps({"environment": environment, "rows": rows})
     )
     page = tmp_path / "docs" / "page.md"
-    page.write_text("before\n<!-- table: operator x -->\nold\n<!-- end of table -->\nafter\n")
+    page.write_text("before\n<!-- table: operator\n  x -->\nold\n<!-- end of table -->\nafter\n")
     assert script.main(["--check"]) == 1 and "old" in page.read_text()
     assert script.main([]) == 0 and script.main(["--check"]) == 0
     assert page.read_text() == (
-        "before\n<!-- table: operator x -->\n\n```sh\nfla-bench kernels --norm\n```\n\n"
+        "before\n<!-- table: operator\n  x -->\n\n```sh\nfla-bench kernels --norm\n```\n\n"
         "| n_h | gate | forward ms | forward + backward ms | memory MiB |\n|---|---|---|---|---|\n"
         "| 2 | yes | 1.250 | 4.000 | 3 |\n\n"
         "a card, torch 9.8, commit ccccccc with edits, 2031-02-03 ([JSON](reports/x.json)).\n\n"
