@@ -63,7 +63,8 @@ def short_convolution(
         )
     if state is not None:
         rows = batch if position_in_document is None else len(state)
-        if state.shape != (rows, channels, width - 1) or not rows or length % rows:
+        whole = rows == batch or (rows and length % rows == 0)
+        if state.shape != (rows, channels, width - 1) or not whole:
             raise ValueError(
                 f"state has shape {list(state.shape)}, x {list(x.shape)}: expected [B, D, W-1] = "
                 f"{[batch, channels, width - 1]}, or one for each row of packed documents"
