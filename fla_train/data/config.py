@@ -107,7 +107,9 @@ class DataConfig:
         if self.stream and self.source == "mixture":
             errors.append("data.stream=true reads a single source: prepare the mixture")
         if self.stream and self.contiguous:
-            errors.append("data.contiguous=true reads many places at once, a stream one: set data.stream=false")
+            errors.append(
+                "data.contiguous=true reads many places at once, a stream one: set data.stream=false"
+            )
         for key in ("max_documents", "max_tokens", "max_line_bytes", "shard_tokens", "stream_head_documents"):
             value = getattr(self, key)
             if value is not None and value < 1:

@@ -6,7 +6,6 @@ back-propagation through time. Nothing here has a gradient. Rows are numbered ov
 the data numbers them, so neither ranks nor micro-batches change what a row starts from.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +61,12 @@ class InitialStates:
 
     @classmethod
     def of_run(
-        cls, config: TrainConfig, sampler: BatchSampler, engine, resume: Path | None, log: Callable[[str], None]
+        cls,
+        config: TrainConfig,
+        sampler: BatchSampler,
+        engine,
+        resume: Path | None,
+        log: Callable[[str], None],
     ) -> "InitialStates | None":
         """Those of a run, as its checkpoint left them; None: its sequences start from zero.
 
@@ -107,7 +111,7 @@ class InitialStates:
                 StateKey(kind, number, index): state.new_zeros(len(self._rows), *state.shape[1:])
                 for number, layer in enumerate(cache.layers)
                 for kind, name in kinds.items()
-                for index, state in enumerate(getattr(layer, name, ()))
+                for index, state in getattr(layer, name, {}).items()
                 if state is not None and state.numel()
             }
         )

@@ -121,9 +121,7 @@ def test_packed_rows_continue_from_states(backend: str, width: int):
     state, weight = random(len(rows), channels, width - 1), random(channels, 1, width)
     x = torch.cat([document for row in documents for document in row], dim=1).t()[None]
     positions = torch.cat([torch.arange(n, device=DEVICE) for lengths in rows for n in lengths])
-    y, last = short_convolution(
-        x, weight, state=state, position_in_document=positions, backend=backend
-    )
+    y, last = short_convolution(x, weight, state=state, position_in_document=positions, backend=backend)
     expected, ends = [], []
     for row, before in zip(documents, state, strict=True):
         for document in row:
