@@ -1,8 +1,8 @@
 """States that a training pass starts from and leaves behind: its layers find them in place of a cache.
 
-A generation cache is updated in place, which a layer that runs again for activation checkpointing would do
-twice, and its states belong to the graph. These have two sides: a pass reads one and writes the other, without
-gradients, so a layer may run any number of times, and a CUDA graph may replay it on tensors that stay.
+A generation cache is updated in place: a layer that runs again for activation checkpointing would update it
+twice. These have two sides. A pass reads one and writes the other, without gradients. So a layer may run any
+number of times, and a CUDA graph may replay it on tensors that stay.
 """
 
 from collections.abc import Mapping

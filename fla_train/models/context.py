@@ -49,7 +49,7 @@ class SequenceContext(MovableTensors):
             cu_seqlens: [S + 1] bounds of the documents packed in one row (B = 1).
             cache: of the tokens before, as `cache_for` returns it.
             longest: what no packed document is longer than, if the host knows; it saves attention time.
-            states: of B rows, or of the R equal rows that make up the packed one, each with bounds of its own.
+            states: of B rows, or of the R equal rows that make up the packed one, each with own bounds.
 
         Raises:
             ValueError: when the arguments contradict each other.

@@ -13,8 +13,8 @@ A checkpoint is complete or absent: `async_writer.py` renames the folder once ev
 `manifest.json` is `{"version": 2, "sha256": ..., "content": ...}`, the sha256 being that of the content as
 compact JSON with sorted keys. Version 1 is the content alone, without a checksum of its own. The two share no
 key, so a damaged version 2 is never taken for a version 1. The world size determines the files of a
-checkpoint, but for the ranks' states, which are there of all ranks or of none; a manifest that lists any other
-file, or lacks one, is damaged.
+checkpoint, but for the states, which all ranks write or none; a manifest that lists any other file, or lacks
+one, is damaged.
 
 This module imports neither torch nor numpy: the async writer's process does without them.
 """

@@ -359,7 +359,7 @@ def _state_errors(config: TrainConfig) -> Iterator[str]:
     initial = f"trainer.initial_state={config.trainer.initial_state}"
     contiguous = config.task is None and config.data.contiguous
     if contiguous and config.trainer.initial_state != "zero":
-        yield f"data.contiguous=true goes on from each row's own states, not from {initial}: set that to zero"
+        yield f"data.contiguous=true starts from each row's own states, not from {initial}: set that to zero"
     if not contiguous and config.trainer.initial_state == "zero":
         return
     setting, otherwise = ("data.contiguous=true", "false") if contiguous else (initial, "zero")

@@ -1,9 +1,10 @@
-"""States that training sequences start from (arXiv 2507.02782): of other sequences, noise, or the text before.
+"""States that training sequences start from: of other sequences, of the text before, or noise.
 
-`trainer.initial_state=passing` hands each sequence the final state of one of the last step, `noise` a Gaussian
-one. With `data.contiguous` a row goes on from its own states and convolution inputs, which is truncated
-back-propagation through time. Nothing here has a gradient. Rows are numbered over all ranks, as the order of
-the data numbers them, so neither ranks nor micro-batches change what a row starts from.
+`trainer.initial_state=passing` gives each sequence the final state of one of the last step, `noise` a
+Gaussian state (arXiv 2507.02782). With `data.contiguous` a row continues from its own states and convolution
+inputs, which is truncated back-propagation through time. Nothing here has a gradient. Rows are numbered over
+all ranks, as the order of the data numbers them, so neither ranks nor micro-batches change what a row starts
+from.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -138,15 +139,11 @@ class InitialStates:
             state.masked_fill_(_like(lost, state), 0)
         if self._kind == "noise":
             for key, (_, heads) in self._heads().items():
-                end = self._end[key].flatten(2)
-                count = (~lost).sum() * end.shape[2]
-                self._sums[:, heads] += torch.stack(
-                    [
-                        count.expand(end.shape[1]),
-                        end.sum((0, 2), dtype=torch.float64),
-                        end.square().sum((0, 2), dtype=torch.float64),
-                    ]
-                )
+                end = self._end[key]
+                end = end.view(*end.shape[:2], -1)  # [rows, heads, elements]
+                self._sums[0, heads] += (~lost).sum() * end.shape[2]
+                self._sums[1, heads] += end.sum((0, 2), dtype=torch.float64)
+                self._sums[2, heads] += end.square().sum((0, 2), dtype=torch.float64)
             return
         for key, start in self._views(number).items():
             start.copy_(self._end[key])
@@ -252,7 +249,7 @@ class InitialStates:
         count, total, squares = self._moments
         mean = total / count.clamp(min=1e-30)
         deviation = (squares / count.clamp(min=1e-30) - mean.square()).clamp(min=0).sqrt()
-        for key, (state, heads) in self._heads().items():
+        for state, heads in self._heads().values():
             if self._noise is not None:
                 state.mul_(self._noise)
                 continue

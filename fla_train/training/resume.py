@@ -26,10 +26,7 @@ FIXED_KEYS = (
     *("task.kind", "task.options", "task.train", "task.batch_size", "task.curriculum"),
     "init_from",
 )
-SEQUENCE_KEYS = (
-    "data.document_boundaries",
-    "data.contiguous",
-)  # of the data keys, what no fingerprint covers
+SEQUENCE_KEYS = ("data.document_boundaries", "data.contiguous")  # data keys that no fingerprint covers
 # These say where and how a run is carried out, not what it computes: a change is not logged.
 FREE_KEYS = (
     *("run.", "launch.", "logger.", "data.", "trainer.resume", "trainer.target_batch_tokens", "dry_run"),

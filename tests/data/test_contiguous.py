@@ -68,7 +68,7 @@ def test_no_document_continues_with_another(prepared):
 
 def test_a_document_may_begin_with_a_sequence(prepared):
     """With sequences of two tokens it often does."""
-    text, ends = read(prepared, "train")
+    _, ends = read(prepared, "train")
     data = open_contiguous(prepared.folder, 2, 0, 1, document_boundaries=True)
     found = {}
     for index in range(min(len(data), 3000)):

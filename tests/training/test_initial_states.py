@@ -1,4 +1,4 @@
-"""States that training starts from, against plain loops over single rows; exact resume; other numbers of ranks.
+"""States that training starts from, against plain loops over single rows; exact resume; numbers of ranks.
 
 Where the learning rate is 0 the model stays as it was drawn, so each step's loss follows from the export.
 """
@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -99,7 +100,7 @@ def test_passing_hands_each_row_the_final_state_of_another(
 def test_contiguous_rows_are_long_sequences(
     make_config: Make, warm_ranks: WarmRanks, tmp_path: Path, mode: str, layout: str
 ):
-    """Each row's whole text in one pass, or each of its documents, which end with <eos>, in one of its own."""
+    """Each row's whole text in one pass, or each of its documents, which end with <eos>, in its own."""
     warm_ranks.launch(make_config(*FROZEN, *MODES[mode], *LAYOUTS[layout], f"run.dir={tmp_path}"))
     model = exported(tmp_path)
     data = open_contiguous(data_folder(tmp_path), SEQ_LEN, 0, ROWS, document_boundaries=False)
@@ -109,7 +110,7 @@ def test_contiguous_rows_are_long_sequences(
     for row in ids:
         ends = (row == EOS).nonzero().flatten().add(1).tolist() if mode == "documents" else []
         bounds = sorted({0, *ends, len(row)})
-        for first, last in zip(bounds, bounds[1:], strict=False):
+        for first, last in pairwise(bounds):
             with torch.no_grad():
                 logits = model(row[None, first:last]).logits[0]
             begun += first > 0
@@ -309,5 +310,5 @@ def test_what_cannot_be_had_is_named(make_config: Make, options: str, named: str
 @pytest.mark.usefixtures("make_config")
 def test_models_of_other_libraries_take_no_states():
     options = ["model=hf/mamba2/tiny", "data=stdlib", "trainer.initial_state=passing", "launch.device=cpu"]
-    with pytest.raises(ValueError, match="trainer.initial_state=passing cannot be had with mamba2"):
+    with pytest.raises(ValueError, match=r"trainer\.initial_state=passing cannot be had with mamba2"):
         validate(to_config(compose("train", [*options, "logger=none"])))
