@@ -357,10 +357,11 @@ def _model_errors(config: TrainConfig) -> Iterator[str]:
 def _state_errors(config: TrainConfig) -> Iterator[str]:
     """What sequences can't start from. A model that can't be built has its error already."""
     initial = f"trainer.initial_state={config.trainer.initial_state}"
-    contiguous = config.task is None and config.data.contiguous
+    kind = initial_state_kind(config)
+    contiguous = kind == "contiguous"
     if contiguous and config.trainer.initial_state != "zero":
         yield f"data.contiguous=true starts from each row's own states, not from {initial}: set that to zero"
-    if not contiguous and config.trainer.initial_state == "zero":
+    if kind == "zero":
         return
     setting, otherwise = ("data.contiguous=true", "false") if contiguous else (initial, "zero")
     if is_zoo(config.model):
@@ -583,6 +584,13 @@ def accumulation_steps(config: TrainConfig) -> int:
     """Micro-batches per rank and optimizer step."""
     trainer, processes = config.trainer, with_processes(config).launch.num_processes
     return trainer.global_batch_tokens // (trainer.seq_len * trainer.micro_batch_size * processes)
+
+
+def initial_state_kind(config: TrainConfig) -> str:
+    """What training sequences start from: zero, passing, noise, or contiguous for the text before them."""
+    if config.task is None and config.data.contiguous:
+        return "contiguous"
+    return config.trainer.initial_state
 
 
 def with_warmup(config: TrainConfig) -> TrainConfig:

@@ -210,16 +210,21 @@ def precompile_step(
 
     Args:
         batch: as one of `train_step`.
-        states: as of `train_step`.
+        states: as of `train_step`; learn their shapes here.
         threads: as of `precompile`.
     """
     engine.train()
     leaves = {name: p.detach().requires_grad_() for name, p in engine.module.named_parameters()}
     divisor = torch.ones((), dtype=torch.int64, device=engine.device)
-    inputs = _inputs(batch, divisor, None if states is None else states.passes[0])
-    bf16 = engine.torch_autocast_enabled()
+
+    def work() -> tuple[Tensor, Sequence[Tensor | None]]:
+        if states is not None:
+            states.prepare(engine, batch)
+        inputs = _inputs(batch, divisor, None if states is None else states.passes[0])
+        return gradients_of(engine.module, leaves, inputs, bf16=engine.torch_autocast_enabled())
+
     try:
-        precompile(lambda: gradients_of(engine.module, leaves, inputs, bf16=bf16), threads)
+        precompile(work, threads)
     except Exception as error:
         logger.warning("kernels are compiled one by one (%s: %s)", type(error).__name__, error)
 

@@ -190,16 +190,16 @@ class Trainer:
         self.watchdog.beat(f"waiting for the data of step {step}", "data")
         with self.throughput.waiting():
             batch = [to_batch(next(loader), self.engine.device) for _ in range(self.batches.accumulation)]
-        if self.states is not None:
-            self.checkpoints.finish_copy()  # of the states, which `begin` changes
-            self.states.prepare(self.engine, batch[0])
-            self.states.begin(self.state.step, batch)
         if first:
             self.timeline.mark("data")
             if self.engine.device.type == "cuda" and not is_zoo(self.config.model):
                 self.watchdog.beat(f"compiling the kernels of step {step}")
                 precompile_step(self.engine, batch[0], cores_of_rank(), self.states)
                 self.timeline.mark("kernels")
+        if self.states is not None:
+            self.checkpoints.finish_copy()  # of the states, which `begin` changes
+            self.states.prepare(self.engine, batch[0])
+            self.states.begin(self.state.step, batch)
         rate = learning_rate(
             step, peak=self.config.optimizer.lr, max_steps=trainer.max_steps, schedule=self.config.schedule
         )
