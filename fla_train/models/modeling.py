@@ -377,11 +377,23 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         *rest: object,
         **options: object,
     ) -> CausalLMOutputWithPast:
-        """As transformers'; a long prompt in chunks, unless outputs of all its positions are asked for."""
-        chunk = max(1, PREFILL_TOKENS // len(input_ids))
+        """As transformers'; a long prompt in chunks, unless outputs of all its positions are asked for.
+
+        transformers' own chunks (5.17) would read again what a cache has seen.
+        """
+        cache, mask = model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
         wanted = generation_config.output_attentions or generation_config.output_hidden_states
-        if model_kwargs.get(CACHE_NAME) is not None and input_ids.shape[1] > chunk and not wanted:
-            generation_config.prefill_chunk_size = generation_config.prefill_chunk_size or chunk
+        if cache is not None and not wanted:
+            chunk = generation_config.prefill_chunk_size or max(1, PREFILL_TOKENS // len(input_ids))
+            generation_config.prefill_chunk_size = None
+            tokens = input_ids.shape[1]
+            known = getattr(generation_config, "_mask_length", tokens) if mask is None else mask.shape[1]
+            begin = int(cache.get_seq_length()) if known == tokens else 0  # else they are the new ones only
+            while tokens - begin > chunk:
+                part, seen = input_ids[:, begin : begin + chunk], known - tokens + begin + chunk
+                self.model(part, None if mask is None else mask[:, :seen], past_key_values=cache)
+                begin += chunk
+            input_ids = input_ids[:, begin:] if begin < tokens else input_ids
         return super()._prefill(input_ids, generation_config, model_kwargs, *rest, **options)
 
     def _sample(
