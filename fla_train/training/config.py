@@ -378,18 +378,20 @@ def _state_errors(config: TrainConfig) -> Iterator[str]:
         yield f"{setting} has no effect without linear_attention layers: set it to {otherwise}"
     if settings.mixer is None:
         return
-    from fla_train.models.mixers.registry import MixerError, linear_mixer, takes_cache  # seconds
+    from fla_train.models.mixers.delta_product import DeltaProductMixer  # seconds
+    from fla_train.models.mixers.registry import MixerError, linear_mixer, takes_cache
 
     try:
-        takes = takes_cache(linear_mixer(settings))
+        mixer = linear_mixer(settings)
     except MixerError:
         return
-    if not takes:
+    packed = config.task is None and config.data.document_boundaries
+    if not takes_cache(mixer):
         yield (
             f"{setting} cannot be had with the mixer {settings.mixer}, which keeps no states: set it to "
             f"{otherwise}, or give its forward the parameter cache (docs/mixers.md)"
         )
-    elif config.task is None and config.data.document_boundaries:
+    elif packed and not issubclass(mixer, DeltaProductMixer):  # which knows rows from documents
         yield (
             f"{setting} cannot be had with both the mixer {settings.mixer} and data.document_boundaries: set "
             "one of them to its default"

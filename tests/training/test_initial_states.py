@@ -147,7 +147,7 @@ def test_a_resumed_run_is_the_undisturbed_one(
 ):
     common = [*CPU, *MODES[mode], "trainer.eval_every=0", "schedule=constant"]
     warm_ranks.launch(make_config(*common, f"run.dir={tmp_path / 'whole'}", "trainer.max_steps=6"))
-    for steps in (3, 4, 6):
+    for steps in (3, 6):
         warm_ranks.launch(make_config(*common, f"run.dir={tmp_path / 'again'}", f"trainer.max_steps={steps}"))
     assert train_losses(tmp_path / "again") == train_losses(tmp_path / "whole")
     assert len(train_losses(tmp_path / "again")) == 6
@@ -305,6 +305,31 @@ class TestOneRank:
 def test_what_cannot_be_had_is_named(make_config: Make, options: str, named: str):
     with pytest.raises(ValueError, match=named):
         validate(make_config("launch.device=cpu", *options.split()))
+
+
+STATELESS = """
+from torch import nn
+class Mean(nn.Module):
+    def __init__(self, config, layer_index):
+        super().__init__()
+    def forward(self, x, context=None):
+        return x.cumsum(1)
+class Sum(Mean):
+    def forward(self, x, context=None, cache=None):
+        return x.cumsum(1)
+"""
+
+
+def test_a_mixer_of_ones_own_needs_states(make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "stateless_mixers.py").write_text(STATELESS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    common = ["launch.device=cpu", "trainer.initial_state=passing"]
+    with pytest.raises(ValueError, match="stateless_mixers:Mean, which keeps no states"):
+        validate(make_config(*common, "model.mixer=stateless_mixers:Mean"))
+    validate(make_config(*common, "model.mixer=stateless_mixers:Sum"))
+    with pytest.raises(ValueError, match=r"data\.document_boundaries"):
+        more = ["model.mixer=stateless_mixers:Sum", "data.document_boundaries=true"]
+        validate(make_config(*common, *more))
 
 
 @pytest.mark.usefixtures("make_config")
