@@ -35,7 +35,7 @@ from fla_train.models.carried_states import CarriedStates
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import Masks, SequenceContext, document_bounds, masks
 from fla_train.models.decoding import PREFILL_TOKENS, generate_tokens, takes_loop
-from fla_train.models.layers import GatedMLP, RMSNorm, ShortConvolution, is_plain
+from fla_train.models.layers import GatedMLP, RMSNorm, ShortConvolution, is_plain, norm_mlp
 from fla_train.models.loss import IGNORE, linear_cross_entropy, losses_of_logits, next_tokens, token_losses
 from fla_train.models.mixers.registry import build_mixer, linear_mixer, takes_cache
 
@@ -78,8 +78,7 @@ class Block(GradientCheckpointingLayer):
         if self.norm_after:
             x = x + self.attn_norm(y)
             return x, self.mlp_norm(self.mlp(x))
-        y, x = self.mlp_norm(y, residual=x)
-        return x, self.mlp(y)
+        return norm_mlp(self.mlp_norm, y, x, self.mlp)
 
 
 class DeltaProductPreTrainedModel(PreTrainedModel):

@@ -32,6 +32,7 @@ from fla_train.training.log import log
 from fla_train.utils.ranks import is_rank
 
 AUTO = "auto"
+FLOAT8_CAPABILITY = (8, 9)  # of a GPU
 WARMUP_SHARE, WARMUP_CAP = 0.05, 512  # of the run, and never more than the papers' steps
 DECAY_SHARE = 0.2  # of the run, for `wsd`
 VOCABULARY_MULTIPLE = 64  # matmuls with the head are slow at odd sizes
@@ -125,7 +126,7 @@ class TrainerConfig:
     seq_len: int = key(at_least=2)  # one token leaves none to predict
     global_batch_tokens: int | str = key(at_least=1)
     micro_batch_size: int = key(at_least=1)
-    precision: str = key(choices=("auto", "bf16", "fp32"))
+    precision: str = key(choices=("auto", "bf16", "fp8", "fp32"))
     activation_checkpointing: bool = MISSING
     log_every: int = key(at_least=1)
     eval_every: int = key(at_least=0)
@@ -150,6 +151,11 @@ class TrainerConfig:
     initial_state: str = key("zero", choices=("zero", "passing", "noise"))
     zero_state_share: float = key(0.1, at_least=0, at_most=1)
     state_noise: float | str = "fitted"
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether matrix products run in bf16 but for those in float8."""
+        return self.precision in ("bf16", "fp8")
 
     def errors(self) -> Iterator[str]:
         if self.keep_every and not self.keep_checkpoints:
@@ -257,6 +263,7 @@ class TrainConfig:
             yield from self.launch.errors()
             yield from self.schedule.errors(self.trainer.max_steps)
             yield from _device_errors(self)
+            yield from _float8_errors(self)
             if self.task is None:
                 yield from _batch_errors(sized)
             if self.task is not None and not data:
@@ -446,6 +453,22 @@ def _device_errors(config: TrainConfig) -> Iterator[str]:
         yield (
             f"launch.num_processes={launch.num_processes} asks for {needed} GPUs on this machine, which has "
             f"{present}: use launch.num_processes={present * launch.num_machines}"
+        )
+
+
+def _float8_errors(config: TrainConfig) -> Iterator[str]:
+    """What float8 needs of the machine and the model."""
+    if config.trainer.precision != "fp8":
+        return
+    other = "set trainer.precision=bf16"
+    if is_zoo(config.model):
+        yield f"trainer.precision=fp8 is for this package's own models: {other}"
+    if resolve_device(config) != "cuda":
+        yield f"trainer.precision=fp8 needs a GPU: {other}, or fp32 on a CPU"
+    elif torch.cuda.is_available() and (found := torch.cuda.get_device_capability()) < FLOAT8_CAPABILITY:
+        yield (
+            f"trainer.precision=fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or later, this one "
+            f"has {found[0]}.{found[1]}: {other}"
         )
 
 

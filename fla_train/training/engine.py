@@ -2,7 +2,7 @@
 
 Parameters, gradients, their accumulation and their reduction are fp32. `bf16` runs the forward pass under
 torch's autocast: matrix products in bf16, while A_log, dt_bias, norms, gates and states, which the model
-keeps out of autocast, stay fp32.
+keeps out of autocast, stay fp32. `fp8` is `bf16` with linear layers in float8, see `models.float8`.
 """
 
 import logging
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fla_train.data.sampler import Batch
 from fla_train.kernels.precompile import precompile
 from fla_train.models.carried_states import CarriedStates
+from fla_train.models.float8 import Float8Weights
 from fla_train.training import deepspeed_patches
 from fla_train.training.bad_steps import BadStepFilter
 from fla_train.training.config import TrainConfig, accumulation_steps, resolve_device, with_processes
@@ -88,7 +89,7 @@ def deepspeed_config(config: TrainConfig, *, on_gpu: bool) -> dict:
         "bf16": {"enabled": False},  # would cast every parameter, A_log and dt_bias too
         "fp16": {"enabled": False},
         "torch_autocast": {
-            "enabled": trainer.precision == "bf16",
+            "enabled": trainer.autocasts,
             "dtype": "bfloat16",
             "lower_precision_safe_modules": [],  # modules listed here get their gradients reduced in bf16
         },
@@ -129,6 +130,8 @@ def build_engine(model: nn.Module, config: TrainConfig):
         ],  # on a CPU accelerate finds none by itself
     )
     model.to(device)
+    if config.trainer.precision == "fp8":
+        model.float8 = Float8Weights(model)
     engine, _ = accelerator.prepare(model, build_optimizer(model, config.optimizer))
     assert dist.get_world_size() == config.launch.num_processes
     assert engine.gradient_accumulation_steps() == settings["gradient_accumulation_steps"]
@@ -171,6 +174,8 @@ def train_step(
     divisor = targets.clamp(min=1)
     # The summed loss, and the ranks that want to stop
     sums = torch.tensor([0.0, float(stop)], dtype=torch.float64).to(targets.device, non_blocking=True)
+    if hasattr(engine.module, "float8"):
+        engine.module.float8.cast()
     engine.train()
     for i, batch in enumerate(micro_batches):
         engine.set_gradient_accumulation_boundary(i == len(micro_batches) - 1)

@@ -88,10 +88,11 @@ def _memory(config: TrainConfig, count: ParameterCount) -> int:
         build_model_config(config.model),
         tokens_per_device=trainer.micro_batch_size * trainer.seq_len,
         num_devices=config.launch.num_processes,
-        element_size=2 if trainer.precision == "bf16" else 4,
+        element_size=2 if trainer.autocasts else 4,
         gradient_checkpointing=trainer.activation_checkpointing,
     )
-    return memory.total + _state_bytes(config)
+    float8_weights = 2 * count.total if trainer.precision == "fp8" else 0  # in both orders
+    return memory.total + float8_weights + _state_bytes(config)
 
 
 def _state_bytes(config: TrainConfig) -> int:

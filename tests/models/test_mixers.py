@@ -282,5 +282,6 @@ def test_a_file_does_not_choose_what_is_imported(build: Callable, tmp_path: Path
     for permission in ({"mixer": "longhorn:Longhorn"}, {"trust_remote_code": True}):
         for loader in (AutoModelForCausalLM, DeltaProductForCausalLM):
             loaded = loader.from_pretrained(folder, **permission)
-            torch.testing.assert_close(loaded.eval()(tokens).logits, model(tokens).logits)
+            logits = loaded.eval()(tokens).logits
+            torch.testing.assert_close(logits, model(tokens).logits, rtol=0, atol=5e-5)
             assert type(loaded.model.layers[1].attn).__name__ == "Longhorn"

@@ -98,7 +98,7 @@ def main() -> None:
     config = load_config(Path(sys.argv[1]))
     engine = build_engine(make_model(config), config)
     for kind in ("zero", "passing"):
-        compare(engine, CudaGraphPass(engine.module, bf16=config.trainer.precision == "bf16"), kind)
+        compare(engine, CudaGraphPass(engine.module, bf16=config.trainer.autocasts), kind)
     print("equal")
     dist.destroy_process_group()
 
