@@ -148,6 +148,9 @@ class TrainerConfig:
     eval_buckets: int = key(1, at_least=1)
     hang_timeout: float = key(0.0, at_least=0)
     cuda_graph: bool = False
+    initial_state: str = key("zero", choices=("zero", "passing", "noise"))
+    zero_state_share: float = key(0.1, at_least=0, at_most=1)
+    state_noise: float | str = "fitted"
 
     @property
     def autocasts(self) -> bool:
@@ -159,6 +162,9 @@ class TrainerConfig:
             yield "trainer.keep_every has no effect with trainer.keep_checkpoints=0, which keeps all"
         if outside := [step for step in self.profile_steps if not 1 <= step <= self.max_steps]:
             yield f"trainer.profile_steps={outside} must lie in 1..{self.max_steps}, the steps of the run"
+        noise = self.state_noise
+        if noise != "fitted" and (isinstance(noise, str) or noise <= 0):
+            yield f"trainer.state_noise={noise} must be fitted, or a standard deviation above 0"
         if self.resume not in ("auto", "none") and not Path(self.resume).expanduser().is_dir():
             yield f"trainer.resume={self.resume} is no checkpoint folder: use auto, none or an existing path"
         if self.suite_every:
@@ -242,6 +248,7 @@ class TrainConfig:
         yield from self.trainer.errors()
         yield from self.hub.errors()
         yield from _model_errors(self)
+        yield from _state_errors(self)
         yield from _package_errors(self)
         if self.run.dir == "":  # `run.dir=$RUN` without RUN: a run that could never be resumed
             yield "run.dir is empty: give a folder, or null for a new one in runs/"
@@ -352,6 +359,50 @@ def _model_errors(config: TrainConfig) -> Iterator[str]:
                 )
     except ValueError as error:
         yield str(error)
+
+
+def _state_errors(config: TrainConfig) -> Iterator[str]:
+    """What sequences can't start from. A model that can't be built has its error already."""
+    initial = f"trainer.initial_state={config.trainer.initial_state}"
+    kind = initial_state_kind(config)
+    contiguous = kind == "contiguous"
+    if contiguous and config.trainer.initial_state != "zero":
+        yield f"data.contiguous=true starts from each row's own states, not from {initial}: set that to zero"
+    if kind == "zero":
+        return
+    setting, otherwise = ("data.contiguous=true", "false") if contiguous else (initial, "zero")
+    if is_zoo(config.model):
+        yield (
+            f"{setting} cannot be had with {config.model['model_type']}, whose layers take no states in "
+            f"training: set it to {otherwise}, or choose a model of this package"
+        )
+        return
+    try:
+        settings = build_model_config(config.model)
+    except ValueError:
+        return
+    if "linear_attention" not in settings.layer_types:
+        yield f"{setting} has no effect without linear_attention layers: set it to {otherwise}"
+    if settings.mixer is None:
+        return
+    from fla_train.models.mixers.delta_product import DeltaProductMixer  # seconds
+    from fla_train.models.mixers.registry import MixerError, linear_mixer, takes_cache
+
+    try:
+        mixer = linear_mixer(settings)
+    except MixerError:
+        return
+    packed = config.task is None and config.data.document_boundaries
+    if not takes_cache(mixer):
+        yield (
+            f"{setting} cannot be had with the mixer {settings.mixer}, which keeps no states: set it to "
+            f"{otherwise}, or give its forward the parameter cache (docs/mixers.md)"
+        )
+    elif packed and not issubclass(mixer, DeltaProductMixer):  # which knows rows from documents
+        yield (
+            f"{setting} cannot be had with both the mixer {settings.mixer} and data.document_boundaries: set "
+            "one of them to its default"
+        )
 
 
 def _batch_errors(config: TrainConfig) -> Iterator[str]:
@@ -558,6 +609,13 @@ def accumulation_steps(config: TrainConfig) -> int:
     """Micro-batches per rank and optimizer step."""
     trainer, processes = config.trainer, with_processes(config).launch.num_processes
     return trainer.global_batch_tokens // (trainer.seq_len * trainer.micro_batch_size * processes)
+
+
+def initial_state_kind(config: TrainConfig) -> str:
+    """What training sequences start from: zero, passing, noise, or contiguous for the text before them."""
+    if config.task is None and config.data.contiguous:
+        return "contiguous"
+    return config.trainer.initial_state
 
 
 def with_warmup(config: TrainConfig) -> TrainConfig:

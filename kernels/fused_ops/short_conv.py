@@ -41,33 +41,37 @@ def short_convolution(
     Args:
         x: [B, T, D]. The triton backend computes in float32, the torch backend in the dtype of `x`.
         weight: [D, 1, W], as a depthwise `nn.Conv1d` keeps it.
-        state: the W-1 inputs before x, [B, D, W-1]; zeros when absent.
+        state: the W-1 inputs before x, [B, D, W-1]; zeros when absent. With `position_in_document` the line
+            may be R rows of T / R tokens, each of which begins a document: [R, D, W-1].
         position_in_document: distance of each token from its document's start, integers [T], for documents
             packed in one row (B = 1); taps never reach beyond it.
         backend: "torch", "triton" or "auto" (see `resolve_backend`).
 
     Returns:
-        y [B, T, D] in the dtype of `x`, and the last W-1 inputs [B, D, W-1] to continue from.
+        y [B, T, D] in the dtype of `x`, and the last W-1 inputs to continue from, [B, D, W-1] or as `state`;
+        of packed rows with a `state`, zeros in place of those of earlier documents.
 
     Raises:
-        ValueError: for shapes that do not fit, `state` together with `position_in_document`, or a backend
-            that cannot run.
+        ValueError: for shapes that do not fit, or a backend that cannot run.
     """
     (batch, length, channels), width = x.shape, weight.shape[-1]
     if weight.shape != (channels, 1, width):
         raise ValueError(f"weight has shape {list(weight.shape)}, expected [D, 1, W] with D = {channels}")
-    if state is not None and state.shape != (batch, channels, width - 1):
+    if position_in_document is not None and (batch != 1 or position_in_document.shape != (length,)):
         raise ValueError(
-            f"state has shape {list(state.shape)}, expected [B, D, W-1] = {[batch, channels, width - 1]}"
+            f"position_in_document has shape {list(position_in_document.shape)}, x {list(x.shape)}: "
+            "expected [T] and batch 1"
         )
-    if position_in_document is not None:
-        if state is not None:
-            raise ValueError("give state (one sequence continues) or position_in_document, not both")
-        if batch != 1 or position_in_document.shape != (length,):
+    if state is not None:
+        rows = batch if position_in_document is None else len(state)
+        whole = rows == batch or (rows and length % rows == 0)
+        if state.shape != (rows, channels, width - 1) or not whole:
             raise ValueError(
-                f"position_in_document has shape {list(position_in_document.shape)}, x {list(x.shape)}: "
-                "expected [T] and batch 1"
+                f"state has shape {list(state.shape)}, x {list(x.shape)}: expected [B, D, W-1] = "
+                f"{[batch, channels, width - 1]}, or one for each row of packed documents"
             )
+        if position_in_document is not None:
+            return _continue_rows(x, weight, state, position_in_document, backend)
     limit = None if width <= MAX_TAPS else f"takes at most {MAX_TAPS} taps, got {width}"
     backend = resolve_backend(backend, x, limit)
 
@@ -77,6 +81,27 @@ def short_convolution(
         return _ShortConvolution.apply(x, weight, position_in_document), _last_inputs(x, width - 1)
     x = torch.cat([state.transpose(1, 2).to(x.dtype), x], dim=1)
     return _ShortConvolution.apply(x, weight, None)[:, width - 1 :], _last_inputs(x, width - 1)
+
+
+def _continue_rows(
+    x: Tensor, weight: Tensor, state: Tensor, position_in_document: Tensor, backend: str
+) -> tuple[Tensor, Tensor]:
+    """`short_convolution` of packed rows that each continue from a `state` [R, D, W-1].
+
+    The state goes before its row, as the first tokens of the row's first document.
+    """
+    (rows, channels, history), length = state.shape, x.shape[1] // len(state)
+    x = torch.cat([state.transpose(1, 2).to(x.dtype), x.view(rows, length, channels)], dim=1)
+    position, token = position_in_document.view(rows, length), torch.arange(length, device=x.device)
+    position = torch.where(position == token, position + history, position)
+    before = torch.arange(history, device=x.device)
+    position = torch.cat([before.expand(rows, history), position], dim=1)
+    line = x.view(1, -1, channels)
+    y, _ = short_convolution(line, weight, position_in_document=position.flatten(), backend=backend)
+    last = x[:, length:].transpose(1, 2)
+    reached = position[:, -1:] >= torch.arange(history - 1, -1, -1, device=x.device)  # [R, W-1]
+    y = y.view(rows, history + length, channels)[:, history:].reshape(1, -1, channels)
+    return y, last * reached[:, None].to(x.dtype)
 
 
 def _torch_short_convolution(

@@ -34,7 +34,7 @@ def test_gradients_without_the_parameters_own_nodes_are_those_of_a_backward_pass
 def test_steps_by_it_are_those_of_the_engine(make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks):
     """Rehearsed on a CPU: a recording for each run of batches of one shape, whatever is between."""
     config = make_config("launch.device=cpu", "trainer.precision=fp32", "trainer.micro_batch_size=8")
-    assert warm_ranks.run(1, cuda_graph_steps.rehearse, config) == [3]
+    assert warm_ranks.run(1, cuda_graph_steps.rehearse, config) == [[3, 3]]
 
 
 def test_parameters_that_moved_are_recorded_anew(make_config: Callable[..., TrainConfig]):

@@ -161,6 +161,9 @@ class DeltaProductMixer(nn.Module):
             o, final = delta_product_step(*now, state=state, **options)
             cache.update_recurrent_state(final, self.layer_index)
             return o[:, None]
+        if state is not None and context.first_documents is not None:  # documents inside a row have none
+            rows, state = state, state.new_zeros(len(context.cu_seqlens) - 1, *state.shape[1:])
+            state[context.first_documents] = rows
         o, final = delta_product(
             *(q, k, v, beta, g),
             initial_state=state,
@@ -170,5 +173,7 @@ class DeltaProductMixer(nn.Module):
             **options,
         )
         if cache is not None:
+            if context.last_documents is not None:
+                final = final[context.last_documents]
             cache.update_recurrent_state(final, self.layer_index)
         return o
