@@ -16,19 +16,22 @@ IGNORE = -100  # label of a position that is no target, as in torch and transfor
 
 
 class Batch(NamedTuple):
-    """A micro-batch: rows that each begin with an empty state, or one row of packed documents.
+    """A micro-batch: rows of equal length, or the same in one line as packed documents.
 
     Attributes:
         input_ids: [B, T] int64.
         labels: [B, T] int64, aligned with `input_ids`; -100 where there is no target.
         cu_seqlens: [S + 1] int32 bounds of the documents in a single row (B = 1), or None.
         max_length_q: how long these documents may be (tokens), by the name that models take it.
+        continues: [rows] bool, whether a row begins where the same row of the last step ended, in its
+            document; None: no order is known. It is no argument of a model.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     cu_seqlens: torch.Tensor | None = None
     max_length_q: int | None = None
+    continues: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
         return Batch(*(send(t, device) if isinstance(t, torch.Tensor) else t for t in self))

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from fla_train.models.carried_states import CarriedStates
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.visible_keys import PADDING, MovableTensors, VisibleKeys
 
@@ -25,6 +26,9 @@ class SequenceContext(MovableTensors):
     sin: Tensor | None = None
     visible: dict[str, VisibleKeys] = field(default_factory=dict)  # by the kind of attention layer
     attentions: list[Tensor] | None = None  # where attention layers leave their softmax weights, if asked for
+    states: CarriedStates | None = None  # that linear layers start from in place of zeros, and leave
+    first_documents: Tensor | None = None  # [R] with states of packed rows: the document each row begins with
+    last_documents: Tensor | None = None  # [R] and ends with
 
     @classmethod
     def build(
@@ -36,6 +40,7 @@ class SequenceContext(MovableTensors):
         cache: Cache | None = None,
         attentions: list[Tensor] | None = None,
         longest: int | None = None,
+        states: CarriedStates | None = None,
     ) -> "SequenceContext":
         """Derive the layout for tokens [B, T, ...] without waiting for the device.
 
@@ -44,12 +49,13 @@ class SequenceContext(MovableTensors):
             cu_seqlens: [S + 1] bounds of the documents packed in one row (B = 1).
             cache: of the tokens before, as `cache_for` returns it.
             longest: what no packed document is longer than, if the host knows; it saves attention time.
+            states: of B rows, or of the R equal rows that make up the packed one, each with own bounds.
 
         Raises:
             ValueError: when the arguments contradict each other.
         """
         batch, length = tokens.shape[:2]
-        documents = in_document = positions = cos = sin = None
+        documents = in_document = positions = cos = sin = first_documents = last_documents = None
         if cu_seqlens is not None:
             if batch != 1:
                 raise ValueError(f"cu_seqlens packs documents in one row: batch 1, not {batch}")
@@ -57,6 +63,9 @@ class SequenceContext(MovableTensors):
             cu_seqlens = cu_seqlens.to(position)  # searchsorted wants one dtype
             documents = torch.searchsorted(cu_seqlens[1:], position, right=True)
             in_document = position - cu_seqlens[documents]
+            if states is not None:
+                by_row = documents.view(states.rows, -1)
+                first_documents, last_documents = by_row[:, 0], by_row[:, -1]
         found = attention_mask
         if not isinstance(found, dict):
             found = masks(config, tokens, attention_mask, cache)
@@ -72,7 +81,10 @@ class SequenceContext(MovableTensors):
             queries = next(iter(visible.values())).queries  # the same for all kinds
             cos, sin = _rotary_angles(config, queries, tokens.dtype)
         padding_mask = found["padding_mask"]
-        return cls(padding_mask, cu_seqlens, in_document, positions, cos, sin, visible, attentions)
+        return cls(
+            *(padding_mask, cu_seqlens, in_document, positions, cos, sin, visible, attentions),
+            *(states, first_documents, last_documents),
+        )
 
 
 def document_bounds(

@@ -340,3 +340,21 @@ def test_a_run_on_a_gpu_is_exported(make_config: Callable[..., TrainConfig], tmp
     assert len(losses) == 12 and losses[-1] < losses[0]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf" / "step-0000012")
     assert next(model.parameters()).dtype == torch.float32
+
+
+@pytest.mark.gpu
+def test_a_float8_run_resumes_exactly_and_its_files_are_fp32(
+    make_config: Callable[..., TrainConfig], tmp_path: Path
+):
+    more = ["launch.device=cuda", "launch.num_processes=1", "trainer.precision=fp8", "model.hidden_size=128"]
+    more += ["trainer.keep_checkpoints=0", "trainer.activation_checkpointing=true"]
+    launch(make_config(f"run.dir={tmp_path / 'whole'}", *more))
+    source = f"trainer.resume={tmp_path / 'whole' / 'checkpoints' / 'step-0000006'}"
+    launch(make_config(f"run.dir={tmp_path / 'again'}", *more, source))
+    whole, again = (
+        {r["step"]: r["loss"] for r in read_metrics(tmp_path / name / "metrics.jsonl") if "loss" in r}
+        for name in ("whole", "again")
+    )
+    assert again == {step: loss for step, loss in whole.items() if step > 6} and len(again) == 6
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "again" / "hf" / "step-0000012", dtype="auto")
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
