@@ -1,4 +1,4 @@
-"""Measured launch options of the chunk kernels, the rows of `launch_table`.
+"""Launch options of the chunk kernels, the rows of `launch_table`.
 
 K = V = 128 timed on an H100 (torch 2.11, Triton 3.6), K = 256 on an H200; K = 64 follows the same rules, and
 n_h = 3 and 4 gave no gain on an H200. With K other than V, Hopper's backward kernel is faster on an H100 than
@@ -81,12 +81,12 @@ ROWS = [
      "chunk_bwd_state": {"BV": 128, "num_warps": 8, "num_stages": 2},
      "chunk_bwd_qkg": {"BV": 64, "BKO": 256, "num_warps": 8, "num_stages": 2}},
     {"architecture": "8.0", "key_dim": 128, "value_dim": 128, "num_householder": 1,  # never timed
-     "chunk_prepare_wy": {"num_warps": 4},
+     "chunk_prepare_wy": {"num_warps": 4, "num_stages": 1},
      "chunk_fwd": {"BV": 64, "num_warps": 8, "num_stages": 1},
      "chunk_bwd_state": {"BV": 64, "num_warps": 8, "num_stages": 2},
      "chunk_bwd_qkg": {"BV": 64, "BKO": 64, "num_warps": 8, "num_stages": 1}},
     {"architecture": "10.0", "key_dim": 128, "value_dim": 128, "num_householder": 1,  # never timed
-     "chunk_prepare_wy": {"num_warps": 8},
+     "chunk_prepare_wy": {"num_warps": 8, "num_stages": 1},
      "chunk_fwd": {"BV": 64, "num_warps": 8, "num_stages": 2},
      "chunk_bwd_state": {"BV": 64, "num_warps": 8, "num_stages": 2},
      "chunk_bwd_qkg": {"BV": 64, "BKO": 64, "num_warps": 8, "num_stages": 1}},
