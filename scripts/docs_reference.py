@@ -22,7 +22,7 @@ from fla_train.cli.config_files import ConfigFiles
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 COMMANDS = ("train", "prepare", "eval", "export", "generate")
-DOCUMENTED = {  # what api.md shows, by section; `.*` also the public members of a class
+DOCUMENTED = {  # what python.md shows, by section; `.*` also the public members of a class
     "Train, and read runs": [*(f"fla_train:{name}" for name in fla_train.API), "fla_train:Run.*"],
     "The operator": [
         f"fla_train.kernels.delta_product:{name}"

@@ -119,6 +119,7 @@ def train(*found: Measurement) -> Iterator[str]:
     for number, measured in enumerate(found, 1):
         for row in measured.rows:
             name = f"`{measured.model}`" if row["model"] == "ours" else row["model"]
+            name += ", FP8" if "trainer.precision=fp8" in measured.command else ""
             yield _row(_numbered(name, number, found), *_speed(row))
     yield from _sources(found)
 
@@ -205,6 +206,34 @@ def figures(*found: Measurement) -> Iterator[str]:
     yield from _sources(found)
 
 
+def decoding(*found: Measurement) -> Iterator[str]:
+    """Milliseconds of a further token of all sequences, by batch, context and model."""
+    yield from _commands(found)
+    times: dict[tuple[int, int], dict[str, Row]] = {}
+    for row in (row for measured in found for row in measured.rows):
+        times.setdefault((row["batch"], row["context"]), {}).setdefault(row["model"], row)
+    names = list(dict.fromkeys(name for rows in times.values() for name in rows))
+    shown = (PEERS.get(name, name) for name in names)
+    yield from _table("sequences", "context", *(f"{name}, ms" for name in shown), "ours, tokens/s", "GiB")
+    for (batch, context), rows in times.items():
+        ours = rows["ours"]
+        cells = (_decoded(rows.get(name), ours["milliseconds"]) for name in names)
+        speed = f"{1e3 * batch / ours['milliseconds']:,.0f}"
+        yield _row(str(batch), f"{context:,}", *cells, speed, f"{ours['gibibytes']:.1f}")
+    yield from _sources(found)
+
+
+def losses(*found: Measurement) -> Iterator[str]:
+    """Mean training loss of the steps up to each bound, a row for each run, and the validation loss."""
+    yield from _table(
+        "run", *(f"to {step}" for step in found[0].content["settings"]["to_step"]), "validation"
+    )
+    for row in found[0].rows:
+        values = (*row["mean_losses"], row["validation"])
+        yield _row(row["run"], *("" if value is None else f"{value:.3f}" for value in values))
+    yield from _sources(found)
+
+
 def validation_losses(*found: Measurement) -> Iterator[str]:
     """Loss (perplexity) of the validation split and of its domains."""
     domains = list(found[0].rows[0]["validation_loss"])
@@ -248,11 +277,13 @@ def formal_languages(*found: Measurement) -> Iterator[str]:
 FUNCTIONS: dict[str, Callable[..., Iterator[str]]] = {
     function.__name__: function
     for function in (
+        decoding,
         equal_size,
         evaluation,
         figures,
         formal_languages,
         heads,
+        losses,
         operator,
         operator_peers,
         parts,
@@ -293,6 +324,14 @@ def _beside(time: float | None, ours: float) -> str:
         return ""
     digits = 3 if ours < 10 else 0
     return f"{time:.{digits}f}" + (f" ({time / ours:.2f}x)" if time != ours else "")
+
+
+def _decoded(row: Row | None, ours: float) -> str:
+    """A peer's time and how often ours fits; empty where it was not measured or could not run."""
+    if row is None or row["milliseconds"] is None:
+        return ""
+    time = row["milliseconds"]
+    return f"{time:.3f}" if row["model"] == "ours" else f"{time:.2f} ({time / ours:.1f}x)"
 
 
 def _speed(row: Row) -> tuple[str, str, str, str]:

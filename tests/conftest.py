@@ -31,6 +31,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
+import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from triton.runtime import interpreter
 
@@ -38,6 +39,8 @@ from tests.interpreter import speed_up
 from tests.untraced import untraced
 
 speed_up()
+# Hydra reads twenty files for a config, with this class.
+yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 interpreter.GridExecutor.__call__ = untraced(interpreter.GridExecutor.__call__)
 ConfigLoaderImpl.load_configuration = untraced(ConfigLoaderImpl.load_configuration)
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

@@ -64,17 +64,24 @@ def test_a_shell_takes_it_as_it_is(page: str, command: str):
     assert not GLOB.search(bare), f"{page}: quote {command}"
 
 
-@pytest.fixture
-def in_a_folder_with_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def folder_with_a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The docs' runs/first and first-in-fla, which `init_from` and the like find there, and docs/examples."""
+    folder = tmp_path_factory.mktemp("docs")
     size = {"vocab_size": 320, "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 1, "head_dim": 16}
     tokenizer = load_tokenizer(TokenizerConfig(name="bytes"))
     model = DeltaProductForCausalLM(DeltaProductConfig(**size))
-    export_model(model, tokenizer, tmp_path / "runs" / "first" / "hf" / "step-0000020", validate=False)
-    export_model(model, tokenizer, tmp_path / "first-in-fla", format="fla", validate=False)
+    export_model(model, tokenizer, folder / "runs" / "first" / "hf" / "step-0000020", validate=False)
+    export_model(model, tokenizer, folder / "first-in-fla", format="fla", validate=False)
     for example in (ROOT / "docs" / "examples").glob("*.py"):
-        shutil.copy(example, tmp_path)
-    monkeypatch.chdir(tmp_path)
+        shutil.copy(example, folder)
+    return folder
+
+
+@pytest.fixture
+def in_a_folder_with_a_run(folder_with_a_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory; the commands are only looked at, and write nothing there."""
+    monkeypatch.chdir(folder_with_a_run)
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 

@@ -195,7 +195,7 @@ def elementwise_bytes(model: DeltaProductConfig, element_size: int) -> int:
     """Bytes that a token moves between matrix products, forward and backward, activations of `element_size`.
 
     Each input and output crosses the memory once in each pass, gradients once, with e and s the bytes of an
-    activation and of the residual stream (docs/fused_ops.md):
+    activation and of the residual stream (docs/dev/fused_ops.md):
 
         convolution            5 e     x, y; x, dy, dx
         RMSNorm with gate      8 e     x, gate, y; x, gate, dy, dx, dgate      without 5 e

@@ -2,7 +2,9 @@
 
 import os
 import re
+import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +14,8 @@ from omegaconf import DictConfig
 
 from fla_train.cli.app import INTERRUPTED, LeftOut, SweepJob, fail, leave, run_hydra, sweep_job
 from fla_train.cli.base import with_base
+from fla_train.utils.import_ahead import importing_worker
+from fla_train.utils.ranks import is_rank
 from fla_train.utils.timeline import BEGAN, process_start
 
 if TYPE_CHECKING:  # it imports torch, and is not needed for --help
@@ -99,7 +103,13 @@ def register() -> None:
 def main() -> None:
     """Console command."""
     os.environ[BEGAN] = str(process_start())
-    run_hydra("train", register, train, extend)
+    with importing_worker() if _trains_once(sys.argv[1:]) else nullcontext():
+        run_hydra("train", register, train, extend)
+
+
+def _trains_once(words: Sequence[str]) -> bool:
+    """Whether a command may start workers that no other launcher starts, and that are those of one run."""
+    return not is_rank() and not any(word.startswith(("-", "dry_run=")) for word in words)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -52,6 +53,7 @@ from fla_train.training.process_group import (
     is_own_address,
 )
 from fla_train.training.worker import FINAL
+from fla_train.utils.import_ahead import start_worker
 from fla_train.utils.processes import available_cores
 from fla_train.utils.timeline import BEGAN
 
@@ -118,6 +120,8 @@ def run_workers(
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # our own lines say what they would
+    # Torch has no public way to hand its agent a process that has been started.
+    SubprocessHandler._popen = lambda handler, command, environment: start_worker(command, environment)
     with StopSignals() as signals, _environment(launch, began):
         _Launcher(arguments, launch, newest_step, run, scratch, signals).run()
 

@@ -1,5 +1,6 @@
 """One rank of a run: `python -m fla_train.training.worker CONFIG DATA`, started by the agent.
 
+Without arguments it imports and waits for them (`import_ahead`).
 Ranks that torchrun or accelerate start come here through `fla-train`. Stdout and stderr go to train.log of
 rank 0 and logs/rank-N.log of the others; rank 0 keeps the terminal for progress. A failure is written to the
 file that TORCHELASTIC_ERROR_FILE names, which torch's agents read.
@@ -21,6 +22,7 @@ from fla_train.training.failures import describe_failure
 from fla_train.training.log import log_both, redirect_output
 from fla_train.training.preemption import EXIT_CODE, StopRequest
 from fla_train.utils.filesystem import write_whole
+from fla_train.utils.import_ahead import wait_for_arguments
 from fla_train.utils.processes import die_with_parent
 from fla_train.utils.timeline import BEGAN, Timeline
 from fla_train.utils.watchdog import Watchdog, end_process
@@ -183,6 +185,8 @@ def _record(
 def main() -> None:
     die_with_parent(int(os.environ["FLA_TRAIN_LAUNCHER"]))
     request = StopRequest()  # before the imports, which take seconds
+    if len(sys.argv) == 1:
+        wait_for_arguments()
     timeline = Timeline(float(os.environ[BEGAN]))
     timeline.mark("launcher")
     config_file, data = map(Path, sys.argv[1:])

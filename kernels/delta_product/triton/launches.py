@@ -3,6 +3,9 @@
 K = V = 128 timed on an H100 (torch 2.11, Triton 3.6), K = 256 on an H200; K = 64 follows the same rules, and
 n_h = 3 and 4 gave no gain on an H200. With K other than V, Hopper's backward kernel is faster on an H100 than
 Triton's two (docs/dev/log.md).
+
+Rows of 8.0 (A100) and 10.0 (B200) were never timed: of the options that Triton 3.6 or 3.9 compiles they spill
+the fewest registers (docs/dev/kernels.md). `fla-bench tune` finds better ones on such a machine.
 """
 
 # fmt: off
@@ -77,5 +80,15 @@ ROWS = [
      "chunk_fwd": {"BV": 128, "num_warps": 8, "num_stages": 2},
      "chunk_bwd_state": {"BV": 128, "num_warps": 8, "num_stages": 2},
      "chunk_bwd_qkg": {"BV": 64, "BKO": 256, "num_warps": 8, "num_stages": 2}},
+    {"architecture": "8.0", "key_dim": 128, "value_dim": 128, "num_householder": 1,  # never timed
+     "chunk_prepare_wy": {"num_warps": 4},
+     "chunk_fwd": {"BV": 64, "num_warps": 8, "num_stages": 1},
+     "chunk_bwd_state": {"BV": 64, "num_warps": 8, "num_stages": 2},
+     "chunk_bwd_qkg": {"BV": 64, "BKO": 64, "num_warps": 8, "num_stages": 1}},
+    {"architecture": "10.0", "key_dim": 128, "value_dim": 128, "num_householder": 1,  # never timed
+     "chunk_prepare_wy": {"num_warps": 8},
+     "chunk_fwd": {"BV": 64, "num_warps": 8, "num_stages": 2},
+     "chunk_bwd_state": {"BV": 64, "num_warps": 8, "num_stages": 2},
+     "chunk_bwd_qkg": {"BV": 64, "BKO": 64, "num_warps": 8, "num_stages": 1}},
 ]
 # fmt: on

@@ -1,0 +1,232 @@
+"""Every Triton kernel, compiled for a GPU that is not there: registers, spills and shared memory as a table.
+
+    python -m tests.kernels.compiled_everywhere 8.0                          # or 9.0, 10.0; minutes
+    python -m tests.kernels.compiled_everywhere 8.0 --cases "K 128|decoding" # a regular expression
+
+The operator and the fused ops run as on that GPU, with the launch options that it would get, on the CPU's
+memory; a launch only compiles. In a process of its own: what is asked of the device is replaced.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+PROCESSORS = {"8.0": 108, "9.0": 132, "10.0": 148}  # of an A100, H100 and B200
+SHARED = {"8.0": 163 << 10, "9.0": 227 << 10, "10.0": 227 << 10}  # bytes that a program may have
+TOKENS = 128
+TESTS_ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One compiled variant."""
+
+    case: str
+    name: str
+    warps: int
+    stages: int
+    registers: int  # of a thread
+    stack: int  # bytes a thread, of registers that were spilled
+    shared: int  # bytes a program
+
+
+def compile_everywhere(architecture: str) -> list[Kernel]:
+    """All variants for a compute capability, from another process; raises what a kernel's compiler says."""
+    left_out = ("TRITON_INTERPRET", "COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, architecture, "--json"],
+        cwd=TESTS_ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [Kernel(**row) for row in json.loads(done.stdout)]
+
+
+def pretend(architecture: str) -> None:
+    """From here on this process's CPU is a GPU of that compute capability, on which nothing is launched."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from fla_train.kernels import sizes
+
+    major, minor = map(int, architecture.split("."))
+
+    class Driver:
+        """The part of a driver that compilation asks."""
+
+        get_current_device = staticmethod(lambda: 0)
+        get_current_stream = staticmethod(lambda device: 0)
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", 10 * major + minor, 32))
+
+    triton.runtime.driver.set_active(Driver())
+    torch.cuda.current_device = lambda: 0
+    # Before the modules are imported that take the name from there.
+    sizes.processors = lambda device: PROCESSORS[architecture]
+    from fla_train.kernels.delta_product import interface, select
+    from fla_train.kernels.fused_ops import (
+        cross_entropy,
+        gates,
+        rms_norm,
+        rotary,
+        short_conv,
+        swiglu,
+        token_step,
+    )
+
+    for module in (cross_entropy, gates, rms_norm, rotary, short_conv, swiglu):
+        module.resolve_backend = lambda name, x, limit=None: os.environ.get("FLA_TRAIN_FUSED_OPS", "triton")
+    select.architecture = lambda device: architecture
+    select._device = lambda device: (PROCESSORS[architecture], major == 9)
+    interface.resolve_backend = lambda name, device: "triton"
+    token_step.overlaps = lambda x: major >= 9
+
+
+def operator_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    """The operator forward and backward by head dimensions, n_h and gate; packed, split and in float32."""
+    for size, steps in ((128, 1), (128, 2), (64, 1), (256, 1)):
+        yield f"K {size}, n_h {steps}", partial(operator, size, steps)
+    yield "K 128, n_h 1, no gate", partial(operator, 128, 1, gated=False)
+    yield "K 128, n_h 1, packed", partial(operator, 128, 1, documents=[0, 40, TOKENS])
+    yield "K 128, n_h 1, split", partial(operator, 128, 1, segment_chunks=1)
+    yield "K 64, n_h 1, fp32", partial(operator, 64, 1, dtype=torch.float32)
+    yield "K 16, n_h 1, fp32", partial(operator, 16, 1, dtype=torch.float32)
+
+
+def operator(
+    size: int,
+    steps: int,
+    *,
+    gated: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    documents: list[int] | None = None,
+    segment_chunks: int | None = None,
+) -> None:
+    from fla_train.kernels.delta_product import delta_product
+    from fla_train.kernels.delta_product.select import override
+
+    heads = 2 * max(PROCESSORS.values()) if segment_chunks is None else 1  # a busy device, or an idle one
+    q, k, v = (
+        torch.zeros(1, TOKENS, *shape, dtype=dtype, requires_grad=True)
+        for shape in ((heads, size), (steps, heads, size), (steps, heads, size))
+    )
+    beta = torch.zeros(1, TOKENS, steps, heads, requires_grad=True)
+    g = torch.zeros(1, TOKENS, heads, requires_grad=True) if gated else None
+    cu_seqlens = None if documents is None else torch.tensor(documents, dtype=torch.int32)
+    with override(segment_chunks=segment_chunks):
+        o, _ = delta_product(q, k, v, beta, g, qk_l2norm=True, cu_seqlens=cu_seqlens)
+        torch.autograd.grad(o.sum(), [x for x in (q, k, v, beta, g) if x is not None])
+
+
+def fused_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    """The fused ops of a training step forward and backward, and those of a decoding step."""
+    from fla_train.bench.fused_op_cases import FUNCTIONS, Sizes, make_cases
+
+    sizes = Sizes(1, TOKENS, 1024, 128, 2816, 32000, 2)
+    for case in make_cases(list(FUNCTIONS), sizes, torch.bfloat16, torch.device("cpu")):
+
+        def both(case=case) -> None:
+            gradients = list(case.output_gradients.values())
+            torch.autograd.grad(case.run("triton"), list(case.leaves.values()), gradients)
+
+        yield case.name, both
+    yield "decoding", decoding
+
+
+def decoding() -> None:
+    from fla_train.kernels.delta_product.triton.fused_recurrent import triton_step
+    from fla_train.kernels.fused_ops import flash_decoding, token_step
+
+    bf16 = partial(torch.zeros, dtype=torch.bfloat16)
+    x, weight, norm = bf16(1, 1, 1024), bf16(512, 1024), torch.zeros(1024)
+    token_step.linear_step(x, weight, residual=x, norm=norm, eps=1e-6)
+    token_step.linear_step(x, weight, weight, swiglu=True)
+    state = torch.zeros(1, 2, 128, 128)
+    columns = {"q": 0, "k": 256, "v": 512, "b": 768, "a": 770, "g": 772}
+    token_step.mixer_step(
+        *(bf16(1, 1, 1028), columns, [bf16(256, 1, 4)] * 3, [bf16(1, 256, 3)] * 3),
+        *(torch.zeros(2), torch.zeros(2), torch.zeros(128), state),
+        num_householder=1,
+        beta_max=2.0,
+        eps=1e-6,
+    )
+    flash_decoding.attention_step(
+        bf16(1, 2, 1, 64), bf16(1, 2, 64, 64), bf16(1, 2, 64, 64), torch.ones(1, 1, 1, 64, dtype=torch.bool)
+    )
+    step = (bf16(1, 2, 128), bf16(1, 1, 2, 128), bf16(1, 1, 2, 128), torch.zeros(1, 1, 2), torch.zeros(1, 2))
+    triton_step(*step, state, scale=1.0, qk_l2norm=True)
+
+
+def compile_all(architecture: str, pattern: str) -> Iterator[Kernel]:
+    import triton
+
+    pretend(architecture)
+    from fla_train.kernels.precompile import _without_launches
+
+    found: list[tuple[dict, Path]] = []
+
+    def listener(*, metadata: dict, metadata_group: dict, **_: object) -> None:
+        (cubin,) = (Path(path) for name, path in metadata_group.items() if name.endswith(".cubin"))
+        found.append((metadata, cubin))
+
+    triton.knobs.compilation.listener = listener
+    seen: set[Path] = set()
+    for case, run in itertools.chain(operator_cases(), fused_cases()):
+        if not re.search(pattern, case):
+            continue
+        found.clear()
+        with _without_launches():
+            run()
+        for metadata, cubin in found:
+            if cubin not in seen:
+                seen.add(cubin)
+                yield Kernel(
+                    case,
+                    metadata["name"],
+                    metadata["num_warps"],
+                    metadata["num_stages"],
+                    *resources(cubin),
+                    metadata["shared"],
+                )
+
+
+def resources(cubin: Path) -> tuple[int, int]:
+    """Registers and bytes of stack of a thread."""
+    import triton
+
+    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return tuple(int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("architecture", choices=sorted(PROCESSORS))
+    parser.add_argument("--cases", default="", help="a regular expression")
+    parser.add_argument("--json", action="store_true")
+    request = parser.parse_args()
+    kernels = compile_all(request.architecture, request.cases)
+    if request.json:
+        print(json.dumps([asdict(kernel) for kernel in kernels]))
+        return
+    print("| case | kernel | warps | stages | registers | stack | shared KB |\n|---|---|---|---|---|---|---|")
+    for k in kernels:
+        row = (k.case, k.name, k.warps, k.stages, k.registers, k.stack, f"{k.shared / 1024:.1f}")
+        print("|", " | ".join(map(str, row)), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()

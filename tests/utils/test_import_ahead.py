@@ -1,0 +1,57 @@
+"""The worker that imports while the launcher works: it becomes a rank, or ends with the launcher."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fla_train.utils.import_ahead import COMMAND, importing_worker, start_worker
+
+pytestmark = pytest.mark.usefixtures("unwatched")
+# A launcher that is killed while its worker waits.
+KILLED = """
+import os, signal
+from fla_train.utils.import_ahead import importing_worker
+from psutil import Process
+with importing_worker():
+    print(Process().children()[0].pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_waiting_worker_gets_arguments_and_environment(tmp_path: Path):
+    """A config that isn't there is what it reports, in the file that only its new environment names."""
+    error = tmp_path / "error.json"
+    environment = os.environ | {"FLA_TRAIN_LAUNCHER": str(os.getpid()), "OMP_NUM_THREADS": "1"}
+    environment |= {"FLA_TRAIN_BEGAN": "0", "TORCHELASTIC_ERROR_FILE": str(error)}
+    config = tmp_path / "no-config.yaml"
+    with importing_worker():
+        (waiting,) = psutil.Process().children()
+        worker = start_worker([*COMMAND, str(config), "."], environment)
+        assert worker.pid == waiting.pid and os.getsid(worker.pid) == worker.pid
+        other = start_worker([*COMMAND, str(config), "."], environment)
+        assert other.pid != waiting.pid  # one waits, no more
+        other.kill()
+        other.wait()
+    assert worker.wait(300) != 0  # not ended with the block
+    assert str(config) in json.loads(error.read_text())["message"]
+
+
+def test_other_commands_are_started_and_the_waiting_worker_ends_with_the_block():
+    with importing_worker():
+        (waiting,) = psutil.Process().children()
+        other = start_worker([sys.executable, "-c", "raise SystemExit(3)"], os.environ)
+        assert other.pid != waiting.pid and other.wait(300) == 3
+        assert waiting.is_running()
+    assert not waiting.is_running()
+
+
+def test_the_waiting_worker_ends_with_a_launcher_that_is_killed():
+    done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, timeout=300)
+    pid = int(done.stdout)
+    if psutil.pid_exists(pid):
+        psutil.Process(pid).wait(60)
