@@ -66,6 +66,9 @@ class SequenceContext(MovableTensors):
             if states is not None:
                 by_row = documents.view(states.rows, -1)
                 first_documents, last_documents = by_row[:, 0], by_row[:, -1]
+                # A row's first document may have begun before it, and then its convolution's inputs did.
+                first = (by_row == by_row[:, :1]).flatten()
+                in_document = torch.where(first, in_document + config.conv_size - 1, in_document)
         found = attention_mask
         if not isinstance(found, dict):
             found = masks(config, tokens, attention_mask, cache)
