@@ -92,6 +92,8 @@ def bench_models(
     validate(config)
     if (machines := config.launch.num_machines) != 1:
         raise ValueError(f"launch.num_machines={machines}: fla-bench train measures one machine")
+    if (parts := config.launch.context_parallel) != 1:
+        raise ValueError(f"launch.context_parallel={parts}: fla-bench train measures whole sequences, use 1")
     if config.task is not None:
         raise ValueError("fla-bench train measures language models: leave task at null")
     config = resolve(config)

@@ -29,6 +29,7 @@ from transformers.modeling_layers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple, logging
 
+from fla_train.kernels.context_parallel import ContextPart
 from fla_train.models.auto import register_models
 from fla_train.models.cache import CACHE_NAME, cache_for, count_tokens
 from fla_train.models.configuration import DeltaProductConfig
@@ -144,6 +145,7 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
         position_ids: Tensor | None = None,
         output_hidden_states: bool | int | list[int] | None = None,
         output_attentions: bool | None = None,
+        context_part: ContextPart | None = None,
         **packing: Tensor | int | None,
     ) -> BaseModelOutputWithPast:
         """Run the backbone over T new tokens.
@@ -165,6 +167,9 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
                 places. Default: the config's.
             output_attentions: return the softmax weights [B, H, T, keys] of each attention layer (an empty
                 tuple without such layers). Default: the config's.
+            context_part: the tokens are this part of their rows, and all ranks of its group call the model
+                with theirs. `cu_seqlens` then has the bounds of the whole row. Takes neither padding nor a
+                cache.
             packing: the bounds of packed documents by the names that collators of transformers and TRL give
                 them, `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`, `seq_idx`; see
                 `document_bounds`.
@@ -193,6 +198,13 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
                 raise ValueError(f"{self.config.mixer} keeps no states: pass no past_key_values")
             use_cache = False
         cu_seqlens = document_bounds(padding, cu_seqlens, position_ids, **packing)
+        if context_part is not None:
+            if padding is not None or past_key_values is not None or use_cache or self.config.mixer:
+                raise ValueError(
+                    "context_part takes neither attention_mask nor a cache nor a mixer of your own: leave "
+                    "them out, or run whole sequences"
+                )
+            use_cache = False
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and cu_seqlens is None
         cache = cache_for(past_key_values, self.config, use_cache and not checkpointing, hidden.device)
@@ -210,6 +222,7 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
         context = SequenceContext.build(
             *(self.config, hidden, attention_mask, cu_seqlens, cache, attentions),
             longest=longest if isinstance(longest, int) else None,
+            part=context_part,
         )
 
         update, hidden_states = None, [hidden if 0 in wanted else None]
@@ -281,7 +294,7 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
                 micro-batches are exact. Default: the number of targets in `labels`.
             others: `shift_labels` [B, T], the target of each position, in place of `labels` where a caller
                 has shifted them already (Trainer would require of every batch what the signature calls
-                labels); and `packing` of the backbone.
+                labels); and `context_part` and `packing` of the backbone.
 
         Returns:
             `loss` (fp32 scalar) with labels, `logits` [B, kept, vocabulary], `past_key_values`, and
@@ -290,6 +303,8 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         others.pop("tokenizer", None)  # `generate(tokenizer=...)` hands it on to the model
         shift_labels = others.pop("shift_labels", None)
         if shift_labels is None and labels is not None:
+            if others.get("context_part") is not None:
+                raise ValueError("the label of a part's last token is in the next part: give shift_labels")
             shift_labels = next_tokens(labels)
         if use_cache is None and shift_labels is not None:
             use_cache = False
@@ -333,18 +348,33 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def token_losses(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        context_part: ContextPart | None = None,
     ) -> Tensor:
-        """For evaluation: -log p(input_ids[:, t + 1] | input_ids[:, : t + 1]) at each t, fp32 [B, T - 1]."""
+        """For evaluation: -log p(input_ids[:, t + 1] | input_ids[:, : t + 1]) at each t, fp32 [B, T - 1].
+
+        With `shift_labels` [B, T] those of the tokens that it names, [B, T], and 0 where it is -100.
+        """
         outputs = self.model(
-            input_ids, attention_mask, use_cache=False, cu_seqlens=cu_seqlens, return_dict=True
+            input_ids,
+            attention_mask,
+            use_cache=False,
+            cu_seqlens=cu_seqlens,
+            context_part=context_part,
+            return_dict=True,
         )
-        tokens, targets = outputs.last_hidden_state.flatten(0, 1), next_tokens(input_ids).flatten()
+        given = next_tokens(input_ids) if shift_labels is None else shift_labels
+        tokens, targets = outputs.last_hidden_state.flatten(0, 1), given.flatten()
         if is_plain(self.lm_head):
             losses = token_losses(tokens, self.lm_head.weight, targets)
         else:
             losses = losses_of_logits(self.lm_head(tokens), targets)
-        return losses.view(input_ids.shape)[:, :-1]
+        losses = losses.view(input_ids.shape)
+        return losses[:, :-1] if shift_labels is None else losses
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, object], *rest: object

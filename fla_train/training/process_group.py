@@ -3,6 +3,7 @@
 import os
 import socket
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
 
@@ -48,6 +49,29 @@ def join(*, on_gpu: bool) -> torch.device:
     )
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT, **place)
     return device
+
+
+@dataclass(frozen=True)
+class RankMesh:
+    """The ranks of a run as data x context: consecutive ranks share sequences, the others have others.
+
+    Attributes:
+        data_rank, data_world: which share of the sequences this rank reads, of how many.
+        context: the ranks that share them, each with a part; None: sequences are whole.
+    """
+
+    data_rank: int
+    data_world: int
+    context: dist.ProcessGroup | None = None
+
+
+def split_ranks(context_parallel: int) -> RankMesh:
+    """The joined ranks by groups of `context_parallel`, a divisor of their number. All ranks call it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if context_parallel == 1:
+        return RankMesh(rank, world)
+    group, _ = dist.new_subgroups(context_parallel, timeout=TIMEOUT)
+    return RankMesh(rank // context_parallel, world // context_parallel, group)
 
 
 def _store(world: int) -> dist.Store | None:

@@ -42,15 +42,14 @@ def short_convolution(
         weight: [D, 1, W], as a depthwise `nn.Conv1d` keeps it.
         state: the W-1 inputs before x, [B, D, W-1]; zeros when absent.
         position_in_document: distance of each token from its document's start, integers [T], for documents
-            packed in one row (B = 1); taps never reach beyond it.
+            packed in one row (B = 1); taps never reach beyond it. With `state` the first may begin before x.
         backend: "torch", "triton" or "auto" (see `resolve_backend`).
 
     Returns:
         y [B, T, D] in the dtype of `x`, and the last W-1 inputs [B, D, W-1] to continue from.
 
     Raises:
-        ValueError: for shapes that do not fit, `state` together with `position_in_document`, or a backend
-            that cannot run.
+        ValueError: for shapes that do not fit, or a backend that cannot run.
     """
     (batch, length, channels), width = x.shape, weight.shape[-1]
     if weight.shape != (channels, 1, width):
@@ -60,8 +59,6 @@ def short_convolution(
             f"state has shape {list(state.shape)}, expected [B, D, W-1] = {[batch, channels, width - 1]}"
         )
     if position_in_document is not None:
-        if state is not None:
-            raise ValueError("give state (one sequence continues) or position_in_document, not both")
         if batch != 1 or position_in_document.shape != (length,):
             raise ValueError(
                 f"position_in_document has shape {list(position_in_document.shape)}, x {list(x.shape)}: "
@@ -75,7 +72,10 @@ def short_convolution(
     if state is None:
         return _ShortConvolution.apply(x, weight, position_in_document), _last_inputs(x, width - 1)
     x = torch.cat([state.transpose(1, 2).to(x.dtype), x], dim=1)
-    return _ShortConvolution.apply(x, weight, None)[:, width - 1 :], _last_inputs(x, width - 1)
+    if position_in_document is not None:  # what the outputs before x would be is dropped
+        position_in_document = F.pad(position_in_document, (width - 1, 0))
+    y = _ShortConvolution.apply(x, weight, position_in_document)[:, width - 1 :]
+    return y, _last_inputs(x, width - 1)
 
 
 def _torch_short_convolution(
