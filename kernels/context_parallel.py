@@ -1,93 +1,141 @@
-"""Context parallelism: the operator, convolution inputs and gathered keys of sequences split over ranks.
+"""Context parallelism: the operator, convolutions and attention on rows whose parts lie on several ranks.
 
-Each rank of a group holds one part of every row, in rank order. Over a part the state obeys
+Each rank of a group holds one part of every row, in rank order, and messages go from rank to rank:
 
-    S_end = Phi S_start + L        dS_start = Phi^T dS_end + dL
+    forward    a part's final state, last convolution inputs, keys and values to later parts
+    backward   their gradients to earlier parts
 
-with Phi [K, K] the product of its tokens' transitions, L [K, V] the final state from zero, and dL the
-gradient of the initial state by the part's own outputs (`sequence_split` has the same algebra within a GPU).
-The ranks exchange Phi and L in the forward pass and dL in the backward pass, and each composes its start and
-the gradient of its end. Phi is the final state that the operator reaches from the identity with v = 0, so
-every backend serves. A document that begins inside a part makes the part's Phi zero.
+The operator of a part starts from the state it receives, so it runs once, forward and backward, for every
+n_h, gate and backend, and results differ from those of whole rows by rounding only. No rank waits for a
+later one in the forward pass, nor for an earlier one in the backward pass. A rank is therefore behind the one
+before it by one layer's operator, and no further: the next layer's states are on their way by then.
+Exchanging products of transitions (as `sequence_split` does within a GPU) would have no rank behind, but
+every rank would run the recurrence twice.
 
-The operator's passes, per layer: a rank whose start is zero and the last rank run it forward and backward
-once, all others twice. The last rank waits for the others in the forward pass, the first in the backward
-pass. Each rank must make the same calls in the same order.
+A layer that is computed again in the backward pass (activation checkpointing) takes what it received the
+first time: other ranks are elsewhere by then. All ranks of a group must run the same layers in the same
+order.
 """
 
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fla_train.kernels.delta_product.interface import delta_product
 
+T = TypeVar("T")
+MESSAGES = 64  # that may be under way from a rank before it waits for the oldest
+
+
+class ContextGroup:
+    """The ranks that share rows, and the messages between them.
+
+    Args:
+        group: their process group; all calls are of its own ranks, from 0.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.size, self._group = dist.get_rank(group), dist.get_world_size(group), group
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def send(self, x: Tensor, rank: int) -> None:
+        """Send x without waiting for `rank`, which may be behind."""
+        x = x.detach().contiguous()
+        work = dist.isend(x, dist.get_global_rank(self._group, rank), self._group)
+        self._sent.append((work, x))
+        if len(self._sent) > MESSAGES:
+            self._sent.popleft()[0].wait()
+
+    def receive(self, like: Tensor, rank: int) -> Tensor:
+        """The next tensor from `rank`, of the shape and dtype of `like`."""
+        x = torch.empty_like(like, memory_format=torch.contiguous_format)
+        dist.recv(x, dist.get_global_rank(self._group, rank), self._group)
+        return x
+
+    def add_up(self, x: Tensor) -> None:
+        """Replace x by its sum over the ranks."""
+        dist.all_reduce(x, group=self._group)
+
 
 @dataclass(frozen=True)
 class ContextPart:
-    """Which tokens of its rows this rank holds: of as many equal parts as `group` has ranks, one by its rank.
+    """Which tokens of its rows a rank holds: of as many equal parts as the group has ranks, one by its rank.
 
     Attributes:
         group: the ranks that share the rows.
         continues: whether the document of the part's first token began in an earlier part.
+        continued: whether that of its last token goes on in the next part.
         documents: of a packed row, numbers of the first and last document with tokens in the part; None: rows
             are not packed.
+        received: what other ranks have sent in a forward pass, for layers that are computed again; None: none
+            is.
     """
 
-    group: dist.ProcessGroup
+    group: ContextGroup
     continues: bool
+    continued: bool
     documents: tuple[int, int] | None = None
+    received: dict[str, Any] | None = None
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, length: int, cu_seqlens: Tensor | None = None) -> "ContextPart":
-        """The part of this rank, of `length` tokens.
+    def of(cls, group: ContextGroup, length: int, cu_seqlens: Tensor | None = None) -> "ContextPart":
+        """This rank's part, of `length` tokens.
 
         Args:
             cu_seqlens: in host memory, [S + 1] bounds of the documents packed in the whole row.
         """
-        rank = dist.get_rank(group)
+        start, end = group.rank * length, (group.rank + 1) * length
         if cu_seqlens is None:
-            return cls(group, rank > 0)
-        tokens = torch.tensor([rank * length, (rank + 1) * length - 1])
-        first, last = torch.searchsorted(cu_seqlens[1:].long(), tokens, right=True).tolist()
-        return cls(group, int(cu_seqlens[first]) < rank * length, (first, last))
+            return cls(group, group.rank > 0, group.rank < group.size - 1)
+        ends = cu_seqlens[1:].long()
+        first, last = torch.searchsorted(ends, torch.tensor([start, end - 1]), right=True).tolist()
+        return cls(group, int(cu_seqlens[first]) < start, int(ends[last]) > end, (first, last))
 
-    @property
-    def rank(self) -> int:
-        return dist.get_rank(self.group)
+    def remembering(self) -> "ContextPart":
+        """The same for a forward pass whose layers are computed again in the backward pass."""
+        return replace(self, received={})
 
-    @property
-    def size(self) -> int:
-        """Number of parts."""
-        return dist.get_world_size(self.group)
+    def start(self, length: int) -> int:
+        """The first token of a part of `length` tokens."""
+        return self.group.rank * length
 
     def bounds(self, cu_seqlens: Tensor, length: int) -> Tensor:
         """The documents' bounds within the part of `length` tokens, from those of the whole row."""
         assert self.documents is not None
         first, last = self.documents
-        return (cu_seqlens[first : last + 2] - self.rank * length).clamp(0, length)
+        return (cu_seqlens[first : last + 2] - self.start(length)).clamp(0, length)
+
+    def once(self, key: str, exchange: Callable[[], T]) -> T:
+        """What `exchange()` returns, or has returned in this pass for the same key."""
+        if self.received is None:
+            return exchange()
+        if key not in self.received:
+            self.received[key] = exchange()
+        return self.received[key]
 
 
-def gather_parts(x: Tensor, part: ContextPart) -> Tensor:
-    """The whole rows [..., T, D] of which each rank has a part [..., T / ranks, D]; differentiable."""
-    return _Gather.apply(x, part.group).movedim(0, -3).flatten(-3, -2)
+def gather_earlier(x: Tensor, part: ContextPart, layer: int) -> Tensor:
+    """x [..., T, D] of this and all earlier parts, in order, [..., tokens so far, D]; differentiable."""
+    return _Earlier.apply(x, part, f"{layer} earlier")
 
 
-def previous_inputs(x: Tensor, count: int, part: ContextPart) -> Tensor:
+def previous_inputs(x: Tensor, count: int, part: ContextPart, layer: int) -> Tensor:
     """The `count` tokens before x [B, T, D] in its rows, [B, D, count]; zeros before a row's first token.
+
+    Tokens of another document may be zeros.
 
     Raises:
         ValueError: the part is shorter.
     """
     if x.shape[1] < count:
         raise ValueError(f"a part of {x.shape[1]} tokens is shorter than the {count} inputs before the next")
-    return _FromPrevious.apply(x[:, x.shape[1] - count :].transpose(1, 2), part.group)
+    return _Previous.apply(x[:, x.shape[1] - count :].transpose(1, 2), part, f"{layer} previous")
 
 
 def context_parallel_delta_product(
@@ -98,6 +146,7 @@ def context_parallel_delta_product(
     g: Tensor | None = None,
     *,
     part: ContextPart,
+    layer: int,
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
@@ -105,150 +154,109 @@ def context_parallel_delta_product(
 
     Args:
         q, k, v, beta, g: as `delta_product`, of the part.
+        layer: number of the layer, the same on all ranks.
         cu_seqlens: bounds within the part, `ContextPart.bounds`.
         options: `scale`, `qk_l2norm`, `recompute` and `backend` of `delta_product`.
 
     Returns:
         o [B, T, HV, V].
     """
-    tensors = (q, k, v, beta, g)
-    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    operator = partial(delta_product, cu_seqlens=cu_seqlens, **options)
-    return _PartDeltaProduct.apply(operator, part, keep, *tensors)
+    # Documents that begin in the part after its first one: they start from zero, and the last one ends it.
+    fresh = 0 if part.documents is None else part.documents[1] - part.documents[0]
+    start = None
+    if part.continues:
+        state = beta.new_empty(q.shape[0], v.shape[-2], q.shape[-1], v.shape[-1])
+        start = _Start.apply(state, part, f"{layer} state", q, k, v, beta, g)
+        start = torch.cat([start, start.new_zeros(fresh, *start.shape[1:])])
+    o, final = delta_product(
+        *(q, k, v, beta, g),
+        initial_state=start,
+        output_final_state=part.continued,
+        cu_seqlens=cu_seqlens,
+        **options,
+    )
+    return _End.apply(o, final[fresh:], part, f"{layer} end") if part.continued else o
 
 
-class _PartDeltaProduct(torch.autograd.Function):
-    """The operator's graph is kept inside: its backward pass may run twice, around an exchange."""
+class _Start(torch.autograd.Function):
+    """The state that the part before has sent; its gradient goes back. `_` are the operator's tensors."""
 
     @staticmethod
-    def forward(
-        ctx: Any, operator: Callable, part: ContextPart, keep: bool, *tensors: Tensor | None
-    ) -> Tensor:
-        inputs = [None if x is None else x.detach().requires_grad_(keep) for x in tensors]
-        # Documents that begin in the part after its first one: they start from zero, the last one ends it.
-        fresh = 0 if part.documents is None else part.documents[1] - part.documents[0]
+    def forward(ctx: Any, like: Tensor, part: ContextPart, key: str, *_: Tensor | None) -> Tensor:
+        ctx.group = part.group
+        return part.once(key, lambda: part.group.receive(like, part.group.rank - 1)).clone()
 
-        def run(start: Tensor | None) -> tuple[Tensor, Tensor]:
-            if start is not None:
-                start = torch.cat([start, start.new_zeros(fresh, *start.shape[1:])])
-            o, final = operator(*inputs, initial_state=start, output_final_state=True)
-            return o, final[fresh:]
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dstart: Tensor) -> tuple[None, ...]:
+        ctx.group.send(dstart, ctx.group.rank - 1)
+        return (None,) * 8
 
-        with torch.set_grad_enabled(keep):
-            start = None
-            if part.continues:
-                own = _transition_and_end(operator, inputs, fresh, part)
-            else:
-                o, end = run(start)
-                own = _with_zero_transition(end)
-            transitions, ends = _split(_all_gather(own, part.group))
-            if part.continues:
-                start = _compose(transitions[: part.rank], ends[: part.rank]).requires_grad_(keep)
-                o, end = run(start)
-        if keep:
-            ctx.part, ctx.transitions = part, transitions
-            ctx.graph = inputs, start, o, end
-        return o.detach()
+
+class _End(torch.autograd.Function):
+    """The outputs as they are; the final state goes to the next part, from which its gradient comes."""
+
+    @staticmethod
+    def forward(ctx: Any, o: Tensor, end: Tensor, part: ContextPart, key: str) -> Tensor:
+        ctx.group, ctx.like = part.group, torch.empty_like(end, device="meta")
+        part.once(key, lambda: part.group.send(end, part.group.rank + 1))
+        return o.view_as(o)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        part, transitions = ctx.part, ctx.transitions
-        inputs, start, o, end = ctx.graph
-        del ctx.graph  # or its tensors would stay until the whole graph is freed
-        given, starts = [x for x in inputs if x is not None], [] if start is None else [start]
-        last = part.rank == part.size - 1
-        gradients: tuple[Tensor, ...] = ()
-        if last:  # no part reads its end
-            gradients = torch.autograd.grad(o, [*given, *starts], do)
-        elif starts:
-            gradients = torch.autograd.grad(o, starts, do, retain_graph=True)
-        dstart = gradients[-1] if starts else torch.zeros_like(end)
-        dstarts = _all_gather(dstart, part.group)
-        if not last:
-            after = slice(part.rank + 1, None)
-            dend = _compose(transitions[after].mT.flip(0), dstarts[after].flip(0))
-            gradients = torch.autograd.grad([o, end], given, [do, dend])
-        found = iter(gradients)
-        return None, None, None, *(None if x is None else next(found) for x in inputs)
+        return (
+            do,
+            ctx.group.receive(torch.empty_like(ctx.like, device=do.device), ctx.group.rank + 1),
+            None,
+            None,
+        )
 
 
-@torch.no_grad()
-def _transition_and_end(
-    operator: Callable, inputs: list[Tensor | None], fresh: int, part: ContextPart
-) -> Tensor:
-    """Phi and L side by side, [rows, HV, K, K + V], of a part whose start another one decides."""
-    q, k, v, beta, g = inputs
-    (rows, *_, key_dim), (heads, value_dim) = q.shape, v.shape[-2:]
-    if part.rank == part.size - 1:  # nobody reads them
-        return beta.new_zeros(rows, heads, key_dim, key_dim + value_dim)
-    if fresh:  # the last document does not depend on the start
-        _, final = operator(q, k, v, beta, g, output_final_state=True)
-        return _with_zero_transition(final[fresh:])
-    identity = torch.eye(key_dim, dtype=beta.dtype, device=beta.device).expand(rows, heads, -1, -1)
-    start, values = F.pad(identity, (0, value_dim)), F.pad(v, (key_dim, 0))
-    return operator(q, k, values, beta, g, initial_state=start, output_final_state=True)[1]
-
-
-def _with_zero_transition(end: Tensor) -> Tensor:
-    return F.pad(end.detach(), (end.shape[-2], 0))
-
-
-def _split(pairs: Tensor) -> list[Tensor]:
-    """Phi [..., K, K] and L [..., K, V], views."""
-    key_dim = pairs.shape[-2]
-    return list(pairs.split([key_dim, pairs.shape[-1] - key_dim], dim=-1))
-
-
-@torch.no_grad()
-def _compose(transitions: Tensor, ends: Tensor) -> Tensor:
-    """S <- Phi S + L over the parts of the first axis, from S = 0."""
-    state = torch.zeros_like(ends[0])
-    with torch.autocast(ends.device.type, enabled=False):
-        for transition, end in zip(transitions, ends, strict=True):
-            state = transition @ state + end
-    return state
-
-
-class _Gather(torch.autograd.Function):
-    """All ranks' x, [ranks, ...]; backwards the sum over ranks of the gradient for this rank's x."""
+class _Previous(torch.autograd.Function):
+    """The x of the part before, or zeros; the gradient for this x comes from the part after."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_gather(x, group)
+    def forward(ctx: Any, x: Tensor, part: ContextPart, key: str) -> Tensor:
+        group, ctx.part = part.group, part
+
+        def exchange() -> Tensor:
+            if part.continued:
+                group.send(x, group.rank + 1)
+            return group.receive(x, group.rank - 1) if part.continues else torch.zeros_like(x)
+
+        return part.once(key, exchange).clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        own = torch.empty_like(grad[0], memory_format=torch.contiguous_format)
-        dist.reduce_scatter_tensor(own, grad.contiguous().flatten(0, 1), group=ctx.group)
-        return own, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        group = ctx.part.group
+        if ctx.part.continues:
+            group.send(grad, group.rank - 1)
+        return group.receive(grad, group.rank + 1) if ctx.part.continued else None, None, None
 
 
-class _FromPrevious(torch.autograd.Function):
-    """The x of the rank before, zeros on the first; backwards the gradient from the rank after."""
+class _Earlier(torch.autograd.Function):
+    """The x of earlier parts and this one; the gradient for this x is summed over the later ones."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _of_rank(dist.get_rank(group) - 1, x, group)
+    def forward(ctx: Any, x: Tensor, part: ContextPart, key: str) -> Tensor:
+        group = ctx.group = part.group
+
+        def exchange() -> list[Tensor]:
+            for rank in range(group.rank + 1, group.size):
+                group.send(x, rank)
+            return [group.receive(x, rank) for rank in range(group.rank)]
+
+        return torch.cat([*part.once(key, exchange), x], dim=-2)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _of_rank(dist.get_rank(ctx.group) + 1, grad, ctx.group), None
-
-
-def _of_rank(rank: int, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The x of `rank` of the group, zeros if there is none. All ranks call it: x is small."""
-    everyone = _all_gather(x, group)
-    return everyone[rank] if 0 <= rank < len(everyone) else torch.zeros_like(x)
-
-
-def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Each rank's x, [ranks, ...], without gradients."""
-    x = x.detach().contiguous()
-    everyone = x.new_empty(dist.get_world_size(group), *x.shape)
-    dist.all_gather(list(everyone), x, group=group)
-    return everyone
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        group = ctx.group
+        *earlier, own = grad.chunk(group.rank + 1, dim=-2)
+        for rank, piece in enumerate(earlier):
+            group.send(piece, rank)
+        for rank in range(group.rank + 1, group.size):
+            own = own + group.receive(own, rank)
+        return own, None, None

@@ -54,7 +54,7 @@ class SequenceContext(MovableTensors):
         """
         batch, length = tokens.shape[:2]
         documents = in_document = positions = cos = sin = None
-        start = 0 if part is None else part.rank * length
+        start = 0 if part is None else part.start(length)
         if cu_seqlens is not None:
             if batch != 1:
                 raise ValueError(f"cu_seqlens packs documents in one row: batch 1, not {batch}")

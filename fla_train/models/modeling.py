@@ -205,6 +205,8 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
                     "them out, or run whole sequences"
                 )
             use_cache = False
+            if checkpointing:
+                context_part = context_part.remembering()
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and cu_seqlens is None
         cache = cache_for(past_key_values, self.config, use_cache and not checkpointing, hidden.device)

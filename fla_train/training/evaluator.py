@@ -340,7 +340,7 @@ def weighted(parts: Sequence[tuple[Evaluation, float]]) -> Evaluation:
 def _context(batch: Batch) -> Tensor:
     """Tokens of the same row or document before each target, int64: [1, T - 1], of a part [1, T]."""
     count = batch.targets().shape[1]
-    before = 0 if batch.context_part is None else batch.context_part.rank * count
+    before = 0 if batch.context_part is None else batch.context_part.start(count)
     positions = torch.arange(before + 1, before + 1 + count, device=batch.input_ids.device)
     if batch.cu_seqlens is None:
         return positions[None]

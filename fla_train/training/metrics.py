@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fla_train.kernels.context_parallel import ContextGroup
 from fla_train.training.run_folder import RunFolder
 from fla_train.utils.records import Record, read_metrics
 
@@ -22,9 +23,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def step_statistics(
-    engine, found: dict[str, Tensor], context: dist.ProcessGroup | None = None
-) -> Iterator[None]:
+def step_statistics(engine, found: dict[str, Tensor], context: ContextGroup | None = None) -> Iterator[None]:
     """Run one optimizer step inside; its statistics are in `found` afterwards, as scalars on the device.
 
     `param_norm` after the step, `update_norm` of the difference it made, and for each mixer i with gates,
@@ -46,8 +45,8 @@ def step_statistics(
             hook.remove()
     if context is not None and found:
         means = torch.stack(list(found.values()))
-        dist.all_reduce(means, dist.ReduceOp.SUM, context)
-        found |= zip(found, (means / dist.get_world_size(context)).unbind(), strict=True)
+        context.add_up(means)
+        found |= zip(found, (means / context.size).unbind(), strict=True)
     for old, master in zip(before, masters, strict=True):
         old.sub_(master.detach())
     squares = torch.stack([_sum_of_squares(masters), _sum_of_squares(before)])

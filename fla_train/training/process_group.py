@@ -11,6 +11,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from fla_train.kernels.context_parallel import ContextGroup
+
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 LOOPBACK = "127.0.0.1"
@@ -62,7 +64,7 @@ class RankMesh:
 
     data_rank: int
     data_world: int
-    context: dist.ProcessGroup | None = None
+    context: ContextGroup | None = None
 
 
 def split_ranks(context_parallel: int) -> RankMesh:
@@ -71,7 +73,7 @@ def split_ranks(context_parallel: int) -> RankMesh:
     if context_parallel == 1:
         return RankMesh(rank, world)
     group, _ = dist.new_subgroups(context_parallel, timeout=TIMEOUT)
-    return RankMesh(rank // context_parallel, world // context_parallel, group)
+    return RankMesh(rank // context_parallel, world // context_parallel, ContextGroup(group))
 
 
 def _store(world: int) -> dist.Store | None:

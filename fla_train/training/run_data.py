@@ -7,14 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fla_train.data.cache import PreparedData
 from fla_train.data.dataset import Dataset
 from fla_train.data.open_dataset import open_train
 from fla_train.data.sampler import Batch, PackedDataset, send
-from fla_train.kernels.context_parallel import ContextPart
+from fla_train.kernels.context_parallel import ContextGroup, ContextPart
 from fla_train.models.loss import next_tokens
 from fla_train.tasks import Task, TaskConfig, curriculum_tasks, training_task
 from fla_train.training.config import TrainConfig
@@ -66,7 +65,7 @@ def open_training_data(config: TrainConfig, data: PreparedData) -> "Dataset | Pa
     return PackedDataset(train) if config.data.document_boundaries else train
 
 
-def to_batch(read: Tensor | Batch, device: torch.device, context: dist.ProcessGroup | None = None) -> Batch:
+def to_batch(read: Tensor | Batch, device: torch.device, context: ContextGroup | None = None) -> Batch:
     """Copy what was read to `device`, without waiting.
 
     Args:
@@ -83,10 +82,10 @@ def to_batch(read: Tensor | Batch, device: torch.device, context: dist.ProcessGr
     return Batch(*sent) if sent.ndim == 3 else Batch(sent, sent)
 
 
-def split_batch(whole: Batch, context: dist.ProcessGroup) -> Batch:
+def split_batch(whole: Batch, context: ContextGroup) -> Batch:
     """This rank's part of rows [B, T] that the ranks of `context` share; T is a multiple of their number."""
-    rank, length = dist.get_rank(context), whole.input_ids.shape[1] // dist.get_world_size(context)
-    own = slice(rank * length, (rank + 1) * length)
+    length = whole.input_ids.shape[1] // context.size
+    own = slice(context.rank * length, (context.rank + 1) * length)
     return whole._replace(
         input_ids=whole.input_ids[:, own].contiguous(),
         labels=None,

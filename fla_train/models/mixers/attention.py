@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
-from fla_train.kernels.context_parallel import gather_parts
+from fla_train.kernels.context_parallel import gather_earlier
 from fla_train.kernels.fused_ops import attention_step, resolve_backend, rotary
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import SequenceContext
@@ -52,8 +52,8 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.update(k, v, self.layer_index)
         visible = context.visible[self.kind]
-        if context.part is not None:  # the keys and values of the rows up to the part's end
-            k, v = gather_parts(torch.stack([k, v]), context.part)[..., : len(visible.keys), :]
+        if context.part is not None:
+            k, v = gather_earlier(torch.stack([k, v]), context.part, self.layer_index)
         if self.config._attn_implementation == "eager" or context.attentions is not None:
             o, weights = eager_attention(q, k, v, visible)
             if context.attentions is not None:

@@ -141,7 +141,7 @@ class DeltaProductMixer(nn.Module):
         if context.part is not None and self.config.use_short_conv:
             channels = [y[name].shape[-1] for name in "qkv"]
             joined = torch.cat([y[name][:, -self.config.conv_size :] for name in "qkv"], dim=-1)
-            found = previous_inputs(joined, self.config.conv_size - 1, context.part)
+            found = previous_inputs(joined, self.config.conv_size - 1, context.part, self.layer_index)
             return dict(zip("qkv", found.split(channels, dim=1), strict=True))
         states = (None,) * 3 if cache is None else cache.layers[self.layer_index].conv_states
         return {name: states[place] for place, name in enumerate("qkv")}
@@ -174,7 +174,8 @@ class DeltaProductMixer(nn.Module):
         options = {"qk_l2norm": True, "backend": self.config.backend}
         if context.part is not None:
             options |= {"cu_seqlens": context.cu_seqlens, "recompute": self.config.recompute_operator}
-            return context_parallel_delta_product(q, k, v, beta, g, part=context.part, **options)
+            place = {"part": context.part, "layer": self.layer_index}
+            return context_parallel_delta_product(q, k, v, beta, g, **place, **options)
         if state is not None and q.shape[1] == 1:
             now = [None if tensor is None else tensor[:, 0] for tensor in (q, k, v, beta, g)]
             o, final = delta_product_step(*now, state=state, **options)
