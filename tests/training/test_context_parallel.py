@@ -29,10 +29,11 @@ LAYOUTS = {  # where documents begin in each of the rows; None: they are not pac
 }
 MODELS = {
     "DeltaNet": {"num_householder": 1, "use_forget_gate": False},
-    "Gated DeltaNet": {"num_householder": 1, "recompute_operator": True},
+    "Gated DeltaNet": {"num_householder": 1, "use_forget_gate": True, "recompute_operator": True},
     "DeltaProduct": {"num_householder": 3, "use_forget_gate": False},
     "hybrid of Gated DeltaProduct": {
         "num_householder": 2,
+        "use_forget_gate": True,
         "layer_types": ["linear_attention", "full_attention", "sliding_attention"],
         "sliding_window": 9,
         "num_key_value_heads": 1,
@@ -111,6 +112,7 @@ def compare(fields: dict, checkpointing: bool) -> tuple[dict[str, float], set[in
         for name, tensor in expected.items():
             error = (found[name] - tensor).abs().max() / tensor.abs().max()
             errors[f"{name}, {layout}"] = error.item()
+    dist.barrier()  # no rank leaves while another still waits for what it has sent
     return errors, parts
 
 
