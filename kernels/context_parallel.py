@@ -255,8 +255,8 @@ class _Earlier(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         group = ctx.group
         *earlier, own = grad.chunk(group.rank + 1, dim=-2)
-        for rank, piece in enumerate(earlier):
-            group.send(piece, rank)
+        for rank, theirs in enumerate(earlier):
+            group.send(theirs, rank)
         for rank in range(group.rank + 1, group.size):
             own = own + group.receive(own, rank)
         return own, None, None
