@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -191,10 +192,16 @@ def test_thirty_steps_have_the_losses_of_one_process(
         ["launch.context_parallel=2", "trainer.seq_len=6", "trainer.global_batch_tokens=auto"],
         ["launch.context_parallel=2", "launch.overlap_communication=true"],
         ["launch.context_parallel=2", "model.mixer=shifted:Shifted"],
-        ["launch.context_parallel=2", "model=hf/llama/tiny"],
         ["launch.context_parallel=2", "task=group_words"],
     ],
 )
 def test_what_cannot_be_had_is_refused(make_config: Make, settings: list[str]):
     with pytest.raises(ValueError, match=r"launch\.context_parallel"):
         validate(make_config("launch.device=cpu", "launch.num_processes=2", *settings))
+
+
+def test_models_of_other_libraries_are_refused(make_config: Make):
+    config = make_config("launch.device=cpu", "launch.num_processes=2", "launch.context_parallel=2")
+    llama = {"source": "hf", "model_type": "llama", "config": {"num_hidden_layers": 1}, "vocab_size": 320}
+    with pytest.raises(ValueError, match=r"launch\.context_parallel=2 .* llama"):
+        validate(replace(config, model=llama))
