@@ -1,13 +1,14 @@
 # Two commands for a new machine (Python 3.11+, a C compiler): `make demo` and `make test`.
 # Both create .venv and install into it first. `make docs` builds the documentation site into site/.
-# `make test-all` does so, too, and runs also the tests marked `long`, which `make test` leaves out. `make check`
-# and `make format` are for developers.
+# `make test-all` does so, too, and runs also the tests marked `long`, which `make test` leaves out. `make coverage`
+# is `make test` under coverage, whose tracer costs a fifth more time. `make check` and `make format` are for
+# developers.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo test test-all docs check format clean
+.PHONY: install demo test test-all coverage docs check format clean
 
 install: $(VENV)/.installed
 
@@ -21,11 +22,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh
 
-test: SELECTED := not long
+test coverage: SELECTED := not long
 test-all: docs
-test test-all: install check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(SELECTED)" -n 2 --dist loadfile --no-loadscope-reorder \
-		--cov --cov-report=term:skip-covered
+coverage: REPORT := --cov --cov-report=term:skip-covered
+test test-all coverage: install check
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(SELECTED)" -n 2 --dist loadfile --no-loadscope-reorder $(REPORT)
 
 # --strict: a broken link or anchor, or a page that the navigation lacks, fails the build. It needs no network.
 docs: install

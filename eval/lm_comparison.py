@@ -159,6 +159,25 @@ def _length(run: Path) -> dict[str, Any]:
     return parts | {"trained_length": record["trained_length"], "data": found["data"]["fingerprint"]}
 
 
+def tables(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Three tables in Markdown: sizes, losses and speed; perplexity by length; loss by position."""
+    models, rows = read_models(), list(found.values())
+    lengths = sorted({line["length"] for row in rows for line in row["length"].get("lengths", [])})
+    positions = list(dict.fromkeys(key for row in rows for key in row["by_position"]))
+    runs = [["model", "parameters", "validation loss", "bits per byte", "tokens/s", "GiB"]]
+    by_length = [["perplexity at", *map(short, lengths)]]
+    by_position = [["loss after ... tokens", *positions]]
+    for name, row in found.items():
+        title, bits = models[name]["title"], row["bits_per_byte"]
+        at = {line["length"]: line["perplexity"] for line in row["length"].get("lengths", [])}
+        losses = [row["by_position"].get(key) for key in positions]
+        sizes = [f"{row['parameters']:,}", f"{row['loss']:.3f}", "-" if bits is None else f"{bits:.4f}"]
+        runs.append([title, *sizes, f"{row['tokens_per_second']:,.0f}", f"{row['memory_gib']:.1f}"])
+        by_length.append([title, *(fixed(at[length], 2) if length in at else "-" for length in lengths)])
+        by_position.append([title, *("-" if loss is None else f"{loss:.3f}" for loss in losses)])
+    return ["\n".join(_table(table)) for table in (runs, by_length, by_position)]
+
+
 def markdown(found: dict[str, dict[str, Any]], home: Path, figure: str) -> str:
     """Tables, figure and notes of the runs.
 
@@ -167,38 +186,15 @@ def markdown(found: dict[str, dict[str, Any]], home: Path, figure: str) -> str:
         home: folder of the runs, for the reasons why others are missing.
         figure: link to the figure.
     """
-    models = read_models()
     first, rows = next(iter(found.values())), list(found.values())
-    lengths = sorted({line["length"] for row in rows for line in row["length"].get("lengths", [])})
-    heads = ["model", "parameters", "validation loss", "bits per byte"]
-    heads += [f"perplexity at {short(length)}" for length in lengths] + ["tokens/s", "GiB"]
-    positions = list(dict.fromkeys(key for row in rows for key in row["by_position"]))
-    table, by_position = [heads], [["loss after ... tokens", *positions]]
-    for name, row in found.items():
-        at = {line["length"]: line["perplexity"] for line in row["length"].get("lengths", [])}
-        bits = row["bits_per_byte"]
-        cells = [models[name]["title"], f"{row['parameters']:,}", f"{row['loss']:.3f}"]
-        cells += ["-" if bits is None else f"{bits:.4f}"]
-        cells += [fixed(at[length], 2) if length in at else "-" for length in lengths]
-        table.append([*cells, f"{row['tokens_per_second']:,.0f}", f"{row['memory_gib']:.1f}"])
-        losses = [row["by_position"].get(key) for key in positions]
-        by_position.append([models[name]["title"], *("-" if x is None else f"{x:.3f}" for x in losses)])
     hardware = "; ".join(sorted({row["hardware"] for row in rows}))
     setting = (
         f"{first['tokens']:,} tokens each, seed {first['seed']}, the same data in the same order. Hardware: "
         f"{hardware}. One seed; tokens/s are medians of `fla-train`, GiB the peak."
     )
-    lines = [
-        textwrap.fill(setting, WIDTH),
-        "",
-        *_table(table),
-        "",
-        f"![training loss, loss by position, perplexity by length]({figure})",
-        "",
-        *_table(by_position),
-    ]
+    picture = f"![training loss, loss by position, perplexity by length]({figure})"
     notes = (textwrap.fill(f"- {note}", WIDTH, subsequent_indent="  ") for note in _notes(found, home))
-    return "\n".join([*lines, "", *notes, ""])
+    return "\n\n".join([textwrap.fill(setting, WIDTH), *tables(found), picture, "\n".join(notes)]) + "\n"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

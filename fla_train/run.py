@@ -85,7 +85,7 @@ class Run:
 
     @property
     def metrics(self) -> "pandas.DataFrame":
-        """metrics.jsonl as a table: a row for each step, a column for each key of docs/training.md."""
+        """metrics.jsonl as a table: a row for each step, a column for each key of docs/metrics.md."""
         import pandas
 
         return pandas.DataFrame(self.records or {"step": []}).groupby("step").last()

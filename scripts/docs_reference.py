@@ -7,6 +7,7 @@ the title of that page.
 
 import html
 import inspect
+import json
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +22,7 @@ from fla_train.cli.config_files import ConfigFiles
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 COMMANDS = ("train", "prepare", "eval", "export", "generate")
-DOCUMENTED = {  # what api.md shows, by section; `.*` also the public members of a class
+DOCUMENTED = {  # what python.md shows, by section; `.*` also the public members of a class
     "Train, and read runs": [*(f"fla_train:{name}" for name in fla_train.API), "fla_train:Run.*"],
     "The operator": [
         f"fla_train.kernels.delta_product:{name}"
@@ -90,6 +91,27 @@ def comparison() -> str:
     page = (Path(__file__).parent.parent / "docs" / "comparison.md").read_text()
     (table,) = re.findall(r"(?:^\|.*\n)+", page, re.M)
     return re.sub(r"\[(\d+)\]", r"[[\1]](comparison.md#notes)", table)
+
+
+def tutorial() -> str:
+    """The notebook docs/tutorial.ipynb below its title, outputs included."""
+    return notebook(DOCS / "tutorial.ipynb").partition("\n")[2]
+
+
+def notebook(file: Path) -> str:
+    """A notebook as Markdown: code, then what it printed, showed as text, or drew."""
+    parts = []
+    for cell in json.loads(file.read_text())["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            if picture := data.get("image/png"):
+                parts.append(f"![drawn by the code above](data:image/png;base64,{picture.strip()})")
+            else:
+                shown = "".join(output.get("text") or data["text/plain"])
+                parts.append(f"```text\n{shown.rstrip()}\n```")
+    return "\n\n".join(parts)
 
 
 def parse(text: str, prefix: str = "") -> dict[str, Key]:
@@ -239,4 +261,4 @@ def _escape(text: str) -> str:
     )
 
 
-GENERATED = {"api": api, "comparison": comparison, "configuration": configuration}
+GENERATED = {"api": api, "comparison": comparison, "configuration": configuration, "tutorial": tutorial}

@@ -7,7 +7,7 @@
 # writes tables and a figure. A run that is complete is left alone, one that was cut off resumes.
 #
 #   HOME_DIR=runs/compare_50m     folder of the runs
-#   PAGE=HOME_DIR/comparison.md   where the tables go; docs/comparison_lm.md is the project's own
+#   PAGE=HOME_DIR/comparison.md   where the tables go; those of docs/results.md are of docs/reports/lm-50m
 #   EVALUATE=0                    train only; a later call, with the same names or others, evaluates and writes
 #   EVAL="documents=8"            other values for the evaluation (fla_train.eval.config.PerplexityConfig)
 #   EXTRA="trainer.micro_batch_size=16"   more overrides for every run; other ones need another HOME_DIR

@@ -34,8 +34,10 @@ import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from triton.runtime import interpreter
 
+from tests.interpreter import speed_up
 from tests.untraced import untraced
 
+speed_up()
 interpreter.GridExecutor.__call__ = untraced(interpreter.GridExecutor.__call__)
 ConfigLoaderImpl.load_configuration = untraced(ConfigLoaderImpl.load_configuration)
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

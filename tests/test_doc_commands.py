@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
+from test_docs_reference import reference
 
 from fla_train.api import check_suite
 from fla_train.cli import app, doctor, export, generate, prepare, runs
@@ -26,17 +28,21 @@ from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
 from fla_train.training.config import register, to_config, validate, with_task_sizes
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "tutorial.ipynb"]
 QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"")
 ANSWERED = {"--help", "--list", "--version", "--cfg"}  # by printing, at once
 PLACEHOLDER = re.compile(r"\.\.\.|\b[A-Z]+\b|[<|]")  # what a reader replaces
 GLOB = re.compile(r"[][*?{}()<>|^#]")  # zsh expands or refuses these; typed, it takes no comments
 
 
+def text_of(page: Path) -> str:
+    return reference.notebook(page) if page.suffix == ".ipynb" else page.read_text()
+
+
 def lines() -> Iterator[tuple[str, str]]:
     """(page, command) of each line in ```sh and ```bash fences, continued lines as one, and of prose."""
     for page in PAGES:
-        text = page.read_text()
+        text = text_of(page)
         for block in re.findall(r"^```(?:sh|bash)\n(.*?)^```", text, re.S | re.M):
             for line in block.replace("\\\n", " ").splitlines():
                 if line.strip():
@@ -142,8 +148,14 @@ OURS = [line for line in COMMANDS if line[1].startswith(PROGRAMS)]
 
 @pytest.mark.usefixtures("in_a_folder_with_a_run")
 @pytest.mark.parametrize(("page", "command"), OURS, ids=lambda text: text[:60])
-def test_it_is_accepted_as_written(page: str, command: str, run_command: Callable):
+def test_it_is_accepted_as_written(
+    page: str, command: str, run_command: Callable, monkeypatch: pytest.MonkeyPatch
+):
     words = shlex.split(command)
+    if "trainer.precision=fp8" in words:  # refused by cards that have no float8
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     if ANSWERED & set(words):
         assert run_command(*words)[0] == 0
         return
@@ -160,7 +172,7 @@ def test_scripts_that_the_pages_name_are_there():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_stand_in_fences_that_are_checked(page: Path):
-    text = page.read_text()
+    text = text_of(page)
     assert not re.findall(r"^ {4,}fla-\w+ .*", text, re.M), "write ```sh"
     for block in re.findall(r"^```\n(.*?)^```", text, re.S | re.M):
         assert not re.findall(r"^fla-\w+ .*", block, re.M), "write ```sh"
@@ -168,5 +180,5 @@ def test_commands_stand_in_fences_that_are_checked(page: Path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_on_a_page_parses(page: Path):
-    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M):
+    for block in re.findall(r"^```python\n(.*?)^```", text_of(page), re.S | re.M):
         ast.parse(block)

@@ -60,6 +60,14 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
     assert sorted(nav) == sorted(str(page.relative_to("docs")) for page in PAGES if page.parts[0] == "docs")
 
 
+def test_the_readmes_comparison_is_a_part_of_the_whole_table() -> None:
+    def rows(text: str) -> set[str]:
+        return set(re.findall(r"^\| .*(?: \| [^|]+){6} \|$", re.sub(r" \[\d+\]", "", text), re.M))
+
+    short, whole = (rows((ROOT / page).read_text()) for page in ("README.md", "docs/comparison.md"))
+    assert len(short) > 8 and short <= whole, short - whole
+
+
 def test_costs_on_eight_gpus_follow_from_the_measured_speeds() -> None:
     """docs/fineweb.md: hours and GPU-hours by tokens and tokens/s, which docs/benchmarks.md has."""
     page, measured = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("fineweb", "benchmarks"))

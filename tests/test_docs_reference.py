@@ -55,7 +55,7 @@ def test_the_home_page_has_the_table_of_frameworks() -> None:
 
 
 def test_the_api_page_shows_what_import_fla_train_offers() -> None:
-    page = reference.on_page_markdown((ROOT / "docs" / "api.md").read_text())
+    page = reference.on_page_markdown((ROOT / "docs" / "python.md").read_text())
     for name in fla_train.API:
         assert f"### fla_train.{name}\n" in page
     assert "    cu_seqlens: Tensor | None = None,\n" in page  # a parameter of the operator

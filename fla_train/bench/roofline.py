@@ -160,7 +160,7 @@ def step_roofline(
     """
     tokens //= ranks
     length = config.trainer.seq_len // config.launch.context_parallel  # of a row, on a rank
-    model, narrow = build_config(config.model), config.trainer.precision == "bf16"
+    model, narrow = build_config(config.model), config.trainer.autocasts
     element_size = 2 if narrow else 4
     micro_batches = tokens // (config.trainer.micro_batch_size * length)
     shape = Shape(
@@ -170,13 +170,16 @@ def step_roofline(
     )
     recurrent = model.num_hidden_layers - len(model.attention_layers)
     weights = count_parameters(model).embedding_once
+    products, head = weights, model.vocab_size * model.hidden_size
+    if config.trainer.precision == "fp8":
+        products = head + (weights - head) / 2  # at twice the rate
     traffic = tokens * elementwise_bytes(model, element_size)
     if narrow:
         traffic += micro_batches * CAST_BYTES * weights
     seconds_of = {
         "operator": recurrent * training_bound(shape, ceilings)
         + tokens * attention_flops(model, config.trainer.seq_len) / ceilings.flops,
-        "matmuls": 6 * weights * tokens / ceilings.flops,
+        "matmuls": 6 * products * tokens / ceilings.flops,
         "elementwise": traffic / ceilings.bandwidth,
     }
     if config.optimizer.name == "adamw":
@@ -193,7 +196,7 @@ def elementwise_bytes(model: DeltaProductConfig, element_size: int) -> int:
     """Bytes that a token moves between matrix products, forward and backward, activations of `element_size`.
 
     Each input and output crosses the memory once in each pass, gradients once, with e and s the bytes of an
-    activation and of the residual stream (docs/fused_ops.md):
+    activation and of the residual stream (docs/dev/fused_ops.md):
 
         convolution            5 e     x, y; x, dy, dx
         RMSNorm with gate      8 e     x, gate, y; x, gate, dy, dx, dgate      without 5 e

@@ -17,7 +17,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
@@ -194,7 +194,7 @@ def train_plainly(config: TrainConfig, steps: int, synced: bool) -> tuple[float,
     for _ in range(steps):
         ids = torch.randint(config.model["vocab_size"], size, device=device)
         with nullcontext() if synced else ddp.no_sync():
-            with torch.autocast(device.type, torch.bfloat16, enabled=trainer.precision == "bf16"):
+            with torch.autocast(device.type, torch.bfloat16, enabled=trainer.autocasts):
                 loss = ddp(input_ids=ids, labels=ids, use_cache=False).loss
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm)
@@ -255,8 +255,8 @@ def bench_scaling(
     steps: int,
     only: str,
     limit: float,
-) -> None:
-    """Carry out the runs, print tables, and write them with the records to `folder`/scaling.json.
+) -> list[Run]:
+    """Carry out the runs and print tables.
 
     Args:
         folder: new; runs and logs go there.
@@ -282,9 +282,8 @@ def bench_scaling(
         carry_out(run, folder, overrides, limit)
         if run.kind == "weak" and run.gpus == most > 1 and re.search(only, f"{run.model}-ddp-{most}"):
             runs += ddp_runs(run, folder, steps)
-    report = {"runs": [asdict(run) for run in runs]}
-    (folder / "scaling.json").write_text(json.dumps(report, indent=2) + "\n")
     print("\n" + table(runs) + "\n\n" + parts_table(runs), flush=True)
     for run in runs:
         if run.write_s:
             print(f"{run.name}: its checkpoint stopped training for {run.stall_s} s of {run.write_s} s")
+    return runs

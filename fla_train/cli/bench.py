@@ -36,7 +36,7 @@ def run(arguments: Sequence[str]) -> None:
 
     content = measure(request)
     if getattr(request, "json", None) is not None:
-        request.json.write_text(json.dumps(content, indent=1) + "\n")
+        request.json.write_text(json.dumps(content, indent=1, default=str) + "\n")
 
 
 def _without_aliases(arguments: Sequence[str]) -> list[str]:

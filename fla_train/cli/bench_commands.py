@@ -171,7 +171,7 @@ def _tune(request: argparse.Namespace) -> None:
     from fla_train.kernels.delta_product.select import clear_caches
     from fla_train.kernels.delta_product.triton.launch_table import read_table, user_file, write_table
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = _device()
     resolve_backend("triton", device)
     dtype, file = DTYPES[request.dtype], request.file or user_file()
     table = read_table(file) if file.is_file() else {}
@@ -198,22 +198,27 @@ def _train_config(overrides: Sequence[str]):
     return to_config(compose("train", overrides))
 
 
-def _scaling(request: argparse.Namespace) -> None:
+def _scaling(request: argparse.Namespace) -> dict:
     from fla_train.bench.scaling import bench_scaling
 
     names = ("gpus", "models", "steps", "only", "limit")
-    bench_scaling(request.folder, request.overrides, **{name: getattr(request, name) for name in names})
+    options = {name: getattr(request, name) for name in names}
+    runs = bench_scaling(request.folder, request.overrides, **options)
+    return _content(request, _device()) | {"rows": [asdict(run) for run in runs]}
 
 
-def _evaluation(request: argparse.Namespace) -> None:
+def _evaluation(request: argparse.Namespace) -> dict:
     from fla_train.bench.evaluation import bench_evaluation
     from fla_train.eval.paper import ZERO_SHOT
 
     model = _train_config([f"model={request.model}"]).model
     options = {name: getattr(request, name) for name in ("lengths", "limit", "batch_size", "rounds")}
     tasks = request.tasks or list(dict.fromkeys(column.task for column in ZERO_SHOT))
+    records = []
     for record in bench_evaluation(model, request.mirror, request.tokenizer, tasks=tasks, **options):
         print(json.dumps(record), flush=True)
+        records.append(record)
+    return _content(request, _device()) | {"rows": records}
 
 
 COMMANDS = {
@@ -269,9 +274,14 @@ def _report_missing(missing: Sequence[str]) -> None:
         print(f"no peer: {line}", file=sys.stderr)
 
 
+def _device() -> torch.device:
+    """A GPU if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def _place(request: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
-    """A GPU if there is one, and the dtype asked for or usual there."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """The device, and the dtype asked for or usual there."""
+    device = _device()
     return device, DTYPES[request.dtype or ("bf16" if device.type == "cuda" else "fp32")]
 
 

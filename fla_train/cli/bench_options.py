@@ -54,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
         )
     for add in (kernels, decode, fused_ops, attention):
         add("--dtype", choices=DTYPES, help="of activations (default: bf16 on a GPU, fp32 on a CPU)")
-    for add in (kernels, decode, fused_ops, attention, train):
+    for add in (kernels, decode, fused_ops, attention, train, scaling, evaluation):
         add("--json", type=Path, help="also write everything to this file")
     for add in (kernels, fused_ops, attention):
         add("--rounds", type=positive, default=15, help="samples of each time on a CPU")
@@ -106,7 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
     tune("--dtype", choices=("bf16", "fp16"), default="bf16", help="of q, k and v")
     tune("--file", type=Path, help="of the table (default: the one that training reads)")
 
-    scaling("--folder", type=Path, required=True, help="new: for runs, logs and scaling.json")
+    scaling("--folder", type=Path, required=True, help="new: for runs and logs")
     scaling("--gpus", type=positive, nargs="+", default=[1, 2, 4, 8])
     scaling("--models", nargs="+", choices=("tiny", "340m", "1.3b"), default=["340m", "1.3b"])
     scaling("--steps", type=positive, default=16)

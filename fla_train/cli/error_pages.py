@@ -16,7 +16,8 @@ PAGES = {
     "docs/sweeps.md": r"run\.job\b",
     "docs/kernels.md": r"model\.backend\b",
     "docs/models.md": r"model\.|this model\b",
-    "docs/training.md": r"(trainer|optimizer|schedule|task|logger)\.",
+    "docs/metrics.md": r"logger\.",
+    "docs/configuration.md": r"(trainer|optimizer|schedule|task)\.",
 }
 # What names the right word itself, or a page, and the options that follow a name that is none.
 ANSWERED = re.compile(r"did you mean|: write |--help lists|docs/|^    ")

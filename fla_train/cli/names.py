@@ -39,6 +39,7 @@ ELSEWHERE = {
         "seq_length sequence_length max_seq_len max_seq_length max_length block_size context_length"
     ),
     "trainer.precision=bf16 (or fp32)": "bf16 fp16 mixed_precision mixed_precision_param dtype torch_dtype",
+    "trainer.precision=fp8": "fp8 float8 fp8_recipe",
     "trainer.activation_checkpointing={}": "gradient_checkpointing activation_checkpoint",
     "trainer.checkpoint_every={}": "save_steps save_interval save_every checkpoint.interval",
     "trainer.keep_checkpoints={}": "save_total_limit keep_latest_k",

@@ -166,7 +166,7 @@ def show(request: argparse.Namespace) -> None:
     rows = table(runs, metric)
     curves = {i: found for i, run in enumerate(runs) if (found := curve(run.records, metric))[0]}
     if not curves and (request.png or metric != "loss"):
-        raise ValueError(f"no run has {metric}: docs/training.md lists the keys of metrics.jsonl")
+        raise ValueError(f"no run has {metric}: docs/metrics.md lists the keys of metrics.jsonl")
     if request.json:
         print(json.dumps(rows, indent=2))
     elif request.csv:

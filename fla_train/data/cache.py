@@ -22,7 +22,7 @@ from fla_train.data.tokenizers import TokenizerNotCached, fingerprint, load_toke
 JOURNAL = "progress.json"
 # Settings that no manifest records, since they do not change the prepared bytes.
 _UNRECORDED = (
-    *("cache_dir", "num_workers", "document_boundaries", "mixture"),
+    *("cache_dir", "num_workers", "document_boundaries", "contiguous", "mixture"),
     *("stream", "stream_head_documents", "max_line_bytes"),
 )
 

@@ -78,6 +78,7 @@ class DataConfig:
     cache_dir: str | None = None
     num_workers: int | None = None
     document_boundaries: bool = False
+    contiguous: bool = False
     stream: bool = False
     stream_head_documents: int = 20_000
     mixture: dict[str, PartConfig] = field(default_factory=dict)
@@ -105,6 +106,10 @@ class DataConfig:
                 errors.append(f"data.{key} caps no stream: leave it at null, or prepare the data")
         if self.stream and self.source == "mixture":
             errors.append("data.stream=true reads a single source: prepare the mixture")
+        if self.stream and self.contiguous:
+            errors.append(
+                "data.contiguous=true reads many places at once, a stream one: set data.stream=false"
+            )
         for key in ("max_documents", "max_tokens", "max_line_bytes", "shard_tokens", "stream_head_documents"):
             value = getattr(self, key)
             if value is not None and value < 1:

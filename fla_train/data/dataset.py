@@ -85,6 +85,11 @@ class TokenDataset:
         """For each sequence, where in (0, seq_len) a new document begins: ascending int64."""
         return [self._document_starts(int(position) * self.seq_len) for position in self.positions(indices)]
 
+    def begins_document(self, indices: np.ndarray) -> np.ndarray:
+        """[n] bool: whether a document begins with a sequence's first token."""
+        firsts = (int(position) * self.seq_len for position in self.positions(indices))
+        return np.array([first == 0 or 1 in self._document_starts(first - 1) for first in firsts])
+
     def positions(self, indices: np.ndarray) -> np.ndarray:
         """[n] int64: the sequence of the stream that each index stands for."""
         epochs, within = np.divmod(np.asarray(indices, dtype=np.int64), self._len)

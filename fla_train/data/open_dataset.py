@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from fla_train.data.cache import open_prepared
+from fla_train.data.contiguous import ContiguousDataset
 from fla_train.data.dataset import Dataset, TokenDataset
 from fla_train.data.mixture import MixtureDataset
 from fla_train.data.stream import StreamDataset
@@ -21,6 +22,20 @@ def open_train(folder: str | Path, seq_len: int, seed: int) -> Dataset:
     if "parts" not in prepared.manifest:
         return datasets[0]
     return MixtureDataset(datasets, list(prepared.shares().values()))
+
+
+def open_contiguous(
+    folder: str | Path, seq_len: int, seed: int, rows: int, *, document_boundaries: bool
+) -> ContiguousDataset:
+    """The training sequences of prepared data in `rows` rows, each of which reads on where it has ended.
+
+    Raises:
+        ValueError: as `open_train`, or there are more rows than text.
+    """
+    prepared = open_prepared(folder)
+    parts = [TokenDataset(part.folder, "train", seq_len) for part in prepared.parts().values()]
+    shares = list(prepared.shares().values())
+    return ContiguousDataset(parts, shares, rows, seed, document_boundaries=document_boundaries)
 
 
 def open_validation(folder: str | Path, seq_len: int) -> dict[str, tuple[TokenDataset, float]]:

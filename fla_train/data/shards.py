@@ -22,7 +22,7 @@ from fla_train.utils.filesystem import sha256, sync, write_whole
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-BLOCK = 1 << 16  # bytes; what Linux reads ahead is twice that (docs/data_pipeline.md has figures)
+BLOCK = 1 << 16  # bytes; what Linux reads ahead is twice that (docs/data.md has figures)
 
 logger = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from fla_train.kernels.context_parallel import ContextPart
+from fla_train.models.carried_states import CarriedStates
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.visible_keys import PADDING, MovableTensors, VisibleKeys
 
@@ -27,6 +28,9 @@ class SequenceContext(MovableTensors):
     visible: dict[str, VisibleKeys] = field(default_factory=dict)  # by the kind of attention layer
     attentions: list[Tensor] | None = None  # where attention layers leave their softmax weights, if asked for
     part: ContextPart | None = None  # of the rows, where ranks share them; None: rows are whole
+    states: CarriedStates | None = None  # that linear layers start from in place of zeros, and leave
+    first_documents: Tensor | None = None  # [R] with states of packed rows: the document each row begins with
+    last_documents: Tensor | None = None  # [R] and ends with
 
     @classmethod
     def build(
@@ -39,6 +43,7 @@ class SequenceContext(MovableTensors):
         attentions: list[Tensor] | None = None,
         longest: int | None = None,
         part: ContextPart | None = None,
+        states: CarriedStates | None = None,
     ) -> "SequenceContext":
         """Derive the layout for tokens [B, T, ...] without waiting for the device.
 
@@ -48,12 +53,13 @@ class SequenceContext(MovableTensors):
             cache: of the tokens before, as `cache_for` returns it.
             longest: what no packed document is longer than, if the host knows; it saves attention time.
             part: the part of the rows that the tokens are; `cu_seqlens` has the bounds of the whole row.
+            states: of B rows, or of the R equal rows that make up the packed one, each with own bounds.
 
         Raises:
             ValueError: when the arguments contradict each other.
         """
         batch, length = tokens.shape[:2]
-        documents = in_document = positions = cos = sin = None
+        documents = in_document = positions = cos = sin = first_documents = last_documents = None
         start = 0 if part is None else part.start(length)
         if cu_seqlens is not None:
             if batch != 1:
@@ -62,6 +68,9 @@ class SequenceContext(MovableTensors):
             cu_seqlens = cu_seqlens.to(position)  # searchsorted wants one dtype
             documents = torch.searchsorted(cu_seqlens[1:], position, right=True)
             in_document = position - cu_seqlens[documents]
+            if states is not None:
+                by_row = documents.view(states.rows, -1)
+                first_documents, last_documents = by_row[:, 0], by_row[:, -1]
         found = attention_mask
         if not isinstance(found, dict):
             found = masks(config, tokens, attention_mask, cache)
@@ -79,7 +88,10 @@ class SequenceContext(MovableTensors):
         padding_mask = found["padding_mask"]
         if part is not None and cu_seqlens is not None:
             cu_seqlens = part.bounds(cu_seqlens, length)
-        return cls(padding_mask, cu_seqlens, in_document, positions, cos, sin, visible, attentions, part)
+        return cls(
+            *(padding_mask, cu_seqlens, in_document, positions, cos, sin, visible, attentions),
+            *(part, states, first_documents, last_documents),
+        )
 
 
 def document_bounds(

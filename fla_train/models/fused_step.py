@@ -1,7 +1,8 @@
-"""One token of a whole model by the kernels of a decoding step: five for each linear layer.
+"""One token of a whole model by the kernels of a decoding step: five or seven for each linear layer.
 
 They are the norm with all projections, the mixer, the output projection, the norm with SwiGLU, and the down
-projection (`kernels/fused_ops/token_step.py`). Attention layers run as they are.
+projection (`kernels/fused_ops/token_step.py`); for several sequences the norms are kernels of their own.
+Attention layers run as they are.
 """
 
 from itertools import accumulate
@@ -13,7 +14,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 from fla_train.kernels.delta_product import resolve_backend as resolve_operator
 from fla_train.kernels.fused_ops import linear_step, mixer_step, resolve_backend
 from fla_train.kernels.fused_ops.short_conv import MAX_TAPS
-from fla_train.kernels.fused_ops.token_step import MAX_STATE
+from fla_train.kernels.fused_ops.token_step import MAX_STATE, merge
 from fla_train.kernels.sizes import next_power_of_2
 from fla_train.models.cache import count_tokens
 from fla_train.models.context import Masks, SequenceContext
@@ -48,7 +49,7 @@ def fused_step(model: PreTrainedModel, token: Tensor, masks: Masks, cache: Cache
 
     for layer, block in zip(cache.layers, backbone.layers, strict=True):
         if not isinstance(layer, LinearAttentionLayer):
-            stream = (update, None) if x is None else (x, update)
+            stream = (update, None) if x is None else (x, merge(update, x.dtype))
             x, update = block(*stream, context, cache=cache)
             continue
         projections = {name: getattr(block.attn, f"{name}_proj", None) for name in "qkvbag"}
@@ -56,9 +57,9 @@ def fused_step(model: PreTrainedModel, token: Tensor, masks: Masks, cache: Cache
         y, x = normed(block.attn_norm, *projections.values())
         starts = accumulate((p.out_features for p in projections.values()), initial=0)
         y = _mix(block.attn, y, dict(zip(projections, starts, strict=False)), layer)
-        update, _ = linear_step(y, block.attn.o_proj.weight)
+        update, _ = linear_step(y, block.attn.o_proj.weight, in_parts=True)
         y, x = normed(block.mlp_norm, block.mlp.gate_proj, block.mlp.up_proj, swiglu=True)
-        update, _ = linear_step(y, block.mlp.down_proj.weight)
+        update, _ = linear_step(y, block.mlp.down_proj.weight, in_parts=True)
     count_tokens(cache, 1)
     return normed(backbone.norm, model.lm_head)[0][:, 0]
 

@@ -1,4 +1,4 @@
-"""Layers of a block: RMSNorm, short convolution, gated MLP, and projections with one fused input gradient."""
+"""Layers of a block: RMSNorm, short convolution, gated MLP, and several projections as one matrix product."""
 
 from typing import Any
 
@@ -9,6 +9,16 @@ from torch.autograd.function import once_differentiable
 from transformers.activations import ACT2FN
 
 from fla_train.kernels.fused_ops import add_rms_norm, rms_norm, short_convolution, swiglu_linear
+from fla_train.kernels.fused_ops.side_by_side import SideBySideGradients
+from fla_train.models.float8 import (
+    float8_mlp,
+    float8_norm_mlp,
+    float8_norm_project,
+    float8_project,
+    runs_in_float8,
+)
+
+ALIGNMENT = 64  # columns that rows of projections are padded to: 128 bytes in half precision
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
@@ -18,13 +28,20 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
 
 
 def project(x: Tensor, *layers: nn.Linear) -> list[Tensor]:
-    """Outputs of several linear layers without bias on the same x [..., D].
+    """Outputs of several linear layers without bias on the same x [..., D], as columns of one product.
 
-    The backward pass accumulates the gradient of x inside its matrix products (`addmm_`); autograd would add
-    the products one by one, each time reading two tensors of the size of x and writing a third. Layers that
-    are no plain `nn.Linear`, or have hooks, are called as they are.
+    Where all gradients come in columns of one tensor (`side_by_side`), those of x and of the weights are one
+    product each. Else the backward pass accumulates the gradient of x inside its products (`addmm_`);
+    autograd would add the products one by one, each time reading two tensors of the size of x and writing a
+    third. Layers that are no plain `nn.Linear`, or have hooks, are called as they are. Training in float8 is
+    decided here.
     """
     if torch.is_grad_enabled() and all(map(is_plain, layers)):
+        if float8 := tuple(layer for layer in layers if runs_in_float8(layer, x)):
+            others = [layer for layer in layers if layer not in float8]
+            outputs = float8_project(x, float8, others, matmul_dtype(x))
+            by_layer = dict(zip((*float8, *others), outputs, strict=True))
+            return [by_layer[layer] for layer in layers]
         return list(_Projections.apply(x, matmul_dtype(x), *(layer.weight for layer in layers)))
     return [layer(x) for layer in layers]
 
@@ -43,25 +60,40 @@ def is_plain(layer: nn.Module) -> bool:
 class _Projections(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
-        narrow, cast = x.to(dtype), [weight.to(dtype) for weight in weights]
-        ctx.save_for_backward(narrow, *cast)
-        ctx.dtypes = x.dtype, weights[0].dtype
-        return tuple(F.linear(narrow, weight) for weight in cast)
+        narrow, sizes = x.to(dtype), [len(weight) for weight in weights]
+        sizes.append(-sum(sizes) % ALIGNMENT)
+        wide = narrow.new_empty(sum(sizes), x.shape[-1])
+        *places, padding = wide.split(sizes)
+        for place, weight in zip(places, weights, strict=True):
+            place.copy_(weight)
+        padding.zero_()
+        ctx.save_for_backward(narrow, wide)
+        ctx.sizes, ctx.dtypes = sizes, (x.dtype, weights[0].dtype)
+        ctx.side_by_side = SideBySideGradients(sizes)
+        return torch.unsafe_split_with_sizes(F.linear(narrow, wide), sizes, -1)[:-1]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         dtype, weight_dtype = ctx.dtypes
-        rows, grads = x.flatten(0, -2), [grad.flatten(0, -2) for grad in grads]
-        dx = grads[0] @ weights[0]
-        for grad, weight in zip(grads[1:], weights[1:], strict=True):
-            dx = dx.addmm_(grad, weight)
-        needed = ctx.needs_input_grad[2:]
-        dweights = (
-            (grad.t() @ rows).to(weight_dtype) if need else None
-            for grad, need in zip(grads, needed, strict=True)
-        )
+        rows, needed = x.flatten(0, -2), ctx.needs_input_grad[2:]
+        wide = None if torch.compiler.is_compiling() else ctx.side_by_side.collect(grads)
+        if wide is not None:
+            wide, dweights = wide.flatten(0, -2), [None] * len(needed)
+            dx = wide @ weight
+            if any(needed):
+                *dweights, _ = (wide.t() @ rows).to(weight_dtype).split(ctx.sizes)
+        else:
+            *weights, _ = weight.split(ctx.sizes)
+            grads = [grad.flatten(0, -2) for grad in grads]
+            dx = grads[0] @ weights[0]
+            for grad, weight in zip(grads[1:], weights[1:], strict=True):
+                dx = dx.addmm_(grad, weight)
+            dweights = (
+                (grad.t() @ rows).to(weight_dtype) if need else None
+                for grad, need in zip(grads, needed, strict=True)
+            )
         return dx.view_as(x).to(dtype), None, *dweights
 
 
@@ -82,7 +114,8 @@ class RMSNorm(nn.Module):
         """Normalise x [..., size].
 
         Args:
-            gate: of the shape of `x`; its SiLU multiplies the result, in fp32 too.
+            gate: of the shape of `x`, or with its last two axes as one; its SiLU multiplies the result, in
+                fp32 too.
             residual: instead of a gate: normalise residual + x, and return that sum as well.
         """
         if residual is None:
@@ -126,7 +159,39 @@ class GatedMLP(nn.Module):
         self.fused = activation == "silu"  # the kernel has no other activation
 
     def forward(self, x: Tensor) -> Tensor:
+        """From x [..., hidden_size] to the same shape."""
+        if self.runs_in_float8(x):
+            return float8_mlp(x, *self.layers, matmul_dtype(x))
         gate, up = project(x, self.gate_proj, self.up_proj)
         if self.fused and is_plain(self.down_proj):
             return swiglu_linear(gate, up, self.down_proj.weight)
         return self.down_proj(self.act(gate) * up)
+
+    @property
+    def layers(self) -> tuple[nn.Linear, ...]:
+        return self.gate_proj, self.up_proj, self.down_proj
+
+    def runs_in_float8(self, x: Tensor) -> bool:
+        """Whether all of it does for x [..., hidden_size]."""
+        return (
+            self.fused
+            and torch.is_grad_enabled()
+            and all(is_plain(layer) and runs_in_float8(layer, x) for layer in self.layers)
+        )
+
+
+def norm_project(norm: RMSNorm, x: Tensor, gate: Tensor | None, layer: nn.Linear) -> Tensor:
+    """layer(norm(x, gate)) for x [..., H, V], norms side by side; in float8 without a tensor between."""
+    y = x.flatten(-2)
+    if gate is None and torch.is_grad_enabled() and is_plain(layer) and runs_in_float8(layer, y):
+        return float8_norm_project(x, norm, layer, matmul_dtype(x))
+    return project(norm(x, gate).flatten(-2), layer)[0]
+
+
+def norm_mlp(norm: RMSNorm, update: Tensor, residual: Tensor, mlp: GatedMLP) -> tuple[Tensor, Tensor]:
+    """residual + update, and the MLP of its norm; in float8 without a tensor between."""
+    if not mlp.runs_in_float8(update):
+        y, total = norm(update, residual=residual)
+        return total, mlp(y)
+    y, total = float8_norm_mlp(update, residual, norm, *mlp.layers, matmul_dtype(residual))
+    return total, y

@@ -32,10 +32,11 @@ from transformers.utils import can_return_tuple, logging
 from fla_train.kernels.context_parallel import ContextPart
 from fla_train.models.auto import register_models
 from fla_train.models.cache import CACHE_NAME, cache_for, count_tokens
+from fla_train.models.carried_states import CarriedStates
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import Masks, SequenceContext, document_bounds, masks
 from fla_train.models.decoding import PREFILL_TOKENS, generate_tokens, takes_loop
-from fla_train.models.layers import GatedMLP, RMSNorm, ShortConvolution, is_plain
+from fla_train.models.layers import GatedMLP, RMSNorm, ShortConvolution, is_plain, norm_mlp
 from fla_train.models.loss import IGNORE, linear_cross_entropy, losses_of_logits, next_tokens, token_losses
 from fla_train.models.mixers.registry import build_mixer, linear_mixer, takes_cache
 
@@ -53,7 +54,8 @@ class Block(GradientCheckpointingLayer):
         super().__init__()
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attn = build_mixer(config, layer)
-        self.norm_after = config.norm_after and config.layer_types[layer] != "linear_attention"
+        self.linear = config.layer_types[layer] == "linear_attention"
+        self.norm_after = config.norm_after and not self.linear
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act)
 
@@ -71,12 +73,13 @@ class Block(GradientCheckpointingLayer):
             y = self.attn_norm(x)
         else:
             y, x = self.attn_norm(update, residual=x)
+        if self.linear and context.states is not None:
+            cache = context.states
         y = self.attn(y, context) if cache is None else self.attn(y, context, cache=cache)
         if self.norm_after:
             x = x + self.attn_norm(y)
             return x, self.mlp_norm(self.mlp(x))
-        y, x = self.mlp_norm(y, residual=x)
-        return x, self.mlp(y)
+        return norm_mlp(self.mlp_norm, y, x, self.mlp)
 
 
 class DeltaProductPreTrainedModel(PreTrainedModel):
@@ -146,6 +149,7 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
         output_hidden_states: bool | int | list[int] | None = None,
         output_attentions: bool | None = None,
         context_part: ContextPart | None = None,
+        states: CarriedStates | None = None,
         **packing: Tensor | int | None,
     ) -> BaseModelOutputWithPast:
         """Run the backbone over T new tokens.
@@ -168,8 +172,11 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
             output_attentions: return the softmax weights [B, H, T, keys] of each attention layer (an empty
                 tuple without such layers). Default: the config's.
             context_part: the tokens are this part of their rows, and all ranks of its group call the model
-                with theirs. `cu_seqlens` then has the bounds of the whole row. Takes neither padding nor a
-                cache.
+                with theirs. `cu_seqlens` then has the bounds of the whole row. Takes no padding, cache or
+                states.
+            states: for training: what the linear layers start from in place of zeros, and where they leave
+                their final states; of the B rows, or with `cu_seqlens` of R rows of equal length, each with
+                documents of its own. They carry no gradient, and take the place of a cache.
             packing: the bounds of packed documents by the names that collators of transformers and TRL give
                 them, `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`, `seq_idx`; see
                 `document_bounds`.
@@ -197,18 +204,22 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
             if past_key_values is not None:
                 raise ValueError(f"{self.config.mixer} keeps no states: pass no past_key_values")
             use_cache = False
+        if states is not None and (past_key_values is not None or use_cache or not self.supports_cache):
+            raise ValueError("states stand in for a cache: pass no other, and use a mixer that takes one")
         cu_seqlens = document_bounds(padding, cu_seqlens, position_ids, **packing)
         if context_part is not None:
-            if padding is not None or past_key_values is not None or use_cache or self.config.mixer:
+            others = (padding, past_key_values, use_cache or None, states, self.config.mixer)
+            if any(other is not None for other in others):
                 raise ValueError(
-                    "context_part takes neither attention_mask nor a cache nor a mixer of your own: leave "
-                    "them out, or run whole sequences"
+                    "context_part takes no attention_mask, cache, states or mixer of your own: leave them "
+                    "out, or run whole sequences"
                 )
             use_cache = False
             if checkpointing:
                 context_part = context_part.remembering()
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and cu_seqlens is None
+            passes = self.training or states is not None or cu_seqlens is not None
+            use_cache = self.config.use_cache and not passes
         cache = cache_for(past_key_values, self.config, use_cache and not checkpointing, hidden.device)
         if cache is not None and cu_seqlens is not None:
             raise ValueError(
@@ -225,6 +236,7 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
             *(self.config, hidden, attention_mask, cu_seqlens, cache, attentions),
             longest=longest if isinstance(longest, int) else None,
             part=context_part,
+            states=states,
         )
 
         update, hidden_states = None, [hidden if 0 in wanted else None]
@@ -397,11 +409,23 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         *rest: object,
         **options: object,
     ) -> CausalLMOutputWithPast:
-        """As transformers'; a long prompt in chunks, unless outputs of all its positions are asked for."""
-        chunk = max(1, PREFILL_TOKENS // len(input_ids))
+        """As transformers'; a long prompt in chunks, unless outputs of all its positions are asked for.
+
+        transformers' own chunks (5.17) would read again what a cache has seen.
+        """
+        cache, mask = model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
         wanted = generation_config.output_attentions or generation_config.output_hidden_states
-        if model_kwargs.get(CACHE_NAME) is not None and input_ids.shape[1] > chunk and not wanted:
-            generation_config.prefill_chunk_size = generation_config.prefill_chunk_size or chunk
+        if cache is not None and not wanted:
+            chunk = generation_config.prefill_chunk_size or max(1, PREFILL_TOKENS // len(input_ids))
+            generation_config.prefill_chunk_size = None
+            tokens = input_ids.shape[1]
+            known = getattr(generation_config, "_mask_length", tokens) if mask is None else mask.shape[1]
+            begin = int(cache.get_seq_length()) if known == tokens else 0  # else they are the new ones only
+            while tokens - begin > chunk:
+                part, seen = input_ids[:, begin : begin + chunk], known - tokens + begin + chunk
+                self.model(part, None if mask is None else mask[:, :seen], past_key_values=cache)
+                begin += chunk
+            input_ids = input_ids[:, begin:] if begin < tokens else input_ids
         return super()._prefill(input_ids, generation_config, model_kwargs, *rest, **options)
 
     def _sample(

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
@@ -23,6 +24,7 @@ from fla_train.training.checkpoint import (
     RANDOM_FILE,
     SHARD,
     STATE,
+    STATES_FILE,
     WRITING,
     TrainState,
     folder_name,
@@ -103,17 +105,23 @@ class CheckpointManager:
         self._attempts = count()
         self._hook = engine.optimizer.optimizer.register_step_pre_hook(lambda *_: self.finish_copy())
 
-    def save(self, state: TrainState) -> float:
+    def save(self, state: TrainState, states: dict[str, Any] | None = None) -> float:
         """Start to write a checkpoint of now; returns the seconds training stood still.
 
         It first waits for the end of the save before.
+
+        Args:
+            states: what `InitialStates.saved` returns; stays as it is until `finish_copy`.
         """
         begin = time.perf_counter()
         self._wait()
         self._step, self._error, self._agreed, self._reported = state.step, None, False, False
         attempt = f"{WRITING}{folder_name(state.step)}-{self._run}-{next(self._attempts)}"
         files = self._capture(state)
-        assert files.keys() == set(rank_files(self._rank)), f"DeepSpeed saves other files: {sorted(files)}"
+        if states is not None:
+            files[STATES_FILE.format(rank=self._rank)] = states
+        expected = set(rank_files(self._rank, states=states is not None))
+        assert files.keys() == expected, f"DeepSpeed saves other files: {sorted(files)}"
         try:
             segments, beside = self._staging.stage(files)
             self._job = self._make_job(attempt, segments, state), beside

@@ -32,6 +32,7 @@ from fla_train.training.log import log
 from fla_train.utils.ranks import is_rank
 
 AUTO = "auto"
+FLOAT8_CAPABILITY = (8, 9)  # of a GPU
 WARMUP_SHARE, WARMUP_CAP = 0.05, 512  # of the run, and never more than the papers' steps
 DECAY_SHARE = 0.2  # of the run, for `wsd`
 VOCABULARY_MULTIPLE = 64  # matmuls with the head are slow at odd sizes
@@ -125,7 +126,7 @@ class TrainerConfig:
     seq_len: int = key(at_least=2)  # one token leaves none to predict
     global_batch_tokens: int | str = key(at_least=1)
     micro_batch_size: int = key(at_least=1)
-    precision: str = key(choices=("auto", "bf16", "fp32"))
+    precision: str = key(choices=("auto", "bf16", "fp8", "fp32"))
     activation_checkpointing: bool = MISSING
     log_every: int = key(at_least=1)
     eval_every: int = key(at_least=0)
@@ -147,12 +148,23 @@ class TrainerConfig:
     eval_buckets: int = key(1, at_least=1)
     hang_timeout: float = key(0.0, at_least=0)
     cuda_graph: bool = False
+    initial_state: str = key("zero", choices=("zero", "passing", "noise"))
+    zero_state_share: float = key(0.1, at_least=0, at_most=1)
+    state_noise: float | str = "fitted"
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether matrix products run in bf16 but for those in float8."""
+        return self.precision in ("bf16", "fp8")
 
     def errors(self) -> Iterator[str]:
         if self.keep_every and not self.keep_checkpoints:
             yield "trainer.keep_every has no effect with trainer.keep_checkpoints=0, which keeps all"
         if outside := [step for step in self.profile_steps if not 1 <= step <= self.max_steps]:
             yield f"trainer.profile_steps={outside} must lie in 1..{self.max_steps}, the steps of the run"
+        noise = self.state_noise
+        if noise != "fitted" and (isinstance(noise, str) or noise <= 0):
+            yield f"trainer.state_noise={noise} must be fitted, or a standard deviation above 0"
         if self.resume not in ("auto", "none") and not Path(self.resume).expanduser().is_dir():
             yield f"trainer.resume={self.resume} is no checkpoint folder: use auto, none or an existing path"
         if self.suite_every:
@@ -252,6 +264,7 @@ class TrainConfig:
         yield from self.trainer.errors()
         yield from self.hub.errors()
         yield from _model_errors(self)
+        yield from _state_errors(self)
         yield from _package_errors(self)
         if self.run.dir == "":  # `run.dir=$RUN` without RUN: a run that could never be resumed
             yield "run.dir is empty: give a folder, or null for a new one in runs/"
@@ -267,6 +280,7 @@ class TrainConfig:
             yield from self.schedule.errors(self.trainer.max_steps)
             yield from _device_errors(self)
             yield from _context_errors(self)
+            yield from _float8_errors(self)
             if self.task is None:
                 yield from _batch_errors(sized)
             if self.task is not None and not data:
@@ -364,6 +378,50 @@ def _model_errors(config: TrainConfig) -> Iterator[str]:
         yield str(error)
 
 
+def _state_errors(config: TrainConfig) -> Iterator[str]:
+    """What sequences can't start from. A model that can't be built has its error already."""
+    initial = f"trainer.initial_state={config.trainer.initial_state}"
+    kind = initial_state_kind(config)
+    contiguous = kind == "contiguous"
+    if contiguous and config.trainer.initial_state != "zero":
+        yield f"data.contiguous=true starts from each row's own states, not from {initial}: set that to zero"
+    if kind == "zero":
+        return
+    setting, otherwise = ("data.contiguous=true", "false") if contiguous else (initial, "zero")
+    if is_zoo(config.model):
+        yield (
+            f"{setting} cannot be had with {config.model['model_type']}, whose layers take no states in "
+            f"training: set it to {otherwise}, or choose a model of this package"
+        )
+        return
+    try:
+        settings = build_model_config(config.model)
+    except ValueError:
+        return
+    if "linear_attention" not in settings.layer_types:
+        yield f"{setting} has no effect without linear_attention layers: set it to {otherwise}"
+    if settings.mixer is None:
+        return
+    from fla_train.models.mixers.delta_product import DeltaProductMixer  # seconds
+    from fla_train.models.mixers.registry import MixerError, linear_mixer, takes_cache
+
+    try:
+        mixer = linear_mixer(settings)
+    except MixerError:
+        return
+    packed = config.task is None and config.data.document_boundaries
+    if not takes_cache(mixer):
+        yield (
+            f"{setting} cannot be had with the mixer {settings.mixer}, which keeps no states: set it to "
+            f"{otherwise}, or give its forward the parameter cache (docs/mixers.md)"
+        )
+    elif packed and not issubclass(mixer, DeltaProductMixer):  # which knows rows from documents
+        yield (
+            f"{setting} cannot be had with both the mixer {settings.mixer} and data.document_boundaries: set "
+            "one of them to its default"
+        )
+
+
 def _batch_errors(config: TrainConfig) -> Iterator[str]:
     trainer, launch = config.trainer, config.launch
     unit = trainer.seq_len * trainer.micro_batch_size * launch.data_parallel
@@ -395,6 +453,8 @@ def _context_errors(config: TrainConfig) -> Iterator[str]:
     elif is_zoo(model) or model.get("mixer") is not None:
         what = "a mixer of your own" if model.get("mixer") is not None else f"a {model['model_type']} model"
         yield f"{name} cannot be had with {what}, which needs whole sequences: use 1, or another model"
+    elif initial_state_kind(config) != "zero":
+        yield f"{name} cannot be had with trainer.initial_state or data.contiguous: leave both out"
     elif trainer.seq_len % parts:
         yield f"{name} does not divide trainer.seq_len={trainer.seq_len}: use a multiple of {parts} tokens"
     elif trainer.seq_len // parts < model["conv_size"]:
@@ -436,6 +496,22 @@ def _device_errors(config: TrainConfig) -> Iterator[str]:
         yield (
             f"launch.num_processes={launch.num_processes} asks for {needed} GPUs on this machine, which has "
             f"{present}: use launch.num_processes={present * launch.num_machines}"
+        )
+
+
+def _float8_errors(config: TrainConfig) -> Iterator[str]:
+    """What float8 needs of the machine and the model."""
+    if config.trainer.precision != "fp8":
+        return
+    other = "set trainer.precision=bf16"
+    if is_zoo(config.model):
+        yield f"trainer.precision=fp8 is for this package's own models: {other}"
+    if resolve_device(config) != "cuda":
+        yield f"trainer.precision=fp8 needs a GPU: {other}, or fp32 on a CPU"
+    elif torch.cuda.is_available() and (found := torch.cuda.get_device_capability()) < FLOAT8_CAPABILITY:
+        yield (
+            f"trainer.precision=fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or later, this one "
+            f"has {found[0]}.{found[1]}: {other}"
         )
 
 
@@ -577,6 +653,13 @@ def accumulation_steps(config: TrainConfig) -> int:
     """Micro-batches per rank and optimizer step; context parallel ranks share theirs."""
     trainer, ranks = config.trainer, with_processes(config).launch.data_parallel
     return trainer.global_batch_tokens // (trainer.seq_len * trainer.micro_batch_size * ranks)
+
+
+def initial_state_kind(config: TrainConfig) -> str:
+    """What training sequences start from: zero, passing, noise, or contiguous for the text before them."""
+    if config.task is None and config.data.contiguous:
+        return "contiguous"
+    return config.trainer.initial_state
 
 
 def with_warmup(config: TrainConfig) -> TrainConfig:

@@ -5,6 +5,7 @@ times as long to launch a hundred kernels and more one by one. Recorded once, th
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,16 +29,22 @@ class CudaGraphPass:
         self._module, self._bf16 = module, bf16
         self._key: tuple | None = None  # of what is recorded
 
-    def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
+    def __call__(self, inputs: Mapping[str, Any]) -> Tensor:
         """Run the pass on `inputs`, the keyword arguments of the model, and set each parameter's `grad`.
+
+        What is no tensor, such as the states to start from, is recorded as it is: its tensors must stay.
 
         Returns:
             The loss, fp32 scalar; it and the gradients hold until the next call.
         """
         parameters = dict(self._module.named_parameters())
+        fixed = {name: value for name, value in inputs.items() if not isinstance(value, Tensor)}
+        inputs = {name: value for name, value in inputs.items() if name not in fixed}
         shapes = ((name, value.shape) for name, value in inputs.items())
-        key = (*shapes, *(parameter.data_ptr() for parameter in parameters.values()))
+        objects = ((name, id(value)) for name, value in fixed.items())
+        key = (*shapes, *objects, *(parameter.data_ptr() for parameter in parameters.values()))
         if key != self._key:
+            self._fixed = fixed
             self._record(inputs, parameters)
             self._key = key
         for name, value in inputs.items():
@@ -53,24 +60,25 @@ class CudaGraphPass:
         # Leaves of their own, in the same memory: the nodes that collect the parameters' own gradients were
         # made on the default stream, on which nothing that is being recorded may depend.
         leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
+        arguments = self._inputs | self._fixed
         current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):
-                gradients_of(self._module, leaves, self._inputs, bf16=self._bf16)
+                gradients_of(self._module, leaves, arguments, bf16=self._bf16)
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as NCCL's, call CUDA for things that a capture forbids in its own thread.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            found = gradients_of(self._module, leaves, self._inputs, bf16=self._bf16)
+            found = gradients_of(self._module, leaves, arguments, bf16=self._bf16)
         current.wait_stream(stream)
         self._graph, (self._loss, self._gradients) = graph, found
 
 
 def gradients_of(
-    module: nn.Module, leaves: Mapping[str, Tensor], inputs: Mapping[str, Tensor], *, bf16: bool
+    module: nn.Module, leaves: Mapping[str, Tensor], inputs: Mapping[str, Any], *, bf16: bool
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
     """Loss of `module` with `leaves` for its parameters, and its gradient to each; None where it has none."""
-    device = next(iter(inputs.values())).device.type
+    device = next(iter(leaves.values())).device.type
     with torch.autocast(device, torch.bfloat16, enabled=bf16):
         arguments = dict(inputs, use_cache=False)
         loss = functional_call(module, dict(leaves), (), arguments).loss

@@ -2,13 +2,14 @@
 
 Parameters, gradients, their accumulation and their reduction are fp32. `bf16` runs the forward pass under
 torch's autocast: matrix products in bf16, while A_log, dt_bias, norms, gates and states, which the model
-keeps out of autocast, stay fp32.
+keeps out of autocast, stay fp32. `fp8` is `bf16` with linear layers in float8, see `models.float8`.
 """
 
 import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,13 @@ from torch import Tensor, nn
 
 from fla_train.data.sampler import Batch
 from fla_train.kernels.precompile import precompile
+from fla_train.models.carried_states import CarriedStates
+from fla_train.models.float8 import Float8Weights
 from fla_train.training import deepspeed_patches
 from fla_train.training.bad_steps import BadStepFilter
 from fla_train.training.config import TrainConfig, accumulation_steps, resolve_device, with_processes
 from fla_train.training.cuda_graph import CudaGraphPass, gradients_of
+from fla_train.training.initial_states import InitialStates
 from fla_train.training.optimizer import build_optimizer
 from fla_train.training.process_group import join
 
@@ -85,7 +89,7 @@ def deepspeed_config(config: TrainConfig, *, on_gpu: bool) -> dict:
         "bf16": {"enabled": False},  # would cast every parameter, A_log and dt_bias too
         "fp16": {"enabled": False},
         "torch_autocast": {
-            "enabled": trainer.precision == "bf16",
+            "enabled": trainer.autocasts,
             "dtype": "bfloat16",
             "lower_precision_safe_modules": [],  # modules listed here get their gradients reduced in bf16
         },
@@ -126,6 +130,8 @@ def build_engine(model: nn.Module, config: TrainConfig):
         ],  # on a CPU accelerate finds none by itself
     )
     model.to(device)
+    if config.trainer.precision == "fp8":
+        model.float8 = Float8Weights(model)
     engine, _ = accelerator.prepare(model, build_optimizer(model, config.optimizer))
     assert dist.get_world_size() == config.launch.num_processes
     assert engine.gradient_accumulation_steps() == settings["gradient_accumulation_steps"]
@@ -142,6 +148,7 @@ def train_step(
     *,
     stop: bool = False,
     cuda_graph: CudaGraphPass | None = None,
+    states: InitialStates | None = None,
 ) -> Outcome:
     """One optimizer step on this rank's micro-batches: input_ids and labels, each [B, T] int64 on the
     engine's device, or further fields of `Batch`.
@@ -154,6 +161,7 @@ def train_step(
         kernel.
         stop: this rank's wish to stop, which all ranks learn together.
         cuda_graph: computes the gradients in the engine's place: of one rank's one micro-batch.
+        states: what the rows start from in place of zeros, made for this step by `begin`.
 
     Returns:
         The outcome, for which nothing here waits.
@@ -166,17 +174,23 @@ def train_step(
     divisor = targets.clamp(min=1)
     # The summed loss, and the ranks that want to stop
     sums = torch.tensor([0.0, float(stop)], dtype=torch.float64).to(targets.device, non_blocking=True)
+    if hasattr(engine.module, "float8"):
+        engine.module.float8.cast()
     engine.train()
     for i, batch in enumerate(micro_batches):
         engine.set_gradient_accumulation_boundary(i == len(micro_batches) - 1)
-        inputs = _inputs(batch, divisor)
+        inputs = _inputs(batch, divisor, None if states is None else states.passes[i])
         if cuda_graph is not None:
             loss = cuda_graph(inputs)
         else:
             loss = engine(**inputs, use_cache=False).loss
             with deepspeed_patches.wait_on_stream(zero):
                 engine.backward(loss, scale_wrt_gas=False)
+        if states is not None:
+            states.end_pass(i)
         sums[0] += loss.detach().double()
+    if states is not None:
+        states.end_step()
     if not zero.overlap_comm:
         deepspeed_patches.reduce_gradients(zero)
     dist.all_reduce(sums)
@@ -188,7 +202,12 @@ def train_step(
     return Outcome(torch.stack([loss, grad_norm, targets.double(), skipped.double(), sums[1]]))
 
 
-def precompile_step(engine, batch: Batch | tuple[Tensor, Tensor], threads: int) -> None:
+def precompile_step(
+    engine,
+    batch: Batch | tuple[Tensor, Tensor],
+    threads: int,
+    states: InitialStates | None = None,
+) -> None:
     """Compile the Triton kernels of a micro-batch's forward and backward pass, several at once.
 
     Weights, gradients and random state stay as they are. What fails here, fails in the step: it is only
@@ -196,22 +215,33 @@ def precompile_step(engine, batch: Batch | tuple[Tensor, Tensor], threads: int) 
 
     Args:
         batch: as one of `train_step`.
+        states: as of `train_step`; learn their shapes here.
         threads: as of `precompile`.
     """
     engine.train()
     leaves = {name: p.detach().requires_grad_() for name, p in engine.module.named_parameters()}
-    inputs = _inputs(batch, torch.ones((), dtype=torch.int64, device=engine.device))
-    bf16 = engine.torch_autocast_enabled()
+    divisor = torch.ones((), dtype=torch.int64, device=engine.device)
+
+    def work() -> tuple[Tensor, Sequence[Tensor | None]]:
+        if states is not None:
+            states.prepare(engine, batch)
+        inputs = _inputs(batch, divisor, None if states is None else states.passes[0])
+        return gradients_of(engine.module, leaves, inputs, bf16=engine.torch_autocast_enabled())
+
     try:
-        precompile(lambda: gradients_of(engine.module, leaves, inputs, bf16=bf16), threads)
+        precompile(work, threads)
     except Exception as error:
         logger.warning("kernels are compiled one by one (%s: %s)", type(error).__name__, error)
 
 
-def _inputs(batch: Batch | tuple[Tensor, Tensor], divisor: Tensor) -> dict[str, Tensor]:
+def _inputs(
+    batch: Batch | tuple[Tensor, Tensor], divisor: Tensor, states: CarriedStates | None
+) -> dict[str, Any]:
     """A micro-batch as keyword arguments of the model, which divides the summed loss by `divisor`."""
-    given = {name: x for name, x in zip(Batch._fields, batch, strict=False) if x is not None}
-    return {**given, "num_items_in_batch": divisor}
+    given = dict(zip(Batch._fields, batch, strict=False))
+    given.pop("continues", None)
+    given |= {"num_items_in_batch": divisor, "states": states}
+    return {name: x for name, x in given.items() if x is not None}
 
 
 def _grad_norm(gradients: Mapping[int, Sequence[Tensor]]) -> Tensor:

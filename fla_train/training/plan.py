@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from fla_train.data.cache import PreparedData
-from fla_train.data.open_dataset import open_train
 from fla_train.models.build import build_model_config, build_on_meta, is_zoo
 from fla_train.models.flops import (
     ParameterCount,
@@ -12,7 +11,14 @@ from fla_train.models.flops import (
     training_memory_bytes,
 )
 from fla_train.models.zoo.flops import forward_flops
-from fla_train.training.config import TrainConfig, accumulation_steps, describe_processes, with_processes
+from fla_train.training.config import (
+    TrainConfig,
+    accumulation_steps,
+    describe_processes,
+    initial_state_kind,
+    with_processes,
+)
+from fla_train.training.run_data import open_training_data
 from fla_train.utils.throughput import peak_flops
 
 ASSUMED_GPU, ASSUMED_MFU = "H100", 0.4  # for the estimate of GPU-hours
@@ -45,7 +51,7 @@ def make_plan(config: TrainConfig, data: PreparedData | None) -> Plan:
     trainer = config.trainer
     train, validation = (data.manifest["splits"][split] if data else {} for split in ("train", "validation"))
     if data is not None and config.task is None:
-        open_train(data.folder, trainer.seq_len, config.seed)  # its errors belong before the start
+        open_training_data(config, data)  # its errors belong before the start
     parts = data.parts().items() if data else ()
     held_out = {name: part.manifest["splits"]["validation"]["tokens"] for name, part in parts}
     node = config.model
@@ -83,10 +89,21 @@ def _memory(config: TrainConfig, count: ParameterCount) -> int:
         build_model_config(config.model),
         tokens_per_device=trainer.micro_batch_size * trainer.seq_len // config.launch.context_parallel,
         num_devices=config.launch.num_processes,
-        element_size=2 if trainer.precision == "bf16" else 4,
+        element_size=2 if trainer.autocasts else 4,
         gradient_checkpointing=trainer.activation_checkpointing,
     )
-    return memory.total
+    float8_weights = 2 * count.total if trainer.precision == "fp8" else 0  # in both orders
+    return memory.total + float8_weights + _state_bytes(config)
+
+
+def _state_bytes(config: TrainConfig) -> int:
+    """What `InitialStates` keeps on each process: of its rows of a step, and of one more micro-batch."""
+    if initial_state_kind(config) == "zero":
+        return 0
+    model = build_model_config(config.model)
+    layers = model.layer_types.count("linear_attention")
+    row = 4 * layers * model.value_heads * model.head_dim * model.head_v_dim
+    return row * config.trainer.micro_batch_size * (accumulation_steps(config) + 1)
 
 
 def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:

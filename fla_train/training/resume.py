@@ -26,7 +26,7 @@ FIXED_KEYS = (
     *("task.kind", "task.options", "task.train", "task.batch_size", "task.curriculum"),
     "init_from",
 )
-SEQUENCE_KEYS = ("data.document_boundaries",)  # of the data keys, what no fingerprint covers
+SEQUENCE_KEYS = ("data.document_boundaries", "data.contiguous")  # data keys that no fingerprint covers
 # These say where and how a run is carried out, not what it computes: a change is not logged.
 FREE_KEYS = (
     *("run.", "launch.", "logger.", "data.", "trainer.resume", "trainer.target_batch_tokens", "dry_run"),
@@ -282,7 +282,7 @@ def check_config_consistency(
     facts: dict[str, object] = {key: content[key] for key in EQUAL_SECTIONS}
     facts["the prepared data"] = data.folder.name
     facts["the Hub's commit of the data"] = data.commits()
-    facts["data.document_boundaries"] = config.data.document_boundaries
+    facts |= {key: getattr(config.data, key.removeprefix("data.")) for key in SEQUENCE_KEYS}
     facts["launch.context_parallel"] = config.launch.context_parallel
     facts["the checkpoint to resume"] = resume.name if resume else None
     # The first machine has written it by now. Another content, or none, means another folder.

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fla_train.data.cache import PreparedData
+from fla_train.data.contiguous import ContiguousDataset
 from fla_train.data.dataset import Dataset
-from fla_train.data.open_dataset import open_train
+from fla_train.data.open_dataset import open_contiguous, open_train
 from fla_train.data.sampler import Batch, PackedDataset, send
 from fla_train.kernels.context_parallel import ContextGroup, ContextPart
 from fla_train.models.loss import next_tokens
@@ -51,7 +52,9 @@ def task_data(config: TaskConfig, seed: int) -> TaskData:
     )
 
 
-def open_training_data(config: TrainConfig, data: PreparedData) -> "Dataset | PackedDataset | TaskSequences":
+def open_training_data(
+    config: TrainConfig, data: PreparedData
+) -> "Dataset | PackedDataset | ContiguousDataset | TaskSequences":
     """The sequences to train on, by index.
 
     Raises:
@@ -61,8 +64,12 @@ def open_training_data(config: TrainConfig, data: PreparedData) -> "Dataset | Pa
         task = config.task
         stages = curriculum_tasks(task, config.seed)
         return TaskSequences(training_task(task, config.seed), stages, task.batch_size)
-    train = open_train(data.folder, config.trainer.seq_len, config.seed)
-    return PackedDataset(train) if config.data.document_boundaries else train
+    seq_len, boundaries = config.trainer.seq_len, config.data.document_boundaries
+    if config.data.contiguous:
+        rows = config.trainer.global_batch_tokens // seq_len
+        return open_contiguous(data.folder, seq_len, config.seed, rows, document_boundaries=boundaries)
+    train = open_train(data.folder, seq_len, config.seed)
+    return PackedDataset(train) if boundaries else train
 
 
 def to_batch(read: Tensor | Batch, device: torch.device, context: ContextGroup | None = None) -> Batch:

@@ -20,7 +20,7 @@ LOCK_WAIT = 10.0  # seconds; the workers of a killed launcher need a moment to d
 
 
 class RunFolder:
-    """Paths inside a run folder (docs/architecture.md lists them).
+    """Paths inside a run folder (docs/metrics.md lists them).
 
     Attributes:
         name: what plots, cards and loggers call the run.

@@ -22,6 +22,7 @@ from fla_train.training.cuda_graph import CudaGraphPass
 from fla_train.training.engine import Outcome, StepResult, build_engine, precompile_step, train_step
 from fla_train.training.evaluator import SuiteRuns, make_evaluator
 from fla_train.training.failures import TrainingStopped
+from fla_train.training.initial_states import InitialStates
 from fla_train.training.load_checkpoint import load_checkpoint
 from fla_train.training.log import RunLogger
 from fla_train.training.metrics import step_statistics, to_host
@@ -94,6 +95,7 @@ class Trainer:
         self.train_data = open_training_data(config, data)
         self.evaluator = make_evaluator(config, data, self.folder, self.engine, mesh, watchdog.beat)
         self.logger = RunLogger(config, self.folder, self.state, stream, self.rank)
+        self.states = InitialStates.of_run(config, self.batches, self.engine, resume, self.logger.log)
         device = self.engine.device
         self.bad_steps = BadStepFilter(
             device,
@@ -103,7 +105,7 @@ class Trainer:
         )
         self.cuda_graph = None
         if trainer.cuda_graph and device.type == "cuda" and not is_zoo(config.model):
-            self.cuda_graph = CudaGraphPass(self.engine.module, bf16=trainer.precision == "bf16")
+            self.cuda_graph = CudaGraphPass(self.engine.module, bf16=trainer.autocasts)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         peak = peak_flops(name, trainer.precision, config.launch.peak_tflops)
         self.throughput = Throughput(training_flops(config), None if peak is None else peak * world, device)
@@ -196,8 +198,12 @@ class Trainer:
             self.timeline.mark("data")
             if self.engine.device.type == "cuda" and not is_zoo(self.config.model):
                 self.watchdog.beat(f"compiling the kernels of step {step}")
-                precompile_step(self.engine, batch[0], cores_of_rank())
+                precompile_step(self.engine, batch[0], cores_of_rank(), self.states)
                 self.timeline.mark("kernels")
+        if self.states is not None:
+            self.checkpoints.finish_copy()  # of the states, which `begin` changes
+            self.states.prepare(self.engine, batch[0])
+            self.states.begin(self.state.step, batch)
         rate = learning_rate(
             step, peak=self.config.optimizer.lr, max_steps=trainer.max_steps, schedule=self.config.schedule
         )
@@ -218,6 +224,7 @@ class Trainer:
                 self.bad_steps,
                 stop=self.request.made(),
                 cuda_graph=None if observe else self.cuda_graph,  # a graph has no hooks
+                states=self.states,
             )
         if first:
             self.timeline.mark(f"step {step}")
@@ -304,7 +311,7 @@ class Trainer:
         if self.lock is not None:
             self.lock.check()
         self.state.loss_statistics = self.bad_steps.statistics()
-        stall = self.checkpoints.save(self.state)
+        stall = self.checkpoints.save(self.state, None if self.states is None else self.states.saved())
         self.logger.record(
             {"step": self.state.step, "tokens": self.state.tokens, "checkpoint_stall_s": round(stall, 4)}
         )

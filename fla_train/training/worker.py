@@ -139,7 +139,7 @@ def _check_backend(config: "TrainConfig", log: Callable[[str], None]) -> None:
     report = check_backend(
         model["backend"],
         config.launch.device,
-        torch.bfloat16 if config.trainer.precision == "bf16" else torch.float32,
+        torch.bfloat16 if config.trainer.autocasts else torch.float32,
         cases=model_cases(model["num_householder"], model["use_forget_gate"]),
         head_dims=(model["head_dim"], int(model["head_dim"] * model["expand_v"])),
     )

@@ -34,12 +34,12 @@ def peak_flops(device_name: str, precision: str, override: float | None = None) 
 
     Args:
         device_name: as `torch.cuda.get_device_name` says; "cpu" is in no table.
-        precision: only `bf16` is in the table.
+        precision: only `bf16` is in the table; the utilisation of `fp8` is of that peak, too.
         override: TFLOP/s that count whatever the device.
     """
     if override is not None:
         return override * 1e12
-    if precision != "bf16":
+    if precision not in ("bf16", "fp8"):
         return None
     known = (tflops * 1e12 for name, tflops in PEAK_TFLOPS if re.search(rf"\b{name}\b", device_name))
     return next(known, None)

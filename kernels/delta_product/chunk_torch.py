@@ -244,7 +244,7 @@ class _ChunkDeltaProduct(torch.autograd.Function):
                 dq = _normalised_backward(dq, chunks.q, chunks.q_rnorm)
                 dk = _normalised_backward(dk, chunks.k, chunks.k_rnorm)
             dinitial_state = None
-            if initial_state is not None:
+            if ctx.needs_input_grad[5]:
                 dinitial_state = dstates[layout.first].reshape(initial_state.shape)
         return (
             layout.unpack(dq, like=q.unsqueeze(2)).squeeze(2),

@@ -1,7 +1,7 @@
 """Fused memory-bound ops: short convolution, RMSNorm, SwiGLU, gates, rotary positions, cross-entropy.
 
 Each has a PyTorch definition and Triton kernels that read their inputs and write their outputs once, with the
-same gradients; `backend="auto"` takes the kernels on CUDA. See docs/fused_ops.md.
+same gradients; `backend="auto"` takes the kernels on CUDA. See docs/dev/fused_ops.md.
 """
 
 from fla_train.kernels.fused_ops.backend import BACKENDS, resolve_backend

@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from fla_train.kernels.custom_op import custom_op
 from fla_train.kernels.fused_ops.backend import resolve_backend
+from fla_train.kernels.fused_ops.side_by_side import as_rows, empty_gradient, row_stride
 from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
 
@@ -60,9 +61,10 @@ def recurrence_gates(
 class _Gates(torch.autograd.Function):
     @staticmethod
     def forward(ctx, b, a, A_log, dt_bias, beta_max):
-        b, a, A_log, dt_bias = (x if x is None else x.contiguous() for x in (b, a, A_log, dt_bias))
-        beta = torch.empty_like(b, dtype=torch.float32)
-        g = None if a is None else torch.empty_like(a, dtype=torch.float32)
+        b, a = (x if x is None else as_rows(x) for x in (b, a))
+        A_log, dt_bias = (x if x is None else x.contiguous() for x in (A_log, dt_bias))
+        beta = b.new_empty(b.shape, dtype=torch.float32)
+        g = None if a is None else a.new_empty(a.shape, dtype=torch.float32)
         recurrence_gates_forward(b, a, A_log, dt_bias, beta_max, beta, g)
         ctx.save_for_backward(b, a, A_log, dt_bias)
         ctx.beta_max = beta_max
@@ -72,9 +74,9 @@ class _Gates(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dbeta, dg):
         b, a, A_log, dt_bias = ctx.saved_tensors
-        db, da, dparameters = torch.empty_like(b), None, None
+        db, da, dparameters = empty_gradient(b), None, None
         if a is not None:
-            da, dg = torch.empty_like(a), dg.contiguous()
+            da, dg = empty_gradient(a), dg.contiguous()
             dparameters = torch.empty(2, a.shape[-1], dtype=torch.float32, device=a.device)
         recurrence_gates_backward(
             *(b, a, A_log, dt_bias, ctx.beta_max, dbeta.contiguous(), dg, db, da, dparameters)
@@ -98,7 +100,9 @@ def recurrence_gates_forward(
     """Fill beta and, with a forget gate, g."""
     programs, sizes = _sizes(b, a)
     with torch.cuda.device_of(b):
-        forward_kernel[(programs,)](b, a, A_log, dt_bias, beta, g, beta_max=beta_max, **sizes)
+        forward_kernel[(programs,)](
+            *(b, a, A_log, dt_bias, beta, g), beta_max=beta_max, **_strides(b=b, a=a), **sizes
+        )
 
 
 @custom_op(mutates=("db", "da", "dparameters"))
@@ -119,7 +123,10 @@ def recurrence_gates_backward(
     partial = None if a is None else dparameters.new_empty(2, programs, a.shape[-1])
     with torch.cuda.device_of(b):
         backward_kernel[(programs,)](
-            *(b, a, A_log, dt_bias, dbeta, dg, db, da, partial), beta_max=beta_max, **sizes
+            *(b, a, A_log, dt_bias, dbeta, dg, db, da, partial),
+            beta_max=beta_max,
+            **_strides(b=b, a=a, db=db, da=da),
+            **sizes,
         )
     if a is not None:
         torch.sum(partial, 1, out=dparameters)
@@ -134,12 +141,17 @@ def _sizes(b: Tensor, a: Tensor | None) -> tuple[int, dict[str, Any]]:
     return ceil_div(rows, tile_rows), sizes | {"GATED": a is not None}
 
 
+def _strides(**tensors: Tensor | None) -> dict[str, int]:
+    """The rows' strides, by the kernels' names for them."""
+    return {f"S_{name}": 0 if x is None else row_stride(x) for name, x in tensors.items()}
+
+
 @triton.jit
 def tile(n_rows, COLS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Offsets and mask [BR, BC] of this program's rows of a [rows, COLS] matrix."""
+    """Rows [BR, 1], columns [1, BC] and mask [BR, BC] of this program's part of a [rows, COLS] matrix."""
     o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     o_c = tl.arange(0, BC)
-    return o_r[:, None] * COLS + o_c[None, :], (o_r < n_rows)[:, None] & (o_c < COLS)[None, :]
+    return o_r[:, None], o_c[None, :], (o_r < n_rows)[:, None] & (o_c < COLS)[None, :]
 
 
 @triton.jit
@@ -157,19 +169,18 @@ def forward_kernel(
     beta, g,  # out, fp32, as b and a
     n_rows, beta_max,
     S: tl.constexpr, H: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr, BH: tl.constexpr,
-    GATED: tl.constexpr,
+    S_b: tl.constexpr, S_a: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    p_b, m_b = tile(n_rows, S, BR, BS)
-    tl.store(
-        beta + p_b, beta_max * tl.sigmoid(tl.load(b + p_b, mask=m_b, other=0.0).to(tl.float32)), mask=m_b
-    )
+    o_r, o_s, m_b = tile(n_rows, S, BR, BS)
+    b_b = tl.load(b + o_r * S_b + o_s, mask=m_b, other=0.0).to(tl.float32)
+    tl.store(beta + o_r * S + o_s, beta_max * tl.sigmoid(b_b), mask=m_b)
     if GATED:
-        p_a, m_a = tile(n_rows, H, BR, BH)
+        o_r, o_a, m_a = tile(n_rows, H, BR, BH)
         o_h = tl.arange(0, BH)
         b_rate = tl.exp(tl.load(A_log + o_h, mask=o_h < H, other=0.0).to(tl.float32))
         b_bias = tl.load(dt_bias + o_h, mask=o_h < H, other=0.0).to(tl.float32)
-        b_z = tl.load(a + p_a, mask=m_a, other=0.0).to(tl.float32) + b_bias[None, :]
-        tl.store(g + p_a, -b_rate[None, :] * softplus(b_z), mask=m_a)
+        b_z = tl.load(a + o_r * S_a + o_a, mask=m_a, other=0.0).to(tl.float32) + b_bias[None, :]
+        tl.store(g + o_r * H + o_a, -b_rate[None, :] * softplus(b_z), mask=m_a)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -178,21 +189,22 @@ def backward_kernel(
     db, da, partial,  # out: as b, as a; fp32 [2, programs, H] parts of the gradients of A_log and dt_bias
     n_rows, beta_max,
     S: tl.constexpr, H: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr, BH: tl.constexpr,
-    GATED: tl.constexpr,
+    S_b: tl.constexpr, S_a: tl.constexpr, S_db: tl.constexpr, S_da: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    p_b, m_b = tile(n_rows, S, BR, BS)
-    b_sigmoid = tl.sigmoid(tl.load(b + p_b, mask=m_b, other=0.0).to(tl.float32))
-    b_db = tl.load(dbeta + p_b, mask=m_b, other=0.0) * (beta_max * b_sigmoid * (1.0 - b_sigmoid))
-    tl.store(db + p_b, b_db.to(db.dtype.element_ty), mask=m_b)
+    o_r, o_s, m_b = tile(n_rows, S, BR, BS)
+    b_sigmoid = tl.sigmoid(tl.load(b + o_r * S_b + o_s, mask=m_b, other=0.0).to(tl.float32))
+    b_slope = beta_max * b_sigmoid * (1.0 - b_sigmoid)
+    b_db = tl.load(dbeta + o_r * S + o_s, mask=m_b, other=0.0) * b_slope
+    tl.store(db + o_r * S_db + o_s, b_db.to(db.dtype.element_ty), mask=m_b)
     if GATED:
-        p_a, m_a = tile(n_rows, H, BR, BH)
+        o_r, o_a, m_a = tile(n_rows, H, BR, BH)
         o_h = tl.arange(0, BH)
         b_rate = tl.exp(tl.load(A_log + o_h, mask=o_h < H, other=0.0).to(tl.float32))
         b_bias = tl.load(dt_bias + o_h, mask=o_h < H, other=0.0).to(tl.float32)
-        b_z = tl.load(a + p_a, mask=m_a, other=0.0).to(tl.float32) + b_bias[None, :]
-        b_slope = tl.load(dg + p_a, mask=m_a, other=0.0) * -b_rate[None, :]
+        b_z = tl.load(a + o_r * S_a + o_a, mask=m_a, other=0.0).to(tl.float32) + b_bias[None, :]
+        b_slope = tl.load(dg + o_r * H + o_a, mask=m_a, other=0.0) * -b_rate[None, :]
         b_da = b_slope * tl.sigmoid(b_z)
-        tl.store(da + p_a, b_da.to(da.dtype.element_ty), mask=m_a)
+        tl.store(da + o_r * S_da + o_a, b_da.to(da.dtype.element_ty), mask=m_a)
         p_part = partial + tl.program_id(0) * H + o_h
         tl.store(p_part, tl.sum(b_slope * softplus(b_z), 0), mask=o_h < H)
         tl.store(p_part + tl.num_programs(0) * H, tl.sum(b_da, 0), mask=o_h < H)

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from fla_train.kernels.custom_op import custom_op
 from fla_train.kernels.fused_ops.backend import resolve_backend
+from fla_train.kernels.fused_ops.side_by_side import as_rows, empty_gradient, row_stride
 from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2, processors
 
@@ -35,7 +36,7 @@ def rms_norm(
     Args:
         x: [..., D].
         weight: [D].
-        gate: of the shape of `x`.
+        gate: of the shape of `x`, or with its last two axes as one.
         dtype: of the result, default that of `x`.
         backend: "torch", "triton" or "auto" (see `resolve_backend`).
 
@@ -51,7 +52,7 @@ def rms_norm(
     wide = torch.promote_types(x.dtype, torch.float32)
     y = F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps)
     if gate is not None:
-        y = y * F.silu(gate.to(wide))
+        y = y * F.silu(gate.view_as(x).to(wide))
     return y.to(dtype)
 
 
@@ -75,11 +76,42 @@ def add_rms_norm(
     return rms_norm(total, weight, eps, dtype=dtype, backend="torch"), total
 
 
+def cast_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    scaled: Tensor,
+    eps: float,
+    *,
+    dtype: torch.dtype,
+    narrow: torch.dtype,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`rms_norm`, or `add_rms_norm`, whose result is needed in a float8 format only.
+
+    Args:
+        scaled: the weight times the scale of the result in `narrow`; without gradient.
+        dtype: of the result's gradient.
+
+    Returns:
+        A tensor of the result's shape and `dtype` that takes its gradient, and has no content on a GPU; the
+        scaled result in `narrow`; the sum with the residual.
+    """
+    if _resolve(backend, x, weight, "residual", residual) == "triton":
+        return _CastRMSNorm.apply(x, residual, weight, scaled, eps, dtype, narrow)
+    y, total = rms_norm(x, weight, eps, dtype=dtype, backend="torch"), None
+    if residual is not None:
+        y, total = add_rms_norm(x, residual, weight, eps, dtype=dtype, backend="torch")
+    normed = (x if total is None else total).detach()
+    return y, rms_norm(normed, scaled, eps, dtype=torch.float32, backend="torch").to(narrow), total
+
+
 def _resolve(backend: str, x: Tensor, weight: Tensor, name: str, other: Tensor | None) -> str:
     size = x.shape[-1]
     if weight.shape != (size,):
         raise ValueError(f"weight has shape {list(weight.shape)}, expected [D] = {[size]}")
-    if other is not None and other.shape != x.shape:
+    joined = (*x.shape[:-2], x.shape[-2:].numel())  # also a shape of a gate
+    if other is not None and other.shape != x.shape and (name != "gate" or other.shape != joined):
         raise ValueError(f"{name} has shape {list(other.shape)}, expected that of x, {list(x.shape)}")
     return resolve_backend(
         backend, x, None if size <= MAX_SIZE else f"takes at most {MAX_SIZE} channels, got {size}"
@@ -89,14 +121,14 @@ def _resolve(backend: str, x: Tensor, weight: Tensor, name: str, other: Tensor |
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, gate, residual, eps, dtype):
-        x, weight = x.contiguous(), weight.contiguous()
-        gate = None if gate is None else gate.contiguous()
+        x, weight = as_rows(x), weight.contiguous()
+        gate = None if gate is None else as_rows(gate)
         total = None
         if residual is not None:
             residual = residual.contiguous()
-            total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
+            total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
         normed = x if total is None else total
-        y = torch.empty_like(x, dtype=dtype or normed.dtype)
+        y = x.new_empty(x.shape, dtype=dtype or normed.dtype)
         rms_norm_forward(x, residual, weight, gate, eps, y, total)
         ctx.save_for_backward(normed, weight, gate)
         ctx.eps, ctx.residual_dtype = eps, None if residual is None else residual.dtype
@@ -108,18 +140,42 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy, dtotal):
         x, weight, gate = ctx.saved_tensors
-        dy = torch.zeros_like(x) if dy is None else dy.contiguous()
+        dy = x.new_zeros(x.shape) if dy is None else dy.contiguous()
         dtotal = None if dtotal is None else dtotal.contiguous()
-        dx = torch.empty_like(x, dtype=ctx.dtype)
-        dgate = None if gate is None else torch.empty_like(gate)
+        added = ctx.residual_dtype is not None  # then x is the sum, an output
+        dx = x.new_empty(x.shape, dtype=ctx.dtype) if added else empty_gradient(x)
+        dgate = None if gate is None else empty_gradient(gate)
         dresidual = None
-        if ctx.residual_dtype is not None:
+        if added:
             same = ctx.residual_dtype == ctx.dtype
             dresidual = dx if same else torch.empty_like(x, dtype=ctx.residual_dtype)
         dweight = torch.empty_like(weight, dtype=torch.float32)
         separate = None if dresidual is dx else dresidual
         rms_norm_backward(x, weight, gate, dy, dtotal, ctx.eps, dx, dweight, dgate, separate)
         return dx, dweight.to(weight.dtype), dgate, dresidual, None, None
+
+
+class _CastRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, weight, scaled, eps, dtype, narrow):
+        x, total = x.contiguous(), None
+        if residual is not None:
+            residual = residual.contiguous()
+            total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
+        data = torch.empty_like(x, dtype=narrow)
+        rms_norm_forward(x, residual, scaled, None, eps, data, total)
+        ctx.save_for_backward(x if total is None else total, weight, None)
+        ctx.eps, ctx.residual_dtype = eps, None if residual is None else residual.dtype
+        ctx.dtype = x.dtype
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(data)
+        return x.new_empty(1, dtype=dtype).expand(x.shape), data, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, _, dtotal):
+        dx, dweight, _, dresidual, *_ = _RMSNorm.backward(ctx, dy, dtotal)
+        return dx, dresidual, dweight, None, None, None, None
 
 
 @custom_op(mutates=("y", "total"))
@@ -139,7 +195,8 @@ def rms_norm_forward(
             *(x, residual, weight, gate, y, total),
             eps=eps,
             ADD=residual is not None,
-            GATED=gate is not None,
+            S_x=row_stride(x),
+            **_gate_sizes(x, gate=gate),
             **sizes,
         )
 
@@ -167,9 +224,11 @@ def rms_norm_backward(
             *(x, weight, gate, dy, dtotal, dx, dresidual, dgate, partial),
             tiles_each=tiles_each,
             eps=eps,
-            GATED=gate is not None,
             ADD=dtotal is not None,
             SPLIT=dresidual is not None,
+            S_x=row_stride(x),
+            S_dx=row_stride(dx),
+            **_gate_sizes(x, gate=gate, dgate=dgate),
             **sizes,
         )
     torch.sum(partial, 0, out=dweight)
@@ -186,6 +245,13 @@ def _tiles(x: Tensor) -> tuple[int, dict[str, int]]:
     return ceil_div(rows, tile_rows), sizes
 
 
+def _gate_sizes(x: Tensor, **gates: Tensor | None) -> dict[str, int]:
+    """The rows of x that a row of the gate has (0: no gate), and the row strides of gate and gradient."""
+    gate = gates["gate"]
+    heads = 0 if gate is None else gate.shape[-1] // x.shape[-1]
+    return {"H": heads} | {f"S_{name}": row_stride(y) if heads else 0 for name, y in gates.items()}
+
+
 @triton.jit
 def load_tile(p, p_tile, mask):
     return tl.load(p + p_tile, mask=mask, other=0.0).to(tl.float32)
@@ -198,60 +264,76 @@ def store_tile(p, p_tile, b_x, mask):
 
 @triton.jit
 def tile(i_tile, n_rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
-    """Offsets and mask [BR, BD] of tile `i_tile`."""
+    """Rows [BR, 1], columns [1, BD] and mask [BR, BD] of tile `i_tile`."""
     o_r = i_tile.to(tl.int64) * BR + tl.arange(0, BR)
     o_d = tl.arange(0, BD)
-    return o_r[:, None] * D + o_d[None, :], (o_r < n_rows)[:, None] & (o_d < D)[None, :]
+    return o_r[:, None], o_d[None, :], (o_r < n_rows)[:, None] & (o_d < D)[None, :]
+
+
+@triton.jit
+def load_weight(weight, D: tl.constexpr, BD: tl.constexpr):
+    """[1, BD]."""
+    o_d = tl.arange(0, BD)
+    return load_tile(weight, o_d, o_d < D)[None, :]
+
+
+@triton.jit
+def gate_offsets(o_r, o_d, D: tl.constexpr, H: tl.constexpr, S: tl.constexpr):
+    """[BR, BD]: of rows of x in the gate, which has H of them in a row."""
+    return (o_r // H) * S + (o_r % H) * D + o_d
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def forward_kernel(
-    x, residual, weight, gate,  # [rows, D], the same or None, [D], [rows, D] or None
+    x, residual, weight, gate,  # [rows, D], the same or None, [D], [rows / H, H D] or None
     y, total,  # out [rows, D]; residual + x, with ADD
     n_rows, eps,
-    D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr,
+    D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, H: tl.constexpr,
+    S_x: tl.constexpr, S_gate: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    p_tile, mask = tile(tl.program_id(0), n_rows, D, BR, BD)
-    o_d = tl.arange(0, BD)
-    b_w = load_tile(weight, o_d, o_d < D)
-    b_x = load_tile(x, p_tile, mask)
-    if GATED:
-        b_gate = load_tile(gate, p_tile, mask)  # loaded during the sum
+    o_r, o_d, mask = tile(tl.program_id(0), n_rows, D, BR, BD)
+    p_tile = o_r * D + o_d
+    b_w = load_weight(weight, D, BD)
+    b_x = load_tile(x, o_r * S_x + o_d, mask)
+    if H > 0:
+        b_gate = load_tile(gate, gate_offsets(o_r, o_d, D, H, S_gate), mask)  # loaded during the sum
     if ADD:
         b_x = (b_x + load_tile(residual, p_tile, mask)).to(total.dtype.element_ty)
         tl.store(total + p_tile, b_x, mask=mask)
         b_x = b_x.to(tl.float32)
     b_rstd = tl.rsqrt(tl.sum(b_x * b_x, 1) / D + eps)
-    b_y = b_x * b_rstd[:, None] * b_w[None, :]
-    if GATED:
+    b_y = b_x * b_rstd[:, None] * b_w
+    if H > 0:
         b_y *= b_gate * tl.sigmoid(b_gate)
     store_tile(y, p_tile, b_y, mask)
 
 
 @triton.jit(do_not_specialize=["n_rows", "tiles_each"])
 def backward_kernel(
-    x, weight, gate, dy,  # [rows, D] what was normalised, [D], [rows, D] or None, [rows, D]
+    x, weight, gate, dy,  # [rows, D] what was normalised, [D], [rows / H, H D] or None, [rows, D]
     dtotal,  # gradient of the sum by its other use, with ADD
     dx, dresidual, dgate, partial,  # out; dresidual only with SPLIT; fp32 [programs, D] parts of dweight
     n_rows, tiles_each, eps,
-    D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
-    GATED: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr,
+    D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, H: tl.constexpr,
+    S_x: tl.constexpr, S_dx: tl.constexpr, S_gate: tl.constexpr, S_dgate: tl.constexpr,
+    ADD: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """With u = dy * weight (* silu(gate)): dx = u / rms - x mean(u * x) / rms^3."""
-    o_d = tl.arange(0, BD)
-    b_w = load_tile(weight, o_d, o_d < D)[None, :]
+    b_w = load_weight(weight, D, BD)
     b_dw = tl.zeros((BR, BD), tl.float32)
     for i in range(0, tiles_each):
-        p_tile, mask = tile(tl.program_id(0) * tiles_each + i, n_rows, D, BR, BD)
-        b_x, b_dy = load_tile(x, p_tile, mask), load_tile(dy, p_tile, mask)
+        o_r, o_d, mask = tile(tl.program_id(0) * tiles_each + i, n_rows, D, BR, BD)
+        p_tile = o_r * D + o_d
+        b_x, b_dy = load_tile(x, o_r * S_x + o_d, mask), load_tile(dy, p_tile, mask)
         if ADD:
             b_dtotal = load_tile(dtotal, p_tile, mask)  # loaded during the sums
         b_rstd = tl.rsqrt(tl.sum(b_x * b_x, 1) / D + eps)[:, None]
-        if GATED:
-            b_gate = load_tile(gate, p_tile, mask)
+        if H > 0:
+            b_gate = load_tile(gate, gate_offsets(o_r, o_d, D, H, S_gate), mask)
             b_sigmoid = tl.sigmoid(b_gate)
             b_slope = b_sigmoid * (1.0 + b_gate * (1.0 - b_sigmoid))
-            store_tile(dgate, p_tile, b_dy * b_x * b_rstd * b_w * b_slope, mask)
+            b_dgate = b_dy * b_x * b_rstd * b_w * b_slope
+            store_tile(dgate, gate_offsets(o_r, o_d, D, H, S_dgate), b_dgate, mask)
             b_dy *= b_gate * b_sigmoid
         b_dw += b_dy * b_x * b_rstd
         b_u = b_dy * b_w
@@ -259,7 +341,8 @@ def backward_kernel(
         b_dx = b_rstd * (b_u - b_x * (b_mean * b_rstd * b_rstd))
         if ADD:
             b_dx += b_dtotal
-        store_tile(dx, p_tile, b_dx, mask)
+        store_tile(dx, o_r * S_dx + o_d, b_dx, mask)
         if SPLIT:
             store_tile(dresidual, p_tile, b_dx, mask)
+    o_d = tl.arange(0, BD)
     tl.store(partial + tl.program_id(0).to(tl.int64) * D + o_d, tl.sum(b_dw, 0), mask=o_d < D)

@@ -6,6 +6,7 @@ from torch.autograd.function import once_differentiable
 
 from fla_train.kernels.custom_op import custom_op
 from fla_train.kernels.fused_ops.backend import resolve_backend
+from fla_train.kernels.fused_ops.side_by_side import as_rows, row_stride
 from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
 
@@ -60,8 +61,8 @@ class _Rotary(torch.autograd.Function):
 
 
 def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
-    q, k = q.contiguous(), k.contiguous()
-    rotated = torch.empty_like(q), torch.empty_like(k)
+    q, k = (as_rows(x.flatten(-2)).view(x.shape) for x in (q, k))
+    rotated = q.new_empty(q.shape), k.new_empty(k.shape)
     rotary_rotate(q, k, cos, sin, inverse, *rotated)
     return rotated
 
@@ -78,20 +79,27 @@ def rotary_rotate(
         rotate_kernel[(ceil_div(batch * length, tokens),)](
             *(q, k, cos, sin, rotated_q, rotated_k, batch * length, length),
             **dict(H=heads, HK=k.shape[2], P=size // 2, INVERSE=inverse),
+            **dict(S_q=row_stride(q.flatten(-2)), S_k=row_stride(k.flatten(-2))),
             **dict(BT=tokens, BH=block_heads, BHK=next_power_of_2(k.shape[2]), BP=block_pairs),
         )
 
 
 @triton.jit
-def rotate_heads(x, y, o_t, n_tokens, b_cos, b_sin, H: tl.constexpr, P: tl.constexpr, BH: tl.constexpr):
-    """Rotate the heads of tokens `o_t` [BT] by angles [BT, 1, BP]: x, y [n_tokens, H, 2 P]."""
+def rotate_heads(
+    x, y, o_t, n_tokens, b_cos, b_sin, H: tl.constexpr, P: tl.constexpr, S: tl.constexpr, BH: tl.constexpr
+):
+    """Rotate the heads of tokens `o_t` [BT] by angles [BT, 1, BP]: x, y [n_tokens, H, 2 P].
+
+    Tokens of x are S elements apart.
+    """
     o_h, o_p = tl.arange(0, BH), tl.arange(0, b_cos.shape[2])
-    p_left = (o_t[:, None, None] * H + o_h[None, :, None]) * (2 * P) + o_p[None, None, :]
+    p_head = o_h[None, :, None] * (2 * P) + o_p[None, None, :]
+    p_left, p_y = o_t[:, None, None] * S + p_head, o_t[:, None, None] * (2 * P * H) + p_head
     mask = (o_t < n_tokens)[:, None, None] & (o_h < H)[None, :, None] & (o_p < P)[None, None, :]
     b_left = tl.load(x + p_left, mask=mask, other=0.0).to(tl.float32)
     b_right = tl.load(x + p_left + P, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y + p_left, (b_left * b_cos - b_right * b_sin).to(y.dtype.element_ty), mask=mask)
-    tl.store(y + p_left + P, (b_right * b_cos + b_left * b_sin).to(y.dtype.element_ty), mask=mask)
+    tl.store(y + p_y, (b_left * b_cos - b_right * b_sin).to(y.dtype.element_ty), mask=mask)
+    tl.store(y + p_y + P, (b_right * b_cos + b_left * b_sin).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["n_tokens"])
@@ -99,7 +107,8 @@ def rotate_kernel(
     q, k, cos, sin,  # [n_tokens, H, 2 P], [n_tokens, HK, 2 P], [length, P], [length, P]
     rotated_q, rotated_k,  # out, as q and k
     n_tokens, length,  # B T, T
-    H: tl.constexpr, HK: tl.constexpr, P: tl.constexpr, INVERSE: tl.constexpr,
+    H: tl.constexpr, HK: tl.constexpr, P: tl.constexpr, S_q: tl.constexpr, S_k: tl.constexpr,
+    INVERSE: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr, BHK: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     o_t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
@@ -110,5 +119,5 @@ def rotate_kernel(
     b_sin = tl.load(sin + p_angle, mask=m_angle, other=0.0)[:, None, :]
     if INVERSE:
         b_sin = -b_sin
-    rotate_heads(q, rotated_q, o_t, n_tokens, b_cos, b_sin, H, P, BH)
-    rotate_heads(k, rotated_k, o_t, n_tokens, b_cos, b_sin, HK, P, BHK)
+    rotate_heads(q, rotated_q, o_t, n_tokens, b_cos, b_sin, H, P, S_q, BH)
+    rotate_heads(k, rotated_k, o_t, n_tokens, b_cos, b_sin, HK, P, S_k, BHK)

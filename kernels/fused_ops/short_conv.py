@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from fla_train.kernels.custom_op import custom_op
 from fla_train.kernels.fused_ops.backend import resolve_backend
+from fla_train.kernels.fused_ops.side_by_side import as_rows, empty_gradient, row_stride
 from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div
 
@@ -40,13 +41,15 @@ def short_convolution(
     Args:
         x: [B, T, D]. The triton backend computes in float32, the torch backend in the dtype of `x`.
         weight: [D, 1, W], as a depthwise `nn.Conv1d` keeps it.
-        state: the W-1 inputs before x, [B, D, W-1]; zeros when absent.
+        state: the W-1 inputs before x, [B, D, W-1]; zeros when absent. With `position_in_document` the line
+            may be R rows of T / R tokens, each of which begins a document: [R, D, W-1].
         position_in_document: distance of each token from its document's start, integers [T], for documents
-            packed in one row (B = 1); taps never reach beyond it. With `state` the first may begin before x.
+            packed in one row (B = 1); taps never reach beyond it.
         backend: "torch", "triton" or "auto" (see `resolve_backend`).
 
     Returns:
-        y [B, T, D] in the dtype of `x`, and the last W-1 inputs [B, D, W-1] to continue from.
+        y [B, T, D] in the dtype of `x`, and the last W-1 inputs to continue from, [B, D, W-1] or as `state`;
+        of packed rows with a `state`, zeros in place of those of earlier documents.
 
     Raises:
         ValueError: for shapes that do not fit, or a backend that cannot run.
@@ -54,16 +57,21 @@ def short_convolution(
     (batch, length, channels), width = x.shape, weight.shape[-1]
     if weight.shape != (channels, 1, width):
         raise ValueError(f"weight has shape {list(weight.shape)}, expected [D, 1, W] with D = {channels}")
-    if state is not None and state.shape != (batch, channels, width - 1):
+    if position_in_document is not None and (batch != 1 or position_in_document.shape != (length,)):
         raise ValueError(
-            f"state has shape {list(state.shape)}, expected [B, D, W-1] = {[batch, channels, width - 1]}"
+            f"position_in_document has shape {list(position_in_document.shape)}, x {list(x.shape)}: "
+            "expected [T] and batch 1"
         )
-    if position_in_document is not None:
-        if batch != 1 or position_in_document.shape != (length,):
+    if state is not None:
+        rows = batch if position_in_document is None else len(state)
+        whole = rows == batch or (rows and length % rows == 0)
+        if state.shape != (rows, channels, width - 1) or not whole:
             raise ValueError(
-                f"position_in_document has shape {list(position_in_document.shape)}, x {list(x.shape)}: "
-                "expected [T] and batch 1"
+                f"state has shape {list(state.shape)}, x {list(x.shape)}: expected [B, D, W-1] = "
+                f"{[batch, channels, width - 1]}, or one for each row of packed documents"
             )
+        if position_in_document is not None:
+            return _continue_rows(x, weight, state, position_in_document, backend)
     limit = None if width <= MAX_TAPS else f"takes at most {MAX_TAPS} taps, got {width}"
     backend = resolve_backend(backend, x, limit)
 
@@ -72,10 +80,28 @@ def short_convolution(
     if state is None:
         return _ShortConvolution.apply(x, weight, position_in_document), _last_inputs(x, width - 1)
     x = torch.cat([state.transpose(1, 2).to(x.dtype), x], dim=1)
-    if position_in_document is not None:  # what the outputs before x would be is dropped
-        position_in_document = F.pad(position_in_document, (width - 1, 0))
-    y = _ShortConvolution.apply(x, weight, position_in_document)[:, width - 1 :]
-    return y, _last_inputs(x, width - 1)
+    return _ShortConvolution.apply(x, weight, None)[:, width - 1 :], _last_inputs(x, width - 1)
+
+
+def _continue_rows(
+    x: Tensor, weight: Tensor, state: Tensor, position_in_document: Tensor, backend: str
+) -> tuple[Tensor, Tensor]:
+    """`short_convolution` of packed rows that each continue from a `state` [R, D, W-1].
+
+    The state goes before its row, as the first tokens of the row's first document.
+    """
+    (rows, channels, history), length = state.shape, x.shape[1] // len(state)
+    x = torch.cat([state.transpose(1, 2).to(x.dtype), x.view(rows, length, channels)], dim=1)
+    position, token = position_in_document.view(rows, length), torch.arange(length, device=x.device)
+    position = torch.where(position == token, position + history, position)
+    before = torch.arange(history, device=x.device)
+    position = torch.cat([before.expand(rows, history), position], dim=1)
+    line = x.view(1, -1, channels)
+    y, _ = short_convolution(line, weight, position_in_document=position.flatten(), backend=backend)
+    last = x[:, length:].transpose(1, 2)
+    reached = position[:, -1:] >= torch.arange(history - 1, -1, -1, device=x.device)  # [R, W-1]
+    y = y.view(rows, history + length, channels)[:, history:].reshape(1, -1, channels)
+    return y, last * reached[:, None].to(x.dtype)
 
 
 def _torch_short_convolution(
@@ -111,9 +137,9 @@ def _last_inputs(x: Tensor, count: int) -> Tensor:
 class _ShortConvolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, position_in_document):
-        x, weight = x.contiguous(), weight.contiguous()
+        x, weight = as_rows(x), weight.contiguous()
         position_in_document = None if position_in_document is None else position_in_document.contiguous()
-        y = torch.empty_like(x)
+        y = x.new_empty(x.shape)
         short_convolution_forward(x, weight, position_in_document, y)
         ctx.save_for_backward(x, weight, position_in_document)
         return y
@@ -122,7 +148,7 @@ class _ShortConvolution(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight, position_in_document = ctx.saved_tensors
-        dx = torch.empty_like(x)
+        dx = empty_gradient(x)
         dweight = torch.empty_like(weight, dtype=torch.float32)
         short_convolution_backward(x, weight, position_in_document, dy.contiguous(), dx, dweight)
         return dx, dweight.to(weight.dtype), None
@@ -135,7 +161,7 @@ def short_convolution_forward(
     """Fill y."""
     grid, sizes = _launch(x, weight, position_in_document, FORWARD)
     with torch.cuda.device_of(x):
-        forward_kernel[grid](x, weight, position_in_document, y, **sizes)
+        forward_kernel[grid](x, weight, position_in_document, y, S_x=row_stride(x), **sizes)
 
 
 @custom_op(mutates=("dx", "dweight"))
@@ -147,7 +173,12 @@ def short_convolution_backward(
     groups = ceil_div(sizes["n_blocks"], sizes["BR"])
     partial = torch.empty(groups, *weight.shape, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
-        backward_kernel[grid](x, weight, position_in_document, dy, dx, partial, **sizes)
+        backward_kernel[grid](
+            *(x, weight, position_in_document, dy, dx, partial),
+            S_x=row_stride(x),
+            S_dx=row_stride(dx),
+            **sizes,
+        )
     torch.sum(partial, 0, out=dweight)
 
 
@@ -185,20 +216,23 @@ def load_taps(weight, o_d, D: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def load_tokens(p, o_row, o_t, o_end, o_d, D: tl.constexpr):
-    """[BR, BD]: tokens `o_t` of the sequences whose first rows are `o_row`; zeros outside [0, o_end)."""
+def load_tokens(p, o_row, o_t, o_end, o_d, D: tl.constexpr, S: tl.constexpr):
+    """[BR, BD]: tokens `o_t` of the sequences whose first rows are `o_row`; zeros outside [0, o_end).
+
+    Rows are S elements apart.
+    """
     mask = ((o_t >= 0) & (o_t < o_end))[:, None] & (o_d < D)[None, :]
-    return tl.load(p + (o_row + o_t)[:, None] * D + o_d[None, :], mask=mask, other=0.0)
+    return tl.load(p + (o_row + o_t)[:, None] * S + o_d[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def load_group(p, o_row, o_t, o_end, o_d, D: tl.constexpr):
+def load_group(p, o_row, o_t, o_end, o_d, D: tl.constexpr, S: tl.constexpr):
     """The GROUP tokens from `o_t` on."""
     return (
-        load_tokens(p, o_row, o_t, o_end, o_d, D),
-        load_tokens(p, o_row, o_t + 1, o_end, o_d, D),
-        load_tokens(p, o_row, o_t + 2, o_end, o_d, D),
-        load_tokens(p, o_row, o_t + 3, o_end, o_d, D),
+        load_tokens(p, o_row, o_t, o_end, o_d, D, S),
+        load_tokens(p, o_row, o_t + 1, o_end, o_d, D, S),
+        load_tokens(p, o_row, o_t + 2, o_end, o_d, D, S),
+        load_tokens(p, o_row, o_t + 3, o_end, o_d, D, S),
     )
 
 
@@ -212,10 +246,10 @@ def widen(b_x3, b_x2, b_x1, b_g0, b_g1, b_g2, b_g3):
 
 
 @triton.jit
-def store_tokens(p, b_x, o_row, o_t, o_end, o_d, D: tl.constexpr):
+def store_tokens(p, b_x, o_row, o_t, o_end, o_d, D: tl.constexpr, S: tl.constexpr):
     """The inverse of `load_tokens`."""
     mask = ((o_t >= 0) & (o_t < o_end))[:, None] & (o_d < D)[None, :]
-    tl.store(p + (o_row + o_t)[:, None] * D + o_d[None, :], b_x.to(p.dtype.element_ty), mask=mask)
+    tl.store(p + (o_row + o_t)[:, None] * S + o_d[None, :], b_x.to(p.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -256,23 +290,23 @@ def forward_kernel(
     x, weight, position_in_document, y,  # [B, T, D], [D, W], [T], out [B, T, D]
     T, n_blocks,
     D: tl.constexpr, W: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
-    PACKED: tl.constexpr,
+    S_x: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     o_row, o_t, o_end, o_d = program_tile(T, n_blocks, D, L, BR, BD)
     b_ws = load_taps(weight, o_d, D, W)
-    b_x3 = load_tokens(x, o_row, o_t - 3, o_end, o_d, D)
-    b_x2 = load_tokens(x, o_row, o_t - 2, o_end, o_d, D)
-    b_x1 = load_tokens(x, o_row, o_t - 1, o_end, o_d, D)
+    b_x3 = load_tokens(x, o_row, o_t - 3, o_end, o_d, D, S_x)
+    b_x2 = load_tokens(x, o_row, o_t - 2, o_end, o_d, D, S_x)
+    b_x1 = load_tokens(x, o_row, o_t - 1, o_end, o_d, D, S_x)
     o_stop = tl.minimum(o_end, o_t + L)
-    b_g0, b_g1, b_g2, b_g3 = load_group(x, o_row, o_t, o_stop, o_d, D)
+    b_g0, b_g1, b_g2, b_g3 = load_group(x, o_row, o_t, o_stop, o_d, D, S_x)
     for i in range(0, L, GROUP):
         b_xs = widen(b_x3, b_x2, b_x1, b_g0, b_g1, b_g2, b_g3)
         b_x3, b_x2, b_x1 = b_g1, b_g2, b_g3
-        b_g0, b_g1, b_g2, b_g3 = load_group(x, o_row, o_t + i + GROUP, o_stop, o_d, D)
+        b_g0, b_g1, b_g2, b_g3 = load_group(x, o_row, o_t + i + GROUP, o_stop, o_d, D, S_x)
         for j in tl.static_range(GROUP):
             b_n = load_positions(position_in_document, o_t + i + j, o_stop, PACKED)
             b_z = convolve(b_xs, j, b_ws, b_n, PACKED)
-            store_tokens(y, b_z * tl.sigmoid(b_z), o_row, o_t + i + j, o_stop, o_d, D)
+            store_tokens(y, b_z * tl.sigmoid(b_z), o_row, o_t + i + j, o_stop, o_d, D, D)
 
 
 @triton.jit(do_not_specialize=["T", "n_blocks"])
@@ -281,17 +315,17 @@ def backward_kernel(
     dx, partial,  # out: [B, T, D]; weight gradient per program, fp32 [groups, D, W]
     T, n_blocks,
     D: tl.constexpr, W: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
-    PACKED: tl.constexpr,
+    S_x: tl.constexpr, S_dx: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """With dz the gradient of the pre-activation: dx_t = sum_s w_s dz_{t+s} and dw_s = sum_t dz_t x_{t-s}."""
     o_row, o_t, o_end, o_d = program_tile(T, n_blocks, D, L, BR, BD)
     b_ws = load_taps(weight, o_d, D, W)
-    b_x3 = load_tokens(x, o_row, o_t - 3, o_end, o_d, D)
-    b_x2 = load_tokens(x, o_row, o_t - 2, o_end, o_d, D)
-    b_x1 = load_tokens(x, o_row, o_t - 1, o_end, o_d, D)
+    b_x3 = load_tokens(x, o_row, o_t - 3, o_end, o_d, D, S_x)
+    b_x2 = load_tokens(x, o_row, o_t - 2, o_end, o_d, D, S_x)
+    b_x1 = load_tokens(x, o_row, o_t - 1, o_end, o_d, D, S_x)
     o_stop = tl.minimum(o_end, o_t + L + HALO)
-    b_g0, b_g1, b_g2, b_g3 = load_group(x, o_row, o_t, o_stop, o_d, D)
-    b_dy0, b_dy1, b_dy2, b_dy3 = load_group(dy, o_row, o_t, o_stop, o_d, D)
+    b_g0, b_g1, b_g2, b_g3 = load_group(x, o_row, o_t, o_stop, o_d, D, S_x)
+    b_dy0, b_dy1, b_dy2, b_dy3 = load_group(dy, o_row, o_t, o_stop, o_d, D, D)
     b_zero = tl.zeros((BR, BD), tl.float32)
     b_dx1, b_dx2, b_dx3 = b_zero, b_zero, b_zero  # unfinished sums of the last three tokens
     b_dw0, b_dw1, b_dw2, b_dw3 = b_zero, b_zero, b_zero, b_zero
@@ -299,8 +333,8 @@ def backward_kernel(
         b_xs = widen(b_x3, b_x2, b_x1, b_g0, b_g1, b_g2, b_g3)
         b_dys = (b_dy0, b_dy1, b_dy2, b_dy3)
         b_x3, b_x2, b_x1 = b_g1, b_g2, b_g3
-        b_g0, b_g1, b_g2, b_g3 = load_group(x, o_row, o_t + i + GROUP, o_stop, o_d, D)
-        b_dy0, b_dy1, b_dy2, b_dy3 = load_group(dy, o_row, o_t + i + GROUP, o_stop, o_d, D)
+        b_g0, b_g1, b_g2, b_g3 = load_group(x, o_row, o_t + i + GROUP, o_stop, o_d, D, S_x)
+        b_dy0, b_dy1, b_dy2, b_dy3 = load_group(dy, o_row, o_t + i + GROUP, o_stop, o_d, D, D)
         for j in tl.static_range(GROUP):
             b_n = load_positions(position_in_document, o_t + i + j, o_stop, PACKED)
             b_z = convolve(b_xs, j, b_ws, b_n, PACKED)
@@ -309,7 +343,7 @@ def backward_kernel(
 
             b_dx = b_dx3 + reached(b_dz * b_ws[3], b_n, 3, PACKED)
             o_done = tl.where(i + j < HALO, -1, o_t + i + j - HALO)  # none yet, or the token it finishes
-            store_tokens(dx, b_dx, o_row, o_done, tl.minimum(o_end, o_t + L), o_d, D)
+            store_tokens(dx, b_dx, o_row, o_done, tl.minimum(o_end, o_t + L), o_d, D, S_dx)
             b_dx3 = b_dx2 + reached(b_dz * b_ws[2], b_n, 2, PACKED)
             b_dx2 = b_dx1 + reached(b_dz * b_ws[1], b_n, 1, PACKED)
             b_dx1 = b_dz * b_ws[0]

@@ -3,6 +3,8 @@
 The Triton version keeps nothing but its inputs for the backward pass.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,10 +12,12 @@ from torch.autograd.function import once_differentiable
 
 from fla_train.kernels.custom_op import custom_op
 from fla_train.kernels.fused_ops.backend import resolve_backend
+from fla_train.kernels.fused_ops.side_by_side import as_rows, empty_gradient, row_stride
 from fla_train.kernels.optional_triton import tl, triton
-from fla_train.kernels.sizes import ceil_div
+from fla_train.kernels.sizes import ceil_div, next_power_of_2
 
-BLOCK = 2048  # elements per program of the Triton kernels
+TILE = 2048  # elements per program of the Triton kernels
+MAX_COLUMNS = 256  # of them, per row
 
 
 def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
@@ -48,8 +52,8 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, *, backend: str = "a
 class _SwiGLULinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up, weight):
-        gate, up, narrow = gate.contiguous(), up.contiguous(), weight.to(gate.dtype)
-        y = torch.empty_like(gate)
+        gate, up, narrow = as_rows(gate), as_rows(up), weight.to(gate.dtype)
+        y = gate.new_empty(gate.shape)
         swiglu_forward(gate, up, y)
         ctx.save_for_backward(gate, up, narrow)
         ctx.weight_dtype = weight.dtype
@@ -62,7 +66,7 @@ class _SwiGLULinear(torch.autograd.Function):
         gate, up, weight = ctx.saved_tensors
         dweight = None
         with torch.autocast(gate.device.type, enabled=False):
-            dgate, dup, product = torch.empty_like(gate), torch.empty_like(up), dz @ weight
+            dgate, dup, product = empty_gradient(gate), empty_gradient(up), dz @ weight
             swiglu_backward(gate, up, product, dgate, dup)
             if ctx.needs_input_grad[2]:
                 rows = dz.reshape(-1, dz.shape[-1]), product.reshape(-1, product.shape[-1])
@@ -73,42 +77,65 @@ class _SwiGLULinear(torch.autograd.Function):
 @custom_op(mutates=("y",))
 def swiglu_forward(gate: Tensor, up: Tensor, y: Tensor) -> None:
     """Fill y."""
+    grid, sizes = _launch(y, gate=gate, up=up)
     with torch.cuda.device_of(gate):
-        forward_kernel[(ceil_div(y.numel(), BLOCK),)](gate, up, y, y.numel(), BLOCK)
+        forward_kernel[grid](gate, up, y, **sizes)
 
 
 @custom_op(mutates=("product", "dgate", "dup"))
 def swiglu_backward(gate: Tensor, up: Tensor, product: Tensor, dgate: Tensor, dup: Tensor) -> None:
     """Fill the gradients; `product` enters as the gradient of silu(gate) * up and leaves as that product."""
+    grid, sizes = _launch(product, gate=gate, up=up, dgate=dgate, dup=dup)
     with torch.cuda.device_of(gate):
-        n = product.numel()
-        backward_kernel[(ceil_div(n, BLOCK),)](gate, up, product, dgate, dup, n, BLOCK)
+        backward_kernel[grid](gate, up, product, dgate, dup, **sizes)
+
+
+def _launch(y: Tensor, **others: Tensor) -> tuple[tuple[int], dict[str, Any]]:
+    """Grid (blocks of columns fastest) and sizes for y [..., D]; the others have row strides of their own."""
+    size = y.shape[-1]
+    columns = min(MAX_COLUMNS, next_power_of_2(size))
+    tile_rows, rows = TILE // columns, y.numel() // size
+    sizes = {"n_rows": rows, "D": size, "BR": tile_rows, "BD": columns}
+    strides = {f"S_{name}": row_stride(x) for name, x in others.items()}
+    return (ceil_div(rows, tile_rows) * ceil_div(size, columns),), sizes | strides
 
 
 @triton.jit
-def block(n, BLOCK: tl.constexpr):
-    """Offsets and mask of this program's elements."""
-    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    return o, o < n
+def tile(n_rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+    """Rows [BR, 1], columns [1, BD] and mask [BR, BD] of this program."""
+    ND: tl.constexpr = (D + BD - 1) // BD
+    o_r = (tl.program_id(0) // ND).to(tl.int64) * BR + tl.arange(0, BR)
+    o_d = (tl.program_id(0) % ND) * BD + tl.arange(0, BD)
+    return o_r[:, None], o_d[None, :], (o_r < n_rows)[:, None] & (o_d < D)[None, :]
 
 
-@triton.jit
-def forward_kernel(gate, up, y, n, BLOCK: tl.constexpr):
-    o, mask = block(n, BLOCK)
-    b_gate = tl.load(gate + o, mask=mask, other=0.0).to(tl.float32)
-    b_up = tl.load(up + o, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y + o, (b_gate * tl.sigmoid(b_gate) * b_up).to(y.dtype.element_ty), mask=mask)
+@triton.jit(do_not_specialize=["n_rows"])
+def forward_kernel(
+    gate, up, y,  # [rows, D], [rows, D], out [rows, D]
+    n_rows,
+    D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, S_gate: tl.constexpr, S_up: tl.constexpr,
+):  # fmt: skip
+    o_r, o_d, mask = tile(n_rows, D, BR, BD)
+    b_gate = tl.load(gate + o_r * S_gate + o_d, mask=mask, other=0.0).to(tl.float32)
+    b_up = tl.load(up + o_r * S_up + o_d, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y + o_r * D + o_d, (b_gate * tl.sigmoid(b_gate) * b_up).to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def backward_kernel(gate, up, product, dgate, dup, n, BLOCK: tl.constexpr):
-    o, mask = block(n, BLOCK)
-    b_gate = tl.load(gate + o, mask=mask, other=0.0).to(tl.float32)
-    b_up = tl.load(up + o, mask=mask, other=0.0).to(tl.float32)
-    b_dy = tl.load(product + o, mask=mask, other=0.0).to(tl.float32)
+@triton.jit(do_not_specialize=["n_rows"])
+def backward_kernel(
+    gate, up, product, dgate, dup,  # [rows, D]; product is read and written, dgate and dup are written
+    n_rows,
+    D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+    S_gate: tl.constexpr, S_up: tl.constexpr, S_dgate: tl.constexpr, S_dup: tl.constexpr,
+):  # fmt: skip
+    o_r, o_d, mask = tile(n_rows, D, BR, BD)
+    p_product = product + o_r * D + o_d
+    b_gate = tl.load(gate + o_r * S_gate + o_d, mask=mask, other=0.0).to(tl.float32)
+    b_up = tl.load(up + o_r * S_up + o_d, mask=mask, other=0.0).to(tl.float32)
+    b_dy = tl.load(p_product, mask=mask, other=0.0).to(tl.float32)
     b_sigmoid = tl.sigmoid(b_gate)
     b_silu = b_gate * b_sigmoid
     b_slope = b_sigmoid + b_silu * (1.0 - b_sigmoid)
-    tl.store(dgate + o, (b_dy * b_up * b_slope).to(dgate.dtype.element_ty), mask=mask)
-    tl.store(dup + o, (b_dy * b_silu).to(dup.dtype.element_ty), mask=mask)
-    tl.store(product + o, (b_silu * b_up).to(product.dtype.element_ty), mask=mask)
+    tl.store(dgate + o_r * S_dgate + o_d, (b_dy * b_up * b_slope).to(dgate.dtype.element_ty), mask=mask)
+    tl.store(dup + o_r * S_dup + o_d, (b_dy * b_silu).to(dup.dtype.element_ty), mask=mask)
+    tl.store(p_product, (b_silu * b_up).to(product.dtype.element_ty), mask=mask)

@@ -2,8 +2,8 @@
 
 A step of one token reads every weight and state once and does little else, so that its time is the memory's
 plus some microseconds per kernel. `linear_step` runs several linear layers on the same tokens in one kernel.
-For one sequence it takes the residual addition and RMSNorm into that kernel; for more they come first, and
-cuBLAS runs single layers. `mixer_step` is all between the projections of a linear layer: convolutions, gates,
+For one sequence it takes the residual addition and RMSNorm into that kernel; for more they come first.
+`mixer_step` is all between the projections of a linear layer: convolutions, gates,
 recurrence, gated output norm. It updates the states where they are.
 """
 
@@ -16,7 +16,6 @@ from torch import Tensor
 from fla_train.kernels.cached_launch import run_kernel
 from fla_train.kernels.delta_product.recurrent import L2NORM_EPS
 from fla_train.kernels.fused_ops.gates import softplus
-from fla_train.kernels.fused_ops.rms_norm import add_rms_norm, rms_norm
 from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2, processors
 
@@ -32,40 +31,71 @@ def linear_step(
     norm: Tensor | None = None,
     eps: float = 0.0,
     swiglu: bool = False,
+    in_parts: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The outputs of linear layers on rmsnorm(x + residual), side by side.
 
     Args:
-        x: one token of each of B sequences, [B, 1, D], contiguous.
+        x: one token of each of B sequences, [B, 1, D], contiguous; or with a residual its parts (see below).
         weights: [rows, D] each, contiguous, in the dtype of `x`; at most six.
-        residual: of the shape of `x`, only with a norm.
+        residual: [B, 1, D], only with a norm.
         norm: weight of the RMSNorm [D]; None: no norm.
         swiglu: silu(x weights[0]^T) * (x weights[1]^T) instead; both have as many rows.
+        in_parts: without a norm, return what `merge` or a step with a residual adds up: a small product
+            keeps the whole GPU busy only if several programs share a sum.
 
     Returns:
-        y [B, 1, sum of rows] and x + residual [B, 1, D] (x without a residual).
+        y [B, 1, sum of rows] and x + residual [B, 1, D] (x without a residual). In parts y is
+        [P, B, 1, sum of rows] in fp32, or as without for one sequence.
     """
-    (tokens, _, size), rows = x.shape, [len(weight) for weight in weights]
+    (tokens, _, size), rows = x.shape[-3:], [len(weight) for weight in weights]
     if tokens > 1 and norm is not None:
-        y, total = (rms_norm(x, norm, eps), x) if residual is None else add_rms_norm(x, residual, norm, eps)
+        y, total = _norm_step(x, residual, norm, eps)
         return linear_step(y, *weights, swiglu=swiglu)[0], total
-    if tokens > 1 and len(weights) == 1:
+    in_parts &= tokens > 1
+    if tokens > 1 and len(weights) == 1 and not in_parts:
         return F.linear(x, weights[0]), x
     if swiglu:
         rows = rows[:1]
-    y, total = x.new_empty(tokens, 1, sum(rows)), x if residual is None else torch.empty_like(x)
+    total = x if residual is None else torch.empty_like(x)
     block_tokens, block_rows, block = tile(x, 1 + swiglu)
     overlap = overlaps(x)
+    programs, blocks, parts = sum(ceil_div(n, block_rows) for n in rows), ceil_div(size, block), 1
+    if in_parts:
+        parts = min(blocks, max(1, processors(x.device) // programs))
+        parts = ceil_div(blocks, ceil_div(blocks, parts))  # none is empty
+        y = x.new_empty(parts, tokens, 1, sum(rows), dtype=torch.float32)
+    else:
+        y = x.new_empty(tokens, 1, sum(rows))
     unused = MAX_WEIGHTS - len(weights)
     pointers = {f"w{i}": weight for i, weight in enumerate((*weights, *weights[:1] * unused))}
     sizes = {f"R{i}": n for i, n in enumerate((*rows, *[0] * (MAX_WEIGHTS - len(rows))))}
-    programs = sum(ceil_div(n, block_rows) for n in rows)
     with torch.cuda.device_of(x):
         run_kernel(
-            linear_step_kernel, (programs, ceil_div(tokens, block_tokens)),
+            linear_step_kernel, (programs, ceil_div(tokens, block_tokens), parts),
             x=x, residual=residual, norm=norm, total=total, y=y, M=tokens, eps=eps, **pointers, **sizes,
             D=size, ROWS=sum(rows), BM=block_tokens, BR=block_rows, BD=block, SWIGLU=swiglu,
-            OVERLAP=overlap, launch_pdl=overlap, num_warps=4, num_stages=3,
+            PART=block * ceil_div(blocks, parts), OVERLAP=overlap, launch_pdl=overlap, num_warps=4,
+            num_stages=3,
+        )  # fmt: skip
+    return y, total
+
+
+def merge(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, 1, D] in `dtype`, of parts [P, B, 1, D] that `linear_step` returned; anything else as it is."""
+    return x.sum(0).to(dtype) if x.dim() == 4 else x
+
+
+def _norm_step(x: Tensor, residual: Tensor | None, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """rmsnorm(x + residual) and that sum, [B, 1, D] each; `x` may come in parts if there is a residual."""
+    tokens, _, size = x.shape[-3:]
+    total = x if residual is None else torch.empty_like(residual)
+    y, overlap = torch.empty_like(total), overlaps(x)
+    with torch.cuda.device_of(x):
+        run_kernel(
+            norm_step_kernel, (tokens,), x=x, residual=residual, norm=norm, total=total, y=y, M=tokens,
+            eps=eps, P=len(x) if x.dim() == 4 else 1, D=size, BD=next_power_of_2(size), OVERLAP=overlap,
+            launch_pdl=overlap, num_warps=4,
         )  # fmt: skip
     return y, total
 
@@ -138,7 +168,7 @@ def tile(x: Tensor, width: int) -> tuple[int, int, int]:
     # Each program reads all tokens again, from the L2 cache. Sizes by their times on an H100.
     return (
         min(MAX_TOKENS, max(16, next_power_of_2(tokens))),
-        32 // width,
+        64 // width,
         512 // x.element_size(),
     )
 
@@ -177,12 +207,15 @@ def select_weight(
 @triton.jit(do_not_specialize=["M"])
 def linear_step_kernel(
     x, residual, norm, total, w0, w1, w2, w3, w4, w5,  # [M, D], the same, [D], out [M, D], [rows, D] each
-    y, M, eps,  # out [M, ROWS]
+    y, M, eps,  # out [parts, M, ROWS]
     R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr, R4: tl.constexpr,
     R5: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
-    BD: tl.constexpr, SWIGLU: tl.constexpr, OVERLAP: tl.constexpr,
+    BD: tl.constexpr, PART: tl.constexpr, SWIGLU: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """BR rows of one weight on BM tokens. The factor 1 / rms of a token is applied to the products."""
+    """BR rows of one weight on BM tokens, and PART of the D channels: a part of the sum.
+
+    The factor 1 / rms of a token is applied to the products; a norm needs all channels.
+    """
     w, n, i_row, i_column = select_weight(
         tl.program_id(0), w0, w1, w2, w3, w4, w5, R0, R1, R2, R3, R4, R5, BR
     )
@@ -194,8 +227,12 @@ def linear_step_kernel(
     if OVERLAP and BM > 1:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    for i in range(0, D, BD):
-        o_d = i + tl.arange(0, BD)
+    i_d = 0
+    if PART < D:
+        i_d = tl.program_id(2) * PART
+        y += tl.program_id(2).to(tl.int64) * M * ROWS
+    for i in range(0, PART, BD):
+        o_d = i_d + i + tl.arange(0, BD)
         m_x, m_w = m_m[:, None] & (o_d < D)[None, :], m_r[:, None] & (o_d < D)[None, :]
         p_x, p_w = o_m[:, None] * D + o_d[None, :], o_r[:, None] * D + o_d[None, :]
         b_w = tl.load(w + p_w, mask=m_w, other=0.0)
@@ -234,6 +271,29 @@ def linear_step_kernel(
         b_y *= tl.sigmoid(b_y) * b_up
     p_y = o_m[None, :] * ROWS + (i_column + o_r)[:, None]
     tl.store(y + p_y, b_y.to(y.dtype.element_ty), mask=m_r[:, None] & m_m[None, :])
+
+
+@triton.jit(do_not_specialize=["M"])
+def norm_step_kernel(
+    x, residual, norm, total, y,  # [P, M, D], [M, D], [D], out [M, D], out [M, D]
+    M, eps, P: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One token."""
+    o_d = tl.arange(0, BD)
+    m_d, p_x = o_d < D, tl.program_id(0) * D + o_d
+    b_norm = tl.load(norm + o_d, mask=m_d, other=0.0).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    b_x = tl.load(x + p_x, mask=m_d, other=0.0).to(tl.float32)
+    for i in tl.static_range(1, P):
+        b_x += tl.load(x + i * M * D + p_x, mask=m_d, other=0.0).to(tl.float32)
+    if residual is not None:
+        b_x += tl.load(residual + p_x, mask=m_d, other=0.0).to(tl.float32)
+        tl.store(total + p_x, b_x.to(total.dtype.element_ty), mask=m_d)
+        b_x = b_x.to(total.dtype.element_ty).to(tl.float32)
+    b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, 0) / D + eps) * b_norm
+    tl.store(y + p_x, b_y.to(y.dtype.element_ty), mask=m_d)
 
 
 @triton.jit

@@ -41,6 +41,16 @@ def test_kernels(tmp_path, capsys) -> None:
     assert sum(row["refused"] is None for row in content["rows"]) == 6  # the peer at n_h = 1 only
 
 
+def test_scaling_keeps_where_it_ran_beside_its_runs(tmp_path) -> None:
+    file, folder = tmp_path / "scaling.json", tmp_path / "runs"
+    bench.run(
+        ["scaling", "--folder", str(folder), "--gpus", "1", "--only", "no such run", "--json", str(file)]
+    )
+    content = json.loads(file.read_text())
+    assert content["rows"] == [] and content["settings"]["folder"] == str(folder)
+    assert content["environment"]["packages"]["torch"] and folder.is_dir()
+
+
 @pytest.mark.gpu
 def test_gpu_graphs(capsys) -> None:
     bench.run(["kernels", *SMALL, *CEILINGS, "--num-householder", "2", "--graphs", "--recompute"])

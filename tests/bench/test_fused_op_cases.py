@@ -38,7 +38,7 @@ def rows_of(case: Case, *implementations: Implementation, dtype: torch.dtype = t
 
 @pytest.mark.parametrize(
     ("function", "index", "elements", "forward", "backward"),
-    [  # bytes per element of the table in docs/fused_ops.md
+    [  # bytes per element of the table in docs/dev/fused_ops.md
         ("convolution", 1, ROWS * 64, 4, 6),
         ("norm", 0, ROWS * 32, 6, 10),
         ("norm", 1, ROWS * 32, 4, 6),

@@ -1,9 +1,7 @@
-"""fla-eval, fla-generate and fla-export as commands: once for real, and their errors in process."""
+"""fla-eval, fla-generate and fla-export as commands, in process; test_quickstart.py starts them for real."""
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from fla_train.data.tokenizers import load_tokenizer
 from fla_train.hub import CardInfo, export_model
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
 
+Command = Callable[..., tuple[int, str, str]]
 TEXT = 'def f(a, b):  # it\'s "q" [x]\n'
 
 
@@ -32,17 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command(name: str, *arguments: str, code: int = 0) -> subprocess.CompletedProcess:
-    words = [sys.executable, "-m", f"fla_train.cli.{name}", *arguments]
-    done = subprocess.run(
-        words, capture_output=True, text=True, timeout=300, env=os.environ | {"HF_TOKEN": ""}
-    )
-    assert done.returncode == code, done.stderr[-3000:]
-    return done
-
-
-@pytest.mark.slow
-def test_eval(run: Path, tmp_path: Path) -> None:
+def test_eval(run: Path, tmp_path: Path, run_command: Command) -> None:
     documents = tmp_path / "documents.jsonl"
     documents.write_text("".join(json.dumps({"text": TEXT * n}) + "\n" for n in range(1, 9)))
     (tmp_path / "tasks").mkdir()
@@ -53,18 +42,20 @@ def test_eval(run: Path, tmp_path: Path) -> None:
     output = tmp_path / "output"
     suite = ["suite=demo", f"suite.perplexity.sets=[{documents}]", "suite.tasks=[lines]"]
     suite.append(f"suite.include_path={tmp_path / 'tasks'}")
-    done = command("eval", f"checkpoint={run}", f"output={output}", *suite)
+    code, out, err = run_command("fla-eval", f"checkpoint={run}", f"output={output}", *suite)
+    assert code == 0, err
     results = json.loads((output / "results.json").read_text())
     assert [row["length"] for row in results["perplexity"]["documents"]["lengths"]] == [128]
     # A model that knows nothing has 320 choices for each byte.
     assert 200 < results["tasks"]["lines"]["scores"]["lines"]["byte_perplexity"] < 400
-    assert (output / "table.md").read_text() in done.stdout
-    assert str(output / "perplexity.png") in done.stdout
+    assert (output / "table.md").read_text() in out
+    assert str(output / "perplexity.png") in out
 
 
-def test_generate(run: Path) -> None:
+def test_generate(run: Path, run_command: Command) -> None:
     greedy = ("max_new_tokens=16", "temperature=0", "device=cpu")
-    done = command("generate", f"checkpoint={run}", f"prompt={TEXT}", *greedy)
+    code, out, err = run_command("fla-generate", f"checkpoint={run}", f"prompt={TEXT}", *greedy)
+    assert code == 0, err
     model = AutoModelForCausalLM.from_pretrained(run / "hf/step-0000007")
     tokenizer = AutoTokenizer.from_pretrained(run / "hf/step-0000007")
     ids = [tokenizer.eos_token_id, *tokenizer.encode(TEXT)]
@@ -74,9 +65,7 @@ def test_generate(run: Path) -> None:
             ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
         if ids[-1] == tokenizer.eos_token_id:
             break
-    assert done.stdout.rstrip("\n") == TEXT + tokenizer.decode(ids[start:], skip_special_tokens=True).rstrip(
-        "\n"
-    )
+    assert out.rstrip("\n") == TEXT + tokenizer.decode(ids[start:], skip_special_tokens=True).rstrip("\n")
 
 
 def test_generate_draws_the_same_text_for_the_same_seed(run: Path, capsys: pytest.CaptureFixture) -> None:
@@ -120,12 +109,15 @@ def test_any_prompt_passes_through_hydra(text: str) -> None:
     assert OmegaConf.to_object(config).prompt == text
 
 
-def test_export(run: Path, tmp_path: Path) -> None:
+def test_export(run: Path, tmp_path: Path, run_command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "")
     copy = tmp_path / "copy"
-    done = command("export", f"checkpoint={run}", f"output={copy}", "hub.repo_id=user/tiny", code=2)
+    words = [f"checkpoint={run}", f"output={copy}", "hub.repo_id=user/tiny"]
+    code, out, err = run_command("fla-export", *words)
+    assert code == 2
     assert {f.name for f in copy.iterdir()} == {f.name for f in (run / "hf/step-0000007").iterdir()}
-    assert "exported to" in done.stdout
-    assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: no Hub token")
+    assert "exported to" in out
+    assert err.count("\n") == 1 and err.startswith("error: no Hub token")
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_pages_of_errors_exist() -> None:
 @pytest.mark.parametrize(
     ("words", "pages"),
     [
-        (["fla-train", "data.validation_fraction=2", "trainer.max_steps=0"], ["data", "training"]),
+        (["fla-train", "data.validation_fraction=2", "trainer.max_steps=0"], ["configuration", "data"]),
         (["fla-train", "launch.num_machines=2"], ["launching"]),
         (["fla-train", "model.mixer=no_such:Mixer"], ["mixers"]),
         (["fla-eval", "suite=tasks"], ["exports"]),  # checkpoint= is missing

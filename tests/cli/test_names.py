@@ -138,6 +138,7 @@ THEIRS = {
     "block_size=512": "trainer.seq_len=512",
     "output_dir=out": "run.dir=out",
     "bf16=true": "trainer.precision=bf16",
+    "fp8=true": "trainer.precision=fp8",
     "gradient_checkpointing=true": "trainer.activation_checkpointing=true",
     "num_gpus=8": "launch.num_processes=8",
     "nproc_per_node=8": "launch.num_processes=8",

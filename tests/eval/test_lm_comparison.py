@@ -11,7 +11,7 @@ import pytest
 
 import fla_train
 from fla_train.cli.config_files import ConfigFiles
-from fla_train.eval.lm_comparison import TOLERANCE, markdown, plan, read_models, results, write
+from fla_train.eval.lm_comparison import TOLERANCE, plan, read_models, results, write
 from fla_train.training.config import resolve
 from fla_train.training.plan import make_plan
 
@@ -40,15 +40,6 @@ def test_the_models_have_equal_sizes() -> None:
         plan(["lama"])
 
 
-def test_the_tables_of_the_docs_are_those_of_their_json(tmp_path: Path) -> None:
-    found = json.loads((ROOT / "docs" / "reports" / "lm-50m" / "comparison.json").read_text())
-    page = (ROOT / "docs" / "comparison_lm.md").read_text().splitlines()
-    made = markdown(found, tmp_path, "figures/comparison_lm.png").splitlines()
-    rows = [line for line in made if line.startswith(("|", "!"))]
-    assert len(rows) == 2 * len(found) + 5
-    assert rows == [line for line in page if line.startswith(("|", "!"))]
-
-
 @pytest.mark.long
 @pytest.mark.usefixtures("unwatched")
 def test_two_models_are_trained_evaluated_and_merged(tmp_path: Path) -> None:
@@ -74,7 +65,11 @@ def test_two_models_are_trained_evaluated_and_merged(tmp_path: Path) -> None:
     assert said.count("done  ") == 2 and said.count("evaluated  ") == 2
     text = page.read_text()
     assert text.startswith("# By hand") and "old" not in text
-    assert "\n| Transformer++ | " in text and "\n| DeltaNet | " in text and "perplexity at 128" in text
+    assert (
+        "\n| Transformer++ | " in text
+        and "\n| DeltaNet | " in text
+        and "\n| perplexity at | 64 | 128 |\n" in text
+    )
     assert "Gated DeltaNet did not run: trainer.global_batch_tokens=512 is not a multiple" in text
     assert (page.parent / "figures" / "page.png").read_bytes().startswith(b"\x89PNG")
     assert reproduce("delta_net", EVALUATE="0").startswith("complete ")

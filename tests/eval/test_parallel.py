@@ -69,7 +69,9 @@ def test_a_rank_that_fails_takes_the_others_along() -> None:
 
 @pytest.mark.usefixtures("unwatched")
 @pytest.mark.slow
-def test_two_ranks_find_what_one_finds(scholar, tokenizer, write_task, quiz, tmp_path: Path) -> None:
+def test_two_ranks_find_what_one_finds(
+    scholar, tokenizer, write_task, quiz, tmp_path: Path, run_command
+) -> None:
     # Half of the labels are wrong, and the number of documents is odd.
     rows = [row | {"answer": (row["answer"] + i % 2) % 4} for i, row in enumerate(quiz[:13])]
     folder = write_task("quiz", rows, **CHOICES)
@@ -87,17 +89,17 @@ def test_two_ranks_find_what_one_finds(scholar, tokenizer, write_task, quiz, tmp
         "suite.perplexity.lengths=[8,64]", "suite.perplexity.bucket=8", "suite.perplexity.state_documents=1",
         "suite.tasks=[quiz,broken,texts,recite]", f"suite.include_path={folder}",
     ]  # fmt: skip
-    records = []
-    for ranks in (1, 2):
-        output = tmp_path / f"out{ranks}"
-        processes = start_ranks(["-m", "fla_train.cli.eval", *request, f"output={output}"], ranks)
-        ended = [(*process.communicate(timeout=300), process.returncode) for process in processes]
-        assert [code for *_, code in ended] == [1, 0][:ranks], ended[-1][1][-2000:]
-        assert ended[0][1].count("error: ") == 1 and "could not run broken;" in ended[0][1]
-        assert str(output / "table.md") in ended[0][0]
-        assert all(not out for out, *_ in ended[1:])  # the console is rank 0's
-        records.append(json.loads((output / "results.json").read_text()))
-    one, two = records
+    outputs = [tmp_path / "one", tmp_path / "two"]
+    alone, *said = run_command("fla-eval", *request, f"output={outputs[0]}")
+    processes = start_ranks(["-m", "fla_train.cli.eval", *request, f"output={outputs[1]}"], 2)
+    first, second = (process.communicate(timeout=300) for process in processes)
+    codes = [process.returncode for process in processes]
+    assert (alone, *codes) == (1, 1, 0), first[1][-2000:] + second[1][-2000:]
+    for (out, err), output in zip((said, first), outputs, strict=True):
+        assert err.count("error: ") == 1 and "could not run broken;" in err
+        assert str(output / "table.md") in out
+    assert not second[0]  # the console is rank 0's
+    records = one, two = [json.loads((output / "results.json").read_text()) for output in outputs]
     assert "error" in one["tasks"]["broken"] and "on rank 1: " in two["tasks"]["broken"]["error"]
     assert two["perplexity"]["texts"]["data"] == one["perplexity"]["texts"]["data"]
     assert two["perplexity"]["texts"]["lengths"][0]["documents"] == 5

@@ -109,6 +109,31 @@ def check_convolution(case: Case, backend: str) -> None:
     check(ours, reference, leaves, bound_of(case))
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_packed_rows_continue_from_states(backend: str, width: int):
+    """Rows of documents against the documents one by one, each with its own inputs before it in one line.
+
+    One row begins with a document shorter than the taps, one ends with such a document, one is a document.
+    """
+    rows, channels = [(1, 8), (6, 3), (7, 1, 1), (9,)], 5
+    documents = [[random(channels, length) for length in lengths] for lengths in rows]
+    state, weight = random(len(rows), channels, width - 1), random(channels, 1, width)
+    x = torch.cat([document for row in documents for document in row], dim=1).t()[None]
+    positions = torch.cat([torch.arange(n, device=DEVICE) for lengths in rows for n in lengths])
+    y, last = short_convolution(x, weight, state=state, position_in_document=positions, backend=backend)
+    expected, ends = [], []
+    for row, before in zip(documents, state, strict=True):
+        for document in row:
+            whole = torch.cat([before, document], dim=1)
+            expected.append(F.silu(F.conv1d(whole[None], weight, groups=channels))[0])
+            before = torch.zeros_like(before)
+            end = whole if document is row[0] else torch.cat([before, document], dim=1)
+        ends.append(end[:, end.shape[1] - (width - 1) :])
+    torch.testing.assert_close(y[0].t(), torch.cat(expected, dim=1), rtol=1e-5, atol=1e-6)
+    assert torch.equal(last, torch.stack(ends))
+
+
 def check_norm(case: Case, backend: str, gated: bool) -> None:
     leaves = [random(*case.shape, dtype=case.dtype), random(case.shape[-1], dtype=case.weight)]
     if gated:

@@ -4,10 +4,12 @@ Their own Python is run by `emulated_gluon`, which also checks fences, barriers 
 find what they are for is tested by taking such a line out of a kernel.
 """
 
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.kernels.emulated_gluon import Emulator
 from tests.kernels.gluon_judge import MODULES, TILED, Launch, judge, replaced
@@ -30,8 +32,25 @@ def emulate(name: str, *, late: bool, path: Path | None = None) -> Launch:
     return launch
 
 
+def emulate_both_ways(name: str) -> Launch:
+    """As `emulate`, with copies that arrive at once and, on tensors of their own, late: to the same bits."""
+    at_once, late = (emulate(name, late=late) for late in (False, True))
+
+    def launch(arguments: dict, programs: int, n_work: int) -> None:
+        # One call of `deepcopy`, for tensors that share memory
+        copies = deepcopy({key: x.detach() if isinstance(x, Tensor) else x for key, x in arguments.items()})
+        at_once(arguments, programs, n_work)
+        late(copies, programs, n_work)
+        for key, x in arguments.items():
+            if isinstance(x, Tensor):
+                same = torch.allclose(x, copies[key], rtol=0, atol=0, equal_nan=True)
+                assert same, f"{key} depends on when copies arrive"
+
+    return launch
+
+
 def run(name: str, case: Case, **kwargs: int) -> None:
-    judge(name, case, [emulate(name, late=late) for late in (False, True)], uniform(2e-5), **kwargs)
+    judge(name, case, emulate_both_ways(name), uniform(2e-5), **kwargs)
 
 
 def narrow(**changes: object) -> Case:
@@ -143,7 +162,7 @@ def test_a_kernel_that_could_race_is_caught(
     changed.write_text(text.replace(line, instead))
     case = narrow(tokens=260)
     with pytest.raises(AssertionError, match=message):
-        judge(name, case, [emulate(name, late=False, path=changed)], uniform(2e-5))
+        judge(name, case, emulate(name, late=False, path=changed), uniform(2e-5))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fla_train.kernels.delta_product import delta_product, delta_product_step, resolve_backend
@@ -224,6 +225,42 @@ def test_gradients_when_only_one_output_is_used(backend, used):
         loss = call()[used].square().sum()
         found.append(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+class Shapes(TorchDispatchMode):
+    """Records the shapes of all tensors that operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Size] = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        tensors = result if isinstance(result, tuple | list) else [result]
+        self.seen += [x.shape for x in tensors if isinstance(x, torch.Tensor)]
+        return result
+
+
+@pytest.mark.usefixtures("by_chunks")
+@pytest.mark.parametrize("backend", ["chunk", "triton"])
+def test_a_state_without_gradient_costs_none(backend):
+    """Its gradient is made where it is asked for only; the others are the same to the bit."""
+    made, found = {}, {}
+    for asked in (True, False):
+        inputs = random_inputs(
+            30, 2, key_dim=16, value_dim=24, alpha=(0.5, 1.0), initial_state=True, dtype=torch.float32
+        )
+        inputs = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+        leaves = differentiable(inputs)
+        state = inputs["initial_state"].requires_grad_(asked)
+        o, final = delta_product(**inputs, backend=backend, output_final_state=True)
+        with Shapes() as shapes:
+            o.square().sum().backward()
+        made[asked] = shapes.seen.count(state.shape)
+        found[asked] = [x.grad for x in leaves if x is not state]
+        assert (state.grad is not None) == asked and final.shape == state.shape
+    assert made[True] > made[False] == 0
+    assert all(map(torch.equal, found[True], found[False]))
 
 
 def differentiable_call(backend, **options):

@@ -178,6 +178,13 @@ def test_long_prompts_are_read_in_chunks(build, tokens, variant, monkeypatch):
     found = model.generate(tokens, **options), model.generate(tokens, num_beams=2, **options)
     assert lengths[:3] == [8, 8, 3]
     assert all(map(torch.equal, found, expected))
+    cache = model(tokens[:1, :3], use_cache=True).past_key_values
+    cache.reorder_cache(torch.zeros(3, dtype=torch.long, device=DEVICE))
+    prompts = torch.cat([tokens[:1, :3].expand(3, -1), tokens[:, 3:]], 1)
+    lengths.clear()
+    found = model.generate(prompts, past_key_values=cache, **options)
+    assert lengths[:2] == [8, 8]  # the prefix is not read again
+    assert torch.equal(found, model.generate(prompts, **options))
 
 
 @pytest.mark.gpu

@@ -49,7 +49,6 @@ def compare(
         ("gated_delta_product", "chunk", False, True, False),
         ("delta_net", "chunk", False, False, True),
         ("hybrid", "chunk", True, False, False),
-        ("transformer", "chunk", False, False, False),
         ("transformer", "chunk", False, False, True),
     ],
 )

@@ -300,6 +300,21 @@ def test_autocast_stays_close_to_fp32_and_keeps_states_wide(tokens):
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
+def test_autocast_keeps_the_residual_stream_wide(tokens):
+    """What goes into matrix products is narrow, what blocks and ranks add up is not (docs/numerics.md)."""
+    model = DeltaProductForCausalLM(small_config())
+    found = {}
+    block = model.model.layers[1]
+    block.register_forward_pre_hook(lambda _, inputs: found.update(stream=inputs[0].dtype))
+    block.attn_norm.register_forward_hook(lambda *call: found.update(norm=call[-1][0].dtype))
+    block.attn.o_norm.register_forward_pre_hook(lambda _, inputs: found.update(operator=inputs[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        model.train()(tokens, labels=tokens).loss.backward()
+    wide, narrow = torch.float32, torch.bfloat16
+    assert found == {"stream": wide, "norm": narrow, "operator": narrow}
+    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {wide}
+
+
 @pytest.mark.parametrize("backend", ["recurrent", "chunk"])
 @every_variant
 def test_a_model_in_bf16_trains_and_decodes(build, tokens, variant, backend):

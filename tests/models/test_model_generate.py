@@ -60,10 +60,14 @@ def test_greedy_generation_without_padding_and_without_cache(build, tokens):
     assert torch.equal(model.generate(tokens[:, :6], use_cache=False, **GREEDY)[:, 6:], expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("length", [1, 5, 63])
+@pytest.mark.parametrize(
+    ("length", "dtype"),
+    # In float32 narrow heads go token by token, of which the interpreter does two a second.
+    [(1, torch.float32), (5, torch.float32), (1, torch.bfloat16), (5, torch.bfloat16), (63, torch.bfloat16)],
+    ids=str,
+)
 @torch.no_grad()
-def test_generation_by_the_triton_backend(build, dtype, length):
+def test_generation_by_the_triton_backend(build, length, dtype):
     """Prefill by the kernels (interpreted without a GPU), then single steps on the state they leave."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, prompt = (
@@ -192,10 +196,10 @@ def test_generation_by_a_compiled_forward(build, tokens, variant):
     compiled = CompileConfig(fullgraph=True, dynamic=False, backend=backend, mode=None)
     compiled._compile_all_devices = True  # not only GPUs
     torch._dynamo.reset()
-    settings = GREEDY | {"max_new_tokens": 6}
+    settings = GREEDY | {"max_new_tokens": 3}
     found = model.generate(tokens, cache_implementation="static", compile_config=compiled, **settings)
     assert torch.equal(found, model.generate(tokens, **settings))
-    assert len(graphs) == (1 if model.config.sliding_window is None else 5)
+    assert len(graphs) == (1 if model.config.sliding_window is None else 2)
     torch._dynamo.reset()
 
 

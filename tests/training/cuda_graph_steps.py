@@ -7,13 +7,15 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from engine_steps import checksum, make_batch, make_model
+from engine_steps import GLOBAL_BATCH, checksum, make_batch, make_model
 from torch import Tensor, nn
 
+from fla_train.data.sampler import Batch, BatchSampler
 from fla_train.training.bad_steps import BadStepFilter
 from fla_train.training.config import TrainConfig, load_config
 from fla_train.training.cuda_graph import CudaGraphPass, gradients_of
 from fla_train.training.engine import build_engine, train_step
+from fla_train.training.initial_states import InitialStates
 
 LENGTHS = (32, 32, 32, 16, 16, 32, 32, 32)  # of the steps' batches: a curriculum's words grow, too
 
@@ -29,34 +31,59 @@ class Rehearsal(CudaGraphPass):
         leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
 
         def replay() -> None:
-            self._loss, self._gradients = gradients_of(self._module, leaves, self._inputs, bf16=False)
+            arguments = self._inputs | self._fixed
+            self._loss, self._gradients = gradients_of(self._module, leaves, arguments, bf16=False)
 
         self._graph = SimpleNamespace(replay=replay)
 
 
-def rehearse(config: TrainConfig) -> int:
-    """Compare on a CPU. Returns the number of recordings."""
+def rehearse(config: TrainConfig) -> list[int]:
+    """Compare on a CPU, from zero states and from passed ones. Returns the numbers of recordings."""
     engine = build_engine(make_model(config), config)
-    cuda_graph = Rehearsal(engine.module, bf16=False)
-    compare(engine, cuda_graph)
-    return cuda_graph.recordings
+    recordings = []
+    for kind in ("zero", "passing"):
+        cuda_graph = Rehearsal(engine.module, bf16=False)
+        compare(engine, cuda_graph, kind)
+        recordings.append(cuda_graph.recordings)
+    return recordings
 
 
-def compare(engine, cuda_graph: CudaGraphPass) -> None:
-    """The same steps by the engine alone and by `cuda_graph`, the sixth by the engine in both runs."""
+def compare(engine, cuda_graph: CudaGraphPass, kind: str) -> None:
+    """The same steps by the engine alone and by `cuda_graph`, the sixth by the engine in both runs.
+
+    Args:
+        kind: "zero", or "passing" for states of the step before, which shapes of their own do not change.
+    """
     start = {name: value.clone() for name, value in engine.module.state_dict().items()}
     runs = []
     for own in (None, cuda_graph):
         _rewind(engine, start)
         bad_steps = BadStepFilter(engine.device, max_grad_norm=0.5)
+        states = None if kind == "zero" else _passing(engine)
         outcomes = []
         for step, length in enumerate(LENGTHS):
             batch = tuple(part[:, :length].to(engine.device) for part in make_batch(step))
             by = None if step == 5 else own  # as a step with statistics
-            outcomes.append(train_step(engine, [batch], 1e-2, bad_steps, cuda_graph=by).read())
+            if states is not None:
+                states.prepare(engine, Batch(*batch))
+                states.begin(step, [])
+            outcome = train_step(engine, [batch], 1e-2, bad_steps, cuda_graph=by, states=states)
+            outcomes.append(outcome.read())
         runs.append((outcomes, checksum(engine.module)))
     assert runs[0] == runs[1], runs
     assert len({outcome.loss for outcome in runs[0][0]}) == len(LENGTHS)
+
+
+def _passing(engine) -> InitialStates:
+    return InitialStates(
+        "passing",
+        noise=None,
+        zero_share=0.25,
+        seed=0,
+        sampler=BatchSampler(GLOBAL_BATCH, GLOBAL_BATCH),
+        layers=engine.module.config.num_hidden_layers,
+        device=engine.device,
+    )
 
 
 @torch.no_grad()
@@ -70,7 +97,8 @@ def _rewind(engine, start: dict[str, Tensor]) -> None:
 def main() -> None:
     config = load_config(Path(sys.argv[1]))
     engine = build_engine(make_model(config), config)
-    compare(engine, CudaGraphPass(engine.module, bf16=config.trainer.precision == "bf16"))
+    for kind in ("zero", "passing"):
+        compare(engine, CudaGraphPass(engine.module, bf16=config.trainer.autocasts), kind)
     print("equal")
     dist.destroy_process_group()
 

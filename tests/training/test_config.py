@@ -14,6 +14,7 @@ from fla_train.cli.app import compose
 from fla_train.training.config import (
     TrainConfig,
     accumulation_steps,
+    register,
     resolve,
     to_config,
     to_yaml,
@@ -70,7 +71,7 @@ def test_keys_that_contradict_others_are_named_with_what_would_do(make_config: M
 @pytest.mark.parametrize(
     "override",
     [
-        *("trainer.precision=fp8", "trainer.max_steps=0", "trainer.seq_len=1", "trainer.hang_timeout=-1.0"),
+        *("trainer.precision=fp16", "trainer.max_steps=0", "trainer.seq_len=1", "trainer.hang_timeout=-1.0"),
         *("trainer.global_batch_tokens=automatic", "trainer.global_batch_tokens=0", "seed=-1"),
         *("trainer.global_batch_tokens=-1", "launch.num_processes=0", "launch.num_processes=many"),
         *("optimizer.lr=-1.0", "optimizer.lr=nan", "optimizer.weight_decay=inf", "optimizer.beta2=1.0"),
@@ -97,7 +98,7 @@ def test_all_errors_are_reported_together(make_config: Make):
     with pytest.raises(ValueError) as caught:
         validate(
             make_config(
-                "trainer.precision=fp8", "optimizer.beta1=2", "data.shard_tokens=0", "model.num_heads=0",
+                "trainer.precision=fp16", "optimizer.beta1=2", "data.shard_tokens=0", "model.num_heads=0",
                 "trainer.global_batch_tokens=300", "trainer.resume=/no/such", "launch.machine_rank=7",
                 "launch.rendezvous_timeout=inf", f"seed={2**65}",
             )
@@ -131,6 +132,27 @@ def test_a_gpu_is_asked_for_where_there_is_none(make_config: Make, monkeypatch: 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"no usable GPU: use launch.device=cpu"):
         validate(make_config("launch.device=cuda"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("launch.device=cpu", "needs a GPU: set trainer.precision=bf16"),
+        ("launch.device=cuda", "compute capability 8.9 (Ada, Hopper) or later, this one has 8.0"),
+        ("model=hf/llama/tiny", "is for this package's own models"),
+    ],
+)
+def test_float8_needs_a_card_that_has_it_and_a_model_of_this_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, override: str, message: str
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    overrides = ["data=local", f"data.path={tmp_path}", "logger=none", "trainer.precision=fp8", override]
+    register()
+    with pytest.raises(ValueError) as caught:
+        validate(to_config(compose("train", overrides)))
+    assert sum(message in line for line in str(caught.value).splitlines()) == 1
 
 
 def test_more_gpus_are_asked_for_than_there_are(make_config: Make, monkeypatch: pytest.MonkeyPatch):

@@ -44,7 +44,7 @@ STEPS, RESUMED = 6, 3
 SETTINGS = [
     *("trainer.precision=fp32", "launch.device=cpu", "trainer.log_every=1", "trainer.stats_every=2"),
     *(f"trainer.max_steps={STEPS}", f"trainer.checkpoint_every={RESUMED}", f"trainer.eval_every={RESUMED}"),
-    *("optimizer.eps=1e-3", "schedule.warmup_steps=1"),  # Adam turns no rounding into whole steps
+    *("optimizer.eps=1e-3", "optimizer.lr=3e-3", "schedule.warmup_steps=1"),  # rounding makes no whole steps
     *("data.document_boundaries=true", "model.num_householder=2"),
     *("model.layer_types=[linear_attention,full_attention]", "model.num_hidden_layers=2"),
 ]
@@ -147,8 +147,9 @@ def assert_equal_metrics(run: Path, expected: Path) -> None:
     assert len(ours) == len(theirs)
     for record, other in zip(ours, theirs, strict=True):
         assert record.keys() - MEASURED == other.keys() - MEASURED
-        for key in other.keys() - MEASURED:
-            assert record[key] == pytest.approx(other[key], rel=1e-5, abs=1e-7), key
+        for key in other.keys() - MEASURED:  # norms add up the rounding of all weights
+            limit = 1e-5 if "loss" in key or "perplexity" in key else 1e-4
+            assert record[key] == pytest.approx(other[key], rel=limit, abs=1e-7), key
 
 
 @pytest.mark.slow
@@ -193,6 +194,8 @@ def test_thirty_steps_have_the_losses_of_one_process(
         ["launch.context_parallel=2", "launch.overlap_communication=true"],
         ["launch.context_parallel=2", "model.mixer=shifted:Shifted"],
         ["launch.context_parallel=2", "task=group_words"],
+        ["launch.context_parallel=2", "trainer.initial_state=passing"],
+        ["launch.context_parallel=2", "data.contiguous=true"],
     ],
 )
 def test_what_cannot_be_had_is_refused(make_config: Make, settings: list[str]):

@@ -64,6 +64,22 @@ def test_a_spike_of_the_loss_skips_the_step_everywhere(runs: dict, layout: str):
     assert runs[layout]["spike_skipped"] and runs[layout]["spike_unchanged"]
 
 
+def test_float8_takes_the_same_steps_on_two_ranks_and_nearly_those_of_bf16(
+    make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks
+):
+    more = ["optimizer.eps=1e-3", "optimizer.max_grad_norm=0.5", "launch.device=cpu", "model.hidden_size=128"]
+    half, eighth = (make_config(f"trainer.precision={precision}", *more) for precision in ("bf16", "fp8"))
+    near = engine_steps.run_layouts(warm_ranks, half, [(1, 2)])["1 rank(s) x 4"]
+    one, two = engine_steps.run_layouts(warm_ranks, eighth, [(1, 2), (2, 2)]).values()
+    for key in ("losses", "grad_norms"):
+        assert one[key] == pytest.approx(two[key], rel=1e-4)
+    assert one["losses"] == pytest.approx(near["losses"], rel=1e-2)
+    assert one["losses"] != near["losses"]
+    assert one["eval"] == pytest.approx(near["eval"], rel=1e-2)
+    for run in (one, two):
+        assert run["poisoned_skipped"] and run["poisoned_unchanged"] and run["healthy_changed"]
+
+
 def test_nothing_of_the_deepspeed_config_is_automatic(make_config: Callable[..., TrainConfig]):
     config = make_config("trainer.precision=bf16", "launch.num_processes=2")
     settings = deepspeed_config(config, on_gpu=False)

@@ -1,7 +1,7 @@
 """flash-linear-attention's format: `delta_net`, `gated_deltanet`, `gated_deltaproduct`, hybrids included.
 
 State dicts have equal names, shapes and row orders, so only configs are translated. Names and defaults of the
-fields are those of flash-linear-attention 0.6.0. docs/formats.md has them as a table.
+fields are those of flash-linear-attention 0.6.0. docs/exports.md has them as a table.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """transformers' `olmo_hybrid` (OLMo Hybrid, arXiv 2604.03444): its configs and weights as ours, and back.
 
 Its linear layers are our Gated DeltaNet with an output gate. Its attention layers are ours with RMSNorm on q
-and k (`use_qk_norm`) and on outputs (`norm_after`), with rotary positions or without. docs/formats.md has the
+and k (`use_qk_norm`) and on outputs (`norm_after`), with rotary positions or without. docs/exports.md has the
 settings as a table.
 
 Weights are written under the names that both transformers and vLLM read. Read are also those that

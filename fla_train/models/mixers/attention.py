@@ -60,7 +60,7 @@ class Attention(nn.Module):
                 context.attentions.append(weights)
         else:
             o = attention(q, k, v, visible)
-        return self.o_proj(o.transpose(1, 2).flatten(-2))
+        return project(o.transpose(1, 2).flatten(-2), self.o_proj)[0]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys) -> Tensor:

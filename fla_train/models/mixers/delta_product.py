@@ -14,7 +14,7 @@ from fla_train.kernels.fused_ops import recurrence_gates
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import SequenceContext
 from fla_train.models.layer_sizes import training_flops
-from fla_train.models.layers import RMSNorm, ShortConvolution, project
+from fla_train.models.layers import RMSNorm, ShortConvolution, norm_project, project
 
 A_RANGE = (0.0, 16.0)  # A = exp(A_log) is drawn uniformly from here, and
 DT_RANGE = (1e-3, 1e-1)  # the initial time step softplus(dt_bias) log-uniformly from here, both as in Mamba-2
@@ -87,7 +87,7 @@ class DeltaProductMixer(nn.Module):
         if context.padding_mask is not None:
             x = x * context.padding_mask[..., None].to(x.dtype)
         num_householder, heads = self.config.num_householder, self.config.num_heads
-        names = "qkvb" + "a" * self.config.use_forget_gate + "g" * self.config.use_output_gate
+        names = "qkv" + "g" * self.config.use_output_gate + "b" + "a" * self.config.use_forget_gate
         projections = project(x, *(getattr(self, f"{name}_proj") for name in names))
         y = dict(zip(names, projections, strict=True))
         past = self._past_inputs(y, context, cache)
@@ -99,8 +99,7 @@ class DeltaProductMixer(nn.Module):
 
         q, k, v, beta, g = self.operator_inputs(q, k, v, beta, g)
         o = self._recur(q, k, v, beta, g, context, cache)  # [B, T, HV, V]
-        gate = y["g"].view_as(o) if "g" in y else None
-        return self.o_proj(self.o_norm(o, gate).flatten(-2))
+        return norm_project(self.o_norm, o, y.get("g"), self.o_proj)
 
     def operator_inputs(
         self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None
@@ -181,6 +180,9 @@ class DeltaProductMixer(nn.Module):
             o, final = delta_product_step(*now, state=state, **options)
             cache.update_recurrent_state(final, self.layer_index)
             return o[:, None]
+        if state is not None and context.first_documents is not None:  # documents inside a row have none
+            rows, state = state, state.new_zeros(len(context.cu_seqlens) - 1, *state.shape[1:])
+            state[context.first_documents] = rows
         o, final = delta_product(
             *(q, k, v, beta, g),
             initial_state=state,
@@ -190,5 +192,7 @@ class DeltaProductMixer(nn.Module):
             **options,
         )
         if cache is not None:
+            if context.last_documents is not None:
+                final = final[context.last_documents]
             cache.update_recurrent_state(final, self.layer_index)
         return o

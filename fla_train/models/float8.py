@@ -1,0 +1,229 @@
+"""Linear layers in float8 for training: weights cast once a step, autograd functions of projections and MLP.
+
+Activations and weights are cast to e4m3, gradients to e5m2, each tensor with one dynamic scale; the products
+of the forward pass, of the input's gradient and of the weight's run in float8. Weights and their gradients
+stay fp32.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fla_train.kernels.fused_ops.float8 import (
+    E4M3,
+    E5M2,
+    MULTIPLE,
+    Float8Matrix,
+    cast_float8,
+    cast_swiglu,
+    cast_swiglu_backward,
+    float8_product,
+    norm_scale,
+    transpose_float8,
+)
+from fla_train.kernels.fused_ops.rms_norm import cast_rms_norm
+
+LEAST_ROWS = 128  # of a weight: those of betas and decays have one row a head, and stay bf16
+GRADIENTS = E5M2
+
+
+class Float8Weights:
+    """The weights of a model's linear layers in e4m3, as of the last `cast`.
+
+    Marks the layers that may run in float8: both sizes are multiples of 16, at least 128 outputs, and not the
+    head, whose product is part of the loss. The layers of one input share a scale.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        head = model.get_output_embeddings()
+        for layer in model.modules():
+            if type(layer) is nn.Linear and layer is not head and self._fits(layer):
+                layer.float8 = self
+        self._groups: dict[tuple[nn.Linear, ...], Float8Matrix] = {}
+        self._norms: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    @staticmethod
+    def _fits(layer: nn.Linear) -> bool:
+        sizes = layer.in_features, layer.out_features
+        return layer.out_features >= LEAST_ROWS and not any(size % MULTIPLE for size in sizes)
+
+    def of(self, layers: tuple[nn.Linear, ...]) -> Float8Matrix:
+        """The weights one below the other, [rows of all, in_features], and their transpose."""
+        if layers not in self._groups:
+            self._groups[layers] = cast_float8(self._weights(layers), E4M3, dim=0)
+        return self._groups[layers]
+
+    def of_norm(self, norm: nn.Module) -> tuple[Tensor, Tensor]:
+        """The scaled weight of an RMSNorm, and the inverse scale of its output."""
+        if norm not in self._norms:
+            self._norms[norm] = norm_scale(norm.weight.detach())
+        return self._norms[norm]
+
+    def cast(self) -> None:
+        """Cast them again, in place, after they have changed."""
+        for layers, out in self._groups.items():
+            cast_float8(self._weights(layers), E4M3, dim=0, out=out)
+        for norm, out in self._norms.items():
+            for old, new in zip(out, norm_scale(norm.weight.detach()), strict=True):
+                old.copy_(new)
+
+    @staticmethod
+    def _weights(layers: Sequence[nn.Linear]) -> list[Tensor]:
+        return [layer.weight.detach() for layer in layers]
+
+
+def runs_in_float8(layer: nn.Module, x: Tensor) -> bool:
+    """Whether `layer` multiplies x [..., in_features] in float8: the number of rows has to fit, too."""
+    return hasattr(layer, "float8") and x.numel() // x.shape[-1] % MULTIPLE == 0
+
+
+def float8_project(
+    x: Tensor, layers: tuple[nn.Linear, ...], others: Sequence[nn.Linear], dtype: torch.dtype
+) -> list[Tensor]:
+    """Outputs of `layers` in float8, then of `others` in `dtype`, on x [..., D], in `dtype`."""
+    weights = [layer.weight for layer in (*layers, *others)]
+    return list(_Projections.apply(x, None, dtype, layers[0].float8.of(layers), len(layers), *weights))
+
+
+def float8_mlp(
+    x: Tensor,
+    gate: nn.Linear,
+    up: nn.Linear,
+    down: nn.Linear,
+    dtype: torch.dtype,
+    cast: Float8Matrix | None = None,
+) -> Tensor:
+    """down(silu(gate(x)) * up(x)) for x [..., D], in `dtype`; `cast` is x in e4m3, if it is there already."""
+    casts = gate.float8.of((gate, up)), down.float8.of((down,))
+    return _MLP.apply(x, cast, dtype, *casts, gate.weight, up.weight, down.weight)
+
+
+def float8_norm_project(x: Tensor, norm: nn.Module, layer: nn.Linear, dtype: torch.dtype) -> Tensor:
+    """layer(norm(x)) for x [..., H, V], whose norms lie side by side, in `dtype`."""
+    scaled, inverse = layer.float8.of_norm(norm)
+    y, data, _ = cast_rms_norm(x, None, norm.weight, scaled, norm.eps, dtype=dtype, narrow=E4M3)
+    cast = Float8Matrix(data.view(-1, layer.in_features), None, inverse)
+    return _Projections.apply(y.flatten(-2), cast, dtype, layer.float8.of((layer,)), 1, layer.weight)[0]
+
+
+def float8_norm_mlp(
+    update: Tensor,
+    residual: Tensor,
+    norm: nn.Module,
+    gate: nn.Linear,
+    up: nn.Linear,
+    down: nn.Linear,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """`float8_mlp` of norm(residual + update), and that sum."""
+    scaled, inverse = gate.float8.of_norm(norm)
+    y, data, total = cast_rms_norm(update, residual, norm.weight, scaled, norm.eps, dtype=dtype, narrow=E4M3)
+    cast = Float8Matrix(data.flatten(0, -2), None, inverse)
+    return float8_mlp(y, gate, up, down, dtype, cast), total
+
+
+def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [..., D] as a matrix."""
+    return x.reshape(-1, x.shape[-1]).to(dtype)
+
+
+def _kept(cast: Float8Matrix) -> tuple[Tensor, Tensor, bool]:
+    """What the backward pass needs of an input: its transpose, or what is transposed then; whether it is."""
+    given = cast.transposed is None
+    return cast.data if given else cast.transposed, cast.inverse, given
+
+
+class _Projections(torch.autograd.Function):
+    """Of x [..., D], or of what has been `cast` of it: then x only takes the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        cast: Float8Matrix | None,
+        dtype: torch.dtype,
+        weight: Float8Matrix,
+        count: int,
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        cast = cast or cast_float8([_rows(x, dtype)], E4M3)
+        *kept, ctx.given = _kept(cast)
+        others = [other.to(dtype) for other in weights[count:]]
+        rows = [_rows(x, dtype)] if others else []
+        ctx.save_for_backward(*kept, *rows, *others)
+        ctx.weight, ctx.count = weight, count
+        ctx.x_shape, ctx.x_dtype, ctx.dtype, ctx.weight_dtype = x.shape, x.dtype, dtype, weights[0].dtype
+        outputs = [
+            float8_product(cast.data, data, cast.inverse, weight.inverse, dtype, fast=True)
+            for data in weight.data.split([len(own) for own in weights[:count]])
+        ]
+        outputs += [F.linear(*rows, other) for other in others]
+        return tuple(y.view(*x.shape[:-1], -1) for y in outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_transposed, x_inverse, *rest = ctx.saved_tensors
+        if ctx.given:
+            x_transposed = transpose_float8(x_transposed)
+        weight, dtype = ctx.weight, ctx.dtype
+        grads = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        d = cast_float8(grads[: ctx.count], GRADIENTS)
+        dx = float8_product(d.data, weight.transposed, d.inverse, weight.inverse, dtype)
+        dweight = float8_product(d.transposed, x_transposed, d.inverse, x_inverse, ctx.weight_dtype)
+        dweights = [*dweight.split([grad.shape[1] for grad in grads[: ctx.count]])]
+        if rest:
+            rows, *others = rest
+            for grad, other in zip(grads[ctx.count :], others, strict=True):
+                dx = dx.addmm_(grad, other)
+                dweights.append((grad.t() @ rows).to(ctx.weight_dtype))
+        return dx.view(ctx.x_shape).to(ctx.x_dtype), None, None, None, None, *dweights
+
+
+class _MLP(torch.autograd.Function):
+    """Of x as in `_Projections`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        cast: Float8Matrix | None,
+        dtype: torch.dtype,
+        gate_up_weight: Float8Matrix,
+        down_weight: Float8Matrix,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+    ) -> Tensor:
+        cast = cast or cast_float8([_rows(x, dtype)], E4M3)
+        *kept, ctx.given = _kept(cast)
+        gate_up = float8_product(
+            cast.data, gate_up_weight.data, cast.inverse, gate_up_weight.inverse, dtype, fast=True
+        )
+        y = cast_swiglu(gate_up)
+        ctx.save_for_backward(*kept, gate_up, y.inverse)
+        ctx.weights = gate_up_weight, down_weight
+        ctx.x_shape, ctx.x_dtype, ctx.dtype, ctx.weight_dtype = x.shape, x.dtype, dtype, down.dtype
+        z = float8_product(y.data, down_weight.data, y.inverse, down_weight.inverse, dtype, fast=True)
+        return z.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+        x_transposed, x_inverse, gate_up, y_inverse = ctx.saved_tensors
+        if ctx.given:
+            x_transposed = transpose_float8(x_transposed)
+        (gate_up_weight, down_weight), dtype = ctx.weights, ctx.dtype
+        dz = cast_float8([dz.reshape(-1, dz.shape[-1])], GRADIENTS)
+        dy = float8_product(dz.data, down_weight.transposed, dz.inverse, down_weight.inverse, dtype)
+        d, y_transposed = cast_swiglu_backward(gate_up, dy, y_inverse, dtype=GRADIENTS)
+        ddown = float8_product(dz.transposed, y_transposed, dz.inverse, y_inverse, ctx.weight_dtype)
+        dx = float8_product(d.data, gate_up_weight.transposed, d.inverse, gate_up_weight.inverse, dtype)
+        dgate, dup = float8_product(d.transposed, x_transposed, d.inverse, x_inverse, ctx.weight_dtype).chunk(
+            2
+        )
+        return dx.view(ctx.x_shape).to(ctx.x_dtype), None, None, None, None, dgate, dup, ddown

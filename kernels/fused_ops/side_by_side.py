@@ -1,0 +1,72 @@
+"""Tensors side by side in one wide tensor: row strides, and gradients that are written side by side, too.
+
+A matrix product with several weights at once returns columns of one tensor. The Triton kernels take such
+columns as they are. Their backward passes write gradients into columns of one buffer, so that the product's
+own backward pass is one product as well.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x [..., D] if its rows are dense and evenly spaced, as those of a slice of columns are; else a copy."""
+    if x.is_contiguous():
+        return x
+    outer = range(x.dim() - 2)
+    even = x.stride(-1) == 1 and all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in outer)
+    return x if even else x.contiguous()
+
+
+def row_stride(x: Tensor) -> int:
+    """Elements from a row of x [..., D] to the next; x is one of `as_rows`."""
+    return x.shape[-1] if x.is_contiguous() else x.stride(-2)
+
+
+class SideBySideGradients:
+    """Memory for the gradients of tensors [..., size] with one gradient function: columns of one tensor.
+
+    The function's context keeps this as its attribute `side_by_side`, where `empty_gradient` looks for it.
+
+    Args:
+        sizes: of the tensors, and of columns of zeros after them.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = list(sizes)
+        self.wide: Tensor | None = None
+        self.free: dict[int, Tensor] = {}  # columns that nobody has asked for, by index
+
+    def take(self, index: int, like: Tensor) -> Tensor:
+        """Unwritten memory for gradient `index`, of the dtype of `like`; new memory at a second call."""
+        if index not in self.free:
+            self.wide = like.new_empty(*like.shape[:-1], sum(self.sizes))
+            *columns, padding = self.wide.split(self.sizes, -1)
+            padding.zero_()
+            self.free = dict(enumerate(columns))
+        return self.free.pop(index)
+
+    def collect(self, gradients: Sequence[Tensor]) -> Tensor | None:
+        """All gradients and the zeros as one tensor; None if they are not in this memory.
+
+        A gradient that is elsewhere is copied, unless its memory was taken: it may be in use.
+        """
+        wide, free, self.wide, self.free = self.wide, self.free, None, {}
+        if wide is None:
+            return None
+        *places, _ = wide.split(self.sizes, -1)
+        for index, (gradient, columns) in enumerate(zip(gradients, places, strict=True)):
+            if index in free:
+                columns.copy_(gradient)
+            elif columns.data_ptr() != gradient.data_ptr():
+                return None
+        return wide
+
+
+def empty_gradient(x: Tensor) -> Tensor:
+    """Unwritten memory for the gradient of x, side by side with others' where x was made so."""
+    compiling = torch.compiler.is_compiling()  # which traces no attributes of gradient functions
+    gradients = None if compiling else getattr(x.grad_fn, "side_by_side", None)
+    return x.new_empty(x.shape) if gradients is None else gradients.take(x.output_nr, x)

@@ -1,0 +1,403 @@
+"""Write the tables of current figures in docs/ from the JSON that was measured.
+
+    python scripts/docs_results.py            # rewrite the tables
+    python scripts/docs_results.py --check    # status 1 if a page and its JSON disagree
+
+A page has the line `<!-- table: FUNCTION FILE ... -->`; up to `<!-- end of table -->` the text is that of the
+function for these files of docs/reports/. A file is what `fla-bench ... --json FILE` writes: `environment`,
+`settings` and `rows`. `transcribed` marks one that was typed from a printed table.
+"""
+
+import json
+import re
+import shlex
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+TABLE = re.compile(r"(?<=<!-- table: )(\w+)(\s[^>]+?)( -->\n).*?(?=<!-- end of table -->)", re.S)
+WIDTH = 120  # of lines, but for tables
+SHOWN = ("torch", "triton", "transformers", "deepspeed", "lm-eval", "flash-linear-attention", "flash-qla")
+PEERS = {
+    "transformer": "Transformer++ (ours)",
+    "fla": "fla",
+    "llama": "Llama",
+    "llama-compiled": "Llama, compiled",
+}
+Row = dict[str, Any]
+
+
+@dataclass
+class Measurement:
+    """A file of docs/reports/."""
+
+    name: str
+
+    @cached_property
+    def content(self) -> Any:
+        return json.loads((DOCS / "reports" / f"{self.name}.json").read_text())
+
+    @property
+    def rows(self) -> list[Row]:
+        return self.content["rows"]
+
+    @property
+    def command(self) -> list[str]:
+        """Without the file that it wrote; empty if no command of the project made the figures."""
+        words = list(self.content["environment"]["command"] or [])
+        if "--json" in words:
+            place = words.index("--json")
+            del words[place : place + 2]
+        return [Path(words[0]).name, *words[1:]] if words else []
+
+    @property
+    def model(self) -> str:
+        """What the command trained, such as `delta_net/340m`."""
+        return next(word.removeprefix("model=") for word in self.command if word.startswith("model="))
+
+    def source(self) -> str:
+        """Where, by what and when it was measured; commit and date only where rows do not have their own."""
+        about = self.content["environment"]
+        versions = [f"{name} {about['packages'][name]}" for name in SHOWN if about["packages"].get(name)]
+        parts = [about["hardware"], *versions]
+        if "time" in about:
+            commit, dirty, _ = (about["commit"] or "").partition("-dirty")
+            parts += [
+                f"commit {commit[:7]}{' with edits' if dirty else ''}" if commit else "commit not recorded"
+            ]
+            parts += [about["time"].partition("T")[0]]
+        parts += ["typed from a printed table"] if self.content.get("transcribed") else []
+        return ", ".join(filter(None, parts))
+
+
+def operator(*found: Measurement) -> Iterator[str]:
+    """Our kernels alone, by n_h and gate."""
+    yield from _commands(found)
+    yield from _table("n_h", "gate", "forward ms", "forward + backward ms", "memory MiB")
+    for row in (row for row in found[0].rows if _kernel(row["kernel"]) == "ours"):
+        memory = f"{row['memory_bytes'] / 2**20:,.0f}"
+        yield _row(*_kind(row), f"{row['forward_ms']:.3f}", f"{row['both_ms']:.3f}", memory)
+    yield from _sources(found)
+
+
+def heads(*found: Measurement) -> Iterator[str]:
+    """Forward + backward of our kernels, a row for each file: heads of its own sizes."""
+    yield from _commands(found)
+    counts = sorted({row["num_householder"] for measured in found for row in measured.rows})
+    yield from _table("K", "V", "value heads per key head", *(f"n_h = {n}, ms" for n in counts))
+    for number, measured in enumerate(found, 1):
+        sizes = measured.content["settings"]
+        times = {row["num_householder"]: f"{row['both_ms']:.3f}" for row in measured.rows}
+        key = _numbered(str(sizes["head_dim"]), number, found)
+        value = str(sizes["value_dim"] or sizes["head_dim"])
+        yield _row(key, value, str(sizes["group"]), *(times.get(n, "") for n in counts))
+    yield from _sources(found)
+
+
+def operator_peers(*found: Measurement) -> Iterator[str]:
+    """Forward + backward of our kernels and others', a row for each n_h and gate."""
+    yield from _commands(found)
+    kinds: dict[tuple[str, ...], dict[str, float]] = {}
+    for row in (row for row in found[0].rows if row["both_ms"] is not None):
+        kinds.setdefault(_kind(row), {})[_kernel(row["kernel"])] = row["both_ms"]
+    names = list(dict.fromkeys(name for times in kinds.values() for name in times))
+    yield from _table("n_h", "gate", *(f"{name}, ms" for name in names))
+    for kind, times in kinds.items():
+        yield _row(*kind, *(_beside(times.get(name), times["ours"]) for name in names))
+    yield from _sources(found)
+
+
+def train(*found: Measurement) -> Iterator[str]:
+    """Speed of training, a row for each model."""
+    yield from _commands(found)
+    yield from _table("model", "parameters", "tokens/s", "MFU", "GiB")
+    for number, measured in enumerate(found, 1):
+        for row in measured.rows:
+            name = f"`{measured.model}`" if row["model"] == "ours" else row["model"]
+            name += ", FP8" if "trainer.precision=fp8" in measured.command else ""
+            yield _row(_numbered(name, number, found), *_speed(row))
+    yield from _sources(found)
+
+
+def side_by_side(*found: Measurement) -> Iterator[str]:
+    """Tokens/s of our model and its peers, a row for each call, and how much faster ours is."""
+    yield from _commands(found)
+    yield from _table("model", "ours", *PEERS.values())
+    for number, measured in enumerate(found, 1):
+        speeds = {row["model"]: row["tokens_per_second"] for row in measured.rows}
+        cells = (
+            f"{speeds[peer]:,.0f} ({speeds['ours'] / speeds[peer]:.2f}x)" if peer in speeds else ""
+            for peer in PEERS
+        )
+        yield _row(_numbered(f"`{measured.model}`", number, found), f"{speeds['ours']:,.0f}", *cells)
+    yield from _sources(found)
+
+
+def peers(*found: Measurement) -> Iterator[str]:
+    """Parameters, utilisation and memory of the same calls."""
+    yield from _table("call", "model", "parameters", "MFU", "GiB")
+    for number, measured in enumerate(found, 1):
+        for row in measured.rows:
+            count, _, *rest = _speed(row)
+            name = PEERS.get(row["model"], f"ours, `{measured.model}`")
+            yield _row(str(number), name, count, *rest)
+
+
+def parts(*found: Measurement) -> Iterator[str]:
+    """Milliseconds of a step by kind of work, floors in brackets."""
+    kinds = list(dict.fromkeys(kind for measured in found for kind in measured.rows[0]["parts"]))
+    yield from _table("model", "step", *kinds)
+    for number, measured in enumerate(found, 1):
+        (row,) = measured.rows
+        cells = []
+        for part in (row["parts"].get(kind, {"ms": None, "floor_ms": None}) for kind in kinds):
+            floor = "" if part["floor_ms"] is None else f" ({part['floor_ms']:.0f})"
+            cells.append("" if part["ms"] is None else f"{part['ms']:.0f}{floor}")
+        yield _row(_numbered(f"`{measured.model}`", number, found), f"{row['step_ms']:.0f}", *cells)
+    yield from _sources(found)
+
+
+def scaling(*found: Measurement) -> Iterator[str]:
+    """Tokens/s by number of GPUs; efficiency is the speed per GPU over that of one GPU of the same file."""
+    yield from _commands(found)
+    yield from _table("model", "run", "GPUs", "tokens/s", "efficiency", "GiB per GPU")
+    for number, measured in enumerate(found, 1):
+        alone: dict[str, float] = {}
+        for row in measured.rows:
+            steps = "gpus" not in row  # of `fla-bench train`
+            model = measured.model.rpartition("/")[2] if steps else row["model"]
+            kind, gpus = ("steps", row["processes"]) if steps else (row["kind"], row["gpus"])
+            speed = row["tokens_per_second"]
+            alone.setdefault(model, speed)
+            share = f"{speed / gpus / alone[model]:.0%}" if gpus > 1 else ""
+            gib = row.get("memory_bytes", 0) / 2**30 if steps else row["memory_gib"]
+            memory = f"{gib:.1f}" if gib else ""
+            yield _row(_numbered(model, number, found), kind, str(gpus), f"{speed:,.0f}", share, memory)
+    yield from _sources(found)
+
+
+def evaluation(*found: Measurement) -> Iterator[str]:
+    """Seconds for the requests of each task, and for perplexity by length."""
+    yield from _commands(found)
+    yield from _table("task", "ours s", "`HFLM` s", "ours is faster by")
+    for row in found[0].rows:
+        if row.get("round") == 1:
+            name = row.get("task", "all")
+            yield _row(name, f"{row['ours']:.2f}", f"{row['hflm']:.2f}", f"{row['hflm'] / row['ours']:.2f}x")
+    yield ""
+    yield from _table("perplexity of 4 sequences, tokens each", "seconds", "MiB")
+    for row in found[0].rows:
+        if "length" in row:
+            yield _row(f"{row['length']:,}", f"{row['seconds']:.2f}", f"{row['peak_mib']:,.0f}")
+    yield from _sources(found)
+
+
+def figures(*found: Measurement) -> Iterator[str]:
+    """Single figures that no command writes as JSON: what, value, and where each was measured."""
+    where = "machine" if any("machine" in row for row in found[0].rows) else "commit"
+    yield from _table("what", "figure", where, "date")
+    for row in found[0].rows:
+        yield _row(row["what"], row["value"], row.get(where, ""), row.get("time", ""))
+    yield from _sources(found)
+
+
+def decoding(*found: Measurement) -> Iterator[str]:
+    """Milliseconds of a further token of all sequences, by batch, context and model."""
+    yield from _commands(found)
+    times: dict[tuple[int, int], dict[str, Row]] = {}
+    for row in (row for measured in found for row in measured.rows):
+        times.setdefault((row["batch"], row["context"]), {}).setdefault(row["model"], row)
+    names = list(dict.fromkeys(name for rows in times.values() for name in rows))
+    shown = (PEERS.get(name, name) for name in names)
+    yield from _table("sequences", "context", *(f"{name}, ms" for name in shown), "ours, tokens/s", "GiB")
+    for (batch, context), rows in times.items():
+        ours = rows["ours"]
+        cells = (_decoded(rows.get(name), ours["milliseconds"]) for name in names)
+        speed = f"{1e3 * batch / ours['milliseconds']:,.0f}"
+        yield _row(str(batch), f"{context:,}", *cells, speed, f"{ours['gibibytes']:.1f}")
+    yield from _sources(found)
+
+
+def losses(*found: Measurement) -> Iterator[str]:
+    """Mean training loss of the steps up to each bound, a row for each run, and the validation loss."""
+    yield from _table(
+        "run", *(f"to {step}" for step in found[0].content["settings"]["to_step"]), "validation"
+    )
+    for row in found[0].rows:
+        values = (*row["mean_losses"], row["validation"])
+        yield _row(row["run"], *("" if value is None else f"{value:.3f}" for value in values))
+    yield from _sources(found)
+
+
+def validation_losses(*found: Measurement) -> Iterator[str]:
+    """Loss (perplexity) of the validation split and of its domains."""
+    domains = list(found[0].rows[0]["validation_loss"])
+    yield from _table("validation loss (perplexity)", *(row["model"] for row in found[0].rows))
+    for name in domains:
+        pairs = ((row["validation_loss"][name], row["perplexity"][name]) for row in found[0].rows)
+        yield _row(name, *(f"{loss:.3f} ({perplexity:.2f})" for loss, perplexity in pairs))
+    yield from _sources(found)
+
+
+def equal_size(found: Measurement) -> Iterator[str]:
+    """The tables that `scripts/reproduce_lm.sh` writes."""
+    from fla_train.eval.lm_comparison import tables  # imports torch: seconds
+
+    yield "\n\n".join(tables(found.content))
+
+
+def word_problems(*found: Measurement) -> Iterator[str]:
+    """Share of words with every product right, by length; each number is a seed."""
+    yield from _table("group", "n_h", "eigenvalues", "paper", "at 128", "at 256", "at 512")
+    for row in found[0].rows:
+        if "group" in row:
+            cells = []
+            for length in (128, 256, 512):
+                at = row["accuracy"].get(str(length), row["accuracy"].get("500") if length == 512 else None)
+                cells.append("" if at is None else _seeds(at))
+            bounds = row.get("eigenvalues", "[-1, 1]")
+            yield _row(row["group"], str(row["num_householder"]), bounds, row["paper"], *cells)
+    yield from _sources(found)
+
+
+def formal_languages(*found: Measurement) -> Iterator[str]:
+    """Scaled accuracy beside the paper's; each number is a seed."""
+    yield from _table("language", "paper", "ours, each seed")
+    for row in found[0].rows:
+        if "language" in row:
+            yield _row(row["language"], f"{row['paper']:.3f}", _seeds(row["accuracy"]))
+    yield from _sources(found)
+
+
+FUNCTIONS: dict[str, Callable[..., Iterator[str]]] = {
+    function.__name__: function
+    for function in (
+        decoding,
+        equal_size,
+        evaluation,
+        figures,
+        formal_languages,
+        heads,
+        losses,
+        operator,
+        operator_peers,
+        parts,
+        peers,
+        scaling,
+        side_by_side,
+        train,
+        validation_losses,
+        word_problems,
+    )
+}
+
+
+def rewritten(page: str) -> str:
+    """The text of a page with all its tables made anew."""
+
+    def table(found: re.Match[str]) -> str:
+        measurements = map(Measurement, found[2].split())
+        lines = "\n".join(FUNCTIONS[found[1]](*measurements))
+        return f"{found[1]}{found[2]}{found[3]}\n{lines}\n\n"
+
+    return TABLE.sub(table, page)
+
+
+def _kernel(name: str) -> str:
+    """The project behind a kernel of `fla-bench kernels`. fla hands its gated delta rule to FlashQLA."""
+    if "FlashQLA" in name and "gated_delta_product" not in name:
+        return "FlashQLA"
+    return name.replace("fla_train", "ours").partition(" ")[0]
+
+
+def _kind(row: Row) -> tuple[str, str]:
+    return str(row["num_householder"]), "yes" if row["gated"] else "no"
+
+
+def _beside(time: float | None, ours: float) -> str:
+    if time is None:
+        return ""
+    digits = 3 if ours < 10 else 0
+    return f"{time:.{digits}f}" + (f" ({time / ours:.2f}x)" if time != ours else "")
+
+
+def _decoded(row: Row | None, ours: float) -> str:
+    """A peer's time and how often ours fits; empty where it was not measured or could not run."""
+    if row is None or row["milliseconds"] is None:
+        return ""
+    time = row["milliseconds"]
+    return f"{time:.3f}" if row["model"] == "ours" else f"{time:.2f} ({time / ours:.1f}x)"
+
+
+def _speed(row: Row) -> tuple[str, str, str, str]:
+    """Parameters, tokens/s, MFU, GiB."""
+    count, memory = row["parameters"] / 1e6, row["memory_bytes"] / 2**30
+    size = f"{count / 1e3:.2f}B" if count > 1e3 else f"{count:.1f}M".replace(".0M", "M")
+    return size, f"{row['tokens_per_second']:,.0f}", f"{row['mfu']:.1%}", f"{memory:.1f}"
+
+
+def _seeds(values: Sequence[float]) -> str:
+    if len(values) > 1 and len(set(values)) == 1:
+        return f"{values[0]:.3f}, {len(values)} seeds"
+    return ", ".join(f"{value:.3f}" for value in values)
+
+
+def _numbered(name: str, number: int, found: Sequence[Measurement]) -> str:
+    """The name with the number of its source below the table, where there are several."""
+    return name if len(found) == 1 else f"{name} ({number})"
+
+
+def _table(*heads: str) -> Iterator[str]:
+    yield _row(*heads)
+    yield "|" + "---|" * len(heads)
+
+
+def _row(*cells: str) -> str:
+    return " ".join(f"| {cell}" if cell else "|" for cell in cells) + " |"
+
+
+def _commands(found: Sequence[Measurement]) -> Iterator[str]:
+    commands = [shlex.join(measured.command) for measured in found if measured.command]
+    if commands:
+        lines = (" \\\n  ".join(_wrapped(command, WIDTH - 4)) for command in commands)
+        yield "\n".join(["```sh", *lines, "```\n"])
+
+
+def _sources(found: Sequence[Measurement]) -> Iterator[str]:
+    """A line for each source, or for several that differ in nothing but the file."""
+    groups: dict[str, list[tuple[int, Measurement]]] = {}
+    for number, measured in enumerate(found, 1):
+        groups.setdefault(measured.source(), []).append((number, measured))
+    yield ""
+    for source, members in groups.items():
+        mark = "- " if len(groups) > 1 else ""
+        numbers = ", ".join(f"({number})" for number, _ in members)
+        links = ", ".join(f"[JSON](reports/{measured.name}.json)" for _, measured in members)
+        text = f"{mark}{numbers + ': ' if len(found) > 1 else ''}{source} ({links})."
+        yield f"\n{' ' * len(mark)}".join(_wrapped(text, WIDTH))
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
+
+
+def main(arguments: Sequence[str]) -> int:
+    wrong = []
+    for page in sorted(DOCS.glob("*.md")):
+        text = page.read_text()
+        if (made := rewritten(text)) != text:
+            wrong.append(page)
+            if "--check" not in arguments:
+                page.write_text(made)
+    for page in wrong:
+        print(f"{page.relative_to(DOCS.parent)}: {'differs' if '--check' in arguments else 'rewritten'}")
+    return int(bool(wrong) and "--check" in arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

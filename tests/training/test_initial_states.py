@@ -1,0 +1,339 @@
+"""States that training starts from, against plain loops over single rows; exact resume; numbers of ranks.
+
+Where the learning rate is 0 the model stays as it was drawn, so each step's loss follows from the export.
+"""
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from warm_ranks import WarmRanks
+
+from fla_train.cli.app import compose
+from fla_train.data.dataset import permute
+from fla_train.data.open_dataset import open_contiguous, open_train
+from fla_train.data.sampler import Batch, BatchSampler
+from fla_train.models import DeltaProductForCausalLM
+from fla_train.models.cache import cache_for
+from fla_train.training import checkpoint
+from fla_train.training.config import TrainConfig, to_config, validate
+from fla_train.training.initial_states import InitialStates
+from fla_train.utils.records import read_metrics
+from tests.models.small_models import small_config
+from tests.training.test_resume import launch_and_kill, losses, steps_logged
+
+Make = Callable[..., TrainConfig]
+ROWS, SEQ_LEN, STEPS, EOS = 8, 32, 4, 2
+CPU = ["launch.device=cpu", "trainer.precision=fp32"]
+FROZEN = [*CPU, "optimizer.lr=0", f"trainer.max_steps={STEPS}", "trainer.eval_every=0"]
+MODES = {
+    "passing": ["trainer.initial_state=passing", "trainer.zero_state_share=0.3"],
+    "noise": ["trainer.initial_state=noise"],
+    "scaled": ["trainer.initial_state=noise", "trainer.state_noise=0.1"],
+    "contiguous": ["data.contiguous=true"],
+    "documents": ["data.contiguous=true", "data.document_boundaries=true"],
+    "packed": ["trainer.initial_state=passing", "data.document_boundaries=true"],
+}
+LAYOUTS = {
+    "one rank": ["trainer.micro_batch_size=2"],
+    "recomputed": ["trainer.micro_batch_size=8", "trainer.activation_checkpointing=true"],
+    "two ranks": ["trainer.micro_batch_size=2", "launch.num_processes=2"],
+}
+
+
+def train_losses(run: Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+
+
+def exported(run: Path) -> DeltaProductForCausalLM:
+    return DeltaProductForCausalLM.from_pretrained(
+        run / "hf" / f"step-{STEPS:07d}", dtype=torch.float32
+    ).eval()
+
+
+def data_folder(run: Path) -> str:
+    return json.loads((run / "plan.json").read_text())["data_folder"]
+
+
+def summed_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    """Of all tokens [T] but the first."""
+    return torch.nn.functional.cross_entropy(logits[:-1].double(), ids[1:], reduction="sum")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_passing_hands_each_row_the_final_state_of_another(
+    make_config: Make, warm_ranks: WarmRanks, tmp_path: Path, layout: str
+):
+    warm_ranks.launch(make_config(*FROZEN, *MODES["passing"], *LAYOUTS[layout], f"run.dir={tmp_path}"))
+    model, data = exported(tmp_path), open_train(data_folder(tmp_path), SEQ_LEN, seed=0)
+    final: list[list[Tensor]] = []
+    expected, passed = [], 0
+    for step in range(STEPS):
+        source = permute(np.arange(ROWS), ROWS, 0, step)
+        from_zero = np.random.default_rng((0, step)).random(ROWS) < 0.3
+        ids, total, now = data.sequences(np.arange(step * ROWS, (step + 1) * ROWS)), 0.0, []
+        for row in range(ROWS):
+            cache = cache_for(None, model.config, True, model.device)
+            if step and not from_zero[row]:
+                passed += 1
+                for layer, state in enumerate(final[source[row]]):
+                    cache.update_recurrent_state(state, layer)
+            with torch.no_grad():
+                logits = model(ids[row : row + 1], past_key_values=cache).logits[0]
+            total += summed_loss(logits, ids[row]).item()
+            now.append([layer.recurrent_states[0].clone() for layer in cache.layers])
+        expected.append(total / (ROWS * (SEQ_LEN - 1)))
+        final = now
+    assert 0 < passed < (STEPS - 1) * ROWS
+    assert train_losses(tmp_path) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", ["contiguous", "documents"])
+def test_contiguous_rows_are_long_sequences(
+    make_config: Make, warm_ranks: WarmRanks, tmp_path: Path, mode: str, layout: str
+):
+    """Each row's whole text in one pass, or each of its documents, which end with <eos>, in its own."""
+    warm_ranks.launch(make_config(*FROZEN, *MODES[mode], *LAYOUTS[layout], f"run.dir={tmp_path}"))
+    model = exported(tmp_path)
+    data = open_contiguous(data_folder(tmp_path), SEQ_LEN, 0, ROWS, document_boundaries=False)
+    ids = torch.cat([data.sequences(np.arange(ROWS) + ROWS * step).input_ids for step in range(STEPS)], dim=1)
+    sums, counts = torch.zeros(STEPS, dtype=torch.float64), torch.zeros(STEPS)
+    begun = 0
+    for row in ids:
+        ends = (row == EOS).nonzero().flatten().add(1).tolist() if mode == "documents" else []
+        bounds = sorted({0, *ends, len(row)})
+        for first, last in pairwise(bounds):
+            with torch.no_grad():
+                logits = model(row[None, first:last]).logits[0]
+            begun += first > 0
+            for place in range(first + 1, last):
+                if place % SEQ_LEN:  # a sequence's first token is no target
+                    sums[place // SEQ_LEN] += torch.nn.functional.cross_entropy(
+                        logits[place - first - 1].double(), row[place]
+                    )
+                    counts[place // SEQ_LEN] += 1
+    assert bool(begun) == (mode == "documents")
+    assert train_losses(tmp_path) == pytest.approx((sums / counts).tolist(), rel=1e-5)
+
+
+def test_evaluation_and_zero_states_stay_as_they_were(
+    make_config: Make, warm_ranks: WarmRanks, tmp_path: Path
+):
+    found = {}
+    for name, options in {"zero": [], **{mode: MODES[mode] for mode in ("passing", "scaled")}}.items():
+        run = tmp_path / name
+        warm_ranks.launch(make_config(*FROZEN, *options, f"run.dir={run}", "trainer.max_steps=2"))
+        records = read_metrics(run / "metrics.jsonl")
+        found[name] = next(r["validation_loss"] for r in records if "validation_loss" in r), train_losses(run)
+    assert found["zero"][0] == found["passing"][0] == found["scaled"][0]
+    assert found["zero"][1][0] == pytest.approx(
+        found["passing"][1][0], rel=1e-6
+    )  # the first step has no past
+    assert found["zero"][1][1] != found["passing"][1][1]
+    assert found["zero"][1][0] != found["scaled"][1][0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_resumed_run_is_the_undisturbed_one(
+    make_config: Make, warm_ranks: WarmRanks, tmp_path: Path, mode: str
+):
+    common = [*CPU, *MODES[mode], "trainer.eval_every=0", "schedule=constant"]
+    warm_ranks.launch(make_config(*common, f"run.dir={tmp_path / 'whole'}", "trainer.max_steps=6"))
+    for steps in (3, 6):
+        warm_ranks.launch(make_config(*common, f"run.dir={tmp_path / 'again'}", f"trainer.max_steps={steps}"))
+    assert train_losses(tmp_path / "again") == train_losses(tmp_path / "whole")
+    assert len(train_losses(tmp_path / "again")) == 6
+
+
+@pytest.mark.usefixtures("unwatched")
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["passing", "contiguous"])
+def test_a_killed_run_resumes_exactly(make_config: Make, warm_ranks: WarmRanks, tmp_path: Path, mode: str):
+    more = [*CPU, *MODES[mode], "launch.num_processes=2"]
+    warm_ranks.launch(make_config(f"run.dir={tmp_path / 'whole'}", *more))
+    run, reached = tmp_path / "killed", random.randint(4, 11)
+    launch_and_kill(make_config(f"run.dir={run}", *more), lambda: steps_logged(run) >= reached)
+    warm_ranks.launch(make_config(f"run.dir={run}", *more))
+    assert losses(run) == losses(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["passing", "noise", "documents"])
+def test_another_number_of_ranks_carries_the_same_states(
+    make_config: Make, warm_ranks: WarmRanks, tmp_path: Path, mode: str
+):
+    """From one rank to two and four, with other micro-batches: rows are those of the data's order."""
+    common = [*CPU, *MODES[mode], "trainer.eval_every=0", "schedule=constant", "optimizer.eps=1e-3"]
+    parts = [(2, 1, 2), (4, 2, 2), (6, 4, 1)]  # up to a step, by so many ranks, with such micro-batches
+    warm_ranks.launch(make_config(*common, f"run.dir={tmp_path / 'whole'}", "trainer.max_steps=6"))
+    for steps, ranks, micro_batch in parts:
+        more = [f"launch.num_processes={ranks}", f"trainer.micro_batch_size={micro_batch}"]
+        run = [f"run.dir={tmp_path / 'moved'}", f"trainer.max_steps={steps}"]
+        warm_ranks.launch(make_config(*common, *run, *more))
+    said = (tmp_path / "moved" / "train.log").read_text()
+    assert "start from zero" not in said
+    assert train_losses(tmp_path / "moved") == pytest.approx(train_losses(tmp_path / "whole"), rel=1e-5)
+
+
+def test_a_checkpoint_without_such_states_says_so(make_config: Make, warm_ranks: WarmRanks, tmp_path: Path):
+    """The second half of a run passes states on, and then draws noise; each change starts from zero."""
+    common = [*FROZEN, f"run.dir={tmp_path}"]
+    warm_ranks.launch(make_config(*common, "trainer.max_steps=1"))
+    warm_ranks.launch(make_config(*common, *MODES["passing"], "trainer.max_steps=2"))
+    log = tmp_path / "train.log"
+    assert "step-0000001 holds no states: the sequences of the next step start from zero" in log.read_text()
+    passed = tmp_path / "checkpoints" / "step-0000002"
+    assert checkpoint.find_error(passed) is None and (passed / "states-0.pt").is_file()
+    warm_ranks.launch(make_config(*common, *MODES["noise"], "trainer.max_steps=3"))
+    assert "of another kind (passing)" in log.read_text()
+    # and one whose states are damaged counts as damaged
+    damaged = shutil.copytree(passed, tmp_path / "copy" / passed.name)
+    with (damaged / "states-0.pt").open("r+b") as file:
+        file.truncate(100)
+    assert checkpoint.find_error(damaged)
+
+
+@pytest.mark.usefixtures("alone")
+class TestOneRank:
+    """`InitialStates` alone, fed with final states of a known kind."""
+
+    def made(
+        self, kind: str, noise: float | None = None, share: float = 0.0, micro_batch: int = 2
+    ) -> InitialStates:
+        model = DeltaProductForCausalLM(small_config("gated_delta_product", backend="chunk"))
+        states = InitialStates(
+            kind,
+            noise=noise,
+            zero_share=share,
+            seed=5,
+            sampler=BatchSampler(64, micro_batch),
+            layers=2,
+            device=torch.device("cpu"),
+        )
+        states.prepare(model, Batch(torch.ones(micro_batch, 6, dtype=torch.int64), None))
+        assert model.training
+        return states
+
+    def starts(self, states: InitialStates, layer: int) -> Tensor:
+        """[64, H, K, V]: what the rows start from."""
+        return torch.cat([part.layers[layer].recurrent_states[0] for part in states.passes])
+
+    def step(self, states: InitialStates, number: int, final: Callable[[int], Tensor]) -> None:
+        states.begin(number, [])
+        for index, part in enumerate(states.passes):
+            for layer in range(2):
+                part.update_recurrent_state(final(layer).expand(part.rows, -1, -1, -1), layer)
+            states.end_pass(index)
+        states.end_step()
+
+    def test_fitted_noise_has_the_moments_of_each_head(self):
+        states = self.made("noise")
+        draw = torch.Generator().manual_seed(0)
+        means = torch.tensor([[1.0, -2.0], [0.0, 5.0]])  # by layer and head
+        deviations = torch.tensor([[0.1, 1.0], [2.0, 0.5]])
+
+        def final(layer: int) -> Tensor:
+            return means[layer, :, None, None] + deviations[layer, :, None, None] * torch.randn(
+                2, 2, 8, 16, generator=draw
+            )
+
+        states.begin(0, [])
+        assert not self.starts(states, 0).any()  # nothing was seen yet
+        for number in range(3):
+            self.step(states, number, final)
+        states.begin(3, [])
+        for layer in range(2):
+            found = self.starts(states, layer)
+            torch.testing.assert_close(found.mean((0, 2, 3)), means[layer], rtol=0, atol=0.1)
+            torch.testing.assert_close(found.std((0, 2, 3)), deviations[layer], rtol=0.05, atol=0)
+        before = self.starts(states, 0)
+        states.begin(4, [])
+        assert not torch.allclose(before, self.starts(states, 0))
+        states.begin(3, [])
+        assert torch.equal(before, self.starts(states, 0))  # a function of the step
+
+    def test_scaled_noise_and_the_share_of_zeros(self):
+        whole, by_four = (self.made("noise", 0.5, 0.25, micro_batch) for micro_batch in (2, 4))
+        shares = []
+        for number in range(20):
+            whole.begin(number, [])
+            found = self.starts(whole, 1)
+            zero = ~found.flatten(1).any(1)
+            shares.append(zero.float().mean())
+            assert found[~zero].std().item() == pytest.approx(0.5, rel=0.05)
+        assert torch.stack(shares).mean().item() == pytest.approx(0.25, abs=0.05)
+        by_four.begin(19, [])
+        assert torch.equal(self.starts(by_four, 1), found)  # whatever the micro-batches
+
+    def test_a_lost_row_starts_from_zero(self):
+        states = self.made("passing")
+
+        def final(layer: int) -> Tensor:
+            state = torch.ones(2, 2, 8, 16)
+            if layer:
+                state[1, 0, 0, 0] = torch.nan  # of one row of each micro-batch, in one layer
+            return state
+
+        self.step(states, 0, final)
+        states.begin(1, [])
+        for layer in range(2):
+            assert (
+                self.starts(states, layer).flatten(1).sum(1).sort().values.tolist() == [0] * 32 + [256] * 32
+            )
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ("trainer.initial_state=passing data.contiguous=true", "trainer.initial_state=passing"),
+        ("data.contiguous=true model=transformer/tiny", "data.contiguous=true"),
+        ("trainer.initial_state=noise trainer.state_noise=loud", "trainer.state_noise=loud"),
+        ("trainer.initial_state=noise trainer.state_noise=-1", "trainer.state_noise=-1"),
+        ("trainer.zero_state_share=1.5", "trainer.zero_state_share=1.5"),
+        ("trainer.initial_state=old", "trainer.initial_state=old"),
+        ("data.contiguous=true data.stream=true", "data.contiguous=true"),
+    ],
+)
+def test_what_cannot_be_had_is_named(make_config: Make, options: str, named: str):
+    with pytest.raises(ValueError, match=named):
+        validate(make_config("launch.device=cpu", *options.split()))
+
+
+STATELESS = """
+from torch import nn
+class Mean(nn.Module):
+    def __init__(self, config, layer_index):
+        super().__init__()
+    def forward(self, x, context=None):
+        return x.cumsum(1)
+class Sum(Mean):
+    def forward(self, x, context=None, cache=None):
+        return x.cumsum(1)
+"""
+
+
+def test_a_mixer_of_ones_own_needs_states(make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "stateless_mixers.py").write_text(STATELESS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    common = ["launch.device=cpu", "trainer.initial_state=passing"]
+    with pytest.raises(ValueError, match="stateless_mixers:Mean, which keeps no states"):
+        validate(make_config(*common, "model.mixer=stateless_mixers:Mean"))
+    validate(make_config(*common, "model.mixer=stateless_mixers:Sum"))
+    with pytest.raises(ValueError, match=r"data\.document_boundaries"):
+        more = ["model.mixer=stateless_mixers:Sum", "data.document_boundaries=true"]
+        validate(make_config(*common, *more))
+
+
+@pytest.mark.usefixtures("make_config")
+def test_models_of_other_libraries_take_no_states():
+    options = ["model=hf/mamba2/tiny", "data=stdlib", "trainer.initial_state=passing", "launch.device=cpu"]
+    with pytest.raises(ValueError, match=r"trainer\.initial_state=passing cannot be had with mamba2"):
+        validate(to_config(compose("train", [*options, "logger=none"])))
