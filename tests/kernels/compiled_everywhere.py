@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -77,17 +78,11 @@ def pretend(architecture: str) -> None:
     # Before the modules are imported that take the name from there.
     sizes.processors = lambda device: PROCESSORS[architecture]
     from fla_train.kernels.delta_product import interface, select
-    from fla_train.kernels.fused_ops import (
-        cross_entropy,
-        gates,
-        rms_norm,
-        rotary,
-        short_conv,
-        swiglu,
-        token_step,
-    )
+    from fla_train.kernels.fused_ops import token_step
 
-    for module in (cross_entropy, gates, rms_norm, rotary, short_conv, swiglu):
+    ops = ("cross_entropy", "float8", "gates", "rms_norm", "rotary", "short_conv", "swiglu")
+    for name in (*(f"kernels.fused_ops.{op}" for op in ops), "models.loss"):
+        module = import_module(f"fla_train.{name}")
         module.resolve_backend = lambda name, x, limit=None: os.environ.get("FLA_TRAIN_FUSED_OPS", "triton")
     select.architecture = lambda device: architecture
     select._device = lambda device: (PROCESSORS[architecture], major == 9)
@@ -99,6 +94,7 @@ def operator_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """The operator forward and backward by head dimensions, n_h and gate; packed, split and in float32."""
     for size, steps in ((128, 1), (128, 2), (64, 1), (256, 1)):
         yield f"K {size}, n_h {steps}", partial(operator, size, steps)
+    yield "K 128, n_h 1, two heads of v a key", partial(operator, 128, 1, group=2)
     yield "K 128, n_h 1, no gate", partial(operator, 128, 1, gated=False)
     yield "K 128, n_h 1, packed", partial(operator, 128, 1, documents=[0, 40, TOKENS])
     yield "K 128, n_h 1, split", partial(operator, 128, 1, segment_chunks=1)
@@ -111,6 +107,7 @@ def operator(
     steps: int,
     *,
     gated: bool = True,
+    group: int = 1,
     dtype: torch.dtype = torch.bfloat16,
     documents: list[int] | None = None,
     segment_chunks: int | None = None,
@@ -118,10 +115,11 @@ def operator(
     from fla_train.kernels.delta_product import delta_product
     from fla_train.kernels.delta_product.select import override
 
-    heads = 2 * max(PROCESSORS.values()) if segment_chunks is None else 1  # a busy device, or an idle one
+    heads = 3 * max(PROCESSORS.values()) if segment_chunks is None else 1  # a busy device, or an idle one
+    keys = heads // group
     q, k, v = (
         torch.zeros(1, TOKENS, *shape, dtype=dtype, requires_grad=True)
-        for shape in ((heads, size), (steps, heads, size), (steps, heads, size))
+        for shape in ((keys, size), (steps, keys, size), (steps, heads, size))
     )
     beta = torch.zeros(1, TOKENS, steps, heads, requires_grad=True)
     g = torch.zeros(1, TOKENS, heads, requires_grad=True) if gated else None
@@ -131,7 +129,7 @@ def operator(
         torch.autograd.grad(o.sum(), [x for x in (q, k, v, beta, g) if x is not None])
 
 
-def fused_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+def fused_cases(architecture: str) -> Iterator[tuple[str, Callable[[], object]]]:
     """The fused ops of a training step forward and backward, and those of a decoding step."""
     from fla_train.bench.fused_op_cases import FUNCTIONS, Sizes, make_cases
 
@@ -144,6 +142,25 @@ def fused_cases() -> Iterator[tuple[str, Callable[[], object]]]:
 
         yield case.name, both
     yield "decoding", decoding
+    if architecture != "8.0":  # whose matrix units take no float8
+        yield "float8", float8
+
+
+def float8() -> None:
+    from fla_train.kernels.fused_ops.float8 import (
+        E4M3,
+        E5M2,
+        cast_float8,
+        cast_swiglu,
+        cast_swiglu_backward,
+        transpose_float8,
+    )
+
+    x = torch.zeros(TOKENS, 256, dtype=torch.bfloat16)
+    for dtype in (E4M3, E5M2):
+        cast_float8([x], dtype)
+    transpose_float8(cast_float8([x.float()], E4M3).data)
+    cast_swiglu_backward(x, x[:, :128].contiguous(), cast_swiglu(x).inverse)
 
 
 def decoding() -> None:
@@ -153,6 +170,7 @@ def decoding() -> None:
     bf16 = partial(torch.zeros, dtype=torch.bfloat16)
     x, weight, norm = bf16(1, 1, 1024), bf16(512, 1024), torch.zeros(1024)
     token_step.linear_step(x, weight, residual=x, norm=norm, eps=1e-6)
+    token_step.linear_step(x.expand(2, -1, -1).contiguous(), weight, weight, norm=norm, eps=1e-6)
     token_step.linear_step(x, weight, weight, swiglu=True)
     state = torch.zeros(1, 2, 128, 128)
     columns = {"q": 0, "k": 256, "v": 512, "b": 768, "a": 770, "g": 772}
@@ -167,7 +185,7 @@ def decoding() -> None:
         bf16(1, 2, 1, 64), bf16(1, 2, 64, 64), bf16(1, 2, 64, 64), torch.ones(1, 1, 1, 64, dtype=torch.bool)
     )
     step = (bf16(1, 2, 128), bf16(1, 1, 2, 128), bf16(1, 1, 2, 128), torch.zeros(1, 1, 2), torch.zeros(1, 2))
-    triton_step(*step, state, scale=1.0, qk_l2norm=True)
+    triton_step(*step, state=state, scale=1.0, qk_l2norm=True)
 
 
 def compile_all(architecture: str, pattern: str) -> Iterator[Kernel]:
@@ -184,7 +202,7 @@ def compile_all(architecture: str, pattern: str) -> Iterator[Kernel]:
 
     triton.knobs.compilation.listener = listener
     seen: set[Path] = set()
-    for case, run in itertools.chain(operator_cases(), fused_cases()):
+    for case, run in itertools.chain(operator_cases(), fused_cases(architecture)):
         if not re.search(pattern, case):
             continue
         found.clear()

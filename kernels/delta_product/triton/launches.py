@@ -81,7 +81,7 @@ ROWS = [
      "chunk_bwd_state": {"BV": 128, "num_warps": 8, "num_stages": 2},
      "chunk_bwd_qkg": {"BV": 64, "BKO": 256, "num_warps": 8, "num_stages": 2}},
     {"architecture": "8.0", "key_dim": 128, "value_dim": 128, "num_householder": 1,  # never timed
-     "chunk_prepare_wy": {"num_warps": 4, "num_stages": 1},
+     "chunk_prepare_wy": {"num_warps": 8, "num_stages": 1},
      "chunk_fwd": {"BV": 64, "num_warps": 8, "num_stages": 1},
      "chunk_bwd_state": {"BV": 64, "num_warps": 8, "num_stages": 2},
      "chunk_bwd_qkg": {"BV": 64, "BKO": 64, "num_warps": 8, "num_stages": 1}},
