@@ -159,11 +159,12 @@ def step_roofline(
         link: bytes per second that a rank sends at most; None: not known.
     """
     tokens //= ranks
+    length = config.trainer.seq_len // config.launch.context_parallel  # of a row, on a rank
     model, narrow = build_config(config.model), config.trainer.autocasts
     element_size = 2 if narrow else 4
-    micro_batches = tokens // (config.trainer.micro_batch_size * config.trainer.seq_len)
+    micro_batches = tokens // (config.trainer.micro_batch_size * length)
     shape = Shape(
-        *(tokens // config.trainer.seq_len, config.trainer.seq_len),
+        *(tokens // length, length),
         *(model.value_heads, model.head_dim, model.head_v_dim),
         *(model.num_householder, model.use_forget_gate, element_size),
     )

@@ -19,7 +19,7 @@ from fla_train.bench.breakdown import breakdown
 from fla_train.bench.models import build, training_flops
 from fla_train.bench.ranks import on_ranks
 from fla_train.bench.roofline import Ceilings, link_bandwidth, step_roofline
-from fla_train.data.sampler import BatchSampler, PrefetchLoader, send
+from fla_train.data.sampler import Batch, BatchSampler, PrefetchLoader
 from fla_train.models import DeltaProductConfig
 from fla_train.training.bad_steps import BadStepFilter
 from fla_train.training.config import (
@@ -33,6 +33,8 @@ from fla_train.training.config import (
     validate,
 )
 from fla_train.training.engine import Outcome, build_engine, train_step
+from fla_train.training.process_group import split_ranks
+from fla_train.training.run_data import to_batch
 from fla_train.utils.throughput import Throughput
 
 WARM_UP = 3  # steps: compilation, the optimizer's first allocations
@@ -100,6 +102,9 @@ def bench_models(
     processes = config.launch.num_processes
     arguments = (ceilings, steps, max(1, torch.get_num_threads() // processes))
     for name in names:
+        if config.launch.context_parallel > 1 and name != "ours":
+            yield StepRow(name, refused="it needs whole sequences: launch.context_parallel=1")
+            continue
         try:
             yield on_ranks(processes, measure, config, name, *arguments)
         except Exception as failure:  # a peer that is absent, or fails in any way of its own
@@ -126,16 +131,17 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
     engine = build_engine(model.float(), config)
     device, trainer, ranks = engine.device, config.trainer, dist.get_world_size()
     bad_steps = BadStepFilter(device, max_grad_norm=config.optimizer.max_grad_norm)
-    global_batch = accumulation_steps(config) * trainer.micro_batch_size * ranks
-    plan = BatchSampler(global_batch, trainer.micro_batch_size, dist.get_rank(), ranks)
+    mesh = split_ranks(config.launch.context_parallel)
+    global_batch = accumulation_steps(config) * trainer.micro_batch_size * mesh.data_world
+    plan = BatchSampler(global_batch, trainer.micro_batch_size, mesh.data_rank, mesh.data_world)
     tokens = plan.global_batch * trainer.seq_len
     with PrefetchLoader(RandomTokens(config.model["vocab_size"], trainer.seq_len), plan) as sequences:
 
-        def batch() -> list[tuple[Tensor, Tensor]]:
-            """input_ids and labels of each micro-batch of a step; peers know of no more."""
-            return [(ids, ids) for ids in (send(next(sequences), device) for _ in range(plan.accumulation))]
+        def batch() -> list[Batch]:
+            """The micro-batches of a step: of whole sequences ids and labels, since peers know of no more."""
+            return [to_batch(next(sequences), device, mesh.context) for _ in range(plan.accumulation)]
 
-        def step(micro_batches: list[tuple[Tensor, Tensor]]) -> Outcome:
+        def step(micro_batches: list[Batch]) -> Outcome:
             return train_step(engine, micro_batches, config.optimizer.lr, bad_steps)
 
         began = time.perf_counter()

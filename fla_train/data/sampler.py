@@ -18,20 +18,30 @@ IGNORE = -100  # label of a position that is no target, as in torch and transfor
 class Batch(NamedTuple):
     """A micro-batch: rows of equal length, or the same in one line as packed documents.
 
+    With context parallelism it is a part of the rows. Fields have the names by which models take them.
+
     Attributes:
         input_ids: [B, T] int64.
-        labels: [B, T] int64, aligned with `input_ids`; -100 where there is no target.
-        cu_seqlens: [S + 1] int32 bounds of the documents in a single row (B = 1), or None.
-        max_length_q: how long these documents may be (tokens), by the name that models take it.
+        labels: [B, T] int64, aligned with `input_ids`; -100 where there is no target. None in a part.
+        cu_seqlens: [S + 1] int32 bounds of the documents in a single whole row (B = 1), or None.
+        max_length_q: how long these documents may be (tokens).
         continues: [rows] bool, whether a row begins where the same row of the last step ended, in its
             document; None: no order is known. It is no argument of a model.
+        shift_labels: in a part in place of `labels`, the target of each token.
+        context_part: in a part, the `ContextPart` that it is.
     """
 
     input_ids: torch.Tensor
-    labels: torch.Tensor
+    labels: torch.Tensor | None
     cu_seqlens: torch.Tensor | None = None
     max_length_q: int | None = None
     continues: torch.Tensor | None = None
+    shift_labels: torch.Tensor | None = None
+    context_part: object | None = None
+
+    def targets(self) -> torch.Tensor:
+        """The token after each one, -100 where there is no target: [B, T], without the last in whole rows."""
+        return self.labels[:, 1:] if self.shift_labels is None else self.shift_labels
 
     def to(self, device: torch.device) -> "Batch":
         return Batch(*(send(t, device) if isinstance(t, torch.Tensor) else t for t in self))

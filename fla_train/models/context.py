@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from fla_train.kernels.context_parallel import ContextPart
 from fla_train.models.carried_states import CarriedStates
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.visible_keys import PADDING, MovableTensors, VisibleKeys
@@ -19,13 +20,14 @@ class SequenceContext(MovableTensors):
     """One call's layout of its T new tokens, after those in the cache."""
 
     padding_mask: Tensor | None = None  # [B, T] bool, False at padding; None: no padding
-    cu_seqlens: Tensor | None = None  # [S + 1] packed documents
+    cu_seqlens: Tensor | None = None  # [S + 1] packed documents; of a part, those with tokens in it
     position_in_document: Tensor | None = None  # [T] distance from the document's start, with cu_seqlens
     positions: Tensor | None = None  # [T] in the sequence, padding included; for mixers of the user's own
     cos: Tensor | None = None  # [T, head size / 2] of the rotary angles, for attention layers; None: no RoPE
     sin: Tensor | None = None
     visible: dict[str, VisibleKeys] = field(default_factory=dict)  # by the kind of attention layer
     attentions: list[Tensor] | None = None  # where attention layers leave their softmax weights, if asked for
+    part: ContextPart | None = None  # of the rows, where ranks share them; None: rows are whole
     states: CarriedStates | None = None  # that linear layers start from in place of zeros, and leave
     first_documents: Tensor | None = None  # [R] with states of packed rows: the document each row begins with
     last_documents: Tensor | None = None  # [R] and ends with
@@ -40,6 +42,7 @@ class SequenceContext(MovableTensors):
         cache: Cache | None = None,
         attentions: list[Tensor] | None = None,
         longest: int | None = None,
+        part: ContextPart | None = None,
         states: CarriedStates | None = None,
     ) -> "SequenceContext":
         """Derive the layout for tokens [B, T, ...] without waiting for the device.
@@ -49,6 +52,7 @@ class SequenceContext(MovableTensors):
             cu_seqlens: [S + 1] bounds of the documents packed in one row (B = 1).
             cache: of the tokens before, as `cache_for` returns it.
             longest: what no packed document is longer than, if the host knows; it saves attention time.
+            part: the part of the rows that the tokens are; `cu_seqlens` has the bounds of the whole row.
             states: of B rows, or of the R equal rows that make up the packed one, each with own bounds.
 
         Raises:
@@ -56,20 +60,24 @@ class SequenceContext(MovableTensors):
         """
         batch, length = tokens.shape[:2]
         documents = in_document = positions = cos = sin = first_documents = last_documents = None
+        start = 0 if part is None else part.start(length)
         if cu_seqlens is not None:
             if batch != 1:
                 raise ValueError(f"cu_seqlens packs documents in one row: batch 1, not {batch}")
-            position = torch.arange(length, device=tokens.device)
+            position = torch.arange(start, start + length, device=tokens.device)
             cu_seqlens = cu_seqlens.to(position)  # searchsorted wants one dtype
             documents = torch.searchsorted(cu_seqlens[1:], position, right=True)
             in_document = position - cu_seqlens[documents]
             if states is not None:
                 by_row = documents.view(states.rows, -1)
                 first_documents, last_documents = by_row[:, 0], by_row[:, -1]
+                # A row's first document may have begun before it, and then its convolution's inputs did.
+                first = (by_row == by_row[:, :1]).flatten()
+                in_document = torch.where(first, in_document + config.conv_size - 1, in_document)
         found = attention_mask
         if not isinstance(found, dict):
             found = masks(config, tokens, attention_mask, cache)
-        arguments = tokens, cache, found, documents, cu_seqlens
+        arguments = tokens, cache, found, documents, cu_seqlens, start
         visible = {
             kind: replace(_visible_keys(config, kind, *arguments), longest=longest)
             for kind in attention_kinds(config)
@@ -81,9 +89,11 @@ class SequenceContext(MovableTensors):
             queries = next(iter(visible.values())).queries  # the same for all kinds
             cos, sin = _rotary_angles(config, queries, tokens.dtype)
         padding_mask = found["padding_mask"]
+        if part is not None and cu_seqlens is not None:
+            cu_seqlens = part.bounds(cu_seqlens, length)
         return cls(
             *(padding_mask, cu_seqlens, in_document, positions, cos, sin, visible, attentions),
-            *(states, first_documents, last_documents),
+            *(part, states, first_documents, last_documents),
         )
 
 
@@ -197,22 +207,31 @@ def _visible_keys(
     found: Masks,
     documents: Tensor | None,
     cu_seqlens: Tensor | None,
+    start: int,
 ) -> VisibleKeys:
-    """What the tokens [B, T, ...] see in layers of one kind; `documents` are their numbers [T]."""
+    """What the tokens [B, T, ...] see in layers of one kind; `documents` are their numbers [T].
+
+    Tokens that are a part of their rows begin at `start`; the keys are those of the rows up to their end.
+    """
     (batch, length), device = tokens.shape[:2], tokens.device
-    seen, keys, first = 0, length, 0
+    seen, keys, first = start, start + length, 0
     if cache is not None:
         layer = cache.layers[attention_kinds(config)[kind]]
         seen, (keys, first) = layer.get_seq_length(), layer.get_mask_sizes(length)
         seen = seen.to(device) if isinstance(seen, Tensor) else seen
-    position, bounds, starts = torch.arange(length, device=device), None, None
+    position, bounds, key_bounds, starts = torch.arange(length, device=device), None, None, None
     query_documents = key_documents = None if documents is None else documents[None]
+    if start and documents is not None:
+        before = torch.searchsorted(cu_seqlens[1:], torch.arange(start, device=device), right=True)
+        key_documents = torch.cat([before, documents])[None]
     if found[kind] is not None:
         number = position.new_zeros(()) if documents is None else documents
         query_documents, key_documents = number.expand(1, length), number.where(found[kind], PADDING)
-    elif isinstance(seen, int) and seen == 0 and keys == length:
-        rows = torch.arange(batch + 1, device=device) * length
-        bounds = (rows if cu_seqlens is None else cu_seqlens).int()
+    elif isinstance(seen, int) and seen == start and keys == start + length:
+        rows = torch.arange(batch + 1, device=device)
+        bounds = rows * length if cu_seqlens is None else (cu_seqlens - start).clamp(0, length)
+        key_bounds = rows * keys if cu_seqlens is None else cu_seqlens.clamp(max=keys)
+        bounds, key_bounds = bounds.int(), key_bounds.int()
     if documents is not None and device.type == "cpu" and not torch.compiler.is_compiling():
         starts = cu_seqlens[documents].tolist()
     return VisibleKeys(
@@ -222,6 +241,7 @@ def _visible_keys(
         query_documents=query_documents,
         key_documents=key_documents,
         cu_seqlens=bounds,
+        key_cu_seqlens=key_bounds,
         first=seen - first if isinstance(seen, int) else None,
         starts=starts,
     )

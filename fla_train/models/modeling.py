@@ -29,6 +29,7 @@ from transformers.modeling_layers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple, logging
 
+from fla_train.kernels.context_parallel import ContextPart
 from fla_train.models.auto import register_models
 from fla_train.models.cache import CACHE_NAME, cache_for, count_tokens
 from fla_train.models.carried_states import CarriedStates
@@ -147,6 +148,7 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
         position_ids: Tensor | None = None,
         output_hidden_states: bool | int | list[int] | None = None,
         output_attentions: bool | None = None,
+        context_part: ContextPart | None = None,
         states: CarriedStates | None = None,
         **packing: Tensor | int | None,
     ) -> BaseModelOutputWithPast:
@@ -169,6 +171,9 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
                 places. Default: the config's.
             output_attentions: return the softmax weights [B, H, T, keys] of each attention layer (an empty
                 tuple without such layers). Default: the config's.
+            context_part: the tokens are this part of their rows, and all ranks of its group call the model
+                with theirs. `cu_seqlens` then has the bounds of the whole row. Takes no padding, cache or
+                states.
             states: for training: what the linear layers start from in place of zeros, and where they leave
                 their final states; of the B rows, or with `cu_seqlens` of R rows of equal length, each with
                 documents of its own. They carry no gradient, and take the place of a cache.
@@ -202,6 +207,16 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
         if states is not None and (past_key_values is not None or use_cache or not self.supports_cache):
             raise ValueError("states stand in for a cache: pass no other, and use a mixer that takes one")
         cu_seqlens = document_bounds(padding, cu_seqlens, position_ids, **packing)
+        if context_part is not None:
+            others = (padding, past_key_values, use_cache or None, states, self.config.mixer)
+            if any(other is not None for other in others):
+                raise ValueError(
+                    "context_part takes no attention_mask, cache, states or mixer of your own: leave them "
+                    "out, or run whole sequences"
+                )
+            use_cache = False
+            if checkpointing:
+                context_part = context_part.remembering()
         if use_cache is None:
             passes = self.training or states is not None or cu_seqlens is not None
             use_cache = self.config.use_cache and not passes
@@ -220,6 +235,7 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
         context = SequenceContext.build(
             *(self.config, hidden, attention_mask, cu_seqlens, cache, attentions),
             longest=longest if isinstance(longest, int) else None,
+            part=context_part,
             states=states,
         )
 
@@ -292,7 +308,7 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
                 micro-batches are exact. Default: the number of targets in `labels`.
             others: `shift_labels` [B, T], the target of each position, in place of `labels` where a caller
                 has shifted them already (Trainer would require of every batch what the signature calls
-                labels); and `packing` of the backbone.
+                labels); and `context_part` and `packing` of the backbone.
 
         Returns:
             `loss` (fp32 scalar) with labels, `logits` [B, kept, vocabulary], `past_key_values`, and
@@ -301,6 +317,8 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         others.pop("tokenizer", None)  # `generate(tokenizer=...)` hands it on to the model
         shift_labels = others.pop("shift_labels", None)
         if shift_labels is None and labels is not None:
+            if others.get("context_part") is not None:
+                raise ValueError("the label of a part's last token is in the next part: give shift_labels")
             shift_labels = next_tokens(labels)
         if use_cache is None and shift_labels is not None:
             use_cache = False
@@ -344,18 +362,33 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def token_losses(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        context_part: ContextPart | None = None,
     ) -> Tensor:
-        """For evaluation: -log p(input_ids[:, t + 1] | input_ids[:, : t + 1]) at each t, fp32 [B, T - 1]."""
+        """For evaluation: -log p(input_ids[:, t + 1] | input_ids[:, : t + 1]) at each t, fp32 [B, T - 1].
+
+        With `shift_labels` [B, T] those of the tokens that it names, [B, T], and 0 where it is -100.
+        """
         outputs = self.model(
-            input_ids, attention_mask, use_cache=False, cu_seqlens=cu_seqlens, return_dict=True
+            input_ids,
+            attention_mask,
+            use_cache=False,
+            cu_seqlens=cu_seqlens,
+            context_part=context_part,
+            return_dict=True,
         )
-        tokens, targets = outputs.last_hidden_state.flatten(0, 1), next_tokens(input_ids).flatten()
+        given = next_tokens(input_ids) if shift_labels is None else shift_labels
+        tokens, targets = outputs.last_hidden_state.flatten(0, 1), given.flatten()
         if is_plain(self.lm_head):
             losses = token_losses(tokens, self.lm_head.weight, targets)
         else:
             losses = losses_of_logits(self.lm_head(tokens), targets)
-        return losses.view(input_ids.shape)[:, :-1]
+        losses = losses.view(input_ids.shape)
+        return losses[:, :-1] if shift_labels is None else losses
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, object], *rest: object

@@ -39,6 +39,7 @@ class VisibleKeys(MovableTensors):
     query_documents: Tensor | None = None  # [1, T] numbers of documents; None: one in each row
     key_documents: Tensor | None = None  # [B or 1, S], or PADDING
     cu_seqlens: Tensor | None = None  # int32 bounds of all documents, row after row; None: padding or a cache
+    key_cu_seqlens: Tensor | None = None  # those of their keys, which may begin before the queries
     longest: int | None = None  # what no document of `cu_seqlens` is longer than; None: a row
     first: int | None = None  # index of the first query's own key; None: known on the device only
     starts: list[int] | None = None  # by query, the first key of its document; None: not known on the host

@@ -186,12 +186,28 @@ class LaunchConfig:
     peak_tflops: float | None = key(None, above=0)
     rendezvous_timeout: float = key(600.0, above=0, at_most=1e9)  # torch's store counts ns in 64 bits
     overlap_communication: bool = False
+    context_parallel: int = key(1, at_least=1)
+
+    @property
+    def data_parallel(self) -> int:
+        """Number of processes, or groups of context parallel ones, that read different sequences."""
+        return max(1, self.num_processes // self.context_parallel)
 
     def errors(self) -> Iterator[str]:
         if self.num_processes % self.num_machines:
             yield (
                 f"launch.num_processes={self.num_processes} (all machines together) is not a multiple of "
                 f"launch.num_machines={self.num_machines}"
+            )
+        if self.num_processes % self.context_parallel:
+            yield (
+                f"launch.context_parallel={self.context_parallel} does not divide launch.num_processes="
+                f"{self.num_processes}: use a divisor"
+            )
+        if self.context_parallel > 1 and self.overlap_communication:
+            yield (
+                "launch.overlap_communication=true cannot be had with launch.context_parallel above 1: set "
+                "it to false"
             )
         if self.machine_rank is not None and not 0 <= self.machine_rank < self.num_machines:
             yield (
@@ -263,6 +279,7 @@ class TrainConfig:
             yield from self.launch.errors()
             yield from self.schedule.errors(self.trainer.max_steps)
             yield from _device_errors(self)
+            yield from _context_errors(self)
             yield from _float8_errors(self)
             if self.task is None:
                 yield from _batch_errors(sized)
@@ -406,16 +423,42 @@ def _state_errors(config: TrainConfig) -> Iterator[str]:
 
 
 def _batch_errors(config: TrainConfig) -> Iterator[str]:
-    trainer, world = config.trainer, config.launch.num_processes
-    unit = trainer.seq_len * trainer.micro_batch_size * world
+    trainer, launch = config.trainer, config.launch
+    unit = trainer.seq_len * trainer.micro_batch_size * launch.data_parallel
     if trainer.global_batch_tokens % unit:
         below = trainer.global_batch_tokens // unit * unit
         fits = f"{below} or {below + unit}" if below else f"{unit}"
         yield (
             f"trainer.global_batch_tokens={trainer.global_batch_tokens} is not a multiple of {unit} = "
-            f"seq_len {trainer.seq_len} x micro_batch_size {trainer.micro_batch_size} x {world} process(es): "
-            f"use {fits}"
+            f"seq_len {trainer.seq_len} x micro_batch_size {trainer.micro_batch_size} x "
+            f"{describe_processes(launch)}: use {fits}"
         )
+
+
+def describe_processes(launch: LaunchConfig) -> str:
+    """The processes that read different sequences, for a reader."""
+    if launch.context_parallel == 1:
+        return f"{launch.num_processes} process(es)"
+    return f"{launch.data_parallel} group(s) of {launch.context_parallel} processes"
+
+
+def _context_errors(config: TrainConfig) -> Iterator[str]:
+    """What context parallelism does not do; the model's own errors come from `_model_errors`."""
+    trainer, parts, model = config.trainer, config.launch.context_parallel, config.model
+    if parts == 1:
+        return
+    name = f"launch.context_parallel={parts}"
+    if config.task is not None:
+        yield f"{name} is for training on text: use 1 for a task, whose sequences are short"
+    elif is_zoo(model) or model.get("mixer") is not None:
+        what = "a mixer of your own" if model.get("mixer") is not None else f"a {model['model_type']} model"
+        yield f"{name} cannot be had with {what}, which needs whole sequences: use 1, or another model"
+    elif initial_state_kind(config) != "zero":
+        yield f"{name} cannot be had with trainer.initial_state or data.contiguous: leave both out"
+    elif trainer.seq_len % parts:
+        yield f"{name} does not divide trainer.seq_len={trainer.seq_len}: use a multiple of {parts} tokens"
+    elif trainer.seq_len // parts < model["conv_size"]:
+        yield f"{name} leaves parts of {trainer.seq_len // parts} tokens: use a longer trainer.seq_len"
 
 
 def _task_batch_errors(config: TrainConfig) -> Iterator[str]:
@@ -595,20 +638,21 @@ def with_processes(config: TrainConfig) -> TrainConfig:
 def with_batch(config: TrainConfig) -> TrainConfig:
     """`config` with a number for `trainer.global_batch_tokens=auto`.
 
-    It is the multiple of seq_len x micro_batch_size x processes nearest to target_batch_tokens, at least one.
+    It is the multiple of seq_len x micro_batch_size x processes / context_parallel nearest to
+    target_batch_tokens, at least one.
     """
     trainer = config.trainer
     if trainer.global_batch_tokens != AUTO:
         return config
-    unit = trainer.seq_len * trainer.micro_batch_size * config.launch.num_processes
+    unit = trainer.seq_len * trainer.micro_batch_size * config.launch.data_parallel
     tokens = max(1, round(trainer.target_batch_tokens / unit)) * unit
     return replace(config, trainer=replace(trainer, global_batch_tokens=tokens))
 
 
 def accumulation_steps(config: TrainConfig) -> int:
-    """Micro-batches per rank and optimizer step."""
-    trainer, processes = config.trainer, with_processes(config).launch.num_processes
-    return trainer.global_batch_tokens // (trainer.seq_len * trainer.micro_batch_size * processes)
+    """Micro-batches per rank and optimizer step; context parallel ranks share theirs."""
+    trainer, ranks = config.trainer, with_processes(config).launch.data_parallel
+    return trainer.global_batch_tokens // (trainer.seq_len * trainer.micro_batch_size * ranks)
 
 
 def initial_state_kind(config: TrainConfig) -> str:

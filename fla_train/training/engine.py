@@ -151,7 +151,7 @@ def train_step(
     states: InitialStates | None = None,
 ) -> Outcome:
     """One optimizer step on this rank's micro-batches: input_ids and labels, each [B, T] int64 on the
-    engine's device, and where documents are kept apart their bounds.
+    engine's device, or further fields of `Batch`.
 
     The gradient is that of (sum of the target tokens' losses) / (their number), both over all ranks and
     micro-batches. Gradients are added up: DeepSpeed's divisions by ranks and micro-batches are turned off.
@@ -169,7 +169,7 @@ def train_step(
     zero = engine.optimizer
     for group in zero.param_groups:
         group["lr"] = learning_rate
-    targets = torch.stack([(labels[:, 1:] != -100).sum() for _, labels, *_ in micro_batches]).sum()
+    targets = torch.stack([(Batch(*batch).targets() != -100).sum() for batch in micro_batches]).sum()
     dist.all_reduce(targets)
     divisor = targets.clamp(min=1)
     # The summed loss, and the ranks that want to stop

@@ -31,6 +31,7 @@ from fla_train.tasks.plots import plot_accuracy
 from fla_train.training.checkpoint import TrainState, folder_name
 from fla_train.training.config import TrainConfig
 from fla_train.training.metrics import checkpoint_seconds, last_value
+from fla_train.training.process_group import RankMesh
 from fla_train.training.resume import has_reached
 from fla_train.training.run_data import to_batch
 from fla_train.training.run_folder import RunFolder
@@ -57,25 +58,30 @@ class Evaluator(Protocol):
 
 
 def make_evaluator(
-    config: TrainConfig, data: PreparedData, folder: RunFolder, engine, beat: Beat
+    config: TrainConfig, data: PreparedData, folder: RunFolder, engine, mesh: RankMesh, beat: Beat
 ) -> Evaluator:
     """The evaluator of a run on text, or on a task.
 
     Args:
+        mesh: which of the sequences this rank reads.
         beat: called for each batch, which is progress.
 
     Raises:
         ValueError: a manifest is corrupt, or a shard of the validation split is missing or cut short.
     """
-    kind = TextEvaluator if config.task is None else TaskEvaluator
-    return kind(config, data, folder, engine, beat)
+    if config.task is not None:
+        return TaskEvaluator(config, data, folder, engine, beat)
+    return TextEvaluator(config, data, folder, engine, mesh, beat)
 
 
 class TextEvaluator:
     """Losses of held-out text, of all of it and of each part of a mixture. See `make_evaluator`."""
 
-    def __init__(self, config: TrainConfig, data: PreparedData, folder: RunFolder, engine, beat: Beat):
+    def __init__(
+        self, config: TrainConfig, data: PreparedData, folder: RunFolder, engine, mesh: RankMesh, beat: Beat
+    ):
         self._trainer, self._folder, self._engine, self._beat = config.trainer, folder, engine, beat
+        self._mesh = mesh
         self._unigram_entropy = data.manifest["splits"]["validation"]["unigram_entropy"]
         self._parts: dict[str, Part] = dict(open_validation(data.folder, config.trainer.seq_len))
         if config.data.document_boundaries:
@@ -85,14 +91,14 @@ class TextEvaluator:
 
     def evaluate(self, step: int) -> tuple[Record, str] | None:
         """Evaluate the first `trainer.eval_tokens` tokens, shared out evenly among the parts."""
-        trainer, rank, world = self._trainer, dist.get_rank(), dist.get_world_size()
+        trainer, mesh = self._trainer, self._mesh
         if not self._parts:
             return None
         limit = max(1, trainer.eval_tokens // len(self._parts) // trainer.seq_len)
         found = {}
         for name, (sequences, weight) in self._parts.items():
             read = sequential_batches(
-                sequences, trainer.micro_batch_size, limit=limit, rank=rank, world=world
+                sequences, trainer.micro_batch_size, limit=limit, rank=mesh.data_rank, world=mesh.data_world
             )
             result = evaluate(
                 self._engine,
@@ -110,7 +116,7 @@ class TextEvaluator:
 
     def _batches(self, read: Iterable[Tensor | Batch], step: int) -> Iterator[Batch]:
         for item in read:
-            batch = to_batch(item, self._engine.device)
+            batch = to_batch(item, self._engine.device, self._mesh.context)
             self._beat(f"evaluating after step {step}", ("evaluation", batch.input_ids.shape))
             yield batch
 
@@ -259,13 +265,16 @@ def evaluate(
         with torch.autocast(
             device.type, engine.torch_autocast_dtype(), enabled=engine.torch_autocast_enabled()
         ):
-            losses = engine.module.token_losses(batch.input_ids, cu_seqlens=batch.cu_seqlens)  # [B, T - 1]
-        target = batch.labels[:, 1:] != -100
+            options = {"cu_seqlens": batch.cu_seqlens}
+            if batch.context_part is not None:
+                options |= {"shift_labels": batch.shift_labels, "context_part": batch.context_part}
+            losses = engine.module.token_losses(batch.input_ids, **options)  # of `batch.targets()`
+        target = batch.targets() != -100
         bucket = (_context(batch) * buckets // seq_len).expand_as(losses)[target]
         sums[0].index_add_(0, bucket, losses[target].double())
         sums[1].index_add_(0, bucket, torch.ones_like(bucket, dtype=torch.float64))
         if token_sizes is not None:
-            sums[2].index_add_(0, bucket, token_sizes.to(device)[batch.labels[:, 1:][target]].double())
+            sums[2].index_add_(0, bucket, token_sizes.to(device)[batch.targets()[target]].double())
     engine.train()
     dist.all_reduce(sums)
     total, targets, sizes = sums.tolist()
@@ -329,8 +338,10 @@ def weighted(parts: Sequence[tuple[Evaluation, float]]) -> Evaluation:
 
 
 def _context(batch: Batch) -> Tensor:
-    """Tokens of the same row or document before each target, int64: [1, T - 1]."""
-    positions = torch.arange(1, batch.input_ids.shape[1], device=batch.input_ids.device)
+    """Tokens of the same row or document before each target, int64: [1, T - 1], of a part [1, T]."""
+    count = batch.targets().shape[1]
+    before = 0 if batch.context_part is None else batch.context_part.start(count)
+    positions = torch.arange(before + 1, before + 1 + count, device=batch.input_ids.device)
     if batch.cu_seqlens is None:
         return positions[None]
     bounds = batch.cu_seqlens.to(positions)

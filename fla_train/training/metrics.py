@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fla_train.kernels.context_parallel import ContextGroup
 from fla_train.training.run_folder import RunFolder
 from fla_train.utils.records import Record, read_metrics
 
@@ -22,13 +23,16 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def step_statistics(engine, found: dict[str, Tensor]) -> Iterator[None]:
+def step_statistics(engine, found: dict[str, Tensor], context: ContextGroup | None = None) -> Iterator[None]:
     """Run one optimizer step inside; its statistics are in `found` afterwards, as scalars on the device.
 
     `param_norm` after the step, `update_norm` of the difference it made, and for each mixer i with gates,
     over the first sequence of the first micro-batch: `beta/i`, the mean step size; `beta_above_1/i`, the
     share of negative eigenvalues 1 - beta; `decay/i`, the mean of exp(g), with a forget gate. Every rank
     calls it.
+
+    Args:
+        context: ranks that share the sequence, of which each has a part.
     """
     masters = engine.optimizer.single_partition_of_fp32_groups  # this rank's partitions, zero-padded
     before = [master.detach().clone() for master in masters]
@@ -39,6 +43,10 @@ def step_statistics(engine, found: dict[str, Tensor]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+    if context is not None and found:
+        means = torch.stack(list(found.values()))
+        context.add_up(means)
+        found |= zip(found, (means / context.size).unbind(), strict=True)
     for old, master in zip(before, masters, strict=True):
         old.sub_(master.detach())
     squares = torch.stack([_sum_of_squares(masters), _sum_of_squares(before)])

@@ -14,6 +14,7 @@ from fla_train.models.zoo.flops import forward_flops
 from fla_train.training.config import (
     TrainConfig,
     accumulation_steps,
+    describe_processes,
     initial_state_kind,
     with_processes,
 )
@@ -86,7 +87,7 @@ def _memory(config: TrainConfig, count: ParameterCount) -> int:
         return 8 * count.total + 12 * count.total // with_processes(config).launch.num_processes
     memory = training_memory_bytes(
         build_model_config(config.model),
-        tokens_per_device=trainer.micro_batch_size * trainer.seq_len,
+        tokens_per_device=trainer.micro_batch_size * trainer.seq_len // config.launch.context_parallel,
         num_devices=config.launch.num_processes,
         element_size=2 if trainer.autocasts else 4,
         gradient_checkpointing=trainer.activation_checkpointing,
@@ -116,7 +117,7 @@ def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:
         f"parameters   {plan.parameters:,} with the embedding counted once, {plan.parameters_held:,} in all",
         f"tokens       {plan.tokens:,} = {trainer.max_steps:,} steps x {trainer.global_batch_tokens:,}"
         + ("" if plan.epochs is None else f" ({plan.epochs:.2f} epochs)"),
-        f"batch        {launch.num_processes} process(es) x {plan.accumulation} micro-batch(es) x "
+        f"batch        {describe_processes(launch)} x {plan.accumulation} micro-batch(es) x "
         f"{trainer.micro_batch_size} sequences x {trainer.seq_len} tokens",
         f"FLOPs        {plan.flops_per_token:.3g} per token, {plan.flops_per_token * plan.tokens:.3g} in all",
         *([hours] if plan.gpu_hours >= 1 else []),

@@ -3,12 +3,15 @@
 import os
 import socket
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
 
 import psutil
 import torch
 import torch.distributed as dist
+
+from fla_train.kernels.context_parallel import ContextGroup
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
@@ -48,6 +51,29 @@ def join(*, on_gpu: bool) -> torch.device:
     )
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT, **place)
     return device
+
+
+@dataclass(frozen=True)
+class RankMesh:
+    """The ranks of a run as data x context: consecutive ranks share sequences, the others have others.
+
+    Attributes:
+        data_rank, data_world: which share of the sequences this rank reads, of how many.
+        context: the ranks that share them, each with a part; None: sequences are whole.
+    """
+
+    data_rank: int
+    data_world: int
+    context: ContextGroup | None = None
+
+
+def split_ranks(context_parallel: int) -> RankMesh:
+    """The joined ranks by groups of `context_parallel`, a divisor of their number. All ranks call it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if context_parallel == 1:
+        return RankMesh(rank, world)
+    group, _ = dist.new_subgroups(context_parallel, timeout=TIMEOUT)
+    return RankMesh(rank // context_parallel, world // context_parallel, ContextGroup(group))
 
 
 def _store(world: int) -> dist.Store | None:

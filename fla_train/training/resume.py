@@ -283,6 +283,7 @@ def check_config_consistency(
     facts["the prepared data"] = data.folder.name
     facts["the Hub's commit of the data"] = data.commits()
     facts |= {key: getattr(config.data, key.removeprefix("data.")) for key in SEQUENCE_KEYS}
+    facts["launch.context_parallel"] = config.launch.context_parallel
     facts["the checkpoint to resume"] = resume.name if resume else None
     # The first machine has written it by now. Another content, or none, means another folder.
     shared = folder.environment

@@ -14,6 +14,8 @@ from fla_train.data.contiguous import ContiguousDataset
 from fla_train.data.dataset import Dataset
 from fla_train.data.open_dataset import open_contiguous, open_train
 from fla_train.data.sampler import Batch, PackedDataset, send
+from fla_train.kernels.context_parallel import ContextGroup, ContextPart
+from fla_train.models.loss import next_tokens
 from fla_train.tasks import Task, TaskConfig, curriculum_tasks, training_task
 from fla_train.training.config import TrainConfig
 
@@ -70,17 +72,33 @@ def open_training_data(
     return PackedDataset(train) if boundaries else train
 
 
-def to_batch(read: Tensor | Batch, device: torch.device) -> Batch:
+def to_batch(read: Tensor | Batch, device: torch.device, context: ContextGroup | None = None) -> Batch:
     """Copy what was read to `device`, without waiting.
 
     Args:
         read: ids [B, T], of which every token but the first is a target; inputs and labels [2, B, T] of a
             task; or a packed batch.
+        context: ranks that share the rows; this rank's part is copied.
     """
+    if context is not None:
+        whole = read if isinstance(read, Batch) else Batch(read, read)
+        return split_batch(whole, context).to(device)
     if isinstance(read, Batch):
         return read.to(device)
     sent = send(read, device)
     return Batch(*sent) if sent.ndim == 3 else Batch(sent, sent)
+
+
+def split_batch(whole: Batch, context: ContextGroup) -> Batch:
+    """This rank's part of rows [B, T] that the ranks of `context` share; T is a multiple of their number."""
+    length = whole.input_ids.shape[1] // context.size
+    own = slice(context.rank * length, (context.rank + 1) * length)
+    return whole._replace(
+        input_ids=whole.input_ids[:, own].contiguous(),
+        labels=None,
+        shift_labels=next_tokens(whole.labels)[:, own].contiguous(),
+        context_part=ContextPart.of(context, length, whole.cu_seqlens),
+    )
 
 
 class TaskSequences:

@@ -30,6 +30,7 @@ from fla_train.training.model import Exporter, build_model
 from fla_train.training.optimizer import learning_rate
 from fla_train.training.plan import training_flops
 from fla_train.training.preemption import StopRequest
+from fla_train.training.process_group import split_ranks
 from fla_train.training.resume import check_config_consistency
 from fla_train.training.run_data import open_training_data, to_batch
 from fla_train.training.run_folder import RunFolder, RunLock
@@ -76,6 +77,8 @@ class Trainer:
         self.engine = build_engine(model, config)
         self.timeline.mark("engine")
         self.rank, world = dist.get_rank(), dist.get_world_size()
+        mesh = split_ranks(config.launch.context_parallel)
+        self.context = mesh.context
         check_config_consistency(config, data, resume, self.folder)
         self.state = load_checkpoint(self.engine, resume) if resume else TrainState()
         self.timeline.mark("checkpoint")
@@ -86,11 +89,11 @@ class Trainer:
         self.batches = BatchSampler(
             global_batch=trainer.global_batch_tokens // trainer.seq_len,
             micro_batch=trainer.micro_batch_size,
-            rank=self.rank,
-            world=world,
+            rank=mesh.data_rank,
+            world=mesh.data_world,
         )
         self.train_data = open_training_data(config, data)
-        self.evaluator = make_evaluator(config, data, self.folder, self.engine, watchdog.beat)
+        self.evaluator = make_evaluator(config, data, self.folder, self.engine, mesh, watchdog.beat)
         self.logger = RunLogger(config, self.folder, self.state, stream, self.rank)
         self.states = InitialStates.of_run(config, self.batches, self.engine, resume, self.logger.log)
         device = self.engine.device
@@ -189,7 +192,8 @@ class Trainer:
         self._first = False
         self.watchdog.beat(f"waiting for the data of step {step}", "data")
         with self.throughput.waiting():
-            batch = [to_batch(next(loader), self.engine.device) for _ in range(self.batches.accumulation)]
+            device, count = self.engine.device, self.batches.accumulation
+            batch = [to_batch(next(loader), device, self.context) for _ in range(count)]
         if first:
             self.timeline.mark("data")
             if self.engine.device.type == "cuda" and not is_zoo(self.config.model):
@@ -210,7 +214,7 @@ class Trainer:
         self.watchdog.beat(f"in step {step}", kind)
         with ExitStack() as stack:
             if observe:
-                stack.enter_context(step_statistics(self.engine, self.statistics))
+                stack.enter_context(step_statistics(self.engine, self.statistics, self.context))
             if step in trainer.profile_steps:
                 stack.enter_context(profiled(self.folder.root / "profile", step, self.rank))
             outcome = train_step(

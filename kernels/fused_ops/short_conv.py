@@ -41,15 +41,15 @@ def short_convolution(
     Args:
         x: [B, T, D]. The triton backend computes in float32, the torch backend in the dtype of `x`.
         weight: [D, 1, W], as a depthwise `nn.Conv1d` keeps it.
-        state: the W-1 inputs before x, [B, D, W-1]; zeros when absent. With `position_in_document` the line
-            may be R rows of T / R tokens, each of which begins a document: [R, D, W-1].
+        state: the W-1 inputs before x, [B, D, W-1]; zeros when absent. With `position_in_document` x may be R
+            rows of T / R tokens in one line, and `state` [R, D, W-1] the inputs before each of them.
         position_in_document: distance of each token from its document's start, integers [T], for documents
-            packed in one row (B = 1); taps never reach beyond it.
+            packed in one row (B = 1); taps never reach beyond it. With `state` a document may begin before x.
         backend: "torch", "triton" or "auto" (see `resolve_backend`).
 
     Returns:
         y [B, T, D] in the dtype of `x`, and the last W-1 inputs to continue from, [B, D, W-1] or as `state`;
-        of packed rows with a `state`, zeros in place of those of earlier documents.
+        with both `state` and `position_in_document` those of the last document, zeros before it.
 
     Raises:
         ValueError: for shapes that do not fit, or a backend that cannot run.
@@ -62,119 +62,125 @@ def short_convolution(
             f"position_in_document has shape {list(position_in_document.shape)}, x {list(x.shape)}: "
             "expected [T] and batch 1"
         )
+    rows = batch if state is None or position_in_document is None else len(state)
     if state is not None:
-        rows = batch if position_in_document is None else len(state)
         whole = rows == batch or (rows and length % rows == 0)
         if state.shape != (rows, channels, width - 1) or not whole:
             raise ValueError(
                 f"state has shape {list(state.shape)}, x {list(x.shape)}: expected [B, D, W-1] = "
                 f"{[batch, channels, width - 1]}, or one for each row of packed documents"
             )
-        if position_in_document is not None:
-            return _continue_rows(x, weight, state, position_in_document, backend)
     limit = None if width <= MAX_TAPS else f"takes at most {MAX_TAPS} taps, got {width}"
     backend = resolve_backend(backend, x, limit)
 
+    before = None if state is None else state.transpose(1, 2).to(x.dtype)  # [R, W-1, D]
+    last = _last_inputs(x.view(rows, -1, channels), width - 1, position_in_document, before)
     if backend == "torch":
-        return _torch_short_convolution(x, weight, state, position_in_document)
-    if state is None:
-        return _ShortConvolution.apply(x, weight, position_in_document), _last_inputs(x, width - 1)
-    x = torch.cat([state.transpose(1, 2).to(x.dtype), x], dim=1)
-    return _ShortConvolution.apply(x, weight, None)[:, width - 1 :], _last_inputs(x, width - 1)
+        return _torch_short_convolution(x, weight, position_in_document, before), last
+    if before is None or not (before.requires_grad and torch.is_grad_enabled()):
+        return _ShortConvolution.apply(x, weight, position_in_document, before), last
+    x, position_in_document = _with_inputs_before(x, position_in_document, before)
+    y = _ShortConvolution.apply(x, weight, position_in_document, None)[:, width - 1 :]
+    return y.reshape(batch, length, channels), last
 
 
-def _continue_rows(
-    x: Tensor, weight: Tensor, state: Tensor, position_in_document: Tensor, backend: str
-) -> tuple[Tensor, Tensor]:
-    """`short_convolution` of packed rows that each continue from a `state` [R, D, W-1].
+def _with_inputs_before(
+    x: Tensor, position_in_document: Tensor | None, before: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """x in rows [R, W-1 + T, D], each behind the inputs before it, and their positions, 0 of these inputs.
 
-    The state goes before its row, as the first tokens of the row's first document.
+    For a state with a gradient, which the kernels do not compute; the outputs in its place are to be dropped.
     """
-    (rows, channels, history), length = state.shape, x.shape[1] // len(state)
-    x = torch.cat([state.transpose(1, 2).to(x.dtype), x.view(rows, length, channels)], dim=1)
-    position, token = position_in_document.view(rows, length), torch.arange(length, device=x.device)
-    position = torch.where(position == token, position + history, position)
-    before = torch.arange(history, device=x.device)
-    position = torch.cat([before.expand(rows, history), position], dim=1)
-    line = x.view(1, -1, channels)
-    y, _ = short_convolution(line, weight, position_in_document=position.flatten(), backend=backend)
-    last = x[:, length:].transpose(1, 2)
-    reached = position[:, -1:] >= torch.arange(history - 1, -1, -1, device=x.device)  # [R, W-1]
-    y = y.view(rows, history + length, channels)[:, history:].reshape(1, -1, channels)
-    return y, last * reached[:, None].to(x.dtype)
+    rows, history, channels = before.shape
+    if position_in_document is not None:
+        position_in_document = F.pad(position_in_document.view(rows, -1), (history, 0)).flatten()
+    return torch.cat([before, x.view(rows, -1, channels)], dim=1), position_in_document
 
 
 def _torch_short_convolution(
-    x: Tensor, weight: Tensor, state: Tensor | None, position_in_document: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, position_in_document: Tensor | None, before: Tensor | None
+) -> Tensor:
     """The definition, as W shifted multiply-adds.
 
     On CPUs that is as fast as a grouped `conv1d`, needs no transposes, and makes the reset at document
     boundaries a mask per shift.
     """
-    length, history = x.shape[1], weight.shape[-1] - 1
-    if state is None:
-        x = F.pad(x, (0, 0, history, 0))
-    else:
-        x = torch.cat([state.transpose(1, 2).to(x.dtype), x], dim=1)
+    shape, history = x.shape, weight.shape[-1] - 1
+    if before is None:
+        before = x.new_zeros(len(x), history, shape[-1])
+    x = torch.cat([before, x.view(len(before), -1, shape[-1])], dim=1)
+    length = x.shape[1] - history
     taps = weight[:, 0].to(x.dtype).unbind(-1)
     y = x[:, history:] * taps[-1]
     for shift in range(1, history + 1):
         past = x[:, history - shift : history - shift + length]
         if position_in_document is not None:
-            past = past * (position_in_document >= shift).to(x.dtype)[:, None]
+            past = past * (position_in_document >= shift).to(x.dtype).view(len(x), length, 1)
         y = torch.addcmul(y, past, taps[-1 - shift])
-    return F.silu(y), x[:, length:].transpose(1, 2)
+    return F.silu(y).view(shape)
 
 
-def _last_inputs(x: Tensor, count: int) -> Tensor:
-    """The last `count` tokens of x [B, T, D] as [B, D, count], zeros before its first."""
-    missing = max(count - x.shape[1], 0)
-    last = x[:, x.shape[1] + missing - count :]
-    return (F.pad(last, (0, 0, missing, 0)) if missing else last).transpose(1, 2)
+def _last_inputs(x: Tensor, count: int, position_in_document: Tensor | None, before: Tensor | None) -> Tensor:
+    """The last `count` tokens of x [R, T, D] and what is before it, as [R, D, count]; zeros before that."""
+    length = x.shape[1]
+    if length < count:
+        x = F.pad(x, (0, 0, count - length, 0)) if before is None else torch.cat([before, x], dim=1)
+    last = x[:, x.shape[1] - count :].transpose(1, 2)
+    if before is not None and position_in_document is not None:
+        distance = torch.arange(count - 1, -1, -1, device=x.device)  # from the last token
+        last = last * (position_in_document.view(len(x), length)[:, -1:] >= distance)[:, None].to(x.dtype)
+    return last
 
 
 class _ShortConvolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, position_in_document):
+    def forward(ctx, x, weight, position_in_document, before):
         x, weight = as_rows(x), weight.contiguous()
         position_in_document = None if position_in_document is None else position_in_document.contiguous()
+        before = None if before is None else before.contiguous()
         y = x.new_empty(x.shape)
-        short_convolution_forward(x, weight, position_in_document, y)
-        ctx.save_for_backward(x, weight, position_in_document)
+        short_convolution_forward(x, weight, position_in_document, before, y)
+        ctx.save_for_backward(x, weight, position_in_document, before)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, weight, position_in_document = ctx.saved_tensors
+        x, weight, position_in_document, before = ctx.saved_tensors
         dx = empty_gradient(x)
         dweight = torch.empty_like(weight, dtype=torch.float32)
-        short_convolution_backward(x, weight, position_in_document, dy.contiguous(), dx, dweight)
-        return dx, dweight.to(weight.dtype), None
+        dy = dy.contiguous()
+        short_convolution_backward(x, weight, position_in_document, before, dy, dx, dweight)
+        return dx, dweight.to(weight.dtype), None, None
 
 
 @custom_op(mutates=("y",))
 def short_convolution_forward(
-    x: Tensor, weight: Tensor, position_in_document: Tensor | None, y: Tensor
+    x: Tensor, weight: Tensor, position_in_document: Tensor | None, before: Tensor | None, y: Tensor
 ) -> None:
     """Fill y."""
-    grid, sizes = _launch(x, weight, position_in_document, FORWARD)
+    grid, sizes = _launch(x, weight, position_in_document, before, FORWARD)
     with torch.cuda.device_of(x):
-        forward_kernel[grid](x, weight, position_in_document, y, S_x=row_stride(x), **sizes)
+        forward_kernel[grid](x, weight, position_in_document, before, y, S_x=row_stride(x), **sizes)
 
 
 @custom_op(mutates=("dx", "dweight"))
 def short_convolution_backward(
-    x: Tensor, weight: Tensor, position_in_document: Tensor | None, dy: Tensor, dx: Tensor, dweight: Tensor
+    x: Tensor,
+    weight: Tensor,
+    position_in_document: Tensor | None,
+    before: Tensor | None,
+    dy: Tensor,
+    dx: Tensor,
+    dweight: Tensor,
 ) -> None:
     """Fill the gradients, that of the weight in fp32."""
-    grid, sizes = _launch(x, weight, position_in_document, BACKWARD)
+    grid, sizes = _launch(x, weight, position_in_document, before, BACKWARD)
     groups = ceil_div(sizes["n_blocks"], sizes["BR"])
     partial = torch.empty(groups, *weight.shape, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         backward_kernel[grid](
-            *(x, weight, position_in_document, dy, dx, partial),
+            *(x, weight, position_in_document, before, dy, dx, partial),
             S_x=row_stride(x),
             S_dx=row_stride(dx),
             **sizes,
@@ -183,10 +189,16 @@ def short_convolution_backward(
 
 
 def _launch(
-    x: Tensor, weight: Tensor, position_in_document: Tensor | None, config: tuple[int, int, int, int]
+    x: Tensor,
+    weight: Tensor,
+    position_in_document: Tensor | None,
+    before: Tensor | None,
+    config: tuple[int, int, int, int],
 ) -> tuple[tuple[int], dict[str, Any]]:
     """Grid (channel blocks fastest) and the arguments that both kernels share."""
     (batch, length, channels), (tokens, rows, block, warps) = x.shape, config
+    if before is not None:  # of each of the rows, which may lie in one line
+        batch, length = len(before), batch * length // len(before)
     n_blocks = batch * ceil_div(length, tokens)
     sizes = dict(
         T=length, n_blocks=n_blocks, D=channels, W=weight.shape[-1], L=tokens, BR=rows, BD=block,
@@ -237,6 +249,17 @@ def load_group(p, o_row, o_t, o_end, o_d, D: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
+def load_past(x, before, o_row, o_t, o_end, o_d, T, D: tl.constexpr, W: tl.constexpr, S: tl.constexpr):
+    """`load_tokens` of tokens that may lie before their sequence, where `before` [B, W-1, D] has them."""
+    b_x = load_tokens(x, o_row, o_t, o_end, o_d, D, S)
+    if before is not None:
+        mask = ((o_t < 0) & (o_t > -W) & (o_end > 0))[:, None] & (o_d < D)[None, :]
+        o_before = (o_row // T + 1) * (W - 1) + o_t
+        b_x += tl.load(before + o_before[:, None] * D + o_d[None, :], mask=mask, other=0.0)
+    return b_x
+
+
+@triton.jit
 def widen(b_x3, b_x2, b_x1, b_g0, b_g1, b_g2, b_g3):
     """Past inputs and a group in fp32, in order of time."""
     return (
@@ -253,11 +276,13 @@ def store_tokens(p, b_x, o_row, o_t, o_end, o_d, D: tl.constexpr, S: tl.constexp
 
 
 @triton.jit
-def load_positions(position_in_document, o_t, o_end, PACKED: tl.constexpr):
-    """[BR, 1] distances from the document's start (packed documents: one row, so that o_t is the token)."""
+def load_positions(position_in_document, o_row, o_t, o_end, PACKED: tl.constexpr):
+    """[BR, 1] distances from the document's start."""
     b_n = tl.zeros_like(o_t)
     if PACKED:
-        b_n = tl.load(position_in_document + o_t, mask=(o_t >= 0) & (o_t < o_end), other=0).to(tl.int32)
+        b_n = tl.load(position_in_document + o_row + o_t, mask=(o_t >= 0) & (o_t < o_end), other=0).to(
+            tl.int32
+        )
     return b_n[:, None]
 
 
@@ -287,16 +312,16 @@ def program_tile(T, n_blocks, D: tl.constexpr, L: tl.constexpr, BR: tl.constexpr
 
 @triton.jit(do_not_specialize=["T", "n_blocks"])
 def forward_kernel(
-    x, weight, position_in_document, y,  # [B, T, D], [D, W], [T], out [B, T, D]
+    x, weight, position_in_document, before, y,  # [B, T, D], [D, W], [B T], [B, W-1, D], out [B, T, D]
     T, n_blocks,
     D: tl.constexpr, W: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
     S_x: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     o_row, o_t, o_end, o_d = program_tile(T, n_blocks, D, L, BR, BD)
     b_ws = load_taps(weight, o_d, D, W)
-    b_x3 = load_tokens(x, o_row, o_t - 3, o_end, o_d, D, S_x)
-    b_x2 = load_tokens(x, o_row, o_t - 2, o_end, o_d, D, S_x)
-    b_x1 = load_tokens(x, o_row, o_t - 1, o_end, o_d, D, S_x)
+    b_x3 = load_past(x, before, o_row, o_t - 3, o_end, o_d, T, D, W, S_x)
+    b_x2 = load_past(x, before, o_row, o_t - 2, o_end, o_d, T, D, W, S_x)
+    b_x1 = load_past(x, before, o_row, o_t - 1, o_end, o_d, T, D, W, S_x)
     o_stop = tl.minimum(o_end, o_t + L)
     b_g0, b_g1, b_g2, b_g3 = load_group(x, o_row, o_t, o_stop, o_d, D, S_x)
     for i in range(0, L, GROUP):
@@ -304,14 +329,14 @@ def forward_kernel(
         b_x3, b_x2, b_x1 = b_g1, b_g2, b_g3
         b_g0, b_g1, b_g2, b_g3 = load_group(x, o_row, o_t + i + GROUP, o_stop, o_d, D, S_x)
         for j in tl.static_range(GROUP):
-            b_n = load_positions(position_in_document, o_t + i + j, o_stop, PACKED)
+            b_n = load_positions(position_in_document, o_row, o_t + i + j, o_stop, PACKED)
             b_z = convolve(b_xs, j, b_ws, b_n, PACKED)
             store_tokens(y, b_z * tl.sigmoid(b_z), o_row, o_t + i + j, o_stop, o_d, D, D)
 
 
 @triton.jit(do_not_specialize=["T", "n_blocks"])
 def backward_kernel(
-    x, weight, position_in_document, dy,  # [B, T, D], [D, W], [T], [B, T, D]
+    x, weight, position_in_document, before, dy,  # [B, T, D], [D, W], [B T], [B, W-1, D], [B, T, D]
     dx, partial,  # out: [B, T, D]; weight gradient per program, fp32 [groups, D, W]
     T, n_blocks,
     D: tl.constexpr, W: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
@@ -320,9 +345,9 @@ def backward_kernel(
     """With dz the gradient of the pre-activation: dx_t = sum_s w_s dz_{t+s} and dw_s = sum_t dz_t x_{t-s}."""
     o_row, o_t, o_end, o_d = program_tile(T, n_blocks, D, L, BR, BD)
     b_ws = load_taps(weight, o_d, D, W)
-    b_x3 = load_tokens(x, o_row, o_t - 3, o_end, o_d, D, S_x)
-    b_x2 = load_tokens(x, o_row, o_t - 2, o_end, o_d, D, S_x)
-    b_x1 = load_tokens(x, o_row, o_t - 1, o_end, o_d, D, S_x)
+    b_x3 = load_past(x, before, o_row, o_t - 3, o_end, o_d, T, D, W, S_x)
+    b_x2 = load_past(x, before, o_row, o_t - 2, o_end, o_d, T, D, W, S_x)
+    b_x1 = load_past(x, before, o_row, o_t - 1, o_end, o_d, T, D, W, S_x)
     o_stop = tl.minimum(o_end, o_t + L + HALO)
     b_g0, b_g1, b_g2, b_g3 = load_group(x, o_row, o_t, o_stop, o_d, D, S_x)
     b_dy0, b_dy1, b_dy2, b_dy3 = load_group(dy, o_row, o_t, o_stop, o_d, D, D)
@@ -336,7 +361,7 @@ def backward_kernel(
         b_g0, b_g1, b_g2, b_g3 = load_group(x, o_row, o_t + i + GROUP, o_stop, o_d, D, S_x)
         b_dy0, b_dy1, b_dy2, b_dy3 = load_group(dy, o_row, o_t + i + GROUP, o_stop, o_d, D, D)
         for j in tl.static_range(GROUP):
-            b_n = load_positions(position_in_document, o_t + i + j, o_stop, PACKED)
+            b_n = load_positions(position_in_document, o_row, o_t + i + j, o_stop, PACKED)
             b_z = convolve(b_xs, j, b_ws, b_n, PACKED)
             b_sigmoid = tl.sigmoid(b_z)
             b_dz = b_dys[j].to(tl.float32) * b_sigmoid * (1.0 + b_z * (1.0 - b_sigmoid))

@@ -120,7 +120,9 @@ def test_packed_rows_continue_from_states(backend: str, width: int):
     documents = [[random(channels, length) for length in lengths] for lengths in rows]
     state, weight = random(len(rows), channels, width - 1), random(channels, 1, width)
     x = torch.cat([document for row in documents for document in row], dim=1).t()[None]
-    positions = torch.cat([torch.arange(n, device=DEVICE) for lengths in rows for n in lengths])
+    before = [(place == 0) * (width - 1) for lengths in rows for place in range(len(lengths))]
+    sizes = [n for lengths in rows for n in lengths]
+    positions = torch.cat([torch.arange(n, device=DEVICE) + b for n, b in zip(sizes, before, strict=True)])
     y, last = short_convolution(x, weight, state=state, position_in_document=positions, backend=backend)
     expected, ends = [], []
     for row, before in zip(documents, state, strict=True):

@@ -86,9 +86,3 @@ def test_backend_is_chosen_by_argument_variable_and_input(monkeypatch: pytest.Mo
 def test_arguments_that_do_not_fit(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_state_and_documents_exclude_each_other() -> None:
-    x, weight = torch.zeros(1, 2, 3), torch.zeros(3, 1, 4)
-    with pytest.raises(ValueError, match="not both"):
-        short_convolution(x, weight, state=torch.zeros(1, 3, 3), position_in_document=torch.arange(2))

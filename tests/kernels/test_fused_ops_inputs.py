@@ -98,6 +98,23 @@ def test_what_goes_with_the_activations_may_be_strided_too() -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("cut", [3, 6, 7])
+def test_a_packed_row_is_convolved_in_two_parts(backend: str, cut: int) -> None:
+    """The second part starts inside a document, which begins fewer tokens before it than there are taps."""
+    positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 0, 1], device=DEVICE)
+    x, weight, dy = random(1, 10, 20).requires_grad_(), random(20, 1, 4), random(1, 10, 20)
+    whole, _ = short_convolution(x, weight, position_in_document=positions, backend=backend)
+    first, state = short_convolution(
+        x[:, :cut], weight, position_in_document=positions[:cut], backend=backend
+    )
+    options = {"state": state, "position_in_document": positions[cut:], "backend": backend}
+    second, _ = short_convolution(x[:, cut:], weight, **options)
+    parts = torch.cat([first, second], dim=1)
+    torch.testing.assert_close(parts, whole)
+    torch.testing.assert_close(torch.autograd.grad(parts, x, dy), torch.autograd.grad(whole, x, dy))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_no_rows(backend: str) -> None:
     x, weight = random(0, 8).requires_grad_(), random(8).requires_grad_()
     functions = {

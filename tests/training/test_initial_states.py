@@ -201,6 +201,17 @@ def test_a_checkpoint_without_such_states_says_so(make_config: Make, warm_ranks:
     assert checkpoint.find_error(damaged)
 
 
+def test_a_hybrid_passes_the_states_of_its_linear_layers(
+    make_config: Make, warm_ranks: WarmRanks, tmp_path: Path
+):
+    hybrid = ["model.layer_types=[linear_attention,full_attention]", "model.num_attention_heads=2"]
+    warm_ranks.launch(make_config(*FROZEN, *hybrid, *MODES["contiguous"], f"run.dir={tmp_path}"))
+    assert "attention layers carry nothing" in (tmp_path / "train.log").read_text()
+    saved = torch.load(tmp_path / "checkpoints" / f"step-{STEPS:07d}" / "states-0.pt")["states"]
+    assert {name.split(".")[1] for name in saved} == {"0"}
+    assert saved["recurrent.0.0"].flatten(1).any(1).all()
+
+
 @pytest.mark.usefixtures("alone")
 class TestOneRank:
     """`InitialStates` alone, fed with final states of a known kind."""

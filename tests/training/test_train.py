@@ -68,17 +68,15 @@ def test_a_request_that_cannot_work_starts_nothing(fla_train, tmp_path: Path, ov
 
 
 @pytest.mark.parametrize("sweep", [[], ["-m"]])
-def test_an_empty_run_dir(fla_train, sweep: list[str]):
+def test_an_empty_run_dir(run_command: Command, sweep: list[str]):
     """As a shell leaves it where a variable is unset. A sweep would take the root folder for it."""
-    assert "run.dir is empty" in refused(fla_train(*sweep, "run.dir=", "dry_run=true"))
+    assert "run.dir is empty" in refused(run_command("fla-train", *sweep, "run.dir=", "dry_run=true"))
 
 
 @pytest.mark.parametrize("sweep", [[], ["-m"]])
-def test_a_key_of_the_model_that_a_baseline_does_not_read(fla_train, sweep: list[str]):
-    """Each run of these tests sets model.num_heads."""
-    fault = refused(
-        fla_train(*sweep, "task=group_words", "baseline=llama", "+model.attn=null", "dry_run=true")
-    )
+def test_a_key_of_the_model_that_a_baseline_does_not_read(run_command: Command, sweep: list[str]):
+    words = ["task=group_words", "baseline=llama", "model.num_heads=2", "+model.attn=null", "dry_run=true"]
+    fault = refused(run_command("fla-train", *sweep, *words))
     assert "model.num_heads, model.attn" in fault and "model.config.FIELD" in fault
 
 
@@ -271,10 +269,11 @@ def test_the_same_sweep_again_resumes_each_job(
     assert [(s["step"], s["tokens"], s["processes"]) for s in starts] == [(0, 0, 1), (3, 768, 1)]
 
 
-def test_a_job_that_a_sweep_lacks_is_refused(fla_train, tmp_path: Path):
-    asked = ["seed=3,4", "run.job=2", f"hydra.sweep.dir={tmp_path / 'hydra'}", "-m"]
-    assert "this sweep has no job 2: its jobs are 0 to 1" in refused(fla_train(f"run.dir={tmp_path}", *asked))
-    assert "give run.dir" in refused(fla_train(*asked))
+def test_a_job_that_a_sweep_lacks_is_refused(run_command: Command, tmp_path: Path):
+    asked = ["fla-train", "seed=3,4", "run.job=2", f"hydra.sweep.dir={tmp_path / 'hydra'}", "-m"]
+    lacked = "this sweep has no job 2: its jobs are 0 to 1"
+    assert lacked in refused(run_command(*asked, f"run.dir={tmp_path}"))
+    assert "give run.dir" in refused(run_command(*asked))
 
 
 def test_a_run_knows_its_text_wherever_it_lies(

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
+from fla_train.kernels.context_parallel import gather_earlier
 from fla_train.kernels.fused_ops import attention_step, resolve_backend, rotary
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import SequenceContext
@@ -51,6 +52,8 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.update(k, v, self.layer_index)
         visible = context.visible[self.kind]
+        if context.part is not None:
+            k, v = gather_earlier(torch.stack([k, v]), context.part, self.layer_index)
         if self.config._attn_implementation == "eager" or context.attentions is not None:
             o, weights = eager_attention(q, k, v, visible)
             if context.attentions is not None:
@@ -141,17 +144,19 @@ def flash_takes(q: Tensor) -> bool:
 def _flash(q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys) -> Tensor:
     """`attention` over documents that lie row after row in one line, without waiting for their lengths.
 
+    A document's last query sees its last key, also where its keys begin before its queries.
+
     torch.nn.attention.varlen calls the same operator, and handles grouped heads otherwise from release to
     release. Where the longest document is not known it is taken to be a whole row: programs beyond a
     document's end stop at once.
     """
     batch, _, length, _ = q.shape
-    longest = visible.longest or length
+    longest = visible.longest or k.shape[2]
     line = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B T, H, D]
     before = None if visible.window is None else visible.window - 1
     o, *_ = torch.ops.aten._flash_attention_forward(
         *line,
-        *(visible.cu_seqlens, visible.cu_seqlens, longest, longest),
+        *(visible.cu_seqlens, visible.key_cu_seqlens, min(longest, length), longest),
         dropout_p=0.0,
         is_causal=visible.window is None,
         return_debug_mask=False,

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 
+from fla_train.kernels.context_parallel import context_parallel_delta_product, previous_inputs
 from fla_train.kernels.delta_product.interface import delta_product, delta_product_step
 from fla_train.kernels.fused_ops import recurrence_gates
 from fla_train.models.configuration import DeltaProductConfig
@@ -89,7 +90,8 @@ class DeltaProductMixer(nn.Module):
         names = "qkv" + "g" * self.config.use_output_gate + "b" + "a" * self.config.use_forget_gate
         projections = project(x, *(getattr(self, f"{name}_proj") for name in names))
         y = dict(zip(names, projections, strict=True))
-        q, k, v = [self._convolve(name, y[name], context, cache) for name in "qkv"]
+        past = self._past_inputs(y, context, cache)
+        q, k, v = [self._convolve(name, y[name], past[name], context, cache) for name in "qkv"]
         q = q.unflatten(-1, (heads, self.config.head_dim))
         k = k.unflatten(-1, (num_householder, heads, self.config.head_dim))
         v = v.unflatten(-1, (num_householder, self.config.value_heads, self.config.head_v_dim))
@@ -131,11 +133,24 @@ class DeltaProductMixer(nn.Module):
             g = g if g is None else g * padding_mask[..., None]
         return beta, g
 
-    def _convolve(self, name: str, y: Tensor, context: SequenceContext, cache: Cache | None) -> Tensor:
+    def _past_inputs(
+        self, y: dict[str, Tensor], context: SequenceContext, cache: Cache | None
+    ) -> dict[str, Tensor | None]:
+        """Inputs of the convolutions before the projections y, by name: of the cache, or an earlier part."""
+        if context.part is not None and self.config.use_short_conv:
+            channels = [y[name].shape[-1] for name in "qkv"]
+            joined = torch.cat([y[name][:, -self.config.conv_size :] for name in "qkv"], dim=-1)
+            found = previous_inputs(joined, self.config.conv_size - 1, context.part, self.layer_index)
+            return dict(zip("qkv", found.split(channels, dim=1), strict=True))
+        states = (None,) * 3 if cache is None else cache.layers[self.layer_index].conv_states
+        return {name: states[place] for place, name in enumerate("qkv")}
+
+    def _convolve(
+        self, name: str, y: Tensor, past: Tensor | None, context: SequenceContext, cache: Cache | None
+    ) -> Tensor:
         """SiLU of the convolved projection y; its last inputs go to one of the cache's three places."""
         place = "qkv".index(name)
         if self.config.use_short_conv:
-            past = None if cache is None else cache.layers[self.layer_index].conv_states[place]
             y, state = getattr(self, f"{name}_conv1d")(y, past, context.position_in_document)
         else:  # an empty state: without one the cache would take the layer for not run yet
             y, state = F.silu(y), y.new_empty(len(y), 0, 0)
@@ -156,6 +171,10 @@ class DeltaProductMixer(nn.Module):
         """The operator over T tokens; the one-token step where one token follows a state."""
         state = None if cache is None else cache.layers[self.layer_index].recurrent_states[0]
         options = {"qk_l2norm": True, "backend": self.config.backend}
+        if context.part is not None:
+            options |= {"cu_seqlens": context.cu_seqlens, "recompute": self.config.recompute_operator}
+            place = {"part": context.part, "layer": self.layer_index}
+            return context_parallel_delta_product(q, k, v, beta, g, **place, **options)
         if state is not None and q.shape[1] == 1:
             now = [None if tensor is None else tensor[:, 0] for tensor in (q, k, v, beta, g)]
             o, final = delta_product_step(*now, state=state, **options)

@@ -1,0 +1,262 @@
+"""Context parallelism: the operator, convolutions and attention on rows whose parts lie on several ranks.
+
+Each rank of a group holds one part of every row, in rank order, and messages go from rank to rank:
+
+    forward    a part's final state, last convolution inputs, keys and values to later parts
+    backward   their gradients to earlier parts
+
+The operator of a part starts from the state it receives, so it runs once, forward and backward, for every
+n_h, gate and backend, and results differ from those of whole rows by rounding only. No rank waits for a
+later one in the forward pass, nor for an earlier one in the backward pass. A rank is therefore behind the one
+before it by one layer's operator, and no further: the next layer's states are on their way by then.
+Exchanging products of transitions (as `sequence_split` does within a GPU) would have no rank behind, but
+every rank would run the recurrence twice.
+
+A layer that is computed again in the backward pass (activation checkpointing) takes what it received the
+first time: other ranks are elsewhere by then. All ranks of a group must run the same layers in the same
+order.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fla_train.kernels.delta_product.interface import delta_product
+
+T = TypeVar("T")
+MESSAGES = 64  # that may be under way from a rank before it waits for the oldest
+
+
+class ContextGroup:
+    """The ranks that share rows, and the messages between them.
+
+    Args:
+        group: their process group; all calls are of its own ranks, from 0.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.size, self._group = dist.get_rank(group), dist.get_world_size(group), group
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def send(self, x: Tensor, rank: int) -> None:
+        """Send x without waiting for `rank`, which may be behind."""
+        x = x.detach().contiguous()
+        work = dist.isend(x, dist.get_global_rank(self._group, rank), self._group)
+        self._sent.append((work, x))
+        if len(self._sent) > MESSAGES:
+            self._sent.popleft()[0].wait()
+
+    def receive(self, like: Tensor, rank: int) -> Tensor:
+        """The next tensor from `rank`, of the shape and dtype of `like`."""
+        x = torch.empty_like(like, memory_format=torch.contiguous_format)
+        dist.recv(x, dist.get_global_rank(self._group, rank), self._group)
+        return x
+
+    def add_up(self, x: Tensor) -> None:
+        """Replace x by its sum over the ranks."""
+        dist.all_reduce(x, group=self._group)
+
+
+@dataclass(frozen=True)
+class ContextPart:
+    """Which tokens of its rows a rank holds: of as many equal parts as the group has ranks, one by its rank.
+
+    Attributes:
+        group: the ranks that share the rows.
+        continues: whether the document of the part's first token began in an earlier part.
+        continued: whether that of its last token goes on in the next part.
+        documents: of a packed row, numbers of the first and last document with tokens in the part; None: rows
+            are not packed.
+        received: what other ranks have sent in a forward pass, for layers that are computed again; None: none
+            is.
+    """
+
+    group: ContextGroup
+    continues: bool
+    continued: bool
+    documents: tuple[int, int] | None = None
+    received: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, group: ContextGroup, length: int, cu_seqlens: Tensor | None = None) -> "ContextPart":
+        """This rank's part, of `length` tokens.
+
+        Args:
+            cu_seqlens: in host memory, [S + 1] bounds of the documents packed in the whole row.
+        """
+        start, end = group.rank * length, (group.rank + 1) * length
+        if cu_seqlens is None:
+            return cls(group, group.rank > 0, group.rank < group.size - 1)
+        ends = cu_seqlens[1:].long()
+        first, last = torch.searchsorted(ends, torch.tensor([start, end - 1]), right=True).tolist()
+        return cls(group, int(cu_seqlens[first]) < start, int(ends[last]) > end, (first, last))
+
+    def remembering(self) -> "ContextPart":
+        """The same for a forward pass whose layers are computed again in the backward pass."""
+        return replace(self, received={})
+
+    def start(self, length: int) -> int:
+        """The first token of a part of `length` tokens."""
+        return self.group.rank * length
+
+    def bounds(self, cu_seqlens: Tensor, length: int) -> Tensor:
+        """The documents' bounds within the part of `length` tokens, from those of the whole row."""
+        assert self.documents is not None
+        first, last = self.documents
+        return (cu_seqlens[first : last + 2] - self.start(length)).clamp(0, length)
+
+    def once(self, key: str, exchange: Callable[[], T]) -> T:
+        """What `exchange()` returns, or has returned in this pass for the same key."""
+        if self.received is None:
+            return exchange()
+        if key not in self.received:
+            self.received[key] = exchange()
+        return self.received[key]
+
+
+def gather_earlier(x: Tensor, part: ContextPart, layer: int) -> Tensor:
+    """x [..., T, D] of this and all earlier parts, in order, [..., tokens so far, D]; differentiable."""
+    return _Earlier.apply(x, part, f"{layer} earlier")
+
+
+def previous_inputs(x: Tensor, count: int, part: ContextPart, layer: int) -> Tensor:
+    """The `count` tokens before x [B, T, D] in its rows, [B, D, count]; zeros before a row's first token.
+
+    Tokens of another document may be zeros.
+
+    Raises:
+        ValueError: the part is shorter.
+    """
+    if x.shape[1] < count:
+        raise ValueError(f"a part of {x.shape[1]} tokens is shorter than the {count} inputs before the next")
+    return _Previous.apply(x[:, x.shape[1] - count :].transpose(1, 2), part, f"{layer} previous")
+
+
+def context_parallel_delta_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None = None,
+    *,
+    part: ContextPart,
+    layer: int,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """The outputs of `delta_product` for the tokens of this rank's part, differentiable in every tensor.
+
+    Args:
+        q, k, v, beta, g: as `delta_product`, of the part.
+        layer: number of the layer, the same on all ranks.
+        cu_seqlens: bounds within the part, `ContextPart.bounds`.
+        options: `scale`, `qk_l2norm`, `recompute` and `backend` of `delta_product`.
+
+    Returns:
+        o [B, T, HV, V].
+    """
+    # Documents that begin in the part after its first one: they start from zero, and the last one ends it.
+    fresh = 0 if part.documents is None else part.documents[1] - part.documents[0]
+    start = None
+    if part.continues:
+        state = beta.new_empty(q.shape[0], v.shape[-2], q.shape[-1], v.shape[-1])
+        start = _Start.apply(state, part, f"{layer} state", q, k, v, beta, g)
+        start = torch.cat([start, start.new_zeros(fresh, *start.shape[1:])])
+    o, final = delta_product(
+        *(q, k, v, beta, g),
+        initial_state=start,
+        output_final_state=part.continued,
+        cu_seqlens=cu_seqlens,
+        **options,
+    )
+    return _End.apply(o, final[fresh:], part, f"{layer} end") if part.continued else o
+
+
+class _Start(torch.autograd.Function):
+    """The state that the part before has sent; its gradient goes back. `_` are the operator's tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, like: Tensor, part: ContextPart, key: str, *_: Tensor | None) -> Tensor:
+        ctx.group = part.group
+        return part.once(key, lambda: part.group.receive(like, part.group.rank - 1)).clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dstart: Tensor) -> tuple[None, ...]:
+        ctx.group.send(dstart, ctx.group.rank - 1)
+        return (None,) * 8
+
+
+class _End(torch.autograd.Function):
+    """The outputs as they are; the final state goes to the next part, from which its gradient comes."""
+
+    @staticmethod
+    def forward(ctx: Any, o: Tensor, end: Tensor, part: ContextPart, key: str) -> Tensor:
+        ctx.group, ctx.like = part.group, torch.empty_like(end, device="meta")
+        part.once(key, lambda: part.group.send(end, part.group.rank + 1))
+        return o.view_as(o)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        return (
+            do,
+            ctx.group.receive(torch.empty_like(ctx.like, device=do.device), ctx.group.rank + 1),
+            None,
+            None,
+        )
+
+
+class _Previous(torch.autograd.Function):
+    """The x of the part before, or zeros; the gradient for this x comes from the part after."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: ContextPart, key: str) -> Tensor:
+        group, ctx.part = part.group, part
+
+        def exchange() -> Tensor:
+            if part.continued:
+                group.send(x, group.rank + 1)
+            return group.receive(x, group.rank - 1) if part.continues else torch.zeros_like(x)
+
+        return part.once(key, exchange).clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        group = ctx.part.group
+        if ctx.part.continues:
+            group.send(grad, group.rank - 1)
+        return group.receive(grad, group.rank + 1) if ctx.part.continued else None, None, None
+
+
+class _Earlier(torch.autograd.Function):
+    """The x of earlier parts and this one; the gradient for this x is summed over the later ones."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: ContextPart, key: str) -> Tensor:
+        group = ctx.group = part.group
+
+        def exchange() -> list[Tensor]:
+            for rank in range(group.rank + 1, group.size):
+                group.send(x, rank)
+            return [group.receive(x, rank) for rank in range(group.rank)]
+
+        return torch.cat([*part.once(key, exchange), x], dim=-2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        group = ctx.group
+        *earlier, own = grad.chunk(group.rank + 1, dim=-2)
+        for rank, theirs in enumerate(earlier):
+            group.send(theirs, rank)
+        for rank in range(group.rank + 1, group.size):
+            own = own + group.receive(own, rank)
+        return own, None, None

@@ -1,0 +1,210 @@
+"""Context parallelism: ranks that share sequences compute what one process with whole sequences does."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from warm_ranks import WarmRanks
+
+from fla_train.data.sampler import Batch, pack
+from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+from fla_train.training import checkpoint
+from fla_train.training.config import TrainConfig, validate
+from fla_train.training.process_group import join, split_ranks
+from fla_train.training.run_data import split_batch
+from fla_train.utils.records import read_metrics
+
+Make = Callable[..., TrainConfig]
+ROWS, LENGTH = 2, 24
+LAYOUTS = {  # where documents begin in each of the rows; None: they are not packed
+    "rows": None,
+    "inside parts": [[5, 20], [1]],
+    "at the bounds of parts": [[12], [12]],
+    "over several parts": [[2, 3, 4, 23], []],
+}
+MODELS = {
+    "DeltaNet": {"num_householder": 1, "use_forget_gate": False},
+    "Gated DeltaNet": {"num_householder": 1, "use_forget_gate": True, "recompute_operator": True},
+    "DeltaProduct": {"num_householder": 3, "use_forget_gate": False},
+    "hybrid of Gated DeltaProduct": {
+        "num_householder": 2,
+        "use_forget_gate": True,
+        "layer_types": ["linear_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 9,
+        "num_key_value_heads": 1,
+    },
+}
+STEPS, RESUMED = 6, 3
+SETTINGS = [
+    *("trainer.precision=fp32", "launch.device=cpu", "trainer.log_every=1", "trainer.stats_every=2"),
+    *(f"trainer.max_steps={STEPS}", f"trainer.checkpoint_every={RESUMED}", f"trainer.eval_every={RESUMED}"),
+    *("optimizer.eps=1e-3", "optimizer.lr=3e-3", "schedule.warmup_steps=1"),  # rounding makes no whole steps
+    *("data.document_boundaries=true", "model.num_householder=2"),
+    *("model.layer_types=[linear_attention,full_attention]", "model.num_hidden_layers=2"),
+]
+MEASURED = {"tokens_per_second", "mfu", "data_wait", "memory_gib", "checkpoint_stall_s"}  # of the machine
+
+
+def make_model(fields: dict) -> DeltaProductForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 3, "num_heads": 2, "head_dim": 8}
+    return DeltaProductForCausalLM(DeltaProductConfig(**sizes, **fields)).double().train()
+
+
+def make_batch(boundaries: list[list[int]] | None) -> Batch:
+    ids = torch.randint(0, 40, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    if boundaries is None:
+        return Batch(ids, ids)
+    return pack(ids, [np.array(found, dtype=np.int64) for found in boundaries])
+
+
+def loss_and_gradients(model: nn.Module, batch: Batch, targets: int) -> dict[str, Tensor]:
+    """What the batch adds to the mean over `targets`."""
+    given = {name: x for name, x in batch._asdict().items() if x is not None}
+    model.zero_grad()
+    loss = model(**given, num_items_in_batch=targets).loss
+    loss.backward()
+    return {"loss": loss.detach()} | {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def losses_by_token(model: nn.Module, batch: Batch) -> Tensor:
+    """Of each token as the target of the one before, [B, T], 0 where it is none."""
+    if batch.context_part is not None:
+        options = {"shift_labels": batch.shift_labels, "context_part": batch.context_part}
+        return model.token_losses(batch.input_ids, cu_seqlens=batch.cu_seqlens, **options)
+    losses = model.token_losses(batch.input_ids, cu_seqlens=batch.cu_seqlens)
+    return nn.functional.pad(losses.masked_fill(batch.targets() == -100, 0), (0, 1))
+
+
+def compare(fields: dict, checkpointing: bool) -> tuple[dict[str, float], set[int]]:
+    """On each rank: relative errors of parts against whole rows; into how many parts activations are cut."""
+    join(on_gpu=False)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    context = split_ranks(world).context
+    errors: dict[str, float] = {}
+    parts: set[int] = set()
+    for layout, boundaries in LAYOUTS.items():
+        model, batch = make_model(fields), make_batch(boundaries)
+        targets = int((batch.targets() != -100).sum())
+        expected = loss_and_gradients(model, batch, targets)
+        expected["losses by token"] = losses_by_token(model, batch).chunk(world, dim=1)[rank]
+
+        def cut(module: nn.Module, inputs: tuple, output: object, length: int = batch.input_ids.shape[1]):
+            while isinstance(output, tuple):
+                output = output[0]
+            if isinstance(output, Tensor):
+                parts.add(length // output.shape[1])
+
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        for module in model.model.modules():
+            module.register_forward_hook(cut)
+        part = split_batch(batch, context)
+        found = loss_and_gradients(model, part, targets)
+        for tensor in found.values():
+            dist.all_reduce(tensor)
+        found["losses by token"] = losses_by_token(model, part)
+        for name, tensor in expected.items():
+            error = (found[name] - tensor).abs().max() / tensor.abs().max()
+            errors[f"{name}, {layout}"] = error.item()
+    dist.barrier()  # no rank leaves while another still waits for what it has sent
+    return errors, parts
+
+
+LONG = [("DeltaNet", 4), ("Gated DeltaNet", 4), ("DeltaProduct", 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        *(("DeltaNet", 2), ("Gated DeltaNet", 2), ("DeltaProduct", 4)),
+        *(("hybrid of Gated DeltaProduct", 2), ("hybrid of Gated DeltaProduct", 4)),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in LONG),
+    ],
+)
+def test_parts_have_the_losses_and_gradients_of_whole_rows(warm_ranks: WarmRanks, name: str, world: int):
+    for errors, parts in warm_ranks.run(world, compare, MODELS[name], name == "Gated DeltaNet"):
+        assert max(errors.values()) < 1e-9, max(errors, key=errors.get)
+        assert parts == {world}  # no module has seen more tokens than its rank's
+
+
+@pytest.fixture(scope="module")
+def whole(make_config: Make, warm_ranks: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process."""
+    run = tmp_path_factory.mktemp("context") / "whole"
+    warm_ranks.launch(make_config(*SETTINGS, f"run.dir={run}", "launch.num_processes=1"))
+    return run
+
+
+def assert_equal_metrics(run: Path, expected: Path) -> None:
+    ours, theirs = (read_metrics(path / "metrics.jsonl") for path in (run, expected))
+    assert len(ours) == len(theirs)
+    for record, other in zip(ours, theirs, strict=True):
+        assert record.keys() - MEASURED == other.keys() - MEASURED
+        for key in other.keys() - MEASURED:  # norms add up the rounding of all weights
+            limit = 1e-5 if "loss" in key or "perplexity" in key else 1e-4
+            assert record[key] == pytest.approx(other[key], rel=limit, abs=1e-7), key
+
+
+@pytest.mark.slow
+def test_a_run_logs_what_one_process_does(
+    whole: Path, make_config: Make, warm_ranks: WarmRanks, tmp_path: Path
+):
+    ranks = ["launch.num_processes=2", "launch.context_parallel=2"]
+    warm_ranks.launch(make_config(*SETTINGS, f"run.dir={tmp_path / 'run'}", *ranks))
+    assert_equal_metrics(tmp_path / "run", whole)
+
+
+@pytest.mark.slow
+def test_a_run_resumes_with_another_number_of_parts(
+    whole: Path, make_config: Make, warm_ranks: WarmRanks, tmp_path: Path
+):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run, ignore=shutil.ignore_patterns("hf", "plots", checkpoint.folder_name(STEPS)))
+    ranks = ["launch.num_processes=2", "launch.context_parallel=2"]
+    warm_ranks.launch(make_config(*SETTINGS, f"run.dir={run}", *ranks))
+    assert f"{checkpoint.folder_name(RESUMED)}" in (run / "train.log").read_text()
+    assert_equal_metrics(run, whole)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("processes", "parts"), [(2, 2), (4, 4), (4, 2)])
+def test_thirty_steps_have_the_losses_of_one_process(
+    make_config: Make, warm_ranks: WarmRanks, tmp_path: Path, processes: int, parts: int
+):
+    settings = [*SETTINGS, "trainer.max_steps=30", "trainer.checkpoint_every=0"]
+    for name, ranks in {"one": (1, 1), "several": (processes, parts)}.items():
+        launch = [f"launch.num_processes={ranks[0]}", f"launch.context_parallel={ranks[1]}"]
+        warm_ranks.launch(make_config(*settings, f"run.dir={tmp_path / name}", *launch))
+    assert_equal_metrics(tmp_path / "several", tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["launch.num_processes=3", "launch.context_parallel=2"],
+        ["launch.context_parallel=2", "trainer.seq_len=33", "trainer.global_batch_tokens=auto"],
+        ["launch.context_parallel=2", "trainer.seq_len=6", "trainer.global_batch_tokens=auto"],
+        ["launch.context_parallel=2", "launch.overlap_communication=true"],
+        ["launch.context_parallel=2", "model.mixer=shifted:Shifted"],
+        ["launch.context_parallel=2", "task=group_words"],
+        ["launch.context_parallel=2", "trainer.initial_state=passing"],
+        ["launch.context_parallel=2", "data.contiguous=true"],
+    ],
+)
+def test_what_cannot_be_had_is_refused(make_config: Make, settings: list[str]):
+    with pytest.raises(ValueError, match=r"launch\.context_parallel"):
+        validate(make_config("launch.device=cpu", "launch.num_processes=2", *settings))
+
+
+def test_models_of_other_libraries_are_refused(make_config: Make):
+    config = make_config("launch.device=cpu", "launch.num_processes=2", "launch.context_parallel=2")
+    llama = {"source": "hf", "model_type": "llama", "config": {"num_hidden_layers": 1}, "vocab_size": 320}
+    with pytest.raises(ValueError, match=r"launch\.context_parallel=2 .* llama"):
+        validate(replace(config, model=llama))
