@@ -149,11 +149,12 @@ def _attention(request: argparse.Namespace) -> dict:
 
 
 def _train(request: argparse.Namespace) -> dict:
-    from fla_train.bench.training import bench_models, markdown
-    from fla_train.training.config import resolve_device
-
     names = _model_names(["ours", *request.peers])
     config = _train_config(request.overrides)
+
+    from fla_train.bench.training import bench_models, markdown  # takes seconds; a wrong option is told first
+    from fla_train.training.config import resolve_device
+
     device = torch.device(resolve_device(config))
     ceilings = _ceilings(request, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     print(f"{_machine(device)}\n")
