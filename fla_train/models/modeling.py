@@ -411,14 +411,14 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """As transformers'; a long prompt in chunks, unless outputs of all its positions are asked for.
 
-        transformers' own chunks (5.17) would read again what a cache has seen.
+        transformers' own chunks (5.17) would read again what a cache has seen. Embeddings are read at once.
         """
         cache, mask = model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
         wanted = generation_config.output_attentions or generation_config.output_hidden_states
         if cache is not None and not wanted:
             chunk = generation_config.prefill_chunk_size or max(1, PREFILL_TOKENS // len(input_ids))
             generation_config.prefill_chunk_size = None
-            tokens = input_ids.shape[1]
+            tokens = input_ids.shape[1] if model_kwargs.get("inputs_embeds") is None else 0
             known = getattr(generation_config, "_mask_length", tokens) if mask is None else mask.shape[1]
             begin = int(cache.get_seq_length()) if known == tokens else 0  # else they are the new ones only
             while tokens - begin > chunk:

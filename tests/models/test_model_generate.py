@@ -111,6 +111,16 @@ def test_chunked_prefill_of_generate(build, tokens):
     assert torch.equal(found[:, 19:], torch.stack([argmax_loop(model, row) for row in tokens]))
 
 
+@torch.no_grad()
+def test_embeddings_go_before_ids_in_a_long_prompt(build, tokens):
+    """transformers takes both: the ids for the processors of scores, and the embeddings for the model."""
+    model = build()
+    others = tokens.flip(1)
+    embeddings = model.get_input_embeddings()(others)
+    found = model.generate(tokens, inputs_embeds=embeddings, prefill_chunk_size=8, **GREEDY)
+    assert torch.equal(found[:, 19:], torch.stack([argmax_loop(model, row) for row in others]))
+
+
 @pytest.mark.parametrize("variant", ["gated_delta_product", "hybrid"])
 @torch.no_grad()
 def test_embeddings_continue_from_a_given_cache(build, tokens, variant):
