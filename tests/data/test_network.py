@@ -71,7 +71,7 @@ def run(name, cache, pinned, reads):
 print(json.dumps([run(*asked) for asked in json.loads(sys.argv[1])]))
 """
 DOCUMENTS = [
-    {"id": str(i), "text": f"document {i}: " + "the state forgets what its gate closes on " * 80}
+    {"id": str(i), "text": f"document {i}: " + "the state forgets what its gate closes on " * 120}
     for i in range(1200)
 ]
 
