@@ -4,8 +4,8 @@ K = V = 128 timed on an H100 (torch 2.11, Triton 3.6), K = 256 on an H200; K = 6
 n_h = 3 and 4 gave no gain on an H200. With K other than V, Hopper's backward kernel is faster on an H100 than
 Triton's two (docs/dev/log.md).
 
-Rows of 8.0 (A100) and 10.0 (B200) were never timed: of the options that Triton 3.6 or 3.9 compiles they spill
-the fewest registers (docs/dev/kernels.md). `fla-bench tune` finds better ones on such a machine.
+Rows of 8.0 (A100) and 10.0 (B200) were never timed: of a few candidates that Triton 3.6 and 3.9 compile they
+spill the fewest registers (docs/dev/kernels.md). `fla-bench tune` finds better ones on such a machine.
 """
 
 # fmt: off
