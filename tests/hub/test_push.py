@@ -255,7 +255,8 @@ except SystemExit as end:
 model, tokenizer = load_model("user/tiny")
 ids = tokenizer("the state", return_tensors="pt").input_ids
 import torch
-torch.save(model(ids).logits, "{tmp_path}/logits.pt")
+with torch.no_grad():
+    torch.save(model(ids).logits, "{tmp_path}/logits.pt")
 sys.argv = ["fla-eval", "checkpoint=user/tiny", "suite=demo", "suite.perplexity.sets=[{documents}]"]
 sys.argv += ["suite.tasks=[]", "output={tmp_path}/eval", "device=cpu"]
 eval.main()
