@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -23,14 +25,22 @@ with importing_worker():
 """
 
 
+@contextmanager
+def waiting_worker() -> Iterator[psutil.Process]:
+    """Inside `importing_worker`, with its process; pytest may have other children."""
+    before = set(psutil.Process().children())
+    with importing_worker():
+        (worker,) = set(psutil.Process().children()) - before
+        yield worker
+
+
 def test_the_waiting_worker_gets_arguments_and_environment(tmp_path: Path):
     """A config that isn't there is what it reports, in the file that only its new environment names."""
     error = tmp_path / "error.json"
     environment = os.environ | {"FLA_TRAIN_LAUNCHER": str(os.getpid()), "OMP_NUM_THREADS": "1"}
     environment |= {"FLA_TRAIN_BEGAN": "0", "TORCHELASTIC_ERROR_FILE": str(error)}
     config = tmp_path / "no-config.yaml"
-    with importing_worker():
-        (waiting,) = psutil.Process().children()
+    with waiting_worker() as waiting:
         worker = start_worker([*COMMAND, str(config), "."], environment)
         assert worker.pid == waiting.pid and os.getsid(worker.pid) == worker.pid
         other = start_worker([*COMMAND, str(config), "."], environment)
@@ -42,8 +52,7 @@ def test_the_waiting_worker_gets_arguments_and_environment(tmp_path: Path):
 
 
 def test_other_commands_are_started_and_the_waiting_worker_ends_with_the_block():
-    with importing_worker():
-        (waiting,) = psutil.Process().children()
+    with waiting_worker() as waiting:
         other = start_worker([sys.executable, "-c", "raise SystemExit(3)"], os.environ)
         assert other.pid != waiting.pid and other.wait(300) == 3
         assert waiting.is_running()
