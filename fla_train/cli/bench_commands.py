@@ -152,7 +152,7 @@ def _train(request: argparse.Namespace) -> dict:
     names = _model_names(["ours", *request.peers])
     config = _train_config(request.overrides)
 
-    from fla_train.bench.training import bench_models, markdown  # takes seconds; a wrong option is told first
+    from fla_train.bench.training import bench_models, markdown  # takes seconds: options are checked first
     from fla_train.training.config import resolve_device
 
     device = torch.device(resolve_device(config))
