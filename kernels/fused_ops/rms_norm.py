@@ -228,7 +228,7 @@ def rms_norm_backward(
             eps=eps,
             ADD=dtotal is not None,
             SPLIT=dresidual is not None,
-            STAGES=STAGES,
+            STAGES=STAGES if sizes["BR"] * sizes["BD"] <= TILE else 1,  # wide rows would fill shared memory
             S_x=row_stride(x),
             S_dx=row_stride(dx),
             **_gate_sizes(x, gate=gate, dgate=dgate),
