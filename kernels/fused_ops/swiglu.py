@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 
 from fla_train.kernels.custom_op import custom_op
 from fla_train.kernels.fused_ops.backend import resolve_backend
-from fla_train.kernels.fused_ops.sigmoid import sigmoid
 from fla_train.kernels.fused_ops.side_by_side import as_rows, empty_gradient, row_stride
+from fla_train.kernels.fused_ops.sigmoid import sigmoid
 from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
 
