@@ -78,6 +78,7 @@ def pretend(architecture: str) -> None:
     # Before the modules are imported that take the name from there.
     sizes.processors = lambda device: PROCESSORS[architecture]
     from fla_train.kernels.delta_product import interface, select
+    from fla_train.kernels.delta_product.triton.sequence_split import Segments
     from fla_train.kernels.fused_ops import token_step
 
     ops = ("cross_entropy", "float8", "gates", "rms_norm", "rotary", "short_conv", "swiglu")
@@ -87,17 +88,23 @@ def pretend(architecture: str) -> None:
     select.architecture = lambda device: architecture
     select._device = lambda device: (PROCESSORS[architecture], major == 9)
     interface.resolve_backend = lambda name, device: "triton"
+    # torch takes the states of first and last segments, by indices that no kernel has written here.
+    Segments.select_first = Segments.select_last = lambda segments, states, out: None
     token_step.overlaps = lambda x: major >= 9
 
 
 def operator_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """The operator forward and backward by head dimensions, n_h and gate; packed, split and in float32."""
-    for size, steps in ((128, 1), (128, 2), (64, 1), (256, 1)):
+    for size, steps in ((128, 1), (128, 2), (64, 1), (64, 2), (256, 1), (256, 2)):
         yield f"K {size}, n_h {steps}", partial(operator, size, steps)
     yield "K 128, n_h 1, two heads of v a key", partial(operator, 128, 1, group=2)
     yield "K 128, n_h 1, no gate", partial(operator, 128, 1, gated=False)
     yield "K 128, n_h 1, packed", partial(operator, 128, 1, documents=[0, 40, TOKENS])
     yield "K 128, n_h 1, split", partial(operator, 128, 1, segment_chunks=1)
+    yield "K 128, n_h 1, split with states", partial(operator, 128, 1, segment_chunks=1, states=True)
+    yield "K 128, n_h 1, states", partial(operator, 128, 1, states=True)
+    for key, value in ((64, 128), (96, 192), (128, 256)):
+        yield f"K {key}, V {value}, n_h 1", partial(operator, key, 1, value_size=value)
     yield "K 64, n_h 1, fp32", partial(operator, 64, 1, dtype=torch.float32)
     yield "K 16, n_h 1, fp32", partial(operator, 16, 1, dtype=torch.float32)
 
@@ -111,6 +118,8 @@ def operator(
     dtype: torch.dtype = torch.bfloat16,
     documents: list[int] | None = None,
     segment_chunks: int | None = None,
+    value_size: int | None = None,
+    states: bool = False,
 ) -> None:
     from fla_train.kernels.delta_product import delta_product
     from fla_train.kernels.delta_product.select import override
@@ -119,14 +128,23 @@ def operator(
     keys = heads // group
     q, k, v = (
         torch.zeros(1, TOKENS, *shape, dtype=dtype, requires_grad=True)
-        for shape in ((keys, size), (steps, keys, size), (steps, heads, size))
+        for shape in ((keys, size), (steps, keys, size), (steps, heads, value_size or size))
     )
     beta = torch.zeros(1, TOKENS, steps, heads, requires_grad=True)
     g = torch.zeros(1, TOKENS, heads, requires_grad=True) if gated else None
     cu_seqlens = None if documents is None else torch.tensor(documents, dtype=torch.int32)
+    state = torch.zeros(1, heads, size, value_size or size, requires_grad=True) if states else None
+    leaves = [x for x in (q, k, v, beta, g, state) if x is not None]
     with override(segment_chunks=segment_chunks):
-        o, _ = delta_product(q, k, v, beta, g, qk_l2norm=True, cu_seqlens=cu_seqlens)
-        torch.autograd.grad(o.sum(), [x for x in (q, k, v, beta, g) if x is not None])
+        found = delta_product(
+            *(q, k, v, beta, g),
+            initial_state=state,
+            output_final_state=states,
+            qk_l2norm=True,
+            cu_seqlens=cu_seqlens,
+        )
+        outputs = [y for y in found if y is not None]
+        torch.autograd.grad(outputs, leaves, outputs)
 
 
 def fused_cases(architecture: str) -> Iterator[tuple[str, Callable[[], object]]]:
