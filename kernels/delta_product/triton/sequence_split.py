@@ -132,7 +132,7 @@ def segment_fwd_kernel(
     o_k, o_v = tl.arange(0, BK), i_v + tl.arange(0, BV)
     b_s = tl.where(transits & (o_v[:, None] == o_k[None, :]), 1.0, 0.0)
     if initial_state is not None:
-        first = i_p + tl.zeros_like(o_v) == i_first  # a vector: triton 3.9's interpreter makes none of a scalar
+        first = i_p + tl.zeros_like(o_v) == i_first  # triton 3.9 does not interpret a scalar here
         mask = ((o_v < V) & first)[:, None] & (o_k < K)[None, :]
         p_s = (i_s.to(tl.int64) * H + i_h) * K * V + o_k[None, :] * V + o_v[:, None]
         b_s += tl.load(initial_state + p_s, mask=mask, other=0.0)
