@@ -33,6 +33,7 @@ class Kernel:
     """One compiled variant."""
 
     case: str
+    module: str  # in fla_train.kernels
     name: str
     warps: int
     stages: int
@@ -159,9 +160,29 @@ def fused_cases(architecture: str) -> Iterator[tuple[str, Callable[[], object]]]
             torch.autograd.grad(case.run("triton"), list(case.leaves.values()), gradients)
 
         yield case.name, both
+    yield "columns of projections", columns
     yield "decoding", decoding
     if architecture != "8.0":  # whose matrix units take no float8
         yield "float8", float8
+
+
+def columns() -> None:
+    """What a training step calls on columns of a product's output."""
+    from fla_train.kernels.fused_ops import recurrence_gates, rms_norm, short_convolution, swiglu_linear
+
+    def parts(*sizes: int) -> list[torch.Tensor]:
+        wide = torch.zeros(1, TOKENS, sum(sizes), dtype=torch.bfloat16, requires_grad=True)
+        return list(wide.split(sizes, -1))
+
+    def ones(*shape: int) -> torch.Tensor:
+        return torch.ones(shape, requires_grad=True)
+
+    q, b, a, gate = parts(256, 4, 2, 58 + 256)
+    y, _ = short_convolution(q, ones(256, 1, 4))
+    beta, g = recurrence_gates(b, a, ones(2), ones(2), beta_max=2.0)
+    o = rms_norm(y.unflatten(-1, (2, 128)), ones(128), 1e-6, gate=gate[..., 58:])
+    z = swiglu_linear(*parts(256, 256), ones(256, 256))
+    sum(x.sum() for x in (beta, g, o, z)).backward()
 
 
 def float8() -> None:
@@ -171,14 +192,21 @@ def float8() -> None:
         cast_float8,
         cast_swiglu,
         cast_swiglu_backward,
+        norm_scale,
         transpose_float8,
     )
+    from fla_train.kernels.fused_ops.rms_norm import cast_rms_norm
 
     x = torch.zeros(TOKENS, 256, dtype=torch.bfloat16)
     for dtype in (E4M3, E5M2):
         cast_float8([x], dtype)
     transpose_float8(cast_float8([x.float()], E4M3).data)
     cast_swiglu_backward(x, x[:, :128].contiguous(), cast_swiglu(x).inverse)
+    weight = torch.ones(256, requires_grad=True)
+    scaled, _ = norm_scale(weight.detach())
+    for residual in (None, x.float()):
+        y, *_ = cast_rms_norm(x, residual, weight, scaled, 1e-6, dtype=torch.bfloat16, narrow=E4M3)
+        y.sum().backward()
 
 
 def decoding() -> None:
@@ -212,11 +240,11 @@ def compile_all(architecture: str, pattern: str) -> Iterator[Kernel]:
     pretend(architecture)
     from fla_train.kernels.precompile import _without_launches
 
-    found: list[tuple[dict, Path]] = []
+    found: list[tuple[str, dict, Path]] = []
 
-    def listener(*, metadata: dict, metadata_group: dict, **_: object) -> None:
+    def listener(*, src: object, metadata: dict, metadata_group: dict, **_: object) -> None:
         (cubin,) = (Path(path) for name, path in metadata_group.items() if name.endswith(".cubin"))
-        found.append((metadata, cubin))
+        found.append((src.fn.__module__.removeprefix("fla_train.kernels."), metadata, cubin))
 
     triton.knobs.compilation.listener = listener
     seen: set[Path] = set()
@@ -226,11 +254,12 @@ def compile_all(architecture: str, pattern: str) -> Iterator[Kernel]:
         found.clear()
         with _without_launches():
             run()
-        for metadata, cubin in found:
+        for module, metadata, cubin in found:
             if cubin not in seen:
                 seen.add(cubin)
                 yield Kernel(
                     case,
+                    module,
                     metadata["name"],
                     metadata["num_warps"],
                     metadata["num_stages"],
@@ -258,9 +287,10 @@ def main() -> None:
     if request.json:
         print(json.dumps([asdict(kernel) for kernel in kernels]))
         return
-    print("| case | kernel | warps | stages | registers | stack | shared KB |\n|---|---|---|---|---|---|---|")
+    print("| case | module | kernel | warps | stages | registers | stack | shared KB |")
+    print("|---|---|---|---|---|---|---|---|")
     for k in kernels:
-        row = (k.case, k.name, k.warps, k.stages, k.registers, k.stack, f"{k.shared / 1024:.1f}")
+        row = (k.case, k.module, k.name, k.warps, k.stages, k.registers, k.stack, f"{k.shared / 1024:.1f}")
         print("|", " | ".join(map(str, row)), "|", flush=True)
 
 
