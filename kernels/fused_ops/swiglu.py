@@ -16,6 +16,7 @@ from fla_train.kernels.fused_ops.side_by_side import as_rows, empty_gradient, ro
 from fla_train.kernels.fused_ops.sigmoid import sigmoid
 from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
+from fla_train.kernels.weight_gradient import weight_gradient
 
 TILE = 2048  # elements per program of the Triton kernels
 MAX_COLUMNS = 256  # of them, per row
@@ -72,7 +73,7 @@ class _SwiGLULinear(torch.autograd.Function):
             swiglu_backward(gate, up, product, dgate, dup)
             if ctx.needs_input_grad[2]:
                 rows = dz.reshape(-1, dz.shape[-1]), product.reshape(-1, product.shape[-1])
-                dweight = (rows[0].t() @ rows[1]).to(ctx.weight_dtype)
+                dweight = weight_gradient(*rows, ctx.weight_dtype)
         return dgate, dup, dweight
 
 
