@@ -23,6 +23,7 @@ class PerplexityConfig:
     training_length: bool = False
     panels: list[int] = field(default_factory=list)
     bucket: int = 512
+    per_octave: int | None = None
     documents: int | None = 64
     scan: int | None = 20_000
     text_column: str = "text"
@@ -59,7 +60,7 @@ class ExpressivityConfig:
 
 @dataclass
 class SuiteConfig:
-    """One thing to run: a perplexity sweep, needles, lm-eval tasks, or several; or a synthetic task's evaluation."""
+    """What to run: a perplexity sweep, needles, lm-eval tasks, or several; or a synthetic task's test."""
 
     name: str = MISSING
     perplexity: PerplexityConfig | None = None
@@ -143,7 +144,7 @@ def _expressivity_errors(suite: SuiteConfig) -> list[str]:
 
 def _perplexity_errors(config: PerplexityConfig) -> list[str]:
     errors = []
-    for key in ("bucket", "documents", "scan", "chunk", "batch_size"):
+    for key in ("bucket", "per_octave", "documents", "scan", "chunk", "batch_size"):
         value = getattr(config, key)
         if value is not None and value < 1:
             errors.append(f"suite.perplexity.{key}={value} must be at least 1")

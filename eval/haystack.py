@@ -32,20 +32,22 @@ PROMPTS = {
 ESSAY_CHARACTERS = 4_000_000  # of the user's texts: about a million tokens
 SENTENCE_END = re.compile(r"[.!?][\"')\]]*$")
 ADJECTIVES = (
-    "able bold brave brief broad calm clean clever cold crisp curious dark deep dry eager early empty fair "
-    "famous fast fierce fine fresh gentle giant grand happy heavy honest hungry icy jolly keen kind large lazy "
-    "light lively lone loud lucky mild modest narrow neat noble odd old pale plain polite proud quick quiet rare "
-    "rough round rusty secret sharp shy silent simple sleepy slow small smooth soft sour steep stiff strange "
-    "strong sunny sweet swift tall tame tidy tiny tough vast warm wary weary wide wild wise witty young"
+    "able bold brave brief broad calm clean clever cold crisp curious dark deep dry eager early empty "
+    "fair famous fast fierce fine fresh gentle giant grand happy heavy honest hungry icy jolly keen kind "
+    "large lazy light lively lone loud lucky mild modest narrow neat noble odd old pale plain polite "
+    "proud quick quiet rare rough round rusty secret sharp shy silent simple sleepy slow small smooth "
+    "soft sour steep stiff strange strong sunny sweet swift tall tame tidy tiny tough vast warm wary "
+    "weary wide wild wise witty young"
 ).split()
 NOUNS = (
-    "anchor apple arrow badge barrel basket beacon bell bench bird blanket bottle bridge broom bucket button "
-    "cabin camel candle canoe carpet castle cherry clock cloud coat comet copper cradle curtain daisy desk drum "
-    "eagle engine falcon feather fiddle flute forest fox garden ghost glove grape hammer harbor hat hedge honey "
-    "island jacket jar kettle kite ladder lake lamp lantern lemon lion locket magnet maple marble meadow mirror "
-    "moon needle nest oak ocean onion otter owl paddle parrot pearl pebble pepper piano pillow planet pocket "
-    "pony pumpkin quilt rabbit ribbon river robin rocket rope saddle scarf shadow shell ship spoon squirrel "
-    "star statue stove teapot temple thimble tiger tower trumpet tulip turtle valley violin wagon walnut whale"
+    "anchor apple arrow badge barrel basket beacon bell bench bird blanket bottle bridge broom bucket "
+    "button cabin camel candle canoe carpet castle cherry clock cloud coat comet copper cradle curtain "
+    "daisy desk drum eagle engine falcon feather fiddle flute forest fox garden ghost glove grape hammer "
+    "harbor hat hedge honey island jacket jar kettle kite ladder lake lamp lantern lemon lion locket "
+    "magnet maple marble meadow mirror moon needle nest oak ocean onion otter owl paddle parrot pearl "
+    "pebble pepper piano pillow planet pocket pony pumpkin quilt rabbit ribbon river robin rocket rope "
+    "saddle scarf shadow shell ship spoon squirrel star statue stove teapot temple thimble tiger tower "
+    "trumpet tulip turtle valley violin wagon walnut whale"
 ).split()
 
 
@@ -210,7 +212,9 @@ def make_samples(
 
     frames = [len(ids) for ids in encode(tokenizer, [written(draft, 0) for draft in drafts])]
     if frames and max(frames) >= budget:
-        least = length - budget + max(frames) + 1
+        least = 64 * (
+            (length - budget + max(frames)) // 64 + 2
+        )  # other lengths have other, perhaps longer keys
         raise ValueError(
             f"a prompt of {name} with room for an answer needs more than {length} tokens: raise "
             f"suite.needle.lengths to at least {least}, or lower suite.needle.answer_tokens"

@@ -1,12 +1,13 @@
 """Retrieval over length: generate the answers of needle-in-a-haystack prompts and count the right ones.
 
-A task's accuracy at a length is the share of answers that contain the value, upper and lower case alike: RULER's
-`string_match_all` for one value.
+A task's accuracy at a length is the share of answers that contain the value, upper and lower case alike:
+RULER's `string_match_all` for one value.
 """
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from contextlib import suppress
+from dataclasses import asdict
 
 import numpy as np
 from tqdm import tqdm
@@ -18,9 +19,12 @@ from fla_train.eval.halves import in_halves
 from fla_train.eval.haystack import TASKS, Haystack, Sample, load_haystack, make_samples
 from fla_train.eval.intervals import Mean, proportion_interval
 from fla_train.eval.likelihood import position_limit
+from fla_train.eval.parallel import Ranks
 from fla_train.eval.result_cache import ResultCache
 from fla_train.hub.generate import continue_tokens
 from fla_train.hub.load import document_prefix
+
+EXAMPLE = 160  # characters at the end of a prompt that results.json shows
 
 
 def run_needle(
@@ -41,12 +45,18 @@ def run_needle(
         progress: show progress bars.
 
     Returns:
-        By task, by prompt a row for each length: `length`, `accuracy`, `stderr`, `low`, `high` (Wilson's 95%
-        interval), `samples`, `depths` (the accuracy by percent), `prompt_tokens` (their mean), `correct` (1 or
-        0 of each sample) and `fingerprint` of the prompts; or `{"error": line}` for a task that cannot be
-        asked; the others go on. Lengths beyond a model's table of positions are left out.
+        By task, by prompt a row for each length: `length`, `accuracy`, `stderr`, `low`, `high` (Wilson's
+        95% interval), `samples`, `depths` (the accuracy by percent), `prompt_tokens` (their mean), `correct`
+        (1 or 0 of each sample), `fingerprint` of the prompts and `example` (the first sample's answer); or
+        `{"error": line}` for a task that cannot be asked; the others go on. Lengths beyond a model's table of
+        positions are left out.
+
+    Raises:
+        ValueError: all lengths are beyond that table.
     """
     limit = position_limit(model)
+    if limit is not None and min(config.lengths) > limit:
+        raise ValueError(f"the model has positions for {limit:,} tokens only: lower suite.needle.lengths")
     found = {}
     for name in config.tasks:
         try:
@@ -66,9 +76,13 @@ def _run_task(
     cache: ResultCache,
     progress: bool,
 ) -> dict[str, list[dict]]:
-    settings = asdict(replace(config, tasks=[], prompts=[], lengths=[], batch_size=1))
-    if config.essays and not TASKS[name].noise:
-        settings["files"] = describe_files(find_files(config.essays))
+    noise = TASKS[name].noise
+    settings = asdict(config)
+    for key in ("tasks", "prompts", "lengths", "batch_size", *(("essays", "text_column") if noise else ())):
+        del settings[key]
+    if config.essays and not noise:
+        with suppress(ValueError, OSError):  # whoever reads them says what is wrong
+            settings["files"] = describe_files(find_files(config.essays))
     haystack: Haystack | None = None  # made once, and only if something is asked
 
     def ask(prompt: str, length: int) -> dict:
@@ -87,8 +101,8 @@ def _run_task(
             prefix=document_prefix(model, tokenizer),
         )
         label = f"{name}, {prompt}, {length:,} tokens"
-        correct = _answers(model, tokenizer, samples, config, tqdm(desc=label, disable=not progress))
-        return _row(length, samples, correct, cache)
+        answers = _answers(model, tokenizer, samples, config, tqdm(desc=label, disable=not progress))
+        return _row(length, samples, answers, ranks)
 
     return {
         prompt: [
@@ -106,34 +120,46 @@ def _answers(
     samples: Sequence[Sample],
     config: NeedleConfig,
     bar: tqdm,
-) -> list[bool]:
-    """Whether the answer to each sample is right."""
+) -> list[str]:
+    """What the model generates after each prompt."""
     remedy = "the GPU's memory is too small for a prompt: lower suite.needle.lengths"
 
     def generate(batch: Sequence[Sample]) -> list[list[int]]:
         rows = [sample.tokens for sample in batch]
         return continue_tokens(model, tokenizer, rows, max_new_tokens=config.answer_tokens)
 
-    found: list[bool] = []
+    found: list[str] = []
     with bar:
         bar.total = len(samples)
         for start in range(0, len(samples), config.batch_size):
             batch = samples[start : start + config.batch_size]
-            for sample, tokens in zip(batch, in_halves(generate, batch, remedy), strict=True):
-                answer = tokenizer.decode(tokens, skip_special_tokens=True)
-                found.append(sample.value.lower() in answer.lower())
+            answers = in_halves(generate, batch, remedy)
+            found += [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answers]
             bar.update(len(batch))
     return found
 
 
-def _row(length: int, samples: Sequence[Sample], correct: Sequence[bool], cache: ResultCache) -> dict:
+def is_right(answer: str, value: str) -> bool:
+    """Whether the answer contains the value."""
+    return value.lower() in answer.lower()
+
+
+def _row(length: int, samples: Sequence[Sample], answers: Sequence[str], ranks: Ranks) -> dict:
     """Numbers of a length over the samples of all ranks, of which each has every so many-th."""
-    digests = [hashlib.sha256(f"{s.prompt}\0{s.value}".encode()).hexdigest() for s in samples]
-    mine = zip(correct, (s.depth for s in samples), (len(s.tokens) for s in samples), digests, strict=True)
-    parts = cache.ranks.gather(list(mine))
-    most = max(map(len, parts))
-    outcomes = [part[i] for i in range(most) for part in parts if i < len(part)]
-    right, depths, tokens = (np.array(values, float) for values in list(zip(*outcomes, strict=True))[:3])
+    mine = [
+        (
+            is_right(answer, sample.value),
+            sample.depth,
+            len(sample.tokens),
+            hashlib.sha256(f"{sample.prompt}\0{sample.value}".encode()).hexdigest(),
+            {"asked": sample.prompt[-EXAMPLE:], "value": sample.value, "answer": answer},
+        )
+        for sample, answer in zip(samples, answers, strict=True)
+    ]
+    parts = ranks.gather(mine)
+    outcomes = [part[i] for i in range(len(parts[0])) for part in parts if i < len(part)]
+    *numbers, digests, examples = zip(*outcomes, strict=True)
+    right, depths, tokens = (np.array(values, float) for values in numbers)
     mean = Mean.of(right, np.ones_like(right))
     low, high = proportion_interval(int(right.sum()), len(right))
     return {
@@ -146,5 +172,6 @@ def _row(length: int, samples: Sequence[Sample], correct: Sequence[bool], cache:
         "depths": {f"{depth:g}": float(right[depths == depth].mean()) for depth in np.unique(depths)},
         "prompt_tokens": round(float(tokens.mean()), 1),
         "correct": right.astype(int).tolist(),
-        "fingerprint": hashlib.sha256("".join(o[3] for o in outcomes).encode()).hexdigest(),
+        "fingerprint": hashlib.sha256("".join(digests).encode()).hexdigest(),
+        "example": examples[0],
     }
