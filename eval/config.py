@@ -45,7 +45,7 @@ class NeedleConfig:
     essays: str | None = None
     text_column: str = "text"
     seed: int = 0
-    batch_size: int = 16
+    batch_size: int = 25
 
 
 @dataclass

@@ -53,9 +53,8 @@ def notes(records: Sequence[dict]) -> list[str]:
     lines = []
     for record in records:
         limit, suite = record["model"].get("positions"), record["suite"]
-        parts = (suite["perplexity"], suite.get("needle"))
-        lengths = sorted({n for part in parts if part for n in part["lengths"]})
-        if limit and (beyond := [n for n in lengths if n > limit]):
+        parts = [part for part in (suite["perplexity"], suite.get("needle")) if part and limit]
+        if beyond := sorted({n for part in parts for n in part["lengths"] if n > limit}):
             lines.append(
                 f"{record['name']} has positions for {limit:,} tokens only: not read over "
                 f"{', '.join(map(str, beyond))}."
