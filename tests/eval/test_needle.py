@@ -15,7 +15,14 @@ import torch
 from fla_train.data.tokenizers import encode
 from fla_train.eval import needle, report
 from fla_train.eval.compare import comparison
-from fla_train.eval.config import EvalConfig, NeedleConfig, SuiteConfig, validation_errors
+from fla_train.eval.config import (
+    NEEDLE_PROMPTS,
+    NEEDLE_TASKS,
+    EvalConfig,
+    NeedleConfig,
+    SuiteConfig,
+    validation_errors,
+)
 from fla_train.eval.haystack import NOISE, PROMPTS, TASKS, Haystack, load_haystack, make_samples
 from fla_train.eval.intervals import proportion_interval
 from fla_train.eval.parallel import Ranks
@@ -258,7 +265,7 @@ def test_settings_that_cannot_work() -> None:
     def errors(**settings: object) -> list[str]:
         return validation_errors(SuiteConfig(name="needle", needle=NeedleConfig(**settings)))
 
-    assert errors() == []
+    assert errors() == [] and tuple(TASKS) == NEEDLE_TASKS and tuple(PROMPTS) == NEEDLE_PROMPTS
     wrong = {"tasks": ["niah_multikey_1"], "prompts": [], "lengths": [0], "depths": [101], "samples": 0}
     assert [re.search(r"suite\.needle\.(\w+)", line)[1] for line in errors(**wrong)] == [
         "samples", "tasks", "prompts", "lengths", "depths"
