@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from fla_train.data.tokenizers import encode
 from fla_train.eval import needle, report
@@ -30,7 +31,8 @@ from fla_train.eval.report import write_comparison
 from fla_train.eval.result_cache import ResultCache
 from fla_train.eval.run import evaluate
 from fla_train.hub import CardInfo, export_model
-from tests.eval.conftest import short_of_memory
+from fla_train.hub.load import document_prefix
+from tests.eval.conftest import short_of_memory, train
 
 SETTINGS = {"prompt": "ruler", "length": 700, "answer_tokens": 60, "depths": [0, 50, 100], "seed": 0}
 
@@ -141,6 +143,33 @@ def test_answers_are_those_of_a_greedy_loop(model, haystacks, tokenizer, monkeyp
             with torch.no_grad():
                 ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
         assert answer == tokenizer.decode(ids[-3:], skip_special_tokens=True)
+
+
+def test_a_model_that_has_seen_the_answers(build_model, haystacks, tokenizer, tmp_path: Path) -> None:
+    """It scores 1 on these samples and 0 on those of another seed."""
+    torch.manual_seed(0)
+    model, settings = (
+        build_model(num_householder=1),
+        {"length": 256, "answer_tokens": 12, "depths": [0.0, 50.0]},
+    )
+    samples = make_samples(
+        *("niah_single_2", haystacks["niah_single_2"], tokenizer),
+        **(SETTINGS | settings | {"prompt": "continuation"}),
+        numbers=range(3),
+        prefix=document_prefix(model, tokenizer),
+    )
+    rows = [[*sample.tokens, *encode(tokenizer, [f" {sample.value}"])[0]] for sample in samples]
+    ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    labels = torch.full_like(ids, -100)
+    for row, label in zip(rows, labels, strict=True):
+        label[len(row) - 8 : len(row)] = torch.tensor(row[-8:])
+    train(model, ids, labels, steps=60)
+    settings |= {"tasks": ["niah_single_2"], "prompts": ["continuation"], "samples": 3, "batch_size": 2}
+    settings["lengths"] = [settings.pop("length")]
+    for seed, expected in ((0, 1.0), (1, 0.0)):
+        config, cache = NeedleConfig(**settings, seed=seed), ResultCache(tmp_path / "parts", {})
+        result = needle.run_needle(model, tokenizer, config, cache=cache, progress=False)
+        assert result["niah_single_2"]["continuation"][0]["accuracy"] == expected
 
 
 def test_scores_are_rulers() -> None:
