@@ -34,7 +34,7 @@ POLL = 0.2  # seconds between looks at the runs
 USER_ERROR = 2  # exit status of fla-train for what another attempt does not change
 RECIPE, OUTPUT = "recipe", "output.txt"  # in a run's folder: its overrides; what it printed last
 # Left out of an archive: what can be made again from the rest, and what belongs to this machine.
-NOT_PACKED = {"hf", "plots", "profile", "logs", "starts", ".lock", OUTPUT, "train.log"}
+NOT_PACKED = {"plots", "profile", "logs", "starts", ".lock", OUTPUT, "train.log"}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -94,8 +94,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--pack",
         type=Path,
         metavar="FILE.tgz",
-        help="at the end, write the folder into this archive, each run with only its newest checkpoint and "
-        "without what can be made again",
+        help="at the end, write the folder into this archive: of complete runs the export, of others the "
+        "newest checkpoint, of all the metrics; no plots and logs",
     )
     parser.add_argument("--dry-run", action="store_true", help="list the runs and their state, train nothing")
     return parser
@@ -298,14 +298,22 @@ def say(what: str, job: Job, more: str) -> None:
 
 
 def pack(folder: Path, archive: Path) -> int:
-    """Write `folder` into a .tgz, from which it can be unpacked beside other folders; returns its bytes."""
+    """Write `folder` into a .tgz, to be unpacked elsewhere; returns its bytes.
+
+    A run that continues needs its newest checkpoint, a complete one only its export, a quarter of that.
+    """
+    from fla_train.eval.expressivity_table import COMPLETE
     from fla_train.training.checkpoint import checkpoints
 
-    old = {path for place in folder.glob("*/*/*/seed-*/checkpoints") for path in checkpoints(place)[:-1]}
+    folder = folder.resolve()
+    left_out = set()
+    for run in folder.glob("*/*/*/seed-*"):
+        kept = checkpoints(run / "checkpoints")
+        left_out |= {*kept} if (run / COMPLETE).is_file() else {*kept[:-1], run / "hf"}
 
     def keep(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
         path = folder.parent / entry.name
-        return None if path.name in NOT_PACKED or path in old else entry
+        return None if path.name in NOT_PACKED or path in left_out else entry
 
     archive.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(archive, "w:gz") as tar:
@@ -365,10 +373,11 @@ def run_queue(arguments: Sequence[str], start: Callable[..., subprocess.Popen] |
     with _handled(queue):
         queue.work()
     print(summary(jobs), flush=True)
-    if request.pack:
-        size = pack(request.folder, request.pack)
-        print(f"{request.pack} has {size / 1e6:.1f} MB")
-    print(write_tables(request.folder).read_text())
+    try:
+        print(write_tables(request.folder).read_text())
+    finally:  # also of runs of which none has been tested
+        if request.pack and request.folder.is_dir():
+            print(f"{request.pack} has {pack(request.folder, request.pack) / 1e6:.1f} MB", flush=True)
     if queue.signal is not None:
         return INTERRUPTED if queue.signal == signal.SIGINT else EXIT_CODE
     return int(any(job.state == "failed" for job in jobs))
