@@ -277,7 +277,10 @@ class Queue:
             say("complete", job, f"after {seconds:.0f} s")
         elif code == EXIT_CODE or (job.asked and code in (INTERRUPTED, -signal.SIGTERM, -signal.SIGKILL)):
             job.state = "begun"
-            say("stopped", job, f"after {seconds:.0f} s")
+            killed = (
+                code == -signal.SIGKILL
+            )  # in a long test, say: what came after its last checkpoint is lost
+            say("killed" if killed else "stopped", job, f"after {seconds:.0f} s")
         else:
             job.state, reason = "failed", _reason(job.folder / OUTPUT, code)
             (job.folder / FAILED).write_text(reason + "\n")
