@@ -18,7 +18,7 @@ order.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -125,17 +125,34 @@ def gather_earlier(x: Tensor, part: ContextPart, layer: int) -> Tensor:
     return _Earlier.apply(x, part, f"{layer} earlier")
 
 
-def previous_inputs(x: Tensor, count: int, part: ContextPart, layer: int) -> Tensor:
-    """The `count` tokens before x [B, T, D] in its rows, [B, D, count]; zeros before a row's first token.
+def receive_inputs(xs: Sequence[Tensor], count: int, part: ContextPart, layer: int) -> tuple[Tensor, ...]:
+    """The `count` tokens before each x [B, T, D] in its rows, [B, D, count]; zeros before a document's first.
 
-    Tokens of another document may be zeros.
+    Their gradients go to the part that has sent them. `send_inputs` must follow in each layer.
 
     Raises:
         ValueError: the part is shorter.
     """
-    if x.shape[1] < count:
-        raise ValueError(f"a part of {x.shape[1]} tokens is shorter than the {count} inputs before the next")
-    return _Previous.apply(x[:, x.shape[1] - count :].transpose(1, 2), part, f"{layer} previous")
+    if xs[0].shape[1] < count:
+        raise ValueError(
+            f"a part of {xs[0].shape[1]} tokens is shorter than the {count} inputs before the next"
+        )
+    channels = [x.shape[-1] for x in xs]
+    like = xs[0].new_empty(xs[0].shape[0], sum(channels), count)
+    if part.continues:
+        found = _Start.apply(like, part, f"{layer} inputs", *xs)
+    else:  # with a gradient too: it makes the convolutions give one to their last inputs
+        found = torch.zeros_like(like).requires_grad_(torch.is_grad_enabled())
+    return found.split(channels, dim=1)
+
+
+def send_inputs(y: Tensor, last: Sequence[Tensor], part: ContextPart, layer: int) -> Tensor:
+    """Send the last inputs [B, D, count] of the layer's convolutions to the next part.
+
+    Returns:
+        y as it is, one of the convolutions' outputs: the gradients of `last` arrive when that of y is known.
+    """
+    return _End.apply(y, torch.cat(list(last), dim=1), part, f"{layer} inputs sent") if part.continued else y
 
 
 def context_parallel_delta_product(
@@ -179,22 +196,22 @@ def context_parallel_delta_product(
 
 
 class _Start(torch.autograd.Function):
-    """The state that the part before has sent; its gradient goes back. `_` are the operator's tensors."""
+    """What the part before has sent; its gradient goes back. `used_with` are tensors that have gradients."""
 
     @staticmethod
-    def forward(ctx: Any, like: Tensor, part: ContextPart, key: str, *_: Tensor | None) -> Tensor:
-        ctx.group = part.group
+    def forward(ctx: Any, like: Tensor, part: ContextPart, key: str, *used_with: Tensor | None) -> Tensor:
+        ctx.group, ctx.inputs = part.group, 3 + len(used_with)
         return part.once(key, lambda: part.group.receive(like, part.group.rank - 1)).clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dstart: Tensor) -> tuple[None, ...]:
         ctx.group.send(dstart, ctx.group.rank - 1)
-        return (None,) * 8
+        return (None,) * ctx.inputs
 
 
 class _End(torch.autograd.Function):
-    """The outputs as they are; the final state goes to the next part, from which its gradient comes."""
+    """o as it is; `end` goes to the next part, from which its gradient comes."""
 
     @staticmethod
     def forward(ctx: Any, o: Tensor, end: Tensor, part: ContextPart, key: str) -> Tensor:
@@ -211,29 +228,6 @@ class _End(torch.autograd.Function):
             None,
             None,
         )
-
-
-class _Previous(torch.autograd.Function):
-    """The x of the part before, or zeros; the gradient for this x comes from the part after."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, part: ContextPart, key: str) -> Tensor:
-        group, ctx.part = part.group, part
-
-        def exchange() -> Tensor:
-            if part.continued:
-                group.send(x, group.rank + 1)
-            return group.receive(x, group.rank - 1) if part.continues else torch.zeros_like(x)
-
-        return part.once(key, exchange).clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        group = ctx.part.group
-        if ctx.part.continues:
-            group.send(grad, group.rank - 1)
-        return group.receive(grad, group.rank + 1) if ctx.part.continued else None, None, None
 
 
 class _Earlier(torch.autograd.Function):

@@ -76,27 +76,11 @@ def short_convolution(
     backend = resolve_backend(backend, x, limit)
 
     before = None if state is None else state.transpose(1, 2).to(x.dtype)  # [R, W-1, D]
+    if backend == "triton" and before is not None and before.requires_grad and torch.is_grad_enabled():
+        return _ShortConvolutionOfParts.apply(x, weight, position_in_document, before)
+    apply = _torch_short_convolution if backend == "torch" else _ShortConvolution.apply
     last = _last_inputs(x.view(rows, -1, channels), width - 1, position_in_document, before)
-    if backend == "torch":
-        return _torch_short_convolution(x, weight, position_in_document, before), last
-    if before is None or not (before.requires_grad and torch.is_grad_enabled()):
-        return _ShortConvolution.apply(x, weight, position_in_document, before), last
-    x, position_in_document = _with_inputs_before(x, position_in_document, before)
-    y = _ShortConvolution.apply(x, weight, position_in_document, None)[:, width - 1 :]
-    return y.reshape(batch, length, channels), last
-
-
-def _with_inputs_before(
-    x: Tensor, position_in_document: Tensor | None, before: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """x in rows [R, W-1 + T, D], each behind the inputs before it, and their positions, 0 of these inputs.
-
-    For a state with a gradient, which the kernels do not compute; the outputs in its place are to be dropped.
-    """
-    rows, history, channels = before.shape
-    if position_in_document is not None:
-        position_in_document = F.pad(position_in_document.view(rows, -1), (history, 0)).flatten()
-    return torch.cat([before, x.view(rows, -1, channels)], dim=1), position_in_document
+    return apply(x, weight, position_in_document, before), last
 
 
 def _torch_short_convolution(
@@ -154,6 +138,46 @@ class _ShortConvolution(torch.autograd.Function):
         dy = dy.contiguous()
         short_convolution_backward(x, weight, position_in_document, before, dy, dx, dweight)
         return dx, dweight.to(weight.dtype), None, None
+
+
+class _ShortConvolutionOfParts(torch.autograd.Function):
+    """The same with gradients of the inputs before x [R, W-1, D] and of the last ones, which it returns too.
+
+    Only the first W-1 outputs depend on the former, and only the last W-1 inputs are among the latter, so
+    PyTorch computes these two on slices. By slices outside of this function autograd would fill and add
+    tensors of the size of x.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, position_in_document, before):
+        y = _ShortConvolution.forward(ctx, x, weight, position_in_document, before)
+        rows, history, channels = before.shape
+        last = _last_inputs(x.view(rows, -1, channels), history, position_in_document, before)
+        return y, last.contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dlast):
+        x, weight, position_in_document, before = ctx.saved_tensors
+        dx, dweight, *_ = _ShortConvolution.backward(ctx, dy)
+        rows, history, channels = before.shape
+        x, dy, dx_rows = (tensor.view(rows, -1, channels) for tensor in (x, dy, dx))
+        positions = position_in_document
+        head, tail = (None, None) if positions is None else _ends(positions.view(rows, -1), history)
+        first, end = (slice_.float() for slice_ in _ends(x, history))
+        with torch.enable_grad():
+            end, before = end.requires_grad_(), before.float().requires_grad_()
+            outputs = _torch_short_convolution(first, weight.float(), head, before)
+            last = _last_inputs(end, history, tail, before)
+            given = dy[:, :history].float(), dlast.float()
+            dend, dbefore = torch.autograd.grad((outputs, last), (end, before), given)
+        dx_rows[:, -history:] += dend
+        return dx, dweight, None, dbefore.to(x.dtype)
+
+
+def _ends(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The first and the last `count` tokens of x [R, T, ...], or all if there are fewer."""
+    return x[:, :count], x[:, -count:]
 
 
 @custom_op(mutates=("y",))

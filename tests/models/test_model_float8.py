@@ -164,10 +164,16 @@ def test_the_kernels_give_nearly_the_same(ids: Tensor, monkeypatch: pytest.Monke
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
 def test_gradient_checkpointing_changes_nothing(ids: Tensor) -> None:
+    """But the embedding's gradient by rounding: its parts are added in another order on a GPU, in bf16 too."""
     model = make_model()
     expected = loss_and_gradients(model, ids)
     model.gradient_checkpointing_enable()
-    assert torch.equal(loss_and_gradients(model, ids), expected)
+    found = loss_and_gradients(model, ids)
+    embedding = model.model.embeddings.weight
+    assert next(model.parameters()) is embedding
+    after = 1 + embedding.numel()
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[after:], expected[after:])
+    torch.testing.assert_close(found[1:after], expected[1:after], rtol=1e-5, atol=1e-7)
 
 
 def test_a_number_of_tokens_that_float8_does_not_take_is_computed_in_bf16(ids: Tensor) -> None:

@@ -1,6 +1,7 @@
 """DeltaProduct mixer of all four models: projections, short convolutions, the operator, output norm."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +9,11 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 
-from fla_train.kernels.context_parallel import context_parallel_delta_product, previous_inputs
+from fla_train.kernels.context_parallel import (
+    context_parallel_delta_product,
+    receive_inputs,
+    send_inputs,
+)
 from fla_train.kernels.delta_product.interface import delta_product, delta_product_step
 from fla_train.kernels.fused_ops import recurrence_gates
 from fla_train.models.configuration import DeltaProductConfig
@@ -90,8 +95,7 @@ class DeltaProductMixer(nn.Module):
         names = "qkv" + "g" * self.config.use_output_gate + "b" + "a" * self.config.use_forget_gate
         projections = project(x, *(getattr(self, f"{name}_proj") for name in names))
         y = dict(zip(names, projections, strict=True))
-        past = self._past_inputs(y, context, cache)
-        q, k, v = [self._convolve(name, y[name], past[name], context, cache) for name in "qkv"]
+        q, k, v = self._convolve([y[name] for name in "qkv"], context, cache)
         q = q.unflatten(-1, (heads, self.config.head_dim))
         k = k.unflatten(-1, (num_householder, heads, self.config.head_dim))
         v = v.unflatten(-1, (num_householder, self.config.value_heads, self.config.head_v_dim))
@@ -133,30 +137,34 @@ class DeltaProductMixer(nn.Module):
             g = g if g is None else g * padding_mask[..., None]
         return beta, g
 
-    def _past_inputs(
-        self, y: dict[str, Tensor], context: SequenceContext, cache: Cache | None
-    ) -> dict[str, Tensor | None]:
-        """Inputs of the convolutions before the projections y, by name: of the cache, or an earlier part."""
-        if context.part is not None and self.config.use_short_conv:
-            channels = [y[name].shape[-1] for name in "qkv"]
-            joined = torch.cat([y[name][:, -self.config.conv_size :] for name in "qkv"], dim=-1)
-            found = previous_inputs(joined, self.config.conv_size - 1, context.part, self.layer_index)
-            return dict(zip("qkv", found.split(channels, dim=1), strict=True))
-        states = (None,) * 3 if cache is None else cache.layers[self.layer_index].conv_states
-        return {name: states[place] for place, name in enumerate("qkv")}
+    def _convolve(self, ys: list[Tensor], context: SequenceContext, cache: Cache | None) -> list[Tensor]:
+        """SiLU of the convolved projections q, k and v [B, T, D].
 
-    def _convolve(
-        self, name: str, y: Tensor, past: Tensor | None, context: SequenceContext, cache: Cache | None
-    ) -> Tensor:
-        """SiLU of the convolved projection y; its last inputs go to one of the cache's three places."""
-        place = "qkv".index(name)
-        if self.config.use_short_conv:
-            y, state = getattr(self, f"{name}_conv1d")(y, past, context.position_in_document)
-        else:  # an empty state: without one the cache would take the layer for not run yet
-            y, state = F.silu(y), y.new_empty(len(y), 0, 0)
+        Inputs before them come from the cache or an earlier part; their last inputs go there or to the next.
+        """
+        if not self.config.use_short_conv:  # empty states: without them the cache takes the layer for not run
+            found = [F.silu(y) for y in ys]
+            last = [y.new_empty(len(y), 0, 0) for y in ys]
+        else:
+            history, position = self.config.conv_size - 1, context.position_in_document
+            past: Sequence[Tensor | None] = (None,) * 3
+            if context.part is not None:
+                past = receive_inputs(ys, history, context.part, self.layer_index)
+            elif cache is not None:
+                states = cache.layers[self.layer_index].conv_states
+                past = [states[place] for place in range(3)]
+            convolutions = (getattr(self, f"{name}_conv1d") for name in "qkv")
+            both = [
+                convolution(y, before, position)
+                for convolution, y, before in zip(convolutions, ys, past, strict=True)
+            ]
+            found, last = [y for y, _ in both], [state for _, state in both]
+            if context.part is not None:
+                found[-1] = send_inputs(found[-1], last, context.part, self.layer_index)
         if cache is not None:
-            cache.update_conv_state(state, self.layer_index, state_idx=place)
-        return y
+            for place, state in enumerate(last):
+                cache.update_conv_state(state, self.layer_index, state_idx=place)
+        return found
 
     def _recur(
         self,
