@@ -21,7 +21,7 @@ from fla_train.eval.transitions import Transitions, transitions
 from fla_train.hub.load import load_weights, resolve_checkpoint, training_record
 from fla_train.hub.paths import own_name, run_folder
 from fla_train.tasks import GroupWords, Score, Task, TaskConfig, make_task, tasks_for_testing
-from fla_train.tasks.config import TEST_SEED
+from fla_train.tasks.config import KINDS, TEST_SEED
 from fla_train.tasks.plots import plot_accuracy
 from fla_train.utils.device import pick_device, pick_dtype
 from fla_train.utils.environment import describe_environment
@@ -87,9 +87,10 @@ def _trained_on(model: PreTrainedModel, source: Path | str) -> TaskConfig:
 def _tests(task: TaskConfig, settings: ExpressivityConfig) -> dict[str, Task]:
     """The training's own test sets, and those of the lengths that are asked for."""
     tests = tasks_for_testing(task)
-    if settings.lengths and task.kind != "group_words":
+    if settings.lengths and KINDS[task.kind].length_option != "length":
         raise ValueError(
-            f"suite.expressivity.lengths is for word problems; this is {task.kind}: leave it empty"
+            f"suite.expressivity.lengths is for word problems and code traces; this is {task.kind}: leave it "
+            "empty"
         )
     for length in settings.lengths:
         options = {**task.options, "length": length}
