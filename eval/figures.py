@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -414,6 +414,29 @@ def draw_transitions(layer: Transitions, name: str, folder: Path) -> list[Path]:
         files.append(folder / f"{kind}-{name}.png")
         draw(layer, name).savefig(files[-1], dpi=120)
     return files
+
+
+def draw_spread_ratio(reports: Mapping[str, Mapping], folder: Path) -> None:
+    """`spread_ratio.png` and `.pdf`: ratio, threshold and accuracy against the length; none without reports.
+
+    Args:
+        reports: by test set, see `fla_train.eval.separation.SpreadTable.report`.
+        folder: that exists.
+    """
+    if not reports:
+        return
+    with grid(folder / "spread_ratio", 1, 2, (4.5, 3.4)) as axes:
+        ratio, accuracy = axes[0]
+        for i, (name, report) in enumerate(reports.items()):
+            ratio.plot(report["lengths"], report["ratio"], color=f"C{i}", label=name)
+            accuracy.plot(report["lengths"], report["accuracy"], color=f"C{i}")
+            if report["threshold"] is not None:
+                ratio.axhline(report["threshold"], color=f"C{i}", ls=":", label=f"{name}: threshold")
+            if report["predicted_length"] is not None:
+                accuracy.axvline(report["predicted_length"], color=f"C{i}", ls=":")
+        ratio.set(xscale="log", yscale="log", xlabel="word length [tokens]", ylabel="spread ratio")
+        accuracy.set(xscale="log", xlabel="word length [tokens]", ylabel="token accuracy", ylim=(-0.05, 1.05))
+        ratio.legend(fontsize="small")
 
 
 def _head_panels(heads: int, title: str, *, square: bool):
