@@ -100,7 +100,8 @@ def draw_figures(folder: Path, records: Sequence[dict]) -> list[str]:
     """Draw what the evaluations hold into `folder`; the names of the figures, without ending.
 
     `perplexity` and `bits_per_byte` (against length and position), `length_extrapolation` (a row per length
-    of `suite.perplexity.panels`, a column per set, a line per evaluation), `states` and `tasks`.
+    of `suite.perplexity.panels`, a column per set, a line per evaluation), `states`,
+    `remembrance` and `tasks`.
     """
     drawn = []
     if any(readable_sets([record]) for record in records):
@@ -114,6 +115,8 @@ def draw_figures(folder: Path, records: Sequence[dict]) -> list[str]:
         drawn.append("length_extrapolation")
     if draw_states(folder / "states", records):
         drawn.append("states")
+    if draw_remembrance(folder / "remembrance", records):
+        drawn.append("remembrance")
     if columns := _columns(records):
         _tasks(folder / "tasks", records, columns)
         drawn.append("tasks")
@@ -359,6 +362,40 @@ def draw_states(file: Path, records: Sequence[dict]) -> bool:
                 line[3].text(
                     0.5, 0.5, "no forget gate", ha="center", transform=line[3].transAxes, color="0.4"
                 )
+        legend(axes, meaning(titles))
+    return True
+
+
+def draw_remembrance(file: Path, records: Sequence[dict]) -> bool:
+    """A column per set, a line per evaluation with one standard error around it; False without any."""
+    found = {
+        name: [
+            (i, r["name"], r["perplexity"].get(name, {}).get("remembrance")) for i, r in enumerate(records)
+        ]
+        for name in readable_sets(records)
+    }
+    found = {name: lines for name, lines in found.items() if any(values for *_, values in lines)}
+    if not found:
+        return False
+    titles = [set_title(name, records) for name in found]
+    with grid(file, 1, len(found), (4.0, 3.2)) as axes:
+        for panel, title, lines in zip(axes[0], titles, found.values(), strict=True):
+            mark_training(panel, records, label=True)
+            for i, label, values in lines:
+                if values:
+                    mean = np.array(values["distance"])
+                    panel.plot(
+                        values["sizes"], mean, color=f"C{i}", label=f"{label}, of {short(values['length'])}"
+                    )
+                    if values["stderr"]:
+                        error = np.array(values["stderr"])
+                        panel.fill_between(
+                            values["sizes"], mean - error, mean + error, color=f"C{i}", alpha=0.2
+                        )
+            panel.set_xscale("log", base=2)
+            panel.set(title=title, xlabel="last part (tokens)", ylim=(0, 1))
+            panel.grid(alpha=0.3)
+        axes[0, 0].set_ylabel("effective remembrance")
         legend(axes, meaning(titles))
     return True
 
