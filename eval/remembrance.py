@@ -1,8 +1,8 @@
 """Effective remembrance: how far a prediction depends on what lies before the last tokens of its context.
 
 Buitrago Ruiz and Gu (arXiv 2507.02782): EffRem_T(t) = d(q(. | x_0..T), q(. | x_t..T)), with the total
-variation d(q, q') = 1/2 sum |q - q'|. A model that overfits to its first states keeps a large distance where the last
-part is almost the whole.
+variation d(q, q') = 1/2 sum |q - q'|. A model that overfits to its first states keeps a large distance where
+the last part is almost the whole.
 """
 
 from collections.abc import Sequence

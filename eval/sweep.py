@@ -62,10 +62,11 @@ def run_sweep(
         By set `lengths`, `positions` (over the documents that reach the longest of these), `panels` (by panel
         the same over the documents that reach it), each row as `Estimate.numbers` gives it and those of
         `lengths` with `losses` and `targets` of each document (and `own_sequences` (true) where its
-        sequences are not the beginnings of the others'), `not_reached`, `states` and `remembrance` (None unless
-        asked for), `data` (sequences, tokens, fingerprint), `own_file` (true) where it is no set of the papers but
-        a file of the user's, whatever its name, and, where the mirror has one, `note`; or `{"error": line}`
-        for a set that cannot be had or read, or has no document of the lengths asked for; the others go on.
+        sequences are not the beginnings of the others'), `not_reached`, `states` and `remembrance` (None
+        unless asked for), `data` (sequences, tokens, fingerprint), `own_file` (true) where it is no set of
+        the papers but a file of the user's, whatever its name, and, where the mirror has one, `note`; or
+        `{"error": line}` for a set that cannot be had or read, or has no document of the lengths asked
+        for; the others go on.
 
     Raises:
         ValueError: `config.sets` is empty and there is no run whose validation split could be read, or the

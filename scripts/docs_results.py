@@ -207,18 +207,25 @@ def figures(*found: Measurement) -> Iterator[str]:
 
 
 def decoding(*found: Measurement) -> Iterator[str]:
-    """Milliseconds of a further token of all sequences, by batch, context and model."""
+    """Milliseconds of a further token of all sequences, by batch, context and model.
+
+    A peer is compared with ours of its own file; ours is shown from the first file that has it.
+    """
     yield from _commands(found)
-    times: dict[tuple[int, int], dict[str, Row]] = {}
-    for row in (row for measured in found for row in measured.rows):
-        times.setdefault((row["batch"], row["context"]), {}).setdefault(row["model"], row)
-    names = list(dict.fromkeys(name for rows in times.values() for name in rows))
+    rows: dict[tuple[int, int], dict[str, Row]] = {}
+    for measured in found:
+        ours = {(row["batch"], row["context"]): row for row in measured.rows if row["model"] == "ours"}
+        for row in measured.rows:
+            place = row["batch"], row["context"]
+            beside = row | {"ours": ours[place]["milliseconds"]}
+            rows.setdefault(place, {}).setdefault(row["model"], beside)
+    names = list(dict.fromkeys(name for models in rows.values() for name in models))
     shown = (PEERS.get(name, name) for name in names)
     yield from _table("sequences", "context", *(f"{name}, ms" for name in shown), "ours, tokens/s", "GiB")
-    for (batch, context), rows in times.items():
-        ours = rows["ours"]
-        cells = (_decoded(rows.get(name), ours["milliseconds"]) for name in names)
+    for (batch, context), models in rows.items():
+        ours = models["ours"]
         speed = f"{1e3 * batch / ours['milliseconds']:,.0f}"
+        cells = (_decoded(models.get(name)) for name in names)
         yield _row(str(batch), f"{context:,}", *cells, speed, f"{ours['gibibytes']:.1f}")
     yield from _sources(found)
 
@@ -326,12 +333,12 @@ def _beside(time: float | None, ours: float) -> str:
     return f"{time:.{digits}f}" + (f" ({time / ours:.2f}x)" if time != ours else "")
 
 
-def _decoded(row: Row | None, ours: float) -> str:
-    """A peer's time and how often ours fits; empty where it was not measured or could not run."""
+def _decoded(row: Row | None) -> str:
+    """A time and, for a peer, how often ours fits; empty where it was not measured or could not run."""
     if row is None or row["milliseconds"] is None:
         return ""
     time = row["milliseconds"]
-    return f"{time:.3f}" if row["model"] == "ours" else f"{time:.2f} ({time / ours:.1f}x)"
+    return f"{time:.3f}" if row["model"] == "ours" else f"{time:.2f} ({time / row['ours']:.1f}x)"
 
 
 def _speed(row: Row) -> tuple[str, str, str, str]:
