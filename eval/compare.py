@@ -16,6 +16,7 @@ from fla_train.eval.intervals import Mean
 
 NO_METRICS = ("examples", "num_fewshot", "higher_is_better", "by_document", "fingerprint", "truncated")
 LENGTH_LABELS = {"perplexity": "perplexity, ", "bits_per_byte": "bits per byte, "}  # before `1,024 tokens`
+ACCURACY_LABEL = "accuracy, "
 _PARTS = {"name", "perplexity", "tasks", "paper_row"}  # of the record of a suite on text
 MARKS = ("▲", "▼")  # better, worse
 
@@ -126,10 +127,20 @@ def flat_metrics(record: dict) -> dict[str, float]:
         for key in ("loss", "bits_per_byte")
         if row.get(key) is not None
     }
+    for task, prompt, row in needle_rows(record):
+        found[f"eval/{task}/{prompt}_{row['length']}"] = row["accuracy"]
     for result in record["tasks"].values():
         for task, scores in result.get("scores", {}).items():
             found |= {f"eval/{task}/{key}": value for key, value in scores.items() if is_metric(key)}
     return found
+
+
+def needle_rows(record: dict) -> Iterator[tuple[str, str, dict]]:
+    """Task, prompt and row of each length of the needles that an evaluation asked for."""
+    for task, result in record.get("needle", {}).items():
+        for prompt, rows in result.items():
+            if prompt != "error":
+                yield from ((task, prompt, row) for row in rows)
 
 
 def _numbers(record: dict) -> Iterator[tuple[tuple, tuple[str, str], _Number]]:
@@ -147,6 +158,12 @@ def _numbers(record: dict) -> Iterator[tuple[tuple, tuple[str, str], _Number]]:
                     *(row[quantity], errors[quantity], False, data, losses, targets, "note" in result)
                 )
                 yield (0, name, row["length"], i), (name, f"{label}{row['length']:,} tokens"), number
+    for task, prompt, row in needle_rows(record):
+        number = _Number(
+            *(row["accuracy"], row["stderr"], True, row["fingerprint"], row["correct"], None, False)
+        )
+        label = f"{ACCURACY_LABEL}{row['length']:,} tokens"
+        yield (1, task, prompt, row["length"]), (f"{task}, {prompt}", label), number
     for result in record["tasks"].values():
         for task, scores in result.get("scores", {}).items():
             for metric in filter(is_metric, scores):
@@ -156,7 +173,7 @@ def _numbers(record: dict) -> Iterator[tuple[tuple, tuple[str, str], _Number]]:
                     *(scores[metric], scores.get(f"{metric}_stderr"), direction, scores.get("fingerprint")),
                     *(by_document, None, "note" in result),
                 )
-                yield (1,), (task, metric), number
+                yield (2,), (task, metric), number
 
 
 def _cells(numbers: Sequence[_Number | None]) -> tuple[Cell, ...]:

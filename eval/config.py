@@ -8,6 +8,8 @@ from typing import Any
 from omegaconf import MISSING
 
 LAYOUTS = ("documents", "packed")
+NEEDLE_TASKS = ("niah_single_1", "niah_single_2", "niah_single_3")
+NEEDLE_PROMPTS = ("ruler", "question", "continuation")
 ENDINGS = (".gz", ".parquet", ".jsonl")  # of files of documents, the last one first
 
 
@@ -21,6 +23,7 @@ class PerplexityConfig:
     training_length: bool = False
     panels: list[int] = field(default_factory=list)
     bucket: int = 512
+    per_octave: int | None = None
     documents: int | None = 64
     scan: int | None = 20_000
     text_column: str = "text"
@@ -28,6 +31,22 @@ class PerplexityConfig:
     batch_size: int = 4
     state_documents: int = 0
     remembrance_documents: int = 0
+
+
+@dataclass
+class NeedleConfig:
+    """Retrieval of one value from a long text, see `fla_train.eval.needle`."""
+
+    tasks: list[str] = field(default_factory=lambda: list(NEEDLE_TASKS))
+    prompts: list[str] = field(default_factory=lambda: ["ruler", "continuation"])
+    lengths: list[int] = field(default_factory=lambda: [1024, 2048, 4096])
+    samples: int = 100
+    depths: list[float] = field(default_factory=lambda: [0.0, 25.0, 50.0, 75.0, 100.0])
+    answer_tokens: int = 128
+    essays: str | None = None
+    text_column: str = "text"
+    seed: int = 0
+    batch_size: int = 25
 
 
 @dataclass
@@ -42,10 +61,11 @@ class ExpressivityConfig:
 
 @dataclass
 class SuiteConfig:
-    """One thing to run: a perplexity sweep, lm-eval tasks, or both; or a synthetic task's evaluation."""
+    """What to run: a perplexity sweep, needles, lm-eval tasks, or several; or a synthetic task's test."""
 
     name: str = MISSING
     perplexity: PerplexityConfig | None = None
+    needle: NeedleConfig | None = None
     expressivity: ExpressivityConfig | None = None
     tasks: list[str] = field(default_factory=list)
     include_path: str | None = None
@@ -88,7 +108,7 @@ def validation_errors(suite: SuiteConfig) -> list[str]:
     errors = []
     if suite.expressivity is not None:
         return _expressivity_errors(suite)
-    if suite.perplexity is None and not suite.tasks:
+    if suite.perplexity is None and suite.needle is None and not suite.tasks:
         errors.append("the suite is empty: give suite.tasks=[...] or choose suite=perplexity")
     if suite.batch_size != "auto" and not (suite.batch_size.isdigit() and int(suite.batch_size) > 0):
         errors.append(f"suite.batch_size={suite.batch_size} must be an integer of at least 1, or auto")
@@ -104,7 +124,9 @@ def validation_errors(suite: SuiteConfig) -> list[str]:
         errors.append(
             f"suite.limit={suite.limit} must be a number of examples, or a fraction below 1 of them"
         )
-    return errors + (_perplexity_errors(suite.perplexity) if suite.perplexity is not None else [])
+    if suite.perplexity is not None:
+        errors += _perplexity_errors(suite.perplexity)
+    return errors + (_needle_errors(suite.needle) if suite.needle is not None else [])
 
 
 def _expressivity_errors(suite: SuiteConfig) -> list[str]:
@@ -116,14 +138,14 @@ def _expressivity_errors(suite: SuiteConfig) -> list[str]:
     ]
     if any(length < 1 for length in config.lengths):
         errors.append("suite.expressivity.lengths must hold integers of at least 1")
-    if suite.perplexity is not None or suite.tasks:
-        errors.append("suite.expressivity runs alone: leave suite.perplexity and suite.tasks empty")
+    if suite.perplexity is not None or suite.needle is not None or suite.tasks:
+        errors.append("suite.expressivity runs alone: leave the other parts of the suite empty")
     return errors
 
 
 def _perplexity_errors(config: PerplexityConfig) -> list[str]:
     errors = []
-    for key in ("bucket", "documents", "scan", "chunk", "batch_size"):
+    for key in ("bucket", "per_octave", "documents", "scan", "chunk", "batch_size"):
         value = getattr(config, key)
         if value is not None and value < 1:
             errors.append(f"suite.perplexity.{key}={value} must be at least 1")
@@ -139,4 +161,20 @@ def _perplexity_errors(config: PerplexityConfig) -> list[str]:
         errors.append("suite.perplexity.lengths must hold integers of at least 1")
     if min(config.panels, default=1) < 1:
         errors.append("suite.perplexity.panels must hold integers of at least 1")
+    return errors
+
+
+def _needle_errors(config: NeedleConfig) -> list[str]:
+    errors = [
+        f"suite.needle.{key}={value} must be at least 1"
+        for key in ("samples", "answer_tokens", "batch_size")
+        if (value := getattr(config, key)) < 1
+    ]
+    for key, known in (("tasks", NEEDLE_TASKS), ("prompts", NEEDLE_PROMPTS)):
+        if not (given := getattr(config, key)) or not set(given) <= set(known):
+            errors.append(f"suite.needle.{key} must name some of {', '.join(known)}")
+    if not config.lengths or min(config.lengths) < 1:
+        errors.append("suite.needle.lengths must hold integers of at least 1")
+    if not config.depths or not all(0 <= depth <= 100 for depth in config.depths):
+        errors.append("suite.needle.depths must hold percentages from 0 to 100")
     return errors

@@ -75,16 +75,26 @@ def file_documents(
     Raises:
         ValueError: missing, corrupt or unreadable files, or no such column.
     """
+    yield from tokenized(file_texts(path, text_column, "suite.perplexity.sets"), tokenizer)
+
+
+def file_texts(path: str, text_column: str, setting: str) -> Iterator[str]:
+    """The text of each document of parquet or JSON-lines files; errors name `setting` as their origin.
+
+    Raises:
+        ValueError: missing, corrupt or unreadable files, or no such column.
+    """
     try:
         source = open_source(DataConfig(source="local", path=path, text_column=text_column))
-        yield from tokenized((document["text"] for document in source.documents()), tokenizer)
+        yield from (document["text"] for document in source.documents())
     except ValueError as error:
         line = str(error).replace(" (data.max_line_bytes)", "")  # no key here; the others by other names
-        line = line.replace("data.path", "suite.perplexity.sets")
-        raise ValueError(line.replace("data.text_column", "suite.perplexity.text_column")) from error
+        line = line.replace("data.path", setting)
+        column = f"{setting.rpartition('.')[0]}.text_column"
+        raise ValueError(line.replace("data.text_column", column)) from error
     except OSError as failure:  # no permission, or gone meanwhile
         reason = failure.strerror or failure
-        raise ValueError(f"suite.perplexity.sets={path}: cannot be read ({reason})") from failure
+        raise ValueError(f"{setting}={path}: cannot be read ({reason})") from failure
 
 
 def tokenized(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:

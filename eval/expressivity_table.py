@@ -1,15 +1,14 @@
-"""The papers' expressivity tables: list the runs to train, then write our numbers beside the published ones.
+"""The papers' expressivity tables: the runs that fill them, and our numbers beside the published ones.
 
-python -m fla_train.eval.expressivity_table plan formal,mqar runs/expressivity 0,1,2    one command a line
-python -m fla_train.eval.expressivity_table write runs/expressivity                tables.md and tables.json
+`fla-runs queue` (fla_train.cli.run_queue) trains the runs and writes the tables of those that were tested.
 """
 
 import json
 import re
 import statistics
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,20 +19,30 @@ from fla_train.tasks.plots import plot_accuracy
 from fla_train.utils.records import read_metrics
 
 SCAN_WEIGHT = 8  # Mamba loops over tokens: a layer takes as long as about 8 of ours
-# Written into a run folder by scripts/reproduce_expressivity.sh: how long it took; why it did not end.
-WALL, SKIPPED = "wall_seconds", "skipped"
-USAGE = "usage: expressivity_table plan TABLE[,TABLE...] FOLDER SEEDS [full] | write FOLDER"
+# Written into a run folder by the queue: how long it took; why it failed; that it has ended by itself.
+WALL, FAILED, COMPLETE = "wall_seconds", "failed", "complete"
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run of a table."""
+    """One training run of a table.
+
+    Attributes:
+        overrides: arguments of `fla-train`, without `run.dir`.
+        claimed: a claim of the papers rests on it.
+    """
 
     table: str
     row: str
     column: str
     seed: int
-    overrides: tuple[str, ...]
+    overrides: tuple[str, ...] = ()
+    claimed: bool = False
+
+    @property
+    def name(self) -> str:
+        """Table, row, column and seed, as in `state_tracking/DeltaProduct_2_-1_1/S3/seed-0`."""
+        return "/".join([*map(slug, (self.table, self.row, self.column)), f"seed-{self.seed}"])
 
     @property
     def weight(self) -> int:
@@ -45,48 +54,43 @@ class Run:
         )
 
     def folder(self, home: Path) -> Path:
-        return home.joinpath(*map(slug, (self.table, self.row, self.column)), f"seed-{self.seed}")
+        return home / self.name
+
+    def matches(self, pattern: str) -> bool:
+        """Whether a glob fits the name or a part of it between slashes; capitals do not matter."""
+        parts = self.name.lower().split("/")
+        spans = ["/".join(parts[i:j]) for i in range(4) for j in range(i + 1, 5)]
+        return any(fnmatchcase(span, pattern.lower()) for span in spans)
 
 
 def read_tables() -> dict[str, dict[str, Any]]:
     """The tables by name, as expressivity_tables.yaml has them."""
-    return yaml.safe_load((files("fla_train.eval") / "expressivity_tables.yaml").read_text())
+    tables = yaml.safe_load((files("fla_train.eval") / "expressivity_tables.yaml").read_text())
+    for table in tables.values():
+        count = len(table["columns"])
+        if isinstance(table["paper_words"], int):
+            table["paper_words"] = [table["paper_words"]] * count
+        # New mappings: YAML's anchors let several tables share a row.
+        table["rows"] = {row: {"published": [None] * count} | cells for row, cells in table["rows"].items()}
+    return tables
 
 
 def runs_of(name: str, seeds: Sequence[int], *, fast: bool = True) -> Iterator[Run]:
-    """Every run of a table: the papers' recipes, or their fast variants.
-
-    Raises:
-        ValueError: there is no such table.
-    """
-    tables = read_tables()
-    if name not in tables:
-        raise ValueError(f"unknown table '{name}'; choose one of {', '.join(tables)}")
-    table = tables[name]
+    """Every run of a table: the papers' recipes, or their fast variants."""
+    table = read_tables()[name]
     for row, content in table["rows"].items():
         if content["overrides"] is None:
             continue
         for column, experiment in table["columns"].items():
             for seed in seeds:
-                yield Run(
-                    *(name, row, column, seed),
-                    overrides=(
-                        f"experiment={experiment}{'_fast' if fast else ''}",
-                        *table.get("column_overrides", {}).get(column, []),
-                        *content["overrides"],
-                        f"seed={seed}",
-                    ),
+                overrides = (
+                    f"experiment={experiment}{'_fast' if fast else ''}",
+                    *table.get("column_overrides", {}).get(column, []),
+                    *content["overrides"],
+                    f"seed={seed}",
                 )
-
-
-def plan(names: Sequence[str], home: Path, seeds: Sequence[int], *, fast: bool = True) -> list[str]:
-    """The arguments of `fla-train` for the runs of tables `names`, one run a line, run.dir first.
-
-    Long runs come first, so that several at once end at about the same time.
-    """
-    runs = [run for name in names for run in runs_of(name, seeds, fast=fast)]
-    runs.sort(key=lambda run: -run.weight)
-    return [" ".join((f"run.dir={run.folder(home)}", *run.overrides)) for run in runs]
+                run = Run(name, row, column, seed, overrides)
+                yield replace(run, claimed=any(map(run.matches, table["claims"])))
 
 
 def slug(text: str) -> str:
@@ -104,22 +108,23 @@ def write_tables(home: Path) -> Path:
     """
     tables = read_tables()
     results = {name: _results(name, table, home) for name, table in tables.items()}
-    skipped = {name: _skipped(name, table, home) for name, table in tables.items()}
+    failed = {name: _failed(name, table, home) for name, table in tables.items()}
     found = [cell for rows in results.values() for row in rows.values() for cell in row.values() if cell]
-    if not found and not any(skipped.values()):
-        raise ValueError(f"no run with a test below {home}: run scripts/reproduce_expressivity.sh first")
+    if not found and not any(failed.values()):
+        raise ValueError(f"no run with a test below {home}: train some with fla-runs queue first")
     (home / "tables.json").write_text(json.dumps(results, indent=2) + "\n")
     hardware = sorted({device for cell in found for device in cell["hardware"]})
     lines = [
-        "Ours: best (mean; lowest to highest; runs; steps; minutes of one run; the best run at another "
-        "length). `cut` counts runs that were stopped before their end, with their newest test. A figure of "
-        "the papers has no numbers: there `yes` and `no` say whether its text calls the problem learnt.",
+        "Ours: best (median; lowest to highest; seeds; steps; these runs' words as a share of the paper's; "
+        "minutes of one run; the best run at another length). `cut` counts runs that were stopped before "
+        "their end, with their newest test. A figure of the papers has no numbers: there `yes` and `no` say "
+        "whether its text calls the problem learnt.",
         "",
         f"Hardware: {'; '.join(hardware) or 'no run has been tested'}.",
     ]
     for name, table in tables.items():
-        if skipped[name] or any(cell for row in results[name].values() for cell in row.values()):
-            rows = _markdown(table, results[name], skipped[name])
+        if failed[name] or any(cell for row in results[name].values() for cell in row.values()):
+            rows = _markdown(table, results[name], failed[name])
             lines += ["", *rows, "", *_figures(name, table, results[name], home)]
     out = home / "tables.md"
     out.write_text("\n".join(lines) + "\n")
@@ -129,39 +134,38 @@ def write_tables(home: Path) -> Path:
 def _results(name: str, table: Mapping[str, Any], home: Path) -> dict[str, dict[str, dict | None]]:
     rows: dict[str, dict[str, dict | None]] = {row: {} for row in table["rows"]}
     for row in rows:
-        for column in table["columns"]:
-            place = Run(name, row, column, 0, ()).folder(home).parent
+        for column, words in zip(table["columns"], table["paper_words"], strict=True):
+            place = Run(name, row, column, 0).folder(home).parent
             beside = table.get("beside", {})
             tested = [
                 r for run in sorted(place.glob("seed-*")) if (r := _newest(run, table["metric"], beside))
             ]
-            rows[row][column] = _statistics(tested) if tested else None
+            rows[row][column] = _statistics(tested, words) if tested else None
     return rows
 
 
 def _newest(run: Path, metric: str, beside: Mapping[str, str]) -> dict[str, Any] | None:
-    """The newest value of `metric`, and of those `beside` it by the names they are shown under.
-
-    The run has ended by itself if it left an export of that step.
-    """
+    """The newest value of `metric`, and of those `beside` it by the names they are shown under."""
     records = [record for record in read_metrics(run / "metrics.jsonl") if metric in record]
     if not records:
         return None
     step = records[-1]["step"]
     environment = json.loads((run / "environment.json").read_text())
+    config = yaml.safe_load((run / "config.yaml").read_text())
     wall = run / WALL
     return {
         "run": str(run),
         "value": records[-1][metric],
         "beside": {name: records[-1][other] for name, other in beside.items()},
         "steps": step,
-        "cut": not (run / "hf" / f"step-{step:07d}").is_dir(),
+        "words": step * config["task"]["batch_size"],
+        "cut": not (run / COMPLETE).is_file(),
         "seconds": float(wall.read_text()) if wall.is_file() else None,
         "hardware": environment["hardware"],
     }
 
 
-def _statistics(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _statistics(runs: Sequence[Mapping[str, Any]], paper_words: int) -> dict[str, Any]:
     values = [run["value"] for run in runs]
     seconds = [run["seconds"] for run in runs if run["seconds"] is not None]
     best = max(runs, key=lambda run: run["value"])
@@ -169,18 +173,19 @@ def _statistics(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "best_run": best["run"],
         "best": best["value"],
         "beside": best["beside"],
-        "mean": statistics.fmean(values),
+        "median": statistics.median(values),
         "lowest": min(values),
-        "runs": len(values),
+        "seeds": [int(Path(run["run"]).name.removeprefix("seed-")) for run in runs],
         "cut": sum(run["cut"] for run in runs),
         "steps": {Path(run["run"]).name: run["steps"] for run in runs},
+        "share_of_paper_words": {Path(run["run"]).name: run["words"] / paper_words for run in runs},
         "minutes": statistics.fmean(seconds) / 60 if seconds else None,
         "hardware": sorted({run["hardware"] for run in runs}),
     }
 
 
 def _markdown(
-    table: Mapping[str, Any], results: Mapping[str, Mapping[str, dict | None]], skipped: Sequence[str]
+    table: Mapping[str, Any], results: Mapping[str, Mapping[str, dict | None]], failed: Sequence[str]
 ) -> list[str]:
     """The lines of a table, and below it why rows or runs are missing."""
     columns = list(table["columns"])
@@ -203,18 +208,18 @@ def _markdown(
         for row, content in table["rows"].items()
         if "skipped" in content
     ]
-    missing += skipped
+    missing += failed
     return [*lines, "", *missing] if missing else lines
 
 
-def _skipped(name: str, table: Mapping[str, Any], home: Path) -> list[str]:
+def _failed(name: str, table: Mapping[str, Any], home: Path) -> list[str]:
     """A line for each reason why runs of a row did not start or did not finish."""
     lines = []
     for row in table["rows"]:
         failed: dict[str, list[str]] = {}
         for column in table["columns"]:
-            place = Run(name, row, column, 0, ()).folder(home).parent
-            for note in sorted(place.glob(f"seed-*/{SKIPPED}")):
+            place = Run(name, row, column, 0).folder(home).parent
+            for note in sorted(place.glob(f"seed-*/{FAILED}")):
                 reason = note.read_text().strip().removeprefix("error: ").removesuffix(".")
                 failed.setdefault(reason, []).append(f"{column} {note.parent.name}")
         lines += [f"{row} did not run or end ({', '.join(runs)}): {r}." for r, runs in failed.items()]
@@ -251,35 +256,19 @@ def _published(value: float | bool | None) -> str:
 def _ours(cell: Mapping[str, Any] | None) -> str:
     if cell is None:
         return ""
-    steps = sorted(set(cell["steps"].values()))
-    span = f"; {' to '.join(f'{n:,}' for n in dict.fromkeys((steps[0], steps[-1])))} steps"
+    steps = _span(cell["steps"].values(), "{:,}")
+    share = _span(cell["share_of_paper_words"].values(), "{:.2g}", 100)
     minutes = "" if cell["minutes"] is None else f"; {cell['minutes']:.1f} min"
     cut = f"; {cell['cut']} cut" if cell["cut"] else ""
     beside = "".join(f"; {name} {value:.3f}" for name, value in cell["beside"].items())
+    seeds = ", ".join(map(str, cell["seeds"]))
     return (
-        f"{cell['best']:.3f} ({cell['mean']:.3f}; {cell['lowest']:.3f} to {cell['best']:.3f}; "
-        f"{cell['runs']}{span}{minutes}{cut}{beside})"
+        f"{cell['best']:.3f} ({cell['median']:.3f}; {cell['lowest']:.3f} to {cell['best']:.3f}; "
+        f"seeds {seeds}; {steps} steps; {share}% of the words{minutes}{cut}{beside})"
     )
 
 
-def main(arguments: Sequence[str]) -> int:
-    """The command line; returns the exit code."""
-    match list(arguments):
-        case ["plan", name, home, seeds, *rest] if rest in ([], ["full"]):
-            if not re.fullmatch(r"\d+(,\d+)*", seeds):
-                raise ValueError(f"seeds are numbers and commas, as in 0,1,2: got '{seeds}'")
-            numbers = [int(seed) for seed in seeds.split(",")]
-            print(*plan(name.split(","), Path(home), numbers, fast=not rest), sep="\n")
-        case ["write", home]:
-            print(write_tables(Path(home)).read_text())
-        case _:
-            print(USAGE, file=sys.stderr)
-            return 2
-    return 0
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+def _span(values: Iterable[float], form: str, unit: float = 1) -> str:
+    """The lowest and the highest, or the one that all are."""
+    shown = [form.format(unit * value) for value in sorted(values)]
+    return " to ".join(dict.fromkeys((shown[0], shown[-1])))

@@ -1,16 +1,17 @@
-"""Figures of reports, as png and pdf: perplexity, length extrapolation, states, task scores, transitions."""
+"""Figures of reports, as png and pdf: perplexity, extrapolation, states, needles, scores, transitions."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fla_train.eval.compare import is_metric
+from fla_train.eval.compare import is_metric, needle_rows
 from fla_train.eval.paper import NOTED, RECALL, ZERO_SHOT, Column
 from fla_train.eval.sets import PAPER_SETS
 from fla_train.eval.tables import COUNTS, restrictions, sequences, table_1, varied
@@ -100,8 +101,8 @@ def draw_figures(folder: Path, records: Sequence[dict]) -> list[str]:
     """Draw what the evaluations hold into `folder`; the names of the figures, without ending.
 
     `perplexity` and `bits_per_byte` (against length and position), `length_extrapolation` (a row per length
-    of `suite.perplexity.panels`, a column per set, a line per evaluation), `states`,
-    `remembrance` and `tasks`.
+    of `suite.perplexity.panels`, a column per set, a line per evaluation), `states`, `remembrance`,
+    `needle` (against length), `needle_depths` (of a single evaluation) and `tasks`.
     """
     drawn = []
     if any(readable_sets([record]) for record in records):
@@ -117,6 +118,12 @@ def draw_figures(folder: Path, records: Sequence[dict]) -> list[str]:
         drawn.append("states")
     if draw_remembrance(folder / "remembrance", records):
         drawn.append("remembrance")
+    if any(any(needle_rows(record)) for record in records):
+        _needles(folder / "needle", records)
+        drawn.append("needle")
+        if len(records) == 1:
+            _needle_depths(folder / "needle_depths", records[0])
+            drawn.append("needle_depths")
     if columns := _columns(records):
         _tasks(folder / "tasks", records, columns)
         drawn.append("tasks")
@@ -169,8 +176,18 @@ def _curve(
 
 
 def _bound(panel: Axes) -> None:
-    """Limit the y-axis: the band of few documents may reach far beyond all values."""
-    values = [y for line in panel.lines for y in line.get_ydata()]  # those of the training length end at 1
+    """Limit the y-axis: the band of few documents may reach far beyond all values. Beside a curve that grows
+    tenfold the others would be one flat line: then the axis is logarithmic.
+    """
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    curves = [line for line in panel.lines if line.get_transform() == panel.transData]
+    values = [y for line in curves for y in line.get_ydata()]
+    if values and max(values) > 10 * min(values) > 0:
+        panel.set_yscale("log")
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_minor_formatter(NullFormatter())
     if values and panel.get_ylim()[1] > (top := 2 * max(values)):
         panel.set_ylim(top=top)
 
@@ -186,14 +203,18 @@ def _middles(rows: Sequence[dict]) -> list[float]:
 
 
 def _perplexity(file: Path, records: Sequence[dict], quantity: str) -> None:
-    """Against context length: a panel per set, and for a single evaluation a panel over positions besides."""
+    """Against context length and along the positions.
+
+    Several evaluations have a column for each set; a single one has all sets in the same two panels.
+    """
     names = list(readable_sets(records))
     alone = len(records) == 1
     titles = [set_title(name, records) for name in names]
     lines = meaning(titles)
-    with grid(file, 1, 2 if alone else len(names), (5.2, 3.8)) as axes:
+    with grid(file, *((1, 2) if alone else (2, len(names))), (5.2, 3.8)) as axes:
+        pairs = axes if alone else axes.T  # [pairs, 2]: over lengths, along positions
         for i, name in enumerate(names):
-            panel, curves = axes[0, 0 if alone else i], []
+            (panel, along), curves = pairs[0 if alone else i], []
             for j, record in enumerate(records):
                 result = record["perplexity"].get(name, {"error": ""})
                 if "error" in result:
@@ -202,30 +223,86 @@ def _perplexity(file: Path, records: Sequence[dict], quantity: str) -> None:
                 color = f"C{i if alone else j}"
                 curves.append(rows := _points(result["lengths"], quantity))
                 _curve(panel, [row["length"] for row in rows], rows, label, color, marker="o", markersize=3)
-                if alone:
-                    rows = _points(result["positions"], quantity)
-                    _curve(axes[0, 1], _middles(rows), rows, label, color)
+                rows = _points(result["positions"], quantity)
+                _curve(along, _middles(rows), rows, label, color)
             if any(map(varied, curves)):
                 _write_counts(panel, curves, f"C{i}" if alone else "0.4")
                 lines = [*meaning(titles), COUNTS]
             if not alone:
                 panel.set_title(titles[i], fontsize=10)
-        lengths = sorted(
-            {row["length"] for r in records for s in readable_sets([r]).values() for row in s["lengths"]}
-        )
-        for panel in axes[0, : 1 if alone else None]:
-            panel.set_xscale("log", base=2)
-            panel.set_xticks(lengths, [short(length) for length in lengths])
-            panel.set_xlabel("context length (tokens)")
+        results = [result for record in records for result in readable_sets([record]).values()]
+        lengths = sorted({row["length"] for result in results for row in result["lengths"]})
         what = quantity.replace("_", " ")
-        axes[0, 0].set_ylabel(f"{what} up to the length")
-        if alone:
-            axes[0, 1].set(xlabel="position (tokens)", ylabel=f"{what} in the bucket", xlim=(0, None))
-        for panel in axes[0]:
+        for panel, along in pairs:
+            _length_axis(panel, lengths, "context length (tokens)")
+            _length_axis(along, lengths, "position (tokens)")
+        pairs[0, 0].set_ylabel(f"{what} up to the length")
+        pairs[0, 1].set_ylabel(f"{what} in the bucket")
+        for panel in axes.flat:
             mark_training(panel, records, label=panel is axes[0, 0])
             panel.grid(alpha=0.3)
             _bound(panel)
         legend(axes, lines)
+
+
+def _length_axis(panel: Axes, lengths: Sequence[int], label: str) -> None:
+    """A logarithmic axis of tokens, with every second of more than eight `lengths` named."""
+    shown = lengths if len(lengths) <= 8 else lengths[::-2][::-1]
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(shown, [short(length) for length in shown])
+    panel.set_xlabel(label)
+
+
+def _needles(file: Path, records: Sequence[dict]) -> None:
+    """Accuracy against length: a row per prompt, a column per task, a line with its band per evaluation."""
+    found = [list(needle_rows(record)) for record in records]
+    tasks, prompts, lengths = _needle_keys(found)
+    with grid(file, len(prompts), len(tasks), (3.6, 2.8)) as axes:
+        for panel, (prompt, task) in zip(axes.flat, product(prompts, tasks), strict=True):
+            for i, (record, rows) in enumerate(zip(records, found, strict=True)):
+                asked = [row for *key, row in rows if key == [task, prompt]]
+                points = [
+                    {"value": 100 * row["accuracy"], "low": 100 * row["low"], "high": 100 * row["high"]}
+                    | {"documents": row["samples"]}
+                    for row in asked
+                ]
+                x = [row["length"] for row in asked]
+                _curve(panel, x, points, record["name"], f"C{i}", marker="o", markersize=3)
+            _length_axis(panel, lengths, "length (tokens)")
+            mark_training(panel, records, label=True)
+            panel.set(ylim=(-3, 103), title=f"{task}, {prompt}")
+            panel.title.set_fontsize(10)
+            panel.grid(alpha=0.3)
+        for panel in axes[:, 0]:
+            panel.set_ylabel("right answers (percent)")
+        legend(axes)
+
+
+def _needle_depths(file: Path, record: dict) -> None:
+    """Accuracy by length and depth of the needle: a row per prompt, a column per task, a cell per pair."""
+    found = [list(needle_rows(record))]
+    tasks, prompts, _ = _needle_keys(found)
+    with grid(file, len(prompts), len(tasks), (3.6, 2.4)) as axes:
+        for panel, (prompt, task) in zip(axes.flat, product(prompts, tasks), strict=True):
+            rows = [row for *key, row in found[0] if key == [task, prompt]]
+            depths = [row["depths"] for row in rows]
+            if rows:
+                cells = 100 * np.array([list(depth.values()) for depth in depths]).T  # [depths, lengths]
+                image = panel.imshow(cells, vmin=0, vmax=100, cmap="viridis", aspect="auto")
+                panel.set_yticks(range(len(cells)), [f"{depth}%" for depth in depths[0]])
+            panel.set_xticks(range(len(rows)), [short(row["length"]) for row in rows])
+            panel.set(title=f"{task}, {prompt}", xlabel="length (tokens)")
+            panel.title.set_fontsize(10)
+        for panel in axes[:, 0]:
+            panel.set_ylabel("depth of the needle")
+        axes[0, 0].figure.colorbar(image, ax=axes, label="right answers (percent)")
+
+
+def _needle_keys(found: Sequence[list[tuple[str, str, dict]]]) -> tuple[list[str], list[str], list[int]]:
+    """Tasks, prompts and lengths of several evaluations' `needle_rows`."""
+    rows = [row for each in found for row in each]
+    tasks, prompts = (list(dict.fromkeys(row[i] for row in rows)) for i in (0, 1))
+    return tasks, prompts, sorted({row["length"] for *_, row in rows})
 
 
 def _write_counts(panel: Axes, curves: Sequence[Sequence[dict]], color: str) -> None:

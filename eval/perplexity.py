@@ -8,7 +8,7 @@ each bucket.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from fla_train.eval.documents import Spans, stacked
+from fla_train.eval.halves import in_halves
 from fla_train.eval.intervals import Estimate
 from fla_train.models import DeltaProductForCausalLM
 
@@ -51,40 +52,37 @@ class LossTable:
     def up_to(self, length: int) -> Estimate | None:
         """The first `length` targets (an edge) of every sequence that has them; None if none has."""
         last = self.edges.index(length)
-        found = self._estimates(last, [slice(0, last)])
-        return found[0] if found else None
+        return next(self._estimates(last, [slice(0, last)]), None)
 
-    def by_position(self, length: int) -> list[tuple[int, int, Estimate]]:
+    def by_position(self, length: int) -> Iterator[tuple[int, int, Estimate]]:
         """(start, end, estimate) of each bucket below `length`, over the sequences that reach `length`.
 
         The same sequences stand behind every point, so the curve shows the model and not the choice of
-        documents.
+        documents. One at a time: each holds numbers of all documents.
         """
         last = self.edges.index(length)
-        bounds = list(zip(self.edges, self.edges[1:], strict=False))[:last]
+        bounds = zip(self.edges, self.edges[1:], strict=False)
         found = self._estimates(last, [slice(j, j + 1) for j in range(last)])
-        return [(a, b, estimate) for (a, b), estimate in zip(bounds, found, strict=False)]
+        return ((a, b, estimate) for (a, b), estimate in zip(bounds, found, strict=False))
 
-    def _estimates(self, last: int, ranges: Sequence[slice]) -> list[Estimate]:
+    def _estimates(self, last: int, ranges: Sequence[slice]) -> Iterator[Estimate]:
         """An estimate for each range of buckets, over the sequences that fill the first `last` buckets."""
         rows = ~np.isnan(self.sums[:, last - 1])
         if not rows.any():
-            return []
+            return
         documents, index = np.unique(self.documents[rows], return_inverse=True)
         sequences = len(np.unique(self.sequences[rows]))
 
         def by_document(table: np.ndarray, buckets: slice) -> np.ndarray:
             return np.bincount(index, table[rows, buckets].sum(axis=1), len(documents))
 
-        return [
-            Estimate.of(
+        for buckets in ranges:
+            yield Estimate.of(
                 by_document(self.sums, buckets),
                 by_document(self.targets, buckets),
                 None if self.sizes is None else by_document(self.sizes, buckets),
                 sequences,
             )
-            for buckets in ranges
-        ]
 
     @classmethod
     def interleaved(cls, tables: Sequence["LossTable"]) -> "LossTable":
@@ -102,8 +100,12 @@ class LossTable:
         return cls(tables[0].edges, sums, targets, sizes, joined(numbers), documents)
 
 
-def bucket_edges(lengths: Sequence[int], bucket: int) -> tuple[int, ...]:
+def bucket_edges(lengths: Sequence[int], bucket: int, per_octave: int | None = None) -> tuple[int, ...]:
     """0, every multiple of `bucket` up to the longest length, and the lengths themselves.
+
+    With `per_octave`, a bucket that begins at token n is at least as wide as the largest power of two up to n
+    by `per_octave`. So there are at most `per_octave` buckets from n to 2 n: a curve to a million tokens has
+    few points, and they are evenly spread on a logarithmic axis.
 
     Raises:
         ValueError: no lengths, or numbers below 1.
@@ -112,7 +114,15 @@ def bucket_edges(lengths: Sequence[int], bucket: int) -> tuple[int, ...]:
         raise ValueError(
             "suite.perplexity.lengths and suite.perplexity.bucket must hold integers of at least 1"
         )
-    return tuple(sorted({0, *lengths, *range(bucket, max(lengths) + 1, bucket)}))
+    edges, edge = {0, *lengths}, 0
+    while (edge := edge + _width(edge, bucket, per_octave)) <= max(lengths):
+        edges.add(edge)
+    return tuple(sorted(edges))
+
+
+def _width(edge: int, bucket: int, per_octave: int | None) -> int:
+    """Tokens of the bucket that begins at `edge`."""
+    return max(bucket, 2 ** (edge.bit_length() - 1) // per_octave if per_octave and edge else 0)
 
 
 def loss_table(
@@ -257,19 +267,20 @@ class _Reader:
 
     def sums(self, rows: list[Sequence[int]], spans: list[Spans], bar: tqdm) -> list[np.ndarray]:
         """`_batch_sums`, in halves where the GPU's memory is too small for the whole."""
-        done = bar.n
-        try:
-            return self._batch_sums(rows, spans, bar)
-        except torch.OutOfMemoryError:
-            if len(rows) == 1:
-                raise ValueError(
-                    f"the GPU's memory is too small for {self.chunk} tokens at once: "
-                    "lower suite.perplexity.chunk"
-                ) from None
-        torch.cuda.empty_cache()
-        bar.n = done
-        half = len(rows) // 2
-        return self.sums(rows[:half], spans[:half], bar) + self.sums(rows[half:], spans[half:], bar)
+
+        def read(batch: Sequence[tuple[Sequence[int], Spans]]) -> list[np.ndarray]:
+            done = bar.n
+            try:
+                return self._batch_sums([row for row, _ in batch], [span for _, span in batch], bar)
+            except torch.OutOfMemoryError:
+                bar.n = done
+                raise
+
+        return in_halves(
+            read,
+            list(zip(rows, spans, strict=True)),
+            f"the GPU's memory is too small for {self.chunk} tokens at once: lower suite.perplexity.chunk",
+        )
 
     @torch.inference_mode()
     def _batch_sums(self, rows: list[Sequence[int]], spans: list[Spans], bar: tqdm) -> list[np.ndarray]:
@@ -303,8 +314,8 @@ class _Reader:
         document = np.searchsorted(firsts, places + 1 - len(self.prefix), side="right") - 1
         cells = document * found.shape[2] + np.searchsorted(self.edges, places, side="right") - 1
         weights = [losses, None] + ([] if self.token_sizes is None else [self.token_sizes[asked]])
-        for total, weight in zip(found, weights, strict=False):
-            total += np.bincount(cells, weight, total.size).reshape(total.shape)
+        for total, weight in zip(found, weights, strict=False):  # a bincount would be as large as the table
+            np.add.at(total.reshape(-1), cells, 1 if weight is None else weight)
 
 
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:

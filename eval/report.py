@@ -16,7 +16,12 @@ from fla_train.eval.figures import draw_figures, set_title
 from fla_train.eval.paper import paper_cells, published
 from fla_train.eval.tables import comparison_cells, data_notes, latex, markdown, notes, paper_heads
 
-OF_DOCUMENTS = ("losses", "targets", "by_document")  # values of single documents, which the page leaves out
+OF_DOCUMENTS = (
+    "losses",
+    "targets",
+    "by_document",
+    "correct",
+)  # values of single documents, which the page leaves out
 
 
 def check_output(folder: Path) -> None:

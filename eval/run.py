@@ -16,6 +16,7 @@ from fla_train.eval.compare import flat_metrics
 from fla_train.eval.config import EvalConfig, SuiteConfig, validation_errors
 from fla_train.eval.likelihood import position_limit
 from fla_train.eval.mirror import mirror_folder
+from fla_train.eval.needle import run_needle
 from fla_train.eval.paper import paper_row
 from fla_train.eval.parallel import ALONE, Ranks
 from fla_train.eval.report import check_output, output_lock, write_report
@@ -145,6 +146,7 @@ def evaluate_model(
         "suite": asdict(suite),
         "mirror": mirror,
         "perplexity": {},
+        "needle": {},
         "tasks": {},
         "paper_row": {},
         "environment": {**describe_environment(str(model.device)), "dtype": dtype},
@@ -159,6 +161,8 @@ def evaluate_model(
                 cache=cache,
                 progress=progress,
             )
+        if suite.needle is not None:
+            record["needle"] = run_needle(model, tokenizer, suite.needle, cache=cache, progress=progress)
         if suite.tasks:
             record["tasks"] = _tasks(model, tokenizer, suite, mirror, cache, window, folder / "samples")
             record["paper_row"] = paper_row(record["tasks"])

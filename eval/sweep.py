@@ -163,7 +163,7 @@ def _sweep(
         )
         return LossTable.interleaved(ranks.gather(mine))
 
-    table = read(documents, spans, bucket_edges(within, config.bucket))
+    table = read(documents, spans, bucket_edges(within, config.bucket, config.per_octave))
     found = {n: estimate for n in sorted(within) if (estimate := table.up_to(n))}
     again = config.layout == "packed" and config.documents is None and trained in found
     own = (trained or 0) + (0 if prefix else 1)  # tokens of a sequence of the training length

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from fla_train.eval.compare import LENGTH_LABELS, Row, comparison, is_metric
+from fla_train.eval.compare import ACCURACY_LABEL, LENGTH_LABELS, Row, comparison, is_metric, needle_rows
 from fla_train.eval.paper import HEADS, NOTED, PublishedGroup, fixed, paper_cells, published
 
 COUNTS = (
@@ -30,6 +30,8 @@ def markdown(records: Sequence[dict]) -> str:
         for name, result in record["perplexity"].items():
             head = name + (NOTED if "note" in result else "")
             parts += [f"## Perplexity, {head}\n", _perplexity_table(result, record)]
+        if record.get("needle"):
+            parts += ["## Needle in a haystack\n", _needle_table(record)]
     else:
         parts = ["# " + ", ".join(record["name"] for record in records) + "\n"]
         parts += ["## Side by side\n", comparison_markdown(records)]
@@ -50,8 +52,9 @@ def notes(records: Sequence[dict]) -> list[str]:
     """
     lines = []
     for record in records:
-        limit, suite = record["model"].get("positions"), record["suite"]["perplexity"]
-        if limit and suite and (beyond := [n for n in sorted(suite["lengths"]) if n > limit]):
+        limit, suite = record["model"].get("positions"), record["suite"]
+        parts = [part for part in (suite["perplexity"], suite.get("needle")) if part and limit]
+        if beyond := sorted({n for part in parts for n in part["lengths"] if n > limit}):
             lines.append(
                 f"{record['name']} has positions for {limit:,} tokens only: not read over "
                 f"{', '.join(map(str, beyond))}."
@@ -172,7 +175,8 @@ def latex(records: Sequence[dict]) -> str:
     by_length: dict[str, list[list[str]]] = {}
     scores = []
     for row in comparison(records):
-        label = next((label for label in LENGTH_LABELS.values() if row.label.startswith(label)), None)
+        labels = (*LENGTH_LABELS.values(), ACCURACY_LABEL)
+        label = next((label for label in labels if row.label.startswith(label)), None)
         if label is None:
             scores.append(row)
             continue
@@ -201,7 +205,7 @@ def _paper_latex(records: Sequence[dict], heads: Sequence[str]) -> str:
 
 
 def _plain(row: Row) -> list[str]:
-    digits = 4 if row.label.startswith(LENGTH_LABELS["bits_per_byte"]) else 2
+    digits = 2 if row.label.startswith(LENGTH_LABELS["perplexity"]) else 4
     return [
         "-" if cell.value is None else fixed(cell.value, digits) + NOTED * cell.noted for cell in row.cells
     ]
@@ -266,6 +270,30 @@ def _perplexity_table(result: dict, record: dict) -> str:
     return "\n".join([*lines, ""])
 
 
+def _needle_table(record: dict) -> str:
+    """A row per task and prompt, a column per length."""
+    found = {(task, prompt, row["length"]): row for task, prompt, row in needle_rows(record)}
+    lengths = sorted({length for *_, length in found})
+    heads = [f"{n:,}{' (trained)' if n == record['trained_length'] else ''}" for n in lengths]
+    lines = [_line(["task", "prompt", *heads]), _line(["---", "---", *["---:"] * len(lengths)])]
+    for task, prompt in dict.fromkeys((task, prompt) for task, prompt, _ in found):
+        cells = [_percent(row) if (row := found.get((task, prompt, n))) else "-" for n in lengths]
+        lines.append(_line([task, prompt, *cells]))
+    counts = sorted({row["samples"] for row in found.values()})
+    samples = " or ".join(map(str, counts))
+    lines += (
+        ["", f"Answers that contain the value, percent of {samples} samples (95% interval)."] if found else []
+    )
+    errors = {task: result["error"] for task, result in record["needle"].items() if "error" in result}
+    lines += [f"\n{task}: could not run: {error}" for task, error in errors.items()]
+    return "\n".join([*lines, ""])
+
+
+def _percent(row: dict) -> str:
+    value, low, high = (f"{100 * row[key]:.1f}" for key in ("accuracy", "low", "high"))
+    return f"{value} ({low} to {high})"
+
+
 def _task_table(tasks: dict[str, dict]) -> str:
     columns = ["task", "metric", "value", "standard error", "examples", "truncated", "shots"]
     lines = [_line(columns), "|---|---|---:|---:|---:|---:|---:|"]
@@ -290,7 +318,8 @@ def _lost(records: Sequence[dict]) -> list[str]:
     return [
         f"{record['name']}, {name}: could not run: {result['error']}"
         for record in records
-        for name, result in (*record["perplexity"].items(), *record["tasks"].items())
+        for part in ("perplexity", "needle", "tasks")
+        for name, result in record.get(part, {}).items()
         if "error" in result
     ]
 

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from test_docs_reference import reference
 
 from fla_train.api import check_suite
-from fla_train.cli import app, doctor, export, generate, prepare, runs
+from fla_train.cli import app, doctor, export, generate, prepare, run_queue, runs
 from fla_train.cli import eval as eval_command
 from fla_train.cli.base import with_base
 from fla_train.cli.bench_options import build_parser
@@ -143,6 +143,8 @@ def check(words: list[str]) -> None:
                 validate(to_config(app.compose("train", request.overrides)))
         case ["fla-doctor", *arguments]:
             doctor.build_parser().parse_args(arguments)
+        case ["fla-runs", "queue", *arguments]:
+            assert run_queue.list_jobs(run_queue.build_parser().parse_intermixed_args(arguments))
         case ["fla-runs", *arguments]:
             runs.build_parser().parse_args(arguments)
         case _:

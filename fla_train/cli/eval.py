@@ -59,9 +59,8 @@ def task(config: DictConfig) -> int:
     if ranks.rank:
         return 0
     _show(folder)
-    failed = [
-        name for part in ("perplexity", "tasks") for name, result in record[part].items() if "error" in result
-    ]
+    parts = (record[part].items() for part in ("perplexity", "needle", "tasks"))
+    failed = [name for results in parts for name, result in results if "error" in result]
     if failed:
         return fail(
             f"could not run {', '.join(failed)}; run again with output={folder} to try only these", code=1

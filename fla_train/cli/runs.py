@@ -3,6 +3,7 @@
 fla-runs runs/sweep                                            # every run at or below the folder
 fla-runs runs/a runs/b --metric validation_loss --png curves.png
 fla-runs runs --csv > runs.csv
+fla-runs queue --help                                          # train the papers' expressivity tables
 """
 
 import argparse
@@ -36,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fla-runs",
         description="List the runs at or below folders: what differs between their configs, status, losses, "
-        "tokens per second; and draw their curves.",
+        "tokens per second; and draw their curves. `fla-runs queue --help` is about training many.",
     )
     add_version(parser)
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a run, a sweep, or a folder of them")
@@ -190,9 +191,12 @@ def show(request: argparse.Namespace) -> None:
 @interruptible()
 def main() -> None:
     """Console command."""
-    request = build_parser().parse_args()
     try:
-        show(request)
+        if sys.argv[1:2] == ["queue"]:
+            from fla_train.cli.run_queue import run_queue
+
+            leave(run_queue(sys.argv[2:]))
+        show(build_parser().parse_args())
     except ValueError as error:
         sys.exit(fail(error))
     except BrokenPipeError:  # `fla-runs runs | head` has read enough

@@ -26,6 +26,7 @@ from fla_train.kernels.fused_ops.float8 import (
     transpose_float8,
 )
 from fla_train.kernels.fused_ops.rms_norm import cast_rms_norm
+from fla_train.kernels.weight_gradient import weight_gradient
 
 LEAST_ROWS = 128  # of a weight: those of betas and decays have one row a head, and stay bf16
 GRADIENTS = E5M2
@@ -180,7 +181,7 @@ class _Projections(torch.autograd.Function):
             rows, *others = rest
             for grad, other in zip(grads[ctx.count :], others, strict=True):
                 dx = dx.addmm_(grad, other)
-                dweights.append((grad.t() @ rows).to(ctx.weight_dtype))
+                dweights.append(weight_gradient(grad, rows, ctx.weight_dtype))
         return dx.view(ctx.x_shape).to(ctx.x_dtype), None, None, None, None, *dweights
 
 

@@ -10,6 +10,7 @@ from transformers.activations import ACT2FN
 
 from fla_train.kernels.fused_ops import add_rms_norm, rms_norm, short_convolution, swiglu_linear
 from fla_train.kernels.fused_ops.side_by_side import SideBySideGradients
+from fla_train.kernels.weight_gradient import weight_gradient
 from fla_train.models.float8 import (
     float8_mlp,
     float8_norm_mlp,
@@ -83,7 +84,7 @@ class _Projections(torch.autograd.Function):
             wide, dweights = wide.flatten(0, -2), [None] * len(needed)
             dx = wide @ weight
             if any(needed):
-                *dweights, _ = (wide.t() @ rows).to(weight_dtype).split(ctx.sizes)
+                *dweights, _ = weight_gradient(wide, rows, weight_dtype).split(ctx.sizes)
         else:
             *weights, _ = weight.split(ctx.sizes)
             grads = [grad.flatten(0, -2) for grad in grads]
@@ -91,7 +92,7 @@ class _Projections(torch.autograd.Function):
             for grad, weight in zip(grads[1:], weights[1:], strict=True):
                 dx = dx.addmm_(grad, weight)
             dweights = (
-                (grad.t() @ rows).to(weight_dtype) if need else None
+                weight_gradient(grad, rows, weight_dtype) if need else None
                 for grad, need in zip(grads, needed, strict=True)
             )
         return dx.view_as(x).to(dtype), None, *dweights

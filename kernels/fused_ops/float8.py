@@ -18,6 +18,7 @@ from torch import Tensor
 from fla_train.kernels.cached_launch import run_kernel
 from fla_train.kernels.custom_op import custom_op
 from fla_train.kernels.fused_ops.backend import resolve_backend
+from fla_train.kernels.fused_ops.sigmoid import sigmoid
 from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2, processors
 
@@ -404,7 +405,7 @@ def load_gate_up(gate_up, o_m, o_n, mask, D: tl.constexpr):
 @triton.jit
 def swiglu_gradients(b_gate, b_up, b_dy):
     """Gradients of gate and up, and silu(gate) * up."""
-    b_sigmoid = tl.sigmoid(b_gate)
+    b_sigmoid = sigmoid(b_gate)
     b_silu = b_gate * b_sigmoid
     return b_dy * b_up * (b_sigmoid + b_silu * (1.0 - b_sigmoid)), b_dy * b_silu, b_silu * b_up
 
@@ -424,7 +425,7 @@ def swiglu_amax_kernel(
             b_dgate, b_dup, _ = swiglu_gradients(b_gate, b_up, b_dy)
             b_bits = tl.maximum(b_bits, tl.maximum(magnitude_bits(b_dgate), magnitude_bits(b_dup)))
         else:
-            b_bits = tl.maximum(b_bits, magnitude_bits(b_gate * tl.sigmoid(b_gate) * b_up))
+            b_bits = tl.maximum(b_bits, magnitude_bits(b_gate * sigmoid(b_gate) * b_up))
     tl.store(largest + tl.program_id(0), tl.max(tl.max(b_bits, 1), 0))
 
 
@@ -439,7 +440,7 @@ def swiglu_cast_kernel(
     b_gate, b_up = load_gate_up(gate_up, o_m, o_n, mask, D)
     scale, inverse_scale = load_scale(largest, COUNT, PADDED, TOP)
     store_inverse(inverse, inverse_scale)
-    b_y = (b_gate * tl.sigmoid(b_gate) * b_up).to(tl.bfloat16)
+    b_y = (b_gate * sigmoid(b_gate) * b_up).to(tl.bfloat16)
     tl.store(y + o_m[:, None] * D + o_n[None, :], narrowed(b_y, scale, y), mask=mask)
 
 

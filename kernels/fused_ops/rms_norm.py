@@ -13,12 +13,14 @@ from torch.autograd.function import once_differentiable
 from fla_train.kernels.custom_op import custom_op
 from fla_train.kernels.fused_ops.backend import resolve_backend
 from fla_train.kernels.fused_ops.side_by_side import as_rows, empty_gradient, row_stride
+from fla_train.kernels.fused_ops.sigmoid import sigmoid
 from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2, processors
 
 MAX_SIZE = 16384  # channels; the Triton kernels hold a row in registers
 TILE = 2048  # elements of a tile of short rows
 ELEMENTS_PER_WARP = 512
+STAGES = 2  # of the backward kernel's loop: it loads a tile ahead of the one that it computes
 PROGRAMS_PER_PROCESSOR = 4  # of the backward kernel: all of them run at once
 
 
@@ -226,6 +228,7 @@ def rms_norm_backward(
             eps=eps,
             ADD=dtotal is not None,
             SPLIT=dresidual is not None,
+            STAGES=STAGES if sizes["BR"] * sizes["BD"] <= TILE else 1,  # wide rows would fill shared memory
             S_x=row_stride(x),
             S_dx=row_stride(dx),
             **_gate_sizes(x, gate=gate, dgate=dgate),
@@ -304,7 +307,7 @@ def forward_kernel(
     b_rstd = tl.rsqrt(tl.sum(b_x * b_x, 1) / D + eps)
     b_y = b_x * b_rstd[:, None] * b_w
     if H > 0:
-        b_y *= b_gate * tl.sigmoid(b_gate)
+        b_y *= b_gate * sigmoid(b_gate)
     store_tile(y, p_tile, b_y, mask)
 
 
@@ -316,29 +319,31 @@ def backward_kernel(
     n_rows, tiles_each, eps,
     D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, H: tl.constexpr,
     S_x: tl.constexpr, S_dx: tl.constexpr, S_gate: tl.constexpr, S_dgate: tl.constexpr,
-    ADD: tl.constexpr, SPLIT: tl.constexpr,
+    ADD: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """With u = dy * weight (* silu(gate)): dx = u / rms - x mean(u * x) / rms^3."""
     b_w = load_weight(weight, D, BD)
     b_dw = tl.zeros((BR, BD), tl.float32)
-    for i in range(0, tiles_each):
+    for i in tl.range(0, tiles_each, num_stages=STAGES):
         o_r, o_d, mask = tile(tl.program_id(0) * tiles_each + i, n_rows, D, BR, BD)
         p_tile = o_r * D + o_d
         b_x, b_dy = load_tile(x, o_r * S_x + o_d, mask), load_tile(dy, p_tile, mask)
         if ADD:
             b_dtotal = load_tile(dtotal, p_tile, mask)  # loaded during the sums
-        b_rstd = tl.rsqrt(tl.sum(b_x * b_x, 1) / D + eps)[:, None]
         if H > 0:
             b_gate = load_tile(gate, gate_offsets(o_r, o_d, D, H, S_gate), mask)
-            b_sigmoid = tl.sigmoid(b_gate)
-            b_slope = b_sigmoid * (1.0 + b_gate * (1.0 - b_sigmoid))
-            b_dgate = b_dy * b_x * b_rstd * b_w * b_slope
-            store_tile(dgate, gate_offsets(o_r, o_d, D, H, S_dgate), b_dgate, mask)
+            b_sigmoid = sigmoid(b_gate)
+            b_slope = b_dy * b_sigmoid * (1.0 + b_gate * (1.0 - b_sigmoid))
             b_dy *= b_gate * b_sigmoid
-        b_dw += b_dy * b_x * b_rstd
         b_u = b_dy * b_w
-        b_mean = tl.sum(b_u * b_x, 1)[:, None] / D
-        b_dx = b_rstd * (b_u - b_x * (b_mean * b_rstd * b_rstd))
+        # Both sums at once: programs wait for their warps once.
+        b_square, b_dot = tl.split(tl.sum(tl.join(b_x * b_x, b_u * b_x), 1))
+        b_rstd = tl.rsqrt(b_square / D + eps)[:, None]
+        b_y = b_x * b_rstd
+        if H > 0:
+            store_tile(dgate, gate_offsets(o_r, o_d, D, H, S_dgate), b_slope * b_y * b_w, mask)
+        b_dw += b_dy * b_y
+        b_dx = b_rstd * (b_u - b_y * (b_dot[:, None] / D * b_rstd))
         if ADD:
             b_dx += b_dtotal
         store_tile(dx, o_r * S_dx + o_d, b_dx, mask)

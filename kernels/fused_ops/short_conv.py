@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from fla_train.kernels.custom_op import custom_op
 from fla_train.kernels.fused_ops.backend import resolve_backend
 from fla_train.kernels.fused_ops.side_by_side import as_rows, empty_gradient, row_stride
+from fla_train.kernels.fused_ops.sigmoid import sigmoid
 from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div
 
@@ -26,6 +27,7 @@ GROUP = tl.constexpr(4)  # tokens per step of a program
 # (L, BR, BD, warps): tokens per block (a multiple of GROUP), blocks and channels per program.
 FORWARD = (32, 4, 128, 4)
 BACKWARD = (64, 8, 64, 4)
+REGISTERS = 128  # a thread, of the backward kernel: four of its programs fit on a processor
 
 
 def short_convolution(
@@ -183,6 +185,7 @@ def short_convolution_backward(
             *(x, weight, position_in_document, before, dy, dx, partial),
             S_x=row_stride(x),
             S_dx=row_stride(dx),
+            maxnreg=REGISTERS,
             **sizes,
         )
     torch.sum(partial, 0, out=dweight)
@@ -228,32 +231,34 @@ def load_taps(weight, o_d, D: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def load_tokens(p, o_row, o_t, o_end, o_d, D: tl.constexpr, S: tl.constexpr):
-    """[BR, BD]: tokens `o_t` of the sequences whose first rows are `o_row`; zeros outside [0, o_end).
-
-    Rows are S elements apart.
-    """
-    mask = ((o_t >= 0) & (o_t < o_end))[:, None] & (o_d < D)[None, :]
-    return tl.load(p + (o_row + o_t)[:, None] * S + o_d[None, :], mask=mask, other=0.0)
+def pointers(p, o_row, o_t, o_d, S: tl.constexpr):
+    """[BR, BD]: of tokens `o_t` of the sequences whose first rows are `o_row`; rows are S elements apart."""
+    return p + (o_row + o_t)[:, None] * S + o_d[None, :]
 
 
 @triton.jit
-def load_group(p, o_row, o_t, o_end, o_d, D: tl.constexpr, S: tl.constexpr):
-    """The GROUP tokens from `o_t` on."""
+def inside(o_t, o_end, m_d):
+    """[BR, BD]: whether tokens are before `o_end`, and channels exist (m_d [1, BD])."""
+    return (o_t < o_end)[:, None] & m_d
+
+
+@triton.jit
+def load_group(p, o_t, o_end, m_d, S: tl.constexpr):
+    """The GROUP tokens from `o_t` on, to which p points; zeros from `o_end` on."""
     return (
-        load_tokens(p, o_row, o_t, o_end, o_d, D, S),
-        load_tokens(p, o_row, o_t + 1, o_end, o_d, D, S),
-        load_tokens(p, o_row, o_t + 2, o_end, o_d, D, S),
-        load_tokens(p, o_row, o_t + 3, o_end, o_d, D, S),
+        tl.load(p, mask=inside(o_t, o_end, m_d), other=0.0),
+        tl.load(p + S, mask=inside(o_t + 1, o_end, m_d), other=0.0),
+        tl.load(p + 2 * S, mask=inside(o_t + 2, o_end, m_d), other=0.0),
+        tl.load(p + 3 * S, mask=inside(o_t + 3, o_end, m_d), other=0.0),
     )
 
 
 @triton.jit
-def load_past(x, before, o_row, o_t, o_end, o_d, T, D: tl.constexpr, W: tl.constexpr, S: tl.constexpr):
-    """`load_tokens` of tokens that may lie before their sequence, where `before` [B, W-1, D] has them."""
-    b_x = load_tokens(x, o_row, o_t, o_end, o_d, D, S)
+def load_past(p, before, o_row, o_t, o_end, o_d, m_d, T, D: tl.constexpr, W: tl.constexpr):
+    """Tokens `o_t`, to which p points, that may lie before their sequence; `before` [B, W-1, D] has them."""
+    b_x = tl.load(p, mask=(o_t >= 0)[:, None] & inside(o_t, o_end, m_d), other=0.0)
     if before is not None:
-        mask = ((o_t < 0) & (o_t > -W) & (o_end > 0))[:, None] & (o_d < D)[None, :]
+        mask = ((o_t < 0) & (o_t > -W) & (o_end > 0))[:, None] & m_d
         o_before = (o_row // T + 1) * (W - 1) + o_t
         b_x += tl.load(before + o_before[:, None] * D + o_d[None, :], mask=mask, other=0.0)
     return b_x
@@ -266,13 +271,6 @@ def widen(b_x3, b_x2, b_x1, b_g0, b_g1, b_g2, b_g3):
         b_x3.to(tl.float32), b_x2.to(tl.float32), b_x1.to(tl.float32), b_g0.to(tl.float32),
         b_g1.to(tl.float32), b_g2.to(tl.float32), b_g3.to(tl.float32),
     )  # fmt: skip
-
-
-@triton.jit
-def store_tokens(p, b_x, o_row, o_t, o_end, o_d, D: tl.constexpr, S: tl.constexpr):
-    """The inverse of `load_tokens`."""
-    mask = ((o_t >= 0) & (o_t < o_end))[:, None] & (o_d < D)[None, :]
-    tl.store(p + (o_row + o_t)[:, None] * S + o_d[None, :], b_x.to(p.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -319,19 +317,25 @@ def forward_kernel(
 ):  # fmt: skip
     o_row, o_t, o_end, o_d = program_tile(T, n_blocks, D, L, BR, BD)
     b_ws = load_taps(weight, o_d, D, W)
-    b_x3 = load_past(x, before, o_row, o_t - 3, o_end, o_d, T, D, W, S_x)
-    b_x2 = load_past(x, before, o_row, o_t - 2, o_end, o_d, T, D, W, S_x)
-    b_x1 = load_past(x, before, o_row, o_t - 1, o_end, o_d, T, D, W, S_x)
+    m_d = (o_d < D)[None, :]
+    p_x = pointers(x, o_row, o_t, o_d, S_x)
+    b_x3 = load_past(p_x - 3 * S_x, before, o_row, o_t - 3, o_end, o_d, m_d, T, D, W)
+    b_x2 = load_past(p_x - 2 * S_x, before, o_row, o_t - 2, o_end, o_d, m_d, T, D, W)
+    b_x1 = load_past(p_x - S_x, before, o_row, o_t - 1, o_end, o_d, m_d, T, D, W)
     o_stop = tl.minimum(o_end, o_t + L)
-    b_g0, b_g1, b_g2, b_g3 = load_group(x, o_row, o_t, o_stop, o_d, D, S_x)
+    b_g0, b_g1, b_g2, b_g3 = load_group(p_x, o_t, o_stop, m_d, S_x)
+    p_y = pointers(y, o_row, o_t, o_d, D)
     for i in range(0, L, GROUP):
         b_xs = widen(b_x3, b_x2, b_x1, b_g0, b_g1, b_g2, b_g3)
         b_x3, b_x2, b_x1 = b_g1, b_g2, b_g3
-        b_g0, b_g1, b_g2, b_g3 = load_group(x, o_row, o_t + i + GROUP, o_stop, o_d, D, S_x)
+        p_x += GROUP * S_x
+        b_g0, b_g1, b_g2, b_g3 = load_group(p_x, o_t + i + GROUP, o_stop, m_d, S_x)
         for j in tl.static_range(GROUP):
             b_n = load_positions(position_in_document, o_row, o_t + i + j, o_stop, PACKED)
             b_z = convolve(b_xs, j, b_ws, b_n, PACKED)
-            store_tokens(y, b_z * tl.sigmoid(b_z), o_row, o_t + i + j, o_stop, o_d, D, D)
+            b_y = (b_z * sigmoid(b_z)).to(y.dtype.element_ty)
+            tl.store(p_y + j * D, b_y, mask=inside(o_t + i + j, o_stop, m_d))
+        p_y += GROUP * D
 
 
 @triton.jit(do_not_specialize=["T", "n_blocks"])
@@ -345,12 +349,17 @@ def backward_kernel(
     """With dz the gradient of the pre-activation: dx_t = sum_s w_s dz_{t+s} and dw_s = sum_t dz_t x_{t-s}."""
     o_row, o_t, o_end, o_d = program_tile(T, n_blocks, D, L, BR, BD)
     b_ws = load_taps(weight, o_d, D, W)
-    b_x3 = load_past(x, before, o_row, o_t - 3, o_end, o_d, T, D, W, S_x)
-    b_x2 = load_past(x, before, o_row, o_t - 2, o_end, o_d, T, D, W, S_x)
-    b_x1 = load_past(x, before, o_row, o_t - 1, o_end, o_d, T, D, W, S_x)
+    m_d = (o_d < D)[None, :]
+    p_x = pointers(x, o_row, o_t, o_d, S_x)
+    b_x3 = load_past(p_x - 3 * S_x, before, o_row, o_t - 3, o_end, o_d, m_d, T, D, W)
+    b_x2 = load_past(p_x - 2 * S_x, before, o_row, o_t - 2, o_end, o_d, m_d, T, D, W)
+    b_x1 = load_past(p_x - S_x, before, o_row, o_t - 1, o_end, o_d, m_d, T, D, W)
     o_stop = tl.minimum(o_end, o_t + L + HALO)
-    b_g0, b_g1, b_g2, b_g3 = load_group(x, o_row, o_t, o_stop, o_d, D, S_x)
-    b_dy0, b_dy1, b_dy2, b_dy3 = load_group(dy, o_row, o_t, o_stop, o_d, D, D)
+    b_g0, b_g1, b_g2, b_g3 = load_group(p_x, o_t, o_stop, m_d, S_x)
+    p_dy = pointers(dy, o_row, o_t, o_d, D)
+    b_dy0, b_dy1, b_dy2, b_dy3 = load_group(p_dy, o_t, o_stop, m_d, D)
+    o_last = tl.minimum(o_end, o_t + L) + HALO  # a token finishes dx of the one HALO before it
+    p_dx = pointers(dx, o_row, o_t - HALO, o_d, S_dx)
     b_zero = tl.zeros((BR, BD), tl.float32)
     b_dx1, b_dx2, b_dx3 = b_zero, b_zero, b_zero  # unfinished sums of the last three tokens
     b_dw0, b_dw1, b_dw2, b_dw3 = b_zero, b_zero, b_zero, b_zero
@@ -358,17 +367,19 @@ def backward_kernel(
         b_xs = widen(b_x3, b_x2, b_x1, b_g0, b_g1, b_g2, b_g3)
         b_dys = (b_dy0, b_dy1, b_dy2, b_dy3)
         b_x3, b_x2, b_x1 = b_g1, b_g2, b_g3
-        b_g0, b_g1, b_g2, b_g3 = load_group(x, o_row, o_t + i + GROUP, o_stop, o_d, D, S_x)
-        b_dy0, b_dy1, b_dy2, b_dy3 = load_group(dy, o_row, o_t + i + GROUP, o_stop, o_d, D, D)
+        p_x += GROUP * S_x
+        p_dy += GROUP * D
+        b_g0, b_g1, b_g2, b_g3 = load_group(p_x, o_t + i + GROUP, o_stop, m_d, S_x)
+        b_dy0, b_dy1, b_dy2, b_dy3 = load_group(p_dy, o_t + i + GROUP, o_stop, m_d, D)
         for j in tl.static_range(GROUP):
             b_n = load_positions(position_in_document, o_row, o_t + i + j, o_stop, PACKED)
             b_z = convolve(b_xs, j, b_ws, b_n, PACKED)
-            b_sigmoid = tl.sigmoid(b_z)
+            b_sigmoid = sigmoid(b_z)
             b_dz = b_dys[j].to(tl.float32) * b_sigmoid * (1.0 + b_z * (1.0 - b_sigmoid))
 
             b_dx = b_dx3 + reached(b_dz * b_ws[3], b_n, 3, PACKED)
-            o_done = tl.where(i + j < HALO, -1, o_t + i + j - HALO)  # none yet, or the token it finishes
-            store_tokens(dx, b_dx, o_row, o_done, tl.minimum(o_end, o_t + L), o_d, D, S_dx)
+            m_dx = inside(o_t + i + j, o_last, m_d) & (i + j >= HALO)  # i + j < HALO finishes none
+            tl.store(p_dx + j * S_dx, b_dx.to(dx.dtype.element_ty), mask=m_dx)
             b_dx3 = b_dx2 + reached(b_dz * b_ws[2], b_n, 2, PACKED)
             b_dx2 = b_dx1 + reached(b_dz * b_ws[1], b_n, 1, PACKED)
             b_dx1 = b_dz * b_ws[0]
@@ -378,6 +389,7 @@ def backward_kernel(
             b_dw1 += reached(b_own * b_xs[j + 2], b_n, 1, PACKED)
             b_dw2 += reached(b_own * b_xs[j + 1], b_n, 2, PACKED)
             b_dw3 += reached(b_own * b_xs[j], b_n, 3, PACKED)
+        p_dx += GROUP * S_dx
     i_group = tl.program_id(0) // ((D + BD - 1) // BD)
     p_dw = partial + (i_group.to(tl.int64) * D + o_d) * W + W - 1
     tl.store(p_dw, tl.sum(b_dw0, 0), mask=o_d < D)

@@ -13,11 +13,14 @@ from torch.autograd.function import once_differentiable
 from fla_train.kernels.custom_op import custom_op
 from fla_train.kernels.fused_ops.backend import resolve_backend
 from fla_train.kernels.fused_ops.side_by_side import as_rows, empty_gradient, row_stride
+from fla_train.kernels.fused_ops.sigmoid import sigmoid
 from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
+from fla_train.kernels.weight_gradient import weight_gradient
 
 TILE = 2048  # elements per program of the Triton kernels
 MAX_COLUMNS = 256  # of them, per row
+WARPS = 4
 
 
 def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
@@ -70,7 +73,7 @@ class _SwiGLULinear(torch.autograd.Function):
             swiglu_backward(gate, up, product, dgate, dup)
             if ctx.needs_input_grad[2]:
                 rows = dz.reshape(-1, dz.shape[-1]), product.reshape(-1, product.shape[-1])
-                dweight = (rows[0].t() @ rows[1]).to(ctx.weight_dtype)
+                dweight = weight_gradient(*rows, ctx.weight_dtype)
         return dgate, dup, dweight
 
 
@@ -95,7 +98,7 @@ def _launch(y: Tensor, **others: Tensor) -> tuple[tuple[int], dict[str, Any]]:
     size = y.shape[-1]
     columns = min(MAX_COLUMNS, next_power_of_2(size))
     tile_rows, rows = TILE // columns, y.numel() // size
-    sizes = {"n_rows": rows, "D": size, "BR": tile_rows, "BD": columns}
+    sizes = {"n_rows": rows, "D": size, "BR": tile_rows, "BD": columns, "num_warps": WARPS}
     strides = {f"S_{name}": row_stride(x) for name, x in others.items()}
     return (ceil_div(rows, tile_rows) * ceil_div(size, columns),), sizes | strides
 
@@ -118,7 +121,7 @@ def forward_kernel(
     o_r, o_d, mask = tile(n_rows, D, BR, BD)
     b_gate = tl.load(gate + o_r * S_gate + o_d, mask=mask, other=0.0).to(tl.float32)
     b_up = tl.load(up + o_r * S_up + o_d, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y + o_r * D + o_d, (b_gate * tl.sigmoid(b_gate) * b_up).to(y.dtype.element_ty), mask=mask)
+    tl.store(y + o_r * D + o_d, (b_gate * sigmoid(b_gate) * b_up).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -133,7 +136,7 @@ def backward_kernel(
     b_gate = tl.load(gate + o_r * S_gate + o_d, mask=mask, other=0.0).to(tl.float32)
     b_up = tl.load(up + o_r * S_up + o_d, mask=mask, other=0.0).to(tl.float32)
     b_dy = tl.load(p_product, mask=mask, other=0.0).to(tl.float32)
-    b_sigmoid = tl.sigmoid(b_gate)
+    b_sigmoid = sigmoid(b_gate)
     b_silu = b_gate * b_sigmoid
     b_slope = b_sigmoid + b_silu * (1.0 - b_sigmoid)
     tl.store(dgate + o_r * S_dgate + o_d, (b_dy * b_up * b_slope).to(dgate.dtype.element_ty), mask=mask)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fla_train.cli.app import compose
-from fla_train.eval.expressivity_table import main, plan, read_tables, runs_of, write_tables
+from fla_train.eval.expressivity_table import read_tables, runs_of, write_tables
 from fla_train.training.config import register, to_config
 
 TABLES = list(read_tables())
@@ -24,9 +24,10 @@ def finish(
         {"step": last + 1, "loss": 1.0},
     ]
     if not cut:
-        (folder / "hf" / f"step-{last:07d}").mkdir(parents=True)
+        (folder / "complete").touch()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "environment.json").write_text(json.dumps({"hardware": "an abacus"}))
+    (folder / "config.yaml").write_text("task: {batch_size: 512}\n")
     (folder / "wall_seconds").write_text(f"{seconds}\n")
     name, metric = metric.split("/")
     curve = {"axis": "length", "metric": metric, "x": [40, 41], "y": [value, value], "n": [1, 1]}
@@ -70,10 +71,21 @@ def test_runs_compose() -> None:
     assert len(seen) == len(TABLES) + 7
 
 
+def test_the_papers_words_are_those_of_its_recipe() -> None:
+    """Steps and sequences a step, as the recipe's files and those that they build on say."""
+    register()
+    for table in read_tables().values():
+        for words, experiment in {*zip(table["paper_words"], table["columns"].values(), strict=True)}:
+            if experiment in ("state_tracking/s3", "state_tracking/z60", "formal/parity", "mad/memorization"):
+                config = compose("train", [f"experiment={experiment}"])
+                assert config.trainer.max_steps * config.task.batch_size == words, experiment
+
+
 def test_finished_runs_fill_the_table(tmp_path: Path) -> None:
     runs = [r for r in runs_of("formal", [0, 1, 2]) if (r.row, r.column) == ("DeltaNet [-1, 1]", "parity")]
     for run, value in zip(runs, (0.5, 1.0, 0.9), strict=True):
-        finish(run.folder(tmp_path), "longer/scaled_accuracy", value, seconds=90)
+        last = 400 if value == 1.0 else 800
+        finish(run.folder(tmp_path), "longer/scaled_accuracy", value, seconds=90, last=last)
     other = next(r for r in runs_of("state_tracking", [0]) if r.row == "DeltaProduct_2 [-1, 1]")
     finish(other.folder(tmp_path), "longer/sequence_accuracy", 0.25, seconds=60, last=7, cut=True)
     untested = next(r for r in runs_of("mqar", [0])).folder(tmp_path)
@@ -82,12 +94,16 @@ def test_finished_runs_fill_the_table(tmp_path: Path) -> None:
     text = write_tables(tmp_path).read_text()
     results = json.loads((tmp_path / "tables.json").read_text())
     line = next(line for line in text.splitlines() if line.startswith("| DeltaNet [-1, 1] |"))
-    assert line.split(" | ")[1:3] == ["0.982", "1.000 (0.800; 0.500 to 1.000; 3; 10 steps; 1.5 min)"]
+    assert line.split(" | ")[1:3] == [
+        "0.982",
+        "1.000 (0.900; 0.500 to 1.000; seeds 0, 1, 2; 400 to 800 steps; 1 to 2% of the words; 1.5 min)",
+    ]
     assert {path.name for path in tmp_path.glob("*.png")} == {"formal-parity.png", "state_tracking-S3.png"}
     assert "![parity](formal-parity.png)" in text
     assert results["formal"]["DeltaNet [-1, 1]"]["parity"]["best_run"].endswith("seed-1")
     assert "an abacus" in text and "Multi-query" not in text
-    assert "| yes | 0.250 (0.250; 0.250 to 0.250; 1; 7 steps; 1.0 min; 1 cut; at 128 0.750) |" in text
+    numbers = "0.250 (0.250; 0.250 to 0.250; seeds 0; 7 steps; 0.0018% of the words; 1.0 min; 1 cut; at 128"
+    assert f"| yes | {numbers} 0.750) |" in text
     assert "sLSTM was not run: " in text
     assert results["state_tracking"]["DeltaProduct_2 [-1, 1]"]["S3"]["steps"] == {"seed-0": 7}
     assert results["mqar"]["DeltaNet [0, 1]"]["width 64"] is None
@@ -97,22 +113,12 @@ def test_a_run_that_failed_takes_nothing_from_those_that_did_not(tmp_path: Path)
     done, failed = [r for r in runs_of("layers", [0]) if r.row == "2 layers"][:2]
     finish(done.folder(tmp_path), "longer/sequence_accuracy", 0.5, seconds=60)
     failed.folder(tmp_path).mkdir(parents=True)
-    (failed.folder(tmp_path) / "skipped").write_text("error: out of memory\n")
+    (failed.folder(tmp_path) / "failed").write_text("out of memory\n")
     text = write_tables(tmp_path).read_text()
     assert "2 layers did not run or end (S4 seed-0): out of memory." in text
     assert next(line for line in text.splitlines() if line.startswith("| 2 layers |")).count("0.500") == 4
 
 
-def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "mqar", "runs/x", "0"]) == 0
-    first = capsys.readouterr().out.splitlines()[0].split()
-    assert first[0] == "run.dir=runs/x/mqar/Mamba/width_64/seed-0"  # the one that takes longest
-    assert first[1] == "experiment=mqar/hardest_fast" and "model.head_dim=32" in first
-    assert plan(["mqar"], tmp_path, [0], fast=False)[0].split()[1] == "experiment=mqar/hardest"
-    assert main(["plan"]) == 2
-    with pytest.raises(ValueError, match="seeds are numbers and commas"):
-        main(["plan", "mqar", "runs/x", "a"])
-    with pytest.raises(ValueError, match="unknown table"):
-        plan(["table 9"], tmp_path, [0])
+def test_without_a_tested_run_there_is_no_table(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no run with a test"):
         write_tables(tmp_path)

@@ -109,6 +109,57 @@ def test_points_of_different_documents_are_not_joined(figures: list[Figure], tmp
         figures.clear()
 
 
+def test_loss_along_positions_of_several_models(figures: list[Figure], tmp_path: Path) -> None:
+    """A column per set with the positions below: lines, bands, training lengths; one model diverges."""
+    one, two = record("before", [2.0, 3.0]), record("after", [2.0, 3.0])
+    one["trained_length"] = 128
+    one["perplexity"]["web"]["positions"][1] |= {"perplexity": 1e4, "low": 9e3, "high": 2e4}
+    for found in (one, two):
+        found["perplexity"]["books"] = found["perplexity"]["web"]
+    draw_figures(tmp_path, [one, two])
+    first, second, *positions = figures[0].axes
+    assert [first.get_title(), second.get_title()] == ["web", "books"] and len(positions) == 2
+    for panel in positions:
+        assert [x for x, _ in curves(panel)] == [[32, 96], [32, 96], [64, 64], [128, 128]]
+        diverging, flat = panel.collections
+        assert [round(y) for y in diverging.get_datalim(panel.transData).intervaly] == [4, 20000]
+        assert flat.get_datalim(panel.transData).intervaly == pytest.approx(np.exp([1.5, 3.5]))
+        assert panel.get_xscale() == panel.get_yscale() == "log" and first.get_yscale() == "linear"
+    assert texts(figures[0].legends[0]) == ["before", "after", "training length"]
+
+
+def test_needles(figures: list[Figure], tmp_path: Path) -> None:
+    """A row per prompt, a column per task; of one model also a cell for each length and depth."""
+    records = [record("one", [2.0]), record("two", [2.0])]
+    for found, share in zip(records, (0.5, 0.75), strict=True):
+        rows = [
+            {
+                "length": n,
+                "accuracy": share,
+                "low": 0.25,
+                "high": 1.0,
+                "samples": 4,
+                "depths": {"0": 1.0, "9": 0.5},
+            }
+            for n in (64, 128)
+        ]
+        tasks = {
+            "niah_single_1": {"ruler": rows, "continuation": rows[:1]},
+            "niah_single_2": {"error": "lost"},
+        }
+        found |= {"perplexity": {}, "tasks": {}, "paper_row": {}, "needle": tasks}
+    assert draw_figures(tmp_path, records) == ["needle"]
+    first, second = figures[0].axes
+    assert curves(first)[:2] == [([64, 128], [50.0, 50.0]), ([64, 128], [75.0, 75.0])]
+    assert curves(second)[:2] == [([64], [50.0]), ([64], [75.0])]
+    assert first.collections[0].get_datalim(first.transData).intervaly.tolist() == [25.0, 100.0]
+    assert texts(figures[0].legends[0]) == ["one", "two", "training length"]
+    figures.clear()
+    assert draw_figures(tmp_path, records[:1]) == ["needle", "needle_depths"]
+    cells = [axes.images[0].get_array().tolist() for axes in figures[1].axes[:2]]
+    assert cells == [[[100.0, 100.0], [50.0, 50.0]], [[100.0], [50.0]]]
+
+
 def test_no_line_at_a_training_length_that_nobody_recorded(figures: list[Figure], tmp_path: Path) -> None:
     one = record("one", [2.0, 3.0])
     one["trained_length"] = None

@@ -53,7 +53,7 @@ def test_lengths_and_positions(model, documents) -> None:
         error = statistics.stdev(means) / math.sqrt(len(means))
         assert estimate.mean.stderr == pytest.approx(error, abs=1e-9)
         assert estimate.numbers()["perplexity"] == pytest.approx(math.exp(statistics.mean(means)))
-    curve = table.by_position(32)
+    curve = list(table.by_position(32))
     assert [(a, b) for a, b, _ in curve] == [(0, 8), (8, 16), (16, 32)]
     for a, b, estimate in curve:  # always the three documents that reach 32
         assert estimate.mean.documents == 3
@@ -159,6 +159,11 @@ def test_batches_are_halved_when_memory_is_short(model, monkeypatch) -> None:
 def test_edges() -> None:
     assert bucket_edges([10, 35], 10) == (0, 10, 20, 30, 35)
     assert bucket_edges([100], 1000) == (0, 100)
+    assert bucket_edges([64, 40], 4, per_octave=2) == (0, 4, 8, 12, 16, 24, 32, 40, 48, 64)
+    million = bucket_edges([2**20], 512, per_octave=8)
+    assert (
+        million[-1] == 2**20 and len(million) == 1 + 16 + 8 * 7
+    )  # 512 wide up to 8,192, then eight an octave
     for lengths, bucket in (([], 5), ([0], 5), ([5], 0)):
         with pytest.raises(ValueError, match="at least 1"):
             bucket_edges(lengths, bucket)

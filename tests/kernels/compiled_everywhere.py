@@ -33,6 +33,7 @@ class Kernel:
     """One compiled variant."""
 
     case: str
+    module: str  # in fla_train.kernels
     name: str
     warps: int
     stages: int
@@ -78,6 +79,7 @@ def pretend(architecture: str) -> None:
     # Before the modules are imported that take the name from there.
     sizes.processors = lambda device: PROCESSORS[architecture]
     from fla_train.kernels.delta_product import interface, select
+    from fla_train.kernels.delta_product.triton.sequence_split import Segments
     from fla_train.kernels.fused_ops import token_step
 
     ops = ("cross_entropy", "float8", "gates", "rms_norm", "rotary", "short_conv", "swiglu")
@@ -87,17 +89,23 @@ def pretend(architecture: str) -> None:
     select.architecture = lambda device: architecture
     select._device = lambda device: (PROCESSORS[architecture], major == 9)
     interface.resolve_backend = lambda name, device: "triton"
+    # torch takes the states of first and last segments, by indices that no kernel has written here.
+    Segments.select_first = Segments.select_last = lambda segments, states, out: None
     token_step.overlaps = lambda x: major >= 9
 
 
 def operator_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """The operator forward and backward by head dimensions, n_h and gate; packed, split and in float32."""
-    for size, steps in ((128, 1), (128, 2), (64, 1), (256, 1)):
+    for size, steps in ((128, 1), (128, 2), (64, 1), (64, 2), (256, 1), (256, 2)):
         yield f"K {size}, n_h {steps}", partial(operator, size, steps)
     yield "K 128, n_h 1, two heads of v a key", partial(operator, 128, 1, group=2)
     yield "K 128, n_h 1, no gate", partial(operator, 128, 1, gated=False)
     yield "K 128, n_h 1, packed", partial(operator, 128, 1, documents=[0, 40, TOKENS])
     yield "K 128, n_h 1, split", partial(operator, 128, 1, segment_chunks=1)
+    yield "K 128, n_h 1, split with states", partial(operator, 128, 1, segment_chunks=1, states=True)
+    yield "K 128, n_h 1, states", partial(operator, 128, 1, states=True)
+    for key, value in ((64, 128), (96, 192), (128, 256)):
+        yield f"K {key}, V {value}, n_h 1", partial(operator, key, 1, value_size=value)
     yield "K 64, n_h 1, fp32", partial(operator, 64, 1, dtype=torch.float32)
     yield "K 16, n_h 1, fp32", partial(operator, 16, 1, dtype=torch.float32)
 
@@ -111,6 +119,8 @@ def operator(
     dtype: torch.dtype = torch.bfloat16,
     documents: list[int] | None = None,
     segment_chunks: int | None = None,
+    value_size: int | None = None,
+    states: bool = False,
 ) -> None:
     from fla_train.kernels.delta_product import delta_product
     from fla_train.kernels.delta_product.select import override
@@ -119,14 +129,23 @@ def operator(
     keys = heads // group
     q, k, v = (
         torch.zeros(1, TOKENS, *shape, dtype=dtype, requires_grad=True)
-        for shape in ((keys, size), (steps, keys, size), (steps, heads, size))
+        for shape in ((keys, size), (steps, keys, size), (steps, heads, value_size or size))
     )
     beta = torch.zeros(1, TOKENS, steps, heads, requires_grad=True)
     g = torch.zeros(1, TOKENS, heads, requires_grad=True) if gated else None
     cu_seqlens = None if documents is None else torch.tensor(documents, dtype=torch.int32)
+    state = torch.zeros(1, heads, size, value_size or size, requires_grad=True) if states else None
+    leaves = [x for x in (q, k, v, beta, g, state) if x is not None]
     with override(segment_chunks=segment_chunks):
-        o, _ = delta_product(q, k, v, beta, g, qk_l2norm=True, cu_seqlens=cu_seqlens)
-        torch.autograd.grad(o.sum(), [x for x in (q, k, v, beta, g) if x is not None])
+        found = delta_product(
+            *(q, k, v, beta, g),
+            initial_state=state,
+            output_final_state=states,
+            qk_l2norm=True,
+            cu_seqlens=cu_seqlens,
+        )
+        outputs = [y for y in found if y is not None]
+        torch.autograd.grad(outputs, leaves, outputs)
 
 
 def fused_cases(architecture: str) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -141,9 +160,29 @@ def fused_cases(architecture: str) -> Iterator[tuple[str, Callable[[], object]]]
             torch.autograd.grad(case.run("triton"), list(case.leaves.values()), gradients)
 
         yield case.name, both
+    yield "columns of projections", columns
     yield "decoding", decoding
     if architecture != "8.0":  # whose matrix units take no float8
         yield "float8", float8
+
+
+def columns() -> None:
+    """What a training step calls on columns of a product's output."""
+    from fla_train.kernels.fused_ops import recurrence_gates, rms_norm, short_convolution, swiglu_linear
+
+    def parts(*sizes: int) -> list[torch.Tensor]:
+        wide = torch.zeros(1, TOKENS, sum(sizes), dtype=torch.bfloat16, requires_grad=True)
+        return list(wide.split(sizes, -1))
+
+    def ones(*shape: int) -> torch.Tensor:
+        return torch.ones(shape, requires_grad=True)
+
+    q, b, a, gate = parts(256, 4, 2, 58 + 256)
+    y, _ = short_convolution(q, ones(256, 1, 4))
+    beta, g = recurrence_gates(b, a, ones(2), ones(2), beta_max=2.0)
+    o = rms_norm(y.unflatten(-1, (2, 128)), ones(128), 1e-6, gate=gate[..., 58:])
+    z = swiglu_linear(*parts(256, 256), ones(256, 256))
+    sum(x.sum() for x in (beta, g, o, z)).backward()
 
 
 def float8() -> None:
@@ -153,14 +192,21 @@ def float8() -> None:
         cast_float8,
         cast_swiglu,
         cast_swiglu_backward,
+        norm_scale,
         transpose_float8,
     )
+    from fla_train.kernels.fused_ops.rms_norm import cast_rms_norm
 
     x = torch.zeros(TOKENS, 256, dtype=torch.bfloat16)
     for dtype in (E4M3, E5M2):
         cast_float8([x], dtype)
     transpose_float8(cast_float8([x.float()], E4M3).data)
     cast_swiglu_backward(x, x[:, :128].contiguous(), cast_swiglu(x).inverse)
+    weight = torch.ones(256, requires_grad=True)
+    scaled, _ = norm_scale(weight.detach())
+    for residual in (None, x.float()):
+        y, *_ = cast_rms_norm(x, residual, weight, scaled, 1e-6, dtype=torch.bfloat16, narrow=E4M3)
+        y.sum().backward()
 
 
 def decoding() -> None:
@@ -194,11 +240,11 @@ def compile_all(architecture: str, pattern: str) -> Iterator[Kernel]:
     pretend(architecture)
     from fla_train.kernels.precompile import _without_launches
 
-    found: list[tuple[dict, Path]] = []
+    found: list[tuple[str, dict, Path]] = []
 
-    def listener(*, metadata: dict, metadata_group: dict, **_: object) -> None:
+    def listener(*, src: object, metadata: dict, metadata_group: dict, **_: object) -> None:
         (cubin,) = (Path(path) for name, path in metadata_group.items() if name.endswith(".cubin"))
-        found.append((metadata, cubin))
+        found.append((src.fn.__module__.removeprefix("fla_train.kernels."), metadata, cubin))
 
     triton.knobs.compilation.listener = listener
     seen: set[Path] = set()
@@ -208,11 +254,12 @@ def compile_all(architecture: str, pattern: str) -> Iterator[Kernel]:
         found.clear()
         with _without_launches():
             run()
-        for metadata, cubin in found:
+        for module, metadata, cubin in found:
             if cubin not in seen:
                 seen.add(cubin)
                 yield Kernel(
                     case,
+                    module,
                     metadata["name"],
                     metadata["num_warps"],
                     metadata["num_stages"],
@@ -240,9 +287,10 @@ def main() -> None:
     if request.json:
         print(json.dumps([asdict(kernel) for kernel in kernels]))
         return
-    print("| case | kernel | warps | stages | registers | stack | shared KB |\n|---|---|---|---|---|---|---|")
+    print("| case | module | kernel | warps | stages | registers | stack | shared KB |")
+    print("|---|---|---|---|---|---|---|---|")
     for k in kernels:
-        row = (k.case, k.name, k.warps, k.stages, k.registers, k.stack, f"{k.shared / 1024:.1f}")
+        row = (k.case, k.module, k.name, k.warps, k.stages, k.registers, k.stack, f"{k.shared / 1024:.1f}")
         print("|", " | ".join(map(str, row)), "|", flush=True)
 
 

@@ -171,6 +171,7 @@ class Emulator:
             reduce=self.reduce,
             inline_asm_elementwise=self.assembly,
             allocate_shared_memory=self.allocate,
+            shared_memory_descriptor=Shared,
             thread_barrier=self.barrier,
         )
 
@@ -188,7 +189,7 @@ class Emulator:
                 expect=self.expect,
                 wait=self.wait,
             ),
-            tma=SimpleNamespace(async_copy_global_to_shared=self.copy),
+            tma=SimpleNamespace(async_load=self.copy),
             warpgroup_mma=self.mma,
             warpgroup_mma_wait=self.mma_wait,
         )

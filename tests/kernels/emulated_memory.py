@@ -47,7 +47,7 @@ class Shared:
         memory.append(cls(data, rank, [Book() for _ in range(count)], memory))
         return memory[-1]
 
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], rank: int) -> "Shared":
+    def reinterpret(self, dtype: torch.dtype, shape: list[int], rank: int) -> "Shared":
         """Other tiles in the same place; as many of them stay the same in the books."""
         assert dtype == self.data.dtype
         if len(shape) == self.data.ndim > rank and shape[0] == len(self.books):

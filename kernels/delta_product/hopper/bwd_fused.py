@@ -61,6 +61,7 @@ from fla_train.kernels.delta_product.hopper.common import (
     make_table,
     opaque_zero,
     rebuild,
+    reinterpret,
     row_sums,
     sequence_span,
     store_tile,
@@ -140,17 +141,17 @@ def chunk_bwd_fused_kernel(
     m_q = gl.allocate_shared_memory(DTYPE, [1, ROWS, BK], TILE)
     m_wy = gl.allocate_shared_memory(INVERSE, [1, ROWS, ROWS], wy.layout)
     m_kept = gl.allocate_shared_memory(p.dtype, [1, ROWS, ROWS], p.layout)  # P diag(beta) as stored
-    m_p = m_kept if p.dtype == DTYPE else m_kept._reinterpret(DTYPE, [1, ROWS, ROWS], TILE)
+    m_p = m_kept if p.dtype == DTYPE else reinterpret(m_kept, DTYPE, [1, ROWS, ROWS], TILE)
     m_w = gl.allocate_shared_memory(INVERSE, [1, BV, ROWS], TILE)
     m_dv = gl.allocate_shared_memory(DTYPE, [1, ROWS, BV], TILE)
     m_dp = gl.allocate_shared_memory(DTYPE, [1, ROWS, ROWS], TILE)
     m_out = gl.allocate_shared_memory(DTYPE, [1, ROWS, BK], TILE)
-    m_r = m_w if INVERSE == DTYPE else m_w._reinterpret(DTYPE, [1, BV, ROWS], TILE)
-    m_da = m_out._reinterpret(DTYPE, [BK // ROWS, ROWS, ROWS], TILE)
+    m_r = m_w if INVERSE == DTYPE else reinterpret(m_w, DTYPE, [1, BV, ROWS], TILE)
+    m_da = reinterpret(m_out, DTYPE, [BK // ROWS, ROWS, ROWS], TILE)
     if BK == BV:
         m_dk = m_dv
     elif BK < BV:
-        m_dk = m_dv._reinterpret(DTYPE, [1, ROWS, BK], TILE)
+        m_dk = reinterpret(m_dv, DTYPE, [1, ROWS, BK], TILE)
     else:
         m_dk = gl.allocate_shared_memory(DTYPE, [1, ROWS, BK], TILE)
     table = make_table()

@@ -15,6 +15,13 @@ from fla_train.kernels.sizes import ceil_div
 
 # What triton 3.6 calls thread_barrier.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+# What triton before 3.9 calls async_copy_global_to_shared and _reinterpret.
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+reinterpret = (
+    getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+)
+# Of a zero that the compiler must not know: triton 3.9's takes what 16 bits leave of an integer for 0.
+FACTOR = gl.constexpr(1.1 if hasattr(gl.shared_memory_descriptor, "reinterpret") else 1.0)
 
 ROWS = gl.constexpr(64)  # Householder steps per chunk, and rows of every tile of q, o and k
 
@@ -123,7 +130,7 @@ def sequence_span(i_s, cu_seqlens, chunk_offsets, T, NT, PACKED: gl.constexpr):
 @gluon.jit
 def opaque_zero(count):
     """`triton.common.opaque_zero`."""
-    return (count >> 30) * 1.0
+    return (count >> 30) * FACTOR
 
 
 @gluon.jit
@@ -138,10 +145,10 @@ def copy_tile(matrix, tile, bar, i_row, i_head, pred):
     """64 rows of a head, to be expected by `bar`; in three dimensions what the tile has beyond it is zero."""
     if len(matrix.block_shape) == 2:
         i_column = i_head * matrix.block_shape[1]
-        tma.async_copy_global_to_shared(matrix, [i_row, i_column], bar, tile, pred=pred)
+        async_load(matrix, [i_row, i_column], bar, tile, pred=pred)
     else:
-        tile = tile._reinterpret(matrix.dtype, matrix.block_shape, matrix.layout)
-        tma.async_copy_global_to_shared(matrix, [i_row, i_head, 0], bar, tile, pred=pred)
+        tile = reinterpret(tile, matrix.dtype, matrix.block_shape, matrix.layout)
+        async_load(matrix, [i_row, i_head, 0], bar, tile, pred=pred)
 
 
 @gluon.jit
@@ -149,10 +156,10 @@ def copy_state(matrix, tile, bar, i_state, pred):
     """The same of a state."""
     if len(matrix.block_shape) == 2:
         i_row = i_state * matrix.block_shape[0]
-        tma.async_copy_global_to_shared(matrix, [i_row, 0], bar, tile, pred=pred)
+        async_load(matrix, [i_row, 0], bar, tile, pred=pred)
     else:
-        tile = tile._reinterpret(matrix.dtype, matrix.block_shape, matrix.layout)
-        tma.async_copy_global_to_shared(matrix, [i_state, 0, 0], bar, tile, pred=pred)
+        tile = reinterpret(tile, matrix.dtype, matrix.block_shape, matrix.layout)
+        async_load(matrix, [i_state, 0, 0], bar, tile, pred=pred)
 
 
 @gluon.jit
@@ -360,14 +367,14 @@ def row_sums(x):
 @gluon.jit
 def keep_row_sums(sums, parts, zero):
     """Write the result of `row_sums`; `zero` is that of `rebuild`, since stores keep addresses, too."""
-    columns = sums.index(zero)._reinterpret(gl.float32, [parts.shape[1], parts.shape[0]], PARTS)
+    columns = reinterpret(sums.index(zero), gl.float32, [parts.shape[1], parts.shape[0]], PARTS)
     columns.permute((1, 0)).store(parts)
 
 
 @gluon.jit
 def keep_column_sums(sums, x, zero):
     """Write sums of the columns of x [64, 64], of each warp's 16 rows."""
-    sums.index(zero)._reinterpret(gl.float32, [4, ROWS], PARTS).store(gl.sum(gl.reshape(x, [4, 16, ROWS]), 1))
+    reinterpret(sums.index(zero), gl.float32, [4, ROWS], PARTS).store(gl.sum(gl.reshape(x, [4, 16, ROWS]), 1))
 
 
 @gluon.jit

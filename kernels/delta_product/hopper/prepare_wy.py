@@ -29,6 +29,7 @@ from fla_train.kernels.delta_product.hopper.common import (
     chunk_span,
     copy_pair,
     opaque_zero,
+    reinterpret,
     rows_of,
     with_tma_descriptors,
 )
@@ -182,11 +183,11 @@ def chunk_prepare_wy_kernel(
         b_a *= gl.exp2(gl.where(lower, t_gm.load(ROW)[:, None] - gm_c, 0.0))
         b_p *= gl.exp2(gl.where(seen, t_gt.load(ROW)[:, None] - gm_c, 0.0))
     if BK == 128:
-        halves = m_k._reinterpret(gl.float16, [2, ROWS, ROWS], TILE)
+        halves = reinterpret(m_k, gl.float16, [2, ROWS, ROWS], TILE)
         s_l, s_rest = halves.index(0), halves.index(1)
-        s_wy = m_q._reinterpret(gl.float16, [2, ROWS, ROWS], TILE).index(0)
+        s_wy = reinterpret(m_q, gl.float16, [2, ROWS, ROWS], TILE).index(0)
     else:
-        s_l, s_rest, s_wy = m_k._reinterpret(gl.float16, [ROWS, ROWS], TILE), m_rest, m_wy
+        s_l, s_rest, s_wy = reinterpret(m_k, gl.float16, [ROWS, ROWS], TILE), m_rest, m_wy
     zero = opaque_zero(T)
     s_wy.store(gl.where(seen, b_p, zero).to(gl.float16))
     o_s, o_k = gl.arange(0, ROWS, gl.SliceLayout(1, STORE)), gl.arange(0, ROWS, gl.SliceLayout(0, STORE))

@@ -236,11 +236,12 @@ def chunk_bwd_qkg_kernel(
 
     tl.store(dbeta + (i_m + o_m) * H + i_h, b_kw + b_inner, mask=o_m < n_m)
     if GATED:
-        # k that reads the state raises the gates up to its token, what is written lowers them again.
+        # k that reads the state raises the gates up to its token, what is written lowers them again. Sums are
+        # of matrices: triton 3.6 and 3.7 do not compile that of a vector here for sm_100 (K = 64).
         b_row = b_kr + b_kp - b_inner * b_beta - (b_kw + b_inner) * b_beta
-        b_dg = tl.sum(tl.where(o_tau[None, :] >= o_t[:, None], b_row[None, :], 0.0), 1)
+        b_row = tl.where(o_tau[None, :] >= o_t[:, None], b_row[None, :], 0.0) + (b_kw * b_beta)[None, :]
+        b_dg = tl.sum(b_row, 1)
         b_dg += tl.sum(tl.where(o_t[None, :] >= o_t[:, None], (b_qr + b_qp)[None, :], 0.0), 1)
-        b_dg += tl.sum(b_kw * b_beta, 0)
         b_ss = tl.zeros((BV,), tl.float32)  # rows of S^T .* dS'^T
         for i_v in range(0, V, BV):
             for i_k in range(0, K, BKO):

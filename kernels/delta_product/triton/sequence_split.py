@@ -132,7 +132,8 @@ def segment_fwd_kernel(
     o_k, o_v = tl.arange(0, BK), i_v + tl.arange(0, BV)
     b_s = tl.where(transits & (o_v[:, None] == o_k[None, :]), 1.0, 0.0)
     if initial_state is not None:
-        mask = ((o_v < V) & (i_p == i_first))[:, None] & (o_k < K)[None, :]
+        first = i_p + tl.zeros_like(o_v) == i_first  # triton 3.9 does not interpret a scalar here
+        mask = ((o_v < V) & first)[:, None] & (o_k < K)[None, :]
         p_s = (i_s.to(tl.int64) * H + i_h) * K * V + o_k[None, :] * V + o_v[:, None]
         b_s += tl.load(initial_state + p_s, mask=mask, other=0.0)
     i_begin = 0
@@ -186,7 +187,8 @@ def segment_bwd_kernel(
     b_ds = tl.zeros((BV, BK), tl.float32)
     if dfinal_state is not None:
         o_k, o_v = tl.arange(0, BK), i_v + tl.arange(0, BV)
-        mask = ((o_v < V) & (i_p == i_last))[:, None] & (o_k < K)[None, :]
+        last = i_p + tl.zeros_like(o_v) == i_last
+        mask = ((o_v < V) & last)[:, None] & (o_k < K)[None, :]
         p_s = (i_s.to(tl.int64) * H + i_h) * K * V + o_k[None, :] * V + o_v[:, None]
         b_ds += tl.load(dfinal_state + p_s, mask=mask, other=0.0)
     n_chunks = tl.cdiv(length, C)

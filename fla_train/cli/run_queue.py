@@ -1,0 +1,391 @@
+"""`fla-runs queue`: train the runs of the papers' expressivity tables for a given time and write the tables.
+
+fla-runs queue --only 'S3/*' --seeds 0 --dry-run      # what would run, how far it is, what is complete
+fla-runs queue --seconds 3600 --jobs 4                # four runs at once on each GPU, for an hour
+fla-runs queue --seconds 0                            # only write the tables of what has been tested
+
+Each run has a folder with its newest checkpoint, and nothing else records how far the queue is. So a queue
+that was killed continues with the same command, also on a machine to which its folder was copied.
+"""
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import tarfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fla_train.cli.app import INTERRUPTED
+
+if TYPE_CHECKING:  # they import torch, and are not needed for --help
+    from fla_train.eval.expressivity_table import Run
+
+HOME = "runs/expressivity"
+GRACE = 45  # seconds that runs get to save a checkpoint before the time is over
+POLL = 0.2  # seconds between looks at the runs
+USER_ERROR = 2  # exit status of fla-train for what another attempt does not change
+RECIPE, OUTPUT = "recipe", "output.txt"  # in a run's folder: its overrides; what it printed last
+# Left out of an archive: what can be made again from the rest, and what belongs to this machine.
+NOT_PACKED = {"plots", "profile", "logs", "starts", ".lock", OUTPUT, "train.log"}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    parser = argparse.ArgumentParser(
+        prog="fla-runs queue",
+        description="Train the runs of the papers' expressivity tables, several at once, and write the "
+        "tables (FOLDER/tables.md, tables.json). Complete runs are left alone, others continue from their "
+        "newest checkpoint. Runs that the papers' claims rest on come first; among them, those begun.",
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="more overrides of fla-train for every run"
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="GLOB",
+        help="runs whose name (TABLE/ROW/COLUMN/seed-N) or a part of it between slashes fits, such as "
+        "'s3/*', mqar or 'DeltaProduct_2_-1_1/A5'; may be repeated, earlier ones are trained first "
+        "(default: all)",
+    )
+    parser.add_argument(
+        "--seeds", type=_seeds, default=[0, 1, 2], metavar="N,N", help="seeds (default: 0,1,2)"
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="the papers' own numbers of steps (default: the fast recipes)"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path(HOME), help=f"where runs and tables are (default: {HOME})"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        metavar="S",
+        help=f"time for all of it; {GRACE} s before its end (a quarter of it, if that is less) the runs save "
+        "a checkpoint and end; 0: train nothing (default: until all runs are done)",
+    )
+    parser.add_argument(
+        "--run-seconds",
+        type=float,
+        default=float("inf"),
+        metavar="S",
+        help="time for one run in this call; then it saves a checkpoint and makes room",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="runs at once on each GPU, or on the CPU (default: 1)",
+    )
+    parser.add_argument(
+        "--gpus", metavar="N,N", help="GPUs to use (default: CUDA_VISIBLE_DEVICES, or all; none: the CPU)"
+    )
+    parser.add_argument(
+        "--pack",
+        type=Path,
+        metavar="FILE.tgz",
+        help="at the end, write the folder into this archive: of complete runs the export, of others the "
+        "newest checkpoint, of all the metrics; no plots and logs",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="list the runs and their state, train nothing")
+    return parser
+
+
+def _seeds(text: str) -> list[int]:
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise argparse.ArgumentTypeError(f"seeds are numbers and commas, as in 0,1,2: got '{text}'")
+    return [int(seed) for seed in text.split(",")]
+
+
+@dataclass
+class Job:
+    """A run in the queue.
+
+    Attributes:
+        state: `complete`, `failed`, `begun` or `new`, as its folder says; `running` or `elsewhere`.
+        attempts: in this call.
+        asked: it has been asked to stop.
+    """
+
+    run: "Run"
+    folder: Path
+    overrides: list[str]
+    state: str
+    attempts: int = 0
+    asked: bool = False
+    started: float = 0.0
+    slot: str | None = None
+    process: subprocess.Popen | None = field(default=None, repr=False)
+
+
+def list_jobs(request: argparse.Namespace) -> list[Job]:
+    """The chosen runs in the order in which they are trained.
+
+    Raises:
+        ValueError: a pattern fits no run, or a folder holds a run of another recipe.
+    """
+    from fla_train.eval.expressivity_table import read_tables, runs_of
+
+    runs = [run for name in read_tables() for run in runs_of(name, request.seeds, fast=not request.full)]
+    patterns = request.only or ["*"]
+    for pattern in patterns:
+        if not any(run.matches(pattern) for run in runs):
+            raise ValueError(f"--only '{pattern}' fits no run: --dry-run lists their names")
+    jobs = []
+    for run in runs:
+        if any(map(run.matches, patterns)):
+            folder, overrides = run.folder(request.folder), [*run.overrides, *request.overrides]
+            jobs.append(Job(run, folder, overrides, _state(folder, overrides)))
+
+    def order(job: Job) -> tuple:
+        first = next(i for i, pattern in enumerate(patterns) if job.run.matches(pattern))
+        states = ["begun", "new"].index(job.state) if job.state in ("begun", "new") else 2
+        return first, not job.run.claimed, states, job.run.seed, -job.run.weight
+
+    return sorted(jobs, key=order)
+
+
+def _state(folder: Path, overrides: Sequence[str]) -> str:
+    from fla_train.eval.expressivity_table import COMPLETE, FAILED
+    from fla_train.training.run_folder import RunFolder, is_locked
+
+    recipe = folder / RECIPE
+    if recipe.is_file() and (folder / "metrics.jsonl").is_file():
+        # A table of two recipes would not say which number is whose.
+        if (trained := recipe.read_text().strip()) != " ".join(overrides):
+            raise ValueError(f"{folder} was trained by another recipe ({trained}): give another --folder")
+    if (folder / COMPLETE).is_file():
+        return "complete"
+    if folder.is_dir() and is_locked(RunFolder(folder)):
+        return "elsewhere"
+    if (folder / FAILED).is_file():
+        return "failed"
+    return "begun" if (folder / "metrics.jsonl").is_file() else "new"
+
+
+def describe(job: Job) -> str:
+    """A line of the list."""
+    from fla_train.utils.records import read_metrics
+
+    step = max((record["step"] for record in read_metrics(job.folder / "metrics.jsonl")), default=0)
+    claim = "claim" if job.run.claimed else ""
+    return f"{job.state:10} {step:>7,} steps  {claim:5}  {job.run.name}  {' '.join(job.overrides)}"
+
+
+class Queue:
+    """Trains jobs on slots until all are done or the time is over.
+
+    Args:
+        slots: the GPU of each place for a run, or None for the CPU; as many as run at once.
+        seconds: time for all of it, saving included.
+        run_seconds: time for one run.
+        start: starts `fla-train` with these overrides: `start_command`.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        slots: Sequence[str | None],
+        *,
+        seconds: float,
+        run_seconds: float,
+        start: Callable[..., subprocess.Popen],
+    ):
+        self._waiting = [job for job in jobs if job.state not in ("complete", "elsewhere")]
+        self._running: list[Job] = []
+        self._slots, self._run_seconds, self._start_command = list(slots), run_seconds, start
+        self._end = time.monotonic() + seconds
+        self._grace = min(GRACE, seconds / 4)
+        self.signal: int | None = None
+
+    def work(self) -> None:
+        """Train. A signal, or the end of the time, stops all runs, each with a checkpoint."""
+        while (self._waiting or self._running) and not self._over(self._grace):
+            while self._waiting and self._slots:
+                self._start(self._waiting.pop(0))
+            for job in self._running:
+                if time.monotonic() - job.started > self._run_seconds:
+                    self._ask(job)
+            self._collect()
+            time.sleep(POLL)
+        for job in self._running:
+            self._ask(job)
+        if self.signal is not None:
+            self._end = time.monotonic() + GRACE
+        while self._running:
+            if time.monotonic() > self._end:
+                for job in self._running:
+                    job.process.kill()
+            self._collect()
+            time.sleep(POLL)
+
+    def stop(self, number: int, frame: object) -> None:
+        """Handler of signals."""
+        self.signal = number
+
+    def _over(self, grace: float) -> bool:
+        return self.signal is not None or time.monotonic() >= self._end - grace
+
+    def _start(self, job: Job) -> None:
+        from fla_train.eval.expressivity_table import FAILED
+
+        job.folder.mkdir(parents=True, exist_ok=True)
+        (job.folder / FAILED).unlink(missing_ok=True)
+        (job.folder / RECIPE).write_text(" ".join(job.overrides) + "\n")
+        job.slot, job.started, job.state = self._slots.pop(0), time.monotonic(), "running"
+        job.attempts, job.asked = job.attempts + 1, False
+        # One thread each, so that results do not depend on how many run at once.
+        variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": job.slot or ""}
+        # The newest checkpoint is enough to continue. Overrides of the run come later and win.
+        ours = [f"run.dir={job.folder}", "logger=none", "launch.num_processes=1"]
+        ours += ["trainer.keep_checkpoints=1", *job.overrides]
+        job.process = self._start_command("train", ours, job.folder / OUTPUT, **variables)
+        self._running.append(job)
+        say("started", job, f"on GPU {job.slot}" if job.slot else "")
+
+    def _ask(self, job: Job) -> None:
+        if not job.asked:
+            job.asked = True
+            job.process.send_signal(signal.SIGTERM)
+
+    def _collect(self) -> None:
+        for job in [job for job in self._running if job.process.poll() is not None]:
+            self._running.remove(job)
+            self._slots.append(job.slot)
+            self._finish(job, job.process.returncode)
+
+    def _finish(self, job: Job, code: int) -> None:
+        from fla_train.eval.expressivity_table import COMPLETE, FAILED, WALL
+        from fla_train.training.preemption import EXIT_CODE
+
+        wall = job.folder / WALL
+        seconds = time.monotonic() - job.started + (float(wall.read_text()) if wall.is_file() else 0)
+        wall.write_text(f"{seconds:.0f}\n")
+        if code == 0:
+            (job.folder / COMPLETE).touch()
+            job.state = "complete"
+            say("complete", job, f"after {seconds:.0f} s")
+        elif code == EXIT_CODE or (job.asked and code in (INTERRUPTED, -signal.SIGTERM, -signal.SIGKILL)):
+            job.state = "begun"
+            killed = (
+                code == -signal.SIGKILL
+            )  # in a long test, say: what came after its last checkpoint is lost
+            say("killed" if killed else "stopped", job, f"after {seconds:.0f} s")
+        else:
+            job.state, reason = "failed", _reason(job.folder / OUTPUT, code)
+            (job.folder / FAILED).write_text(reason + "\n")
+            say("failed", job, reason)
+            if code != USER_ERROR and job.attempts == 1:
+                self._waiting.append(job)
+
+
+def _reason(output: Path, code: int) -> str:
+    lines = [line.strip() for line in output.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error: ")]
+    cause = f"signal {-code}" if code < 0 else f"exit status {code}"
+    return (errors or [f"{cause}, {lines[-1]}" if lines else cause])[0].removeprefix("error: ")
+
+
+def say(what: str, job: Job, more: str) -> None:
+    print(f"{what:10} {job.run.name} {more}".rstrip(), flush=True)
+
+
+def pack(folder: Path, archive: Path) -> int:
+    """Write `folder` into a .tgz, to be unpacked elsewhere; returns its bytes.
+
+    A run that continues needs its newest checkpoint, a complete one only its export, a quarter of that.
+    """
+    from fla_train.eval.expressivity_table import COMPLETE
+    from fla_train.training.checkpoint import checkpoints
+
+    folder = folder.resolve()
+    left_out = set()
+    for run in folder.glob("*/*/*/seed-*"):
+        kept = checkpoints(run / "checkpoints")
+        left_out |= {*kept} if (run / COMPLETE).is_file() else {*kept[:-1], run / "hf"}
+
+    def keep(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        path = folder.parent / entry.name
+        return None if path.name in NOT_PACKED or path in left_out else entry
+
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(folder, folder.name, filter=keep)
+    return archive.stat().st_size
+
+
+def _slots(request: argparse.Namespace) -> list[str | None]:
+    if request.jobs < 1:
+        raise ValueError(f"--jobs={request.jobs}: give 1 or more")
+    visible = request.gpus or os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        from torch.cuda import device_count
+
+        visible = ",".join(map(str, range(device_count())))
+    gpus = [gpu for gpu in visible.split(",") if gpu and gpu != "none"]
+    return list(chain.from_iterable([gpus or [None]] * request.jobs))
+
+
+@contextmanager
+def _handled(queue: Queue) -> Iterator[None]:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    previous = {number: signal.signal(number, queue.stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def run_queue(arguments: Sequence[str], start: Callable[..., subprocess.Popen] | None = None) -> int:
+    """Do what the command line asks for; returns the exit status.
+
+    Args:
+        start: starts a command, as `fla_train.utils.processes.start_command` does.
+
+    Raises:
+        ValueError: the options do not fit, or no run has been tested.
+    """
+    request = build_parser().parse_intermixed_args(arguments)
+    from fla_train.eval.expressivity_table import write_tables
+    from fla_train.training.preemption import EXIT_CODE
+    from fla_train.utils.processes import start_command
+
+    jobs = list_jobs(request)
+    if request.dry_run:
+        print(*map(describe, jobs), sep="\n")
+        print(summary(jobs))
+        return 0
+    queue = Queue(
+        jobs,
+        _slots(request),
+        seconds=request.seconds,
+        run_seconds=request.run_seconds,
+        start=start or start_command,
+    )
+    with _handled(queue):
+        queue.work()
+    print(summary(jobs), flush=True)
+    try:
+        print(write_tables(request.folder).read_text())
+    finally:  # also of runs of which none has been tested
+        if request.pack and request.folder.is_dir():
+            print(f"{request.pack} has {pack(request.folder, request.pack) / 1e6:.1f} MB", flush=True)
+    if queue.signal is not None:
+        return INTERRUPTED if queue.signal == signal.SIGINT else EXIT_CODE
+    return int(any(job.state == "failed" for job in jobs))
+
+
+def summary(jobs: Sequence[Job]) -> str:
+    counts = Counter(job.state for job in jobs)
+    return f"{len(jobs)} runs: " + ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))

@@ -1,0 +1,16 @@
+"""Gradient of a linear layer's weight as one matrix product that writes the weight's dtype."""
+
+import torch
+from torch import Tensor
+
+
+def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """dy^T x of dy [rows, out] and x [rows, in], as [out, in] in `dtype`.
+
+    For a float32 weight under autocast a GPU's product writes its fp32 sums as they are: no rounding to 16
+    bits, and no pass over the gradient that casts it.
+    """
+    half = dy.dtype in (torch.bfloat16, torch.float16)
+    if dy.is_cuda and half and dtype == torch.float32 and not torch.compiler.is_compiling():
+        return torch.mm(dy.t(), x, out_dtype=dtype)
+    return (dy.t() @ x).to(dtype)
