@@ -30,6 +30,7 @@ class PerplexityConfig:
     chunk: int = 1024
     batch_size: int = 4
     state_documents: int = 0
+    remembrance_documents: int = 0
 
 
 @dataclass
@@ -148,8 +149,9 @@ def _perplexity_errors(config: PerplexityConfig) -> list[str]:
         value = getattr(config, key)
         if value is not None and value < 1:
             errors.append(f"suite.perplexity.{key}={value} must be at least 1")
-    if config.state_documents < 0:
-        errors.append(f"suite.perplexity.state_documents={config.state_documents} must be at least 0")
+    for key in ("state_documents", "remembrance_documents"):
+        if (value := getattr(config, key)) < 0:
+            errors.append(f"suite.perplexity.{key}={value} must be at least 0")
     if config.layout not in LAYOUTS:
         errors.append(f"suite.perplexity.layout={config.layout} is none of {', '.join(LAYOUTS)}")
     names = [set_name(path) for path in config.sets]

@@ -14,14 +14,15 @@ from transformers import PreTrainedModel
 
 import fla_train.models  # noqa: F401  registers the models with the Auto classes
 from fla_train.eval.config import EvalConfig, ExpressivityConfig
-from fla_train.eval.figures import draw_transitions
+from fla_train.eval.figures import draw_spread_ratio, draw_transitions
 from fla_train.eval.report import output_lock
 from fla_train.eval.run import check_request, output_folder
+from fla_train.eval.separation import ACCURACY, SpreadTable, length_windows
 from fla_train.eval.transitions import Transitions, transitions
 from fla_train.hub.load import load_weights, resolve_checkpoint, training_record
 from fla_train.hub.paths import own_name, run_folder
 from fla_train.tasks import GroupWords, Score, Task, TaskConfig, make_task, tasks_for_testing
-from fla_train.tasks.config import TEST_SEED
+from fla_train.tasks.config import KINDS, TEST_SEED
 from fla_train.tasks.plots import plot_accuracy
 from fla_train.utils.device import pick_device, pick_dtype
 from fla_train.utils.environment import describe_environment
@@ -52,7 +53,10 @@ def evaluate_expressivity(config: EvalConfig) -> tuple[Path, dict[str, Any]]:
     folder = output_folder(config, source)
     with output_lock(folder):
         tests = _tests(task, settings)
-        scores = {name: _score(model, test, settings) for name, test in tests.items()}
+        spreads = {name: _spread_table(task, test) for name, test in tests.items()}
+        scores = {name: _score(model, test, settings, spreads[name]) for name, test in tests.items()}
+        spread_ratios = {name: table.report() for name, table in spreads.items() if table is not None}
+        draw_spread_ratio(spread_ratios, folder)
         curves = {name: scores[name].curve(test) for name, test in tests.items()}
         plot_accuracy(curves, own_name(run or source), folder / "accuracy.png")
         sample = next(iter(tests.values())).batch(range(settings.contexts)).input_ids
@@ -66,6 +70,7 @@ def evaluate_expressivity(config: EvalConfig) -> tuple[Path, dict[str, Any]]:
             "model": model.config.to_dict() | {"class": type(model).__name__},
             "accuracy": {name: scores[name].scalars(test) for name, test in tests.items()},
             "curves": curves,
+            "spread_ratio": spread_ratios,
             "layers": [_summary(layer) for layer in layers],
             "environment": describe_environment(device),
             "seconds": round(time.time() - started, 1),
@@ -87,9 +92,10 @@ def _trained_on(model: PreTrainedModel, source: Path | str) -> TaskConfig:
 def _tests(task: TaskConfig, settings: ExpressivityConfig) -> dict[str, Task]:
     """The training's own test sets, and those of the lengths that are asked for."""
     tests = tasks_for_testing(task)
-    if settings.lengths and task.kind != "group_words":
+    if settings.lengths and KINDS[task.kind].length_option != "length":
         raise ValueError(
-            f"suite.expressivity.lengths is for word problems; this is {task.kind}: leave it empty"
+            f"suite.expressivity.lengths is for word problems and code traces; this is {task.kind}: leave it "
+            "empty"
         )
     for length in settings.lengths:
         options = {**task.options, "length": length}
@@ -102,14 +108,28 @@ def _drawn_tokens(task: Task) -> list[int]:
     return task.elements.tolist() if isinstance(task, GroupWords) else list(range(task.vocab_size))
 
 
+def _spread_table(task: TaskConfig, test: Task) -> SpreadTable | None:
+    """Where words are longer than those of training: None for others, and for labels that are no products."""
+    trained = {**task.options, **task.train}.get("length")
+    if not isinstance(test, GroupWords) or test.tokens_per_element > 1 or test.length <= trained:
+        return None
+    return SpreadTable(length_windows(test.length), test.group.order, trained)
+
+
 @torch.no_grad()
-def _score(model: PreTrainedModel, task: Task, settings: ExpressivityConfig) -> Score:
+def _score(
+    model: PreTrainedModel, task: Task, settings: ExpressivityConfig, spread: SpreadTable | None
+) -> Score:
+    """The score on `settings.sequences` of the task, which are counted into `spread` too."""
     total = None
     for start in range(0, settings.sequences, settings.batch_size):
         batch = task.batch(range(start, min(start + settings.batch_size, settings.sequences)))
         logits = model(input_ids=batch.input_ids.to(model.device), use_cache=False).logits
         score = Score.of(task, logits, batch)
         total = score if total is None else total + score
+        if spread is not None:
+            words = slice(task.seq_len - task.length, None)  # without the beginning of sequence
+            spread.add(logits[:, words], batch.labels[:, words])
     return total
 
 
@@ -134,6 +154,19 @@ def _table(record: Mapping[str, Any]) -> str:
     lines = [f"# {record['checkpoint']}", "", "| test set | metric | value |", "|---|---|---|"]
     for name, metrics in record["accuracy"].items():
         lines += [f"| {name} | {key.replace('_', ' ')} | {value:.4f} |" for key, value in metrics.items()]
+    if found := record["spread_ratio"]:
+        lines += [
+            "",
+            f"Length from which fewer than {ACCURACY:.0%} of the products are right, predicted by the spread "
+            "ratio and measured:",
+            "",
+            "| test set | threshold | predicted | measured |",
+            "|---|---|---|---|",
+        ]
+        for name, row in found.items():
+            cells = [row["threshold"], row["predicted_length"], row["measured_length"]]
+            shown = ["-" if value is None else f"{value:.3g}" for value in cells]
+            lines.append(f"| {name} | {' | '.join(shown)} |")
     for number, layer in enumerate(record["layers"]):
         lines += [
             "",

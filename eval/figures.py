@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -101,8 +101,8 @@ def draw_figures(folder: Path, records: Sequence[dict]) -> list[str]:
     """Draw what the evaluations hold into `folder`; the names of the figures, without ending.
 
     `perplexity` and `bits_per_byte` (against length and position), `length_extrapolation` (a row per length
-    of `suite.perplexity.panels`, a column per set, a line per evaluation), `states`, `needle` (against
-    length), `needle_depths` (of a single evaluation) and `tasks`.
+    of `suite.perplexity.panels`, a column per set, a line per evaluation), `states`, `remembrance`,
+    `needle` (against length), `needle_depths` (of a single evaluation) and `tasks`.
     """
     drawn = []
     if any(readable_sets([record]) for record in records):
@@ -116,6 +116,8 @@ def draw_figures(folder: Path, records: Sequence[dict]) -> list[str]:
         drawn.append("length_extrapolation")
     if draw_states(folder / "states", records):
         drawn.append("states")
+    if draw_remembrance(folder / "remembrance", records):
+        drawn.append("remembrance")
     if any(any(needle_rows(record)) for record in records):
         _needles(folder / "needle", records)
         drawn.append("needle")
@@ -441,6 +443,40 @@ def draw_states(file: Path, records: Sequence[dict]) -> bool:
     return True
 
 
+def draw_remembrance(file: Path, records: Sequence[dict]) -> bool:
+    """A column per set, a line per evaluation with one standard error around it; False without any."""
+    found = {
+        name: [
+            (i, r["name"], r["perplexity"].get(name, {}).get("remembrance")) for i, r in enumerate(records)
+        ]
+        for name in readable_sets(records)
+    }
+    found = {name: lines for name, lines in found.items() if any(values for *_, values in lines)}
+    if not found:
+        return False
+    titles = [set_title(name, records) for name in found]
+    with grid(file, 1, len(found), (4.0, 3.2)) as axes:
+        for panel, title, lines in zip(axes[0], titles, found.values(), strict=True):
+            mark_training(panel, records, label=True)
+            for i, label, values in lines:
+                if values:
+                    mean = np.array(values["distance"])
+                    panel.plot(
+                        values["sizes"], mean, color=f"C{i}", label=f"{label}, of {short(values['length'])}"
+                    )
+                    if values["stderr"]:
+                        error = np.array(values["stderr"])
+                        panel.fill_between(
+                            values["sizes"], mean - error, mean + error, color=f"C{i}", alpha=0.2
+                        )
+            panel.set_xscale("log", base=2)
+            panel.set(title=title, xlabel="last part (tokens)", ylim=(0, 1))
+            panel.grid(alpha=0.3)
+        axes[0, 0].set_ylabel("effective remembrance")
+        legend(axes, meaning(titles))
+    return True
+
+
 def _by_layer_and_interval(line: Sequence[Axes], states: dict) -> None:
     import matplotlib.pyplot as plt
 
@@ -492,6 +528,29 @@ def draw_transitions(layer: Transitions, name: str, folder: Path) -> list[Path]:
         files.append(folder / f"{kind}-{name}.png")
         draw(layer, name).savefig(files[-1], dpi=120)
     return files
+
+
+def draw_spread_ratio(reports: Mapping[str, Mapping], folder: Path) -> None:
+    """`spread_ratio.png` and `.pdf`: ratio, threshold and accuracy against the length; none without reports.
+
+    Args:
+        reports: by test set, see `fla_train.eval.separation.SpreadTable.report`.
+        folder: that exists.
+    """
+    if not reports:
+        return
+    with grid(folder / "spread_ratio", 1, 2, (4.5, 3.4)) as axes:
+        ratio, accuracy = axes[0]
+        for i, (name, report) in enumerate(reports.items()):
+            ratio.plot(report["lengths"], report["ratio"], color=f"C{i}", label=name)
+            accuracy.plot(report["lengths"], report["accuracy"], color=f"C{i}")
+            if report["threshold"] is not None:
+                ratio.axhline(report["threshold"], color=f"C{i}", ls=":", label=f"{name}: threshold")
+            if report["predicted_length"] is not None:
+                accuracy.axvline(report["predicted_length"], color=f"C{i}", ls=":")
+        ratio.set(xscale="log", yscale="log", xlabel="word length [tokens]", ylabel="spread ratio")
+        accuracy.set(xscale="log", xlabel="word length [tokens]", ylabel="token accuracy", ylim=(-0.05, 1.05))
+        ratio.legend(fontsize="small")
 
 
 def _head_panels(heads: int, title: str, *, square: bool):

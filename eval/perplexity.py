@@ -223,14 +223,14 @@ def _check_cache(model: PreTrainedModel, ids: Tensor, chunk: int) -> None:
         if parts and not cache:
             raise ValueError(_beyond(model, chunk, "keeps no cache"))
         try:
-            logits, cache = _forward(model, part, cache, keep=True)
+            logits, cache = forward(model, part, cache, keep=True)
         except Exception as failure:  # what goes wrong with a cache alone, whole documents may do without
             reason = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
             raise ValueError(_beyond(model, chunk, f"fails with its cache ({reason})")) from failure
         parts.append(logits)
     carried = torch.cat(parts, dim=1)[:, half:].double()
-    whole = _forward(model, ids, {}, keep=False)[0][:, half:].double()
-    unread = _forward(model, ids[:, half:], {}, keep=False)[0].double() - whole
+    whole = forward(model, ids, {}, keep=False)[0][:, half:].double()
+    unread = forward(model, ids[:, half:], {}, keep=False)[0].double() - whole
     error = carried - whole
     late = error.shape[1] // 2  # before it a short convolution, which is carried on, hides the lost state
     late_error, least = error[:, late:].norm(), 8 * torch.finfo(model.dtype).eps * whole[:, late:].norm()
@@ -246,7 +246,7 @@ def _beyond(model: PreTrainedModel, chunk: int, problem: str) -> str:
     )
 
 
-def _forward(
+def forward(
     model: PreTrainedModel, ids: Tensor, cache: dict[str, Any], keep: bool
 ) -> tuple[Tensor, dict[str, Any]]:
     """Logits [B, T, vocabulary] of `ids` [B, T], and the cache after them by its name, if it is kept."""
@@ -296,7 +296,7 @@ class _Reader:
             stop = min(start + self.chunk, max(sizes))
             ids = stacked(rows, self.prefix, start, stop + 1)  # [B, C + 1]
             moved = ids.to(device)
-            logits, cache = _forward(self.model, moved[:, :-1], cache, keep=max(sizes) > self.chunk)
+            logits, cache = forward(self.model, moved[:, :-1], cache, keep=max(sizes) > self.chunk)
             losses = torch.stack(list(map(_losses, logits, moved[:, 1:])))  # [B, C]
             # NaN marks a bucket without targets, not a lost model.
             losses = losses.nan_to_num(math.inf, math.inf).double().cpu().numpy()

@@ -26,6 +26,7 @@ from fla_train.eval.likelihood import position_limit
 from fla_train.eval.mirror import dataset_note, mirror_folder
 from fla_train.eval.parallel import Ranks
 from fla_train.eval.perplexity import LossTable, bucket_edges, loss_table
+from fla_train.eval.remembrance import effective_remembrance, part_sizes
 from fla_train.eval.result_cache import ResultCache
 from fla_train.eval.sets import PAPER_SETS, hub_documents
 from fla_train.eval.states import positions_up_to, state_statistics
@@ -61,10 +62,11 @@ def run_sweep(
         By set `lengths`, `positions` (over the documents that reach the longest of these), `panels` (by panel
         the same over the documents that reach it), each row as `Estimate.numbers` gives it and those of
         `lengths` with `losses` and `targets` of each document (and `own_sequences` (true) where its
-        sequences are not the beginnings of the others'), `not_reached`, `states` (None unless asked for),
-        `data` (sequences, tokens, fingerprint), `own_file` (true) where it is no set of the papers but
-        a file of the user's, whatever its name, and, where the mirror has one, `note`; or `{"error": line}`
-        for a set that cannot be had or read, or has no document of the lengths asked for; the others go on.
+        sequences are not the beginnings of the others'), `not_reached`, `states` and `remembrance` (None
+        unless asked for), `data` (sequences, tokens, fingerprint), `own_file` (true) where it is no set of
+        the papers but a file of the user's, whatever its name, and, where the mirror has one, `note`; or
+        `{"error": line}` for a set that cannot be had or read, or has no document of the lengths asked
+        for; the others go on.
 
     Raises:
         ValueError: `config.sets` is empty and there is no run whose validation split could be read, or the
@@ -190,6 +192,7 @@ def _sweep(
         "states": ranks.share(
             _states(model, documents, max(reached), prefix, config) if ranks.rank == 0 else None
         ),
+        "remembrance": _remembrance(model, documents, max(reached), prefix, config, ranks),
         "data": {
             "layout": config.layout,
             "sequences": len(documents),
@@ -215,6 +218,33 @@ def _states(
     if not chosen:
         return None
     return _statistics(model, chosen, positions_up_to(reached), prefix, config.chunk)
+
+
+def _remembrance(
+    model: PreTrainedModel,
+    documents: list[np.ndarray],
+    reached: int,
+    prefix: list[int],
+    config: PerplexityConfig,
+    ranks: Ranks,
+) -> dict | None:
+    """Mean effective remembrance over documents by size of the last part; the ranks share the documents."""
+    chosen = [d[:reached] for d in documents if len(d) >= reached][: config.remembrance_documents]
+    sizes = part_sizes(reached)
+    if not chosen or not sizes:
+        return None
+    mine = effective_remembrance(
+        model, chosen[ranks.rank :: ranks.world], sizes, prefix=prefix, chunk=config.chunk
+    )
+    found = np.concatenate(ranks.gather(mine))
+    errors = found.std(0, ddof=1) / len(found) ** 0.5 if len(found) > 1 else None
+    return {
+        "length": reached,
+        "documents": len(found),
+        "sizes": sizes,
+        "distance": found.mean(0).tolist(),
+        "stderr": None if errors is None else errors.tolist(),
+    }
 
 
 def _statistics(

@@ -254,6 +254,19 @@ def _perplexity_table(result: dict, record: dict) -> str:
         packed = result["data"]["layout"] == "packed"
         what = "The documents fill too few sequences of" if packed else "No document is long enough for"
         lines += ["", f"{what} {', '.join(map(str, lacking))}{' tokens' * packed}."]
+    if remembrance := result.get("remembrance"):
+        errors = remembrance["stderr"] or [None] * len(remembrance["sizes"])
+        lines += [
+            "",
+            "Effective remembrance: total variation between the predictions after "
+            f"{remembrance['length']:,} tokens and after the last part of them, mean of "
+            f"{remembrance['documents']} sequences.",
+            "",
+            _line(["last part", "effective remembrance", "standard error"]),
+            "|---:|---:|---:|",
+        ]
+        for size, value, error in zip(remembrance["sizes"], remembrance["distance"], errors, strict=True):
+            lines.append(_line([f"{size:,}", fixed(value, 4), "-" if error is None else fixed(error, 4)]))
     return "\n".join([*lines, ""])
 
 

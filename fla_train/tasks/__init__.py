@@ -1,5 +1,6 @@
 """Synthetic tasks of the papers: state tracking, formal languages, recall. Sequences by seed and index."""
 
+from fla_train.tasks.code_trace import CodeTrace
 from fla_train.tasks.config import (
     TaskConfig,
     curriculum_tasks,
@@ -23,6 +24,7 @@ __all__ = [
     "MQAR",
     "TRAIN_LENGTHS",
     "Batch",
+    "CodeTrace",
     "FormalLanguage",
     "Group",
     "GroupWords",

@@ -12,6 +12,7 @@ from typing import Any, get_args, get_origin
 
 from omegaconf import MISSING
 
+from fla_train.tasks.code_trace import CodeTrace
 from fla_train.tasks.formal import FormalLanguage
 from fla_train.tasks.group_words import GroupWords
 from fla_train.tasks.mad import Compression, InContextRecall, Memorization, SelectiveCopying
@@ -26,6 +27,7 @@ TEST_SEED = -1  # test sets are the same for all runs, and no training seed is n
 KINDS: dict[str, type[Task]] = {
     "group_words": GroupWords,
     "formal_language": FormalLanguage,
+    "code_trace": CodeTrace,
     "mqar": MQAR,
     "in_context_recall": InContextRecall,
     "selective_copying": SelectiveCopying,

@@ -107,7 +107,10 @@ def test_the_suite_reports_a_solved_task(tmp_path: Path) -> None:
     assert layer["share_of_tokens_that_rotate"] == [pytest.approx(2 / 6)]
     assert layer["smallest_real_part"] == [pytest.approx(-1, abs=1e-4)]
     assert "| length_100 | sequence accuracy | 1.0000 |" in (folder / "table.md").read_text()
-    names = {"accuracy", "betas-layer-0", "keys-layer-0", "eigenvalues-layer-0"}
+    assert set(results["spread_ratio"]) == {"length_100"}  # longer than in training
+    assert results["spread_ratio"]["length_100"]["accuracy"][-1] == 1.0
+    assert results["spread_ratio"]["length_100"]["measured_length"] is None
+    names = {"accuracy", "spread_ratio", "betas-layer-0", "keys-layer-0", "eigenvalues-layer-0"}
     assert {path.stem for path in folder.glob("*.png")} == names
 
 

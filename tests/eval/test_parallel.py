@@ -87,6 +87,7 @@ def test_two_ranks_find_what_one_finds(
     request = [
         f"checkpoint={checkpoint}", "device=cpu", "suite=demo", f"suite.perplexity.sets=[{file}]",
         "suite.perplexity.lengths=[8,64]", "suite.perplexity.bucket=8", "suite.perplexity.state_documents=1",
+        "suite.perplexity.remembrance_documents=3",
         "suite.tasks=[quiz,broken,texts,recite]", f"suite.include_path={folder}",
     ]  # fmt: skip
     outputs = [tmp_path / "one", tmp_path / "two"]
@@ -103,6 +104,9 @@ def test_two_ranks_find_what_one_finds(
     assert "error" in one["tasks"]["broken"] and "on rank 1: " in two["tasks"]["broken"]["error"]
     assert two["perplexity"]["texts"]["data"] == one["perplexity"]["texts"]["data"]
     assert two["perplexity"]["texts"]["lengths"][0]["documents"] == 5
+    remembered = [record["perplexity"]["texts"]["remembrance"] for record in records]
+    assert remembered[0]["documents"] == remembered[1]["documents"] > 1
+    assert remembered[1]["distance"] == pytest.approx(remembered[0]["distance"], abs=1e-4)
     scores = [record["tasks"]["quiz"]["scores"]["quiz"] for record in records]
     assert (
         scores[0] == scores[1] and scores[0]["acc"] == pytest.approx(7 / 13) and scores[0]["examples"] == 13
