@@ -76,7 +76,13 @@ def short_convolution(
     backend = resolve_backend(backend, x, limit)
 
     before = None if state is None else state.transpose(1, 2).to(x.dtype)  # [R, W-1, D]
-    if backend == "triton" and before is not None and before.requires_grad and torch.is_grad_enabled():
+    if (
+        backend == "triton"
+        and width > 1
+        and torch.is_grad_enabled()
+        and before is not None
+        and before.requires_grad
+    ):
         return _ShortConvolutionOfParts.apply(x, weight, position_in_document, before)
     apply = _torch_short_convolution if backend == "torch" else _ShortConvolution.apply
     last = _last_inputs(x.view(rows, -1, channels), width - 1, position_in_document, before)
@@ -132,12 +138,16 @@ class _ShortConvolution(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, weight, position_in_document, before = ctx.saved_tensors
-        dx = empty_gradient(x)
-        dweight = torch.empty_like(weight, dtype=torch.float32)
-        dy = dy.contiguous()
-        short_convolution_backward(x, weight, position_in_document, before, dy, dx, dweight)
-        return dx, dweight.to(weight.dtype), None, None
+        return *_gradients(*ctx.saved_tensors, dy.contiguous()), None, None
+
+
+def _gradients(
+    x: Tensor, weight: Tensor, position_in_document: Tensor | None, before: Tensor | None, dy: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of x, side by side with others' where x was made so, and of the weight."""
+    dx, dweight = empty_gradient(x), torch.empty_like(weight, dtype=torch.float32)
+    short_convolution_backward(x, weight, position_in_document, before, dy, dx, dweight)
+    return dx, dweight.to(weight.dtype)
 
 
 class _ShortConvolutionOfParts(torch.autograd.Function):
@@ -158,21 +168,21 @@ class _ShortConvolutionOfParts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dlast):
-        x, weight, position_in_document, before = ctx.saved_tensors
-        dx, dweight, *_ = _ShortConvolution.backward(ctx, dy)
+        x, weight, positions, before = ctx.saved_tensors
+        dy = dy.contiguous()
+        dx, dweight = _gradients(x, weight, positions, before, dy)
         rows, history, channels = before.shape
         x, dy, dx_rows = (tensor.view(rows, -1, channels) for tensor in (x, dy, dx))
-        positions = position_in_document
         head, tail = (None, None) if positions is None else _ends(positions.view(rows, -1), history)
-        first, end = (slice_.float() for slice_ in _ends(x, history))
+        first, end = _ends(x.detach(), history)
+        end, start = (tensor.float().detach().requires_grad_() for tensor in (end, before))
         with torch.enable_grad():
-            end, before = end.requires_grad_(), before.float().requires_grad_()
-            outputs = _torch_short_convolution(first, weight.float(), head, before)
-            last = _last_inputs(end, history, tail, before)
+            outputs = _torch_short_convolution(first.float(), weight.detach().float(), head, start)
+            last = _last_inputs(end, history, tail, start)
             given = dy[:, :history].float(), dlast.float()
-            dend, dbefore = torch.autograd.grad((outputs, last), (end, before), given)
+            dend, dbefore = torch.autograd.grad((outputs, last), (end, start), given)
         dx_rows[:, -history:] += dend
-        return dx, dweight, None, dbefore.to(x.dtype)
+        return dx, dweight, None, dbefore.to(before.dtype)
 
 
 def _ends(x: Tensor, count: int) -> tuple[Tensor, Tensor]:

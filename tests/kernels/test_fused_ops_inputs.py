@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from fla_train.kernels.fused_ops import (
     add_rms_norm,
@@ -112,6 +113,25 @@ def test_a_packed_row_is_convolved_in_two_parts(backend: str, cut: int) -> None:
     parts = torch.cat([first, second], dim=1)
     torch.testing.assert_close(parts, whole)
     torch.testing.assert_close(torch.autograd.grad(parts, x, dy), torch.autograd.grad(whole, x, dy))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_rows_are_convolved_in_parts_that_are_computed_again(backend: str) -> None:
+    """Parts of two, three and five tokens for three inputs before each; columns of one tensor."""
+    wide, weight, dy = random(2, 10, 50).requires_grad_(), random(20, 1, 4), random(2, 10, 20)
+    x = wide[..., 10:30]
+    whole, _ = short_convolution(x, weight, backend=backend)
+
+    def convolve(part: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return short_convolution(part, weight, state=state, backend=backend)
+
+    state, parts = torch.zeros(2, 20, 3, device=DEVICE, requires_grad=True), []
+    for part in x.split([2, 3, 5], dim=1):
+        y, state = checkpoint(convolve, part, state, use_reentrant=False)
+        parts.append(y)
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole)
+    found, expected = (torch.autograd.grad(y, wide, dy) for y in (torch.cat(parts, dim=1), whole))
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
