@@ -164,7 +164,7 @@ def test_the_kernels_give_nearly_the_same(ids: Tensor, monkeypatch: pytest.Monke
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
 def test_gradient_checkpointing_changes_nothing(ids: Tensor) -> None:
-    """But the embedding's gradient by rounding: its parts are added in another order on a GPU, in bf16 too."""
+    """But the embedding's gradient by rounding: on a GPU its parts are added in another order, bf16 too."""
     model = make_model()
     expected = loss_and_gradients(model, ids)
     model.gradient_checkpointing_enable()
