@@ -317,11 +317,15 @@ class Segments:
 
     def select_first(self, states: Tensor, out: Tensor) -> None:
         """Of `states` [segments, ...] those of each sequence's first segment."""
-        torch.index_select(states, 0, self.offsets[: self.call.num_sequences], out=out)
+        self._select(states, self.offsets[: self.call.num_sequences], out)
 
     def select_last(self, states: Tensor, out: Tensor) -> None:
         """Of `states` [segments, ...] those of each sequence's last segment."""
-        torch.index_select(states, 0, self.offsets[1 : self.call.num_sequences + 1] - 1, out=out)
+        self._select(states, self.offsets[1 : self.call.num_sequences + 1] - 1, out)
+
+    def _select(self, states: Tensor, segments: Tensor, out: Tensor) -> None:
+        # A kernel has written the segments. Where it is only compiled (`precompile`) they may be any numbers.
+        torch.index_select(states, 0, segments.clamp(0, self.count - 1), out=out)
 
     def _combine(self, local: Tensor, transitions: Tensor, edge: Tensor | None, reverse: bool) -> Tensor:
         _, heads, value_dim, key_dim = local.shape
