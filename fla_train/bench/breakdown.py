@@ -20,6 +20,7 @@ KINDS = ("operator", "matmuls", "elementwise", "loss", "optimizer", "communicati
 # The first match counts. "operator" is what mixes tokens: the delta product, a peer's, or attention.
 GPU_KERNELS = (
     ("communication", re.compile(r"^nccl")),
+    ("copies", re.compile(r"multi_tensor_apply.*Copy")),  # gradients to one tensor that is reduced
     ("optimizer", re.compile(r"multi_tensor_apply|FusedAdam")),
     (
         "operator",

@@ -31,7 +31,7 @@ LINK = (("H200", 4.5e11), ("H100", 4.5e11), ("A100", 3e11))
 OTHER_MODULES = re.compile(r"PCIe|NVL|GH200", re.IGNORECASE)
 ADAMW_BYTES = 28  # per fp32 parameter: it, its gradient and two moments read, it and the moments written
 CAST_BYTES = 12  # per fp32 weight of a bf16 product: it read, its copy written; the same of its gradient
-SENT_BYTES = 4  # of an element of a gradient or a weight on its way to other ranks
+SENT_BYTES = {"fp32": 4, "bf16": 2}  # of an element on its way to other ranks; weights are fp32
 STREAM_BYTES = 4  # of an element of the residual stream, which is fp32
 
 
@@ -185,10 +185,11 @@ def step_roofline(
     if config.optimizer.name == "adamw":
         seconds_of["optimizer"] = ADAMW_BYTES * parameters / ranks / ceilings.bandwidth
     if ranks > 1 and link is not None:
-        # In a ring: gradients to their owners after each micro-batch (with overlap they go to all, twice the
-        # bytes), weights to all after the step.
-        passes = (micro_batches + 1) * (ranks - 1) / ranks
-        seconds_of["communication"] = passes * SENT_BYTES * parameters / link
+        # In a ring: gradients to their owners once, or with overlap to all (twice the bytes) after each
+        # micro-batch, weights to all after the step.
+        reductions = 2 * micro_batches if config.launch.overlap_communication else 1
+        sent = reductions * SENT_BYTES[config.trainer.gradient_reduction] + SENT_BYTES["fp32"]
+        seconds_of["communication"] = (ranks - 1) / ranks * sent * parameters / link
     return {kind: 1e3 * seconds for kind, seconds in seconds_of.items()}
 
 

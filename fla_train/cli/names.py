@@ -40,6 +40,9 @@ ELSEWHERE = {
     ),
     "trainer.precision=bf16 (or fp32)": "bf16 fp16 mixed_precision mixed_precision_param dtype torch_dtype",
     "trainer.precision=fp8": "fp8 float8 fp8_recipe",
+    "trainer.gradient_reduction=bf16 (or fp32)": (
+        "reduce_dtype mixed_precision_reduce communication_data_type grad_reduce_in_bf16"
+    ),
     "trainer.activation_checkpointing={}": "gradient_checkpointing activation_checkpoint",
     "trainer.checkpoint_every={}": "save_steps save_interval save_every checkpoint.interval",
     "trainer.keep_checkpoints={}": "save_total_limit keep_latest_k",

@@ -148,6 +148,7 @@ class TrainerConfig:
     eval_buckets: int = key(1, at_least=1)
     hang_timeout: float = key(0.0, at_least=0)
     cuda_graph: bool = False
+    gradient_reduction: str = key("fp32", choices=("fp32", "bf16"))
     initial_state: str = key("zero", choices=("zero", "passing", "noise"))
     zero_state_share: float = key(0.1, at_least=0, at_most=1)
     state_noise: float | str = "fitted"

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 
 def skip_cpu_operator() -> None:
@@ -50,19 +51,37 @@ def leave_gradients(engine) -> None:
         hook.remove()
 
 
+def reduce_in_bf16(model: nn.Module) -> None:
+    """Have DeepSpeed's hooks reduce the gradients of all parameters in bf16.
+
+    Under torch's autocast they ignore `communication_data_type` and read an attribute of each parameter,
+    which the config sets for classes of modules only.
+    """
+    for parameter in model.parameters():
+        parameter.comm_dtype = torch.bfloat16
+
+
 def reduce_gradients(zero) -> None:
-    """Add up the ranks' gradients of a step and give each rank its partition, as DeepSpeed's hooks would."""
+    """Add up the ranks' gradients of a step and give each rank its partition, as DeepSpeed's hooks would.
+
+    The sum is taken in `communication_data_type`, to which each rank rounds its accumulated gradients once.
+    Nothing is divided by the number of ranks. The partition is fp32.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     for i, group in enumerate(zero.bit16_groups):
         size = zero.partition_size[i]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
-        flat = zero.flatten_dense_tensors_aligned(gradients, size * world)
+        flat = torch.empty(size * world, dtype=zero.communication_data_type, device=group[0].device)
+        sizes = [p.numel() for p in group]
+        *parts, padding = flat.split([*sizes, flat.numel() - sum(sizes)])
+        padding.zero_()
+        torch._foreach_copy_([part.view_as(p) for part, p in zip(parts, group, strict=True)], gradients)
         del gradients
         zero.free_grad_in_param_list(group)
         partition = flat[rank * size : (rank + 1) * size]
         if world > 1:
             dist.reduce_scatter_tensor(partition, flat)
-        zero.averaged_gradients[i] = [partition]
+        zero.averaged_gradients[i] = [partition.float()]
 
 
 @contextmanager

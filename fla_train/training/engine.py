@@ -1,8 +1,9 @@
 """The DeepSpeed ZeRO-2 engine with its settings, none of them "auto", and `train_step`: one optimizer step.
 
-Parameters, gradients, their accumulation and their reduction are fp32. `bf16` runs the forward pass under
-torch's autocast: matrix products in bf16, while A_log, dt_bias, norms, gates and states, which the model
-keeps out of autocast, stay fp32. `fp8` is `bf16` with linear layers in float8, see `models.float8`.
+Parameters, gradients and their accumulation are fp32, and so is their reduction unless
+`trainer.gradient_reduction` says bf16. The precision `bf16` runs the forward pass under torch's autocast:
+matrix products in bf16, while A_log, dt_bias, norms, gates and states, which the model keeps out of
+autocast, stay fp32. `fp8` is `bf16` with linear layers in float8, see `models.float8`.
 """
 
 import logging
@@ -91,10 +92,10 @@ def deepspeed_config(config: TrainConfig, *, on_gpu: bool) -> dict:
         "torch_autocast": {
             "enabled": trainer.autocasts,
             "dtype": "bfloat16",
-            "lower_precision_safe_modules": [],  # modules listed here get their gradients reduced in bf16
+            "lower_precision_safe_modules": [],  # `reduce_in_bf16` names all parameters
         },
         "data_types": {"grad_accum_dtype": "fp32"},
-        "communication_data_type": "fp32",
+        "communication_data_type": trainer.gradient_reduction if launch.num_processes > 1 else "fp32",
         "steps_per_print": 2**62,  # metrics are ours
         # It would wait for the device before each micro-batch and after each step.
         "timers": {"throughput": {"enabled": False, "synchronized": False}},
@@ -132,6 +133,8 @@ def build_engine(model: nn.Module, config: TrainConfig):
     model.to(device)
     if config.trainer.precision == "fp8":
         model.float8 = Float8Weights(model)
+    if settings["communication_data_type"] == "bf16":
+        deepspeed_patches.reduce_in_bf16(model)
     engine, _ = accelerator.prepare(model, build_optimizer(model, config.optimizer))
     assert dist.get_world_size() == config.launch.num_processes
     assert engine.gradient_accumulation_steps() == settings["gradient_accumulation_steps"]

@@ -112,6 +112,8 @@ def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:
     hours = (
         f"GPU-hours    about {plan.gpu_hours:,.0f}, if {ASSUMED_GPU}s ran at {ASSUMED_MFU:.0%} of their peak"
     )
+    rounds = trainer.gradient_reduction == "bf16" and launch.num_processes > 1
+    reduction = ", gradients added up over processes in bf16" if rounds else ""
     besides = ", besides what activations take" if is_zoo(config.model) else ""
     return [
         f"parameters   {plan.parameters:,} with the embedding counted once, {plan.parameters_held:,} in all",
@@ -124,7 +126,7 @@ def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:
         f"memory       about {plan.memory_bytes / 2**30:.2f} GiB per process{besides}",
         f"schedule     {config.schedule.name}, peak {config.optimizer.lr:g}, "
         f"{config.schedule.warmup(trainer.max_steps)} warm-up steps",
-        f"device       {launch.device}, {trainer.precision}",
+        f"device       {launch.device}, {trainer.precision}{reduction}",
         *_mixer_lines(config),
         *_data_lines(plan.validation_tokens, trainer.seq_len),
         *_curriculum_lines(config),

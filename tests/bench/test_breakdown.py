@@ -53,6 +53,7 @@ def test_every_kernel_of_ours_has_its_kind() -> None:
         ("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90>>", "operator"),
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("void at::native::multi_tensor_apply_kernel<Meta<2>, CopyFunctor<c10::BFloat16, float>>", "copies"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>", "elementwise"),
         ("chunk_gated_delta_rule_fwd_kernel_h_blockdim64", "operator"),
         ("something new", "other"),

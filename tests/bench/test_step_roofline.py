@@ -9,7 +9,7 @@ from fla_train.cli.app import compose
 from fla_train.models import DeltaProductForCausalLM, build_config, layers
 from fla_train.models.layers import RMSNorm, ShortConvolution
 from fla_train.models.mixers import attention
-from fla_train.training.config import register, to_config
+from fla_train.training.config import TrainConfig, register, to_config
 
 SIZES = {"vocab_size": 50, "hidden_size": 32, "num_heads": 2, "head_dim": 8, "expand_v": 1.5}
 SIZES |= {"num_hidden_layers": 3, "intermediate_size": 40}
@@ -93,12 +93,23 @@ def test_roofline_is_bytes_and_flops_over_the_ceilings():
 def test_roofline_of_one_of_several_ranks():
     register()
     sizes = ["trainer.micro_batch_size=2", "trainer.seq_len=32", "trainer.global_batch_tokens=256"]
-    config = to_config(compose("train", ["model=gated_delta_product/tiny", *sizes]))
+
+    def config_with(*more: str) -> TrainConfig:
+        return to_config(compose("train", ["model=gated_delta_product/tiny", *sizes, *more]))
+
+    def communication(*more: str) -> float:
+        return step_roofline(config_with(*more), 256, 1000, slow, ranks=2, link=1e6)["communication"]
+
+    config = config_with()
     slow = Ceilings(1e6, 1e6, "given")
     alone = step_roofline(config, 128, 1000, slow)
     one_of_two = step_roofline(config, 256, 1000, slow, ranks=2, link=1e6)
-    # Two micro-batches of gradients and the weights once: half of 4,000 bytes each goes to the other rank.
-    assert one_of_two.pop("communication") == pytest.approx(3 * 2000 / 1e3)
+    # Gradients and weights once: half of 4,000 bytes each goes to the other rank.
+    assert one_of_two.pop("communication") == pytest.approx(2 * 2000 / 1e3)
     assert one_of_two.pop("optimizer") == pytest.approx(alone.pop("optimizer") / 2)
     assert one_of_two == pytest.approx(alone)
     assert "communication" not in step_roofline(config, 256, 1000, slow, ranks=2)
+    assert communication("trainer.gradient_reduction=bf16") == pytest.approx((1000 + 2000) / 1e3)
+    # Gradients of two micro-batches, both ways
+    overlapped = communication("launch.overlap_communication=true")
+    assert overlapped == pytest.approx((2 * 2 * 2000 + 2000) / 1e3)

@@ -81,6 +81,28 @@ def hooks_and_parameters(config: TrainConfig) -> tuple[int, int]:
     return len(engine.optimizer._grad_acc_hooks), sum(1 for _ in engine.module.parameters())
 
 
+def test_its_hooks_reduce_in_fp32_under_autocast_whatever_the_config_says(
+    make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks
+):
+    settings = ["launch.device=cpu", "launch.num_processes=2", "trainer.precision=bf16"]
+    config = make_config(*settings, "trainer.gradient_reduction=bf16")
+    assert warm_ranks.run(2, dtypes_of_the_hooks, config, False) == [(torch.float32, torch.bfloat16)] * 2
+    assert warm_ranks.run(2, dtypes_of_the_hooks, config, True) == [(torch.bfloat16, torch.bfloat16)] * 2
+
+
+def dtypes_of_the_hooks(config: TrainConfig, patched: bool) -> tuple[torch.dtype, torch.dtype]:
+    """On a rank: the dtype in which hooks reduce the first parameter's gradient, and that of the config."""
+    from fla_train.models import DeltaProductForCausalLM, build_config
+    from fla_train.training.engine import build_engine
+
+    with pytest.MonkeyPatch.context() as patches:
+        if not patched:
+            patches.setattr("fla_train.training.deepspeed_patches.reduce_in_bf16", lambda model: None)
+        engine = build_engine(DeltaProductForCausalLM(build_config(config.model)).float(), config)
+    zero = engine.optimizer
+    return zero.get_param_comm_dtype(next(engine.module.parameters())), zero.communication_data_type
+
+
 def test_its_own_checkpoint_engine_runs_what_a_pickle_asks_for(tmp_path: Path):
     from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 

@@ -1,0 +1,168 @@
+"""Gradients added up over ranks in bf16: the error of each weight's gradient, losses, resume.
+
+U = 2^-8 bounds the relative error of one rounding to bf16 (8 bits of precision, to nearest). Each of two
+ranks rounds its gradient, and the sum is rounded again.
+"""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import engine_steps
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from warm_ranks import WarmRanks
+
+from fla_train.bench.ranks import on_ranks
+from fla_train.data.sampler import BatchSampler
+from fla_train.training import checkpoint
+from fla_train.training.bad_steps import BadStepFilter
+from fla_train.training.config import TrainConfig
+from fla_train.training.engine import build_engine, deepspeed_config, train_step
+from fla_train.utils.records import read_metrics
+
+Make = Callable[..., TrainConfig]
+U = 2.0**-8
+EPS = 1e6  # of AdamW, far above any gradient: the first step subtracts learning rate / EPS x the gradient
+FP32 = 2e-6  # error of the gradients of a pass in fp32 and of the step that shows them, of the largest one
+
+
+@pytest.fixture(scope="module")
+def config(make_config: Make) -> TrainConfig:
+    return make_config(
+        *("launch.device=cpu", "trainer.precision=fp32", "launch.num_processes=2"),
+        *(f"optimizer.eps={EPS}", "optimizer.weight_decay=0", "optimizer.max_grad_norm=0"),
+    )
+
+
+def with_reduction(config: TrainConfig, dtype: str, **trainer: object) -> TrainConfig:
+    return replace(config, trainer=replace(config.trainer, gradient_reduction=dtype, **trainer))
+
+
+def step_of(config: TrainConfig, overlap: bool) -> list[Tensor]:
+    """On each rank: the gradient of every parameter, as AdamW's first step shows it in the weights."""
+
+    def settings(*given: object, **options: object) -> dict:
+        chosen = deepspeed_config(*given, **options)
+        chosen["zero_optimization"]["overlap_comm"] = overlap  # which the engine leaves to GPUs
+        return chosen
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fla_train.training.engine.deepspeed_config", settings)
+        engine = build_engine(engine_steps.make_model(config), config)
+    before = [p.detach().cpu().clone() for p in engine.module.parameters()]
+    plan = BatchSampler(
+        engine_steps.GLOBAL_BATCH, config.trainer.micro_batch_size, dist.get_rank(), dist.get_world_size()
+    )
+    ids, labels = (part.to(engine.device) for part in engine_steps.make_batch(0))
+    pairs = [(ids[rows], labels[rows]) for rows in plan.indices(0)]
+    train_step(engine, pairs, EPS, BadStepFilter(engine.device, max_grad_norm=0.0)).read()
+    return [old - p.detach().cpu() for old, p in zip(before, engine.module.parameters(), strict=True)]
+
+
+def parts_of_the_gradient(config: TrainConfig, ranks: int) -> list[list[list[Tensor]]]:
+    """By plain PyTorch: for each rank and each of its micro-batches, the gradient of every parameter."""
+    ids, labels = engine_steps.make_batch(0)
+    targets = (labels[:, 1:] != -100).sum()
+    model = engine_steps.make_model(config)
+    parts = []
+    for rank in range(ranks):
+        plan = BatchSampler(engine_steps.GLOBAL_BATCH, config.trainer.micro_batch_size, rank, ranks)
+        passes = []
+        for rows in plan.indices(0):
+            logits = model(input_ids=ids[rows]).logits[:, :-1].flatten(0, 1)
+            summed = torch.nn.functional.cross_entropy(logits, labels[rows, 1:].flatten(), reduction="sum")
+            passes.append(list(torch.autograd.grad(summed / targets, list(model.parameters()))))
+        parts.append(passes)
+    return parts
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors]).double()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gradients_are_those_of_plain_pytorch_but_for_their_rounding(
+    config: TrainConfig, warm_ranks: WarmRanks, overlap: bool
+):
+    config = with_reduction(config, "fp32", micro_batch_size=1)
+    parts = [[flat(gradients) for gradients in passes] for passes in parts_of_the_gradient(config, 2)]
+    ranks = [sum(passes) for passes in parts]
+    exact = sum(ranks)
+    # DeepSpeed's hooks reduce after each micro-batch; else a rank's micro-batches are rounded together.
+    rounded = [*ranks, exact]
+    if overlap:
+        rounded = [x for first, second in zip(*parts, strict=True) for x in (first, second, first + second)]
+    in_fp32 = FP32 * exact.abs().max()
+    for dtype, bound in {"fp32": in_fp32, "bf16": in_fp32 + U * sum(x.abs() for x in rounded)}.items():
+        found = [flat(part) for part in warm_ranks.run(2, step_of, with_reduction(config, dtype), overlap)]
+        assert torch.equal(found[0], found[1])
+        error = found[0] - exact
+        assert bool((error.abs() <= bound).all()), dtype
+    expected = sum((x.bfloat16() - x).square().sum() for x in rounded) ** 0.5
+    assert error.norm().item() == pytest.approx(expected.item(), rel=0.1)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_it_holds_under_autocast(config: TrainConfig, warm_ranks: WarmRanks, overlap: bool):
+    full, half = (
+        flat(warm_ranks.run(2, step_of, with_reduction(config, dtype, precision="bf16"), overlap)[0])
+        for dtype in ("fp32", "bf16")
+    )
+    assert 1e-3 < (half - full).norm() / full.norm() < 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap", [False, True])
+def test_it_holds_on_two_gpus(config: TrainConfig, overlap: bool):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    config = replace(config, launch=replace(config.launch, device="cuda"))
+    full, half = (
+        flat(on_ranks(2, step_of, with_reduction(config, dtype, precision="bf16"), overlap))
+        for dtype in ("fp32", "bf16")
+    )
+    assert 1e-3 < (half - full).norm() / full.norm() < 4e-3
+
+
+def test_one_rank_rounds_nothing(config: TrainConfig, warm_ranks: WarmRanks):
+    config = replace(config, launch=replace(config.launch, num_processes=1))
+    full, half = (
+        flat(warm_ranks.run(1, step_of, with_reduction(config, dtype), False)[0])
+        for dtype in ("fp32", "bf16")
+    )
+    assert torch.equal(full, half)
+
+
+@pytest.mark.parametrize(
+    ("steps", "more"),
+    [(30, []), (8, ["launch.context_parallel=2", "trainer.micro_batch_size=4"])],
+    ids=["data parallel", "context parallel"],
+)
+def test_losses_are_close_and_a_run_resumes_exactly(
+    make_config: Make, warm_ranks: WarmRanks, tmp_path: Path, steps: int, more: list[str]
+):
+    settings = [
+        *("launch.device=cpu", "launch.num_processes=2", "trainer.precision=fp32", *more),
+        *(f"trainer.max_steps={steps}", f"trainer.checkpoint_every={steps // 2}", "trainer.eval_every=0"),
+        *("optimizer.eps=1e-3", "optimizer.lr=3e-3"),  # rounding of near-zero gradients makes no whole steps
+    ]
+
+    def losses(name: str, dtype: str) -> list[float]:
+        run = tmp_path / name
+        warm_ranks.launch(make_config(*settings, f"trainer.gradient_reduction={dtype}", f"run.dir={run}"))
+        return [record["loss"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+
+    full, half = losses("fp32", "fp32"), losses("bf16", "bf16")
+    assert half != full
+    assert half == pytest.approx(full, rel=1e-4)
+    newest = checkpoint.folder_name(steps)
+    shutil.copytree(
+        tmp_path / "bf16", tmp_path / "resumed", ignore=shutil.ignore_patterns("hf", "plots", newest)
+    )
+    assert losses("resumed", "bf16") == half
+    weights = [tmp_path / name / "hf" / newest / "model.safetensors" for name in ("bf16", "resumed")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
