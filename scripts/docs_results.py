@@ -86,13 +86,16 @@ def operator(*found: Measurement) -> Iterator[str]:
 
 
 def heads(*found: Measurement) -> Iterator[str]:
-    """Forward + backward of our kernels, a row for each file: heads of its own sizes."""
+    """Forward + backward of our kernels, a row for each file: heads of its own sizes.
+
+    In brackets the time per byte of q, k and v, as a multiple of the first file's.
+    """
     yield from _commands(found)
     counts = sorted({row["num_householder"] for measured in found for row in measured.rows})
     yield from _table("K", "V", "value heads per key head", *(f"n_h = {n}, ms" for n in counts))
     for number, measured in enumerate(found, 1):
         sizes = measured.content["settings"]
-        times = {row["num_householder"]: f"{row['both_ms']:.3f}" for row in measured.rows}
+        times = {row["num_householder"]: _per_byte(row, found[0].rows) for row in measured.rows}
         key = _numbered(str(sizes["head_dim"]), number, found)
         value = str(sizes["value_dim"] or sizes["head_dim"])
         yield _row(key, value, str(sizes["group"]), *(times.get(n, "") for n in counts))
@@ -120,6 +123,7 @@ def train(*found: Measurement) -> Iterator[str]:
         for row in measured.rows:
             name = f"`{measured.model}`" if row["model"] == "ours" else row["model"]
             name += ", FP8" if "trainer.precision=fp8" in measured.command else ""
+            name += ", recomputed" if "trainer.activation_checkpointing=true" in measured.command else ""
             yield _row(_numbered(name, number, found), *_speed(row))
     yield from _sources(found)
 
@@ -178,6 +182,18 @@ def scaling(*found: Measurement) -> Iterator[str]:
             gib = row.get("memory_bytes", 0) / 2**30 if steps else row["memory_gib"]
             memory = f"{gib:.1f}" if gib else ""
             yield _row(_numbered(model, number, found), kind, str(gpus), f"{speed:,.0f}", share, memory)
+    yield from _sources(found)
+
+
+def context_parallel(*found: Measurement) -> Iterator[str]:
+    """Tokens/s by sequence length and number of GPUs that share a sequence."""
+    yield from _table("tokens of a sequence", "GPUs", "tokens/s", "of one GPU", "GiB per GPU")
+    alone = {row["seq_len"]: row["tokens_per_second"] for row in found[0].rows if row["gpus"] == 1}
+    for row in found[0].rows:
+        length, speed = row["seq_len"], row["tokens_per_second"]
+        ratio = f"{speed / alone[length]:.2f}x" if row["gpus"] > 1 and alone[length] else ""
+        figures = (f"{speed:,.0f}", ratio, f"{row['memory_gib']:.1f}") if speed else ("out of memory", "", "")
+        yield _row(f"{length:,}", str(row["gpus"]), *figures)
     yield from _sources(found)
 
 
@@ -241,6 +257,16 @@ def losses(*found: Measurement) -> Iterator[str]:
     yield from _sources(found)
 
 
+def starts(*found: Measurement) -> Iterator[str]:
+    """Loss of held-out documents up to a length, by what training sequences started from."""
+    lengths = list(found[0].rows[0]["loss"])[::2]
+    yield from _table("model", "documents", "start", *(f"{int(length):,}" for length in lengths))
+    for row in found[0].rows:
+        losses = (f"{row['loss'][length]:.3f}" for length in lengths)
+        yield _row(row["model"], row["documents"], row["start"], *losses)
+    yield from _sources(found)
+
+
 def validation_losses(*found: Measurement) -> Iterator[str]:
     """Loss (perplexity) of the validation split and of its domains."""
     domains = list(found[0].rows[0]["validation_loss"])
@@ -284,6 +310,7 @@ def formal_languages(*found: Measurement) -> Iterator[str]:
 FUNCTIONS: dict[str, Callable[..., Iterator[str]]] = {
     function.__name__: function
     for function in (
+        context_parallel,
         decoding,
         equal_size,
         evaluation,
@@ -297,6 +324,7 @@ FUNCTIONS: dict[str, Callable[..., Iterator[str]]] = {
         peers,
         scaling,
         side_by_side,
+        starts,
         train,
         validation_losses,
         word_problems,
@@ -324,6 +352,13 @@ def _kernel(name: str) -> str:
 
 def _kind(row: Row) -> tuple[str, str]:
     return str(row["num_householder"]), "yes" if row["gated"] else "no"
+
+
+def _per_byte(row: Row, first: Sequence[Row]) -> str:
+    """A time, and how often that of the first file's row with as many steps fits, per byte."""
+    (unit,) = (other["ps_per_byte"] for other in first if other["num_householder"] == row["num_householder"])
+    share = "" if row in first else f" ({row['ps_per_byte'] / unit:.2f}x)"
+    return f"{row['both_ms']:.3f}{share}"
 
 
 def _beside(time: float | None, ours: float) -> str:
