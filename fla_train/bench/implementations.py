@@ -112,7 +112,12 @@ def peers(device: torch.device) -> tuple[list[Implementation], list[str]]:
             Implementation("transformers torch_chunk_gated_delta_rule", _transformers, _one_householder_step)
         ], []
     found, missing = [], []
-    for package, implementations in (("fla", _fla_implementations), ("flash_qla", _qla_implementations)):
+    packages = {
+        "fla": _fla_implementations,
+        "flash_qla": _qla_implementations,
+        "attn_gym": _attn_gym_implementations,
+    }
+    for package, implementations in packages.items():
         if find_spec(package) is None:
             missing.append(f"{package} is not installed")
         else:
@@ -182,17 +187,38 @@ def _fla_implementations() -> list[Implementation]:
 
 
 def _qla_implementations() -> list[Implementation]:
-    """FlashQLA has a gate always, one Householder step, and no norm; more steps are a longer sequence whose
-    queries are zero but for the last of each token."""
+    def kernel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        rule = import_module("flash_qla").chunk_gated_delta_rule
+        return rule(q=q, k=k, v=v, g=g, beta=beta.to(q.dtype))[0]
+
+    return [_gated_rule_without_norm("FlashQLA chunk_gated_delta_rule", kernel)]
+
+
+def _attn_gym_implementations() -> list[Implementation]:
+    """attn-gym, whose kernels take g and beta in fp32: Triton on an H100, CuTe on Blackwell."""
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        return import_module("attn_gym.linear").chunk_gdn(q, k, v, g, beta)[0]
+
+    return [_gated_rule_without_norm("attn-gym chunk_gdn", kernel)]
+
+
+def _gated_rule_without_norm(name: str, kernel: Callable[..., Tensor]) -> Implementation:
+    """A peer that has a gate always, one Householder step, and no norm.
+
+    More steps are a longer sequence whose queries are zero but for the last of each token.
+
+    Args:
+        kernel: of q, k [B, T, H, K], v [B, T, H, V], g and beta [B, T, H]; returns o [B, T, H, V].
+    """
 
     def run(p: Problem) -> Tensor:
-        kernel = import_module("flash_qla").chunk_gated_delta_rule
-        k, v, beta = _flat(p)
+        k, v, beta = p.k.flatten(1, 2), p.v.flatten(1, 2), p.beta.flatten(1, 2)
         if p.shape.num_householder == 1:
-            return kernel(q=p.q, k=k, v=v, g=p.g, beta=beta)[0]
+            return kernel(p.q, k, v, p.g, beta)
         q, g = torch.zeros_like(p.k), p.g.new_zeros(p.beta.shape)
         q[:, :, -1], g[:, :, 0] = p.q, p.g
-        o = kernel(q=q.flatten(1, 2), k=k, v=v, g=g.flatten(1, 2), beta=beta)[0]
+        o = kernel(q.flatten(1, 2), k, v, g.flatten(1, 2), beta)
         return o.unflatten(1, p.k.shape[1:3])[:, :, -1].contiguous()
 
     def limit(p: Problem) -> str | None:
@@ -200,4 +226,4 @@ def _qla_implementations() -> list[Implementation]:
             return "has no norm inside: compare with --no-norm"
         return None if p.shape.gated else "needs a gate"
 
-    return [Implementation("FlashQLA chunk_gated_delta_rule", run, limit)]
+    return Implementation(name, run, limit)
