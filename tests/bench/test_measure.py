@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fla_train.bench.compare import validation_error
@@ -25,7 +26,8 @@ from fla_train.kernels.delta_product import delta_product
 CPU = torch.device("cpu")
 SHAPE = Shape(2, 20, 3, 8, 4, 2, gated=True, element_size=4)
 CEILINGS = Ceilings(1e12, 1e11, "given")
-WITHOUT_NORM = ["FlashQLA chunk_gated_delta_rule", "attn-gym chunk_gdn"]  # inside the kernel
+FLA_RULE, FLA_PRODUCT = "fla chunk_gated_delta_rule", "fla chunk_gated_delta_product"
+QLA, ATTN_GYM = "FlashQLA chunk_gated_delta_rule", "attn-gym chunk_gdn"
 
 
 def bench(*implementations: Implementation, shape: Shape = SHAPE):
@@ -132,18 +134,18 @@ def stand_ins(monkeypatch) -> None:
     install("fla.ops.gated_delta_product", chunk_gated_delta_product=rule)
     install("flash_qla", chunk_gated_delta_rule=lambda **tensors: rule(**tensors))
     install("attn_gym")
-    install("attn_gym.linear", chunk_gdn=rule)
+    install("attn_gym.linear", chunk_gdn=rule, l2norm=lambda x: F.normalize(x.float(), dim=-1).to(x.dtype))
 
 
 @pytest.mark.parametrize(
     ("num_householder", "gated", "norm", "measured"),
     [
-        (1, True, True, ["fla chunk_gated_delta_rule"]),
+        (1, True, True, [FLA_RULE, ATTN_GYM]),
         (1, False, True, ["fla chunk_delta_rule"]),
-        (2, True, True, ["fla chunk_gated_delta_product"]),
-        (2, False, False, ["fla chunk_gated_delta_product"]),
-        (1, True, False, ["fla chunk_gated_delta_rule", *WITHOUT_NORM]),
-        (3, True, False, ["fla chunk_gated_delta_product", *WITHOUT_NORM]),
+        (2, True, True, [FLA_PRODUCT, ATTN_GYM]),
+        (2, False, False, [FLA_PRODUCT]),
+        (1, True, False, [FLA_RULE, QLA, ATTN_GYM]),
+        (3, True, False, [FLA_PRODUCT, QLA, ATTN_GYM]),
     ],
 )
 def test_peers_get_their_own_layout(stand_ins, num_householder, gated, norm, measured) -> None:
