@@ -187,6 +187,8 @@ def _fla_implementations() -> list[Implementation]:
 
 
 def _qla_implementations() -> list[Implementation]:
+    """FlashQLA, with beta in the dtype of q."""
+
     def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         kernel = import_module("flash_qla").chunk_gated_delta_rule
         return kernel(q=q, k=k, v=v, g=g, beta=beta.to(q.dtype))[0]
