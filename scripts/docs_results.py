@@ -22,7 +22,10 @@ from typing import Any
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TABLE = re.compile(r"(?<=<!-- table: )(\w+)(\s[^>]+?)( -->\n).*?(?=<!-- end of table -->)", re.S)
 WIDTH = 120  # of lines, but for tables
-SHOWN = ("torch", "triton", "transformers", "deepspeed", "lm-eval", "flash-linear-attention", "flash-qla")
+SHOWN = (
+    *("torch", "triton", "transformers", "deepspeed", "lm-eval"),
+    *("flash-linear-attention", "flash-qla", "attn-gym"),
+)
 PEERS = {
     "transformer": "Transformer++ (ours)",
     "fla": "fla",
@@ -103,11 +106,14 @@ def heads(*found: Measurement) -> Iterator[str]:
 
 
 def operator_peers(*found: Measurement) -> Iterator[str]:
-    """Forward + backward of our kernels and others', a row for each n_h and gate."""
+    """Forward + backward of our kernels and others', a row for each file, n_h and gate."""
     yield from _commands(found)
-    kinds: dict[tuple[str, ...], dict[str, float]] = {}
-    for row in (row for row in found[0].rows if row["both_ms"] is not None):
-        kinds.setdefault(_kind(row), {})[_kernel(row["kernel"])] = row["both_ms"]
+    kinds: dict[tuple[str, str], dict[str, float]] = {}
+    for number, measured in enumerate(found, 1):
+        for row in (row for row in measured.rows if row["both_ms"] is not None):
+            num_householder, gate = _kind(row)
+            kind = _numbered(num_householder, number, found), gate
+            kinds.setdefault(kind, {})[_kernel(row["kernel"])] = row["both_ms"]
     names = list(dict.fromkeys(name for times in kinds.values() for name in times))
     yield from _table("n_h", "gate", *(f"{name}, ms" for name in names))
     for kind, times in kinds.items():

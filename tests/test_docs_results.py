@@ -48,3 +48,26 @@ def test_a_page_that_differs_is_found_and_rewritten(tmp_path, monkeypatch, capsy
         "<!-- end of table -->\nafter\n"
     )
     assert "docs/page.md: differs" in capsys.readouterr().out
+
+
+def test_peers_of_several_files_are_compared_with_ours_of_the_same_file(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(script, "DOCS", tmp_path)
+    (tmp_path / "reports").mkdir()
+    environment = {"command": ["fla-bench", "kernels"], "hardware": "a card", "packages": {"attn-gym": "7.8"}}
+
+    def measured(name: str, ours: float, **others: float | None) -> script.Measurement:
+        rows = [
+            {"kernel": f"{kernel} rule", "num_householder": 1, "gated": True, "both_ms": time}
+            for kernel, time in {"fla_train": ours, **others}.items()
+        ]
+        (tmp_path / "reports" / f"{name}.json").write_text(
+            json.dumps({"environment": environment, "rows": rows})
+        )
+        return script.Measurement(name)
+
+    found = measured("a", 2.0, **{"attn-gym": 3.0}, fla=None), measured("b", 4.0, FlashQLA=5.0)
+    text = "\n".join(script.operator_peers(*found))
+    assert "| n_h | gate | ours, ms | attn-gym, ms | FlashQLA, ms |" in text
+    assert "| 1 (1) | yes | 2.000 | 3.000 (1.50x) | |" in text
+    assert "| 1 (2) | yes | 4.000 | | 5.000 (1.25x) |" in text
+    assert "(1), (2): a card, attn-gym 7.8" in text

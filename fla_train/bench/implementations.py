@@ -112,7 +112,12 @@ def peers(device: torch.device) -> tuple[list[Implementation], list[str]]:
             Implementation("transformers torch_chunk_gated_delta_rule", _transformers, _one_householder_step)
         ], []
     found, missing = [], []
-    for package, implementations in (("fla", _fla_implementations), ("flash_qla", _qla_implementations)):
+    packages = {
+        "fla": _fla_implementations,
+        "flash_qla": _qla_implementations,
+        "attn_gym": _attn_gym_implementations,
+    }
+    for package, implementations in packages.items():
         if find_spec(package) is None:
             missing.append(f"{package} is not installed")
         else:
@@ -182,22 +187,53 @@ def _fla_implementations() -> list[Implementation]:
 
 
 def _qla_implementations() -> list[Implementation]:
-    """FlashQLA has a gate always, one Householder step, and no norm; more steps are a longer sequence whose
-    queries are zero but for the last of each token."""
+    """FlashQLA, with beta in the dtype of q."""
+
+    def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        kernel = import_module("flash_qla").chunk_gated_delta_rule
+        return kernel(q=q, k=k, v=v, g=g, beta=beta.to(q.dtype))[0]
+
+    return [_gated_delta_rule("FlashQLA chunk_gated_delta_rule", rule)]
+
+
+def _attn_gym_implementations() -> list[Implementation]:
+    """attn-gym, with its kernel for the norm. Its gated delta rule takes g and beta in fp32."""
+
+    def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        return import_module("attn_gym.linear").chunk_gdn(q, k, v, g, beta)[0]
+
+    def norm(x: Tensor) -> Tensor:
+        return import_module("attn_gym.linear").l2norm(x)
+
+    return [_gated_delta_rule("attn-gym chunk_gdn", rule, norm)]
+
+
+def _gated_delta_rule(
+    name: str, rule: Callable[..., Tensor], norm: Callable[[Tensor], Tensor] | None = None
+) -> Implementation:
+    """A peer that has a gate always, one Householder step, and no norm inside.
+
+    More steps are a longer sequence whose queries are zero but for the last of each token.
+
+    Args:
+        rule: of q, k [B, T, H, K], v [B, T, H, V], g and beta [B, T, H] in fp32; returns o [B, T, H, V].
+        norm: the package's L2 norm, of q and of k; None: it has none.
+    """
 
     def run(p: Problem) -> Tensor:
-        kernel = import_module("flash_qla").chunk_gated_delta_rule
-        k, v, beta = _flat(p)
+        q, k, v, beta = p.q, p.k.flatten(1, 2), p.v.flatten(1, 2), p.beta.flatten(1, 2)
+        if p.norm:
+            q, k = norm(q), norm(k)
         if p.shape.num_householder == 1:
-            return kernel(q=p.q, k=k, v=v, g=p.g, beta=beta)[0]
-        q, g = torch.zeros_like(p.k), p.g.new_zeros(p.beta.shape)
-        q[:, :, -1], g[:, :, 0] = p.q, p.g
-        o = kernel(q=q.flatten(1, 2), k=k, v=v, g=g.flatten(1, 2), beta=beta)[0]
+            return rule(q, k, v, p.g, beta)
+        queries, g = torch.zeros_like(p.k), p.g.new_zeros(p.beta.shape)
+        queries[:, :, -1], g[:, :, 0] = q, p.g
+        o = rule(queries.flatten(1, 2), k, v, g.flatten(1, 2), beta)
         return o.unflatten(1, p.k.shape[1:3])[:, :, -1].contiguous()
 
     def limit(p: Problem) -> str | None:
-        if p.norm:
+        if p.norm and norm is None:
             return "has no norm inside: compare with --no-norm"
         return None if p.shape.gated else "needs a gate"
 
-    return [Implementation("FlashQLA chunk_gated_delta_rule", run, limit)]
+    return Implementation(name, run, limit)

@@ -12,6 +12,7 @@ from pathlib import Path
 import fla_train
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "deepspeed", "datasets", "lm-eval", "numpy")
+PEERS = ("flash-linear-attention", "flash-qla", "tilelang", "attn-gym", "liger-kernel")  # where installed
 
 
 def describe_environment(device: str) -> dict:
@@ -23,7 +24,7 @@ def describe_environment(device: str) -> dict:
         "fla_train": fla_train.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: package_version(name) for name in PACKAGES},
+        "packages": {name: package_version(name) for name in PACKAGES} | _peers(),
         "device": device,
         "hardware": _hardware(device),
         "devices": _gpus(),
@@ -50,6 +51,10 @@ def package_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _peers() -> dict[str, str]:
+    return {name: found for name in PEERS if (found := package_version(name)) is not None}
 
 
 def _hardware(device: str) -> str:

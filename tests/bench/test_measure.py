@@ -8,13 +8,12 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fla_train.bench.compare import validation_error
 from fla_train.bench.implementations import (
     Implementation,
-    _fla_implementations,
-    _qla_implementations,
     make_problem,
     ours,
     peers,
@@ -27,6 +26,8 @@ from fla_train.kernels.delta_product import delta_product
 CPU = torch.device("cpu")
 SHAPE = Shape(2, 20, 3, 8, 4, 2, gated=True, element_size=4)
 CEILINGS = Ceilings(1e12, 1e11, "given")
+FLA_RULE, FLA_PRODUCT = "fla chunk_gated_delta_rule", "fla chunk_gated_delta_product"
+QLA, ATTN_GYM = "FlashQLA chunk_gated_delta_rule", "attn-gym chunk_gdn"
 
 
 def bench(*implementations: Implementation, shape: Shape = SHAPE):
@@ -132,26 +133,35 @@ def stand_ins(monkeypatch) -> None:
     install("fla.ops.gated_delta_rule", chunk_gated_delta_rule=rule)
     install("fla.ops.gated_delta_product", chunk_gated_delta_product=rule)
     install("flash_qla", chunk_gated_delta_rule=lambda **tensors: rule(**tensors))
+    install("attn_gym")
+    install("attn_gym.linear", chunk_gdn=rule, l2norm=lambda x: F.normalize(x.float(), dim=-1).to(x.dtype))
 
 
 @pytest.mark.parametrize(
     ("num_householder", "gated", "norm", "measured"),
     [
-        (1, True, True, ["fla chunk_gated_delta_rule"]),
+        (1, True, True, [FLA_RULE, ATTN_GYM]),
         (1, False, True, ["fla chunk_delta_rule"]),
-        (2, True, True, ["fla chunk_gated_delta_product"]),
-        (2, False, False, ["fla chunk_gated_delta_product"]),
-        (1, True, False, ["fla chunk_gated_delta_rule", "FlashQLA chunk_gated_delta_rule"]),
-        (3, True, False, ["fla chunk_gated_delta_product", "FlashQLA chunk_gated_delta_rule"]),
+        (2, True, True, [FLA_PRODUCT, ATTN_GYM]),
+        (2, False, False, [FLA_PRODUCT]),
+        (1, True, False, [FLA_RULE, QLA, ATTN_GYM]),
+        (3, True, False, [FLA_PRODUCT, QLA, ATTN_GYM]),
     ],
 )
 def test_peers_get_their_own_layout(stand_ins, num_householder, gated, norm, measured) -> None:
     """A wrong view of a tensor would show as an error."""
     shape = Shape(2, 20, 3, 8, 4, num_householder, gated, 2)
-    implementations = [*_fla_implementations(), *_qla_implementations()]
+    implementations, missing = peers(torch.device("cuda"))
+    assert not missing
     rows = list(bench_shape(shape, implementations, torch.bfloat16, CPU, CEILINGS, norm=norm, rounds=1))
     assert [row.kernel.removesuffix(" (may run FlashQLA)") for row in rows if row.errors] == measured
     assert [row for row in rows if row.errors and row.refused] == []
+
+
+def test_a_missing_peer_is_named(monkeypatch) -> None:
+    monkeypatch.setattr("fla_train.bench.implementations.find_spec", lambda name: None)
+    found, missing = peers(torch.device("cuda"))
+    assert not found and len(missing) == 3
 
 
 def test_times_take_turns_and_are_medians() -> None:

@@ -19,6 +19,13 @@ def test_description_is_plain_json_with_real_versions() -> None:
     assert found["fla_train"] == fla_train.__version__
 
 
+def test_a_peer_is_named_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "attn_gym-7.8.dist-info").mkdir()
+    (tmp_path / "attn_gym-7.8.dist-info" / "METADATA").write_text("Name: attn-gym\nVersion: 7.8\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert describe_environment("cpu")["packages"]["attn-gym"] == "7.8"
+
+
 def test_commit_of_the_checkout_marks_changed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*arguments: str) -> str:
         identity = ["-c", "user.name=tester", "-c", "user.email=tester@example.org"]
