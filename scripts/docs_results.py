@@ -129,6 +129,7 @@ def train(*found: Measurement) -> Iterator[str]:
         for row in measured.rows:
             name = f"`{measured.model}`" if row["model"] == "ours" else row["model"]
             name += ", FP8" if "trainer.precision=fp8" in measured.command else ""
+            name += ", CUDA graph" if "trainer.cuda_graph=true" in measured.command else ""
             name += ", recomputed" if "trainer.activation_checkpointing=true" in measured.command else ""
             yield _row(_numbered(name, number, found), *_speed(row))
     yield from _sources(found)
@@ -292,13 +293,13 @@ def equal_size(found: Measurement) -> Iterator[str]:
 
 def word_problems(*found: Measurement) -> Iterator[str]:
     """Share of words with every product right, by length; each number is a seed."""
-    yield from _table("group", "n_h", "eigenvalues", "paper", "at 128", "at 256", "at 512")
+    yield from _commands(found)
+    lengths = found[0].content["settings"]["lengths"]
+    yield from _table("group", "n_h", "eigenvalues", "paper", *(f"at {length:,}" for length in lengths))
     for row in found[0].rows:
         if "group" in row:
-            cells = []
-            for length in (128, 256, 512):
-                at = row["accuracy"].get(str(length), row["accuracy"].get("500") if length == 512 else None)
-                cells.append("" if at is None else _seeds(at))
+            accuracy = row["accuracy"]
+            cells = (_seeds(accuracy[str(n)]) if str(n) in accuracy else "" for n in lengths)
             bounds = row.get("eigenvalues", "[-1, 1]")
             yield _row(row["group"], str(row["num_householder"]), bounds, row["paper"], *cells)
     yield from _sources(found)
