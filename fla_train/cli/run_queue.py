@@ -112,7 +112,8 @@ class Job:
     """A run in the queue.
 
     Attributes:
-        state: `complete`, `failed`, `begun` or `new`, as its folder says; `running` or `elsewhere`.
+        state: `complete`, `failed`, `begun` or `new`, as its folder says; `running` or `elsewhere`;
+            `crowded`: it waits until fewer others run on its GPU.
         attempts: in this call.
         asked: it has been asked to stop.
     """
@@ -242,7 +243,9 @@ class Queue:
         job.folder.mkdir(parents=True, exist_ok=True)
         (job.folder / FAILED).unlink(missing_ok=True)
         (job.folder / RECIPE).write_text(" ".join(job.overrides) + "\n")
-        job.slot, job.started, job.state = self._slots.pop(0), time.monotonic(), "running"
+        job.slot = min(self._slots, key=lambda slot: sum(other.slot == slot for other in self._running))
+        self._slots.remove(job.slot)
+        job.started, job.state = time.monotonic(), "running"
         job.attempts, job.asked = job.attempts + 1, False
         # One thread each, so that results do not depend on how many run at once.
         variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": job.slot or ""}
@@ -261,8 +264,10 @@ class Queue:
     def _collect(self) -> None:
         for job in [job for job in self._running if job.process.poll() is not None]:
             self._running.remove(job)
-            self._slots.append(job.slot)
             self._finish(job, job.process.returncode)
+            # Where memory ran out beside other runs, fewer run at once from now on.
+            if job.state != "crowded":
+                self._slots.append(job.slot)
 
     def _finish(self, job: Job, code: int) -> None:
         from fla_train.eval.expressivity_table import COMPLETE, FAILED, WALL
@@ -277,16 +282,23 @@ class Queue:
             say("complete", job, f"after {seconds:.0f} s")
         elif code == EXIT_CODE or (job.asked and code in (INTERRUPTED, -signal.SIGTERM, -signal.SIGKILL)):
             job.state = "begun"
-            killed = (
-                code == -signal.SIGKILL
-            )  # in a long test, say: what came after its last checkpoint is lost
-            say("killed" if killed else "stopped", job, f"after {seconds:.0f} s")
+            # Killed in a long test, say: what came after its last checkpoint is lost.
+            say("killed" if code == -signal.SIGKILL else "stopped", job, f"after {seconds:.0f} s")
+        elif self._is_crowded(job, reason := _reason(job.folder / OUTPUT, code)):
+            job.state, job.attempts = "crowded", job.attempts - 1
+            say("crowded", job, f"GPU {job.slot} has no memory for it beside the others: it waits")
+            self._waiting.insert(0, job)
         else:
-            job.state, reason = "failed", _reason(job.folder / OUTPUT, code)
+            job.state = "failed"
             (job.folder / FAILED).write_text(reason + "\n")
             say("failed", job, reason)
             if code != USER_ERROR and job.attempts == 1:
                 self._waiting.append(job)
+
+    def _is_crowded(self, job: Job, reason: str) -> bool:
+        from fla_train.training.failures import OUT_OF_GPU_MEMORY
+
+        return OUT_OF_GPU_MEMORY in reason and any(other.slot == job.slot for other in self._running)
 
 
 def _reason(output: Path, code: int) -> str:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fla_train.training.config import TrainConfig
 
 # What torch, cuBLAS, NCCL and the system call it; the classes that they raise it with vary.
+OUT_OF_GPU_MEMORY = "out of GPU memory"  # begins what is said of it, by which `fla-runs queue` knows it
 OUT_OF_MEMORY = re.compile(
     r"out ?of ?memory|not enough memory|can(?:no|')t allocate memory|ALLOC_FAILED|MemoryAllocation", re.I
 )
@@ -68,7 +69,7 @@ def _out_of_memory(failure: BaseException) -> str | None:
 def _of_memory(text: str, config: "TrainConfig | None") -> str:
     on_gpu = OF_A_GPU.search(text) is not None
     wanted = ALLOCATION.search(text)
-    line = f"out of {'GPU' if on_gpu else 'host'} memory"
+    line = OUT_OF_GPU_MEMORY if on_gpu else "out of host memory"
     if wanted is not None:
         number, unit = wanted.groups()
         size = f"{float(number) / 2**30:,.1f} GiB" if unit == "bytes" else f"{number} {unit}"
