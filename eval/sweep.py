@@ -248,11 +248,7 @@ def _remembrance(
 
 
 def _statistics(
-    model: PreTrainedModel,
-    documents: list[np.ndarray],
-    positions: list[int],
-    prefix: list[int],
-    chunk: int,
+    model: PreTrainedModel, documents: list[np.ndarray], positions: list[int], prefix: list[int], chunk: int
 ) -> dict | None:
     """`state_statistics`, in halves where the GPU's memory is too small for the whole."""
     try:

@@ -205,12 +205,7 @@ class PrefetchLoader:
 
 
 def sequential_batches(
-    dataset: Dataset | PackedDataset,
-    batch: int,
-    *,
-    limit: int | None = None,
-    rank: int = 0,
-    world: int = 1,
+    dataset: Dataset | PackedDataset, batch: int, *, limit: int | None = None, rank: int = 0, world: int = 1
 ) -> Iterator[torch.Tensor | Batch]:
     """This rank's share of the first `limit` sequences (None = one epoch), in order.
 

@@ -171,10 +171,7 @@ class Compression(_MAD):
         if vocab_size < 2 or length < 1:
             raise ValueError("compression needs 2 ids or more and a length of 1 or more")
         super().__init__(
-            vocab_size=vocab_size + 1 + length,
-            seq_len=2 * length + 1,
-            seed=seed,
-            num_sequences=num_sequences,
+            vocab_size=vocab_size + 1 + length, seq_len=2 * length + 1, seed=seed, num_sequences=num_sequences
         )
         self.letters, self.length = vocab_size, length
 

@@ -65,10 +65,7 @@ def operator_inputs(
 
 @pytest.mark.parametrize(
     "case",
-    [
-        {"alpha": (0.5, 1.0), "initial_state": True},
-        {"documents": (0, 0, 3, 9)},
-    ],
+    [{"alpha": (0.5, 1.0), "initial_state": True}, {"documents": (0, 0, 3, 9)}],
     ids=["gated", "packed"],
 )
 def test_the_operator(backend, case):
