@@ -10,7 +10,7 @@ R = TypeVar("R")
 
 
 def in_halves(work: Callable[[Sequence[T]], list[R]], batch: Sequence[T], remedy: str) -> list[R]:
-    """`work(batch)`, a result for each; in halves where the GPU's memory is too small for all at once.
+    """`work(batch)`; where the GPU's memory is too small for all at once, the results of its parts, joined.
 
     Raises:
         ValueError: it is too small for a single one; says `remedy`.
