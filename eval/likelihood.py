@@ -20,6 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from fla_train.eval.halves import in_halves
 from fla_train.kernels.fused_ops import consume_logits
 from fla_train.models import DeltaProductForCausalLM
 
@@ -149,20 +150,8 @@ def _batched(
     """Run `work` on batches of items of like length; on a GPU that runs out of memory, on halves of one."""
     ordered = sorted(items, key=lambda item: len(tokens(item)), reverse=True)
     ends = _ends([len(tokens(item)) for item in ordered], batch_tokens)
-    waiting = [ordered[start:end] for start, end in zip([0, *ends], ends, strict=False)][::-1]
-    while waiting:
-        batch = waiting.pop()
-        try:
-            found = work(batch)
-        except torch.OutOfMemoryError:
-            if len(batch) == 1:
-                raise
-            found = None
-        if found is None:  # only here, since what `work` held is free once the exception is gone
-            torch.cuda.empty_cache()
-            waiting += [batch[len(batch) // 2 :], batch[: len(batch) // 2]]
-        else:
-            yield from zip(batch, found, strict=True)
+    for start, end in zip([0, *ends], ends, strict=False):
+        yield from zip(ordered[start:end], in_halves(work, ordered[start:end]), strict=True)
 
 
 def _ends(lengths: Sequence[int], batch_tokens: int) -> list[int]:

@@ -1,12 +1,11 @@
 """Perplexity of each data set at each context length and position, as plain numbers for results.json."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fla_train.data.files import describe_files, find_files
@@ -22,6 +21,7 @@ from fla_train.eval.documents import (
     run_data,
     validation_documents,
 )
+from fla_train.eval.halves import in_halves
 from fla_train.eval.likelihood import position_limit
 from fla_train.eval.mirror import dataset_note, mirror_folder
 from fla_train.eval.parallel import Ranks
@@ -217,7 +217,24 @@ def _states(
     chosen = [document for document in documents if len(document) >= reached][: config.state_documents]
     if not chosen:
         return None
-    return _statistics(model, chosen, positions_up_to(reached), prefix, config.chunk)
+
+    def statistics(part: Sequence[np.ndarray]) -> list[dict | None]:
+        return [state_statistics(model, part, positions_up_to(reached), prefix=prefix, chunk=config.chunk)]
+
+    remedy = (
+        f"the GPU's memory is too small for the states of {config.chunk} tokens at once: lower "
+        "suite.perplexity.chunk, or set suite.perplexity.state_documents=0"
+    )
+    first, *others = parts = in_halves(statistics, chosen, remedy)
+    if not others:
+        return first
+    weights = [part["documents"] for part in parts]
+    means = {
+        name: np.average([part[name] for part in parts], axis=0, weights=weights).tolist()
+        for name in ("norm", "effective_rank", "beta", "decay")
+        if first[name] is not None
+    }
+    return first | means | {"documents": len(chosen)}
 
 
 def _remembrance(
@@ -245,33 +262,3 @@ def _remembrance(
         "distance": found.mean(0).tolist(),
         "stderr": None if errors is None else errors.tolist(),
     }
-
-
-def _statistics(
-    model: PreTrainedModel,
-    documents: list[np.ndarray],
-    positions: list[int],
-    prefix: list[int],
-    chunk: int,
-) -> dict | None:
-    """`state_statistics`, in halves where the GPU's memory is too small for the whole."""
-    try:
-        return state_statistics(model, documents, positions, prefix=prefix, chunk=chunk)
-    except torch.OutOfMemoryError:
-        if len(documents) == 1:
-            raise ValueError(
-                f"the GPU's memory is too small for the states of {chunk} tokens at once: lower "
-                "suite.perplexity.chunk, or set suite.perplexity.state_documents=0"
-            ) from None
-    torch.cuda.empty_cache()
-    half = len(documents) // 2
-    halves = [
-        _statistics(model, part, positions, prefix, chunk) for part in (documents[:half], documents[half:])
-    ]
-    weights = [part["documents"] for part in halves]
-    means = {
-        name: np.average([part[name] for part in halves], axis=0, weights=weights).tolist()
-        for name in ("norm", "effective_rank", "beta", "decay")
-        if halves[0][name] is not None
-    }
-    return halves[0] | means | {"documents": sum(weights)}

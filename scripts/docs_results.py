@@ -15,7 +15,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any
 
@@ -78,22 +78,43 @@ class Measurement:
         return ", ".join(filter(None, parts))
 
 
+Table = Callable[..., Iterator[str]]  # the lines of a table from one or several files
+FUNCTIONS: dict[str, Table] = {}  # by the name that pages give
+
+
+def of_pages(*, commands: bool = False, sources: bool = True) -> Callable[[Table], Table]:
+    """A function for pages: the commands that measured come before its lines, and where it was after them."""
+
+    def register(table: Table) -> Table:
+        @wraps(table)
+        def lines(*found: Measurement) -> Iterator[str]:
+            if commands:
+                yield from _commands(found)
+            yield from table(*found)
+            if sources:
+                yield from _sources(found)
+
+        FUNCTIONS[table.__name__] = lines
+        return lines
+
+    return register
+
+
+@of_pages(commands=True)
 def operator(*found: Measurement) -> Iterator[str]:
     """Our kernels alone, by n_h and gate."""
-    yield from _commands(found)
     yield from _table("n_h", "gate", "forward ms", "forward + backward ms", "memory MiB")
     for row in (row for row in found[0].rows if _kernel(row["kernel"]) == "ours"):
         memory = f"{row['memory_bytes'] / 2**20:,.0f}"
         yield _row(*_kind(row), f"{row['forward_ms']:.3f}", f"{row['both_ms']:.3f}", memory)
-    yield from _sources(found)
 
 
+@of_pages(commands=True)
 def heads(*found: Measurement) -> Iterator[str]:
     """Forward + backward of our kernels, a row for each file: heads of its own sizes.
 
     In brackets the time per byte of q, k and v, as a multiple of the first file's.
     """
-    yield from _commands(found)
     counts = sorted({row["num_householder"] for measured in found for row in measured.rows})
     yield from _table("K", "V", "value heads per key head", *(f"n_h = {n}, ms" for n in counts))
     for number, measured in enumerate(found, 1):
@@ -102,12 +123,11 @@ def heads(*found: Measurement) -> Iterator[str]:
         key = _numbered(str(sizes["head_dim"]), number, found)
         value = str(sizes["value_dim"] or sizes["head_dim"])
         yield _row(key, value, str(sizes["group"]), *(times.get(n, "") for n in counts))
-    yield from _sources(found)
 
 
+@of_pages(commands=True)
 def operator_peers(*found: Measurement) -> Iterator[str]:
     """Forward + backward of our kernels and others', a row for each file, n_h and gate."""
-    yield from _commands(found)
     kinds: dict[tuple[str, str], dict[str, float]] = {}
     for number, measured in enumerate(found, 1):
         for row in (row for row in measured.rows if row["both_ms"] is not None):
@@ -118,12 +138,11 @@ def operator_peers(*found: Measurement) -> Iterator[str]:
     yield from _table("n_h", "gate", *(f"{name}, ms" for name in names))
     for kind, times in kinds.items():
         yield _row(*kind, *(_beside(times.get(name), times["ours"]) for name in names))
-    yield from _sources(found)
 
 
+@of_pages(commands=True)
 def train(*found: Measurement) -> Iterator[str]:
     """Speed of training, a row for each model."""
-    yield from _commands(found)
     yield from _table("model", "parameters", "tokens/s", "MFU", "GiB")
     for number, measured in enumerate(found, 1):
         for row in measured.rows:
@@ -132,12 +151,11 @@ def train(*found: Measurement) -> Iterator[str]:
             name += ", CUDA graph" if "trainer.cuda_graph=true" in measured.command else ""
             name += ", recomputed" if "trainer.activation_checkpointing=true" in measured.command else ""
             yield _row(_numbered(name, number, found), *_speed(row))
-    yield from _sources(found)
 
 
+@of_pages(commands=True)
 def side_by_side(*found: Measurement) -> Iterator[str]:
     """Tokens/s of our model and its peers, a row for each call, and how much faster ours is."""
-    yield from _commands(found)
     yield from _table("model", "ours", *PEERS.values())
     for number, measured in enumerate(found, 1):
         speeds = {row["model"]: row["tokens_per_second"] for row in measured.rows}
@@ -146,9 +164,9 @@ def side_by_side(*found: Measurement) -> Iterator[str]:
             for peer in PEERS
         )
         yield _row(_numbered(f"`{measured.model}`", number, found), f"{speeds['ours']:,.0f}", *cells)
-    yield from _sources(found)
 
 
+@of_pages(sources=False)
 def peers(*found: Measurement) -> Iterator[str]:
     """Parameters, utilisation and memory of the same calls."""
     yield from _table("call", "model", "parameters", "MFU", "GiB")
@@ -159,6 +177,7 @@ def peers(*found: Measurement) -> Iterator[str]:
             yield _row(str(number), name, count, *rest)
 
 
+@of_pages()
 def parts(*found: Measurement) -> Iterator[str]:
     """Milliseconds of a step by kind of work, floors in brackets."""
     kinds = list(dict.fromkeys(kind for measured in found for kind in measured.rows[0]["parts"]))
@@ -170,12 +189,11 @@ def parts(*found: Measurement) -> Iterator[str]:
             floor = "" if part["floor_ms"] is None else f" ({part['floor_ms']:.0f})"
             cells.append("" if part["ms"] is None else f"{part['ms']:.0f}{floor}")
         yield _row(_numbered(f"`{measured.model}`", number, found), f"{row['step_ms']:.0f}", *cells)
-    yield from _sources(found)
 
 
+@of_pages(commands=True)
 def scaling(*found: Measurement) -> Iterator[str]:
     """Tokens/s by number of GPUs; efficiency is the speed per GPU over that of one GPU of the same file."""
-    yield from _commands(found)
     yield from _table("model", "run", "GPUs", "tokens/s", "efficiency", "GiB per GPU")
     for number, measured in enumerate(found, 1):
         alone: dict[str, float] = {}
@@ -189,9 +207,9 @@ def scaling(*found: Measurement) -> Iterator[str]:
             gib = row.get("memory_bytes", 0) / 2**30 if steps else row["memory_gib"]
             memory = f"{gib:.1f}" if gib else ""
             yield _row(_numbered(model, number, found), kind, str(gpus), f"{speed:,.0f}", share, memory)
-    yield from _sources(found)
 
 
+@of_pages()
 def context_parallel(*found: Measurement) -> Iterator[str]:
     """Tokens/s by sequence length and number of GPUs that share a sequence."""
     yield from _table("tokens of a sequence", "GPUs", "tokens/s", "of one GPU", "GiB per GPU")
@@ -201,12 +219,11 @@ def context_parallel(*found: Measurement) -> Iterator[str]:
         ratio = f"{speed / alone[length]:.2f}x" if row["gpus"] > 1 and alone[length] else ""
         figures = (f"{speed:,.0f}", ratio, f"{row['memory_gib']:.1f}") if speed else ("out of memory", "", "")
         yield _row(f"{length:,}", str(row["gpus"]), *figures)
-    yield from _sources(found)
 
 
+@of_pages(commands=True)
 def evaluation(*found: Measurement) -> Iterator[str]:
     """Seconds for the requests of each task, and for perplexity by length."""
-    yield from _commands(found)
     yield from _table("task", "ours s", "`HFLM` s", "ours is faster by")
     for row in found[0].rows:
         if row.get("round") == 1:
@@ -217,24 +234,23 @@ def evaluation(*found: Measurement) -> Iterator[str]:
     for row in found[0].rows:
         if "length" in row:
             yield _row(f"{row['length']:,}", f"{row['seconds']:.2f}", f"{row['peak_mib']:,.0f}")
-    yield from _sources(found)
 
 
+@of_pages()
 def figures(*found: Measurement) -> Iterator[str]:
     """Single figures that no command writes as JSON: what, value, and where each was measured."""
     where = "machine" if any("machine" in row for row in found[0].rows) else "commit"
     yield from _table("what", "figure", where, "date")
     for row in found[0].rows:
         yield _row(row["what"], row["value"], row.get(where, ""), row.get("time", ""))
-    yield from _sources(found)
 
 
+@of_pages(commands=True)
 def decoding(*found: Measurement) -> Iterator[str]:
     """Milliseconds of a further token of all sequences, by batch, context and model.
 
     A peer is compared with ours of its own file; ours is shown from the first file that has it.
     """
-    yield from _commands(found)
     rows: dict[tuple[int, int], dict[str, Row]] = {}
     for measured in found:
         ours = {(row["batch"], row["context"]): row for row in measured.rows if row["model"] == "ours"}
@@ -250,9 +266,9 @@ def decoding(*found: Measurement) -> Iterator[str]:
         speed = f"{1e3 * batch / ours['milliseconds']:,.0f}"
         cells = (_decoded(models.get(name)) for name in names)
         yield _row(str(batch), f"{context:,}", *cells, speed, f"{ours['gibibytes']:.1f}")
-    yield from _sources(found)
 
 
+@of_pages()
 def losses(*found: Measurement) -> Iterator[str]:
     """Mean training loss of the steps up to each bound, a row for each run, and the validation loss."""
     yield from _table(
@@ -261,9 +277,9 @@ def losses(*found: Measurement) -> Iterator[str]:
     for row in found[0].rows:
         values = (*row["mean_losses"], row["validation"])
         yield _row(row["run"], *("" if value is None else f"{value:.3f}" for value in values))
-    yield from _sources(found)
 
 
+@of_pages()
 def starts(*found: Measurement) -> Iterator[str]:
     """Loss of held-out documents up to a length, by what training sequences started from."""
     lengths = list(found[0].rows[0]["loss"])[::2]
@@ -271,9 +287,9 @@ def starts(*found: Measurement) -> Iterator[str]:
     for row in found[0].rows:
         losses = (f"{row['loss'][length]:.3f}" for length in lengths)
         yield _row(row["model"], row["documents"], row["start"], *losses)
-    yield from _sources(found)
 
 
+@of_pages()
 def validation_losses(*found: Measurement) -> Iterator[str]:
     """Loss (perplexity) of the validation split and of its domains."""
     domains = list(found[0].rows[0]["validation_loss"])
@@ -281,9 +297,9 @@ def validation_losses(*found: Measurement) -> Iterator[str]:
     for name in domains:
         pairs = ((row["validation_loss"][name], row["perplexity"][name]) for row in found[0].rows)
         yield _row(name, *(f"{loss:.3f} ({perplexity:.2f})" for loss, perplexity in pairs))
-    yield from _sources(found)
 
 
+@of_pages(sources=False)
 def equal_size(found: Measurement) -> Iterator[str]:
     """The tables that `scripts/reproduce_lm.sh` writes."""
     from fla_train.eval.lm_comparison import tables  # imports torch: seconds
@@ -291,9 +307,9 @@ def equal_size(found: Measurement) -> Iterator[str]:
     yield "\n\n".join(tables(found.content))
 
 
+@of_pages(commands=True)
 def word_problems(*found: Measurement) -> Iterator[str]:
     """Share of words with every product right, by length; each number is a seed."""
-    yield from _commands(found)
     lengths = found[0].content["settings"]["lengths"]
     yield from _table("group", "n_h", "eigenvalues", "paper", *(f"at {length:,}" for length in lengths))
     for row in found[0].rows:
@@ -302,41 +318,15 @@ def word_problems(*found: Measurement) -> Iterator[str]:
             cells = (_seeds(accuracy[str(n)]) if str(n) in accuracy else "" for n in lengths)
             bounds = row.get("eigenvalues", "[-1, 1]")
             yield _row(row["group"], str(row["num_householder"]), bounds, row["paper"], *cells)
-    yield from _sources(found)
 
 
+@of_pages()
 def formal_languages(*found: Measurement) -> Iterator[str]:
     """Scaled accuracy beside the paper's; each number is a seed."""
     yield from _table("language", "paper", "ours, each seed")
     for row in found[0].rows:
         if "language" in row:
             yield _row(row["language"], f"{row['paper']:.3f}", _seeds(row["accuracy"]))
-    yield from _sources(found)
-
-
-FUNCTIONS: dict[str, Callable[..., Iterator[str]]] = {
-    function.__name__: function
-    for function in (
-        context_parallel,
-        decoding,
-        equal_size,
-        evaluation,
-        figures,
-        formal_languages,
-        heads,
-        losses,
-        operator,
-        operator_peers,
-        parts,
-        peers,
-        scaling,
-        side_by_side,
-        starts,
-        train,
-        validation_losses,
-        word_problems,
-    )
-}
 
 
 def rewritten(page: str) -> str:

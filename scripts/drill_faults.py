@@ -549,9 +549,7 @@ MOMENTS = "deepspeed/zero_pp_rank_1_mp_rank_00_optim_states.pt"
 AT_REST: dict[str, Inject] = {
     "one bit of the weights": passed_over(WEIGHTS, flip),
     "weights cut short": passed_over(WEIGHTS, cut),
-    "an optimizer's shard deleted": passed_over(
-        "deepspeed/zero_pp_rank_1_mp_rank_00_optim_states.pt", delete
-    ),
+    "an optimizer's shard deleted": passed_over(MOMENTS, delete),
     "one bit of the manifest": passed_over("manifest.json", flip),
     "manifest deleted": passed_over("manifest.json", delete),
     "a link to nothing in place of the weights": passed_over(

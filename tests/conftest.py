@@ -111,6 +111,14 @@ def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """torch.compile remembers nothing of other tests, nor these of it."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def unheard() -> Iterator[None]:
     """A signal for which nobody waits any more does not end the tests."""
     from fla_train.training.preemption import SIGNALS

@@ -101,32 +101,31 @@ def backward_flops(shape: Shape, chunk: int = CHUNK) -> float:
     return n * (10 * k * v + 6 * m * v + 2 * m * k) + 4 * k * v + 6 * m * k + 4 * m * v
 
 
-def forward_bytes(shape: Shape, *, keep: bool, gate_bytes: int = GATE_BYTES, chunk: int = CHUNK) -> float:
+def forward_bytes(shape: Shape, *, keep: bool) -> float:
     """Bytes that a forward pass must read and write, per token and head: e (K + nK + nV + V), and the gates.
 
     With grouped heads K stands for K / group here, and in `backward_bytes`.
 
     Args:
         keep: also write what the backward pass reads: the inverses (n M) and a state per chunk (n K V / M).
-        gate_bytes: of an element of beta; those of g have 4.
     """
-    traffic = shape.input_bytes + shape.element_size * shape.value_dim + _gates(shape, gate_bytes)
-    return traffic + _kept(shape, chunk) if keep else traffic
+    traffic = shape.input_bytes + shape.element_size * shape.value_dim + _gates(shape)
+    return traffic + _kept(shape) if keep else traffic
 
 
-def backward_bytes(shape: Shape, gate_bytes: int = GATE_BYTES, chunk: int = CHUNK) -> float:
+def backward_bytes(shape: Shape) -> float:
     """Bytes of a backward pass: q, k, v and dO read, dq, dk and dv written, e (2K + V + 2nK + 2nV); the gates
     and their gradients; what the forward pass kept."""
     traffic = 2 * shape.input_bytes + shape.element_size * shape.value_dim
-    return traffic + 2 * _gates(shape, gate_bytes) + _kept(shape, chunk)
+    return traffic + 2 * _gates(shape) + _kept(shape)
 
 
-def _gates(shape: Shape, gate_bytes: int) -> int:
-    return shape.num_householder * gate_bytes + (GATE_BYTES if shape.gated else 0)
+def _gates(shape: Shape) -> int:
+    return GATE_BYTES * (shape.num_householder + shape.gated)
 
 
-def _kept(shape: Shape, chunk: int) -> float:
-    return shape.element_size * shape.num_householder * (chunk + shape.key_dim * shape.value_dim / chunk)
+def _kept(shape: Shape) -> float:
+    return shape.element_size * shape.num_householder * (CHUNK + shape.key_dim * shape.value_dim / CHUNK)
 
 
 def forward_bound(shape: Shape, ceilings: Ceilings) -> float:
@@ -244,10 +243,10 @@ def measured_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     return Ceilings(2 * size**3 / product, 2 * extent / copy, "measured here: matrix product, copy")
 
 
-def _best(run: Callable[[], object], device: torch.device, repetitions: int = 5) -> float:
+def _best(run: Callable[[], object], device: torch.device) -> float:
     """Seconds of the fastest repetition: a ceiling asks for the best case, not the usual one."""
     times = []
-    for _ in range(repetitions + 1):  # the first warms up
+    for _ in range(6):  # the first warms up
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = time.perf_counter()

@@ -45,13 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
         add("--head-dim", type=positive, default=128, help="K; D of attention")
     for add, most in ((kernels, 3), (decode, 4), (tune, 3)):
         add("--value-dim", type=positive, help="V (default: K)")
-        add(
-            "--num-householder",
-            type=positive,
-            nargs="+",
-            default=list(range(1, most + 1)),
-            help="n_h",
-        )
+        add("--num-householder", type=positive, nargs="+", default=list(range(1, most + 1)), help="n_h")
     for add in (kernels, decode, fused_ops, attention):
         add("--dtype", choices=DTYPES, help="of activations (default: bf16 on a GPU, fp32 on a CPU)")
     for add in (kernels, decode, fused_ops, attention, train, scaling, evaluation):

@@ -121,28 +121,27 @@ def table_lines(rows: Sequence[Row], metric: str) -> list[str]:
     return [f"{len(rows)} run(s) in {home or '.'}", *lines]
 
 
-def plot_lines(curves: Mapping[str, Curve], width: int, height: int = HEIGHT) -> list[str]:
+def plot_lines(curves: Mapping[str, Curve], width: int) -> list[str]:
     """Curves in plain text, each drawn by its letter; the vertical axis is logarithmic above 0.
 
     Args:
         curves: by letter.
         width: characters of a line.
-        height: rows of the grid.
     """
     values = [value for _, found in curves.values() for value in found]
     scale, inverse = (math.log, math.exp) if min(values) > 0 else (float, float)
     bottom, end = scale(min(values)), max(max(tokens) for tokens, _ in curves.values())
     span = scale(max(values)) - bottom or 1.0
     columns = width - 11
-    grid = [[" "] * columns for _ in range(height)]
+    grid = [[" "] * columns for _ in range(HEIGHT)]
     for mark, (tokens, found) in curves.items():
         inside: dict[int, list[float]] = {}
         for x, y in zip(tokens, found, strict=True):
             inside.setdefault(min(columns - 1, int(x / end * columns)), []).append(y)
         for column, part in inside.items():
-            row = round((scale(statistics.fmean(part)) - bottom) / span * (height - 1))
-            grid[height - 1 - row][column] = mark
-    ticks = [inverse(bottom + span * (1 - row / (height - 1))) for row in range(height)]
+            row = round((scale(statistics.fmean(part)) - bottom) / span * (HEIGHT - 1))
+            grid[HEIGHT - 1 - row][column] = mark
+    ticks = [inverse(bottom + span * (1 - row / (HEIGHT - 1))) for row in range(HEIGHT)]
     lines = [
         f"{f'{tick:.4g}' if row % 5 == 0 else '':>9} |{''.join(grid[row])}".rstrip()
         for row, tick in enumerate(ticks)

@@ -177,11 +177,7 @@ def _ends(path: Path) -> str:
 
 
 def read_files(
-    files: list[tuple[str, Path]],
-    text_column: str,
-    id_column: str,
-    max_line_bytes: int,
-    start: Cursor | None,
+    files: list[tuple[str, Path]], text_column: str, id_column: str, max_line_bytes: int, start: Cursor | None
 ) -> Iterator[Chunk]:
     """The documents of all files from `start` on.
 
@@ -318,13 +314,7 @@ def _arrow_stream(batch: "pyarrow.RecordBatch") -> bytes:
 
 
 def _read_jsonl(
-    path: Path,
-    name: str,
-    number: int,
-    text_column: str,
-    id_column: str,
-    max_line_bytes: int,
-    start: Cursor,
+    path: Path, name: str, number: int, text_column: str, id_column: str, max_line_bytes: int, start: Cursor
 ) -> Iterator[JsonChunk]:
     remedy = "fetch the file again or remove it"
     line = start.get("line", 0)

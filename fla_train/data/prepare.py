@@ -52,10 +52,7 @@ Log = Callable[[str], None]
 
 
 def prepare(
-    config: DataConfig,
-    log: Log = print,
-    progress: bool = True,
-    commits: Mapping[str, str] = NO_COMMITS,
+    config: DataConfig, log: Log = print, progress: bool = True, commits: Mapping[str, str] = NO_COMMITS
 ) -> PreparedData:
     """Tokenize the source of `config` into the cache, or resume, or return what is prepared already.
 

@@ -12,6 +12,7 @@ import torch
 
 from fla_train.data.dataset import Dataset
 
+READY = 4  # micro-batches that are read ahead
 IGNORE = -100  # label of a position that is no target, as in torch and transformers
 
 
@@ -129,7 +130,7 @@ class BatchSampler:
 class PrefetchLoader:
     """Iterates over this rank's micro-batches, as `dataset.sequences` returns them, from `start_step` on.
 
-    A background thread keeps `depth` of them ready. No random number generator is used. `next` raises an
+    A background thread keeps READY of them. No random number generator is used. `next` raises an
     error met while reading. Use as a context manager, or call `close`.
 
     Args:
@@ -142,12 +143,10 @@ class PrefetchLoader:
         sampler: BatchSampler,
         start_step: int = 0,
         end_step: int | None = None,
-        *,
-        depth: int = 4,
     ):
         self._dataset, self._sampler = dataset, sampler
         self._steps = (start_step, end_step)
-        self._queue: queue.Queue[torch.Tensor | Batch | Exception | None] = queue.Queue(maxsize=depth)
+        self._queue: queue.Queue[torch.Tensor | Batch | Exception | None] = queue.Queue(maxsize=READY)
         self._stop = threading.Event()
         self._finished = False
         self._thread = threading.Thread(target=self._produce, name="micro-batches", daemon=True)
@@ -205,12 +204,7 @@ class PrefetchLoader:
 
 
 def sequential_batches(
-    dataset: Dataset | PackedDataset,
-    batch: int,
-    *,
-    limit: int | None = None,
-    rank: int = 0,
-    world: int = 1,
+    dataset: Dataset | PackedDataset, batch: int, *, limit: int | None = None, rank: int = 0, world: int = 1
 ) -> Iterator[torch.Tensor | Batch]:
     """This rank's share of the first `limit` sequences (None = one epoch), in order.
 

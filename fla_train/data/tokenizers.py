@@ -18,12 +18,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from sentencepiece import SentencePieceProcessor
 from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import (
-    AutoTokenizer,
-    GPT2Tokenizer,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fla_train.data.config import TokenizerConfig
 from fla_train.utils.errors import Interrupted

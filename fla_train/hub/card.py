@@ -49,10 +49,7 @@ OWN_MIXER = """\
 Its linear layers are the class
 `{mixer}`, which is not part of `fla_train`: install the package that holds it."""
 # By the package of a class without remote code, if it is not transformers: how to get it, what to import
-LIBRARIES = {
-    "fla_train": (LOADING, "import fla_train.models\n"),
-    "fla": (LOADING_FLA, "import fla.models\n"),
-}
+LIBRARIES = {"fla_train": (LOADING, "import fla_train.models\n"), "fla": (LOADING_FLA, "import fla.models\n")}
 GENERATION = """\
 ```python
 from transformers import AutoTokenizer

@@ -60,11 +60,7 @@ class Block(GradientCheckpointingLayer):
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act)
 
     def forward(
-        self,
-        x: Tensor,
-        update: Tensor | None,
-        context: SequenceContext,
-        cache: Cache | None = None,
+        self, x: Tensor, update: Tensor | None, context: SequenceContext, cache: Cache | None = None
     ) -> tuple[Tensor, Tensor]:
         """From the stream x + update [B, T, hidden_size] (`update` None: x) to the next x and update."""
         if self.norm_after:

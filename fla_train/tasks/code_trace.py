@@ -12,7 +12,7 @@ from string import ascii_lowercase
 import numpy as np
 
 from fla_train.tasks.draws import below, draw, without_replacement
-from fla_train.tasks.task import IGNORE, Batch, Tally, Task
+from fla_train.tasks.task import IGNORE, Batch, Task
 
 MAX_VARIABLES = 6  # 719 assignments permute six variables
 
@@ -32,7 +32,8 @@ class CodeTrace(Task):
         2
 
     Assignments are drawn uniformly, so of all lines only the printed values follow from the state. A row has
-    one number of assignments between two prints, drawn from `gaps`; metadata "moves_between_reveals".
+    one number of assignments between two prints, drawn from `gaps`; metadata "moves_between_reveals". A guess
+    among the values has an accuracy of 1 / n.
 
     Args:
         variables: n, 2 to 6.
@@ -51,7 +52,6 @@ class CodeTrace(Task):
         ValueError: an option is out of range, or a row may end before its first print.
     """
 
-    headline = "accuracy"
     slice_key = "moves_between_reveals"
     length_option = "length"
 
@@ -95,10 +95,6 @@ class CodeTrace(Task):
     def text(self, ids: Sequence[int] | np.ndarray) -> str:
         """The session that token ids stand for."""
         return "".join(self.tokens[i] for i in ids)
-
-    def summary(self, tally: Tally) -> dict[str, float | list[float]]:
-        """accuracy over labels (a guess among the values has 1 / n), and sequence_accuracy."""
-        return {"accuracy": tally.token_accuracy, "sequence_accuracy": tally.sequence_accuracy}
 
     def _lines(self) -> list[tuple[str, ...]]:
         """The symbols of every line: first assignments, permutations, prints, printed values."""

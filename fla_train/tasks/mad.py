@@ -10,23 +10,12 @@ decoded by a network of its own, which is no language model), and noise fills si
 import numpy as np
 
 from fla_train.tasks.draws import below, draw, stream_keys, without_replacement
-from fla_train.tasks.task import IGNORE, Batch, Tally, Task
+from fla_train.tasks.task import IGNORE, Batch, Task
 
 _MAP_SEED = 12345  # memorization: training and test sets share one map of keys to values
 
 
-class _MAD(Task):
-    """What the six share: sequences of one length, and accuracy over labelled tokens."""
-
-    headline = "accuracy"
-    slice_key = "length"
-
-    def summary(self, tally: Tally) -> dict[str, float | list[float]]:
-        """accuracy over all labels, and sequence_accuracy."""
-        return {"accuracy": tally.token_accuracy, "sequence_accuracy": tally.sequence_accuracy}
-
-
-class InContextRecall(_MAD):
+class InContextRecall(Task):
     """Keys and their values one after another; a key that comes again calls for the value it had.
 
     The first half of the vocabulary writes keys, the second values; noise ids follow. A sequence has its own
@@ -48,6 +37,8 @@ class InContextRecall(_MAD):
     Raises:
         ValueError: if a sequence would have no key twice, or an option is out of range.
     """
+
+    slice_key = "length"
 
     def __init__(
         self,
@@ -125,11 +116,13 @@ class InContextRecall(_MAD):
         return Batch.of(inputs[:, :length].copy(), labels, length=self.seq_len)
 
 
-class SelectiveCopying(_MAD):
+class SelectiveCopying(Task):
     """Tokens scattered among blanks; after the copy token, give them in their order, one at each blank.
 
     Ids: 0 .. V - 3 tokens, V - 2 the blank, V - 1 the copy token.
     """
+
+    slice_key = "length"
 
     def __init__(
         self,
@@ -158,12 +151,14 @@ class SelectiveCopying(_MAD):
         return Batch.of(inputs, labels, length=self.seq_len)
 
 
-class Compression(_MAD):
+class Compression(Task):
     """Read `length` tokens, then the compression token, then give the token of each queried place.
 
     Ids: 0 .. V - 1 tokens, V the compression token, V + 1 + i the question for place i; all places are
     queried, in random order. seq_len is 2 length + 1.
     """
+
+    slice_key = "length"
 
     def __init__(
         self, vocab_size: int = 16, length: int = 32, *, seed: int = 0, num_sequences: int | None = None
@@ -171,10 +166,7 @@ class Compression(_MAD):
         if vocab_size < 2 or length < 1:
             raise ValueError("compression needs 2 ids or more and a length of 1 or more")
         super().__init__(
-            vocab_size=vocab_size + 1 + length,
-            seq_len=2 * length + 1,
-            seed=seed,
-            num_sequences=num_sequences,
+            vocab_size=vocab_size + 1 + length, seq_len=2 * length + 1, seed=seed, num_sequences=num_sequences
         )
         self.letters, self.length = vocab_size, length
 
@@ -189,11 +181,13 @@ class Compression(_MAD):
         return Batch.of(inputs, labels, length=self.seq_len)
 
 
-class Memorization(_MAD):
+class Memorization(Task):
     """Keys, each followed by a blank at which its value is due; one map for all sequences and seeds.
 
     Ids: 0 .. K - 1 keys, K .. 2K - 1 values with K = (V - 1) // 2, and V - 1 the blank.
     """
+
+    slice_key = "length"
 
     def __init__(
         self, vocab_size: int = 256, length: int = 32, *, seed: int = 0, num_sequences: int | None = None

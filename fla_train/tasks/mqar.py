@@ -47,7 +47,6 @@ class MQAR(Task):
         ValueError: if a setting has no room for its pairs and queries, or not enough keys.
     """
 
-    headline = "accuracy"
     slice_key = "num_kv_pairs"
 
     def __init__(

@@ -139,7 +139,7 @@ class Task(ABC):
         ValueError: if num_sequences is below 1.
     """
 
-    headline: ClassVar[str]
+    headline: ClassVar[str] = "accuracy"
     slice_key: ClassVar[str | None] = None
     length_option: ClassVar[str | None] = None
 
@@ -172,9 +172,12 @@ class Task(ABC):
         """`predictions` [B, T] with the label in the place of every one that is as good as it."""
         return predictions
 
-    @abstractmethod
     def summary(self, tally: Tally) -> dict[str, float | list[float]]:
-        """The task's published metrics of a tally, which may be a sum over batches and ranks."""
+        """The task's published metrics of a tally, which may be a sum over batches and ranks.
+
+        Unless a task has others: `accuracy` over labels, and `sequence_accuracy`.
+        """
+        return {"accuracy": tally.token_accuracy, "sequence_accuracy": tally.sequence_accuracy}
 
     @abstractmethod
     def _generate(self, keys: np.ndarray) -> Batch:

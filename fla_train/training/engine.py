@@ -206,10 +206,7 @@ def train_step(
 
 
 def precompile_step(
-    engine,
-    batch: Batch | tuple[Tensor, Tensor],
-    threads: int,
-    states: InitialStates | None = None,
+    engine, batch: Batch | tuple[Tensor, Tensor], threads: int, states: InitialStates | None = None
 ) -> None:
     """Compile the Triton kernels of a micro-batch's forward and backward pass, several at once.
 

@@ -84,10 +84,7 @@ def parameter_groups(model: nn.Module, weight_decay: float, without: Sequence[Te
             continue
         special = getattr(parameter, "_no_weight_decay", False) or id(parameter) in embeddings
         (undecayed if parameter.ndim < 2 or special else decayed).append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": undecayed, "weight_decay": 0.0},
-    ]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 

@@ -4,12 +4,7 @@ from dataclasses import dataclass
 
 from fla_train.data.cache import PreparedData
 from fla_train.models.build import build_model_config, build_on_meta, is_zoo
-from fla_train.models.flops import (
-    ParameterCount,
-    count_parameters,
-    flops_per_token,
-    training_memory_bytes,
-)
+from fla_train.models.flops import ParameterCount, count_parameters, flops_per_token, training_memory_bytes
 from fla_train.models.zoo.flops import forward_flops
 from fla_train.training.config import (
     TrainConfig,

@@ -35,15 +35,7 @@ FREE_KEYS = (
 FREE_DATA_KEYS = ("data.cache_dir", "data.num_workers")  # of the data keys, what no token depends on
 VISIBLE = 60.0  # seconds within which a shared file system must show what another machine has written
 EVALUATIONS_TO_STOP = 2  # in a row at `task.stop_at`: one could be luck, where accuracy swings
-EQUAL_SECTIONS = (
-    "seed",
-    "model",
-    "task",
-    "optimizer",
-    "schedule",
-    "trainer",
-    "init_from",
-)  # on ranks
+EQUAL_SECTIONS = ("seed", "model", "task", "optimizer", "schedule", "trainer", "init_from")  # on ranks
 
 Log = Callable[[str], None]
 

@@ -191,9 +191,9 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
-def new_run_dir(label: str, parent: Path = Path("runs")) -> Path:
+def new_run_dir(label: str) -> Path:
     """`runs/<label>-<time>`, made here, so that two launches in one second get two folders."""
-    base = f"{label}-{datetime.now():%Y%m%d-%H%M%S}"
+    parent, base = Path("runs"), f"{label}-{datetime.now():%Y%m%d-%H%M%S}"
     for attempt in range(1, 1000):
         path = parent / (base if attempt == 1 else f"{base}-{attempt}")
         try:

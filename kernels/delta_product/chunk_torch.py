@@ -124,13 +124,7 @@ class _Chunks:
 
     @staticmethod
     def of(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        beta: Tensor,
-        g: Tensor | None,
-        qk_l2norm: bool,
-        layout: ChunkLayout,
+        q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, qk_l2norm: bool, layout: ChunkLayout
     ) -> "_Chunks":
         dtype = compute_dtype(q)
         q = layout.pack(q.unsqueeze(2), dtype)

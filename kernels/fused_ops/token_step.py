@@ -166,11 +166,7 @@ def tile(x: Tensor, width: int) -> tuple[int, int, int]:
         block = min(4096, next_power_of_2(size))
         return 1, max(1, 8192 // (block * width)), block
     # Each program reads all tokens again, from the L2 cache. Sizes by their times on an H100.
-    return (
-        min(MAX_TOKENS, max(16, next_power_of_2(tokens))),
-        64 // width,
-        512 // x.element_size(),
-    )
+    return (min(MAX_TOKENS, max(16, next_power_of_2(tokens))), 64 // width, 512 // x.element_size())
 
 
 @triton.jit

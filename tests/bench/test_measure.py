@@ -12,12 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fla_train.bench.compare import validation_error
-from fla_train.bench.implementations import (
-    Implementation,
-    make_problem,
-    ours,
-    peers,
-)
+from fla_train.bench.implementations import Implementation, make_problem, ours, peers
 from fla_train.bench.kernels import bench_shape
 from fla_train.bench.measure import errors, median_times, peak_memory
 from fla_train.bench.roofline import Ceilings, Shape

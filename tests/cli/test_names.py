@@ -224,10 +224,7 @@ def test_wrong_flags_are_errors_of_ours(run_command, words: list[str], part: str
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (
-            ["seed=1,2", "trainer.max_steps=3,many", "model=llama,delta_net/tiny"],
-            ["many", LLAMAS[0]],
-        ),
+        (["seed=1,2", "trainer.max_steps=3,many", "model=llama,delta_net/tiny"], ["many", LLAMAS[0]]),
         (["seed=1,2", "trainer.max_step=3,4"], ["trainer.max_steps"]),
         (["task=mqar,compression", "task.options.power=1"], []),  # each fits by itself
     ],

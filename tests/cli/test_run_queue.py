@@ -202,7 +202,7 @@ def test_a_real_run_continues_from_an_archive_in_another_place(tmp_path, unwatch
 
     process = subprocess.Popen([*command, *place("a"), "--pack", str(archive)])
     first, second = (tmp_path / home / "runs" / name for home in ("a", "b"))
-    while not any("longer/sequence_accuracy" in record for record in read_metrics(first / "metrics.jsonl")):  # tested
+    while not any("longer/sequence_accuracy" in record for record in read_metrics(first / "metrics.jsonl")):
         assert process.poll() is None
         time.sleep(0.5)
     process.send_signal(signal.SIGTERM)

@@ -2,7 +2,6 @@
 
 import logging
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ from fla_train.data import shards
 from fla_train.data.cache import PreparedData
 from fla_train.data.dataset import TokenDataset
 from tests.data.conftest import quiet
+from tests.refusal import refusal
 
 BLOCK = 1024  # bytes: 512 tokens
 
@@ -31,13 +31,6 @@ def flip(path: Path, place: int) -> None:
 
 def checksums(prepared: PreparedData) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in prepared.folder.glob("*/*.crc32")}
-
-
-def refusal(work: Callable, *arguments: object) -> str:
-    with pytest.raises(ValueError) as failure:
-        work(*arguments)
-    assert "\n" not in str(failure.value)
-    return str(failure.value)
 
 
 def test_every_file_has_its_block_checksums(prepared: PreparedData) -> None:

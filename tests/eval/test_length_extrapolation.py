@@ -36,10 +36,7 @@ ROWS = {  # a row of each set with the Hub's columns, and the document it makes
         "Question: Who?\nAnswer: Ann\n",
     ),
     "slimpajama": ({"text": "some words", "meta": {"redpajama_set_name": "C4"}}, "some words"),
-    "math_hard": (
-        {"problem": "1+1?", "level": "Level 5", "type": "Algebra", "solution": "2"},
-        "1+1?\n2",
-    ),
+    "math_hard": ({"problem": "1+1?", "level": "Level 5", "type": "Algebra", "solution": "2"}, "1+1?\n2"),
 }
 
 

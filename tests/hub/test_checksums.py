@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fla_train.hub import copy_export, export_model, find_export_damage, load, load_model, push
+from tests.refusal import refusal
 
 
 @pytest.fixture
@@ -28,13 +29,6 @@ def change(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1000] ^= 4  # within the weights
     file.write_bytes(content)
-
-
-def refusal(work, *arguments: object, **options: object) -> str:
-    with pytest.raises(ValueError) as failure:
-        work(*arguments, **options)
-    assert "\n" not in str(failure.value)
-    return str(failure.value)
 
 
 def test_every_file_but_the_card_has_its_checksum(export: Path) -> None:

@@ -11,6 +11,7 @@ from fla_train.hub import CardInfo, export_model, load_model, resolve_checkpoint
 from fla_train.hub.load import document_prefix, recorded_length, trained_length
 from fla_train.hub.paths import run_folder
 from fla_train.utils.device import pick_device, pick_dtype
+from tests.refusal import refusal
 
 
 @pytest.fixture
@@ -93,13 +94,6 @@ def test_without_separators_in_training_nothing_stands_before_a_document(
         export_model(small_model, tokenizer, tmp_path / name, CardInfo(config=text + "\n"))
     assert document_prefix(*load_model(tmp_path / "no")) == []
     assert document_prefix(*load_model(tmp_path / "yes")) == [tokenizer.eos_token_id]
-
-
-def refusal(work, *arguments: object) -> str:
-    with pytest.raises(ValueError) as failure:
-        work(*arguments)
-    assert "\n" not in str(failure.value)
-    return str(failure.value)
 
 
 def test_a_model_of_a_task_has_no_tokenizer(small_model, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@
     python -m tests.kernels.compiled_everywhere 8.0 --cases "K 128|decoding" # a regular expression
 
 The operator and the fused ops run as on that GPU, with the launch options that it would get, on the CPU's
-memory; a launch only compiles. In a process of its own: what is asked of the device is replaced.
+memory; a launch only compiles. In another process: what is asked of the device is replaced.
 """
 
 import argparse
@@ -12,8 +12,6 @@ import itertools
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,10 +20,11 @@ from pathlib import Path
 
 import torch
 
+from tests.kernels.other_process import pretend_driver, resources, run_module
+
 PROCESSORS = {"8.0": 108, "9.0": 132, "10.0": 148}  # of an A100, H100 and B200
 SHARED = {"8.0": 163 << 10, "9.0": 227 << 10, "10.0": 227 << 10}  # bytes that a program may have
 TOKENS = 128
-TESTS_ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -44,38 +43,15 @@ class Kernel:
 
 def compile_everywhere(architecture: str) -> list[Kernel]:
     """All variants for a compute capability, from another process; raises what a kernel's compiler says."""
-    left_out = ("TRITON_INTERPRET", "COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START")
-    environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    done = subprocess.run(
-        [sys.executable, "-m", __name__, architecture, "--json"],
-        cwd=TESTS_ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [Kernel(**row) for row in json.loads(done.stdout)]
+    return [Kernel(**row) for row in run_module("compiled_everywhere", architecture, "--json")]
 
 
 def pretend(architecture: str) -> None:
     """From here on this process's CPU is a GPU of that compute capability, on which nothing is launched."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     from fla_train.kernels import sizes
 
     major, minor = map(int, architecture.split("."))
-
-    class Driver:
-        """The part of a driver that compilation asks."""
-
-        get_current_device = staticmethod(lambda: 0)
-        get_current_stream = staticmethod(lambda device: 0)
-        get_current_target = staticmethod(lambda: GPUTarget("cuda", 10 * major + minor, 32))
-
-    triton.runtime.driver.set_active(Driver())
-    torch.cuda.current_device = lambda: 0
+    pretend_driver(10 * major + minor)
     # Before the modules are imported that take the name from there.
     sizes.processors = lambda device: PROCESSORS[architecture]
     from fla_train.kernels.delta_product import interface, select
@@ -265,15 +241,6 @@ def compile_all(architecture: str, pattern: str) -> Iterator[Kernel]:
                     *resources(cubin),
                     metadata["shared"],
                 )
-
-
-def resources(cubin: Path) -> tuple[int, int]:
-    """Registers and bytes of stack of a thread."""
-    import triton
-
-    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)]
-    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return tuple(int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
 
 
 def main() -> None:

@@ -1,13 +1,9 @@
 """Gluon kernels, and `chunk_prepare_wy_kernel` in Triton, compiled for Hopper, on any machine.
 
-In a process of its own, since the tests may have had Triton interpret kernels, which it decides when it is
-imported; and in one for all, since its imports take longer than a kernel.
+In another process, and in one for all, since its imports take longer than a kernel.
 """
 
 import json
-import os
-import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -16,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-TESTS_ROOT = Path(__file__).parents[2]
+from tests.kernels.other_process import resources, run_module
 
 
 @dataclass(frozen=True)
@@ -53,25 +49,8 @@ class Compiled:
 
 def compile_for_hopper(variants: Iterable[Variant]) -> dict[Variant, Compiled]:
     variants = list(dict.fromkeys(variants))
-    # Neither interpreted nor watched by coverage, which would take as long again.
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name != "TRITON_INTERPRET" and not name.startswith("COVERAGE_")
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compiled_gluon"],
-        input=json.dumps([asdict(variant) for variant in variants]),
-        cwd=TESTS_ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return {
-        variant: Compiled(**found) for variant, found in zip(variants, json.loads(done.stdout), strict=True)
-    }
+    found = run_module("compiled_gluon", given=json.dumps([asdict(variant) for variant in variants]))
+    return {variant: Compiled(**row) for variant, row in zip(variants, found, strict=True)}
 
 
 def _compile(variant: Variant) -> Compiled:
@@ -92,18 +71,11 @@ def _compile(variant: Variant) -> Compiled:
     else:
         source = ASTSource(kernel, signature, values, aligned)
     found = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-    return Compiled(found.metadata.shared, _stack(found.asm["cubin"]), found.asm["ptx"])
-
-
-def _stack(cubin: bytes) -> int:
-    import triton
-
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(found.asm["cubin"])
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"STACK:(\d+)", usage)[1])
+        _, stack = resources(Path(file.name))
+    return Compiled(found.metadata.shared, stack, found.asm["ptx"])
 
 
 def _constants(variant: Variant) -> dict[str, object]:

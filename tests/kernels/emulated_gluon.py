@@ -184,10 +184,7 @@ class Emulator:
         hopper = SimpleNamespace(
             fence_async_shared=self.fence,
             mbarrier=SimpleNamespace(
-                MBarrierLayout=lambda: 1,
-                init=self.init,
-                expect=self.expect,
-                wait=self.wait,
+                MBarrierLayout=lambda: 1, init=self.init, expect=self.expect, wait=self.wait
             ),
             tma=SimpleNamespace(async_load=self.copy),
             warpgroup_mma=self.mma,

@@ -1,8 +1,7 @@
 """`precompile` for an H100 on any machine; prints as JSON each kernel (its name, whether Triton's
 cache had it, whether the main thread compiled it), and what failed.
 
-In a process of its own, since the tests may have had Triton interpret kernels, and with a driver that only
-says which GPU it stands for.
+In another process, with a driver that only says which GPU it stands for.
 """
 
 import json
@@ -11,24 +10,10 @@ import threading
 import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
 from fla_train.kernels.cached_launch import run_kernel
 from fla_train.kernels.precompile import precompile
-
-
-class Hopper:
-    """The part of a driver that compilation asks."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+from tests.kernels.other_process import pretend_driver
 
 
 @triton.jit
@@ -70,8 +55,7 @@ class Double(torch.autograd.Function):
 
 
 def main() -> None:
-    driver.set_active(Hopper())
-    torch.cuda.current_device = lambda: 0
+    pretend_driver(90)
     compiled: list[tuple[str, bool, bool]] = []
 
     def listener(*, metadata: dict, cache_hit: bool, **_: object) -> None:

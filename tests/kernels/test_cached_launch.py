@@ -27,9 +27,7 @@ class Kernel(triton.JITFunction):
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., dict]:
         def compile_and_launch(**arguments: object) -> dict:
             self.compiled.append(arguments)
-            return {
-                (*grid, 1, 1)[:3]: lambda *found: self.launched.append((found, arguments)),
-            }
+            return {(*grid, 1, 1)[:3]: lambda *found: self.launched.append((found, arguments))}
 
         return compile_and_launch
 

@@ -26,8 +26,7 @@ FEW = [dataclasses.replace(case, tokens=20) for case in CASES if case.documents 
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype"),
-    [("recurrent", torch.bfloat16), ("chunk", torch.bfloat16), ("chunk", torch.float32)],
+    ("backend", "dtype"), [("recurrent", torch.bfloat16), ("chunk", torch.bfloat16), ("chunk", torch.float32)]
 )
 def test_sound_backends_pass(backend, dtype):
     report = check_backend(backend, "cpu", dtype)

@@ -6,11 +6,7 @@ from torch import Tensor
 
 from fla_train.kernels.delta_product import delta_product
 from fla_train.kernels.delta_product.selfcheck import evaluate
-from tests.kernels.helpers import (
-    assert_matches_definition,
-    differentiable,
-    random_inputs,
-)
+from tests.kernels.helpers import assert_matches_definition, differentiable, random_inputs
 
 GATES = {
     "none": {},

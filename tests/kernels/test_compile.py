@@ -1,6 +1,6 @@
 """Under torch.compile: one graph without a break, the numbers of the eager call, and sound registrations."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 import pytest
@@ -20,13 +20,7 @@ from fla_train.kernels.fused_ops import (
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def compiled(function: Callable, dynamic: bool = False) -> Callable:
@@ -65,10 +59,7 @@ def operator_inputs(
 
 @pytest.mark.parametrize(
     "case",
-    [
-        {"alpha": (0.5, 1.0), "initial_state": True},
-        {"documents": (0, 0, 3, 9)},
-    ],
+    [{"alpha": (0.5, 1.0), "initial_state": True}, {"documents": (0, 0, 3, 9)}],
     ids=["gated", "packed"],
 )
 def test_the_operator(backend, case):

@@ -187,9 +187,9 @@ def test_split_inference_and_recomputation_equal_training(
     assert torch.equal(trained[0], again[0]) and torch.equal(trained[1], again[1])
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_a_split_call_compiles_to_one_graph(split_into: Callable[[int], None]) -> None:
     split_into(1)
-    torch._dynamo.reset()
     (q, k, v, beta, g, state), do, _ = make_inputs(Case(num_householder=16, tokens=14), DEVICE)
     k.requires_grad_()
 

@@ -110,11 +110,7 @@ def test_gpu_gates_that_are_nan_show(dim: int) -> None:
             torch.float32,
             "key dimension of at most 128 .* choose bfloat16 or backend=chunk",
         ),
-        (
-            Case(tokens=1, key_dim=257),
-            torch.bfloat16,
-            "key dimension of at most 256 .* choose backend=chunk",
-        ),
+        (Case(tokens=1, key_dim=257), torch.bfloat16, "key dimension of at most 256 .* choose backend=chunk"),
     ],
 )
 def test_unsupported_requests_name_the_fault(case: Case, dtype: torch.dtype, message: str) -> None:

@@ -1,7 +1,5 @@
 """The models under torch.compile: no graph break, and loss and gradients are those of the eager model."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from small_models import small_config
@@ -9,13 +7,7 @@ from small_models import small_config
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
 
 CUDA = torch.cuda.is_available()
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def loss_and_gradients(model: torch.nn.Module, run: object, autocast: bool, **inputs) -> torch.Tensor:

@@ -12,11 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fla_train.cli.app import compose
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM, build_config, model_schema
-from fla_train.models.flops import (
-    count_parameters,
-    flops_per_token,
-    training_memory_bytes,
-)
+from fla_train.models.flops import count_parameters, flops_per_token, training_memory_bytes
 
 
 def test_all_errors_are_reported_together():

@@ -193,6 +193,7 @@ def test_a_static_cache_gives_what_a_growing_one_does(build, tokens, variant):
     assert torch.equal(model.generate(**beams, cache_implementation="static"), model.generate(**beams))
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @every_variant
 @torch.no_grad()
 def test_generation_by_a_compiled_forward(build, tokens, variant):
@@ -205,12 +206,10 @@ def test_generation_by_a_compiled_forward(build, tokens, variant):
 
     compiled = CompileConfig(fullgraph=True, dynamic=False, backend=backend, mode=None)
     compiled._compile_all_devices = True  # not only GPUs
-    torch._dynamo.reset()
     settings = GREEDY | {"max_new_tokens": 3}
     found = model.generate(tokens, cache_implementation="static", compile_config=compiled, **settings)
     assert torch.equal(found, model.generate(tokens, **settings))
     assert len(graphs) == (1 if model.config.sliding_window is None else 2)
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("filled", [False, True])

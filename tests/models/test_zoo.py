@@ -28,12 +28,7 @@ OF_FLA = ("gla", "retnet", "rwkv7", "hgrn2", "mesa_net", "gated_deltanet", "kda"
 
 def node(model_type: str, source: str = "hf", **config: Any) -> dict[str, Any]:
     sizes = {"hidden_size": 64, "num_hidden_layers": 2}
-    return {
-        "source": source,
-        "model_type": model_type,
-        "config": sizes | config,
-        "vocab_size": VOCABULARY,
-    }
+    return {"source": source, "model_type": model_type, "config": sizes | config, "vocab_size": VOCABULARY}
 
 
 ATTENTION = {"num_attention_heads": 4, "intermediate_size": 96}

@@ -7,13 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fla_train.tasks import (
-    IGNORE,
-    MQAR,
-    MQARSetting,
-    Tally,
-    tally_by,
-)
+from fla_train.tasks import IGNORE, MQAR, MQARSetting, Tally, tally_by
 from fla_train.tasks.draws import draw, stream_keys, weighted_without_replacement, without_replacement
 
 HARDEST = [MQARSetting(512, 64)]  # each as configs/experiment/mqar has it

@@ -38,11 +38,7 @@ NCCL = (
         (Interrupted("no answer"), "no answer", False),
         (RankHung("no progress"), "no progress", False),
         (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device", False),
-        (
-            RuntimeError("CUDA error: an illegal memory access was encountered"),
-            "RuntimeError: CUDA",
-            False,
-        ),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), "RuntimeError: CUDA", False),
         (RuntimeError("CUDA error: uncorrectable ECC error encountered"), "RuntimeError: CUDA", False),
         (torch.distributed.DistBackendError("NCCL error: remote process exited"), "DistBackendError", False),
     ],

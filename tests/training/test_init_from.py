@@ -73,11 +73,7 @@ def test_fine_tuning_on_other_text_with_two_ranks(
 
 
 def test_weights_of_the_hub(
-    make_config: Make,
-    warm_ranks: WarmRanks,
-    whole: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    make_config: Make, warm_ranks: WarmRanks, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """In the Hub's cache layout, on disk, without a network."""
     repository = tmp_path / "cache" / "models--somebody--a-model"

@@ -170,10 +170,7 @@ def test_training_is_the_same_to_the_bit(
     same losses, same weights, and the suites' results besides.
     """
     options = ["suite.perplexity.lengths=[16,32]", "suite.perplexity.bucket=16", *riddles]
-    suite = [
-        *("trainer.suite_every=2", "trainer.suite=demo"),
-        f"trainer.suite_options={json.dumps(options)}",
-    ]
+    suite = [*("trainer.suite_every=2", "trainer.suite=demo"), f"trainer.suite_options={json.dumps(options)}"]
     metrics, weights = {}, {}
     for name, more in (("plain", []), ("suites", suite)):
         config = make_config(f"run.dir={tmp_path / name}", "trainer.max_steps=5", "launch.device=cpu", *more)
