@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -93,6 +94,7 @@ def train(
 
     from fla_train.data.cache import open_prepared
     from fla_train.training.config import with_processes
+    from fla_train.training.model import build_model
     from fla_train.training.process_group import join
     from fla_train.training.resume import agree_on_checkpoint
     from fla_train.training.run_data import task_data
@@ -109,15 +111,20 @@ def train(
     lock = RunLock(folder) if dist.get_rank() == 0 else None
     log = partial(log_both, console)
     with closing(lock) if lock else nullcontext():
-        if config.trainer.check_backend and os.environ["LOCAL_RANK"] == "0":
-            _check_backend(config, log)
-            timeline.mark("backend check")
         resume = agree_on_checkpoint(config, folder, log)
+        # Drawing the weights takes one core for seconds. The check leaves the global random state alone.
+        with ThreadPoolExecutor(1, "model") as thread:
+            building = thread.submit(build_model, config, data, resumed=resume is not None)
+            if config.trainer.check_backend and os.environ["LOCAL_RANK"] == "0":
+                _check_backend(config, log)
+                timeline.mark("backend check")
+            model = building.result()
+        timeline.mark("model")
         if lock is not None:
             folder.sweep()
             _record(given, config, data, folder, resume, log)
         timeline.mark("run folder")
-        finished = Trainer(config, data, resume, console, watchdog, request, lock, timeline).run()
+        finished = Trainer(config, data, model, resume, console, watchdog, request, lock, timeline).run()
     watchdog.close()
     return finished
 

@@ -1,5 +1,5 @@
 """`precompile` for an H100 on any machine; prints as JSON each kernel (its name, whether Triton's
-cache had it, whether the main thread compiled it), and what failed.
+cache had it, whether the main thread compiled it), which were loaded where, and what failed.
 
 In a process of its own, since the tests may have had Triton interpret kernels, and with a driver that only
 says which GPU it stands for.
@@ -19,7 +19,21 @@ from fla_train.kernels.precompile import precompile
 
 
 class Hopper:
-    """The part of a driver that compilation asks."""
+    """The part of a driver that compilation and loading ask. What is loaded is counted."""
+
+    def __init__(self) -> None:
+        self.utils = self
+        self.loaded: list[tuple[str, bool]] = []  # name, whether by the main thread
+
+    def launcher_cls(self, source: object, metadata: object) -> object:
+        return self
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 227 << 10}
+
+    def load_binary(self, name: str, *_: object) -> tuple[object, object, int, int, int]:
+        self.loaded.append((name, threading.current_thread() is threading.main_thread()))
+        return self, self, 32, 0, 1024
 
     def get_current_device(self) -> int:
         return 0
@@ -70,8 +84,9 @@ class Double(torch.autograd.Function):
 
 
 def main() -> None:
-    driver.set_active(Hopper())
-    torch.cuda.current_device = lambda: 0
+    gpu = Hopper()
+    driver.set_active(gpu)
+    torch.cuda.current_device, torch.cuda.set_device = lambda: 0, lambda device: None
     compiled: list[tuple[str, bool, bool]] = []
 
     def listener(*, metadata: dict, cache_hit: bool, **_: object) -> None:
@@ -103,6 +118,7 @@ def main() -> None:
         json.dumps(
             {
                 "compiled": first,
+                "loaded": sorted(gpu.loaded),
                 "again": len(compiled) - len(first),
                 "failed": failed,
                 "tuned": tuned,

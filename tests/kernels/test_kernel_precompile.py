@@ -26,6 +26,7 @@ def test_kernels_of_both_passes_are_compiled_once_in_threads_and_not_launched(tm
         assert done.returncode == 0, done.stderr[-2000:]
         assert json.loads(done.stdout) == {
             "compiled": [[f"{name}_kernel", cached, False] for name in ("double", "double", "halve")],
+            "loaded": [[f"{name}_kernel", False] for name in ("double", "double", "halve")],
             "again": 0,
             "failed": True,  # at its launch
             "tuned": False,
