@@ -230,6 +230,7 @@ class Trainer:
         if first:
             self.timeline.mark(f"step {step}")
             self.logger.log(f"start        {self.timeline}")
+            self.checkpoints.reserve()
         self.unread.append((step, rate, outcome))
         self.state.step = step
         self.state.sequences += self.batches.global_batch
