@@ -24,7 +24,7 @@ from fla_train.training.log import log_both, redirect_output
 from fla_train.training.preemption import EXIT_CODE, StopRequest
 from fla_train.utils.filesystem import write_whole
 from fla_train.utils.import_ahead import wait_for_arguments
-from fla_train.utils.processes import die_with_parent
+from fla_train.utils.processes import die_with_parent, end_without_collecting
 from fla_train.utils.timeline import BEGAN, Timeline
 from fla_train.utils.watchdog import Watchdog, end_process
 
@@ -191,11 +191,11 @@ def _record(
 
 def main() -> None:
     die_with_parent(int(os.environ["FLA_TRAIN_LAUNCHER"]))
+    end_without_collecting()
     request = StopRequest()  # before the imports, which take seconds
-    if len(sys.argv) == 1:
-        wait_for_arguments()
+    given = wait_for_arguments() if len(sys.argv) == 1 else time.time()
     timeline = Timeline(float(os.environ[BEGAN]))
-    timeline.mark("launcher")
+    timeline.mark("launcher", at=given)
     config_file, data = map(Path, sys.argv[1:])
     from fla_train.training.config import load_config
 

@@ -9,6 +9,7 @@ import ctypes
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -70,7 +71,7 @@ def start_worker(command: Sequence[str], environment: Mapping[str, str]) -> Pope
         while _waiting:
             worker, own = _waiting.pop(0)
             if worker.poll() is None and all(own.get(name) == environment.get(name) for name in CPU_ONLY):
-                message = json.dumps([command[len(COMMAND) :], dict(environment)])
+                message = json.dumps([command[len(COMMAND) :], dict(environment), time.time()])
                 with suppress(BrokenPipeError):  # it has died, which the agent sees
                     worker.stdin.write(message.encode() + b"\n")
                     worker.stdin.close()
@@ -84,8 +85,12 @@ def _end(worker: Popen) -> None:
     worker.communicate()
 
 
-def wait_for_arguments() -> None:
-    """In such a worker: import, open the GPU, then take arguments and environment from the launcher."""
+def wait_for_arguments() -> float:
+    """In such a worker: import, open the GPU, then take arguments and environment from the launcher.
+
+    Returns:
+        Unix time at which the launcher gave them.
+    """
     opening = Thread(target=_open_gpu, daemon=True)
     opening.start()
     for name in AHEAD:
@@ -95,11 +100,12 @@ def wait_for_arguments() -> None:
     line = sys.stdin.readline()
     if not line:
         sys.exit()  # the launcher has ended
-    sys.argv[1:], environment = json.loads(line)
+    sys.argv[1:], environment, given = json.loads(line)
     os.environ.clear()
     os.environ.update(environment)
     if (torch := sys.modules.get("torch")) is not None:  # which has read the variable already
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    return given
 
 
 def _open_gpu() -> None:
