@@ -47,9 +47,9 @@ class _CompileAndLoad(ThreadPoolExecutor):
         device = torch.cuda.current_device()  # in a new thread it is the first
         super().__init__(threads, initializer=torch.cuda.set_device, initargs=(device,))
 
-    def submit(self, compile: Callable[[], Any]) -> Future:
+    def submit(self, job: Callable[[], Any]) -> Future:
         def work() -> Any:
-            kernel = compile()
+            kernel = job()
             _ = kernel.run  # it is made, and the kernel loaded, when first asked for
             return kernel
 

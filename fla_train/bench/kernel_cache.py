@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from fla_train.data.config import DataConfig, TokenizerConfig
-from fla_train.hub.pushes import HubConfig
 from fla_train.models import DeltaProductConfig
 from fla_train.training.config import AUTO, LoggerConfig, RunConfig, TrainConfig, WandbConfig
 from fla_train.training.launch import TrainingFailed, launch
@@ -63,7 +62,7 @@ def _short(config: TrainConfig, scratch: Path) -> TrainConfig:
         trainer=trainer,
         launch=replace(config.launch, num_processes=parallel, num_machines=1, machine_rank=None),
         logger=LoggerConfig(wandb=WandbConfig(mode="disabled", project=""), tensorboard=False),
-        hub=HubConfig(),
+        hub=replace(config.hub, repo_id=None, push_every=0),
         run=RunConfig(dir=str(scratch / "run")),
         init_from=None,
         **({} if config.task is not None else _made_up_text(config, scratch)),
