@@ -24,6 +24,7 @@ AHEAD = ("fla_train.models.modeling", "fla_train.training.trainer", "accelerate"
 CPU_ONLY = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}  # DeepSpeed reads it when it is imported
 GPU = "FLA_TRAIN_GPU"  # environment variable: the number of the GPU that a waiting worker opens
 LONGEST_OPENING = 60.0  # seconds
+DEVICES = Path("/dev")
 
 _waiting: list[tuple[Popen, dict[str, str]]] = []  # processes and their environments, the next one first
 
@@ -56,8 +57,10 @@ def importing_workers(overrides: Sequence[str] = ()) -> Iterator[None]:
 
 
 def _count_gpus() -> int:
-    """How many NVIDIA GPUs torch is likely to find, before it is imported."""
-    there = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    """How many GPUs torch is likely to find, before it is imported: one under WSL (dxg) or of AMD (kfd)."""
+    there = len(list(DEVICES.glob("nvidia[0-9]*"))) or len(
+        list(DEVICES.glob("dxg")) + list(DEVICES.glob("kfd"))
+    )
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     return there if listed is None else min(there, len([name for name in listed.split(",") if name]))
 

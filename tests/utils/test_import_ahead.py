@@ -70,6 +70,21 @@ def test_as_many_workers_wait_as_the_command_names_while_cores_last():
                 assert len(set(psutil.Process().children()) - before) == expected
 
 
+def test_a_worker_waits_for_each_gpu_that_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr("fla_train.utils.import_ahead.DEVICES", tmp_path)
+    monkeypatch.setattr("fla_train.utils.import_ahead.available_cores", lambda: 8)
+    for visible, expected in ((None, 3), ("1,2", 2), ("", 1)):
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        before = set(psutil.Process().children())
+        with importing_workers():
+            assert len(set(psutil.Process().children()) - before) == expected
+
+
 def test_other_commands_are_started_and_the_waiting_worker_ends_with_the_block():
     with waiting_worker() as waiting:
         other = start_worker([sys.executable, "-c", "raise SystemExit(3)"], os.environ)
