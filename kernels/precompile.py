@@ -3,11 +3,12 @@
 Triton compiles a kernel at its first launch, for seconds, and one after another. Here the work is run once
 without launches, which takes milliseconds and tells every kernel with its specialization; Triton's
 `AsyncCompileMode` compiles them in threads. The compiler's passes release Python's lock, and `ptxas` is a
-process of its own.
+process of its own. Each thread also loads its kernel on the device, for which Triton 3.6 compiles a launcher
+in C: half a second that the first launch would take otherwise.
 """
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,12 +32,28 @@ def precompile(work: Callable[[], object], threads: int) -> None:
         RuntimeError: `work` calls a kernel that tunes itself (`triton.autotune`), which needs its times.
     """
     with (
-        ThreadPoolExecutor(threads) as pool,
+        _CompileAndLoad(threads) as pool,
         triton.AsyncCompileMode(pool, ignore_errors=True),
         _without_launches(),
         torch.autograd.set_multithreading_enabled(False),  # the mode holds in this thread only
     ):
         work()
+
+
+class _CompileAndLoad(ThreadPoolExecutor):
+    """Threads that run Triton's jobs, each of which returns a kernel, and load the kernel on this device."""
+
+    def __init__(self, threads: int):
+        device = torch.cuda.current_device()  # in a new thread it is the first
+        super().__init__(threads, initializer=torch.cuda.set_device, initargs=(device,))
+
+    def submit(self, job: Callable[[], Any]) -> Future:
+        def work() -> Any:
+            kernel = job()
+            _ = kernel.run  # it is made, and the kernel loaded, when first asked for
+            return kernel
+
+        return super().submit(work)
 
 
 @contextmanager

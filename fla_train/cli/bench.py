@@ -1,6 +1,6 @@
 """`fla-bench`: how fast the operator and the training step are on this machine, beside their peers.
 
-`fla-bench tune` makes the operator faster on it.
+`fla-bench tune` makes the operator faster on it, `fla-bench precompile` the start of a run.
 
     fla-bench kernels                                         # the shapes of docs/dev/kernels.md on a GPU
     fla-bench kernels --batch 2 --tokens 1024 --heads 4 --head-dim 64 --num-householder 1 2 --peers
@@ -10,6 +10,7 @@
     fla-bench attention --tokens 2048 8192 32768              # windows and packed documents by length
     fla-bench tune --head-dim 128 --num-householder 1 2              # launch options for this GPU, to a file
     fla-bench train --peers llama -- model=gated_delta_product/340m trainer.seq_len=2048
+    fla-bench precompile --folder /opt/kernels -- model=gated_delta_product/340m data=fineweb
     fla-bench scaling --folder runs/scaling --gpus 1 2 4 -- data=fineweb
     fla-bench evaluation MIRROR TOKENIZER                     # lm-eval tasks beside HFLM
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -192,6 +193,18 @@ def _tune(request: argparse.Namespace) -> None:
             clear_caches()
 
 
+def _precompile(request: argparse.Namespace) -> None:
+    from fla_train.bench.kernel_cache import precompile_run
+
+    if _device().type != "cuda":
+        raise ValueError("precompile needs a GPU of the kind that will train: kernels are compiled for it")
+    began = time.monotonic()
+    kernels = precompile_run(_train_config(request.overrides), request.folder)
+    seconds = time.monotonic() - began
+    print(f"{kernels} kernels in {request.folder.resolve()}, after {seconds:.0f} s")
+    print(f"In a container, with this folder at the same path: TRITON_CACHE_DIR={request.folder.resolve()}")
+
+
 def _train_config(overrides: Sequence[str]):
     from fla_train.training.config import register, to_config
 
@@ -229,6 +242,7 @@ COMMANDS = {
     "attention": _attention,
     "train": _train,
     "tune": _tune,
+    "precompile": _precompile,
     "scaling": _scaling,
     "evaluation": _evaluation,
 }

@@ -32,6 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     attention = command("attention", "softmax attention, windows and packed documents against the length")
     train = command("train", "optimizer steps on random tokens, with their parts")
     tune = command("tune", "find the fastest launch options of the Triton kernels")
+    precompile = command("precompile", "compile the kernels of a training run into a folder for containers")
     scaling = command("scaling", "fla-train on several numbers of GPUs, beside plain DDP")
     evaluation = command("evaluation", "answers to lm-eval tasks beside HFLM")
 
@@ -59,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     for add in (kernels, fused_ops, train):
         add("--peak-tflops", type=float, help="ceiling of matrix products")
         add("--bandwidth", type=float, help="ceiling of the memory in TB/s")
-    for add in (train, scaling):
+    for add in (train, precompile, scaling):
         add("overrides", nargs="*", help="of configs/train.yaml, as for fla-train")
 
     switch = argparse.BooleanOptionalAction
@@ -99,6 +100,8 @@ def build_parser() -> argparse.ArgumentParser:
     tune("--head-dim", type=positive, nargs="+", default=[128], help="K")
     tune("--dtype", choices=("bf16", "fp16"), default="bf16", help="of q, k and v")
     tune("--file", type=Path, help="of the table (default: the one that training reads)")
+
+    precompile("--folder", type=Path, required=True, help="Triton's cache; containers need it at this path")
 
     scaling("--folder", type=Path, required=True, help="new: for runs and logs")
     scaling("--gpus", type=positive, nargs="+", default=[1, 2, 4, 8])

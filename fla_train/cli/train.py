@@ -14,7 +14,8 @@ from omegaconf import DictConfig
 
 from fla_train.cli.app import INTERRUPTED, LeftOut, SweepJob, fail, leave, run_hydra, sweep_job
 from fla_train.cli.base import with_base
-from fla_train.utils.import_ahead import importing_worker
+from fla_train.utils.import_ahead import importing_workers
+from fla_train.utils.processes import end_without_collecting
 from fla_train.utils.ranks import is_rank
 from fla_train.utils.timeline import BEGAN, process_start
 
@@ -103,7 +104,8 @@ def register() -> None:
 def main() -> None:
     """Console command."""
     os.environ[BEGAN] = str(process_start())
-    with importing_worker() if _trains_once(sys.argv[1:]) else nullcontext():
+    end_without_collecting()
+    with importing_workers(sys.argv[1:]) if _trains_once(sys.argv[1:]) else nullcontext():
         run_hydra("train", register, train, extend)
 
 

@@ -6,6 +6,7 @@ documents in the same order each time.
 
 import hashlib
 import importlib.metadata
+import os
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -83,16 +84,16 @@ def _stdlib() -> Source:
     root = Path(sysconfig.get_path("stdlib"))
     documents: list[Document] = []
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(_own_modules(root)):
         name = path.relative_to(root).as_posix()
-        if "site-packages" in name or "dist-packages" in name:
-            continue
+        content = path.read_bytes()
         try:
-            text = path.read_bytes().decode("utf-8")
+            text = content.decode("utf-8")
         except UnicodeDecodeError:  # a few of the library's tests are broken on purpose
             continue
         documents.append({"text": text, "id": name})
-        digest.update(f"{name}\0{len(text)}\0{text}".encode())
+        digest.update(f"{name}\0{len(text)}\0".encode())
+        digest.update(content)
     if not documents:
         raise ValueError(
             f"no .py files in {root}; install Python's standard library as sources, or use data=local"
@@ -105,6 +106,13 @@ def _stdlib() -> Source:
 
     size = sum(len(d["text"]) for d in documents)
     return Source(description, lambda: size, chunks)
+
+
+def _own_modules(root: Path) -> Iterator[Path]:
+    """The Python files of the standard library. Installed packages, perhaps many more, lie in its folder."""
+    for folder, inner, files in os.walk(root):
+        inner[:] = [name for name in inner if not ("site-packages" in name or "dist-packages" in name)]
+        yield from (Path(folder, name) for name in files if name.endswith(".py"))
 
 
 def _gathered(documents: Iterator[Document], after: Callable[[int], Cursor]) -> Iterator[TextChunk]:

@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -93,9 +94,11 @@ def export_model(
         mode = (aside / TRAINING_FILE).stat().st_mode
         for file in aside.glob("*.safetensors"):
             file.chmod(mode)
-        if validate:
-            _load_back(model, weights, aside, dtype, translation)
-        write_checksums(aside)
+        with ThreadPoolExecutor(1) as thread:
+            hashing = thread.submit(write_checksums, aside)
+            if validate:
+                _load_back(model, weights, aside, dtype, translation)
+            hashing.result()
     return folder
 
 

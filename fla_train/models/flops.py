@@ -12,8 +12,7 @@ from torch import nn
 
 from fla_train.models import layer_sizes
 from fla_train.models.configuration import DeltaProductConfig
-from fla_train.models.layer_sizes import CHUNK
-from fla_train.models.loss import CHUNK_ELEMENTS
+from fla_train.models.layer_sizes import CHUNK, CHUNK_ELEMENTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,8 +1,9 @@
-"""Parameters and training FLOPs of one DeltaProduct mixer, from its config without building it."""
+"""Parameters and training FLOPs of one DeltaProduct mixer from its config, and sizes of chunks."""
 
 from fla_train.models.configuration import DeltaProductConfig
 
 CHUNK = 64  # M: Householder steps (tokens x n_h) per chunk of the operator
+CHUNK_ELEMENTS = 2**25  # logits held at once by the loss, at 8 bytes each
 
 
 def matmul_weights(config: DeltaProductConfig) -> int:

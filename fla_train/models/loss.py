@@ -5,8 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fla_train.kernels.fused_ops import IGNORE, consume_logits, resolve_backend
-
-CHUNK_ELEMENTS = 2**25  # logits held at once at 8 bytes each
+from fla_train.models.layer_sizes import CHUNK_ELEMENTS
 
 
 def next_tokens(labels: Tensor) -> Tensor:

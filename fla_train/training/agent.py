@@ -53,7 +53,7 @@ from fla_train.training.process_group import (
     is_own_address,
 )
 from fla_train.training.worker import FINAL
-from fla_train.utils.import_ahead import start_worker
+from fla_train.utils.import_ahead import CPU_ONLY, start_worker
 from fla_train.utils.processes import available_cores
 from fla_train.utils.timeline import BEGAN
 
@@ -367,7 +367,7 @@ def _environment(launch: LaunchConfig, began: float | None) -> Iterator[None]:
     # Threads that spin while they wait slow a shared CPU down several times over.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if launch.device == "cpu":
-        os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        os.environ |= CPU_ONLY
     try:
         yield
     finally:

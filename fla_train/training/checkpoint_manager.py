@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from torch import Tensor
 
 from fla_train.training.async_writer import AsyncWriter, Job
 from fla_train.training.checkpoint import (
@@ -36,6 +37,7 @@ from fla_train.utils.filesystem import reason
 from fla_train.utils.random_states import random_states
 from fla_train.utils.staging_buffer import Segment, StagingBuffer
 
+BESIDES = 1 << 20  # bytes of a checkpoint besides weights and optimizer state, and of gaps between tensors
 VERSIONS = ("torch", "deepspeed", "accelerate", "transformers")
 
 
@@ -104,6 +106,14 @@ class CheckpointManager:
         self._run = self._gather(secrets.token_hex(4))[0]
         self._attempts = count()
         self._hook = engine.optimizer.optimizer.register_step_pre_hook(lambda *_: self.finish_copy())
+
+    def reserve(self) -> None:
+        """Have host memory for the first save ready beside training; after an optimizer step."""
+        tensors = [x for state in self._engine.optimizer.optimizer.state.values() for x in state.values()]
+        if self._rank == 0:  # which saves the model, too
+            tensors += self._engine.module.state_dict().values()
+        size = sum(x.numel() * x.element_size() for x in tensors if isinstance(x, Tensor))
+        self._staging.reserve(size + BESIDES)
 
     def save(self, state: TrainState, states: dict[str, Any] | None = None) -> float:
         """Start to write a checkpoint of now; returns the seconds training stood still.

@@ -15,7 +15,6 @@ from fla_train.data.dataset import Dataset
 from fla_train.data.open_dataset import open_contiguous, open_train
 from fla_train.data.sampler import Batch, PackedDataset, send
 from fla_train.kernels.context_parallel import ContextGroup, ContextPart
-from fla_train.models.loss import next_tokens
 from fla_train.tasks import Task, TaskConfig, curriculum_tasks, training_task
 from fla_train.training.config import TrainConfig
 
@@ -91,6 +90,8 @@ def to_batch(read: Tensor | Batch, device: torch.device, context: ContextGroup |
 
 def split_batch(whole: Batch, context: ContextGroup) -> Batch:
     """This rank's part of rows [B, T] that the ranks of `context` share; T is a multiple of their number."""
+    from fla_train.models.loss import next_tokens  # imports Triton, which the launcher does not need
+
     length = whole.input_ids.shape[1] // context.size
     own = slice(context.rank * length, (context.rank + 1) * length)
     return whole._replace(

@@ -9,6 +9,7 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from fla_train.data.cache import PreparedData
 from fla_train.data.sampler import BatchSampler, PrefetchLoader
@@ -26,7 +27,7 @@ from fla_train.training.initial_states import InitialStates
 from fla_train.training.load_checkpoint import load_checkpoint
 from fla_train.training.log import RunLogger
 from fla_train.training.metrics import step_statistics, to_host
-from fla_train.training.model import Exporter, build_model
+from fla_train.training.model import Exporter
 from fla_train.training.optimizer import learning_rate
 from fla_train.training.plan import training_flops
 from fla_train.training.preemption import StopRequest
@@ -49,6 +50,7 @@ class Trainer:
 
     Args:
         data: prepared text, or a task's `TaskData`.
+        model: with the weights to start from, on the CPU; on `resume` those of the checkpoint replace them.
         resume: checkpoint to start from; None: the beginning.
         stream: where rank 0 shows progress.
         watchdog: gets a beat with each progress.
@@ -61,6 +63,7 @@ class Trainer:
         self,
         config: TrainConfig,
         data: PreparedData,
+        model: PreTrainedModel,
         resume: Path | None,
         stream: TextIO,
         watchdog: Watchdog,
@@ -72,8 +75,6 @@ class Trainer:
         self.config, self.watchdog, self.request, self.lock = config, watchdog, request, lock
         self.folder = RunFolder(Path(config.run.dir))
         self.timeline = timeline or Timeline()  # of the start, then of the end
-        model = build_model(config, data, resumed=resume is not None)
-        self.timeline.mark("model")
         self.engine = build_engine(model, config)
         self.timeline.mark("engine")
         self.rank, world = dist.get_rank(), dist.get_world_size()
@@ -229,6 +230,7 @@ class Trainer:
         if first:
             self.timeline.mark(f"step {step}")
             self.logger.log(f"start        {self.timeline}")
+            self.checkpoints.reserve()
         self.unread.append((step, rate, outcome))
         self.state.step = step
         self.state.sequences += self.batches.global_batch

@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -23,7 +24,7 @@ from fla_train.training.log import log_both, redirect_output
 from fla_train.training.preemption import EXIT_CODE, StopRequest
 from fla_train.utils.filesystem import write_whole
 from fla_train.utils.import_ahead import wait_for_arguments
-from fla_train.utils.processes import die_with_parent
+from fla_train.utils.processes import die_with_parent, end_without_collecting
 from fla_train.utils.timeline import BEGAN, Timeline
 from fla_train.utils.watchdog import Watchdog, end_process
 
@@ -93,6 +94,7 @@ def train(
 
     from fla_train.data.cache import open_prepared
     from fla_train.training.config import with_processes
+    from fla_train.training.model import build_model
     from fla_train.training.process_group import join
     from fla_train.training.resume import agree_on_checkpoint
     from fla_train.training.run_data import task_data
@@ -109,15 +111,20 @@ def train(
     lock = RunLock(folder) if dist.get_rank() == 0 else None
     log = partial(log_both, console)
     with closing(lock) if lock else nullcontext():
-        if config.trainer.check_backend and os.environ["LOCAL_RANK"] == "0":
-            _check_backend(config, log)
-            timeline.mark("backend check")
         resume = agree_on_checkpoint(config, folder, log)
+        # Drawing the weights takes one core for seconds. The check leaves the global random state alone.
+        with ThreadPoolExecutor(1, "model") as thread:
+            building = thread.submit(build_model, config, data, resumed=resume is not None)
+            if config.trainer.check_backend and os.environ["LOCAL_RANK"] == "0":
+                _check_backend(config, log)
+                timeline.mark("backend check")
+            model = building.result()
+        timeline.mark("model")
         if lock is not None:
             folder.sweep()
             _record(given, config, data, folder, resume, log)
         timeline.mark("run folder")
-        finished = Trainer(config, data, resume, console, watchdog, request, lock, timeline).run()
+        finished = Trainer(config, data, model, resume, console, watchdog, request, lock, timeline).run()
     watchdog.close()
     return finished
 
@@ -184,11 +191,11 @@ def _record(
 
 def main() -> None:
     die_with_parent(int(os.environ["FLA_TRAIN_LAUNCHER"]))
+    end_without_collecting()
     request = StopRequest()  # before the imports, which take seconds
-    if len(sys.argv) == 1:
-        wait_for_arguments()
+    given = wait_for_arguments() if len(sys.argv) == 1 else time.time()
     timeline = Timeline(float(os.environ[BEGAN]))
-    timeline.mark("launcher")
+    timeline.mark("launcher", at=given)
     config_file, data = map(Path, sys.argv[1:])
     from fla_train.training.config import load_config
 

@@ -1,63 +1,123 @@
-"""A worker that imports while the launcher still composes and checks the config.
+"""Workers that import while the launcher still composes and checks the config.
 
-Torch, models and trainer take seconds to import, in the launcher and again in a worker. `importing_worker`
-starts one worker with the command; `start_worker` gives it its arguments once they are known. The other
-workers, and those of a restart, import when they are started.
+Torch, models and trainer take seconds to import, in the launcher and again in a worker. `importing_workers`
+starts the workers with the command, as many as it is likely to need; `start_worker` gives the next one its
+arguments once they are known. Those of a restart import when they are started.
 """
 
+import ctypes
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from pathlib import Path
 from subprocess import PIPE, Popen
+from threading import Thread
+
+from fla_train.utils.processes import available_cores
 
 COMMAND = [sys.executable, "-m", "fla_train.training.worker"]
-# Not the engine: DeepSpeed chooses the device when it is imported.
-AHEAD = ("fla_train.models.modeling", "fla_train.training.model")
+AHEAD = ("fla_train.models.modeling", "fla_train.training.trainer", "accelerate")
+CPU_ONLY = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}  # DeepSpeed reads it when it is imported
+GPU = "FLA_TRAIN_GPU"  # environment variable: the number of the GPU that a waiting worker opens
+LONGEST_OPENING = 60.0  # seconds
+DEVICES = Path("/dev")
 
-_waiting: Popen | None = None
+_waiting: list[tuple[Popen, dict[str, str]]] = []  # processes and their environments, the next one first
 
 
 @contextmanager
-def importing_worker() -> Iterator[None]:
-    """Inside, a worker imports and waits for `start_worker`. One that is not needed ends with the block."""
-    global _waiting
+def importing_workers(overrides: Sequence[str] = ()) -> Iterator[None]:
+    """Inside, workers import and wait for `start_worker`. Those that are not needed end with the block.
+
+    Args:
+        overrides: of the command. Those of `launch` tell how many workers to expect, and on what device;
+            without them it is one for each GPU, or one on the CPU.
+    """
+    given = dict(text.split("=", 1) for text in overrides if "=" in text)
+    gpus = 0 if given.get("launch.device") == "cpu" else _count_gpus()
     # Threads that spin while they wait slow a shared CPU down; the library reads it when it is loaded.
     variables = {"FLA_TRAIN_LAUNCHER": str(os.getpid()), "OMP_WAIT_POLICY": "PASSIVE"} | os.environ
-    _waiting = Popen(COMMAND, stdin=PIPE, env=variables, start_new_session=True)
+    variables |= CPU_ONLY if gpus == 0 else {}
+    try:
+        expected = int(given["launch.num_processes"]) // int(given.get("launch.num_machines", 1))
+    except (KeyError, ValueError, ZeroDivisionError):
+        expected = gpus
+    for number in range(max(1, min(expected, available_cores() - 1))):
+        own = variables | ({GPU: str(number)} if number < gpus else {})
+        _waiting.append((Popen(COMMAND, stdin=PIPE, env=own, start_new_session=True), own))
     try:
         yield
     finally:
-        if _waiting is not None:
-            _waiting.kill()
-            _waiting.communicate()
-            _waiting = None
+        while _waiting:
+            _end(_waiting.pop()[0])
+
+
+def _count_gpus() -> int:
+    """How many GPUs torch is likely to find, before it is imported: one under WSL (dxg) or of AMD (kfd)."""
+    there = len(list(DEVICES.glob("nvidia[0-9]*"))) or len(
+        list(DEVICES.glob("dxg")) + list(DEVICES.glob("kfd"))
+    )
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return there if listed is None else min(there, len([name for name in listed.split(",") if name]))
 
 
 def start_worker(command: Sequence[str], environment: Mapping[str, str]) -> Popen:
-    """Start `command` in a session of its own: as the worker that waits, if one does and it is for one."""
-    global _waiting
-    if _waiting is None or list(command[: len(COMMAND)]) != COMMAND or _waiting.poll() is not None:
-        return Popen(command, env=environment, start_new_session=True)
-    worker, _waiting = _waiting, None
-    with suppress(BrokenPipeError):  # it has died, which the agent sees
-        worker.stdin.write(json.dumps([command[len(COMMAND) :], dict(environment)]).encode() + b"\n")
-        worker.stdin.close()
-    return worker
+    """Start `command` in a session of its own: as a worker that waits, if one does and it is for one.
+
+    One that has imported for another device than the environment names is not used.
+    """
+    if list(command[: len(COMMAND)]) == COMMAND:
+        while _waiting:
+            worker, own = _waiting.pop(0)
+            if worker.poll() is None and all(own.get(name) == environment.get(name) for name in CPU_ONLY):
+                message = json.dumps([command[len(COMMAND) :], dict(environment), time.time()])
+                with suppress(BrokenPipeError):  # it has died, which the agent sees
+                    worker.stdin.write(message.encode() + b"\n")
+                    worker.stdin.close()
+                return worker
+            _end(worker)
+    return Popen(command, env=environment, start_new_session=True)
 
 
-def wait_for_arguments() -> None:
-    """In that worker: import, then take arguments and environment from the launcher."""
+def _end(worker: Popen) -> None:
+    worker.kill()
+    worker.communicate()
+
+
+def wait_for_arguments() -> float:
+    """In such a worker: import, open the GPU, then take arguments and environment from the launcher.
+
+    Returns:
+        Unix time at which the launcher gave them.
+    """
+    opening = Thread(target=_open_gpu, daemon=True)
+    opening.start()
     for name in AHEAD:
         with suppress(Exception):  # comes again where it goes to the log
             import_module(name)
+    opening.join(LONGEST_OPENING)  # the driver reads the environment, which is replaced below
     line = sys.stdin.readline()
     if not line:
         sys.exit()  # the launcher has ended
-    sys.argv[1:], environment = json.loads(line)
+    sys.argv[1:], environment, given = json.loads(line)
     os.environ.clear()
     os.environ.update(environment)
     if (torch := sys.modules.get("torch")) is not None:  # which has read the variable already
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    return given
+
+
+def _open_gpu() -> None:
+    """Make the context that torch will use: that takes a second, and runs beside imports (no Python lock).
+
+    Errors come again when torch uses the GPU.
+    """
+    with suppress(KeyError, OSError):
+        number, cuda = int(os.environ[GPU]), ctypes.CDLL("libcuda.so.1")
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        if cuda.cuInit(0) == 0 and cuda.cuDeviceGet(ctypes.byref(device), number) == 0:
+            cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)

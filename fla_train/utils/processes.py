@@ -1,6 +1,8 @@
-"""CPU cores of this process, child processes that die with their parent, commands beside training."""
+"""This process (its cores, its end), child processes that die with it, and commands beside training."""
 
+import atexit
 import ctypes
+import gc
 import os
 import signal
 import subprocess
@@ -37,6 +39,11 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call above
         os._exit(1)
+
+
+def end_without_collecting() -> None:
+    """Have this process end without looking for garbage: a second, with the objects of torch and models."""
+    atexit.register(gc.freeze)
 
 
 def start_command(name: str, overrides: Sequence[str], log: Path, **variables: str) -> subprocess.Popen:

@@ -3,7 +3,9 @@
 import mmap
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from enum import Enum
+from threading import Thread
 
 import numpy as np
 import torch
@@ -28,10 +30,25 @@ class StagingBuffer:
         self._memory: mmap.mmap | None = None
         self._address = self._size = 0
         self._pinned = False
+        self._reserving: Thread | None = None
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
         # The sources stay until they have been copied: freed, their memory could be used again.
         self._sources: dict[tuple, Tensor] = {}
+
+    def reserve(self, size: int) -> None:
+        """Have `size` bytes of memory ready for the first `stage`, beside what the caller goes on to do.
+
+        The system hands memory out as it is first written, page by page: a second for some gigabytes.
+        """
+
+        def work() -> None:
+            with suppress(OSError):  # comes again in `stage`
+                self._grow(size)
+                torch.frombuffer(self._memory, dtype=torch.uint8).zero_()
+
+        self._reserving = Thread(target=work, name="staging", daemon=True)
+        self._reserving.start()
 
     def stage(self, files: Mapping[str, object]) -> tuple[dict[str, list[Segment]], bytes]:
         """Start to copy the tensors of `files`; what each file consists of, and the bytes beside the tensors.
@@ -56,8 +73,12 @@ class StagingBuffer:
 
         for content in files.values():
             _map(place, content)
+        self._end_reserving()
         on_gpu = any(source.is_cuda for source in self._sources.values())
-        self._reserve(size, pin=on_gpu)
+        self._grow(size)
+        if on_gpu and not self._pinned:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._address, self._size, 0))
+            self._pinned = True
         copies = {
             key: torch.frombuffer(
                 self._memory, dtype=source.dtype, count=source.numel(), offset=offsets[key]
@@ -85,6 +106,7 @@ class StagingBuffer:
 
     def close(self) -> None:
         """Give the memory back."""
+        self._end_reserving()
         self._unpin()
         self._memory = None
         os.close(self.descriptor)
@@ -94,16 +116,18 @@ class StagingBuffer:
         """Whether copies may be under way."""
         return self._copied is not None
 
-    def _reserve(self, size: int, *, pin: bool) -> None:
+    def _end_reserving(self) -> None:
+        if self._reserving is not None:
+            self._reserving.join()
+            self._reserving = None
+
+    def _grow(self, size: int) -> None:
         if size <= self._size:
             return
         self._unpin()
         os.ftruncate(self.descriptor, size)
         self._memory = mmap.mmap(self.descriptor, size)
         self._address, self._size = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr(), size
-        if pin:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._address, size, 0))
-            self._pinned = True
 
     def _unpin(self) -> None:
         if self._pinned:

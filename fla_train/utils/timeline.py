@@ -23,9 +23,9 @@ class Timeline:
         self._began = self._last = time.time() if began is None else began
         self._phases: dict[str, float] = {}
 
-    def mark(self, phase: str) -> None:
-        """End a phase."""
-        now = time.time()
+    def mark(self, phase: str, at: float | None = None) -> None:
+        """End a phase now, or at another Unix time."""
+        now = time.time() if at is None else at
         self._phases[phase] = self._phases.get(phase, 0.0) + now - self._last
         self._last = now
 

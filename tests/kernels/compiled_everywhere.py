@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from tests.kernels.other_process import pretend_driver, resources, run_module
+from tests.kernels.other_process import PretendedDriver, pretend_driver, resources, run_module
 
 PROCESSORS = {"8.0": 108, "9.0": 132, "10.0": 148}  # of an A100, H100 and B200
 SHARED = {"8.0": 163 << 10, "9.0": 227 << 10, "10.0": 227 << 10}  # bytes that a program may have
@@ -51,7 +51,7 @@ def pretend(architecture: str) -> None:
     from fla_train.kernels import sizes
 
     major, minor = map(int, architecture.split("."))
-    pretend_driver(10 * major + minor)
+    pretend_driver(PretendedDriver(10 * major + minor))
     # Before the modules are imported that take the name from there.
     sizes.processors = lambda device: PROCESSORS[architecture]
     from fla_train.kernels.delta_product import interface, select

@@ -25,20 +25,30 @@ def run_module(name: str, *arguments: str, given: str | None = None, **variables
     return json.loads(done.stdout)
 
 
-def pretend_driver(capability: int) -> None:
-    """From here on Triton compiles for a GPU of compute capability 90, say."""
+class PretendedDriver:
+    """The part of a driver that compilation asks, of a GPU of this compute capability (90, say)."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+
+def pretend_driver(gpu: PretendedDriver) -> None:
+    """From here on Triton compiles for that GPU."""
     import torch
-    from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    class Driver:
-        """The part of a driver that compilation asks."""
-
-        get_current_device = staticmethod(lambda: 0)
-        get_current_stream = staticmethod(lambda device: 0)
-        get_current_target = staticmethod(lambda: GPUTarget("cuda", capability, 32))
-
-    driver.set_active(Driver())
+    driver.set_active(gpu)
     torch.cuda.current_device = lambda: 0
 
 

@@ -1,5 +1,5 @@
 """`precompile` for an H100 on any machine; prints as JSON each kernel (its name, whether Triton's
-cache had it, whether the main thread compiled it), and what failed.
+cache had it, whether the main thread compiled it), which were loaded where, and what failed.
 
 In another process, with a driver that only says which GPU it stands for.
 """
@@ -13,7 +13,26 @@ import triton.language as tl
 
 from fla_train.kernels.cached_launch import run_kernel
 from fla_train.kernels.precompile import precompile
-from tests.kernels.other_process import pretend_driver
+from tests.kernels.other_process import PretendedDriver, pretend_driver
+
+
+class LoadingDriver(PretendedDriver):
+    """The part of a driver that loading asks, too. What is loaded is counted."""
+
+    def __init__(self) -> None:
+        super().__init__(90)
+        self.utils = self
+        self.loaded: list[tuple[str, bool]] = []  # name, whether by the main thread
+
+    def launcher_cls(self, source: object, metadata: object) -> object:
+        return self
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 227 << 10}
+
+    def load_binary(self, name: str, *_: object) -> tuple[object, object, int, int, int]:
+        self.loaded.append((name, threading.current_thread() is threading.main_thread()))
+        return self, self, 32, 0, 1024
 
 
 @triton.jit
@@ -55,7 +74,9 @@ class Double(torch.autograd.Function):
 
 
 def main() -> None:
-    pretend_driver(90)
+    gpu = LoadingDriver()
+    pretend_driver(gpu)
+    torch.cuda.set_device = lambda device: None
     compiled: list[tuple[str, bool, bool]] = []
 
     def listener(*, metadata: dict, cache_hit: bool, **_: object) -> None:
@@ -87,6 +108,7 @@ def main() -> None:
         json.dumps(
             {
                 "compiled": first,
+                "loaded": sorted(gpu.loaded),
                 "again": len(compiled) - len(first),
                 "failed": failed,
                 "tuned": tuned,

@@ -220,10 +220,10 @@ def test_the_remains_of_a_corrupt_one_of_the_same_step_are_replaced(run: Run):
     assert run.save(2) and run.content(2) and run.names() == ["step-0000001", "step-0000002"]
 
 
-def save_between_steps(config: TrainConfig, folder: Path) -> tuple[list[list[float]], bool]:
+def save_between_steps(config: TrainConfig, folder: Path) -> tuple[list[list[float]], bool, bool]:
     """On a rank: sums of the weights before a save, when its copy is waited for, and after the step.
 
-    And whether the checkpoint holds the weights from before.
+    And whether the checkpoint holds the weights from before, and fits in the memory reserved for it.
     """
     engine = build_engine(make_model(config), config)
     bad_steps = BadStepFilter(torch.device("cpu"), max_grad_norm=1.0)
@@ -231,16 +231,21 @@ def save_between_steps(config: TrainConfig, folder: Path) -> tuple[list[list[flo
     train_step(engine, [make_batch(0)], 0.1, bad_steps)
     sums = [checksum(engine.module)]
     weights = {name: weight.clone() for name, weight in engine.module.state_dict().items()}
+    reserved: list[tuple[StagingBuffer, int]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StagingBuffer, "copying", True)
         patch.setattr(StagingBuffer, "wait", lambda self: sums.append(checksum(engine.module)))
+        patch.setattr(StagingBuffer, "reserve", lambda self, size: reserved.append((self, size)))
+        manager.reserve()
         manager.save(TrainState(step=1))
         train_step(engine, [make_batch(1)], 0.1, bad_steps)
     manager.ensure_saved(1)
+    ((buffer, size),) = reserved
+    fits = 0 < os.fstat(buffer.descriptor).st_size <= size
     manager.close()
     sums.append(checksum(engine.module))
     saved = torch.load(folder / "step-0000001" / checkpoint.MODEL_FILE, weights_only=True)["module"]
-    return sums, all(torch.equal(saved[name], weight) for name, weight in weights.items())
+    return sums, all(torch.equal(saved[name], weight) for name, weight in weights.items()), fits
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -248,9 +253,9 @@ def test_the_engine_waits_for_the_copy_before_it_changes_weights(
     warm_ranks: WarmRanks, make_config: Callable[..., TrainConfig], tmp_path: Path, optimizer: str
 ):
     config = make_config(*TWO_RANKS, "launch.num_processes=1", f"optimizer={optimizer}")
-    ((sums, saved_before),) = warm_ranks.run(1, save_between_steps, config, tmp_path)
+    ((sums, saved_before, fits),) = warm_ranks.run(1, save_between_steps, config, tmp_path)
     before, waited, after = sums
-    assert waited == before != after and saved_before
+    assert waited == before != after and saved_before and fits
 
 
 def two_ranks(folder: Path) -> tuple[list[bool], list[str]]:

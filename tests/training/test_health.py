@@ -19,6 +19,7 @@ from fla_train.training import metrics, worker
 from fla_train.training import trainer as trainer_module
 from fla_train.training.config import TrainConfig, resolve, with_warmup
 from fla_train.training.engine import Outcome
+from fla_train.training.model import build_model
 from fla_train.training.trainer import Trainer
 from fla_train.utils.profiling import profiled
 from fla_train.utils.records import read_metrics
@@ -129,9 +130,8 @@ def slow_steps(config: TrainConfig, slow: list[int]) -> list[str]:
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     watchdog = Watchdog(config.trainer.hang_timeout, lines.append)
     request = SimpleNamespace(made=lambda: False)
-    trainer = Trainer(
-        config, prepare(config.data, log=lambda line: None), None, io.StringIO(), watchdog, request
-    )
+    data = prepare(config.data, log=lambda line: None)
+    trainer = Trainer(config, data, build_model(config, data), None, io.StringIO(), watchdog, request)
     usual = trainer_module.train_step
 
     def step(*arguments: Any, **options: Any) -> Outcome:

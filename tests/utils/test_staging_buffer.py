@@ -73,6 +73,15 @@ def test_copies_share_memory_where_the_originals_do_and_are_made_in_place(buffer
     assert torch.equal(load(buffer, files["a"], beside), larger)
 
 
+def test_memory_that_was_reserved_is_used_as_far_as_it_suffices(buffer: StagingBuffer) -> None:
+    buffer.reserve(1 << 16)
+    files, beside = buffer.stage({"a": torch.arange(1000.0)})
+    assert torch.equal(load(buffer, files["a"], beside), torch.arange(1000.0))
+    assert os.fstat(buffer.descriptor).st_size == 1 << 16
+    files, beside = buffer.stage({"a": torch.arange(100_000.0)})
+    assert torch.equal(load(buffer, files["a"], beside), torch.arange(100_000.0))
+
+
 class Stage(IntEnum):
     TWO = 2
 

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import ModelOutput
 
+from fla_train.models.layer_sizes import CHUNK_ELEMENTS
 from fla_train.models.layers import is_plain, matmul_dtype
 from fla_train.models.loss import (
-    CHUNK_ELEMENTS,
     IGNORE,
     linear_cross_entropy,
     losses_of_logits,
