@@ -212,9 +212,8 @@ def make_samples(
 
     frames = [len(ids) for ids in encode(tokenizer, [written(draft, 0) for draft in drafts])]
     if frames and max(frames) >= budget:
-        least = 64 * (
-            (length - budget + max(frames)) // 64 + 2
-        )  # other lengths have other, perhaps longer keys
+        # One step of 64 more than needed here: other lengths have other, perhaps longer keys.
+        least = 64 * ((length - budget + max(frames)) // 64 + 2)
         raise ValueError(
             f"a prompt of {name} with room for an answer needs more than {length} tokens: raise "
             f"suite.needle.lengths to at least {least}, or lower suite.needle.answer_tokens"

@@ -105,10 +105,11 @@ class SpreadTable:
         return low * self.ratio()[self.kept].item()
 
     def report(self) -> dict:
-        """Plain numbers: by window `lengths` (the middle), `ratio` (None: infinite) and `accuracy`; and
+        """All of it as plain numbers.
 
-        `threshold`, `predicted_length` (the ratio crosses it) and `measured_length` (the accuracy falls below
-        `ACCURACY`), None where that does not happen.
+        By window: `lengths` (the middle), `ratio` (None: infinite), `accuracy`. Of all: `threshold`,
+        `predicted_length` (the ratio crosses it) and `measured_length` (the accuracy falls below `ACCURACY`),
+        None where that does not happen.
         """
         lengths = (self.edges[:-1] + self.edges[1:] - 1) / 2
         ratio, accuracy = self.ratio().numpy(), self.accuracy().numpy()

@@ -119,6 +119,17 @@ def fresh_compiler() -> Iterator[None]:
 
 
 @pytest.fixture
+def launch_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder for the user's launch table, and nothing remembered of another one."""
+    from fla_train.kernels.delta_product.select import clear_caches
+
+    monkeypatch.setenv("FLA_TRAIN_CACHE", str(tmp_path))
+    clear_caches()
+    yield tmp_path
+    clear_caches()
+
+
+@pytest.fixture
 def unheard() -> Iterator[None]:
     """A signal for which nobody waits any more does not end the tests."""
     from fla_train.training.preemption import SIGNALS

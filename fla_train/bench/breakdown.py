@@ -4,16 +4,15 @@ On a GPU each kernel counts by its name. On a CPU each operation counts by the p
 name and the names of those that called it: backward passes of custom functions carry the function's name.
 """
 
-import json
 import re
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 
 import torch
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
+
+from fla_train.bench.measure import trace_events
 
 KINDS = ("operator", "matmuls", "elementwise", "loss", "optimizer", "communication", "copies", "other")
 
@@ -56,10 +55,7 @@ def breakdown(run: Callable[[], object], device: torch.device) -> dict[str, floa
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     if device.type == "cuda":
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "trace.json"
-            trace.export_chrome_trace(str(file))
-            return gpu_time_by_kind(json.loads(file.read_text())["traceEvents"])
+        return gpu_time_by_kind(trace_events(trace))
     return _summed((cpu_kind(_path(event)), event.self_cpu_time_total) for event in trace.events())
 
 

@@ -240,14 +240,11 @@ def _gates(source: Source) -> Iterator[Case]:
 
 
 def _rotary(source: Source) -> Iterator[Case]:
-    def run(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return rotary(q, k, cos, sin)
-
     heads, size = source.sizes.heads, source.sizes.head_dim
     leaves = {name: source.activations(heads, size) for name in ("q", "k")}
     angles = source.normal(source.sizes.tokens, size // 2)
     fixed = {"cos": angles.cos(), "sin": angles.sin()}
-    case = Case("rotary", f"rotary, {heads} x {size}", run, leaves, fixed, kept=("cos", "sin"))
+    case = Case("rotary", f"rotary, {heads} x {size}", rotary, leaves, fixed, kept=("cos", "sin"))
     yield source.case(case, ["rotated q", "rotated k"])
 
 

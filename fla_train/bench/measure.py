@@ -64,16 +64,21 @@ def peak_memory(run: Callable[[], object], device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         run()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trace.json"
-        trace.export_chrome_trace(str(file))
-        events = json.loads(file.read_text())["traceEvents"]
-    changes = [(event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]"]
+    events = [event for event in trace_events(trace) if event.get("name") == "[memory]"]
+    changes = [(event["ts"], event["args"]["Bytes"]) for event in events]
     held = peak = 0
     for _, change in sorted(changes, key=lambda pair: pair[0]):
         held += change
         peak = max(peak, held)
     return peak
+
+
+def trace_events(trace: profile) -> list[dict]:
+    """What a profiler has seen, as the events of a Chrome trace (times in microseconds)."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        trace.export_chrome_trace(str(file))
+        return json.loads(file.read_text())["traceEvents"]
 
 
 def allocated(device: torch.device) -> int:

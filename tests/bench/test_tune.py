@@ -1,9 +1,7 @@
 """`fla-bench tune`, its kernels interpreted: what it tries, what it refuses, and the table that it leaves."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,21 +11,16 @@ from fla_train.bench import tune as tuning
 from fla_train.bench.roofline import Shape
 from fla_train.cli import bench
 from fla_train.kernels.delta_product import select
-from fla_train.kernels.delta_product.select import clear_caches, select_kernel
+from fla_train.kernels.delta_product.select import select_kernel
 from fla_train.kernels.delta_product.triton.launch_table import Key, fallback, option_error
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compiles every candidate there")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="compiles every candidate there"),
+    pytest.mark.usefixtures("launch_cache"),
+]
 
 CPU = torch.device("cpu")
 PREPARE = [{"num_warps": 8, "num_stages": 1}, {"num_warps": 4}, {"num_warps": 4, "maxnreg": 128}]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("FLA_TRAIN_CACHE", str(tmp_path))
-    clear_caches()
-    yield tmp_path
-    clear_caches()
 
 
 @pytest.fixture
@@ -174,20 +167,21 @@ def test_candidates_are_safe_and_differ(value_dim):
         assert all(options.get("BV", 64) <= value_dim for options in found)
 
 
-def test_the_command_writes_the_table_that_calls_read(small, cache, monkeypatch, capsys):
+def test_the_command_writes_the_table_that_calls_read(small, launch_cache, monkeypatch, capsys):
     monkeypatch.setattr(tuning, "median_times", lambda runs, device, rounds: {"run": clock(runs["run"])})
     sizes = ["--batch", "1", "--tokens", "2", "--heads", "1", "--head-dim", "8", "--dtype", "fp16"]
     bench.run(["tune", *sizes, "--num-householder", "1"])
     out = capsys.readouterr().out
-    assert str(cache / "launches.json") in out
+    assert str(launch_cache / "launches.json") in out
     assert [line.split("|")[4].strip() for line in out.splitlines() if line.startswith("| 64")] == list(
         tuning.KERNELS
     )
     assert present() == PREPARE[2]
-    before = (cache / "launches.json").read_text()
-    bench.run(["tune", *sizes, "--num-householder", "2", "--file", str(cache / "other.json")])
-    assert (cache / "launches.json").read_text() == before
-    assert [row["num_householder"] for row in json.loads((cache / "other.json").read_text())["rows"]] == [2]
+    before = (launch_cache / "launches.json").read_text()
+    bench.run(["tune", *sizes, "--num-householder", "2", "--file", str(launch_cache / "other.json")])
+    assert (launch_cache / "launches.json").read_text() == before
+    rows = json.loads((launch_cache / "other.json").read_text())["rows"]
+    assert [row["num_householder"] for row in rows] == [2]
 
 
 @pytest.mark.parametrize(
@@ -206,8 +200,8 @@ def test_a_wrong_request_is_one_line(arguments, message, monkeypatch, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_a_broken_table_is_one_line(cache, monkeypatch, capsys):
-    (cache / "launches.json").write_text("{")
+def test_a_broken_table_is_one_line(launch_cache, monkeypatch, capsys):
+    (launch_cache / "launches.json").write_text("{")
     monkeypatch.setattr("sys.argv", ["fla-bench", "tune"])
     with pytest.raises(SystemExit) as stop:
         bench.main()

@@ -307,7 +307,7 @@ def test_list_describes_every_option(run_command) -> None:
         path.relative_to(ROOT / "configs/experiment") for path in ROOT.glob("configs/experiment/**/*.yaml")
     }
     shared = {path for path in files if path.name.startswith("common")}
-    assert len(shared) == 8
+    assert len(shared) == 9
     assert {f"{name}.yaml" for name in listed["experiment"]} == {str(path) for path in files - shared}
     _, out, _ = run_command("fla-train", "--list", "data", "models", "suites")
     assert re.findall(r"^(\S+)=$", out, re.M) == ["model", "data", "trainer.suite"]

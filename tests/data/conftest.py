@@ -7,6 +7,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from fla_train.data import tokenize
 from fla_train.data.config import DataConfig, TokenizerConfig
 from fla_train.data.prepare import prepare
 
@@ -112,3 +113,15 @@ def local(tmp_path, corpus):
 @pytest.fixture
 def prepared(local):
     return quiet(local)
+
+
+@pytest.fixture
+def dying_workers(monkeypatch):
+    """A process that encodes is killed as it gets a chunk."""
+    encode = tokenize.Worker.encode
+
+    def dying(self, chunk):
+        self._process.kill()
+        return encode(self, chunk)
+
+    monkeypatch.setattr(tokenize.Worker, "encode", dying)

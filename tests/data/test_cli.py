@@ -10,7 +10,6 @@ from omegaconf import OmegaConf
 
 from fla_train.cli import prepare as command
 from fla_train.cli.app import compose
-from fla_train.data import tokenize
 from fla_train.data.config import PartConfig
 
 
@@ -88,6 +87,7 @@ UNREACHABLE = ["data=hub", "data.path=no/dataset"]
 PART = "+data.mixture={a: {weight: 1, source: hub, path: no/dataset}}"
 
 
+@pytest.mark.usefixtures("dying_workers")
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -98,14 +98,7 @@ PART = "+data.mixture={a: {weight: 1, source: hub, path: no/dataset}}"
         (["data=stdlib", "data.tokenizer.name=no/tokenizer"], "no/tokenizer: cannot be loaded"),
     ],
 )
-def test_what_another_attempt_may_mend_is_exit_code_1(run, monkeypatch, tmp_path, corpus, overrides, message):
-    encode = tokenize.Worker.encode
-
-    def dying(self, chunk):
-        self._process.kill()
-        return encode(self, chunk)
-
-    monkeypatch.setattr(tokenize.Worker, "encode", dying)
+def test_what_another_attempt_may_mend_is_exit_code_1(run, tmp_path, corpus, overrides, message):
     (tmp_path / "file").touch()
     given = [text.replace("{tmp}", str(tmp_path)).replace("{corpus}", str(corpus)) for text in overrides]
     assert_error(run("data.tokenizer.name=bytes", f"data.cache_dir={tmp_path}/cache", *given), 1, message)

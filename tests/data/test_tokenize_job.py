@@ -158,14 +158,7 @@ def test_a_worker_loads_no_heavy_package():
     assert not {"torch", "transformers", "pyarrow", "datasets"} & set(loaded.split())
 
 
-def test_a_worker_that_dies(local, small_chunks, monkeypatch):
-    encode = tokenize.Worker.encode
-
-    def dying(self, chunk):
-        self._process.kill()
-        return encode(self, chunk)
-
-    monkeypatch.setattr(tokenize.Worker, "encode", dying)
+def test_a_worker_that_dies(local, small_chunks, dying_workers, monkeypatch):
     with pytest.raises(Interrupted, match=r"process ended with code -9.*data\.num_workers.*same command"):
         quiet(replace(local, num_workers=1))
     monkeypatch.undo()

@@ -1,15 +1,13 @@
 """The table of launch options: which row serves a call, what a user's file may say, and what it may not."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from fla_train.kernels.delta_product import delta_product
-from fla_train.kernels.delta_product.select import clear_caches, override
+from fla_train.kernels.delta_product.select import override
 from fla_train.kernels.delta_product.triton.launch_table import (
     Key,
     LaunchOptions,
@@ -23,14 +21,7 @@ from fla_train.kernels.delta_product.triton.launch_table import (
 )
 from fla_train.kernels.delta_product.triton.launches import ROWS
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder of the user's, and nothing remembered of another one."""
-    monkeypatch.setenv("FLA_TRAIN_CACHE", str(tmp_path))
-    clear_caches()
-    yield tmp_path
-    clear_caches()
+pytestmark = pytest.mark.usefixtures("launch_cache")
 
 
 def marked(number: int) -> LaunchOptions:
@@ -96,12 +87,12 @@ def test_unknown_cards_wide_keys_and_fp32_get_what_fits_any():
     assert asdict(choose("9.0", 256, 128, 1)) == asdict(fallback(256))
 
 
-def test_the_users_rows_come_before_those_that_ship(cache):
-    write_table(cache / "launches.json", {Key("9.0", 128, 128, 2): marked(99)}, {"devices": ["here"]})
+def test_the_users_rows_come_before_those_that_ship(launch_cache):
+    write_table(launch_cache / "launches.json", {Key("9.0", 128, 128, 2): marked(99)}, {"devices": ["here"]})
     found = [choose("9.0", 128, 128, n).chunk_prepare_wy["maxnreg"] for n in (1, 2, 3)]
     assert found == [168, 99, 99]
-    assert json.loads((cache / "launches.json").read_text())["about"] == {"devices": ["here"]}
-    assert list(cache.iterdir()) == [cache / "launches.json"]
+    assert json.loads((launch_cache / "launches.json").read_text())["about"] == {"devices": ["here"]}
+    assert list(launch_cache.iterdir()) == [launch_cache / "launches.json"]
 
 
 def test_a_table_comes_back_as_it_was_written(tmp_path):
@@ -137,11 +128,11 @@ ROW = {"architecture": "cpu", "key_dim": 64, "value_dim": 192, "num_householder"
         ),
     ],
 )
-def test_a_file_that_cannot_be_used_is_one_line_that_names_it(cache, text, message):
-    (cache / "launches.json").write_text(text)
+def test_a_file_that_cannot_be_used_is_one_line_that_names_it(launch_cache, text, message):
+    (launch_cache / "launches.json").write_text(text)
     with pytest.raises(ValueError, match=message) as raised:
         choose("cpu", 64, 64, 1)
-    assert str(cache / "launches.json") in str(raised.value) and "\n" not in str(raised.value)
+    assert str(launch_cache / "launches.json") in str(raised.value) and "\n" not in str(raised.value)
     assert "fla-bench tune" in str(raised.value)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import io
 from collections import Counter
+from functools import partial
 from itertools import permutations
 
 import numpy as np
@@ -62,6 +63,16 @@ def test_rows_have_their_number_of_assignments_between_prints(statement_tokens: 
         prints = [i for i, line in enumerate(lines) if "print" in line]
         assert prints == list(range(gap, len(lines), gap + 2))
     assert set(batch.metadata["moves_between_reveals"].tolist()) == {1, 4}
+
+
+@pytest.mark.parametrize("statement_tokens", [True, False])
+def test_the_least_length_that_is_taken_ends_with_a_print_in_the_longest_rows(statement_tokens: bool) -> None:
+    task = partial(CodeTrace, 3, gaps=[1, 2], statement_tokens=statement_tokens)
+    first = (task(100).batch(range(1000)).labels != IGNORE).int().argmax(1)
+    least = int(first.max()) + 1
+    assert (task(least).batch(range(1000)).labels != IGNORE).any(1).all()
+    with pytest.raises(ValueError):
+        task(least - 1)
 
 
 def test_assignments_are_drawn_uniformly_from_those_that_move_so_many() -> None:

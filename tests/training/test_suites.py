@@ -197,11 +197,18 @@ def test_suites_that_cannot_run_are_refused(make_config) -> None:
 
 
 TRAINER = """
-import sys, time
+import subprocess, sys, time
 from pathlib import Path
-from fla_train.training import evaluator
-evaluator._EVALUATE = "import time\\nwhile True: print('.', flush=True); time.sleep(0.05)"
-evaluator.SuiteRuns("demo", [], Path(sys.argv[1]), record=print, log=print).start(Path("export"), 4)
+from fla_train.training.evaluator import SuiteRuns
+
+def long_evaluation(command, **options):
+    rounds = "import time\\nfor _ in range(1200): print('.', flush=True); time.sleep(0.05)"
+    code = command[2].replace("from fla_train.cli.eval import main; main()", rounds)
+    assert code != command[2]
+    return real([*command[:2], code], **options)
+
+real, subprocess.Popen = subprocess.Popen, long_evaluation
+SuiteRuns("demo", [], Path(sys.argv[1]), record=print, log=print).start(Path("export"), 4)
 time.sleep(60)
 """
 

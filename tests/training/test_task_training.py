@@ -25,7 +25,7 @@ RECIPES = sorted(
     str(path.relative_to(EXPERIMENTS).with_suffix(""))
     for folder in ("state_tracking", "formal", "mqar", "mad", "regbench")
     for path in (EXPERIMENTS / folder).glob("*.yaml")
-    if path.stem != "common_fast"  # no recipe: what MAD's fast ones add to theirs
+    if not path.stem.startswith("common")  # no recipes: what others share
 )
 SMALL = [
     "experiment=state_tracking/s3_cpu",
