@@ -23,7 +23,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fla_train.cli.app import INTERRUPTED
+from fla_train.cli import train
+from fla_train.cli.app import INTERRUPTED, compose
 
 if TYPE_CHECKING:  # they import torch, and are not needed for --help
     from fla_train.eval.expressivity_table import Run
@@ -354,7 +355,8 @@ def run_queue(arguments: Sequence[str], start: Callable[..., subprocess.Popen] |
         start: starts a command, as `fla_train.utils.processes.start_command` does.
 
     Raises:
-        ValueError: the options do not fit, or no run has been tested.
+        ValueError: the options or overrides do not fit, or no run has been tested.
+        OSError: the folder, the tables or the archive cannot be written.
     """
     request = build_parser().parse_intermixed_args(arguments)
     from fla_train.eval.expressivity_table import write_tables
@@ -362,6 +364,9 @@ def run_queue(arguments: Sequence[str], start: Callable[..., subprocess.Popen] |
     from fla_train.utils.processes import start_command
 
     jobs = list_jobs(request)
+    if request.overrides:  # else each run would fail by them, one after another
+        train.register()
+        compose("train", jobs[0].overrides)
     if request.dry_run:
         print(*map(describe, jobs), sep="\n")
         print(summary(jobs))

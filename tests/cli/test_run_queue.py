@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from fla_train.cli import runs
 from fla_train.cli.run_queue import run_queue
 from fla_train.run import Run
 from fla_train.utils.records import read_metrics
@@ -170,8 +171,23 @@ def test_what_does_not_fit_is_refused(queue, tmp_path) -> None:
             queue(*only("DeltaNet_-1_1"), *other)
     with pytest.raises(ValueError, match="fits no run"):
         queue("--only", "formal/GLU")
+    for more in ([], ["--dry-run"]):
+        with pytest.raises(ValueError, match=r"trainer\.max_step=4: .*trainer\.max_steps"):
+            queue(*only("DeltaNet_0_1"), "trainer.max_step=4", *more)
+    assert not run_of(tmp_path, "DeltaNet_0_1").exists()
     with pytest.raises(SystemExit):
         queue("--seeds", "a")
+
+
+def test_a_place_that_cannot_be_written_is_an_error_in_one_line(tmp_path, capsys, monkeypatch) -> None:
+    (tmp_path / "file").touch()
+    folder = str(tmp_path / "file" / "runs")
+    monkeypatch.setattr(sys, "argv", ["fla-runs", "queue", *only("DeltaNet_0_1"), "--folder", folder])
+    with pytest.raises(SystemExit) as end:
+        runs.main()
+    assert end.value.code == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and folder in error and error.count("\n") == 1
 
 
 @pytest.mark.long
