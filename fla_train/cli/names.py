@@ -105,7 +105,11 @@ def key_error(configs: ConfigFiles, config: DictConfig, key: str, value: str) ->
     parent, _, name = key.rpartition(".")
     if parent in known and is_open(config, parent):
         # Hydra adds an entry to a mapping of typed values in this way only.
-        return f"{parent} has no {name} yet: write +{parent}={{{name}: {value}}} to add it"
+        addition = f"write +{parent}={{{name}: {value}}} to add it"
+        close = _closest([name], OmegaConf.select(config, parent), lambda entry: [entry])
+        if question := _did_you_mean([f"{parent}.{entry}" for entry in close]):
+            return f"{parent} has no {name} yet{question} Else {addition}"
+        return f"{parent} has no {name} yet: {addition}"
     ours = [text for text, names in ELSEWHERE.items() if {key, name} & set(names.split())]
     ours = [text.replace("{}", value) for text in ours if text.split("=")[0] in known]
     ours += [f"{other}={value}" for other in sorted(values) if other.split(".")[-1] == name]

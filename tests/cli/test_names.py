@@ -105,6 +105,10 @@ UNKNOWN = {
     "fla-generate": {"max_tokens=3": "write max_new_tokens=3"},
     "fla-export": {"repo_id=a/b": "write hub.repo_id=a/b"},
     "fla-bench train": {"lr=1": "write optimizer.lr=1"},
+    "fla-train task=code_trace": {
+        "task.options.variable=3": "did you mean task.options.variables?",
+        "task.options.zzz=3": "has no zzz yet: write +task.options={zzz: 3}",
+    },
     "fla-eval suite=zero_shot": {
         "suite.perplexity={sets: [a.parquet]}": "length_extrapolation, perplexity",
     },
