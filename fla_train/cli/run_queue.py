@@ -355,7 +355,7 @@ def run_queue(arguments: Sequence[str], start: Callable[..., subprocess.Popen] |
         start: starts a command, as `fla_train.utils.processes.start_command` does.
 
     Raises:
-        ValueError: the options or overrides do not fit, or no run has been tested.
+        ValueError: the options or overrides do not fit, or only tables are wanted and no run has been tested.
         OSError: the folder, the tables or the archive cannot be written.
     """
     request = build_parser().parse_intermixed_args(arguments)
@@ -383,6 +383,10 @@ def run_queue(arguments: Sequence[str], start: Callable[..., subprocess.Popen] |
     print(summary(jobs), flush=True)
     try:
         print(write_tables(request.folder).read_text())
+    except ValueError as untested:
+        if request.seconds <= 0:  # it was asked for tables only
+            raise
+        print(f"no tables: {untested}", flush=True)
     finally:  # also of runs of which none has been tested
         if request.pack and request.folder.is_dir():
             print(f"{request.pack} has {pack(request.folder, request.pack) / 1e6:.1f} MB", flush=True)

@@ -143,6 +143,16 @@ def test_a_signal_stops_the_runs_with_checkpoints_and_writes_the_tables(
     assert (run / "checkpoints" / "step-0000006").is_dir() and (tmp_path / "runs" / "tables.md").exists()
 
 
+def test_a_time_in_which_no_run_is_tested_is_no_error_but_tables_of_nothing_are(tmp_path) -> None:
+    def start(name: str, overrides: list[str], log: Path, **variables: str) -> subprocess.Popen:
+        return subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"])
+
+    request = ["--folder", str(tmp_path), *only("DeltaNet_-1_1"), "--gpus", "none"]
+    assert run_queue([*request, "--seconds", "1"], start) == 0
+    with pytest.raises(ValueError):
+        run_queue([*request, "--seconds", "0"], start)
+
+
 def test_claims_come_first_and_what_was_begun_before_what_is_new(queue, tmp_path, capsys) -> None:
     begun = run_of(tmp_path, "DeltaProduct_3_-1_1")
     begun.mkdir(parents=True)
