@@ -75,6 +75,8 @@ def load_record(place: str | Path) -> dict:
         ValueError: there is none, or it cannot be read.
     """
     folder = Path(place).expanduser()
+    if not folder.is_dir():
+        raise ValueError(f"{place}: there is no such folder; give one that fla-eval wrote, or a run folder")
     files = [folder / "results.json"] if (folder / "results.json").is_file() else []
     files = files or sorted(folder.glob("eval/*/results.json"), key=lambda file: -file.stat().st_mtime)
     records = (_read(file) for file in files)

@@ -111,7 +111,7 @@ def write_tables(home: Path) -> Path:
     failed = {name: _failed(name, table, home) for name, table in tables.items()}
     found = [cell for rows in results.values() for row in rows.values() for cell in row.values() if cell]
     if not found and not any(failed.values()):
-        raise ValueError(f"no run with a test below {home}: train some with fla-runs queue first")
+        raise ValueError(f"no run below {home} has been tested yet: train some with fla-runs queue")
     (home / "tables.json").write_text(json.dumps(results, indent=2) + "\n")
     hardware = sorted({device for cell in found for device in cell["hardware"]})
     lines = [

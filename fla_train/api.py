@@ -95,5 +95,7 @@ def check_suite(suite: str, options: Sequence[str]) -> None:
         config = OmegaConf.to_object(app.compose("eval", [f"suite={suite}", *options]))
         if errors := validation_errors(config.suite):
             raise ValueError("\n  ".join(errors))
+        if config.suite.expressivity is not None:
+            raise ValueError(f"suite={suite} is for models of a synthetic task, this one is trained on text")
     except ValueError as error:
         raise ValueError(f"trainer.suite and trainer.suite_options: {error}") from error

@@ -58,6 +58,8 @@ def task(config: DictConfig) -> int:
         raise ValueError("\n  ".join(found))
     if settings.prompt_file is not None and not Path(settings.prompt_file).is_file():
         raise ValueError(f"prompt_file={settings.prompt_file} is no file")
+    if settings.prompt_file is not None and not Path(settings.prompt_file).stat().st_size:
+        raise ValueError(f"prompt_file={settings.prompt_file} is empty: write a prompt on each line")
     import torch  # heavy, and not needed for --help or a wrong request
 
     from fla_train.hub import load_model

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import SequenceMatcher
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from fla_train.cli.config_files import ConfigFiles
@@ -99,13 +100,16 @@ def key_error(configs: ConfigFiles, config: DictConfig, key: str, value: str) ->
     values = {".".join(words) for words in parts} - {key}  # +KEY=VALUE may have put it there
     nodes = {".".join(words[:i]) for words in parts for i in range(1, len(words))}
     known = {*values, *nodes, *configs.defaults}
-    top, _, below = key.partition(".")
-    if below and top in content and content[top] is None:
-        return f"no {top} is chosen: add {top}=NAME, one of {', '.join(configs.options(top))}"
+    if error := null_part_error(configs, config, key):
+        return error
     parent, _, name = key.rpartition(".")
     if parent in known and is_open(config, parent):
         # Hydra adds an entry to a mapping of typed values in this way only.
-        return f"{parent} has no {name} yet: write +{parent}={{{name}: {value}}} to add it"
+        addition = f"write +{parent}={{{name}: {value}}} to add it"
+        close = _closest([name], OmegaConf.select(config, parent), lambda entry: [entry])
+        if question := _did_you_mean([f"{parent}.{entry}" for entry in close]):
+            return f"{parent} has no {name} yet{question} Else {addition}"
+        return f"{parent} has no {name} yet: {addition}"
     ours = [text for text, names in ELSEWHERE.items() if {key, name} & set(names.split())]
     ours = [text.replace("{}", value) for text in ours if text.split("=")[0] in known]
     ours += [f"{other}={value}" for other in sorted(values) if other.split(".")[-1] == name]
@@ -118,12 +122,42 @@ def key_error(configs: ConfigFiles, config: DictConfig, key: str, value: str) ->
     return f"there is no key {key}: fla-{configs.config_name} --help lists them"
 
 
+def null_part_error(configs: ConfigFiles, config: DictConfig, key: str) -> str | None:
+    """Which option to choose for `key`: a part of the composed `config` that it names or is below is null.
+
+    None: no part of its path is null, or no option of the group would set it.
+    """
+    group, *below = key.split(".")
+    node, path = OmegaConf.to_container(config, resolve=False).get(group, {}), []
+    for name in below:
+        if not isinstance(node, dict) or name not in node:
+            break
+        node, path = node[name], [*path, name]
+    if node is not None:
+        return None
+    options = configs.options(group)
+    if path:
+        options = [name for name in options if _sets_part(configs.keys(group, name), path)]
+    if not options:
+        return None
+    choice = f"{group}={options[0]}" if len(options) == 1 else f"{group}=NAME, one of {', '.join(options)}"
+    return f"no {'.'.join([group, *path])} is chosen: add {choice}"
+
+
 def is_open(config: DictConfig, key: str) -> bool:
     """Whether `key` is a mapping to which `+` may add entries.
 
     Another library's model has a fixed set of keys, but no type: recipes may set those of our family.
     """
     return key != "model" and OmegaConf.get_type(OmegaConf.select(config, key)) is dict
+
+
+def _sets_part(text: str, path: Sequence[str]) -> bool:
+    """Whether the YAML text of an option's keys has a mapping at `path`."""
+    node = yaml.safe_load(text)
+    for name in path:
+        node = node.get(name) if isinstance(node, dict) else None
+    return isinstance(node, dict)
 
 
 def flag_error(flag: str, flags: Iterable[str]) -> str:

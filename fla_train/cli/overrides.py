@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from fla_train.cli.config_files import ConfigFiles
-from fla_train.cli.names import is_open, key_error, option_error
+from fla_train.cli.names import is_open, key_error, null_part_error, option_error
 
 
 def override_errors(
@@ -73,12 +73,16 @@ def _reason(configs: ConfigFiles, config: DictConfig, text: str, failure: Except
     key, value = override.key_or_group, override.value()
     group = key.split("/")[0]
     if key in configs.defaults and value is None:
-        return f"{text}: write ~{key} to choose none"
+        if configs.defaults[key] is None:
+            return f"{text}: write ~{key} to choose none"
+        return f"{text}: choose an option of {key}: fla-{configs.config_name} --list {key} prints them"
     if group in configs.defaults and not isinstance(value, dict):
         for option in value if isinstance(value, list) else [value]:
             if not configs.has(group, str(option)):
                 error = option_error(configs, group, str(option))
                 return error if error.startswith(text.lstrip("+")) else f"{text}: {error}"
+    if isinstance(value, dict) and (error := null_part_error(configs, config, key)):
+        return f"{text}: {error}"  # Hydra can't merge a mapping into null
     plain = "VALUE" if value is None else text.partition("=")[2]
     # A key inside of a mapping, or in the file of an option, is another than the override's.
     unknown = re.search(r"Key '.*' (?:is )?not in .*\n\s*full_key: (\S+)", str(_cause(failure)))

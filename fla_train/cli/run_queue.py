@@ -23,7 +23,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fla_train.cli.app import INTERRUPTED
+from fla_train.cli import train
+from fla_train.cli.app import INTERRUPTED, compose
 
 if TYPE_CHECKING:  # they import torch, and are not needed for --help
     from fla_train.eval.expressivity_table import Run
@@ -366,7 +367,8 @@ def run_queue(arguments: Sequence[str], start: Callable[..., subprocess.Popen] |
         start: starts a command, as `fla_train.utils.processes.start_command` does.
 
     Raises:
-        ValueError: the options do not fit, or no run has been tested.
+        ValueError: the options or overrides do not fit, or only tables are wanted and no run has been tested.
+        OSError: the folder, the tables or the archive cannot be written.
     """
     request = build_parser().parse_intermixed_args(arguments)
     from fla_train.eval.expressivity_table import write_tables
@@ -374,6 +376,9 @@ def run_queue(arguments: Sequence[str], start: Callable[..., subprocess.Popen] |
     from fla_train.utils.processes import start_command
 
     jobs = list_jobs(request)
+    if request.overrides:  # else each run would fail by them, one after another
+        train.register()
+        compose("train", jobs[0].overrides)
     if request.dry_run:
         print(*map(describe, jobs), sep="\n")
         print(summary(jobs))
@@ -390,6 +395,10 @@ def run_queue(arguments: Sequence[str], start: Callable[..., subprocess.Popen] |
     print(summary(jobs), flush=True)
     try:
         print(write_tables(request.folder).read_text())
+    except ValueError as untested:
+        if request.seconds <= 0:  # it was asked for tables only
+            raise
+        print(f"no tables: {untested}", flush=True)
     finally:  # also of runs of which none has been tested
         if request.pack and request.folder.is_dir():
             print(f"{request.pack} has {pack(request.folder, request.pack) / 1e6:.1f} MB", flush=True)

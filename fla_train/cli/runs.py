@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fla_train.cli.app import fail, interruptible, leave
+from fla_train.cli.app import fail_by, interruptible, leave
 from fla_train.cli.version import add_version
 
 if TYPE_CHECKING:  # it imports torch, and is not needed for --help
@@ -196,10 +196,10 @@ def main() -> None:
 
             leave(run_queue(sys.argv[2:]))
         show(build_parser().parse_args())
-    except ValueError as error:
-        sys.exit(fail(error))
     except BrokenPipeError:  # `fla-runs runs | head` has read enough
         leave(0)
+    except (ValueError, OSError) as error:
+        sys.exit(fail_by(error))
 
 
 if __name__ == "__main__":

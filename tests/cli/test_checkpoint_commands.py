@@ -97,6 +97,9 @@ def test_prompts_of_a_file_get_what_each_gets_alone(
     assert [row["prompt"] for row in rows] == prompts
     for prompt, row in zip(prompts, rows, strict=True):
         assert printed(generate.quoted(f"prompt={prompt}")).strip() == (prompt + row["continuation"]).strip()
+    file.write_text("")
+    with pytest.raises(ValueError, match=str(file)):
+        printed(f"prompt_file={file}")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from fla_train.cli import runs
 from fla_train.cli.run_queue import run_queue
 from fla_train.run import Run
 from fla_train.utils.records import read_metrics
@@ -155,6 +156,16 @@ def test_a_signal_stops_the_runs_with_checkpoints_and_writes_the_tables(
     assert (run / "checkpoints" / "step-0000006").is_dir() and (tmp_path / "runs" / "tables.md").exists()
 
 
+def test_a_time_in_which_no_run_is_tested_is_no_error_but_tables_of_nothing_are(tmp_path) -> None:
+    def start(name: str, overrides: list[str], log: Path, **variables: str) -> subprocess.Popen:
+        return subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"])
+
+    request = ["--folder", str(tmp_path), *only("DeltaNet_-1_1"), "--gpus", "none"]
+    assert run_queue([*request, "--seconds", "1"], start) == 0
+    with pytest.raises(ValueError):
+        run_queue([*request, "--seconds", "0"], start)
+
+
 def test_claims_come_first_and_what_was_begun_before_what_is_new(queue, tmp_path, capsys) -> None:
     begun = run_of(tmp_path, "DeltaProduct_3_-1_1")
     begun.mkdir(parents=True)
@@ -183,8 +194,23 @@ def test_what_does_not_fit_is_refused(queue, tmp_path) -> None:
             queue(*only("DeltaNet_-1_1"), *other)
     with pytest.raises(ValueError, match="fits no run"):
         queue("--only", "formal/GLU")
+    for more in ([], ["--dry-run"]):
+        with pytest.raises(ValueError, match=r"trainer\.max_step=4: .*trainer\.max_steps"):
+            queue(*only("DeltaNet_0_1"), "trainer.max_step=4", *more)
+    assert not run_of(tmp_path, "DeltaNet_0_1").exists()
     with pytest.raises(SystemExit):
         queue("--seeds", "a")
+
+
+def test_a_place_that_cannot_be_written_is_an_error_in_one_line(tmp_path, capsys, monkeypatch) -> None:
+    (tmp_path / "file").touch()
+    folder = str(tmp_path / "file" / "runs")
+    monkeypatch.setattr(sys, "argv", ["fla-runs", "queue", *only("DeltaNet_0_1"), "--folder", folder])
+    with pytest.raises(SystemExit) as end:
+        runs.main()
+    assert end.value.code == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and folder in error and error.count("\n") == 1
 
 
 @pytest.mark.long

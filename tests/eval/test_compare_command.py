@@ -33,7 +33,7 @@ def test_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         (["--help"], 0, "usage: fla-eval compare"),
         (["--bold", "a", "b"], 2, "usage: fla-eval compare"),
         (["one"], 2, "at least two"),
-        (["absent", "absent"], 2, "absent holds no results.json"),
+        (["absent", "absent"], 2, "absent: there is no such folder"),
         (["absent", "absent", f"output={__file__}/x"], 2, "test_compare_command.py is no folder"),
     ],
 )

@@ -37,7 +37,7 @@ def test_the_page_runs_from_top_to_bottom(
     GlobalHydra.instance().clear()  # commands that ran in this process have left theirs
     with warm_ranks.as_workers():
         # The ranks have a working directory of their own.
-        exec("".join(blocks).replace("runs/first", str(tmp_path / "runs" / "first")), names)
+        exec("".join(blocks).replace("runs/python", str(tmp_path / "runs" / "python")), names)
         assert "finished 24" in capsys.readouterr().out
         again = fla_train.train(names["config"])  # complete: it is read only
     assert not GlobalHydra.instance().is_initialized()

@@ -58,6 +58,7 @@ def test_unknown_keys_and_wrong_types_are_all_named(fla_train):
         ("model.vocab_size=128", "model.vocab_size=128"),
         ("trainer.suite_options=['suite.limt=3']", "trainer.suite_options: "),
         ("trainer.suite_options=['suite.limit=0']", "suite.limit=0"),
+        ("trainer.suite=expressivity", "trainer.suite"),
         ("run.job=1", "run.job=1 is a job of a sweep: add -m"),
     ],
 )
