@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from fla_train.data.cache import PreparedData
+from fla_train.data.config import DataConfig
 from fla_train.models.build import build_model_config, build_on_meta, is_zoo
 from fla_train.models.flops import ParameterCount, count_parameters, flops_per_token, training_memory_bytes
 from fla_train.models.zoo.flops import forward_flops
@@ -125,6 +126,7 @@ def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:
         *_mixer_lines(config),
         *_data_lines(plan.validation_tokens, trainer.seq_len),
         *_curriculum_lines(config),
+        *_unread_lines(config),
     ]
 
 
@@ -164,3 +166,10 @@ def _curriculum_lines(config: TrainConfig) -> list[str]:
         f"warning      no step trains on the whole task: its curriculum takes {steps:,} steps "
         f"(raise trainer.max_steps={config.trainer.max_steps}, or shorten task.curriculum)"
     ]
+
+
+def _unread_lines(config: TrainConfig) -> list[str]:
+    """Only a warning: runs that were begun with such a config resume."""
+    keys = ("source", "contiguous", "document_boundaries", "stream") if config.task is not None else ()
+    unread = [f"data.{key}" for key in keys if getattr(config.data, key) != getattr(DataConfig, key)]
+    return [f"warning      {', '.join(unread)}: not read, the task makes its sequences"] if unread else []

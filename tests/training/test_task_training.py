@@ -210,6 +210,14 @@ def test_a_curriculum_that_leaves_no_step_is_warned_of(make, capsys: pytest.Capt
         assert ("warning      no step trains on the whole task" in capsys.readouterr().out) is warned
 
 
+def test_text_that_a_task_does_not_read_is_named(make, capsys: pytest.CaptureFixture[str]) -> None:
+    for overrides in ([], ["data=local", "data.path=nowhere", "data.contiguous=true"]):
+        launch(make(*SMALL, *overrides, "dry_run=true"))
+        said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+        named = [key for key in ("data.source", "data.contiguous") if any(key in line for line in said)]
+        assert len(named) == len(overrides[1:])
+
+
 @pytest.mark.parametrize("name", ["llama", "mamba_signed"])
 def test_a_baseline_takes_the_models_place(make, name: str) -> None:
     config = with_task_sizes(make(*SMALL, f"baseline={name}"))
