@@ -34,9 +34,13 @@ def register() -> None:
 def task(config: DictConfig) -> int:
     from fla_train.eval.parallel import OtherRankFailed, launched_ranks
     from fla_train.eval.run import evaluate  # heavy, and not needed for --help or an invalid override
+    from fla_train.utils.device import pick_device
+    from fla_train.utils.processes import keep_freed_memory
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about every loaded model it is given
     options: EvalConfig = OmegaConf.to_object(config)
+    if pick_device(options.device) == "cpu":
+        keep_freed_memory()
     if options.suite.expressivity is not None:
         from fla_train.eval.expressivity import evaluate_expressivity
 

@@ -24,7 +24,7 @@ from fla_train.training.log import log_both, redirect_output
 from fla_train.training.preemption import EXIT_CODE, StopRequest
 from fla_train.utils.filesystem import write_whole
 from fla_train.utils.import_ahead import wait_for_arguments
-from fla_train.utils.processes import die_with_parent, end_without_collecting
+from fla_train.utils.processes import die_with_parent, end_without_collecting, keep_freed_memory
 from fla_train.utils.timeline import BEGAN, Timeline
 from fla_train.utils.watchdog import Watchdog, end_process
 
@@ -203,6 +203,8 @@ def main() -> None:
         config = load_config(config_file)
     except ValueError as failure:  # the agent's temporary files have been deleted
         sys.exit(_leave_line(failure))
+    if config.launch.device == "cpu":
+        keep_freed_memory()
     run(config, data, request, timeline)
 
 

@@ -1,4 +1,4 @@
-"""This process (its cores, its end), child processes that die with it, and commands beside training."""
+"""This process (its cores, memory and end), children that die with it, and commands beside training."""
 
 import atexit
 import ctypes
@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from fla_train.utils.ranks import RANK_VARIABLES
 
 PR_SET_PDEATHSIG = 1
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 POLL = 0.5  # seconds between looks at a command
 _BIND = "from fla_train.utils.processes import die_with_parent; die_with_parent({parent})"
 _RUN = "from fla_train.cli.{name} import main; main()"
@@ -44,6 +46,18 @@ def die_with_parent(parent: int) -> None:
 def end_without_collecting() -> None:
     """Have this process end without looking for garbage: a second, with the objects of torch and models."""
     atexit.register(gc.freeze)
+
+
+def keep_freed_memory() -> None:
+    """Have this process keep the memory of freed tensors for the next ones, up to the most it has needed.
+
+    The C library gives blocks of 32 MB and more back at once, and the system hands the next ones out page by
+    page as they are first written. That takes longer than what most operations do with them.
+    """
+    with suppress(AttributeError):  # only glibc has these settings
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def start_command(name: str, overrides: Sequence[str], log: Path, **variables: str) -> subprocess.Popen:
