@@ -418,7 +418,7 @@ def _sources(found: Sequence[Measurement]) -> Iterator[str]:
         numbers = ", ".join(f"({number})" for number, _ in members)
         links = ", ".join(f"[JSON](reports/{measured.name}.json)" for _, measured in members)
         text = f"{mark}{numbers + ': ' if len(found) > 1 else ''}{source} ({links})."
-        yield f"\n{' ' * len(mark)}".join(_wrapped(text, WIDTH))
+        yield f"\n{' ' * len(mark)}".join(_wrapped(text, WIDTH - len(mark)))
 
 
 def _wrapped(text: str, width: int) -> list[str]:
