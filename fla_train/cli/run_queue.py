@@ -114,7 +114,7 @@ class Job:
 
     Attributes:
         state: `complete`, `failed`, `begun` or `new`, as its folder says; `running` or `elsewhere`;
-            `crowded`: it waits until fewer others run on its GPU.
+            `waiting`: until fewer others run on its GPU.
         attempts: in this call.
         asked: it has been asked to stop.
     """
@@ -267,7 +267,7 @@ class Queue:
             self._running.remove(job)
             self._finish(job, job.process.returncode)
             # Where memory ran out beside other runs, fewer run at once from now on.
-            if job.state != "crowded":
+            if job.state != "waiting":
                 self._slots.append(job.slot)
 
     def _finish(self, job: Job, code: int) -> None:
@@ -285,9 +285,9 @@ class Queue:
             job.state = "begun"
             # Killed in a long test, say: what came after its last checkpoint is lost.
             say("killed" if code == -signal.SIGKILL else "stopped", job, f"after {seconds:.0f} s")
-        elif self._is_crowded(job, reason := _reason(job.folder / OUTPUT, code)):
-            job.state, job.attempts = "crowded", job.attempts - 1
-            say("crowded", job, f"GPU {job.slot} has no memory for it beside the others: it waits")
+        elif self._lacks_room(job, reason := _reason(job.folder / OUTPUT, code)):
+            job.state, job.attempts = "waiting", job.attempts - 1
+            say("waiting", job, f"GPU {job.slot} has no memory for it beside the others")
             self._waiting.insert(0, job)
         else:
             job.state = "failed"
@@ -296,7 +296,7 @@ class Queue:
             if code != USER_ERROR and job.attempts == 1:
                 self._waiting.append(job)
 
-    def _is_crowded(self, job: Job, reason: str) -> bool:
+    def _lacks_room(self, job: Job, reason: str) -> bool:
         from fla_train.training.failures import OUT_OF_GPU_MEMORY
 
         return OUT_OF_GPU_MEMORY in reason and any(other.slot == job.slot for other in self._running)
