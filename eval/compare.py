@@ -193,16 +193,46 @@ def _mark(number: _Number, reference: _Number) -> str:
         return ""
     lower_is_better = not number.higher_is_better
     if number.by_document and reference.by_document:
-        # Without a prefix, a document has one target less: those can't be paired.
-        count, weights = len(number.by_document), number.weights
-        if count != len(reference.by_document) or weights != reference.weights:
-            return ""
-        weights = np.ones(count) if weights is None else np.array(weights, float)
-        difference = Mean.of(np.subtract(number.by_document, reference.by_document) * weights, weights)
-        return mark(difference.value, difference.stderr, lower_is_better)
+        difference = _paired(number.by_document, reference.by_document, number.weights, reference.weights)
+        return mark(difference.value, difference.stderr, lower_is_better) if difference else ""
     if number.error is None or reference.error is None:
         return ""
     return mark(number.value - reference.value, math.hypot(number.error, reference.error), lower_is_better)
+
+
+def _paired(
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    weights: Sequence[float] | None,
+    their_weights: Sequence[float] | None,
+) -> Mean | None:
+    """Mean difference of documents; None where they can't be paired (a prefix makes one more target)."""
+    if len(ours) != len(theirs) or weights != their_weights:
+        return None
+    weights = np.ones(len(ours)) if weights is None else np.array(weights, float)
+    return Mean.of(np.subtract(ours, theirs) * weights, weights)
+
+
+def loss_differences(record: dict, reference: dict, name: str) -> list[dict]:
+    """Loss of the set `name` minus `reference`'s, nats per target, paired by document, at lengths of both.
+
+    Returns:
+        `length`, `value`, `low` and `high` (a 95% interval; None of one document), `sequences` and
+        `documents` of each. Empty where the two did not read the same tokens.
+    """
+    ours, theirs = (found["perplexity"].get(name, {"error": ""}) for found in (record, reference))
+    if "error" in ours or "error" in theirs or ours["data"]["fingerprint"] != theirs["data"]["fingerprint"]:
+        return []
+    others = {row["length"]: row for row in theirs["lengths"]}
+    found = []
+    for row in ours["lengths"]:
+        if (other := others.get(row["length"])) is None:
+            continue
+        difference = _paired(row["losses"], other["losses"], loss_targets(row), loss_targets(other))
+        if difference is not None:
+            low, high = difference.interval or (None, None)
+            found.append(row | {"value": difference.value, "low": low, "high": high})
+    return found
 
 
 def loss_targets(row: dict) -> list[int]:

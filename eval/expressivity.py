@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import fla_train.models  # noqa: F401  registers the models with the Auto classes
 from fla_train.eval.config import EvalConfig, ExpressivityConfig
-from fla_train.eval.figures import draw_spread_ratio, draw_transitions
+from fla_train.eval.expressivity_figures import draw_spread_ratio, draw_transitions
 from fla_train.eval.report import output_lock
 from fla_train.eval.run import check_request, output_folder
 from fla_train.eval.separation import ACCURACY, SpreadTable, length_windows

@@ -1,9 +1,9 @@
-"""Figures of reports, as png and pdf: perplexity, extrapolation, states, needles, scores, transitions."""
+"""Figures of reports, as png and pdf: perplexity, differences, extrapolation, states, needles, scores."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fla_train.eval.compare import is_metric, needle_rows
+from fla_train.eval.compare import is_metric, loss_differences, needle_rows
 from fla_train.eval.paper import NOTED, RECALL, ZERO_SHOT, Column
 from fla_train.eval.sets import PAPER_SETS
 from fla_train.eval.tables import COUNTS, restrictions, sequences, table_1, varied
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-    from fla_train.eval.transitions import Transitions
 
 TRAINED = {"color": "0.4", "linestyle": "--", "linewidth": 1}
 MEANING = f"{NOTED.strip()} not the papers' own data, as the report's notes say"
@@ -100,9 +97,10 @@ def short(length: int) -> str:
 def draw_figures(folder: Path, records: Sequence[dict]) -> list[str]:
     """Draw what the evaluations hold into `folder`; the names of the figures, without ending.
 
-    `perplexity` and `bits_per_byte` (against length and position), `length_extrapolation` (a row per length
-    of `suite.perplexity.panels`, a column per set, a line per evaluation), `states`, `remembrance`,
-    `needle` (against length), `needle_depths` (of a single evaluation) and `tasks`.
+    `perplexity` and `bits_per_byte` (against length and position), `loss_difference` (to the first of several
+    evaluations), `length_extrapolation` (a row per length of `suite.perplexity.panels`, a column per set, a
+    line per evaluation), `states`, `remembrance`, `needle` (against length), `needle_depths` (of a single
+    evaluation) and `tasks`.
     """
     drawn = []
     if any(readable_sets([record]) for record in records):
@@ -111,6 +109,8 @@ def draw_figures(folder: Path, records: Sequence[dict]) -> list[str]:
     if counted := [record | {"perplexity": _with_bits(record)} for record in records if _with_bits(record)]:
         _perplexity(folder / "bits_per_byte", counted, "bits_per_byte")
         drawn.append("bits_per_byte")
+    if _loss_differences(folder / "loss_difference", records):
+        drawn.append("loss_difference")
     if panels := _panels(records):
         _extrapolation(folder / "length_extrapolation", records, panels)
         drawn.append("length_extrapolation")
@@ -243,6 +243,37 @@ def _perplexity(file: Path, records: Sequence[dict], quantity: str) -> None:
             panel.grid(alpha=0.3)
             _bound(panel)
         legend(axes, lines)
+
+
+def _loss_differences(file: Path, records: Sequence[dict]) -> bool:
+    """Losses up to each length minus those of the first evaluation, which is the line at 0.
+
+    A column for each set that another one read, too; False without any. The bands are of paired documents:
+    they leave out what makes a document hard for all models.
+    """
+    reference, *others = records
+    found = {
+        name: [loss_differences(record, reference, name) for record in others]
+        for name in readable_sets([reference])
+    }
+    found = {name: curves for name, curves in found.items() if any(curves)}
+    if not found:
+        return False
+    titles = [set_title(name, records) for name in found]
+    with grid(file, 1, len(found), (5.2, 3.8)) as axes:
+        for panel, title, curves in zip(axes[0], titles, found.values(), strict=True):
+            panel.axhline(0, color="C0", label=reference["name"])
+            for i, (record, rows) in enumerate(zip(others, curves, strict=True), 1):
+                places = [row["length"] for row in rows]
+                _curve(panel, places, rows, record["name"], f"C{i}", marker="o", markersize=3)
+            lengths = sorted({row["length"] for rows in curves for row in rows})
+            _length_axis(panel, lengths, "context length (tokens)")
+            mark_training(panel, records, label=panel is axes[0, 0])
+            panel.set_title(title, fontsize=10)
+            panel.grid(alpha=0.3)
+        axes[0, 0].set_ylabel("loss minus the first model's (nats)")
+        legend(axes, meaning(titles))
+    return True
 
 
 def _length_axis(panel: Axes, lengths: Sequence[int], label: str) -> None:
@@ -519,109 +550,3 @@ def _densities(states: dict, key: str) -> list[tuple[np.ndarray, np.ndarray]]:
 
 def _states(record: dict, name: str) -> dict | None:
     return record["perplexity"].get(name, {}).get("states")
-
-
-def draw_transitions(layer: Transitions, name: str, folder: Path) -> list[Path]:
-    """Write betas-NAME.png, keys-NAME.png and eigenvalues-NAME.png."""
-    files = []
-    for kind, draw in (("betas", _betas), ("keys", _components), ("eigenvalues", _eigenvalues)):
-        files.append(folder / f"{kind}-{name}.png")
-        draw(layer, name).savefig(files[-1], dpi=120)
-    return files
-
-
-def draw_spread_ratio(reports: Mapping[str, Mapping], folder: Path) -> None:
-    """`spread_ratio.png` and `.pdf`: ratio, threshold and accuracy against the length; none without reports.
-
-    Args:
-        reports: by test set, see `fla_train.eval.separation.SpreadTable.report`.
-        folder: that exists.
-    """
-    if not reports:
-        return
-    with grid(folder / "spread_ratio", 1, 2, (4.5, 3.4)) as axes:
-        ratio, accuracy = axes[0]
-        for i, (name, report) in enumerate(reports.items()):
-            ratio.plot(report["lengths"], report["ratio"], color=f"C{i}", label=name)
-            accuracy.plot(report["lengths"], report["accuracy"], color=f"C{i}")
-            if report["threshold"] is not None:
-                ratio.axhline(report["threshold"], color=f"C{i}", ls=":", label=f"{name}: threshold")
-            if report["predicted_length"] is not None:
-                accuracy.axvline(report["predicted_length"], color=f"C{i}", ls=":")
-        ratio.set(xscale="log", yscale="log", xlabel="word length [tokens]", ylabel="spread ratio")
-        accuracy.set(xscale="log", xlabel="word length [tokens]", ylabel="token accuracy", ylim=(-0.05, 1.05))
-        ratio.legend(fontsize="small")
-
-
-def _head_panels(heads: int, title: str, *, square: bool):
-    """A figure with one panel for each head."""
-    from matplotlib.figure import Figure  # no pyplot: no global state, no display
-
-    columns = min(heads, 4)
-    rows = -(-heads // columns)
-    height = 2.4 if square else 1.9
-    figure = Figure(figsize=(2.5 * columns + 0.6, height * rows + 0.8), layout="constrained")
-    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
-    figure.suptitle(title)
-    for panel in panels[heads:]:
-        panel.set_visible(False)
-    return figure, panels[:heads]
-
-
-def _betas(layer: Transitions, name: str) -> Figure:
-    _, steps, heads = layer.beta.shape
-    figure, panels = _head_panels(heads, f"{name}: beta of each Householder step, by token", square=False)
-    for head, panel in enumerate(panels):
-        for j in range(steps):
-            panel.plot(layer.tokens, layer.beta[:, j, head], ".", ms=4, label=f"Householder step {j + 1}")
-        panel.set_title(f"head {head}", fontsize="small")
-        panel.set_ylim(-0.1, 2.1)
-        panel.xaxis.get_major_locator().set_params(integer=True)
-        panel.grid(alpha=0.3)
-    panels[0].legend(fontsize="x-small", loc="lower left")
-    figure.supxlabel("token id")
-    figure.supylabel("beta")
-    return figure
-
-
-def _components(layer: Transitions, name: str) -> Figure:
-    from matplotlib.figure import Figure
-
-    shares = layer.explained_variance().cumsum(-1)[:, :10]
-    reflecting = int(layer.beta.mean(0).amin(0).argmax())
-    figure = Figure(figsize=(5, 3.6), layout="constrained")
-    axes = figure.add_subplot()
-    for head, line in enumerate(shares):
-        chosen = head == reflecting
-        axes.plot(
-            range(1, len(line) + 1), line, marker="o", ms=3, lw=2 if chosen else 0.8,
-            color="C1" if chosen else "0.6", zorder=3 if chosen else 1,
-            label=f"head {head}, the largest beta" if chosen else None,
-        )  # fmt: skip
-    axes.axhline(0.95, color="black", ls="--", lw=0.8)
-    axes.set(
-        xlabel="principal components of the keys",
-        ylabel="share of their variance",
-        ylim=(0, 1.05),
-        title=f"{name}: head {reflecting} has dimension {layer.effective_dimension()[reflecting]:.2f}",
-    )
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small", loc="lower right")
-    return figure
-
-
-def _eigenvalues(layer: Transitions, name: str) -> Figure:
-    values = layer.eigenvalues()  # [E, H, K]
-    figure, panels = _head_panels(
-        values.shape[1], f"{name}: eigenvalues of the tokens' transitions", square=True
-    )
-    circle = np.exp(2j * np.pi * np.linspace(0, 1, 200))
-    for head, panel in enumerate(panels):
-        panel.plot(circle.real, circle.imag, color="0.8", lw=0.8)
-        points = values[:, head].flatten()
-        panel.plot(points.real, points.imag, ".", ms=4, alpha=0.6)
-        panel.set_title(f"head {head}", fontsize="small")
-        panel.set(xlim=(-1.15, 1.15), ylim=(-1.15, 1.15), aspect="equal")
-    figure.supxlabel("real part")
-    figure.supylabel("imaginary part")
-    return figure

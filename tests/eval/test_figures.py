@@ -78,13 +78,14 @@ def test_a_set_whose_data_have_a_note_is_marked(figures: list[Figure], tmp_path:
     one, two = record("one", [2.0, 3.0]), record("two", [2.0, 3.0])
     two["perplexity"]["web"]["note"] = "only easy ones"
     draw_figures(tmp_path, [one, two])
-    lengths, positions, states, _ = figures
-    assert lengths.axes[0].get_title() == positions.axes[0].get_title() == "web †"
+    lengths, differences, positions, states, _ = figures
+    panels = (lengths, differences, positions)
+    assert {figure.axes[0].get_title() for figure in panels} == {"web †"}
     assert states.axes[0].get_ylabel() == "web †\nnorm of the state"
-    assert [below(figure) for figure in (lengths, positions, states)] == [MEANING] * 3
+    assert {below(figure) for figure in (*panels, states)} == {MEANING}
     del two["perplexity"]["web"]["note"]
     draw_figures(tmp_path, [one, two])
-    assert {below(figure) for figure in figures[4:]} == {""}
+    assert {below(figure) for figure in figures[5:]} == {""}
 
 
 def below(figure: Figure) -> str:
@@ -126,6 +127,24 @@ def test_loss_along_positions_of_several_models(figures: list[Figure], tmp_path:
         assert flat.get_datalim(panel.transData).intervaly == pytest.approx(np.exp([1.5, 3.5]))
         assert panel.get_xscale() == panel.get_yscale() == "log" and first.get_yscale() == "linear"
     assert texts(figures[0].legends[0]) == ["before", "after", "training length"]
+
+
+def test_losses_beside_the_first_models(figures: list[Figure], tmp_path: Path) -> None:
+    """Documents that differ much, and of which each model has the same loss more or less than the first."""
+    base, better = record("base", [1.0, 9.0]), record("better", [0.5, 8.5])
+    other = record("other", [2.0, 3.0])
+    better["perplexity"]["web"]["lengths"][1]["losses"] = [0.5, 7.5]
+    other["perplexity"]["web"]["data"]["fingerprint"] = "of another tokenizer"
+    drawn = draw_figures(tmp_path, [base, better, other])
+    panel = figures[drawn.index("loss_difference")].axes[0]
+    assert [found for found in curves(panel) if found[0] == [64, 128]] == [([64, 128], [-0.5, -1.0])]
+    reach = 12.706 * 0.5  # Student's t with one degree of freedom; the standard error of -0.5 and -1.5
+    assert panel.collections[0].get_datalim(panel.transData).intervaly == pytest.approx(
+        [-1 - reach, -1 + reach], rel=1e-3
+    )
+    assert texts(figures[drawn.index("loss_difference")].legends[0])[:2] == ["base", "better"]
+    for records in ([base, other], [base]):
+        assert "loss_difference" not in draw_figures(tmp_path, records)
 
 
 def test_needles(figures: list[Figure], tmp_path: Path) -> None:
