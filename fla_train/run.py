@@ -152,7 +152,7 @@ class Run:
         task = self.config.task
         plan = json.loads(self.files.plan.read_text())
         data = open_prepared(plan["data_folder"]) if task is None else task_data(task, self.config.seed)
-        model = build_model(self.config, data, resumed=True)
+        model = build_model(self.config, data, fresh=True)
         model.load_state_dict(load_file(folder / MODEL_FILE)["module"])
         return model.to(device).eval()
 

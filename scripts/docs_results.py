@@ -151,7 +151,9 @@ def train(*found: Measurement) -> Iterator[str]:
             name += ", CUDA graph" if "trainer.cuda_graph=true" in measured.command else ""
             name += ", recomputed" if "trainer.activation_checkpointing=true" in measured.command else ""
             name += f", {row['processes']} GPUs" if row.get("processes", 1) > 1 else ""
-            name += ", gradients reduced in bf16" if "trainer.gradient_reduction=bf16" in measured.command else ""
+            name += (
+                ", gradients reduced in bf16" if "trainer.gradient_reduction=bf16" in measured.command else ""
+            )
             yield _row(_numbered(name, number, found), *_speed(row))
 
 

@@ -9,15 +9,16 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from fla_train.data.config import DataConfig, cache_folder, part_config, validation_shard_config
 from fla_train.data.mixture import integer_shares
 from fla_train.data.shards import FORMAT, MANIFEST, read_manifest, verify
 from fla_train.data.sources import Source, hub_commit, is_on_hub, open_source
-from fla_train.data.tokenizers import TokenizerNotCached, fingerprint, load_tokenizer
+from fla_train.data.tokenizers import TokenizerNotCached, fingerprint, load_saved, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 JOURNAL = "progress.json"
 # Settings that no manifest records, since they do not change the prepared bytes.
@@ -34,8 +35,8 @@ class PreparedData:
     folder: Path
     manifest: dict[str, Any]
 
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        return AutoTokenizer.from_pretrained(self.folder / "tokenizer", trust_remote_code=False)
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        return load_saved(self.folder / "tokenizer")
 
     def parts(self) -> dict[str, "PreparedData"]:
         """{name: data that holds shards}: the parts of a mixture, else this corpus as "".
@@ -108,7 +109,7 @@ class CachePaths:
     """
 
     source: Source
-    tokenizer: PreTrainedTokenizerBase | None
+    tokenizer: "PreTrainedTokenizerBase | None"
     final: Path
     building: Path
 

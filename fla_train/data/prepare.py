@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from fla_train.data.cache import (
     JOURNAL,
@@ -39,11 +38,14 @@ from fla_train.data.files import Cursor
 from fla_train.data.shards import FORMAT, MANIFEST, ShardWriter, check_sizes, write_manifest
 from fla_train.data.sources import Source, hub_commit, is_on_hub
 from fla_train.data.tokenize import Encoded, Encoder, encode_all, is_held_out, make_encoder, utf8
-from fla_train.data.tokenizers import fingerprint, ids_needed, load_tokenizer
+from fla_train.data.tokenizers import fingerprint, ids_needed, load_saved, load_tokenizer
 from fla_train.utils.errors import Interrupted
 from fla_train.utils.filesystem import move_folder, replaced_folder, sync, write_whole
 from fla_train.utils.locks import locked
 from fla_train.utils.progress import Progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 COMMIT_SECONDS = 10.0  # of work that a kill can cost
 NO_COMMITS: Mapping[str, str] = MappingProxyType({})
@@ -205,7 +207,7 @@ def _build(paths: CachePaths, config: DataConfig, commit: str | None, log: Log, 
         for file in (building / "tokenizer").iterdir():
             sync(file)
     elif tokenizer is None:
-        tokenizer = AutoTokenizer.from_pretrained(building / "tokenizer", trust_remote_code=False)
+        tokenizer = load_saved(building / "tokenizer")
     manifest = _begin_manifest(config, source, tokenizer, final.name)
     dtype = manifest["dtype"]
     job = TokenizeJob(building, config, dtype, ids_needed(tokenizer), source.description, resumed)
@@ -279,7 +281,7 @@ def _roll_back(journal: dict[str, Any], description: dict[str, Any]) -> dict[str
 
 
 def _begin_manifest(
-    config: DataConfig, source: Source, tokenizer: PreTrainedTokenizerBase, name: str
+    config: DataConfig, source: Source, tokenizer: "PreTrainedTokenizerBase", name: str
 ) -> dict[str, Any]:
     """The part of the manifest that is known before tokenizing."""
     return {

@@ -18,7 +18,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from sentencepiece import SentencePieceProcessor
 from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fla_train.data.config import TokenizerConfig
 from fla_train.utils.errors import Interrupted
@@ -173,11 +173,7 @@ def _pretrained(name: str, eos_token: str | None, offline: bool) -> PreTrainedTo
             f"data.tokenizer.name={name}: no such folder; give a folder, a Hub name, bytes or bpe"
         )
     try:
-        tokenizer = (
-            _load_folder(path)
-            if path.is_dir()
-            else AutoTokenizer.from_pretrained(name, local_files_only=offline, trust_remote_code=False)
-        )
+        tokenizer = _load_folder(path) if path.is_dir() else load_saved(name, local_files_only=offline)
     except Exception as failure:
         if offline and not path.is_dir():
             raise TokenizerNotCached(name) from failure
@@ -210,8 +206,17 @@ def _load_folder(folder: Path) -> PreTrainedTokenizerBase:
         if (folder / "tokenizer.model").exists():
             return from_sentencepiece(folder / "tokenizer.model")
         if (folder / "merges.txt").exists():
+            from transformers import GPT2Tokenizer
+
             return GPT2Tokenizer.from_pretrained(folder)
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return load_saved(folder)
+
+
+def load_saved(place: str | Path, *, local_files_only: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder that transformers has written, or of the Hub. Runs no code of the place's."""
+    from transformers import AutoTokenizer  # imports generation and torch._dynamo (5.17): seconds
+
+    return AutoTokenizer.from_pretrained(place, local_files_only=local_files_only, trust_remote_code=False)
 
 
 def from_sentencepiece(path: Path) -> PreTrainedTokenizerFast:

@@ -41,11 +41,11 @@ BATCH_KEYS = {  # of `trainer`, taken from `init_from`
 PRIVATE_SECTIONS = ("hub", "launch", "logger", "run")  # of the config: they do not bear on the weights
 
 
-def build_model(config: TrainConfig, data: PreparedData, *, resumed: bool = False) -> PreTrainedModel:
+def build_model(config: TrainConfig, data: PreparedData, *, fresh: bool = False) -> PreTrainedModel:
     """The model with the tokenizer's special ids, in fp32; fresh weights depend on `seed` only.
 
     Args:
-        resumed: a checkpoint will fill in the weights, so those of `init_from` are not read.
+        fresh: leave the weights of `init_from` to `load_initial_weights` or to a checkpoint.
 
     Raises:
         ValueError: the weights of `init_from` are missing or damaged, or the class has no gradient
@@ -57,14 +57,8 @@ def build_model(config: TrainConfig, data: PreparedData, *, resumed: bool = Fals
         if getattr(settings, key) is None:
             setattr(settings, key, data.manifest["tokenizer"][key])
     model = build_fresh_model(settings)
-    if config.init_from is not None and not resumed:
-        weights = load_weights(
-            config.init_from,
-            dtype=model.dtype,
-            mixer=getattr(settings, "mixer", None),
-            translate=not is_zoo(config.model),
-        )
-        model.load_state_dict(weights.state_dict())
+    if not fresh:
+        load_initial_weights(config, model)
     if config.trainer.activation_checkpointing:
         if not model.supports_gradient_checkpointing:
             raise ValueError(
@@ -78,6 +72,23 @@ def build_model(config: TrainConfig, data: PreparedData, *, resumed: bool = Fals
             f"{type(model).__name__} does not keep packed documents apart: set data.document_boundaries=false"
         )
     return model
+
+
+def load_initial_weights(config: TrainConfig, model: PreTrainedModel) -> None:
+    """Give `model` the weights of `init_from`, if there is one.
+
+    Raises:
+        ValueError: they are missing or damaged.
+    """
+    if config.init_from is None:
+        return
+    weights = load_weights(
+        config.init_from,
+        dtype=model.dtype,
+        mixer=getattr(model.config, "mixer", None),
+        translate=not is_zoo(config.model),
+    )
+    model.load_state_dict(weights.state_dict())
 
 
 def architecture(source: str) -> dict[str, Any]:

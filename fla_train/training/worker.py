@@ -94,7 +94,7 @@ def train(
 
     from fla_train.data.cache import open_prepared
     from fla_train.training.config import with_processes
-    from fla_train.training.model import build_model
+    from fla_train.training.model import build_model, load_initial_weights
     from fla_train.training.process_group import join
     from fla_train.training.resume import agree_on_checkpoint
     from fla_train.training.run_data import task_data
@@ -107,18 +107,21 @@ def train(
     watchdog = Watchdog(config.trainer.hang_timeout, end_process(report))
     task = config.task
     data = open_prepared(data_folder) if task is None else task_data(task, config.seed)
+    # Drawing the weights takes one core for seconds. What runs beside it leaves the global random state.
+    thread = ThreadPoolExecutor(1, "model")
+    building = thread.submit(build_model, config, data, fresh=True)
     join(on_gpu=config.launch.device == "cuda")
     lock = RunLock(folder) if dist.get_rank() == 0 else None
     log = partial(log_both, console)
     with closing(lock) if lock else nullcontext():
         resume = agree_on_checkpoint(config, folder, log)
-        # Drawing the weights takes one core for seconds. The check leaves the global random state alone.
-        with ThreadPoolExecutor(1, "model") as thread:
-            building = thread.submit(build_model, config, data, resumed=resume is not None)
-            if config.trainer.check_backend and os.environ["LOCAL_RANK"] == "0":
-                _check_backend(config, log)
-                timeline.mark("backend check")
-            model = building.result()
+        if config.trainer.check_backend and os.environ["LOCAL_RANK"] == "0":
+            _check_backend(config, log)
+            timeline.mark("backend check")
+        model = building.result()
+        thread.shutdown()
+        if resume is None:
+            load_initial_weights(config, model)
         timeline.mark("model")
         if lock is not None:
             folder.sweep()

@@ -4,7 +4,6 @@ from difflib import get_close_matches
 
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def config_class(model_type: str) -> type[transformers.PreTrainedConfig]:
@@ -15,6 +14,8 @@ def config_class(model_type: str) -> type[transformers.PreTrainedConfig]:
     Raises:
         ValueError: transformers has no causal language model of this type.
     """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # seconds (5.17)
+
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         close = get_close_matches(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, 3)
         hint = f": did you mean {' or '.join(close)}?" if close else ""
