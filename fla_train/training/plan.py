@@ -111,9 +111,10 @@ def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:
     rounds = trainer.gradient_reduction == "bf16" and launch.num_processes > 1
     reduction = ", gradients added up over processes in bf16" if rounds else ""
     besides = ", besides what activations take" if is_zoo(config.model) else ""
+    most = "at most " if config.task is not None and config.task.curriculum else ""
     return [
         f"parameters   {plan.parameters:,} with the embedding counted once, {plan.parameters_held:,} in all",
-        f"tokens       {plan.tokens:,} = {trainer.max_steps:,} steps x {trainer.global_batch_tokens:,}"
+        f"tokens       {most}{plan.tokens:,} = {trainer.max_steps:,} steps x {trainer.global_batch_tokens:,}"
         + ("" if plan.epochs is None else f" ({plan.epochs:.2f} epochs)"),
         f"batch        {describe_processes(launch)} x {plan.accumulation} micro-batch(es) x "
         f"{trainer.micro_batch_size} sequences x {trainer.seq_len} tokens",

@@ -131,7 +131,8 @@ class Trainer:
         self._first = True  # no step was launched yet
         hub = config.hub if self.rank == 0 else HubConfig()
         self.pushes = HubPushes(hub, self.folder.root, config.model.get("mixer"), self.logger.log)
-        self.unread: list[tuple[int, float, Outcome]] = []  # step, learning rate, outcome on the device
+        # Step, tokens so far, learning rate, outcome on the device.
+        self.unread: list[tuple[int, int, float, Outcome]] = []
         self.statistics: dict[str, Tensor] = {}  # of the newest step
         self.stopping = False  # a rank got a request to stop
         self.reached = False  # the run's target, before its last step; the same on all ranks
@@ -155,11 +156,11 @@ class Trainer:
         with loader, _existing_objects_not_collected():
             while not self._finished():
                 self.throughput.start()
-                self._step(loader)
+                tokens = self._step(loader)
                 results = self._read(self._readable_outcomes())
                 if any(result.stop for *_, result in results):
                     results += self._read(len(self.unread))
-                self.throughput.stop(trainer.global_batch_tokens)
+                self.throughput.stop(tokens)
                 self._account(results)
                 self.checkpoints.poll()
                 if results and self.suites is not None:
@@ -187,8 +188,12 @@ class Trainer:
         self._finish()
         return True
 
-    def _step(self, loader: PrefetchLoader) -> None:
-        """Launch the next optimizer step; its outcome stays on the device."""
+    def _step(self, loader: PrefetchLoader) -> int:
+        """Launch the next optimizer step; its outcome stays on the device.
+
+        Returns:
+            Its tokens, over all ranks: fewer than a later step's while a task's curriculum has shorter words.
+        """
         trainer, step, first = self.config.trainer, self.state.step + 1, self._first
         self._first = False
         self.watchdog.beat(f"waiting for the data of step {step}", "data")
@@ -231,10 +236,12 @@ class Trainer:
             self.timeline.mark(f"step {step}")
             self.logger.log(f"start        {self.timeline}")
             self.checkpoints.reserve()
-        self.unread.append((step, rate, outcome))
+        tokens = dist.get_world_size() * sum(micro_batch.input_ids.numel() for micro_batch in batch)
         self.state.step = step
         self.state.sequences += self.batches.global_batch
-        self.state.tokens += trainer.global_batch_tokens
+        self.state.tokens += tokens
+        self.unread.append((step, self.state.tokens, rate, outcome))
+        return tokens
 
     def _readable_outcomes(self) -> int:
         """How many outcomes, from the oldest on, are to be read now."""
@@ -244,12 +251,12 @@ class Trainer:
             return len(self.unread)
         return readable_late([step for step, *_ in self.unread], trainer.log_every)
 
-    def _read(self, count: int) -> list[tuple[int, float, StepResult]]:
-        """Step, learning rate and result of the `count` oldest outcomes, which are dropped."""
+    def _read(self, count: int) -> list[tuple[int, int, float, StepResult]]:
+        """Step, tokens so far, learning rate and result of the `count` oldest outcomes, which are dropped."""
         unread, self.unread = self.unread[:count], self.unread[count:]
-        return [(step, rate, outcome.read()) for step, rate, outcome in unread]
+        return [(*known, outcome.read()) for *known, outcome in unread]
 
-    def _account(self, results: list[tuple[int, float, StepResult]]) -> None:
+    def _account(self, results: list[tuple[int, int, float, StepResult]]) -> None:
         """Count and log steps that have ended; the same on all ranks.
 
         Raises:
@@ -257,7 +264,7 @@ class Trainer:
         """
         state, trainer = self.state, self.config.trainer
         speed: Record = {}
-        for step, rate, result in results:
+        for step, tokens, rate, result in results:
             state.skipped_steps += result.skipped
             state.skipped_in_row = state.skipped_in_row + 1 if result.skipped else 0
             self.stopping |= result.stop
@@ -266,7 +273,7 @@ class Trainer:
                 speed = speed or self.throughput.read()
                 record: Record = {
                     "step": step,
-                    "tokens": step * trainer.global_batch_tokens,
+                    "tokens": tokens,
                     "loss": result.loss,
                     "lr": rate,
                     "grad_norm": result.grad_norm,

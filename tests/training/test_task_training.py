@@ -128,6 +128,11 @@ def test_a_run_ends_at_its_target(
     )
     warm_ranks.launch(make(*SMALL, *frequent, f"run.dir={whole}"))
     assert scores(run) == scores(whole) and scores(run)[-1]["step"] == 8
+    # Tokens of the words that were read: each has one more at its start, and its length is made even.
+    tokens = [r["tokens"] for r in read_metrics(whole / "metrics.jsonl") if "loss" in r]
+    batch = make(*SMALL).task.batch_size
+    lengths = [2, 4, 4, 4, 4, 6, 6, 6]
+    assert tokens == np.cumsum([batch * (n + 2) for n in lengths]).tolist()
 
 
 @pytest.mark.parametrize(
