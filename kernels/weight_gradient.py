@@ -10,7 +10,19 @@ def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     For a float32 weight under autocast a GPU's product writes its fp32 sums as they are: no rounding to 16
     bits, and no pass over the gradient that casts it.
     """
-    half = dy.dtype in (torch.bfloat16, torch.float16)
-    if dy.is_cuda and half and dtype == torch.float32 and not torch.compiler.is_compiling():
+    if _writes_float32(dy, dtype):
         return torch.mm(dy.t(), x, out_dtype=dtype)
     return (dy.t() @ x).to(dtype)
+
+
+def add_weight_gradient(total: Tensor, dy: Tensor, x: Tensor) -> None:
+    """Add dy^T x to `total` [out, in]: on a GPU within the product, as `weight_gradient` writes it."""
+    if _writes_float32(dy, total.dtype):
+        torch.addmm(total, dy.t(), x, out_dtype=total.dtype, out=total)
+    else:
+        total += dy.t() @ x
+
+
+def _writes_float32(dy: Tensor, dtype: torch.dtype) -> bool:
+    half = dy.dtype in (torch.bfloat16, torch.float16)
+    return dy.is_cuda and half and dtype == torch.float32 and not torch.compiler.is_compiling()

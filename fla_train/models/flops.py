@@ -123,12 +123,11 @@ def training_memory_bytes(
     """Estimate a device's memory with fp32 parameters, AdamW and ZeRO-2 over `num_devices`.
 
     Parameters are whole on each device (4 bytes), and gradients (4) until they are reduced at the end of a
-    step; AdamW's master copy and two moments (12) are divided. Activations sum what autograd keeps per
-    token of the micro-batch (`tokens_per_device` = micro-batch size * seq_len) with the fused kernels, in
-    `element_size` bytes where autocast applies, and one chunk of logits. Fragmentation and communication
-    buffers are not included. Without the fused kernels expect up to twice as much. Narrow heads in float32,
-    for which a GPU runs the recurrence step by step, keep a state per Householder step instead of one per
-    chunk.
+    step; AdamW's two moments (8) are divided. Activations sum what autograd keeps per token of the
+    micro-batch (`tokens_per_device` = micro-batch size * seq_len) with the fused kernels, in `element_size`
+    bytes where autocast applies, and one chunk of logits. Fragmentation and communication buffers are not
+    included. Without the fused kernels expect up to twice as much. Narrow heads in float32, for which a GPU
+    runs the recurrence step by step, keep a state per Householder step instead of one per chunk.
     """
     parameters = count_parameters(config).total
     layers, hidden = config.num_hidden_layers, config.hidden_size
@@ -152,7 +151,7 @@ def training_memory_bytes(
     return TrainingMemory(
         parameters=4 * parameters,
         gradients=4 * parameters,
-        optimizer=12 * parameters // num_devices,
+        optimizer=8 * parameters // num_devices,
         activations=tokens_per_device * kept + head,
     )
 

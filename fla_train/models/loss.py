@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fla_train.kernels.fused_ops import IGNORE, consume_logits, resolve_backend
+from fla_train.kernels.weight_gradient import add_weight_gradient
 from fla_train.models.layer_sizes import CHUNK_ELEMENTS
 
 
@@ -60,7 +61,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 losses, slope = consume_logits(h @ head.t(), t, with_gradient=True)
                 total = total + losses.sum()  # torch.compile of torch 2.11 gives += no gradient
                 torch.mm(slope, head, out=grad_hidden[start : start + len(h)])
-                grad_weight += slope.t() @ h
+                add_weight_gradient(grad_weight, slope, h)
                 start += len(h)
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
         return total

@@ -180,7 +180,7 @@ class CheckpointManager:
         capture = _Capture()
         with files_through(self._engine, capture):
             self._engine.save_checkpoint("nowhere", tag=DEEPSPEED_TAG, save_latest=False)
-        # The masters equal the weights, which are fp32 and in the model's file: 12 bytes a parameter, not 16.
+        # The masters are the weights, which are fp32 and in the model's file: 12 bytes a parameter, not 16.
         del capture.files[OPTIMIZER_FILE.format(rank=self._rank)][SHARD][MASTERS]
         files = capture.files | {RANDOM_FILE.format(rank=self._rank): random_states()}
         if self._rank == 0:

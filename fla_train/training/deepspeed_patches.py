@@ -51,6 +51,19 @@ def leave_gradients(engine) -> None:
         hook.remove()
 
 
+def share_masters(zero) -> None:
+    """Have this rank's fp32 masters be its partitions of the weights, which are fp32 too, and no copies.
+
+    DeepSpeed keeps both and copies the masters after each step: 4 bytes a parameter over all ranks, and
+    1.1 ms a step of a 340M model on one H100 (docs/dev/log.md). Its copies have one source and target now,
+    and end without a kernel.
+    """
+    masters = zip(zero.single_partition_of_fp32_groups, zero.parallel_partitioned_bit16_groups, strict=True)
+    for master, partitions in masters:
+        master.data = partitions[dist.get_rank()]
+    zero._link_all_hp_params()  # its views of the copies would keep their memory
+
+
 def reduce_in_bf16(model: nn.Module) -> None:
     """Have DeepSpeed's hooks reduce the gradients of all parameters in bf16.
 

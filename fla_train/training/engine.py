@@ -138,6 +138,7 @@ def build_engine(model: nn.Module, config: TrainConfig):
     engine, _ = accelerator.prepare(model, build_optimizer(model, config.optimizer))
     assert dist.get_world_size() == config.launch.num_processes
     assert engine.gradient_accumulation_steps() == settings["gradient_accumulation_steps"]
+    deepspeed_patches.share_masters(engine.optimizer)
     if not engine.optimizer.overlap_comm:
         deepspeed_patches.leave_gradients(engine)
     return engine

@@ -80,7 +80,7 @@ def _memory(config: TrainConfig, count: ParameterCount) -> int:
     """Bytes per process; of another library's model those of weights, gradients and AdamW only."""
     trainer = config.trainer
     if is_zoo(config.model):
-        return 8 * count.total + 12 * count.total // with_processes(config).launch.num_processes
+        return 8 * count.total + 8 * count.total // with_processes(config).launch.num_processes
     memory = training_memory_bytes(
         build_model_config(config.model),
         tokens_per_device=trainer.micro_batch_size * trainer.seq_len // config.launch.context_parallel,

@@ -2,7 +2,8 @@
 
 Triton: a program reads its row for the log-sum-exp, then overwrites it by its gradient. The second reading
 finds the row in the L2 cache (32 thousand logits in bf16 are 64 KiB), so the logits cross the memory bus once
-in each direction.
+in each direction. For that the rows of all running programs must fit there: programs have many threads, and
+each thread its own maximum and sum, so that none waits for another while it reads.
 """
 
 import torch
@@ -15,7 +16,7 @@ from fla_train.kernels.sizes import next_power_of_2
 
 IGNORE = -100  # target of a row that has none, as in torch and transformers
 BLOCK = 4096  # logits of a row that a program of the Triton kernel holds at once
-ELEMENTS_PER_WARP = 512
+ELEMENTS_PER_WARP = 256
 
 
 def consume_logits(
@@ -89,15 +90,17 @@ def consume_kernel(
     in_range = (target >= 0) & (target < V)
     chosen = tl.load(p_row + target, mask=in_range, other=float("nan")).to(tl.float32)
 
-    highest, total = -float("inf"), 0.0
+    b_max, b_sum = tl.full((BV,), -float("inf"), tl.float32), tl.zeros((BV,), tl.float32)
     for i_v in range(0, V, BV):
         o_v = i_v + tl.arange(0, BV)
         b_x = tl.load(p_row + o_v, mask=o_v < V, other=-float("inf")).to(tl.float32)
-        higher = tl.maximum(highest, tl.max(b_x, 0))
-        shift = tl.where(higher == -float("inf"), 0.0, higher)  # only -inf so far
-        total = total * tl.exp(highest - shift) + tl.sum(tl.exp(b_x - shift), 0)
-        highest = higher
-    log_sum = highest + tl.log(total)
+        b_higher = tl.maximum(b_max, b_x)
+        b_shift = tl.where(b_higher == -float("inf"), 0.0, b_higher)  # only -inf so far
+        b_sum = b_sum * tl.exp(b_max - b_shift) + tl.exp(b_x - b_shift)
+        b_max = b_higher
+    highest = tl.max(b_max, 0)
+    shift = tl.where(highest == -float("inf"), 0.0, highest)
+    log_sum = highest + tl.log(tl.sum(b_sum * tl.exp(b_max - shift), 0))
     tl.store(losses + i_row, tl.where(has_target, log_sum - chosen, 0.0))
 
     if GRADIENT:

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from fla_train.kernels.custom_op import custom_op
 from fla_train.kernels.fused_ops.backend import resolve_backend
 from fla_train.kernels.fused_ops.side_by_side import as_rows, empty_gradient, row_stride
+from fla_train.kernels.fused_ops.sum_rows import sum_rows
 from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
 
@@ -120,7 +121,7 @@ def recurrence_gates_backward(
 ) -> None:
     """Fill the gradients; `dparameters` are those of A_log and dt_bias, fp32 [2, H]."""
     programs, sizes = _sizes(b, a)
-    partial = None if a is None else dparameters.new_empty(2, programs, a.shape[-1])
+    partial = None if a is None else dparameters.new_empty(programs, 2, a.shape[-1])
     with torch.cuda.device_of(b):
         backward_kernel[(programs,)](
             *(b, a, A_log, dt_bias, dbeta, dg, db, da, partial),
@@ -129,7 +130,7 @@ def recurrence_gates_backward(
             **sizes,
         )
     if a is not None:
-        torch.sum(partial, 1, out=dparameters)
+        sum_rows(partial, dparameters)
 
 
 def _sizes(b: Tensor, a: Tensor | None) -> tuple[int, dict[str, Any]]:
@@ -186,7 +187,7 @@ def forward_kernel(
 @triton.jit(do_not_specialize=["n_rows"])
 def backward_kernel(
     b, a, A_log, dt_bias, dbeta, dg,  # as above; gradients as b and a
-    db, da, partial,  # out: as b, as a; fp32 [2, programs, H] parts of the gradients of A_log and dt_bias
+    db, da, partial,  # out: as b, as a; fp32 [programs, 2, H] parts of the gradients of A_log and dt_bias
     n_rows, beta_max,
     S: tl.constexpr, H: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr, BH: tl.constexpr,
     S_b: tl.constexpr, S_a: tl.constexpr, S_db: tl.constexpr, S_da: tl.constexpr, GATED: tl.constexpr,
@@ -205,6 +206,6 @@ def backward_kernel(
         b_slope = tl.load(dg + o_r * H + o_a, mask=m_a, other=0.0) * -b_rate[None, :]
         b_da = b_slope * tl.sigmoid(b_z)
         tl.store(da + o_r * S_da + o_a, b_da.to(da.dtype.element_ty), mask=m_a)
-        p_part = partial + tl.program_id(0) * H + o_h
+        p_part = partial + tl.program_id(0) * 2 * H + o_h
         tl.store(p_part, tl.sum(b_slope * softplus(b_z), 0), mask=o_h < H)
-        tl.store(p_part + tl.num_programs(0) * H, tl.sum(b_da, 0), mask=o_h < H)
+        tl.store(p_part + H, tl.sum(b_da, 0), mask=o_h < H)

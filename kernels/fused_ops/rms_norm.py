@@ -2,7 +2,7 @@
 
 Triton: a tile is BR whole rows. The forward kernel reads each row once; the backward kernel recomputes
 1 / rms. A backward program goes over consecutive tiles and sums its part of the weight's gradient in
-registers. `torch.sum` adds the parts, in an order that depends on the device but is the same in every run.
+registers. `sum_rows` adds the parts, in an order that depends on the device but is the same in every run.
 """
 
 import torch
@@ -14,6 +14,7 @@ from fla_train.kernels.custom_op import custom_op
 from fla_train.kernels.fused_ops.backend import resolve_backend
 from fla_train.kernels.fused_ops.side_by_side import as_rows, empty_gradient, row_stride
 from fla_train.kernels.fused_ops.sigmoid import sigmoid
+from fla_train.kernels.fused_ops.sum_rows import sum_rows
 from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2, processors
 
@@ -234,7 +235,7 @@ def rms_norm_backward(
             **_gate_sizes(x, gate=gate, dgate=dgate),
             **sizes,
         )
-    torch.sum(partial, 0, out=dweight)
+    sum_rows(partial, dweight)
 
 
 def _tiles(x: Tensor) -> tuple[int, dict[str, int]]:

@@ -18,6 +18,7 @@ from fla_train.kernels.custom_op import custom_op
 from fla_train.kernels.fused_ops.backend import resolve_backend
 from fla_train.kernels.fused_ops.side_by_side import as_rows, empty_gradient, row_stride
 from fla_train.kernels.fused_ops.sigmoid import sigmoid
+from fla_train.kernels.fused_ops.sum_rows import sum_rows
 from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div
 
@@ -222,7 +223,7 @@ def short_convolution_backward(
             maxnreg=REGISTERS,
             **sizes,
         )
-    torch.sum(partial, 0, out=dweight)
+    sum_rows(partial, dweight)
 
 
 def _launch(

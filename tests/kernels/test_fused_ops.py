@@ -24,6 +24,7 @@ from fla_train.kernels.fused_ops import (
     short_convolution,
     swiglu_linear,
 )
+from fla_train.kernels.fused_ops.sum_rows import sum_rows
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 INTERPRETED = not torch.cuda.is_available()
@@ -307,6 +308,15 @@ def test_interpreted(op: str, case: Case, small_blocks: None) -> None:
 def test_gpu(op: str, case: Case) -> None:
     assert fused_ops.resolve_backend("auto", torch.empty(1, device="cuda", dtype=case.dtype)) == "triton"
     OPS[op][0](case, "triton")
+
+
+@pytest.mark.parametrize("rows", [0, 1, 600])
+@pytest.mark.parametrize("shape", [(3,), (2, 8), (20, 1, 4)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_sum_of_rows(rows: int, shape: tuple[int, ...], device: str) -> None:
+    parts, total = torch.randn(rows, *shape, device=device), torch.empty(shape, device=device)
+    sum_rows(parts, total)
+    assert torch.allclose(total.double(), parts.double().sum(0), rtol=0, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # of the interpreter, by NumPy

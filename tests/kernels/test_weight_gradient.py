@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fla_train.kernels.weight_gradient import weight_gradient
+from fla_train.kernels.weight_gradient import add_weight_gradient, weight_gradient
 
 
 @pytest.mark.parametrize(
@@ -16,3 +16,6 @@ def test_of_bf16_factors_in_fp32(device: str, bound: float) -> None:
     assert found.dtype == torch.float32
     assert (found - exact).norm() < bound * exact.norm()
     assert weight_gradient(dy, x, torch.bfloat16).dtype == torch.bfloat16
+    before = found.clone()
+    add_weight_gradient(found, dy, x)
+    assert (found - before - exact).norm() < bound * exact.norm()

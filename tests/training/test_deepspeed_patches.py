@@ -103,6 +103,32 @@ def dtypes_of_the_hooks(config: TrainConfig, patched: bool) -> tuple[torch.dtype
     return zero.get_param_comm_dtype(next(engine.module.parameters())), zero.communication_data_type
 
 
+def test_it_keeps_a_copy_of_weights_that_are_fp32_already(
+    make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks
+):
+    config = make_config("launch.device=cpu", "launch.num_processes=2", "trainer.precision=bf16")
+    assert warm_ranks.run(2, masters_are_weights, config, False) == [False, False]
+    assert warm_ranks.run(2, masters_are_weights, config, True) == [True, True]
+
+
+def masters_are_weights(config: TrainConfig, patched: bool) -> bool:
+    """On a rank: whether the masters, and what the parameters are linked to, lie in the weights' memory."""
+    from fla_train.models import DeltaProductForCausalLM, build_config
+    from fla_train.training.engine import build_engine
+
+    with pytest.MonkeyPatch.context() as patches:
+        if not patched:
+            patches.setattr("fla_train.training.deepspeed_patches.share_masters", lambda zero: None)
+        engine = build_engine(DeltaProductForCausalLM(build_config(config.model)).float(), config)
+    parameters = list(engine.module.parameters())
+    linked = [p._hp_mapping.hp_fragment for p in parameters if p._hp_mapping is not None]
+    masters = [*engine.optimizer.single_partition_of_fp32_groups, *linked]
+    storages = {p.untyped_storage().data_ptr() for p in parameters}
+    shared = {master.untyped_storage().data_ptr() in storages for master in masters}
+    assert len(shared) == 1
+    return shared.pop()
+
+
 def test_its_own_checkpoint_engine_runs_what_a_pickle_asks_for(tmp_path: Path):
     from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
