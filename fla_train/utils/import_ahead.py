@@ -6,6 +6,7 @@ arguments once they are known. Those of a restart import when they are started.
 """
 
 import ctypes
+import gc
 import json
 import os
 import sys
@@ -96,9 +97,11 @@ def wait_for_arguments() -> float:
     """
     opening = Thread(target=_open_gpu, daemon=True)
     opening.start()
+    gc.disable()  # searching what is imported for garbage takes a seventh of the time
     for name in AHEAD:
         with suppress(Exception):  # comes again where it goes to the log
             import_module(name)
+    gc.enable()
     opening.join(LONGEST_OPENING)  # the driver reads the environment, which is replaced below
     line = sys.stdin.readline()
     if not line:

@@ -1,9 +1,8 @@
 """Cross-entropy with its gradient in one pass, overwriting the logits: PyTorch definition and Triton kernel.
 
 Triton: a program reads its row for the log-sum-exp, then overwrites it by its gradient. The second reading
-finds the row in the L2 cache (32 thousand logits in bf16 are 64 KiB), so the logits cross the memory bus once
-in each direction. For that the rows of all running programs must fit there: programs have many threads, and
-each thread its own maximum and sum, so that none waits for another while it reads.
+may find the row in the L2 cache (32 thousand logits in bf16 are 64 KiB). Each thread has its own maximum and
+sum, so that none waits for another while it reads.
 """
 
 import torch
