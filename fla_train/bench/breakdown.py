@@ -32,7 +32,7 @@ GPU_KERNELS = (
     (
         "elementwise",
         re.compile(
-            r"forward_kernel|backward_kernel|rotate_kernel|elementwise|reduce|norm|conv|swiglu|cast_kernel|amax_kernel|at::native"
+            r"forward_kernel|backward_kernel|rotate_kernel|sum_rows|elementwise|reduce|norm|conv|swiglu|cast_kernel|amax_kernel|at::native"
         ),
     ),
 )
