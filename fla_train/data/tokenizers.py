@@ -213,7 +213,7 @@ def _load_folder(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def load_saved(place: str | Path, *, local_files_only: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder that transformers has written, or of the Hub. Its Python files are not run."""
+    """The tokenizer of a folder that transformers has written, or of the Hub. No Python file of it is run."""
     from transformers import AutoTokenizer  # imports generation and torch._dynamo (5.17): seconds
 
     return AutoTokenizer.from_pretrained(place, local_files_only=local_files_only, trust_remote_code=False)
