@@ -29,6 +29,7 @@ OWN = {
     "linear_attention": {"mixer": "linear_attention:LinearAttention", "mixer_options": {"chunk": 4}},
     "longhorn": {"mixer": "longhorn:Longhorn"},
     "exact": {"mixer": "longhorn:Longhorn", "mixer_options": {"exact": True}, "use_output_gate": True},
+    "initial_beta": {"mixer": "initial_beta:InitialBeta", "num_householder": 3},
     "hybrid": {"mixer": "longhorn:Longhorn", "layer_types": ["linear_attention", "full_attention"]},
 }
 every_example = pytest.mark.parametrize("example", OWN)
@@ -59,7 +60,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     (folder / "broken.py").write_text("import no_such_package\n")
     monkeypatch.syspath_prepend(str(folder))
     yield folder
-    for name in ("linear_attention", "longhorn", "plain", "broken"):
+    for name in ("linear_attention", "longhorn", "initial_beta", "plain", "broken"):
         sys.modules.pop(name, None)
 
 
@@ -141,6 +142,16 @@ def test_linear_attention_is_its_recurrence(build: Callable) -> None:
         o = torch.einsum("bhkv,bhk->bhv", state, q[:, t]) / (norm * q[:, t]).sum(-1, keepdim=True)
         outputs.append(o.flatten(1))
     close(mixer(x), mixer.o_proj(torch.stack(outputs, 1)))
+
+
+@torch.no_grad()
+def test_initial_beta_adds_to_the_gate_before_its_sigmoid(build: Callable) -> None:
+    mixer = build(**OWN["initial_beta"], allow_neg_eigval=True).model.layers[0].attn
+    assert mixer.offset.tolist() == [[0.0, 0.0], [0.0, 0.0], [-4.0, -4.0]]
+    mixer.offset.normal_()
+    b = torch.randn(2, 9, 3, 2).double()
+    beta = mixer.operator_inputs(b, b, b, 2 * b.sigmoid(), None)[3]
+    close(beta, 2 * (b + mixer.offset).sigmoid())
 
 
 @pytest.mark.parametrize("exact", [False, True])
