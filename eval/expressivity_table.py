@@ -113,7 +113,7 @@ def write_tables(home: Path) -> Path:
     environments = [environment for table in results.values() for environment in table["environments"]]
     if not environments and not any(failed.values()):
         raise ValueError(f"no run below {home} has been tested yet: train some with fla-runs queue")
-    (home / "tables.json").write_text(json.dumps(results, indent=2) + "\n")
+    (home / "tables.json").write_text(json.dumps(results, indent=1) + "\n")
     hardware = sorted({environment["hardware"] for environment in environments})
     lines = [
         "Ours: best (median; lowest to highest; seeds; steps; these runs' words as a share of the paper's; "

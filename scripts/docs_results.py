@@ -88,7 +88,7 @@ def _environment(about: Row) -> str:
         commit, dirty, _ = (about["commit"] or "").partition("-dirty")
         parts += [f"commit {commit[:7]}{' with edits' if dirty else ''}" if commit else "commit not recorded"]
         parts += [about["time"].partition("T")[0]]
-    parts += [f"{about['runs']} runs"] if "runs" in about else []
+    parts += [_count(about["runs"], "run")] if "runs" in about else []
     return ", ".join(filter(None, parts))
 
 
@@ -365,7 +365,7 @@ def papers_table(found: Measurement) -> Iterator[str]:
         heads += beside
     yield from _wrapped(f"{table['title']}. Paper: {table['source']}.", WIDTH)
     yield ""
-    yield from _table(*heads)
+    yield from _table(*heads) if columns else ()
     for row in rows:
         cells = []
         for column in columns:
@@ -448,7 +448,11 @@ def _of_seeds(cell: Row | None) -> str:
     best, median, lowest = (f"{cell[key]:.3f}" for key in ("best", "median", "lowest"))
     text = best + ("*" if cell["cut"] else "") + (f" ({median}; {lowest})" if best != lowest else "")
     count = len(cell["values"])
-    return text if count == 3 and best != lowest else f"{text}, {count} seed{'s' if count > 1 else ''}"
+    return text if count == 3 and best != lowest else f"{text}, {_count(count, 'seed')}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"
 
 
 def _numbered(name: str, number: int, found: Sequence[Measurement]) -> str:

@@ -87,7 +87,7 @@ def test_a_papers_table_has_its_layout_with_published_figures_beside_ours(tmp_pa
             "values": seeds, "cut": cut, "steps": steps, "share_of_paper_words": share, "beside": beside
         }  # fmt: skip
 
-    def environment(**more: str) -> dict:
+    def environment(**more: str | int) -> dict:
         about = {"hardware": "a card", "packages": {"torch": "9.8"}, "commit": "c" * 40, "time": "2031-02-03"}
         return about | {"runs": 4} | more
 
@@ -98,8 +98,9 @@ def test_a_papers_table_has_its_layout_with_published_figures_beside_ours(tmp_pa
     ours = {"DeltaProduct_2 [-1, 1]": {"S3": cell(0.25, **{"at 2048": 0.125})}}
     tables = {
         "formal": {"environments": environments, "rows": formal},
-        "state_tracking_512": {"environments": [environment()], "rows": ours},
+        "state_tracking_512": {"environments": [environment(runs=1)], "rows": ours},
         "layers": {"environments": [], "rows": {}},
+        "regbench": {"environments": [], "rows": {}},
     }
     (tmp_path / "reports" / "t.json").write_text(json.dumps(tables))
     page = tmp_path / "page.md"
@@ -107,7 +108,7 @@ def test_a_papers_table_has_its_layout_with_published_figures_beside_ours(tmp_pa
         "".join(f"<!-- table: papers_table t:{name} -->\n<!-- end of table -->\n" for name in tables)
     )
     assert script.main([]) == 0 and script.main(["--check"]) == 0
-    first, second, third, _ = page.read_text().split("<!-- end of table -->")
+    first, second, third, fourth, _ = page.read_text().split("<!-- end of table -->")
     words = " ".join(first.split())
     assert "Formal languages, scaled accuracy at lengths 40 to 256. Paper: arXiv 2502.10297, table" in words
     assert "| model | parity: paper | ours | mod. arithmetic: paper | ours | with brackets: paper |" in first
@@ -126,4 +127,6 @@ def test_a_papers_table_has_its_layout_with_published_figures_beside_ours(tmp_pa
     # Columns of which the paper has no number, what is beside ours, and columns of which there is nothing.
     assert "| model | S3: ours | at 2048 |\n|---|---|---|\n| DeltaProduct_2 [-1, 1] | 0.250, 1" in second
     assert " seed | 0.125 |\n\nSteps (share of the paper's words): S3 2,000 (1%).\n\na card" in second
+    assert "2031-02-03, 1 run (" in second
     assert "| 2 layers | no | | | no | | | no | | |" in third and "not run yet ([JSON]" in third
+    assert "| model" not in fourth
