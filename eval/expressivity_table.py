@@ -6,7 +6,7 @@
 import json
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from importlib.resources import files
@@ -101,7 +101,8 @@ def slug(text: str) -> str:
 def write_tables(home: Path) -> Path:
     """tables.md, tables.json and the columns' figures in `home`, of the runs below it: their newest tests.
 
-    A cell without runs stays empty. A figure holds the accuracy curves of each row's best run.
+    A cell without runs stays empty. A figure holds the accuracy curves of each row's best run. tables.json
+    has `environments` and `rows` of each table: `scripts/docs_results.py` makes the docs' tables from it.
 
     Raises:
         ValueError: no run has been tested.
@@ -109,11 +110,11 @@ def write_tables(home: Path) -> Path:
     tables = read_tables()
     results = {name: _results(name, table, home) for name, table in tables.items()}
     failed = {name: _failed(name, table, home) for name, table in tables.items()}
-    found = [cell for rows in results.values() for row in rows.values() for cell in row.values() if cell]
-    if not found and not any(failed.values()):
+    environments = [environment for table in results.values() for environment in table["environments"]]
+    if not environments and not any(failed.values()):
         raise ValueError(f"no run below {home} has been tested yet: train some with fla-runs queue")
-    (home / "tables.json").write_text(json.dumps(results, indent=2) + "\n")
-    hardware = sorted({device for cell in found for device in cell["hardware"]})
+    (home / "tables.json").write_text(json.dumps(results, indent=1) + "\n")
+    hardware = sorted({environment["hardware"] for environment in environments})
     lines = [
         "Ours: best (median; lowest to highest; seeds; steps; these runs' words as a share of the paper's; "
         "minutes of one run; the best run at another length). `cut` counts runs that were stopped before "
@@ -123,65 +124,78 @@ def write_tables(home: Path) -> Path:
         f"Hardware: {'; '.join(hardware) or 'no run has been tested'}.",
     ]
     for name, table in tables.items():
-        if failed[name] or any(cell for row in results[name].values() for cell in row.values()):
-            rows = _markdown(table, results[name], failed[name])
-            lines += ["", *rows, "", *_figures(name, table, results[name], home)]
+        if failed[name] or results[name]["environments"]:
+            rows = results[name]["rows"]
+            lines += ["", *_markdown(table, rows, failed[name]), "", *_figures(name, table, rows, home)]
     out = home / "tables.md"
     out.write_text("\n".join(lines) + "\n")
     return out
 
 
-def _results(name: str, table: Mapping[str, Any], home: Path) -> dict[str, dict[str, dict | None]]:
+def _results(name: str, table: Mapping[str, Any], home: Path) -> dict[str, Any]:
+    """A table of tables.json: `environments` of its runs, and `rows` by name, of cells by column."""
     rows: dict[str, dict[str, dict | None]] = {row: {} for row in table["rows"]}
+    runs = []
     for row in rows:
         for column, words in zip(table["columns"], table["paper_words"], strict=True):
             place = Run(name, row, column, 0).folder(home).parent
-            beside = table.get("beside", {})
-            tested = [
-                r for run in sorted(place.glob("seed-*")) if (r := _newest(run, table["metric"], beside))
-            ]
+            folders = sorted(place.glob("seed-*"))
+            tested = [run for folder in folders if (run := _newest(folder, table, home))]
             rows[row][column] = _statistics(tested, words) if tested else None
-    return rows
+            runs += tested
+    return {"environments": _environments([run["environment"] for run in runs]), "rows": rows}
 
 
-def _newest(run: Path, metric: str, beside: Mapping[str, str]) -> dict[str, Any] | None:
-    """The newest value of `metric`, and of those `beside` it by the names they are shown under."""
-    records = [record for record in read_metrics(run / "metrics.jsonl") if metric in record]
+def _newest(folder: Path, table: Mapping[str, Any], home: Path) -> dict[str, Any] | None:
+    """The newest value of the table's metric, and of those `beside` it by the names they are shown under."""
+    metric = table["metric"]
+    records = [record for record in read_metrics(folder / "metrics.jsonl") if metric in record]
     if not records:
         return None
     step = records[-1]["step"]
-    environment = json.loads((run / "environment.json").read_text())
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    wall = run / WALL
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    wall = folder / WALL
     return {
-        "run": str(run),
+        "run": folder.relative_to(home).as_posix(),
+        "seed": folder.name,
         "value": records[-1][metric],
-        "beside": {name: records[-1][other] for name, other in beside.items()},
+        "beside": {name: records[-1][other] for name, other in table.get("beside", {}).items()},
         "steps": step,
         "words": step * config["task"]["batch_size"],
-        "cut": not (run / COMPLETE).is_file(),
+        "cut": not (folder / COMPLETE).is_file(),
         "seconds": float(wall.read_text()) if wall.is_file() else None,
-        "hardware": environment["hardware"],
+        "environment": json.loads((folder / "environment.json").read_text()),
     }
 
 
 def _statistics(runs: Sequence[Mapping[str, Any]], paper_words: int) -> dict[str, Any]:
-    values = [run["value"] for run in runs]
+    """A cell. Of runs with equal values the best is the one with more beside it."""
+    values = {run["seed"]: run["value"] for run in runs}
     seconds = [run["seconds"] for run in runs if run["seconds"] is not None]
-    best = max(runs, key=lambda run: run["value"])
+    best = max(runs, key=lambda run: (run["value"], *run["beside"].values()))
     return {
         "best_run": best["run"],
         "best": best["value"],
         "beside": best["beside"],
-        "median": statistics.median(values),
-        "lowest": min(values),
-        "seeds": [int(Path(run["run"]).name.removeprefix("seed-")) for run in runs],
+        "median": statistics.median(values.values()),
+        "lowest": min(values.values()),
+        "values": values,
+        "seeds": [int(seed.removeprefix("seed-")) for seed in values],
         "cut": sum(run["cut"] for run in runs),
-        "steps": {Path(run["run"]).name: run["steps"] for run in runs},
-        "share_of_paper_words": {Path(run["run"]).name: run["words"] / paper_words for run in runs},
+        "steps": {run["seed"]: run["steps"] for run in runs},
+        "share_of_paper_words": {run["seed"]: run["words"] / paper_words for run in runs},
         "minutes": statistics.fmean(seconds) / 60 if seconds else None,
-        "hardware": sorted({run["hardware"] for run in runs}),
+        "hardware": sorted({run["environment"]["hardware"] for run in runs}),
     }
+
+
+def _environments(found: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each hardware, commit and set of packages, with the dates (`time`) and the number of its runs."""
+    dates: dict[str, list[str]] = {}
+    for environment in found:
+        kind = json.dumps({key: environment[key] for key in ("hardware", "commit", "packages")})
+        dates.setdefault(kind, []).append(environment["time"].partition("T")[0])
+    return [json.loads(kind) | {"time": span(days, str), "runs": len(days)} for kind, days in dates.items()]
 
 
 def _markdown(
@@ -201,7 +215,7 @@ def _markdown(
     for row, content in table["rows"].items():
         cells = []
         for published, column in zip(content["published"], columns, strict=True):
-            cells += [_published(published), _ours(results[row][column])]
+            cells += [show_published(published), _ours(results[row][column])]
         lines.append(f"| {row} | {' | '.join(cells)} |")
     missing = [
         f"{row} was not run: {content['skipped']}."
@@ -235,7 +249,7 @@ def _figures(
     for column in table["columns"]:
         curves = {}
         for row, cells in results.items():
-            file = Path(cells[column]["best_run"]) / "accuracy.json" if cells[column] else None
+            file = home / cells[column]["best_run"] / "accuracy.json" if cells[column] else None
             if file is not None and file.is_file():
                 curves[row] = json.loads(file.read_text())["sets"][test_set]
         if curves:
@@ -245,7 +259,8 @@ def _figures(
     return lines
 
 
-def _published(value: float | bool | None) -> str:
+def show_published(value: float | bool | None) -> str:
+    """A published entry as tables show it."""
     if value is None:
         return ""
     if isinstance(value, bool):  # YAML reads yes and no so
@@ -256,8 +271,8 @@ def _published(value: float | bool | None) -> str:
 def _ours(cell: Mapping[str, Any] | None) -> str:
     if cell is None:
         return ""
-    steps = _span(cell["steps"].values(), "{:,}")
-    share = _span(cell["share_of_paper_words"].values(), "{:.2g}", 100)
+    steps = span(cell["steps"].values(), "{:,}".format)
+    share = span(cell["share_of_paper_words"].values(), percent)
     minutes = "" if cell["minutes"] is None else f"; {cell['minutes']:.1f} min"
     cut = f"; {cell['cut']} cut" if cell["cut"] else ""
     beside = "".join(f"; {name} {value:.3f}" for name, value in cell["beside"].items())
@@ -268,7 +283,12 @@ def _ours(cell: Mapping[str, Any] | None) -> str:
     )
 
 
-def _span(values: Iterable[float], form: str, unit: float = 1) -> str:
+def percent(share: float) -> str:
+    """A share in percent, with two significant digits."""
+    return f"{float(f'{100 * share:.2g}'):g}"
+
+
+def span(values: Iterable[Any], show: Callable[[Any], str]) -> str:
     """The lowest and the highest, or the one that all are."""
-    shown = [form.format(unit * value) for value in sorted(values)]
+    shown = [show(value) for value in sorted(values)]
     return " to ".join(dict.fromkeys((shown[0], shown[-1])))

@@ -5,7 +5,8 @@
 
 A page has the line `<!-- table: FUNCTION FILE ... -->`; up to `<!-- end of table -->` the text is that of the
 function for these files of docs/reports/. A file is what `fla-bench ... --json FILE` writes: `environment`,
-`settings` and `rows`. `transcribed` marks one that was typed from a printed table.
+`settings` and `rows`. `transcribed` marks one that was typed from a printed table. `FILE:TABLE` is a table of
+the tables.json that `fla-runs queue` writes: `environments` and `rows`.
 """
 
 import json
@@ -37,13 +38,22 @@ Row = dict[str, Any]
 
 @dataclass
 class Measurement:
-    """A file of docs/reports/."""
+    """A file of docs/reports/, or one table of it."""
 
-    name: str
+    name: str  # FILE or FILE:TABLE
+
+    @property
+    def file(self) -> str:
+        return self.name.partition(":")[0]
+
+    @property
+    def table(self) -> str:
+        return self.name.partition(":")[2]
 
     @cached_property
     def content(self) -> Any:
-        return json.loads((DOCS / "reports" / f"{self.name}.json").read_text())
+        content = json.loads((DOCS / "reports" / f"{self.file}.json").read_text())
+        return content[self.table] if self.table else content
 
     @property
     def rows(self) -> list[Row]:
@@ -65,17 +75,21 @@ class Measurement:
 
     def source(self) -> str:
         """Where, by what and when it was measured; commit and date only where rows do not have their own."""
-        about = self.content["environment"]
-        versions = [f"{name} {about['packages'][name]}" for name in SHOWN if about["packages"].get(name)]
-        parts = [about["hardware"], *versions]
-        if "time" in about:
-            commit, dirty, _ = (about["commit"] or "").partition("-dirty")
-            parts += [
-                f"commit {commit[:7]}{' with edits' if dirty else ''}" if commit else "commit not recorded"
-            ]
-            parts += [about["time"].partition("T")[0]]
+        found = self.content["environments"] if self.table else [self.content["environment"]]
+        parts = ["; ".join(map(_environment, found)) if found else "not run yet"]
         parts += ["typed from a printed table"] if self.content.get("transcribed") else []
         return ", ".join(filter(None, parts))
+
+
+def _environment(about: Row) -> str:
+    versions = [f"{name} {about['packages'][name]}" for name in SHOWN if about["packages"].get(name)]
+    parts = [about["hardware"], *versions]
+    if "time" in about:
+        commit, dirty, _ = (about["commit"] or "").partition("-dirty")
+        parts += [f"commit {commit[:7]}{' with edits' if dirty else ''}" if commit else "commit not recorded"]
+        parts += [about["time"].partition("T")[0]]
+    parts += [_count(about["runs"], "run")] if "runs" in about else []
+    return ", ".join(filter(None, parts))
 
 
 Table = Callable[..., Iterator[str]]  # the lines of a table from one or several files
@@ -333,6 +347,43 @@ def formal_languages(*found: Measurement) -> Iterator[str]:
             yield _row(row["language"], f"{row['paper']:.3f}", _seeds(row["accuracy"]))
 
 
+@of_pages()
+def papers_table(found: Measurement) -> Iterator[str]:
+    """A table of the expressivity papers: published figures, ours, and how long ours were trained."""
+    from fla_train.eval.expressivity_table import percent, read_tables, show_published, span  # seconds
+
+    table = read_tables()[found.table]
+    rows = {row: dict(zip(table["columns"], c["published"], strict=True)) for row, c in table["rows"].items()}
+    ours = {row: found.content["rows"].get(row, {}) for row in rows}
+    published = {name for cells in rows.values() for name, value in cells.items() if value is not None}
+    measured = {name for cells in ours.values() for name, cell in cells.items() if cell}
+    columns = [column for column in table["columns"] if column in published | measured]
+    beside = list(table.get("beside", {}))
+    heads, trained = ["model"], []
+    for column in columns:
+        heads += [f"{column}: paper", "ours"] if column in published else [f"{column}: ours"]
+        heads += beside
+    yield from _wrapped(f"{table['title']}. Paper: {table['source']}.", WIDTH)
+    yield ""
+    yield from _table(*heads) if columns else ()
+    for row in rows:
+        cells = []
+        for column in columns:
+            cell = ours[row].get(column)
+            cells += [show_published(rows[row][column])] if column in published else []
+            cells += [_of_seeds(cell), *(f"{cell['beside'][name]:.3f}" if cell else "" for name in beside)]
+        if any(cells):
+            yield _row(row, *cells)
+    for column in (column for column in columns if column in measured):
+        runs = [cells[column] for cells in ours.values() if cells.get(column)]
+        steps = span((n for cell in runs for n in cell["steps"].values()), "{:,}".format)
+        share = span((n for cell in runs for n in cell["share_of_paper_words"].values()), percent)
+        trained.append(f"{column} {steps} ({share}%)")
+    if trained:
+        yield ""
+        yield from _wrapped(f"Steps (share of the paper's words): {'; '.join(trained)}.", WIDTH)
+
+
 def rewritten(page: str) -> str:
     """The text of a page with all its tables made anew."""
 
@@ -390,6 +441,20 @@ def _seeds(values: Sequence[float]) -> str:
     return ", ".join(f"{value:.3f}" for value in values)
 
 
+def _of_seeds(cell: Row | None) -> str:
+    """Best (median; lowest), of three seeds where no number of seeds is named; *: a run was cut."""
+    if cell is None:
+        return ""
+    best, median, lowest = (f"{cell[key]:.3f}" for key in ("best", "median", "lowest"))
+    text = best + ("*" if cell["cut"] else "") + (f" ({median}; {lowest})" if best != lowest else "")
+    count = len(cell["values"])
+    return text if count == 3 and best != lowest else f"{text}, {_count(count, 'seed')}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"
+
+
 def _numbered(name: str, number: int, found: Sequence[Measurement]) -> str:
     """The name with the number of its source below the table, where there are several."""
     return name if len(found) == 1 else f"{name} ({number})"
@@ -420,7 +485,7 @@ def _sources(found: Sequence[Measurement]) -> Iterator[str]:
     for source, members in groups.items():
         mark = "- " if len(groups) > 1 else ""
         numbers = ", ".join(f"({number})" for number, _ in members)
-        links = ", ".join(f"[JSON](reports/{measured.name}.json)" for _, measured in members)
+        links = ", ".join(f"[JSON](reports/{measured.file}.json)" for _, measured in members)
         text = f"{mark}{numbers + ': ' if len(found) > 1 else ''}{source} ({links})."
         yield f"\n{' ' * len(mark)}".join(_wrapped(text, WIDTH - len(mark)))
 

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import statistics
 
 import pytest
 from test_layout import ROOT
@@ -71,3 +72,61 @@ def test_peers_of_several_files_are_compared_with_ours_of_the_same_file(tmp_path
     assert "| 1 (1) | yes | 2.000 | 3.000 (1.50x) | |" in text
     assert "| 1 (2) | yes | 4.000 | | 5.000 (1.25x) |" in text
     assert "(1), (2): a card, attn-gym 7.8" in text
+
+
+def test_a_papers_table_has_its_layout_with_published_figures_beside_ours(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(script, "DOCS", tmp_path)
+    (tmp_path / "reports").mkdir()
+
+    def cell(*values: float, cut: int = 0, **beside: float) -> dict:
+        seeds = {f"seed-{number}": value for number, value in enumerate(values)}
+        numbers = {"best": max(values), "median": statistics.median(values), "lowest": min(values)}
+        steps = {seed: 2000 + 500 * number for number, seed in enumerate(seeds)}
+        share = {seed: count / 2e5 for seed, count in steps.items()}
+        return numbers | {
+            "values": seeds, "cut": cut, "steps": steps, "share_of_paper_words": share, "beside": beside
+        }  # fmt: skip
+
+    def environment(**more: str | int) -> dict:
+        about = {"hardware": "a card", "packages": {"torch": "9.8"}, "commit": "c" * 40, "time": "2031-02-03"}
+        return about | {"runs": 4} | more
+
+    parity = {"Mamba [-1, 1]": cell(0.9, 0.95, cut=1), "DeltaNet [-1, 1]": cell(1.0, 0.5, 0.75)}
+    parity |= {"Mamba-2": cell(1.0, 1.0, 1.0), "GLA": cell(-0.25), "RetNet": None}
+    formal = {row: {"parity": content, "with brackets": None} for row, content in parity.items()}
+    environments = [environment(), environment(hardware="another", time="2031-02-03 to 2031-02-05")]
+    ours = {"DeltaProduct_2 [-1, 1]": {"S3": cell(0.25, **{"at 2048": 0.125})}}
+    tables = {
+        "formal": {"environments": environments, "rows": formal},
+        "state_tracking_512": {"environments": [environment(runs=1)], "rows": ours},
+        "layers": {"environments": [], "rows": {}},
+        "regbench": {"environments": [], "rows": {}},
+    }
+    (tmp_path / "reports" / "t.json").write_text(json.dumps(tables))
+    page = tmp_path / "page.md"
+    page.write_text(
+        "".join(f"<!-- table: papers_table t:{name} -->\n<!-- end of table -->\n" for name in tables)
+    )
+    assert script.main([]) == 0 and script.main(["--check"]) == 0
+    first, second, third, fourth, _ = page.read_text().split("<!-- end of table -->")
+    words = " ".join(first.split())
+    assert "Formal languages, scaled accuracy at lengths 40 to 256. Paper: arXiv 2502.10297, table" in words
+    assert "| model | parity: paper | ours | mod. arithmetic: paper | ours | with brackets: paper |" in first
+    for line in (
+        "| sLSTM | 1.000 | | 0.787 | | 0.173 | |",
+        "| Mamba [-1, 1] | 1.000 | 0.950* (0.925; 0.900), 2 seeds | 0.241 | | 0.136 | |",
+        "| DeltaNet [-1, 1] | 0.982 | 1.000 (0.750; 0.500) | 0.915 | | 0.253 | |",
+        "| Mamba-2 | | 1.000, 3 seeds | | | | |",
+        "| GLA | | -0.250, 1 seed | | | | |",
+    ):
+        assert line in first.splitlines()
+    assert "RetNet" not in first
+    assert "Steps (share of the paper's words): parity 2,000 to 3,000 (1 to 1.5%)." in first
+    assert "a card, torch 9.8, commit ccccccc, 2031-02-03, 4 runs; another, torch 9.8, commit" in words
+    assert "ccccccc, 2031-02-03 to 2031-02-05, 4 runs ([JSON](reports/t.json))." in words
+    # Columns of which the paper has no number, what is beside ours, and columns of which there is nothing.
+    assert "| model | S3: ours | at 2048 |\n|---|---|---|\n| DeltaProduct_2 [-1, 1] | 0.250, 1" in second
+    assert " seed | 0.125 |\n\nSteps (share of the paper's words): S3 2,000 (1%).\n\na card" in second
+    assert "2031-02-03, 1 run (" in second
+    assert "| 2 layers | no | | | no | | | no | | |" in third and "not run yet ([JSON]" in third
+    assert "| model" not in fourth

@@ -47,7 +47,8 @@ signal.signal(signal.SIGTERM, stop)
 def test(step):
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": step, "longer/scaled_accuracy": 0.5}) + "\\n")
-(run / "environment.json").write_text(json.dumps({"hardware": "an abacus"}))
+environment = {"hardware": "an abacus", "commit": None, "packages": {}, "time": "2031-02-03T04:05:06+00:00"}
+(run / "environment.json").write_text(json.dumps(environment))
 (run / "config.yaml").write_text("task: {batch_size: 256}")
 test(4)
 if given.get("model.num_householder") == "4":

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fla_train.cli.app import compose
-from fla_train.eval.expressivity_table import read_tables, runs_of, write_tables
+from fla_train.eval.expressivity_table import percent, read_tables, runs_of, write_tables
 from fla_train.training.config import register, to_config
 
 TABLES = list(read_tables())
@@ -14,19 +14,29 @@ EXPERIMENTS = Path(__file__).resolve().parents[2] / "configs" / "experiment"
 
 
 def finish(
-    folder: Path, metric: str, value: float, seconds: float, *, last: int = 10, cut: bool = False
+    folder: Path,
+    metric: str,
+    value: float,
+    seconds: float,
+    *,
+    last: int = 10,
+    cut: bool = False,
+    other: float = 0.75,
 ) -> None:
     folder.mkdir(parents=True)
-    other = f"train_length/{metric.split('/')[1]}"
     records = [
         {"step": 5, metric: 0.1},
-        {"step": last, metric: value, other: 0.75},
+        {"step": last, metric: value, f"train_length/{metric.split('/')[1]}": other},
         {"step": last + 1, "loss": 1.0},
     ]
     if not cut:
         (folder / "complete").touch()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    (folder / "environment.json").write_text(json.dumps({"hardware": "an abacus"}))
+    environment = {"hardware": "an abacus", "commit": "c" * 40, "packages": {"torch": "9.8"}}
+    day = f"2031-02-0{1 + int(seconds // 60)}T03:04:05+00:00"
+    (folder / "environment.json").write_text(
+        json.dumps(environment | {"time": day, "command": ["fla-train"]})
+    )
     (folder / "config.yaml").write_text("task: {batch_size: 512}\n")
     (folder / "wall_seconds").write_text(f"{seconds}\n")
     name, metric = metric.split("/")
@@ -83,9 +93,9 @@ def test_the_papers_words_are_those_of_its_recipe() -> None:
 
 def test_finished_runs_fill_the_table(tmp_path: Path) -> None:
     runs = [r for r in runs_of("formal", [0, 1, 2]) if (r.row, r.column) == ("DeltaNet [-1, 1]", "parity")]
-    for run, value in zip(runs, (0.5, 1.0, 0.9), strict=True):
+    for run, value, seconds in zip(runs, (0.5, 1.0, 0.9), (30, 90, 150), strict=True):
         last = 400 if value == 1.0 else 800
-        finish(run.folder(tmp_path), "longer/scaled_accuracy", value, seconds=90, last=last)
+        finish(run.folder(tmp_path), "longer/scaled_accuracy", value, seconds=seconds, last=last)
     other = next(r for r in runs_of("state_tracking", [0]) if r.row == "DeltaProduct_2 [-1, 1]")
     finish(other.folder(tmp_path), "longer/sequence_accuracy", 0.25, seconds=60, last=7, cut=True)
     untested = next(r for r in runs_of("mqar", [0])).folder(tmp_path)
@@ -100,13 +110,31 @@ def test_finished_runs_fill_the_table(tmp_path: Path) -> None:
     ]
     assert {path.name for path in tmp_path.glob("*.png")} == {"formal-parity.png", "state_tracking-S3.png"}
     assert "![parity](formal-parity.png)" in text
-    assert results["formal"]["DeltaNet [-1, 1]"]["parity"]["best_run"].endswith("seed-1")
+    cell = results["formal"]["rows"]["DeltaNet [-1, 1]"]["parity"]
+    assert cell["best_run"] == "formal/DeltaNet_-1_1/parity/seed-1"  # below the folder, wherever that is
+    assert cell["values"] == {"seed-0": 0.5, "seed-1": 1.0, "seed-2": 0.9}
+    (environment,) = results["formal"]["environments"]
+    assert environment["commit"] == "c" * 40 and environment["packages"] == {"torch": "9.8"}
+    assert environment["time"] == "2031-02-01 to 2031-02-03" and environment["runs"] == 3
+    assert results["mqar"]["environments"] == []
     assert "an abacus" in text and "Multi-query" not in text
     numbers = "0.250 (0.250; 0.250 to 0.250; seeds 0; 7 steps; 0.0018% of the words; 1.0 min; 1 cut; at 128"
     assert f"| yes | {numbers} 0.750) |" in text
     assert "sLSTM was not run: " in text
-    assert results["state_tracking"]["DeltaProduct_2 [-1, 1]"]["S3"]["steps"] == {"seed-0": 7}
-    assert results["mqar"]["DeltaNet [0, 1]"]["width 64"] is None
+    assert results["state_tracking"]["rows"]["DeltaProduct_2 [-1, 1]"]["S3"]["steps"] == {"seed-0": 7}
+    assert results["mqar"]["rows"]["DeltaNet [0, 1]"]["width 64"] is None
+
+
+def test_of_runs_with_equal_values_the_best_has_more_beside_it(tmp_path: Path) -> None:
+    runs = [r for r in runs_of("state_tracking", [0, 1, 2]) if (r.row, r.column) == ("GLA", "S5")]
+    for run, other in zip(runs, (0.25, 0.75, 0.5), strict=True):
+        finish(run.folder(tmp_path), "longer/sequence_accuracy", 0.0, seconds=60, other=other)
+    assert "seeds 0, 1, 2" in (text := write_tables(tmp_path).read_text()) and "at 128 0.750" in text
+
+
+def test_shares_have_two_digits_and_no_exponent() -> None:
+    shares = {1.8e-5: "0.0018", 0.0126: "1.3", 0.5: "50", 1: "100", 12.34: "1200"}
+    assert {share: percent(share) for share in shares} == shares
 
 
 def test_a_run_that_failed_takes_nothing_from_those_that_did_not(tmp_path: Path) -> None:
