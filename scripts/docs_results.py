@@ -329,22 +329,10 @@ def equal_size(found: Measurement) -> Iterator[str]:
 def word_problems(*found: Measurement) -> Iterator[str]:
     """Share of words with every product right, by length; each number is a seed."""
     lengths = found[0].content["settings"]["lengths"]
-    yield from _table("group", "n_h", "eigenvalues", "paper", *(f"at {length:,}" for length in lengths))
+    yield from _table("group", "n_h", "paper", *(f"at {length:,}" for length in lengths))
     for row in found[0].rows:
-        if "group" in row:
-            accuracy = row["accuracy"]
-            cells = (_seeds(accuracy[str(n)]) if str(n) in accuracy else "" for n in lengths)
-            bounds = row.get("eigenvalues", "[-1, 1]")
-            yield _row(row["group"], str(row["num_householder"]), bounds, row["paper"], *cells)
-
-
-@of_pages()
-def formal_languages(*found: Measurement) -> Iterator[str]:
-    """Scaled accuracy beside the paper's; each number is a seed."""
-    yield from _table("language", "paper", "ours, each seed")
-    for row in found[0].rows:
-        if "language" in row:
-            yield _row(row["language"], f"{row['paper']:.3f}", _seeds(row["accuracy"]))
+        cells = (_seeds(row["accuracy"][str(length)]) for length in lengths)
+        yield _row(row["group"], str(row["num_householder"]), row["paper"], *cells)
 
 
 @of_pages()

@@ -191,8 +191,7 @@ def test_the_large_models_train_on_the_papers_batch(make_config: Make, size: str
     config = to_config(compose("train", given))
     validate(config)
     trainer = with_batch(config).trainer
-    expected = (2048, 524288, 16, False) if size == "340m" else (2048, 524288, 8, True)
-    assert tuple(getattr(trainer, key) for key in keys) == expected
+    assert tuple(getattr(trainer, key) for key in keys) == (2048, 524288, 16 if size == "340m" else 8, False)
 
 
 @pytest.mark.parametrize(
