@@ -1,6 +1,8 @@
 """Compare kernels on one problem: check each one's numbers, then time those that are right."""
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -33,7 +35,13 @@ class Finding:
 
 
 def compare(
-    entries: Sequence[Entry], dtype: torch.dtype, device: torch.device, *, rounds: int, graphs: bool = False
+    entries: Sequence[Entry],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    rounds: int,
+    graphs: bool = False,
+    patience: float = 0,
 ) -> Iterator[Finding]:
     """Measure the entries; one that fails or is wrong gets no time.
 
@@ -41,6 +49,7 @@ def compare(
         dtype: of the inputs, which says what error is rounding.
         rounds: samples of each time on a CPU.
         graphs: on a GPU, time CUDA graphs: for kernels that are shorter than their launch.
+        patience: seconds an entry gets to compile, to tune itself and to be checked; 0: any number.
     """
     found: dict[str, dict[str, float]] = {}
     memory, sound = {}, []
@@ -50,9 +59,10 @@ def compare(
             yield Finding(name, refused=entry.limit)
             continue
         try:
-            entry.both()  # compiles and warms up too
-            timed = _recorded(entry, device) if graphs else entry
-            found[name], memory[name] = entry.errors(), peak_memory(entry.both, device)
+            with _limited(patience):
+                entry.both()  # compiles and warms up too
+                timed = _recorded(entry, device) if graphs else entry
+                found[name], memory[name] = entry.errors(), peak_memory(entry.both, device)
         except Exception as failure:  # of any kind a compiler, a launch or a peer's own check may raise
             line = " ".join(str(failure).split())[:160]
             yield Finding(name, refused=f"{type(failure).__name__}: {line}")
@@ -92,3 +102,19 @@ def _recorded(entry: Entry, device: torch.device) -> Entry:
     return replace(
         entry, forward=recorded(entry.forward, device), both=recorded(entry.both, device), aside=aside
     )
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the main thread after `seconds`, once it is back from compiled code; 0: never."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"was not ready after {seconds:g} s")
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)

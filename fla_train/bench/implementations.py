@@ -182,16 +182,16 @@ def _fla_implementations() -> list[Implementation]:
     return [
         Implementation("fla chunk_delta_rule", delta_rule, gate(False)),
         Implementation(f"fla chunk_gated_delta_rule{by}", gated_delta_rule, gate(True)),
-        Implementation(f"fla chunk_gated_delta_product{by}", product, several),
+        Implementation("fla chunk_gated_delta_product", product, several),
     ]
 
 
 def _qla_implementations() -> list[Implementation]:
-    """FlashQLA, with beta in the dtype of q."""
+    """FlashQLA, with beta in the dtype of q. It computes the norm by a kernel before the others."""
 
-    def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, norm: bool) -> Tensor:
         kernel = import_module("flash_qla").chunk_gated_delta_rule
-        return kernel(q=q, k=k, v=v, g=g, beta=beta.to(q.dtype))[0]
+        return kernel(q=q, k=k, v=v, g=g, beta=beta.to(q.dtype), use_qk_l2norm_in_kernel=norm)[0]
 
     return [_gated_delta_rule("FlashQLA chunk_gated_delta_rule", rule)]
 
@@ -199,41 +199,34 @@ def _qla_implementations() -> list[Implementation]:
 def _attn_gym_implementations() -> list[Implementation]:
     """attn-gym, with its kernel for the norm. Its gated delta rule takes g and beta in fp32."""
 
-    def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        return import_module("attn_gym.linear").chunk_gdn(q, k, v, g, beta)[0]
+    def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, norm: bool) -> Tensor:
+        linear = import_module("attn_gym.linear")
+        q, k = (linear.l2norm(q), linear.l2norm(k)) if norm else (q, k)
+        return linear.chunk_gdn(q, k, v, g, beta)[0]
 
-    def norm(x: Tensor) -> Tensor:
-        return import_module("attn_gym.linear").l2norm(x)
-
-    return [_gated_delta_rule("attn-gym chunk_gdn", rule, norm)]
+    return [_gated_delta_rule("attn-gym chunk_gdn", rule)]
 
 
-def _gated_delta_rule(
-    name: str, rule: Callable[..., Tensor], norm: Callable[[Tensor], Tensor] | None = None
-) -> Implementation:
-    """A peer that has a gate always, one Householder step, and no norm inside.
+def _gated_delta_rule(name: str, rule: Callable[..., Tensor]) -> Implementation:
+    """A peer that has a gate always, and one Householder step.
 
     More steps are a longer sequence whose queries are zero but for the last of each token.
 
     Args:
-        rule: of q, k [B, T, H, K], v [B, T, H, V], g and beta [B, T, H] in fp32; returns o [B, T, H, V].
-        norm: the package's L2 norm, of q and of k; None: it has none.
+        rule: of q, k [B, T, H, K], v [B, T, H, V], g and beta [B, T, H] in fp32, and whether q and k are
+            normalised; returns o [B, T, H, V].
     """
 
     def run(p: Problem) -> Tensor:
         q, k, v, beta = p.q, p.k.flatten(1, 2), p.v.flatten(1, 2), p.beta.flatten(1, 2)
-        if p.norm:
-            q, k = norm(q), norm(k)
         if p.shape.num_householder == 1:
-            return rule(q, k, v, p.g, beta)
+            return rule(q, k, v, p.g, beta, norm=p.norm)
         queries, g = torch.zeros_like(p.k), p.g.new_zeros(p.beta.shape)
         queries[:, :, -1], g[:, :, 0] = q, p.g
-        o = rule(queries.flatten(1, 2), k, v, g.flatten(1, 2), beta)
+        o = rule(queries.flatten(1, 2), k, v, g.flatten(1, 2), beta, norm=p.norm)
         return o.unflatten(1, p.k.shape[1:3])[:, :, -1].contiguous()
 
     def limit(p: Problem) -> str | None:
-        if p.norm and norm is None:
-            return "has no norm inside: compare with --no-norm"
         return None if p.shape.gated else "needs a gate"
 
     return Implementation(name, run, limit)

@@ -59,6 +59,7 @@ def bench_shape(
     norm: bool,
     rounds: int,
     graphs: bool = False,
+    patience: float = 0,
 ) -> Iterator[Row]:
     """Measure the implementations that take this shape; a kernel that fails or is wrong gets no time.
 
@@ -66,10 +67,11 @@ def bench_shape(
         norm: the L2 norm of q and k is part of the kernel's work; otherwise they are unit vectors.
         rounds: samples of each time on a CPU.
         graphs: on a GPU, time CUDA graphs: what is left when the host does not have to launch.
+        patience: seconds a kernel gets to compile and to tune itself; 0: any number.
     """
     problem = make_problem(shape, dtype, device, norm=norm)
     entries = [_entry(implementation, problem) for implementation in implementations]
-    for found in compare(entries, dtype, device, rounds=rounds, graphs=graphs):
+    for found in compare(entries, dtype, device, rounds=rounds, graphs=graphs, patience=patience):
         yield Row(
             **vars(found),
             num_householder=shape.num_householder,

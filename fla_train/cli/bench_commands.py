@@ -59,7 +59,8 @@ def _kernels(request: argparse.Namespace) -> dict:
     gates = [True, False] if request.gate is None else [request.gate]
     kinds = [(n, gated) for n in request.num_householder for gated in gates]
     shapes = [Shape(*sizes, *kind, dtype.itemsize, request.group) for kind in kinds]
-    options = {"norm": request.norm, "rounds": request.rounds, "graphs": request.graphs}
+    names = ("norm", "rounds", "graphs", "patience")
+    options = {name: getattr(request, name) for name in names}
     rows = (
         ({"shape": asdict(shape)}, row)
         for shape in shapes

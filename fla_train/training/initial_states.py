@@ -22,7 +22,6 @@ from fla_train.data.sampler import Batch, BatchSampler, send
 from fla_train.models.carried_states import CONV, RECURRENT, CarriedStates, StateKey
 from fla_train.training.checkpoint import STATES_FILE, world_size
 from fla_train.training.config import TrainConfig, initial_state_kind
-from fla_train.training.load_checkpoint import load_file
 
 MEMORY = 0.99  # of the moments that fitted noise has: about the last hundred steps count
 
@@ -168,6 +167,8 @@ class InitialStates:
         Returns:
             Why nothing was taken over; None: it was.
         """
+        from fla_train.training.load_checkpoint import load_file  # imports DeepSpeed, which fixes the device
+
         files = [folder / STATES_FILE.format(rank=rank) for rank in range(world_size(folder))]
         if not files[0].exists():
             return f"{folder.name} holds no states"

@@ -1,6 +1,8 @@
 """`fla-bench` on tiny CPU shapes: what it prints, what it writes, what it refuses."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -89,6 +91,12 @@ def test_grouped_heads(tmp_path) -> None:
     assert row["ps_per_byte"] == pytest.approx(1e9 * row["both_ms"] / count)
     with pytest.raises(ValueError, match="multiple of --group 3"):
         bench.run(["kernels", *SMALL, *CEILINGS, *options, "--group", "3"])
+
+
+def test_deepspeed_is_not_imported_before_the_device_is_chosen() -> None:
+    code = "import sys, fla_train.bench.training; print('deepspeed' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 @pytest.mark.long

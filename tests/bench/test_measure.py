@@ -135,9 +135,9 @@ def stand_ins(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("num_householder", "gated", "norm", "measured"),
     [
-        (1, True, True, [FLA_RULE, ATTN_GYM]),
+        (1, True, True, [FLA_RULE, QLA, ATTN_GYM]),
         (1, False, True, ["fla chunk_delta_rule"]),
-        (2, True, True, [FLA_PRODUCT, ATTN_GYM]),
+        (2, True, True, [FLA_PRODUCT, QLA, ATTN_GYM]),
         (2, False, False, [FLA_PRODUCT]),
         (1, True, False, [FLA_RULE, QLA, ATTN_GYM]),
         (3, True, False, [FLA_PRODUCT, QLA, ATTN_GYM]),
@@ -151,6 +151,19 @@ def test_peers_get_their_own_layout(stand_ins, num_householder, gated, norm, mea
     rows = list(bench_shape(shape, implementations, torch.bfloat16, CPU, CEILINGS, norm=norm, rounds=1))
     assert [row.kernel.removesuffix(" (may run FlashQLA)") for row in rows if row.errors] == measured
     assert [row for row in rows if row.errors and row.refused] == []
+
+
+def test_a_kernel_that_is_not_ready_in_time_is_left_out() -> None:
+    shape = Shape(1, 16, 1, 8, 8, 1, False, 4)
+    (sound,) = ours(["chunk"], recompute=False)
+    slow = Implementation("slow", lambda problem: time.sleep(20))
+    start = time.monotonic()
+    rows = list(
+        bench_shape(shape, [slow, sound], torch.float32, CPU, CEILINGS, norm=True, rounds=1, patience=0.5)
+    )
+    assert time.monotonic() - start < 15
+    assert [row.kernel for row in rows if row.refused] == ["slow"]
+    assert [row.both_ms is not None for row in rows] == [False, True]
 
 
 def test_a_missing_peer_is_named(monkeypatch) -> None:
