@@ -117,7 +117,7 @@ def write_tables(home: Path) -> Path:
     hardware = sorted({environment["hardware"] for environment in environments})
     lines = [
         "Ours: best (median; lowest to highest; seeds; steps; these runs' words as a share of the paper's; "
-        "minutes of one run; the best run at another length). `cut` counts runs that were stopped before "
+        "minutes of one run; values at other lengths). `cut` counts runs that were stopped before "
         "their end, with their newest test. A figure of the papers has no numbers: there `yes` and `no` say "
         "whether its text calls the problem learnt.",
         "",
@@ -159,7 +159,7 @@ def _newest(folder: Path, table: Mapping[str, Any], home: Path) -> dict[str, Any
         "run": folder.relative_to(home).as_posix(),
         "seed": folder.name,
         "value": records[-1][metric],
-        "beside": {name: records[-1][other] for name, other in table.get("beside", {}).items()},
+        "beside": {name: records[-1].get(other) for name, other in table.get("beside", {}).items()},
         "steps": step,
         "words": step * config["task"]["batch_size"],
         "cut": not (folder / COMPLETE).is_file(),
@@ -169,14 +169,13 @@ def _newest(folder: Path, table: Mapping[str, Any], home: Path) -> dict[str, Any
 
 
 def _statistics(runs: Sequence[Mapping[str, Any]], paper_words: int) -> dict[str, Any]:
-    """A cell. Of runs with equal values the best is the one with more beside it."""
     values = {run["seed"]: run["value"] for run in runs}
     seconds = [run["seconds"] for run in runs if run["seconds"] is not None]
-    best = max(runs, key=lambda run: (run["value"], *run["beside"].values()))
+    best = max(runs, key=lambda run: run["value"])
     return {
         "best_run": best["run"],
         "best": best["value"],
-        "beside": best["beside"],
+        "beside": {name: _by_seed(runs, name) for name in runs[0]["beside"] if _by_seed(runs, name)},
         "median": statistics.median(values.values()),
         "lowest": min(values.values()),
         "values": values,
@@ -187,6 +186,11 @@ def _statistics(runs: Sequence[Mapping[str, Any]], paper_words: int) -> dict[str
         "minutes": statistics.fmean(seconds) / 60 if seconds else None,
         "hardware": sorted({run["environment"]["hardware"] for run in runs}),
     }
+
+
+def _by_seed(runs: Sequence[Mapping[str, Any]], name: str) -> dict[str, float]:
+    """What stands beside the metric, of the runs whose tests are long enough for it."""
+    return {run["seed"]: run["beside"][name] for run in runs if run["beside"][name] is not None}
 
 
 def _environments(found: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -275,7 +279,9 @@ def _ours(cell: Mapping[str, Any] | None) -> str:
     share = span(cell["share_of_paper_words"].values(), percent)
     minutes = "" if cell["minutes"] is None else f"; {cell['minutes']:.1f} min"
     cut = f"; {cell['cut']} cut" if cell["cut"] else ""
-    beside = "".join(f"; {name} {value:.3f}" for name, value in cell["beside"].items())
+    beside = "".join(
+        f"; {name} {span(values.values(), '{:.3f}'.format)}" for name, values in cell["beside"].items()
+    )
     seeds = ", ".join(map(str, cell["seeds"]))
     return (
         f"{cell['best']:.3f} ({cell['median']:.3f}; {cell['lowest']:.3f} to {cell['best']:.3f}; "

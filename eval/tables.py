@@ -6,9 +6,7 @@ from collections.abc import Iterable, Sequence
 from fla_train.eval.compare import ACCURACY_LABEL, LENGTH_LABELS, Row, comparison, is_metric, needle_rows
 from fla_train.eval.paper import HEADS, NOTED, PublishedGroup, fixed, paper_cells, published
 
-COUNTS = (
-    "Perplexity against context length: points of different n (documents or sequences) are of different ones."
-)
+COUNTS = "Perplexity against context length. n counts documents or sequences: compare points of equal n only."
 LATEX_SPECIAL = {sign: f"\\{sign}" for sign in "_%&#${}"} | {
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",

@@ -350,7 +350,7 @@ def papers_table(found: Measurement) -> Iterator[str]:
     heads, trained = ["model"], []
     for column in columns:
         heads += [f"{column}: paper", "ours"] if column in published else [f"{column}: ours"]
-        heads += beside
+        heads += ["; ".join(beside)] if beside else []
     yield from _wrapped(f"{table['title']}. Paper: {table['source']}.", WIDTH)
     yield ""
     yield from _table(*heads) if columns else ()
@@ -359,7 +359,9 @@ def papers_table(found: Measurement) -> Iterator[str]:
         for column in columns:
             cell = ours[row].get(column)
             cells += [show_published(rows[row][column])] if column in published else []
-            cells += [_of_seeds(cell), *(f"{cell['beside'][name]:.3f}" if cell else "" for name in beside)]
+            cells += [_of_seeds(cell)]
+            other = [span(cell["beside"][name].values(), "{:.3f}".format) for name in beside] if cell else []
+            cells += ["; ".join(other)] if beside else []
         if any(cells):
             yield _row(row, *cells)
     for column in (column for column in columns if column in measured):

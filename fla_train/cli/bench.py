@@ -18,6 +18,7 @@ Tables go to stdout in Markdown, everything to `--json FILE`. Exit code 2: the r
 """
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -32,6 +33,7 @@ def run(arguments: Sequence[str]) -> None:
     Raises:
         ValueError: a request that cannot be measured.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints two lines for each profile
     request = build_parser().parse_args(_without_aliases(arguments))
     from fla_train.cli.bench_commands import measure  # imports torch: seconds, which --version does not need
 

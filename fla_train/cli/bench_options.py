@@ -68,7 +68,12 @@ def build_parser() -> argparse.ArgumentParser:
     kernels("--norm", action=switch, default=True, help="L2 norm of q and k inside the kernel")
     kernels("--backends", nargs="+", help="ours (default: the device's own)")
     kernels("--graphs", action="store_true", help="time CUDA graphs: without the host's launches")
-    kernels("--patience", type=float, default=0, help="seconds a kernel may compile and tune (default: any)")
+    kernels(
+        "--patience",
+        type=float,
+        default=0,
+        help="seconds a kernel may compile and tune (default: 0, any number)",
+    )
     kernels("--recompute", action="store_true", help="also ours with only the inputs kept for backward")
 
     decode("--heads", type=positive, nargs="+", default=[256, 512, 2048, 8192], help="B x H")
