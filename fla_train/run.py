@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fla_train.data.cache import open_prepared
 from fla_train.hub.saved_config import flat, read_saved
+from fla_train.models.build import architecture
 from fla_train.training import checkpoint
 from fla_train.training.checkpoint import MODEL_FILE
 from fla_train.training.config import TrainConfig, load_config
@@ -65,14 +66,8 @@ class Run:
     @property
     def model_name(self) -> str:
         """Architecture and number of parameters, such as `gla/50m` or `delta_net+sliding_attention/342m`."""
-        get = self.settings.get
-        layers, count = get("model.layer_types") or ["linear_attention"], get("model.num_householder", 1)
-        name = f"delta_product_{count}" if count > 1 else "delta_net"
-        mixer = (get("model.mixer") or "").rpartition(":")[2]
-        name = mixer or ("gated_" if get("model.use_forget_gate") else "") + name
-        attention = sorted({*layers} - {"linear_attention"})
-        name = "+".join([name, *attention]) if "linear_attention" in layers else "transformer"
-        name = get("model.model_type") or get("baseline.kind") or name
+        node = {key.removeprefix("model."): value for key, value in self.settings.items()}
+        name = self.settings.get("baseline.kind") or architecture(node)
         plan = json.loads(self.files.plan.read_text()) if self.files.plan.is_file() else {}
         if (count := plan.get("parameters_held")) is None:
             return name

@@ -34,6 +34,22 @@ def is_zoo(node: Mapping[str, Any]) -> bool:
     return "source" in node
 
 
+def architecture(node: Mapping[str, Any]) -> str:
+    """A name for the model of a node, such as `gated_delta_product_2`, `delta_net+sliding_attention`, `gla`.
+
+    Keys that the node of an older version lacks count as null.
+    """
+    if node.get("model_type"):
+        return node["model_type"]
+    layers, count = node.get("layer_types") or ["linear_attention"], node.get("num_householder") or 1
+    if "linear_attention" not in layers:
+        return "transformer"
+    name = f"delta_product_{count}" if count > 1 else "delta_net"
+    mixer = (node.get("mixer") or "").rpartition(":")[2]
+    name = mixer or ("gated_" if node.get("use_forget_gate") else "") + name
+    return "+".join([name, *sorted({*layers} - {"linear_attention"})])
+
+
 def build_model_config(node: Mapping[str, Any]) -> PreTrainedConfig:
     """The config of a composed `model` node, a plain dict.
 

@@ -1,15 +1,17 @@
 """From a composed config to a finished run: check, prepare the data, print the plan, start the workers."""
 
 import os
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 from fla_train.data.cache import PreparedData, find_prepared
 from fla_train.data.prepare import prepare
 from fla_train.hub.push import check_access
 from fla_train.hub.pushes import HubPushes
-from fla_train.models.build import build_model_config, is_zoo
+from fla_train.models.build import architecture, build_model_config, is_zoo
 from fla_train.training import checkpoint, worker
 from fla_train.training.agent import WorkersFailed, run_workers
 from fla_train.training.config import (
@@ -211,13 +213,8 @@ def _is_left_to_train(config: TrainConfig, folder: RunFolder, data: PreparedData
 
 
 def _label(config: TrainConfig) -> str:
-    """A run's name from its model: householder count, gate, width."""
+    """A run's name from its model: architecture, width and depth."""
     model = config.model
-    if is_zoo(model):
-        built = build_model_config(model)
-        return f"{model['model_type']}-{built.hidden_size}x{built.num_hidden_layers}"
-    if model.get("mixer") is not None:
-        return f"{model['mixer'].rpartition(':')[2]}-{model['hidden_size']}x{model['num_hidden_layers']}"
-    gate = "gated-" if model["use_forget_gate"] else ""
-    kind = "delta-net" if model["num_householder"] == 1 else f"delta-product{model['num_householder']}"
-    return f"{gate}{kind}-{model['hidden_size']}x{model['num_hidden_layers']}"
+    sizes = build_model_config(model) if is_zoo(model) else SimpleNamespace(**model)
+    name = re.sub("[_+]", "-", architecture(model))
+    return f"{name}-{sizes.hidden_size}x{sizes.num_hidden_layers}"
