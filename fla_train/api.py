@@ -36,6 +36,8 @@ def compose(*overrides: str, config_dir: str | None = None) -> TrainConfig:
     Raises:
         ValueError: naming every override that does not fit.
     """
+    if other := [text for text in overrides if not isinstance(text, str)]:
+        raise ValueError(f"overrides are strings, compose('a=1', 'b=2'): got {other[0]!r}")
     register()
     words = with_base([app.readable(text) for text in overrides], config_dir=config_dir)
     return to_config(app.compose("train", words, config_dir=config_dir), words)

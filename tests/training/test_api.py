@@ -67,6 +67,8 @@ def test_errors_are_raised_and_hydra_of_the_caller_stays(make_config: Make, tmp_
         theirs = GlobalHydra.instance().hydra
         with pytest.raises(ValueError, match=r"there is no key trainer.max_step.*did you mean"):
             fla_train.compose("trainer.max_step=3")
+        with pytest.raises(ValueError, match=r"compose\('a=1', 'b=2'\)"):
+            fla_train.compose(["trainer.max_steps=3"])
         assert fla_train.compose("trainer.max_steps=3").trainer.max_steps == 3
         with pytest.raises(ValueError, match=r"not have model.num_heads:"):
             fla_train.compose(
