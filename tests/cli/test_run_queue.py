@@ -246,3 +246,14 @@ def test_a_real_run_continues_from_an_archive_in_another_place(tmp_path, unwatch
     starts = [json.loads(file.read_text())["step"] for file in sorted(second.glob("starts/*/start.json"))]
     assert starts == [stopped] and list(Run(second).checkpoints) == [steps]
     assert read_metrics(second / "metrics.jsonl")[-1]["step"] == steps
+
+
+def test_the_queue_goes_on_from_the_records_in_the_docs(tmp_path, capsys) -> None:
+    """A recipe that was changed since would be refused."""
+    records = Path(__file__).resolve().parents[2] / "docs" / "reports" / "expressivity-runs.tar.xz"
+    with tarfile.open(records) as archive:
+        archive.extractall(tmp_path, filter="data")
+    complete = len(list(tmp_path.glob("*/*/*/seed-*/complete")))
+    assert complete > 0
+    assert run_queue(["--dry-run", "--folder", str(tmp_path)]) == 0
+    assert f" {complete} complete, " in capsys.readouterr().out
