@@ -248,7 +248,7 @@ def test_a_real_run_continues_from_an_archive_in_another_place(tmp_path, unwatch
     assert read_metrics(second / "metrics.jsonl")[-1]["step"] == steps
 
 
-def test_the_queue_goes_on_from_the_records_in_the_docs(tmp_path, capsys) -> None:
+def test_the_queue_continues_from_the_records_in_the_docs(tmp_path, capsys) -> None:
     """A recipe that was changed since would be refused."""
     records = Path(__file__).resolve().parents[2] / "docs" / "reports" / "expressivity-runs.tar.xz"
     with tarfile.open(records) as archive:
