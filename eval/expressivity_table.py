@@ -159,7 +159,11 @@ def _newest(folder: Path, table: Mapping[str, Any], home: Path) -> dict[str, Any
         "run": folder.relative_to(home).as_posix(),
         "seed": folder.name,
         "value": records[-1][metric],
-        "beside": {name: records[-1].get(other) for name, other in table.get("beside", {}).items()},
+        "beside": {
+            name: records[-1][other]
+            for name, other in table.get("beside", {}).items()
+            if other in records[-1]  # a shorter test lacks it
+        },
         "steps": step,
         "words": step * config["task"]["batch_size"],
         "cut": not (folder / COMPLETE).is_file(),
@@ -175,22 +179,15 @@ def _statistics(runs: Sequence[Mapping[str, Any]], paper_words: int) -> dict[str
     return {
         "best_run": best["run"],
         "best": best["value"],
-        "beside": {name: _by_seed(runs, name) for name in runs[0]["beside"] if _by_seed(runs, name)},
+        "beside": {name: {run["seed"]: run["beside"][name] for run in runs} for name in best["beside"]},
         "median": statistics.median(values.values()),
         "lowest": min(values.values()),
         "values": values,
-        "seeds": [int(seed.removeprefix("seed-")) for seed in values],
         "cut": sum(run["cut"] for run in runs),
         "steps": {run["seed"]: run["steps"] for run in runs},
         "share_of_paper_words": {run["seed"]: run["words"] / paper_words for run in runs},
         "minutes": statistics.fmean(seconds) / 60 if seconds else None,
-        "hardware": sorted({run["environment"]["hardware"] for run in runs}),
     }
-
-
-def _by_seed(runs: Sequence[Mapping[str, Any]], name: str) -> dict[str, float]:
-    """What stands beside the metric, of the runs whose tests are long enough for it."""
-    return {run["seed"]: run["beside"][name] for run in runs if run["beside"][name] is not None}
 
 
 def _environments(found: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -282,7 +279,7 @@ def _ours(cell: Mapping[str, Any] | None) -> str:
     beside = "".join(
         f"; {name} {span(values.values(), '{:.3f}'.format)}" for name, values in cell["beside"].items()
     )
-    seeds = ", ".join(map(str, cell["seeds"]))
+    seeds = ", ".join(seed.removeprefix("seed-") for seed in cell["values"])
     return (
         f"{cell['best']:.3f} ({cell['median']:.3f}; {cell['lowest']:.3f} to {cell['best']:.3f}; "
         f"seeds {seeds}; {steps} steps; {share}% of the words{minutes}{cut}{beside})"

@@ -360,8 +360,8 @@ def papers_table(found: Measurement) -> Iterator[str]:
             cell = ours[row].get(column)
             cells += [show_published(rows[row][column])] if column in published else []
             cells += [_of_seeds(cell)]
-            other = [span(cell["beside"][name].values(), "{:.3f}".format) for name in beside] if cell else []
-            cells += ["; ".join(other)] if beside else []
+            other = cell["beside"].values() if cell else ()
+            cells += ["; ".join(span(x.values(), "{:.3f}".format) for x in other)] if beside else []
         if any(cells):
             yield _row(row, *cells)
     for column in (column for column in columns if column in measured):
