@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -59,7 +59,7 @@ def compare(
             yield Finding(name, refused=entry.limit)
             continue
         try:
-            with _limited(patience):
+            with _limited(patience) if patience else nullcontext():
                 entry.both()  # compiles and warms up too
                 timed = _recorded(entry, device) if graphs else entry
                 found[name], memory[name] = entry.errors(), peak_memory(entry.both, device)
@@ -106,7 +106,7 @@ def _recorded(entry: Entry, device: torch.device) -> Entry:
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the main thread after `seconds`, once it is back from compiled code; 0: never."""
+    """Raise TimeoutError in the main thread after `seconds`, once it is back from compiled code."""
 
     def stop(*_: object) -> None:
         raise TimeoutError(f"was not ready after {seconds:g} s")
