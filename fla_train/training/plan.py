@@ -110,9 +110,11 @@ def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:
     )
     rounds = trainer.gradient_reduction == "bf16" and launch.num_processes > 1
     reduction = ", gradients added up over processes in bf16" if rounds else ""
-    besides = ", besides what activations take" if is_zoo(config.model) else ""
-    if launch.device == "cpu" and trainer.precision == "fp32":
-        besides += " in fp32; a GPU takes less, see trainer.precision=bf16"
+    besides = ""
+    if is_zoo(config.model):
+        besides = ", besides what activations take"
+    elif launch.device == "cpu" and trainer.precision == "fp32":
+        besides = " in fp32; a GPU trains in bf16 and takes less: see it with trainer.precision=bf16"
     most = "at most " if config.task is not None and config.task.curriculum else ""
     return [
         f"parameters   {plan.parameters:,} with the embedding counted once, {plan.parameters_held:,} in all",
