@@ -66,8 +66,8 @@ class Run:
     @property
     def model_name(self) -> str:
         """Architecture and number of parameters, such as `gla/50m` or `delta_net+sliding_attention/342m`."""
-        node = {key.removeprefix("model."): value for key, value in self.settings.items()}
-        name = self.settings.get("baseline.kind") or architecture(node)
+        model = {k.removeprefix("model."): v for k, v in self.settings.items() if k.startswith("model.")}
+        name = self.settings.get("baseline.kind") or architecture(model)
         plan = json.loads(self.files.plan.read_text()) if self.files.plan.is_file() else {}
         if (count := plan.get("parameters_held")) is None:
             return name

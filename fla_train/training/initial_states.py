@@ -167,7 +167,9 @@ class InitialStates:
         Returns:
             Why nothing was taken over; None: it was.
         """
-        from fla_train.training.load_checkpoint import load_file  # imports DeepSpeed, which fixes the device
+        from fla_train.training.load_checkpoint import (
+            load_file,
+        )  # imports DeepSpeed, which then picks its device
 
         files = [folder / STATES_FILE.format(rank=rank) for rank in range(world_size(folder))]
         if not files[0].exists():
