@@ -33,6 +33,12 @@ PEERS = {
     "llama": "Llama",
     "llama-compiled": "Llama, compiled",
 }
+VARIANTS = {  # overrides that a row names
+    "trainer.precision=fp8": "FP8",
+    "trainer.cuda_graph=true": "CUDA graph",
+    "trainer.activation_checkpointing=true": "recomputed",
+    "trainer.gradient_reduction=bf16": "gradients reduced in bf16",
+}
 Row = dict[str, Any]
 
 
@@ -72,6 +78,12 @@ class Measurement:
     def model(self) -> str:
         """What the command trained, such as `delta_net/340m`."""
         return next(word.removeprefix("model=") for word in self.command if word.startswith("model="))
+
+    @property
+    def title(self) -> str:
+        """The model, and what the command says of how it was trained."""
+        words = [word for override, word in VARIANTS.items() if override in self.command]
+        return ", ".join([f"`{self.model}`", *words])
 
     def source(self) -> str:
         """Where, by what and when it was measured; commit and date only where rows do not have their own."""
@@ -160,14 +172,8 @@ def train(*found: Measurement) -> Iterator[str]:
     yield from _table("model", "parameters", "tokens/s", "MFU", "GiB")
     for number, measured in enumerate(found, 1):
         for row in measured.rows:
-            name = f"`{measured.model}`" if row["model"] == "ours" else row["model"]
-            name += ", FP8" if "trainer.precision=fp8" in measured.command else ""
-            name += ", CUDA graph" if "trainer.cuda_graph=true" in measured.command else ""
-            name += ", recomputed" if "trainer.activation_checkpointing=true" in measured.command else ""
+            name = measured.title if row["model"] == "ours" else row["model"]
             name += f", {row['processes']} GPUs" if row.get("processes", 1) > 1 else ""
-            name += (
-                ", gradients reduced in bf16" if "trainer.gradient_reduction=bf16" in measured.command else ""
-            )
             yield _row(_numbered(name, number, found), *_speed(row))
 
 
@@ -206,7 +212,7 @@ def parts(*found: Measurement) -> Iterator[str]:
         for part in (row["parts"].get(kind, {"ms": None, "floor_ms": None}) for kind in kinds):
             floor = "" if part["floor_ms"] is None else f" ({part['floor_ms']:.0f})"
             cells.append("" if part["ms"] is None else f"{part['ms']:.0f}{floor}")
-        yield _row(_numbered(f"`{measured.model}`", number, found), f"{row['step_ms']:.0f}", *cells)
+        yield _row(_numbered(measured.title, number, found), f"{row['step_ms']:.0f}", *cells)
 
 
 @of_pages(commands=True)
@@ -386,9 +392,7 @@ def rewritten(page: str) -> str:
 
 
 def _kernel(name: str) -> str:
-    """The project behind a kernel of `fla-bench kernels`. fla hands its gated delta rule to FlashQLA."""
-    if "FlashQLA" in name and "gated_delta_product" not in name:
-        return "FlashQLA"
+    """The project whose kernel `fla-bench kernels` called."""
     return name.replace("fla_train", "ours").partition(" ")[0]
 
 

@@ -53,6 +53,19 @@ def test_every_row_has_a_published_entry_for_each_column(table: str) -> None:
     assert len(set(folders)) == len(folders)
 
 
+@pytest.mark.parametrize("table", TABLES)
+def test_a_row_changes_fast_recipes_only(table: str) -> None:
+    content = read_tables()[table]
+    full = {run.name: run for run in runs_of(table, [0], fast=False)}
+    for run in runs_of(table, [0]):
+        own = content["rows"][run.row].get("fast", {})
+        assert own.keys() <= content["columns"].keys()
+        assert set(run.overrides) - set(full[run.name].overrides) == {
+            run.overrides[0],
+            *own.get(run.column, []),
+        }
+
+
 def test_published_numbers_are_those_of_the_paper() -> None:
     """The averages that table 2 of arXiv 2502.10297 prints follow from its other columns."""
     averages = {
