@@ -3,6 +3,7 @@
 `fla-runs queue` (fla_train.cli.run_queue) trains the runs and writes the tables of those that were tested.
 """
 
+import itertools
 import json
 import re
 import statistics
@@ -118,7 +119,8 @@ def write_tables(home: Path) -> Path:
     hardware = sorted({environment["hardware"] for environment in environments})
     lines = [
         "Ours: best (median; lowest to highest; seeds; steps; these runs' words as a share of the paper's; "
-        "minutes of one run; values at other lengths). `cut` counts runs that were stopped before "
+        "minutes of one run; values at other lengths; the length up to which half are right, + if it was "
+        "the longest tested). `cut` counts runs that were stopped before "
         "their end, with their newest test. A figure of the papers has no numbers: there `yes` and `no` say "
         "whether its text calls the problem learnt.",
         "",
@@ -165,12 +167,22 @@ def _newest(folder: Path, table: Mapping[str, Any], home: Path) -> dict[str, Any
             for name, other in table.get("beside", {}).items()
             if other in records[-1]  # a shorter test lacks it
         },
+        "half": _half(folder / "accuracy.json", table["half"]) if "half" in table else None,
         "steps": step,
         "words": step * config["task"]["batch_size"],
         "cut": not (folder / COMPLETE).is_file(),
         "seconds": float(wall.read_text()) if wall.is_file() else None,
         "environment": json.loads((folder / "environment.json").read_text()),
     }
+
+
+def _half(file: Path, test_set: str) -> tuple[int, int] | None:
+    """The length up to which at least half of the sequences are right, and the longest that was tested."""
+    if not file.is_file():
+        return None
+    curve = json.loads(file.read_text())["sets"][test_set]
+    right = itertools.takewhile(lambda point: point[1] >= 0.5, zip(curve["x"], curve["y"], strict=True))
+    return max((length for length, _ in right), default=0), curve["x"][-1]
 
 
 def _statistics(runs: Sequence[Mapping[str, Any]], paper_words: int) -> dict[str, Any]:
@@ -181,6 +193,7 @@ def _statistics(runs: Sequence[Mapping[str, Any]], paper_words: int) -> dict[str
         "best_run": best["run"],
         "best": best["value"],
         "beside": {name: {run["seed"]: run["beside"][name] for run in runs} for name in best["beside"]},
+        "half": {run["seed"]: run["half"] for run in runs if run["half"]},
         "median": statistics.median(values.values()),
         "lowest": min(values.values()),
         "values": values,
@@ -280,10 +293,18 @@ def _ours(cell: Mapping[str, Any] | None) -> str:
     beside = "".join(
         f"; {name} {span(values.values(), '{:.3f}'.format)}" for name, values in cell["beside"].items()
     )
+    half = f"; half right to {half_right(cell)}" if cell["half"] else ""
     seeds = ", ".join(seed.removeprefix("seed-") for seed in cell["values"])
     return (
         f"{cell['best']:.3f} ({cell['median']:.3f}; {cell['lowest']:.3f} to {cell['best']:.3f}; "
-        f"seeds {seeds}; {steps} steps; {share}% of the words{minutes}{cut}{beside})"
+        f"seeds {seeds}; {steps} steps; {share}% of the words{minutes}{cut}{beside}{half})"
+    )
+
+
+def half_right(cell: Mapping[str, Any]) -> str:
+    """The lengths up to which half of the sequences are right, over the seeds; + after the longest tested."""
+    return span(
+        map(tuple, cell["half"].values()), lambda half: f"{half[0]:,}{'+' if half[0] == half[1] else ''}"
     )
 
 

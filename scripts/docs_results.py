@@ -344,7 +344,13 @@ def word_problems(*found: Measurement) -> Iterator[str]:
 @of_pages()
 def papers_table(found: Measurement) -> Iterator[str]:
     """A table of the expressivity papers: published figures, ours, and how long ours were trained."""
-    from fla_train.eval.expressivity_table import percent, read_tables, show_published, span  # seconds
+    from fla_train.eval.expressivity_table import (  # seconds
+        half_right,
+        percent,
+        read_tables,
+        show_published,
+        span,
+    )
 
     table = read_tables()[found.table]
     rows = {row: dict(zip(table["columns"], c["published"], strict=True)) for row, c in table["rows"].items()}
@@ -352,7 +358,7 @@ def papers_table(found: Measurement) -> Iterator[str]:
     published = {name for cells in rows.values() for name, value in cells.items() if value is not None}
     measured = {name for cells in ours.values() for name, cell in cells.items() if cell}
     columns = [column for column in table["columns"] if column in published | measured]
-    beside = list(table.get("beside", {}))
+    beside = [*table.get("beside", {}), *(["half right to"] if "half" in table else [])]
     heads, trained = ["model"], []
     for column in columns:
         heads += [f"{column}: paper", "ours"] if column in published else [f"{column}: ours"]
@@ -366,8 +372,9 @@ def papers_table(found: Measurement) -> Iterator[str]:
             cell = ours[row].get(column)
             cells += [show_published(rows[row][column])] if column in published else []
             cells += [_of_seeds(cell)]
-            other = cell["beside"].values() if cell else ()
-            cells += ["; ".join(span(x.values(), "{:.3f}".format) for x in other)] if beside else []
+            others = [span(x.values(), "{:.3f}".format) for x in cell["beside"].values()] if cell else []
+            others += [half_right(cell)] if cell and cell["half"] else []
+            cells += ["; ".join(others)] if beside else []
         if any(cells):
             yield _row(row, *cells)
     for column in (column for column in columns if column in measured):

@@ -78,13 +78,14 @@ def test_a_papers_table_has_its_layout_with_published_figures_beside_ours(tmp_pa
     monkeypatch.setattr(script, "DOCS", tmp_path)
     (tmp_path / "reports").mkdir()
 
-    def cell(*values: float, cut: int = 0, **beside: dict[str, float]) -> dict:
+    def cell(*values: float, cut: int = 0, half: dict | None = None, **beside: dict[str, float]) -> dict:
         seeds = {f"seed-{number}": value for number, value in enumerate(values)}
         numbers = {"best": max(values), "median": statistics.median(values), "lowest": min(values)}
         steps = {seed: 2000 + 500 * number for number, seed in enumerate(seeds)}
         share = {seed: count / 2e5 for seed, count in steps.items()}
         return numbers | {
-            "values": seeds, "cut": cut, "steps": steps, "share_of_paper_words": share, "beside": beside
+            "values": seeds, "cut": cut, "steps": steps, "share_of_paper_words": share, "beside": beside,
+            "half": half or {},
         }  # fmt: skip
 
     def environment(**more: str | int) -> dict:
@@ -95,7 +96,11 @@ def test_a_papers_table_has_its_layout_with_published_figures_beside_ours(tmp_pa
     parity |= {"Mamba-2": cell(1.0, 1.0, 1.0), "GLA": cell(-0.25), "RetNet": None}
     formal = {row: {"parity": content, "with brackets": None} for row, content in parity.items()}
     environments = [environment(), environment(hardware="another", time="2031-02-03 to 2031-02-05")]
-    ours = {"DeltaProduct_2 [-1, 1]": {"S3": cell(0.25, **{"at 2048": {"seed-0": 0.125, "seed-1": 0.5}})}}
+    ours = {
+        "DeltaProduct_2 [-1, 1]": {
+            "S3": cell(0.25, half={"seed-0": [3, 9]}, **{"at 2048": {"seed-0": 0.125, "seed-1": 0.5}})
+        }
+    }
     tables = {
         "formal": {"environments": environments, "rows": formal},
         "state_tracking_512": {"environments": [environment(runs=1)], "rows": ours},
@@ -125,9 +130,13 @@ def test_a_papers_table_has_its_layout_with_published_figures_beside_ours(tmp_pa
     assert "a card, torch 9.8, commit ccccccc, 2031-02-03, 4 runs; another, torch 9.8, commit" in words
     assert "ccccccc, 2031-02-03 to 2031-02-05, 4 runs ([JSON](reports/t.json))." in words
     # Columns of which the paper has no number, what is beside ours, and columns of which there is nothing.
-    assert "| model | S3: ours | at 2048 |\n|---|---|---|\n| DeltaProduct_2 [-1, 1] | 0.250, 1" in second
     assert (
-        " seed | 0.125 to 0.500 |\n\nSteps (share of the paper's words): S3 2,000 (1%).\n\na card" in second
+        "| model | S3: ours | at 2048; half right to |\n|---|---|---|\n| DeltaProduct_2 [-1, 1] | 0.250, 1"
+        in second
+    )
+    assert (
+        " seed | 0.125 to 0.500; 3 |\n\nSteps (share of the paper's words): S3 2,000 (1%).\n\na card"
+        in second
     )
     assert "2031-02-03, 1 run (" in second
     assert "| 2 layers | no | | | no | | | no | | |" in third and "not run yet ([JSON]" in third

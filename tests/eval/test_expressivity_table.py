@@ -132,7 +132,7 @@ def test_finished_runs_fill_the_table(tmp_path: Path) -> None:
     assert results["mqar"]["environments"] == []
     assert "an abacus" in text and "Multi-query" not in text
     numbers = "0.250 (0.250; 0.250 to 0.250; seeds 0; 7 steps; 0.0018% of the words; 1.0 min; 1 cut; at 128"
-    assert f"| yes | {numbers} 0.750) |" in text
+    assert f"| yes | {numbers} 0.750; half right to 0) |" in text
     assert "sLSTM was not run: " in text
     assert results["state_tracking"]["rows"]["DeltaProduct_2 [-1, 1]"]["S3"]["steps"] == {"seed-0": 7}
     assert results["mqar"]["rows"]["DeltaNet [0, 1]"]["width 64"] is None
@@ -143,7 +143,26 @@ def test_values_beside_the_metric_are_of_all_seeds(tmp_path: Path) -> None:
     for run, other in zip(runs, (0.25, 0.75, 0.5), strict=True):
         finish(run.folder(tmp_path), "longer/sequence_accuracy", 0.0, seconds=60, other=other)
     assert "seeds 0, 1, 2" in (text := write_tables(tmp_path).read_text())
-    assert "at 128 0.250 to 0.750)" in text and "at 256" not in text  # no test of these runs went so far
+    assert "at 128 0.250 to 0.750; half right to 0)" in text
+
+
+def test_lengths_up_to_which_half_of_the_words_are_right(tmp_path: Path) -> None:
+    runs = [r for r in runs_of("state_tracking", [0, 1, 2]) if (r.row, r.column) == ("GLA", "S5")]
+    for run, right in zip(runs, ([1, 0.5, 0.25, 0.5], [1, 0.75, 0.5, 0.5], [1, 1, 1, 0]), strict=True):
+        finish(run.folder(tmp_path), "longer/sequence_accuracy", 0.0, seconds=60)
+        curve = {
+            "axis": "length",
+            "metric": "sequence_accuracy",
+            "x": [2, 4, 8, 1600],
+            "y": right,
+            "n": [9] * 4,
+        }
+        (run.folder(tmp_path) / "accuracy.json").write_text(
+            json.dumps({"step": 10, "sets": {"longer": curve}})
+        )
+    assert "half right to 4 to 1,600+)" in write_tables(tmp_path).read_text()
+    cell = json.loads((tmp_path / "tables.json").read_text())["state_tracking"]["rows"]["GLA"]["S5"]
+    assert cell["half"] == {"seed-0": [4, 1600], "seed-1": [1600, 1600], "seed-2": [8, 1600]}
 
 
 def test_shares_have_two_digits_and_no_exponent() -> None:
