@@ -92,10 +92,10 @@ def build_parser() -> argparse.ArgumentParser:
     attention("--window", type=positive, default=1024, help="of sliding window attention (tokens)")
     attention("--document", type=positive, default=1024, help="of the packed documents (tokens)")
 
-    fused_ops("--hidden", type=positive, default=1024)
+    fused_ops("--hidden", type=positive, default=1024, help="channels (default: 1024)")
     fused_ops("--head-dim", type=positive, help="of the norm with gate (default: 128, --hidden at most)")
     fused_ops("--intermediate", type=positive, help="channels of SwiGLU (default: 2.75 x --hidden)")
-    fused_ops("--vocabulary", type=positive, default=32000)
+    fused_ops("--vocabulary", type=positive, default=32000, help="of the loss (default: 32000)")
     fused_ops("--num-householder", type=positive, default=1, help="n_h, of the gates")
     fused_ops("--functions", nargs="+", help="some only (default: all)")
 
@@ -110,18 +110,21 @@ def build_parser() -> argparse.ArgumentParser:
     precompile("--folder", type=Path, required=True, help="Triton's cache; containers need it at this path")
 
     scaling("--folder", type=Path, required=True, help="new: for runs and logs")
-    scaling("--gpus", type=positive, nargs="+", default=[1, 2, 4, 8])
-    scaling("--models", nargs="+", choices=("tiny", "340m", "1.3b"), default=["340m", "1.3b"])
-    scaling("--steps", type=positive, default=16)
+    counts = [1, 2, 4, 8]
+    scaling("--gpus", type=positive, nargs="+", default=counts, help="numbers of them (default: 1 2 4 8)")
+    models = ["340m", "1.3b"]
+    sizes = "of Gated DeltaProduct (default: 340m 1.3b)"
+    scaling("--models", nargs="+", choices=("tiny", *models), default=models, help=sizes)
+    scaling("--steps", type=positive, default=16, help="of a run, with 4 to warm up (default: 16)")
     scaling("--only", default="", help="regular expression: which runs, by name")
-    scaling("--limit", type=float, default=300, help="seconds for one run")
+    scaling("--limit", type=float, default=300, help="seconds for one run (default: 300)")
 
     evaluation("mirror", type=Path, help="what scripts/build_eval_mirror.py wrote")
     evaluation("tokenizer", help="folder or Hub name")
-    evaluation("--model", default="gated_delta_product/340m")
+    evaluation("--model", default="gated_delta_product/340m", help="of fla-train --list model")
     evaluation("--limit", type=positive, help="documents of each task (default: all)")
     evaluation("--tasks", nargs="+", help="default: those of suite=zero_shot")
     evaluation("--batch-size", default="auto", help="of HFLM; ours is always auto")
     evaluation("--rounds", type=positive, default=2, help="how often a task's requests are answered")
-    evaluation("--lengths", type=positive, nargs="*", default=[4096, 8192, 16384, 32768])
+    evaluation("--lengths", type=positive, nargs="*", default=lengths[1:], help="of a sweep (tokens)")
     return parser
