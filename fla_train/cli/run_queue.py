@@ -113,8 +113,8 @@ class Job:
     """A run in the queue.
 
     Attributes:
-        state: `complete`, `failed`, `begun` or `new`, as its folder says; `running` or `elsewhere`;
-            `waiting`: until fewer others run on its GPU.
+        state: `complete`, `failed`, `begun` or `new`, as its folder says; `foreign`: that holds a run of
+            another recipe; `running` or `elsewhere`; `waiting`: until fewer others run on its GPU.
         attempts: in this call.
         asked: it has been asked to stop.
     """
@@ -134,7 +134,7 @@ def list_jobs(request: argparse.Namespace) -> list[Job]:
     """The chosen runs in the order in which they are trained.
 
     Raises:
-        ValueError: a pattern fits no run, or a folder holds a run of another recipe.
+        ValueError: a pattern fits no run.
     """
     from fla_train.eval.expressivity_table import read_tables, runs_of
 
@@ -162,10 +162,13 @@ def _state(folder: Path, overrides: Sequence[str]) -> str:
     from fla_train.training.run_folder import RunFolder, is_locked
 
     recipe = folder / RECIPE
-    if recipe.is_file() and (folder / "metrics.jsonl").is_file():
-        # A table of two recipes would not say which number is whose.
-        if (trained := recipe.read_text().strip()) != " ".join(overrides):
-            raise ValueError(f"{folder} was trained by another recipe ({trained}): give another --folder")
+    # Nothing continues it: a run of two recipes would not say which number is whose.
+    if (
+        (folder / "metrics.jsonl").is_file()
+        and recipe.is_file()
+        and recipe.read_text().split() != [*overrides]
+    ):
+        return "foreign"
     if (folder / COMPLETE).is_file():
         return "complete"
     if folder.is_dir() and is_locked(RunFolder(folder)):
@@ -203,7 +206,7 @@ class Queue:
         run_seconds: float,
         start: Callable[..., subprocess.Popen],
     ):
-        self._waiting = [job for job in jobs if job.state not in ("complete", "elsewhere")]
+        self._waiting = [job for job in jobs if job.state not in ("complete", "elsewhere", "foreign")]
         self._running: list[Job] = []
         self._slots, self._run_seconds, self._start_command = list(slots), run_seconds, start
         self._end = time.monotonic() + seconds
@@ -274,9 +277,9 @@ class Queue:
         from fla_train.eval.expressivity_table import COMPLETE, FAILED, WALL
         from fla_train.training.preemption import EXIT_CODE
 
-        wall = job.folder / WALL
-        seconds = time.monotonic() - job.started + (float(wall.read_text()) if wall.is_file() else 0)
-        wall.write_text(f"{seconds:.0f}\n")
+        seconds, wall = time.monotonic() - job.started, job.folder / WALL
+        if wall.is_file():
+            seconds += float(wall.read_text())
         if code == 0:
             (job.folder / COMPLETE).touch()
             job.state = "complete"
@@ -289,12 +292,14 @@ class Queue:
             job.state, job.attempts = "waiting", job.attempts - 1
             say("waiting", job, f"GPU {job.slot} has no memory for it beside the others")
             self._waiting.insert(0, job)
+            return  # an attempt without a step is none of the run's time
         else:
             job.state = "failed"
             (job.folder / FAILED).write_text(reason + "\n")
             say("failed", job, reason)
             if code != USER_ERROR and job.attempts == 1:
                 self._waiting.append(job)
+        wall.write_text(f"{seconds:.0f}\n")
 
     def _lacks_room(self, job: Job, reason: str) -> bool:
         from fla_train.training.failures import OUT_OF_GPU_MEMORY
@@ -332,9 +337,10 @@ def pack(folder: Path, archive: Path) -> int:
         return None if path.name in NOT_PACKED or path in left_out else entry
 
     archive.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(archive, "w:gz") as tar:
+    unfinished = archive.with_name(f"{archive.name}.part")  # an earlier archive stays whole until then
+    with tarfile.open(unfinished, "w:gz") as tar:
         tar.add(folder, folder.name, filter=keep)
-    return archive.stat().st_size
+    return unfinished.replace(archive).stat().st_size
 
 
 def _slots(request: argparse.Namespace) -> list[str | None]:
@@ -383,6 +389,10 @@ def run_queue(arguments: Sequence[str], start: Callable[..., subprocess.Popen] |
         print(*map(describe, jobs), sep="\n")
         print(summary(jobs))
         return 0
+    for job in jobs:
+        if job.state == "foreign":
+            trained = (job.folder / RECIPE).read_text().strip()
+            say("foreign", job, f"was trained by another recipe ({trained}): give another --folder")
     queue = Queue(
         jobs,
         _slots(request),
@@ -404,7 +414,7 @@ def run_queue(arguments: Sequence[str], start: Callable[..., subprocess.Popen] |
             print(f"{request.pack} has {pack(request.folder, request.pack) / 1e6:.1f} MB", flush=True)
     if queue.signal is not None:
         return INTERRUPTED if queue.signal == signal.SIGINT else EXIT_CODE
-    return int(any(job.state == "failed" for job in jobs))
+    return int(any(job.state in ("failed", "foreign") for job in jobs))
 
 
 def summary(jobs: Sequence[Job]) -> str:

@@ -186,13 +186,22 @@ def test_claims_come_first_and_what_was_begun_before_what_is_new(queue, tmp_path
     assert kinds == sorted(kinds, reverse=True) and {*kinds} == {"Z60", "A5"}
 
 
-def test_what_does_not_fit_is_refused(queue, tmp_path) -> None:
+def test_a_run_of_another_recipe_is_left_alone(queue, tmp_path, capsys) -> None:
+    """Others are trained, and the queue says which it was."""
     assert queue(*only("DeltaNet_-1_1"), "--gpus", "none", "trainer.max_steps=4") == 0
-    for other in (["trainer.max_steps=8"], ["--full", "trainer.max_steps=4"]):
-        with pytest.raises(
-            ValueError, match=r"was trained by another recipe \(experiment=formal/parity_fast "
-        ):
-            queue(*only("DeltaNet_-1_1"), *other)
+    before = (run_of(tmp_path, "DeltaNet_-1_1") / "metrics.jsonl").read_bytes()
+    capsys.readouterr()
+    both = [*only("DeltaNet_-1_1"), *only("DeltaNet_0_1")]
+    assert queue(*both, "--gpus", "none", "trainer.max_steps=8") == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if "DeltaNet_-1_1/parity/seed" in line]
+    assert [line.split()[0] for line in lines] == ["foreign"]
+    assert "(experiment=formal/parity_fast " in lines[0] and "trainer.max_steps=4" in lines[0]
+    assert (run_of(tmp_path, "DeltaNet_-1_1") / "metrics.jsonl").read_bytes() == before
+    assert (run_of(tmp_path, "DeltaNet_0_1") / "complete").exists()
+    assert queue(*only("DeltaNet_-1_1"), "--full", "trainer.max_steps=4") == 1
+
+
+def test_what_does_not_fit_is_refused(queue, tmp_path) -> None:
     with pytest.raises(ValueError, match="fits no run"):
         queue("--only", "formal/GLU")
     for more in ([], ["--dry-run"]):
