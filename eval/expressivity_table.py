@@ -19,7 +19,8 @@ import yaml
 from fla_train.tasks.plots import plot_accuracy
 from fla_train.utils.records import read_metrics
 
-SCAN_WEIGHT = 8  # Mamba loops over tokens: a layer takes as long as about 8 of ours
+SCANS = ("mamba_signed/", "hf/xlstm/")  # models that loop over tokens or chunks
+SCAN_WEIGHT = 8  # such a layer takes as long as about 8 of ours
 # Written into a run folder by the queue: how long it took; why it failed; that it has ended by itself.
 WALL, FAILED, COMPLETE = "wall_seconds", "failed", "complete"
 
@@ -49,7 +50,7 @@ class Run:
     def weight(self) -> int:
         """How long it takes, roughly: Householder steps x layers."""
         values = dict(text.split("=", 1) for text in self.overrides)
-        scan = SCAN_WEIGHT if values.get("model", "").startswith("mamba") else 1
+        scan = SCAN_WEIGHT if values.get("model", "").startswith(SCANS) else 1
         return (
             scan * int(values.get("model.num_householder", 1)) * int(values.get("model.num_hidden_layers", 1))
         )
@@ -178,9 +179,9 @@ def _newest(folder: Path, table: Mapping[str, Any], home: Path) -> dict[str, Any
 
 def _half(file: Path, test_set: str) -> tuple[int, int] | None:
     """The length up to which at least half of the sequences are right, and the longest that was tested."""
-    if not file.is_file():
+    sets = json.loads(file.read_text())["sets"] if file.is_file() else {}
+    if (curve := sets.get(test_set)) is None:
         return None
-    curve = json.loads(file.read_text())["sets"][test_set]
     right = itertools.takewhile(lambda point: point[1] >= 0.5, zip(curve["x"], curve["y"], strict=True))
     return max((length for length, _ in right), default=0), curve["x"][-1]
 
@@ -192,7 +193,10 @@ def _statistics(runs: Sequence[Mapping[str, Any]], paper_words: int) -> dict[str
     return {
         "best_run": best["run"],
         "best": best["value"],
-        "beside": {name: {run["seed"]: run["beside"][name] for run in runs} for name in best["beside"]},
+        "beside": {
+            name: {run["seed"]: run["beside"][name] for run in runs if name in run["beside"]}
+            for name in best["beside"]
+        },
         "half": {run["seed"]: run["half"] for run in runs if run["half"]},
         "median": statistics.median(values.values()),
         "lowest": min(values.values()),

@@ -39,6 +39,7 @@ VARIANTS = {  # overrides that a row names
     "trainer.activation_checkpointing=true": "recomputed",
     "trainer.gradient_reduction=bf16": "gradients reduced in bf16",
 }
+HALF = "half right to"  # head of the lengths up to which half of the sequences are right
 Row = dict[str, Any]
 
 
@@ -203,16 +204,17 @@ def peers(*found: Measurement) -> Iterator[str]:
 
 @of_pages()
 def parts(*found: Measurement) -> Iterator[str]:
-    """Milliseconds of a step by kind of work, floors in brackets."""
+    """Milliseconds of the kernels of a step by kind of work, floors in brackets."""
     kinds = list(dict.fromkeys(kind for measured in found for kind in measured.rows[0]["parts"]))
-    yield from _table("model", "step", *kinds)
+    yield from _table("model", "all", *kinds)
     for number, measured in enumerate(found, 1):
         (row,) = measured.rows
         cells = []
         for part in (row["parts"].get(kind, {"ms": None, "floor_ms": None}) for kind in kinds):
             floor = "" if part["floor_ms"] is None else f" ({part['floor_ms']:.0f})"
             cells.append("" if part["ms"] is None else f"{part['ms']:.0f}{floor}")
-        yield _row(_numbered(measured.title, number, found), f"{row['step_ms']:.0f}", *cells)
+        total = sum(part["ms"] for part in row["parts"].values() if part["ms"] is not None)
+        yield _row(_numbered(measured.title, number, found), f"{total:.0f}", *cells)
 
 
 @of_pages(commands=True)
@@ -358,7 +360,7 @@ def papers_table(found: Measurement) -> Iterator[str]:
     published = {name for cells in rows.values() for name, value in cells.items() if value is not None}
     measured = {name for cells in ours.values() for name, cell in cells.items() if cell}
     columns = [column for column in table["columns"] if column in published | measured]
-    beside = [*table.get("beside", {}), *(["half right to"] if "half" in table else [])]
+    beside = [*table.get("beside", {}), *([HALF] if "half" in table else [])]
     heads, trained = ["model"], []
     for column in columns:
         heads += [f"{column}: paper", "ours"] if column in published else [f"{column}: ours"]
@@ -372,9 +374,11 @@ def papers_table(found: Measurement) -> Iterator[str]:
             cell = ours[row].get(column)
             cells += [show_published(rows[row][column])] if column in published else []
             cells += [_of_seeds(cell)]
-            others = [span(x.values(), "{:.3f}".format) for x in cell["beside"].values()] if cell else []
-            others += [half_right(cell)] if cell and cell["half"] else []
-            cells += ["; ".join(others)] if beside else []
+            others = {}
+            if cell:
+                others = {name: span(x.values(), "{:.3f}".format) for name, x in cell["beside"].items()}
+                others |= {HALF: half_right(cell)} if cell["half"] else {}
+            cells += ["; ".join(others.get(name, "-") for name in beside) if others else ""] if beside else []
         if any(cells):
             yield _row(row, *cells)
     for column in (column for column in columns if column in measured):
