@@ -98,6 +98,14 @@ def build_parser() -> argparse.ArgumentParser:
         help="at the end, write the folder into this archive: of complete runs the export, of others the "
         "newest checkpoint, of all the metrics; no plots and logs",
     )
+    parser.add_argument(
+        "--pack-every",
+        type=float,
+        default=float("inf"),
+        metavar="S",
+        help="seconds between such archives while runs go on, for a machine that may be taken away (default: "
+        "only at the end)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="list the runs and their state, train nothing")
     return parser
 
@@ -195,6 +203,7 @@ class Queue:
         seconds: time for all of it, saving included.
         run_seconds: time for one run.
         start: starts `fla-train` with these overrides: `start_command`.
+        pack: called every `pack_every` seconds while runs go on.
     """
 
     def __init__(
@@ -205,16 +214,20 @@ class Queue:
         seconds: float,
         run_seconds: float,
         start: Callable[..., subprocess.Popen],
+        pack: Callable[[], None],
+        pack_every: float,
     ):
         self._waiting = [job for job in jobs if job.state not in ("complete", "elsewhere", "foreign")]
         self._running: list[Job] = []
         self._slots, self._run_seconds, self._start_command = list(slots), run_seconds, start
         self._end = time.monotonic() + seconds
         self._grace = min(GRACE, seconds / 4)
+        self._pack, self._pack_every = pack, pack_every
         self.signal: int | None = None
 
     def work(self) -> None:
         """Train. A signal, or the end of the time, stops all runs, each with a checkpoint."""
+        packed = time.monotonic()
         while (self._waiting or self._running) and not self._over(self._grace):
             while self._waiting and self._slots:
                 self._start(self._waiting.pop(0))
@@ -222,6 +235,9 @@ class Queue:
                 if time.monotonic() - job.started > self._run_seconds:
                     self._ask(job)
             self._collect()
+            if time.monotonic() - packed >= self._pack_every:
+                self._pack()
+                packed = time.monotonic()
             time.sleep(POLL)
         for job in self._running:
             self._ask(job)
@@ -343,6 +359,13 @@ def pack(folder: Path, archive: Path) -> int:
     return unfinished.replace(archive).stat().st_size
 
 
+def _pack_begun(folder: Path, archive: Path) -> None:
+    try:
+        pack(folder, archive)
+    except FileNotFoundError as gone:  # a newer checkpoint has replaced it: the next archive has that one
+        print(f"no archive this time: {gone}", flush=True)
+
+
 def _slots(request: argparse.Namespace) -> list[str | None]:
     if request.jobs < 1:
         raise ValueError(f"--jobs={request.jobs}: give 1 or more")
@@ -399,6 +422,8 @@ def run_queue(arguments: Sequence[str], start: Callable[..., subprocess.Popen] |
         seconds=request.seconds,
         run_seconds=request.run_seconds,
         start=start or start_command,
+        pack=lambda: _pack_begun(request.folder, request.pack),
+        pack_every=request.pack_every if request.pack else float("inf"),
     )
     with _handled(queue):
         queue.work()

@@ -186,6 +186,27 @@ def test_claims_come_first_and_what_was_begun_before_what_is_new(queue, tmp_path
     assert kinds == sorted(kinds, reverse=True) and {*kinds} == {"Z60", "A5"}
 
 
+def test_archives_are_written_while_runs_go_on(queue, tmp_path) -> None:
+    """A machine that is taken away leaves the newest of them."""
+    archive, found = tmp_path / "queue.tgz", []
+
+    def look() -> None:
+        while not archive.exists():
+            time.sleep(0.01)
+        with tarfile.open(archive) as tar:
+            found.extend(name for name in tar.getnames() if name.endswith("metrics.jsonl"))
+
+    reader = threading.Thread(target=look, daemon=True)
+    reader.start()
+    stopped = [*only("DeltaProduct_3_-1_1"), "--gpus", "none", "--seconds", "8"]
+    assert queue(*stopped, "--pack", str(archive), "--pack-every", "3") == 0
+    reader.join()
+    run = run_of(tmp_path, "DeltaProduct_3_-1_1")
+    assert found == [f"{run.relative_to(tmp_path)}/metrics.jsonl"]
+    with tarfile.open(archive) as tar:  # what it saved when it was stopped, too
+        assert any(name.endswith("checkpoints/step-0000006/weights") for name in tar.getnames())
+
+
 def test_a_run_of_another_recipe_is_left_alone(queue, tmp_path, capsys) -> None:
     """Others are trained, and the queue says which it was."""
     assert queue(*only("DeltaNet_-1_1"), "--gpus", "none", "trainer.max_steps=4") == 0
