@@ -14,7 +14,7 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from pathlib import Path
@@ -164,7 +164,7 @@ def operator_peers(*found: Measurement) -> Iterator[str]:
     names = list(dict.fromkeys(name for times in kinds.values() for name in times))
     yield from _table("n_h", "gate", *(f"{name}, ms" for name in names))
     for kind, times in kinds.items():
-        yield _row(*kind, *(_beside(times.get(name), times["ours"]) for name in names))
+        yield _row(*kind, *(_compared(name, times) for name in names))
 
 
 @of_pages(commands=True)
@@ -228,8 +228,9 @@ def scaling(*found: Measurement) -> Iterator[str]:
             model = measured.model.rpartition("/")[2] if steps else row["model"]
             kind, gpus = ("steps", row["processes"]) if steps else (row["kind"], row["gpus"])
             speed = row["tokens_per_second"]
-            alone.setdefault(model, speed)
-            share = f"{speed / gpus / alone[model]:.0%}" if gpus > 1 else ""
+            if gpus == 1:
+                alone[model] = speed
+            share = f"{speed / gpus / alone[model]:.0%}" if gpus > 1 and model in alone else ""
             gib = row.get("memory_bytes", 0) / 2**30 if steps else row["memory_gib"]
             memory = f"{gib:.1f}" if gib else ""
             yield _row(_numbered(model, number, found), kind, str(gpus), f"{speed:,.0f}", share, memory)
@@ -346,13 +347,7 @@ def word_problems(*found: Measurement) -> Iterator[str]:
 @of_pages()
 def papers_table(found: Measurement) -> Iterator[str]:
     """A table of the expressivity papers: published figures, ours, and how long ours were trained."""
-    from fla_train.eval.expressivity_table import (  # seconds
-        half_right,
-        percent,
-        read_tables,
-        show_published,
-        span,
-    )
+    from fla_train.eval.expressivity_table import read_tables, show_published  # seconds
 
     table = read_tables()[found.table]
     rows = {row: dict(zip(table["columns"], c["published"], strict=True)) for row, c in table["rows"].items()}
@@ -361,7 +356,7 @@ def papers_table(found: Measurement) -> Iterator[str]:
     measured = {name for cells in ours.values() for name, cell in cells.items() if cell}
     columns = [column for column in table["columns"] if column in published | measured]
     beside = [*table.get("beside", {}), *([HALF] if "half" in table else [])]
-    heads, trained = ["model"], []
+    heads = ["model"]
     for column in columns:
         heads += [f"{column}: paper", "ours"] if column in published else [f"{column}: ours"]
         heads += ["; ".join(beside)] if beside else []
@@ -374,21 +369,36 @@ def papers_table(found: Measurement) -> Iterator[str]:
             cell = ours[row].get(column)
             cells += [show_published(rows[row][column])] if column in published else []
             cells += [_of_seeds(cell)]
-            others = {}
-            if cell:
-                others = {name: span(x.values(), "{:.3f}".format) for name, x in cell["beside"].items()}
-                others |= {HALF: half_right(cell)} if cell["half"] else {}
-            cells += ["; ".join(others.get(name, "-") for name in beside) if others else ""] if beside else []
+            cells += [_others(cell, beside)] if beside else []
         if any(cells):
             yield _row(row, *cells)
-    for column in (column for column in columns if column in measured):
-        runs = [cells[column] for cells in ours.values() if cells.get(column)]
-        steps = span((n for cell in runs for n in cell["steps"].values()), "{:,}".format)
-        share = span((n for cell in runs for n in cell["share_of_paper_words"].values()), percent)
-        trained.append(f"{column} {steps} ({share}%)")
+    trained = [
+        _trained(name, [cells.get(name) for cells in ours.values()]) for name in columns if name in measured
+    ]
     if trained:
         yield ""
         yield from _wrapped(f"Steps (share of the paper's words): {'; '.join(trained)}.", WIDTH)
+
+
+def _others(cell: Row | None, names: Sequence[str]) -> str:
+    """The values beside a figure, over its seeds; - for one that was not measured."""
+    from fla_train.eval.expressivity_table import half_right, span
+
+    if cell is None:
+        return ""
+    found = {name: span(values.values(), "{:.3f}".format) for name, values in cell["beside"].items()}
+    found |= {HALF: half_right(cell)} if cell["half"] else {}
+    return "; ".join(found.get(name, "-") for name in names)
+
+
+def _trained(column: str, cells: Sequence[Row | None]) -> str:
+    """How long the runs of a column were trained."""
+    from fla_train.eval.expressivity_table import percent, span
+
+    cells = [cell for cell in cells if cell]
+    steps = span((count for cell in cells for count in cell["steps"].values()), "{:,}".format)
+    share = span((part for cell in cells for part in cell["share_of_paper_words"].values()), percent)
+    return f"{column} {steps} ({share}%)"
 
 
 def rewritten(page: str) -> str:
@@ -418,11 +428,12 @@ def _per_byte(row: Row, first: Sequence[Row]) -> str:
     return f"{row['both_ms']:.3f}{share}"
 
 
-def _beside(time: float | None, ours: float) -> str:
-    if time is None:
+def _compared(name: str, times: Mapping[str, float]) -> str:
+    """A time and, for a peer, how often ours fits; empty where it was not measured."""
+    if name not in times:
         return ""
-    digits = 3 if ours < 10 else 0
-    return f"{time:.{digits}f}" + (f" ({time / ours:.2f}x)" if time != ours else "")
+    digits = 3 if times["ours"] < 10 else 0
+    return f"{times[name]:.{digits}f}" + (f" ({times[name] / times['ours']:.2f}x)" if name != "ours" else "")
 
 
 def _decoded(row: Row | None) -> str:
