@@ -231,12 +231,17 @@ def _markdown(
         f"| model | {' | '.join(header)} |",
         "|---" * (1 + len(header)) + "|",
     ]
+    empty = []
     for row, content in table["rows"].items():
         cells = []
         for published, column in zip(content["published"], columns, strict=True):
             cells += [show_published(published), _ours(results[row][column])]
-        lines.append(f"| {row} | {' | '.join(cells)} |")
-    missing = [
+        if any(cells):
+            lines.append(f"| {row} | {' | '.join(cells)} |")
+        else:
+            empty.append(row)
+    missing = [f"Not tested yet: {'; '.join(empty)}."] if empty else []
+    missing += [
         f"{row} was not run: {content['skipped']}."
         for row, content in table["rows"].items()
         if "skipped" in content

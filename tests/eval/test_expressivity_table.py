@@ -134,6 +134,7 @@ def test_finished_runs_fill_the_table(tmp_path: Path) -> None:
     numbers = "0.250 (0.250; 0.250 to 0.250; seeds 0; 7 steps; 0.0018% of the words; 1.0 min; 1 cut; at 128"
     assert f"| yes | {numbers} 0.750; half right to 0) |" in text
     assert "sLSTM was not run: " in text
+    assert "| GLA |" not in text and "; GLA; RetNet; RWKV-7." in text  # rows of which there is nothing at all
     assert results["state_tracking"]["rows"]["DeltaProduct_2 [-1, 1]"]["S3"]["steps"] == {"seed-0": 7}
     assert results["mqar"]["rows"]["DeltaNet [0, 1]"]["width 64"] is None
 
