@@ -170,13 +170,10 @@ def _state(folder: Path, overrides: Sequence[str]) -> str:
     from fla_train.training.run_folder import RunFolder, is_locked
 
     recipe = folder / RECIPE
-    # Nothing continues it: a run of two recipes would not say which number is whose.
-    if (
-        (folder / "metrics.jsonl").is_file()
-        and recipe.is_file()
-        and recipe.read_text().split() != [*overrides]
-    ):
-        return "foreign"
+    if recipe.is_file() and (folder / "metrics.jsonl").is_file():
+        # Nothing continues it: a run of two recipes would not say which number is whose.
+        if recipe.read_text().strip() != " ".join(overrides):
+            return "foreign"
     if (folder / COMPLETE).is_file():
         return "complete"
     if folder.is_dir() and is_locked(RunFolder(folder)):
@@ -308,7 +305,7 @@ class Queue:
             job.state, job.attempts = "waiting", job.attempts - 1
             say("waiting", job, f"GPU {job.slot} has no memory for it beside the others")
             self._waiting.insert(0, job)
-            return  # an attempt without a step is none of the run's time
+            return  # the time it took to fail is not time of the run
         else:
             job.state = "failed"
             (job.folder / FAILED).write_text(reason + "\n")
