@@ -145,6 +145,11 @@ def test_values_beside_the_metric_are_of_all_seeds(tmp_path: Path) -> None:
         finish(run.folder(tmp_path), "longer/sequence_accuracy", 0.0, seconds=60, other=other)
     assert "seeds 0, 1, 2" in (text := write_tables(tmp_path).read_text())
     assert "at 128 0.250 to 0.750; half right to 0)" in text
+    shorter = {"step": 10, "longer/sequence_accuracy": 0.0}  # a test that does not go so far
+    (runs[2].folder(tmp_path) / "metrics.jsonl").write_text(json.dumps(shorter) + "\n")
+    write_tables(tmp_path)
+    cell = json.loads((tmp_path / "tables.json").read_text())["state_tracking"]["rows"]["GLA"]["S5"]
+    assert cell["beside"] == {"at 128": {"seed-0": 0.25, "seed-1": 0.75}}
 
 
 def test_lengths_up_to_which_half_of_the_words_are_right(tmp_path: Path) -> None:
