@@ -37,6 +37,7 @@ VARIANTS = {  # overrides that a row names
     "trainer.precision=fp8": "FP8",
     "trainer.cuda_graph=true": "CUDA graph",
     "trainer.activation_checkpointing=true": "recomputed",
+    "trainer.activation_checkpointing=selective": "recomputed but for products",
     "trainer.gradient_reduction=bf16": "gradients reduced in bf16",
 }
 HALF = "half right to"  # head of the lengths up to which half of the sequences are right

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fla_train.bench.breakdown import KINDS, gpu_time_by_kind
 from fla_train.bench.ranks import on_ranks
 from fla_train.models import DeltaProductForCausalLM, build_config
+from fla_train.models.activation_checkpointing import checkpoint_activations
 from fla_train.training.config import TrainConfig, load_config
 from fla_train.training.process_group import join
 from fla_train.utils.records import read_metrics
@@ -185,8 +186,7 @@ def train_plainly(config: TrainConfig, steps: int, synced: bool) -> tuple[float,
     join(on_gpu=on_gpu)
     with device:
         model = DeltaProductForCausalLM(build_config(config.model)).float()
-    if trainer.activation_checkpointing:
-        model.gradient_checkpointing_enable()
+    checkpoint_activations(model, trainer.activation_checkpointing)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     size = (trainer.micro_batch_size, trainer.seq_len)

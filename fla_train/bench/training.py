@@ -21,6 +21,7 @@ from fla_train.bench.ranks import on_ranks
 from fla_train.bench.roofline import Ceilings, link_bandwidth, step_roofline
 from fla_train.data.sampler import Batch, BatchSampler, PrefetchLoader
 from fla_train.models import DeltaProductConfig
+from fla_train.models.activation_checkpointing import checkpoint_activations
 from fla_train.training.bad_steps import BadStepFilter
 from fla_train.training.config import (
     AUTO,
@@ -125,8 +126,7 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     with torch.device(place):  # drawing 1.5B weights on a CPU takes long
         model = build(name, config)
-    if config.trainer.activation_checkpointing:
-        model.gradient_checkpointing_enable()
+    checkpoint_activations(model, config.trainer.activation_checkpointing)
     parameters = sum(p.numel() for p in model.parameters())
     engine = build_engine(model.float(), config)
     device, trainer, ranks = engine.device, config.trainer, dist.get_world_size()

@@ -45,6 +45,9 @@ ELSEWHERE = {
         "reduce_dtype mixed_precision_reduce communication_data_type grad_reduce_in_bf16"
     ),
     "trainer.activation_checkpointing={}": "gradient_checkpointing activation_checkpoint",
+    "trainer.activation_checkpointing=selective (or true)": (
+        "recompute_granularity activation_checkpoint.mode"
+    ),
     "trainer.checkpoint_every={}": "save_steps save_interval save_every checkpoint.interval",
     "trainer.keep_checkpoints={}": "save_total_limit keep_latest_k",
     "trainer.eval_every={}": "eval_steps eval_interval val_check_interval validation.freq",

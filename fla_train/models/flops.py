@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fla_train.models import layer_sizes
+from fla_train.models.activation_checkpointing import SELECTIVE
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.layer_sizes import CHUNK, CHUNK_ELEMENTS
 
@@ -118,7 +119,7 @@ def training_memory_bytes(
     tokens_per_device: int,
     num_devices: int = 1,
     element_size: int = 2,
-    gradient_checkpointing: bool = False,
+    gradient_checkpointing: bool | str = False,
 ) -> TrainingMemory:
     """Estimate a device's memory with fp32 parameters, AdamW and ZeRO-2 over `num_devices`.
 
@@ -146,6 +147,8 @@ def training_memory_bytes(
         for kind in config.layer_types
     ]
     kept = max(per_layer) + layers * 4 * hidden if gradient_checkpointing else sum(per_layer)
+    if gradient_checkpointing == SELECTIVE:
+        kept += element_size * sum(_product_outputs(config, kind) for kind in config.layer_types)
     logits = min(tokens_per_device * config.vocab_size, CHUNK_ELEMENTS)
     head = 2 * 4 * logits + 4 * config.vocab_size * hidden + 2 * element_size * tokens_per_device * hidden
     return TrainingMemory(
@@ -154,6 +157,16 @@ def training_memory_bytes(
         optimizer=8 * parameters // num_devices,
         activations=tokens_per_device * kept + head,
     )
+
+
+def _product_outputs(config: DeltaProductConfig, kind: str) -> int:
+    """Outputs of a layer's matrix products for a token: projections of the mixer, gate and up, down."""
+    if kind == "linear_attention":
+        gate = config.use_output_gate * config.value_heads * config.head_v_dim
+        mixer = layer_sizes.projected_channels(config) + gate + config.hidden_size
+    else:
+        mixer = 2 * attention_channels(config)
+    return mixer + 2 * config.intermediate_size + config.hidden_size
 
 
 def _other_matmuls(config: DeltaProductConfig) -> int:

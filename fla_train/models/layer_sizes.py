@@ -37,8 +37,11 @@ def training_flops(config: DeltaProductConfig) -> float:
 
 def conv_channels(config: DeltaProductConfig) -> int:
     """Channels of q, k and v that pass a short convolution, 0 without it."""
-    if not config.use_short_conv:
-        return 0
+    return projected_channels(config) if config.use_short_conv else 0
+
+
+def projected_channels(config: DeltaProductConfig) -> int:
+    """Channels of q, k and v."""
     return _key_channels(config) + config.value_heads * config.num_householder * config.head_v_dim
 
 

@@ -24,6 +24,7 @@ from fla_train.data.config import DataConfig, absolute, with_absolute_paths
 from fla_train.data.tokenizers import TokenizerNotCached, tokenizer_size
 from fla_train.hub.pushes import HubConfig
 from fla_train.hub.saved_config import escaped, read_saved
+from fla_train.models.activation_checkpointing import SELECTIVE
 from fla_train.models.build import NODE_KEYS, build_model_config, build_on_meta, is_zoo
 from fla_train.models.configuration import DeltaProductConfig, model_schema
 from fla_train.models.zoo.baseline import BaselineConfig, ignored_overrides, without_baseline
@@ -45,7 +46,7 @@ def key(
     at_most: float | None = None,
     above: float | None = None,
     below: float | None = None,
-    choices: tuple[str, ...] = (),
+    choices: tuple[bool | str, ...] = (),
 ) -> Any:
     """A field with limits, which `validate` checks. A number may also be null, or "auto" if its type says so.
 
@@ -127,7 +128,7 @@ class TrainerConfig:
     global_batch_tokens: int | str = key(at_least=1)
     micro_batch_size: int = key(at_least=1)
     precision: str = key(choices=("auto", "bf16", "fp8", "fp32"))
-    activation_checkpointing: bool = MISSING
+    activation_checkpointing: bool | str = key(choices=(True, False, SELECTIVE))
     log_every: int = key(at_least=1)
     eval_every: int = key(at_least=0)
     eval_tokens: int = key(at_least=1)
@@ -335,7 +336,8 @@ def _limit_errors(prefix: str, section: Any) -> Iterator[str]:
         if is_dataclass(value):
             yield from _limit_errors(f"{name}.", value)
         elif choices and value not in choices:
-            yield f"{name}={value} is not one of {', '.join(choices)}"
+            shown = ", ".join(str(choice).lower() for choice in choices)
+            yield f"{name}={value} is not one of {shown}"
         elif limits and isinstance(value, str) and value != AUTO:
             yield f"{name}={value} must be a number, or auto"
         elif isinstance(value, int | float) and not all(
@@ -456,6 +458,8 @@ def _context_errors(config: TrainConfig) -> Iterator[str]:
         yield f"{name} cannot be had with {what}, which needs whole sequences: use 1, or another model"
     elif initial_state_kind(config) != "zero":
         yield f"{name} cannot be had with trainer.initial_state or data.contiguous: leave both out"
+    elif trainer.activation_checkpointing == SELECTIVE:
+        yield f"{name} cannot be had with trainer.activation_checkpointing=selective: use true"
     elif trainer.seq_len % parts:
         yield f"{name} does not divide trainer.seq_len={trainer.seq_len}: use a multiple of {parts} tokens"
     elif trainer.seq_len // parts < model["conv_size"]:

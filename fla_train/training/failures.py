@@ -93,8 +93,8 @@ def _savings(config: "TrainConfig") -> list[str]:
     if size > 1:
         half = next(part for part in range(size // 2, 0, -1) if size % part == 0)  # divides the batch too
         found.append(f"{graph}trainer.micro_batch_size={half} (now {size})")
-    if not trainer.activation_checkpointing:
-        found.append(f"{graph}trainer.activation_checkpointing=true (now false)")
+    if (now := trainer.activation_checkpointing) is not True:
+        found.append(f"{graph}trainer.activation_checkpointing=true (now {str(now).lower()})")
     if config.model.get("recompute_operator") is False:
         found.append("model.recompute_operator=true (now false)")
     if size == 1:

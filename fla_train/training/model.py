@@ -17,6 +17,7 @@ from fla_train.hub import CardInfo, export_model, find_export_damage
 from fla_train.hub.load import load_weights, read_config, read_training_record, resolve_checkpoint
 from fla_train.hub.paths import own_name, public_name
 from fla_train.hub.saved_config import flat, map_text
+from fla_train.models.activation_checkpointing import checkpoint_activations
 from fla_train.models.build import TOKEN_IDS, build_model_config, is_zoo, model_node
 from fla_train.models.build import build_model as build_fresh_model
 from fla_train.models.configuration import MACHINE_KEYS
@@ -33,10 +34,10 @@ from fla_train.utils.records import read_metrics
 # A run may differ from `init_from` in these: they change neither the weights nor what the model computes.
 FREE_FIELDS = (*MACHINE_KEYS, "hidden_ratio", "max_position_embeddings", "initializer_range", "use_cache")
 BATCH_KEYS = {  # of `trainer`, taken from `init_from`
-    "seq_len": int,
-    "micro_batch_size": int,
-    "target_batch_tokens": int,
-    "activation_checkpointing": bool,
+    "seq_len": (int,),
+    "micro_batch_size": (int,),
+    "target_batch_tokens": (int,),
+    "activation_checkpointing": (bool, str),
 }
 PRIVATE_SECTIONS = ("hub", "launch", "logger", "run")  # of the config: they do not bear on the weights
 
@@ -59,13 +60,7 @@ def build_model(config: TrainConfig, data: PreparedData, *, fresh: bool = False)
     model = build_fresh_model(settings)
     if not fresh:
         load_initial_weights(config, model)
-    if config.trainer.activation_checkpointing:
-        if not model.supports_gradient_checkpointing:
-            raise ValueError(
-                f"{type(model).__name__} has no gradient checkpointing: "
-                "set trainer.activation_checkpointing=false"
-            )
-        model.gradient_checkpointing_enable()
+    checkpoint_activations(model, config.trainer.activation_checkpointing)
     documents = config.task is None and config.data.document_boundaries
     if documents and config.model.get("source") == "hf" and not model.keeps_documents_apart():
         raise ValueError(
@@ -115,7 +110,7 @@ def batch_sizes(source: str) -> dict[str, Any]:
         trainer = record["trainer"] | {"target_batch_tokens": record["trainer"]["global_batch_tokens"]}
     except (yaml.YAMLError, KeyError, TypeError):  # another program's export
         return {}
-    return {key: trainer[key] for key, kind in BATCH_KEYS.items() if type(trainer.get(key)) is kind}
+    return {key: trainer[key] for key, kinds in BATCH_KEYS.items() if type(trainer.get(key)) in kinds}
 
 
 def check_initial_weights(config: TrainConfig) -> None:

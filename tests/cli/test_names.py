@@ -153,6 +153,7 @@ THEIRS = {
     "bf16=true": "trainer.precision=bf16",
     "fp8=true": "trainer.precision=fp8",
     "gradient_checkpointing=true": "trainer.activation_checkpointing=true",
+    "activation_checkpoint.mode=selective": "trainer.activation_checkpointing=selective",
     "num_gpus=8": "launch.num_processes=8",
     "nproc_per_node=8": "launch.num_processes=8",
     "num_nodes=2": "launch.num_machines=2",

@@ -2,17 +2,42 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from small_models import every_variant, small_config
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fla_train.cli.app import compose
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM, build_config, model_schema
+from fla_train.models.activation_checkpointing import checkpoint_activations
 from fla_train.models.flops import count_parameters, flops_per_token, training_memory_bytes
+
+
+class NewStorages(TorchDispatchMode):
+    """The memory that operations of torch have returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = {}
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.found[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return results
+
+    def alive(self) -> int:
+        """Bytes that something still holds."""
+        return sum(size for storage, size in self.found.values() if not storage.expired())
 
 
 def test_all_errors_are_reported_together():
@@ -278,3 +303,22 @@ def test_training_memory_shards_the_optimizer():
     assert one.total == one.parameters + one.gradients + one.optimizer + one.activations
     checkpointed = training_memory_bytes(config, tokens_per_device=4096, gradient_checkpointing=True)
     assert checkpointed.activations < one.activations / 4
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
+@pytest.mark.parametrize("variant", ["gated_delta_product", "hybrid_full_attention"])
+def test_selective_checkpointing_keeps_as_much_as_is_estimated(variant):
+    sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "backend": "chunk"}
+    config = small_config(variant, **sizes)
+    tokens = torch.randint(config.vocab_size, (2, 256))
+    kept, estimate = [], []
+    for mode in (True, "selective"):
+        model = DeltaProductForCausalLM(config).train()
+        checkpoint_activations(model, mode)
+        with NewStorages() as storages:
+            _loss = model(tokens, labels=tokens, use_cache=False).loss  # holds what is kept
+        kept.append(storages.alive())
+        of_run = {"tokens_per_device": tokens.numel(), "element_size": 4, "gradient_checkpointing": mode}
+        estimate.append(training_memory_bytes(config, **of_run).activations)
+    # The projections of the step size and of the decay, and padding, are not in the estimate.
+    assert kept[1] - kept[0] == pytest.approx(estimate[1] - estimate[0], rel=0.1)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+from fla_train.models.activation_checkpointing import checkpoint_activations
 from fla_train.models.float8 import Float8Weights
 from fla_train.models.layers import GatedMLP, project
 from tests.interpreted_float8 import round_to_nearest
@@ -163,11 +164,12 @@ def test_the_kernels_give_nearly_the_same(ids: Tensor, monkeypatch: pytest.Monke
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
-def test_gradient_checkpointing_changes_nothing(ids: Tensor) -> None:
+@pytest.mark.parametrize("mode", [True, "selective"])
+def test_activation_checkpointing_changes_nothing(ids: Tensor, mode: bool | str) -> None:
     """But the embedding's gradient by rounding: on a GPU its parts are added in another order, bf16 too."""
     model = make_model()
     expected = loss_and_gradients(model, ids)
-    model.gradient_checkpointing_enable()
+    checkpoint_activations(model, mode)
     found = loss_and_gradients(model, ids)
     embedding = model.model.embeddings.weight
     assert next(model.parameters()) is embedding

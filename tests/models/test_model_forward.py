@@ -1,16 +1,33 @@
 """The parallel forward: an independent block, padding, packing, caching, checkpointing and the loss."""
 
 import math
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from small_models import cache_bytes, every_variant, small_config
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import LinearAttentionLayer
 
 from fla_train.models import DeltaProductForCausalLM
+from fla_train.models.activation_checkpointing import checkpoint_activations
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
+
+
+class CountCalls(TorchDispatchMode):
+    """How often each operation of torch runs, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[str(operation)] += 1
+        return operation(*args, **(kwargs or {}))
 
 
 def oracle_block(state: dict[str, torch.Tensor], config, x: torch.Tensor) -> torch.Tensor:
@@ -158,15 +175,16 @@ def test_cache_memory_is_constant_and_fp32(build, tokens):
 
 # transformers 5.23 has a new name for it, which 5.17 does not know
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
+@pytest.mark.parametrize("mode", [True, "selective"])
 @every_variant
-def test_gradient_checkpointing_gives_the_same_gradients(build, tokens, variant):
+def test_activation_checkpointing_gives_the_same_gradients(build, tokens, variant, mode):
     model = build(variant).train()
     model(tokens, labels=tokens).loss.backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     calls = []
     model.model.layers[0].attn.register_forward_pre_hook(lambda *_: calls.append(1))
-    model.gradient_checkpointing_enable()
+    checkpoint_activations(model, mode)
     model(tokens, labels=tokens, use_cache=True).loss.backward()
     assert len(calls) == 2  # the block did run again
     for name, parameter in model.named_parameters():
@@ -181,14 +199,30 @@ def test_a_recomputed_operator_gives_the_same_gradients(build, tokens, packed):
         inputs = {name: x.view(1, -1) for name, x in inputs.items()}
         inputs["cu_seqlens"] = torch.tensor([0, 3, 3, tokens.numel()])
     gradients = []
-    for recompute, nested in ((False, False), (True, False), (True, True)):
+    for recompute, nested in ((False, False), (True, False), (True, True), (True, "selective")):
         model = build(backend="chunk", recompute_operator=recompute).train()
-        if nested:  # blocks that run again, and in each of them the operator
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(model, nested)  # blocks that run again, and in each of them the operator
         model(**inputs).loss.backward()
         gradients.append([p.grad for p in model.parameters()])
     for found in gradients[1:]:
         torch.testing.assert_close(found, gradients[0], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
+@pytest.mark.parametrize("family", ["ours", "llama"])
+def test_selective_checkpointing_computes_no_product_with_a_weight_again(build, tokens, family):
+    """And everything else, of which the roots of the norms stand for all."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    calls = {}
+    for mode in (False, True, "selective"):
+        model = build() if family == "ours" else LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=256))
+        checkpoint_activations(model.train(), mode)
+        with CountCalls() as counter:
+            model(tokens, labels=tokens, use_cache=False).loss.backward()
+        calls[mode] = [counter.calls[name] for name in ("aten.mm.default", "aten.rsqrt.default")]
+    (products, roots), (all_products, all_roots) = calls[False], calls[True]
+    assert all_products > products and all_roots > roots
+    assert calls["selective"] == [products, all_roots]
 
 
 @every_variant

@@ -53,6 +53,11 @@ def test_the_example_config_has_no_error(make_config: Make):
         ("hub.push_every=2", "hub.push_every needs hub.repo_id"),
         ("hub.repo_id=a/b/c", "hub.repo_id=a/b/c is not a name"),
         ("trainer.cuda_graph=true trainer.activation_checkpointing=true", "activation_checkpointing"),
+        ("trainer.activation_checkpointing=some", "is not one of true, false, selective"),
+        (
+            "trainer.activation_checkpointing=selective launch.num_processes=2 launch.context_parallel=2",
+            "activation_checkpointing=selective: use true",
+        ),
         ("trainer.cuda_graph=true launch.num_processes=2", "launch.num_processes above 1"),
         ("trainer.cuda_graph=true data.document_boundaries=true", "data.document_boundaries"),
         ("trainer.keep_checkpoints=0 trainer.keep_every=4", "trainer.keep_every has no effect"),

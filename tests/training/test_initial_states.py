@@ -44,6 +44,7 @@ MODES = {
 LAYOUTS = {
     "one rank": ["trainer.micro_batch_size=2"],
     "recomputed": ["trainer.micro_batch_size=8", "trainer.activation_checkpointing=true"],
+    "selective": ["trainer.micro_batch_size=8", "trainer.activation_checkpointing=selective"],
     "two ranks": ["trainer.micro_batch_size=2", "launch.num_processes=2"],
 }
 

@@ -1,0 +1,43 @@
+"""Activation checkpointing: what of a layer is kept for the backward pass, and what is computed again."""
+
+from functools import partial
+
+import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+
+SELECTIVE = "selective"
+_aten = torch.ops.aten
+# Their results are kept. The rest costs less to run again: norms, convolutions, SwiGLU, gates, the operator.
+KEPT = [
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten._scaled_mm.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+
+
+def checkpoint_activations(model: PreTrainedModel, mode: bool | str) -> None:
+    """Make `model` compute parts of its layers again in the backward pass. Numbers do not change.
+
+    Args:
+        mode: true: keep the input of each layer and compute the layer again. "selective": keep the results of
+            its matrix products with weights and of softmax attention, too. False: keep everything.
+
+    Raises:
+        ValueError: the class has no gradient checkpointing.
+    """
+    if not mode:
+        return
+    if not model.supports_gradient_checkpointing:
+        raise ValueError(
+            f"{type(model).__name__} has no gradient checkpointing: "
+            "set trainer.activation_checkpointing=false"
+        )
+    options = {"use_reentrant": False}
+    if mode == SELECTIVE:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
