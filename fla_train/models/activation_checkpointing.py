@@ -1,10 +1,13 @@
 """Activation checkpointing: what of a layer is kept for the backward pass, and what is computed again."""
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
-from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 SELECTIVE = "selective"
 _aten = torch.ops.aten
@@ -20,7 +23,7 @@ KEPT = [
 ]
 
 
-def checkpoint_activations(model: PreTrainedModel, mode: bool | str) -> None:
+def checkpoint_activations(model: "PreTrainedModel", mode: bool | str) -> None:
     """Make `model` compute parts of its layers again in the backward pass. Numbers do not change.
 
     Args:
