@@ -154,6 +154,12 @@ class TrainerConfig:
     zero_state_share: float = key(0.1, at_least=0, at_most=1)
     state_noise: float | str = "fitted"
 
+    def __post_init__(self) -> None:
+        # A text that says true or false, as of an environment variable
+        words = {"true": True, "false": False}
+        given = self.activation_checkpointing
+        self.activation_checkpointing = words.get(given.lower(), given) if isinstance(given, str) else given
+
     @property
     def autocasts(self) -> bool:
         """Whether matrix products run in bf16 but for those in float8."""

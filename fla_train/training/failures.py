@@ -85,7 +85,7 @@ def _of_memory(text: str, config: "TrainConfig | None") -> str:
 
 
 def _savings(config: "TrainConfig") -> list[str]:
-    """What lowers the peak of memory, the least costly first. None of the first three changes the batch."""
+    """What lowers the peak of memory, the least costly first; only a shorter sequence changes the batch."""
     trainer, size = config.trainer, config.trainer.micro_batch_size
     # A graph holds the whole batch, and no layer that is computed again.
     graph = "trainer.cuda_graph=false with " if trainer.cuda_graph else ""
@@ -93,7 +93,10 @@ def _savings(config: "TrainConfig") -> list[str]:
     if size > 1:
         half = next(part for part in range(size // 2, 0, -1) if size % part == 0)  # divides the batch too
         found.append(f"{graph}trainer.micro_batch_size={half} (now {size})")
-    if (now := trainer.activation_checkpointing) is not True:
+    now = trainer.activation_checkpointing
+    if not now and config.launch.context_parallel == 1:
+        found.append(f"{graph}trainer.activation_checkpointing=selective (now false)")
+    if now is not True:
         found.append(f"{graph}trainer.activation_checkpointing=true (now {str(now).lower()})")
     if config.model.get("recompute_operator") is False:
         found.append("model.recompute_operator=true (now false)")

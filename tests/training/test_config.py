@@ -38,6 +38,13 @@ def test_the_example_config_has_no_error(make_config: Make):
 
 
 @pytest.mark.parametrize(
+    ("text", "value"), [("'true'", True), ("'False'", False), ("selective", "selective")]
+)
+def test_a_text_that_says_true_or_false_counts_as_that(make_config: Make, text: str, value: bool | str):
+    assert make_config(f"trainer.activation_checkpointing={text}").trainer.activation_checkpointing == value
+
+
+@pytest.mark.parametrize(
     ("keys", "message"),
     [
         ("trainer.global_batch_tokens=300", "use 256 or 320"),
