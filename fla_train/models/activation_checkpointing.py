@@ -28,8 +28,8 @@ def checkpoint_activations(model: "PreTrainedModel", mode: bool | str) -> None:
     """Make `model` compute parts of its layers again in the backward pass. Numbers do not change.
 
     Args:
-        mode: true: keep the input of each layer and compute the layer again. "selective": keep the results of
-            its matrix products with weights and of softmax attention, too. False: keep everything.
+        mode: True keeps the input of each layer and computes the layer again. "selective" also keeps the
+            results of its matrix products with weights and of softmax attention. False keeps everything.
 
     Raises:
         ValueError: the class has no gradient checkpointing.

@@ -155,10 +155,9 @@ class TrainerConfig:
     state_noise: float | str = "fitted"
 
     def __post_init__(self) -> None:
-        # A text that says true or false, as of an environment variable
-        words = {"true": True, "false": False}
         given = self.activation_checkpointing
-        self.activation_checkpointing = words.get(given.lower(), given) if isinstance(given, str) else given
+        if isinstance(given, str):  # quoted, or of an environment variable
+            self.activation_checkpointing = {"true": True, "false": False}.get(given.lower(), given)
 
     @property
     def autocasts(self) -> bool:
