@@ -33,6 +33,7 @@ from fla_train.training.config import (
     resolve_device,
     validate,
 )
+from fla_train.training.cuda_graph import CudaGraphPass
 from fla_train.training.engine import Outcome, build_engine, train_step
 from fla_train.training.process_group import split_ranks
 from fla_train.training.run_data import to_batch
@@ -126,10 +127,12 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     with torch.device(place):  # drawing 1.5B weights on a CPU takes long
         model = build(name, config)
-    checkpoint_activations(model, config.trainer.activation_checkpointing)
+    mode, graph = config.trainer.activation_checkpointing, name == "ours" and config.trainer.cuda_graph
+    checkpoint_activations(model, mode, preserve_rng_state=not graph)
     parameters = sum(p.numel() for p in model.parameters())
     engine = build_engine(model.float(), config)
     device, trainer, ranks = engine.device, config.trainer, dist.get_world_size()
+    cuda_graph = CudaGraphPass.of_run(config, engine.module, device) if graph else None
     bad_steps = BadStepFilter(device, max_grad_norm=config.optimizer.max_grad_norm)
     mesh = split_ranks(config.launch.context_parallel)
     global_batch = accumulation_steps(config) * trainer.micro_batch_size * mesh.data_world
@@ -142,7 +145,7 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
             return [to_batch(next(sequences), device, mesh.context) for _ in range(plan.accumulation)]
 
         def step(micro_batches: list[Batch]) -> Outcome:
-            return train_step(engine, micro_batches, config.optimizer.lr, bad_steps)
+            return train_step(engine, micro_batches, config.optimizer.lr, bad_steps, cuda_graph=cuda_graph)
 
         began = time.perf_counter()
         step(batch()).read()

@@ -24,12 +24,16 @@ KEPT = [
 ]
 
 
-def checkpoint_activations(model: "PreTrainedModel", mode: bool | str) -> None:
+def checkpoint_activations(
+    model: "PreTrainedModel", mode: bool | str, *, preserve_rng_state: bool = True
+) -> None:
     """Make `model` compute parts of its layers again in the backward pass. Numbers do not change.
 
     Args:
         mode: True keeps the input of each layer and computes the layer again. "selective" also keeps the
             results of its matrix products with weights and of softmax attention. False keeps everything.
+        preserve_rng_state: let what is computed again draw the same random numbers. It reads the state of
+            the generator, which no CUDA graph can record; layers without dropout draw none.
 
     Raises:
         ValueError: the class has no gradient checkpointing.
@@ -41,7 +45,7 @@ def checkpoint_activations(model: "PreTrainedModel", mode: bool | str) -> None:
             f"{type(model).__name__} has no gradient checkpointing: "
             "set trainer.activation_checkpointing=false"
         )
-    options = {"use_reentrant": False}
+    options = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
     if mode == SELECTIVE:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)

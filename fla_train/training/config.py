@@ -485,7 +485,6 @@ def _cuda_graph_errors(config: TrainConfig) -> Iterator[str]:
     against = {
         "launch.num_processes above 1": config.launch.num_processes > 1,
         "several micro-batches a step": accumulation_steps(config) > 1,
-        "trainer.activation_checkpointing": config.trainer.activation_checkpointing,
         "data.document_boundaries": config.task is None and config.data.document_boundaries,
     }
     if config.trainer.cuda_graph:

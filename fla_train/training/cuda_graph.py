@@ -5,11 +5,16 @@ times as long to launch a hundred kernels and more one by one. Recorded once, th
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+
+from fla_train.models.build import is_zoo
+
+if TYPE_CHECKING:
+    from fla_train.training.config import TrainConfig
 
 WARM_UP = 3  # passes before one is recorded: compilation, tuning, allocations
 
@@ -28,6 +33,13 @@ class CudaGraphPass:
     def __init__(self, module: nn.Module, *, bf16: bool):
         self._module, self._bf16 = module, bf16
         self._key: tuple | None = None  # of what is recorded
+
+    @classmethod
+    def of_run(cls, config: "TrainConfig", module: nn.Module, device: torch.device) -> "CudaGraphPass | None":
+        """The pass of a run that asks for one, on a GPU; None for other runs and other libraries' models."""
+        if not config.trainer.cuda_graph or device.type != "cuda" or is_zoo(config.model):
+            return None
+        return cls(module, bf16=config.trainer.autocasts)
 
     def __call__(self, inputs: Mapping[str, Any]) -> Tensor:
         """Run the pass on `inputs`, the keyword arguments of the model, and set each parameter's `grad`.

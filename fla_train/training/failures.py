@@ -87,7 +87,7 @@ def _of_memory(text: str, config: "TrainConfig | None") -> str:
 def _savings(config: "TrainConfig") -> list[str]:
     """What lowers the peak of memory, the least costly first; only a shorter sequence changes the batch."""
     trainer, size = config.trainer, config.trainer.micro_batch_size
-    # A graph holds the whole batch, and no layer that is computed again.
+    # A graph holds the whole batch.
     graph = "trainer.cuda_graph=false with " if trainer.cuda_graph else ""
     found = []
     if size > 1:
@@ -95,9 +95,9 @@ def _savings(config: "TrainConfig") -> list[str]:
         found.append(f"{graph}trainer.micro_batch_size={half} (now {size})")
     now = trainer.activation_checkpointing
     if not now and config.launch.context_parallel == 1:
-        found.append(f"{graph}trainer.activation_checkpointing=selective (now false)")
+        found.append("trainer.activation_checkpointing=selective (now false)")
     if now is not True:
-        found.append(f"{graph}trainer.activation_checkpointing=true (now {str(now).lower()})")
+        found.append(f"trainer.activation_checkpointing=true (now {str(now).lower()})")
     if config.model.get("recompute_operator") is False:
         found.append("model.recompute_operator=true (now false)")
     if size == 1:

@@ -60,7 +60,8 @@ def build_model(config: TrainConfig, data: PreparedData, *, fresh: bool = False)
     model = build_fresh_model(settings)
     if not fresh:
         load_initial_weights(config, model)
-    checkpoint_activations(model, config.trainer.activation_checkpointing)
+    mode, graph = config.trainer.activation_checkpointing, config.trainer.cuda_graph
+    checkpoint_activations(model, mode, preserve_rng_state=is_zoo(config.model) or not graph)
     documents = config.task is None and config.data.document_boundaries
     if documents and config.model.get("source") == "hf" and not model.keeps_documents_apart():
         raise ValueError(

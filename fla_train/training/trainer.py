@@ -104,9 +104,7 @@ class Trainer:
             spike_deviations=trainer.spike_deviations,
             statistics=self.state.loss_statistics,
         )
-        self.cuda_graph = None
-        if trainer.cuda_graph and device.type == "cuda" and not is_zoo(config.model):
-            self.cuda_graph = CudaGraphPass(self.engine.module, bf16=trainer.autocasts)
+        self.cuda_graph = CudaGraphPass.of_run(config, self.engine.module, device)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         peak = peak_flops(name, trainer.precision, config.launch.peak_tflops)
         self.throughput = Throughput(training_flops(config), None if peak is None else peak * world, device)

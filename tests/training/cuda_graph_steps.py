@@ -11,6 +11,7 @@ from engine_steps import GLOBAL_BATCH, checksum, make_batch, make_model
 from torch import Tensor, nn
 
 from fla_train.data.sampler import Batch, BatchSampler
+from fla_train.models.activation_checkpointing import checkpoint_activations
 from fla_train.training.bad_steps import BadStepFilter
 from fla_train.training.config import TrainConfig, load_config
 from fla_train.training.cuda_graph import CudaGraphPass, gradients_of
@@ -39,7 +40,7 @@ class Rehearsal(CudaGraphPass):
 
 def rehearse(config: TrainConfig) -> list[int]:
     """Compare on a CPU, from zero states and from passed ones. Returns the numbers of recordings."""
-    engine = build_engine(make_model(config), config)
+    engine = _engine(config)
     recordings = []
     for kind in ("zero", "passing"):
         cuda_graph = Rehearsal(engine.module, bf16=False)
@@ -74,6 +75,12 @@ def compare(engine, cuda_graph: CudaGraphPass, kind: str) -> None:
     assert len({outcome.loss for outcome in runs[0][0]}) == len(LENGTHS)
 
 
+def _engine(config: TrainConfig):
+    model = make_model(config)
+    checkpoint_activations(model, config.trainer.activation_checkpointing, preserve_rng_state=False)
+    return build_engine(model, config)
+
+
 def _passing(engine) -> InitialStates:
     return InitialStates(
         "passing",
@@ -96,7 +103,7 @@ def _rewind(engine, start: dict[str, Tensor]) -> None:
 
 def main() -> None:
     config = load_config(Path(sys.argv[1]))
-    engine = build_engine(make_model(config), config)
+    engine = _engine(config)
     for kind in ("zero", "passing"):
         compare(engine, CudaGraphPass(engine.module, bf16=config.trainer.autocasts), kind)
     print("equal")

@@ -59,7 +59,6 @@ def test_a_text_that_says_true_or_false_counts_as_that(make_config: Make, text: 
         ("trainer.cuda_graph=true", "several micro-batches"),
         ("hub.push_every=2", "hub.push_every needs hub.repo_id"),
         ("hub.repo_id=a/b/c", "hub.repo_id=a/b/c is not a name"),
-        ("trainer.cuda_graph=true trainer.activation_checkpointing=true", "activation_checkpointing"),
         ("trainer.activation_checkpointing=some", "is not one of true, false, selective"),
         (
             "trainer.activation_checkpointing=selective launch.num_processes=2 launch.context_parallel=2",

@@ -31,9 +31,17 @@ def test_gradients_without_the_parameters_own_nodes_are_those_of_a_backward_pass
         assert torch.equal(parameter.grad, gradient)
 
 
-def test_steps_by_it_are_those_of_the_engine(make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks):
+@pytest.mark.parametrize("mode", ["false", "true", "selective"])
+def test_steps_by_it_are_those_of_the_engine(
+    make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks, mode: str
+):
     """Rehearsed on a CPU: a recording for each run of batches of one shape, whatever is between."""
-    config = make_config("launch.device=cpu", "trainer.precision=fp32", "trainer.micro_batch_size=8")
+    more = [
+        "trainer.precision=fp32",
+        "trainer.micro_batch_size=8",
+        f"trainer.activation_checkpointing={mode}",
+    ]
+    config = make_config("launch.device=cpu", *more)
     assert warm_ranks.run(1, cuda_graph_steps.rehearse, config) == [[3, 3]]
 
 
@@ -49,11 +57,13 @@ def test_parameters_that_moved_are_recorded_anew(make_config: Callable[..., Trai
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["false", "true", "selective"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 def test_replayed_steps_are_those_of_the_engine(
-    make_config: Callable[..., TrainConfig], tmp_path: Path, precision: str
+    make_config: Callable[..., TrainConfig], tmp_path: Path, precision: str, mode: str
 ):
-    more = ["launch.device=cuda", "launch.num_processes=1", "trainer.micro_batch_size=8"]
+    more = [f"trainer.activation_checkpointing={mode}"]
+    more += ["launch.device=cuda", "launch.num_processes=1", "trainer.micro_batch_size=8"]
     if precision == "fp8":
         more.append("model.hidden_size=128")  # narrow layers stay bf16
     config = make_config(f"trainer.precision={precision}", *more)
