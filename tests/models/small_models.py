@@ -1,7 +1,11 @@
-"""Configurations of the small models that the tests of this folder build."""
+"""Configurations of the small models that the tests of this folder build, and what they count on them."""
+
+from collections import Counter
+from typing import Any
 
 import pytest
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from fla_train.models import DeltaProductConfig
@@ -52,3 +56,15 @@ def cache_tensors(cache: Cache) -> list[Tensor]:
 
 def cache_bytes(cache: Cache) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in cache_tensors(cache))
+
+
+class CountCalls(TorchDispatchMode):
+    """How often each operation of torch runs, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[str(operation)] += 1
+        return operation(*args, **(kwargs or {}))

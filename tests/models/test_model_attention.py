@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from small_models import cache_bytes, small_config
+from small_models import CountCalls, cache_bytes, small_config
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from fla_train.models import DeltaProductForCausalLM
+from fla_train.models.activation_checkpointing import checkpoint_activations
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import SequenceContext
 from fla_train.models.flops import flops_per_token
@@ -157,6 +158,25 @@ def test_a_bound_of_the_documents_lengths_reaches_the_kernel(flash_on_cpu):
 @every_kind
 def test_gpu_attention_equals_a_dense_mask(kind, layout, kv_heads, dtype):
     check(kind, layout, kv_heads, dtype, "cuda", size=64, bound=1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
+@pytest.mark.parametrize("layout", ["plain", "packed"])
+@every_kind
+def test_gpu_attention_is_kept_by_selective_checkpointing(kind, layout):
+    """Its kernel runs once, as without recomputation, and the gradients are the same."""
+    tokens, gradients, forwards = torch.randint(31, (1, LENGTH), device="cuda"), [], []
+    for mode in (False, "selective"):
+        torch.manual_seed(0)
+        model = DeltaProductForCausalLM(config_of(kind, kind, hidden_size=64, head_dim=32)).cuda().train()
+        checkpoint_activations(model, mode)
+        with CountCalls() as counter, torch.autocast("cuda", torch.bfloat16):
+            model(tokens, labels=tokens, **layout_of(layout, LENGTH, "cuda")).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+        forwards.append({name: n for name, n in counter.calls.items() if "attention_forward" in name})
+    assert forwards[0] == forwards[1] and any(forwards[0].values())
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-2, atol=1e-3)
 
 
 NAMES = {

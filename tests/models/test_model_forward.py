@@ -1,14 +1,11 @@
 """The parallel forward: an independent block, padding, packing, caching, checkpointing and the loss."""
 
 import math
-from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import cache_bytes, every_variant, small_config
-from torch.utils._python_dispatch import TorchDispatchMode
+from small_models import CountCalls, cache_bytes, every_variant, small_config
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import LinearAttentionLayer
 
@@ -16,18 +13,6 @@ from fla_train.models import DeltaProductForCausalLM
 from fla_train.models.activation_checkpointing import checkpoint_activations
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
-
-
-class CountCalls(TorchDispatchMode):
-    """How often each operation of torch runs, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = Counter()
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[str(operation)] += 1
-        return operation(*args, **(kwargs or {}))
 
 
 def oracle_block(state: dict[str, torch.Tensor], config, x: torch.Tensor) -> torch.Tensor:
