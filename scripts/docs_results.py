@@ -449,7 +449,8 @@ def _speed(row: Row) -> tuple[str, str, str, str]:
     """Parameters, tokens/s, MFU, GiB."""
     count, memory = row["parameters"] / 1e6, row["memory_bytes"] / 2**30
     size = f"{count / 1e3:.2f}B" if count > 1e3 else f"{count:.1f}M".replace(".0M", "M")
-    return size, f"{row['tokens_per_second']:,.0f}", f"{row['mfu']:.1%}", f"{memory:.1f}"
+    peak = f"{memory:.1f}" if memory else ""
+    return size, f"{row['tokens_per_second']:,.0f}", f"{row['mfu']:.1%}", peak
 
 
 def _seeds(values: Sequence[float]) -> str:

@@ -63,7 +63,8 @@ class StepRow:
     step_ms: float = 0.0  # mean over the timed steps
     tokens_per_second: float = 0.0
     mfu: float = 0.0  # by the model's own FLOPs, of the ceiling of matrix products
-    memory_bytes: int = 0  # peak, allocated on the first GPU; resident on a CPU
+    # Peak, allocated on the first GPU; resident on a CPU. 0: of a CUDA graph, whose memory is not counted.
+    memory_bytes: int = 0
     # Of the first process in one more step, which profiling slows on a CPU; "data" is the host's wait in a
     # timed one. Communication counts in full, whether it runs beside other work or waits for other processes.
     parts: dict[str, Part] = field(default_factory=dict)
@@ -179,7 +180,7 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
         step_ms=step_ms,
         tokens_per_second=speed["tokens_per_second"],
         mfu=speed["mfu"],
-        memory_bytes=round(speed["memory_gib"] * 2**30),
+        memory_bytes=0 if cuda_graph else round(speed["memory_gib"] * 2**30),
         parts=parts | {"data": Part(speed["data_wait"] * step_ms)},
     )
 
@@ -190,12 +191,12 @@ def markdown(row: StepRow) -> str:
         return f"### {row.model}\n\nno speed: {row.refused}\n"
     total = sum(part.ms for part in row.parts.values())
     on = f", {row.processes} processes" if row.processes > 1 else ""
+    memory = f"{row.memory_bytes / 2**30:.2f} GiB, " if row.memory_bytes else ""
     lines = [
         f"### {row.model}: {row.parameters / 1e6:.1f}M parameters{on}",
         "",
         f"{row.tokens_per_second:,.0f} tokens/s, {row.step_ms:.1f} ms a step of {row.tokens_per_step:,} "
-        f"tokens, MFU {100 * row.mfu:.1f}%, {row.memory_bytes / 2**30:.2f} GiB, first step after "
-        f"{row.first_step_s:.1f} s",
+        f"tokens, MFU {100 * row.mfu:.1f}%, {memory}first step after {row.first_step_s:.1f} s",
         "",
         f"| part of a profiled step | ms | share of {total:.1f} ms | floor ms |",
         "|---|---|---|---|",
