@@ -36,8 +36,8 @@ PEERS = {
 VARIANTS = {  # overrides that a row names
     "trainer.precision=fp8": "FP8",
     "trainer.cuda_graph=true": "CUDA graph",
-    "trainer.activation_checkpointing=true": "recomputed",
-    "trainer.activation_checkpointing=selective": "recomputed but for products",
+    "trainer.activation_checkpointing=true": "full checkpointing",
+    "trainer.activation_checkpointing=selective": "selective checkpointing",
     "trainer.gradient_reduction=bf16": "gradients reduced in bf16",
 }
 HALF = "half right to"  # head of the lengths up to which half of the sequences are right
@@ -447,9 +447,9 @@ def _decoded(row: Row | None) -> str:
 
 def _speed(row: Row) -> tuple[str, str, str, str]:
     """Parameters, tokens/s, MFU, GiB."""
-    count, memory = row["parameters"] / 1e6, row["memory_bytes"] / 2**30
+    count, memory = row["parameters"] / 1e6, row["memory_bytes"]
     size = f"{count / 1e3:.2f}B" if count > 1e3 else f"{count:.1f}M".replace(".0M", "M")
-    peak = f"{memory:.1f}" if memory else ""
+    peak = "" if memory is None else f"{memory / 2**30:.1f}"
     return size, f"{row['tokens_per_second']:,.0f}", f"{row['mfu']:.1%}", peak
 
 

@@ -33,7 +33,7 @@ from fla_train.training.config import (
     resolve_device,
     validate,
 )
-from fla_train.training.cuda_graph import CudaGraphPass
+from fla_train.training.cuda_graph import CudaGraphPass, records_graph
 from fla_train.training.engine import Outcome, build_engine, train_step
 from fla_train.training.process_group import split_ranks
 from fla_train.training.run_data import to_batch
@@ -63,8 +63,8 @@ class StepRow:
     step_ms: float = 0.0  # mean over the timed steps
     tokens_per_second: float = 0.0
     mfu: float = 0.0  # by the model's own FLOPs, of the ceiling of matrix products
-    # Peak, allocated on the first GPU; resident on a CPU. 0: of a CUDA graph, whose memory is not counted.
-    memory_bytes: int = 0
+    # Peak, allocated on the first GPU; resident on a CPU. None with a CUDA graph, whose pool that leaves out.
+    memory_bytes: int | None = None
     # Of the first process in one more step, which profiling slows on a CPU; "data" is the host's wait in a
     # timed one. Communication counts in full, whether it runs beside other work or waits for other processes.
     parts: dict[str, Part] = field(default_factory=dict)
@@ -128,12 +128,12 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     with torch.device(place):  # drawing 1.5B weights on a CPU takes long
         model = build(name, config)
-    mode, graph = config.trainer.activation_checkpointing, name == "ours" and config.trainer.cuda_graph
-    checkpoint_activations(model, mode, preserve_rng_state=not graph)
+    graph = name == "ours" and records_graph(config)
+    checkpoint_activations(model, config.trainer.activation_checkpointing, preserve_rng_state=not graph)
     parameters = sum(p.numel() for p in model.parameters())
     engine = build_engine(model.float(), config)
     device, trainer, ranks = engine.device, config.trainer, dist.get_world_size()
-    cuda_graph = CudaGraphPass.of_run(config, engine.module, device) if graph else None
+    cuda_graph = CudaGraphPass(engine.module, bf16=config.trainer.autocasts) if graph else None
     bad_steps = BadStepFilter(device, max_grad_norm=config.optimizer.max_grad_norm)
     mesh = split_ranks(config.launch.context_parallel)
     global_batch = accumulation_steps(config) * trainer.micro_batch_size * mesh.data_world
@@ -180,7 +180,7 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
         step_ms=step_ms,
         tokens_per_second=speed["tokens_per_second"],
         mfu=speed["mfu"],
-        memory_bytes=0 if cuda_graph else round(speed["memory_gib"] * 2**30),
+        memory_bytes=None if graph else round(speed["memory_gib"] * 2**30),
         parts=parts | {"data": Part(speed["data_wait"] * step_ms)},
     )
 
@@ -191,7 +191,7 @@ def markdown(row: StepRow) -> str:
         return f"### {row.model}\n\nno speed: {row.refused}\n"
     total = sum(part.ms for part in row.parts.values())
     on = f", {row.processes} processes" if row.processes > 1 else ""
-    memory = f"{row.memory_bytes / 2**30:.2f} GiB, " if row.memory_bytes else ""
+    memory = "" if row.memory_bytes is None else f"{row.memory_bytes / 2**30:.2f} GiB, "
     lines = [
         f"### {row.model}: {row.parameters / 1e6:.1f}M parameters{on}",
         "",

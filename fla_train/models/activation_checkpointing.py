@@ -32,8 +32,8 @@ def checkpoint_activations(
     Args:
         mode: True keeps the input of each layer and computes the layer again. "selective" also keeps the
             results of its matrix products with weights and of softmax attention. False keeps everything.
-        preserve_rng_state: let what is computed again draw the same random numbers. It reads the state of
-            the generator, which no CUDA graph can record; layers without dropout draw none.
+        preserve_rng_state: let recomputed layers draw the same random numbers. Reading the generator's state
+            is not allowed while a CUDA graph is recorded. If false, layers with dropout get wrong gradients.
 
     Raises:
         ValueError: the class has no gradient checkpointing.

@@ -1,22 +1,26 @@
-"""Forward and backward pass as one CUDA graph, for models whose kernels take less time than their launches.
+"""Forward and backward pass as one CUDA graph, where kernels take less time than their launches.
 
 A word problem's model keeps a GPU busy for a millisecond or two of each step, while the host takes several
-times as long to launch a hundred kernels and more one by one. Recorded once, they are launched together.
+times as long to launch a hundred kernels and more one by one. Selective activation checkpointing makes the
+host slow with large models, too. Recorded once, kernels are launched together.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from fla_train.models.build import is_zoo
-
-if TYPE_CHECKING:
-    from fla_train.training.config import TrainConfig
+from fla_train.training.config import TrainConfig, resolve_device
 
 WARM_UP = 3  # passes before one is recorded: compilation, tuning, allocations
+
+
+def records_graph(config: TrainConfig) -> bool:
+    """Whether a run's passes are recorded. Other libraries' models may wait for the GPU: theirs are not."""
+    return config.trainer.cuda_graph and resolve_device(config) == "cuda" and not is_zoo(config.model)
 
 
 class CudaGraphPass:
@@ -33,13 +37,6 @@ class CudaGraphPass:
     def __init__(self, module: nn.Module, *, bf16: bool):
         self._module, self._bf16 = module, bf16
         self._key: tuple | None = None  # of what is recorded
-
-    @classmethod
-    def of_run(cls, config: "TrainConfig", module: nn.Module, device: torch.device) -> "CudaGraphPass | None":
-        """The pass of a run that asks for one, on a GPU; None for other runs and other libraries' models."""
-        if not config.trainer.cuda_graph or device.type != "cuda" or is_zoo(config.model):
-            return None
-        return cls(module, bf16=config.trainer.autocasts)
 
     def __call__(self, inputs: Mapping[str, Any]) -> Tensor:
         """Run the pass on `inputs`, the keyword arguments of the model, and set each parameter's `grad`.

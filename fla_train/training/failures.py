@@ -87,9 +87,9 @@ def _of_memory(text: str, config: "TrainConfig | None") -> str:
 def _savings(config: "TrainConfig") -> list[str]:
     """What lowers the peak of memory, the least costly first; only a shorter sequence changes the batch."""
     trainer, size = config.trainer, config.trainer.micro_batch_size
-    # A graph holds the whole batch.
+    # Half the micro-batch needs accumulation, which a graph excludes.
     graph = "trainer.cuda_graph=false with " if trainer.cuda_graph else ""
-    found = []
+    found = ["trainer.cuda_graph=false (now true)"] if trainer.cuda_graph else []
     if size > 1:
         half = next(part for part in range(size // 2, 0, -1) if size % part == 0)  # divides the batch too
         found.append(f"{graph}trainer.micro_batch_size={half} (now {size})")

@@ -23,6 +23,7 @@ from fla_train.models.build import build_model as build_fresh_model
 from fla_train.models.configuration import MACHINE_KEYS
 from fla_train.training.checkpoint import TrainState
 from fla_train.training.config import TrainConfig
+from fla_train.training.cuda_graph import records_graph
 from fla_train.training.log import RunLogger
 from fla_train.training.metrics import last_value, plot_losses
 from fla_train.training.run_folder import RunFolder
@@ -60,8 +61,8 @@ def build_model(config: TrainConfig, data: PreparedData, *, fresh: bool = False)
     model = build_fresh_model(settings)
     if not fresh:
         load_initial_weights(config, model)
-    mode, graph = config.trainer.activation_checkpointing, config.trainer.cuda_graph
-    checkpoint_activations(model, mode, preserve_rng_state=is_zoo(config.model) or not graph)
+    mode, preserve = config.trainer.activation_checkpointing, not records_graph(config)
+    checkpoint_activations(model, mode, preserve_rng_state=preserve)
     documents = config.task is None and config.data.document_boundaries
     if documents and config.model.get("source") == "hf" and not model.keeps_documents_apart():
         raise ValueError(

@@ -14,6 +14,7 @@ from fla_train.training.config import (
     initial_state_kind,
     with_processes,
 )
+from fla_train.training.cuda_graph import records_graph
 from fla_train.training.run_data import open_training_data
 from fla_train.utils.throughput import peak_flops
 
@@ -89,7 +90,9 @@ def _memory(config: TrainConfig, count: ParameterCount) -> int:
         gradient_checkpointing=trainer.activation_checkpointing,
     )
     float8_weights = 2 * count.total if trainer.precision == "fp8" else 0  # in both orders
-    return memory.total + float8_weights + _state_bytes(config)
+    # A step with statistics runs without the graph, beside the activations that the graph keeps.
+    beside_graph = memory.activations if records_graph(config) and trainer.stats_every else 0
+    return memory.total + float8_weights + beside_graph + _state_bytes(config)
 
 
 def _state_bytes(config: TrainConfig) -> int:

@@ -19,7 +19,7 @@ from fla_train.training.bad_steps import BadStepFilter
 from fla_train.training.checkpoint import TrainState
 from fla_train.training.checkpoint_manager import CheckpointManager
 from fla_train.training.config import TrainConfig
-from fla_train.training.cuda_graph import CudaGraphPass
+from fla_train.training.cuda_graph import CudaGraphPass, records_graph
 from fla_train.training.engine import Outcome, StepResult, build_engine, precompile_step, train_step
 from fla_train.training.evaluator import SuiteRuns, make_evaluator
 from fla_train.training.failures import TrainingStopped
@@ -104,7 +104,9 @@ class Trainer:
             spike_deviations=trainer.spike_deviations,
             statistics=self.state.loss_statistics,
         )
-        self.cuda_graph = CudaGraphPass.of_run(config, self.engine.module, device)
+        self.cuda_graph = None
+        if records_graph(config):
+            self.cuda_graph = CudaGraphPass(self.engine.module, bf16=trainer.autocasts)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         peak = peak_flops(name, trainer.precision, config.launch.peak_tflops)
         self.throughput = Throughput(training_flops(config), None if peak is None else peak * world, device)

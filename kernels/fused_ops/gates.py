@@ -62,7 +62,7 @@ def recurrence_gates(
 class _Gates(torch.autograd.Function):
     @staticmethod
     def forward(ctx, b, a, A_log, dt_bias, beta_max):
-        b, a = (x if x is None else as_rows(x) for x in (b, a))
+        b, a = [x if x is None else as_rows(x) for x in (b, a)]  # a list, as in rotary.py
         A_log, dt_bias = (x if x is None else x.contiguous() for x in (A_log, dt_bias))
         beta = b.new_empty(b.shape, dtype=torch.float32)
         g = None if a is None else a.new_empty(a.shape, dtype=torch.float32)

@@ -61,7 +61,8 @@ class _Rotary(torch.autograd.Function):
 
 
 def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
-    q, k = (as_rows(x.flatten(-2)).view(x.shape) for x in (q, k))
+    # A list: torch.compile of torch 2.15 cannot trace a generator that runs another one, here in `as_rows`.
+    q, k = [as_rows(x.flatten(-2)).view(x.shape) for x in (q, k)]
     rotated = q.new_empty(q.shape), k.new_empty(k.shape)
     rotary_rotate(q, k, cos, sin, inverse, *rotated)
     return rotated

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import cuda_graph_steps
 import engine_steps
@@ -9,8 +11,12 @@ import pytest
 import torch
 from warm_ranks import WarmRanks
 
-from fla_train.training.config import TrainConfig, to_yaml
-from fla_train.training.cuda_graph import gradients_of
+from fla_train.cli.app import compose
+from fla_train.models.build import TOKEN_IDS
+from fla_train.training.config import TrainConfig, to_config, to_yaml
+from fla_train.training.cuda_graph import gradients_of, records_graph
+from fla_train.training.model import build_model
+from fla_train.training.plan import make_plan
 from tests.ranks import start_ranks
 
 
@@ -54,6 +60,42 @@ def test_parameters_that_moved_are_recorded_anew(make_config: Callable[..., Trai
     model.model.norm.weight.data = 2 * model.model.norm.weight.data
     losses.append(cuda_graph(inputs).item())
     assert cuda_graph.recordings == 2 and losses[0] == losses[1] != losses[2]
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "records"), [("cuda", "true", True), ("cuda", "false", False), ("cpu", "true", False)]
+)
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
+def test_only_runs_on_a_gpu_that_ask_for_it_record(
+    make_config: Callable[..., TrainConfig], device: str, asked: str, records: bool
+):
+    """Their recomputed layers leave the random number generator alone: no graph can read its state."""
+    more = ["trainer.activation_checkpointing=selective", f"launch.device={device}"]
+    config = make_config("trainer.micro_batch_size=8", f"trainer.cuda_graph={asked}", *more)
+    assert not [error for error in config.errors() if "cuda_graph" in error]
+    assert records_graph(config) == records
+    fixed = {"tokenizer": dict.fromkeys(TOKEN_IDS, 0)}
+    model = build_model(config, SimpleNamespace(manifest=fixed))
+    ids, labels = engine_steps.make_batch(0)
+    with patch.object(torch, "get_rng_state", wraps=torch.get_rng_state) as read:
+        model.train()(input_ids=ids, labels=labels, use_cache=False).loss.backward()
+    assert read.called != records
+
+
+def test_the_plan_has_room_for_a_step_beside_the_graph(make_config: Callable[..., TrainConfig]):
+    more = ["launch.device=cuda", "launch.num_processes=1", "trainer.micro_batch_size=8"]
+    bytes_of = {
+        keys: make_plan(make_config(*more, *keys), None).memory_bytes
+        for keys in ((), ("trainer.cuda_graph=true",), ("trainer.cuda_graph=true", "trainer.stats_every=0"))
+    }
+    plain, with_statistics, graph = bytes_of.values()
+    assert graph == plain < with_statistics < 2 * plain
+
+
+def test_other_libraries_models_are_not_recorded(overrides: list[str]):
+    general = [text for text in overrides if not text.startswith("model.")]
+    more = ["model=hf/llama/tiny", "launch.device=cuda", "trainer.cuda_graph=true"]
+    assert not records_graph(to_config(compose("train", [*general, *more])))
 
 
 @pytest.mark.gpu

@@ -126,7 +126,9 @@ def test_a_batch_of_one_needs_other_advice(make_config: Make):
 def test_a_graph_is_given_up_with_what_it_excludes(make_config: Make):
     config = make_config(ON_GPU, "trainer.cuda_graph=true")
     line, _ = describe_failure(torch.OutOfMemoryError(ALLOCATOR), config)
+    assert "trainer.cuda_graph=false (now true)" in line
     assert "trainer.cuda_graph=false with trainer.micro_batch_size=1" in line
+    assert "or trainer.activation_checkpointing=selective" in line  # which a graph can have
 
 
 def test_a_killed_rank_may_have_been_killed_for_its_memory():
