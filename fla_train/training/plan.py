@@ -88,8 +88,11 @@ def _memory(config: TrainConfig, count: ParameterCount) -> int:
         num_devices=config.launch.num_processes,
         element_size=2 if trainer.autocasts else 4,
         gradient_checkpointing=trainer.activation_checkpointing,
+        accumulates=accumulation_steps(config) > 1,
     )
-    float8_weights = 2 * count.total if trainer.precision == "fp8" else 0  # in both orders
+    # One byte in each of two orders. Without checkpointing they take the place of weights in bf16.
+    in_float8 = trainer.precision == "fp8" and trainer.activation_checkpointing
+    float8_weights = 2 * count.total if in_float8 else 0
     # A step with statistics runs without the graph, beside the activations that the graph keeps.
     beside_graph = memory.activations if records_graph(config) and trainer.stats_every else 0
     return memory.total + float8_weights + beside_graph + _state_bytes(config)
