@@ -69,7 +69,7 @@ class Row:
 
 
 def load_record(place: str | Path) -> dict:
-    """results.json of an evaluation's folder, or of the newest evaluation in a run folder.
+    """results.json of an evaluation's folder, or of the newest evaluation with results in a run folder.
 
     Raises:
         ValueError: there is none, or it cannot be read.
@@ -79,8 +79,12 @@ def load_record(place: str | Path) -> dict:
         raise ValueError(f"{place}: there is no such folder; give one that fla-eval wrote, or a run folder")
     files = [folder / "results.json"] if (folder / "results.json").is_file() else []
     files = files or sorted(folder.glob("eval/*/results.json"), key=lambda file: -file.stat().st_mtime)
-    records = (_read(file) for file in files)
-    record = next((record for record in records if _PARTS <= record.keys()), None)
+    record = None
+    for found in map(_read, files):
+        if _PARTS <= found.keys():
+            record = record or found
+            if flat_metrics(found):
+                return found
     if record is None:
         raise ValueError(
             f"{place} holds no results.json of a suite on text: give a folder that fla-eval wrote, or a run "

@@ -20,7 +20,6 @@ from fla_train.bench.models import build, training_flops
 from fla_train.bench.ranks import on_ranks
 from fla_train.bench.roofline import Ceilings, link_bandwidth, step_roofline
 from fla_train.data.sampler import Batch, BatchSampler, PrefetchLoader
-from fla_train.models import DeltaProductConfig
 from fla_train.models.activation_checkpointing import checkpoint_activations
 from fla_train.training.bad_steps import BadStepFilter
 from fla_train.training.config import (
@@ -32,6 +31,7 @@ from fla_train.training.config import (
     resolve,
     resolve_device,
     validate,
+    with_vocabulary,
 )
 from fla_train.training.cuda_graph import CudaGraphPass, records_graph
 from fla_train.training.engine import Outcome, build_engine, train_step
@@ -99,9 +99,7 @@ def bench_models(
         raise ValueError(f"launch.num_machines={machines}: fla-bench train measures one machine")
     if config.task is not None:
         raise ValueError("fla-bench train measures language models: leave task at null")
-    config = resolve(config)
-    if config.model["vocab_size"] is None:  # the tokens are random: no tokenizer decides
-        config = replace(config, model={**config.model, "vocab_size": DeltaProductConfig.vocab_size})
+    config = with_vocabulary(resolve(config), offline=True)  # the tokens are random: no tokenizer is fetched
     processes = config.launch.num_processes
     arguments = (ceilings, steps, max(1, torch.get_num_threads() // processes))
     for name in names:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # it imports torch, and is not needed for --help
 Row = dict[str, Any]
 Curve = tuple[Sequence[float], Sequence[float]]  # training tokens, values
 MARKS = string.ascii_lowercase + string.ascii_uppercase  # of runs, in the table and the terminal's plot
-LONGEST_LABEL = 60  # characters; of longer differences only their number is shown
+LONGEST_LABEL = 60  # characters; of longer differences the shortest are shown, and the number of others
 HEIGHT = 16  # rows of the terminal's plot
 
 
@@ -74,20 +74,20 @@ def table(runs: Sequence["Run"], metric: str) -> list[Row]:
 
 
 def difference(row: Row) -> str:
-    """What distinguishes a run, as overrides; if these are many, the model and the number of others."""
-    differs = row["differs"]
-    if len(text := _overrides(differs)) <= LONGEST_LABEL:
-        return text
-    others = {key: value for key, value in differs.items() if not key.startswith(("model.", "baseline."))}
-    if len(text := _overrides(others)) > LONGEST_LABEL:
-        text = f"{len(others)} settings"
-    return ", ".join(filter(None, ["" if others == differs else row["model"], text]))
-
-
-def _overrides(settings: Mapping[str, Any]) -> str:
+    """What distinguishes a run, as overrides; if these are many, the model, some of them and their number."""
     from fla_train.hub.saved_config import plain
 
-    return ", ".join(f"{key}={plain(value)}" for key, value in settings.items())
+    texts = {key: f"{key}={plain(value)}" for key, value in row["differs"].items()}
+    if len(text := ", ".join(texts.values())) <= LONGEST_LABEL:
+        return text
+    others = [text for key, text in texts.items() if not key.startswith(("model.", "baseline."))]
+    shown = [] if len(others) == len(texts) else [row["model"]]
+    left = len(others)
+    for text in sorted(others, key=len):
+        if len(", ".join([*shown, text])) <= LONGEST_LABEL:
+            shown.append(text)
+            left -= 1
+    return ", ".join([*shown, *([f"{left} more"] if left else [])])
 
 
 def labels(rows: Sequence[Row]) -> list[str]:

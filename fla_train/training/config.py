@@ -172,8 +172,11 @@ class TrainerConfig:
         noise = self.state_noise
         if noise != "fitted" and (isinstance(noise, str) or noise <= 0):
             yield f"trainer.state_noise={noise} must be fitted, or a standard deviation above 0"
-        if self.resume not in ("auto", "none") and not Path(self.resume).expanduser().is_dir():
+        folder = None if self.resume in ("auto", "none") else Path(self.resume).expanduser()
+        if folder is not None and not folder.is_dir():
             yield f"trainer.resume={self.resume} is no checkpoint folder: use auto, none or an existing path"
+        elif folder is not None and (folder / "checkpoints").is_dir():
+            yield f"trainer.resume={self.resume} is a run folder: give one of the folders in its checkpoints/"
         if self.suite_every:
             folder = files("fla_train.configs") / "suite"
             suites = sorted(file.name.removesuffix(".yaml") for file in folder.iterdir())

@@ -137,9 +137,8 @@ class TextEvaluator:
                 f"  validation loss   {validation:.4f}, perplexity {perplexity(validation):.2f}{bits}"
             )
         if self._unigram_entropy is not None:
-            lines.append(
-                f"  unigram entropy   {self._unigram_entropy:.4f} (what token frequencies alone reach)"
-            )
+            entropy = f"{self._unigram_entropy:.4f}"
+            lines.append(f"  unigram entropy   {entropy} (of the validation split's own token frequencies)")
         stalled, trained = checkpoint_seconds(metrics)
         if trained:
             lines.append(

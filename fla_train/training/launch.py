@@ -133,8 +133,16 @@ def _show(config: TrainConfig) -> None:
     data = find_prepared(config.data) if config.task is None else task_data(config.task, config.seed)
     for line in plan_lines(config, make_plan(config, data)):
         log(line)
+    if config.run.dir is not None:
+        _tell_new(RunFolder(Path(config.run.dir)))
     log(f"run folder   {config.run.dir or 'runs/' + _label(config) + '-<time>'}")
     log("dry run      nothing was started; --cfg job in place of dry_run=true prints the config")
+
+
+def _tell_new(folder: RunFolder) -> None:
+    """A line for a folder without a run: who meant to resume one may have misspelt it."""
+    if not folder.config.is_file():
+        log(f"new run      {folder.root} holds none yet")
 
 
 def _prepare(config: TrainConfig) -> tuple[TrainConfig, PreparedData]:
@@ -142,8 +150,7 @@ def _prepare(config: TrainConfig) -> tuple[TrainConfig, PreparedData]:
     if config.run.dir is not None:
         folder = RunFolder(Path(config.run.dir))
         folder.check()
-        if not folder.config.is_file():
-            log(f"new run      {config.run.dir} holds none yet")
+        _tell_new(folder)
     elif is_rank():
         raise ValueError("give run.dir: ranks that another launcher has started can't agree on a new one")
     config = with_warmup(config)

@@ -19,6 +19,7 @@ from fla_train.training.run_data import open_training_data
 from fla_train.utils.throughput import peak_flops
 
 ASSUMED_GPU, ASSUMED_MFU = "H100", 0.4  # for the estimate of GPU-hours
+ENOUGH_SEQUENCES = 32  # of validation; the loss of fewer is rough
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Plan:
     memory_bytes: int  # estimate per process
     gpu_hours: float  # on H100s at the assumed utilisation
     accumulation: int  # micro-batches per rank and step
+    training_tokens: int | None  # of the training split; None where it is streamed
     validation_tokens: dict[str, int] | None  # of each part's validation split; "": no mixture
     unigram_entropy: float | None  # of the validation split, nats per token
     data_folder: str | None
@@ -64,6 +66,7 @@ def make_plan(config: TrainConfig, data: PreparedData | None) -> Plan:
         memory_bytes=_memory(config, count),
         gpu_hours=flops * tokens / (ASSUMED_MFU * peak_flops(ASSUMED_GPU, "bf16")) / 3600,
         accumulation=accumulation_steps(config),
+        training_tokens=None if config.data.stream else train.get("tokens"),
         validation_tokens=held_out if data else None,
         unigram_entropy=validation.get("unigram_entropy"),
         data_folder=str(data.folder) if data else None,
@@ -135,7 +138,7 @@ def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:
         f"{config.schedule.warmup(trainer.max_steps)} warm-up steps",
         f"device       {launch.device}, {trainer.precision}{reduction}",
         *_mixer_lines(config),
-        *_data_lines(plan.validation_tokens, trainer.seq_len),
+        *_data_lines(config, plan),
         *_curriculum_lines(config),
         *_unread_lines(config),
     ]
@@ -153,12 +156,23 @@ def _mixer_lines(config: TrainConfig) -> list[str]:
     return [f"mixer        {mixer.__name__}: FLOPs are {flops}; memory is estimated as for DeltaProduct"]
 
 
-def _data_lines(tokens: dict[str, int] | None, seq_len: int) -> list[str]:
-    """Warnings of the parts that validation leaves out, by the tokens of their validation splits."""
+def _data_lines(config: TrainConfig, plan: Plan) -> list[str]:
+    """Tokens of the splits, with warnings of parts that validation leaves out, and of a short split."""
+    tokens, seq_len = plan.validation_tokens, config.trainer.seq_len
     if tokens is None:
         return ["data         not prepared yet: fla-prepare does it, or the start of the run"]
+    held_out = sum(tokens.values())
+    lines = []
+    if config.task is None:
+        training = "streamed" if plan.training_tokens is None else f"{plan.training_tokens:,} tokens"
+        lines.append(f"data         {config.data.source}: training {training}, validation {held_out:,}")
+        if seq_len <= held_out < ENOUGH_SEQUENCES * seq_len:
+            lines.append(
+                f"warning      validation has {held_out // seq_len} sequences of {seq_len:,} tokens: its "
+                "loss is rough (raise data.validation_fraction)"
+            )
     short = {name: count for name, count in tokens.items() if count < seq_len}
-    lines = [
+    lines += [
         f"warning      no validation{f' of {name}: its' if name else ': the'} split has {count:,} tokens, "
         f"fewer than one sequence of {seq_len:,} (raise data.validation_fraction)"
         for name, count in short.items()

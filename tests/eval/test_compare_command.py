@@ -66,3 +66,14 @@ def test_the_newest_evaluation_on_text_counts(tmp_path: Path) -> None:
         file.write_text(json.dumps(content))
         os.utime(file, (i, i))
     assert load_record(tmp_path)["name"] == "new" and load_record(tmp_path / "eval/0")["name"] == "old"
+
+
+def test_an_evaluation_without_results_does_not_count(tmp_path: Path) -> None:
+    failed = {"name": "failed", "perplexity": {}, "tasks": {"piqa": {"error": "no network"}}, "paper_row": {}}
+    for age, content in enumerate([failed, record("good", [1.0])]):
+        file = tmp_path / f"eval/suite-{age}/results.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(content))
+        os.utime(file, (1000 - age, 1000 - age))
+    assert load_record(tmp_path)["name"] == "good"
+    assert load_record(tmp_path / "eval/suite-0")["name"] == "failed"  # what is asked for is taken

@@ -79,6 +79,12 @@ def test_keys_that_contradict_others_are_named_with_what_would_do(make_config: M
     assert message in str(caught.value)
 
 
+def test_a_run_folder_is_no_checkpoint_to_resume(make_config: Make, tmp_path: Path):
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ValueError, match="is a run folder"):
+        validate(make_config(f"trainer.resume={tmp_path}"))
+
+
 @pytest.mark.parametrize(
     "override",
     [

@@ -143,6 +143,22 @@ def test_too_little_validation_text_is_said_in_the_plan(fla_train, make_config):
     assert "no validation" not in fla_train("dry_run=true")[1]
 
 
+def test_the_plan_gives_the_tokens_of_both_splits(fla_train, make_config):
+    splits = prepare(make_config().data, log=lambda line: None, progress=False).manifest["splits"]
+    training, validation = (splits[name]["tokens"] for name in ("train", "validation"))
+    for length in (validation // 32, validation // 32 + 1, validation + 1):
+        more = (
+            "trainer.micro_batch_size=1",
+            f"trainer.seq_len={length}",
+            f"trainer.global_batch_tokens={length}",
+        )
+        _, stdout, _ = fla_train("dry_run=true", *more)
+        assert f"local: training {training:,} tokens, validation {validation:,}" in stdout
+        assert (f"{validation // length} sequences of {length:,} tokens" in stdout) == (
+            32 > validation // length > 0
+        )
+
+
 def test_each_part_without_validation_is_named_in_the_plan(fla_train, make_config, corpus: Path):
     """Its held-out tokens are no whole sequence, however many those of all parts are."""
     parts = "{large: {weight: 0.5, path: PATH}, small: {weight: 0.5, path: PATH, max_documents: 60}}"
@@ -155,7 +171,7 @@ def test_each_part_without_validation_is_named_in_the_plan(fla_train, make_confi
         asked = [option.replace("SIZE", str(seq_len)) for option in sizes]
         code, stdout, stderr = fla_train("dry_run=true", *options, *asked)
         assert code == 0, stderr
-        return [line for line in stdout.splitlines() if line.startswith("warning ")]
+        return [line for line in stdout.splitlines() if line.startswith("warning      no validation")]
 
     assert warnings(small) == []
     (said,) = warnings(small + 1)
