@@ -439,6 +439,10 @@ def _batch_errors(config: TrainConfig) -> Iterator[str]:
     if trainer.global_batch_tokens % unit:
         below = trainer.global_batch_tokens // unit * unit
         fits = f"{below} or {below + unit}" if below else f"{unit}"
+        rows, rest = divmod(trainer.global_batch_tokens, trainer.seq_len * launch.data_parallel)
+        if rows and not rest:
+            size = next(part for part in range(trainer.micro_batch_size, 0, -1) if rows % part == 0)
+            fits += f", or trainer.micro_batch_size={size}"
         yield (
             f"trainer.global_batch_tokens={trainer.global_batch_tokens} is not a multiple of {unit} = "
             f"seq_len {trainer.seq_len} x micro_batch_size {trainer.micro_batch_size} x "

@@ -48,6 +48,7 @@ def test_a_text_that_says_true_or_false_counts_as_that(make_config: Make, text: 
     ("keys", "message"),
     [
         ("trainer.global_batch_tokens=300", "use 256 or 320"),
+        ("trainer.micro_batch_size=6", "use 192 or 384, or trainer.micro_batch_size=4"),
         ("trainer.global_batch_tokens=10", "use 64"),
         ("launch.num_processes=3", "use 192 or 384"),
         ("schedule.warmup_steps=13", "trainer.max_steps=12"),
