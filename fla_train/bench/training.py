@@ -63,7 +63,7 @@ class StepRow:
     step_ms: float = 0.0  # mean over the timed steps
     tokens_per_second: float = 0.0
     mfu: float = 0.0  # by the model's own FLOPs, of the ceiling of matrix products
-    # Peak, allocated on the first GPU; resident on a CPU. None with a CUDA graph, whose pool that leaves out.
+    # Peak, allocated on the first GPU; resident on a CPU. None with a CUDA graph: its pool is not counted.
     memory_bytes: int | None = None
     # Of the first process in one more step, which profiling slows on a CPU; "data" is the host's wait in a
     # timed one. Communication counts in full, whether it runs beside other work or waits for other processes.

@@ -27,7 +27,7 @@ KEPT = [
 def checkpoint_activations(
     model: "PreTrainedModel", mode: bool | str, *, preserve_rng_state: bool = True
 ) -> None:
-    """Make `model` compute parts of its layers again in the backward pass. Numbers do not change.
+    """Turn on activation checkpointing of the layers of `model`. Losses and gradients do not change.
 
     Args:
         mode: True keeps the input of each layer and computes the layer again. "selective" also keeps the

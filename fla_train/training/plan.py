@@ -34,7 +34,7 @@ class Plan:
     memory_bytes: int  # estimate per process
     gpu_hours: float  # on H100s at the assumed utilisation
     accumulation: int  # micro-batches per rank and step
-    training_tokens: int | None  # of the training split; None where it is streamed
+    training_tokens: int | None  # of the training split; None where it is streamed or not prepared
     validation_tokens: dict[str, int] | None  # of each part's validation split; "": no mixture
     unigram_entropy: float | None  # of the validation split, nats per token
     data_folder: str | None

@@ -1,4 +1,4 @@
-"""`fla-bench train` by a CUDA graph, whose replays a CPU computes anew."""
+"""`fla-bench train` by a CUDA graph, whose replays a CPU computes."""
 
 from collections.abc import Callable, Mapping
 
