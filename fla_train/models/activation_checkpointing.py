@@ -33,7 +33,7 @@ def checkpoint_activations(
         mode: True keeps the input of each layer and computes the layer again. "selective" also keeps the
             results of its matrix products with weights and of softmax attention. False keeps everything.
         preserve_rng_state: let recomputed layers draw the same random numbers. Reading the generator's state
-            is not allowed while a CUDA graph is recorded. If false, layers with dropout get wrong gradients.
+            is not allowed while a CUDA graph is recorded. If false, layers must draw none.
 
     Raises:
         ValueError: the class has no gradient checkpointing.

@@ -6,6 +6,7 @@ host slow with large models, too. Recorded once, kernels are launched together.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,9 @@ class CudaGraphPass:
 
         Returns:
             The loss, fp32 scalar; it and the gradients hold until the next call.
+
+        Raises:
+            ValueError: the pass draws random numbers, and layers are recomputed.
         """
         parameters = dict(self._module.named_parameters())
         fixed = {name: value for name, value in inputs.items() if not isinstance(value, Tensor)}
@@ -73,14 +77,26 @@ class CudaGraphPass:
         current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):
-                gradients_of(self._module, leaves, arguments, bf16=self._bf16)
+            self._warm_up(leaves, arguments)
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as NCCL's, call CUDA for things that a capture forbids in its own thread.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             found = gradients_of(self._module, leaves, arguments, bf16=self._bf16)
         current.wait_stream(stream)
         self._graph, (self._loss, self._gradients) = graph, found
+
+    def _warm_up(self, leaves: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
+        device = next(iter(leaves.values())).device
+        read = partial(torch.cuda.get_rng_state, device) if device.type == "cuda" else torch.get_rng_state
+        before = read()
+        for _ in range(WARM_UP):
+            gradients_of(self._module, leaves, arguments, bf16=self._bf16)
+        recomputed = any(getattr(part, "gradient_checkpointing", False) for part in self._module.modules())
+        if recomputed and not torch.equal(before, read()):
+            raise ValueError(
+                "the model draws random numbers (dropout?), and in a CUDA graph recomputed layers draw others: "
+                "set trainer.cuda_graph=false or trainer.activation_checkpointing=false"
+            )
 
 
 def gradients_of(

@@ -28,8 +28,11 @@ class Rehearsal(CudaGraphPass):
 
     def _record(self, inputs: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
         self.recordings += 1
-        self._inputs = {name: torch.full_like(value, -1) for name, value in inputs.items()}
+        self._inputs = {name: value.clone() for name, value in inputs.items()}
         leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
+        self._warm_up(leaves, self._inputs | self._fixed)
+        for value in self._inputs.values():
+            value.fill_(-1)  # a replay must get its own
 
         def replay() -> None:
             arguments = self._inputs | self._fixed

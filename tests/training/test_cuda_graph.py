@@ -9,9 +9,11 @@ import cuda_graph_steps
 import engine_steps
 import pytest
 import torch
+from torch.nn.functional import dropout
 from warm_ranks import WarmRanks
 
 from fla_train.cli.app import compose
+from fla_train.models.activation_checkpointing import checkpoint_activations
 from fla_train.models.build import TOKEN_IDS
 from fla_train.training.config import TrainConfig, to_config, to_yaml
 from fla_train.training.cuda_graph import gradients_of, records_graph
@@ -60,6 +62,18 @@ def test_parameters_that_moved_are_recorded_anew(make_config: Callable[..., Trai
     model.model.norm.weight.data = 2 * model.model.norm.weight.data
     losses.append(cuda_graph(inputs).item())
     assert cuda_graph.recordings == 2 and losses[0] == losses[1] != losses[2]
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
+def test_recomputed_layers_must_not_draw_random_numbers(make_config: Callable[..., TrainConfig]):
+    model = engine_steps.make_model(make_config()).train()
+    model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, y: dropout(y, 0.5))
+    ids, labels = engine_steps.make_batch(0)
+    inputs = {"input_ids": ids, "labels": labels, "num_items_in_batch": torch.tensor(7.0)}
+    assert cuda_graph_steps.Rehearsal(model, bf16=False)(inputs).isfinite()
+    checkpoint_activations(model, True, preserve_rng_state=False)
+    with pytest.raises(ValueError, match="cuda_graph=false"):
+        cuda_graph_steps.Rehearsal(model, bf16=False)(inputs)
 
 
 @pytest.mark.parametrize(
