@@ -14,7 +14,7 @@ import torch
 
 from fla_train.models import build_config
 from fla_train.models.configuration import DeltaProductConfig
-from fla_train.models.flops import attention_channels, attention_flops, count_parameters
+from fla_train.models.flops import attention_channels, attention_flops, count_parameters, stream_bytes
 from fla_train.models.layer_sizes import conv_channels
 from fla_train.training.config import TrainConfig
 from fla_train.utils.throughput import peak_flops
@@ -32,7 +32,6 @@ OTHER_MODULES = re.compile(r"PCIe|NVL|GH200", re.IGNORECASE)
 ADAMW_BYTES = 28  # per fp32 parameter: it, its gradient and two moments read, it and the moments written
 CAST_BYTES = 12  # per fp32 weight of a bf16 product: it read, its copy written; the same of its gradient
 SENT_BYTES = {"fp32": 4, "bf16": 2}  # of an element on its way to other ranks; weights are fp32
-STREAM_BYTES = 4  # of an element of the residual stream, which is fp32
 
 
 @dataclass(frozen=True)
@@ -204,6 +203,7 @@ def elementwise_bytes(model: DeltaProductConfig, element_size: int) -> int:
         norm of q and k        5 e     as RMSNorm without gate
         SwiGLU                 9 e     gate, up, y; gate, up, dy, dgate, dup, y
         RMSNorm with residual  4 e + 5 s     update, stream, y, sum; sum, dy, dsum, dupdate, dstream
+                               8 e           if s is e: dupdate and dstream are one tensor
     """
     e, layers = element_size, model.num_hidden_layers
     values = model.value_heads * model.head_v_dim
@@ -211,8 +211,9 @@ def elementwise_bytes(model: DeltaProductConfig, element_size: int) -> int:
     attention = (4 * (model.rope_theta is not None) + 5 * model.use_qk_norm) * e * attention_channels(model)
     kinds = layers - len(model.attention_layers), len(model.attention_layers)
     blocks = 9 * e * model.intermediate_size * layers + kinds[0] * mixer + kinds[1] * attention
-    first = 2 * e + 3 * STREAM_BYTES  # of the first norm, which nothing is added to
-    return blocks + model.hidden_size * (first + 2 * layers * (4 * e + 5 * STREAM_BYTES))
+    s = stream_bytes(model, e)
+    first = 2 * e + 3 * s  # of the first norm, which nothing is added to
+    return blocks + model.hidden_size * (first + 2 * layers * (8 * e if s == e else 4 * e + 5 * s))
 
 
 def link_bandwidth(device_name: str) -> float | None:

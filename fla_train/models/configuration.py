@@ -39,6 +39,9 @@ class DeltaProductConfig(LazyModelConfig):
     value head has V = head_dim * expand_v channels. `o_norm_eps` is that of the mixer's output norm (None:
     `norm_eps`).
 
+    `residual_in_fp32=False` adds up the residual stream in the dtype that autocast gives to matrix products
+    instead of the embedding's. Without autocast it changes nothing.
+
     `layer_types` says which layers are the recurrence ("linear_attention") and which softmax attention over
     all tokens before ("full_attention") or over the last `sliding_window` tokens, itself included
     ("sliding_attention"). None: all linear; a list shorter than the model repeats. `num_attention_heads`
@@ -80,6 +83,7 @@ class DeltaProductConfig(LazyModelConfig):
     hidden_act: str = "silu"
     norm_eps: float = 1e-6
     o_norm_eps: float | None = None
+    residual_in_fp32: bool = True
     layer_types: list[str] | None = None
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None

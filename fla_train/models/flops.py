@@ -148,12 +148,13 @@ def training_memory_bytes(
     recurrent = 2 * channels + operator + value_size * (1 + 2 * config.use_output_gate)
     # q, k (also before their norm), v, the output and log-sum-exps in fp32
     attention = (2 + config.use_qk_norm) * attention_channels(config) + 2 * config.num_attention_heads
-    rest = element_size * (2 * hidden + 2 * config.intermediate_size) + 2 * 4 * hidden  # two fp32 residuals
+    stream = hidden * stream_bytes(config, element_size)
+    rest = element_size * (2 * hidden + 2 * config.intermediate_size) + 2 * stream
     per_layer = [
         rest + element_size * (recurrent if kind == "linear_attention" else attention)
         for kind in config.layer_types
     ]
-    kept = max(per_layer) + layers * 4 * hidden if gradient_checkpointing else sum(per_layer)
+    kept = max(per_layer) + layers * stream if gradient_checkpointing else sum(per_layer)
     if gradient_checkpointing == SELECTIVE:
         kept += element_size * sum(_product_outputs(config, kind) for kind in config.layer_types)
     logits = min(tokens_per_device * config.vocab_size, CHUNK_ELEMENTS)
@@ -166,6 +167,11 @@ def training_memory_bytes(
         activations=tokens_per_device * kept + weights + head,
         accumulates=accumulates,
     )
+
+
+def stream_bytes(config: DeltaProductConfig, element_size: int) -> int:
+    """Bytes of an element of the residual stream, where autocast gives products `element_size`."""
+    return 4 if config.residual_in_fp32 else element_size
 
 
 def _product_outputs(config: DeltaProductConfig, kind: str) -> int:

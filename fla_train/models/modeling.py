@@ -36,7 +36,7 @@ from fla_train.models.carried_states import CarriedStates
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import Masks, SequenceContext, document_bounds, masks
 from fla_train.models.decoding import PREFILL_TOKENS, generate_tokens, takes_loop
-from fla_train.models.layers import GatedMLP, RMSNorm, ShortConvolution, is_plain, norm_mlp
+from fla_train.models.layers import GatedMLP, RMSNorm, ShortConvolution, is_plain, matmul_dtype, norm_mlp
 from fla_train.models.loss import IGNORE, linear_cross_entropy, losses_of_logits, next_tokens, token_losses
 from fla_train.models.mixers.registry import build_mixer, linear_mixer, takes_cache
 
@@ -44,7 +44,7 @@ logger = logging.get_logger(__name__)
 
 
 class Block(GradientCheckpointingLayer):
-    """x + mixer(norm(x)), then x + mlp(norm(x)); the residual stream keeps the dtype of the embeddings.
+    """x + mixer(norm(x)), then x + mlp(norm(x)); the residual stream keeps the dtype of its first addend.
 
     The residual stream is passed on as two addends, x and update: the next norm adds them in its kernel. With
     `config.norm_after` an attention layer is x + norm(attention(x)), then x + norm(mlp(x)).
@@ -184,6 +184,8 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         hidden = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        if not self.config.residual_in_fp32:
+            hidden = hidden.to(matmul_dtype(hidden))
         checkpointing = self.training and self.layers[0].gradient_checkpointing
         if checkpointing and past_key_values is not None:
             raise ValueError(

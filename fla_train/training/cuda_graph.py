@@ -94,8 +94,8 @@ class CudaGraphPass:
         recomputed = any(getattr(part, "gradient_checkpointing", False) for part in self._module.modules())
         if recomputed and not torch.equal(before, read()):
             raise ValueError(
-                "the model draws random numbers (dropout?), and in a CUDA graph recomputed layers draw others: "
-                "set trainer.cuda_graph=false or trainer.activation_checkpointing=false"
+                "the model draws random numbers (dropout?), and in a CUDA graph recomputed layers draw "
+                "others: set trainer.cuda_graph=false or trainer.activation_checkpointing=false"
             )
 
 
