@@ -39,8 +39,8 @@ class DeltaProductConfig(LazyModelConfig):
     value head has V = head_dim * expand_v channels. `o_norm_eps` is that of the mixer's output norm (None:
     `norm_eps`).
 
-    `residual_in_fp32=False` adds up the residual stream in the dtype that autocast gives to matrix products
-    instead of the embedding's. Without autocast it changes nothing.
+    `residual_in_fp32=False` adds up the residual stream in the dtype that autocast gives to matrix products;
+    true keeps the dtype of the embedding's weight, fp32 in training. Without autocast it changes nothing.
 
     `layer_types` says which layers are the recurrence ("linear_attention") and which softmax attention over
     all tokens before ("full_attention") or over the last `sliding_window` tokens, itself included

@@ -44,7 +44,7 @@ logger = logging.get_logger(__name__)
 
 
 class Block(GradientCheckpointingLayer):
-    """x + mixer(norm(x)), then x + mlp(norm(x)); the residual stream keeps the dtype of its first addend.
+    """x + mixer(norm(x)), then x + mlp(norm(x)); the residual stream has the dtype of its widest addend.
 
     The residual stream is passed on as two addends, x and update: the next norm adds them in its kernel. With
     `config.norm_after` an attention layer is x + norm(attention(x)), then x + norm(mlp(x)).

@@ -6,7 +6,6 @@ host slow with large models, too. Recorded once, kernels are launched together.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -87,16 +86,21 @@ class CudaGraphPass:
 
     def _warm_up(self, leaves: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
         device = next(iter(leaves.values())).device
-        read = partial(torch.cuda.get_rng_state, device) if device.type == "cuda" else torch.get_rng_state
-        before = read()
+        before = random_states(device)
         for _ in range(WARM_UP):
             gradients_of(self._module, leaves, arguments, bf16=self._bf16)
         recomputed = any(getattr(part, "gradient_checkpointing", False) for part in self._module.modules())
-        if recomputed and not torch.equal(before, read()):
+        if recomputed and not all(map(torch.equal, before, random_states(device))):
             raise ValueError(
                 "the model draws random numbers (dropout?), and in a CUDA graph recomputed layers draw "
                 "others: set trainer.cuda_graph=false or trainer.activation_checkpointing=false"
             )
+
+
+def random_states(device: torch.device) -> list[Tensor]:
+    """States of the generators that a pass on `device` draws from."""
+    on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *on_device]
 
 
 def gradients_of(

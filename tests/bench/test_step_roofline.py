@@ -27,10 +27,14 @@ MODELS = [
 ]
 
 
+@pytest.mark.parametrize("sizes", [(2, 4), (2, 2), (4, 4)], ids=str)  # of activations, of the residual stream
 @pytest.mark.parametrize("options", MODELS, ids=str)
-def test_bytes_are_those_of_the_tensors_that_pass(options: dict, monkeypatch: pytest.MonkeyPatch):
+def test_bytes_are_those_of_the_tensors_that_pass(
+    options: dict, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+):
     """Backward reads the inputs and the gradients of outputs, and writes those of inputs."""
-    config, e, tokens = build_config(SIZES | options), 2, 5
+    (e, s), tokens = sizes, 5
+    config = build_config(SIZES | options | {"residual_in_fp32": s == 4})
     model, moved = DeltaProductForCausalLM(config), []
 
     def add(inputs: list[Tensor], output: Tensor) -> None:
@@ -39,9 +43,10 @@ def test_bytes_are_those_of_the_tensors_that_pass(options: dict, monkeypatch: py
     def watch(module: nn.Module, inputs: tuple, named: dict, output) -> None:
         x, residual = inputs[0], named.get("residual")
         if residual is not None:  # read x, residual, sum, dy, dsum; written y, sum, dx, dresidual
-            moved.append(e * (2 * x.numel() + 2 * output[0].numel()) + 4 * 5 * residual.numel())
+            moved.append(e * (2 * x.numel() + 2 * output[0].numel()) + s * 5 * residual.numel())
+            moved.append(-e * x.numel() if s == e else 0)  # dx, which is dresidual
         elif isinstance(module, RMSNorm) and module is model.model.layers[0].attn_norm:
-            moved.append(4 * 3 * x.numel() + e * 2 * output.numel())
+            moved.append(s * 3 * x.numel() + e * 2 * output.numel())
         else:
             gates = [gate for gate in (*inputs[1:2], named.get("gate")) if isinstance(gate, Tensor)]
             add([x, *gates], output[0] if isinstance(output, tuple) else output)

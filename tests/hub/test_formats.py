@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fla_train.hub import CardInfo, export_model, load_model
 from fla_train.hub.convert import convert_export
-from fla_train.hub.formats import fla
+from fla_train.hub.formats import fla, olmo_hybrid
 from fla_train.hub.load import load_weights, trained_length
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
 
@@ -201,6 +201,13 @@ def test_any_ratio_of_head_sizes(key_dim: int) -> None:
 def test_settings_that_we_lack_are_named(name: str, setting: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(setting))):
         fla.to_ours({**CONTENTS[name], **setting}, {})
+
+
+@pytest.mark.parametrize("theirs", [fla, olmo_hybrid])
+def test_a_setting_of_training_is_not_written(theirs: ModuleType) -> None:
+    settings = {} if theirs is fla else {**olmo_hybrid.IMPLIED, "layer_types": list(olmo_hybrid.MODULES)}
+    narrow, wide = (DeltaProductConfig(**settings, residual_in_fp32=value) for value in (False, True))
+    assert theirs.from_ours(narrow, {})[0] == theirs.from_ours(wide, {})[0]
 
 
 @pytest.mark.parametrize(

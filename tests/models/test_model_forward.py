@@ -357,7 +357,7 @@ def test_a_narrow_residual_stream_costs_little(gated):
     gradients = [parameters_to_vector([p.grad for p in model.parameters()]) for model in models]
     errors = [(gradient - gradients[0]).norm() for gradient in gradients]
     assert errors[1] < 0.2 * gradients[0].norm()
-    assert errors[1] != errors[2] < 1.5 * errors[1]  # 1.06 and 1.10 times
+    assert errors[1] != errors[2] < 1.2 * errors[1]  # 1.04 and 1.10 times
 
 
 @pytest.mark.parametrize("backend", ["recurrent", "chunk"])

@@ -15,8 +15,8 @@ from warm_ranks import WarmRanks
 from fla_train.cli.app import compose
 from fla_train.models.activation_checkpointing import checkpoint_activations
 from fla_train.models.build import TOKEN_IDS
-from fla_train.training.config import TrainConfig, to_config, to_yaml
-from fla_train.training.cuda_graph import gradients_of, records_graph
+from fla_train.training.config import TrainConfig, register, to_config, to_yaml
+from fla_train.training.cuda_graph import CudaGraphPass, gradients_of, records_graph
 from fla_train.training.model import build_model
 from fla_train.training.plan import make_plan
 from tests.ranks import start_ranks
@@ -65,15 +65,20 @@ def test_parameters_that_moved_are_recorded_anew(make_config: Callable[..., Trai
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
-def test_recomputed_layers_must_not_draw_random_numbers(make_config: Callable[..., TrainConfig]):
-    model = engine_steps.make_model(make_config()).train()
-    model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, y: dropout(y, 0.5))
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_recomputed_layers_must_not_draw_random_numbers(make_config: Callable[..., TrainConfig], device: str):
+    cuda_graph = cuda_graph_steps.Rehearsal if device == "cpu" else CudaGraphPass
+    model = engine_steps.make_model(make_config()).train().to(device)
     ids, labels = engine_steps.make_batch(0)
     inputs = {"input_ids": ids, "labels": labels, "num_items_in_batch": torch.tensor(7.0)}
-    assert cuda_graph_steps.Rehearsal(model, bf16=False)(inputs).isfinite()
+    inputs = {name: value.to(device) for name, value in inputs.items()}
     checkpoint_activations(model, True, preserve_rng_state=False)
+    assert cuda_graph(model, bf16=False)(inputs).isfinite()
+    model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, y: dropout(y, 0.5))
     with pytest.raises(ValueError, match="cuda_graph=false"):
-        cuda_graph_steps.Rehearsal(model, bf16=False)(inputs)
+        cuda_graph(model, bf16=False)(inputs)
+    model.gradient_checkpointing_disable()
+    assert cuda_graph(model, bf16=False)(inputs).isfinite()
 
 
 @pytest.mark.parametrize(
@@ -107,6 +112,7 @@ def test_the_plan_has_room_for_a_step_beside_the_graph(make_config: Callable[...
 
 
 def test_other_libraries_models_are_not_recorded(overrides: list[str]):
+    register()
     general = [text for text in overrides if not text.startswith("model.")]
     more = ["model=hf/llama/tiny", "launch.device=cuda", "trainer.cuda_graph=true"]
     assert not records_graph(to_config(compose("train", [*general, *more])))

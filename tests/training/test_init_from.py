@@ -122,4 +122,5 @@ def test_what_does_not_fit_is_one_line(make_config: Make, whole: Path, override:
 
 
 def test_what_may_differ(make_config: Make, whole: Path):
-    check_initial_weights(make_config(f"init_from={whole}", "model.max_position_embeddings=64"))
+    for free in ("model.max_position_embeddings=64", "model.residual_in_fp32=false"):
+        check_initial_weights(make_config(f"init_from={whole}", free))
