@@ -64,7 +64,7 @@ def test_parameters_that_moved_are_recorded_anew(make_config: Callable[..., Trai
     assert cuda_graph.recordings == 2 and losses[0] == losses[1] != losses[2]
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_(en|dis)able")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_recomputed_layers_must_not_draw_random_numbers(make_config: Callable[..., TrainConfig], device: str):
     cuda_graph = cuda_graph_steps.Rehearsal if device == "cpu" else CudaGraphPass
