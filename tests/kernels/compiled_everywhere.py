@@ -24,6 +24,7 @@ from tests.kernels.other_process import PretendedDriver, pretend_driver, resourc
 
 PROCESSORS = {"8.0": 108, "9.0": 132, "10.0": 148}  # of an A100, H100 and B200
 SHARED = {"8.0": 163 << 10, "9.0": 227 << 10, "10.0": 227 << 10}  # bytes that a program may have
+TENSOR = 512  # columns of tensor memory of a B200; the others have none
 TOKENS = 128
 
 
@@ -39,6 +40,7 @@ class Kernel:
     registers: int  # of a thread
     stack: int  # bytes a thread, of registers that were spilled
     shared: int  # bytes a program
+    tensor: int  # columns of tensor memory a program
 
 
 def compile_everywhere(architecture: str) -> list[Kernel]:
@@ -81,7 +83,10 @@ def operator_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "K 128, n_h 1, states", partial(operator, 128, 1, states=True)
     for key, value in ((64, 128), (96, 192), (128, 256)):
         yield f"K {key}, V {value}, n_h 1", partial(operator, key, 1, value_size=value)
-    yield "K 64, n_h 1, fp32", partial(operator, 64, 1, dtype=torch.float32)
+    yield "K 256, n_h 1, split", partial(operator, 256, 1, segment_chunks=1)
+    for size in (64, 128):
+        yield f"K {size}, n_h 1, fp32", partial(operator, size, 1, dtype=torch.float32)
+    yield "K 128, n_h 1, fp32, split", partial(operator, 128, 1, dtype=torch.float32, segment_chunks=1)
     yield "K 16, n_h 1, fp32", partial(operator, 16, 1, dtype=torch.float32)
 
 
@@ -240,6 +245,7 @@ def compile_all(architecture: str, pattern: str) -> Iterator[Kernel]:
                     metadata["num_stages"],
                     *resources(cubin),
                     metadata["shared"],
+                    metadata["tmem_size"] or 0,
                 )
 
 

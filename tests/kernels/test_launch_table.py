@@ -22,11 +22,12 @@ from fla_train.kernels.delta_product.triton.launch_table import (
 from fla_train.kernels.delta_product.triton.launches import ROWS
 
 pytestmark = pytest.mark.usefixtures("launch_cache")
+PLAIN = fallback(Key("cpu", 64, 64, 1), torch.float32)
 
 
 def marked(number: int) -> LaunchOptions:
     """Options that can be told from others."""
-    return replace(fallback(64), chunk_prepare_wy={"num_warps": 4, "maxnreg": number})
+    return replace(PLAIN, chunk_prepare_wy={"num_warps": 4, "maxnreg": number})
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_the_nearest_row_that_is_not_beyond_serves():
 
 def test_a_row_does_not_serve_where_its_options_miscompile():
     three = {"BV": 64, "BKO": 64, "num_warps": 8, "num_stages": 3}
-    table = {Key("9.0", 64, 128, 1): replace(fallback(64), chunk_bwd_qkg=three)}
+    table = {Key("9.0", 64, 128, 1): replace(PLAIN, chunk_bwd_qkg=three)}
     assert nearest(table, Key("9.0", 64, 128, 1)) is not None
     assert nearest(table, Key("9.0", 64, 192, 1)) is None
 
@@ -81,10 +82,13 @@ def choose(
 
 
 def test_unknown_cards_wide_keys_and_fp32_get_what_fits_any():
-    assert asdict(choose("cpu", 128, 128, 1)) == asdict(fallback(128))
+    assert asdict(choose("cpu", 128, 128, 1)) == asdict(PLAIN)
     assert choose("9.0", 128, 128, 1).chunk_bwd_qkg["num_stages"] == 3
-    assert asdict(choose("9.0", 128, 128, 1, torch.float32)) == asdict(fallback(128))
-    assert asdict(choose("9.0", 256, 128, 1)) == asdict(fallback(256))
+    assert asdict(choose("9.0", 128, 128, 1, torch.float32)) == asdict(PLAIN)
+    assert asdict(choose("9.0", 256, 128, 1)) == asdict(PLAIN)
+    assert asdict(choose("10.0", 64, 64, 1)) == asdict(PLAIN)
+    for options in (choose("10.0", 256, 256, 1), choose("10.0", 64, 64, 1, torch.float32)):
+        assert [given["num_warps"] for given in asdict(options).values()] == [8, 16, 16, 16]
 
 
 def test_the_users_rows_come_before_those_that_ship(launch_cache):
@@ -104,7 +108,7 @@ def test_a_table_comes_back_as_it_was_written(tmp_path):
     }
 
 
-ROW = {"architecture": "cpu", "key_dim": 64, "value_dim": 192, "num_householder": 1, **asdict(fallback(64))}
+ROW = {"architecture": "cpu", "key_dim": 64, "value_dim": 192, "num_householder": 1, **asdict(PLAIN)}
 
 
 @pytest.mark.parametrize(
@@ -141,7 +145,7 @@ def test_forced_options_reach_the_kernels_and_leave_afterwards():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q, k, v = (torch.randn(1, 5, *shape, device=device) for shape in ((1, 8), (2, 1, 8), (2, 1, 80)))
     beta = torch.rand(1, 5, 2, 1, device=device)
-    wide = replace(fallback(64), chunk_fwd={"BV": 128, "num_warps": 8, "num_stages": 1})
+    wide = replace(PLAIN, chunk_fwd={"BV": 128, "num_warps": 8, "num_stages": 1})
     with override(options=wide):
         found, _ = delta_product(q, k, v, beta, qk_l2norm=True, backend="triton")
     expected, _ = delta_product(q, k, v, beta, qk_l2norm=True, backend="recurrent")
