@@ -61,7 +61,7 @@ def test_nothing_is_compiled_for_a_cpu(monkeypatch):
 @pytest.mark.gpu
 def test_a_trial_leaves_its_kernels_on_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    trial = Trial(Shape(2, 128, 2, 64, 64, 1, gated=True), True, fallback(64))
+    trial = Trial(Shape(2, 128, 2, 64, 64, 1, gated=True), True, fallback())
     with Precompiler(torch.bfloat16, torch.device("cuda"), needed=GIB) as precompiler:
         precompiler.run([trial])
     assert len(list(tmp_path.rglob("*.cubin"))) >= 4  # prepare, state, adjoint, gradient

@@ -124,7 +124,7 @@ def test_one_that_is_wrong_in_segments_only_is_refused(small, monkeypatch):
 
 
 def test_a_fused_backward_is_judged_where_both_kernels_run_and_these_are_timed(small, monkeypatch):
-    known = fallback(64)
+    known = fallback()
     fused = replace(known, chunk_bwd_state=known.chunk_bwd_state | {"gluon": 1})
     monkeypatch.setattr(tuning, "lookup", lambda *_: (fused, ""))
     timed, judged, sound = [], [], tuning.forward_backward
@@ -160,8 +160,8 @@ def test_nothing_right_is_an_error(small, monkeypatch):
 def test_candidates_are_safe_and_differ(value_dim):
     key = Key("9.0", 128, value_dim, 1)
     for kernel in tuning.KERNELS:
-        found = tuning.candidates(kernel, key, getattr(fallback(128), kernel))
-        assert found[0] == getattr(fallback(128), kernel) and len(found) >= 6
+        found = tuning.candidates(kernel, key, getattr(fallback(), kernel))
+        assert found[0] == getattr(fallback(), kernel) and len(found) >= 6
         assert len({json.dumps(options, sort_keys=True) for options in found}) == len(found)
         assert all(option_error(kernel, options, value_dim) is None for options in found)
         assert all(options.get("BV", 64) <= value_dim for options in found)

@@ -18,7 +18,7 @@ from fla_train.kernels.delta_product.selfcheck import (
     model_cases,
     relative_rms,
 )
-from fla_train.kernels.delta_product.triton.launch_table import Key, fallback
+from fla_train.kernels.delta_product.triton.launch_table import fallback
 from fla_train.kernels.delta_product.triton.sequence_split import Segments
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -163,7 +163,7 @@ def test_busy_cases_reach_the_fused_backward(monkeypatch, pretend_hopper, busy):
         raise RuntimeError(f"launched with {programs} programs")
 
     pretend_hopper(8)
-    copies, plain = selfcheck.num_copies, fallback(Key("cpu", 64, 64, 1), torch.float32)
+    copies, plain = selfcheck.num_copies, fallback()
     monkeypatch.setattr(
         selfcheck, "num_copies", lambda case, name, _: copies(case, name, torch.device("cuda"))
     )

@@ -22,7 +22,7 @@ from fla_train.kernels.delta_product.triton.launch_table import (
 from fla_train.kernels.delta_product.triton.launches import ROWS
 
 pytestmark = pytest.mark.usefixtures("launch_cache")
-PLAIN = fallback(Key("cpu", 64, 64, 1), torch.float32)
+PLAIN = fallback()
 
 
 def marked(number: int) -> LaunchOptions:

@@ -128,7 +128,7 @@ def test_unsupported_requests_name_the_fault(case: Case, dtype: torch.dtype, mes
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_gpu_options_of_cards_that_no_table_lists(dim: int, num_householder: int, gated: bool) -> None:
     case = real(key_dim=dim, value_dim=dim, num_householder=num_householder, gated=gated, l2norm=gated)
-    with override(options=fallback(dim)):
+    with override(options=fallback()):
         check(case, bounds_of(case), "cuda")
 
 

@@ -90,7 +90,7 @@ def imported(case: Case) -> Any:
 def launch_table(case: Case) -> Any:
     present = ALIASES["launch table"].get(case.name, case.name)
     row = {"architecture": "cpu", "key_dim": 64, "value_dim": 192, "num_householder": 2}
-    row |= asdict(fallback(64)) | {"chunk_prepare_wy": {"maxnreg": 99}}
+    row |= asdict(fallback()) | {"chunk_prepare_wy": {"maxnreg": 99}}
     row[case.name] = row.pop(present)
     (file := case.folder / "launches.json").write_text(json.dumps({"rows": [row]}))
     return {key: asdict(options) for key, options in read_table(file).items()}

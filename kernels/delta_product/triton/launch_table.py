@@ -111,12 +111,13 @@ def lookup(dtype: torch.dtype, key: Key) -> tuple[LaunchOptions, str]:
     Raises:
         ValueError: for a user's file that cannot be used.
     """
+    plain = fallback(_most_warps(dtype, key))
     if dtype == torch.float32:
-        return fallback(key, dtype), "float32 runs with the options that need the least shared memory"
+        return plain, "float32 runs with the options that need the least shared memory"
     file = user_file()
     if row := nearest(as_table(ROWS) | (read_table(file) if file.is_file() else {}), key):
         return row, "the table of launch options has a row for this GPU and these head dims"
-    return fallback(key, dtype), "the table of launch options has no row for this GPU and these head dims"
+    return plain, "the table of launch options has no row for this GPU and these head dims"
 
 
 def nearest(table: Table, key: Key) -> LaunchOptions | None:
@@ -132,18 +133,20 @@ def nearest(table: Table, key: Key) -> LaunchOptions | None:
     return table[max(fitting)] if fitting else None
 
 
-def fallback(key: Key, dtype: torch.dtype) -> LaunchOptions:
+def fallback(most_warps: int = 8) -> LaunchOptions:
     """Options for what no table lists: one stage and narrow tiles, which take the least shared memory.
 
     As compiled by Triton 3.7.1 for sm_80 and sm_90 that is 74 KB for 16-bit keys up to 128, 123 KB up to 256.
-    A B200 has 512 columns of tensor memory. With 8 warps Triton 3.6 and 3.7 want up to 608 for keys of 256
-    and in float32, with 16 none.
     """
     warps = {"num_warps": 8, "num_stages": 1}
-    tile, most = {"BV": MIN_TILE}, warps
-    if key.architecture.startswith("10.") and (key.key_dim > HOPPER_TILE or dtype == torch.float32):
-        most = warps | {"num_warps": 16}
+    most, tile = warps | {"num_warps": most_warps}, {"BV": MIN_TILE}
     return LaunchOptions(warps, tile | most, tile | most, tile | {"BKO": MIN_TILE} | most)
+
+
+def _most_warps(dtype: torch.dtype, key: Key) -> int:
+    """A B200 has 512 columns of tensor memory, of which Triton 3.6 and 3.7 want up to 608 with 8 warps."""
+    wide = key.key_dim > HOPPER_TILE or dtype == torch.float32
+    return 16 if wide and key.architecture.startswith("10.") else 8  # with 16 they want none
 
 
 def option_error(kernel: str, options: Mapping[str, int], value_dim: int) -> str | None:
