@@ -34,7 +34,11 @@ from fla_train.utils.records import read_metrics
 
 # A run may differ from `init_from` in these: they change neither the weights nor, up to rounding, results.
 FREE_FIELDS = (
-    *(*MACHINE_KEYS, "hidden_ratio", "max_position_embeddings", "initializer_range", "use_cache"),
+    *MACHINE_KEYS,
+    "hidden_ratio",
+    "max_position_embeddings",
+    "initializer_range",
+    "use_cache",
     "residual_in_fp32",
 )
 BATCH_KEYS = {  # of `trainer`, taken from `init_from`

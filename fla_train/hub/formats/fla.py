@@ -138,7 +138,7 @@ def from_ours(
 
     said = {RENAMED.get(field, field) for field in fields} | model_type.implied.keys()
     said |= {*MACHINE_KEYS, *ATTN_KEYS.values(), "layer_types", "head_dim", "hidden_act", "mixer_options"}
-    said.add("residual_in_fp32")  # changes training under autocast only
+    said |= {"residual_in_fp32"}  # bears on training under autocast only
     errors = [
         f"{field}={value!r} (it has no such setting)"
         for field, described in config_fields().items()

@@ -137,6 +137,9 @@ def fallback(most_warps: int = 8) -> LaunchOptions:
     """Options for what no table lists: one stage and narrow tiles, which take the least shared memory.
 
     As compiled by Triton 3.7.1 for sm_80 and sm_90 that is 74 KB for 16-bit keys up to 128, 123 KB up to 256.
+
+    Args:
+        most_warps: warps of a program of each kernel but `chunk_prepare_wy`.
     """
     warps = {"num_warps": 8, "num_stages": 1}
     most, tile = warps | {"num_warps": most_warps}, {"BV": MIN_TILE}
