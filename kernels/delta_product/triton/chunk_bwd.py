@@ -22,32 +22,33 @@ do so to fp32 rounding.
 
 from fla_train.kernels.delta_product.triton.chunk_fwd import MIN_LOG_DECAY
 from fla_train.kernels.delta_product.triton.common import (
+    KEY_TILE,
     chunk_span,
     load_gates,
+    load_key_tiles,
     load_keys,
     load_rows,
     load_scalars,
     load_scores,
+    load_state,
     program_tile,
     sequence_span,
-    state_tile,
     store_rows,
+    store_state,
     times_inverse,
+    times_keys,
 )
 from fla_train.kernels.optional_triton import tl, triton
 
 
 @triton.jit
 def bwd_state_step(
-    b_ds, q, k, do, wy, p, read, write, query, decay, peak,
+    b_ds, b_q, b_k, do, wy, p, read, write, query, decay, peak,
     i_chunk, i_c, i_t, n_t, i_m, n_m, i_v, i_h, n_total,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
-    BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    H: tl.constexpr, V: tl.constexpr, N: tl.constexpr, M: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr,
     L2NORM: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dS^T [BV, BK] before chunk `i_c` of a sequence from that after it, and dV^T [BV, M]."""
-    b_k = load_keys(k, i_m, n_m, i_h, 0, H, G, K, M, BK).to(OPERAND)
-    b_q = load_keys(q, i_t, n_t, i_h, 0, H, G, K, BC, BK).to(OPERAND)
+    """dS^T before chunk `i_c` of a sequence from that after it, tiles as Q and K are, and dV^T [BV, M]."""
     b_do = load_rows(do + (i_t * H + i_h) * V, n_t, i_v, V, H * V, BC, BV).to(OPERAND)
     b_wy = load_rows(wy + (i_m * H + i_h) * M, n_m, 0, M, H * M, M, M)
     b_p = load_scores(p, peak, i_chunk + i_c, i_t, n_t, i_h, H, M, BC, L2NORM, OPERAND)
@@ -56,14 +57,17 @@ def bwd_state_step(
     b_query = load_scalars(query, i_h, n_total, i_t, n_t, BC)
 
     b_do = tl.trans(b_do)  # [BV, BC]
-    b_du = tl.dot(b_ds.to(OPERAND), tl.trans(b_k), input_precision=PRECISION) * b_write[None, :]  # [BV, M]
+    b_du = times_keys(b_ds, b_k, OPERAND, PRECISION) * b_write[None, :]  # [BV, M]
     b_du = tl.dot(b_do, b_p, b_du, input_precision=PRECISION)
     b_dv = times_inverse(b_du, b_wy, OPERAND, PRECISION)
-    b_ds *= tl.load(decay + (i_chunk + i_c) * H + i_h)
+    b_decay = tl.load(decay + (i_chunk + i_c) * H + i_h)
     b_do = (b_do.to(tl.float32) * b_query[None, :]).to(OPERAND)
-    b_ds = tl.dot(b_do, b_q, b_ds, input_precision=PRECISION)
-    b_ds = tl.dot((b_dv * -b_read[None, :]).to(OPERAND), b_k, b_ds, input_precision=PRECISION)
-    return b_ds, b_dv
+    b_dr = (b_dv * -b_read[None, :]).to(OPERAND)
+    b_before = ()
+    for i in tl.static_range(len(b_ds)):
+        b_dsi = tl.dot(b_do, b_q[i], b_ds[i] * b_decay, input_precision=PRECISION)
+        b_before += (tl.dot(b_dr, b_k[i], b_dsi, input_precision=PRECISION),)
+    return b_before, b_dv
 
 
 @triton.jit(do_not_specialize=["T", "NT"])
@@ -80,10 +84,7 @@ def chunk_bwd_state_kernel(
     """Per sequence, head and tile of V, from the last chunk to the first: the state's gradient and dv."""
     i_v, i_h, i_s = program_tile(H, (V + BV - 1) // BV, BV)
     i_start, length, i_chunk = sequence_span(i_s, cu_seqlens, chunk_offsets, T, NT, PACKED)
-    p_s, m_s = state_tile(i_s, i_h, i_v, H, K, V, BK, BV)
-    b_ds = tl.zeros((BV, BK), tl.float32)  # dS^T
-    if dfinal_state is not None:
-        b_ds += tl.load(dfinal_state + p_s, mask=m_s, other=0.0)
+    b_ds = load_state(dfinal_state, i_s, i_h, i_v, H, K, V, BK, BV)  # dS^T
 
     n_chunks = tl.cdiv(length, C)
     for i_reverse in range(0, n_chunks):
@@ -91,15 +92,18 @@ def chunk_bwd_state_kernel(
         i_t, n_t = i_start + i_c * C, tl.minimum(length - i_c * C, C)
         i_m, n_m = i_t * N, n_t * N
         p_ds = dstates + ((i_chunk + i_c) * H + i_h) * V * K + i_v * K
-        store_rows(p_ds, b_ds.to(OPERAND), V - i_v, 0, K, K, BV, BK)
+        for i in tl.static_range(len(b_ds)):
+            b_dsi = b_ds[i].to(OPERAND)
+            store_rows(p_ds, b_dsi, V - i_v, i * KEY_TILE, K, K, BV, b_dsi.shape[1])
+        b_k = load_key_tiles(k, i_m, n_m, i_h, H, G, K, M, BK, OPERAND)
+        b_q = load_key_tiles(q, i_t, n_t, i_h, H, G, K, BC, BK, OPERAND)
         b_ds, b_dv = bwd_state_step(
-            b_ds, q, k, do, wy, p, read, write, query, decay, peak,
+            b_ds, b_q, b_k, do, wy, p, read, write, query, decay, peak,
             i_chunk, i_c, i_t, n_t, i_m, n_m, i_v, i_h, n_total,
-            H, G, K, V, N, M, BC, BK, BV, L2NORM, OPERAND, PRECISION,
+            H, V, N, M, BC, BV, L2NORM, OPERAND, PRECISION,
         )  # fmt: skip
         store_rows(dv + (i_m * H + i_h) * V, tl.trans(b_dv), n_m, i_v, V, H * V, M, BV)
-    if dinitial_state is not None:
-        tl.store(dinitial_state + p_s, b_ds, mask=m_s)
+    store_state(dinitial_state, b_ds, i_s, i_h, i_v, H, K, V, BV)
 
 
 @triton.jit

@@ -17,6 +17,7 @@ that each product's left operand is the accumulator of the one before.
 """
 
 from fla_train.kernels.delta_product.triton.common import (
+    KEY_TILE,
     TINY,
     add_writes,
     chunk_span,
@@ -24,11 +25,12 @@ from fla_train.kernels.delta_product.triton.common import (
     load_keys,
     load_rows,
     load_scalars,
+    load_state,
     opaque_zero,
     program_tile,
     sequence_span,
-    state_tile,
     store_rows,
+    store_state,
 )
 from fla_train.kernels.optional_triton import tl, triton
 
@@ -143,6 +145,15 @@ def chunk_prepare_wy_kernel(
     store_rows(wy + (i_m * H + i_h) * M, b_wy, n_m, 0, M, H * M, M, M)
 
 
+@triton.jit
+def next_state(b_s, b_decay, b_written, b_k, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """The tiles of S^T after a chunk."""
+    b_next = ()
+    for i in tl.static_range(len(b_s)):
+        b_next += (add_writes(b_s[i] * b_decay, b_written, b_k[i], OPERAND, PRECISION),)
+    return b_next
+
+
 @triton.jit(do_not_specialize=["T", "NT"])
 def chunk_fwd_kernel(
     q, k, v,  # [tokens, H / G, K], [tokens * N, H / G, K], [tokens * N, H, V]
@@ -158,19 +169,23 @@ def chunk_fwd_kernel(
     """Per sequence, head and tile of V: the state and the output, chunk after chunk."""
     i_v, i_h, i_s = program_tile(H, (V + BV - 1) // BV, BV)
     i_start, length, i_chunk = sequence_span(i_s, cu_seqlens, chunk_offsets, T, NT, PACKED)
-    p_s, m_s = state_tile(i_s, i_h, i_v, H, K, V, BK, BV)
-    b_s = tl.zeros((BV, BK), tl.float32)  # S^T
-    if initial_state is not None:
-        b_s += tl.load(initial_state + p_s, mask=m_s, other=0.0)
+    b_s = load_state(initial_state, i_s, i_h, i_v, H, K, V, BK, BV)  # S^T
 
     for i_c in range(0, tl.cdiv(length, C)):
         i_t, n_t = i_start + i_c * C, tl.minimum(length - i_c * C, C)
         i_m, n_m = i_t * N, n_t * N
-        b_sc = b_s.to(OPERAND)
-        if states is not None:
-            store_rows(states + ((i_chunk + i_c) * H + i_h) * V * K + i_v * K, b_sc, V - i_v, 0, K, K, BV, BK)
-        b_k = load_keys(k, i_m, n_m, i_h, 0, H, G, K, M, BK).to(OPERAND)
-        b_q = load_keys(q, i_t, n_t, i_h, 0, H, G, K, BC, BK).to(OPERAND)
+        b_k, b_q = (), ()  # of each tile of the state its channels
+        b_ks, b_o = tl.zeros((BV, M), tl.float32), tl.zeros((BV, BC), tl.float32)
+        for i in tl.static_range(len(b_s)):
+            b_si = b_s[i].to(OPERAND)
+            if states is not None:
+                p_s = states + ((i_chunk + i_c) * H + i_h) * V * K + i_v * K
+                store_rows(p_s, b_si, V - i_v, i * KEY_TILE, K, K, BV, b_si.shape[1])
+            b_k += (load_keys(k, i_m, n_m, i_h, i * KEY_TILE, H, G, K, M, b_si.shape[1]).to(OPERAND),)
+            b_q += (load_keys(q, i_t, n_t, i_h, i * KEY_TILE, H, G, K, BC, b_si.shape[1]).to(OPERAND),)
+            b_ks = tl.dot(b_si, tl.trans(b_k[i]), b_ks, input_precision=PRECISION)
+            if len(b_s) > 1:  # while the tile lies in registers; a single one stays there anyway
+                b_o = tl.dot(b_si, tl.trans(b_q[i]), b_o, input_precision=PRECISION)
         b_v = load_rows(v + (i_m * H + i_h) * V, n_m, i_v, V, H * V, M, BV).to(tl.float32)
         b_wy = load_rows(wy + (i_m * H + i_h) * M, n_m, 0, M, H * M, M, M)
         b_p = load_rows(p + (i_t * H + i_h) * M, n_t, 0, M, H * M, BC, M)
@@ -180,8 +195,10 @@ def chunk_fwd_kernel(
         b_write = load_scalars(write, i_h, n_total * N, i_m, n_m, M)
         b_query = load_scalars(query, i_h, n_total, i_t, n_t, BC)
 
-        b_u, b_row = corrected_values(b_sc, b_k, b_v, b_wy, b_read, OPERAND, PRECISION)
-        b_o = tl.dot(b_sc, tl.trans(b_q), input_precision=PRECISION) * b_query[None, :]  # [BV, BC]
+        b_u, b_row = corrected_values(b_ks, b_v, b_wy, b_read, OPERAND, PRECISION)
+        if len(b_s) == 1:
+            b_o = tl.dot(b_si, tl.trans(b_q[0]), b_o, input_precision=PRECISION)
+        b_o *= b_query[None, :]
         # u without its rows' factors, and P diag(beta) without its own: both in fp16, or of correlated keys,
         # whose output is a small sum of large terms, rounding takes more than of all else together.
         b_factor = b_row
@@ -191,10 +208,9 @@ def chunk_fwd_kernel(
         b_o *= (1.0 / b_factor)[:, None]
         b_o = tl.dot(b_u.to(b_p.dtype), tl.trans(b_p), b_o, input_precision=PRECISION) * b_factor[:, None]
         b_u *= b_row[:, None]
-        b_s *= tl.load(decay + (i_chunk + i_c) * H + i_h)
-        b_s = add_writes(b_s, b_u * b_write[None, :], b_k, OPERAND, PRECISION)
+        b_decay = tl.load(decay + (i_chunk + i_c) * H + i_h)
+        b_s = next_state(b_s, b_decay, b_u * b_write[None, :], b_k, OPERAND, PRECISION)
         if u is not None:
             store_rows(u + (i_m * H + i_h) * V, tl.trans(b_u), n_m, i_v, V, H * V, M, BV)
         store_rows(o + (i_t * H + i_h) * V, tl.trans(b_o), n_t, i_v, V, H * V, BC, BV)
-    if final_state is not None:
-        tl.store(final_state + p_s, b_s, mask=m_s)
+    store_state(final_state, b_s, i_s, i_h, i_v, H, K, V, BV)

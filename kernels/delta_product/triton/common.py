@@ -12,6 +12,7 @@ g_cum_i = sum_{j <= i} log2 a_j.
 from fla_train.kernels.optional_triton import tl, triton
 
 TINY = tl.constexpr(1e-30)  # rows and tiles are divided by factors beyond it, to fit in fp16
+KEY_TILE = tl.constexpr(128)  # key channels of a tile of the state: tiles of 256 spill more registers
 
 
 @triton.jit
@@ -55,13 +56,47 @@ def program_tile(H: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def state_tile(
-    i_s, i_h, i_v,
+    i_s, i_h, i_v, i_k,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Where S^T [BV, BK] lies in states [sequences, H, K, V] from column `i_v` on, and its mask."""
-    o_k, o_v = tl.arange(0, BK), i_v + tl.arange(0, BV)
+    """Where S^T [BV, BK] lies in states [sequences, H, K, V] from column `i_v`, row `i_k` on; its mask."""
+    o_k, o_v = tl.arange(0, BK) + i_k, tl.arange(0, BV) + i_v
     m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
     return (i_s.to(tl.int64) * H + i_h) * K * V + o_k[None, :] * V + o_v[:, None], m_s
+
+
+@triton.jit
+def load_state_tile(
+    p, i_s, i_h, i_v, i_k,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """S^T [BV, BK] in fp32, zeros where there are no states."""
+    b_s = tl.zeros((BV, BK), tl.float32)
+    if p is not None:
+        p_s, m_s = state_tile(i_s, i_h, i_v, i_k, H, K, V, BK, BV)
+        b_s += tl.load(p + p_s, mask=m_s, other=0.0)
+    return b_s
+
+
+@triton.jit
+def load_state(
+    p, i_s, i_h, i_v, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr
+):
+    """A state's tiles of at most KEY_TILE key channels, a tuple of one or two; zeros where `p` is None."""
+    WIDTH: tl.constexpr = min(BK, KEY_TILE)
+    b_s = ()
+    for i in tl.static_range(BK // WIDTH):
+        b_s += (load_state_tile(p, i_s, i_h, i_v, i * WIDTH, H, K, V, WIDTH, BV),)
+    return b_s
+
+
+@triton.jit
+def store_state(p, b_s, i_s, i_h, i_v, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
+    """The inverse of `load_state`; nothing where `p` is None."""
+    if p is not None:
+        for i in tl.static_range(len(b_s)):
+            p_s, m_s = state_tile(i_s, i_h, i_v, i * KEY_TILE, H, K, V, b_s[i].shape[1], BV)
+            tl.store(p + p_s, b_s[i], mask=m_s)
 
 
 @triton.jit
@@ -78,7 +113,7 @@ def opaque_zero(count):
 def load_rows(p, n_rows, i_col, COLS: tl.constexpr, STRIDE: tl.constexpr, R: tl.constexpr, BC: tl.constexpr):
     """Tile [R, BC] from column `i_col` of a matrix with COLS columns and row stride STRIDE; zeros outside."""
     o_r = tl.arange(0, R)
-    o_c = i_col + tl.arange(0, BC)
+    o_c = tl.arange(0, BC) + i_col
     mask = (o_r < n_rows)[:, None] & (o_c < COLS)[None, :]
     return tl.load(p + o_r[:, None] * STRIDE + o_c[None, :], mask=mask, other=0.0)
 
@@ -94,12 +129,25 @@ def load_keys(
 
 
 @triton.jit
+def load_key_tiles(
+    p, i_row, n_rows, i_h, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+    BK: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """All channels of rows of q or k as operands, in tiles that match those of `load_state`."""
+    WIDTH: tl.constexpr = min(BK, KEY_TILE)
+    b_k = ()
+    for i in tl.static_range(BK // WIDTH):
+        b_k += (load_keys(p, i_row, n_rows, i_h, i * WIDTH, H, G, K, R, WIDTH).to(OPERAND),)
+    return b_k
+
+
+@triton.jit
 def store_rows(
     p, b_x, n_rows, i_col, COLS: tl.constexpr, STRIDE: tl.constexpr, R: tl.constexpr, BC: tl.constexpr
 ):
     """The inverse of `load_rows`."""
     o_r = tl.arange(0, R)
-    o_c = i_col + tl.arange(0, BC)
+    o_c = tl.arange(0, BC) + i_col
     mask = (o_r < n_rows)[:, None] & (o_c < COLS)[None, :]
     tl.store(p + o_r[:, None] * STRIDE + o_c[None, :], b_x.to(p.dtype.element_ty), mask=mask)
 
@@ -137,10 +185,18 @@ def times_inverse(b_r, b_wy, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def corrected_values(b_s, b_k, b_v, b_wy, b_read, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """u^T [BV, M] without factors of its rows, and these: u = T (V - exp(g_cum) .* (K S))."""
-    b_r = tl.dot(b_s, tl.trans(b_k), input_precision=PRECISION)
-    b_r = tl.trans(b_v) - b_r * b_read[None, :]
+def times_keys(b_s, b_k, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """S^T K^T [BV, M] of a state and keys, each a tuple of tiles."""
+    b_y = tl.dot(b_s[0].to(OPERAND), tl.trans(b_k[0]), input_precision=PRECISION)
+    for i in tl.static_range(1, len(b_s)):
+        b_y = tl.dot(b_s[i].to(OPERAND), tl.trans(b_k[i]), b_y, input_precision=PRECISION)
+    return b_y
+
+
+@triton.jit
+def corrected_values(b_ks, b_v, b_wy, b_read, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """u^T [BV, M] without factors of its rows, and these: u = T (V - exp(g_cum) .* (K S)), of (K S)^T."""
+    b_r = tl.trans(b_v) - b_ks * b_read[None, :]
     return factored_times_inverse(b_r, tl.trans(b_wy), OPERAND, PRECISION)
 
 

@@ -154,7 +154,8 @@ def segment_fwd_kernel(
         b_wy = load_rows(wy + (i_m * H + i_h) * M, N * C, 0, M, H * M, M, M)
         b_read = load_scalars(read, i_h, n_total * N, i_m, N * C, M)
         b_write = load_scalars(write, i_h, n_total * N, i_m, N * C, M)
-        b_u, b_row = corrected_values(b_s.to(OPERAND), b_k, b_v, b_wy, b_read, OPERAND, PRECISION)
+        b_ks = tl.dot(b_s.to(OPERAND), tl.trans(b_k), input_precision=PRECISION)
+        b_u, b_row = corrected_values(b_ks, b_v, b_wy, b_read, OPERAND, PRECISION)
         b_u *= b_row[:, None]
         b_s *= tl.load(decay + (i_chunk + i_c) * H + i_h)
         b_s = add_writes(b_s, b_u * b_write[None, :], b_k, OPERAND, PRECISION)
@@ -205,11 +206,14 @@ def segment_bwd_kernel(
         i_c = n_chunks - 1 - i_reverse
         i_t, n_t = i_start + i_c * C, tl.minimum(length - i_c * C, C)
         i_m, n_m = i_t * N, n_t * N
-        b_ds, _ = bwd_state_step(
-            b_ds, q, k, do, wy, p, read, write, query, decay, peak,
+        b_k = load_keys(k, i_m, n_m, i_h, 0, H, G, K, M, BK).to(OPERAND)
+        b_q = load_keys(q, i_t, n_t, i_h, 0, H, G, K, BC, BK).to(OPERAND)
+        b_states, _ = bwd_state_step(
+            (b_ds,), (b_q,), (b_k,), do, wy, p, read, write, query, decay, peak,
             i_chunk, i_c, i_t, n_t, i_m, n_m, i_v, i_h, n_total,
-            H, G, K, V, N, M, BC, BK, BV, L2NORM, OPERAND, PRECISION,
+            H, V, N, M, BC, BV, L2NORM, OPERAND, PRECISION,
         )  # fmt: skip
+        b_ds = b_states[0]
     p_local = local + ((i_p.to(tl.int64) * H + i_h) * V + i_v) * K
     store_rows(p_local, b_ds, V - i_v, 0, K, K, BV, BK)
 
