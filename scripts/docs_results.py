@@ -39,6 +39,7 @@ VARIANTS = {  # overrides that a row names
     "trainer.activation_checkpointing=true": "full checkpointing",
     "trainer.activation_checkpointing=selective": "selective checkpointing",
     "trainer.gradient_reduction=bf16": "gradients reduced in bf16",
+    "model.residual_in_fp32=false": "bf16 residual stream",
 }
 HALF = "half right to"  # head of the lengths up to which half of the sequences are right
 Row = dict[str, Any]
