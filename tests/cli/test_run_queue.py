@@ -27,6 +27,7 @@ given = dict(text.split("=", 1) for text in sys.argv[1:])
 run = pathlib.Path(given["run.dir"])
 with (run / "calls").open("a") as calls:
     calls.write(os.environ.get("CUDA_VISIBLE_DEVICES", "none") + "\\n")
+(run / "tuning").write_text(os.environ.get("TRITON_CACHE_AUTOTUNING", "not kept"))
 attempts = len((run / "calls").read_text().splitlines())
 if given.get("model") == "fla/gla/tiny":
     print("error: this model needs a package")
@@ -118,6 +119,7 @@ def test_a_failure_is_named_and_a_crash_gets_a_second_attempt(queue, tmp_path, c
         for row in ("GLA", "RetNet", "RWKV-7", "DeltaNet_-1_1")
     }
     assert attempts == {"GLA": 1, "RetNet": 2, "RWKV-7": 2, "DeltaNet_-1_1": 1}
+    assert (run_of(tmp_path, "RetNet") / "tuning").read_text() == "1"  # of flash-linear-attention's kernels
     text = (tmp_path / "runs" / "tables.md").read_text()
     assert "GLA did not run or end (parity seed-0): this model needs a package." in text
     assert "RWKV-7 did not run or end (parity seed-0): exit status 1, RuntimeError: out of memory." in text
