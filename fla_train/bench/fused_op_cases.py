@@ -18,6 +18,7 @@ from fla_train.kernels.fused_ops import (
     recurrence_gates,
     rms_norm,
     rotary,
+    selective_scan,
     short_convolution,
     swiglu_linear,
 )
@@ -26,6 +27,8 @@ from fla_train.models.loss import linear_cross_entropy
 
 EPS = 1e-6  # of the norms
 TAPS = 4  # of the convolution
+STATE = 16  # numbers of a channel's state in the selective scan
+SCAN_ROWS = 4  # of the batch, at most: the definition has the states of all tokens in memory
 DOCUMENTS = 4  # in a sequence's length, where documents are packed
 BETA_MAX = 2.0
 
@@ -248,6 +251,24 @@ def _rotary(source: Source) -> Iterator[Case]:
     yield source.case(case, ["rotated q", "rotated k"])
 
 
+def _selective_scan(source: Source) -> Iterator[Case]:
+    def run(u: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor]:
+        return (selective_scan(u, dt, rate, b, c),)
+
+    rows, tokens = min(source.sizes.batch, SCAN_ROWS), source.sizes.tokens
+    channels = 2 * source.sizes.hidden
+    leaves = {
+        name: source.normal(rows, tokens, size)
+        for name, size in zip("ubc", (channels, STATE, STATE), strict=True)
+    }
+    leaves |= {
+        "dt": source.normal(rows, tokens, channels).sigmoid(),
+        "rate": source.normal(channels, STATE).exp(),
+    }
+    name = f"selective scan, {rows} rows of {channels} channels"
+    yield source.case(Case("selective-scan", name, run, leaves), ["y"])
+
+
 def _cross_entropy(source: Source) -> Iterator[Case]:
     def run(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor]:
         return (linear_cross_entropy(hidden, weight, targets),)
@@ -272,6 +293,7 @@ FUNCTIONS: dict[str, Callable[[Source], Iterator[Case]]] = {
     "residual-norm": _residual_norm,
     "gated-norm": _gated_norm,
     "rotary": _rotary,
+    "selective-scan": _selective_scan,
     "swiglu": _swiglu,
     "gates": _gates,
     "cross-entropy": _cross_entropy,

@@ -1,4 +1,4 @@
-"""Fused memory-bound ops: short convolution, RMSNorm, SwiGLU, gates, rotary positions, cross-entropy.
+"""Fused memory-bound ops: convolution, RMSNorm, SwiGLU, gates, rotary positions, loss, selective scan.
 
 Each has a PyTorch definition and Triton kernels that read their inputs and write their outputs once, with the
 same gradients; `backend="auto"` takes the kernels on CUDA. See docs/dev/fused_ops.md.
@@ -10,6 +10,7 @@ from fla_train.kernels.fused_ops.flash_decoding import attention_step
 from fla_train.kernels.fused_ops.gates import recurrence_gates
 from fla_train.kernels.fused_ops.rms_norm import add_rms_norm, rms_norm
 from fla_train.kernels.fused_ops.rotary import rotary
+from fla_train.kernels.fused_ops.selective_scan import selective_scan
 from fla_train.kernels.fused_ops.short_conv import short_convolution
 from fla_train.kernels.fused_ops.swiglu import swiglu_linear
 from fla_train.kernels.fused_ops.token_step import linear_step, mixer_step
@@ -26,6 +27,7 @@ __all__ = [
     "resolve_backend",
     "rms_norm",
     "rotary",
+    "selective_scan",
     "short_convolution",
     "swiglu_linear",
 ]

@@ -59,7 +59,7 @@ def pretend(architecture: str) -> None:
     from fla_train.kernels.delta_product import interface, select
     from fla_train.kernels.fused_ops import token_step
 
-    ops = ("cross_entropy", "float8", "gates", "rms_norm", "rotary", "short_conv", "swiglu")
+    ops = ("cross_entropy", "float8", "gates", "rms_norm", "rotary", "selective_scan", "short_conv", "swiglu")
     for name in (*(f"kernels.fused_ops.{op}" for op in ops), "models.loss"):
         module = import_module(f"fla_train.{name}")
         module.resolve_backend = lambda name, x, limit=None: os.environ.get("FLA_TRAIN_FUSED_OPS", "triton")

@@ -15,6 +15,7 @@ from fla_train.kernels.fused_ops import (
     recurrence_gates,
     rms_norm,
     rotary,
+    selective_scan,
     short_convolution,
     swiglu_linear,
 )
@@ -125,6 +126,11 @@ FUSED_OPS = {
         backend="triton",
     ),
     "gates": lambda x, y, w: recurrence_gates(x, y, w[0], w[1], beta_max=2.0, backend="triton"),
+    "selective scan": lambda x, y, w: [
+        selective_scan(
+            x[None], y[None].sigmoid(), w.mT.exp(), x[None, :, :4], y[None, :, 4:], backend="triton"
+        )
+    ],
 }
 
 

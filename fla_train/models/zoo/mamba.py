@@ -1,7 +1,6 @@
-"""Mamba (arXiv 2312.00752) with eigenvalues in [0, 1] or [-1, 1] (arXiv 2411.12537, table 2), in PyTorch.
+"""Mamba (arXiv 2312.00752) with eigenvalues in [0, 1] or [-1, 1] (arXiv 2411.12537, table 2).
 
-A diagonal state transition s = exp(dt A) becomes 2 s - 1; nothing else changes. Products of transitions can
-then no longer be taken in log space, so the scan multiplies them out. Parameter names are those of
+A diagonal state transition s = exp(dt A) becomes 2 s - 1; nothing else changes. Parameter names are those of
 transformers' Mamba.
 """
 
@@ -16,43 +15,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from transformers.utils import can_return_tuple, logging
 
+from fla_train.kernels.fused_ops import selective_scan
 from fla_train.models.auto import register_models
 from fla_train.models.layers import RMSNorm
 from fla_train.models.zoo.mamba_configuration import SignedMambaConfig
 
 logger = logging.get_logger(__name__)
 DT_RANGE = (1e-3, 1e-1)  # the initial time step, log-uniform
-
-
-class _LinearScan(torch.autograd.Function):
-    """h_t = a_t h_(t-1) + b_t. Backwards: dh_t = dy_t + a_(t+1) dh_(t+1), da_t = dh_t h_(t-1), db = dh."""
-
-    @staticmethod
-    def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
-        h = torch.empty_like(b)
-        state = torch.zeros_like(b[:, 0])
-        for t in range(b.shape[1]):
-            state = torch.addcmul(b[:, t], a[:, t], state, out=h[:, t])
-        ctx.save_for_backward(a, h)
-        return h
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
-        a, h = ctx.saved_tensors
-        db = torch.empty_like(h)
-        slope = torch.zeros_like(grad[:, 0])
-        for t in reversed(range(h.shape[1])):
-            following = a[:, t + 1] if t + 1 < h.shape[1] else torch.zeros_like(slope)
-            slope = torch.addcmul(grad[:, t], following, slope, out=db[:, t])
-        da = torch.zeros_like(a)
-        torch.mul(db[:, 1:], h[:, :-1], out=da[:, 1:])
-        return da, db
-
-
-def linear_scan(a: Tensor, b: Tensor) -> Tensor:
-    """h_t = a_t * h_(t-1) + b_t from h = 0, elementwise over [B, T, ...]; a may have any sign."""
-    return _LinearScan.apply(a, b)
 
 
 class SignedMambaMixer(nn.Module):
@@ -83,11 +52,8 @@ class SignedMambaMixer(nn.Module):
             u, b, c = u.to(wide), b.to(wide), c.to(wide)
             weight, bias = self.dt_proj.weight.to(wide), self.dt_proj.bias.to(wide)
             dt = F.softplus(F.linear(dt.to(wide), weight, bias))  # [B, T, D]
-            transition = torch.exp(dt[..., None] * -self.A_log.to(wide).exp())  # [B, T, D, N]
-            if self.config.allow_neg_eigval:
-                transition = 2 * transition - 1
-            states = linear_scan(transition, (dt * u)[..., None] * b[..., None, :])
-            y = torch.einsum("btdn,btn->btd", states, c) + self.D * u
+            rate = self.A_log.to(wide).exp()  # [D, N]
+            y = selective_scan(u, dt, rate, b, c, signed=self.config.allow_neg_eigval) + self.D * u
             y = y * F.silu(z.to(wide))
         return self.out_proj(y.to(x.dtype))
 
