@@ -19,7 +19,7 @@ import yaml
 from fla_train.tasks.plots import plot_accuracy
 from fla_train.utils.records import read_metrics
 
-SCANS = ("mamba_signed/", "hf/xlstm/")  # models that loop over tokens or chunks
+SCANS = ("hf/mamba2/", "hf/xlstm/")  # models that loop over tokens or chunks
 SCAN_WEIGHT = 8  # such a layer takes as long as about 8 of ours
 # Written into a run folder by the queue: how long it took; why it failed; that it has ended by itself.
 WALL, FAILED, COMPLETE = "wall_seconds", "failed", "complete"

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -252,8 +253,8 @@ def _rotary(source: Source) -> Iterator[Case]:
 
 
 def _selective_scan(source: Source) -> Iterator[Case]:
-    def run(u: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor]:
-        return (selective_scan(u, dt, rate, b, c),)
+    def run(u: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, signed: bool) -> tuple[Tensor]:
+        return (selective_scan(u, dt, rate, b, c, signed=signed),)
 
     rows, tokens = min(source.sizes.batch, SCAN_ROWS), source.sizes.tokens
     channels = 2 * source.sizes.hidden
@@ -265,8 +266,9 @@ def _selective_scan(source: Source) -> Iterator[Case]:
         "dt": source.normal(rows, tokens, channels).sigmoid(),
         "rate": source.normal(channels, STATE).exp(),
     }
-    name = f"selective scan, {rows} rows of {channels} channels"
-    yield source.case(Case("selective-scan", name, run, leaves), ["y"])
+    for signed in (False, True):
+        name = f"selective scan, {rows} rows of {channels} channels" + ", signed" * signed
+        yield source.case(Case("selective-scan", name, partial(run, signed=signed), leaves), ["y"])
 
 
 def _cross_entropy(source: Source) -> Iterator[Case]:

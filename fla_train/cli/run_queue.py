@@ -266,8 +266,9 @@ class Queue:
         job.attempts, job.asked = job.attempts + 1, False
         # One thread each, so that results do not depend on how many run at once.
         variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": job.slot or ""}
-        # Models of flash-linear-attention tune their kernels for minutes: once, for all runs of a machine.
-        variables["TRITON_CACHE_AUTOTUNING"] = "1"
+        # Models of flash-linear-attention tune their kernels for minutes. Triton's cache holds the outcome,
+        # so that later runs do not repeat it.
+        variables["TRITON_CACHE_AUTOTUNING"] = os.environ.get("TRITON_CACHE_AUTOTUNING", "1")
         # The newest checkpoint is enough to continue. Overrides of the run come later and win.
         ours = [f"run.dir={job.folder}", "logger=none", "launch.num_processes=1"]
         ours += ["trainer.keep_checkpoints=1", *job.overrides]

@@ -7,8 +7,9 @@ Every channel d has a state of N numbers with a diagonal transition, and c_t rea
 or a_t = 2 exp(-dt_t rate) - 1, with eigenvalues in [-1, 1] (arXiv 2411.12537, table 2). Products of such
 transitions cannot be taken in log space, so the scan multiplies them out, token after token.
 
-The kernels keep a channel's state in registers. The forward pass leaves one state in SPAN tokens, from which
-the backward pass makes the others again: [B, T, D, N] is in memory with the PyTorch definition only.
+The definition has the states of all tokens in memory, [B, T, D, N]. The kernels keep a channel's state in
+registers. Their forward pass stores one state in SPAN tokens, and from it the backward pass computes the
+others of these tokens again, into a buffer of SPAN states for each sequence and channel.
 """
 
 import torch
@@ -20,9 +21,9 @@ from fla_train.kernels.fused_ops.backend import resolve_backend
 from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
 
-SPAN = 64  # tokens from one kept state to the next
+SPAN = 32  # tokens from one stored state to the next
 TILE = 512  # elements of the states of a program, which is one warp
-MAX_STATE = 256
+MAX_STATE = 64  # beyond, parts of the gradients of b and c would be as large as the states
 
 
 def selective_scan(
@@ -35,7 +36,7 @@ def selective_scan(
         rate: what the time step is multiplied by, [D, N], -A of the paper.
         b, c: what writes and reads the states, [B, T, N]. All inputs have one dtype.
         signed: eigenvalues in [-1, 1] in place of [0, 1].
-        backend: "torch", "triton" or "auto" (see `resolve_backend`). Triton takes fp32 only.
+        backend: "torch", "triton" or "auto" (see `resolve_backend`). Triton takes fp32 and N up to 64.
 
     Raises:
         ValueError: when shapes or dtypes do not fit, or for a backend that cannot run.
@@ -55,10 +56,11 @@ def selective_scan(
     elif rate.shape[1] > MAX_STATE:
         limit = f"takes states of at most {MAX_STATE} numbers a channel"
     if resolve_backend(backend, u, limit) == "triton":
-        return _SelectiveScan.apply(u, dt, rate, b, c, signed)
-    decay = torch.exp(dt[..., None] * -rate)
-    states = _LinearScan.apply(2 * decay - 1 if signed else decay, (dt * u)[..., None] * b[..., None, :])
-    return torch.einsum("btdn,btn->btd", states, c)
+        return _SelectiveScan.apply(u, dt, rate, b, c, signed, torch.is_grad_enabled())
+    with torch.autocast(u.device.type, enabled=False):
+        decay = torch.exp(dt[..., None] * -rate)
+        states = _LinearScan.apply(2 * decay - 1 if signed else decay, (dt * u)[..., None] * b[..., None, :])
+        return torch.einsum("btdn,btn->btd", states, c)
 
 
 class _LinearScan(torch.autograd.Function):
@@ -67,7 +69,7 @@ class _LinearScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a: Tensor, x: Tensor) -> Tensor:
         h = torch.empty_like(x)
-        state = torch.zeros_like(x[:, 0])
+        state = x.new_zeros(x.shape[0], *x.shape[2:])
         for t in range(x.shape[1]):
             state = torch.addcmul(x[:, t], a[:, t], state, out=h[:, t])
         ctx.save_for_backward(a, h)
@@ -78,7 +80,7 @@ class _LinearScan(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
         a, h = ctx.saved_tensors
         dx = torch.empty_like(h)
-        slope = torch.zeros_like(grad[:, 0])
+        slope = grad.new_zeros(grad.shape[0], *grad.shape[2:])
         for t in reversed(range(h.shape[1])):
             following = a[:, t + 1] if t + 1 < h.shape[1] else torch.zeros_like(slope)
             slope = torch.addcmul(grad[:, t], following, slope, out=dx[:, t])
@@ -89,10 +91,10 @@ class _LinearScan(torch.autograd.Function):
 
 class _SelectiveScan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, u, dt, rate, b, c, signed):
+    def forward(ctx, u, dt, rate, b, c, signed, with_gradients):
         u, dt, rate, b, c = (x.contiguous() for x in (u, dt, rate, b, c))
         (batch, tokens, _), y = u.shape, torch.empty_like(u)
-        spans = ceil_div(tokens, SPAN) if any(ctx.needs_input_grad) else 0
+        spans = ceil_div(tokens, SPAN) if with_gradients and any(ctx.needs_input_grad) else 0
         states = u.new_empty(batch, spans, *rate.shape)
         scan_forward(u, dt, rate, b, c, y, states, signed)
         ctx.save_for_backward(u, dt, rate, b, c, states)
@@ -108,9 +110,10 @@ class _SelectiveScan(torch.autograd.Function):
         # Parts of one gradient each: of rows of the batch, of tiles of channels
         drate = u.new_empty(len(u), *rate.shape)
         db, dc = b.new_empty(tiles, *b.shape), b.new_empty(tiles, *b.shape)
-        history = u.new_empty(len(u) * tiles, SPAN, tile, next_power_of_2(rate.shape[1]))
+        span = min(SPAN, u.shape[1])
+        history = u.new_empty(len(u) * tiles, span, tile, next_power_of_2(rate.shape[1]))
         scan_backward(u, dt, rate, b, c, dy.contiguous(), states, history, du, ddt, drate, db, dc, ctx.signed)
-        return du, ddt, drate.sum(0), db.sum(0), dc.sum(0), None
+        return du, ddt, drate.sum(0), db.sum(0), dc.sum(0), None, None
 
 
 def _tiles(rate: Tensor) -> tuple[int, int]:
@@ -200,7 +203,7 @@ def scan_forward_kernel(
 @triton.jit(do_not_specialize=["T", "n_rows"])
 def scan_backward_kernel(
     u, dt, rate, b, c, dy,  # [B, T, D], [B, T, D], [D, N], [B, T, N], [B, T, N], [B, T, D]
-    states, history,  # [B, spans, D, N]; the states before each token of a span, [programs, LENGTH, BD, BN]
+    states, history,  # [B, spans, D, N]; buffer for those before each token of a span
     du, ddt, drate, db, dc,  # out [B, T, D], [B, T, D], [B, D, N], [tiles, B, T, N], [tiles, B, T, N]
     T, n_rows,
     D: tl.constexpr, N: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, LENGTH: tl.constexpr,
@@ -208,7 +211,7 @@ def scan_backward_kernel(
 ):  # fmt: skip
     i_b, i_d, o_d, o_n, o_dn, m_d, m_n = program(D, N, BD, BN)
     m_dn = m_d[:, None] & m_n[None, :]
-    p_history = history + tl.program_id(0).to(tl.int64) * LENGTH * BD * BN
+    p_history = history + tl.program_id(0).to(tl.int64) * tl.minimum(T, LENGTH) * BD * BN
     p_history += tl.arange(0, BD)[:, None] * BN + o_n[None, :]
     b_rate = tl.load(rate + o_dn, mask=m_dn, other=0.0)
     b_dh = tl.zeros((BD, BN), tl.float32)

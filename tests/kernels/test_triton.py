@@ -62,6 +62,8 @@ def test_interpreted_fp32(case: Case) -> None:
         Case(dtype=torch.bfloat16, key_dim=32, value_dim=32),
         Case(dtype=torch.bfloat16, num_householder=2, tokens=40),
         Case(dtype=torch.float16, num_householder=3, tokens=24),
+        Case(dtype=torch.float16, key_dim=200, tokens=70),  # two tiles of the state, the second in part
+        Case(dtype=torch.float16, key_dim=256, tokens=70, states=False),
     ],
     ids=str,
 )
@@ -137,7 +139,17 @@ BF16_CASES = [
     # Training has no states, and kernels of its own for that; without them q and k are normalised, too.
     *(
         real(key_dim=k, value_dim=v, num_householder=n, gated=g, l2norm=g or not states, states=states)
-        for k, v in ((128, 128), (96, 96), (64, 64), (256, 256), (256, 128), (96, 48), (32, 32), (16, 256))
+        for k, v in (
+            (128, 128),
+            (96, 96),
+            (64, 64),
+            (256, 256),
+            (200, 128),
+            (256, 128),
+            (96, 48),
+            (32, 32),
+            (16, 256),
+        )
         for n in (1, 2, 3, 4, 7)
         for g in EACH_GATE
         for states in (True, False)

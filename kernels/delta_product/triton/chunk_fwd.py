@@ -174,7 +174,8 @@ def chunk_fwd_kernel(
     for i_c in range(0, tl.cdiv(length, C)):
         i_t, n_t = i_start + i_c * C, tl.minimum(length - i_c * C, C)
         i_m, n_m = i_t * N, n_t * N
-        b_k, b_q = (), ()  # of each tile of the state its channels
+        # Each tile is stored before its keys are loaded, or a single tile of 128 channels spills registers.
+        b_k, b_q = (), ()
         b_ks, b_o = tl.zeros((BV, M), tl.float32), tl.zeros((BV, BC), tl.float32)
         for i in tl.static_range(len(b_s)):
             b_si = b_s[i].to(OPERAND)
@@ -184,7 +185,7 @@ def chunk_fwd_kernel(
             b_k += (load_keys(k, i_m, n_m, i_h, i * KEY_TILE, H, G, K, M, b_si.shape[1]).to(OPERAND),)
             b_q += (load_keys(q, i_t, n_t, i_h, i * KEY_TILE, H, G, K, BC, b_si.shape[1]).to(OPERAND),)
             b_ks = tl.dot(b_si, tl.trans(b_k[i]), b_ks, input_precision=PRECISION)
-            if len(b_s) > 1:  # while the tile lies in registers; a single one stays there anyway
+            if len(b_s) > 1:  # at once, while the rounded tile is there; with one tile it is faster below
                 b_o = tl.dot(b_si, tl.trans(b_q[i]), b_o, input_precision=PRECISION)
         b_v = load_rows(v + (i_m * H + i_h) * V, n_m, i_v, V, H * V, M, BV).to(tl.float32)
         b_wy = load_rows(wy + (i_m * H + i_h) * M, n_m, 0, M, H * M, M, M)

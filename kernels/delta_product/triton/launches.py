@@ -1,6 +1,6 @@
 """Launch options of the chunk kernels, the rows of `launch_table`.
 
-K = V = 128 timed on an H100 (torch 2.11, Triton 3.6), K = 256 on an H200; K = 64 follows the same rules, and
+K = V = 128 and 256 timed on an H100 (torch 2.11, Triton 3.6); K = 64 follows the same rules, and
 n_h = 3 and 4 gave no gain on an H200. With K other than V, Hopper's backward kernel is faster on an H100 than
 Triton's two (docs/dev/log.md).
 
