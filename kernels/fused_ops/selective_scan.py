@@ -167,11 +167,25 @@ def program(D: tl.constexpr, N: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr
 
 
 @triton.jit
-def next_states(b_h, b_decay, b_x, b_b, SIGNED: tl.constexpr):
-    """a h + x b^T of states [BD, BN]."""
+def load_token(u, dt, b, i_r, o_d, o_n, m_d, m_n, D: tl.constexpr, N: tl.constexpr):
+    """u and dt [BD], b [BN] of row `i_r` of [B T, ...]."""
+    b_u = tl.load(u + i_r * D + o_d, mask=m_d, other=0.0)
+    b_dt = tl.load(dt + i_r * D + o_d, mask=m_d, other=0.0)
+    return b_u, b_dt, tl.load(b + i_r * N + o_n, mask=m_n, other=0.0)
+
+
+@triton.jit
+def transition(b_decay, SIGNED: tl.constexpr):
+    """a of exp(-dt rate)."""
     if SIGNED:
         b_decay = 2.0 * b_decay - 1.0
-    return b_decay * b_h + b_x[:, None] * b_b[None, :]
+    return b_decay
+
+
+@triton.jit
+def next_states(b_h, b_decay, b_x, b_b, SIGNED: tl.constexpr):
+    """a h + x b^T of states [BD, BN]."""
+    return transition(b_decay, SIGNED) * b_h + b_x[:, None] * b_b[None, :]
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -192,9 +206,7 @@ def scan_forward_kernel(
             tl.store(states + (i_b * n_spans + i_s) * D * N + o_dn, b_h, mask=m_dn)
         for i_t in range(i_s * LENGTH, tl.minimum(T, (i_s + 1) * LENGTH)):
             i_r = i_b * T + i_t
-            b_u = tl.load(u + i_r * D + o_d, mask=m_d, other=0.0)
-            b_dt = tl.load(dt + i_r * D + o_d, mask=m_d, other=0.0)
-            b_b = tl.load(b + i_r * N + o_n, mask=m_n, other=0.0)
+            b_u, b_dt, b_b = load_token(u, dt, b, i_r, o_d, o_n, m_d, m_n, D, N)
             b_c = tl.load(c + i_r * N + o_n, mask=m_n, other=0.0)
             b_h = next_states(b_h, tl.exp(-b_dt[:, None] * b_rate), b_dt * b_u, b_b, SIGNED)
             tl.store(y + i_r * D + o_d, tl.sum(b_h * b_c[None, :], 1), mask=m_d)
@@ -225,17 +237,13 @@ def scan_backward_kernel(
         for i in range(0, n_t):
             i_r = i_b * T + i_start + i
             tl.store(p_history + i * BD * BN, b_h)
-            b_u = tl.load(u + i_r * D + o_d, mask=m_d, other=0.0)
-            b_dt = tl.load(dt + i_r * D + o_d, mask=m_d, other=0.0)
-            b_b = tl.load(b + i_r * N + o_n, mask=m_n, other=0.0)
+            b_u, b_dt, b_b = load_token(u, dt, b, i_r, o_d, o_n, m_d, m_n, D, N)
             b_h = next_states(b_h, tl.exp(-b_dt[:, None] * b_rate), b_dt * b_u, b_b, SIGNED)
         tl.debug_barrier()  # what is stored above is loaded below
         for i in range(0, n_t):
             i_t = n_t - 1 - i
             i_r = i_b * T + i_start + i_t
-            b_u = tl.load(u + i_r * D + o_d, mask=m_d, other=0.0)
-            b_dt = tl.load(dt + i_r * D + o_d, mask=m_d, other=0.0)
-            b_b = tl.load(b + i_r * N + o_n, mask=m_n, other=0.0)
+            b_u, b_dt, b_b = load_token(u, dt, b, i_r, o_d, o_n, m_d, m_n, D, N)
             b_c = tl.load(c + i_r * N + o_n, mask=m_n, other=0.0)
             b_dy = tl.load(dy + i_r * D + o_d, mask=m_d, other=0.0)
             b_before = tl.load(p_history + i_t * BD * BN)
@@ -247,13 +255,11 @@ def scan_backward_kernel(
             tl.store(db + p_part, tl.sum(b_dh * (b_dt * b_u)[:, None], 0), mask=m_n)
             b_dx = tl.sum(b_dh * b_b[None, :], 1)  # of dt u
             b_dlog = b_dh * b_before * b_decay  # of -dt rate
-            b_a = b_decay
             if SIGNED:
                 b_dlog *= 2.0
-                b_a = 2.0 * b_decay - 1.0
             tl.store(du + i_r * D + o_d, b_dx * b_dt, mask=m_d)
             tl.store(ddt + i_r * D + o_d, b_dx * b_u - tl.sum(b_dlog * b_rate, 1), mask=m_d)
             b_drate -= b_dlog * b_dt[:, None]
-            b_dh *= b_a
+            b_dh *= transition(b_decay, SIGNED)
         tl.debug_barrier()  # before the next span's states take this one's places
     tl.store(drate + i_b * D * N + o_dn, b_drate, mask=m_dn)
