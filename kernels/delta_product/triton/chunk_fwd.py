@@ -185,7 +185,9 @@ def chunk_fwd_kernel(
             b_k += (load_keys(k, i_m, n_m, i_h, i * KEY_TILE, H, G, K, M, b_si.shape[1]).to(OPERAND),)
             b_q += (load_keys(q, i_t, n_t, i_h, i * KEY_TILE, H, G, K, BC, b_si.shape[1]).to(OPERAND),)
             b_ks = tl.dot(b_si, tl.trans(b_k[i]), b_ks, input_precision=PRECISION)
-            if len(b_s) > 1:  # at once, while the rounded tile is there; with one tile it is faster below
+            # Of two tiles the queries' product is faster here, while the rounded tile is in registers. Of one
+            # tile it is faster below (docs/dev/log.md, 2026-11-27).
+            if len(b_s) > 1:
                 b_o = tl.dot(b_si, tl.trans(b_q[i]), b_o, input_precision=PRECISION)
         b_v = load_rows(v + (i_m * H + i_h) * V, n_m, i_v, V, H * V, M, BV).to(tl.float32)
         b_wy = load_rows(wy + (i_m * H + i_h) * M, n_m, 0, M, H * M, M, M)
