@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fla_train.models.build import is_zoo
 from fla_train.training.config import TrainConfig, resolve_device
 
 WARM_UP = 3  # passes before one is recorded: compilation, tuning, allocations
@@ -20,7 +19,8 @@ WARM_UP = 3  # passes before one is recorded: compilation, tuning, allocations
 
 def records_graph(config: TrainConfig) -> bool:
     """Whether a run's passes are recorded. Other libraries' models may wait for the GPU: theirs are not."""
-    return config.trainer.cuda_graph and resolve_device(config) == "cuda" and not is_zoo(config.model)
+    ours = config.model.get("source", "fla_train") == "fla_train"
+    return config.trainer.cuda_graph and resolve_device(config) == "cuda" and ours
 
 
 class CudaGraphPass:

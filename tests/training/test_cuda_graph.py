@@ -15,6 +15,7 @@ from warm_ranks import WarmRanks
 from fla_train.cli.app import compose
 from fla_train.models.activation_checkpointing import checkpoint_activations
 from fla_train.models.build import TOKEN_IDS
+from fla_train.models.zoo.mamba import SignedMambaConfig, SignedMambaForCausalLM
 from fla_train.training.config import TrainConfig, register, to_config, to_yaml
 from fla_train.training.cuda_graph import CudaGraphPass, gradients_of, records_graph
 from fla_train.training.model import build_model
@@ -111,11 +112,31 @@ def test_the_plan_has_room_for_a_step_beside_the_graph(make_config: Callable[...
     assert graph == plain < with_statistics < 2 * plain
 
 
-def test_other_libraries_models_are_not_recorded(overrides: list[str]):
+@pytest.mark.parametrize(("name", "records"), [("hf/llama/tiny", False), ("mamba_signed/tiny", True)])
+def test_other_libraries_models_are_not_recorded(overrides: list[str], name: str, records: bool):
     register()
     general = [text for text in overrides if not text.startswith("model.")]
-    more = ["model=hf/llama/tiny", "launch.device=cuda", "trainer.cuda_graph=true"]
-    assert not records_graph(to_config(compose("train", [*general, *more])))
+    more = [f"model={name}", "launch.device=cuda", "trainer.cuda_graph=true"]
+    assert records_graph(to_config(compose("train", [*general, *more]))) == records
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_signed_mamba_can_be_recorded(device: str):
+    cuda_graph = cuda_graph_steps.Rehearsal if device == "cpu" else CudaGraphPass
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 17, "hidden_size": 32, "num_hidden_layers": 2, "allow_neg_eigval": True}
+    model = SignedMambaForCausalLM(SignedMambaConfig(**sizes)).to(device)
+    recorded = cuda_graph(model, bf16=False)
+    for _ in range(2):
+        ids = torch.randint(17, (3, 40), device=device)
+        loss = recorded({"input_ids": ids, "labels": ids}).clone()
+        found = [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad()
+        expected = model(input_ids=ids, labels=ids, use_cache=False).loss
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        for gradient, parameter in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad)
 
 
 @pytest.mark.gpu
