@@ -22,6 +22,7 @@ from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
 
 SPAN = 32  # tokens from one stored state to the next
+STAGES = tl.constexpr(4)  # tokens whose inputs are on their way: a program would else wait for each one's
 TILE = 512  # elements of the states of a program, which is one warp
 MAX_STATE = 64  # beyond, parts of the gradients of b and c would be as large as the states
 
@@ -204,7 +205,7 @@ def scan_forward_kernel(
     for i_s in range(0, n_spans):
         if SAVE:
             tl.store(states + (i_b * n_spans + i_s) * D * N + o_dn, b_h, mask=m_dn)
-        for i_t in range(i_s * LENGTH, tl.minimum(T, (i_s + 1) * LENGTH)):
+        for i_t in tl.range(i_s * LENGTH, tl.minimum(T, (i_s + 1) * LENGTH), num_stages=STAGES):
             i_r = i_b * T + i_t
             b_u, b_dt, b_b = load_token(u, dt, b, i_r, o_d, o_n, m_d, m_n, D, N)
             b_c = tl.load(c + i_r * N + o_n, mask=m_n, other=0.0)
@@ -234,13 +235,13 @@ def scan_backward_kernel(
         i_start = i_s * LENGTH
         n_t = tl.minimum(T - i_start, LENGTH)
         b_h = tl.load(states + (i_b * n_spans + i_s) * D * N + o_dn, mask=m_dn, other=0.0)
-        for i in range(0, n_t):
+        for i in tl.range(0, n_t, num_stages=STAGES):
             i_r = i_b * T + i_start + i
             tl.store(p_history + i * BD * BN, b_h)
             b_u, b_dt, b_b = load_token(u, dt, b, i_r, o_d, o_n, m_d, m_n, D, N)
             b_h = next_states(b_h, tl.exp(-b_dt[:, None] * b_rate), b_dt * b_u, b_b, SIGNED)
         tl.debug_barrier()  # what is stored above is loaded below
-        for i in range(0, n_t):
+        for i in tl.range(0, n_t, num_stages=STAGES):
             i_t = n_t - 1 - i
             i_r = i_b * T + i_start + i_t
             b_u, b_dt, b_b = load_token(u, dt, b, i_r, o_d, o_n, m_d, m_n, D, N)
