@@ -269,6 +269,10 @@ class Queue:
         # Models of flash-linear-attention tune their kernels for minutes. Triton's cache holds the outcome,
         # so that later runs do not repeat it.
         variables["TRITON_CACHE_AUTOTUNING"] = os.environ.get("TRITON_CACHE_AUTOTUNING", "1")
+        if job.attempts > 1:
+            # Outside of CUDA MPS, where a fault of one process ends all others of the GPU: the runs that
+            # another took along end now, and the one at fault fails alone. No daemon listens there.
+            variables["CUDA_MPS_PIPE_DIRECTORY"] = str(job.folder / "no-mps")
         # The newest checkpoint is enough to continue. Overrides of the run come later and win.
         ours = [f"run.dir={job.folder}", "logger=none", "launch.num_processes=1"]
         ours += ["trainer.keep_checkpoints=1", *job.overrides]

@@ -27,6 +27,8 @@ given = dict(text.split("=", 1) for text in sys.argv[1:])
 run = pathlib.Path(given["run.dir"])
 with (run / "calls").open("a") as calls:
     calls.write(os.environ.get("CUDA_VISIBLE_DEVICES", "none") + "\\n")
+with (run / "mps").open("a") as mps:
+    mps.write(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "none") + "\\n")
 (run / "tuning").write_text(os.environ.get("TRITON_CACHE_AUTOTUNING", "not kept"))
 attempts = len((run / "calls").read_text().splitlines())
 if given.get("model") == "fla/gla/tiny":
@@ -111,7 +113,8 @@ def test_runs_are_spread_over_gpus_stop_in_time_and_continue(queue, tmp_path, ca
     assert "3 runs: 3 complete" in capsys.readouterr().out
 
 
-def test_a_failure_is_named_and_a_crash_gets_a_second_attempt(queue, tmp_path, capsys) -> None:
+def test_a_failure_is_named_and_a_crash_gets_a_second_attempt(queue, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
     rows = only("GLA", "RetNet", "RWKV-7", "DeltaNet_-1_1")
     assert queue(*rows, "--jobs", "2") == 1
     attempts = {
@@ -120,6 +123,8 @@ def test_a_failure_is_named_and_a_crash_gets_a_second_attempt(queue, tmp_path, c
     }
     assert attempts == {"GLA": 1, "RetNet": 2, "RWKV-7": 2, "DeltaNet_-1_1": 1}
     assert (run_of(tmp_path, "RetNet") / "tuning").read_text() == "1"  # of flash-linear-attention's kernels
+    first, second = (run_of(tmp_path, "RetNet") / "mps").read_text().splitlines()
+    assert first == str(tmp_path) and not Path(second).exists()  # a fault in MPS ends other runs, too
     text = (tmp_path / "runs" / "tables.md").read_text()
     assert "GLA did not run or end (parity seed-0): this model needs a package." in text
     assert "RWKV-7 did not run or end (parity seed-0): exit status 1, RuntimeError: out of memory." in text
