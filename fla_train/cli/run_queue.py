@@ -258,6 +258,7 @@ class Queue:
         from fla_train.eval.expressivity_table import FAILED
 
         job.folder.mkdir(parents=True, exist_ok=True)
+        failed_before = (job.folder / FAILED).is_file() or job.attempts > 0
         (job.folder / FAILED).unlink(missing_ok=True)
         (job.folder / RECIPE).write_text(" ".join(job.overrides) + "\n")
         job.slot = min(self._slots, key=lambda slot: sum(other.slot == slot for other in self._running))
@@ -269,9 +270,9 @@ class Queue:
         # Models of flash-linear-attention tune their kernels for minutes. Triton's cache holds the outcome,
         # so that later runs do not repeat it.
         variables["TRITON_CACHE_AUTOTUNING"] = os.environ.get("TRITON_CACHE_AUTOTUNING", "1")
-        if job.attempts > 1:
-            # Outside of CUDA MPS, where a fault of one process ends all others of the GPU: the runs that
-            # another took along end now, and the one at fault fails alone. No daemon listens there.
+        if failed_before:
+            # Without CUDA MPS, under which a fault of one process ends all processes on the GPU: runs that
+            # another's fault has ended can complete now. No daemon listens at this path.
             variables["CUDA_MPS_PIPE_DIRECTORY"] = str(job.folder / "no-mps")
         # The newest checkpoint is enough to continue. Overrides of the run come later and win.
         ours = [f"run.dir={job.folder}", "logger=none", "launch.num_processes=1"]

@@ -30,7 +30,7 @@ ELSEWHERE = ("vocab_size", "model_type", "architectures", "dtype", "transformers
 
 
 def is_zoo(node: Mapping[str, Any]) -> bool:
-    """Whether a `model` node is of another library's class."""
+    """Whether a `model` node is of a class beside our family: another library's, or signed Mamba."""
     return "source" in node
 
 

@@ -19,6 +19,7 @@ WARM_UP = 3  # passes before one is recorded: compilation, tuning, allocations
 
 def records_graph(config: TrainConfig) -> bool:
     """Whether a run's passes are recorded. Other libraries' models may wait for the GPU: theirs are not."""
+    # Signed Mamba is a class of ours, though one of the zoo.
     ours = config.model.get("source", "fla_train") == "fla_train"
     return config.trainer.cuda_graph and resolve_device(config) == "cuda" and ours
 

@@ -130,6 +130,9 @@ def test_a_failure_is_named_and_a_crash_gets_a_second_attempt(queue, tmp_path, c
     assert "RWKV-7 did not run or end (parity seed-0): exit status 1, RuntimeError: out of memory." in text
     assert "RetNet did not" not in text
     assert "4 runs: 2 complete, 2 failed" in capsys.readouterr().out
+    assert queue(*only("RWKV-7")) == 1
+    mps = (run_of(tmp_path, "RWKV-7") / "mps").read_text().splitlines()
+    assert mps[0] == str(tmp_path) and len(mps) == 4 and mps[0] not in mps[1:]
 
 
 @pytest.mark.parametrize(("jobs", "failed"), [("2", 0), ("1", 1)], ids=["beside another", "alone"])

@@ -15,7 +15,6 @@ from warm_ranks import WarmRanks
 from fla_train.cli.app import compose
 from fla_train.models.activation_checkpointing import checkpoint_activations
 from fla_train.models.build import TOKEN_IDS
-from fla_train.models.zoo.mamba import SignedMambaConfig, SignedMambaForCausalLM
 from fla_train.training.config import TrainConfig, register, to_config, to_yaml
 from fla_train.training.cuda_graph import CudaGraphPass, gradients_of, records_graph
 from fla_train.training.model import build_model
@@ -113,26 +112,34 @@ def test_the_plan_has_room_for_a_step_beside_the_graph(make_config: Callable[...
 
 
 @pytest.mark.parametrize(("name", "records"), [("hf/llama/tiny", False), ("mamba_signed/tiny", True)])
-def test_other_libraries_models_are_not_recorded(overrides: list[str], name: str, records: bool):
+def test_which_models_are_recorded(overrides: list[str], name: str, records: bool):
     register()
     general = [text for text in overrides if not text.startswith("model.")]
     more = [f"model={name}", "launch.device=cuda", "trainer.cuda_graph=true"]
     assert records_graph(to_config(compose("train", [*general, *more]))) == records
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_signed_mamba_can_be_recorded(device: str):
+@pytest.mark.parametrize(
+    ("device", "bf16"),
+    [("cpu", False), *(pytest.param("cuda", bf16, marks=pytest.mark.gpu) for bf16 in (False, True))],
+)
+def test_signed_mamba_can_be_recorded(overrides: list[str], device: str, bf16: bool):
+    """With the loss of training. That nothing in it waits for the device only a GPU can show."""
     cuda_graph = cuda_graph_steps.Rehearsal if device == "cpu" else CudaGraphPass
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 17, "hidden_size": 32, "num_hidden_layers": 2, "allow_neg_eigval": True}
-    model = SignedMambaForCausalLM(SignedMambaConfig(**sizes)).to(device)
-    recorded = cuda_graph(model, bf16=False)
+    register()
+    general = [text for text in overrides if not text.startswith("model.")]
+    config = to_config(compose("train", [*general, "model=mamba_signed/tiny", "model.vocab_size=17"]))
+    fixed = {"tokenizer": dict.fromkeys(TOKEN_IDS, 0)}
+    model = build_model(config, SimpleNamespace(manifest=fixed)).train().to(device)
+    recorded = cuda_graph(model, bf16=bf16)
     for _ in range(2):
         ids = torch.randint(17, (3, 40), device=device)
-        loss = recorded({"input_ids": ids, "labels": ids}).clone()
+        inputs = {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.tensor(7.0, device=device)}
+        loss = recorded(inputs).clone()
         found = [parameter.grad.clone() for parameter in model.parameters()]
         model.zero_grad()
-        expected = model(input_ids=ids, labels=ids, use_cache=False).loss
+        with torch.autocast(device, torch.bfloat16, enabled=bf16):
+            expected = model(**inputs, use_cache=False).loss
         expected.backward()
         torch.testing.assert_close(loss, expected.detach())
         for gradient, parameter in zip(found, model.parameters(), strict=True):
