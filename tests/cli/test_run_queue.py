@@ -124,7 +124,7 @@ def test_a_failure_is_named_and_a_crash_gets_a_second_attempt(queue, tmp_path, c
     assert attempts == {"GLA": 1, "RetNet": 2, "RWKV-7": 2, "DeltaNet_-1_1": 1}
     assert (run_of(tmp_path, "RetNet") / "tuning").read_text() == "1"  # of flash-linear-attention's kernels
     first, second = (run_of(tmp_path, "RetNet") / "mps").read_text().splitlines()
-    assert first == str(tmp_path) and not Path(second).exists()  # a fault in MPS ends other runs, too
+    assert first == str(tmp_path) and not Path(second).exists()  # an error under MPS ends other runs, too
     text = (tmp_path / "runs" / "tables.md").read_text()
     assert "GLA did not run or end (parity seed-0): this model needs a package." in text
     assert "RWKV-7 did not run or end (parity seed-0): exit status 1, RuntimeError: out of memory." in text
