@@ -271,8 +271,8 @@ class Queue:
         # so that later runs do not repeat it.
         variables["TRITON_CACHE_AUTOTUNING"] = os.environ.get("TRITON_CACHE_AUTOTUNING", "1")
         if failed_before:
-            # Without CUDA MPS, under which an illegal access of one process ends all processes on the GPU: runs that
-            # another's error has ended can complete now. No daemon listens at this path.
+            # Without CUDA MPS, under which an illegal access of one process ends all processes on the GPU:
+            # runs that another's error has ended can complete now. No daemon listens at this path.
             variables["CUDA_MPS_PIPE_DIRECTORY"] = str(job.folder / "no-mps")
         # The newest checkpoint is enough to continue. Overrides of the run come later and win.
         ours = [f"run.dir={job.folder}", "logger=none", "launch.num_processes=1"]
