@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fla_train.training.optimizer import AdamWOfParts, parts_like
+
 
 def skip_cpu_operator() -> None:
     """Keep DeepSpeed from compiling a shared-memory operator: half a minute, and fatal without a compiler."""
@@ -64,6 +66,25 @@ def share_masters(zero) -> None:
     zero._link_all_hp_params()  # its views of the copies would keep their memory
 
 
+def step_in_parts(zero) -> None:
+    """Have one rank's optimizer read each parameter's gradient where autograd left it.
+
+    DeepSpeed's step copies the gradients of a group into a flat one: 4 bytes a parameter more at the peak,
+    and 1.3 ms a step of a 340M model on one H100 (docs/dev/log.md). Weights and moments stay flat.
+    """
+
+    def step(closure: None = None) -> None:
+        for i, group in enumerate(zero.optimizer.param_groups):
+            group["gradients"] = zero.averaged_gradients[i]
+        zero.optimizer.step()
+        for i, group in enumerate(zero.optimizer.param_groups):
+            del group["gradients"]
+            zero.averaged_gradients[i] = None
+        zero._lazy_init_hp_params_optimizer_state()
+
+    zero.step = step  # hides the method of its class
+
+
 def reduce_in_bf16(model: nn.Module) -> None:
     """Have DeepSpeed's hooks reduce the gradients of all parameters in bf16.
 
@@ -84,11 +105,12 @@ def reduce_gradients(zero) -> None:
     for i, group in enumerate(zero.bit16_groups):
         size = zero.partition_size[i]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
+        if isinstance(zero.optimizer, AdamWOfParts):
+            zero.averaged_gradients[i] = gradients
+            continue
         flat = torch.empty(size * world, dtype=zero.communication_data_type, device=group[0].device)
-        sizes = [p.numel() for p in group]
-        *parts, padding = flat.split([*sizes, flat.numel() - sum(sizes)])
-        padding.zero_()
-        torch._foreach_copy_([part.view_as(p) for part, p in zip(parts, group, strict=True)], gradients)
+        flat[sum(p.numel() for p in group) :].zero_()
+        torch._foreach_copy_(parts_like(gradients, flat), gradients)
         del gradients
         zero.free_grad_in_param_list(group)
         partition = flat[rank * size : (rank + 1) * size]

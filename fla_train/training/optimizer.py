@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from fla_train.training.config import OptimizerConfig, ScheduleConfig
 
@@ -50,10 +51,17 @@ def learning_rate(step: int, *, peak: float, max_steps: int, schedule: ScheduleC
     return peak * (schedule.min_ratio + (1 - schedule.min_ratio) * share)
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW, one fused kernel per group; as `muon`, Muon for the blocks' matrices and AdamW for the rest."""
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, *, of_parts: bool = False
+) -> torch.optim.Optimizer:
+    """AdamW, one fused kernel per group; as `muon`, Muon for the blocks' matrices and AdamW for the rest.
+
+    Args:
+        of_parts: let AdamW be an `AdamWOfParts`.
+    """
     matrices = hidden_matrices(model) if config.name == "muon" else []
-    adamw = torch.optim.AdamW(
+    kind = AdamWOfParts if of_parts and not matrices else torch.optim.AdamW
+    optimizer = kind(
         parameter_groups(model, config.weight_decay, without=matrices),
         lr=config.lr,
         betas=(config.beta1, config.beta2),
@@ -61,10 +69,51 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         fused=True,
     )
     if not matrices:
-        return adamw
+        return optimizer
     return PartitionedMuon(
-        matrices, adamw, lr=config.lr, weight_decay=config.weight_decay, momentum=config.momentum
+        matrices, optimizer, lr=config.lr, weight_decay=config.weight_decay, momentum=config.momentum
     )
+
+
+class AdamWOfParts(torch.optim.AdamW):
+    """Fused AdamW of groups that are one flat tensor each, with a gradient for each part of it."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update every group by its `gradients`, of the parts in order. Padding may follow them."""
+        for group in self.param_groups:
+            (flat,), gradients = group["params"], group["gradients"]
+            state = self.state[flat]
+            if not state:
+                state["step"] = torch.zeros((), device=flat.device)
+                state |= {name: torch.zeros_like(flat) for name in ("exp_avg", "exp_avg_sq")}
+            steps = list(state["step"].repeat(len(gradients)).unbind())
+            adamw(
+                parts_like(gradients, flat),
+                gradients,
+                parts_like(gradients, state["exp_avg"]),
+                parts_like(gradients, state["exp_avg_sq"]),
+                [],
+                steps,
+                fused=True,
+                grad_scale=getattr(self, "grad_scale", None),
+                found_inf=getattr(self, "found_inf", None),
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+            state["step"].copy_(steps[0])
+
+
+def parts_like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
+    """Views of `flat` with the shapes of these tensors, one after another."""
+    sizes = [tensor.numel() for tensor in tensors]
+    views = flat.detach().split([*sizes, flat.numel() - sum(sizes)])
+    return [view.view_as(tensor) for view, tensor in zip(views, tensors, strict=False)]
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, without: Sequence[Tensor] = ()) -> list[dict]:

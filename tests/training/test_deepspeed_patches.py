@@ -12,6 +12,7 @@ import pytest
 import torch
 from deepspeed.accelerator import cuda_accelerator, get_accelerator
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+from torch.utils._python_dispatch import TorchDispatchMode
 from warm_ranks import WarmRanks
 
 from fla_train.training.config import TrainConfig
@@ -127,6 +128,42 @@ def masters_are_weights(config: TrainConfig, patched: bool) -> bool:
     shared = {master.untyped_storage().data_ptr() in storages for master in masters}
     assert len(shared) == 1
     return shared.pop()
+
+
+def test_its_step_copies_all_gradients_into_one_tensor(
+    make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks
+):
+    config = make_config("launch.device=cpu", "trainer.precision=fp32")
+    assert warm_ranks.run(1, makes_a_flat_gradient, config, False) == [True]
+    assert warm_ranks.run(1, makes_a_flat_gradient, config, True) == [False]
+
+
+def makes_a_flat_gradient(config: TrainConfig, patched: bool) -> bool:
+    """On a rank: whether a second step makes a tensor of the size of a group of parameters."""
+    from engine_steps import make_batch, make_model
+
+    from fla_train.training.bad_steps import BadStepFilter
+    from fla_train.training.engine import build_engine, train_step
+
+    with pytest.MonkeyPatch.context() as patches:
+        if not patched:
+            patches.setattr("fla_train.training.engine.AdamWOfParts", torch.optim.SGD)  # which it is not
+            patches.setattr("fla_train.training.optimizer.AdamWOfParts", torch.optim.AdamW)
+        engine = build_engine(make_model(config), config)
+    bad_steps = BadStepFilter(engine.device, max_grad_norm=1.0)
+    train_step(engine, [make_batch(0)], 1e-3, bad_steps)
+    made = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and not func.is_view:
+                made.append(result.numel())
+            return result
+
+    with Sizes():
+        train_step(engine, [make_batch(1)], 1e-3, bad_steps)
+    return engine.optimizer.partition_size[0] in made
 
 
 def test_its_own_checkpoint_engine_runs_what_a_pickle_asks_for(tmp_path: Path):
