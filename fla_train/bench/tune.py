@@ -180,11 +180,11 @@ def candidates(kernel: str, key: Key, present: Options) -> list[Options]:
 
 def has_gluon(kernel: str, key: Key) -> bool:
     """Whether there is a kernel in Gluon for a row."""
-    if kernel not in IN_GLUON or not key.architecture.startswith("9.") or not hopper_keys(key.key_dim):
+    if kernel not in IN_GLUON or not key.architecture.startswith("9."):
         return False
     if kernel == "chunk_bwd_qkg":
         return square(key.key_dim, key.value_dim)
-    return kernel == "chunk_prepare_wy" or value_tiles(key.value_dim) > 0
+    return hopper_keys(key.key_dim) and (kernel == "chunk_prepare_wy" or value_tiles(key.value_dim) > 0)
 
 
 @dataclass(frozen=True)

@@ -175,8 +175,9 @@ def _select(sizes: Sizes, override: Override) -> Selection:
         hopper = "Hopper's kernels need a GPU of compute capability 9"
     elif not HAS_HOPPER_KERNELS:
         hopper = "Hopper's kernels come with the package fla_train only"
-    elif sizes.dtype not in (torch.bfloat16, torch.float16) or not hopper_keys(key_dim):
-        hopper = "Hopper's kernels take 16-bit inputs with K from 64 to 128 in steps of 8"
+    elif sizes.dtype not in (torch.bfloat16, torch.float16):
+        hopper = "Hopper's kernels take 16-bit inputs"
+    narrow = hopper or (None if hopper_keys(key_dim) else "Hopper's takes K from 64 to 128 in steps of 8")
 
     def choose(kernel: str, obstacle: str | None) -> KernelChoice:
         given = getattr(options, kernel)
@@ -185,11 +186,11 @@ def _select(sizes: Sizes, override: Override) -> Selection:
             return KernelChoice(False, plain, source)
         return KernelChoice(obstacle is None, plain, obstacle or "the launch options ask for it")
 
-    equal = hopper or (None if square(key_dim, value_dim) else "Hopper's needs K = V = 64 or 128")
+    equal = hopper or (None if square(key_dim, value_dim) else "Hopper's needs K = V = 64, 128 or 256")
     tiles = value_tiles(value_dim)
-    tiled = hopper or (None if tiles else "Hopper's takes V in equal tiles of 64 to 128 in steps of 8")
+    tiled = narrow or (None if tiles else "Hopper's takes V in equal tiles of 64 to 128 in steps of 8")
     prepare = choose(
-        "chunk_prepare_wy", hopper or (None if sizes.qk_l2norm else "Hopper's needs normalised keys")
+        "chunk_prepare_wy", narrow or (None if sizes.qk_l2norm else "Hopper's needs normalised keys")
     )
     qkg, state = choose("chunk_bwd_qkg", equal), choose("chunk_bwd_state", tiled)
     fused, reason = state.hopper, state.reason

@@ -57,7 +57,8 @@ def run_tune(timer: object) -> list:
     [
         ((128, 128), {"chunk_prepare_wy", "chunk_bwd_state", "chunk_bwd_qkg"}),
         ((64, 128), {"chunk_prepare_wy", "chunk_bwd_state"}),
-        ((256, 256), set()),
+        ((256, 256), {"chunk_bwd_qkg"}),
+        ((256, 128), set()),
     ],
 )
 def test_kernels_in_gluon_are_tried_where_they_fit(dims, kernels):

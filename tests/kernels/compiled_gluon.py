@@ -19,7 +19,7 @@ from tests.kernels.other_process import resources, run_module
 class Variant:
     """One kernel and its constants; with states given where it is packed, normalised where it is gated."""
 
-    name: str  # prepare_wy, bwd_qkg or bwd_fused
+    name: str  # prepare_wy, bwd_qkg, bwd_qkg_wide or bwd_fused
     dim: int  # of keys, and of values
     num_householder: int
     packed: bool
@@ -129,7 +129,8 @@ def _types(variant: Variant) -> dict[str, str]:
     tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     tiles = _constants(variant)["TILES"] if variant.name == "bwd_fused" else 1
     rows = [name for name in shapes if not name.endswith("states")]
-    matrices = with_tma_descriptors(tensors | {"TILES": tiles}, rows, ("states", "dstates"))
+    slices = getattr(variant.module, "SLICES", {})
+    matrices = with_tma_descriptors(tensors | {"TILES": tiles}, rows, ("states", "dstates"), slices)
     half = "fp16" if variant.gated else "bf16"
 
     def described(*names: str, dtype: str = "bf16") -> dict[str, str]:
@@ -149,7 +150,7 @@ def _types(variant: Variant) -> dict[str, str]:
     }
     if not variant.gluon:
         types |= {"q": "*bf16", "k": "*bf16"}
-    if variant.name == "bwd_qkg":
+    if variant.name in ("bwd_qkg", "bwd_qkg_wide"):
         types |= described("dv")
     if variant.name == "bwd_fused":
         types |= described("wy", "p", dtype=half)

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from fla_train.kernels.delta_product.hopper import common
+from fla_train.kernels.delta_product.hopper import common, inside_chunk
 from tests.kernels.emulated_memory import Descriptor, Pointer, Shared
 from tests.untraced import untraced
 
@@ -117,7 +117,7 @@ class Emulator:
     @staticmethod
     def store(p: Pointer, value: Tensor, mask: object = True) -> None:
         offset, mask, value = torch.broadcast_tensors(*map(torch.as_tensor, (p.offset, mask, value)))
-        p.data[offset[mask]] = value[mask].to(p.data.dtype)
+        p.store(offset[mask], value[mask])
 
     @staticmethod
     def reduce(values: tuple, axis: int, combine: Callable) -> tuple:
@@ -149,6 +149,7 @@ class Emulator:
             **shared_layouts,
             **dict.fromkeys(layouts, lambda *_: None),
             constexpr=lambda value: value,
+            pointer_type=lambda dtype: dtype,
             program_id=lambda axis: torch.tensor(self.program),
             num_programs=lambda axis: self.programs,
             arange=lambda start, end, layout=None: torch.arange(start, end),
@@ -198,7 +199,8 @@ class Emulator:
             f"{gluon}.nvidia.hopper": SimpleNamespace(TensorDescriptor=object),
         }
         with patch.dict(sys.modules, modules):
-            for name, file in {common.__name__: Path(common.__file__), "kernel": path}.items():
+            files = {module.__name__: Path(module.__file__) for module in (common, inside_chunk)}
+            for name, file in (files | {"kernel": path}).items():
                 spec = importlib.util.spec_from_file_location(name, file)
                 sys.modules[name] = importlib.util.module_from_spec(spec)
                 spec.loader.exec_module(sys.modules[name])
@@ -213,13 +215,14 @@ class Emulator:
         programs: int,
         warps: int,
         tiled: Iterable[str],
+        slices: Mapping[str, int],
     ) -> None:
         """A kernel of `load_kernel` on what the Triton one gets, for so many chunks (or sequences) x heads.
 
-        Those `tiled` are read by the copy engine.
+        Those `tiled` are read by the copy engine, in `slices` of `common.with_tma_descriptors`.
         """
         states = [name for name in tiled if name.endswith("states")]
-        arguments = common.with_tma_descriptors(arguments, set(tiled) - set(states), states)
+        arguments = common.with_tma_descriptors(arguments, set(tiled) - set(states), states, slices)
         further = {"n_work": n_work, "num_warps": warps}
         named = {}
         for name in inspect.signature(kernel).parameters:

@@ -8,16 +8,35 @@ from torch import Tensor
 
 
 class Pointer:
-    """Elements of a flat tensor from `offset` on, an integer or a tensor of them."""
+    """Elements of a flat tensor from `offset` on, an integer or a tensor of them.
 
-    def __init__(self, data: Tensor, offset: Tensor | int = 0):
-        self.data, self.offset = data, offset
+    Args:
+        pairs: what the tensor holds where two of its elements, of 16 bits, are one of 32.
+        bits: 16 (which the elements may have), or 32 where they are such pairs, and `pairs` the elements.
+    """
+
+    def __init__(self, data: Tensor, offset: Tensor | int = 0, pairs: Tensor | None = None, bits: int = 16):
+        self.data, self.offset, self.bits = data, offset, bits
+        self.pairs = torch.full(((data.numel() + 1) // 2,), torch.nan) if pairs is None else pairs
 
     def __add__(self, further: Tensor | int) -> "Pointer":
-        return Pointer(self.data, self.offset + further)
+        return Pointer(self.data, self.offset + further, self.pairs, self.bits)
 
     def __sub__(self, further: Tensor | int) -> "Pointer":
-        return Pointer(self.data, self.offset - further)
+        return self + -further
+
+    def to(self, dtype: torch.dtype, bitcast: bool) -> "Pointer":
+        """To the pairs."""
+        assert bitcast and dtype == torch.float32 and self.bits == 16 and self.offset % 2 == 0
+        return Pointer(self.pairs, self.offset // 2, self.data, bits=32)
+
+    def store(self, index: Tensor, value: Tensor) -> None:
+        """Elements by their number; what shares their memory becomes NaN."""
+        self.data[index] = value.to(self.data.dtype)
+        if self.bits == 16:
+            self.pairs[index // 2] = torch.nan
+        else:
+            self.pairs[2 * index] = self.pairs[2 * index + 1] = torch.nan
 
 
 @dataclass

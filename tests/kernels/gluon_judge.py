@@ -10,16 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from fla_train.kernels.delta_product.hopper import bwd_fused, bwd_qkg, prepare_wy
+from fla_train.kernels.delta_product.hopper import bwd_fused, bwd_qkg, bwd_qkg_wide, prepare_wy
 from fla_train.kernels.delta_product.select import Selection, override, select_for
 from fla_train.kernels.delta_product.triton import chunk, chunk_launch
 from tests.kernels.operator_cases import Case, assert_close, backward, forward, make_inputs, results
 
-MODULES: dict[str, ModuleType] = {"prepare_wy": prepare_wy, "bwd_qkg": bwd_qkg, "bwd_fused": bwd_fused}
+MODULES: dict[str, ModuleType] = {
+    "prepare_wy": prepare_wy,
+    "bwd_qkg": bwd_qkg,
+    "bwd_qkg_wide": bwd_qkg_wide,
+    "bwd_fused": bwd_fused,
+}
 # Tensors that a kernel reads by the copy engine.
 TILED = {
     "prepare_wy": ("q", "k"),
     "bwd_qkg": ("q", "k", "do", "dv", "u", "states", "dstates"),
+    "bwd_qkg_wide": ("q", "k", "do", "dv", "u", "states", "dstates"),
     "bwd_fused": ("q", "k", "do", "u", "wy", "p", "states"),
 }
 # Runs a kernel on the arguments of the Triton ones: (arguments, programs, chunks or sequences x heads).
@@ -49,19 +55,21 @@ def replaced(name: str, launch: Launch) -> Iterator[None]:
 
     def run(programs: int, **arguments: object) -> None:
         # Of two programs of `bwd_qkg`, each has several chunks.
-        launch(arguments, min(2, programs) if name == "bwd_qkg" else programs, programs)
+        launch(arguments, min(2, programs) if "qkg" in name else programs, programs)
 
     def select(*arguments: object) -> Selection:
         selection = select_for(*arguments)
         if name == "bwd_fused":
             return replace(selection, fused_backward=True)
-        kernel = f"chunk_{name}"
+        kernel = f"chunk_{name}".removesuffix("_wide")
         return replace(selection, **{kernel: replace(getattr(selection, kernel), hopper=True)})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MODULES[name], "launch", run)
         for module in (chunk, chunk_launch):
             patch.setattr(module, "select_for", select)
+        # A GPU's limit; emulated, numbers of 16 bits have 32
+        patch.setitem(chunk.MAX_KEY_DIM, torch.float32, 256)
         yield
 
 

@@ -5,7 +5,8 @@ heads, and the copy engine (TMA) fills shared memory for the chunk after this on
 buffers each, those of the states are refilled as soon as the products that read them are done, those of q and
 k at the end. Every tile is read once.
 
-For 16-bit inputs with K = V = 64 or 128; `chunk_bwd_qkg_kernel` of triton/chunk_bwd.py takes the rest.
+For 16-bit inputs with K = V = 64 or 128. `bwd_qkg_wide` takes 256, `chunk_bwd_qkg_kernel` of
+triton/chunk_bwd.py the rest.
 """
 
 from typing import Any
@@ -22,11 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from fla_train.kernels.cached_launch import run_kernel
 from fla_train.kernels.delta_product.hopper.common import (
     BETA,
-    GM,
-    GT,
-    LEAST_GATE,
     QUERY,
-    RAW,
     READ,
     RK,
     ROWS,
@@ -41,23 +38,17 @@ from fla_train.kernels.delta_product.hopper.common import (
     fetch_scalars,
     keep_scalars,
     make_table,
+    persistent_programs,
     with_tma_descriptors,
 )
-from fla_train.kernels.sizes import processors
+from fla_train.kernels.delta_product.hopper.inside_chunk import (
+    by_state,
+    score_gradients,
+    score_sums,
+    store_scalar_gradients,
+)
 
 WARPS = 8
-# Per SM, one after the other: with a single one, NCCL's kernels beside this one would find no room to begin.
-PROGRAMS = 4
-
-
-@gluon.jit
-def add2(a0, a1, b0, b1):
-    return a0 + b0, a1 + b1
-
-
-@gluon.jit
-def add3(a0, a1, a2, b0, b1, b2):
-    return a0 + b0, a1 + b1, a2 + b2
 
 
 @gluon.jit
@@ -151,7 +142,6 @@ def chunk_bwd_qkg_kernel(
         scalars = fetch_scalars(
             beta, g, g_cum, q_rnorm, k_rnorm, f_t, f_n, f_h, n_total, H, N, GATED, L2NORM, num_warps
         )
-        o_r, o_c = gl.arange(0, ROWS, ROW), gl.arange(0, ROWS, COLUMN)
 
         s_u, s_dv, s_do = m_u.index(buffer), m_dv.index(buffer), m_do.index(buffer)
         mbarrier.wait(bars.index(buffer), (step >> 1) & 1)
@@ -177,27 +167,13 @@ def chunk_bwd_qkg_kernel(
         mbarrier.wait(bars.index(3), step & 1)
         write_w, read_w = table[WRITE].load(WROW), table[READ].load(WROW)
         query_w, beta_w = table[QUERY].load(WROW), table[BETA].load(WROW)
-        b_x = s_k.load(WIDE).to(gl.float32)
-        kw, kr, qr = gl.reduce((b_x * b_dk, b_x * b_y, s_q.load(WIDE).to(gl.float32) * b_dq), 1, add3)
-        kw, kr, qr = kw * write_w, -kr * read_w, qr * query_w
-        b_dk = b_dk * (write_w * beta_w)[:, None] - b_y * read_w[:, None]
-        b_dq *= query_w[:, None]
+        b_dk, b_dq, kw, kr, qr = by_state(b_dk, b_y, b_dq, s_k, s_q, write_w, read_w, query_w, beta_w, WIDE)
 
         # Inside the chunk.
         b_kq = warpgroup_mma(s_k, s_q.permute((1, 0)), square, is_async=True)
         b_kk = warpgroup_mma(s_k, s_k.permute((1, 0)), square, is_async=True)
-        seen = ((o_r // N)[:, None] <= o_c[None, :]) & (o_c < n_t)[None, :]
-        lower = (o_r[:, None] > o_c[None, :]) & (o_r < n_m)[:, None]
-        beta_r, rk_r = table[BETA].load(ROW), table[RK].load(ROW)
-        beta_c = table[BETA].load(COLUMN)
-        b_dp *= rk_r[:, None] * (table[RQ].load(COLUMN) * scale)[None, :]
-        b_da *= -rk_r[:, None] * table[RK].load(COLUMN)[None, :]
-        if GATED:
-            gm_r, gm_c, gt_c = table[GM].load(ROW), table[GM].load(COLUMN), table[GT].load(COLUMN)
-            b_dp *= gl.exp2(gl.where(seen, gt_c[None, :] - gm_r[:, None], 0.0))
-            b_da *= gl.exp2(gl.where(lower, gm_r[:, None] - gm_c[None, :], 0.0))
-        b_dp = gl.where(seen, b_dp, 0.0)
-        b_da = gl.where(lower, b_da, 0.0)
+        b_da, b_dp = score_gradients(b_da, b_dp, table, n_m, n_t, scale, N, GATED, SQUARE)
+        beta_r, beta_c = table[BETA].load(ROW), table[BETA].load(COLUMN)
         s_dp.store((b_dp * beta_r[:, None]).to(DTYPE))
         s_da.store((b_da * beta_c[None, :]).to(DTYPE))
         fence_async_shared()
@@ -209,40 +185,18 @@ def chunk_bwd_qkg_kernel(
 
         # Meanwhile what beta, gates and norms take of the chunk.
         b_kq, b_kk = warpgroup_mma_wait(4, deps=[b_kq, b_kk])
-        b_dp *= b_kq  # dP .* P
-        b_da *= b_kk  # dA .* A
-        inner, kp = gl.reduce((b_dp, b_da * beta_c[None, :]), 1, add2)
-        columns, qp = gl.reduce((b_da, b_dp * beta_r[:, None]), 0, add2)
-        table[READ].store(columns)
-        table[QUERY].store(qp)
-        barrier()
-        inner += table[READ].load(ROW)
-        kp += inner * beta_r
-        qp = table[QUERY].load(WROW)
-
-        kw_r, kr_r = gl.convert_layout(kw, ROW), gl.convert_layout(kr, ROW)
-        gl.store(dbeta + (i_m + o_r) * H + i_h, kw_r + inner, mask=o_r < n_m)
-        if GATED:
-            # k that reads the state raises the gates up to its token, what is written those after it.
-            table[GM].store(kr_r + kp - 2.0 * inner * beta_r)
-            table[WRITE].store(kw_r * beta_r)
-            table[GT].store(qr + qp)
-            barrier()
-            rises, later = table[GM].load(COLUMN), table[WRITE].load(COLUMN)
-            tokens = table[GT].load(COLUMN)
-            if N == 1:
-                sums = gl.where(o_c[None, :] >= o_r[:, None], (rises + tokens)[None, :], later[None, :])
-            else:
-                sums = gl.where((o_c // N)[None, :] >= o_r[:, None], rises[None, :], later[None, :])
-                sums += gl.where(o_c[None, :] >= o_r[:, None], tokens[None, :], 0.0)
-            b_dg = gl.sum(sums, 1) + b_ss * gl.exp2(g_last)
-            p_dg = dg + (i_t + o_r) * H + i_h
-            gl.store(p_dg, gl.where(table[RAW].load(ROW) > LEAST_GATE, b_dg, 0.0), mask=o_r < n_t)
+        inner, kp, qp = score_sums(b_da, b_dp, b_kk, b_kq, table, SQUARE, WROW)
+        kw, kr = gl.convert_layout(kw, ROW), gl.convert_layout(kr, ROW)
+        store_scalar_gradients(
+            dbeta, dg, table, kw, kr, qr, inner, kp, qp, b_ss, g_last, i_m, n_m, i_t, n_t, i_h,
+            H, N, GATED, SQUARE,
+        )  # fmt: skip
 
         b_dk, b_dq = warpgroup_mma_wait(0, deps=[b_dk, b_dq])
         if L2NORM:
             # The sums are r * d(x r): with r = rsqrt(x . x + eps), dx = that - r^2 x (x . that).
-            radial = rk_r * rk_r * (kr_r + kw_r * beta_r + kp)
+            rk_r = table[RK].load(ROW)
+            radial = rk_r * rk_r * (kr + kw * beta_r + kp)
             b_dk -= s_k.load(WIDE).to(gl.float32) * gl.convert_layout(radial, WROW)[:, None]
             rq_w = table[RQ].load(WROW)
             radial = rq_w * rq_w * (qr + qp)
@@ -266,6 +220,6 @@ def chunk_bwd_qkg_kernel(
 
 def launch(programs: int, **arguments: Any) -> None:
     """Run the kernel for so many chunks x heads; the arguments are those of the Triton kernel."""
-    grid = (min(programs, PROGRAMS * processors(arguments["q"].device)),)
+    grid = (persistent_programs(programs, arguments["q"].device),)
     tiled = with_tma_descriptors(arguments, ("q", "k", "do", "dv", "u"), states=("states", "dstates"))
     run_kernel(chunk_bwd_qkg_kernel, grid, **tiled, n_work=programs, num_warps=WARPS)

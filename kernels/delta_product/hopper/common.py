@@ -1,8 +1,10 @@
 """Helpers of the Gluon kernels: TMA descriptors, spans and tiles of chunks, scalars of rows, sums."""
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fla_train.kernels.delta_product.triton.chunk_fwd import MIN_LOG_DECAY
 from fla_train.kernels.delta_product.triton.common import TINY
-from fla_train.kernels.sizes import ceil_div
+from fla_train.kernels.sizes import ceil_div, processors
 
 # What triton 3.6 calls thread_barrier.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -48,17 +50,33 @@ class TmaDescriptor(TensorDescriptor):
         """These take the host as long as a quarter of a launch."""
 
 
+def persistent_programs(work: int, device: torch.device) -> int:
+    """Programs that go through so many chunks x heads: four per SM, one after the other.
+
+    With a single one NCCL's kernels beside this one would find no room to begin.
+    """
+    return min(work, 4 * processors(device))
+
+
 def with_tma_descriptors(
-    arguments: Mapping[str, Any], rows: Iterable[str], states: Iterable[str] = ()
+    arguments: Mapping[str, Any],
+    rows: Iterable[str],
+    states: Iterable[str] = (),
+    slices: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """The arguments with TMA descriptors in place of some tensors.
 
     `rows` are tensors [..., heads, columns], read in tiles of 64 rows of one head; `states` are tensors
     [..., V, K], read in tiles of V x K. With TILES among the arguments, V is in so many tiles, each like a
-    head of its own.
+    head of its own. Tiles of what is among `slices` have 64 rows and so many columns.
     """
     tiles = arguments.get("TILES", 1)
     matrices = {}
+    for name, width in slices.items():
+        *_, heads, columns = arguments[name].shape
+        columns *= 1 if name in states else heads
+        matrices[name] = _matrix(arguments[name], [-1, columns], [ROWS.value, width])
+    rows, states = ([name for name in names if name not in slices] for names in (rows, states))
     for name in rows:
         *_, heads, width = arguments[name].shape
         count = 1 if name in ("q", "k", "wy", "p") else tiles

@@ -19,6 +19,9 @@ from fla_train.kernels.delta_product.triton.chunk_arguments import OPERAND_DTYPE
 from fla_train.kernels.delta_product.triton.chunk_launch import delta_product_backward, delta_product_forward
 from fla_train.kernels.sizes import ceil_div
 
+# Beyond these key dimensions the tiles of a chunk do not fit in shared memory.
+MAX_KEY_DIM = {torch.float32: 128, torch.bfloat16: 256, torch.float16: 256}
+
 
 def triton_delta_product(
     q: Tensor,
@@ -47,7 +50,7 @@ def triton_delta_product(
         raise ValueError(
             f"the triton backend takes at most {CHUNK_STEPS} Householder steps per token, got {k.shape[2]}"
         )
-    limit = 128 if q.dtype == torch.float32 else 256  # the tiles of a chunk must fit in shared memory
+    limit = MAX_KEY_DIM[q.dtype]
     if q.shape[3] > limit:
         raise ValueError(
             f"the triton backend takes a key dimension of at most {limit} in {q.dtype}, got {q.shape[3]}: "

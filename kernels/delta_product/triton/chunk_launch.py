@@ -25,7 +25,7 @@ from fla_train.kernels.delta_product.triton.fused_recurrent import (
     fused_recurrent_fwd_kernel,
     launch_fused_recurrent,
 )
-from fla_train.kernels.delta_product.triton.launch_table import value_tiles
+from fla_train.kernels.delta_product.triton.launch_table import HOPPER_TILE, value_tiles
 from fla_train.kernels.delta_product.triton.sequence_split import Segments
 from fla_train.kernels.delta_product.triton.shared_heads import make_shares, sum_shares
 from fla_train.kernels.optional_triton import tl
@@ -184,9 +184,10 @@ def _chunk_backward(
         gradients |= dict(dstates=dstates, **call.sequences, chunk_sequence=call.chunk_sequence)
         programs = call.num_chunks * heads
         if selection.chunk_bwd_qkg.hopper:
-            from fla_train.kernels.delta_product.hopper import bwd_qkg
+            from fla_train.kernels.delta_product.hopper import bwd_qkg, bwd_qkg_wide
 
-            bwd_qkg.launch(programs, **gradients, **pick(call.tiles, "L2NORM"))
+            hopper = bwd_qkg_wide if q.shape[-1] > HOPPER_TILE else bwd_qkg
+            hopper.launch(programs, **gradients, **pick(call.tiles, "L2NORM"))
         else:
             options = selection.chunk_bwd_qkg.options
             run_kernel(chunk_bwd_qkg_kernel, (programs,), **gradients, **call.tiles, **options)

@@ -32,7 +32,8 @@ from fla_train.utils.aliases import current_name
 # Least extent of the tiles of K and V. On Hopper, Triton 3.6 compiled tiles of 32 columns to wrong dk and to
 # illegal accesses (measured 2026-11-21 with its ptxas 12.8); narrower heads are padded with zeros instead.
 MIN_TILE = 64
-HOPPER_TILE = 128  # greatest extent of the tiles of K and V in the Hopper kernels; the least is MIN_TILE
+# Greatest extent of the tiles of K and V in the Hopper kernels; the least is MIN_TILE. Of 256, two are taken.
+HOPPER_TILE = 128
 ALIGNED = 8  # 16-bit numbers between rows that the copy engine reads: 16 bytes
 IN_GLUON = ("chunk_prepare_wy", "chunk_bwd_state", "chunk_bwd_qkg")  # may have `gluon` among their options
 # Tile widths that each kernel needs.
@@ -88,7 +89,7 @@ def value_tiles(value_dim: int) -> int:
 
 def square(key_dim: int, value_dim: int) -> bool:
     """Whether Hopper's `chunk_bwd_qkg` takes these heads."""
-    return key_dim == value_dim and key_dim in (MIN_TILE, HOPPER_TILE)
+    return key_dim == value_dim and key_dim in (MIN_TILE, HOPPER_TILE, 2 * HOPPER_TILE)
 
 
 def user_file() -> Path:

@@ -32,7 +32,7 @@ HOPPER_WIDE = {
     "chunk_prepare_wy": {"num_warps": 4, "maxnreg": 168},
     "chunk_fwd": {"BV": 128, "num_warps": 8, "num_stages": 2},
     "chunk_bwd_state": {"BV": 128, "num_warps": 8, "num_stages": 2},
-    "chunk_bwd_qkg": {"BV": 64, "BKO": 256, "num_warps": 8, "num_stages": 2},
+    "chunk_bwd_qkg": {"gluon": 1, "BV": 64, "BKO": 256, "num_warps": 8, "num_stages": 2},
 }
 UNTIMED = {
     "chunk_prepare_wy": {"num_warps": 8, "num_stages": 1},
