@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fla_train.training.optimizer import AdamWOfParts, parts_like
+from fla_train.training.optimizer import views_like
 
 
 def skip_cpu_operator() -> None:
@@ -66,11 +66,11 @@ def share_masters(zero) -> None:
     zero._link_all_hp_params()  # its views of the copies would keep their memory
 
 
-def step_in_parts(zero) -> None:
-    """Have one rank's optimizer read each parameter's gradient where autograd left it.
+def step_with_separate_gradients(zero) -> None:
+    """Have one rank's `FlatAdamW` read the gradients of `collect_gradients` where autograd left them.
 
-    DeepSpeed's step copies the gradients of a group into a flat one: 4 bytes a parameter more at the peak,
-    and 1.3 ms a step of a 340M model on one H100 (docs/dev/log.md). Weights and moments stay flat.
+    DeepSpeed's step takes a flat gradient of each group. The copy into it takes 1.3 ms of a 340M model's step
+    on one H100 (docs/dev/log.md), and 4 bytes a parameter until the step's end.
     """
 
     def step(closure: None = None) -> None:
@@ -95,6 +95,23 @@ def reduce_in_bf16(model: nn.Module) -> None:
         parameter.comm_dtype = torch.bfloat16
 
 
+def collect_gradients(zero) -> None:
+    """Give one rank's `FlatAdamW` a gradient per parameter: contiguous, zeros where there is none.
+
+    Gradients of a CUDA graph may have any strides, and two parameters may have one gradient.
+    """
+    assert dist.get_world_size() == 1
+    taken = set()
+    for i, group in enumerate(zero.bit16_groups):
+        zero.averaged_gradients[i] = []
+        for p in group:
+            gradient = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
+            if gradient.data_ptr() in taken:
+                gradient = gradient.clone()
+            taken.add(gradient.data_ptr())
+            zero.averaged_gradients[i].append(gradient)
+
+
 def reduce_gradients(zero) -> None:
     """Add up the ranks' gradients of a step and give each rank its partition, as DeepSpeed's hooks would.
 
@@ -105,12 +122,9 @@ def reduce_gradients(zero) -> None:
     for i, group in enumerate(zero.bit16_groups):
         size = zero.partition_size[i]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
-        if isinstance(zero.optimizer, AdamWOfParts):
-            zero.averaged_gradients[i] = gradients
-            continue
         flat = torch.empty(size * world, dtype=zero.communication_data_type, device=group[0].device)
         flat[sum(p.numel() for p in group) :].zero_()
-        torch._foreach_copy_(parts_like(gradients, flat), gradients)
+        torch._foreach_copy_(views_like(gradients, flat), gradients)
         del gradients
         zero.free_grad_in_param_list(group)
         partition = flat[rank * size : (rank + 1) * size]

@@ -25,7 +25,7 @@ from fla_train.training.bad_steps import BadStepFilter
 from fla_train.training.config import TrainConfig, accumulation_steps, resolve_device, with_processes
 from fla_train.training.cuda_graph import CudaGraphPass, gradients_of
 from fla_train.training.initial_states import InitialStates
-from fla_train.training.optimizer import AdamWOfParts, build_optimizer
+from fla_train.training.optimizer import FlatAdamW, build_optimizer
 from fla_train.training.process_group import join
 
 logger = logging.getLogger(__name__)
@@ -135,15 +135,16 @@ def build_engine(model: nn.Module, config: TrainConfig):
         model.float8 = Float8Weights(model)
     if settings["communication_data_type"] == "bf16":
         deepspeed_patches.reduce_in_bf16(model)
-    optimizer = build_optimizer(model, config.optimizer, of_parts=config.launch.num_processes == 1)
+    one = config.launch.num_processes == 1
+    optimizer = build_optimizer(model, config.optimizer, separate_gradients=one)
     engine, _ = accelerator.prepare(model, optimizer)
     assert dist.get_world_size() == config.launch.num_processes
     assert engine.gradient_accumulation_steps() == settings["gradient_accumulation_steps"]
     deepspeed_patches.share_masters(engine.optimizer)
     if not engine.optimizer.overlap_comm:
         deepspeed_patches.leave_gradients(engine)
-    if isinstance(optimizer, AdamWOfParts):
-        deepspeed_patches.step_in_parts(engine.optimizer)
+    if isinstance(optimizer, FlatAdamW):
+        deepspeed_patches.step_with_separate_gradients(engine.optimizer)
     return engine
 
 
@@ -198,7 +199,9 @@ def train_step(
         sums[0] += loss.detach().double()
     if states is not None:
         states.end_step()
-    if not zero.overlap_comm:
+    if isinstance(zero.optimizer, FlatAdamW):
+        deepspeed_patches.collect_gradients(zero)
+    elif not zero.overlap_comm:
         deepspeed_patches.reduce_gradients(zero)
     dist.all_reduce(sums)
     loss = sums[0]

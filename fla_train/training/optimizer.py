@@ -52,15 +52,15 @@ def learning_rate(step: int, *, peak: float, max_steps: int, schedule: ScheduleC
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimizerConfig, *, of_parts: bool = False
+    model: nn.Module, config: OptimizerConfig, *, separate_gradients: bool = False
 ) -> torch.optim.Optimizer:
     """AdamW, one fused kernel per group; as `muon`, Muon for the blocks' matrices and AdamW for the rest.
 
     Args:
-        of_parts: let AdamW be an `AdamWOfParts`.
+        separate_gradients: make AdamW alone a `FlatAdamW`, which takes a gradient per parameter.
     """
     matrices = hidden_matrices(model) if config.name == "muon" else []
-    kind = AdamWOfParts if of_parts and not matrices else torch.optim.AdamW
+    kind = FlatAdamW if separate_gradients and not matrices else torch.optim.AdamW
     optimizer = kind(
         parameter_groups(model, config.weight_decay, without=matrices),
         lr=config.lr,
@@ -75,12 +75,16 @@ def build_optimizer(
     )
 
 
-class AdamWOfParts(torch.optim.AdamW):
-    """Fused AdamW of groups that are one flat tensor each, with a gradient for each part of it."""
+class FlatAdamW(torch.optim.AdamW):
+    """Fused AdamW of groups whose weights are one flat tensor and whose gradients are one per parameter."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update every group by its `gradients`, of the parts in order. Padding may follow them."""
+        """Update each group by its entry `gradients`, contiguous and in the order of the flat tensor.
+
+        The flat tensor may end with padding, which has no gradient and stays. With `grad_scale` the kernel
+        divides the gradients in place, so each needs memory of its own.
+        """
         for group in self.param_groups:
             (flat,), gradients = group["params"], group["gradients"]
             state = self.state[flat]
@@ -89,10 +93,10 @@ class AdamWOfParts(torch.optim.AdamW):
                 state |= {name: torch.zeros_like(flat) for name in ("exp_avg", "exp_avg_sq")}
             steps = list(state["step"].repeat(len(gradients)).unbind())
             adamw(
-                parts_like(gradients, flat),
+                views_like(gradients, flat),
                 gradients,
-                parts_like(gradients, state["exp_avg"]),
-                parts_like(gradients, state["exp_avg_sq"]),
+                views_like(gradients, state["exp_avg"]),
+                views_like(gradients, state["exp_avg_sq"]),
                 [],
                 steps,
                 fused=True,
@@ -109,7 +113,7 @@ class AdamWOfParts(torch.optim.AdamW):
             state["step"].copy_(steps[0])
 
 
-def parts_like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
+def views_like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
     """Views of `flat` with the shapes of these tensors, one after another."""
     sizes = [tensor.numel() for tensor in tensors]
     views = flat.detach().split([*sizes, flat.numel() - sum(sizes)])

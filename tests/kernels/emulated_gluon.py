@@ -1,10 +1,11 @@
 """Runs a Gluon kernel's Python on the CPU: tensors for tiles, under the rules of Hopper's asynchronous units.
 
 Layouts are ignored, numbers of 16 bits have 32, and programs run one after the other. Fails where the
-hardware could go wrong unseen: a tile that was never filled or is still on its way, a product of a tile
-that was stored without a fence and a barrier or that changes before the product has ended, a result that
-nobody waited for, a copy over a tile that threads may still read, a copy or a store over one that another
-warp group's product may still read, a barrier's phase that never completes, a copy that nobody waits for.
+hardware could go wrong unseen: a tile that was never filled or is still on its way, a product of a tile that
+was stored without a fence and a barrier or that changes before the product has ended, a result that nobody
+waited for, a load of what other threads have stored, without a barrier, a copy over a tile that threads may
+still read, a copy or a store over one that another warp group's product may still read, a barrier's phase
+that never completes, a copy that nobody waits for.
 """
 
 import importlib.util

@@ -95,6 +95,7 @@ class Shared:
         (book,) = self.books
         book.touched = True
         assert not book.empty, "shared memory that nobody has filled"
+        assert not book.written, "a load of what other threads have stored, without a barrier"
         return self.data.clone()
 
     def store(self, value: Tensor) -> None:

@@ -59,6 +59,10 @@ def narrow(**changes: object) -> Case:
     return Case(**{"key_dim": 64, "value_dim": 64, **changes})
 
 
+def widened(case: Case) -> Case:
+    return replace(case, key_dim=256, value_dim=256)
+
+
 DOCUMENTS = narrow(tokens=100, num_householder=2, cu_seqlens=(0, 0, 33, 34, 100, 100))
 CASES = [
     narrow(tokens=130, heads=2, batch=2),
@@ -78,7 +82,6 @@ OF_GRADIENTS = [
 ]
 FURTHER = {
     "bwd_qkg": OF_GRADIENTS,
-    "bwd_qkg_wide": OF_GRADIENTS,
     "prepare_wy": [
         narrow(tokens=70, num_householder=3, key_dim=128),
         narrow(tokens=100, num_householder=2, cu_seqlens=(0, 0, 33, 34, 100), key_dim=128),
@@ -101,10 +104,13 @@ FURTHER = {
 
 
 @pytest.mark.parametrize(
-    ("name", "case"), [(name, case) for name, more in FURTHER.items() for case in CASES + more], ids=str
+    ("name", "case"),
+    [(name, case) for name, more in FURTHER.items() for case in CASES + more]
+    + [("bwd_qkg_wide", widened(case)) for case in CASES + OF_GRADIENTS],
+    ids=str,
 )
 def test_a_kernel(name: str, case: Case) -> None:
-    run(name, replace(case, key_dim=256, value_dim=256) if name == "bwd_qkg_wide" else case)
+    run(name, case)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +147,16 @@ def test_fused_backward_of_segments(case: Case, chunks: int) -> None:
         ),
         ("bwd_fused", "barrier()  # du, dO, dS', T and P are read", "pass", "may still read"),
         ("bwd_fused", "barrier()  # q and k are read", "pass", "threads may still use"),
+        ("bwd_qkg_wide", "barrier()  # this part of dS' is read", "pass", "may still use"),
+        ("bwd_qkg_wide", "count // SLOTS & 1", "(count // SLOTS & 1) ^ 1", "never completes"),
+        ("bwd_qkg_wide", "barrier()  # u, dV and dO are read", "pass", "may still use"),
+        ("bwd_qkg_wide", "barrier()  # the outputs have left the place of k and q", "pass", "may still use"),
+        (
+            "bwd_qkg_wide",
+            "copy_first(u, m_u, bars.index(FIRST), r_m, f_h, pred)\n        barrier()\n",
+            "copy_first(u, m_u, bars.index(FIRST), r_m, f_h, pred)\n",
+            "without a barrier",
+        ),
         (
             "bwd_fused",
             "b_da = warpgroup_mma_wait(6, deps=[b_da])",
@@ -163,7 +179,7 @@ def test_a_kernel_that_could_race_is_caught(
     assert line in text
     changed = tmp_path / "kernel.py"
     changed.write_text(text.replace(line, instead))
-    case = narrow(tokens=260)
+    case = widened(narrow(tokens=260)) if name == "bwd_qkg_wide" else narrow(tokens=260)
     with pytest.raises(AssertionError, match=message):
         judge(name, case, emulate(name, late=False, path=changed), uniform(2e-5))
 

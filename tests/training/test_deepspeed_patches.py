@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from warm_ranks import WarmRanks
 
 from fla_train.training.config import TrainConfig
-from fla_train.training.deepspeed_patches import ask_cuda_for_free_memory, wait_on_stream
+from fla_train.training.deepspeed_patches import ask_cuda_for_free_memory, collect_gradients, wait_on_stream
 
 
 def unpatched(code: str, tmp_path: Path) -> str:
@@ -144,11 +144,14 @@ def makes_a_flat_gradient(config: TrainConfig, patched: bool) -> bool:
 
     from fla_train.training.bad_steps import BadStepFilter
     from fla_train.training.engine import build_engine, train_step
+    from fla_train.training.optimizer import build_optimizer
+
+    def plain(model: torch.nn.Module, config: object, **_: bool) -> torch.optim.Optimizer:
+        return build_optimizer(model, config)
 
     with pytest.MonkeyPatch.context() as patches:
         if not patched:
-            patches.setattr("fla_train.training.engine.AdamWOfParts", torch.optim.SGD)  # which it is not
-            patches.setattr("fla_train.training.optimizer.AdamWOfParts", torch.optim.AdamW)
+            patches.setattr("fla_train.training.engine.build_optimizer", plain)
         engine = build_engine(make_model(config), config)
     bad_steps = BadStepFilter(engine.device, max_grad_norm=1.0)
     train_step(engine, [make_batch(0)], 1e-3, bad_steps)
@@ -164,6 +167,21 @@ def makes_a_flat_gradient(config: TrainConfig, patched: bool) -> bool:
     with Sizes():
         train_step(engine, [make_batch(1)], 1e-3, bad_steps)
     return engine.optimizer.partition_size[0] in made
+
+
+def test_each_parameter_gets_a_gradient_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
+    parameters = [torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(5)]
+    apart, turned, first, second, without = parameters
+    apart.grad, turned.grad = torch.randn(2, 3), torch.randn(3, 2).T
+    first.grad = second.grad = torch.randn(2, 3)
+    zero = SimpleNamespace(bit16_groups=[parameters[:3], parameters[3:]], averaged_gradients={})
+    collect_gradients(zero)
+    found = [gradient for group in zero.averaged_gradients.values() for gradient in group]
+    for parameter, gradient in zip(parameters, found, strict=True):
+        expected = torch.zeros(2, 3) if parameter is without else parameter.grad
+        assert torch.equal(gradient, expected) and gradient.is_contiguous()
+    assert len({gradient.data_ptr() for gradient in found}) == len(found)
 
 
 def test_its_own_checkpoint_engine_runs_what_a_pickle_asks_for(tmp_path: Path):

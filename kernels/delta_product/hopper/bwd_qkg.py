@@ -25,9 +25,7 @@ from fla_train.kernels.delta_product.hopper.common import (
     BETA,
     QUERY,
     READ,
-    RK,
     ROWS,
-    RQ,
     TILE,
     WRITE,
     barrier,
@@ -43,6 +41,7 @@ from fla_train.kernels.delta_product.hopper.common import (
 )
 from fla_train.kernels.delta_product.hopper.inside_chunk import (
     by_state,
+    norm_parts,
     score_gradients,
     score_sums,
     store_scalar_gradients,
@@ -194,13 +193,9 @@ def chunk_bwd_qkg_kernel(
 
         b_dk, b_dq = warpgroup_mma_wait(0, deps=[b_dk, b_dq])
         if L2NORM:
-            # The sums are r * d(x r): with r = rsqrt(x . x + eps), dx = that - r^2 x (x . that).
-            rk_r = table[RK].load(ROW)
-            radial = rk_r * rk_r * (kr + kw * beta_r + kp)
-            b_dk -= s_k.load(WIDE).to(gl.float32) * gl.convert_layout(radial, WROW)[:, None]
-            rq_w = table[RQ].load(WROW)
-            radial = rq_w * rq_w * (qr + qp)
-            b_dq -= s_q.load(WIDE).to(gl.float32) * radial[:, None]
+            of_k, of_q = norm_parts(table, kw, kr, kp, qr, qp, ROW, WROW)
+            b_dk -= s_k.load(WIDE).to(gl.float32) * of_k[:, None]
+            b_dq -= s_q.load(WIDE).to(gl.float32) * of_q[:, None]
         # Through the buffers of u and dV into rows of whole sectors.
         s_u.store(b_dk.to(DTYPE))
         s_dv.store(b_dq.to(DTYPE))

@@ -22,9 +22,7 @@ from fla_train.kernels.delta_product.hopper.common import (
     BETA,
     QUERY,
     READ,
-    RK,
     ROWS,
-    RQ,
     WRITE,
     async_load,
     barrier,
@@ -37,19 +35,22 @@ from fla_train.kernels.delta_product.hopper.common import (
 )
 from fla_train.kernels.delta_product.hopper.inside_chunk import (
     by_state,
+    norm_parts,
     score_gradients,
     score_sums,
     store_scalar_gradients,
 )
 
 WARPS = 8
-TILE, HALF = gl.constexpr(64), gl.constexpr(128)  # columns of a tile of V, and of half the key channels
+WIDTH, HALF = gl.constexpr(64), gl.constexpr(128)  # columns of a tile of V, and of half the key channels
 TILES = gl.constexpr(4)  # of V
-PARTS = gl.constexpr(8)  # slices of a state: its tiles for one half, then for the other
+PARTS = gl.constexpr(8)  # slices of a state: the tiles of V for one half, then for the other
 SLOTS = gl.constexpr(3)
-# Barriers of the slots come first, then that of dV, dO and the last tiles of u, of its first, of k and q.
-VALUES, FIRST, KEYS = gl.constexpr(3), gl.constexpr(4), gl.constexpr(5)
 SCORES = gl.constexpr(2)  # tiles of u whose place dA' and dP' take
+# Numbers of barriers. 0 to 2: the slots. VALUES: dV, dO and tiles 2 and 3 of u. FIRST: tiles 0 and 1 of u.
+# KEYS: k and q.
+VALUES, FIRST, KEYS = gl.constexpr(3), gl.constexpr(4), gl.constexpr(5)
+# Columns of the tiles that the copy engine reads, all of 64 rows.
 SLICES = {"q": 128, "k": 128, "do": 64, "dv": 64, "u": 64, "states": 128, "dstates": 128}
 
 
@@ -57,15 +58,15 @@ SLICES = {"q": 128, "k": 128, "do": 64, "dv": 64, "u": 64, "states": 128, "dstat
 def copy_tiles(matrix, tiles, bar, i_row, i_head, pred, START: gl.constexpr, END: gl.constexpr):
     """Tiles START to END of 64 rows of a head."""
     COUNT: gl.constexpr = tiles.shape[0]
-    WIDTH: gl.constexpr = tiles.shape[2]
+    COLUMNS: gl.constexpr = tiles.shape[2]
     for i in gl.static_range(START, END):
-        async_load(matrix, [i_row, (i_head * COUNT + i) * WIDTH], bar, tiles.index(i), pred=pred)
+        async_load(matrix, [i_row, (i_head * COUNT + i) * COLUMNS], bar, tiles.index(i), pred=pred)
 
 
 @gluon.jit
-def copy_values(u, dv, do, m_u, m_dv, m_do, bar, i_m, i_t, i_head, pred):
+def copy_chunk_values(u, dv, do, m_u, m_dv, m_do, bar, i_m, i_t, i_head, pred):
     """dV, dO and u of a chunk, the latter without the tiles whose place scores take."""
-    mbarrier.expect(bar, (3 * TILES - SCORES) * ROWS * TILE * 2, pred=pred)
+    mbarrier.expect(bar, (3 * TILES - SCORES) * ROWS * WIDTH * 2, pred=pred)
     copy_tiles(u, m_u, bar, i_m, i_head, pred, SCORES, TILES)
     copy_tiles(dv, m_dv, bar, i_m, i_head, pred, 0, TILES)
     copy_tiles(do, m_do, bar, i_t, i_head, pred, 0, TILES)
@@ -73,8 +74,8 @@ def copy_values(u, dv, do, m_u, m_dv, m_do, bar, i_m, i_t, i_head, pred):
 
 @gluon.jit
 def copy_first(u, m_u, bar, i_m, i_head, pred):
-    """The tiles of u that `copy_values` leaves out."""
-    mbarrier.expect(bar, SCORES * ROWS * TILE * 2, pred=pred)
+    """The tiles of u that `copy_chunk_values` leaves out."""
+    mbarrier.expect(bar, SCORES * ROWS * WIDTH * 2, pred=pred)
     copy_tiles(u, m_u, bar, i_m, i_head, pred, 0, SCORES)
 
 
@@ -91,8 +92,8 @@ def copy_slice(matrix, ring, bars, count, work, part, n_work):
     """The `count`-th slice of this program into its slot: a part of state `work`, from 8 on of the next."""
     slot, i_state = count % SLOTS, work + part // PARTS * gl.num_programs(0)
     bar, pred = bars.index(slot), i_state < n_work
-    mbarrier.expect(bar, TILE * HALF * 2, pred=pred)
-    i_row, i_column = (i_state * TILES + part % TILES) * TILE, part // TILES % 2 * HALF
+    mbarrier.expect(bar, WIDTH * HALF * 2, pred=pred)
+    i_row, i_column = (i_state * TILES + part % TILES) * WIDTH, part // TILES % 2 * HALF
     async_load(matrix, [i_row, i_column], bar, ring.index(slot), pred=pred)
 
 
@@ -100,8 +101,8 @@ def copy_slice(matrix, ring, bars, count, work, part, n_work):
 def load_quarters(tile, LAYOUT: gl.constexpr):
     """The rows of a slice in four parts of 16."""
     parts = ()
-    for i in gl.static_range(0, TILE, TILE // 4):
-        parts += (tile.slice(i, TILE // 4).load(LAYOUT),)
+    for i in gl.static_range(0, WIDTH, WIDTH // 4):
+        parts += (tile.slice(i, WIDTH // 4).load(LAYOUT),)
     return parts
 
 
@@ -138,12 +139,12 @@ def chunk_bwd_qkg_wide_kernel(
     WROW: gl.constexpr = gl.SliceLayout(1, WIDE)
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [num_warps, 1], [1, 0])
 
-    m_u = gl.allocate_shared_memory(DTYPE, [TILES, ROWS, TILE], u.layout)
-    m_dv = gl.allocate_shared_memory(DTYPE, [TILES, ROWS, TILE], dv.layout)
-    m_do = gl.allocate_shared_memory(DTYPE, [TILES, ROWS, TILE], do.layout)
+    m_u = gl.allocate_shared_memory(DTYPE, [TILES, ROWS, WIDTH], u.layout)
+    m_dv = gl.allocate_shared_memory(DTYPE, [TILES, ROWS, WIDTH], dv.layout)
+    m_do = gl.allocate_shared_memory(DTYPE, [TILES, ROWS, WIDTH], do.layout)
     m_k = gl.allocate_shared_memory(DTYPE, [2, ROWS, HALF], k.layout)
     m_q = gl.allocate_shared_memory(DTYPE, [2, ROWS, HALF], q.layout)
-    ring = gl.allocate_shared_memory(DTYPE, [SLOTS, TILE, HALF], states.layout)
+    ring = gl.allocate_shared_memory(DTYPE, [SLOTS, WIDTH, HALF], states.layout)
     table = make_table()
     bars = gl.allocate_shared_memory(gl.int64, [KEYS + 1, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(KEYS + 1):
@@ -156,7 +157,7 @@ def chunk_bwd_qkg_wide_kernel(
     i_t, n_t = chunk_span(i_c, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, C, PACKED)
     r_m, r_t = (i_t * N).to(gl.int32), i_t.to(gl.int32)
     copy_first(u, m_u, bars.index(FIRST), r_m, i_h, True)
-    copy_values(u, dv, do, m_u, m_dv, m_do, bars.index(VALUES), r_m, r_t, i_h, True)
+    copy_chunk_values(u, dv, do, m_u, m_dv, m_do, bars.index(VALUES), r_m, r_t, i_h, True)
     copy_slice(dstates, ring, bars, 0, work, 0, n_work)
     copy_slice(states, ring, bars, 1, work, 0, n_work)
     copy_slice(dstates, ring, bars, 2, work, 1, n_work)
@@ -190,9 +191,9 @@ def chunk_bwd_qkg_wide_kernel(
         square, wide = gl.zeros([ROWS, ROWS], gl.float32, SQUARE), gl.zeros([ROWS, HALF], gl.float32, WIDE)
         write_w, read_w = table[WRITE].load(WROW), table[READ].load(WROW)
         query_w, beta_w = table[QUERY].load(WROW), table[BETA].load(WROW)
-        kw, kr, qr = write_w * 0.0, write_w * 0.0, write_w * 0.0
-        b_sums = gl.zeros([TILE // 4, HALF], gl.float32, STORE)  # of S .* dS'
-        b_dk, b_dq = wide, wide
+        none = gl.zeros([ROWS], gl.float32, WROW)
+        kw, kr, qr = none, none, none
+        b_sums = gl.zeros([WIDTH // 4, HALF], gl.float32, STORE)  # of S .* dS'
         mbarrier.wait(bars.index(FIRST), step & 1)
         mbarrier.wait(bars.index(VALUES), step & 1)
         for half in gl.static_range(2):
@@ -240,7 +241,7 @@ def chunk_bwd_qkg_wide_kernel(
             b_kq = warpgroup_mma(s_k, s_q.permute((1, 0)), b_kq, is_async=True)
         b_da, b_dp, b_kk, b_kq = warpgroup_mma_wait(0, deps=[b_da, b_dp, b_kk, b_kq])
         barrier()  # u, dV and dO are read
-        copy_values(u, dv, do, m_u, m_dv, m_do, bars.index(VALUES), r_m, r_t, f_h, pred)
+        copy_chunk_values(u, dv, do, m_u, m_dv, m_do, bars.index(VALUES), r_m, r_t, f_h, pred)
         b_da, b_dp = score_gradients(b_da, b_dp, table, n_m, n_t, scale, N, GATED, SQUARE)
         s_da, s_dp = m_u.index(zero), m_u.index(zero + 1)
         beta_r, beta_c = table[BETA].load(ROW), table[BETA].load(COLUMN)
@@ -254,13 +255,9 @@ def chunk_bwd_qkg_wide_kernel(
             dbeta, dg, table, kw_r, kr_r, qr, inner, kp, qp, b_ss, g_last, i_m, n_m, i_t, n_t, i_h,
             H, N, GATED, SQUARE,
         )  # fmt: skip
-        radial_k, radial_q = kw, qr
+        of_k, of_q = kw, qr
         if L2NORM:
-            # The sums are r * d(x r): with r = rsqrt(x . x + eps), dx = that - r^2 x (x . that).
-            rk_r, rq_w = table[RK].load(ROW), table[RQ].load(WROW)
-            beta_r = table[BETA].load(ROW)
-            radial_k = gl.convert_layout(rk_r * rk_r * (kr_r + kw_r * beta_r + kp), WROW)
-            radial_q = rq_w * rq_w * (qr + qp)
+            of_k, of_q = norm_parts(table, kw_r, kr_r, kp, qr, qp, ROW, WROW)
 
         scalars = fetch_scalars(
             beta, g, g_cum, q_rnorm, k_rnorm, f_t, f_n, f_h, n_total, H, N, GATED, L2NORM, num_warps
@@ -278,8 +275,8 @@ def chunk_bwd_qkg_wide_kernel(
             b_dq = warpgroup_mma(s_dp.permute((1, 0)), s_k, b_dq, is_async=True)
             b_dk, b_dq = warpgroup_mma_wait(0, deps=[b_dk, b_dq])
             if L2NORM:
-                b_dk -= s_k.load(WIDE).to(gl.float32) * radial_k[:, None]
-                b_dq -= s_q.load(WIDE).to(gl.float32) * radial_q[:, None]
+                b_dk -= s_k.load(WIDE).to(gl.float32) * of_k[:, None]
+                b_dq -= s_q.load(WIDE).to(gl.float32) * of_q[:, None]
             barrier()  # this half of k and q is read
             s_k.store(b_dk.to(DTYPE))
             s_q.store(b_dq.to(DTYPE))

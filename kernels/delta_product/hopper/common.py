@@ -39,7 +39,7 @@ FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 PARTS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of several times 64 scalars
 # Lines of a table: beta, reciprocal norms; factors of k where it reads a state and where it is written, and
 # of q; cumulative gates by step and by token, and the gates as given. Without gates the last three are not
-# filled. `chunk_bwd_qkg_kernel` puts its sums into lines that it has done with.
+# filled. `inside_chunk` puts sums into lines that nobody needs again.
 BETA, RK, RQ, READ, WRITE, QUERY, GM, GT, RAW = (gl.constexpr(i) for i in range(9))
 
 
@@ -68,7 +68,7 @@ def with_tma_descriptors(
 
     `rows` are tensors [..., heads, columns], read in tiles of 64 rows of one head; `states` are tensors
     [..., V, K], read in tiles of V x K. With TILES among the arguments, V is in so many tiles, each like a
-    head of its own. Tiles of what is among `slices` have 64 rows and so many columns.
+    head of its own. `slices` maps names among them to a width: their tiles have 64 rows and so many columns.
     """
     tiles = arguments.get("TILES", 1)
     matrices = {}

@@ -1,7 +1,9 @@
 """Parts of `chunk_bwd_qkg_kernel` for Hopper: what of a chunk lies between its own tokens, and its scalars.
 
-The formulas are in triton/chunk_bwd.py. Rows and columns of scores are Householder steps of a chunk (of dP's
-columns: tokens). `table` is that of `keep_scalars`; some lines take sums once their factors are used up.
+The formulas are in triton/chunk_bwd.py. Rows of scores [64, 64] are Householder steps of a chunk. Columns of
+dA are steps, too; those of dP are tokens. Scalars are [64], one per step or token. `table` is that of
+`keep_scalars`: some of its lines take sums, once nobody needs their factors again. Products, sums and factors
+are fp32.
 """
 
 from triton.experimental import gluon
@@ -35,9 +37,15 @@ def add3(a0, a1, a2, b0, b1, b2):
 
 @gluon.jit
 def by_state(b_dk, b_y, b_dq, s_k, s_q, write, read, query, beta, LAYOUT: gl.constexpr):
-    """dk and dq by way of the state, and of their parts k . dk (written and read) and q . dq; all in fp32.
+    """What goes by way of the state: dk, dq, and the row sums that beta, gates and norms take.
 
-    Of u dS'^T, dV S^T and dO S^T, some columns of them at a time, with the same columns of k and q.
+    Args:
+        b_dk: u dS'; b_y: dV S; b_dq: dO S, each [64, columns], of some key channels or of all.
+        s_k: k; s_q: q, of the same channels.
+        write, read, query, beta: factors of the rows.
+
+    Returns:
+        dk and dq [64, columns], then k . dk as k is written, k . dk as k reads, and q . dq.
     """
     b_x = s_k.load(LAYOUT).to(gl.float32)
     kw, kr, qr = gl.reduce((b_x * b_dk, b_x * b_y, s_q.load(LAYOUT).to(gl.float32) * b_dq), 1, add3)
@@ -67,9 +75,12 @@ def score_gradients(
 
 @gluon.jit
 def score_sums(b_da, b_dp, b_kk, b_kq, table, LAYOUT: gl.constexpr, WROW: gl.constexpr):
-    """What beta takes of the scores, and the inner products k . dk and q . dq by way of them [64].
+    """Row and column sums of dA .* A and dP .* P: what dbeta takes of them, k . dk and q . dq.
 
     Writes to the lines READ and QUERY, and has all threads meet.
+
+    Args:
+        b_da, b_dp: as `score_gradients` returns them; b_kk: K K^T; b_kq: K Q^T.
     """
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     beta_r, beta_c = table[BETA].load(ROW), table[BETA].load(gl.SliceLayout(0, LAYOUT))
@@ -89,7 +100,12 @@ def store_scalar_gradients(
     dbeta, dg, table, kw, kr, qr, inner, kp, qp, b_ss, g_last, i_m, n_m, i_t, n_t, i_h,
     H: gl.constexpr, N: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """dbeta and dg of a chunk; `b_ss` is the sum of S .* dS'. Writes to the lines GM, WRITE and GT."""
+    """dbeta and dg of a chunk. Writes to the lines GM, WRITE and GT.
+
+    Args:
+        kw, kr, qr: sums of `by_state`; inner, kp, qp: those of `score_sums`.
+        b_ss: the sum of S .* dS'.
+    """
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     o_r, o_c = gl.arange(0, ROWS, ROW), gl.arange(0, ROWS, COLUMN)
@@ -111,3 +127,14 @@ def store_scalar_gradients(
         b_dg = gl.sum(sums, 1) + b_ss * gl.exp2(g_last)
         p_dg = dg + (i_t + o_r) * H + i_h
         gl.store(p_dg, gl.where(table[RAW].load(ROW) > LEAST_GATE, b_dg, 0.0), mask=o_r < n_t)
+
+
+@gluon.jit
+def norm_parts(table, kw, kr, kp, qr, qp, ROW: gl.constexpr, WROW: gl.constexpr):
+    """What the norms take from dk per k, and from dq per q.
+
+    The sums are r * d(x r): with r = rsqrt(x . x + eps), dx = that - r^2 x (x . that).
+    """
+    rk, rq = table[RK].load(ROW), table[RQ].load(WROW)
+    of_k = rk * rk * (kr + kw * table[BETA].load(ROW) + kp)
+    return gl.convert_layout(of_k, WROW), rq * rq * (qr + qp)

@@ -10,7 +10,7 @@ come first. A row is for
 
 and also serves larger V and n_h where no other row is nearer. It holds each kernel's options by name: tile
 widths BV and BKO, num_warps, num_stages, maxnreg. `gluon` 1 asks for the Hopper kernel where it can run: of
-`chunk_prepare_wy` and `chunk_bwd_qkg` for the kernel of that name, of `chunk_bwd_state` for
+`chunk_prepare_wy` and `chunk_bwd_qkg` for the one in Gluon, of `chunk_bwd_state` for
 `chunk_bwd_fused`, which replaces it and `chunk_bwd_qkg`. Without a row a call gets `fallback` options: on
 other architectures, for K of 256 with a smaller V, and in float32, whose tiles take twice the shared memory.
 """
@@ -32,7 +32,8 @@ from fla_train.utils.aliases import current_name
 # Least extent of the tiles of K and V. On Hopper, Triton 3.6 compiled tiles of 32 columns to wrong dk and to
 # illegal accesses (measured 2026-11-21 with its ptxas 12.8); narrower heads are padded with zeros instead.
 MIN_TILE = 64
-# Greatest extent of the tiles of K and V in the Hopper kernels; the least is MIN_TILE. Of 256, two are taken.
+# Greatest extent of the tiles of K and V in Hopper's `chunk_prepare_wy` and `chunk_bwd_fused`; the least is
+# MIN_TILE. `chunk_bwd_qkg` takes K = V of twice as much, too.
 HOPPER_TILE = 128
 ALIGNED = 8  # 16-bit numbers between rows that the copy engine reads: 16 bytes
 IN_GLUON = ("chunk_prepare_wy", "chunk_bwd_state", "chunk_bwd_qkg")  # may have `gluon` among their options
@@ -77,7 +78,7 @@ Table = dict[Key, LaunchOptions]
 
 
 def hopper_keys(key_dim: int) -> bool:
-    """Whether the Hopper kernels take keys of this width."""
+    """Whether Hopper's `chunk_prepare_wy` and `chunk_bwd_fused` take keys of this width."""
     return MIN_TILE <= key_dim <= HOPPER_TILE and key_dim % ALIGNED == 0
 
 
