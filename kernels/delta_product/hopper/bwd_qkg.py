@@ -29,7 +29,6 @@ from fla_train.kernels.delta_product.hopper.common import (
     TILE,
     WRITE,
     barrier,
-    chunk_span,
     copy_pair,
     copy_state,
     copy_tile,
@@ -45,6 +44,7 @@ from fla_train.kernels.delta_product.hopper.inside_chunk import (
     score_gradients,
     score_sums,
     store_scalar_gradients,
+    work_span,
 )
 
 WARPS = 8
@@ -110,9 +110,9 @@ def chunk_bwd_qkg_kernel(
     barrier()
 
     work = gl.program_id(0)
-    i_c, i_h = work // H, work % H
-    i_t, n_t = chunk_span(i_c, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, C, PACKED)
-    r_m, r_t = (i_t * N).to(gl.int32), i_t.to(gl.int32)
+    i_h, i_t, n_t, r_m, r_t = work_span(
+        work, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, H, N, C, PACKED
+    )
     copy_values(u, dv, do, m_u, m_dv, m_do, bars, 0, r_m, r_t, i_h, True, VALUE_BYTES)
     copy_states(dstates, states, m_ds.index(0), m_s.index(0), bars.index(2), work, True, STATE_BYTES)
     copy_pair(k, q, m_k.index(0), m_q.index(0), bars.index(3), r_m, r_t, i_h // G, True, ROW_BYTES)
@@ -133,9 +133,10 @@ def chunk_bwd_qkg_kernel(
         i_m, n_m = i_t * N, n_t * N
         following = work + gl.num_programs(0)
         pred = following < n_work
-        f_c, f_h = gl.minimum(following, n_work - 1) // H, gl.minimum(following, n_work - 1) % H
-        f_t, f_n = chunk_span(f_c, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, C, PACKED)
-        r_m, r_t = (f_t * N).to(gl.int32), f_t.to(gl.int32)
+        ahead = gl.minimum(following, n_work - 1)
+        f_h, f_t, f_n, r_m, r_t = work_span(
+            ahead, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, H, N, C, PACKED
+        )
         copy_values(u, dv, do, m_u, m_dv, m_do, bars, 1 - buffer, r_m, r_t, f_h, pred, VALUE_BYTES)
 
         scalars = fetch_scalars(
@@ -160,7 +161,7 @@ def chunk_bwd_qkg_kernel(
             b_ss = gl.sum(gl.sum(b_sums, 1), 0)
         b_da, b_dp, b_dk, b_y, b_dq = warpgroup_mma_wait(0, deps=[b_da, b_dp, b_dk, b_y, b_dq])
         barrier()  # the states are read
-        copy_states(dstates, states, s_ds, s_s, bars.index(2), f_c * H + f_h, pred, STATE_BYTES)
+        copy_states(dstates, states, s_ds, s_s, bars.index(2), ahead, pred, STATE_BYTES)
 
         # By way of the state, and the inner products with k and q that beta, gates and norms take.
         mbarrier.wait(bars.index(3), step & 1)

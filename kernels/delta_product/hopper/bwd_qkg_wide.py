@@ -26,7 +26,6 @@ from fla_train.kernels.delta_product.hopper.common import (
     WRITE,
     async_load,
     barrier,
-    chunk_span,
     fetch_scalars,
     keep_scalars,
     make_table,
@@ -39,6 +38,7 @@ from fla_train.kernels.delta_product.hopper.inside_chunk import (
     score_gradients,
     score_sums,
     store_scalar_gradients,
+    work_span,
 )
 
 WARPS = 8
@@ -89,7 +89,10 @@ def copy_keys(k, q, m_k, m_q, bar, i_m, i_t, i_head, pred):
 
 @gluon.jit
 def copy_slice(matrix, ring, bars, count, work, part, n_work):
-    """The `count`-th slice of this program into its slot: a part of state `work`, from 8 on of the next."""
+    """Copy this program's slice number `count` into its slot.
+
+    It is `part` 0 to 7 of state `work`; from 8 on, of the state that the program takes next.
+    """
     slot, i_state = count % SLOTS, work + part // PARTS * gl.num_programs(0)
     bar, pred = bars.index(slot), i_state < n_work
     mbarrier.expect(bar, WIDTH * HALF * 2, pred=pred)
@@ -99,7 +102,7 @@ def copy_slice(matrix, ring, bars, count, work, part, n_work):
 
 @gluon.jit
 def load_quarters(tile, LAYOUT: gl.constexpr):
-    """The rows of a slice in four parts of 16."""
+    """A slice as a tuple of four tiles of 16 rows."""
     parts = ()
     for i in gl.static_range(0, WIDTH, WIDTH // 4):
         parts += (tile.slice(i, WIDTH // 4).load(LAYOUT),)
@@ -153,9 +156,9 @@ def chunk_bwd_qkg_wide_kernel(
     barrier()
 
     work = gl.program_id(0)
-    i_c, i_h = work // H, work % H
-    i_t, n_t = chunk_span(i_c, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, C, PACKED)
-    r_m, r_t = (i_t * N).to(gl.int32), i_t.to(gl.int32)
+    i_h, i_t, n_t, r_m, r_t = work_span(
+        work, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, H, N, C, PACKED
+    )
     copy_first(u, m_u, bars.index(FIRST), r_m, i_h, True)
     copy_chunk_values(u, dv, do, m_u, m_dv, m_do, bars.index(VALUES), r_m, r_t, i_h, True)
     copy_slice(dstates, ring, bars, 0, work, 0, n_work)
@@ -176,9 +179,10 @@ def chunk_bwd_qkg_wide_kernel(
         i_m, n_m = i_t * N, n_t * N
         following = work + gl.num_programs(0)
         pred = following < n_work
-        f_c, f_h = gl.minimum(following, n_work - 1) // H, gl.minimum(following, n_work - 1) % H
-        f_t, f_n = chunk_span(f_c, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, C, PACKED)
-        r_m, r_t = (f_t * N).to(gl.int32), f_t.to(gl.int32)
+        ahead = gl.minimum(following, n_work - 1)
+        f_h, f_t, f_n, r_m, r_t = work_span(
+            ahead, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, H, N, C, PACKED
+        )
         # Where the first half of dk and dq waits: a row's 256 numbers of 16 bits have room for 128 of 32.
         o_r, o_k = gl.arange(0, ROWS, WROW), gl.arange(0, HALF, gl.SliceLayout(0, WIDE))
         place = o_r[:, None] * (H * K // 2) + o_k[None, :]

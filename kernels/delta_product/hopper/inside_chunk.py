@@ -1,9 +1,8 @@
-"""Parts of `chunk_bwd_qkg_kernel` for Hopper: what of a chunk lies between its own tokens, and its scalars.
+"""What the two `chunk_bwd_qkg` kernels for Hopper share: spans, gradients of scores, of beta and of gates.
 
 The formulas are in triton/chunk_bwd.py. Rows of scores [64, 64] are Householder steps of a chunk. Columns of
 dA are steps, too; those of dP are tokens. Scalars are [64], one per step or token. `table` is that of
-`keep_scalars`: some of its lines take sums, once nobody needs their factors again. Products, sums and factors
-are fp32.
+`keep_scalars`; lines whose factors are no longer needed take sums. Products, sums and factors are fp32.
 """
 
 from triton.experimental import gluon
@@ -22,7 +21,21 @@ from fla_train.kernels.delta_product.hopper.common import (
     RQ,
     WRITE,
     barrier,
+    chunk_span,
 )
+
+
+@gluon.jit
+def work_span(
+    work, cu_seqlens, chunk_offsets, chunk_sequence, T, NT,
+    H: gl.constexpr, N: gl.constexpr, C: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """Head, first token and number of tokens of the `work`-th chunk and head, and its first rows of k and q.
+
+    Rows are 32-bit numbers, which the copy engine takes.
+    """
+    i_t, n_t = chunk_span(work // H, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, C, PACKED)
+    return work % H, i_t, n_t, (i_t * N).to(gl.int32), i_t.to(gl.int32)
 
 
 @gluon.jit
@@ -37,7 +50,7 @@ def add3(a0, a1, a2, b0, b1, b2):
 
 @gluon.jit
 def by_state(b_dk, b_y, b_dq, s_k, s_q, write, read, query, beta, LAYOUT: gl.constexpr):
-    """What goes by way of the state: dk, dq, and the row sums that beta, gates and norms take.
+    """The terms of dk and dq that contain the state, and the row sums that beta, gates and norms need.
 
     Args:
         b_dk: u dS'; b_y: dV S; b_dq: dO S, each [64, columns], of some key channels or of all.
@@ -45,7 +58,7 @@ def by_state(b_dk, b_y, b_dq, s_k, s_q, write, read, query, beta, LAYOUT: gl.con
         write, read, query, beta: factors of the rows.
 
     Returns:
-        dk and dq [64, columns], then k . dk as k is written, k . dk as k reads, and q . dq.
+        dk and dq [64, columns]; k . dk of the write to the state, k . dk of the read of it, q . dq.
     """
     b_x = s_k.load(LAYOUT).to(gl.float32)
     kw, kr, qr = gl.reduce((b_x * b_dk, b_x * b_y, s_q.load(LAYOUT).to(gl.float32) * b_dq), 1, add3)
@@ -77,7 +90,7 @@ def score_gradients(
 def score_sums(b_da, b_dp, b_kk, b_kq, table, LAYOUT: gl.constexpr, WROW: gl.constexpr):
     """Row and column sums of dA .* A and dP .* P: what dbeta takes of them, k . dk and q . dq.
 
-    Writes to the lines READ and QUERY, and has all threads meet.
+    Writes to the lines READ and QUERY. Contains a barrier.
 
     Args:
         b_da, b_dp: as `score_gradients` returns them; b_kk: K K^T; b_kq: K Q^T.
@@ -100,7 +113,7 @@ def store_scalar_gradients(
     dbeta, dg, table, kw, kr, qr, inner, kp, qp, b_ss, g_last, i_m, n_m, i_t, n_t, i_h,
     H: gl.constexpr, N: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """dbeta and dg of a chunk. Writes to the lines GM, WRITE and GT.
+    """Compute dbeta and dg of a chunk and store them. Writes to the lines GM, WRITE and GT.
 
     Args:
         kw, kr, qr: sums of `by_state`; inner, kp, qp: those of `score_sums`.
@@ -131,9 +144,10 @@ def store_scalar_gradients(
 
 @gluon.jit
 def norm_parts(table, kw, kr, kp, qr, qp, ROW: gl.constexpr, WROW: gl.constexpr):
-    """What the norms take from dk per k, and from dq per q.
+    """The multiples of k and of q [64] that the gradient of the L2 norm subtracts from dk and dq.
 
-    The sums are r * d(x r): with r = rsqrt(x . x + eps), dx = that - r^2 x (x . that).
+    With r = rsqrt(x . x + eps) and y = r * d(x r), the gradient is dx = y - r^2 (x . y) x. This returns
+    r^2 (x . y).
     """
     rk, rq = table[RK].load(ROW), table[RQ].load(WROW)
     of_k = rk * rk * (kr + kw * table[BETA].load(ROW) + kp)

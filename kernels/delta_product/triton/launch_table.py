@@ -33,7 +33,7 @@ from fla_train.utils.aliases import current_name
 # illegal accesses (measured 2026-11-21 with its ptxas 12.8); narrower heads are padded with zeros instead.
 MIN_TILE = 64
 # Greatest extent of the tiles of K and V in Hopper's `chunk_prepare_wy` and `chunk_bwd_fused`; the least is
-# MIN_TILE. `chunk_bwd_qkg` takes K = V of twice as much, too.
+# MIN_TILE. `chunk_bwd_qkg` also takes K = V = 256.
 HOPPER_TILE = 128
 ALIGNED = 8  # 16-bit numbers between rows that the copy engine reads: 16 bytes
 IN_GLUON = ("chunk_prepare_wy", "chunk_bwd_state", "chunk_bwd_qkg")  # may have `gluon` among their options
