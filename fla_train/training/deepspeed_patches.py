@@ -80,7 +80,7 @@ def step_with_separate_gradients(zero) -> None:
         for i, group in enumerate(zero.optimizer.param_groups):
             del group["gradients"]
             zero.averaged_gradients[i] = None
-        zero._lazy_init_hp_params_optimizer_state()
+        zero._lazy_init_hp_params_optimizer_state()  # as DeepSpeed's own step ends
 
     zero.step = step  # hides the method of its class
 
@@ -98,7 +98,7 @@ def reduce_in_bf16(model: nn.Module) -> None:
 def collect_gradients(zero) -> None:
     """Give one rank's `FlatAdamW` a gradient per parameter: contiguous, zeros where there is none.
 
-    Gradients of a CUDA graph may have any strides, and two parameters may have one gradient.
+    Gradients of a CUDA graph may have any strides, and two parameters may share one tensor.
     """
     assert dist.get_world_size() == 1
     taken = set()

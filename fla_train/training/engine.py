@@ -135,8 +135,7 @@ def build_engine(model: nn.Module, config: TrainConfig):
         model.float8 = Float8Weights(model)
     if settings["communication_data_type"] == "bf16":
         deepspeed_patches.reduce_in_bf16(model)
-    one = config.launch.num_processes == 1
-    optimizer = build_optimizer(model, config.optimizer, separate_gradients=one)
+    optimizer = build_optimizer(model, config.optimizer, separate_gradients=config.launch.num_processes == 1)
     engine, _ = accelerator.prepare(model, optimizer)
     assert dist.get_world_size() == config.launch.num_processes
     assert engine.gradient_accumulation_steps() == settings["gradient_accumulation_steps"]

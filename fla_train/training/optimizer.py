@@ -114,7 +114,7 @@ class FlatAdamW(torch.optim.AdamW):
 
 
 def views_like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
-    """Views of `flat` with the shapes of these tensors, one after another."""
+    """Views of `flat` with the shapes of these tensors, one after another; padding at its end is left out."""
     sizes = [tensor.numel() for tensor in tensors]
     views = flat.detach().split([*sizes, flat.numel() - sum(sizes)])
     return [view.view_as(tensor) for view, tensor in zip(views, tensors, strict=False)]

@@ -11,8 +11,8 @@ class Pointer:
     """Elements of a flat tensor from `offset` on, an integer or a tensor of them.
 
     Args:
-        pairs: what the tensor holds where two of its elements, of 16 bits, are one of 32.
-        bits: 16 (which the elements may have), or 32 where they are such pairs, and `pairs` the elements.
+        pairs: the same memory as 32-bit elements, each in the place of two 16-bit ones.
+        bits: 16; or 32 of a pointer to such pairs, whose `pairs` are the 16-bit elements.
     """
 
     def __init__(self, data: Tensor, offset: Tensor | int = 0, pairs: Tensor | None = None, bits: int = 16):
@@ -26,7 +26,7 @@ class Pointer:
         return self + -further
 
     def to(self, dtype: torch.dtype, bitcast: bool) -> "Pointer":
-        """To the pairs."""
+        """A pointer to the same memory as 32-bit elements."""
         assert bitcast and dtype == torch.float32 and self.bits == 16 and self.offset % 2 == 0
         return Pointer(self.pairs, self.offset // 2, self.data, bits=32)
 
