@@ -5,7 +5,10 @@ times as long to launch a hundred kernels and more one by one. Selective activat
 host slow with large models, too. Recorded once, kernels are launched together.
 """
 
-from collections.abc import Mapping, Sequence
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,21 +17,21 @@ from torch.func import functional_call
 
 from fla_train.training.config import TrainConfig, resolve_device
 
+logger = logging.getLogger(__name__)
 WARM_UP = 3  # passes before one is recorded: compilation, tuning, allocations
 
 
 def records_graph(config: TrainConfig) -> bool:
-    """Whether a run's passes are recorded. Other libraries' models may wait for the GPU: theirs are not."""
-    # Signed Mamba is a class of ours, though one of the zoo.
-    ours = config.model.get("source", "fla_train") == "fla_train"
-    return config.trainer.cuda_graph and resolve_device(config) == "cuda" and ours
+    """Whether a run's passes are to be recorded."""
+    return config.trainer.cuda_graph and resolve_device(config) == "cuda"
 
 
 class CudaGraphPass:
     """Loss and gradients of one micro-batch, by replaying a recording of the pass.
 
     Inputs of another shape are recorded again, and so is a model whose parameters have moved. Forward hooks
-    and anything else that Python does in the pass happen while recording only.
+    and anything else that Python does in the pass happen while recording only. A pass that waits for the GPU,
+    or draws random numbers on the host, can't be recorded: a line says so, and it runs as it is.
 
     Args:
         module: on a GPU, in training mode.
@@ -38,6 +41,7 @@ class CudaGraphPass:
     def __init__(self, module: nn.Module, *, bf16: bool):
         self._module, self._bf16 = module, bf16
         self._key: tuple | None = None  # of what is recorded
+        self._recordable = True
 
     def __call__(self, inputs: Mapping[str, Any]) -> Tensor:
         """Run the pass on `inputs`, the keyword arguments of the model, and set each parameter's `grad`.
@@ -56,13 +60,17 @@ class CudaGraphPass:
         shapes = ((name, value.shape) for name, value in inputs.items())
         objects = ((name, id(value)) for name, value in fixed.items())
         key = (*shapes, *objects, *(parameter.data_ptr() for parameter in parameters.values()))
-        if key != self._key:
+        if self._recordable and key != self._key:
             self._fixed = fixed
             self._record(inputs, parameters)
             self._key = key
-        for name, value in inputs.items():
-            self._inputs[name].copy_(value)
-        self._graph.replay()
+        if self._recordable:
+            for name, value in inputs.items():
+                self._inputs[name].copy_(value)
+            self._graph.replay()
+        else:
+            arguments = inputs | fixed
+            self._loss, self._gradients = gradients_of(self._module, parameters, arguments, bf16=self._bf16)
         for parameter, gradient in zip(parameters.values(), self._gradients, strict=True):
             parameter.grad = gradient
         return self._loss
@@ -78,6 +86,9 @@ class CudaGraphPass:
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             self._warm_up(leaves, arguments)
+        current.wait_stream(stream)
+        if not self._recordable:
+            return
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as NCCL's, call CUDA for things that a capture forbids in its own thread.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -86,20 +97,50 @@ class CudaGraphPass:
         self._graph, (self._loss, self._gradients) = graph, found
 
     def _warm_up(self, leaves: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
+        """Run the pass some times, and find out whether it can be recorded."""
         device = next(iter(leaves.values())).device
         before = random_states(device)
-        for _ in range(WARM_UP):
+        for _ in range(WARM_UP - 1):
             gradients_of(self._module, leaves, arguments, bf16=self._bf16)
+        obstacle = None
+        try:
+            with waiting_forbidden(device):
+                gradients_of(self._module, leaves, arguments, bf16=self._bf16)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as waited:
+            obstacle = f"waits for the GPU ({waited})"
+        after = random_states(device)
         recomputed = any(getattr(part, "gradient_checkpointing", False) for part in self._module.modules())
-        if recomputed and not all(map(torch.equal, before, random_states(device))):
+        if recomputed and not all(map(torch.equal, before, after)):
             raise ValueError(
                 "the model draws random numbers (dropout?), and in a CUDA graph recomputed layers draw "
                 "others: set trainer.cuda_graph=false or trainer.activation_checkpointing=false"
             )
+        if device.type == "cuda" and not torch.equal(before[-1], after[-1]):
+            obstacle = "draws random numbers on the host"
+        if obstacle is not None:
+            self._recordable = False
+            logger.warning("trainer.cuda_graph=true has no effect: the model %s", obstacle)
+
+
+@contextmanager
+def waiting_forbidden(device: torch.device) -> Iterator[None]:
+    """Within it operations for which the host waits for a GPU raise `RuntimeError`, as in a capture."""
+    if device.type != "cuda":
+        yield
+        return
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(action="ignore"):  # that it does not find all of them
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def random_states(device: torch.device) -> list[Tensor]:
-    """States of the generators that a pass on `device` draws from."""
+    """States of the generators that a pass on `device` draws from, that of the host last."""
     on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     return [torch.get_rng_state(), *on_device]
 

@@ -9,6 +9,7 @@ import cuda_graph_steps
 import engine_steps
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn.functional import dropout
 from warm_ranks import WarmRanks
 
@@ -111,29 +112,69 @@ def test_the_plan_has_room_for_a_step_beside_the_graph(make_config: Callable[...
     assert graph == plain < with_statistics < 2 * plain
 
 
-@pytest.mark.parametrize(("name", "records"), [("hf/llama/tiny", False), ("mamba_signed/tiny", True)])
-def test_which_models_are_recorded(overrides: list[str], name: str, records: bool):
-    register()
-    general = [text for text in overrides if not text.startswith("model.")]
-    more = [f"model={name}", "launch.device=cuda", "trainer.cuda_graph=true"]
-    assert records_graph(to_config(compose("train", [*general, *more]))) == records
+FLA = [f"fla/{name}/tiny" for name in ("gla", "retnet", "rwkv7")]
 
 
 @pytest.mark.parametrize(
-    ("device", "bf16"),
-    [("cpu", False), *(pytest.param("cuda", bf16, marks=pytest.mark.gpu) for bf16 in (False, True))],
+    ("name", "device", "bf16"),
+    [("mamba_signed/tiny", "cpu", False)]
+    + [
+        pytest.param(name, "cuda", bf16, marks=pytest.mark.gpu)
+        for name in ("mamba_signed/tiny", "hf/llama/tiny", "hf/mamba2/tiny", "hf/xlstm/tiny", *FLA)
+        for bf16 in (False, True)
+    ],
 )
-def test_signed_mamba_can_be_recorded(overrides: list[str], device: str, bf16: bool):
-    """With the loss of training. That nothing in it waits for the device only a GPU can show."""
+def test_models_of_other_libraries_can_be_recorded(
+    overrides: list[str], caplog: pytest.LogCaptureFixture, name: str, device: str, bf16: bool
+):
+    """With the loss of training. That nothing in them waits for the device only a GPU can show."""
+    if name in FLA:
+        pytest.importorskip("fla")
+    model = _model(overrides, name, "model.num_hidden_layers=2").to(device)  # RWKV-7 needs two
     cuda_graph = cuda_graph_steps.Rehearsal if device == "cpu" else CudaGraphPass
+    _compare(model, cuda_graph(model, bf16=bf16), device, bf16)
+    assert not caplog.records
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda module, inputs, y: y * (y.sum().isfinite().item() + 1),
+        lambda module, inputs, y: y + torch.zeros(1).to(y.device),
+        lambda module, inputs, y: y if torch.rand(()) < 2 else 0 * y,  # as a layer drop is
+    ],
+    ids=["reads a value", "copies from the host", "random numbers of the host"],
+)
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_pass_that_can_not_be_recorded_runs_as_it_is(
+    overrides: list[str], caplog: pytest.LogCaptureFixture, hook: Callable, backward: bool
+):
+    model = _model(overrides, "hf/llama/tiny").cuda()
+
+    def on_gradient(module: nn.Module, inputs: object, y: Tensor) -> None:
+        if y.requires_grad:
+            y.register_hook(lambda gradient: hook(module, inputs, gradient))
+
+    model.model.embed_tokens.register_forward_hook(on_gradient if backward else hook)
+    recorded = CudaGraphPass(model, bf16=False)
+    for _ in range(2):
+        _compare(model, recorded, "cuda", bf16=False)
+    assert len(caplog.records) == 1 and "cuda_graph" in caplog.text
+    assert torch.cuda.get_sync_debug_mode() == 0
+
+
+def _model(overrides: list[str], name: str, *more: str) -> nn.Module:
     register()
     general = [text for text in overrides if not text.startswith("model.")]
-    config = to_config(compose("train", [*general, "model=mamba_signed/tiny", "model.vocab_size=17"]))
-    fixed = {"tokenizer": dict.fromkeys(TOKEN_IDS, 0)}
-    model = build_model(config, SimpleNamespace(manifest=fixed)).train().to(device)
-    recorded = cuda_graph(model, bf16=bf16)
+    config = to_config(compose("train", [*general, f"model={name}", "model.vocab_size=17", *more]))
+    return build_model(config, SimpleNamespace(manifest={"tokenizer": dict.fromkeys(TOKEN_IDS, 0)})).train()
+
+
+def _compare(model: nn.Module, recorded: CudaGraphPass, device: str, bf16: bool) -> None:
+    """Two batches' losses and gradients by `recorded` and by the model itself."""
     for _ in range(2):
-        ids = torch.randint(17, (3, 40), device=device)
+        ids = torch.randint(17, (3, 64), device=device)
         inputs = {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.tensor(7.0, device=device)}
         loss = recorded(inputs).clone()
         found = [parameter.grad.clone() for parameter in model.parameters()]
