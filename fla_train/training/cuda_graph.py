@@ -9,6 +9,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -109,7 +110,8 @@ class CudaGraphPass:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as waited:
-            obstacle = f"waits for the GPU ({waited})"
+            place = extract_tb(waited.__traceback__)[-1]
+            obstacle = f"waits for the GPU in {place.filename}, line {place.lineno} ({waited})"
         after = random_states(device)
         recomputed = any(getattr(part, "gradient_checkpointing", False) for part in self._module.modules())
         if recomputed and not all(map(torch.equal, before, after)):

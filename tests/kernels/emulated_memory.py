@@ -84,9 +84,9 @@ class Shared:
         assert self.data.ndim == self.rank + 1
         return Shared(self.data[int(i)], self.rank, [self.books[int(i)]], self.memory)
 
-    def slice(self, start: int, length: int) -> "Shared":
-        assert start + length <= self.data.shape[0]
-        return Shared(self.data[start : start + length], self.rank, self.books, self.memory)
+    def slice(self, start: int, length: int, dim: int = 0) -> "Shared":
+        assert start + length <= self.data.shape[dim]
+        return Shared(self.data.narrow(dim, start, length), self.rank, self.books, self.memory)
 
     def permute(self, order: tuple[int, ...]) -> "Shared":
         return Shared(self.data.permute(order), self.rank, self.books, self.memory)

@@ -159,8 +159,8 @@ def test_fused_backward_of_segments(case: Case, chunks: int) -> None:
         ),
         (
             "bwd_fused",
-            "b_da = warpgroup_mma_wait(6, deps=[b_da])",
-            "b_da = warpgroup_mma_wait(7, deps=[b_da])",
+            "b_da = warpgroup_mma_wait(OF_V + OF_K + 4, deps=[b_da])",
+            "b_da = warpgroup_mma_wait(OF_V + OF_K + 5, deps=[b_da])",
             "on its way",
         ),
         (

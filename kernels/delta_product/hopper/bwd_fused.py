@@ -60,6 +60,7 @@ from fla_train.kernels.delta_product.hopper.common import (
     make_sums,
     make_table,
     opaque_zero,
+    products,
     rebuild,
     reinterpret,
     row_sums,
@@ -93,6 +94,9 @@ def chunk_bwd_fused_kernel(
     BK: gl.constexpr = 64 if K <= 64 else 128
     BV: gl.constexpr = 64 if WIDTH <= 64 else 128
     P: gl.constexpr = H * TILES  # programs of a sequence
+    # Products that a sum over K, and over a tile of V, is made of.
+    OF_K: gl.constexpr = 2 if K > 64 and K <= 96 else 1
+    OF_V: gl.constexpr = 2 if WIDTH > 64 and WIDTH <= 96 else 1
     INVERSE: gl.constexpr = wy.dtype
     SQUARE: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, num_warps // 4], [16, 4 * ROWS // num_warps, 16]
@@ -186,7 +190,7 @@ def chunk_bwd_fused_kernel(
     copy_rows(q, m_q.index(0), bar_q, i_t, i_h // G, True, TILE_BYTES)
     mbarrier.wait(bars_k.index(0), 0)
     tall = gl.zeros([BV, ROWS], gl.float32, TALL)
-    b_du = warpgroup_mma(m_ds.index(0), m_k.index(0).permute((1, 0)), tall, is_async=True)  # dS'^T K^T
+    b_du = products(m_ds.index(0), m_k.index(0).permute((1, 0)), tall, K)  # dS'^T K^T
     b_du = warpgroup_mma_wait(0, deps=[b_du])
     for step in range(0, n_chunks):
         zero, i_p = rebuild(step, 0, P)
@@ -212,13 +216,13 @@ def chunk_bwd_fused_kernel(
         mbarrier.wait(bar_do, step & 1)
         b_du = warpgroup_mma(s_do.slice(0, TOKENS).permute((1, 0)), s_p.slice(0, TOKENS), b_du, is_async=True)
         mbarrier.wait(bar_u, step & 1)
-        b_dp = warpgroup_mma(s_u, s_do.permute((1, 0)), square, is_async=True)  # u dO^T
-        b_dk = warpgroup_mma(s_u, s_ds, wide, is_async=True)
+        b_dp = products(s_u, s_do.permute((1, 0)), square, WIDTH)  # u dO^T
+        b_dk = products(s_u, s_ds, wide, WIDTH)
         mbarrier.wait(bar_s, step & 1)
-        b_dq = warpgroup_mma(s_do, s_s, wide, is_async=True)
+        b_dq = products(s_do, s_s, wide, WIDTH)
         if GATED:
             keep_row_sums(state_sums, row_sums(widened(s_s.load(STATE)) * widened(s_ds.load(STATE))), zero)
-        b_du = warpgroup_mma_wait(3, deps=[b_du])
+        b_du = warpgroup_mma_wait(3 * OF_V, deps=[b_du])
         if INVERSE == gl.float16:
             if BV == ROWS:
                 keep_row_sums(maxima, gl.max(in_parts(gl.abs(b_du)), 2), zero)
@@ -240,8 +244,8 @@ def chunk_bwd_fused_kernel(
         mbarrier.wait(bar_wy, step & 1)
         b_dv = warpgroup_mma(s_w, s_wy, tall, is_async=True)
         mbarrier.wait(bar_q, step & 1)
-        b_kq = warpgroup_mma(s_k, s_q.permute((1, 0)), square, is_async=True)
-        b_dp = warpgroup_mma_wait(4, deps=[b_dp])
+        b_kq = products(s_k, s_q.permute((1, 0)), square, K)
+        b_dp = warpgroup_mma_wait(2 * OF_V + 1 + OF_K, deps=[b_dp])
         beta_r, rk_r = table[BETA].load(ROW), table[RK].load(ROW)
         b_dp *= rk_r[:, None] * (table[RQ].load(COLUMN) * scale)[None, :]
         if GATED:
@@ -254,7 +258,7 @@ def chunk_bwd_fused_kernel(
         if GATED:
             b_ds *= gl.exp2(g_last)
         mbarrier.expect(bars_k.index(1 - buffer), TILE_BYTES, pred=pred)
-        b_dk, b_dq, b_dv = warpgroup_mma_wait(1, deps=[b_dk, b_dq, b_dv])
+        b_dk, b_dq, b_dv = warpgroup_mma_wait(OF_K, deps=[b_dk, b_dq, b_dv])
         barrier()  # du, dO, dS', T and P are read
 
         # dV, and what reads and writes the state with its factors
@@ -273,20 +277,20 @@ def chunk_bwd_fused_kernel(
         fence_async_shared()
         barrier()
         copy_wy(wy, p, m_wy.index(zero), m_kept.index(zero), bar_wy, bar_p, f_t * N, f_t, i_h, pred)
-        b_da = warpgroup_mma(s_u, s_dv.permute((1, 0)), square, is_async=True)  # dA^T = u dV^T
+        b_da = products(s_u, s_dv.permute((1, 0)), square, WIDTH)  # dA^T = u dV^T
         b_ds = warpgroup_mma(s_do.slice(0, TOKENS).permute((1, 0)), s_q.slice(0, TOKENS), b_ds, is_async=True)
         b_ds = warpgroup_mma(s_r, s_k, b_ds, is_async=True)
-        b_kk = warpgroup_mma(s_k, s_k.permute((1, 0)), square, is_async=True)
+        b_kk = products(s_k, s_k.permute((1, 0)), square, K)
         store_tile(dv + (p_m * P + i_p) * WIDTH, s_dv, n_m, zero, H * V, WIDTH, STORE_V)
 
         # By way of the state, and the inner products of k with what is written to it.
         keep_row_sums(written, row_sums(widened(s_k.load(WIDE)) * b_dk), zero)
         b_dk *= (table[WRITE].load(WROW) * table[BETA].load(WROW))[:, None]
         b_dq *= table[QUERY].load(WROW)[:, None]
-        b_dk = warpgroup_mma(s_r.permute((1, 0)), s_s, b_dk, is_async=True)
+        b_dk = products(s_r.permute((1, 0)), s_s, b_dk, WIDTH)
         b_dk = warpgroup_mma(s_dp, s_q, b_dk, is_async=True)
         b_dq = warpgroup_mma(s_dp.permute((1, 0)), s_k, b_dq, is_async=True)
-        b_kq = warpgroup_mma_wait(7, deps=[b_kq])
+        b_kq = warpgroup_mma_wait(2 * OF_V + OF_K + 4, deps=[b_kq])
         pairs = row_sums(b_dp * b_kq)  # dP .* P
         if GATED:
             b_dp = (b_dp * beta_r[:, None] - widened(r_dp)) * b_kq  # what rounding took from that
@@ -294,14 +298,14 @@ def chunk_bwd_fused_kernel(
         # Inside the chunk; and the state's gradient for the next one.
         zero, i_p = rebuild(step, 3, P)
         s_da, s_ds = m_da.index(zero), m_ds.index(zero)
-        b_da = warpgroup_mma_wait(6, deps=[b_da])
+        b_da = warpgroup_mma_wait(OF_V + OF_K + 4, deps=[b_da])
         b_da *= -rk_r[:, None] * table[RK].load(COLUMN)[None, :]
         if GATED:
             b_da *= gl.exp2(table[GM].load(COLUMN)[None, :] - table[GM].load(ROW)[:, None])
         b_da = gl.where(o_r[:, None] < o_c[None, :], b_da, 0.0)
         r_da = (b_da * beta_r[:, None]).to(DTYPE)
         s_da.store(r_da)
-        b_ds = warpgroup_mma_wait(4, deps=[b_ds])
+        b_ds = warpgroup_mma_wait(OF_V + OF_K + 2, deps=[b_ds])
         s_ds.store(b_ds.to(DTYPE))
         expect_values(bar_do, bar_u, bar_s, pred, BK, BV)
         b_kk = warpgroup_mma_wait(2, deps=[b_kk])
@@ -320,7 +324,7 @@ def chunk_bwd_fused_kernel(
         # Already the next chunk's dS'^T K^T; after the last one this chunk's again, for nothing.
         ahead = gl.minimum(step + 1, n_chunks - 1)
         mbarrier.wait(bars_k.index(ahead & 1), (ahead >> 1) & 1)
-        b_du = warpgroup_mma(s_ds, m_k.index((ahead & 1) + zero).permute((1, 0)), tall, is_async=True)
+        b_du = products(s_ds, m_k.index((ahead & 1) + zero).permute((1, 0)), tall, K)
         scalars = fetch_scalars(
             beta,
             g,
@@ -347,10 +351,10 @@ def chunk_bwd_fused_kernel(
             else:
                 keep_column_sums(lost_k, b_da, zero)
                 keep_column_sums(lost_q, b_dp, zero)
-        b_dq = warpgroup_mma_wait(3, deps=[b_dq])
+        b_dq = warpgroup_mma_wait(2 + OF_K, deps=[b_dq])
         if GATED or L2NORM:
             keep_row_sums(queries, row_sums(widened(s_q.load(WIDE)) * b_dq), zero)
-        b_dk = warpgroup_mma_wait(1, deps=[b_dk])
+        b_dk = warpgroup_mma_wait(OF_K, deps=[b_dk])
         if GATED or L2NORM:
             keep_row_sums(keys, row_sums(widened(s_k.load(WIDE)) * b_dk), zero)
         o_m = gl.arange(0, ROWS, LINE)

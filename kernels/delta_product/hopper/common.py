@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fla_train.kernels.delta_product.triton.chunk_fwd import MIN_LOG_DECAY
@@ -25,6 +25,7 @@ reinterpret = (
 # Of a zero that the compiler must not know: triton 3.9's takes what 16 bits leave of an integer for 0.
 FACTOR = gl.constexpr(1.1 if hasattr(gl.shared_memory_descriptor, "reinterpret") else 1.0)
 
+SLICED = gl.constexpr(96)  # columns of a padded tile beyond 64 and up to which a product leaves the rest out
 ROWS = gl.constexpr(64)  # Householder steps per chunk, and rows of every tile of q, o and k
 
 LEAST = gl.constexpr(TINY.value)  # `triton.common.TINY`, for Gluon
@@ -199,6 +200,22 @@ def rebuild(step, part: gl.constexpr, COUNT: gl.constexpr):
     shift: gl.constexpr = "shr.s32 $0, $1, 30;"
     zero = gl.inline_asm_elementwise(shift, "=r,r", [step + part], gl.int32, is_pure=False, pack=1)
     return zero, (gl.program_id(0) + zero) % COUNT
+
+
+@gluon.jit
+def products(a, b, total, SIZE: gl.constexpr):
+    """Total + a b of tiles in shared memory, whose columns (rows of b) from SIZE on are zero.
+
+    As two products where SIZE is beyond 64 and up to 96, which leave out a last quarter of zeros.
+    """
+    if SIZE > ROWS and SIZE <= SLICED:
+        total = warpgroup_mma(a.slice(0, ROWS, dim=1), b.slice(0, ROWS), total, is_async=True)
+        total = warpgroup_mma(
+            a.slice(ROWS, SLICED - ROWS, dim=1), b.slice(ROWS, SLICED - ROWS), total, is_async=True
+        )
+    else:
+        total = warpgroup_mma(a, b, total, is_async=True)
+    return total
 
 
 @gluon.jit
