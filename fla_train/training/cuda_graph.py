@@ -119,7 +119,7 @@ class CudaGraphPass:
                 "the model draws random numbers (dropout?), and in a CUDA graph recomputed layers draw "
                 "others: set trainer.cuda_graph=false or trainer.activation_checkpointing=false"
             )
-        if device.type == "cuda" and not torch.equal(before[-1], after[-1]):
+        if device.type == "cuda" and not torch.equal(before[0], after[0]):
             obstacle = "draws random numbers on the host"
         if obstacle is not None:
             self._recordable = False
@@ -142,7 +142,7 @@ def waiting_forbidden(device: torch.device) -> Iterator[None]:
 
 
 def random_states(device: torch.device) -> list[Tensor]:
-    """States of the generators that a pass on `device` draws from, that of the host last."""
+    """States of the generators that a pass on `device` draws from, that of the host first."""
     on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     return [torch.get_rng_state(), *on_device]
 
