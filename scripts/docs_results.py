@@ -14,6 +14,7 @@ import re
 import shlex
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
@@ -90,21 +91,50 @@ class Measurement:
 
     def source(self) -> str:
         """Where, by what and when it was measured; commit and date only where rows do not have their own."""
-        found = self.content["environments"] if self.table else [self.content["environment"]]
-        parts = ["; ".join(map(_environment, found)) if found else "not run yet"]
+        if self.table:
+            return "; ".join(_of_runs(self.content["environments"])) or "not run yet"
+        about = self.content["environment"]
+        parts = [about["hardware"], *_versions(about["packages"])]
+        parts += [_commit(about), about["time"].partition("T")[0]] if "time" in about else []
         parts += ["typed from a printed table"] if self.content.get("transcribed") else []
         return ", ".join(filter(None, parts))
 
 
-def _environment(about: Row) -> str:
-    versions = [f"{name} {about['packages'][name]}" for name in SHOWN if about["packages"].get(name)]
-    parts = [about["hardware"], *versions]
-    if "time" in about:
-        commit, dirty, _ = (about["commit"] or "").partition("-dirty")
-        parts += [f"commit {commit[:7]}{' with edits' if dirty else ''}" if commit else "commit not recorded"]
-        parts += [about["time"].partition("T")[0]]
-    parts += [_count(about["runs"], "run")] if "runs" in about else []
-    return ", ".join(filter(None, parts))
+def _of_runs(environments: Sequence[Row]) -> Iterator[str]:
+    """What trained the runs of a table, together where no package has two versions."""
+    groups: list[list[Row]] = []
+    for about in environments:
+        for group in groups:
+            if all(_agree(about, other) for other in group):
+                group.append(about)
+                break
+        else:
+            groups.append([about])
+    for group in groups:
+        packages = {name: v for about in group for name, v in about["packages"].items() if v}
+        days = sorted(day for about in group for day in about["time"].split(" to "))
+        period = days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
+        runs: Counter[str] = Counter()
+        for about in group:
+            runs[_commit(about)] += about["runs"]
+        commits = [f"{commit} ({_count(number, 'run')})" for commit, number in runs.items()]
+        yield ", ".join([group[0]["hardware"], *_versions(packages), period, *commits])
+
+
+def _agree(one: Row, other: Row) -> bool:
+    """Whether two environments are of one kind of machine, and of equal versions of what both have."""
+    versions = [about["packages"] for about in (one, other)]
+    both = [name for name in SHOWN if all(packages.get(name) for packages in versions)]
+    return one["hardware"] == other["hardware"] and all(versions[0][n] == versions[1][n] for n in both)
+
+
+def _versions(packages: Mapping[str, str]) -> list[str]:
+    return [f"{name} {packages[name]}" for name in SHOWN if packages.get(name)]
+
+
+def _commit(about: Row) -> str:
+    commit, dirty, _ = (about["commit"] or "").partition("-dirty")
+    return f"commit {commit[:7]}{' with edits' if dirty else ''}" if commit else "commit not recorded"
 
 
 Table = Callable[..., Iterator[str]]  # the lines of a table from one or several files

@@ -88,7 +88,7 @@ def test_a_papers_table_has_its_layout_with_published_figures_beside_ours(tmp_pa
             "half": half or {},
         }  # fmt: skip
 
-    def environment(**more: str | int) -> dict:
+    def environment(**more: str | int | dict) -> dict:
         about = {"hardware": "a card", "packages": {"torch": "9.8"}, "commit": "c" * 40, "time": "2031-02-03"}
         return about | {"runs": 4} | more
 
@@ -96,6 +96,10 @@ def test_a_papers_table_has_its_layout_with_published_figures_beside_ours(tmp_pa
     parity |= {"Mamba-2": cell(1.0, 1.0, 1.0), "GLA": cell(-0.25), "RetNet": None}
     formal = {row: {"parity": content, "with brackets": None} for row, content in parity.items()}
     environments = [environment(), environment(hardware="another", time="2031-02-03 to 2031-02-05")]
+    # Of the first kind: equal versions, of another commit and day. A package of two versions is another kind.
+    more = {"packages": {"torch": "9.8", "triton": "1.2"}, "time": "2031-01-31", "runs": 2}
+    environments += [environment(**more), environment(**more, commit="d" * 40)]
+    environments.append(environment(packages={"torch": "9.9", "triton": None}))
     ours = {
         "DeltaProduct_2 [-1, 1]": {
             "S3": cell(0.25, half={"seed-0": [3, 9]}, **{"at 2048": {"seed-0": 0.125, "seed-1": 0.5}})
@@ -127,8 +131,13 @@ def test_a_papers_table_has_its_layout_with_published_figures_beside_ours(tmp_pa
         assert line in first.splitlines()
     assert "RetNet" not in first
     assert "Steps (share of the paper's words): parity 2,000 to 3,000 (1 to 1.5%)." in first
-    assert "a card, torch 9.8, commit ccccccc, 2031-02-03, 4 runs; another, torch 9.8, commit" in words
-    assert "ccccccc, 2031-02-03 to 2031-02-05, 4 runs ([JSON](reports/t.json))." in words
+    sources = [
+        "a card, torch 9.8, triton 1.2, 2031-01-31 to 2031-02-03, "
+        "commit ccccccc (6 runs), commit ddddddd (2 runs)",
+        "another, torch 9.8, 2031-02-03 to 2031-02-05, commit ccccccc (4 runs)",
+        "a card, torch 9.9, 2031-02-03, commit ccccccc (4 runs)",
+    ]
+    assert f"{'; '.join(sources)} ([JSON](reports/t.json))." in words
     # Columns of which the paper has no number, what is beside ours, and columns of which there is nothing.
     assert (
         "| model | S3: ours | at 2048; half right to |\n|---|---|---|\n| DeltaProduct_2 [-1, 1] | 0.250, 1"
@@ -138,6 +147,6 @@ def test_a_papers_table_has_its_layout_with_published_figures_beside_ours(tmp_pa
         " seed | 0.125 to 0.500; 3 |\n\nSteps (share of the paper's words): S3 2,000 (1%).\n\na card"
         in second
     )
-    assert "2031-02-03, 1 run (" in second
+    assert "commit ccccccc (1 run) (" in second
     assert "| 2 layers | no | | | no | | | no | | |" in third and "not run yet ([JSON]" in third
     assert "| model" not in fourth
