@@ -129,6 +129,45 @@ def test_the_loss_is_the_classs_own_without_all_logits(name: str, monkeypatch: p
     torch.testing.assert_close(model.token_losses(ids).flatten(), expected, rtol=1e-4, atol=1e-4)
 
 
+class ValuesRead(TorchDispatchMode):
+    """How often the host read values of a tensor, for which it would wait for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        aten = torch.ops.aten
+        self.count += function.overloadpacket in (aten._local_scalar_dense, aten.nonzero, aten.masked_select)
+        return function(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize("name", [name for name in NODES if name != "unknown"])
+def test_neither_training_nor_evaluation_reads_a_value(name: str) -> None:
+    model = build(name)
+    ids = torch.randint(VOCABULARY, (2, 33))
+    for _ in range(2):  # the first pass tries the head
+        with ValuesRead() as read:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert read.count == 0
+    with ValuesRead() as read:
+        model.eval().token_losses(ids)
+    assert read.count == 0
+
+
+def test_positions_that_start_again_are_looked_for_elsewhere() -> None:
+    """A call of the class with positions of its own, after one of ours."""
+    model = build("llama").eval()
+    ids = torch.randint(VOCABULARY, (1, 24))
+    alone = model(input_ids=ids[:, 9:], use_cache=False).logits
+    model.token_losses(ids)
+    positions = torch.cat([torch.arange(9), torch.arange(15)])[None]
+    packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(packed[:, 9:], alone)
+    model.train()
+    half = torch.where(torch.arange(24) > 9, ids, -100)
+    found = model(input_ids=ids, labels=half, position_ids=positions, use_cache=False).loss
+    torch.testing.assert_close(found, model(input_ids=ids[:, 9:], labels=ids[:, 9:], use_cache=False).loss)
+
+
 def test_micro_batches_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the number of targets of the whole batch, the load balancing loss included."""
     model = build("experts")

@@ -5,6 +5,8 @@ tokens. Here they are made in chunks: neither training nor `token_losses` has [B
 """
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import ModelOutput
 
@@ -53,10 +55,10 @@ class FusedLoss:
         """
         if labels is None or not self.training:
             return super().forward(*args, labels=labels, **inputs)
-        targets, inputs = next_tokens(labels), inputs | self._bounds(cu_seqlens)
+        targets = next_tokens(labels)
         count = (targets != IGNORE).sum()
         divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        outputs = self.base_model(*args, **inputs)
+        outputs = self._read(*args, cu_seqlens=cu_seqlens, **inputs)
         hidden, targets = outputs[0].flatten(0, 1), targets.flatten()
         match self._kind_of_head(outputs):
             case "plain":
@@ -65,6 +67,7 @@ class FusedLoss:
             case "own":
                 total = self._own_losses(outputs, hidden, targets).sum()
             case "unknown":
+                inputs |= self._bounds(cu_seqlens)
                 return super().forward(*args, labels=labels, num_items_in_batch=divisor, **inputs)
         loss = total / divisor
         if getattr(self.config, "output_router_logits", False):
@@ -75,8 +78,8 @@ class FusedLoss:
     @torch.no_grad()
     def token_losses(self, input_ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """For evaluation: -log p(input_ids[:, t + 1] | input_ids[:, : t + 1]) at each t, fp32 [B, T - 1]."""
-        inputs = {"input_ids": input_ids, "use_cache": False, **self._bounds(cu_seqlens)}
-        outputs = self.base_model(**inputs)
+        inputs = {"input_ids": input_ids, "use_cache": False}
+        outputs = self._read(**inputs, cu_seqlens=cu_seqlens)
         hidden, targets = outputs[0].flatten(0, 1), next_tokens(input_ids).flatten()
         match self._kind_of_head(outputs):
             case "plain":
@@ -85,7 +88,8 @@ class FusedLoss:
             case "own":
                 losses = self._own_losses(outputs, hidden, targets)
             case "unknown":
-                losses = losses_of_logits(super().forward(**inputs).logits.flatten(0, 1), targets)
+                logits = super().forward(**inputs, **self._bounds(cu_seqlens)).logits
+                losses = losses_of_logits(logits.flatten(0, 1), targets)
         return losses.view(input_ids.shape)[:, :-1]
 
     @torch.no_grad()
@@ -98,6 +102,12 @@ class FusedLoss:
         packed = self.base_model(input_ids=ids, use_cache=False, **self._bounds(bounds))[0][:, 7:]
         self.train(training)
         return bool((packed - alone).norm() < ROUNDING * alone.norm())
+
+    def _read(self, *args: Tensor, cu_seqlens: Tensor | None, **inputs: Any) -> ModelOutput:
+        """The backbone's outputs."""
+        packed = cu_seqlens is not None or inputs.get("position_ids") is not None
+        with nullcontext() if packed else whole_rows():
+            return self.base_model(*args, **inputs, **self._bounds(cu_seqlens))
 
     def _bounds(self, cu_seqlens: Tensor | None) -> dict[str, Tensor]:
         """Document bounds as the backbone takes them: by flash-linear-attention's name, or as positions."""
@@ -162,6 +172,20 @@ class _Backbone(nn.Module):
 
     def forward(self, *_: Any, **__: Any) -> ModelOutput:
         return self.outputs
+
+
+@contextmanager
+def whole_rows() -> Iterator[None]:
+    """Within it transformers takes each row for one document, and does not wait for the GPU.
+
+    Otherwise its attention models read in each pass whether a row's positions start again (5.17 to 5.23).
+    """
+    look = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = look
 
 
 @cache
