@@ -111,7 +111,11 @@ def _of_runs(environments: Sequence[Row]) -> Iterator[str]:
         else:
             groups.append([about])
     for group in groups:
-        packages = {name: v for about in group for name, v in about["packages"].items() if v}
+        packages = {
+            name: next(filter(None, versions)) + ("" if all(versions) else " (some runs)")
+            for name in SHOWN
+            if any(versions := [about["packages"].get(name) for about in group])
+        }
         days = sorted(day for about in group for day in about["time"].split(" to "))
         period = days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
         runs: Counter[str] = Counter()

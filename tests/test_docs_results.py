@@ -132,7 +132,7 @@ def test_a_papers_table_has_its_layout_with_published_figures_beside_ours(tmp_pa
     assert "RetNet" not in first
     assert "Steps (share of the paper's words): parity 2,000 to 3,000 (1 to 1.5%)." in first
     sources = [
-        "a card, torch 9.8, triton 1.2, 2031-01-31 to 2031-02-03, "
+        "a card, torch 9.8, triton 1.2 (some runs), 2031-01-31 to 2031-02-03, "
         "commit ccccccc (6 runs), commit ddddddd (2 runs)",
         "another, torch 9.8, 2031-02-03 to 2031-02-05, commit ccccccc (4 runs)",
         "a card, torch 9.9, 2031-02-03, commit ccccccc (4 runs)",

@@ -165,6 +165,7 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
         if any(result.skipped for result in results):
             return StepRow(name, refused="the loss or a gradient was not finite")
         kinds = breakdown(lambda: step(batch()).read(), device)
+    recorded = cuda_graph is not None and cuda_graph.recordable
     link = link_bandwidth(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     bounds = step_roofline(config, tokens, parameters, ceilings, ranks, link) if name == "ours" else {}
     step_ms = 1e3 * tokens / speed["tokens_per_second"]
@@ -178,7 +179,7 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
         step_ms=step_ms,
         tokens_per_second=speed["tokens_per_second"],
         mfu=speed["mfu"],
-        memory_bytes=None if graph else round(speed["memory_gib"] * 2**30),
+        memory_bytes=None if recorded else round(speed["memory_gib"] * 2**30),
         parts=parts | {"data": Part(speed["data_wait"] * step_ms)},
     )
 

@@ -167,7 +167,8 @@ def train_step(
         bad_steps: scales a large gradient down, or has the step skipped; both happen in the optimizer's
         kernel.
         stop: this rank's wish to stop, which all ranks learn together.
-        cuda_graph: computes the gradients in the engine's place: of one rank's one micro-batch.
+        cuda_graph: computes the gradients in the engine's place, of one rank's one micro-batch, unless the
+        pass can't be recorded.
         states: what the rows start from in place of zeros, made for this step by `begin`.
 
     Returns:
@@ -187,9 +188,8 @@ def train_step(
     for i, batch in enumerate(micro_batches):
         engine.set_gradient_accumulation_boundary(i == len(micro_batches) - 1)
         inputs = _inputs(batch, divisor, None if states is None else states.passes[i])
-        if cuda_graph is not None:
-            loss = cuda_graph(inputs)
-        else:
+        loss = None if cuda_graph is None else cuda_graph(inputs)
+        if loss is None:
             loss = engine(**inputs, use_cache=False).loss
             with deepspeed_patches.wait_on_stream(zero):
                 engine.backward(loss, scale_wrt_gas=False)

@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 def random_states() -> dict:
@@ -24,3 +25,15 @@ def set_random_states(states: dict) -> None:
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+
+
+def differing(before: dict, after: dict) -> set[str]:
+    """The generators, by their names in `random_states`, whose states are not the same."""
+    return {name for name, state in before.items() if _values(state) != _values(after[name])}
+
+
+def _values(state: object) -> object:
+    """A state without tensors, which can be compared."""
+    if isinstance(state, Tensor):
+        return state.tolist()
+    return [_values(part) for part in state] if isinstance(state, tuple) else state

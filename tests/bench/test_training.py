@@ -32,6 +32,7 @@ def measure(config: TrainConfig) -> tuple[training.StepRow, int]:
                 parameter.grad = gradient
             return loss
 
+        replay.recordable = True
         return replay
 
     training.CudaGraphPass, training.records_graph = graph_pass, lambda config: config.trainer.cuda_graph

@@ -52,10 +52,8 @@ def compiled() -> dict[Variant, Compiled]:
 def test_compiles_for_hopper_anywhere(variant: Variant, compiled: dict[Variant, Compiled]) -> None:
     found = compiled[variant]
     padded = (64, 96, 128) if variant.name == "bwd_fused" else (64, 128)
-    widths = (
-        variant.dim,
-        min(128, (variant.value_dim or variant.dim) // (2 if variant.value_dim == 192 else 1)),
-    )
+    value = variant.value_dim or variant.dim
+    widths = (variant.dim, value // -(-value // 128))  # of equal tiles of at most 128
     dim, tile = (next((size for size in padded if width <= size), 128) for width in widths)
     programs = 5 if variant.name == "prepare_wy" else 1  # that share an SM
     assert found.shared <= SM_MEMORY // programs

@@ -163,6 +163,12 @@ def test_fused_backward_of_segments(case: Case, chunks: int) -> None:
             "b_da = warpgroup_mma_wait(OF_V + OF_K + 5, deps=[b_da])",
             "on its way",
         ),
+        (  # the same number for heads that take one product
+            "bwd_fused",
+            "b_dp = warpgroup_mma_wait(2 * OF_V + 1 + OF_K, deps=[b_dp])",
+            "b_dp = warpgroup_mma_wait(2 * OF_V + 2 * OF_K, deps=[b_dp])",
+            "on its way",
+        ),
         (
             "bwd_fused",
             "        i_t, n_t, g_last, b_peak = f_t, f_n, scalars[5], f_peak\n",
@@ -179,7 +185,11 @@ def test_a_kernel_that_could_race_is_caught(
     assert line in text
     changed = tmp_path / "kernel.py"
     changed.write_text(text.replace(line, instead))
-    case = widened(narrow(tokens=260)) if name == "bwd_qkg_wide" else narrow(tokens=260)
+    case = narrow(tokens=260)
+    if name == "bwd_qkg_wide":
+        case = widened(case)
+    elif "OF_K" in line:
+        case = replace(case, key_dim=96, value_dim=192)
     with pytest.raises(AssertionError, match=message):
         judge(name, case, emulate(name, late=False, path=changed), uniform(2e-5))
 

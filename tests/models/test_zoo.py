@@ -153,19 +153,19 @@ def test_neither_training_nor_evaluation_reads_a_value(name: str) -> None:
     assert read.count == 0
 
 
-def test_positions_that_start_again_are_looked_for_elsewhere() -> None:
-    """A call of the class with positions of its own, after one of ours."""
-    model = build("llama").eval()
+def test_documents_that_positions_pack_are_kept_apart() -> None:
+    """By our loss and by the class's own logits, also after a pass over whole rows."""
+    model = build("llama")
     ids = torch.randint(VOCABULARY, (1, 24))
-    alone = model(input_ids=ids[:, 9:], use_cache=False).logits
-    model.token_losses(ids)
     positions = torch.cat([torch.arange(9), torch.arange(15)])[None]
-    packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-    torch.testing.assert_close(packed[:, 9:], alone)
-    model.train()
-    half = torch.where(torch.arange(24) > 9, ids, -100)
-    found = model(input_ids=ids, labels=half, position_ids=positions, use_cache=False).loss
-    torch.testing.assert_close(found, model(input_ids=ids[:, 9:], labels=ids[:, 9:], use_cache=False).loss)
+    second = torch.where(torch.arange(24) > 9, ids, -100)
+    alone = model(input_ids=ids[:, 9:], labels=ids[:, 9:], use_cache=False).loss
+    by_name = model(input_ids=ids, labels=second, position_ids=positions, use_cache=False).loss
+    by_place = model(ids, None, positions, labels=second, use_cache=False).loss
+    torch.testing.assert_close([by_name, by_place], [alone, alone])
+    model.eval()
+    logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(logits[:, 9:], model(input_ids=ids[:, 9:], use_cache=False).logits)
 
 
 def test_micro_batches_add_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,16 @@
 """Steps with and without a CUDA graph, which must not differ in a bit: `cuda_graph_steps.py CONFIG_YAML`."""
 
+import random
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from engine_steps import GLOBAL_BATCH, checksum, make_batch, make_model
-from torch import Tensor, nn
+from torch import Tensor
 
 from fla_train.data.sampler import Batch, BatchSampler
 from fla_train.models.activation_checkpointing import checkpoint_activations
@@ -26,44 +28,51 @@ class Rehearsal(CudaGraphPass):
 
     recordings = 0
 
-    def _record(self, inputs: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
+    def _capture(self, leaves: Mapping[str, Tensor], arguments: Mapping[str, Any], stream: None) -> None:
         self.recordings += 1
-        self._inputs = {name: value.clone() for name, value in inputs.items()}
-        leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
-        self._warm_up(leaves, self._inputs | self._fixed)
         for value in self._inputs.values():
             value.fill_(-1)  # a replay must get its own
 
         def replay() -> None:
-            arguments = self._inputs | self._fixed
             self._loss, self._gradients = gradients_of(self._module, leaves, arguments, bf16=False)
 
         self._graph = SimpleNamespace(replay=replay)
 
 
 def rehearse(config: TrainConfig) -> list[int]:
-    """Compare on a CPU, from zero states and from passed ones. Returns the numbers of recordings."""
+    """Compare on a CPU: from zero states, from passed ones, and a model that can't be recorded.
+
+    Returns the numbers of recordings.
+    """
     engine = _engine(config)
     recordings = []
-    for kind in ("zero", "passing"):
+    for kind in ("zero", "passing", "unrecordable"):
+        if kind == "unrecordable":
+            engine.module.gradient_checkpointing_disable()
+            engine.module.register_forward_pre_hook(lambda module, inputs: draw_on_host())
         cuda_graph = Rehearsal(engine.module, bf16=False)
         compare(engine, cuda_graph, kind)
         recordings.append(cuda_graph.recordings)
     return recordings
 
 
+def draw_on_host() -> None:
+    """As the layer drop of some models does."""
+    random.random()
+
+
 def compare(engine, cuda_graph: CudaGraphPass, kind: str) -> None:
     """The same steps by the engine alone and by `cuda_graph`, the sixth by the engine in both runs.
 
     Args:
-        kind: "zero", or "passing" for states of the step before, which shapes of their own do not change.
+        kind: "passing" for states of the step before, which shapes of their own do not change.
     """
     start = {name: value.clone() for name, value in engine.module.state_dict().items()}
     runs = []
     for own in (None, cuda_graph):
         _rewind(engine, start)
         bad_steps = BadStepFilter(engine.device, max_grad_norm=0.5)
-        states = None if kind == "zero" else _passing(engine)
+        states = _passing(engine) if kind == "passing" else None
         outcomes = []
         for step, length in enumerate(LENGTHS):
             batch = tuple(part[:, :length].to(engine.device) for part in make_batch(step))

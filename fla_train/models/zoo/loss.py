@@ -58,7 +58,7 @@ class FusedLoss:
         targets = next_tokens(labels)
         count = (targets != IGNORE).sum()
         divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        outputs = self._read(*args, cu_seqlens=cu_seqlens, **inputs)
+        outputs = self._run_backbone(*args, cu_seqlens=cu_seqlens, **inputs)
         hidden, targets = outputs[0].flatten(0, 1), targets.flatten()
         match self._kind_of_head(outputs):
             case "plain":
@@ -79,7 +79,7 @@ class FusedLoss:
     def token_losses(self, input_ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """For evaluation: -log p(input_ids[:, t + 1] | input_ids[:, : t + 1]) at each t, fp32 [B, T - 1]."""
         inputs = {"input_ids": input_ids, "use_cache": False}
-        outputs = self._read(**inputs, cu_seqlens=cu_seqlens)
+        outputs = self._run_backbone(**inputs, cu_seqlens=cu_seqlens)
         hidden, targets = outputs[0].flatten(0, 1), next_tokens(input_ids).flatten()
         match self._kind_of_head(outputs):
             case "plain":
@@ -103,11 +103,11 @@ class FusedLoss:
         self.train(training)
         return bool((packed - alone).norm() < ROUNDING * alone.norm())
 
-    def _read(self, *args: Tensor, cu_seqlens: Tensor | None, **inputs: Any) -> ModelOutput:
-        """The backbone's outputs."""
-        packed = cu_seqlens is not None or inputs.get("position_ids") is not None
-        with nullcontext() if packed else whole_rows():
-            return self.base_model(*args, **inputs, **self._bounds(cu_seqlens))
+    def _run_backbone(self, *args: Tensor, cu_seqlens: Tensor | None, **inputs: Any) -> ModelOutput:
+        """The backbone's outputs. Only a caller that gives bounds or positions can have packed documents."""
+        given = cu_seqlens is not None or len(args) > 1 or inputs.get("position_ids") is not None
+        with nullcontext() if given else whole_rows():
+            return self.base_model(*args, **(inputs | self._bounds(cu_seqlens)))
 
     def _bounds(self, cu_seqlens: Tensor | None) -> dict[str, Tensor]:
         """Document bounds as the backbone takes them: by flash-linear-attention's name, or as positions."""

@@ -12,8 +12,9 @@ threads meet six to nine times a chunk: what they exchange, sums of rows above a
 one of these barriers.
 
 For 16-bit inputs. K and a tile of V have 64 or 128 columns in shared memory; a narrower head leaves zeros
-there. Wider values are split: each program takes one of TILES tiles of V, as if it were a head of its own,
-and writes its share of dq, dk, dbeta and dg, which are sums over the columns of V (`triton/shared_heads.py`).
+there, of which sums skip a last quarter (`common.products`). Wider values are split: each program takes one
+of TILES tiles of V, as if it were a head of its own, and writes its share of dq, dk, dbeta and dg, which are
+sums over the columns of V (`triton/shared_heads.py`).
 """
 
 from typing import Any
@@ -40,6 +41,7 @@ from fla_train.kernels.delta_product.hopper.common import (
     RK,
     ROWS,
     RQ,
+    SLICED,
     TILE,
     WRITE,
     barrier,
@@ -94,9 +96,9 @@ def chunk_bwd_fused_kernel(
     BK: gl.constexpr = 64 if K <= 64 else 128
     BV: gl.constexpr = 64 if WIDTH <= 64 else 128
     P: gl.constexpr = H * TILES  # programs of a sequence
-    # Products that a sum over K, and over a tile of V, is made of.
-    OF_K: gl.constexpr = 2 if K > 64 and K <= 96 else 1
-    OF_V: gl.constexpr = 2 if WIDTH > 64 and WIDTH <= 96 else 1
+    # Products that a sum over K, and over a tile of V, is made of: `products` issues so many.
+    OF_K: gl.constexpr = 2 if K > ROWS and K <= SLICED else 1
+    OF_V: gl.constexpr = 2 if WIDTH > ROWS and WIDTH <= SLICED else 1
     INVERSE: gl.constexpr = wy.dtype
     SQUARE: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, num_warps // 4], [16, 4 * ROWS // num_warps, 16]

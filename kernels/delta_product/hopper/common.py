@@ -25,8 +25,8 @@ reinterpret = (
 # Of a zero that the compiler must not know: triton 3.9's takes what 16 bits leave of an integer for 0.
 FACTOR = gl.constexpr(1.1 if hasattr(gl.shared_memory_descriptor, "reinterpret") else 1.0)
 
-SLICED = gl.constexpr(96)  # columns of a padded tile beyond 64 and up to which a product leaves the rest out
 ROWS = gl.constexpr(64)  # Householder steps per chunk, and rows of every tile of q, o and k
+SLICED = gl.constexpr(96)  # sums over 65 to so many columns stop here, not at the padded 128
 
 LEAST = gl.constexpr(TINY.value)  # `triton.common.TINY`, for Gluon
 LEAST_GATE = gl.constexpr(MIN_LOG_DECAY.value)  # of `triton.chunk_fwd`
@@ -204,9 +204,9 @@ def rebuild(step, part: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def products(a, b, total, SIZE: gl.constexpr):
-    """Total + a b of tiles in shared memory, whose columns (rows of b) from SIZE on are zero.
+    """Begin total + a b, of tiles in shared memory whose columns of a and rows of b from SIZE on are zero.
 
-    As two products where SIZE is beyond 64 and up to 96, which leave out a last quarter of zeros.
+    Issues one asynchronous product, or two if SIZE is 65 to 96, which leave out a last quarter of zeros.
     """
     if SIZE > ROWS and SIZE <= SLICED:
         total = warpgroup_mma(a.slice(0, ROWS, dim=1), b.slice(0, ROWS), total, is_async=True)
