@@ -21,7 +21,7 @@ from fla_train.training.config import TrainConfig, resolve_device
 from fla_train.utils.random_states import differing, random_states, set_random_states
 
 logger = logging.getLogger(__name__)
-WAITED = "synchronizing CUDA operation"  # in torch's error, where waiting is forbidden
+WAITED = "synchronizing CUDA operation"  # of torch's error for an operation that waits
 
 
 def records_graph(config: TrainConfig) -> bool:
@@ -57,7 +57,7 @@ class CudaGraphPass:
 
         Returns:
             The loss, fp32 scalar; it and the gradients hold until the next call. None if the pass can't be
-            recorded: then nothing has run that counts.
+            recorded: the caller has to run it.
 
         Raises:
             ValueError: the pass draws random numbers, and layers are recomputed; or the recording failed.
@@ -97,7 +97,7 @@ class CudaGraphPass:
         logger.warning("trainer.cuda_graph=true has no effect from here on: the model %s", obstacle)
         self.recordable = False
         del self._inputs, self._fixed, arguments
-        torch.cuda.empty_cache()  # of what was allocated on the stream aside
+        torch.cuda.empty_cache()  # frees what is cached for the side stream
 
     def _warm_up(
         self, leaves: Mapping[str, Tensor], arguments: Mapping[str, Any], device: torch.device

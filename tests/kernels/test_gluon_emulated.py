@@ -163,7 +163,7 @@ def test_fused_backward_of_segments(case: Case, chunks: int) -> None:
             "b_da = warpgroup_mma_wait(OF_V + OF_K + 5, deps=[b_da])",
             "on its way",
         ),
-        (  # the same number for heads that take one product
+        (  # wrong only where a sum takes two products
             "bwd_fused",
             "b_dp = warpgroup_mma_wait(2 * OF_V + 1 + OF_K, deps=[b_dp])",
             "b_dp = warpgroup_mma_wait(2 * OF_V + 2 * OF_K, deps=[b_dp])",

@@ -65,7 +65,7 @@ def compare(engine, cuda_graph: CudaGraphPass, kind: str) -> None:
     """The same steps by the engine alone and by `cuda_graph`, the sixth by the engine in both runs.
 
     Args:
-        kind: "passing" for states of the step before, which shapes of their own do not change.
+        kind: with "passing" sequences start from the final states of the step before.
     """
     start = {name: value.clone() for name, value in engine.module.state_dict().items()}
     runs = []

@@ -180,7 +180,7 @@ def test_what_a_recording_would_not_repeat_is_left_to_the_caller(
     model.model.embeddings.register_forward_hook(lambda module, inputs, y: change(module, y))
     states = random_states()
     shorter = inputs | {"input_ids": ids[:, :16], "labels": labels[:, :16]}
-    for batch in (shorter, inputs, shorter):  # another shape is recorded anew
+    for batch in (shorter, inputs, shorter):  # another shape is recorded again
         assert cuda_graph(batch) is None and not cuda_graph.recordable
     assert not differing(states, random_states())
     assert cuda_graph.recordings == 1 and caplog.text.count("trainer.cuda_graph=true") == 1

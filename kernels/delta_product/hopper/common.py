@@ -204,9 +204,9 @@ def rebuild(step, part: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def products(a, b, total, SIZE: gl.constexpr):
-    """Begin total + a b, of tiles in shared memory whose columns of a and rows of b from SIZE on are zero.
+    """Begin total + a b for tiles in shared memory. Columns of a and rows of b from SIZE on are zero.
 
-    Issues one asynchronous product, or two if SIZE is 65 to 96, which leave out a last quarter of zeros.
+    Issues one asynchronous product. If SIZE is 65 to 96 it issues two, which skip the last 32 columns.
     """
     if SIZE > ROWS and SIZE <= SLICED:
         total = warpgroup_mma(a.slice(0, ROWS, dim=1), b.slice(0, ROWS), total, is_async=True)
