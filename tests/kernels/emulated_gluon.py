@@ -120,6 +120,10 @@ class Emulator:
         offset, mask, value = torch.broadcast_tensors(*map(torch.as_tensor, (p.offset, mask, value)))
         p.store(offset[mask], value[mask])
 
+    def add(self, p: Pointer, value: Tensor, mask: object, sem: str) -> None:
+        assert sem == "relaxed"  # no thread waits for what another has added
+        self.store(p, self.load(p, mask) + value, mask)
+
     @staticmethod
     def reduce(values: tuple, axis: int, combine: Callable) -> tuple:
         """Pairwise, by `combine` itself."""
@@ -170,6 +174,7 @@ class Emulator:
             static_range=range,
             load=self.load,
             store=self.store,
+            atomic_add=self.add,
             reduce=self.reduce,
             inline_asm_elementwise=self.assembly,
             allocate_shared_memory=self.allocate,

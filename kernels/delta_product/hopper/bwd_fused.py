@@ -14,7 +14,7 @@ one of these barriers.
 For 16-bit inputs. K and a tile of V have 64 or 128 columns in shared memory; a narrower head leaves zeros
 there, of which sums skip a last quarter (`common.products`). Wider values are split: each program takes one
 of TILES tiles of V, as if it were a head of its own, and writes its share of dq, dk, dbeta and dg, which are
-sums over the columns of V (`triton/shared_heads.py`).
+sums over the columns of V (`triton/shared_heads.py`). Two programs that share a dq and a dk add to them.
 """
 
 from typing import Any
@@ -35,6 +35,7 @@ from fla_train.kernels.delta_product.hopper.common import (
     GT,
     LEAST,
     LEAST_GATE,
+    PAIR,
     QUERY,
     RAW,
     READ,
@@ -96,6 +97,7 @@ def chunk_bwd_fused_kernel(
     BK: gl.constexpr = 64 if K <= 64 else 128
     BV: gl.constexpr = 64 if WIDTH <= 64 else 128
     P: gl.constexpr = H * TILES  # programs of a sequence
+    ADDED: gl.constexpr = PAIR if G * TILES == PAIR else 1  # programs that add to one dq and dk
     # Products that a sum over K, and over a tile of V, is made of: `products` issues so many.
     OF_K: gl.constexpr = 2 if K > ROWS and K <= SLICED else 1
     OF_V: gl.constexpr = 2 if WIDTH > ROWS and WIDTH <= SLICED else 1
@@ -380,8 +382,9 @@ def chunk_bwd_fused_kernel(
         keep_scalars(table, scalars, scale, GATED)
         barrier()  # q and k are read
         copy_tile(q, s_q, bar_q, f_t, i_h // G, pred)
-        store_tile(dk + (p_m * P + i_p) * K, s_dk, n_m, zero, P * K, K, STORE_K)
-        store_tile(dq + (p_t * P + i_p) * K, s_out, n_t, zero, P * K, K, STORE_K)
+        p_dk, p_dq = dk + (p_m * P + i_p) // ADDED * K, dq + (p_t * P + i_p) // ADDED * K
+        store_tile(p_dk, s_dk, n_m, zero, P // ADDED * K, K, STORE_K, ADDED > 1)
+        store_tile(p_dq, s_out, n_t, zero, P // ADDED * K, K, STORE_K, ADDED > 1)
         kw = load_sums(written, LINE) * write_m
         gl.store(dbeta + (p_m + o_m) * P + i_p, kw + load_sums(inner, LINE), mask=o_m < n_m)
         if GATED:

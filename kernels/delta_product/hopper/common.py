@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from fla_train.kernels.delta_product.triton import shared_heads
 from fla_train.kernels.delta_product.triton.chunk_fwd import MIN_LOG_DECAY
 from fla_train.kernels.delta_product.triton.common import TINY
 from fla_train.kernels.sizes import ceil_div, processors
@@ -29,6 +30,7 @@ ROWS = gl.constexpr(64)  # Householder steps per chunk, and rows of every tile o
 SLICED = gl.constexpr(96)  # sums over 65 to so many columns stop here, not at the padded 128
 
 LEAST = gl.constexpr(TINY.value)  # `triton.common.TINY`, for Gluon
+PAIR = gl.constexpr(shared_heads.PAIR)
 LEAST_GATE = gl.constexpr(MIN_LOG_DECAY.value)  # of `triton.chunk_fwd`
 
 ALIGNMENT = 16  # bytes, of what the copy engine reads
@@ -234,15 +236,25 @@ def copy_rows(matrix, tile, bar, i_row, i_head, pred, BYTES: gl.constexpr):
 
 
 @gluon.jit
-def store_tile(p, tile, n_rows, i_row, STRIDE: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
-    """`n_rows` and WIDTH columns of a tile in shared memory, to `p` on; `i_row` is 0 of `rebuild`."""
+def store_tile(
+    p, tile, n_rows, i_row,
+    STRIDE: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr, ADD: gl.constexpr = False,
+):  # fmt: skip
+    """`n_rows` and WIDTH columns of a tile in shared memory, to `p` on; `i_row` is 0 of `rebuild`.
+
+    With ADD they are added to what is there, 16 bytes at a time in the L2 cache.
+    """
     COLUMNS: gl.constexpr = tile.shape[1]
     o_r, o_c = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     o_r += i_row
     mask = (o_r < n_rows)[:, None]
     if WIDTH < COLUMNS:
         mask = mask & (o_c < WIDTH)[None, :]
-    gl.store(p + o_r[:, None] * STRIDE + o_c[None, :], tile.load(LAYOUT), mask=mask)
+    pointers = p + o_r[:, None] * STRIDE + o_c[None, :]
+    if ADD:
+        gl.atomic_add(pointers, tile.load(LAYOUT), mask=mask, sem="relaxed")
+    else:
+        gl.store(pointers, tile.load(LAYOUT), mask=mask)
 
 
 @gluon.jit

@@ -3,8 +3,8 @@
 By chunks. Forward: `chunk_prepare_wy` (all chunks at once), then `chunk_fwd` (serial over chunks). Backward:
 `chunk_bwd_state` (serial), then `chunk_bwd_qkg` (all chunks at once), or `chunk_bwd_fused` for both. Long
 sequences of few heads are split for the serial ones (`sequence_split`). `select` decides what runs and with
-which options, or that `fused_recurrent` takes the place of all of them. There are no atomics, so results are
-reproducible to the bit.
+which options, or that `fused_recurrent` takes the place of all of them. Sums do not depend on the
+order in which programs run, so results are reproducible to the bit.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from fla_train.kernels.delta_product.triton.fused_recurrent import (
 )
 from fla_train.kernels.delta_product.triton.launch_table import HOPPER_TILE, value_tiles
 from fla_train.kernels.delta_product.triton.sequence_split import Segments
-from fla_train.kernels.delta_product.triton.shared_heads import make_shares, sum_shares
+from fla_train.kernels.delta_product.triton.shared_heads import PAIR, make_shares, sum_shares
 from fla_train.kernels.optional_triton import tl
 from fla_train.kernels.sizes import ceil_div
 
@@ -127,7 +127,8 @@ def delta_product_backward(
     selection = select_for(q, dv, cu_seqlens, qk_l2norm)
     tiles = value_tiles(value_dim) if selection.fused_backward else 1
     of_keys = heads // q.shape[2] * tiles  # shares of dq and dk; of dbeta and dg each tile has one
-    totals = {"dq": (dq, of_keys), "dk": (dk, of_keys), "dbeta": (dbeta[..., None], tiles)}
+    added = selection.fused_backward and of_keys == PAIR
+    totals = {"dq": (dq, of_keys, added), "dk": (dk, of_keys, added), "dbeta": (dbeta[..., None], tiles)}
     totals |= {} if dg is None else {"dg": (dg[..., None], tiles)}
     with torch.cuda.device_of(q):
         shares = {name: make_shares(*total) for name, total in totals.items()}

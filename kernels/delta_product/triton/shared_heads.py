@@ -3,6 +3,9 @@
 A head of q and k serves G value heads, whose programs each find a dq and a dk. Hopper's fused backward kernel
 also splits wide values into tiles of V, and each tile has its share of dq, dk, dbeta and dg. Shares are
 summed in fp32 and in a fixed order, so that results are equal to the bit from run to run.
+
+Where two programs share a dq and a dk, Hopper's kernel adds both shares to zeros instead: 0 + a + b and
+0 + b + a are equal to the bit.
 """
 
 from torch import Tensor
@@ -11,6 +14,7 @@ from fla_train.kernels.cached_launch import run_kernel
 from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div
 
+PAIR = 2  # shares whose sum does not depend on which one is added first
 BLOCK = 1024  # elements of a program: 16 bytes of bf16 for each thread of four warps
 
 
@@ -27,8 +31,13 @@ def delta_product_sum_shares_kernel(
     tl.store(total + o, b_total.to(total.dtype.element_ty), mask=o < n)
 
 
-def make_shares(total: Tensor, count: int) -> Tensor:
-    """Room for so many shares of `total` [..., W]: [..., count, W], or `total` itself where there is one."""
+def make_shares(total: Tensor, count: int, added: bool = False) -> Tensor:
+    """Room for so many shares of `total` [..., W]: [..., count, W], or `total` itself where there is one.
+
+    With `added` it is `total`, too, filled with zeros, for programs that add to it.
+    """
+    if added:
+        return total.zero_()
     return total if count == 1 else total.new_empty(*total.shape[:-1], count, total.shape[-1])
 
 
