@@ -143,6 +143,10 @@ def build_model(config: PreTrainedConfig) -> "PreTrainedModel":
     except Exception as failure:
         raise ValueError(f"{kind.__name__} can't be built: {' '.join(str(failure).split())}") from failure
     model.config.pad_token_id = pad
+    if config.model_type == "xlstm":
+        from fla_train.models.zoo.xlstm import take_whole_chunks
+
+        take_whole_chunks(model)
     return model
 
 

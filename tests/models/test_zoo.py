@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fla_train.cli.app import compose
 from fla_train.cli.config_files import ConfigFiles
 from fla_train.models.activation_checkpointing import checkpoint_activations
-from fla_train.models.build import build_model, build_model_config, build_on_meta, model_node
+from fla_train.models.build import build_model, build_model_config, build_on_meta, model_class, model_node
 from fla_train.models.flops import count_parameters
 from fla_train.models.zoo.baseline import KINDS, ignored_overrides, without_baseline
 from fla_train.models.zoo.flops import forward_flops
@@ -127,6 +127,39 @@ def test_the_loss_is_the_classs_own_without_all_logits(name: str, monkeypatch: p
         logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
     )
     torch.testing.assert_close(model.token_losses(ids).flatten(), expected, rtol=1e-4, atol=1e-4)
+
+
+class Operations(TorchDispatchMode):
+    """How many there were."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.count += 1
+        return function(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize("length", [3, 40, 64, 100])
+def test_xlstm_computes_whole_chunks(length: int) -> None:
+    """Against transformers' own class, which computes 36 of 100 tokens in turn and none of 64."""
+    config = node("xlstm", num_heads=4, autocast_kernel_dtype="float32", qk_dim_factor=1.0)
+    ours = build_model(build_model_config(config)).train()
+    plain = model_class(ours.config)(ours.config).train()
+    plain.load_state_dict(ours.state_dict())
+    ids, weights = torch.randint(VOCABULARY, (2, length)), torch.randn(2, length, 64)
+    found, counts = [], []
+    for model in (ours, plain):
+        with Operations() as operations:
+            hidden = model.base_model(input_ids=ids, use_cache=False)[0]
+        (hidden * weights).sum().backward()
+        counts.append(operations.count)
+        gradients = [p.grad for p in model.base_model.parameters()]
+        cache = model.eval()(input_ids=ids[:, :-1], use_cache=True).cache_params
+        following = model(input_ids=ids[:, -1:], cache_params=cache, use_cache=True).logits
+        found.append([hidden, following, *gradients])
+    for value, expected in zip(*found, strict=True):
+        assert (value - expected).norm() <= 1e-4 * expected.norm()
+    assert counts[0] < counts[1] / 5 if length in (40, 100) else counts[0] <= counts[1] + 2
 
 
 class ValuesRead(TorchDispatchMode):
