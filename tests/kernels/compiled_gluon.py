@@ -64,10 +64,10 @@ def _compile(variant: Variant) -> Compiled:
     constants, types = _constants(variant) | {"num_warps": warps}, _types(variant)
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     values = {(i,): constants[name] for i, name in enumerate(kernel.arg_names) if name in constants}
-    # Triton's loads and stores are as wide as pointers are aligned.
+    # Loads, stores and reductions are as wide as pointers are aligned.
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
     if variant.gluon:
-        source = GluonASTSource(kernel, signature, values, {})
+        source = GluonASTSource(kernel, signature, values, aligned)
     else:
         source = ASTSource(kernel, signature, values, aligned)
     found = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})

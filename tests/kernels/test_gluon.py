@@ -78,6 +78,17 @@ def test_compiles_for_hopper_anywhere(variant: Variant, compiled: dict[Variant, 
     assert found.stack <= spilled + 160 * AVOIDS_PTXAS_FAULT
 
 
+def test_two_shares_are_added_sixteen_bytes_at_a_time(compiled: dict[Variant, Compiled]) -> None:
+    """dq and dk of 64 rows by 256 threads, where two value heads or two tiles of V share them."""
+    paired = 0
+    for variant, found in compiled.items():
+        tiles = -(-(variant.value_dim or variant.dim) // 128)
+        pair = variant.name == "bwd_fused" and variant.group * tiles == 2
+        assert found.ptx.count("add.noftz.v8.bf16") == pair * 2 * 64 * 128 // (8 * 256), variant
+        paired += pair
+    assert paired == 3
+
+
 def test_matrices_that_begin_anywhere_are_described() -> None:
     apart = torch.randn(2 * 64 * 64 + 1).bfloat16()[1:].view(64, 2, 64)
     assert apart.is_contiguous() and apart.data_ptr() % 16
