@@ -1,7 +1,8 @@
-"""xLSTM of transformers on rows that fill no whole chunks: padded, where the class takes tokens in turn.
+"""xLSTM of transformers on rows that fill no whole number of chunks: they are padded.
 
 In mode `inference`, the one for rows of any length, the class computes whole chunks at once (of 64 tokens,
-unless `chunk_size` says otherwise). Each token behind them costs sixty operations a layer.
+unless `chunk_size` says otherwise), and then loops over the tokens that are left, sixty operations for each
+token and layer.
 """
 
 from functools import cache
@@ -12,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.xlstm.modeling_xlstm import xLSTMOutput
 
-# Tokens behind the last whole chunk that are taken in turn. A padded chunk has fewer operations than 3 tokens
-# in turn, and takes as long as 24 on a CPU core (32 rows, 64 channels).
+# Tokens left that the loop takes. A padded chunk has fewer operations than the loop over 3 tokens, and takes as
+# long as that over 24 on a CPU core (32 rows, 64 channels).
 FEW = 8
 
 

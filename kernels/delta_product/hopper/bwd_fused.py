@@ -14,8 +14,8 @@ one of these barriers.
 For 16-bit inputs. K and a tile of V have 64 or 128 columns in shared memory; a narrower head leaves zeros
 there, of which sums skip a last quarter (`common.products`). Wider values are split: each program takes one
 of TILES tiles of V, as if it were a head of its own, and writes its share of dq, dk, dbeta and dg, which are
-sums over the columns of V (`triton/shared_heads.py`). Where two programs share a dq and a dk, both
-add to zeros.
+sums over the columns of V (`triton/shared_heads.py`). Where two programs share a dq and a dk, both add their
+shares to zeros.
 """
 
 from typing import Any
