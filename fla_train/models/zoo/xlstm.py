@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.xlstm.modeling_xlstm import xLSTMOutput
 
-# Tokens left that the loop takes. A padded chunk has fewer operations than the loop over 3 tokens, and takes as
-# long as that over 24 on a CPU core (32 rows, 64 channels).
+# Tokens left that the loop takes. A padded chunk has fewer operations than the loop over 3 tokens, and takes
+# as long as that over 24 on a CPU core (32 rows, 64 channels).
 FEW = 8
 
 
