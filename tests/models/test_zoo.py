@@ -155,12 +155,8 @@ def test_xlstm_computes_whole_chunks(length: int) -> None:
         counts.append(operations.count)
         gradients = [p.grad for p in model.base_model.parameters()]
         model.eval()
-        following = [
-            model(
-                input_ids=ids[:, -1:], cache_params=model(input_ids=ids[:, :-1], **given).cache_params
-            ).logits
-            for given in ({"use_cache": True}, {})
-        ]
+        caches = [model(input_ids=ids[:, :-1], **given).cache_params for given in ({"use_cache": True}, {})]
+        following = [model(input_ids=ids[:, -1:], cache_params=cache).logits for cache in caches]
         found.append([hidden, *following, *gradients])
     for value, expected in zip(*found, strict=True):
         assert (value - expected).norm() <= 1e-4 * expected.norm()

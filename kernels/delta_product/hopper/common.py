@@ -30,7 +30,7 @@ ROWS = gl.constexpr(64)  # Householder steps per chunk, and rows of every tile o
 SLICED = gl.constexpr(96)  # sums over 65 to so many columns stop here, not at the padded 128
 
 LEAST = gl.constexpr(TINY.value)  # `triton.common.TINY`, for Gluon
-PAIR = gl.constexpr(shared_heads.PAIR)
+PAIR = gl.constexpr(shared_heads.PAIR)  # for Gluon
 LEAST_GATE = gl.constexpr(MIN_LOG_DECAY.value)  # of `triton.chunk_fwd`
 
 ALIGNMENT = 16  # bytes, of what the copy engine reads

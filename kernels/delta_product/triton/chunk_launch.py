@@ -3,8 +3,8 @@
 By chunks. Forward: `chunk_prepare_wy` (all chunks at once), then `chunk_fwd` (serial over chunks). Backward:
 `chunk_bwd_state` (serial), then `chunk_bwd_qkg` (all chunks at once), or `chunk_bwd_fused` for both. Long
 sequences of few heads are split for the serial ones (`sequence_split`). `select` decides what runs and with
-which options, or that `fused_recurrent` takes the place of all of them. Sums do not depend on the
-order in which programs run, so results are reproducible to the bit.
+which options, or that `fused_recurrent` takes the place of all of them. No sum depends on the order in which
+programs run, so results are reproducible to the bit.
 """
 
 from collections.abc import Sequence
