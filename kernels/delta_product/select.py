@@ -26,6 +26,7 @@ from fla_train.kernels.delta_product.triton.launch_table import (
     square,
     value_tiles,
 )
+from fla_train.kernels.delta_product.triton.shared_heads import PAIR
 from fla_train.kernels.sizes import ceil_div, next_power_of_2, processors
 
 CHUNK_STEPS = 64  # Householder steps of a chunk: the row count of a Hopper matrix instruction
@@ -68,6 +69,7 @@ class Selection:
     chunk_bwd_qkg: KernelChoice | None = None
     fused_backward: bool = False  # chunk_bwd_fused in place of chunk_bwd_state and chunk_bwd_qkg
     fused_reason: str = ""
+    fused_launches: int = 1  # of chunk_bwd_fused, where two programs share a dq and a dk
 
     def explain(self) -> list[str]:
         """One sentence per decision."""
@@ -194,11 +196,12 @@ def _select(sizes: Sizes, override: Override) -> Selection:
     )
     qkg, state = choose("chunk_bwd_qkg", equal), choose("chunk_bwd_state", tiled)
     fused, reason = state.hopper, state.reason
-    programs = (selection.num_segments or sizes.documents or sizes.batch) * sizes.heads
+    programs = (selection.num_segments or sizes.documents or sizes.batch) * sizes.heads * max(tiles, 1)
+    count = processors(sizes.device)
     if fused and override.fused_backward is not None:
         fused, reason = override.fused_backward, "the caller wants it so"
     elif fused:
-        fused = busy(programs * tiles, processors(sizes.device)) >= MIN_BUSY
+        fused = busy(programs, count) >= MIN_BUSY
         few = "leave too many multiprocessors idle"
         reason = f"sequences x heads x tiles of V {'keep the multiprocessors busy' if fused else few}"
     return replace(
@@ -209,6 +212,8 @@ def _select(sizes: Sizes, override: Override) -> Selection:
         chunk_bwd_qkg=qkg,
         fused_backward=fused,
         fused_reason=reason,
+        # Two launches need no zeros to add to; more waves of programs would cost more than these.
+        fused_launches=PAIR if ceil_div(programs, count) == PAIR * ceil_div(programs, PAIR * count) else 1,
     )
 
 

@@ -27,6 +27,7 @@ class Variant:
     heads: int = 1
     value_dim: int | None = None  # where it is another
     group: int = 1  # of heads that share q and k
+    launch: int | None = None  # of `bwd_fused`, where there are two
     gluon: bool = True  # False, of `prepare_wy` alone: the one in Triton
 
     @property
@@ -80,8 +81,6 @@ def _compile(variant: Variant) -> Compiled:
 
 def _constants(variant: Variant) -> dict[str, object]:
     """Of any kernel; None for a tensor that isn't given."""
-    from fla_train.kernels.delta_product.triton.launch_table import value_tiles
-
     packed, gated, values = variant.packed, variant.gated, variant.value_dim or variant.dim
     absent = (
         () if packed else ("dfinal_state", "dinitial_state", "cu_seqlens", "chunk_offsets", "chunk_sequence")
@@ -89,17 +88,34 @@ def _constants(variant: Variant) -> dict[str, object]:
     absent += () if gated else ("g", "g_cum", "dg")
     absent += () if gated or variant.name == "prepare_wy" else ("q_rnorm", "k_rnorm")
     constants = dict.fromkeys(absent) | {
-        **{
-            "H": variant.heads,
-            "G": variant.group,
-            "K": variant.dim,
-            "V": values,
-            "TILES": value_tiles(values),
-        },
+        **{"H": variant.heads, "G": variant.group, "K": variant.dim, "V": values},
+        **{name: value for name, value in _given(variant).items() if name.isupper()},
         **{"N": variant.num_householder, "C": 64 // variant.num_householder},
         **{"GATED": gated, "L2NORM": gated, "PACKED": packed},
     }
     return constants if variant.gluon else constants | _triton_constants(variant)
+
+
+def _given(variant: Variant) -> dict[str, object]:
+    """Tensors of one row of 64 tokens; of `bwd_fused` as one launch gets them, with its constants."""
+    import torch
+
+    heads, keys, values = variant.heads, variant.dim, variant.value_dim or variant.dim
+    shapes = {
+        **dict.fromkeys(("q", "k"), (64, heads // variant.group, keys)),
+        **dict.fromkeys(("do", "u", "dv"), (64, heads, values)),
+        **dict.fromkeys(("wy", "p"), (64, heads, 64)),
+        **dict.fromkeys(("states", "dstates"), (heads, values, keys)),
+    }
+    tensors = {name: torch.empty(1, *shape, device="meta") for name, shape in shapes.items()}
+    if variant.name != "bwd_fused":
+        return tensors
+    from fla_train.kernels.delta_product.hopper import bwd_fused
+    from fla_train.kernels.delta_product.triton.launch_table import value_tiles
+
+    absent = dict.fromkeys(("dfinal_state", "dinitial_state"))
+    launches = 1 if variant.launch is None else 2
+    return list(bwd_fused.parts(tensors | absent, value_tiles(values), launches))[variant.launch or 0]
 
 
 def _triton_constants(variant: Variant) -> dict[str, object]:
@@ -115,22 +131,12 @@ def _triton_constants(variant: Variant) -> dict[str, object]:
 
 def _types(variant: Variant) -> dict[str, str]:
     """Of any kernel's other arguments."""
-    import torch
-
     from fla_train.kernels.delta_product.hopper.common import with_tma_descriptors
 
-    heads, keys, values = variant.heads, variant.dim, variant.value_dim or variant.dim
-    shapes = {
-        **dict.fromkeys(("q", "k"), (64, heads // variant.group, keys)),
-        **dict.fromkeys(("do", "u", "dv"), (64, heads, values)),
-        **dict.fromkeys(("wy", "p"), (64, heads, 64)),
-        **dict.fromkeys(("states", "dstates"), (heads, values, keys)),
-    }
-    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    tiles = _constants(variant)["TILES"] if variant.name == "bwd_fused" else 1
-    rows = [name for name in shapes if not name.endswith("states")]
+    given = _given(variant)
+    rows = [name for name in given if name in ("q", "k", "do", "u", "dv", "wy", "p")]
     slices = getattr(variant.module, "SLICES", {})
-    matrices = with_tma_descriptors(tensors | {"TILES": tiles}, rows, ("states", "dstates"), slices)
+    matrices = with_tma_descriptors(given, rows, ("states", "dstates"), slices)
     half = "fp16" if variant.gated else "bf16"
 
     def described(*names: str, dtype: str = "bf16") -> dict[str, str]:

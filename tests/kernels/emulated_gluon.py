@@ -236,7 +236,7 @@ class Emulator:
             if name in tiled:
                 value = Descriptor(value.base.view(value.shape), value.block_shape)
             elif isinstance(value, Tensor):
-                value = Pointer(value.view(-1))
+                value = Pointer.to_first(value)
             named[name] = value
         # Values of a kernel never change: without these, x *= y makes a new x.
         updates = dict.fromkeys(("__iadd__", "__isub__", "__imul__"), lambda *_: NotImplemented)

@@ -19,6 +19,13 @@ class Pointer:
         self.data, self.offset, self.bits = data, offset, bits
         self.pairs = torch.full(((data.numel() + 1) // 2,), torch.nan) if pairs is None else pairs
 
+    @classmethod
+    def to_first(cls, tensor: Tensor) -> "Pointer":
+        """To a tensor's first element, and to all that follows in memory."""
+        offset = tensor.storage_offset()
+        elements = tensor.untyped_storage().nbytes() // tensor.element_size() - offset
+        return cls(tensor.as_strided((elements,), (1,), offset))
+
     def __add__(self, further: Tensor | int) -> "Pointer":
         return Pointer(self.data, self.offset + further, self.pairs, self.bits)
 

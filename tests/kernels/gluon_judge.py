@@ -32,7 +32,9 @@ TILED = {
 Launch = Callable[[dict, int, int], None]
 
 
-def judge(name: str, case: Case, launch: Launch, bounds: dict[str, float], chunks: int = 0) -> None:
+def judge(
+    name: str, case: Case, launch: Launch, bounds: dict[str, float], chunks: int = 0, launches: int = 1
+) -> None:
     """`launch` of the kernel leads to results within `bounds` of the recurrence.
 
     Sequences are split into segments of so many chunks, or not at all. The other kernels are Triton's,
@@ -40,7 +42,7 @@ def judge(name: str, case: Case, launch: Launch, bounds: dict[str, float], chunk
     once for all of them.
     """
     inputs, gradients = _given(case)
-    with replaced(name, launch), override(segment_chunks=chunks):
+    with replaced(name, launch, launches), override(segment_chunks=chunks):
         if name == "prepare_wy":
             found = results(case, inputs, *gradients, backend="triton")
         else:
@@ -50,8 +52,11 @@ def judge(name: str, case: Case, launch: Launch, bounds: dict[str, float], chunk
 
 
 @contextmanager
-def replaced(name: str, launch: Launch) -> Iterator[None]:
-    """Inside, the Triton backend has `launch` run the Gluon kernel of that name."""
+def replaced(name: str, launch: Launch, launches: int = 1) -> Iterator[None]:
+    """Inside, the Triton backend has `launch` run the Gluon kernel of that name.
+
+    Programs of `bwd_fused` that share a dq and a dk run in so many launches.
+    """
 
     def run(programs: int, **arguments: object) -> None:
         # Of two programs of `bwd_qkg`, each has several chunks.
@@ -60,7 +65,7 @@ def replaced(name: str, launch: Launch) -> Iterator[None]:
     def select(*arguments: object) -> Selection:
         selection = select_for(*arguments)
         if name == "bwd_fused":
-            return replace(selection, fused_backward=True)
+            return replace(selection, fused_backward=True, fused_launches=launches)
         kernel = f"chunk_{name}".removesuffix("_wide")
         return replace(selection, **{kernel: replace(getattr(selection, kernel), hopper=True)})
 

@@ -14,8 +14,9 @@ from fla_train.bench.roofline import Shape
 from fla_train.kernels.delta_product import check_backend
 from fla_train.kernels.delta_product.hopper import bwd_fused
 from fla_train.kernels.delta_product.hopper.common import with_tma_descriptors
-from fla_train.kernels.delta_product.select import busy, override, select_kernel
+from fla_train.kernels.delta_product.select import Selection, busy, override, select_for, select_kernel
 from fla_train.kernels.delta_product.selfcheck import CASES
+from fla_train.kernels.delta_product.triton import chunk_launch
 from fla_train.kernels.delta_product.triton.chunk_fwd import MIN_LOG2_DECAY
 from fla_train.kernels.delta_product.triton.launch_table import IN_GLUON, Key, lookup
 from tests.kernels.compiled_gluon import Compiled, Variant, compile_for_hopper
@@ -36,6 +37,11 @@ VARIANTS += [
     for dim, value_dim, group in ((128, 128, 2), (64, 128, 1), (128, 64, 1), (128, 256, 1), (96, 192, 1))
 ]
 VARIANTS += [
+    Variant("bwd_fused", dim, 1, False, True, heads=8, value_dim=value_dim, group=group, launch=launch)
+    for dim, value_dim, group in ((128, 128, 2), (96, 192, 1))
+    for launch in (0, 1)
+]
+VARIANTS += [
     Variant("bwd_qkg_wide", 256, steps, packed, gated, heads=8)
     for steps, packed, gated in ((1, False, True), (3, True, False))
 ]
@@ -53,7 +59,10 @@ def test_compiles_for_hopper_anywhere(variant: Variant, compiled: dict[Variant, 
     found = compiled[variant]
     padded = (64, 96, 128) if variant.name == "bwd_fused" else (64, 128)
     value = variant.value_dim or variant.dim
-    widths = (variant.dim, value // -(-value // 128))  # of equal tiles of at most 128
+    width = value // -(-value // 128)  # of equal tiles of at most 128
+    if variant.launch is not None:
+        width = min(128, value - 128 * variant.launch * (value > 128))
+    widths = (variant.dim, width)
     dim, tile = (next((size for size in padded if width <= size), 128) for width in widths)
     programs = 5 if variant.name == "prepare_wy" else 1  # that share an SM
     assert found.shared <= SM_MEMORY // programs
@@ -84,9 +93,10 @@ def test_two_shares_are_added_sixteen_bytes_at_a_time(compiled: dict[Variant, Co
     for variant, found in compiled.items():
         tiles = -(-(variant.value_dim or variant.dim) // 128)
         pair = variant.name == "bwd_fused" and variant.group * tiles == 2
+        pair &= variant.launch in (None, 1)  # the first of two launches stores
         assert found.ptx.count("add.noftz.v8.bf16") == pair * 2 * 64 * 128 // (8 * 256), variant
         paired += pair
-    assert paired == 3
+    assert paired == 5
 
 
 def test_matrices_that_begin_anywhere_are_described() -> None:
@@ -138,6 +148,17 @@ def test_fused_backward_is_for_a_busy_device(pretend_hopper, programs: int, take
     assert is_fused(128, 128) is is_fused(128, 64) is is_fused(64, 128) is taken
     assert is_fused(128, 256, programs // 2) is is_fused(96, 192, programs // 2) is taken  # V in two tiles
     assert not any(is_fused(*dims) for dims in ((256, 256), (128, 48), (128, 100), (128, 152), (100, 128)))
+
+
+@pytest.mark.parametrize(
+    ("programs", "launches"), [(128, 1), (132, 1), (134, 2), (256, 2), (264, 2), (320, 1), (400, 2), (512, 2)]
+)
+def test_two_launches_where_they_take_no_more_waves(pretend_hopper, programs: int, launches: int) -> None:
+    pretend_hopper(132)
+    sizes = {"tokens": 64, "heads": 1, "key_dim": 128}
+    for batch, value_dim in ((programs, 128), (programs // 2, 256)):
+        found = select_kernel("cpu", torch.bfloat16, batch=batch, value_dim=value_dim, **sizes)
+        assert found.fused_launches == launches
 
 
 FUSED, PARTS = ("prepare_wy", "bwd_fused"), ("prepare_wy", "bwd_qkg")
@@ -241,10 +262,28 @@ def test_gpu_grouped_heads(case, chunks, kernels, monkeypatch) -> None:
     ids=str,
 )
 def test_gpu_keys_and_values_of_other_widths(case, chunks, kernels, monkeypatch) -> None:
-    bounds = bounds_of(case) if case.inputs == "random" else BF16_HARD
+    run_on_gpu(case, bounds_of_any(case), chunks, kernels, monkeypatch)
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("case", "chunks"),
+    [(case, chunks) for case, chunks in OTHER_DIMS + GROUPED if case.group * -(-case.value_dim // 128) == 2],
+    ids=str,
+)
+def test_gpu_two_launches(case, chunks, monkeypatch) -> None:
+    def select(*arguments: object) -> Selection:
+        return replace(select_for(*arguments), fused_launches=2)
+
+    monkeypatch.setattr(chunk_launch, "select_for", select)
+    run_on_gpu(case, bounds_of_any(case), chunks, FUSED, monkeypatch)
+
+
+def bounds_of_any(case: Case) -> dict[str, float]:
     if case.dtype is torch.float16:
-        bounds = uniform(2e-3)
-    run_on_gpu(case, bounds, chunks, kernels, monkeypatch)
+        return uniform(2e-3)
+    return bounds_of(case) if case.inputs == "random" else BF16_HARD
 
 
 def run_on_gpu(case, bounds, chunks, kernels, monkeypatch) -> None:
@@ -301,7 +340,7 @@ def test_gpu_busy_cases_of_the_check_run_the_fused_backward(dtype, launched) -> 
         (32, 2048, 8, (128, 128), 2),
         (32, 2048, 8, (64, 128), 1),
         (32, 2048, 4, (128, 256), 1),
-        (16, 2048, 10, (96, 192), 1),
+        (32, 2048, 8, (96, 192), 1),
         (16, 2048, 8, (256, 256), 1),
     ],
 )

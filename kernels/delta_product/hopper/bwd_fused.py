@@ -14,10 +14,11 @@ one of these barriers.
 For 16-bit inputs. K and a tile of V have 64 or 128 columns in shared memory; a narrower head leaves zeros
 there, of which sums skip a last quarter (`common.products`). Wider values are split: each program takes one
 of TILES tiles of V, as if it were a head of its own, and writes its share of dq, dk, dbeta and dg, which are
-sums over the columns of V (`triton/shared_heads.py`). Where two programs share a dq and a dk, both add their
-shares to zeros.
+sums over the columns of V (`triton/shared_heads.py`). Where two programs share a dq and a dk, both add to
+zeros, or they belong to two launches, of which the second adds to what the first stored (`parts`).
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from triton.experimental import gluon
@@ -69,11 +70,15 @@ from fla_train.kernels.delta_product.hopper.common import (
     reinterpret,
     row_sums,
     sequence_span,
+    store,
     store_tile,
     suffix_sums,
     widened,
     with_tma_descriptors,
 )
+from fla_train.kernels.delta_product.triton import shared_heads
+from fla_train.kernels.delta_product.triton.chunk_arguments import pick
+from fla_train.kernels.delta_product.triton.launch_table import HOPPER_TILE
 
 WARPS = 8
 
@@ -86,19 +91,20 @@ def chunk_bwd_fused_kernel(
     cu_seqlens, chunk_offsets, scale, n_total, T, NT,
     H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, TILES: gl.constexpr,
     N: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr,
-    num_warps: gl.constexpr,
+    WIDTH: gl.constexpr, FIRST: gl.constexpr, EVERY: gl.constexpr,
+    ADD_KEYS: gl.constexpr, ADD_SCALARS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """The arguments of the two Triton kernels, and TILES.
+    """The arguments of the two Triton kernels, and those of `parts`.
 
     Tiles of q, dO and P diag(beta) have 64 rows, too: those past the chunk belong to later
     tokens and count as zero.
     """
     DTYPE: gl.constexpr = k.dtype
-    WIDTH: gl.constexpr = V // TILES  # columns of a tile of V
     BK: gl.constexpr = 64 if K <= 64 else 128
     BV: gl.constexpr = 64 if WIDTH <= 64 else 128
-    P: gl.constexpr = H * TILES  # programs of a sequence
-    ADDED: gl.constexpr = PAIR if G * TILES == PAIR else 1  # programs that add to one dq and dk
+    P: gl.constexpr = H * TILES  # tiles of V of a token
+    COUNT: gl.constexpr = P // EVERY  # programs of a sequence
+    TOGETHER: gl.constexpr = PAIR if G * TILES == PAIR else 1  # tiles that have one dq and dk
     # Products that a sum over K, and over a tile of V, is made of: `products` issues so many.
     OF_K: gl.constexpr = 2 if K > ROWS and K <= SLICED else 1
     OF_V: gl.constexpr = 2 if WIDTH > ROWS and WIDTH <= SLICED else 1
@@ -127,7 +133,8 @@ def chunk_bwd_fused_kernel(
     TOKENS: gl.constexpr = (C + 15) // 16 * 16  # rows of q and dO that a sum over tokens takes
     TILE_BYTES: gl.constexpr = 2 * ROWS * BK
 
-    i_seq, i_p = gl.program_id(0) // P, gl.program_id(0) % P  # heads side by side: their rows are adjacent
+    i_seq = gl.program_id(0) // COUNT  # heads side by side: their rows are adjacent
+    i_p = gl.program_id(0) % COUNT * EVERY + FIRST
     i_h = i_p // TILES
     i_start, length, i_chunk = sequence_span(i_seq, cu_seqlens, chunk_offsets, T, NT, PACKED)
     n_chunks = (length + C - 1) // C
@@ -198,7 +205,7 @@ def chunk_bwd_fused_kernel(
     b_du = products(m_ds.index(0), m_k.index(0).permute((1, 0)), tall, K)  # dS'^T K^T
     b_du = warpgroup_mma_wait(0, deps=[b_du])
     for step in range(0, n_chunks):
-        zero, i_p = rebuild(step, 0, P)
+        zero, i_p = rebuild(step, 0, COUNT, FIRST, EVERY)
         buffer = step & 1
         s_ds, s_p, s_do = m_ds.index(zero), m_p.index(zero), m_do.index(zero)
         s_u, s_s, s_w = m_u.index(zero), m_s.index(zero), m_w.index(zero)
@@ -243,7 +250,7 @@ def chunk_bwd_fused_kernel(
         barrier()
 
         # dV^T = du^T T, and beside it the scores of q
-        zero, i_p = rebuild(step, 1, P)
+        zero, i_p = rebuild(step, 1, COUNT, FIRST, EVERY)
         s_w, s_wy, s_do, s_dp = m_w.index(zero), m_wy.index(zero), m_do.index(zero), m_dp.index(zero)
         s_k, s_q = m_k.index(buffer + zero), m_q.index(zero)
         mbarrier.wait(bar_wy, step & 1)
@@ -267,7 +274,7 @@ def chunk_bwd_fused_kernel(
         barrier()  # du, dO, dS', T and P are read
 
         # dV, and what reads and writes the state with its factors
-        zero, i_p = rebuild(step, 2, P)
+        zero, i_p = rebuild(step, 2, COUNT, FIRST, EVERY)
         i_h = i_p // TILES
         s_dv, s_r, s_do, s_u = m_dv.index(zero), m_r.index(zero), m_do.index(zero), m_u.index(zero)
         s_k, s_q, s_s = m_k.index(buffer + zero), m_q.index(zero), m_s.index(zero)
@@ -286,7 +293,8 @@ def chunk_bwd_fused_kernel(
         b_ds = warpgroup_mma(s_do.slice(0, TOKENS).permute((1, 0)), s_q.slice(0, TOKENS), b_ds, is_async=True)
         b_ds = warpgroup_mma(s_r, s_k, b_ds, is_async=True)
         b_kk = products(s_k, s_k.permute((1, 0)), square, K)
-        store_tile(dv + (p_m * P + i_p) * WIDTH, s_dv, n_m, zero, H * V, WIDTH, STORE_V)
+        p_dv = dv + (p_m * H + i_h) * V + i_p % TILES * WIDTH
+        store_tile(p_dv, s_dv, n_m, zero, H * V, WIDTH, STORE_V)
 
         # By way of the state, and the inner products of k with what is written to it.
         keep_row_sums(written, row_sums(widened(s_k.load(WIDE)) * b_dk), zero)
@@ -301,7 +309,7 @@ def chunk_bwd_fused_kernel(
             b_dp = (b_dp * beta_r[:, None] - widened(r_dp)) * b_kq  # what rounding took from that
 
         # Inside the chunk; and the state's gradient for the next one.
-        zero, i_p = rebuild(step, 3, P)
+        zero, i_p = rebuild(step, 3, COUNT, FIRST, EVERY)
         s_da, s_ds = m_da.index(zero), m_ds.index(zero)
         b_da = warpgroup_mma_wait(OF_V + OF_K + 4, deps=[b_da])
         b_da *= -rk_r[:, None] * table[RK].load(COLUMN)[None, :]
@@ -316,7 +324,7 @@ def chunk_bwd_fused_kernel(
         b_kk = warpgroup_mma_wait(2, deps=[b_kk])
         fence_async_shared()
         barrier()  # dO, u and S are read
-        zero, i_p = rebuild(step, 4, P)
+        zero, i_p = rebuild(step, 4, COUNT, FIRST, EVERY)
         i_h = i_p // TILES
         s_do, s_u, s_s, s_da = m_do.index(zero), m_u.index(zero), m_s.index(zero), m_da.index(zero)
         s_k, s_q, s_ds = m_k.index(buffer + zero), m_q.index(zero), m_ds.index(zero)
@@ -370,7 +378,7 @@ def chunk_bwd_fused_kernel(
         mbarrier.expect(bar_q, TILE_BYTES, pred=pred)
         barrier()  # the scores and this chunk's scalars are read
 
-        zero, i_p = rebuild(step, 5, P)
+        zero, i_p = rebuild(step, 5, COUNT, FIRST, EVERY)
         i_h = i_p // TILES
         s_k, s_q, s_dk, s_out = m_k.index(buffer + zero), m_q.index(zero), m_dk.index(zero), m_out.index(zero)
         if L2NORM:
@@ -383,11 +391,11 @@ def chunk_bwd_fused_kernel(
         keep_scalars(table, scalars, scale, GATED)
         barrier()  # q and k are read
         copy_tile(q, s_q, bar_q, f_t, i_h // G, pred)
-        p_dk, p_dq = dk + (p_m * P + i_p) // ADDED * K, dq + (p_t * P + i_p) // ADDED * K
-        store_tile(p_dk, s_dk, n_m, zero, P // ADDED * K, K, STORE_K, ADDED > 1)
-        store_tile(p_dq, s_out, n_t, zero, P // ADDED * K, K, STORE_K, ADDED > 1)
+        p_dk, p_dq = dk + (p_m * P + i_p) // TOGETHER * K, dq + (p_t * P + i_p) // TOGETHER * K
+        store_tile(p_dk, s_dk, n_m, zero, P // TOGETHER * K, K, STORE_K, ADD_KEYS)
+        store_tile(p_dq, s_out, n_t, zero, P // TOGETHER * K, K, STORE_K, ADD_KEYS)
         kw = load_sums(written, LINE) * write_m
-        gl.store(dbeta + (p_m + o_m) * P + i_p, kw + load_sums(inner, LINE), mask=o_m < n_m)
+        store(dbeta + (p_m + o_m) * P + i_p, kw + load_sums(inner, LINE), o_m < n_m, ADD_SCALARS)
         if GATED:
             # k that reads the state raises the gates up to its token, what is written those after it. dk and
             # dq are of rounded scores: with what that took, as much is added here as is subtracted there.
@@ -402,14 +410,37 @@ def chunk_bwd_fused_kernel(
                 b_dg = gl.gather(suffix_sums(rises), gl.minimum(o_m * N, ROWS - 1), 0) + suffix_sums(tokens)
             b_dg += gl.sum(kw + b_ss * gl.exp2(g_last), 0)
             b_dg = gl.where(raw > LEAST_GATE, b_dg, 0.0)
-            gl.store(dg + (p_t + o_m) * P + i_p, b_dg, mask=o_m < n_t)
+            store(dg + (p_t + o_m) * P + i_p, b_dg, o_m < n_t, ADD_SCALARS)
         b_du = warpgroup_mma_wait(0, deps=[b_du])
         i_t, n_t, g_last, b_peak = f_t, f_n, scalars[5], f_peak
     if dinitial_state is not None:
         gl.store(dinitial_state + p_s, b_ds, mask=m_tile)
 
 
+def parts(arguments: dict[str, Any], tiles: int, launches: int) -> Iterator[dict[str, Any]]:
+    """The arguments of each launch, of those of a call.
+
+    One launch has all heads, with V in equal tiles. Two have a value head each of those that share a key
+    head, or 128 columns of V and the rest. The second one adds to what they share, and the first stores it.
+    """
+    heads, value_dim = arguments["dv"].shape[-2:]
+    group = heads // arguments["q"].shape[2]
+    whole = dict(TILES=tiles, WIDTH=value_dim // tiles, FIRST=0, EVERY=1, ADD_KEYS=False, ADD_SCALARS=False)
+    if launches == 1:
+        yield arguments | whole | dict(ADD_KEYS=group * tiles == shared_heads.PAIR)
+        return
+    for i in range(launches):
+        if tiles == 1:
+            yield arguments | whole | dict(FIRST=i, EVERY=launches, ADD_KEYS=i > 0)
+            continue
+        columns = slice(i * HOPPER_TILE, min((i + 1) * HOPPER_TILE, value_dim))
+        by_column = pick(arguments, "do", "u", "dv", "dfinal_state", "dinitial_state")
+        tile = {name: None if x is None else x[..., columns] for name, x in by_column.items()}
+        tile |= dict(states=arguments["states"][..., columns, :], TILES=1, WIDTH=columns.stop - columns.start)
+        yield arguments | whole | tile | dict(ADD_KEYS=i > 0, ADD_SCALARS=i > 0)
+
+
 def launch(programs: int, **arguments: Any) -> None:
-    """Run the kernel for so many sequences x heads x TILES; its arguments, with tensors for descriptors."""
+    """Run the kernel; its arguments, with tensors for descriptors."""
     tiled = with_tma_descriptors(arguments, rows=("q", "k", "do", "u", "wy", "p"), states=("states",))
     run_kernel(chunk_bwd_fused_kernel, (programs,), **tiled, num_warps=WARPS)

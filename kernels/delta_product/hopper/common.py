@@ -91,11 +91,11 @@ def with_tma_descriptors(
 
 
 def _rows(tensor: Tensor, heads: int, width: int) -> TmaDescriptor:
-    """A contiguous tensor as [rows, heads x width]; as [rows, heads, width] where tiles are wider than that.
+    """A tensor as [rows, heads x width]; as [rows, heads, width] where tiles are wider, or heads apart.
 
     What a tile has beyond its head is zero then.
     """
-    if width == _padded(width):
+    if width == _padded(width) and tensor.is_contiguous():
         return _matrix(tensor, [-1, heads * width], [ROWS.value, width])
     return _matrix(tensor, [-1, heads, width], [ROWS.value, 1, _padded(width)])
 
@@ -103,7 +103,7 @@ def _rows(tensor: Tensor, heads: int, width: int) -> TmaDescriptor:
 def _states(tensor: Tensor, height: int, width: int) -> TmaDescriptor:
     """The same of states, each of so many rows."""
     tile = [_padded(height), _padded(width)]
-    if tile == [height, width]:
+    if tile == [height, width] and tensor.is_contiguous():
         return _matrix(tensor, [-1, width], tile)
     return _matrix(tensor, [-1, height, width], [1, *tile])
 
@@ -192,8 +192,10 @@ def copy_pair(a, b, s_a, s_b, bar, i_a, i_b, i_head, pred, BYTES: gl.constexpr):
 
 
 @gluon.jit
-def rebuild(step, part: gl.constexpr, COUNT: gl.constexpr):
-    """Return (0, the program's number of COUNT) via inline assembly, so that no tile's address is hoisted.
+def rebuild(step, part: gl.constexpr, COUNT: gl.constexpr, FIRST: gl.constexpr, EVERY: gl.constexpr):
+    """Return 0 and the program's number via inline assembly, so that no tile's address is hoisted.
+
+    The COUNT programs of a sequence have the numbers from FIRST on, in steps of EVERY.
 
     The compiler would keep the addresses of all tiles over the loop, and spill them; so each part of a chunk
     gets its own zero. Steps stay below 2^30. Not pure, the instruction keeps its place among barriers and
@@ -201,7 +203,7 @@ def rebuild(step, part: gl.constexpr, COUNT: gl.constexpr):
     """
     shift: gl.constexpr = "shr.s32 $0, $1, 30;"
     zero = gl.inline_asm_elementwise(shift, "=r,r", [step + part], gl.int32, is_pure=False, pack=1)
-    return zero, (gl.program_id(0) + zero) % COUNT
+    return zero, (gl.program_id(0) + zero) % COUNT * EVERY + FIRST
 
 
 @gluon.jit
@@ -236,25 +238,27 @@ def copy_rows(matrix, tile, bar, i_row, i_head, pred, BYTES: gl.constexpr):
 
 
 @gluon.jit
+def store(pointers, values, mask, ADD: gl.constexpr):
+    """Store, or with ADD add to what is there, in the L2 cache: of 16-bit numbers 16 bytes at a time."""
+    if ADD:
+        gl.atomic_add(pointers, values, mask=mask, sem="relaxed")
+    else:
+        gl.store(pointers, values, mask=mask)
+
+
+@gluon.jit
 def store_tile(
     p, tile, n_rows, i_row,
     STRIDE: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr, ADD: gl.constexpr = False,
 ):  # fmt: skip
-    """`n_rows` and WIDTH columns of a tile in shared memory, to `p` on; `i_row` is 0 of `rebuild`.
-
-    With ADD they are added to what is there, 16 bytes at a time in the L2 cache.
-    """
+    """`n_rows` and WIDTH columns of a tile in shared memory, to `p` on; `i_row` is 0 of `rebuild`."""
     COLUMNS: gl.constexpr = tile.shape[1]
     o_r, o_c = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     o_r += i_row
     mask = (o_r < n_rows)[:, None]
     if WIDTH < COLUMNS:
         mask = mask & (o_c < WIDTH)[None, :]
-    pointers = p + o_r[:, None] * STRIDE + o_c[None, :]
-    if ADD:
-        gl.atomic_add(pointers, tile.load(LAYOUT), mask=mask, sem="relaxed")
-    else:
-        gl.store(pointers, tile.load(LAYOUT), mask=mask)
+    store(p + o_r[:, None] * STRIDE + o_c[None, :], tile.load(LAYOUT), mask, ADD)
 
 
 @gluon.jit
