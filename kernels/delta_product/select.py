@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fla_train.kernels.delta_product.triton.launch_table import (
+    HOPPER_TILE,
     MIN_TILE,
     Key,
     LaunchOptions,
@@ -26,7 +27,6 @@ from fla_train.kernels.delta_product.triton.launch_table import (
     square,
     value_tiles,
 )
-from fla_train.kernels.delta_product.triton.shared_heads import PAIR
 from fla_train.kernels.sizes import ceil_div, next_power_of_2, processors
 
 CHUNK_STEPS = 64  # Householder steps of a chunk: the row count of a Hopper matrix instruction
@@ -69,7 +69,7 @@ class Selection:
     chunk_bwd_qkg: KernelChoice | None = None
     fused_backward: bool = False  # chunk_bwd_fused in place of chunk_bwd_state and chunk_bwd_qkg
     fused_reason: str = ""
-    fused_launches: int = 1  # of chunk_bwd_fused, where two programs share a dq and a dk
+    fused_launches: int = 1  # of chunk_bwd_fused; 2: for 128 columns of V and for the rest
 
     def explain(self) -> list[str]:
         """One sentence per decision."""
@@ -79,7 +79,8 @@ class Selection:
         split = f"segments of {self.segment_chunks} chunks, {self.num_segments} in all"
         lines.append(f"sequences: {split if self.num_segments else 'whole'}, because {self.segments_reason}")
         two = ("chunk_bwd_state", "chunk_bwd_qkg")
-        backward = "chunk_bwd_fused" if self.fused_backward else " and ".join(two)
+        fused = "chunk_bwd_fused" + " in two launches" * (self.fused_launches > 1)
+        backward = fused if self.fused_backward else " and ".join(two)
         lines.append(f"backward: {backward}, because {self.fused_reason}")
         for name in ("chunk_prepare_wy", "chunk_fwd", *(() if self.fused_backward else two)):
             choice = getattr(self, name)
@@ -97,6 +98,7 @@ class Override:
     segment_chunks: int | None = None  # 0: sequences stay whole
     options: LaunchOptions | None = None
     fused_backward: bool | None = None  # where the Hopper kernels can run
+    fused_launches: int | None = None  # 2: where V has 128 to 256 columns and heads are not grouped
 
 
 _override = Override()
@@ -126,6 +128,7 @@ class Sizes(NamedTuple):
     num_householder: int = 1
     documents: int = 0  # of a packed row: `cu_seqlens` has one number more; 0 for rows of one sequence
     qk_l2norm: bool = True  # whether the kernels normalise q and k
+    group: int = 1  # value heads per key head
 
 
 def select_kernel(device: torch.device | str, dtype: torch.dtype, **sizes: int) -> Selection:
@@ -148,9 +151,9 @@ def select_kernel(device: torch.device | str, dtype: torch.dtype, **sizes: int) 
 def select_for(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, qk_l2norm: bool) -> Selection:
     """`select_kernel` of a call's tensors; for v there may be another of its shape."""
     documents = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
-    (batch, tokens, _, key_dim), (num_householder, heads, value_dim) = q.shape, v.shape[2:]
+    (batch, tokens, key_heads, key_dim), (num_householder, heads, value_dim) = q.shape, v.shape[2:]
     dims = (batch, tokens, heads, key_dim, value_dim, num_householder)
-    sizes = Sizes(q.device, q.dtype, *dims, documents, qk_l2norm)
+    sizes = Sizes(q.device, q.dtype, *dims, documents, qk_l2norm, heads // key_heads)
     if torch.compiler.is_compiling():  # which traces no caches and no files
         return _select_algorithm(sizes, _override)
     return _select(sizes, _override)
@@ -196,14 +199,21 @@ def _select(sizes: Sizes, override: Override) -> Selection:
     )
     qkg, state = choose("chunk_bwd_qkg", equal), choose("chunk_bwd_state", tiled)
     fused, reason = state.hopper, state.reason
-    programs = (selection.num_segments or sizes.documents or sizes.batch) * sizes.heads * max(tiles, 1)
+    rows = (selection.num_segments or sizes.documents or sizes.batch) * sizes.heads
     count = processors(sizes.device)
     if fused and override.fused_backward is not None:
         fused, reason = override.fused_backward, "the caller wants it so"
     elif fused:
-        fused = busy(programs, count) >= MIN_BUSY
+        fused = busy(rows * tiles, count) >= MIN_BUSY
         few = "leave too many multiprocessors idle"
         reason = f"sequences x heads x tiles of V {'keep the multiprocessors busy' if fused else few}"
+    launches = 1
+    if fused and tiles == 2 and sizes.group == 1:
+        # 128 columns and fewer take less time than two equal tiles, unless programs take more turns on the
+        # multiprocessors. Documents differ in length, and the longest one would be waited for twice.
+        turns, halves = ceil_div(2 * rows, count), 2 * ceil_div(rows, count)
+        uneven = value_dim < 2 * HOPPER_TILE and not sizes.documents and halves <= turns
+        launches = override.fused_launches or (2 if uneven else 1)
     return replace(
         selection,
         chunk_prepare_wy=prepare,
@@ -212,8 +222,7 @@ def _select(sizes: Sizes, override: Override) -> Selection:
         chunk_bwd_qkg=qkg,
         fused_backward=fused,
         fused_reason=reason,
-        # Two launches need no zeros to add to; more waves of programs would cost more than these.
-        fused_launches=PAIR if ceil_div(programs, count) == PAIR * ceil_div(programs, PAIR * count) else 1,
+        fused_launches=launches,
     )
 
 
@@ -229,7 +238,7 @@ def busy(programs: int, processors: int) -> float:
 
 def _select_algorithm(sizes: Sizes, override: Override) -> Selection:
     """The decisions that shapes depend on. torch.compile traces this: no caches, no text made of sizes."""
-    device, dtype, batch, tokens, heads, key_dim, value_dim, num_householder, documents, _ = sizes
+    device, dtype, batch, tokens, heads, key_dim, value_dim, num_householder, documents, *_ = sizes
     algorithm, reason = "fused_recurrent", "narrow heads in float32 on short rows do not pay for chunks"
     if override.algorithm is not None:
         algorithm, reason = override.algorithm, "the caller wants it so"

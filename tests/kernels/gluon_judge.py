@@ -42,12 +42,19 @@ def judge(
     once for all of them.
     """
     inputs, gradients = _given(case)
-    with replaced(name, launch, launches), override(segment_chunks=chunks):
+    launched = []
+
+    def count(*arguments: object) -> None:
+        launched.append(arguments)
+        launch(*arguments)
+
+    with replaced(name, count, launches), override(segment_chunks=chunks):
         if name == "prepare_wy":
             found = results(case, inputs, *gradients, backend="triton")
         else:
             outputs, leaves = _forward(case, chunks)
             found = outputs | backward(outputs, leaves, *gradients)
+    assert len(launched) == launches
     assert_close(found, _expected(case), bounds)
 
 
@@ -55,7 +62,7 @@ def judge(
 def replaced(name: str, launch: Launch, launches: int = 1) -> Iterator[None]:
     """Inside, the Triton backend has `launch` run the Gluon kernel of that name.
 
-    Programs of `bwd_fused` that share a dq and a dk run in so many launches.
+    `bwd_fused` runs in so many launches.
     """
 
     def run(programs: int, **arguments: object) -> None:

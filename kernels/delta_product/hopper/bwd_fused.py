@@ -14,8 +14,9 @@ one of these barriers.
 For 16-bit inputs. K and a tile of V have 64 or 128 columns in shared memory; a narrower head leaves zeros
 there, of which sums skip a last quarter (`common.products`). Wider values are split: each program takes one
 of TILES tiles of V, as if it were a head of its own, and writes its share of dq, dk, dbeta and dg, which are
-sums over the columns of V (`triton/shared_heads.py`). Where two programs share a dq and a dk, both add to
-zeros, or they belong to two launches, of which the second adds to what the first stored (`parts`).
+sums over the columns of V (`triton/shared_heads.py`). Where two programs share a dq and a dk, both add their
+shares to zeros. Or V is taken as 128 columns and the rest, by two launches: the first stores what they share,
+the second adds to it.
 """
 
 from collections.abc import Iterator
@@ -76,7 +77,6 @@ from fla_train.kernels.delta_product.hopper.common import (
     widened,
     with_tma_descriptors,
 )
-from fla_train.kernels.delta_product.triton import shared_heads
 from fla_train.kernels.delta_product.triton.chunk_arguments import pick
 from fla_train.kernels.delta_product.triton.launch_table import HOPPER_TILE
 
@@ -91,8 +91,7 @@ def chunk_bwd_fused_kernel(
     cu_seqlens, chunk_offsets, scale, n_total, T, NT,
     H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, TILES: gl.constexpr,
     N: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr,
-    WIDTH: gl.constexpr, FIRST: gl.constexpr, EVERY: gl.constexpr,
-    ADD_KEYS: gl.constexpr, ADD_SCALARS: gl.constexpr, num_warps: gl.constexpr,
+    WIDTH: gl.constexpr, ADD_KEYS: gl.constexpr, ADD_SCALARS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """The arguments of the two Triton kernels, and those of `parts`.
 
@@ -102,9 +101,8 @@ def chunk_bwd_fused_kernel(
     DTYPE: gl.constexpr = k.dtype
     BK: gl.constexpr = 64 if K <= 64 else 128
     BV: gl.constexpr = 64 if WIDTH <= 64 else 128
-    P: gl.constexpr = H * TILES  # tiles of V of a token
-    COUNT: gl.constexpr = P // EVERY  # programs of a sequence
-    TOGETHER: gl.constexpr = PAIR if G * TILES == PAIR else 1  # tiles that have one dq and dk
+    P: gl.constexpr = H * TILES  # programs of a sequence
+    TOGETHER: gl.constexpr = PAIR if G * TILES == PAIR else 1  # programs that add to one dq and dk
     # Products that a sum over K, and over a tile of V, is made of: `products` issues so many.
     OF_K: gl.constexpr = 2 if K > ROWS and K <= SLICED else 1
     OF_V: gl.constexpr = 2 if WIDTH > ROWS and WIDTH <= SLICED else 1
@@ -133,8 +131,7 @@ def chunk_bwd_fused_kernel(
     TOKENS: gl.constexpr = (C + 15) // 16 * 16  # rows of q and dO that a sum over tokens takes
     TILE_BYTES: gl.constexpr = 2 * ROWS * BK
 
-    i_seq = gl.program_id(0) // COUNT  # heads side by side: their rows are adjacent
-    i_p = gl.program_id(0) % COUNT * EVERY + FIRST
+    i_seq, i_p = gl.program_id(0) // P, gl.program_id(0) % P  # heads side by side: their rows are adjacent
     i_h = i_p // TILES
     i_start, length, i_chunk = sequence_span(i_seq, cu_seqlens, chunk_offsets, T, NT, PACKED)
     n_chunks = (length + C - 1) // C
@@ -205,7 +202,7 @@ def chunk_bwd_fused_kernel(
     b_du = products(m_ds.index(0), m_k.index(0).permute((1, 0)), tall, K)  # dS'^T K^T
     b_du = warpgroup_mma_wait(0, deps=[b_du])
     for step in range(0, n_chunks):
-        zero, i_p = rebuild(step, 0, COUNT, FIRST, EVERY)
+        zero, i_p = rebuild(step, 0, P)
         buffer = step & 1
         s_ds, s_p, s_do = m_ds.index(zero), m_p.index(zero), m_do.index(zero)
         s_u, s_s, s_w = m_u.index(zero), m_s.index(zero), m_w.index(zero)
@@ -250,7 +247,7 @@ def chunk_bwd_fused_kernel(
         barrier()
 
         # dV^T = du^T T, and beside it the scores of q
-        zero, i_p = rebuild(step, 1, COUNT, FIRST, EVERY)
+        zero, i_p = rebuild(step, 1, P)
         s_w, s_wy, s_do, s_dp = m_w.index(zero), m_wy.index(zero), m_do.index(zero), m_dp.index(zero)
         s_k, s_q = m_k.index(buffer + zero), m_q.index(zero)
         mbarrier.wait(bar_wy, step & 1)
@@ -274,7 +271,7 @@ def chunk_bwd_fused_kernel(
         barrier()  # du, dO, dS', T and P are read
 
         # dV, and what reads and writes the state with its factors
-        zero, i_p = rebuild(step, 2, COUNT, FIRST, EVERY)
+        zero, i_p = rebuild(step, 2, P)
         i_h = i_p // TILES
         s_dv, s_r, s_do, s_u = m_dv.index(zero), m_r.index(zero), m_do.index(zero), m_u.index(zero)
         s_k, s_q, s_s = m_k.index(buffer + zero), m_q.index(zero), m_s.index(zero)
@@ -309,7 +306,7 @@ def chunk_bwd_fused_kernel(
             b_dp = (b_dp * beta_r[:, None] - widened(r_dp)) * b_kq  # what rounding took from that
 
         # Inside the chunk; and the state's gradient for the next one.
-        zero, i_p = rebuild(step, 3, COUNT, FIRST, EVERY)
+        zero, i_p = rebuild(step, 3, P)
         s_da, s_ds = m_da.index(zero), m_ds.index(zero)
         b_da = warpgroup_mma_wait(OF_V + OF_K + 4, deps=[b_da])
         b_da *= -rk_r[:, None] * table[RK].load(COLUMN)[None, :]
@@ -324,7 +321,7 @@ def chunk_bwd_fused_kernel(
         b_kk = warpgroup_mma_wait(2, deps=[b_kk])
         fence_async_shared()
         barrier()  # dO, u and S are read
-        zero, i_p = rebuild(step, 4, COUNT, FIRST, EVERY)
+        zero, i_p = rebuild(step, 4, P)
         i_h = i_p // TILES
         s_do, s_u, s_s, s_da = m_do.index(zero), m_u.index(zero), m_s.index(zero), m_da.index(zero)
         s_k, s_q, s_ds = m_k.index(buffer + zero), m_q.index(zero), m_ds.index(zero)
@@ -378,7 +375,7 @@ def chunk_bwd_fused_kernel(
         mbarrier.expect(bar_q, TILE_BYTES, pred=pred)
         barrier()  # the scores and this chunk's scalars are read
 
-        zero, i_p = rebuild(step, 5, COUNT, FIRST, EVERY)
+        zero, i_p = rebuild(step, 5, P)
         i_h = i_p // TILES
         s_k, s_q, s_dk, s_out = m_k.index(buffer + zero), m_q.index(zero), m_dk.index(zero), m_out.index(zero)
         if L2NORM:
@@ -420,24 +417,20 @@ def chunk_bwd_fused_kernel(
 def parts(arguments: dict[str, Any], tiles: int, launches: int) -> Iterator[dict[str, Any]]:
     """The arguments of each launch, of those of a call.
 
-    One launch has all heads, with V in equal tiles. Two have a value head each of those that share a key
-    head, or 128 columns of V and the rest. The second one adds to what they share, and the first stores it.
+    One launch takes V in equal tiles. The first of two launches takes 128 columns of V, and the second
+    takes the rest. Two launches are for at most 256 columns, and for one value head per key head.
     """
     heads, value_dim = arguments["dv"].shape[-2:]
-    group = heads // arguments["q"].shape[2]
-    whole = dict(TILES=tiles, WIDTH=value_dim // tiles, FIRST=0, EVERY=1, ADD_KEYS=False, ADD_SCALARS=False)
     if launches == 1:
-        yield arguments | whole | dict(ADD_KEYS=group * tiles == shared_heads.PAIR)
+        zeros = heads // arguments["q"].shape[2] * tiles == PAIR.value
+        yield arguments | dict(TILES=tiles, WIDTH=value_dim // tiles, ADD_KEYS=zeros, ADD_SCALARS=False)
         return
-    for i in range(launches):
-        if tiles == 1:
-            yield arguments | whole | dict(FIRST=i, EVERY=launches, ADD_KEYS=i > 0)
-            continue
-        columns = slice(i * HOPPER_TILE, min((i + 1) * HOPPER_TILE, value_dim))
+    for columns in (slice(0, HOPPER_TILE), slice(HOPPER_TILE, value_dim)):
         by_column = pick(arguments, "do", "u", "dv", "dfinal_state", "dinitial_state")
         tile = {name: None if x is None else x[..., columns] for name, x in by_column.items()}
-        tile |= dict(states=arguments["states"][..., columns, :], TILES=1, WIDTH=columns.stop - columns.start)
-        yield arguments | whole | tile | dict(ADD_KEYS=i > 0, ADD_SCALARS=i > 0)
+        tile |= dict(states=arguments["states"][..., columns, :], WIDTH=columns.stop - columns.start)
+        second = columns.start > 0
+        yield arguments | tile | dict(TILES=1, ADD_KEYS=second, ADD_SCALARS=second)
 
 
 def launch(programs: int, **arguments: Any) -> None:

@@ -192,10 +192,8 @@ def copy_pair(a, b, s_a, s_b, bar, i_a, i_b, i_head, pred, BYTES: gl.constexpr):
 
 
 @gluon.jit
-def rebuild(step, part: gl.constexpr, COUNT: gl.constexpr, FIRST: gl.constexpr, EVERY: gl.constexpr):
-    """Return 0 and the program's number via inline assembly, so that no tile's address is hoisted.
-
-    The COUNT programs of a sequence have the numbers from FIRST on, in steps of EVERY.
+def rebuild(step, part: gl.constexpr, COUNT: gl.constexpr):
+    """Return (0, the program's number of COUNT) via inline assembly, so that no tile's address is hoisted.
 
     The compiler would keep the addresses of all tiles over the loop, and spill them; so each part of a chunk
     gets its own zero. Steps stay below 2^30. Not pure, the instruction keeps its place among barriers and
@@ -203,7 +201,7 @@ def rebuild(step, part: gl.constexpr, COUNT: gl.constexpr, FIRST: gl.constexpr, 
     """
     shift: gl.constexpr = "shr.s32 $0, $1, 30;"
     zero = gl.inline_asm_elementwise(shift, "=r,r", [step + part], gl.int32, is_pure=False, pack=1)
-    return zero, (gl.program_id(0) + zero) % COUNT * EVERY + FIRST
+    return zero, (gl.program_id(0) + zero) % COUNT
 
 
 @gluon.jit
@@ -239,7 +237,7 @@ def copy_rows(matrix, tile, bar, i_row, i_head, pred, BYTES: gl.constexpr):
 
 @gluon.jit
 def store(pointers, values, mask, ADD: gl.constexpr):
-    """Store, or with ADD add to what is there, in the L2 cache: of 16-bit numbers 16 bytes at a time."""
+    """Store, or add to what is there: in the L2 cache, rows of 16-bit numbers 16 bytes at a time."""
     if ADD:
         gl.atomic_add(pointers, values, mask=mask, sem="relaxed")
     else:

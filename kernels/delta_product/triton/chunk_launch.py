@@ -126,12 +126,11 @@ def delta_product_backward(
     cu_seqlens, (heads, value_dim) = bounds[0] if bounds else None, dv.shape[-2:]
     selection = select_for(q, dv, cu_seqlens, qk_l2norm)
     tiles = value_tiles(value_dim) if selection.fused_backward else 1
-    of_keys = heads // q.shape[2] * tiles  # shares of dq and dk; of dbeta and dg each tile has one
-    together = selection.fused_backward and of_keys == PAIR
-    launches = selection.fused_launches if together else 1
-    of_keys, of_tiles, zeros = (1, 1, False) if launches > 1 else (of_keys, tiles, together)
-    totals = {"dq": (dq, of_keys, zeros), "dk": (dk, of_keys, zeros), "dbeta": (dbeta[..., None], of_tiles)}
-    totals |= {} if dg is None else {"dg": (dg[..., None], of_tiles)}
+    shared = tiles if selection.fused_launches == 1 else 1  # shares of dbeta and dg
+    of_keys = heads // q.shape[2] * shared  # and of dq and dk
+    added = selection.fused_backward and of_keys == PAIR
+    totals = {"dq": (dq, of_keys, added), "dk": (dk, of_keys, added), "dbeta": (dbeta[..., None], shared)}
+    totals |= {} if dg is None else {"dg": (dg[..., None], shared)}
     with torch.cuda.device_of(q):
         shares = {name: make_shares(*total) for name, total in totals.items()}
         gradients = dict(
@@ -145,7 +144,7 @@ def delta_product_backward(
         else:
             call = Call.of(q, k, beta, g is not None, bounds, qk_l2norm, prepared)
             gradients |= dict(u=u, **call.rows, **call.sizes, V=value_dim, GATED=g is not None)
-            _chunk_backward(selection, call, gradients, ends, transitions, tiles, launches)
+            _chunk_backward(selection, call, gradients, ends, transitions, tiles)
         for name, share in shares.items():
             sum_shares(share, totals[name][0])
 
@@ -157,9 +156,8 @@ def _chunk_backward(
     ends: dict[str, Tensor | None],
     transitions: Tensor | None,
     tiles: int,
-    launches: int,
 ) -> None:
-    """Run the chunk kernels on the arguments that they share; `tiles` of V, launches of `chunk_bwd_fused`."""
+    """Run the chunk kernels on the arguments that they share; `tiles` are those of V of `chunk_bwd_fused`."""
     q, do, states = (gradients[name] for name in ("q", "do", "states"))
     heads, value_dim = do.shape[-2:]
     options, dinitial_state = selection.chunk_bwd_state.options, ends["dinitial_state"]
@@ -177,8 +175,8 @@ def _chunk_backward(
 
         factors = pick(call.factors, "wy", "p", "peak")
         arguments = {**gradients, **factors, **ends, **sequences, **pick(call.tiles, "L2NORM")}
-        for part in bwd_fused.parts(arguments, tiles, launches):
-            bwd_fused.launch(num_sequences * heads * tiles // launches, **part)
+        for part in bwd_fused.parts(arguments, tiles, selection.fused_launches):
+            bwd_fused.launch(num_sequences * heads * part["TILES"], **part)
     else:
         dstates = torch.empty_like(states)
         run_kernel(

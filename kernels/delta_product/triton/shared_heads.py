@@ -5,7 +5,7 @@ also splits wide values into tiles of V, and each tile has its share of dq, dk, 
 summed in fp32 and in a fixed order, so that results are equal to the bit from run to run.
 
 Where two programs share a dq and a dk, Hopper's kernel adds both shares to zeros instead: 0 + a + b and
-0 + b + a are equal to the bit. In two launches the first one stores its shares, and the second one adds to them.
+0 + b + a are equal to the bit. Two launches have no shares: the second adds to what the first stored.
 """
 
 from torch import Tensor
