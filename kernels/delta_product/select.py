@@ -98,7 +98,7 @@ class Override:
     segment_chunks: int | None = None  # 0: sequences stay whole
     options: LaunchOptions | None = None
     fused_backward: bool | None = None  # where the Hopper kernels can run
-    fused_launches: int | None = None  # 2: where V has 128 to 256 columns and heads are not grouped
+    fused_launches: int | None = None  # 2: where V has 129 to 256 columns and heads are not grouped
 
 
 _override = Override()
