@@ -102,7 +102,7 @@ def chunk_bwd_fused_kernel(
     BK: gl.constexpr = 64 if K <= 64 else 128
     BV: gl.constexpr = 64 if WIDTH <= 64 else 128
     P: gl.constexpr = H * TILES  # programs of a sequence
-    TOGETHER: gl.constexpr = PAIR if G * TILES == PAIR else 1  # programs that add to one dq and dk
+    TOGETHER: gl.constexpr = PAIR if G * TILES == PAIR else 1  # programs of one dq and dk
     # Products that a sum over K, and over a tile of V, is made of: `products` issues so many.
     OF_K: gl.constexpr = 2 if K > ROWS and K <= SLICED else 1
     OF_V: gl.constexpr = 2 if WIDTH > ROWS and WIDTH <= SLICED else 1
@@ -415,7 +415,7 @@ def chunk_bwd_fused_kernel(
 
 
 def parts(arguments: dict[str, Any], tiles: int, launches: int) -> Iterator[dict[str, Any]]:
-    """The arguments of each launch, of those of a call.
+    """Make the arguments of each launch from those of a call.
 
     One launch takes V in equal tiles. The first of two launches takes 128 columns of V, and the second
     takes the rest. Two launches are for at most 256 columns, and for one value head per key head.

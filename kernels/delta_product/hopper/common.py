@@ -237,7 +237,7 @@ def copy_rows(matrix, tile, bar, i_row, i_head, pred, BYTES: gl.constexpr):
 
 @gluon.jit
 def store(pointers, values, mask, ADD: gl.constexpr):
-    """Store, or add to what is there: in the L2 cache, rows of 16-bit numbers 16 bytes at a time."""
+    """Store the values; with ADD, add them to what is there, by atomics in the L2 cache."""
     if ADD:
         gl.atomic_add(pointers, values, mask=mask, sem="relaxed")
     else:

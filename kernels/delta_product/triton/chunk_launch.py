@@ -126,11 +126,12 @@ def delta_product_backward(
     cu_seqlens, (heads, value_dim) = bounds[0] if bounds else None, dv.shape[-2:]
     selection = select_for(q, dv, cu_seqlens, qk_l2norm)
     tiles = value_tiles(value_dim) if selection.fused_backward else 1
-    shared = tiles if selection.fused_launches == 1 else 1  # shares of dbeta and dg
-    of_keys = heads // q.shape[2] * shared  # and of dq and dk
-    added = selection.fused_backward and of_keys == PAIR
-    totals = {"dq": (dq, of_keys, added), "dk": (dk, of_keys, added), "dbeta": (dbeta[..., None], shared)}
-    totals |= {} if dg is None else {"dg": (dg[..., None], shared)}
+    tile_shares = tiles if selection.fused_launches == 1 else 1  # of dbeta and dg
+    key_shares = heads // q.shape[2] * tile_shares  # of dq and dk
+    added = selection.fused_backward and key_shares == PAIR
+    totals = {"dq": (dq, key_shares, added), "dk": (dk, key_shares, added)}
+    totals["dbeta"] = (dbeta[..., None], tile_shares)
+    totals |= {} if dg is None else {"dg": (dg[..., None], tile_shares)}
     with torch.cuda.device_of(q):
         shares = {name: make_shares(*total) for name, total in totals.items()}
         gradients = dict(
