@@ -209,10 +209,10 @@ def _select(sizes: Sizes, override: Override) -> Selection:
         reason = f"sequences x heads x tiles of V {'keep the multiprocessors busy' if fused else few}"
     launches = 1
     if fused and tiles == 2 and sizes.group == 1:
-        # 128 columns and fewer take less time than two equal tiles, unless programs take more turns on the
-        # multiprocessors. Documents differ in length, and the longest one would be waited for twice.
-        turns, halves = ceil_div(2 * rows, count), 2 * ceil_div(rows, count)
-        uneven = value_dim < 2 * HOPPER_TILE and not sizes.documents and halves <= turns
+        # Two launches, of 128 columns and of the rest, take less time than one of two equal tiles unless they
+        # have more waves. Documents differ in length, and each launch would wait for the longest one.
+        waves_of_one, waves_of_two = ceil_div(2 * rows, count), 2 * ceil_div(rows, count)
+        uneven = value_dim < 2 * HOPPER_TILE and not sizes.documents and waves_of_two <= waves_of_one
         launches = override.fused_launches or (2 if uneven else 1)
     return replace(
         selection,

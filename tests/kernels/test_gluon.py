@@ -150,7 +150,7 @@ def test_fused_backward_is_for_a_busy_device(pretend_hopper, programs: int, take
 @pytest.mark.parametrize(
     ("rows", "value_dim", "documents", "group", "launches"),
     [
-        (256, 192, 0, 1, 2),  # 512 programs take four turns on 132 multiprocessors, twice 256 take four
+        (256, 192, 0, 1, 2),  # 512 programs are four waves on 132 multiprocessors, and so are twice 256
         (160, 192, 0, 1, 1),  # three and four
         (128, 144, 0, 1, 2),
         (64, 192, 0, 1, 1),

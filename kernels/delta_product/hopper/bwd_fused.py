@@ -434,6 +434,6 @@ def parts(arguments: dict[str, Any], tiles: int, launches: int) -> Iterator[dict
 
 
 def launch(programs: int, **arguments: Any) -> None:
-    """Run the kernel; its arguments, with tensors for descriptors."""
+    """Run the kernel for so many sequences x heads x TILES; its arguments, with tensors for descriptors."""
     tiled = with_tma_descriptors(arguments, rows=("q", "k", "do", "u", "wy", "p"), states=("states",))
     run_kernel(chunk_bwd_fused_kernel, (programs,), **tiled, num_warps=WARPS)
