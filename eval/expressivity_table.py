@@ -222,7 +222,8 @@ def _markdown(
 ) -> list[str]:
     """The lines of a table, and below it why rows or runs are missing."""
     columns = list(table["columns"])
-    header = [part for column in columns for part in (f"{column}: paper", "ours")]
+    averages = ["average"] if table.get("average") else []
+    header = [part for column in columns + averages for part in (f"{column}: paper", "ours")]
     lines = [
         f"## {table['title']}",
         "",
@@ -236,6 +237,7 @@ def _markdown(
         cells = []
         for published, column in zip(content["published"], columns, strict=True):
             cells += [show_published(published), _ours(results[row][column])]
+        cells += show_averages(content["published"], results[row].values()) if averages else []
         if any(cells):
             lines.append(f"| {row} | {' | '.join(cells)} |")
         else:
@@ -283,13 +285,19 @@ def _figures(
     return lines
 
 
-def show_published(value: float | bool | None) -> str:
-    """A published entry as tables show it."""
-    if value is None:
-        return ""
+def show_published(value: float | str | bool | None) -> str:
+    """A published entry as tables show it: a number, yes or no, or what else a text says."""
     if isinstance(value, bool):  # YAML reads yes and no so
         return "yes" if value else "no"
-    return f"{value:.3f}"
+    return f"{value:.3f}" if isinstance(value, float) else value or ""
+
+
+def show_averages(
+    published: Sequence[float | None], cells: Iterable[Mapping[str, Any] | None]
+) -> tuple[str, str]:
+    """The means over the columns of the published numbers and of our best, where no column is missing."""
+    rows = (published, [cell and cell["best"] for cell in cells])
+    return tuple("" if None in row else f"{statistics.fmean(row):.3f}" for row in rows)
 
 
 def _ours(cell: Mapping[str, Any] | None) -> str:

@@ -370,20 +370,10 @@ def equal_size(found: Measurement) -> Iterator[str]:
     yield "\n\n".join(tables(found.content))
 
 
-@of_pages(commands=True)
-def word_problems(*found: Measurement) -> Iterator[str]:
-    """Share of words with every product right, by length; each number is a seed."""
-    lengths = found[0].content["settings"]["lengths"]
-    yield from _table("group", "n_h", "paper", *(f"at {length:,}" for length in lengths))
-    for row in found[0].rows:
-        cells = (_seeds(row["accuracy"][str(length)]) for length in lengths)
-        yield _row(row["group"], str(row["num_householder"]), row["paper"], *cells)
-
-
 @of_pages()
 def papers_table(found: Measurement) -> Iterator[str]:
     """A table of the expressivity papers: published figures, ours, and how long ours were trained."""
-    from fla_train.eval.expressivity_table import read_tables, show_published  # seconds
+    from fla_train.eval.expressivity_table import read_tables, show_averages, show_published  # seconds
 
     table = read_tables()[found.table]
     rows = {row: dict(zip(table["columns"], c["published"], strict=True)) for row, c in table["rows"].items()}
@@ -396,6 +386,7 @@ def papers_table(found: Measurement) -> Iterator[str]:
     for column in columns:
         heads += [f"{column}: paper", "ours"] if column in published else [f"{column}: ours"]
         heads += ["; ".join(beside)] if beside else []
+    heads += ["average: paper", "ours"] if table.get("average") else []
     yield from _wrapped(f"{table['title']}. Paper: {table['source']}.", WIDTH)
     yield ""
     yield from _table(*heads) if columns else ()
@@ -406,6 +397,8 @@ def papers_table(found: Measurement) -> Iterator[str]:
             cells += [show_published(rows[row][column])] if column in published else []
             cells += [_of_seeds(cell)]
             cells += [_others(cell, beside)] if beside else []
+        if table.get("average"):
+            cells += show_averages(rows[row].values(), [ours[row].get(column) for column in rows[row]])
         if any(cells):
             yield _row(row, *cells)
     trained = [
@@ -486,12 +479,6 @@ def _speed(row: Row) -> tuple[str, str, str, str]:
     size = f"{count / 1e3:.2f}B" if count > 1e3 else f"{count:.1f}M".replace(".0M", "M")
     peak = "" if memory is None else f"{memory / 2**30:.1f}"
     return size, f"{row['tokens_per_second']:,.0f}", f"{row['mfu']:.1%}", peak
-
-
-def _seeds(values: Sequence[float]) -> str:
-    if len(values) > 1 and len(set(values)) == 1:
-        return f"{values[0]:.3f}, {len(values)} seeds"
-    return ", ".join(f"{value:.3f}" for value in values)
 
 
 def _of_seeds(cell: Row | None) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fla_train.cli.app import compose
-from fla_train.eval.expressivity_table import percent, read_tables, runs_of, write_tables
+from fla_train.eval.expressivity_table import percent, read_tables, runs_of, show_averages, write_tables
 from fla_train.training.config import register, to_config
 
 TABLES = list(read_tables())
@@ -77,6 +77,12 @@ def test_published_numbers_are_those_of_the_paper() -> None:
     rows = read_tables()["formal"]["rows"]
     for row, average in averages.items():
         assert sum(rows[row]["published"]) / 3 == pytest.approx(average, abs=6e-4), row
+
+
+def test_a_row_with_an_empty_column_has_no_average() -> None:
+    ours = ({"best": 1.0}, {"best": 0.5})
+    assert show_averages((0.25, None), ours) == ("", "0.750")
+    assert show_averages((0.25, 0.5), (ours[0], None)) == ("0.375", "")
 
 
 def test_runs_compose() -> None:
