@@ -2,8 +2,8 @@
 
     python scripts/docs_figures.py [FOLDER]
 
-Each panel is a column of a table: sequence accuracy up to each prefix length of the longer test. The best seed
-of a row is a thick line, its others are pale. Dotted: training lengths. FOLDER is docs/figures if not given.
+Each panel is a column of a table: sequence accuracy up to each prefix length of the longer test. Thick: the
+best seed of a row. Pale: its other seeds. Dotted: training lengths. FOLDER is docs/figures if not given.
 """
 
 import json

@@ -118,6 +118,7 @@ def test_the_plan_has_room_for_a_step_beside_the_graph(make_config: Callable[...
     assert graph == plain < with_statistics < 2 * plain
 
 
+TRANSFORMERS = ["mamba_signed/tiny", *(f"hf/{name}/tiny" for name in ("llama", "mamba2", "xlstm"))]
 FLA = [f"fla/{name}/tiny" for name in ("gla", "retnet", "rwkv7")]
 
 
@@ -125,8 +126,9 @@ FLA = [f"fla/{name}/tiny" for name in ("gla", "retnet", "rwkv7")]
     ("name", "device", "bf16"),
     [("mamba_signed/tiny", "cpu", False)]
     + [
-        pytest.param(name, "cuda", bf16, marks=pytest.mark.gpu)
-        for name in ("mamba_signed/tiny", "hf/llama/tiny", "hf/mamba2/tiny", "hf/xlstm/tiny", *FLA)
+        pytest.param(name, "cuda", bf16, marks=marks)
+        for names, marks in ((TRANSFORMERS, [pytest.mark.gpu]), (FLA, [pytest.mark.gpu, pytest.mark.long]))
+        for name in names
         for bf16 in (False, True)
     ],
 )
