@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from fla_train.eval.expressivity_table import Run, read_tables
 
 DOCS = Path(__file__).parent.parent / "docs"
-N_H = tuple(f"DeltaProduct_{n_h} [-1, 1]" for n_h in (1, 2, 3, 4))
+N_H = tuple(f"DeltaProduct_{steps} [-1, 1]" for steps in (1, 2, 3, 4))
 OF_2411 = (
     *("DeltaNet [-1, 1], 1 layer", "DeltaNet [-1, 1], 5 layers", "DeltaNet [0, 1], 5 layers"),
     *("Mamba [-1, 1], 1 layer", "Mamba [0, 1], 1 layer", "DeltaProduct_2 [-1, 1], 1 layer"),
