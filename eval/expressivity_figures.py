@@ -37,7 +37,8 @@ def draw_spread_ratio(reports: Mapping[str, Mapping], folder: Path) -> None:
     with grid(folder / "spread_ratio", 1, 2, (4.5, 3.4)) as axes:
         ratio, accuracy = axes[0]
         for i, (name, report) in enumerate(reports.items()):
-            ratio.plot(report["lengths"], report["ratio"], color=f"C{i}", label=name)
+            ratios = [value or None for value in report["ratio"]]  # 0 is on no logarithmic axis
+            ratio.plot(report["lengths"], ratios, color=f"C{i}", label=name)
             accuracy.plot(report["lengths"], report["accuracy"], color=f"C{i}")
             if report["threshold"] is not None:
                 ratio.axhline(report["threshold"], color=f"C{i}", ls=":", label=f"{name}: threshold")

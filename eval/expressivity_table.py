@@ -292,12 +292,10 @@ def show_published(value: float | str | bool | None) -> str:
     return f"{value:.3f}" if isinstance(value, float) else value or ""
 
 
-def show_averages(
-    published: Sequence[float | None], cells: Iterable[Mapping[str, Any] | None]
-) -> tuple[str, str]:
+def show_averages(published: Iterable[float | None], cells: Iterable[Mapping[str, Any] | None]) -> list[str]:
     """The means over the columns of the published numbers and of our best, where no column is missing."""
-    rows = (published, [cell and cell["best"] for cell in cells])
-    return tuple("" if None in row else f"{statistics.fmean(row):.3f}" for row in rows)
+    rows = (list(published), [cell and cell["best"] for cell in cells])
+    return ["" if None in row else f"{statistics.fmean(row):.3f}" for row in rows]
 
 
 def _ours(cell: Mapping[str, Any] | None) -> str:

@@ -1,4 +1,4 @@
-"""The figures of docs/results.md and docs/expressivity.md, drawn from docs/reports/expressivity-runs.tar.xz.
+"""Accuracy curves of docs/results.md and docs/expressivity.md, from docs/reports/expressivity-runs.tar.xz.
 
     python scripts/docs_figures.py [FOLDER]
 
@@ -10,7 +10,7 @@ import json
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,7 +57,8 @@ def draw(panels: Panels, table: Mapping[str, Any], runs: Path, out: Path) -> Non
         for number, row in enumerate(rows):
             homes = [Run(panels.table, row, column, seed).folder(runs) for seed in (0, 1, 2)]
             homes = [home for home in homes if (home / "accuracy.json").is_file()]
-            _draw_row(axes, homes, row, f"C{number}")
+            # Rows that lie on each other all show: each is thinner than those below it.
+            _draw_row(axes, homes, row, color=f"C{number}", width=3.5 - 2 * number / len(rows))
             configs = [yaml.safe_load((home / "config.yaml").read_text()) for home in homes]
             lengths |= {config["task"]["train"]["length"] for config in configs}
         for length in lengths:
@@ -73,15 +74,15 @@ def draw(panels: Panels, table: Mapping[str, Any], runs: Path, out: Path) -> Non
     figure.savefig(out, dpi=100)
 
 
-def _draw_row(axes: Axes, homes: Sequence[Path], row: str, color: str) -> None:
+def _draw_row(axes: Axes, homes: Sequence[Path], row: str, *, color: str, width: float) -> None:
     curves = [json.loads((home / "accuracy.json").read_text())["sets"]["longer"] for home in homes]
-    best = max(curves, key=lambda curve: sum(curve["y"]), default=None)
+    best = max(curves, key=lambda curve: (curve["y"][-1], sum(curve["y"])), default=None)
     for curve in curves:
-        style = {"linewidth": 1.8, "label": row} if curve is best else {"linewidth": 0.8, "alpha": 0.4}
+        style = {"linewidth": width, "label": row} if curve is best else {"linewidth": 0.8, "alpha": 0.4}
         axes.plot(curve["x"], curve["y"], color=color, **style)
 
 
-def main(arguments: Iterable[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Draw all figures."""
     folder = Path(*arguments) if arguments else DOCS / "figures"
     tables = read_tables()

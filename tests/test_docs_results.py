@@ -4,17 +4,34 @@ import importlib.util
 import json
 import re
 import statistics
+from types import ModuleType
 
 import pytest
 from test_layout import ROOT
 
-SPEC = importlib.util.spec_from_file_location("docs_results", ROOT / "scripts" / "docs_results.py")
-script = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(script)
+from fla_train.eval.expressivity_table import read_tables
+
+
+def _script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+script, figures = _script("docs_results"), _script("docs_figures")
 
 
 def test_pages_agree_with_their_json(capsys: pytest.CaptureFixture) -> None:
     assert script.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_curves_are_of_rows_and_columns_of_the_tables_and_on_a_page() -> None:
+    pages = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("results", "expressivity"))
+    for name, panels in figures.FIGURES.items():
+        table = read_tables()[panels.table]
+        assert set(panels.columns) <= set(table["columns"]) and set(panels.rows) <= set(table["rows"])
+        assert f"(figures/{name}.png)" in pages and (ROOT / "docs" / "figures" / f"{name}.png").is_file()
 
 
 def test_each_file_of_figures_is_on_a_page() -> None:
