@@ -37,14 +37,15 @@ def draw_spread_ratio(reports: Mapping[str, Mapping], folder: Path) -> None:
     with grid(folder / "spread_ratio", 1, 2, (4.5, 3.4)) as axes:
         ratio, accuracy = axes[0]
         for i, (name, report) in enumerate(reports.items()):
-            ratios = [value or None for value in report["ratio"]]  # 0 is on no logarithmic axis
-            ratio.plot(report["lengths"], ratios, color=f"C{i}", label=name)
+            ratio.plot(report["lengths"], report["ratio"], color=f"C{i}", label=name)
             accuracy.plot(report["lengths"], report["accuracy"], color=f"C{i}")
             if report["threshold"] is not None:
                 ratio.axhline(report["threshold"], color=f"C{i}", ls=":", label=f"{name}: threshold")
             if report["predicted_length"] is not None:
                 accuracy.axvline(report["predicted_length"], color=f"C{i}", ls=":")
-        ratio.set(xscale="log", yscale="log", xlabel="word length [tokens]", ylabel="spread ratio")
+        ratio.set(xscale="log", xlabel="word length [tokens]", ylabel="spread ratio")
+        if any(value for report in reports.values() for value in report["ratio"]):
+            ratio.set_yscale("log", nonpositive="mask")  # 0, as for words of one element, is not drawn
         accuracy.set(xscale="log", xlabel="word length [tokens]", ylabel="token accuracy", ylim=(-0.05, 1.05))
         ratio.legend(fontsize="small")
 

@@ -10,6 +10,7 @@ import torch
 from fla_train.eval import expressivity
 from fla_train.eval.config import EvalConfig, ExpressivityConfig, SuiteConfig, validation_errors
 from fla_train.eval.expressivity import evaluate_expressivity
+from fla_train.eval.expressivity_figures import draw_spread_ratio
 from fla_train.eval.transitions import Transitions, transitions
 from fla_train.hub import CardInfo, export_model
 from fla_train.kernels.delta_product import delta_product
@@ -112,6 +113,13 @@ def test_the_suite_reports_a_solved_task(tmp_path: Path) -> None:
     assert results["spread_ratio"]["length_100"]["measured_length"] is None
     names = {"accuracy", "spread_ratio", "betas-layer-0", "keys-layer-0", "eigenvalues-layer-0"}
     assert {path.stem for path in folder.glob("*.png")} == names
+
+
+@pytest.mark.parametrize("ratio", [[0.0, 0.0], [None, None], [0.0, 0.5]])
+def test_ratios_that_are_zero_or_missing_are_drawn(tmp_path: Path, ratio: list[float | None]) -> None:
+    report = {"lengths": [1, 2], "ratio": ratio, "accuracy": [1.0, 0.5], "threshold": None}
+    draw_spread_ratio({"longer": report | {"predicted_length": None}}, tmp_path)
+    assert (tmp_path / "spread_ratio.png").is_file()
 
 
 def test_a_model_is_named_from_within_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
