@@ -73,7 +73,8 @@ def read_tables() -> dict[str, dict[str, Any]]:
         if isinstance(table["paper_words"], int):
             table["paper_words"] = [table["paper_words"]] * count
         # New mappings: YAML's anchors let several tables share a row.
-        table["rows"] = {row: {"published": [None] * count} | cells for row, cells in table["rows"].items()}
+        defaults = {"published": [None] * count, "paper_words": table["paper_words"]}
+        table["rows"] = {row: defaults | cells for row, cells in table["rows"].items()}
     return tables
 
 
@@ -141,7 +142,7 @@ def _results(name: str, table: Mapping[str, Any], home: Path) -> dict[str, Any]:
     rows: dict[str, dict[str, dict | None]] = {row: {} for row in table["rows"]}
     runs = []
     for row in rows:
-        for column, words in zip(table["columns"], table["paper_words"], strict=True):
+        for column, words in zip(table["columns"], table["rows"][row]["paper_words"], strict=True):
             place = Run(name, row, column, 0).folder(home).parent
             folders = sorted(place.glob("seed-*"))
             tested = [run for folder in folders if (run := _newest(folder, table, home))]

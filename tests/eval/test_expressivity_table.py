@@ -108,6 +108,9 @@ def test_the_papers_words_are_those_of_its_recipe() -> None:
             if experiment in ("state_tracking/s3", "state_tracking/z60", "formal/parity", "mad/memorization"):
                 config = compose("train", [f"experiment={experiment}"])
                 assert config.trainer.max_steps * config.task.batch_size == words, experiment
+    rows = read_tables()["formal"]["rows"]  # arXiv 2411.12537 E.1.1: 100k steps of 1,024, of mLSTM 512
+    assert set(rows["Mamba [0, 1]"]["paper_words"]) == {100_000 * 1024}
+    assert set(rows["mLSTM"]["paper_words"]) == {100_000 * 512}
 
 
 def test_finished_runs_fill_the_table(tmp_path: Path) -> None:
