@@ -74,7 +74,7 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
                 config.suite,
                 folder,
                 name=_name(source),
-                identity={"checkpoint": str(source), "weights": _weights_stamp(source, model)},
+                identity={"checkpoint": str(source), "files": _checkpoint_stamp(source, model)},
                 run=run_folder(source),
                 trained=recorded_length(model),
                 mirror=config.mirror,
@@ -258,11 +258,14 @@ def _name(source: Path | str) -> str:
     return source if isinstance(source, str) else own_name(source)
 
 
-def _weights_stamp(source: Path | str, model: PreTrainedModel) -> list:
-    """Name, size and time of each weights file, or the Hub's commit: new weights are another checkpoint."""
+def _checkpoint_stamp(source: Path | str, model: PreTrainedModel) -> list:
+    """Name, size and time of each file that results depend on, or the Hub's commit.
+
+    New weights are another checkpoint, and so are a new tokenizer and another prefix of documents.
+    """
     if isinstance(source, str):
         return [getattr(model.config, "_commit_hash", None)]
-    return _stamps(f for f in source.iterdir() if f.suffix in (".safetensors", ".bin"))
+    return _stamps(f for f in source.iterdir() if f.is_file() and f.suffix not in (".md", ".png", ".py"))
 
 
 def _definitions(include_path: str | None) -> list:

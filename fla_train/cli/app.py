@@ -30,7 +30,7 @@ from fla_train.cli.help import SCRIPTS, completions, help_text, list_text
 from fla_train.cli.names import flag_error, option_error
 from fla_train.cli.overrides import addition_errors, one_line, override_errors
 from fla_train.cli.version import add_version
-from fla_train.hub.saved_config import escape
+from fla_train.hub.saved_config import quote
 from fla_train.utils.errors import Interrupted
 
 CONFIG_PATH = "pkg://fla_train.configs"
@@ -115,13 +115,6 @@ def _hydra(configs: ConfigFiles) -> Iterator[Callable[[Sequence[str]], DictConfi
             yield lambda overrides: hydra.compose(configs.config_name, overrides=[*folder, *overrides])
     finally:
         GlobalHydra.instance().hydra = before
-
-
-def quote(text: str) -> str:
-    """`text` as Hydra reads it back; it gives commas, quotes and `${` a meaning."""
-    text = re.sub(r"(\\*)'", r"\1\1\'", escape(text))  # Hydra: backslashes escape quotes, too
-    trailing = len(text) - len(text.rstrip("\\"))
-    return f"'{text}" + "\\" * trailing + "'"
 
 
 def readable(argument: str) -> str:

@@ -11,7 +11,8 @@ from pathlib import Path
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from fla_train.cli.app import quote, run_hydra
+from fla_train.cli.app import run_hydra
+from fla_train.hub.saved_config import quote
 
 BATCH = 64  # prompts of a file that are continued together
 
@@ -60,6 +61,7 @@ def task(config: DictConfig) -> int:
         raise ValueError(f"prompt_file={settings.prompt_file} is no file")
     if settings.prompt_file is not None and not Path(settings.prompt_file).stat().st_size:
         raise ValueError(f"prompt_file={settings.prompt_file} is empty: write a prompt on each line")
+    prompts = [] if settings.prompt_file is None else _lines(Path(settings.prompt_file))
     import torch  # heavy, and not needed for --help or a wrong request
 
     from fla_train.hub import load_model
@@ -78,12 +80,20 @@ def task(config: DictConfig) -> int:
     if settings.prompt_file is None:
         generate(model, tokenizer, [settings.prompt], stream=True, **options)
         return 0
-    prompts = Path(settings.prompt_file).read_text("utf-8").splitlines()
     for first in range(0, len(prompts), BATCH):
         some = prompts[first : first + BATCH]
         for prompt, text in zip(some, generate(model, tokenizer, some, **options), strict=True):
             print(json.dumps({"prompt": prompt, "continuation": text}, ensure_ascii=False), flush=True)
     return 0
+
+
+def _lines(file: Path) -> list[str]:
+    """The lines of a file; other separators, such as a form feed, belong to a line."""
+    try:
+        text = file.read_text("utf-8")
+    except UnicodeDecodeError as failure:
+        raise ValueError(f"prompt_file={file} is no UTF-8 text: {failure}") from failure
+    return text.removesuffix("\n").split("\n")
 
 
 def quoted(argument: str) -> str:

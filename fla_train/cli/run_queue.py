@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from fla_train.cli import train
 from fla_train.cli.app import INTERRUPTED, compose
+from fla_train.hub.saved_config import assign
 
 if TYPE_CHECKING:  # they import torch, and are not needed for --help
     from fla_train.eval.expressivity_table import Run
@@ -223,7 +224,13 @@ class Queue:
         self.signal: int | None = None
 
     def work(self) -> None:
-        """Train. A signal, or the end of the time, stops all runs, each with a checkpoint."""
+        """Train. A signal, an error or the end of the time stops all runs, each with a checkpoint."""
+        try:
+            self._train()
+        finally:
+            self._stop_all()
+
+    def _train(self) -> None:
         packed = time.monotonic()
         while (self._waiting or self._running) and not self._over(self._grace):
             while self._waiting and self._slots:
@@ -236,9 +243,11 @@ class Queue:
                 self._pack()
                 packed = time.monotonic()
             time.sleep(POLL)
+
+    def _stop_all(self) -> None:
         for job in self._running:
             self._ask(job)
-        if self.signal is not None:
+        if not self._over(0):
             self._end = time.monotonic() + GRACE
         while self._running:
             if time.monotonic() > self._end:
@@ -257,6 +266,10 @@ class Queue:
     def _start(self, job: Job) -> None:
         from fla_train.eval.expressivity_table import FAILED
 
+        job.state = _state(job.folder, job.overrides)  # another queue may have come to it first
+        if job.state in ("complete", "elsewhere", "foreign"):
+            say(job.state, job, "by another process")
+            return
         job.folder.mkdir(parents=True, exist_ok=True)
         failed_before = (job.folder / FAILED).is_file() or job.attempts > 0
         (job.folder / FAILED).unlink(missing_ok=True)
@@ -275,7 +288,7 @@ class Queue:
             # runs that another's error has ended can complete now. No daemon listens at this path.
             variables["CUDA_MPS_PIPE_DIRECTORY"] = str(job.folder / "no-mps")
         # The newest checkpoint is enough to continue. Overrides of the run come later and win.
-        ours = [f"run.dir={job.folder}", "logger=none", "launch.num_processes=1"]
+        ours = [assign("run.dir", job.folder), "logger=none", "launch.num_processes=1"]
         ours += ["trainer.keep_checkpoints=1", *job.overrides]
         job.process = self._start_command("train", ours, job.folder / OUTPUT, **variables)
         self._running.append(job)
@@ -303,6 +316,7 @@ class Queue:
             seconds += float(wall.read_text())
         if code == 0:
             (job.folder / COMPLETE).touch()
+            (job.folder / FAILED).unlink(missing_ok=True)
             job.state = "complete"
             say("complete", job, f"after {seconds:.0f} s")
         elif code == EXIT_CODE or (job.asked and code in (INTERRUPTED, -signal.SIGTERM, -signal.SIGKILL)):
@@ -314,6 +328,10 @@ class Queue:
             say("waiting", job, f"GPU {job.slot} has no memory for it beside the others")
             self._waiting.insert(0, job)
             return  # the time it took to fail is not time of the run
+        elif (now := _state(job.folder, job.overrides)) in ("complete", "elsewhere"):
+            job.state = now
+            say(now, job, "by another process")
+            return
         else:
             job.state = "failed"
             (job.folder / FAILED).write_text(reason + "\n")
@@ -353,12 +371,14 @@ def pack(folder: Path, archive: Path) -> int:
         kept = checkpoints(run / "checkpoints")
         left_out |= {*kept} if (run / COMPLETE).is_file() else {*kept[:-1], run / "hf"}
 
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = archive.with_name(f"{archive.name}.part")  # an earlier archive stays whole until then
+    left_out |= {archive.resolve(), unfinished.resolve()}
+
     def keep(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
         path = folder.parent / entry.name
         return None if path.name in NOT_PACKED or path in left_out else entry
 
-    archive.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = archive.with_name(f"{archive.name}.part")  # an earlier archive stays whole until then
     with tarfile.open(unfinished, "w:gz") as tar:
         tar.add(folder, folder.name, filter=keep)
     return unfinished.replace(archive).stat().st_size
@@ -367,8 +387,8 @@ def pack(folder: Path, archive: Path) -> int:
 def _pack_begun(folder: Path, archive: Path) -> None:
     try:
         pack(folder, archive)
-    except FileNotFoundError as gone:  # a newer checkpoint has replaced it: the next archive has that one
-        print(f"no archive this time: {gone}", flush=True)
+    except OSError as failure:  # a newer checkpoint has replaced one, or the disk is full: the runs go on
+        print(f"no archive this time: {failure}", flush=True)
 
 
 def _slots(request: argparse.Namespace) -> list[str | None]:
@@ -421,6 +441,8 @@ def run_queue(arguments: Sequence[str], start: Callable[..., subprocess.Popen] |
         if job.state == "foreign":
             trained = (job.folder / RECIPE).read_text().strip()
             say("foreign", job, f"was trained by another recipe ({trained}): give another --folder")
+    if request.pack:
+        request.pack.parent.mkdir(parents=True, exist_ok=True)  # what can't be written is refused at once
     queue = Queue(
         jobs,
         _slots(request),

@@ -102,7 +102,10 @@ def table_lines(rows: Sequence[Row], metric: str) -> list[str]:
     """The rows for a terminal."""
     keys = ["loss", "validation_loss", "best_validation_loss"]
     keys += [key for key in (metric, f"best_{metric}") if metric != "loss" and key not in keys]
-    home = os.path.commonpath([os.path.dirname(row["run"]) for row in rows])
+    folders = [os.path.dirname(row["run"]) for row in rows]
+    if len({os.path.isabs(folder) for folder in folders}) > 1:
+        folders = [os.path.abspath(folder) for folder in folders]
+    home = os.path.commonpath(folders)
     cells = [["", "run", "status", "step", *(key.replace("_", " ") for key in keys), "tokens/s", "differs"]]
     for number, row in enumerate(rows):
         name, steps = os.path.relpath(row["run"], home), f"{row['step']:,}/{row['max_steps']:,}"

@@ -74,7 +74,7 @@ def place_job(config: "TrainConfig", job: SweepJob) -> None:
     print(f"job {job.number + 1}/{job.count}: {', '.join(job.swept) or 'nothing is swept'}", flush=True)
     if not config.run.dir:
         return
-    sweep = Path(config.run.dir)
+    sweep = Path(config.run.dir).expanduser()
     folder = sweep / str(job.number)
     if job.swept and not (folder / "config.yaml").is_file():
         text = re.sub(r"[^\w.=+-]+", "_", "_".join(job.swept))  # no comma: Hydra would read two values

@@ -189,5 +189,5 @@ def absolute(path: str) -> str:
 def cache_folder(config: DataConfig) -> Path:
     """`data.cache_dir`, or `data` below $FLA_TRAIN_CACHE (default ~/.cache/fla_train)."""
     if config.cache_dir:
-        return Path(config.cache_dir).expanduser()
-    return Path(os.environ.get("FLA_TRAIN_CACHE") or "~/.cache/fla_train").expanduser() / "data"
+        return Path(absolute(config.cache_dir))
+    return Path(absolute(os.environ.get("FLA_TRAIN_CACHE") or "~/.cache/fla_train")) / "data"

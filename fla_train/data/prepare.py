@@ -168,6 +168,8 @@ def _prepare_stream(config: DataConfig, log: Log, progress: bool, commits: Mappi
     }
     if commit is not None:
         manifest["commit"] = commit
+    if (folder / MANIFEST).is_file() and (there := open_prepared(folder)).manifest == manifest:
+        return there  # perhaps another user's, who lets others only read
     # All machines of a run, and all runs of a sweep, come here at once.
     with _locked(folder, folder.with_name(f".{folder.name}.lock"), log):
         folder.mkdir(exist_ok=True)

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from fla_train.hub.card import CardInfo
-from fla_train.hub.export import export_model
+from fla_train.hub.export import export_model, require_apart
 from fla_train.hub.formats import FORMATS, OURS, format_name
 from fla_train.hub.load import load_tokenizer, load_weights, read_training_record
 from fla_train.hub.paths import public_name
@@ -44,9 +44,12 @@ def convert_export(
         mixer: import path of the model's mixer, if it is not ours.
 
     Raises:
-        ValueError: the format is unknown, the model is not of our family, or what `load_weights` and
-            `export_model` raise.
+        ValueError: the format is unknown, the model is not of our family, one of the two folders lies in the
+            other, or what `load_weights` and `export_model` raise.
     """
+    folder = Path(folder).expanduser()
+    if isinstance(source, Path):
+        require_apart(source, folder)
     stored = stored_format(source)
     format = format or stored
     if format not in (OURS, *FORMATS):
@@ -62,5 +65,5 @@ def convert_export(
     without = isinstance(source, Path) and not any(source.glob("tokenizer*"))  # a model of a synthetic task
     tokenizer = None if without else load_tokenizer(source, model.config)
     plots = sorted(source.glob("*.png")) if isinstance(source, Path) else ()
-    dtype, folder = dtype or model.dtype, Path(folder).expanduser()
+    dtype = dtype or model.dtype
     return export_model(model, tokenizer, folder, card, dtype=dtype, format=format, plots=plots)

@@ -45,7 +45,8 @@ def export_model(
 
     Args:
         model: the module itself, without the wrappers of accelerate or DeepSpeed.
-        tokenizer: saved along; None writes no tokenizer.
+        tokenizer: saved along, with its special tokens where the model names none; None writes no tokenizer
+            and no generation config.
         folder: destination; an earlier export there is replaced.
         card: what the model card says about training.
         state_dict: weights to write instead of the model's own (fp32 masters, say).
@@ -72,9 +73,15 @@ def export_model(
         config.architectures, config.dtype = [type(model).__name__], dtype
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
-            special = _special_tokens(tokenizer)
-            config.update(special)
-            GenerationConfig(**special).save_pretrained(aside)
+            generation = copy.deepcopy(getattr(model, "generation_config", None)) or GenerationConfig()
+            generation._from_model_config = False  # else `generate` derives it again
+            for name, token in _special_tokens(tokenizer).items():
+                if getattr(config, name, None) is None:
+                    setattr(config, name, token)
+                if getattr(generation, name, None) is None:
+                    setattr(generation, name, getattr(config, name))
+            # `save_pretrained` refuses combinations of settings with which models have been published.
+            generation.to_json_file(aside / "generation_config.json")
         stored, library = weights, None
         if translation is None:
             write_remote_code(config, aside)
@@ -113,9 +120,7 @@ def copy_export(source: Path, folder: str | Path) -> Path:
     """
     folder = Path(folder).expanduser()
     _require_replaceable(folder)
-    new, old = folder.resolve(), source.resolve()
-    if new.is_relative_to(old) or old.is_relative_to(new):
-        raise ValueError(f"{folder} is, holds or lies in the exported model {source}: give another output")
+    require_apart(source, folder)
     with replaced_folder(folder) as aside:
         try:
             shutil.copytree(source, aside, dirs_exist_ok=True, copy_function=shutil.copyfile)
@@ -125,6 +130,17 @@ def copy_export(source: Path, folder: str | Path) -> Path:
         if damage := find_export_damage(aside):  # damage of the source shows in its copy
             raise ValueError(f"{source}/{damage}: {REMEDY}")
     return folder
+
+
+def require_apart(source: Path, folder: Path) -> None:
+    """Refuse to write over the export that is read.
+
+    Raises:
+        ValueError: one of the two lies in the other.
+    """
+    new, old = folder.resolve(), source.resolve()
+    if new.is_relative_to(old) or old.is_relative_to(new):
+        raise ValueError(f"{folder} is, holds or lies in the exported model {source}: give another output")
 
 
 def _require_replaceable(folder: Path) -> None:

@@ -36,6 +36,19 @@ def escape(text: str) -> str:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
+def quote(text: str) -> str:
+    """`text` as Hydra reads it back; it gives commas, quotes and `${` a meaning."""
+    text = re.sub(r"(\\*)'", r"\1\1\'", escape(text))  # Hydra: backslashes escape quotes, too
+    trailing = len(text) - len(text.rstrip("\\"))
+    return f"'{text}" + "\\" * trailing + "'"
+
+
+def assign(key: str, path: Path) -> str:
+    """The override that gives a key this path, quoted for Hydra where the path needs it."""
+    text = str(path)
+    return f"{key}={text if re.fullmatch(r'[a-zA-Z0-9_./+-]+', text) else quote(text)}"
+
+
 def escaped(node: Any) -> Any:
     """`node`, of plain dicts and lists, with each text in it escaped."""
     return map_text(escape, node)

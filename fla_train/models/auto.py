@@ -1,4 +1,4 @@
-"""Registration with transformers' Auto classes: configs at once, models when a config is read.
+"""Registration with transformers' Auto classes: configs at once, models when a config is read or made.
 
 Importing transformers' modeling code takes seconds, which commands that need no model should not pay.
 """
@@ -15,13 +15,19 @@ if TYPE_CHECKING:
 
 
 class LazyModelConfig(PreTrainedConfig):
-    """A config that imports the module of its models when it is read from a checkpoint.
+    """A config that imports the module of its models when it is read, or made where Auto classes are in use.
 
     The module registers the models with the Auto classes, which look for them after reading the config. In
     the Python files of an export nothing is registered: transformers finds the classes by `auto_map`.
     """
 
     modeling_module: ClassVar[str | None] = None  # its full name, once the config is registered
+
+    def __post_init__(self, **options: Any) -> None:
+        super().__post_init__(**options)
+        # Whoever has the Auto classes may build a model of this config by them.
+        if self.modeling_module is not None and "transformers.models.auto.modeling_auto" in sys.modules:
+            import_module(self.modeling_module)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> "LazyModelConfig":

@@ -155,9 +155,9 @@ class Choice:
 
     @property
     def key(self) -> Hashable:
-        """What a graph depends on."""
+        """What a decoder depends on, besides its sizes; its graph, too, where the choice belongs to that."""
         settings = tuple((type(x), *sorted(vars(x).items())) for x in self.processors)
-        return (settings, self.do_sample, self.ends, self.pad) if self.pure else None
+        return (settings, self.do_sample, self.ends, self.pad) if self.pure else self.ends
 
 
 def _decoder(

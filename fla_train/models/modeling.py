@@ -419,6 +419,11 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
             tokens = input_ids.shape[1] if model_kwargs.get("inputs_embeds") is None else 0
             known = getattr(generation_config, "_mask_length", tokens) if mask is None else mask.shape[1]
             begin = int(cache.get_seq_length()) if known == tokens else 0  # else they are the new ones only
+            if 0 < tokens <= begin:
+                raise ValueError(
+                    f"past_key_values has seen {begin} tokens, all of the prompt's {tokens}, and a recurrent "
+                    "state can't be stepped back: let the cache read the prompt without its last token"
+                )
             while tokens - begin > chunk:
                 part, seen = input_ids[:, begin : begin + chunk], known - tokens + begin + chunk
                 self.model(part, None if mask is None else mask[:, :seen], past_key_values=cache)

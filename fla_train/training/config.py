@@ -172,11 +172,6 @@ class TrainerConfig:
         noise = self.state_noise
         if noise != "fitted" and (isinstance(noise, str) or noise <= 0):
             yield f"trainer.state_noise={noise} must be fitted, or a standard deviation above 0"
-        folder = None if self.resume in ("auto", "none") else Path(self.resume).expanduser()
-        if folder is not None and not folder.is_dir():
-            yield f"trainer.resume={self.resume} is no checkpoint folder: use auto, none or an existing path"
-        elif folder is not None and (folder / "checkpoints").is_dir():
-            yield f"trainer.resume={self.resume} is a run folder: give one of the folders in its checkpoints/"
         if self.suite_every:
             folder = files("fla_train.configs") / "suite"
             suites = sorted(file.name.removesuffix(".yaml") for file in folder.iterdir())
@@ -275,6 +270,7 @@ class TrainConfig:
         yield from self.hub.errors()
         yield from _model_errors(self)
         yield from _state_errors(self)
+        yield from _resume_errors(self)
         yield from _package_errors(self)
         if self.run.dir == "":  # `run.dir=$RUN` without RUN: a run that could never be resumed
             yield "run.dir is empty: give a folder, or null for a new one in runs/"
@@ -367,6 +363,17 @@ def _number_errors(name: str, value: object) -> Iterator[str]:
         yield f"{name}={value} must be a finite number"
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
         yield f"{name}={value} must lie in -2^63..2^63 - 1"
+
+
+def _resume_errors(config: TrainConfig) -> Iterator[str]:
+    resume, run_dir = config.trainer.resume, config.run.dir
+    if resume in ("auto", "none"):
+        return
+    if (Path(resume) / "checkpoints").is_dir():
+        yield f"trainer.resume={resume} is a run folder: give one of the folders in its checkpoints/"
+    # A run that was begun there needs it no more: it has checkpoints of its own.
+    elif not Path(resume).is_dir() and not (run_dir and (Path(run_dir) / "checkpoints").is_dir()):
+        yield f"trainer.resume={resume} is no checkpoint folder: use auto, none or an existing path"
 
 
 def _model_errors(config: TrainConfig) -> Iterator[str]:
@@ -597,14 +604,23 @@ def load_config(path: Path) -> TrainConfig:
         raise ValueError(f"{path} is no config of this version: {' '.join(str(error).split())}") from error
 
 
+def with_run_paths(config: TrainConfig) -> TrainConfig:
+    """`config` with an absolute `trainer.resume`, and `run.dir` without a leading `~`."""
+    resume, run_dir = config.trainer.resume, config.run.dir
+    return replace(
+        config,
+        trainer=replace(config.trainer, resume=resume if resume in ("auto", "none") else absolute(resume)),
+        run=replace(config.run, dir=None if run_dir is None else os.path.expanduser(run_dir)),
+    )
+
+
 def resolve(config: TrainConfig) -> TrainConfig:
-    """`config` with "auto" replaced and paths expanded; run.dir and vocabulary may stay null.
+    """`config` with "auto" replaced; run.dir and vocabulary may stay null.
 
     Paths of data, tokenizer and weights become absolute, so that `run.dir` alone resumes from any folder.
     """
     config, device = with_processes(config), resolve_device(config)
-    trainer, run_dir, init_from = config.trainer, config.run.dir, config.init_from
-    precision = trainer.precision
+    precision, init_from = config.trainer.precision, config.init_from
     if precision == AUTO:
         precision = "bf16" if device == "cuda" else "fp32"
     if init_from is not None and os.path.exists(os.path.expanduser(init_from)):
@@ -614,9 +630,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
         data=with_absolute_paths(config.data),
         init_from=init_from,
         launch=replace(config.launch, device=device),
-        trainer=replace(trainer, precision=precision, resume=os.path.expanduser(trainer.resume)),
-        # A shell leaves the ~ of run.dir=~/runs.
-        run=replace(config.run, dir=None if run_dir is None else os.path.expanduser(run_dir)),
+        trainer=replace(config.trainer, precision=precision),
     )
     return with_batch(config)
 

@@ -6,6 +6,7 @@ beside training.
 
 import json
 import math
+import shlex
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from fla_train.data.dataset import TokenDataset
 from fla_train.data.open_dataset import open_validation
 from fla_train.data.sampler import Batch, PackedDataset, sequential_batches
 from fla_train.data.tokenizers import token_bytes
+from fla_train.hub.saved_config import assign
 from fla_train.tasks import Score, Task, tasks_for_testing
 from fla_train.tasks.plots import plot_accuracy
 from fla_train.training.checkpoint import TrainState, folder_name
@@ -151,9 +153,9 @@ class TextEvaluator:
             f"  checkpoint        {folder.checkpoints / folder_name(state.step)}",
             f"  model             {export}",
             "Next:",
-            f"  fla-generate checkpoint={export} prompt='def main('{_naming(self._engine)}",
-            f"  fla-eval checkpoint={export}{_naming(self._engine)}",
-            f"  fla-train run.dir={folder.root} trainer.max_steps={2 * state.step}"
+            f"  fla-generate {_option('checkpoint', export)} prompt='def main('{_naming(self._engine)}",
+            f"  fla-eval {_option('checkpoint', export)}{_naming(self._engine)}",
+            f"  fla-train {_option('run.dir', folder.root)} trainer.max_steps={2 * state.step}"
             + _naming(self._engine, "model.mixer"),
         ]
 
@@ -219,8 +221,13 @@ class TaskEvaluator:
             f"  checkpoint        {folder.checkpoints / folder_name(state.step)}",
             f"  model             {export}",
             "Next:",
-            f"  fla-eval checkpoint={folder.root} suite=expressivity{_naming(self._engine)}",
+            f"  fla-eval {_option('checkpoint', folder.root)} suite=expressivity{_naming(self._engine)}",
         ]
+
+
+def _option(key: str, path: Path) -> str:
+    """The override that gives a key this path, as a shell reads it."""
+    return shlex.quote(assign(key, path))
 
 
 def _naming(engine, key: str = "mixer") -> str:
@@ -402,8 +409,8 @@ class SuiteRuns:
 
     def _launch(self, export: Path) -> None:
         self._output.mkdir(parents=True, exist_ok=True)
-        request = [f"checkpoint={export}", f"suite={self._suite}", f"output={self._output}", *self._options]
-        self._process = start_command("eval", request, self._output / "eval.log")
+        request = [assign("checkpoint", export), f"suite={self._suite}", assign("output", self._output)]
+        self._process = start_command("eval", [*request, *self._options], self._output / "eval.log")
 
     def collect(self, step: int, tokens: int) -> None:
         """Log the results of an evaluation that has ended by now, if there is one.

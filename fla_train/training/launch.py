@@ -20,6 +20,7 @@ from fla_train.training.config import (
     resolve,
     to_yaml,
     validate,
+    with_run_paths,
     with_task_sizes,
     with_vocabulary,
     with_warmup,
@@ -122,7 +123,7 @@ def with_data(config: TrainConfig) -> tuple[TrainConfig, PreparedData]:
 def _checked(config: TrainConfig) -> TrainConfig:
     """`config` without errors, with sizes of its task or of the run that it resumes, and without "auto"."""
     check_attributes(config)
-    config = with_saved_sizes(with_task_sizes(config))
+    config = with_saved_sizes(with_task_sizes(with_run_paths(config)))
     validate(config)
     return resolve(config)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from fla_train.data.cache import PreparedData, prepared_name
+from fla_train.data.config import absolute
 from fla_train.hub import find_export_damage
 from fla_train.hub.saved_config import flat, plain
 from fla_train.models.configuration import config_fields
@@ -85,7 +86,7 @@ def _resume_setting(config: TrainConfig, folder: RunFolder) -> str:
     resume = config.trainer.resume
     earlier = folder.config
     if resume not in ("auto", "none") and checkpoint.checkpoints(folder.checkpoints) and earlier.is_file():
-        if load_config(earlier).trainer.resume == resume:
+        if absolute(load_config(earlier).trainer.resume) == absolute(resume):
             return "auto"
     return resume
 

@@ -13,6 +13,7 @@ from fla_train.cli import app, eval, export, generate
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
 from fla_train.hub import CardInfo, export_model
+from fla_train.hub.saved_config import assign
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
 
 Command = Callable[..., tuple[int, str, str]]
@@ -84,7 +85,7 @@ def test_prompts_of_a_file_get_what_each_gets_alone(
 ) -> None:
     generate.register()
     monkeypatch.setattr(generate, "BATCH", 3)
-    prompts = ["def f(", "x", "", "a longer prompt, and é"]
+    prompts = ["def f(", "x", "", "a longer prompt, and é", "two\x0cpages\u2028of one line"]
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(prompts) + "\n")
     options = [f"checkpoint={run}", "temperature=0", "max_new_tokens=8", "device=cpu"]
@@ -93,13 +94,14 @@ def test_prompts_of_a_file_get_what_each_gets_alone(
         assert generate.task(app.compose("generate", [*options, override])) == 0
         return capsys.readouterr().out
 
-    rows = [json.loads(line) for line in printed(f"prompt_file={file}").splitlines()]
+    rows = [json.loads(line) for line in printed(f"prompt_file={file}").strip().split("\n")]
     assert [row["prompt"] for row in rows] == prompts
     for prompt, row in zip(prompts, rows, strict=True):
         assert printed(generate.quoted(f"prompt={prompt}")).strip() == (prompt + row["continuation"]).strip()
-    file.write_text("")
-    with pytest.raises(ValueError, match=str(file)):
-        printed(f"prompt_file={file}")
+    for content in (b"", b"caf\xe9\n"):  # nothing, and Latin-1
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=str(file)):
+            printed(f"prompt_file={file}")
 
 
 @pytest.mark.parametrize(
@@ -110,6 +112,13 @@ def test_any_prompt_passes_through_hydra(text: str) -> None:
     generate.register()
     config = app.compose("generate", [generate.quoted(f"prompt={text}")])
     assert OmegaConf.to_object(config).prompt == text
+
+
+@pytest.mark.parametrize("path", ["runs/a-1/x.y", "r,1", "my runs/x y", "it's", "a=b", "[x]", "${x}", "~/x"])
+def test_any_path_of_a_program_passes_through_hydra(path: str) -> None:
+    generate.register()
+    config = app.compose("generate", [assign("checkpoint", Path(path)), "prompt=x"])
+    assert OmegaConf.to_object(config).checkpoint == path
 
 
 def test_export(run: Path, tmp_path: Path, run_command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

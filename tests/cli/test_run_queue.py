@@ -16,9 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from fla_train.cli import run_queue as run_queue_module
 from fla_train.cli import runs
 from fla_train.cli.run_queue import run_queue
 from fla_train.run import Run
+from fla_train.training.run_folder import RunFolder, RunLock
 from fla_train.utils.records import read_metrics
 
 TRAINER = """
@@ -39,6 +41,10 @@ if given.get("model") == "hf/mamba2/tiny" and attempts == 1:
     sys.exit(2)
 if given.get("model") == "fla/retnet/tiny" and attempts == 1 or given.get("model") == "fla/rwkv7/tiny":
     sys.exit("RuntimeError: out of memory")
+if given.get("model") == "hf/xlstm/tiny":
+    while not (run / "go").exists():
+        time.sleep(0.01)
+    sys.exit("error: another process writes here")
 def save(step):
     for place in ("checkpoints", "hf"):
         (run / place / f"step-{step:07d}").mkdir(parents=True)
@@ -215,6 +221,59 @@ def test_archives_are_written_while_runs_go_on(queue, tmp_path) -> None:
     assert found == [f"{run.relative_to(tmp_path)}/metrics.jsonl"]
     with tarfile.open(archive) as tar:  # what it saved when it was stopped, too
         assert any(name.endswith("checkpoints/step-0000006/weights") for name in tar.getnames())
+
+
+def test_an_archive_that_cannot_be_written_costs_no_run(queue, tmp_path, capsys, monkeypatch) -> None:
+    """Refused before training where that shows; later, as on a full disk, a line."""
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError):
+        queue(*only("DeltaNet_0_1"), "--gpus", "none", "--pack", str(tmp_path / "file" / "queue.tgz"))
+    assert not run_of(tmp_path, "DeltaNet_0_1").exists()
+    packed, calls = run_queue_module.pack, []
+
+    def full(folder: Path, archive: Path) -> int:
+        calls.append(archive)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+        return packed(folder, archive)
+
+    monkeypatch.setattr(run_queue_module, "pack", full)
+    pack = ["--pack", str(tmp_path / "runs" / "queue.tgz"), "--pack-every", "0.1"]
+    assert queue(*only("DeltaProduct_4_-1_1"), "--gpus", "none", *pack) == 0
+    assert "No space left on device" in capsys.readouterr().out
+    assert (run_of(tmp_path, "DeltaProduct_4_-1_1") / "complete").exists() and len(calls) > 1
+    with tarfile.open(tmp_path / "runs" / "queue.tgz") as tar:  # without the archives before it
+        assert not any("queue.tgz" in name for name in tar.getnames())
+
+
+def test_what_another_queue_trains_meanwhile_is_left_to_it(queue, tmp_path) -> None:
+    """One run is complete before its turn, of the other another process has the lock."""
+    first, second, third = (
+        run_of(tmp_path, row) for row in ("DeltaProduct_4_-1_1", "DeltaNet_-1_1", "mLSTM")
+    )
+
+    def others() -> None:
+        while not (first / "calls").exists():
+            time.sleep(0.01)
+        second.mkdir(parents=True)
+        (second / "complete").touch()
+        while not (third / "calls").exists():
+            time.sleep(0.01)
+        lock = RunLock(RunFolder(third))
+        (third / "go").touch()
+        ended.wait(60)
+        lock.close()
+
+    ended = threading.Event()
+    thread = threading.Thread(target=others, daemon=True)
+    thread.start()
+    rows = only("DeltaProduct_4_-1_1", "DeltaNet_-1_1", "mLSTM")
+    assert queue(*rows, "--gpus", "none") == 0
+    ended.set()
+    thread.join()
+    assert (first / "complete").exists()
+    assert not (second / "calls").exists()
+    assert not (third / "failed").exists() and not (third / "complete").exists()
 
 
 def test_a_run_of_another_recipe_is_left_alone(queue, tmp_path, capsys) -> None:

@@ -1,6 +1,18 @@
 """`fla-runs`: how a table names what distinguishes a run."""
 
-from fla_train.cli.runs import LONGEST_LABEL, difference
+from pathlib import Path
+
+from fla_train.cli.runs import LONGEST_LABEL, difference, table_lines
+
+
+def test_folders_may_be_relative_and_absolute() -> None:
+    rows = [
+        {"run": run, "status": "complete", "step": 2, "max_steps": 2, "loss": 1.0, "validation_loss": None}
+        | {"best_validation_loss": None, "tokens_per_second": None, "differs": {}, "model": "net/2m"}
+        for run in ("runs/a", f"{Path.cwd()}/b")
+    ]
+    lines = table_lines(rows, "loss")
+    assert str(Path.cwd()) in lines[0] and " runs/a " in lines[2] and " b " in lines[3]
 
 
 def test_few_differences_are_overrides() -> None:

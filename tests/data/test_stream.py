@@ -36,6 +36,15 @@ def endless(documents, epochs=4):
     return np.array(tokens * epochs), bounds
 
 
+def test_a_prepared_stream_is_not_written_again(streamed, documents):
+    """Its cache may belong to somebody who lets others only read."""
+    first = quiet(streamed)
+    before = (first.folder / "manifest.json").stat().st_mtime_ns
+    again = quiet(streamed)
+    assert again.manifest == first.manifest
+    assert (first.folder / "manifest.json").stat().st_mtime_ns == before
+
+
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "hub", "SlimPajama", "c4"])
 def test_the_stream_is_the_documents_in_order_over_epochs(tmp_path, streamed, documents, kind):
     if kind == "jsonl":

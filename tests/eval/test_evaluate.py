@@ -18,7 +18,7 @@ from fla_train.eval import run as run_module
 from fla_train.eval import sweep as sweep_module
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig, validation_errors
 from fla_train.eval.documents import file_documents, longest, run_data, validation_documents
-from fla_train.eval.run import _name, _weights_stamp, evaluate, output_folder
+from fla_train.eval.run import _checkpoint_stamp, _name, evaluate, output_folder
 from fla_train.eval.tables import markdown
 from fla_train.hub import CardInfo, export_model, resolve_checkpoint
 from tests.eval.conftest import CHOICES, token_losses
@@ -201,18 +201,20 @@ def test_finished_parts_are_not_run_again(run: Path, corpus: Path, tmp_path: Pat
     assert all(a["loss"] == pytest.approx(b["loss"]) for a, b in pairs)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_new_weights_are_another_checkpoint(name: str, build_model, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "tokenizer_config.json"])
+def test_new_weights_or_another_tokenizer_are_another_checkpoint(
+    name: str, build_model, tmp_path: Path
+) -> None:
     (tmp_path / name).write_bytes(b"12")
-    first = _weights_stamp(tmp_path, build_model())
+    first = _checkpoint_stamp(tmp_path, build_model())
     (tmp_path / name).write_bytes(b"123")
-    assert first and _weights_stamp(tmp_path, build_model()) != first
+    assert first and _checkpoint_stamp(tmp_path, build_model()) != first
 
 
 def test_a_new_commit_on_the_hub_is_another_checkpoint(build_model) -> None:
     model = build_model()
     model.config._commit_hash = "abc"
-    assert _weights_stamp("user/model", model) == ["abc"]
+    assert _checkpoint_stamp("user/model", model) == ["abc"]
 
 
 def test_models_are_named_from_within_their_folders(run: Path, tmp_path: Path, monkeypatch) -> None:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from fla_train.hub import CardInfo, copy_export, export_model
 from fla_train.hub import export as export_module
+from fla_train.hub.convert import convert_export
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
 from fla_train.models.zoo.mamba import SignedMambaConfig, SignedMambaForCausalLM
 
@@ -34,6 +35,26 @@ def test_auto_classes_load_equal_logits(model: PreTrainedModel, tokenizer, tmp_p
     assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
     assert loaded.generation_config.eos_token_id == tokenizer.eos_token_id
     assert loaded.generation_config.pad_token_id == tokenizer.pad_token_id
+
+
+def test_token_ids_and_settings_of_generation_stay_the_models_own(tokenizer, tmp_path: Path) -> None:
+    """The tokenizer gives what a model leaves open; a conversion keeps what was published."""
+    sizes = {"vocab_size": 320, "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 1, "head_dim": 16}
+    config = DeltaProductConfig(**sizes, intermediate_size=16, eos_token_id=9, pad_token_id=7)
+    folder = export_model(DeltaProductForCausalLM(config), tokenizer, tmp_path / "given")
+    file = folder / "generation_config.json"
+    for content in (json.loads((folder / "config.json").read_text()), json.loads(file.read_text())):
+        assert (content["eos_token_id"], content["pad_token_id"]) == (9, 7)
+        assert content.get("bos_token_id") == tokenizer.bos_token_id
+    published = {"do_sample": True, "temperature": 0.6, "eos_token_id": [9, 11], "bos_token_id": 3}
+    file.write_text(json.dumps(published))
+    (folder / "checksums.json").unlink()
+    for format in (None, "fla"):
+        converted = convert_export(folder, tmp_path / f"as-{format}", format, dtype=torch.bfloat16)
+        written = json.loads((converted / "generation_config.json").read_text())
+        assert {**written, **published} == written and written["pad_token_id"] == 7
+    with pytest.raises(ValueError, match="another output"):
+        convert_export(folder, folder, dtype=torch.bfloat16)
 
 
 def test_given_weights_are_written_in_place_of_the_models_own(model: PreTrainedModel, tmp_path: Path) -> None:

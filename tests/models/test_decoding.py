@@ -187,6 +187,25 @@ def test_long_prompts_are_read_in_chunks(build, tokens, variant, monkeypatch):
     assert torch.equal(found, model.generate(prompts, **options))
 
 
+def test_each_call_has_its_own_end_tokens(build, tokens):
+    """Also where the choice reads the tokens so far, as a penalty on repetition does."""
+    model, options = build().to(DEVICE), {"do_sample": False, "max_new_tokens": 9, "repetition_penalty": 1.3}
+    prompt = tokens[:1].to(DEVICE)
+    first = model.generate(prompt, pad_token_id=0, **options)
+    end = int(first[0, -5])
+    until = first[0, : first[0].tolist().index(end, tokens.shape[1]) + 1]
+    for ends, expected in ((end, until), (None, first[0])):
+        found = model.generate(prompt, pad_token_id=0, eos_token_id=ends, **options)
+        assert torch.equal(found[0], expected)
+
+
+def test_a_cache_that_has_read_the_whole_prompt_is_refused(build, tokens):
+    model = build().to(DEVICE)
+    cache = model(tokens.to(DEVICE), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="without its last token"):
+        model.generate(tokens.to(DEVICE), past_key_values=cache, max_new_tokens=2, pad_token_id=0)
+
+
 @pytest.mark.gpu
 def test_a_graph_serves_calls_of_one_kind(build, tokens):
     """Only weights that stay where they are and settings of the same kind share one."""

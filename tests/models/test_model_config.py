@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -38,6 +40,19 @@ class NewStorages(TorchDispatchMode):
     def alive(self) -> int:
         """Bytes that something still holds."""
         return sum(size for storage, size in self.found.values() if not storage.expired())
+
+
+def test_auto_classes_build_a_model_of_a_config():
+    """In a process that has imported no more than the package and an Auto class."""
+    sizes = "vocab_size=97, hidden_size=16, num_hidden_layers=1, num_heads=1, head_dim=16"
+    lines = [
+        "import fla_train.models",
+        "from transformers import AutoModelForCausalLM",
+        "from fla_train.models import DeltaProductConfig",
+        f"print(type(AutoModelForCausalLM.from_config(DeltaProductConfig({sizes}))).__name__)",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert done.stdout.split() == ["DeltaProductForCausalLM"], done.stderr
 
 
 def test_all_errors_are_reported_together():

@@ -1,5 +1,6 @@
 """The config: errors named with what would do, what "auto" stands for, and what a resumed run keeps."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +21,11 @@ from fla_train.training.config import (
     to_yaml,
     validate,
     with_batch,
+    with_run_paths,
     with_vocabulary,
 )
 from fla_train.training.launch import launch
-from fla_train.training.resume import with_saved_sizes
+from fla_train.training.resume import newest_readable, with_saved_sizes
 
 Make = Callable[..., TrainConfig]
 SIZES = {"micro_batch_size": st.integers(1, 32), "seq_len": st.integers(2, 4096)}
@@ -253,6 +255,37 @@ def test_a_resumed_run_keeps_what_it_was_begun_with(make_config: Make, tmp_path:
     assert with_saved_sizes(given) == given
     elsewhere = make_config(*open_, f"run.dir={tmp_path / 'new'}")
     assert with_saved_sizes(elsewhere) == elsewhere
+
+
+def test_a_tilde_in_run_dir_is_the_home_folder(
+    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Before anything is looked for in it: the command that began the run resumes it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run" / "checkpoints" / "step-0000003").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(make_config("model.vocab_size=384")))
+    config = with_run_paths(make_config("model.vocab_size=null", "run.dir='~/run'"))
+    assert config.run.dir == f"{tmp_path}/run"
+    assert with_saved_sizes(config).model["vocab_size"] == 384
+
+
+def test_a_branch_needs_its_beginning_no_more_once_it_has_checkpoints(
+    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trunk" / "checkpoints" / "step-0000003").mkdir(parents=True)
+    asked = make_config("trainer.resume=trunk/checkpoints/step-0000003", f"run.dir={tmp_path / 'branch'}")
+    config = with_run_paths(asked)
+    validate(config)
+    (tmp_path / "trunk").rename(tmp_path / "gone")
+    with pytest.raises(ValueError, match="is no checkpoint folder"):
+        validate(config)
+    newest = tmp_path / "branch" / "checkpoints" / "step-0000004"
+    newest.mkdir(parents=True)
+    (newest / "state.json").write_text(json.dumps({"step": 4}))
+    (tmp_path / "branch" / "config.yaml").write_text(to_yaml(config))
+    validate(config)
+    assert newest_readable(config) == newest
 
 
 def test_paths_become_absolute_so_that_a_run_is_resumed_from_any_folder(

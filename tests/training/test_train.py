@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fla_train.cli import train as command
 from fla_train.data.prepare import prepare
-from fla_train.training.config import TrainConfig, resolve
+from fla_train.training.config import TrainConfig, with_run_paths
 from fla_train.training.failures import describe_failure
 from fla_train.training.launch import launch
 from fla_train.utils.records import read_metrics
@@ -95,7 +95,7 @@ def test_the_home_folder_may_be_a_tilde(fla_train, make_config, tmp_path: Path, 
     (tmp_path / "step").mkdir()
     code, stdout, _ = fla_train("dry_run=true", "run.dir=~/runs/first", "trainer.resume=~/step")
     assert code == 0 and f"{tmp_path}/runs/first" in stdout
-    assert resolve(make_config("trainer.resume='~/step'")).trainer.resume == f"{tmp_path}/step"
+    assert with_run_paths(make_config("trainer.resume='~/step'")).trainer.resume == f"{tmp_path}/step"
 
 
 MIXTURE = "{a: {weight: 0.5, path: PATH}, b: {weight: 0.5, path: PATH}}"
