@@ -9,19 +9,25 @@ that was killed continues with the same command, also on a machine to which its 
 """
 
 import argparse
+import json
 import os
 import re
 import signal
 import subprocess
 import tarfile
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import yaml
 
 from fla_train.cli import train
 from fla_train.cli.app import INTERRUPTED, compose
@@ -34,7 +40,7 @@ HOME = "runs/expressivity"
 GRACE = 45  # seconds that runs get to save a checkpoint before the time is over
 POLL = 0.2  # seconds between looks at the runs
 USER_ERROR = 2  # exit status of fla-train for what another attempt does not change
-RECIPE, OUTPUT = "recipe", "output.txt"  # in a run's folder: its overrides; what it printed last
+RECIPE, OUTPUT = "recipe", "output.txt"  # in a run's folder: see `recipe_of`; what it printed last
 # Left out of an archive: what can be made again from the rest, and what belongs to this machine.
 NOT_PACKED = {"plots", "profile", "logs", "starts", ".lock", OUTPUT, "train.log"}
 
@@ -173,7 +179,7 @@ def _state(folder: Path, overrides: Sequence[str]) -> str:
     recipe = folder / RECIPE
     if recipe.is_file() and (folder / "metrics.jsonl").is_file():
         # Nothing continues it: a run of two recipes would not say which number is whose.
-        if recipe.read_text().strip() != " ".join(overrides):
+        if recipe.read_text().strip() != recipe_of(overrides):
             return "foreign"
     if (folder / COMPLETE).is_file():
         return "complete"
@@ -182,6 +188,21 @@ def _state(folder: Path, overrides: Sequence[str]) -> str:
     if (folder / FAILED).is_file():
         return "failed"
     return "begun" if (folder / "metrics.jsonl").is_file() else "new"
+
+
+def recipe_of(overrides: Sequence[str]) -> str:
+    """The overrides of a run, and a number that changes with the content of its experiment's files."""
+    experiment = overrides[0].removeprefix("experiment=")
+    return f"{' '.join(overrides)} # {zlib.crc32(experiment_content(experiment).encode()):08x}"
+
+
+@cache
+def experiment_content(experiment: str) -> str:
+    """What the file of an experiment says, and those that it builds on, without comments."""
+    file = files("fla_train.configs") / "experiment" / f"{experiment}.yaml"
+    content = yaml.safe_load(file.read_text())
+    bases = [base for base in content.get("defaults", []) if isinstance(base, str)]
+    return json.dumps([content, *(experiment_content(base.removeprefix("/experiment/")) for base in bases)])
 
 
 def describe(job: Job) -> str:
@@ -273,7 +294,7 @@ class Queue:
         job.folder.mkdir(parents=True, exist_ok=True)
         failed_before = (job.folder / FAILED).is_file() or job.attempts > 0
         (job.folder / FAILED).unlink(missing_ok=True)
-        (job.folder / RECIPE).write_text(" ".join(job.overrides) + "\n")
+        (job.folder / RECIPE).write_text(recipe_of(job.overrides) + "\n")
         job.slot = min(self._slots, key=lambda slot: sum(other.slot == slot for other in self._running))
         self._slots.remove(job.slot)
         job.started, job.state = time.monotonic(), "running"

@@ -5,6 +5,7 @@ Most tests have a trainer of a few lines in the place of `fla-train`, one has th
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -289,6 +291,22 @@ def test_a_run_of_another_recipe_is_left_alone(queue, tmp_path, capsys) -> None:
     assert (run_of(tmp_path, "DeltaNet_-1_1") / "metrics.jsonl").read_bytes() == before
     assert (run_of(tmp_path, "DeltaNet_0_1") / "complete").exists()
     assert queue(*only("DeltaNet_-1_1"), "--full", "trainer.max_steps=4") == 1
+
+
+def test_a_run_of_an_experiment_that_has_changed_is_left_alone(queue, tmp_path, capsys, monkeypatch) -> None:
+    assert queue(*only("DeltaNet_-1_1"), "--gpus", "none") == 0
+    configs = tmp_path / "configs"
+    shutil.copytree(str(files("fla_train.configs")), configs)
+    changed = configs / "experiment" / "formal" / "parity_fast.yaml"
+    changed.write_text("# another comment\n" + changed.read_text())
+    ours = run_queue_module.files
+    monkeypatch.setattr(run_queue_module, "files", lambda name: configs if "configs" in name else ours(name))
+    for line, code in (("", 0), ("\nseed: 7\n", 1)):
+        base = configs / "experiment" / "formal" / "common.yaml"
+        base.write_text(base.read_text() + line)
+        run_queue_module.experiment_content.cache_clear()
+        assert queue(*only("DeltaNet_-1_1"), "--gpus", "none") == code
+    assert "foreign" in capsys.readouterr().out
 
 
 def test_what_does_not_fit_is_refused(queue, tmp_path) -> None:
