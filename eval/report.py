@@ -37,6 +37,21 @@ def check_output(folder: Path) -> None:
         raise ValueError(f"{place} can't be written to: give another output")
 
 
+def check_checkpoint(folder: Path, source: str) -> None:
+    """Check that results in `folder` are not those of another checkpoint, which would be written over.
+
+    Raises:
+        ValueError: they are.
+    """
+    file = folder / "results.json"
+    try:
+        earlier = json.loads(file.read_text())["checkpoint"] if file.is_file() else source
+    except (OSError, ValueError, KeyError, TypeError):  # cut short: nothing to keep
+        return
+    if earlier != source:
+        raise ValueError(f"{folder} holds results of {earlier}, not of {source}: give another output")
+
+
 @contextmanager
 def output_lock(folder: Path) -> Iterator[None]:
     """A block in which no other evaluation writes to `folder`, which is made if need be.

@@ -19,7 +19,7 @@ from fla_train.eval.mirror import mirror_folder
 from fla_train.eval.needle import run_needle
 from fla_train.eval.paper import paper_row
 from fla_train.eval.parallel import ALONE, Ranks
-from fla_train.eval.report import check_output, output_lock, write_report
+from fla_train.eval.report import check_checkpoint, check_output, output_lock, write_report
 from fla_train.eval.result_cache import ResultCache
 from fla_train.eval.sweep import run_sweep
 from fla_train.hub.load import load_model, recorded_length, resolve_checkpoint, trained_length
@@ -63,6 +63,7 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
         )
     folder = ranks.share(output_folder(config, source))  # its name has the time in it
     check_output(folder)
+    check_checkpoint(folder, str(source))
     try:
         with ExitStack() as held:
             with ranks.together():

@@ -163,6 +163,11 @@ def _sweep(
         )
         return LossTable.interleaved(ranks.gather(mine))
 
+    if name == VALIDATION and not documents:
+        raise ValueError(
+            "the validation split is empty: give suite.perplexity.sets=[FILE], or train with a larger "
+            "data.validation_fraction"
+        )
     table = read(documents, spans, bucket_edges(within, config.bucket, config.per_octave))
     found = {n: estimate for n in sorted(within) if (estimate := table.up_to(n))}
     again = config.layout == "packed" and config.documents is None and trained in found

@@ -19,6 +19,7 @@ from fla_train.cli.config_files import ConfigFiles
 from fla_train.hub.saved_config import escaped, kept_tokenizer
 
 MACHINES = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
+STARTS = {"experiment", "debug", "model", "baseline", "task", "data", "init_from"}  # begin a new run
 RECIPES = ("experiment", "debug")  # groups whose files choose options of other groups
 
 
@@ -60,6 +61,25 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
     # The base's model is merged into the option of `model`, whose keys must be those of its kind.
     kind = ["model=hf/any"] if "source" in base.get("model", {}) else []
     return [*kind, "base=found", *overrides]
+
+
+def check_run_or_start(overrides: Sequence[str]) -> None:
+    """Refuse a `run.dir` that holds no run, by itself: who misspelt it would train the default model.
+
+    Raises:
+        ValueError: it holds none, and nothing says what to train.
+    """
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException:  # composing says what is wrong with them
+        return
+    keys = {o.key_or_group.split(".")[0] for o in parsed}
+    run = next((o.value() for o in parsed if o.key_or_group == "run.dir"), None)
+    if run and not keys & STARTS and not (Path(str(run)).expanduser() / "config.yaml").is_file():
+        raise ValueError(
+            f"run.dir={run} holds no run to resume; for a new one name what to train: experiment=, model= or "
+            "data= (fla-train --help lists them)"
+        )
 
 
 def _of_run(file: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from fla_train.cli.app import INTERRUPTED, LeftOut, SweepJob, fail, leave, run_hydra, sweep_job
-from fla_train.cli.base import with_base
+from fla_train.cli.base import check_run_or_start, with_base
 from fla_train.utils.import_ahead import importing_workers
 from fla_train.utils.processes import end_without_collecting
 from fla_train.utils.ranks import is_rank
@@ -88,7 +88,9 @@ def place_job(config: "TrainConfig", job: SweepJob) -> None:
 
 
 def extend(overrides: Sequence[str], *, sweep: bool = False, config_dir: str | None = None) -> list[str]:
-    """`with_base`; the jobs of a sweep without `run.dir` get one folder in runs/."""
+    """`with_base`, after a look at `run.dir`; the jobs of a sweep without it get one folder in runs/."""
+    if not sweep:
+        check_run_or_start(overrides)
     overrides = with_base(overrides, sweep=sweep, config_dir=config_dir)
     if sweep and not any(text.startswith(("run.dir=", "run.job=")) for text in overrides):
         overrides = [*overrides, f"run.dir=runs/sweep-{datetime.now():%Y%m%d-%H%M%S}"]

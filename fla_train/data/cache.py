@@ -88,7 +88,8 @@ class PreparedData:
                     f"unigram entropy {split['unigram_entropy']:.3f} nats per token"
                 )
             else:
-                lines.append(f"{name}: empty")
+                more = " (a larger data.validation_fraction holds more documents out)"
+                lines.append(f"{name}: empty{more if name == 'validation' else ''}")
         return lines
 
 

@@ -153,6 +153,8 @@ def find_files(path: str, endings: tuple[str, ...] = _ENDINGS) -> list[tuple[str
     if not named:
         ending = f" ending in {', '.join(endings)}" if all(endings) else ""
         what = f"no file{ending}" if candidates or root.is_dir() else "no such file or folder"
+        if candidates:
+            what += f" (there is {min(f.name for f in candidates)})"
         raise ValueError(f"data.path={path}: {what}; give a file, a folder or a quoted glob")
     return named
 

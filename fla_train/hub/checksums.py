@@ -20,6 +20,14 @@ def write_checksums(folder: Path) -> None:
     (folder / CHECKSUMS).write_text(json.dumps({"files": files}, indent=2) + "\n")
 
 
+def exported_files(folder: Path) -> set[str]:
+    """The names that checksums.json of an export lists; none where it can't be read."""
+    try:
+        return set(json.loads((folder / CHECKSUMS).read_text())["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+
+
 def find_export_damage(folder: Path, *, hashed_bytes: float = math.inf) -> str | None:
     """The first file of an export that is missing, cut short or changed, and how; None if there is none.
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from fla_train.hub.card import TRAINING_FILE, CardInfo, render_card
-from fla_train.hub.checksums import REMEDY, find_export_damage, write_checksums
+from fla_train.hub.checksums import CHECKSUMS, REMEDY, exported_files, find_export_damage, write_checksums
 from fla_train.hub.formats import FORMATS, OURS
 from fla_train.hub.formats.read import load_translated
 from fla_train.hub.published_card import CARD
@@ -119,8 +119,8 @@ def copy_export(source: Path, folder: str | Path) -> Path:
             `source` is damaged.
     """
     folder = Path(folder).expanduser()
-    _require_replaceable(folder)
     require_apart(source, folder)
+    _require_replaceable(folder)
     with replaced_folder(folder) as aside:
         try:
             shutil.copytree(source, aside, dirs_exist_ok=True, copy_function=shutil.copyfile)
@@ -144,10 +144,15 @@ def require_apart(source: Path, folder: Path) -> None:
 
 
 def _require_replaceable(folder: Path) -> None:
-    if folder.is_file() or (
-        folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file()
-    ):
+    """Refuse a place that holds anything but an export of this package, which would be lost."""
+    held = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if folder.is_file() or (held and TRAINING_FILE not in held):
         raise ValueError(f"{folder} exists and is not an exported model: give another folder")
+    listed = exported_files(folder)
+    if listed and (others := sorted(held - listed - {CHECKSUMS, CARD})):
+        raise ValueError(
+            f"{folder} holds {', '.join(others)} beside an exported model: move it, or give another folder"
+        )
 
 
 def _weights(model: PreTrainedModel, state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

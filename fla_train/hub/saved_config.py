@@ -44,9 +44,9 @@ def quote(text: str) -> str:
 
 
 def assign(key: str, path: Path) -> str:
-    """The override that gives a key this path, quoted for Hydra where the path needs it."""
+    """The override that gives a key this path, quoted for our commands where the path needs it."""
     text = str(path)
-    return f"{key}={text if re.fullmatch(r'[a-zA-Z0-9_./+-]+', text) else quote(text)}"
+    return f"{key}={text if re.fullmatch(r'[a-zA-Z0-9_./=+-]+', text) else quote(text)}"
 
 
 def escaped(node: Any) -> Any:

@@ -130,6 +130,8 @@ def _checked(config: TrainConfig) -> TrainConfig:
 
 def _show(config: TrainConfig) -> None:
     """Print the plan, with what prepared data there are. Nothing is fetched or written."""
+    if config.init_from is not None and os.path.exists(config.init_from):
+        _check_weights(config)
     config = with_vocabulary(with_warmup(config), offline=True)
     data = find_prepared(config.data) if config.task is None else task_data(config.task, config.seed)
     for line in plan_lines(config, make_plan(config, data)):
@@ -158,16 +160,21 @@ def _prepare(config: TrainConfig) -> tuple[TrainConfig, PreparedData]:
     check_before_preparing(config)
     if _pushes_here(config):
         _check_hub(config)
-    if config.init_from is not None and not has_checkpoint(config):
-        from fla_train.training.model import check_initial_weights  # imports the models: seconds
-
-        check_initial_weights(config)
+    if config.init_from is not None:
+        _check_weights(config)
     config = with_vocabulary(config)
     if config.task is None:
         data = prepare(config.data, log=log, commits=saved_commits(config))
     else:
         data = task_data(config.task, config.seed)
     return config, data
+
+
+def _check_weights(config: TrainConfig) -> None:
+    if not has_checkpoint(config):
+        from fla_train.training.model import check_initial_weights  # imports the models: seconds
+
+        check_initial_weights(config)
 
 
 def _pushes_here(config: TrainConfig) -> bool:

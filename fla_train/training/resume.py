@@ -135,13 +135,18 @@ def with_saved_sizes(config: TrainConfig) -> TrainConfig:
     The batch would change with the number of processes, and the warm-up with trainer.max_steps.
 
     Raises:
-        ValueError: that run's config is unreadable.
+        ValueError: that run's config is unreadable, or its sequences have another length.
     """
     found = _saved(config)
     earlier = _run_of(found[-1]).config if found else None
     if earlier is None or not earlier.is_file():
         return config
     saved, trainer, schedule = load_config(earlier), config.trainer, config.schedule
+    if config.task is None and trainer.seq_len != saved.trainer.seq_len:  # before the batch, which follows it
+        raise ValueError(
+            f"trainer.seq_len={trainer.seq_len} (was {saved.trainer.seq_len} in {earlier.parent}): a resume "
+            f"keeps it; for another length begin with the weights: init_from={earlier.parent}, a new run.dir"
+        )
     if trainer.global_batch_tokens == AUTO:
         trainer = replace(trainer, global_batch_tokens=saved.trainer.global_batch_tokens)
     if schedule.warmup_steps is None:

@@ -117,7 +117,7 @@ def test_any_prompt_passes_through_hydra(text: str) -> None:
 @pytest.mark.parametrize("path", ["runs/a-1/x.y", "r,1", "my runs/x y", "it's", "a=b", "[x]", "${x}", "~/x"])
 def test_any_path_of_a_program_passes_through_hydra(path: str) -> None:
     generate.register()
-    config = app.compose("generate", [assign("checkpoint", Path(path)), "prompt=x"])
+    config = app.compose("generate", [app.readable(assign("checkpoint", Path(path))), "prompt=x"])
     assert OmegaConf.to_object(config).checkpoint == path
 
 

@@ -18,6 +18,7 @@ from fla_train.eval import run as run_module
 from fla_train.eval import sweep as sweep_module
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig, validation_errors
 from fla_train.eval.documents import file_documents, longest, run_data, validation_documents
+from fla_train.eval.report import check_checkpoint
 from fla_train.eval.run import _checkpoint_stamp, _name, evaluate, output_folder
 from fla_train.eval.tables import markdown
 from fla_train.hub import CardInfo, export_model, resolve_checkpoint
@@ -209,6 +210,16 @@ def test_new_weights_or_another_tokenizer_are_another_checkpoint(
     first = _checkpoint_stamp(tmp_path, build_model())
     (tmp_path / name).write_bytes(b"123")
     assert first and _checkpoint_stamp(tmp_path, build_model()) != first
+
+
+def test_results_of_another_checkpoint_are_not_written_over(tmp_path: Path) -> None:
+    check_checkpoint(tmp_path, "runs/a/hf/step-0000100")
+    (tmp_path / "results.json").write_text(json.dumps({"checkpoint": "runs/a/hf/step-0000100"}))
+    check_checkpoint(tmp_path, "runs/a/hf/step-0000100")
+    with pytest.raises(ValueError, match="holds results of runs/a/hf/step-0000100, not of runs/b"):
+        check_checkpoint(tmp_path, "runs/b/hf/step-0000100")
+    (tmp_path / "results.json").write_text('{"check')
+    check_checkpoint(tmp_path, "runs/b/hf/step-0000100")
 
 
 def test_a_new_commit_on_the_hub_is_another_checkpoint(build_model) -> None:

@@ -172,7 +172,14 @@ def test_a_folder_with_other_things_is_not_replaced(small_model, tmp_path: Path)
     (tmp_path / "thesis.tex").write_text("dear")
     with pytest.raises(ValueError, match="not an exported model"):
         export_model(small_model, None, tmp_path)
-    assert (tmp_path / "thesis.tex").read_text() == "dear"
+    (tmp_path / "config.json").write_text('{"editor": 1}')  # of another program
+    with pytest.raises(ValueError, match="not an exported model"):
+        export_model(small_model, None, tmp_path)
+    export = export_model(small_model, None, tmp_path / "export")
+    (export / "notes").mkdir()
+    with pytest.raises(ValueError, match="holds notes"):
+        export_model(small_model, None, export)
+    assert (tmp_path / "thesis.tex").read_text() == "dear" and (export / "notes").is_dir()
 
 
 def test_copy(small_model, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

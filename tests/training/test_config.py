@@ -253,6 +253,8 @@ def test_a_resumed_run_keeps_what_it_was_begun_with(make_config: Make, tmp_path:
     assert kept.model["vocab_size"] == 384
     given = make_config("schedule.warmup_steps=1", f"run.dir={run}")
     assert with_saved_sizes(given) == given
+    with pytest.raises(ValueError, match="init_from="):  # not a batch that does not fit
+        with_saved_sizes(make_config(*open_, "trainer.seq_len=64", f"run.dir={run}"))
     elsewhere = make_config(*open_, f"run.dir={tmp_path / 'new'}")
     assert with_saved_sizes(elsewhere) == elsewhere
 

@@ -90,6 +90,13 @@ def test_dry_run_prints_the_plan_and_stops(fla_train, tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_folder_without_a_run_is_not_begun_by_itself(run_command, tmp_path: Path):
+    """The default model would be trained there, while another run was to be resumed."""
+    code, out, err = run_command("fla-train", f"run.dir={tmp_path / 'frist'}", "trainer.max_steps=60")
+    assert "holds no run to resume" in refused((code, out, err))
+    assert not (tmp_path / "frist").exists()
+
+
 def test_the_home_folder_may_be_a_tilde(fla_train, make_config, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "step").mkdir()
