@@ -4,10 +4,11 @@ import fcntl
 import html
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -37,19 +38,26 @@ def check_output(folder: Path) -> None:
         raise ValueError(f"{place} can't be written to: give another output")
 
 
-def check_checkpoint(folder: Path, source: str) -> None:
-    """Check that results in `folder` are not those of another checkpoint, which would be written over.
+def check_checkpoint(folder: Path, identity: Mapping[str, Any], run: Path | None) -> None:
+    """Check that results in `folder` are not those of another model, which would be written over.
+
+    Args:
+        identity: as of `evaluate_model`.
+        run: the run that the checkpoint belongs to, if any: earlier exports of it may be written over.
 
     Raises:
         ValueError: they are.
     """
-    file = folder / "results.json"
     try:
-        earlier = json.loads(file.read_text())["checkpoint"] if file.is_file() else source
-    except (OSError, ValueError, KeyError, TypeError):  # cut short: nothing to keep
+        earlier = json.loads((folder / "results.json").read_text())
+        name, files = earlier["checkpoint"], earlier.get("files")
+    except (OSError, ValueError, KeyError, TypeError):  # there are none, or they are cut short
         return
-    if earlier != source:
-        raise ValueError(f"{folder} holds results of {earlier}, not of {source}: give another output")
+    same_run = run is not None and Path(name).resolve().is_relative_to(run.resolve())
+    if not same_run and name != identity["checkpoint"] and files != identity["files"]:
+        raise ValueError(
+            f"{folder} holds results of {name}, not of {identity['checkpoint']}: give another output"
+        )
 
 
 @contextmanager

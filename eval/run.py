@@ -63,7 +63,8 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
         )
     folder = ranks.share(output_folder(config, source))  # its name has the time in it
     check_output(folder)
-    check_checkpoint(folder, str(source))
+    identity = {"checkpoint": str(source), "files": _checkpoint_stamp(source, model)}
+    check_checkpoint(folder, identity, run_folder(source))
     try:
         with ExitStack() as held:
             with ranks.together():
@@ -75,7 +76,7 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
                 config.suite,
                 folder,
                 name=_name(source),
-                identity={"checkpoint": str(source), "files": _checkpoint_stamp(source, model)},
+                identity=identity,
                 run=run_folder(source),
                 trained=recorded_length(model),
                 mirror=config.mirror,

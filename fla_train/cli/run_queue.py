@@ -268,8 +268,7 @@ class Queue:
     def _stop_all(self) -> None:
         for job in self._running:
             self._ask(job)
-        if not self._over(0):
-            self._end = time.monotonic() + GRACE
+        self._end = min(self._end, time.monotonic() + GRACE)
         while self._running:
             if time.monotonic() > self._end:
                 for job in self._running:

@@ -306,6 +306,7 @@ def test_a_run_of_an_experiment_that_has_changed_is_left_alone(queue, tmp_path, 
         base.write_text(base.read_text() + line)
         run_queue_module.experiment_content.cache_clear()
         assert queue(*only("DeltaNet_-1_1"), "--gpus", "none") == code
+    run_queue_module.experiment_content.cache_clear()
     assert "foreign" in capsys.readouterr().out
 
 

@@ -213,13 +213,18 @@ def test_new_weights_or_another_tokenizer_are_another_checkpoint(
 
 
 def test_results_of_another_checkpoint_are_not_written_over(tmp_path: Path) -> None:
-    check_checkpoint(tmp_path, "runs/a/hf/step-0000100")
-    (tmp_path / "results.json").write_text(json.dumps({"checkpoint": "runs/a/hf/step-0000100"}))
-    check_checkpoint(tmp_path, "runs/a/hf/step-0000100")
+    def identity(name: str, stamp: int) -> dict:
+        return {"checkpoint": name, "files": [["model.safetensors", 12, stamp]]}
+
+    first, other = identity("runs/a/hf/step-0000100", 1), identity("runs/b/hf/step-0000100", 2)
+    check_checkpoint(tmp_path, first, Path("runs/a"))
+    (tmp_path / "results.json").write_text(json.dumps(first))
+    check_checkpoint(tmp_path, identity("runs/a/hf/step-0000200", 3), Path("runs/a"))  # trained on
+    check_checkpoint(tmp_path, identity(str(Path("runs/a/hf/step-0000100").absolute()), 1), None)
     with pytest.raises(ValueError, match="holds results of runs/a/hf/step-0000100, not of runs/b"):
-        check_checkpoint(tmp_path, "runs/b/hf/step-0000100")
+        check_checkpoint(tmp_path, other, Path("runs/b"))
     (tmp_path / "results.json").write_text('{"check')
-    check_checkpoint(tmp_path, "runs/b/hf/step-0000100")
+    check_checkpoint(tmp_path, other, Path("runs/b"))
 
 
 def test_a_new_commit_on_the_hub_is_another_checkpoint(build_model) -> None:

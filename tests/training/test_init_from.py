@@ -15,6 +15,7 @@ from warm_ranks import TWO_RANKS, WarmRanks
 from fla_train.hub import load_model
 from fla_train.hub.convert import convert_export
 from fla_train.training.config import TrainConfig
+from fla_train.training.launch import launch
 from fla_train.training.model import architecture, build_model, check_initial_weights
 from fla_train.utils.records import read_metrics
 
@@ -119,6 +120,11 @@ def test_what_does_not_fit_is_one_line(make_config: Make, whole: Path, override:
     with pytest.raises(ValueError, match=message) as caught:
         check_initial_weights(make_config(f"init_from={whole}", override))
     assert "\n" not in str(caught.value)
+
+
+def test_a_dry_run_refuses_what_the_run_would(make_config: Make, whole: Path):
+    with pytest.raises(ValueError, match=r"model.num_householder=3"):
+        launch(make_config(f"init_from={whole}", "model.num_householder=3", "dry_run=true"))
 
 
 def test_what_may_differ(make_config: Make, whole: Path):
