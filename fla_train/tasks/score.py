@@ -57,7 +57,7 @@ class Score:
     def curve(self, task: Task) -> dict[str, str | list[float]]:
         """The task's accuracy over prefixes or slices: `axis`, `metric`, `x`, `y`, and `n` sequences each."""
         if task.slice_key is None:
-            y = self.tally.prefix_accuracy
+            y = task.summary(self.tally).get("prefix_accuracy", self.tally.prefix_accuracy)
             x, n = list(range(1, len(y) + 1)), [self.tally.sequences.item()] * len(y)
         else:
             x = sorted(self.slices)
