@@ -144,8 +144,9 @@ def with_saved_sizes(config: TrainConfig) -> TrainConfig:
     saved, trainer, schedule = load_config(earlier), config.trainer, config.schedule
     if config.task is None and trainer.seq_len != saved.trainer.seq_len:  # before the batch, which follows it
         raise ValueError(
-            f"trainer.seq_len={trainer.seq_len} (was {saved.trainer.seq_len}): a resume keeps it; for "
-            f"another length begin with the weights: init_from={earlier.parent}, and give a new run.dir"
+            f"{found[-1]} belongs to another run: trainer.seq_len={trainer.seq_len} (was "
+            f"{saved.trainer.seq_len}); for another length begin with the weights: "
+            f"init_from={earlier.parent}, and give a new run.dir"
         )
     if trainer.global_batch_tokens == AUTO:
         trainer = replace(trainer, global_batch_tokens=saved.trainer.global_batch_tokens)
