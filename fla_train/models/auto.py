@@ -25,7 +25,7 @@ class LazyModelConfig(PreTrainedConfig):
 
     def __post_init__(self, **options: Any) -> None:
         super().__post_init__(**options)
-        # Whoever has the Auto classes may build a model of this config by them.
+        # `AutoModel.from_config` looks for the model's class, which this import registers.
         if self.modeling_module is not None and "transformers.models.auto.modeling_auto" in sys.modules:
             import_module(self.modeling_module)
 

@@ -155,7 +155,7 @@ class Choice:
 
     @property
     def key(self) -> Hashable:
-        """What a decoder depends on, besides its sizes; its graph, too, where the choice belongs to that."""
+        """What a decoder depends on: the end tokens, and all settings where its graph contains the choice."""
         settings = tuple((type(x), *sorted(vars(x).items())) for x in self.processors)
         return (settings, self.do_sample, self.ends, self.pad) if self.pure else self.ends
 
