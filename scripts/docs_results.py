@@ -122,6 +122,8 @@ def _of_runs(environments: Sequence[Row]) -> Iterator[str]:
         for about in group:
             runs[_commit(about)] += about["runs"]
         commits = [f"{commit} ({_count(number, 'run')})" for commit, number in runs.items()]
+        if len(commits) > 2:  # the JSON names them
+            commits = [f"{_count(runs.total(), 'run')} by {len(commits)} commits"]
         yield ", ".join([group[0]["hardware"], *_versions(packages), period, *commits])
 
 
