@@ -38,7 +38,7 @@ from fla_train.models.context import Masks, SequenceContext, document_bounds, ma
 from fla_train.models.decoding import PREFILL_TOKENS, generate_tokens, takes_loop
 from fla_train.models.layers import GatedMLP, RMSNorm, ShortConvolution, is_plain, matmul_dtype, norm_mlp
 from fla_train.models.loss import IGNORE, linear_cross_entropy, losses_of_logits, next_tokens, token_losses
-from fla_train.models.mixers.registry import build_mixer, linear_mixer, takes_cache
+from fla_train.models.mixers.registry import build_mixer, check_output, linear_mixer, takes_cache
 
 logger = logging.get_logger(__name__)
 
@@ -55,6 +55,7 @@ class Block(GradientCheckpointingLayer):
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attn = build_mixer(config, layer)
         self.linear = config.layer_types[layer] == "linear_attention"
+        self.own_mixer = config.mixer if self.linear else None
         self.norm_after = config.norm_after and not self.linear
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act)
@@ -72,6 +73,8 @@ class Block(GradientCheckpointingLayer):
         if self.linear and context.states is not None:
             cache = context.states
         y = self.attn(y, context) if cache is None else self.attn(y, context, cache=cache)
+        if self.own_mixer is not None:
+            check_output(self.own_mixer, y, x.shape)
         if self.norm_after:
             x = x + self.attn_norm(y)
             return x, self.mlp_norm(self.mlp(x))

@@ -47,6 +47,12 @@ class NoContext(nn.Module):
         super().__init__()
     def forward(self, x):
         return x
+class Pair(Mean):  # as layers that return their cache, too
+    def forward(self, x, context=None):
+        return super().forward(x), None
+class Last(Mean):  # broadcast over the residual stream it would train on
+    def forward(self, x, context=None):
+        return super().forward(x)[:, -1:]
 value = 3
 """
 
@@ -268,6 +274,13 @@ def test_a_mixer_without_states_generates_by_whole_passes(
 def test_a_class_that_cannot_be_used_is_one_line(path: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason) as caught:
         DeltaProductForCausalLM(small_config(mixer=path, mixer_options={"scale": 1.0}))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["Pair", "Last"])
+def test_an_output_of_another_shape_is_one_line(build: Callable, tokens: Tensor, name: str) -> None:
+    with pytest.raises(ValueError, match=f"plain:{name}") as caught:
+        build(mixer=f"plain:{name}")(tokens)
     assert "\n" not in str(caught.value)
 
 

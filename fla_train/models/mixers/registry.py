@@ -71,6 +71,21 @@ def check_mixer(config: DeltaProductConfig) -> None:
             build_mixer(config, config.layer_types.index("linear_attention"))
 
 
+def check_output(mixer: str, output: object, shape: torch.Size) -> None:
+    """Check what the class of path `mixer` returned against the shape [B, T, D] of its input.
+
+    Raises:
+        MixerError: it is no tensor of that shape.
+    """
+    if not isinstance(output, torch.Tensor):
+        found = f"a {type(output).__name__}"
+    elif output.shape != shape:
+        found = str(tuple(output.shape))
+    else:
+        return
+    raise MixerError(f"mixer {mixer}: forward must return a tensor {tuple(shape)}, not {found}")
+
+
 def _imported(path: str) -> type[Mixer]:
     module, _, name = path.partition(":")
     if not {"", os.getcwd()} & set(sys.path):
