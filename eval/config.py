@@ -57,6 +57,7 @@ class ExpressivityConfig:
     sequences: int = 2048
     batch_size: int = 128
     contexts: int = 64
+    task: str | None = None
 
 
 @dataclass

@@ -22,7 +22,7 @@ from fla_train.eval.transitions import Transitions, transitions
 from fla_train.hub.load import load_weights, resolve_checkpoint, training_record
 from fla_train.hub.paths import own_name, run_folder
 from fla_train.tasks import GroupWords, Score, Task, TaskConfig, make_task, tasks_for_testing
-from fla_train.tasks.config import KINDS, TEST_SEED
+from fla_train.tasks.config import TEST_SEED, is_own, task_class
 from fla_train.tasks.plots import plot_accuracy
 from fla_train.utils.device import pick_device, pick_dtype
 from fla_train.utils.environment import describe_environment
@@ -38,7 +38,8 @@ def evaluate_expressivity(config: EvalConfig) -> tuple[Path, dict[str, Any]]:
         The evaluation's folder and what results.json holds.
 
     Raises:
-        ValueError: no such checkpoint, it was not trained on a task, or there are several processes.
+        ValueError: no such checkpoint, it was not trained on a task, only it names the task's class, or there
+            are several processes.
     """
     check_request(config)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -49,6 +50,11 @@ def evaluate_expressivity(config: EvalConfig) -> tuple[Path, dict[str, Any]]:
     trust = {"mixer": config.mixer, "trust_remote_code": config.trust_remote_code}
     model = load_weights(source, device, pick_dtype(config.dtype), **trust)
     task = _trained_on(model, source)
+    if is_own(task.kind) and settings.task != task.kind and not config.trust_remote_code:
+        raise ValueError(
+            f"the task is the Python class {task.kind}, which is imported only if you name it, too: give "
+            f"suite.expressivity.task={task.kind}, or trust_remote_code=true"
+        )
     run = run_folder(source)
     folder = output_folder(config, source)
     with output_lock(folder):
@@ -92,7 +98,7 @@ def _trained_on(model: PreTrainedModel, source: Path | str) -> TaskConfig:
 def _tests(task: TaskConfig, settings: ExpressivityConfig) -> dict[str, Task]:
     """The training's own test sets, and those of the lengths that are asked for."""
     tests = tasks_for_testing(task)
-    if settings.lengths and KINDS[task.kind].length_option != "length":
+    if settings.lengths and task_class(task.kind).length_option != "length":
         raise ValueError(
             f"suite.expressivity.lengths is for word problems and code traces; this is {task.kind}: leave it "
             "empty"

@@ -73,8 +73,7 @@ def folder_with_a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = DeltaProductForCausalLM(DeltaProductConfig(**size))
     export_model(model, tokenizer, folder / "runs" / "first" / "hf" / "step-0000020", validate=False)
     export_model(model, tokenizer, folder / "first-in-fla", format="fla", validate=False)
-    for example in (ROOT / "docs" / "examples").glob("*.py"):
-        shutil.copy(example, folder)
+    shutil.copytree(ROOT / "docs" / "examples", folder, dirs_exist_ok=True)
     return folder
 
 
@@ -105,8 +104,13 @@ def check(words: list[str]) -> None:
     match words:
         case ["fla-train", *overrides]:
             register()
+            options = ["--config-dir", None]
+            if "--config-dir" in overrides:
+                at = overrides.index("--config-dir")
+                options, overrides = overrides[at : at + 2], [*overrides[:at], *overrides[at + 2 :]]
             for job in jobs(overrides):
-                config = with_task_sizes(to_config(app.compose("train", with_base(job))))
+                given = {"config_dir": options[1]}
+                config = with_task_sizes(to_config(app.compose("train", with_base(job, **given), **given)))
                 validate(config)
                 if config.trainer.suite_every:
                     check_suite(config.trainer.suite, config.trainer.suite_options)

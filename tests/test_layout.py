@@ -26,7 +26,7 @@ ARROWS = {
     "models": {"kernels", "utils"},
     "hub": {"models", "kernels", "utils"},
     "data": {"utils"},
-    "tasks": set(),
+    "tasks": {"utils"},
     "training": {"data", "tasks", "hub", "models", "kernels", "configs", "utils"},
     "eval": {"data", "tasks", "hub", "models", "kernels", "configs", "utils"},
     "bench": {"training", "eval", "data", "tasks", "models", "kernels", "utils"},

@@ -1,8 +1,9 @@
 """Base config of a command: that of the run in `run.dir`, or the model that `init_from` names.
 
 It is one more entry of the defaults list in configs/train.yaml. Groups that the command or its experiment
-choose replace the base's sections; single overrides change single keys. A mixer that the base names must be
-named by the command or its configs as well: nobody else's folder chooses what is imported.
+choose replace the base's sections; single overrides change single keys. The class of a mixer or a task that
+the base names must be named by the command or its configs as well: nobody else's folder chooses what is
+imported.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 from fla_train.cli.app import compose
 from fla_train.cli.config_files import ConfigFiles
@@ -50,17 +52,25 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
         base = _of_weights(str(weights), with_model="model" not in chosen)
     else:
         return list(overrides)
-    if (mixer := base.get("model", {}).get("mixer")) and not given.get("model.mixer"):
-        single = [o.input_line for o in parsed if not o.is_sweep_override()]
-        if compose("train", single, config_dir=config_dir).model.get("mixer") is None:
-            raise ValueError(
-                f"{run or weights} names the mixer {mixer}, and a folder does not choose what is imported: "
-                f"name it, too: model.mixer={mixer}"
-            )
+    for key, path in _named_classes(base).items():
+        if not given.get(key):
+            single = [o.input_line for o in parsed if not o.is_sweep_override()]
+            if OmegaConf.select(compose("train", single, config_dir=config_dir), key) is None:
+                raise ValueError(
+                    f"{run or weights} names the class {path}, and a folder does not choose what is "
+                    f"imported: name it, too: {key}={path}"
+                )
     ConfigStore.instance().store(group="base", name="found", node=escaped(base), package="_global_")
     # The base's model is merged into the option of `model`, whose keys must be those of its kind.
     kind = ["model=hf/any"] if "source" in base.get("model", {}) else []
     return [*kind, "base=found", *overrides]
+
+
+def _named_classes(base: dict[str, Any]) -> dict[str, str]:
+    """The import paths of classes that a base names, by the key that names them."""
+    mixer = (base.get("model") or {}).get("mixer")
+    kind = (base.get("task") or {}).get("kind", "")
+    return ({"model.mixer": mixer} if mixer else {}) | ({"task.kind": kind} if ":" in kind else {})
 
 
 def check_run_or_start(overrides: Sequence[str]) -> None:

@@ -17,9 +17,11 @@ from fla_train.tasks.formal import FormalLanguage
 from fla_train.tasks.group_words import GroupWords
 from fla_train.tasks.mad import Compression, InContextRecall, Memorization, SelectiveCopying
 from fla_train.tasks.mqar import MQAR
+from fla_train.tasks.own import contract_errors, import_task
 from fla_train.tasks.regbench import RegBench
 from fla_train.tasks.score import Score
 from fla_train.tasks.task import Tally, Task
+from fla_train.utils.errors import described
 
 TEST_SEED = -1  # test sets are the same for all runs, and no training seed is negative
 
@@ -67,8 +69,10 @@ class TaskConfig:
         ]
         if not self.tests:
             errors.append("task.tests is empty: name at least one test set")
-        if self.kind not in KINDS:
-            return [*errors, f"task.kind: {_unknown(self.kind)}"]
+        try:
+            task_class(self.kind)
+        except ValueError as error:
+            return [*errors, f"task.kind: {error}"]
         sets = {"train": self.train} | {f"tests.{name}": options for name, options in self.tests.items()}
         places: dict[str, list[str]] = {}  # of each error: test sets repeat the options of the training set
         for place, options in {"options": self.options, **sets}.items():
@@ -80,7 +84,10 @@ class TaskConfig:
             if _option_errors(self.kind, merged):
                 continue  # what its class would say of them follows from these
             try:
-                sizes[name] = make_task(self.kind, merged).vocab_size
+                task = make_task(self.kind, merged)
+                sizes[name] = task.vocab_size
+                for error in contract_errors(task) if is_own(self.kind) else []:
+                    places.setdefault(f"{self.kind}: {error}", []).append(f"task.{name}")
             except ValueError as error:
                 places.setdefault(str(error), []).append(f"task.{name}")
         errors += [f"{', '.join(where)}: {error}" for error, where in places.items()]
@@ -89,30 +96,51 @@ class TaskConfig:
         return errors or [*_curriculum_errors(self), *_target_errors(self)]
 
 
+def is_own(kind: str) -> bool:
+    """Whether `kind` is the import path of a class of the user's own, `package.module:Class`."""
+    return ":" in kind
+
+
+def task_class(kind: str) -> type[Task]:
+    """The class of a kind of task.
+
+    Raises:
+        ValueError: there is no such kind, or the class can't be used.
+    """
+    if is_own(kind):
+        return import_task(kind)
+    if kind not in KINDS:
+        raise ValueError(
+            f"unknown task '{kind}'; choose one of {', '.join(KINDS)}, or name a class of your own, "
+            "package.module:Class"
+        )
+    return KINDS[kind]
+
+
 def make_task(
     kind: str, options: Mapping[str, Any], *, seed: int = 0, num_sequences: int | None = None
 ) -> Task:
-    """The task of class KINDS[kind] with `options`.
+    """The task of `task_class(kind)` with `options`.
 
     Raises:
         ValueError: for an unknown kind or option, a missing option, or one that gives no task.
     """
-    if kind not in KINDS:
-        raise ValueError(_unknown(kind))
+    made = task_class(kind)
     if errors := _option_errors(kind, options):
         raise ValueError("; ".join(errors))
     required = [name for name, option in _options(kind).items() if option.default is option.empty]
     if missing := [name for name in required if options.get(name) is None]:
         raise ValueError(f"{kind} needs {', '.join(missing)}")
-    return KINDS[kind](**options, seed=seed, num_sequences=num_sequences)
-
-
-def _unknown(kind: str) -> str:
-    return f"unknown task '{kind}'; choose one of {', '.join(KINDS)}"
+    try:
+        return made(**options, seed=seed, num_sequences=num_sequences)
+    except Exception as error:
+        if isinstance(error, ValueError) or not is_own(kind):
+            raise
+        raise ValueError(f"{kind}: its constructor raised {described(error)}") from error
 
 
 def _options(kind: str) -> dict[str, inspect.Parameter]:
-    parameters = inspect.signature(KINDS[kind]).parameters
+    parameters = inspect.signature(task_class(kind)).parameters
     return {name: value for name, value in parameters.items() if name not in ("seed", "num_sequences")}
 
 
@@ -124,7 +152,8 @@ def _option_errors(kind: str, options: Mapping[str, Any]) -> list[str]:
     for name in [name for name in options if name in known]:
         value, option = options[name], known[name]
         missing = value is None and option.default is option.empty
-        if not missing and not fits(value, option.annotation):
+        checked = not is_own(kind) or _in_yaml(option.annotation)
+        if checked and not missing and not fits(value, option.annotation):
             errors.append(f"{name}={value} must be {in_words(option.annotation)}")
     return errors
 
@@ -143,7 +172,7 @@ def curriculum_tasks(config: TaskConfig, seed: int) -> list[tuple[Task, int]]:
 
 def _stage_task(config: TaskConfig, seed: int, stage: list[Any]) -> Task:
     length, _, *more = stage
-    options = {KINDS[config.kind].length_option: length, **(more[0] if more else {})}
+    options = {task_class(config.kind).length_option: length, **(more[0] if more else {})}
     return training_task(replace(config, train={**config.train, **options}), seed)
 
 
@@ -156,7 +185,7 @@ def tasks_for_testing(config: TaskConfig) -> dict[str, Task]:
 
 
 def _curriculum_errors(config: TaskConfig) -> list[str]:
-    if config.curriculum and KINDS[config.kind].length_option is None:
+    if config.curriculum and task_class(config.kind).length_option is None:
         return [f"task.curriculum needs words of several lengths: {config.kind} has one"]
     errors = []
     for stage in config.curriculum:
@@ -218,6 +247,14 @@ def fits(value: Any, annotation: Any) -> bool:
             parts = parts * len(value)
         return len(value) == len(parts) and all(map(fits, value, parts))
     return type(value) is annotation or (annotation is float and type(value) is int)
+
+
+def _in_yaml(annotation: Any) -> bool:
+    """Whether `fits` can tell the type's values; those of other types are left to their class."""
+    kind, parts = get_origin(annotation), get_args(annotation)
+    if kind is UnionType or kind in (tuple, Sequence):
+        return all(map(_in_yaml, parts))
+    return annotation in _WORDS
 
 
 def in_words(annotation: Any) -> str:

@@ -29,6 +29,7 @@ from fla_train.data.sampler import Batch, PackedDataset, sequential_batches
 from fla_train.data.tokenizers import token_bytes
 from fla_train.hub.saved_config import assign
 from fla_train.tasks import Score, Task, tasks_for_testing
+from fla_train.tasks.config import is_own
 from fla_train.tasks.plots import plot_accuracy
 from fla_train.training.checkpoint import TrainState, folder_name
 from fla_train.training.config import TrainConfig
@@ -171,6 +172,7 @@ class TaskEvaluator:
         assert config.task is not None
         self._config, self._folder, self._engine, self._beat = config.task, folder, engine, beat
         self._tests = tasks_for_testing(config.task)
+        self._kind = config.task.kind
 
     def evaluate(self, step: int) -> tuple[Record, str]:
         scores = {name: self._score(task, step) for name, task in self._tests.items()}
@@ -221,7 +223,8 @@ class TaskEvaluator:
             f"  checkpoint        {folder.checkpoints / folder_name(state.step)}",
             f"  model             {export}",
             "Next:",
-            f"  fla-eval {_option('checkpoint', folder.root)} suite=expressivity{_naming(self._engine)}",
+            f"  fla-eval {_option('checkpoint', folder.root)} suite=expressivity{_naming(self._engine)}"
+            + (f" suite.expressivity.task={self._kind}" if is_own(self._kind) else ""),
         ]
 
 

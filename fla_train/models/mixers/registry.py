@@ -1,9 +1,6 @@
 """The mixer of each layer by the model's config; import of a class of the user's own, if it is permitted."""
 
 import inspect
-import os
-import sys
-from importlib import import_module
 
 import torch
 from torch import nn
@@ -12,6 +9,8 @@ from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.mixers.attention import Attention
 from fla_train.models.mixers.delta_product import DeltaProductMixer
 from fla_train.models.mixers.interface import Mixer
+from fla_train.utils.errors import described
+from fla_train.utils.import_class import import_class
 
 
 class MixerError(ValueError):
@@ -35,7 +34,7 @@ def build_mixer(config: DeltaProductConfig, layer: int) -> Mixer:
     except Exception as error:
         given = "".join(f", {key}={value!r}" for key, value in options.items())
         raise MixerError(
-            f"mixer {config.mixer}: {mixer.__name__}(config, {layer}{given}) raised {_line(error)}"
+            f"mixer {config.mixer}: {mixer.__name__}(config, {layer}{given}) raised {described(error)}"
         ) from error
 
 
@@ -87,29 +86,10 @@ def check_output(mixer: str, output: object, shape: torch.Size) -> None:
 
 
 def _imported(path: str) -> type[Mixer]:
-    module, _, name = path.partition(":")
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.insert(0, os.getcwd())  # as `python -m` does, and so the workers of a run
     try:
-        found = getattr(import_module(module), name, None)
-    except Exception as error:
-        missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
-        if missing is None or not f"{module}.".startswith(f"{missing}."):
-            raise MixerError(f"mixer {path}: importing {module} raised {_line(error)}") from error
-        if module.endswith(".py"):
-            raise MixerError(f"mixer {path}: write {module.removesuffix('.py')}:{name}, a module") from error
-        raise MixerError(
-            f"mixer {path}: there is no module {missing}: install its package, start in the folder that "
-            "holds it, or add that folder to PYTHONPATH"
-        ) from error
-    if found is None:
-        raise MixerError(f"mixer {path}: {module} has no {name}")
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise MixerError(f"mixer {path}: {name} is no subclass of torch.nn.Module")
+        found = import_class(path, nn.Module, "torch.nn.Module")
+    except ValueError as error:
+        raise MixerError(f"mixer {error}") from error
     if "context" not in inspect.signature(found.forward).parameters:
         raise MixerError(f"mixer {path}: its method must be forward(self, x, context=None, cache=None)")
     return found
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

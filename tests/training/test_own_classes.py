@@ -36,7 +36,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield folder
-    for name in ("linear_attention", "longhorn"):
+    for name in ("linear_attention", "longhorn", "brackets"):
         sys.modules.pop(name, None)
 
 
@@ -119,6 +119,20 @@ def test_on_a_task(train: Callable[[TrainConfig], None], tmp_path: Path) -> None
     suite = SuiteConfig(name="expressivity", expressivity=ExpressivityConfig(sequences=8, contexts=4))
     config = EvalConfig(str(run), mixer=LONGHORN, suite=suite)
     assert evaluate_expressivity(config)[1]["accuracy"]
+
+
+@pytest.mark.slow
+def test_a_task(train: Callable[[TrainConfig], None], tmp_path: Path) -> None:
+    """Train on the example; the evaluation of the run needs the class by name."""
+    run, kind = tmp_path / "run", "brackets:Brackets"
+    register()
+    small = [setting for setting in SMALL if not setting.startswith(("task", "experiment"))]
+    train(to_config(compose("train", [*small, "task=brackets", f"run.dir={run}"], config_dir=".")))
+    config = EvalConfig(str(run), suite=SuiteConfig(name="expressivity", expressivity=ExpressivityConfig()))
+    with pytest.raises(ValueError, match=f"task={kind}"):
+        evaluate_expressivity(config)
+    config.suite.expressivity = ExpressivityConfig(lengths=[8], sequences=8, contexts=4, task=kind)
+    assert set(evaluate_expressivity(config)[1]["accuracy"]) == {"same", "longer", "length_8"}
 
 
 def test_a_folder_does_not_choose_the_mixer_of_a_run(elsewhere: Path, tmp_path: Path) -> None:

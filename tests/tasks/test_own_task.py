@@ -1,0 +1,149 @@
+"""A task of one's own: docs/examples/brackets.py, what is refused, and who permits an import."""
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fla_train.cli.app import compose
+from fla_train.cli.base import with_base
+from fla_train.tasks import TaskConfig, make_task, training_task
+from fla_train.training.config import register, to_config, to_yaml
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+KIND = "brackets:Brackets"
+WRONG = """
+import numpy as np
+from fla_train.tasks import Batch, Task
+class Plain(Task):
+    def __init__(self, seed=0, num_sequences=None):
+        super().__init__(vocab_size=4, seq_len=3, seed=seed, num_sequences=num_sequences)
+    def arrays(self, keys):
+        return np.ones((len(keys), 3), dtype=np.int64), np.ones((len(keys), 3), dtype=np.int64)
+    def _generate(self, keys):
+        return Batch.of(*self.arrays(keys))
+class Short(Plain):
+    def arrays(self, keys):
+        inputs, labels = super().arrays(keys)
+        return inputs[:, 1:], labels
+class Floats(Plain):
+    def arrays(self, keys):
+        inputs, labels = super().arrays(keys)
+        return inputs * 1.0, labels
+class Unknown(Plain):
+    def arrays(self, keys):
+        inputs, labels = super().arrays(keys)
+        return inputs, labels + 3
+class Unlabelled(Plain):
+    def arrays(self, keys):
+        inputs, labels = super().arrays(keys)
+        return inputs, labels - 101
+class Stateful(Plain):
+    def arrays(self, keys):
+        inputs, labels = super().arrays(keys)
+        return inputs + np.arange(len(keys))[:, None], labels
+class NoMetric(Plain):
+    headline = "f1"
+class NoSlice(Plain):
+    slice_key = "length"
+class Raises(Plain):
+    def __init__(self, seed=0, num_sequences=None):
+        raise KeyError("width")
+class NoSeed(Plain):
+    def __init__(self):
+        super().__init__()
+class Abstract(Task):
+    pass
+"""
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory: a folder outside the repository with the examples and `wrong`."""
+    folder = shutil.copytree(EXAMPLES, tmp_path / "elsewhere")
+    (folder / "wrong.py").write_text(WRONG)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield folder
+    for name in ("brackets", "wrong"):
+        sys.modules.pop(name, None)
+
+
+def config(kind: str, **options) -> TaskConfig:
+    sizes = {"test_sequences": 4, "batch_size": 2, "test_batch_size": 2}
+    return TaskConfig(kind=kind, options=options, tests={"same": {}}, **sizes)
+
+
+def test_brackets_are_those_of_a_stack() -> None:
+    """Each word read again by a stack of Python's."""
+    task = make_task(KIND, {"length": 40, "kinds": 3, "depth": 4}, seed=1)
+    batch = task.batch(range(64))
+    deepest = 0
+    for tokens, labels in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True):
+        stack = []
+        for token, label in zip(tokens, labels, strict=True):
+            if token > 3:
+                assert stack.pop() == token
+            else:
+                stack.append(token + 3)
+            deepest = max(deepest, len(stack))
+            assert label == (stack[-1] if stack else 0)
+    assert deepest == 4
+    assert set(batch.input_ids.unique().tolist()) == set(range(1, 7))
+
+
+def test_the_example_has_no_errors_and_a_curriculum() -> None:
+    register()
+    found = to_config(compose("train", ["task=brackets", "task.curriculum=[[8,5]]"], config_dir="."))
+    assert found.task.validation_errors() == []
+    assert training_task(found.task, 0).seq_len == 32
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("nowhere:Task", "no module nowhere"),
+        ("brackets:Missing", "no Missing"),
+        ("brackets:np", "no subclass"),
+        ("wrong:Abstract", "_generate"),
+        ("wrong:NoSeed", "num_sequences"),
+        ("wrong:Raises", "KeyError"),
+        ("wrong:Short", "input_ids"),
+        ("wrong:Floats", "float64"),
+        ("wrong:Unknown", "labels"),
+        ("wrong:Unlabelled", "label"),
+        ("wrong:Stateful", "keys"),
+        ("wrong:NoMetric", "f1"),
+        ("wrong:NoSlice", "length"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_one_line(kind: str, reason: str) -> None:
+    (error,) = config(kind).validation_errors()
+    assert kind in error and reason in error
+    assert "\n" not in error
+
+
+def test_options_are_those_of_the_class() -> None:
+    assert config("wrong:Plain").validation_errors() == []
+    (error,) = config(KIND, length=8, width=3).validation_errors()
+    assert "no option width" in error
+    (error,) = config(KIND, length=2.5).validation_errors()
+    assert "whole number" in error
+    (error,) = config(KIND, length=8, depth=0).validation_errors()
+    assert "depth=0" in error
+
+
+def test_a_run_folder_does_not_choose_the_class(elsewhere: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    register()
+    begun = ["task=brackets", "model=delta_net/tiny"]
+    (run / "config.yaml").write_text(to_yaml(to_config(compose("train", begun, config_dir="."))))
+    with pytest.raises(ValueError, match=f"task.kind={KIND}"):
+        with_base([f"run.dir={run}"], config_dir=".")
+    assert "brackets" not in sys.modules
+    for permission in ([f"task.kind={KIND}"], ["task=brackets"]):
+        overrides = with_base([f"run.dir={run}", *permission], config_dir=".")
+        assert compose("train", overrides, config_dir=".").task.kind == KIND
