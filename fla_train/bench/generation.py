@@ -21,6 +21,7 @@ from fla_train.models import DeltaProductConfig
 from fla_train.models.cache import CACHE_NAME
 from fla_train.training.config import TrainConfig
 
+GENERATING = ("ours", "transformer", "llama", "fla", f"transformer{COMPILED}", f"llama{COMPILED}")
 LONGEST = 1 << 18  # tokens of all prompts that are read
 
 HEADER = (
@@ -62,7 +63,7 @@ def bench_generation(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Iterator[Row]:
-    """A row for each model of `bench.models.NAMES`, batch and context.
+    """A row for each model of `GENERATING`, batch and context; one where a peer's package is absent.
 
     A compiled model steps by transformers' static cache and torch.compile, and reads prompts without.
     """
@@ -70,8 +71,12 @@ def bench_generation(
     config.model = {**config.model, "vocab_size": config.model["vocab_size"] or DeltaProductConfig.vocab_size}
     for name in names:
         torch.manual_seed(0)
-        with torch.device(device):
-            model = build(name.removesuffix(COMPILED), config).to(dtype).eval()
+        try:
+            with torch.device(device):
+                model = build(name.removesuffix(COMPILED), config).to(dtype).eval()
+        except ImportError as absent:
+            yield Row(name, batches[0], contexts[0], None, None, None, " ".join(str(absent).split()))
+            continue
         for batch in batches:
             for context in contexts:
                 yield _row(name, model, batch, context, tokens)

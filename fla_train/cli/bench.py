@@ -37,9 +37,12 @@ def run(arguments: Sequence[str]) -> None:
     request = build_parser().parse_args(_without_aliases(arguments))
     from fla_train.cli.bench_commands import measure  # imports torch: seconds, which --version does not need
 
+    file = getattr(request, "json", None)
+    if file is not None and not file.absolute().parent.is_dir():
+        raise ValueError(f"--json {file}: there is no folder {file.parent}: make it first")
     content = measure(request)
-    if getattr(request, "json", None) is not None:
-        request.json.write_text(json.dumps(content, indent=1, default=str) + "\n")
+    if file is not None:
+        file.write_text(json.dumps(content, indent=1, default=str) + "\n")
 
 
 def _without_aliases(arguments: Sequence[str]) -> list[str]:

@@ -86,21 +86,20 @@ def _decode(request: argparse.Namespace) -> dict:
 
 
 def _generation(request: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> dict:
-    from fla_train.bench.generation import HEADER, bench_generation
+    from fla_train.bench.generation import GENERATING, HEADER, bench_generation
 
-    names, config = _model_names(["ours", *request.peers]), _train_config([f"model={request.model}"])
+    names = _model_names(["ours", *request.peers], GENERATING)
+    config = _own_config([f"model={request.model}"])
     print(f"{request.model}, {_name(dtype)}; {_machine(device)}\n")
     options = {"tokens": request.new_tokens, "dtype": dtype, "device": device}
     rows = bench_generation(names, config, request.batch, request.contexts, **options)
     return _content(request, device) | {"rows": _print_rows(HEADER, (({}, row) for row in rows))}
 
 
-def _model_names(names: Sequence[str]) -> Sequence[str]:
-    from fla_train.bench.models import NAMES
-
-    if unknown := [name for name in names if name not in NAMES]:
+def _model_names(names: Sequence[str], known: Sequence[str]) -> Sequence[str]:
+    if unknown := [name for name in names if name not in known]:
         raise ValueError(
-            f"--peers {' '.join(unknown)}: choose from {', '.join(sorted(set(NAMES) - {'ours'}))}"
+            f"--peers {' '.join(unknown)}: choose from {', '.join(sorted(set(known) - {'ours'}))}"
         )
     return names
 
@@ -151,8 +150,10 @@ def _attention(request: argparse.Namespace) -> dict:
 
 
 def _train(request: argparse.Namespace) -> dict:
-    names = _model_names(["ours", *request.peers])
-    config = _train_config(request.overrides)
+    from fla_train.bench.models import NAMES
+
+    names = _model_names(["ours", *request.peers], NAMES)
+    config = _own_config(request.overrides)
 
     from fla_train.bench.training import bench_models, markdown  # takes seconds: options are checked first
     from fla_train.training.config import resolve_device
@@ -211,6 +212,18 @@ def _train_config(overrides: Sequence[str]):
 
     register()
     return to_config(compose("train", overrides))
+
+
+def _own_config(overrides: Sequence[str]):
+    from fla_train.models.build import is_zoo
+
+    config = _train_config(overrides)
+    if is_zoo(config.model):
+        raise ValueError(
+            f"{config.model['model_type']} is another library's model: choose one of ours by model=, and "
+            "others by --peers"
+        )
+    return config
 
 
 def _scaling(request: argparse.Namespace) -> dict:

@@ -84,7 +84,12 @@ def build_parser() -> argparse.ArgumentParser:
     contexts = [2048, 8192, 32768, 131072]
     decode("--contexts", type=positive, nargs="+", default=contexts, help="tokens of the prompts")
     decode("--new-tokens", type=positive, default=64, help="timed after the first")
-    decode("--peers", nargs="+", default=[], help="llama, llama-compiled (static cache), fla")
+    decode(
+        "--peers",
+        nargs="+",
+        default=[],
+        help="llama, transformer, fla; llama-compiled, transformer-compiled (static cache)",
+    )
 
     lengths = [2048, 4096, 8192, 16384, 32768]
     attention("--tokens", type=positive, nargs="+", default=lengths, help="T of one row")

@@ -191,7 +191,12 @@ class DeltaProductConfig(LazyModelConfig):
         errors = [
             f"{name} must be an integer >= {smallest}, got {value!r}"
             for name, smallest in least.items()
-            if (value := getattr(self, name)) is not None and (not isinstance(value, int) or value < smallest)
+            if (value := getattr(self, name)) is not None and (type(value) is not int or value < smallest)
+        ]
+        errors += [
+            f"{field.name} must be true or false, got {value!r}"
+            for field in dataclasses.fields(self)
+            if field.type is bool and not isinstance(value := getattr(self, field.name), bool)
         ]
         positive = ["expand_v", "hidden_ratio", "norm_eps", "initializer_range"]
         positive += [name for name in ("o_norm_eps", "rope_theta") if getattr(self, name) is not None]

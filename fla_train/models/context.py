@@ -8,11 +8,15 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from fla_train.kernels.context_parallel import ContextPart
+from fla_train.kernels.delta_product.interface import check_cu_seqlens
 from fla_train.models.carried_states import CarriedStates
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.visible_keys import PADDING, MovableTensors, VisibleKeys
 
 Masks = dict[str, Tensor | None]  # `padding_mask` [B, T], and [B, keys] by the kind of attention layer
+
+# What `document_bounds` takes of transformers' and TRL's collators, beside `position_ids`.
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "max_length_q", "max_length_k")
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,12 @@ class SequenceContext(MovableTensors):
         Raises:
             ValueError: when the arguments contradict each other.
         """
-        batch, length = tokens.shape[:2]
+        length = tokens.shape[1]
         documents = in_document = positions = cos = sin = first_documents = last_documents = None
         start = 0 if part is None else part.start(length)
         if cu_seqlens is not None:
-            if batch != 1:
-                raise ValueError(f"cu_seqlens packs documents in one row: batch 1, not {batch}")
+            if part is None:  # else the operator checks those of the part
+                check_cu_seqlens(cu_seqlens, tokens)
             position = torch.arange(start, start + length, device=tokens.device)
             cu_seqlens = cu_seqlens.to(position)  # searchsorted wants one dtype
             documents = torch.searchsorted(cu_seqlens[1:], position, right=True)
@@ -98,6 +102,7 @@ class SequenceContext(MovableTensors):
 
 
 def document_bounds(
+    tokens: int,
     attention_mask: Tensor | None,
     cu_seqlens: Tensor | None = None,
     position_ids: Tensor | None = None,
@@ -113,6 +118,7 @@ def document_bounds(
     The first of these that is given is read; for all but `cu_seqlens` the host waits for the device.
 
     Args:
+        tokens: T, the new ones.
         attention_mask: [B, at least T]; 0 at padding, whose positions are not read.
         cu_seqlens: [S + 1], returned as it is.
         cu_seq_lens_q, cu_seq_lens_k: [S + 1], equal; `max_length_q` and `max_length_k` are not read here.
@@ -120,7 +126,8 @@ def document_bounds(
         position_ids: [B, T], counting up by one, 0 again where a document starts.
 
     Raises:
-        ValueError: for positions that jump, unequal bounds, or packed documents in more than one row.
+        ValueError: for positions that jump or are not T, unequal bounds, or packed documents in more than
+            one row.
     """
     if cu_seqlens is not None:
         return cu_seqlens
@@ -129,13 +136,17 @@ def document_bounds(
             raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be equal, the bounds of the documents")
         return cu_seq_lens_q
     numbers = position_ids if seq_idx is None else seq_idx
-    if numbers is None or numbers.shape[-1] == 1:
+    if numbers is None:
         return None
-    length = numbers.shape[-1]
-    numbers = numbers.view(-1, length)
+    if numbers.shape[-1] != tokens:
+        name = "position_ids" if seq_idx is None else "seq_idx"
+        raise ValueError(f"{name} has shape {list(numbers.shape)}, expected [batch, new tokens = {tokens}]")
+    if tokens == 1:
+        return None
+    numbers = numbers.view(-1, tokens)
     starts = numbers[:, 1:] == 0 if seq_idx is None else numbers.diff() != 0
     if attention_mask is not None:
-        unpadded = attention_mask[:, -length:].bool()
+        unpadded = attention_mask[:, -tokens:].bool()
         pairs = unpadded[:, 1:] & unpadded[:, :-1]
         starts = starts & pairs
     if seq_idx is None:
@@ -152,7 +163,7 @@ def document_bounds(
             "as transformers' DataCollatorWithFlattening does"
         )
     inner = starts[0].nonzero().flatten() + 1
-    return torch.cat([inner.new_zeros(1), inner, inner.new_full((1,), length)])
+    return torch.cat([inner.new_zeros(1), inner, inner.new_full((1,), tokens)])
 
 
 def masks(

@@ -297,7 +297,9 @@ class Decoder:
         if self.choice.do_sample:  # the draw of `torch.multinomial`, which would wait for the device
             probabilities = scores.softmax(-1)
             scores = probabilities / torch.empty_like(probabilities).exponential_()
-        token = scores.argmax(-1).masked_fill(~self.unfinished, self.choice.pad)
+        token = scores.argmax(-1)
+        if self.choice.ends:  # transformers fills up nothing without an end token
+            token = token.masked_fill(~self.unfinished, self.choice.pad)
         self.token.copy_(token[:, None])
         self.made.index_copy_(1, self.count, self.token)
         self.count += self.unfinished.any()

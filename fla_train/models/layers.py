@@ -25,7 +25,8 @@ ALIGNMENT = 64  # columns that rows of projections are padded to: 128 bytes in h
 def matmul_dtype(x: Tensor) -> torch.dtype:
     """The dtype a matmul of `x` runs in: autocast's where it is on, else that of `x`."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    on = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if on else x.dtype
 
 
 def project(x: Tensor, *layers: nn.Linear) -> list[Tensor]:

@@ -34,7 +34,7 @@ from fla_train.models.auto import register_models
 from fla_train.models.cache import CACHE_NAME, cache_for, count_tokens
 from fla_train.models.carried_states import CarriedStates
 from fla_train.models.configuration import DeltaProductConfig
-from fla_train.models.context import Masks, SequenceContext, document_bounds, masks
+from fla_train.models.context import PACKING, Masks, SequenceContext, document_bounds, masks
 from fla_train.models.decoding import PREFILL_TOKENS, generate_tokens, takes_loop
 from fla_train.models.layers import GatedMLP, RMSNorm, ShortConvolution, is_plain, matmul_dtype, norm_mlp
 from fla_train.models.loss import IGNORE, linear_cross_entropy, losses_of_logits, next_tokens, token_losses
@@ -187,6 +187,8 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         hidden = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        if hidden.numel() == 0:
+            raise ValueError(f"there are no tokens: the input has shape {list(hidden.shape[:-1])}")
         if not self.config.residual_in_fp32:
             hidden = hidden.to(matmul_dtype(hidden))
         checkpointing = self.training and self.layers[0].gradient_checkpointing
@@ -207,7 +209,10 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
             use_cache = False
         if states is not None and (past_key_values is not None or use_cache or not self.supports_cache):
             raise ValueError("states stand in for a cache: pass no other, and use a mixer that takes one")
-        cu_seqlens = document_bounds(padding, cu_seqlens, position_ids, **packing)
+        if unknown := sorted(packing.keys() - PACKING):
+            known = ", ".join(PACKING)
+            raise TypeError(f"the model takes no {', '.join(unknown)}; for packed documents it takes {known}")
+        cu_seqlens = document_bounds(hidden.shape[1], padding, cu_seqlens, position_ids, **packing)
         if context_part is not None:
             others = (padding, past_key_values, use_cache or None, states, self.config.mixer)
             if any(other is not None for other in others):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd.function import once_differentiable
 
 from fla_train.kernels.custom_op import NAMESPACE
@@ -38,7 +39,8 @@ def chunk_delta_product(
     qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`delta_product` on validated inputs; shapes and dtypes as there. Gradients of first order only."""
-    run = _chunk_op if torch.compiler.is_compiling() else _ChunkDeltaProduct.apply
+    traced = torch.compiler.is_compiling() or q.is_meta or is_fake(q)  # shapes only
+    run = _chunk_op if traced else _ChunkDeltaProduct.apply
     o, state = run(q, k, v, beta, g, initial_state, cu_seqlens, scale, qk_l2norm)
     return o, state if output_final_state else None
 
@@ -298,12 +300,14 @@ def _chunk_backward_op(
     leaves = [None if x is None else x.detach().requires_grad_() for x in inputs[:-1]]
     with torch.enable_grad():
         outputs = _ChunkDeltaProduct.apply(*leaves, inputs[-1], scale, qk_l2norm)
-    return list(torch.autograd.grad(outputs, [x for x in leaves if x is not None], (do, dfinal_state)))
+    found = torch.autograd.grad(outputs, [x for x in leaves if x is not None], (do, dfinal_state))
+    return [x.contiguous() for x in found]
 
 
 @_chunk_backward_op.register_fake
 def _(do, dfinal_state, inputs, scale, qk_l2norm):
-    return [torch.empty_like(x) for x in inputs[:-1] if x is not None]
+    dense = torch.contiguous_format  # whatever the strides of the inputs
+    return [torch.empty_like(x, memory_format=dense) for x in inputs[:-1] if x is not None]
 
 
 def _keep_inputs(ctx, inputs, output):

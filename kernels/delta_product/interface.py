@@ -34,6 +34,7 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils.checkpoint import checkpoint
 
 from fla_train.kernels.delta_product.chunk_torch import chunk_delta_product
@@ -88,7 +89,8 @@ def delta_product(
     _check_tensors(q, k, v, beta, g, leading="B T")
     sequences = q.shape[0]
     if cu_seqlens is not None:
-        _check_cu_seqlens(cu_seqlens, q)
+        check_cu_seqlens(cu_seqlens, q)
+        _check_place("cu_seqlens", cu_seqlens, q, torch.int32, torch.int64)
         sequences = cu_seqlens.numel() - 1
     if initial_state is not None:
         _check_state("initial_state", initial_state, q, v, sequences, beta.dtype)
@@ -254,13 +256,21 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | No
         raise ValueError(f"g reaches {g.max():.4g}, expected a log decay <= 0")
 
 
-def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
-    batch, tokens = q.shape[:2]
+def check_cu_seqlens(cu_seqlens: Tensor, rows: Tensor) -> None:
+    """Check bounds of the documents that are packed in `rows` [B = 1, T, ...]; values only in host memory.
+
+    Raises:
+        ValueError: they are none.
+    """
+    batch, tokens = rows.shape[:2]
     if batch != 1:
-        raise ValueError(f"q has batch {batch}, expected 1 with cu_seqlens: pack the documents in one row")
+        raise ValueError(f"cu_seqlens packs documents in one row: expected batch 1, not {batch}")
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"cu_seqlens is a {type(cu_seqlens).__name__}, expected a tensor [S + 1]")
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
         raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)}, expected [S + 1] with S >= 1")
-    _check_place("cu_seqlens", cu_seqlens, q, torch.int32, torch.int64)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"cu_seqlens is {cu_seqlens.dtype}, expected torch.int32 or torch.int64")
     if _readable(cu_seqlens):
         first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
         if (first, last) != (0, tokens) or bool((cu_seqlens.diff() < 0).any()):
@@ -297,11 +307,11 @@ def _by_value_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def _scale(scale: float | None, q: Tensor) -> float:
     if scale is None:
         return q.shape[-1] ** -0.5
-    if not math.isfinite(scale):
-        raise ValueError(f"scale is {scale}, expected a finite number")
+    if isinstance(scale, Tensor) or not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}, expected a finite number (a tensor's gradient would be lost)")
     return float(scale)
 
 
 def _readable(tensor: Tensor) -> bool:
     """Whether its values can be read without waiting: in host memory, and not being traced."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and not is_fake(tensor)

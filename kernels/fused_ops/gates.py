@@ -45,7 +45,8 @@ def recurrence_gates(
         raise ValueError("the forget gate needs a, A_log and dt_bias together: give all of them or none")
     if a is not None:
         heads = a.shape[-1]
-        if a.shape[:-1] != b.shape[:-1] or {A_log.shape, dt_bias.shape} != {(heads,)}:
+        fits = a.shape[:-1] == b.shape[:-1] and b.shape[-1] % heads == 0
+        if not fits or {A_log.shape, dt_bias.shape} != {(heads,)}:
             shapes = ", ".join(str(list(x.shape)) for x in (b, a, A_log, dt_bias))
             raise ValueError(
                 f"b, a, A_log, dt_bias have shapes {shapes}: expected [..., N H], [..., H], [H], [H]"

@@ -3,6 +3,7 @@
 The Triton version keeps nothing but its inputs for the backward pass.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, *, backend: str = "a
         raise ValueError(f"weight has shape {list(weight.shape)}: expected [D_out, {gate.shape[-1]}]")
     if resolve_backend(backend, gate) == "triton":
         return _SwiGLULinear.apply(gate, up, weight)
-    with torch.autocast(gate.device.type, enabled=False):
+    with nullcontext() if gate.is_meta else torch.autocast(gate.device.type, enabled=False):
         return F.linear(F.silu(gate) * up, weight.to(gate.dtype))
 
 

@@ -63,5 +63,14 @@ def test_generation_beside_a_peer(tmp_path, capsys):
         *(("llama", 1), ("llama", 3)),
     ]
     assert all(row["milliseconds"] > 0 for row in rows)
-    with pytest.raises(ValueError, match="gpt"):
-        bench.run(["decode", *sizes, "--peers", "gpt"])
+    for peer in ("gpt", "ours-compiled"):  # no static cache of states
+        with pytest.raises(ValueError, match=peer):
+            bench.run(["decode", *sizes, "--peers", peer])
+    with pytest.raises(ValueError, match="llama"):
+        bench.run(["decode", "--model", "hf/llama/tiny"])
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_measuring(tmp_path, capsys):
+    with pytest.raises(ValueError, match="absent"):
+        bench.run(["decode", "--json", str(tmp_path / "absent" / "file.json")])
+    assert capsys.readouterr().out == ""

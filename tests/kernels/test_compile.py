@@ -185,9 +185,13 @@ def test_registrations_are_sound(monkeypatch, request, module, name, algorithm):
     torch.library.opcheck(getattr(torch.ops.fla_train, name).default, detached(arguments))
 
 
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("documents", [None, (0, 2, 5)])
-def test_the_registration_of_the_chunk_backend_is_sound(documents):
+def test_the_registration_of_the_chunk_backend_is_sound(documents, transposed):
     inputs, _ = operator_inputs(5, alpha=(0.5, 1.0), initial_state=True, documents=documents)
+    if transposed:  # in memory
+        for name in ("q", "k", "v", "beta", "g"):
+            inputs[name] = inputs[name].transpose(1, -1).contiguous().transpose(1, -1)
     outputs = delta_product(**inputs, output_final_state=True, backend="chunk")
     names = ("q", "k", "v", "beta", "g", "initial_state", "cu_seqlens")
     tensors = [inputs[name] for name in names]

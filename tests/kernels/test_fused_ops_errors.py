@@ -47,6 +47,12 @@ def test_backend_is_chosen_by_argument_variable_and_input(monkeypatch: pytest.Mo
             lambda: recurrence_gates(torch.zeros(2, 3), *torch.zeros(3, 3, 3).unbind(), beta_max=1.0),
             r"shapes \[2, 3\], \[3, 3\]",
         ),
+        (
+            lambda: recurrence_gates(
+                torch.zeros(2, 6), torch.zeros(2, 4), *torch.zeros(2, 4).unbind(), beta_max=1.0
+            ),
+            r"shapes \[2, 6\], \[2, 4\]",
+        ),
         (lambda: short_convolution(torch.zeros(1, 2, 3), torch.zeros(3, 1, 5), backend="triton"), "4 taps"),
         (lambda: short_convolution(torch.zeros(1, 2, 3), torch.zeros(3, 4)), "weight has shape"),
         (

@@ -133,6 +133,37 @@ def test_what_cannot_be_honoured_is_refused(build, tokens):
             model(tokens[:rows], **given)
     with pytest.raises(TypeError, match="token_type_ids"):
         model(tokens, token_type_ids=torch.zeros_like(tokens))
+    with pytest.raises(ValueError, match=r"no tokens"):
+        model(tokens[:0])
+
+
+@pytest.mark.parametrize("variant", ["delta_net", "attention_only"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"cu_seqlens": torch.tensor(x)} for x in ([0, 18], [5, 19], [0, 9, 4, 19], [0, 20], [[0, 19]])),
+        {"cu_seqlens": torch.tensor([0.0, 9.5, 19.0])},
+        {"cu_seqlens": [0, 19]},
+        *({"position_ids": torch.arange(n)[None]} for n in (7, 1, 40)),
+        {"seq_idx": torch.tensor([[0, 0, 1, 1]])},
+    ],
+    ids=str,
+)
+def test_bounds_of_other_rows_are_refused(build, tokens, variant, given):
+    """Also where no layer is recurrent: attention would read what the bounds leave out as a document."""
+    settings = {"layer_types": ["full_attention"] * 2} if variant == "attention_only" else {}
+    model = build(**settings)
+    with pytest.raises(ValueError, match=r"cu_seqlens|position_ids|seq_idx"):
+        model(tokens[:1], **given)
+
+
+def test_shapes_without_values(build, tokens):
+    """On the meta device, as for counting FLOPs."""
+    model = build().to("meta")
+    logits = model(tokens.to("meta")).logits
+    assert logits.is_meta and logits.shape == (*tokens.shape, model.config.vocab_size)
+    logits.sum().backward()
+    assert all(p.grad.shape == p.shape for p in model.parameters())
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
