@@ -15,7 +15,7 @@ from omegaconf import MISSING
 from fla_train.tasks.code_trace import CodeTrace
 from fla_train.tasks.formal import FormalLanguage
 from fla_train.tasks.group_words import GroupWords
-from fla_train.tasks.mad import Compression, InContextRecall, Memorization, SelectiveCopying
+from fla_train.tasks.mad import Compression, FuzzyRecall, InContextRecall, Memorization, SelectiveCopying
 from fla_train.tasks.mqar import MQAR
 from fla_train.tasks.own import contract_errors, import_task
 from fla_train.tasks.regbench import RegBench
@@ -32,6 +32,7 @@ KINDS: dict[str, type[Task]] = {
     "code_trace": CodeTrace,
     "mqar": MQAR,
     "in_context_recall": InContextRecall,
+    "fuzzy_recall": FuzzyRecall,
     "selective_copying": SelectiveCopying,
     "compression": Compression,
     "memorization": Memorization,

@@ -1,10 +1,11 @@
 """The six tasks of Mechanistic Architecture Design (MAD; Poli et al., arXiv 2403.17844).
 
-DeltaNet (arXiv 2406.06484) reports them in table 1: in-context, fuzzy and noisy recall (`InContextRecall`),
-selective copying, compression and memorization.
+DeltaNet (arXiv 2406.06484) reports them in table 1: in-context and noisy recall (`InContextRecall`), fuzzy
+recall, selective copying, compression and memorization.
 
-Two things differ from the published code: compression asks for its tokens one by one (there, one vector is
-decoded by a network of its own, which is no language model), and noise fills single places.
+Three things differ from the published code: compression asks for its tokens one by one (there, one vector is
+decoded by a network of its own, which is no language model), and noise fills single places. In fuzzy recall
+the last key has always come before; the published generator leaves it out of some sequences.
 """
 
 import numpy as np
@@ -18,17 +19,16 @@ _MAP_SEED = 12345  # memorization: training and test sets share one map of keys 
 class InContextRecall(Task):
     """Keys and their values one after another; a key that comes again calls for the value it had.
 
-    The first half of the vocabulary writes keys, the second values; noise ids follow. A sequence has its own
-    map of keys to values and draws keys with replacement. With motifs, keys and values are words of 1 up to
-    so many tokens (fuzzy recall). With noise, a place holds a noise token with probability `noise_share`
-    instead of a pair (noisy recall); a sequence in which then no key comes again gets none.
+    The first half of the vocabulary is keys, the second values; noise ids follow. A sequence has its own map
+    of keys to values and draws keys with replacement. With noise, a place holds a noise token with
+    probability `noise_share` instead of a pair (noisy recall); a sequence in which then no key comes again
+    gets none.
 
-    The labels of a value stand one token earlier: at the key's last token, and at the value's own.
+    The label of a value stands at its key.
 
     Args:
         vocab_size: key and value ids together, even; noise ids come on top.
         length: tokens; the last pair may be cut.
-        motif: longest key and longest value.
         noise_share, noise_vocab: share of noise, and how many noise ids.
         label_all: label every token with the next, as the published training sets do; else only values of
             keys seen before, as the test sets do.
@@ -45,75 +45,135 @@ class InContextRecall(Task):
         vocab_size: int = 16,
         length: int = 128,
         *,
-        motif: int = 1,
         noise_share: float = 0.0,
         noise_vocab: int = 16,
         label_all: bool = False,
         seed: int = 0,
         num_sequences: int | None = None,
     ):
-        if vocab_size < 4 or vocab_size % 2 or motif < 1 or not 0 <= noise_share < 1 or noise_vocab < 1:
+        if vocab_size < 4 or vocab_size % 2 or not 0 <= noise_share < 1 or noise_vocab < 1:
             raise ValueError(
-                "recall needs an even vocab_size of 4 or more, motif and noise_vocab of 1 or more, and a "
-                "noise_share in [0, 1)"
+                "recall needs an even vocab_size of 4 or more, a noise_vocab of 1 or more, and a noise_share "
+                "in [0, 1)"
             )
-        self.half, self.motif = vocab_size // 2, motif
-        self.pairs = self.half  # distinct keys of a sequence
-        if length * (1 - noise_share) < 2 * motif * (self.pairs + 1):
+        self.half = vocab_size // 2
+        if length * (1 - noise_share) < 2 * (self.half + 1):
             raise ValueError(
-                f"length {length} has no room for {self.pairs} keys and one again; make it longer"
+                f"length {length} has no room for {self.half} keys and one again; make it longer"
             )
         noise_ids = noise_vocab if noise_share else 0
         super().__init__(
             vocab_size=vocab_size + noise_ids, seq_len=length, seed=seed, num_sequences=num_sequences
         )
         self.noise_share, self.noise_vocab, self.label_all = noise_share, noise_vocab, label_all
-        # Words of 1 .. motif letters are numbered by length; _firsts[i] is the first number of length i + 1.
-        counts = self.half ** np.arange(1, motif + 1)
-        self._firsts = np.concatenate([[0], np.cumsum(counts)])
-
-    def _words(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Letters [..., motif] and lengths [...] of words by number."""
-        lengths = np.searchsorted(self._firsts, numbers, side="right")
-        rest = numbers - self._firsts[lengths - 1]
-        letters = np.stack([rest // self.half**i % self.half for i in range(self.motif)], axis=-1)
-        return letters, lengths
 
     def _generate(self, keys: np.ndarray) -> Batch:
         n, length, places = len(keys), self.seq_len, self.seq_len
-        drawn = draw(keys, 2 * self.pairs + 3 * places)
+        drawn = draw(keys, 2 * self.half + 3 * places)
         for_keys, for_values, for_choice, for_noise, for_ids = np.split(
-            drawn, np.cumsum([self.pairs, self.pairs, places, places])
+            drawn, np.cumsum([self.half, self.half, places, places])
         )
-        rows = np.arange(n)[:, None]
-        key_words, key_lengths = self._words(without_replacement(for_keys, int(self._firsts[-1])))
-        value_words, value_lengths = self._words(below(for_values, int(self._firsts[-1])).T)
-        choice = below(for_choice, self.pairs).T  # [n, places]: the pair of each place
+        key_ids = without_replacement(for_keys, self.half)
+        value_ids = self.half + below(for_values, self.half).T
+        choice = below(for_choice, self.half).T  # [n, places]: the pair of each place
         noise = (for_noise / 2.0**32 < self.noise_share).T
-        sizes = (key_lengths + value_lengths)[rows, choice]
-        starts, seen = _layout(noise, choice, sizes, self.pairs)
-        repeated = seen & ~noise & (starts + key_lengths[rows, choice] < length)
-        noise[~repeated.any(1)] = False  # too few pairs: a row needs something to answer
-        starts, seen = _layout(noise, choice, sizes, self.pairs)
+        starts, seen = _layout(noise, choice, self.half)
+        noise[~(seen & ~noise & (starts + 1 < length)).any(1)] = False  # a row needs something to answer
+        starts, seen = _layout(noise, choice, self.half)
 
-        inputs = np.zeros((n, length + 2 * self.motif), dtype=np.int64)  # with room for a cut pair
-        values = np.full_like(inputs, IGNORE)  # at a value's tokens: the token, if its key was seen before
+        inputs = np.zeros((n, length + 2), dtype=np.int64)  # with room for a cut pair
+        values = np.full_like(inputs, IGNORE)  # at a value: the value, if its key was seen before
         inside = starts < length
         row, place = np.nonzero(inside & noise)
         inputs[row, starts[row, place]] = 2 * self.half + below(for_ids, self.noise_vocab)[place, row]
         row, place = np.nonzero(inside & ~noise)
         pair, start = choice[row, place], starts[row, place]
-        key_length = key_lengths[row, pair]
-        for i in range(self.motif):
-            has = i < key_length
-            inputs[row[has], start[has] + i] = key_words[row[has], pair[has], i]
-            has = i < value_lengths[row, pair]
-            at, token = start[has] + key_length[has] + i, self.half + value_words[row[has], pair[has], i]
-            inputs[row[has], at] = token
-            values[row[has], at] = np.where(seen[row[has], place[has]], token, IGNORE)
+        inputs[row, start], inputs[row, start + 1] = key_ids[row, pair], value_ids[row, pair]
+        values[row, start + 1] = np.where(seen[row, place], value_ids[row, pair], IGNORE)
         labels = (inputs if self.label_all else values)[:, 1 : length + 1].copy()
         labels[:, -1] = IGNORE  # what follows the end is cut
         return Batch.of(inputs[:, :length].copy(), labels, length=self.seq_len)
+
+
+class FuzzyRecall(Task):
+    """Recall of words: keys and values of several letters, one after another; the last key came before.
+
+    A key is a word of different letters of the first part of the vocabulary, a value one of the second; each
+    place draws a new key, which may by chance be an earlier one and then has its value again. One pair, at a
+    random place, comes again at the end. Shorter sequences have blanks (the last id) in front.
+
+    The label of a value's letter stands one token earlier.
+
+    Args:
+        vocab_size: ids, with the blank; half of the others are letters of keys.
+        length: tokens.
+        motif: longest key and longest value (letters). Values have 1 to so many, each length as often.
+        training: keys of 1 to `motif` letters and a label at every token, as in the published training sets;
+            else keys of `motif` letters, and labels at the values of keys seen before.
+        seed, num_sequences: see Task.
+
+    Raises:
+        ValueError: there are too few letters, or no room for a pair before the last one.
+    """
+
+    slice_key = "length"
+
+    def __init__(
+        self,
+        vocab_size: int = 16,
+        length: int = 128,
+        *,
+        motif: int = 3,
+        training: bool = False,
+        seed: int = 0,
+        num_sequences: int | None = None,
+    ):
+        self.half = (vocab_size - 1) // 2
+        if motif < 1 or self.half < motif or length <= 4 * motif:
+            raise ValueError(
+                f"fuzzy recall needs a motif of 1 or more, a vocab_size of 2 motif + 1 or more and a length "
+                f"above 4 motif; got motif={motif}, vocab_size={vocab_size}, length={length}"
+            )
+        super().__init__(vocab_size=vocab_size, seq_len=length, seed=seed, num_sequences=num_sequences)
+        self.motif, self.training = motif, training
+
+    def _generate(self, keys: np.ndarray) -> Batch:
+        n, motif, rows = len(keys), self.motif, np.arange(len(keys))
+        places = self.seq_len // 2
+        for_probe, drawn = np.split(draw(keys, 1 + (places + 1) * (2 + 2 * motif)), [1])
+        pairs = [self._pair(part) for part in np.split(drawn, places + 1)]
+        (probe, probe_key), size = pairs.pop(), 2 * motif
+        probe_size = (probe >= 0).sum(1)
+        room = self.seq_len - probe_size - size  # a place begins before it
+        probe_from = below(for_probe[0], room)
+
+        sequence = np.full((n, self.seq_len + 1), self.vocab_size - 1, dtype=np.int64)
+        asked = np.zeros_like(sequence, dtype=bool)
+        end, given = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=bool)
+        words = np.full((n, (self.half + 1) ** motif, motif), -1)  # the value of each key so far
+        for pair, key in pairs:
+            going = end < room
+            due = going & ~given & ((end >= probe_from) | (end + size >= room))
+            pair, key = np.where(due[:, None], probe, pair), np.where(due, probe_key, key)
+            given |= going & (key == probe_key)
+            pair[key == probe_key] = probe[key == probe_key]
+            end = _write(sequence, asked, words, end, pair, key, going)
+        end = _write(sequence, asked, words, end, probe, probe_key, rows >= 0)
+        # Blanks in front: every row is turned so that it ends at the last place.
+        turned = (np.arange(self.seq_len + 1) + end[:, None]) % (self.seq_len + 1)
+        sequence, asked = np.take_along_axis(sequence, turned, 1), np.take_along_axis(asked, turned, 1)
+        labels = sequence[:, 1:] if self.training else np.where(asked, sequence, IGNORE)[:, 1:]
+        return Batch.of(sequence[:, :-1].copy(), labels.copy(), length=self.seq_len)
+
+    def _pair(self, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Letters [n, 2 motif] of a key and a value, -1 behind the end of each, and the key's number [n]."""
+        sizes, for_key, for_value = np.split(draws, [2, 2 + self.motif])
+        place = np.arange(self.motif)
+        key_size = 1 + below(sizes[0], self.motif) if self.training else np.full(draws.shape[1], self.motif)
+        key = np.where(place < key_size[:, None], without_replacement(for_key, self.half), -1)
+        value = self.half + without_replacement(for_value, self.vocab_size - 1 - self.half)
+        value = np.where(place <= below(sizes[1], self.motif)[:, None], value, -1)
+        return np.concatenate([key, value], axis=1), (key + 1) @ (self.half + 1) ** place
 
 
 class SelectiveCopying(Task):
@@ -184,7 +244,7 @@ class Compression(Task):
 class Memorization(Task):
     """Keys, each followed by a blank at which its value is due; one map for all sequences and seeds.
 
-    Ids: 0 .. K - 1 keys, K .. 2K - 1 values with K = (V - 1) // 2, and V - 1 the blank.
+    Ids: 0 .. K - 1 keys with K = (V - 1) // 2, K .. V - 2 values, no two keys with the same, V - 1 the blank.
     """
 
     slice_key = "length"
@@ -196,7 +256,8 @@ class Memorization(Task):
             raise ValueError("memorization needs 3 ids or more and an even length of 2 or more")
         super().__init__(vocab_size=vocab_size, seq_len=length, seed=seed, num_sequences=num_sequences)
         self.keys = (vocab_size - 1) // 2
-        self.values = self.keys + below(draw(stream_keys(_MAP_SEED, [0]), self.keys), self.keys)[:, 0]
+        values = without_replacement(draw(stream_keys(_MAP_SEED, [0]), self.keys), vocab_size - 1 - self.keys)
+        self.values = self.keys + values[0]
 
     def _generate(self, keys: np.ndarray) -> Batch:
         chosen = below(draw(keys, self.seq_len // 2), self.keys).T
@@ -207,12 +268,36 @@ class Memorization(Task):
         return Batch.of(inputs, labels, length=self.seq_len)
 
 
-def _layout(
-    noise: np.ndarray, choice: np.ndarray, sizes: np.ndarray, pairs: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _layout(noise: np.ndarray, choice: np.ndarray, pairs: int) -> tuple[np.ndarray, np.ndarray]:
     """For each place [n, m]: its first token, and whether its pair came before. Noise takes one token."""
-    tokens = np.where(noise, 1, sizes)
+    tokens = np.where(noise, 1, 2)
     return np.cumsum(tokens, axis=1) - tokens, _seen_before(np.where(noise, -1, choice), pairs)
+
+
+def _write(
+    sequence: np.ndarray,
+    asked: np.ndarray,
+    words: np.ndarray,
+    end: np.ndarray,
+    pair: np.ndarray,
+    key: np.ndarray,
+    going: np.ndarray,
+) -> np.ndarray:
+    """Append a key and its value to the rows `going` of `sequence`, which end at `end`: their new ends.
+
+    A key that has a word in `words` has that for its value, and its letters are `asked`.
+    """
+    motif, rows = words.shape[-1], np.arange(len(end))
+    known = words[rows, key]
+    again = known[:, 0] >= 0
+    pair = np.concatenate([pair[:, :motif], np.where(again[:, None], known, pair[:, motif:])], axis=1)
+    words[rows[going], key[going]] = pair[going, motif:]
+    for i, letter in enumerate(pair.T):
+        has = going & (letter >= 0)
+        sequence[rows[has], end[has]] = letter[has]
+        asked[rows[has], end[has]] = again[has] & (i >= motif)
+        end = end + has
+    return end
 
 
 def _seen_before(choice: np.ndarray, values: int) -> np.ndarray:

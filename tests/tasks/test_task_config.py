@@ -176,7 +176,7 @@ EVERY_TASK = [
     ("group_words", {"group": "A5", "length": 16}),
     ("mqar", {"settings": [[64, 4], [64, 16]]}),
     *(("formal_language", {"language": name}) for name in LANGUAGES),
-    ("in_context_recall", {"motif": 3}),
+    ("fuzzy_recall", {"training": True}),
     ("selective_copying", {}),
     ("compression", {}),
     ("memorization", {}),
