@@ -90,6 +90,7 @@ def runs_of(name: str, seeds: Sequence[int], *, fast: bool = True) -> Iterator[R
                     f"experiment={experiment}{'_fast' if fast else ''}",
                     *table.get("column_overrides", {}).get(column, []),
                     *content["overrides"],
+                    *content.get("column_overrides", {}).get(column, []),
                     *(content.get("fast", {}).get(column, []) if fast else []),
                     f"seed={seed}",
                 )

@@ -126,7 +126,7 @@ def test_a_request_to_stop_is_one_line_and_exit_code_75(run, monkeypatch):
         "fla_train.data.prepare.prepare", lambda settings: os.kill(os.getpid(), signal.SIGTERM)
     )
     code, _, err = run("data=stdlib")
-    assert (code, err) == (75, "error: stopped on request; the same command resumes from here\n")
+    assert code == 75 and err.startswith("error: ") and err.count("\n") == 1
 
 
 def test_what_the_system_refuses_is_one_line_and_exit_code_1(run, monkeypatch, tmp_path):

@@ -43,7 +43,11 @@ def test_sets_share_options_and_differ_in_their_seeds() -> None:
     train, tests = training_task(config(), seed=3), tasks_for_testing(config())
     assert torch.equal(train.batch([5]).labels, GroupWords("S3", 8, seed=3).batch([5]).labels)
     assert {name: task.length for name, task in tests.items()} == {"same": 8, "longer": 16}
-    assert not torch.equal(tests["same"].batch(range(4)).input_ids, train.batch(range(4)).input_ids)
+    for seed in range(10):
+        own = training_task(config(), seed=seed).batch(range(4)).input_ids
+        assert not torch.equal(tests["same"].batch(range(4)).input_ids, own)
+    both = config(options={"group": "S3", "length": 5, "bos": False}, train={"length": 8})
+    assert training_task(both, seed=0).length == 8
     fixed = training_task(config(train_sequences=6), seed=3)
     assert torch.equal(fixed.batch([1]).input_ids, fixed.batch([7]).input_ids)
 
@@ -163,12 +167,13 @@ def test_prefix_accuracies_are_read_at_powers_of_two() -> None:
     task = make_task("group_words", {"group": "Z2", "length": 6})
     batch = task.batch(range(16))
     logits = torch.nn.functional.one_hot(batch.labels.clamp(min=0), task.vocab_size).float()
-    logits[0, 4] = -logits[0, 4]  # row 0 is wrong at its fourth element (the beginning is position 0)
+    logits[0, 3] = -logits[0, 3]  # row 0 is wrong at its third element (the beginning is position 0)
+    logits[1, 4] = -logits[1, 4]  # and row 1 at its fourth
     found = Score.of(task, logits, batch).scalars(task)
     assert {key: found[f"prefix_accuracy_{key}"] for key in (1, 2, 4, 6)} == {
-        1: 1.0, 2: 1.0, 4: 15 / 16, 6: 15 / 16
+        1: 1.0, 2: 1.0, 4: 14 / 16, 6: 14 / 16
     }  # fmt: skip
-    assert found["sequence_accuracy"] == 15 / 16
+    assert found["sequence_accuracy"] == 14 / 16
 
 
 # One of each kind, and of each language; MAD's memorization has one map for all seeds.

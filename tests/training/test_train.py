@@ -295,8 +295,8 @@ def test_the_same_sweep_again_resumes_each_job(
 
 def test_a_job_that_a_sweep_lacks_is_refused(run_command: Command, tmp_path: Path):
     asked = ["fla-train", "seed=3,4", "run.job=2", f"hydra.sweep.dir={tmp_path / 'hydra'}", "-m"]
-    lacked = "this sweep has no job 2: its jobs are 0 to 1"
-    assert lacked in refused(run_command(*asked, f"run.dir={tmp_path}"))
+    lacked = refused(run_command(*asked, f"run.dir={tmp_path}"))
+    assert "job 2" in lacked and "0 to 1" in lacked
     assert "give run.dir" in refused(run_command(*asked))
 
 
