@@ -26,7 +26,7 @@ from fla_train.eval.mirror import DatasetUnavailable, hub_datasets, mirror_folde
 from fla_train.eval.parallel import ALONE, Ranks
 from fla_train.eval.report import write_samples
 from fla_train.eval.scores import LoadedTasks, task_scores
-from fla_train.hub.load import document_prefix, resolve_checkpoint, trained_length, training_record
+from fla_train.hub.load import document_prefix, resolve_checkpoint, trained_length, trained_prefix_of
 from fla_train.models import DeltaProductForCausalLM
 from fla_train.utils.environment import git_commit
 
@@ -105,7 +105,7 @@ class FlaTrainLM(HFLM):
             trust_remote_code=trust_remote_code,
         )
         self._max_length = max_length or trained_length(self.model)
-        if add_bos_token is None and training_record(self.model):
+        if add_bos_token is None and trained_prefix_of(self.model, self.tokenizer) is not None:
             self.add_bos_token = False
         if prefix_token_id is None:
             self.custom_prefix_token_id = next(iter(document_prefix(self.model, self.tokenizer)), None)

@@ -21,6 +21,7 @@ from fla_train.hub.card import TRAINING_FILE, CardInfo, render_card
 from fla_train.hub.checksums import CHECKSUMS, REMEDY, exported_files, find_export_damage, write_checksums
 from fla_train.hub.formats import FORMATS, OURS
 from fla_train.hub.formats.read import load_translated
+from fla_train.hub.prefix import PREFIX, trained_prefix
 from fla_train.hub.published_card import CARD
 from fla_train.hub.remote_code import write_remote_code
 from fla_train.utils.filesystem import replaced_folder
@@ -73,6 +74,8 @@ def export_model(
         config.architectures, config.dtype = [type(model).__name__], dtype
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
+            if (prefix := trained_prefix(card.config, tokenizer)) is not None:
+                setattr(config, PREFIX, prefix)
             generation = copy.deepcopy(getattr(model, "generation_config", None)) or GenerationConfig()
             generation._from_model_config = False  # else `generate` derives it again
             for name, token in _special_tokens(tokenizer).items():

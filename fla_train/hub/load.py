@@ -32,6 +32,7 @@ from fla_train.hub.formats import FORMATS, format_name
 from fla_train.hub.formats.errors import FormatError
 from fla_train.hub.formats.read import load_translated
 from fla_train.hub.paths import STEP
+from fla_train.hub.prefix import PREFIX, trained_prefix
 from fla_train.models.mixers.registry import MixerError
 from fla_train.models.zoo.fla import import_models
 from fla_train.utils.hub_names import is_hub_name
@@ -113,16 +114,20 @@ def trained_length(model: PreTrainedModel) -> int:
 def document_prefix(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The token that stands before a document: at most one.
 
-    Models trained here saw documents ended by EOS and never a BOS, so theirs is EOS, or nothing if their data
-    had `append_eos=false`. Others get BOS, else EOS.
+    That of models trained here is in their config, which others' ways of saving keep, or follows from their
+    record (`trained_prefix`). Others get BOS, else EOS.
     """
+    found = trained_prefix_of(model, tokenizer)
+    if found is not None:
+        return found
     ids = [tokenizer.bos_token_id, tokenizer.eos_token_id]
-    if record := training_record(model):
-        data = (yaml.safe_load(record.get("config") or "") or {}).get("data") or {}
-        if data.get("append_eos") is False:
-            return []
-        ids.reverse()
     return [token for token in ids if token is not None][:1]
+
+
+def trained_prefix_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
+    """The tokens that stood before documents when the model was trained here; None: it was not."""
+    kept = getattr(model.config, PREFIX, None)
+    return trained_prefix(training_record(model).get("config"), tokenizer) if kept is None else kept
 
 
 def load_model(

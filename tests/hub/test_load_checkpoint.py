@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fla_train.hub import CardInfo, export_model, load_model, resolve_checkpoint
+from fla_train.hub.convert import convert_export
 from fla_train.hub.load import document_prefix, recorded_length, trained_length
 from fla_train.hub.paths import run_folder
 from fla_train.utils.device import pick_device, pick_dtype
@@ -17,7 +18,8 @@ from tests.refusal import refusal
 @pytest.fixture
 def run(small_model, tokenizer, tmp_path: Path) -> Path:
     for step in ("step-0000900", "step-0001000", "step-10000000"):
-        export_model(small_model, tokenizer, tmp_path / "run/hf" / step, CardInfo(seq_len=77), validate=False)
+        card = CardInfo(seq_len=77, config="data: {}\n")
+        export_model(small_model, tokenizer, tmp_path / "run/hf" / step, card, validate=False)
     (tmp_path / "run/hf/step-20000000").mkdir()  # no config.json: not an export
     return tmp_path / "run"
 
@@ -76,7 +78,37 @@ def test_a_model_from_the_hub_has_its_training_record_too(run: Path, tmp_path: P
     assert trained_length(model) == 77
     assert document_prefix(model, tokenizer) == [tokenizer.eos_token_id]
     (repository / "snapshots" / commit / "training.json").unlink()
+    assert recorded_length(model) is None
+    assert document_prefix(model, tokenizer) == [tokenizer.eos_token_id]  # by its config
+    del model.config.document_prefix  # as before 2026-11-28
     assert document_prefix(model, tokenizer) == [tokenizer.bos_token_id]
+
+
+@pytest.mark.parametrize("kept", ["eos", "nothing"])
+def test_other_ways_of_saving_keep_what_stands_before_a_document(
+    run: Path, tmp_path: Path, kept: str
+) -> None:
+    """`save_pretrained`, as of Trainer and TRL, writes no training record; a translation keeps the record."""
+    model, tokenizer = load_model(run)
+    text = "data: {append_eos: false}\n" if kept == "nothing" else "data: {}\n"
+    export_model(model, tokenizer, tmp_path / "ours", CardInfo(config=text))
+    expected = [] if kept == "nothing" else [tokenizer.eos_token_id]
+    model, tokenizer = load_model(tmp_path / "ours")
+    model.save_pretrained(tmp_path / "saved")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    convert_export(tmp_path / "ours", tmp_path / "fla", "fla")
+    convert_export(tmp_path / "fla", tmp_path / "back", "hf")
+    for name in ("saved", "fla", "back"):
+        assert document_prefix(*load_model(tmp_path / name)) == expected
+
+
+def test_a_conversion_of_anothers_model_does_not_make_it_ours(small_model, tokenizer, tmp_path: Path) -> None:
+    export_model(small_model, tokenizer, tmp_path / "fla", format="fla")
+    for name in ("training.json", "checksums.json"):
+        (tmp_path / "fla" / name).unlink()
+    convert_export(tmp_path / "fla", tmp_path / "hf", "hf")
+    for name in ("fla", "hf"):
+        assert document_prefix(*load_model(tmp_path / name)) == [tokenizer.bos_token_id]
 
 
 def test_document_prefix_of_other_models(small_model, tokenizer) -> None:
