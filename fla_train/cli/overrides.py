@@ -2,12 +2,13 @@
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Sequence
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fla_train.cli.config_files import ConfigFiles
@@ -87,7 +88,11 @@ def _reason(configs: ConfigFiles, config: DictConfig, text: str, failure: Except
     # A key inside of a mapping, or in the file of an option, is another than the override's.
     unknown = re.search(r"Key '.*' (?:is )?not in .*\n\s*full_key: (\S+)", str(_cause(failure)))
     if unknown and unknown[1].startswith(f"{key}.") and is_open(config, key):
-        return f"{text}: {key} has no {unknown[1].removeprefix(f'{key}.')} yet: write +{text} to add it"
+        entry, _, name = unknown[1].removeprefix(f"{key}.").rpartition(".")
+        if entry:  # of a type of its own, whose keys are fixed
+            known = OmegaConf.select(config, key)._metadata.element_type.__dataclass_fields__
+            return f"{text}: {key}.{entry} has no key {name}; it has {', '.join(known)}"
+        return f"{text}: {key} has no {name} yet: write {shlex.quote(f'+{text}')} to add it"
     if unknown and not key.startswith(unknown[1]):
         key, plain = unknown[1], "VALUE"
     return f"{text}: {key_error(configs, config, key, plain) or one_line(failure)}"

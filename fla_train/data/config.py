@@ -46,7 +46,7 @@ class TokenizerConfig:
 class PartConfig:
     """One part of a mixture: its text, named as in `DataConfig`, and its share of the sequences."""
 
-    weight: float
+    weight: float | None = None
     source: str = "local"
     path: str | None = None
     name: str | None = None
@@ -125,15 +125,18 @@ class DataConfig:
             [] if self.mixture else ["data.source=mixture needs data.mixture: {name: {weight, path}, ...}"]
         )
         for name, part in self.mixture.items():
-            if not 0 < part.weight < math.inf:
+            if part.weight is None:
+                errors.append(f"data.mixture.{name}.weight must be given: its share of the sequences")
+            elif not 0 < part.weight < math.inf:
                 errors.append(f"data.mixture.{name}.weight={part.weight} must be positive and finite")
             if part.source not in SOURCES[:-1]:
                 errors.append(
                     f"data.mixture.{name}.source={part.source} is none of {', '.join(SOURCES[:-1])}"
                 )
-            elif part.source != "stdlib" and not part.path:
-                errors.append(f"data.mixture.{name}.path must be given")
-            errors += _hub_name_errors(f"data.mixture.{name}", part)
+                continue
+            own = tuple(f"data.{field}" for field in vars(part))
+            found = part_config(self, name).validation_errors()
+            errors += [e.replace("data.", f"data.mixture.{name}.") for e in found if e.startswith(own)]
         for key in ("max_documents", "max_tokens"):
             if getattr(self, key) is not None:
                 errors.append(f"data.{key} caps no mixture: set data.mixture.PART.{key}")

@@ -10,6 +10,7 @@ import glob
 import gzip
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -132,18 +133,18 @@ def find_files(path: str, endings: tuple[str, ...] = _ENDINGS) -> list[tuple[str
     """(name, file) of every corpus file behind a file, folder (recursive) or glob, sorted by name.
 
     In a folder, names that begin with a dot are left out, as `datasets` does: editors, downloads and
-    notebooks keep other things there.
+    notebooks keep other things there. Links to folders are followed; a folder is read once.
 
     Raises:
-        ValueError: if there are none.
+        ValueError: if there are none, or a folder can't be read.
     """
     root = Path(path).expanduser()
     if root.is_file():
         candidates = [root]
     elif root.is_dir():
-        candidates = [f for f in root.rglob("*") if not _is_hidden(f.relative_to(root)) and f.is_file()]
-    else:
-        candidates = [Path(f) for f in glob.glob(str(root), recursive=True) if Path(f).is_file()]
+        candidates = [file for file in _below(root) if file.is_file()]
+    else:  # a glob may find a file in several ways
+        candidates = [Path(f) for f in set(glob.glob(str(root), recursive=True)) if Path(f).is_file()]
     base = root if root.is_dir() else None
     named = sorted(
         (f.relative_to(base).as_posix() if base else f.name, f)
@@ -159,8 +160,21 @@ def find_files(path: str, endings: tuple[str, ...] = _ENDINGS) -> list[tuple[str
     return named
 
 
-def _is_hidden(name: Path) -> bool:
-    return any(part.startswith(".") for part in name.parts)
+def _below(root: Path) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        raise ValueError(f"data.path={root}: {error.filename} can't be read ({error.strerror})") from error
+
+    seen = set()
+    for folder, folders, names in os.walk(root, followlinks=True, onerror=refuse):
+        real = os.path.realpath(folder)
+        # Links come last, so that the name of a folder is its own where both are below the root.
+        links = {name for name in folders if os.path.islink(os.path.join(folder, name))}
+        folders[:] = sorted((f for f in folders if not f.startswith(".")), key=lambda f: (f in links, f))
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
 def describe_files(files: list[tuple[str, Path]]) -> list[dict[str, str | int]]:
@@ -253,6 +267,8 @@ def _open_parquet(path: Path, column: str) -> "pyarrow.parquet.ParquetFile":
             f"{path}: not a readable parquet file ({failure}); fetch it again or remove it"
         ) from failure
     require_column(path, column, file.schema_arrow.names)
+    if file.schema_arrow.names.count(column) > 1:
+        raise ValueError(f"{path}: several columns are called '{column}'; rename them")
     kind = file.schema_arrow.field(column).type
     kind = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):

@@ -34,7 +34,7 @@ from fla_train.data.cache import (
     stream_folder,
 )
 from fla_train.data.config import DataConfig, part_config, validation_shard_config
-from fla_train.data.files import Cursor
+from fla_train.data.files import Cursor, find_files
 from fla_train.data.shards import FORMAT, MANIFEST, ShardWriter, check_sizes, write_manifest
 from fla_train.data.sources import Source, hub_commit, is_on_hub
 from fla_train.data.tokenize import Encoded, Encoder, encode_all, is_held_out, make_encoder, utf8
@@ -97,14 +97,15 @@ def _prepare_mixture(
 ) -> PreparedData:
     """Prepare every part, and the folder that joins them. No token is copied: other weights cost nothing."""
     prepared = {}
+    for name, part in config.mixture.items():
+        if part.source == "local":  # so that all errors come before hours of tokenizing
+            with _of_part(name):
+                find_files(part.path)
     for name in mixture_shares(config):
         log(f"data: part {name} of the mixture")
-        try:
-            commit = {"": commits[name]} if name in commits else NO_COMMITS
+        commit = {"": commits[name]} if name in commits else NO_COMMITS
+        with _of_part(name):
             prepared[name] = prepare(part_config(config, name), log, progress, commit)
-        except ValueError as failure:
-            kind = Interrupted if isinstance(failure, Interrupted) else ValueError
-            raise kind(f"data.mixture.{name}: {failure}") from failure
     parts = mixture_parts(config, prepared)
     folder = mixture_folder(config, parts)
     if not (folder / MANIFEST).exists():
@@ -116,6 +117,16 @@ def _prepare_mixture(
                     shutil.copytree(first.folder / "tokenizer", aside / "tokenizer")
                     write_manifest(aside, _mixture_manifest(folder.name, parts, prepared))
     return open_prepared(folder)
+
+
+@contextmanager
+def _of_part(name: str) -> Iterator[None]:
+    """Name the part of a mixture in front of its errors."""
+    try:
+        yield
+    except ValueError as failure:
+        kind = Interrupted if isinstance(failure, Interrupted) else ValueError
+        raise kind(f"data.mixture.{name}: {failure}") from failure
 
 
 def _mixture_manifest(
@@ -187,8 +198,8 @@ def _locked(folder: Path, lock: Path, log: Log) -> Iterator[None]:
             yield
     except OSError as failure:
         raise Interrupted(
-            f"cannot write {folder}: {failure.strerror}; make room and run the same command again, it goes "
-            "on from here, or set data.cache_dir"
+            f"cannot write {folder}: {failure.strerror}; make room or give write access, and run the same "
+            "command again, which goes on from here, or set data.cache_dir"
         ) from failure
 
 

@@ -112,6 +112,10 @@ def export_model(
     return folder
 
 
+# What exports have held, for those without a list of their files (docs/reliability.md has one delete it).
+WRITTEN = ("*.safetensors", "*.json", "*.py", "*.png", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+
+
 def copy_export(source: Path, folder: str | Path) -> Path:
     """Copy an exported model to `folder`, complete or absent; an earlier export there is replaced.
 
@@ -151,8 +155,8 @@ def _require_replaceable(folder: Path) -> None:
     held = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if folder.is_file() or (held and TRAINING_FILE not in held):
         raise ValueError(f"{folder} exists and is not an exported model: give another folder")
-    listed = exported_files(folder)
-    if listed and (others := sorted(held - listed - {CHECKSUMS, CARD})):
+    listed = exported_files(folder) or {name for name in held if any(map(Path(name).match, WRITTEN))}
+    if others := sorted(held - listed - {CHECKSUMS, CARD}):
         raise ValueError(
             f"{folder} holds {', '.join(others)} beside an exported model: move it, or give another folder"
         )

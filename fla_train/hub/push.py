@@ -106,7 +106,8 @@ def push(
                 if isinstance(failure, HfHubHTTPError):
                     line = f"the Hub refused {repo_id}: {line}; {safe}"
                 else:
-                    later = f"push it later with `fla-export checkpoint={origin} hub.repo_id={repo_id}`"
+                    command = f"fla-export checkpoint={origin} hub.repo_id={repo_id}"
+                    later = f"push it later with `{command}` and your other options (dtype, hub.*)"
                     line = f"cannot reach the Hub at {api.endpoint} ({line}): {safe}, {later}"
                 raise ConnectionError(line) from None  # the cause's text may hold the token
             time.sleep(wait)

@@ -242,8 +242,10 @@ def check_same_run(config: TrainConfig, data: PreparedData | None, resume: Path,
     of_data = [key for key in changed if key.startswith("data.") and key not in FREE_DATA_KEYS]
     if data is not None:
         name = data.folder.name
-    else:
-        name = prepared_name(config.data) if of_data and config.task is None else _fingerprint(resume)
+    else:  # unknown of streams and of mixtures before they are prepared: of those that moved it stays open
+        name = prepared_name(config.data) if config.task is None else None
+        moved = all(key.endswith(".path") for key in of_data)
+        name = _fingerprint(resume) if name is None and moved else name
     if _fingerprint(resume) not in (None, name):
         errors += [changed[key] for key in of_data if key not in SEQUENCE_KEYS] or [
             "the text itself or the tokenizer has changed since"

@@ -81,9 +81,12 @@ def delete(path: Path) -> None:
 def replaced_folder(folder: Path) -> Iterator[Path]:
     """Yield a hidden folder that replaces `folder` if the block succeeds and is deleted if it fails.
 
+    Where `folder` is a link, what it leads to is replaced.
+
     One writer at a time: the hidden folder's name is fixed, so that the next call finds what a killed process
     left. The former `folder` is kept until the new one is in its place.
     """
+    folder = folder.resolve()
     aside = folder.with_name(f".writing-{folder.name}")
     former = folder.with_name(f".replaced-{folder.name}")
     _settle(folder, aside, former)

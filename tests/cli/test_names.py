@@ -83,7 +83,7 @@ UNKNOWN = {
         "baseline.num_heads=3": "no baseline is chosen",
         "data.mixture.a={weight: 1}": "write +data.mixture={a: {weight: 1}}",
         "+data.mixture.c={weight: 1}": "write +data.mixture={c: {weight: 1}}",
-        "data.mixture={b: {weight: 1}}": "write +data.mixture={b: {weight: 1}}",
+        "data.mixture={b: {weight: 1}}": "write '+data.mixture={b: {weight: 1}}'",
         "task.batch_size=8": "no task is chosen",
         "task={batch_size: 8}": "no task is chosen",
         "init_from.path=runs/a": "no key init_from.path",

@@ -1,6 +1,7 @@
 import itertools
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -107,9 +108,21 @@ def test_errors_of_mixtures(mixture, tmp_path):
     bad = replace(mixture, max_tokens=5, tokenizer=TokenizerConfig(name="bpe"))
     bad.mixture["web"] = PartConfig(weight=-1.0)
     bad.mixture["code"] = PartConfig(weight=float("inf"))
+    bad.mixture["math"] = PartConfig(path="x", max_tokens=0, name="part")
     errors = " ".join(bad.validation_errors())
-    for key in ("max_tokens", "bpe", "web.weight", "web.path", "code.weight=inf"):
+    parts = ("web.weight", "web.path", "code.weight=inf", "math.weight", "math.max_tokens=0", "math.name")
+    for key in ("max_tokens", "bpe", *(f"data.mixture.{part}" for part in parts)):
         assert key in errors
+
+
+def test_a_part_that_is_not_there_is_named_before_any_is_prepared(mixture, tmp_path):
+    mixture.mixture["math"] = PartConfig(weight=1.0, path=str(tmp_path / "absent"))
+    with pytest.raises(ValueError, match=r"data\.mixture\.math"):
+        quiet(mixture)
+    assert not list(Path(mixture.cache_dir).glob("*"))
+
+
+def test_a_mixture_of_another_source(mixture):
     assert "source is not mixture" in replace(mixture, source="stdlib").validation_errors()[0]
 
 

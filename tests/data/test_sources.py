@@ -1,4 +1,5 @@
 import gzip
+import os
 from dataclasses import replace
 
 import datasets
@@ -130,6 +131,32 @@ def test_hidden_files_are_no_text(tmp_path, local, documents):
         open_source(hidden)
 
 
+def test_links_to_folders_are_followed_and_a_folder_is_read_once(tmp_path, local):
+    root = tmp_path / "disks" / "first"
+    for name in ("own", "../second"):
+        (root / name).mkdir(parents=True)
+        (root / name / "a.jsonl").write_text(f'{{"text": "{name}"}}\n')
+    for name, target in {"link": "../second", "another": "../second", "up": "..", "a": "own"}.items():
+        (root / name).symlink_to(target)
+    source = open_source(replace(local, path=str(root)))
+    assert sorted(d["text"] for d in source.documents()) == ["../second", "own"]
+    assert "own/a.jsonl" in str(source.description)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every folder")
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, local):
+    (tmp_path / "corpus" / "closed").mkdir(parents=True, mode=0)
+    (tmp_path / "corpus" / "a.jsonl").write_text('{"text": "one"}\n')
+    with pytest.raises(ValueError, match=r"closed can't be read"):
+        open_source(replace(local, path=str(tmp_path / "corpus")))
+
+
+def test_a_file_that_a_glob_finds_in_several_ways_is_read_once(tmp_path, local):
+    (tmp_path / "p" / "q").mkdir(parents=True)
+    (tmp_path / "p" / "q" / "a.jsonl").write_text('{"text": "one"}\n')
+    assert texts(replace(local, path=f"{tmp_path}/**/**/*.jsonl")) == ["one"]
+
+
 def test_an_empty_file_that_is_not_packed_has_no_documents(tmp_path, local):
     (tmp_path / "a.jsonl").touch()
     write_jsonl(tmp_path / "b.jsonl", [{"text": "b"}])
@@ -184,6 +211,13 @@ def test_invalid_files_are_named_with_the_remedy(tmp_path, local, name, content,
     (tmp_path / "bad" / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         texts(replace(local, path=str(tmp_path / "bad")))
+
+
+def test_two_columns_of_the_same_name_are_refused(tmp_path, local):
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "twice.parquet")
+    with pytest.raises(ValueError, match=r"twice\.parquet: several columns"):
+        texts(replace(local, path=str(tmp_path / "twice.parquet")))
 
 
 def test_corrupt_row_group_is_named(local, corpus):

@@ -179,7 +179,12 @@ def test_a_folder_with_other_things_is_not_replaced(small_model, tmp_path: Path)
     (export / "notes").mkdir()
     with pytest.raises(ValueError, match="holds notes"):
         export_model(small_model, None, export)
+    (export / "checksums.json").unlink()  # as after a change of one's own
+    with pytest.raises(ValueError, match="holds notes"):
+        export_model(small_model, None, export)
     assert (tmp_path / "thesis.tex").read_text() == "dear" and (export / "notes").is_dir()
+    (export / "notes").rmdir()
+    export_model(small_model, None, export)
 
 
 def test_copy(small_model, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

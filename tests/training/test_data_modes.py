@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,13 +42,17 @@ def test_resumed_runs_equal_whole_ones(
     boundaries = "data.document_boundaries=true"
     options = [boundaries] if mode == "mixture" else ["data.stream=true", "data.stream_head_documents=100"]
 
-    def config(name: str, steps: int, *more: str) -> TrainConfig:
+    def config(name: str, steps: int, *more: str, text: Path = corpus) -> TrainConfig:
         made = make_config(*options, f"run.dir={tmp_path / name}", f"trainer.max_steps={steps}", *more)
-        return two_parts(made, corpus, tmp_path) if mode == "mixture" else made
+        made.data.path = str(text)
+        return two_parts(made, text, text.parent) if mode == "mixture" else made
 
     warm_ranks.launch(config("whole", 8, "schedule=constant"))
     warm_ranks.launch(config("resumed", 4, "schedule=constant"))
-    warm_ranks.launch(config("resumed", 8, "schedule=constant", "trainer.micro_batch_size=4"))
+    # On another machine: other folders, nothing prepared.
+    moved = shutil.copytree(corpus, tmp_path / "moved" / "corpus")
+    elsewhere = ["trainer.micro_batch_size=4", f"data.cache_dir={tmp_path / 'other_cache'}"]
+    warm_ranks.launch(config("resumed", 8, "schedule=constant", *elsewhere, text=moved))
     whole, resumed = losses(tmp_path / "whole"), losses(tmp_path / "resumed")
     pairs = [
         (a["loss"], b["loss"])

@@ -36,6 +36,17 @@ def test_a_folder_is_replaced_if_its_new_content_was_written(tmp_path: Path) -> 
     assert contents(tmp_path) == {"folder/file": "new"} and len(list(tmp_path.iterdir())) == 1
 
 
+def test_where_a_link_leads_is_replaced(tmp_path: Path) -> None:
+    folder = make(tmp_path / "folder", "former")
+    (tmp_path / "link").symlink_to(folder)
+    for content in ("new", "newer"):
+        with replaced_folder(tmp_path / "link") as aside:
+            (aside / "file").write_text(content)
+        assert contents(folder) == {"file": content}
+        assert {path.name for path in tmp_path.iterdir()} == {"folder", "link"}
+        assert (tmp_path / "link").is_symlink()
+
+
 def test_the_former_folder_comes_back_after_a_kill_between_both_moves(tmp_path: Path) -> None:
     make(tmp_path / ".replaced-folder", "former")
     make(tmp_path / ".writing-folder", "new")
