@@ -42,6 +42,7 @@ VARIANTS = {  # overrides that a row names
     "trainer.gradient_reduction=bf16": "gradients reduced in bf16",
     "model.residual_in_fp32=false": "bf16 residual stream",
 }
+SEEDS = 3  # of each cell of the papers' tables
 HALF = "half right to"  # head of the lengths up to which half of the sequences are right
 Row = dict[str, Any]
 
@@ -370,6 +371,28 @@ def equal_size(found: Measurement) -> Iterator[str]:
     from fla_train.eval.lm_comparison import tables  # imports torch: seconds
 
     yield "\n\n".join(tables(found.content))
+
+
+@of_pages(sources=False)
+def complete_runs(found: Measurement) -> Iterator[str]:
+    """How many runs of each table are complete, and which cells lack some."""
+    from fla_train.eval.expressivity_table import read_tables  # seconds
+
+    yield from _table("table", "runs", "complete", "missing seeds")
+    all_runs = all_complete = 0
+    for name, table in read_tables().items():
+        rows = [row for row, content in table["rows"].items() if content["overrides"] is not None]
+        missing, complete = [], 0
+        for column in table["columns"]:
+            cells = {row: found.content[name]["rows"][row][column] for row in rows}
+            lacks = {row: SEEDS - len(cell["values"]) if cell else SEEDS for row, cell in cells.items()}
+            complete += SEEDS * len(rows) - sum(lacks.values())
+            whole = {"all rows": SEEDS} if set(lacks.values()) == {SEEDS} else lacks
+            missing += [f"{row}, {column}: {seeds}" for row, seeds in whole.items() if seeds]
+        runs = SEEDS * len(rows) * len(table["columns"])
+        all_complete, all_runs = all_complete + complete, all_runs + runs
+        yield _row(f"`{name}`", f"{runs:,}", f"{complete:,}", "; ".join(missing))
+    yield _row("all", f"{all_runs:,}", f"{all_complete:,}", "")
 
 
 @of_pages()
