@@ -242,10 +242,13 @@ def check_same_run(config: TrainConfig, data: PreparedData | None, resume: Path,
     of_data = [key for key in changed if key.startswith("data.") and key not in FREE_DATA_KEYS]
     if data is not None:
         name = data.folder.name
-    else:  # unknown of streams and of mixtures before they are prepared: of those that moved it stays open
-        name = prepared_name(config.data) if config.task is None else None
-        moved = all(key.endswith(".path") for key in of_data)
-        name = _fingerprint(resume) if name is None and moved else name
+    else:
+        # Files may have changed under the same path. The Hub is not asked: a run keeps its commit.
+        asked = config.task is None and (of_data or config.data.source == "local")
+        name = prepared_name(config.data) if asked else _fingerprint(resume)
+        # Unknown of streams and mixtures that are not prepared: where they only moved it stays open.
+        if name is None and all(key.endswith(".path") for key in of_data):
+            name = _fingerprint(resume)
     if _fingerprint(resume) not in (None, name):
         errors += [changed[key] for key in of_data if key not in SEQUENCE_KEYS] or [
             "the text itself or the tokenizer has changed since"

@@ -85,6 +85,22 @@ def test_a_change_that_is_refused_prepares_nothing(
     assert code == 2 and named in said and "belongs to another run" in said
 
 
+def test_another_text_under_the_same_path_is_refused_before_it_is_tokenized(
+    run: Path, fla_train, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def prepare(*_: object, **__: object) -> None:
+        raise AssertionError("data were prepared")
+
+    monkeypatch.setattr(launch_module, "prepare", prepare)
+    copied, text = shutil.copytree(run, tmp_path / "run"), shutil.copytree(corpus, tmp_path / "text")
+    config = copied / "config.yaml"
+    config.write_text(config.read_text().replace(str(corpus), str(text)))
+    with (text / "documents.jsonl").open("a") as file:
+        file.write('{"text": "one more"}\n')
+    code, said = fla_train(f"run.dir={copied}", "trainer.max_steps=13")
+    assert code == 2 and "belongs to another run" in said
+
+
 def test_the_batch_stays_on_other_ranks(run: Path, fla_train, warm_ranks: WarmRanks):
     """It was given as a number here; test_config.py has the number that auto was."""
     with warm_ranks.as_workers():
