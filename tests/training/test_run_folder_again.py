@@ -92,7 +92,7 @@ def test_another_text_under_the_same_path_is_refused_before_it_is_tokenized(
         raise AssertionError("data were prepared")
 
     monkeypatch.setattr(launch_module, "prepare", prepare)
-    copied, text = shutil.copytree(run, tmp_path / "run"), shutil.copytree(corpus, tmp_path / "text")
+    copied, text = shutil.copytree(run, tmp_path / "copy"), shutil.copytree(corpus, tmp_path / "text")
     config = copied / "config.yaml"
     config.write_text(config.read_text().replace(str(corpus), str(text)))
     with (text / "documents.jsonl").open("a") as file:
