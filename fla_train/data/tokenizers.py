@@ -214,9 +214,17 @@ def _load_folder(folder: Path) -> PreTrainedTokenizerBase:
 
 def load_saved(place: str | Path, *, local_files_only: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder that transformers has written, or of the Hub. No Python file of it is run."""
-    from transformers import AutoTokenizer  # imports generation and torch._dynamo (5.17): seconds
+    from transformers import (
+        AutoTokenizer,
+        PreTrainedConfig,
+    )  # imports generation and torch._dynamo (5.17): seconds
 
-    return AutoTokenizer.from_pretrained(place, local_files_only=local_files_only, trust_remote_code=False)
+    options = {"local_files_only": local_files_only, "trust_remote_code": False}
+    settings = Path(place) / "tokenizer_config.json"
+    if settings.is_file() and json.loads(settings.read_text()).get("tokenizer_class"):
+        # The class is known; a config of a model type that transformers has not would draw a warning.
+        options["config"] = PreTrainedConfig()
+    return AutoTokenizer.from_pretrained(place, **options)
 
 
 def from_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
