@@ -384,7 +384,8 @@ def complete_runs(found: Measurement) -> Iterator[str]:
         rows = [row for row, content in table["rows"].items() if content["overrides"] is not None]
         missing, complete = [], 0
         for column in table["columns"]:
-            cells = {row: found.content[name]["rows"][row][column] for row in rows}
+            done = found.content[name]["rows"]
+            cells = {row: done.get(row, {}).get(column) for row in rows}
             lacks = {row: SEEDS - len(cell["values"]) if cell else SEEDS for row, cell in cells.items()}
             complete += SEEDS * len(rows) - sum(lacks.values())
             whole = {"all rows": SEEDS} if set(lacks.values()) == {SEEDS} else lacks

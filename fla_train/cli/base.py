@@ -54,7 +54,12 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
         return list(overrides)
     for key, path in _named_classes(base).items():
         if not given.get(key):
-            single = [o.input_line for o in parsed if not o.is_sweep_override()]
+            section = key.partition(".")[0] + "."  # whose keys may be those of the base only
+            single = [
+                o.input_line
+                for o in parsed
+                if not o.is_sweep_override() and not o.key_or_group.startswith(section)
+            ]
             if OmegaConf.select(compose("train", single, config_dir=config_dir), key) is None:
                 raise ValueError(
                     f"{run or weights} names the class {path}, and a folder does not choose what is "

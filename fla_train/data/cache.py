@@ -7,6 +7,7 @@ beside it, and that of a stream its validation shard.
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -172,10 +173,14 @@ def find_prepared(config: DataConfig) -> PreparedData | None:
     """
     if config.source == "mixture":
         parts = {name: find_prepared(part_config(config, name)) for name in config.mixture}
-        folder = None if None in parts.values() else mixture_folder(config, mixture_parts(config, parts))
+        folder = (
+            None
+            if None in parts.values()
+            else mixture_folder(config, {name: part.folder.name for name, part in parts.items()})
+        )
     elif config.stream:
         shard = find_prepared(validation_shard_config(config))
-        folder = shard and stream_folder(config, shard)
+        folder = shard and stream_folder(config, shard.folder.name)
     else:
         try:
             folder = cache_paths(config, offline=True).final
@@ -185,15 +190,19 @@ def find_prepared(config: DataConfig) -> PreparedData | None:
 
 
 def prepared_name(config: DataConfig) -> str | None:
-    """Name of the folder that `prepare` would return; None if that is known only after preparing.
+    """Name of the folder that `prepare` would return; None if the tokenizer has not been fetched yet.
 
     Raises:
         ValueError: as `cache_paths`.
     """
     if (found := find_prepared(config)) is not None:
         return found.folder.name
-    if config.source == "mixture" or config.stream:  # named after their parts
-        return None
+    if config.source == "mixture":
+        names = {name: prepared_name(part_config(config, name)) for name in config.mixture}
+        return None if None in names.values() else mixture_folder(config, names).name
+    if config.stream:
+        shard = prepared_name(validation_shard_config(config))
+        return None if shard is None else stream_folder(config, shard).name
     try:
         return cache_paths(config, offline=True).final.name
     except TokenizerNotCached:
@@ -228,22 +237,22 @@ def mixture_shares(config: DataConfig) -> dict[str, int]:
     return integer_shares({name: part.weight for name, part in config.mixture.items()})
 
 
-def mixture_parts(config: DataConfig, parts: dict[str, PreparedData]) -> list[dict[str, Any]]:
-    """The manifest's entry of each prepared part of a mixture: its name, folder and share."""
+def mixture_parts(config: DataConfig, names: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The manifest's entry of each part of a mixture, of which `names` has the names of the folders."""
     return [
-        {"name": name, "fingerprint": parts[name].folder.name, "share": share}
+        {"name": name, "fingerprint": names[name], "share": share}
         for name, share in mixture_shares(config).items()
     ]
 
 
-def mixture_folder(config: DataConfig, parts: list[dict[str, Any]]) -> Path:
-    """The folder of a mixture with these entries of parts."""
-    return cache_folder(config) / _digest({"format": FORMAT, "parts": parts})
+def mixture_folder(config: DataConfig, names: Mapping[str, str]) -> Path:
+    """The folder of a mixture whose parts lie in folders of these names."""
+    return cache_folder(config) / _digest({"format": FORMAT, "parts": mixture_parts(config, names)})
 
 
-def stream_folder(config: DataConfig, validation_shard: PreparedData) -> Path:
-    """The folder of a stream with this validation shard."""
-    return cache_folder(config) / _digest({"head": validation_shard.folder.name, "stream": True})
+def stream_folder(config: DataConfig, validation_shard: str) -> Path:
+    """The folder of a stream whose validation shard lies in a folder of this name."""
+    return cache_folder(config) / _digest({"head": validation_shard, "stream": True})
 
 
 def read_journal(folder: Path) -> dict[str, Any] | None:

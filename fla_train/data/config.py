@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -134,9 +135,9 @@ class DataConfig:
                     f"data.mixture.{name}.source={part.source} is none of {', '.join(SOURCES[:-1])}"
                 )
                 continue
-            own = tuple(f"data.{field}" for field in vars(part))
+            own = re.compile(rf"(?<![\w.])data\.(?=({'|'.join(vars(part))})\b)")
             found = part_config(self, name).validation_errors()
-            errors += [e.replace("data.", f"data.mixture.{name}.") for e in found if e.startswith(own)]
+            errors += [own.sub(f"data.mixture.{name}.", e) for e in found if own.match(e)]
         for key in ("max_documents", "max_tokens"):
             if getattr(self, key) is not None:
                 errors.append(f"data.{key} caps no mixture: set data.mixture.PART.{key}")

@@ -129,11 +129,13 @@ def require_column(where: object, column: str, names: Iterable[str]) -> None:
         raise ValueError(f"{where}: no column '{column}' (it has {', '.join(names)}); set data.text_column")
 
 
-def find_files(path: str, endings: tuple[str, ...] = _ENDINGS) -> list[tuple[str, Path]]:
+def find_files(
+    path: str, endings: tuple[str, ...] = _ENDINGS, *, follow: bool = True
+) -> list[tuple[str, Path]]:
     """(name, file) of every corpus file behind a file, folder (recursive) or glob, sorted by name.
 
     In a folder, names that begin with a dot are left out, as `datasets` does: editors, downloads and
-    notebooks keep other things there. Links to folders are followed; a folder is read once.
+    notebooks keep other things there. Links to folders are followed where `follow`; a folder is read once.
 
     Raises:
         ValueError: if there are none, or a folder can't be read.
@@ -142,7 +144,7 @@ def find_files(path: str, endings: tuple[str, ...] = _ENDINGS) -> list[tuple[str
     if root.is_file():
         candidates = [root]
     elif root.is_dir():
-        candidates = [file for file in _below(root) if file.is_file()]
+        candidates = [file for file in _below(root, follow=follow) if file.is_file()]
     else:  # a glob may find a file in several ways
         candidates = [Path(f) for f in set(glob.glob(str(root), recursive=True)) if Path(f).is_file()]
     base = root if root.is_dir() else None
@@ -160,21 +162,29 @@ def find_files(path: str, endings: tuple[str, ...] = _ENDINGS) -> list[tuple[str
     return named
 
 
-def _below(root: Path) -> Iterator[Path]:
-    def refuse(error: OSError) -> None:
-        raise ValueError(f"data.path={root}: {error.filename} can't be read ({error.strerror})") from error
+def _below(root: Path, *, follow: bool) -> Iterator[Path]:
+    """The files below a folder without hidden ones; where `follow`, below links to other folders as well."""
 
-    seen = set()
-    for folder, folders, names in os.walk(root, followlinks=True, onerror=refuse):
-        real = os.path.realpath(folder)
-        # Links come last, so that the name of a folder is its own where both are below the root.
-        links = {name for name in folders if os.path.islink(os.path.join(folder, name))}
-        folders[:] = sorted((f for f in folders if not f.startswith(".")), key=lambda f: (f in links, f))
-        if real in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        yield from (Path(folder, name) for name in names if not name.startswith("."))
+    def refuse(error: OSError) -> None:
+        raise ValueError(
+            f"data.path={root}: {error.filename} can't be read ({error.strerror}); give access, or a "
+            "quoted glob that leaves it out"
+        ) from error
+
+    seen, starts = set(), [str(root)]
+    while starts:  # links come after all folders, so that a folder below the root has its own name
+        links = []
+        for start in starts:
+            for folder, folders, names in os.walk(start, onerror=refuse):
+                folders[:] = sorted(name for name in folders if not name.startswith("."))
+                real = os.path.realpath(folder)
+                if real in seen:
+                    folders.clear()
+                    continue
+                seen.add(real)
+                links += [path for name in folders if os.path.islink(path := os.path.join(folder, name))]
+                yield from (Path(folder, name) for name in names if not name.startswith("."))
+        starts = links if follow else []
 
 
 def describe_files(files: list[tuple[str, Path]]) -> list[dict[str, str | int]]:

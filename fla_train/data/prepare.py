@@ -106,8 +106,8 @@ def _prepare_mixture(
         commit = {"": commits[name]} if name in commits else NO_COMMITS
         with _of_part(name):
             prepared[name] = prepare(part_config(config, name), log, progress, commit)
-    parts = mixture_parts(config, prepared)
-    folder = mixture_folder(config, parts)
+    names = {name: part.folder.name for name, part in prepared.items()}
+    parts, folder = mixture_parts(config, names), mixture_folder(config, names)
     if not (folder / MANIFEST).exists():
         # All machines of a run, and all runs of a sweep, come here at once.
         with _locked(folder, folder.with_name(f".{folder.name}.lock"), log):
@@ -164,7 +164,7 @@ def _prepare_stream(config: DataConfig, log: Log, progress: bool, commits: Mappi
     # The shard may have been prepared when the same text lay elsewhere, and with another line limit.
     settings = shard.manifest["settings"] | {"max_documents": None, "path": config.path}
     settings["max_line_bytes"] = config.max_line_bytes
-    folder = stream_folder(config, shard)
+    folder = stream_folder(config, shard.folder.name)
     unknown = dict.fromkeys(("documents", "text_bytes", "unigram_entropy"))
     train = unknown | {"tokens": math.inf, "shards": []}
     manifest: dict[str, Any] = {

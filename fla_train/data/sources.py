@@ -174,8 +174,9 @@ def _hub(config: DataConfig, commit: str | None) -> Source:
         "text_column": config.text_column,
     }
     if not is_on_hub(config):  # a local mirror is identified by its content, not by its path
-        # All files that `datasets` can read, without the card, which changes more often than the data.
-        files = [(name, file) for name, file in find_files(config.path, ("",)) if name != "README.md"]
+        # All files that `datasets` reads, without the card, which changes more often than the data.
+        found = find_files(config.path, ("",), follow=False)
+        files = [(name, file) for name, file in found if name != "README.md"]
         description |= {"path": None, "files": describe_files(files)}
 
     @cache  # so that a tokenizer is trained on the same commit that is then tokenized

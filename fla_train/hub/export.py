@@ -91,6 +91,8 @@ def export_model(
             config.save_pretrained(aside)
         else:
             content, stored = translation.from_ours(config, weights)
+            if (prefix := getattr(config, PREFIX, None)) is not None:
+                content[PREFIX] = prefix
             (aside / "config.json").write_text(json.dumps(content, indent=2) + "\n")
             library = (translation.PACKAGE, content["model_type"])
         try:

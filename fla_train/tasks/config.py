@@ -17,7 +17,7 @@ from fla_train.tasks.formal import FormalLanguage
 from fla_train.tasks.group_words import GroupWords
 from fla_train.tasks.mad import Compression, FuzzyRecall, InContextRecall, Memorization, SelectiveCopying
 from fla_train.tasks.mqar import MQAR
-from fla_train.tasks.own import contract_errors, import_task
+from fla_train.tasks.own import check_contract, import_task
 from fla_train.tasks.regbench import RegBench
 from fla_train.tasks.score import Score
 from fla_train.tasks.task import Tally, Task
@@ -61,6 +61,10 @@ class TaskConfig:
     curriculum: list[Any] = field(default_factory=list)
     stop_at: list[Any] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        if self.kind == "in_context_recall" and self.options.get("motif") == 1:
+            del self.options["motif"]  # which configs of earlier versions have
+
     def validation_errors(self) -> list[str]:
         """Every setting that cannot work, one line each; empty when all is well."""
         errors = [
@@ -86,9 +90,9 @@ class TaskConfig:
                 continue  # what its class would say of them follows from these
             try:
                 task = make_task(self.kind, merged)
+                if is_own(self.kind):
+                    check_contract(self.kind, task)
                 sizes[name] = task.vocab_size
-                for error in contract_errors(task) if is_own(self.kind) else []:
-                    places.setdefault(f"{self.kind}: {error}", []).append(f"task.{name}")
             except ValueError as error:
                 places.setdefault(str(error), []).append(f"task.{name}")
         errors += [f"{', '.join(where)}: {error}" for error, where in places.items()]
@@ -142,7 +146,12 @@ def make_task(
 
 def _options(kind: str) -> dict[str, inspect.Parameter]:
     parameters = inspect.signature(task_class(kind)).parameters
-    return {name: value for name, value in parameters.items() if name not in ("seed", "num_sequences")}
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {
+        name: value
+        for name, value in parameters.items()
+        if name not in ("seed", "num_sequences") and value.kind not in several
+    }
 
 
 def _option_errors(kind: str, options: Mapping[str, Any]) -> list[str]:

@@ -138,8 +138,7 @@ class FuzzyRecall(Task):
         self.motif, self.training = motif, training
 
     def _generate(self, keys: np.ndarray) -> Batch:
-        n, motif, rows = len(keys), self.motif, np.arange(len(keys))
-        places = self.seq_len // 2
+        n, motif, places = len(keys), self.motif, self.seq_len // 2
         for_probe, drawn = np.split(draw(keys, 1 + (places + 1) * (2 + 2 * motif)), [1])
         pairs = [self._pair(part) for part in np.split(drawn, places + 1)]
         (probe, probe_key), size = pairs.pop(), 2 * motif
@@ -150,15 +149,15 @@ class FuzzyRecall(Task):
         sequence = np.full((n, self.seq_len + 1), self.vocab_size - 1, dtype=np.int64)
         asked = np.zeros_like(sequence, dtype=bool)
         end, given = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=bool)
-        words = np.full((n, (self.half + 1) ** motif, motif), -1)  # the value of each key so far
-        for pair, key in pairs:
+        known = np.full((n, places + 1), -1), np.full((n, places + 1, motif), -1)  # keys and values so far
+        for place, (pair, key) in enumerate(pairs):
             going = end < room
             due = going & ~given & ((end >= probe_from) | (end + size >= room))
             pair, key = np.where(due[:, None], probe, pair), np.where(due, probe_key, key)
             given |= going & (key == probe_key)
             pair[key == probe_key] = probe[key == probe_key]
-            end = _write(sequence, asked, words, end, pair, key, going)
-        end = _write(sequence, asked, words, end, probe, probe_key, rows >= 0)
+            end = _write(sequence, asked, known, place, end, pair, key, going)
+        end = _write(sequence, asked, known, places, end, probe, probe_key, np.full(n, True))
         # Blanks in front: every row is turned so that it ends at the last place.
         turned = (np.arange(self.seq_len + 1) + end[:, None]) % (self.seq_len + 1)
         sequence, asked = np.take_along_axis(sequence, turned, 1), np.take_along_axis(asked, turned, 1)
@@ -277,7 +276,8 @@ def _layout(noise: np.ndarray, choice: np.ndarray, pairs: int) -> tuple[np.ndarr
 def _write(
     sequence: np.ndarray,
     asked: np.ndarray,
-    words: np.ndarray,
+    known: tuple[np.ndarray, np.ndarray],
+    place: int,
     end: np.ndarray,
     pair: np.ndarray,
     key: np.ndarray,
@@ -285,14 +285,15 @@ def _write(
 ) -> np.ndarray:
     """Append a key and its value to the rows `going` of `sequence`, which end at `end`: their new ends.
 
-    A key that has a word in `words` has that for its value, and its letters are `asked`.
+    A key that is `known` from an earlier place has that value again, and its letters are `asked`.
     """
-    motif, rows = words.shape[-1], np.arange(len(end))
-    known = words[rows, key]
-    again = known[:, 0] >= 0
-    pair = np.concatenate([pair[:, :motif], np.where(again[:, None], known, pair[:, motif:])], axis=1)
-    words[rows[going], key[going]] = pair[going, motif:]
-    for i, letter in enumerate(pair.T):
+    keys, values = known
+    motif, rows = values.shape[-1], np.arange(len(end))
+    same = keys == key[:, None]
+    again = same.any(1)
+    value = np.where(again[:, None], values[rows, same.argmax(1)], pair[:, motif:])
+    keys[going, place], values[going, place] = key[going], value[going]
+    for i, letter in enumerate(np.concatenate([pair[:, :motif], value], axis=1).T):
         has = going & (letter >= 0)
         sequence[rows[has], end[has]] = letter[has]
         asked[rows[has], end[has]] = again[has] & (i >= motif)

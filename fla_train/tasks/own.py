@@ -3,10 +3,8 @@
 import inspect
 
 import torch
-from torch.nn.functional import one_hot
 
-from fla_train.tasks.score import Score
-from fla_train.tasks.task import IGNORE, Task
+from fla_train.tasks.task import IGNORE, Tally, Task, tally_by
 from fla_train.utils.errors import described
 from fla_train.utils.import_class import import_class
 
@@ -25,39 +23,44 @@ def import_task(path: str) -> type[Task]:
     return found
 
 
-def contract_errors(task: Task) -> list[str]:
-    """What keeps the task's first two sequences from training and tests: one line, or none."""
+def check_contract(path: str, task: Task) -> None:
+    """Check the sizes and the first two sequences of a task of class `path`.
+
+    Raises:
+        ValueError: it is not what `Task` says; one line.
+    """
+    for name in ("vocab_size", "seq_len"):
+        if type(value := getattr(task, name, None)) is not int or value < 1:
+            raise ValueError(
+                f"{path}: its {name} is {value!r}: give super().__init__ an integer of at least 1"
+            )
     try:
         pair, alone = task.batch([0, 1]), task.batch([1])
         for name in ("input_ids", "labels"):
-            _check_ids(name, getattr(pair, name), task)
-        if any(
-            not torch.equal(getattr(pair, name)[1:], getattr(alone, name)) for name in ("input_ids", "labels")
-        ):
-            raise _BrokenContract(
-                "sequence 1 is another one in a batch of its own: draw by the keys alone "
-                "(fla_train/tasks/draws.py), so that all ranks and resumed runs get the same"
-            )
-        logits = one_hot(pair.labels.clamp(min=0), task.vocab_size)
-        if task.headline not in Score.of(task, logits, pair).scalars(task):
-            raise _BrokenContract(f"summary has no '{task.headline}', the class's headline")
-    except _BrokenContract as error:
-        return [str(error)]
+            _check_ids(path, name, getattr(pair, name), task)
+            if not torch.equal(getattr(pair, name)[1:], getattr(alone, name)):
+                raise ValueError(
+                    f"{path}: sequence 1 is another one in a batch of its own: draw by the keys alone "
+                    "(fla_train/tasks/draws.py), so that all ranks and resumed runs get the same"
+                )
+        predictions = task.judge(pair.labels.clamp(min=0), pair)
+        found = task.summary(Tally.of(predictions, pair.labels))
+        if task.slice_key is not None:
+            tally_by(predictions, pair, task.slice_key)
     except Exception as error:
-        return [f"its first batch raised {described(error)}"]
-    return []
+        if isinstance(error, ValueError) and str(error).startswith(path):
+            raise
+        raise ValueError(f"{path}: its first batch raised {described(error)}") from error
+    if task.headline not in found:
+        raise ValueError(f"{path}: summary has no '{task.headline}', the class's headline")
 
 
-class _BrokenContract(Exception):
-    """A task gives something else than `Task` says."""
-
-
-def _check_ids(name: str, ids: torch.Tensor, task: Task) -> None:
+def _check_ids(path: str, name: str, ids: torch.Tensor, task: Task) -> None:
     if ids.shape != (2, task.seq_len) or ids.dtype != torch.int64:
-        raise _BrokenContract(
-            f"{name} of two sequences must be int64 [2, seq_len = {task.seq_len}], not {ids.dtype} "
+        raise ValueError(
+            f"{path}: {name} of two sequences must be int64 [2, seq_len = {task.seq_len}], not {ids.dtype} "
             f"{list(ids.shape)}"
         )
     known = (ids >= 0) & (ids < task.vocab_size)
     if not (known | (ids == IGNORE) if name == "labels" else known).all():
-        raise _BrokenContract(f"{name} must be at least 0 and below vocab_size = {task.vocab_size}")
+        raise ValueError(f"{path}: {name} must be at least 0 and below vocab_size = {task.vocab_size}")

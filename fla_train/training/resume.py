@@ -246,8 +246,7 @@ def check_same_run(config: TrainConfig, data: PreparedData | None, resume: Path,
         # Files may have changed under the same path. The Hub is not asked: a run keeps its commit.
         asked = config.task is None and (of_data or config.data.source == "local")
         name = prepared_name(config.data) if asked else _fingerprint(resume)
-        # Unknown of streams and mixtures that are not prepared: where they only moved it stays open.
-        if name is None and all(key.endswith(".path") for key in of_data):
+        if name is None and not of_data:  # the tokenizer has to be fetched first
             name = _fingerprint(resume)
     if _fingerprint(resume) not in (None, name):
         errors += [changed[key] for key in of_data if key not in SEQUENCE_KEYS] or [

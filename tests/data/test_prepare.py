@@ -14,10 +14,8 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fla_train.data.cache import (
-    PreparedData,
     cache_paths,
     mixture_folder,
-    mixture_parts,
     open_prepared,
     stream_folder,
 )
@@ -298,10 +296,10 @@ def test_folders_are_named_as_by_earlier_versions(tmp_path, monkeypatch):
     paths = cache_paths(config)
     assert paths.final.name == "99eeda80fd0e80ed"
     assert paths.building.name == ".building-caeb5f093ab30680"
-    assert stream_folder(config, PreparedData(paths.final, {})).name == "9e25f323d5684d9f"
+    assert stream_folder(config, paths.final.name).name == "9e25f323d5684d9f"
     config.mixture = {"a": PartConfig(0.7), "b": PartConfig(0.3)}
-    parts = {name: PreparedData(tmp_path / (name * 16), {}) for name in config.mixture}
-    assert mixture_folder(config, mixture_parts(config, parts)).name == "19ad6a0c713a81f6"
+    parts = {name: name * 16 for name in config.mixture}
+    assert mixture_folder(config, parts).name == "19ad6a0c713a81f6"
 
 
 def test_describe(local, documents):

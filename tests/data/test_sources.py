@@ -136,7 +136,9 @@ def test_links_to_folders_are_followed_and_a_folder_is_read_once(tmp_path, local
     for name in ("own", "../second"):
         (root / name).mkdir(parents=True)
         (root / name / "a.jsonl").write_text(f'{{"text": "{name}"}}\n')
-    for name, target in {"link": "../second", "another": "../second", "up": "..", "a": "own"}.items():
+    (root / "a").mkdir()  # read before `own`, which its link leads to
+    links = {"link": "../second", "another": "../second", "up": "..", "a/link": "../own", "b": "own"}
+    for name, target in links.items():
         (root / name).symlink_to(target)
     source = open_source(replace(local, path=str(root)))
     assert sorted(d["text"] for d in source.documents()) == ["../second", "own"]

@@ -98,7 +98,9 @@ def test_other_ways_of_saving_keep_what_stands_before_a_document(
     tokenizer.save_pretrained(tmp_path / "saved")
     convert_export(tmp_path / "ours", tmp_path / "fla", "fla")
     convert_export(tmp_path / "fla", tmp_path / "back", "hf")
-    for name in ("saved", "fla", "back"):
+    convert_export(tmp_path / "saved", tmp_path / "saved-fla", "fla")
+    convert_export(tmp_path / "saved-fla", tmp_path / "saved-back", "hf")
+    for name in ("saved", "fla", "back", "saved-fla", "saved-back"):
         assert document_prefix(*load_model(tmp_path / name)) == expected
 
 

@@ -48,6 +48,16 @@ class NoMetric(Plain):
     headline = "f1"
 class NoSlice(Plain):
     slice_key = "length"
+class NoSizes(Plain):
+    def __init__(self, seed=0, num_sequences=None):
+        pass
+class Text(Plain):
+    def __init__(self, seed=0, num_sequences=None):
+        super().__init__()
+        self.vocab_size = "4"
+class More(Plain):
+    def __init__(self, length=3, *, seed=0, num_sequences=None, **more):
+        super().__init__(seed, num_sequences)
 class Raises(Plain):
     def __init__(self, seed=0, num_sequences=None):
         raise KeyError("width")
@@ -110,6 +120,8 @@ def test_the_example_has_no_errors_and_a_curriculum() -> None:
         ("wrong:Abstract", "_generate"),
         ("wrong:NoSeed", "num_sequences"),
         ("wrong:Raises", "KeyError"),
+        ("wrong:NoSizes", "vocab_size"),
+        ("wrong:Text", "'4'"),
         ("wrong:Short", "input_ids"),
         ("wrong:Floats", "float64"),
         ("wrong:Unknown", "labels"),
@@ -126,7 +138,7 @@ def test_a_class_that_cannot_be_used_is_one_line(kind: str, reason: str) -> None
 
 
 def test_options_are_those_of_the_class() -> None:
-    assert config("wrong:Plain").validation_errors() == []
+    assert config("wrong:Plain").validation_errors() == config("wrong:More").validation_errors() == []
     (error,) = config(KIND, length=8, width=3).validation_errors()
     assert "no option width" in error
     (error,) = config(KIND, length=2.5).validation_errors()
@@ -144,6 +156,8 @@ def test_a_run_folder_does_not_choose_the_class(elsewhere: Path, tmp_path: Path)
     with pytest.raises(ValueError, match=f"task.kind={KIND}"):
         with_base([f"run.dir={run}"], config_dir=".")
     assert "brackets" not in sys.modules
+    with pytest.raises(ValueError, match=f"task.kind={KIND}"):
+        with_base([f"run.dir={run}", "task.options.depth=5"], config_dir=".")
     for permission in ([f"task.kind={KIND}"], ["task=brackets"]):
         overrides = with_base([f"run.dir={run}", *permission], config_dir=".")
         assert compose("train", overrides, config_dir=".").task.kind == KIND

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
 from fla_train.hub.formats.errors import FormatError
+from fla_train.hub.prefix import PREFIX
 from fla_train.models import DeltaProductForCausalLM
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there; both may be sharded
@@ -32,7 +33,10 @@ def load_translated(
     """
     content, _ = PreTrainedConfig.get_config_dict(source)
     folder, weights = _read_weights(source)
+    prefix = content.pop(PREFIX, None)
     config, state = translation.to_ours(content, weights)
+    if prefix is not None:
+        setattr(config, PREFIX, prefix)
     model, report = DeltaProductForCausalLM.from_pretrained(
         None,
         config=config,
