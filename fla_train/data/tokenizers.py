@@ -219,12 +219,13 @@ def load_saved(place: str | Path, *, local_files_only: bool = False) -> PreTrain
         PreTrainedConfig,
     )  # imports generation and torch._dynamo (5.17): seconds
 
-    options = {"local_files_only": local_files_only, "trust_remote_code": False}
     settings = Path(place) / "tokenizer_config.json"
-    if settings.is_file() and json.loads(settings.read_text()).get("tokenizer_class"):
-        # The class is known; a config of a model type that transformers has not would draw a warning.
-        options["config"] = PreTrainedConfig()
-    return AutoTokenizer.from_pretrained(place, **options)
+    known = settings.is_file() and json.loads(settings.read_text()).get("tokenizer_class")
+    # Where the class is known, a config of a model type that transformers has not would only draw a warning.
+    options = {"config": PreTrainedConfig()} if known else {}
+    return AutoTokenizer.from_pretrained(
+        place, local_files_only=local_files_only, trust_remote_code=False, **options
+    )
 
 
 def from_sentencepiece(path: Path) -> PreTrainedTokenizerFast:

@@ -150,7 +150,7 @@ def render_card(
     how = how.format(code=NO_CODE if mixer is None else OWN_MIXER.format(mixer=mixer))
     trust = ", trust_remote_code=True" if carries_code else ""
     options = trust if mixer is None else f', mixer="{mixer}"'
-    made = "exported" if info.config is None else "trained"
+    made = "exported" if info.config is None and info.seq_len is None else "trained"
     parts = [
         f"---\n{_front_matter(model, info, model_type)}\n---\n",
         f"# {info.name}\n",

@@ -74,7 +74,7 @@ def export_model(
         config.architectures, config.dtype = [type(model).__name__], dtype
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
-            if (prefix := trained_prefix(card.config, tokenizer)) is not None:
+            if (prefix := trained_prefix(vars(card), tokenizer)) is not None:
                 setattr(config, PREFIX, prefix)
             generation = copy.deepcopy(getattr(model, "generation_config", None)) or GenerationConfig()
             generation._from_model_config = False  # else `generate` derives it again

@@ -127,7 +127,7 @@ def document_prefix(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
 def trained_prefix_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
     """The tokens that stood before documents when the model was trained here; None: it was not."""
     kept = getattr(model.config, PREFIX, None)
-    return trained_prefix(training_record(model).get("config"), tokenizer) if kept is None else kept
+    return trained_prefix(training_record(model), tokenizer) if kept is None else kept
 
 
 def load_model(
