@@ -41,9 +41,8 @@ class Brackets(Task):
         # Row i may use the stream keys[i] only: sequence i is then the same in any batch and on any rank.
         moves, opened = np.split(draw(keys, 2 * self.seq_len), 2)  # [T, B] each
         rows, n = np.arange(len(keys)), np.zeros(len(keys), dtype=np.int64)
-        stack = np.zeros(
-            (len(keys), self.depth + 1), dtype=np.int64
-        )  # the ids that close; place 0 holds "none"
+        # [B, depth + 1]: the ids that close the open brackets; place 0 stands for none.
+        stack = np.zeros((len(keys), self.depth + 1), dtype=np.int64)
         input_ids = np.zeros((len(keys), self.seq_len), dtype=np.int64)
         labels = np.zeros_like(input_ids)
         for t in range(self.seq_len):
