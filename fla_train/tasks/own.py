@@ -1,6 +1,8 @@
 """A task of the user's own: its class by import path, and whether its batches are as they must be."""
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -34,25 +36,32 @@ def check_contract(path: str, task: Task) -> None:
             raise ValueError(
                 f"{path}: its {name} is {value!r}: give super().__init__ an integer of at least 1"
             )
-    try:
+    with _as_line(path, "its first batch"):
         pair, alone = task.batch([0, 1]), task.batch([1])
-        for name in ("input_ids", "labels"):
-            _check_ids(path, name, getattr(pair, name), task)
-            if not torch.equal(getattr(pair, name)[1:], getattr(alone, name)):
-                raise ValueError(
-                    f"{path}: sequence 1 is another one in a batch of its own: draw by the keys alone "
-                    "(fla_train/tasks/draws.py), so that all ranks and resumed runs get the same"
-                )
+        ids = {name: (getattr(pair, name), getattr(alone, name)) for name in ("input_ids", "labels")}
+    for name, (both, second) in ids.items():
+        _check_ids(path, name, both, task)
+        if not torch.equal(both[1:], second):
+            raise ValueError(
+                f"{path}: sequence 1 is another one in a batch of its own: draw by the keys alone "
+                "(fla_train/tasks/draws.py), so that all ranks and resumed runs get the same"
+            )
+    with _as_line(path, "its metrics"):
         predictions = task.judge(pair.labels.clamp(min=0), pair)
         found = task.summary(Tally.of(predictions, pair.labels))
         if task.slice_key is not None:
             tally_by(predictions, pair, task.slice_key)
-    except Exception as error:
-        if isinstance(error, ValueError) and str(error).startswith(path):
-            raise
-        raise ValueError(f"{path}: its first batch raised {described(error)}") from error
     if task.headline not in found:
         raise ValueError(f"{path}: summary has no '{task.headline}', the class's headline")
+
+
+@contextmanager
+def _as_line(path: str, what: str) -> Iterator[None]:
+    """Whatever the user's code raises, as a line."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{path}: {what} raised {described(error)}") from error
 
 
 def _check_ids(path: str, name: str, ids: torch.Tensor, task: Task) -> None:
