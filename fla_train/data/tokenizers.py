@@ -214,10 +214,8 @@ def _load_folder(folder: Path) -> PreTrainedTokenizerBase:
 
 def load_saved(place: str | Path, *, local_files_only: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder that transformers has written, or of the Hub. No Python file of it is run."""
-    from transformers import (
-        AutoTokenizer,
-        PreTrainedConfig,
-    )  # imports generation and torch._dynamo (5.17): seconds
+    # AutoTokenizer imports generation and torch._dynamo (5.17): seconds.
+    from transformers import AutoTokenizer, PreTrainedConfig
 
     settings = Path(place) / "tokenizer_config.json"
     known = settings.is_file() and json.loads(settings.read_text()).get("tokenizer_class")

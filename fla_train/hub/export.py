@@ -26,6 +26,9 @@ from fla_train.hub.published_card import CARD
 from fla_train.hub.remote_code import write_remote_code
 from fla_train.utils.filesystem import replaced_folder
 
+# Files of exports, for those without checksums.json, which docs/reliability.md has one delete.
+WRITTEN = ("*.safetensors", "*.json", "*.py", "*.png", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+
 
 def export_model(
     model: PreTrainedModel,
@@ -112,10 +115,6 @@ def export_model(
                 _load_back(model, weights, aside, dtype, translation)
             hashing.result()
     return folder
-
-
-# What exports have held, for those without a list of their files (docs/reliability.md has one delete it).
-WRITTEN = ("*.safetensors", "*.json", "*.py", "*.png", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 
 
 def copy_export(source: Path, folder: str | Path) -> Path:
