@@ -31,10 +31,12 @@ done
 
 status=0
 while [ ${#pids[@]} -gt 0 ]; do
-  code=0
+  code=0 ended=
   wait -n -p ended "${pids[@]}" || code=$?
-  [ "$code" -ne 127 ] || break # there is none left
-  [ -n "${ended:-}" ] || continue # a signal came first
+  if [ -z "${ended:-}" ]; then
+    [ "$code" -ne 127 ] || break # there is none left
+    continue # a signal came first
+  fi
   for rank in "${!pids[@]}"; do
     [ "${pids[$rank]}" != "$ended" ] || unset "pids[$rank]"
   done

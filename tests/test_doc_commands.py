@@ -1,6 +1,7 @@
 """Every command in README and docs is one that its program accepts as it is written, in bash and in zsh."""
 
 import ast
+import builtins
 import re
 import shlex
 import shutil
@@ -192,6 +193,12 @@ def test_commands_stand_in_fences_that_are_checked(page: Path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_on_a_page_parses(page: Path):
-    for block in re.findall(r"^```python\n(.*?)^```", text_of(page), re.S | re.M):
-        ast.parse(block)
+def test_python_on_a_page_parses_and_says_where_its_names_come_from(page: Path):
+    blocks = re.findall(r"^```python\n(.*?)^```", text_of(page), re.S | re.M)
+    nodes = list(ast.walk(ast.parse("\n".join(blocks))))
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    known = {name.id for name in names if isinstance(name.ctx, ast.Store)} | set(dir(builtins))
+    known |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    known |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    known |= {(node.asname or node.name).split(".")[0] for node in nodes if isinstance(node, ast.alias)}
+    assert {name.id for name in names} <= known

@@ -43,5 +43,7 @@ def test_the_tour_runs_in_order(tmp_path: Path) -> None:
 def test_every_console_command_is_in_the_readme() -> None:
     text = (ROOT / "README.md").read_text()
     pyproject = (ROOT / "pyproject.toml").read_text()
-    for command in re.findall(r"^(fla-[a-z]+) =", pyproject, re.M):
+    commands = re.findall(r"^(fla-[a-z]+) =", pyproject, re.M)
+    assert len(commands) == 8
+    for command in commands:
         assert command in text, f"{command} is not in README.md"

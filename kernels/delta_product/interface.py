@@ -4,7 +4,7 @@
     S   <- S + beta_tj k_tj (v_tj - S^T k_tj)^T        for each Householder step j = 1 .. N
     o_t  = scale * S^T q_t                             after the last step
 
-This is Gated DeltaProduct (arXiv 2502.10297, section 4); N = n_h = 1 is (Gated) DeltaNet. Shapes count B
+This is Gated DeltaProduct (arXiv 2502.10297, section 3); N = n_h = 1 is (Gated) DeltaNet. Shapes count B
 sequences, T tokens, H heads, N Householder steps per token, K key and V value channels. A head of q and k may
 serve several consecutive value heads, HV / H of them: it is repeated for the backends in PyTorch, and read
 where it is by Triton's. All backends, kernels, tests and pages use the notation below, with symbols of arXiv

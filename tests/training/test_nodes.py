@@ -138,6 +138,14 @@ def test_hosts_that_are_asked_to_stop_save_a_checkpoint_and_are_waited_for(
     assert not any(map(is_training, psutil.Process().children(recursive=True)))
 
 
+def test_hosts_that_do_not_find_the_command_end_with_an_error(tmp_path: Path):
+    reach = put(tmp_path / "reach", '#!/bin/sh\nPATH=/usr/bin:/bin exec sh -c "$2"\n')
+    environment = os.environ | {"SSH": str(reach), "HOSTS": "127.0.0.1 localhost"}
+    script = ["bash", str(SCRIPTS / "train_hosts.sh"), "dry_run=true"]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 127, done.stdout + done.stderr
+
+
 @pytest.mark.usefixtures("unwatched")
 @pytest.mark.long
 def test_a_machine_that_is_killed_and_started_again_joins_the_others(
