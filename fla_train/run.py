@@ -1,12 +1,16 @@
 """Read run folders: config, metrics as a table, status, plot, checkpoints, the trained model."""
 
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from fla_train.data.cache import open_prepared
 from fla_train.hub.saved_config import flat, read_saved
@@ -23,6 +27,8 @@ if TYPE_CHECKING:  # each takes a second to import
     import pandas
     from matplotlib.figure import Figure
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 NOT_COMPARED = ("run.", "launch.", "logger.", "trainer.resume", "dry_run", "model.backend")
 
@@ -68,8 +74,9 @@ class Run:
         """Architecture and number of parameters, such as `gla/50m` or `delta_net+sliding_attention/342m`."""
         model = {k.removeprefix("model."): v for k, v in self.settings.items() if k.startswith("model.")}
         name = self.settings.get("baseline.kind") or architecture(model)
-        plan = json.loads(self.files.plan.read_text()) if self.files.plan.is_file() else {}
-        if (count := plan.get("parameters_held")) is None:
+        try:
+            count = json.loads(self.files.plan.read_text())["parameters_held"]
+        except (OSError, ValueError, KeyError, TypeError):
             return name
         return f"{name}/{count / 1e9:.1f}b" if count >= 1e9 else f"{name}/{count / 1e6:.0f}m"
 
@@ -165,10 +172,23 @@ def find_runs(places: Iterable[str | Path]) -> list[Run]:
             if "config.yaml" in files and "checkpoints" in inner:
                 below.append(Path(folder))
                 inner.clear()
-        if not below:
+        runs = {path: Run(path) for path in sorted(below, key=_natural) if _is_readable(path)}
+        if not runs:
             raise ValueError(f"{place} holds no run" if os.path.exists(place) else f"there is no {place}")
-        found |= {path: Run(path) for path in sorted(below, key=_natural)}
+        found |= runs
     return list(found.values())
+
+
+def _is_readable(folder: Path) -> bool:
+    """Whether a folder's config is a run's; of another one, or a damaged one, a warning says so."""
+    try:
+        if "trainer.max_steps" in Run(folder).settings:
+            return True
+        reason = "it has no trainer.max_steps"
+    except (OSError, ValueError, AttributeError, YAMLError, OmegaConfBaseException) as failure:
+        reason = " ".join(str(failure).split())
+    logger.warning("%s is left out, its config.yaml is no run's: %s", folder, reason)
+    return False
 
 
 def differences(runs: Sequence[Run]) -> list[dict[str, Any]]:

@@ -95,7 +95,10 @@ def _reason(configs: ConfigFiles, config: DictConfig, text: str, failure: Except
         return f"{text}: {key} has no {name} yet: write {shlex.quote(f'+{text}')} to add it"
     if unknown and not key.startswith(unknown[1]):
         key, plain = unknown[1], "VALUE"
-    return f"{text}: {key_error(configs, config, key, plain) or one_line(failure)}"
+    error = key_error(configs, config, key, plain) or one_line(failure)
+    if error.endswith("converted to Integer"):
+        error += ": write its digits, 1000 for 1e3"
+    return f"{text}: {error}"
 
 
 def addition_errors(configs: ConfigFiles, config: DictConfig, overrides: Sequence[str]) -> list[str]:

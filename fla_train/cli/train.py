@@ -61,7 +61,7 @@ def place_job(config: "TrainConfig", job: SweepJob) -> None:
 
     The name on the Hub gets the job's number.
 
-    The folder is `run.dir/3-optimizer.lr=3e-3`, or `run.dir/3` where an earlier version began it so.
+    The folder is `run.dir/3-optimizer.lr=3e-3`, or `run.dir/3` where nothing is swept.
 
     Raises:
         LeftOut: `run.job` is another one.
@@ -76,7 +76,7 @@ def place_job(config: "TrainConfig", job: SweepJob) -> None:
         return
     sweep = Path(config.run.dir).expanduser()
     folder = sweep / str(job.number)
-    if job.swept and not (folder / "config.yaml").is_file():
+    if job.swept:
         text = re.sub(r"[^\w.=+-]+", "_", "_".join(job.swept))  # no comma: Hydra would read two values
         folder = sweep / f"{job.number}-{text[:LONGEST_NAME]}"
     config.run.dir = str(folder)

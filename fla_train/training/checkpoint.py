@@ -67,11 +67,11 @@ def folder_name(step: int) -> str:
 
 
 def read_state(folder: Path) -> TrainState:
-    """Raises `ValueError`: another version wrote it, with other fields."""
+    """Raises `ValueError`: it is damaged, or another version wrote it, with other fields."""
     try:
         return TrainState(**json.loads(_read(folder / STATE)))
-    except TypeError as failure:
-        raise ValueError(f"{folder / STATE} is of another version: {failure}") from failure
+    except (TypeError, ValueError) as failure:
+        raise ValueError(f"{folder / STATE} is damaged or of another version: {failure}") from failure
 
 
 def _read(path: Path) -> str:

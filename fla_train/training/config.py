@@ -35,6 +35,7 @@ from fla_train.utils.ranks import is_rank
 AUTO = "auto"
 FLOAT8_CAPABILITY = (8, 9)  # of a GPU
 WARMUP_SHARE, WARMUP_CAP = 0.05, 512  # of the run, and never more than the papers' steps
+OF_THE_TASK = ("trainer.seq_len=", "trainer.global_batch_tokens=", "model.vocab_size=")  # overrides
 DECAY_SHARE = 0.2  # of the run, for `wsd`
 VOCABULARY_MULTIPLE = 64  # matmuls with the head are slow at odd sizes
 
@@ -450,6 +451,10 @@ def _batch_errors(config: TrainConfig) -> Iterator[str]:
         if rows and not rest:
             size = next(part for part in range(trainer.micro_batch_size, 0, -1) if rows % part == 0)
             fits += f", or trainer.micro_batch_size={size}"
+        micro_batches, rest = divmod(trainer.global_batch_tokens, trainer.seq_len * trainer.micro_batch_size)
+        if micro_batches and not rest and launch.context_parallel == 1:
+            count = next(n for n in range(launch.num_processes, 0, -1) if micro_batches % n == 0)
+            fits += f", or launch.num_processes={count}"
         yield (
             f"trainer.global_batch_tokens={trainer.global_batch_tokens} is not a multiple of {unit} = "
             f"seq_len {trainer.seq_len} x micro_batch_size {trainer.micro_batch_size} x "
@@ -577,6 +582,11 @@ def to_config(node: DictConfig | dict, overrides: Sequence[str] = ()) -> TrainCo
             raise ValueError(f"these keys need a value: {', '.join(sorted(missing))}")
         node = escaped(OmegaConf.to_container(node, resolve=True))  # what is resolved is plain text now
     node = without_baseline(node)
+    if node.get("task") and (ignored := [text for text in overrides if text.startswith(OF_THE_TASK)]):
+        raise ValueError(
+            f"the task decides {', '.join(ignored)}: leave it out; task.batch_size, task.options and "
+            "task.train give batch, vocabulary and length"
+        )
     if is_zoo(node.get("model", {})):  # a recipe for our family has set fields that other models do not have
         if ignored := ignored_overrides(overrides):
             raise ValueError(

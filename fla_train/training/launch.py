@@ -31,6 +31,7 @@ from fla_train.training.preemption import StopRequest
 from fla_train.training.resume import (
     check_before_preparing,
     check_same_run,
+    check_steps_left,
     choose_checkpoint,
     completion_lines,
     has_checkpoint,
@@ -132,7 +133,11 @@ def _show(config: TrainConfig) -> None:
     """Print the plan, with what prepared data there are. Nothing is fetched or written."""
     if config.init_from is not None and os.path.exists(config.init_from):
         _check_weights(config)
-    config = with_vocabulary(with_warmup(config), offline=True)
+    config = with_warmup(config)
+    if config.run.dir is not None:
+        RunFolder(Path(config.run.dir)).check()
+    check_before_preparing(config)
+    config = with_vocabulary(config, offline=True)
     data = find_prepared(config.data) if config.task is None else task_data(config.task, config.seed)
     for line in plan_lines(config, make_plan(config, data)):
         log(line)
@@ -212,9 +217,15 @@ def _is_left_to_train(config: TrainConfig, folder: RunFolder, data: PreparedData
     """Refuse a checkpoint that does not fit; False, with a line, if the run is complete."""
     if config.trainer.resume != "auto":
         choose_checkpoint(config, folder, log)
+    changes: list[str] = []
     if (newest := newest_readable(config)) is not None:
-        check_same_run(config, data, newest, log)
-    if is_complete(folder, config):
+        check_same_run(config, data, newest, changes.append)
+    complete = is_complete(folder, config)
+    if not complete:
+        check_steps_left(config)
+    for line in changes:
+        log(re.sub("^changed    ", "not applied", line) if complete else line)
+    if complete:
         for line in completion_lines(folder, config):
             log(line)
         if _pushes_here(config):

@@ -163,7 +163,22 @@ def check_before_preparing(config: TrainConfig) -> None:
         ValueError: as `check_same_run`.
     """
     if found := _saved(config):
-        check_same_run(config, None, found[-1], lambda line: None)
+        check_same_run(config, None, newest_readable(config) or found[-1], lambda line: None)
+
+
+def check_steps_left(config: TrainConfig) -> None:
+    """Refuse a checkpoint beyond the last step: no step would be left to evaluate and to lower the rate in.
+
+    Raises:
+        ValueError: naming `trainer.max_steps` that would do.
+    """
+    if (newest := newest_readable(config)) is None:
+        return
+    if (step := checkpoint.read_state(newest).step) > config.trainer.max_steps:
+        raise ValueError(
+            f"trainer.max_steps={config.trainer.max_steps} is below the {step} steps of {newest}: give "
+            f"{step} or more, or another run.dir"
+        )
 
 
 def is_complete(folder: RunFolder, config: TrainConfig) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fla_train.hub.paths import own_name
 from fla_train.utils.environment import describe_environment
-from fla_train.utils.filesystem import write_whole
+from fla_train.utils.filesystem import halves_of, write_whole
 from fla_train.utils.locks import open_lock
 from fla_train.utils.records import Record, read_metrics
 
@@ -78,9 +78,10 @@ class RunFolder:
             raise _unwritable(self.root, error) from error
 
     def sweep(self) -> None:
-        """Delete what a killed process left half-written. Only with the run's lock held."""
-        for aside in self.root.glob("*.tmp"):
-            aside.unlink(missing_ok=True)
+        """Delete what a killed process left half-written of our files. Only with the run's lock held."""
+        for file in (self.config, self.environment, self.plan, self.metrics, self.accuracy):
+            for aside in halves_of(file):
+                aside.unlink(missing_ok=True)
 
     def record_start(self, step: int, tokens: int, processes: int) -> None:
         """Record that workers start after `step`, with copies of config and environment.

@@ -44,6 +44,12 @@ def write_whole(path: Path, content: str | bytes) -> None:
     sync(path.parent)
 
 
+def halves_of(path: Path) -> list[Path]:
+    """The files that a `write_whole` of `path` leaves if it is killed."""
+    number = slice(len(path.name) + 1, -len(".tmp"))
+    return [aside for aside in path.parent.glob(f"{path.name}.*.tmp") if aside.name[number].isdecimal()]
+
+
 def move_folder(source: Path, target: Path) -> None:
     """Put a finished folder in its place in one move, and flush the move. A former `target` is deleted first.
 

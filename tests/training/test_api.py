@@ -119,6 +119,21 @@ def test_runs_are_found_in_order_with_what_differs(folders: Path) -> None:
         find_runs([folders / "nowhere"])
 
 
+@pytest.mark.parametrize("content", ["lr: 1", "", "a: [1"])
+def test_a_folder_that_is_no_run_does_not_cost_the_others(
+    folders: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    foreign = folders / "foreign"
+    (foreign / "checkpoints").mkdir(parents=True)
+    (foreign / "config.yaml").write_text(content)
+    (folders / "other" / "plan.json").write_text("")  # damaged
+    runs = find_runs([folders])
+    assert len(runs) == 3 and str(foreign) in caplog.text
+    assert all(run.model_name for run in runs)
+    with pytest.raises(ValueError, match="holds no run"):
+        find_runs([foreign])
+
+
 def test_fla_runs_prints_a_table_and_draws(
     folders: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +160,7 @@ def test_fla_runs_prints_a_table_and_draws(
     }
     (row, *_) = json.loads(said(sweep, "--json", "--metric", "tokens_per_second"))
     assert row["best_validation_loss_step"] == 1 and row["tokens_per_second"] == 15
+    assert row["best_tokens_per_second"] == 20
     with pytest.raises(SystemExit) as end:
         said(sweep, "--metric", "accuracy")
     assert end.value.code == 2 and "no run has accuracy" in capsys.readouterr().err
@@ -159,10 +175,10 @@ def test_a_job_is_named_by_what_is_swept(make_config: Make, tmp_path: Path) -> N
     assert config.run.dir == f"{tmp_path}/sweep/3-optimizer.lr=3e-3_data.path=_some_corpus_other"
     assert config.logger.wandb.group == "sweep" and config.logger.wandb.tags == list(job.swept)
     (tmp_path / "sweep" / "3").mkdir(parents=True)
-    (tmp_path / "sweep" / "3" / "config.yaml").touch()  # an earlier version began it
+    (tmp_path / "sweep" / "3" / "config.yaml").touch()  # a job of a sweep over nothing
     config = make_config(f"run.dir={tmp_path / 'sweep'}", "logger.wandb.group=mine", "logger.wandb.tags=[a]")
     place_job(config, SweepJob(3, 6, ("seed=1", "x" * 500)))
-    assert config.run.dir == str(tmp_path / "sweep" / "3")
+    assert config.run.dir.startswith(str(tmp_path / "sweep" / "3-seed=1_x"))
     assert (config.logger.wandb.group, config.logger.wandb.tags) == ("mine", ["a"])
     config = make_config(f"run.dir={tmp_path / 'sweep'}")
     place_job(config, SweepJob(4, 6, ("x" * 500,)))

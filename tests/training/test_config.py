@@ -58,6 +58,7 @@ def test_a_text_that_says_true_or_false_counts_as_that(make_config: Make, text: 
         ("schedule=wsd schedule.decay_steps=13", "schedule.decay_steps=13 must lie in 0..12"),
         ("schedule=constant schedule.min_ratio=0.5", "schedule.min_ratio=0.5 has no effect"),
         ("optimizer.momentum=0.9", "optimizer.momentum=0.9 is for optimizer=muon only"),
+        ("trainer.global_batch_tokens=1024 launch.num_processes=3", "or launch.num_processes=2"),
         ("trainer.profile_steps=[0,3,13]", "trainer.profile_steps=[0, 13] must lie in 1..12"),
         ("trainer.cuda_graph=true", "several micro-batches"),
         ("hub.push_every=2", "hub.push_every needs hub.repo_id"),

@@ -11,6 +11,7 @@ from warm_ranks import WarmRanks
 
 from fla_train.cli.app import compose
 from fla_train.cli.base import with_base
+from fla_train.training import checkpoint
 from fla_train.training import launch as launch_module
 from fla_train.training.config import to_config
 from fla_train.utils.records import read_metrics
@@ -34,9 +35,12 @@ def fla_train(run_command: Callable[..., tuple[int, str, str]]) -> Callable[...,
 
 def test_it_goes_on_with_nothing_but_the_change(run: Path, fla_train, warm_ranks: WarmRanks):
     before = (run / "config.yaml").read_text()
+    (run / "notes.tmp").write_text("the user's")
+    (run / "config.yaml.4321.tmp").write_text("half")  # a killed trainer left it
     with warm_ranks.as_workers():
         code, said = fla_train(f"run.dir={run}", "trainer.max_steps=14")
     assert code == 0, said
+    assert [path.name for path in run.glob("*.tmp")] == ["notes.tmp"]
     steps = [record["step"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
     assert steps[-1] == 14
     first, second = (yaml.safe_load(text) for text in (before, (run / "config.yaml").read_text()))
@@ -99,6 +103,40 @@ def test_another_text_under_the_same_path_is_refused_before_it_is_tokenized(
         file.write('{"text": "one more"}\n')
     code, said = fla_train(f"run.dir={copied}", "trainer.max_steps=13")
     assert code == 2 and "belongs to another run" in said
+
+
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(run: Path, fla_train, warm_ranks: WarmRanks):
+    saved = checkpoint.checkpoints(run / "checkpoints")
+    assert len(saved) > 1
+    (saved[-1] / "state.json").write_text("")
+    with warm_ranks.as_workers():
+        code, said = fla_train(f"run.dir={run}", "trainer.max_steps=14")
+    assert code == 0, said
+    assert checkpoint.read_state(checkpoint.checkpoints(run / "checkpoints")[-1]).step == 14
+    records = [record["step"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+    assert records == sorted(set(records)) and records[-1] == 14
+
+
+def test_what_a_finished_run_was_not_trained_with_is_said(run: Path, fla_train):
+    before = (run / "config.yaml").read_text()
+    code, said = fla_train(f"run.dir={run}", "optimizer.lr=0.5")
+    (line,) = (line for line in said.splitlines() if "optimizer.lr=0.5" in line)
+    assert code == 0 and not line.startswith("changed") and (run / "config.yaml").read_text() == before
+
+
+def test_a_checkpoint_beyond_the_last_step_is_refused(run: Path, fla_train, tmp_path: Path):
+    newest = checkpoint.checkpoints(run / "checkpoints")[-1]
+    code, said = fla_train(f"run.dir={run}", "trainer.max_steps=3")
+    assert code == 0 and "complete" in said
+    shutil.rmtree(run / "hf")
+    for place in ([], [f"trainer.resume={newest}"]):
+        code, said = fla_train(f"run.dir={run}", *place, "trainer.max_steps=3")
+        assert code == 2 and "trainer.max_steps=3" in said
+
+
+def test_a_dry_run_refuses_what_the_run_would(run: Path, fla_train):
+    code, said = fla_train(f"run.dir={run}", "optimizer=muon", "dry_run=true")
+    assert code == 2 and "optimizer.name=muon" in said
 
 
 def test_the_batch_stays_on_other_ranks(run: Path, fla_train, warm_ranks: WarmRanks):
