@@ -29,13 +29,19 @@ def check_output(folder: Path) -> None:
     """Check before the work that results can be written to `folder`; nothing is created.
 
     Raises:
-        ValueError: it cannot be written to, or not be made where it should lie.
+        ValueError: it cannot be written to, not be made where it should lie, or it holds files of another
+            kind: a run, a checkpoint, a model.
     """
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not place.is_dir():
         raise ValueError(f"{place} is no folder: give another output")
     if not os.access(place, os.W_OK):
         raise ValueError(f"{place} can't be written to: give another output")
+    if (folder / "config.yaml").is_file() and any((folder / part).is_dir() for part in ("checkpoints", "hf")):
+        raise ValueError(f"{folder} is a run folder: give a folder in it, such as output={folder}/eval/mine")
+    for name, what in (("config.json", "a model"), ("manifest.json", "a checkpoint or prepared data")):
+        if (folder / name).is_file():
+            raise ValueError(f"{folder} holds {what}: give another output")
 
 
 def check_checkpoint(folder: Path, identity: Mapping[str, Any], run: Path | None) -> None:

@@ -234,13 +234,15 @@ def _window(model: PreTrainedModel, suite: SuiteConfig, trained: int) -> int:
 
 
 def check_request(config: EvalConfig) -> None:
-    """Raise a ValueError if the checkpoint is missing or the suite has errors."""
+    """Raise a ValueError if the checkpoint is missing, the suite has errors or the output cannot be one."""
     if not config.checkpoint:
         raise ValueError(
             "give checkpoint=RUN: a run folder, an exported folder, or a Hub name such as user/model"
         )
     if errors := validation_errors(config.suite):
         raise ValueError("\n  ".join(errors))
+    if config.output:
+        check_output(Path(config.output).expanduser())
 
 
 def output_folder(config: EvalConfig, source: Path | str) -> Path:

@@ -168,6 +168,8 @@ def _sweep(
             "the validation split is empty: give suite.perplexity.sets=[FILE], or train with a larger "
             "data.validation_fraction"
         )
+    if not documents:
+        raise ValueError(f"{name} is empty: give other files (suite.perplexity.sets)")
     table = read(documents, spans, bucket_edges(within, config.bucket, config.per_octave))
     found = {n: estimate for n in sorted(within) if (estimate := table.up_to(n))}
     again = config.layout == "packed" and config.documents is None and trained in found

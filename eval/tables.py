@@ -32,7 +32,8 @@ def markdown(records: Sequence[dict]) -> str:
             parts += ["## Needle in a haystack\n", _needle_table(record)]
     else:
         parts = ["# " + ", ".join(record["name"] for record in records) + "\n"]
-        parts += ["## Side by side\n", comparison_markdown(records)]
+        if comparison(records):
+            parts += ["## Side by side\n", comparison_markdown(records)]
         parts += [f"{line}\n" for line in _lost(records)]
     parts += [f"{note}\n" for note in notes(records)]
     if heads := paper_heads(records):
@@ -269,22 +270,21 @@ def _perplexity_table(result: dict, record: dict) -> str:
 
 
 def _needle_table(record: dict) -> str:
-    """A row per task and prompt, a column per length."""
+    """A row per task and prompt, a column per length; a line per task that could not run."""
     found = {(task, prompt, row["length"]): row for task, prompt, row in needle_rows(record)}
-    lengths = sorted({length for *_, length in found})
-    heads = [f"{n:,}{' (trained)' if n == record['trained_length'] else ''}" for n in lengths]
-    lines = [_line(["task", "prompt", *heads]), _line(["---", "---", *["---:"] * len(lengths)])]
-    for task, prompt in dict.fromkeys((task, prompt) for task, prompt, _ in found):
-        cells = [_percent(row) if (row := found.get((task, prompt, n))) else "-" for n in lengths]
-        lines.append(_line([task, prompt, *cells]))
-    counts = sorted({row["samples"] for row in found.values()})
-    samples = " or ".join(map(str, counts))
-    lines += (
-        ["", f"Answers that contain the value, percent of {samples} samples (95% interval)."] if found else []
-    )
+    lines = []
+    if found:
+        lengths = sorted({length for *_, length in found})
+        heads = [f"{n:,}{' (trained)' if n == record['trained_length'] else ''}" for n in lengths]
+        lines += [_line(["task", "prompt", *heads]), _line(["---", "---", *["---:"] * len(lengths)])]
+        for task, prompt in dict.fromkeys((task, prompt) for task, prompt, _ in found):
+            cells = [_percent(row) if (row := found.get((task, prompt, n))) else "-" for n in lengths]
+            lines.append(_line([task, prompt, *cells]))
+        samples = " or ".join(map(str, sorted({row["samples"] for row in found.values()})))
+        lines += ["", f"Answers that contain the value, percent of {samples} samples (95% interval).", ""]
     errors = {task: result["error"] for task, result in record["needle"].items() if "error" in result}
-    lines += [f"\n{task}: could not run: {error}" for task, error in errors.items()]
-    return "\n".join([*lines, ""])
+    lines += [f"{task}: could not run: {error}\n" for task, error in errors.items()]
+    return "\n".join(lines)
 
 
 def _percent(row: dict) -> str:

@@ -45,7 +45,13 @@ def register(config: type[LazyModelConfig], modeling_module: str) -> None:
 
 
 def register_models(config: type[LazyModelConfig], models: Mapping[type, type["PreTrainedModel"]]) -> None:
-    """Make models known to their Auto classes, if `config` is registered, and to `transformers serve`."""
+    """Make models known to their Auto classes, if `config` is registered, to Trainer and to the server."""
+    # Here, because the import takes seconds.
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoModelForCausalLM
+
+    # Trainer shifts the labels that it smooths for the classes of this table only.
+    if language_model := models.get(AutoModelForCausalLM):
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type] = language_model.__name__
     if config.modeling_module is not None:
         for auto_class, model_class in models.items():
             auto_class.register(config, model_class, exist_ok=True)

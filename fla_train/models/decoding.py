@@ -8,6 +8,7 @@ Without a GPU the same step runs without a graph.
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -43,7 +44,8 @@ PREFILL_TOKENS = 16384  # of all sequences in one pass over a prompt; `prefill_c
 CHECK_EVERY = 16  # steps between two looks of the host at whether all sequences have finished
 PURE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)  # read the scores only
 PLACES = 1024  # unit of sizes, so that calls share a graph
-# The latest of each model, and what its graph depends on.
+RECORDING = Lock()  # of one graph at a time: what begins another would spoil it
+# The latest of each model that is not in use, and what its graph depends on.
 DECODERS: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, "Decoder"]] = WeakKeyDictionary()
 
 
@@ -114,7 +116,7 @@ def generate_tokens(
         tuple(token for each in ends for token in each),
         0 if pad is None else int(pad),
     )
-    decoder = _decoder(model, cache, len(logits), limit - known, mask, choice)
+    key, decoder = _decoder(model, cache, len(logits), limit - known, mask, choice)
     ids = input_ids.to(model.device)
     every = 1 if returned or criteria or streamer is not None else CHECK_EVERY
 
@@ -132,11 +134,13 @@ def generate_tokens(
             break
         decoder.advance(model, None if choice.pure else so_far())
         made += 1
-    if streamer is not None:
-        streamer.end()
     if returned:
         decoder.unload(cache, made - 1)
-    return torch.cat([ids, decoder.made[:, : int(decoder.count)]], dim=1).to(input_ids.device), cache
+    sequences = torch.cat([ids, decoder.made[:, : int(decoder.count)]], dim=1).to(input_ids.device)
+    DECODERS[model] = key, decoder  # only now: a call in another thread or in `criteria` needs its own
+    if streamer is not None:
+        streamer.end()  # whoever waits for it may call again
+    return sequences, cache
 
 
 @dataclass(frozen=True)
@@ -167,8 +171,8 @@ def _decoder(
     new_tokens: int,
     mask: Tensor | None,
     choice: Choice,
-) -> "Decoder":
-    """A decoder with the states of `cache`: that of the call before, if it fits."""
+) -> tuple[Hashable, "Decoder"]:
+    """What it depends on, and a decoder with the states of `cache`: that of the call before, if it fits."""
     seen = cache.get_seq_length() if model.config.attention_layers else 0
     places = PLACES * ceil_div(seen + new_tokens, PLACES) if model.config.attention_layers else 1
     size = max(PLACES, next_power_of_2(new_tokens + 1))
@@ -182,11 +186,11 @@ def _decoder(
         decoder = Decoder(model, batch, size, places, choice)
         if model.device.type == "cuda":
             decoder.load(cache, mask)
-            decoder.record(model)
+            with RECORDING:
+                decoder.record(model)
     decoder.choice = choice
     decoder.load(cache, mask)
-    DECODERS[model] = key, decoder
-    return decoder
+    return key, decoder
 
 
 class Decoder:

@@ -186,6 +186,12 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
         past_key_values = packing.pop("cache", past_key_values)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if given.dim() != (2 if inputs_embeds is None else 3):
+            raise ValueError(
+                "input_ids must be [batch, tokens], inputs_embeds [batch, tokens, hidden_size]; these have "
+                f"shape {list(given.shape)}: give a single sequence as input_ids[None]"
+            )
         hidden = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         if hidden.numel() == 0:
             raise ValueError(f"there are no tokens: the input has shape {list(hidden.shape[:-1])}")
@@ -471,20 +477,50 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         return masks(config, inputs_embeds, attention_mask, past_key_values if cache is None else cache)
 
 
-class DeltaProductForSequenceClassification(GenericForSequenceClassification, DeltaProductPreTrainedModel):
+class DeltaProductTaskModel(DeltaProductPreTrainedModel):
+    """The backbone below a task head.
+
+    transformers' mixins would get it from `AutoModel`, which refuses the code of an export: it asks again
+    whether that may run. So each head here makes its layers itself.
+    """
+
+    def __init__(self, config: DeltaProductConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = DeltaProductModel(config)
+
+
+class DeltaProductForSequenceClassification(GenericForSequenceClassification, DeltaProductTaskModel):
     """The backbone and a linear layer on the last token that is not padding."""
 
+    def __init__(self, config: DeltaProductConfig) -> None:
+        DeltaProductTaskModel.__init__(self, config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
 
-class DeltaProductForTokenClassification(GenericForTokenClassification, DeltaProductPreTrainedModel):
-    """The backbone and a linear layer on every token."""
+
+class DeltaProductForTokenClassification(GenericForTokenClassification, DeltaProductTaskModel):
+    """The backbone, dropout (`config.classifier_dropout`, default 0.1) and a linear layer on every token."""
+
+    def __init__(self, config: DeltaProductConfig) -> None:
+        DeltaProductTaskModel.__init__(self, config)
+        dropout = getattr(config, "classifier_dropout", None)
+        self.dropout = nn.Dropout(0.1 if dropout is None else dropout)
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
 
 
-class DeltaProductForQuestionAnswering(GenericForQuestionAnswering, DeltaProductPreTrainedModel):
+class DeltaProductForQuestionAnswering(GenericForQuestionAnswering, DeltaProductTaskModel):
     """The backbone and start and end logits of a span for every token."""
 
     # The mixin has its own, for backbones whose embedding is called embed_tokens.
     get_input_embeddings = PreTrainedModel.get_input_embeddings
     set_input_embeddings = PreTrainedModel.set_input_embeddings
+
+    def __init__(self, config: DeltaProductConfig) -> None:
+        DeltaProductTaskModel.__init__(self, config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
 
 
 AUTO_CLASSES = {

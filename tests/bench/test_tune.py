@@ -116,7 +116,7 @@ def test_one_that_is_wrong_in_segments_only_is_refused(small, monkeypatch):
 
     def unsound(*inputs, backend, **options):
         o, state = sound(*inputs, backend=backend, **options)
-        return (o * 1.05 if select._override.segment_chunks and present() == PREPARE[2] else o), state
+        return (o * 1.05 if selected().segment_chunks and present() == PREPARE[2] else o), state
 
     monkeypatch.setattr(implementations, "delta_product", unsound)
     outcome, best = run_tune(clock)[0]

@@ -11,6 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fla_train.data.config import DataConfig, TokenizerConfig
+from fla_train.data.files import TextChunk
 from fla_train.data.tokenize import make_encoder
 from fla_train.data.tokenizers import (
     encode,
@@ -159,7 +160,8 @@ def test_texts_are_neither_cut_nor_padded(tmp_path):
         assert [len(ids) for ids in encode(loaded, texts)] == [2, 13]
     loaded = load_tokenizer(TokenizerConfig(name=str(tmp_path)))
     encoder = make_encoder(loaded, tmp_path, DataConfig(append_eos=False), "uint16")
-    assert [len(encoding) for encoding in encoder._build().encode_batch_fast(texts)] == [2, 13]
+    chunk = TextChunk([{"id": str(i), "text": text} for i, text in enumerate(texts)], after={})
+    assert encoder(chunk).lengths.tolist() == [2, 13]
     assert fingerprint(loaded) == fingerprint(load_tokenizer(TokenizerConfig(name="bytes")))
 
 

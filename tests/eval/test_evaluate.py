@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,8 @@ from fla_train.eval import run as run_module
 from fla_train.eval import sweep as sweep_module
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig, validation_errors
 from fla_train.eval.documents import file_documents, longest, run_data, validation_documents
-from fla_train.eval.report import check_checkpoint
+from fla_train.eval.expressivity import evaluate_expressivity
+from fla_train.eval.report import check_checkpoint, check_output, write_comparison
 from fla_train.eval.run import _checkpoint_stamp, _name, evaluate, output_folder
 from fla_train.eval.tables import markdown
 from fla_train.hub import CardInfo, export_model, resolve_checkpoint
@@ -225,6 +227,25 @@ def test_results_of_another_checkpoint_are_not_written_over(tmp_path: Path) -> N
         check_checkpoint(tmp_path, other, Path("runs/b"))
     (tmp_path / "results.json").write_text('{"check')
     check_checkpoint(tmp_path, other, Path("runs/b"))
+
+
+@pytest.mark.parametrize("place", [".", "hf/step-0000080", "checkpoints/step-0000080"])
+def test_nothing_is_written_among_the_files_of_a_run(place: str, run: Path, tmp_path: Path) -> None:
+    """Refused before the checkpoint, which does not exist, is looked for. Folders in a run are fine."""
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    (copy / "checkpoints/step-0000080").mkdir(parents=True)
+    (copy / "checkpoints/step-0000080/manifest.json").touch()
+    before = sorted(copy.rglob("*"))
+    suite = perplexity_suite(sets=["absent.jsonl"])
+    for command in (evaluate, evaluate_expressivity):
+        with pytest.raises(ValueError, match="output"):
+            command(EvalConfig(str(tmp_path / "absent"), str(copy / place), suite=suite))
+    with pytest.raises(ValueError, match="output"):
+        write_comparison(copy / place, ["a", "b"])
+    assert sorted(copy.rglob("*")) == before
+    for inside in ("eval/mine", "eval"):
+        check_output(copy / inside)
 
 
 def test_a_new_commit_on_the_hub_is_another_checkpoint(build_model) -> None:

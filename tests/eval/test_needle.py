@@ -231,6 +231,9 @@ def test_the_suite(asked: list[str], build_model, tokenizer, tmp_path: Path) -> 
         config = EvalConfig(str(checkpoint), str(tmp_path / output), device="cpu", suite=suite)
         return evaluate(config, progress=False)[1]
 
+    lost = run("lost", tasks=["niah_single_2"])
+    assert lost["needle"]["niah_single_2"].keys() == {"error"}
+    assert "|" not in (tmp_path / "lost/table.md").read_text()  # no table without rows
     one = run("one")
     assert {"error"} == one["needle"]["niah_single_2"].keys() == one["needle"]["niah_single_3"].keys()
     assert "suite.needle.essays" in one["needle"]["niah_single_2"]["error"]

@@ -1,13 +1,14 @@
 """Sets of the sweep that cannot be had, are short of memory, or have odd names."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
 import torch
 
-from fla_train.data import files
 from fla_train.eval import sweep
 from fla_train.eval.config import PerplexityConfig, SuiteConfig, set_name, validation_errors
 from fla_train.eval.mirror import DatasetUnavailable
@@ -19,15 +20,19 @@ from tests.eval.conftest import short_of_memory
 
 @pytest.fixture
 def measured(build_model, tokenizer, tmp_path: Path):
-    """`measured(names, **settings)`: the sweep over files of these names, each with the same five texts."""
+    """`measured(names, **settings)`: the sweep over files of these names, each with the same five texts, and
+    over files in `more` as they are.
+    """
 
-    def run(names: list[str], **settings: object) -> dict:
+    def run(names: list[str], more: Sequence[str] = (), **settings: object) -> dict:
         for name in names:
             rows = (json.dumps({"text": "red and blue " * n}) + "\n" for n in (9, 12, 7, 9, 8))
             (tmp_path / name).write_text("".join(rows))
         torch.manual_seed(0)
         model = build_model(initializer_range=0.3).double().eval()
-        config = PerplexityConfig([str(tmp_path / name) for name in names], lengths=[16, 64], **settings)
+        config = PerplexityConfig(
+            [str(tmp_path / name) for name in (*names, *more)], lengths=[16, 64], **settings
+        )
         parts = ResultCache(tmp_path / "parts", {})
         return run_sweep(model, tokenizer, config, run=None, mirror=None, cache=parts, progress=False)
 
@@ -35,18 +40,26 @@ def measured(build_model, tokenizer, tmp_path: Path):
 
 
 def test_a_file_that_may_not_be_read_costs_only_itself(measured, monkeypatch) -> None:
-    describe = files._ends
+    plain = Path.open
 
-    def guarded(path: Path) -> str:  # the tests may run as root, who may read all
-        if path.name == "secret.jsonl":
+    def guarded(path: Path, mode: str = "r", *rest: object, **options: object) -> IO:
+        if path.name == "secret.jsonl" and "r" in mode:  # the tests may run as root, who may read all
             raise PermissionError(13, "Permission denied", str(path))
-        return describe(path)
+        return plain(path, mode, *rest, **options)
 
-    monkeypatch.setattr(files, "_ends", guarded)
+    monkeypatch.setattr(Path, "open", guarded)
     found = measured(["secret.jsonl", "open.jsonl"])
     assert found["secret"]["error"].startswith("suite.perplexity.sets=")
     assert found["secret"]["error"].endswith("secret.jsonl: cannot be read (Permission denied)")
     assert found["open"]["lengths"][0]["documents"] == 5
+
+
+@pytest.mark.parametrize("layout", ["documents", "packed"])
+def test_an_empty_file_costs_only_itself(measured, tmp_path: Path, layout: str) -> None:
+    """No length could be lowered for it."""
+    (tmp_path / "none.jsonl").touch()
+    found = measured(["open.jsonl"], more=["none.jsonl"], layout=layout, documents=None)
+    assert "lengths" in found["open"] and "suite.perplexity.lengths" not in found["none"]["error"]
 
 
 def test_a_full_disk_stops_the_sweep(measured, monkeypatch) -> None:

@@ -329,6 +329,13 @@ def test_side_by_side_in_markdown() -> None:
     assert "\nb, swde: could not run: no data\n" in text
 
 
+def test_evaluations_without_results_have_no_table() -> None:
+    lost = [record(name, [1.0]) | {"tasks": {}, "paper_row": {}} for name in "ab"]
+    for one in lost:
+        one["perplexity"] = {"web": {"error": "none"}}
+    assert "|" not in markdown(lost) and "b, web: could not run: none" in markdown(lost)
+
+
 def test_a_part_of_the_documents_and_prompts_with_examples_are_said_everywhere(tmp_path: Path) -> None:
     """In every table that may be copied from the report, and in the figure beside the published rows."""
     some = record("some", [2.0])

@@ -16,6 +16,7 @@ import fla_train
 from fla_train.hub import export_model
 from fla_train.hub.checksums import find_export_damage
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+from fla_train.models.modeling import AUTO_CLASSES
 
 IDS = torch.arange(20).reshape(2, 10) * 7919 % 320
 SIZE = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
@@ -37,11 +38,11 @@ def model_of(name: str, num_heads: int = 2, head_dim: int = 16) -> DeltaProductF
     return DeltaProductForCausalLM(config).eval()
 
 
-def run_bare(folder: Path, *packages: str, **environment: str) -> None:
+def run_bare(folder: Path, *arguments: str, **environment: str) -> None:
     torch.save(IDS, folder / "ids.pt")
     script = Path(__file__).with_name("bare_environment.py")
     done = subprocess.run(
-        [sys.executable, script, folder, *packages],
+        [sys.executable, script, folder, *arguments],
         cwd=folder,
         env={**os.environ, "HF_MODULES_CACHE": str(folder.parent / "modules"), **environment},
         stdin=subprocess.DEVNULL,  # transformers asks there whether code may run
@@ -68,6 +69,29 @@ def test_exports_load_in_a_bare_environment(tokenizer, tmp_path: Path) -> None:
         assert torch.equal(found["logits_again"], found["logits"])  # saved and loaded there
         tokens = model.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=8)
         assert torch.equal(found["tokens"], tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "auto_class", [c for c in AUTO_CLASSES if c is not AutoModelForCausalLM], ids=lambda c: c.__name__
+)
+def test_every_class_loads_in_a_bare_environment(auto_class: type, tokenizer, tmp_path: Path) -> None:
+    """In a process of its own, and what it saves there in another one."""
+    folders = tmp_path / "exports", tmp_path / "saved"
+    export_model(model_of("gated_delta_product"), tokenizer, folders[0] / "model")
+    run_bare(folders[0], "--auto-class", auto_class.__name__)
+    folders[1].mkdir()
+    (folders[0] / "saved-model").rename(folders[1] / "model")
+    run_bare(folders[1], "--auto-class", auto_class.__name__)
+    first, second = (torch.load(folder / "model.pt") for folder in folders)
+    model = auto_class.from_pretrained(folders[1] / "model")
+    assert type(model) is AUTO_CLASSES[auto_class]
+    with torch.no_grad():
+        expected = model(IDS[:1], use_cache=False)
+    for found in (first, second):
+        assert found["module"].startswith("transformers_modules.model.")
+        assert found["outputs"].keys() == expected.keys()
+        assert all(torch.equal(found["outputs"][key], expected[key]) for key in expected)
 
 
 @pytest.mark.long

@@ -1,6 +1,9 @@
 """The decoding loop behind `generate` against transformers' own loop and against recomputed prefixes."""
 
 import copy
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -32,6 +35,17 @@ class Sum(StoppingCriteria):
 
     def __call__(self, input_ids, scores, **_):
         return input_ids.sum(1) % 5 == 0
+
+
+class Calls(StoppingCriteria):
+    """Stops nothing, and calls a function after each token."""
+
+    def __init__(self, function: Callable[[], object]):
+        self.function = function
+
+    def __call__(self, input_ids, scores, **_):
+        self.function()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 class Heard(BaseStreamer):
@@ -199,6 +213,50 @@ def test_each_call_has_its_own_end_tokens(build, tokens):
     for ends, expected in ((end, until), (None, first[0])):
         found = model.generate(prompt, pad_token_id=0, eos_token_id=ends, **options)
         assert torch.equal(found[0], expected)
+
+
+@pytest.fixture
+def overlapping(build, tokens, monkeypatch):
+    """generate(row, **options) of one model for two prompts, and what transformers' own loop makes of each.
+
+    A call before leaves its decoder, which fits all of them.
+    """
+    model, prompts = build().to(DEVICE), [tokens[:1, :4].to(DEVICE), tokens[1:2, :9].to(DEVICE)]
+
+    def generate(row, **options):
+        return model.generate(prompts[row], max_new_tokens=12, do_sample=False, pad_token_id=0, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling, "takes_loop", lambda *_: False)
+        expected = [generate(row) for row in range(2)]
+    assert torch.equal(generate(0), expected[0])
+    return generate, expected
+
+
+def test_calls_in_two_threads_have_states_of_their_own(overlapping):
+    """They take turns, token by token."""
+    generate, expected = overlapping
+    both = threading.Barrier(2, timeout=60)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda row: generate(row, stopping_criteria=[Calls(both.wait)]), range(2)))
+    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, map(generate, range(2)), expected))
+
+
+def test_a_call_within_a_call_has_states_of_its_own(overlapping):
+    generate, expected = overlapping
+    inner = []
+    outer = generate(0, stopping_criteria=[Calls(lambda: inner.append(generate(1)))])
+    assert torch.equal(outer, expected[0])
+    assert len(inner) == 12 and all(torch.equal(found, expected[1]) for found in inner)
+
+
+def test_a_call_that_fails_midway_spoils_no_later_one(overlapping):
+    generate, expected = overlapping
+    left = iter(range(3))
+    with pytest.raises(StopIteration):
+        generate(0, stopping_criteria=[Calls(lambda: next(left))])
+    assert torch.equal(generate(1), expected[1])
 
 
 def test_a_cache_that_has_read_the_whole_prompt_is_refused(build, tokens):

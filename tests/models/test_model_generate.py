@@ -2,12 +2,18 @@
 
 import copy
 import itertools
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from small_models import every_variant, small_config
 from transformers import CompileConfig, DynamicCache, Mamba2Config, StaticCache
+
+from fla_train.data.config import TokenizerConfig
+from fla_train.data.tokenizers import load_tokenizer
+from fla_train.hub import export_model
 
 GREEDY = {"do_sample": False, "max_new_tokens": 9, "pad_token_id": 0}
 
@@ -236,3 +242,19 @@ def test_sampling_with_return_of_scores(build, tokens):
         tokens[:, :5], max_new_tokens=4, do_sample=True, return_dict_in_generate=True, output_scores=True
     )
     assert outputs.sequences.shape == (3, 9) and len(outputs.scores) == 4
+
+
+def test_the_code_of_the_page_runs(build: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block after block, as a reader types them; a shared prefix changes no token."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "generation.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)
+    tokenizer = load_tokenizer(TokenizerConfig(name="bytes"))
+    folder = re.search(r'from_pretrained\("(.+?)"\)', page)[1]
+    export_model(build(vocab_size=len(tokenizer)).float(), tokenizer, tmp_path / folder, validate=False)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for block in blocks:
+        exec(block, names)
+    batch = names["batch"]
+    new = names["output"].shape[1] - batch.shape[1]
+    assert torch.equal(names["output"], names["model"].generate(batch, max_new_tokens=new))
