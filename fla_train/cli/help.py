@@ -71,8 +71,14 @@ def help_text(configs: ConfigFiles, overrides: Sequence[str] = ()) -> str:
                 textwrap.fill(names, WIDTH, initial_indent=f"  {group:<11}", subsequent_indent=" " * 13)
             )
         parts.append("")
+    left_out = ""
+    if configs.config_name == "train" and any(
+        text.startswith(("run.dir=", "init_from=")) for text in overrides
+    ):
+        left_out = "; those of the run or model to go on from are not read here: --cfg job prints them"
     parts.append(
-        f"Keys, with their values (* is set by what is chosen)\n\n{with_values(configs.own_keys, values)}"
+        f"Keys, with their values (* is set by what is chosen{left_out})\n\n"
+        f"{with_values(configs.own_keys, values)}"
     )
     for group, option in chosen.items():
         if option in (None, "null") or group not in FOCUS.get(configs.config_name, chosen):
