@@ -185,7 +185,9 @@ def _is_readable(folder: Path) -> bool:
         if "trainer.max_steps" in Run(folder).settings:
             return True
         reason = "it has no trainer.max_steps"
-    except (OSError, ValueError, AttributeError, YAMLError, OmegaConfBaseException) as failure:
+    except (AttributeError, TypeError):
+        reason = "it is no mapping of names"
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as failure:
         reason = " ".join(str(failure).split())
     logger.warning("%s is left out, its config.yaml is no run's: %s", folder, reason)
     return False

@@ -30,7 +30,7 @@ usage: fla-{name} [KEY=VALUE | GROUP=OPTION]... [FLAG]...
 EXIT_STATUS = {
     0: "done",
     1: "the work failed (a disk, the network, a killed process): the same command may succeed",
-    2: "a user error, or a final error of training: the same command would fail again",
+    2: "a user error, or a final error of training (such as a full disk at its end): change something",
     75: "stopped on request, with a checkpoint: the same command continues",
     130: "interrupted by Ctrl-C",
 }

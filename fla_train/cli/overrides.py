@@ -96,8 +96,8 @@ def _reason(configs: ConfigFiles, config: DictConfig, text: str, failure: Except
     if unknown and not key.startswith(unknown[1]):
         key, plain = unknown[1], "VALUE"
     error = key_error(configs, config, key, plain) or one_line(failure)
-    if error.endswith("converted to Integer"):
-        error += ": write its digits, 1000 for 1e3"
+    if error.endswith("converted to Integer") and re.fullmatch(r"\d+(\.0*)?e\d+|\d+\.0*", plain, re.I):
+        error += f": write {key}={float(plain):.0f}"
     return f"{text}: {error}"
 
 

@@ -30,7 +30,7 @@ Row = dict[str, Any]
 Curve = tuple[Sequence[float], Sequence[float]]  # training tokens, values
 MARKS = string.ascii_lowercase + string.ascii_uppercase  # of runs, in the table and the terminal's plot
 LONGEST_LABEL = 60  # characters; of longer differences the shortest are shown, and the number of others
-HIGHER = re.compile(r"acc|tokens_per_second|mfu|exact_match|f1|contains")  # metrics of which more is better
+HIGHER = re.compile(r"(?!.*loss).*(acc|tokens_per_second|mfu|exact_match|f1|contains)")  # more is better
 HEIGHT = 16  # rows of the terminal's plot
 
 
@@ -67,7 +67,7 @@ def table(runs: Sequence["Run"], metric: str) -> list[Row]:
         row["max_steps"] = run.settings["trainer.max_steps"]
         for key in dict.fromkeys(("loss", "validation_loss", metric)):
             values = [(r[key], r["step"]) for r in records if r.get(key) is not None]
-            best, step = (max if HIGHER.search(key) else min)(values, default=(None, None))
+            best, step = (max if HIGHER.match(key) else min)(values, default=(None, None))
             row |= {key: values[-1][0] if values else None, f"best_{key}": best, f"best_{key}_step": step}
         speeds = [r["tokens_per_second"] for r in records if r.get("tokens_per_second")]
         row["tokens_per_second"] = statistics.median(speeds) if speeds else None

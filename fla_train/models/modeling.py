@@ -190,7 +190,7 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
         if given.dim() != (2 if inputs_embeds is None else 3):
             raise ValueError(
                 "input_ids must be [batch, tokens], inputs_embeds [batch, tokens, hidden_size]; these have "
-                f"shape {list(given.shape)}: give a single sequence as input_ids[None]"
+                f"shape {list(given.shape)}: give a single sequence as x[None]"
             )
         hidden = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         if hidden.numel() == 0:

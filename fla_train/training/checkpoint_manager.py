@@ -32,7 +32,7 @@ from fla_train.training.checkpoint import (
     rank_files,
 )
 from fla_train.training.deepspeed_patches import files_through
-from fla_train.training.failures import NotSaved
+from fla_train.training.failures import TrainingStopped
 from fla_train.utils.filesystem import reason
 from fla_train.utils.random_states import random_states
 from fla_train.utils.staging_buffer import Segment, StagingBuffer
@@ -160,10 +160,10 @@ class CheckpointManager:
         """Wait until the checkpoint of `step` is on the disk.
 
         Raises:
-            NotSaved: it could not be written.
+            TrainingStopped: it could not be written.
         """
         if not self.is_saved(step):
-            raise NotSaved(
+            raise TrainingStopped(
                 f"the checkpoint of step {step} could not be written ({self._error}): "
                 "free space and give the same command again; it resumes from the last intact checkpoint"
             )

@@ -452,8 +452,9 @@ def _batch_errors(config: TrainConfig) -> Iterator[str]:
             size = next(part for part in range(trainer.micro_batch_size, 0, -1) if rows % part == 0)
             fits += f", or trainer.micro_batch_size={size}"
         micro_batches, rest = divmod(trainer.global_batch_tokens, trainer.seq_len * trainer.micro_batch_size)
-        if micro_batches and not rest and launch.context_parallel == 1:
-            count = next(n for n in range(launch.num_processes, 0, -1) if micro_batches % n == 0)
+        counts = range(launch.num_processes, 0, -1) if not rest and launch.context_parallel == 1 else ()
+        divisors = (n for n in counts if micro_batches % n == 0 and n % launch.num_machines == 0)
+        if micro_batches and not trainer.cuda_graph and (count := next(divisors, None)):
             fits += f", or launch.num_processes={count}"
         yield (
             f"trainer.global_batch_tokens={trainer.global_batch_tokens} is not a multiple of {unit} = "
@@ -582,7 +583,9 @@ def to_config(node: DictConfig | dict, overrides: Sequence[str] = ()) -> TrainCo
             raise ValueError(f"these keys need a value: {', '.join(sorted(missing))}")
         node = escaped(OmegaConf.to_container(node, resolve=True))  # what is resolved is plain text now
     node = without_baseline(node)
-    if node.get("task") and (ignored := [text for text in overrides if text.startswith(OF_THE_TASK)]):
+    if node.get("task") and (
+        ignored := [text for text in overrides if text.lstrip("+").startswith(OF_THE_TASK)]
+    ):
         raise ValueError(
             f"the task decides {', '.join(ignored)}: leave it out; task.batch_size, task.options and "
             "task.train give batch, vocabulary and length"

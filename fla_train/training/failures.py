@@ -25,10 +25,6 @@ class TrainingStopped(RuntimeError):
     """Training can't continue, nor could it when started again; the message is one line for the user."""
 
 
-class NotSaved(RuntimeError):
-    """The last checkpoint or export could not be written; the same command may succeed."""
-
-
 def describe_failure(failure: BaseException, config: "TrainConfig | None" = None) -> tuple[str, bool]:
     """Describe an exception that ended a rank.
 

@@ -172,8 +172,10 @@ def check_steps_left(config: TrainConfig) -> None:
     Raises:
         ValueError: naming `trainer.max_steps` that would do.
     """
-    if (newest := newest_readable(config)) is None:
+    newest = newest_readable(config)
+    if newest is None or checkpoint.read_state(newest).step <= config.trainer.max_steps:
         return
+    newest = next((f for f in reversed(_saved(config)) if checkpoint.find_error(f) is None), newest)
     if (step := checkpoint.read_state(newest).step) > config.trainer.max_steps:
         raise ValueError(
             f"trainer.max_steps={config.trainer.max_steps} is below the {step} steps of {newest}: give "

@@ -22,7 +22,7 @@ from fla_train.training.config import TrainConfig
 from fla_train.training.cuda_graph import CudaGraphPass, records_graph
 from fla_train.training.engine import Outcome, StepResult, build_engine, precompile_step, train_step
 from fla_train.training.evaluator import SuiteRuns, make_evaluator
-from fla_train.training.failures import NotSaved, TrainingStopped
+from fla_train.training.failures import TrainingStopped
 from fla_train.training.initial_states import InitialStates
 from fla_train.training.load_checkpoint import load_checkpoint
 from fla_train.training.log import RunLogger
@@ -342,7 +342,7 @@ class Trainer:
         evaluation, whose results then stand in its card.
 
         Raises:
-            NotSaved: the last checkpoint or export could not be written.
+            TrainingStopped: the last checkpoint or export could not be written.
         """
         state = self.state
         if not self.checkpoints.is_saved(state.step):
@@ -355,7 +355,7 @@ class Trainer:
         self.checkpoints.close()
         self.timeline.mark("rest of the checkpoint")
         if export is None:
-            raise NotSaved(
+            raise TrainingStopped(
                 f"the model of step {state.step} could not be exported (see train.log): free space and give "
                 "the same command again; it resumes from the last checkpoint"
             )

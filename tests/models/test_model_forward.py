@@ -402,7 +402,7 @@ def test_contradicting_arguments_are_refused(build, tokens):
     with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
         model()
     for shape in ((19,), (1, 1, 19)):
-        with pytest.raises(ValueError, match=r"input_ids\[None\]"):
+        with pytest.raises(ValueError, match=r"\[None\]"):
             model(torch.ones(shape, dtype=torch.long))
     with pytest.raises(ValueError, match=r"\[19, 16\]"):
         model(inputs_embeds=torch.zeros(19, 16))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fla_train.training.config import TrainConfig, resolve, validate
-from fla_train.training.failures import NotSaved, TrainingStopped, describe_exit, describe_failure
+from fla_train.training.failures import TrainingStopped, describe_exit, describe_failure
 from fla_train.utils.errors import Interrupted
 from fla_train.utils.watchdog import RankHung
 
@@ -35,7 +35,6 @@ NCCL = (
     [
         (ValueError("a fault\nof the config"), "a fault of the config", True),
         (TrainingStopped("diverged"), "diverged", True),
-        (NotSaved("no space left"), "no space left", False),
         (Interrupted("no answer"), "no answer", False),
         (RankHung("no progress"), "no progress", False),
         (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device", False),

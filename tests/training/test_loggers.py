@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fla_train.cli.app import compose
-from fla_train.training.config import to_config, validate
+from fla_train.training.config import validate
 from fla_train.training.log import Wandb
 from fla_train.training.run_folder import RunFolder
 
@@ -32,12 +31,6 @@ def test_a_missing_package_is_named_before_data_are_prepared(
     assert code == 2 and line.count("\n") == 1
     assert f"pip install {package}" in line and without in line
     assert not cache.exists() and not folder.exists()
-
-
-@pytest.mark.parametrize(("words", "mode"), [([], "disabled"), (["logger=wandb"], "online")])
-def test_a_smoke_test_logs_where_it_is_told_to(words: list[str], mode: str) -> None:
-    config = to_config(compose("train", ["debug=smoke", *words]))
-    assert config.logger.wandb.mode == mode
 
 
 def test_what_is_not_asked_for_may_be_missing(make_config, monkeypatch: pytest.MonkeyPatch) -> None:

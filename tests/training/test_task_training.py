@@ -192,7 +192,7 @@ def test_faults(make, overrides: list[str], fault: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["trainer.seq_len=64", "trainer.global_batch_tokens=99", "model.vocab_size=9"]
+    "key", ["trainer.seq_len=64", "++trainer.global_batch_tokens=99", "model.vocab_size=9"]
 )
 def test_what_the_task_decides_is_refused(run_command, key: str) -> None:
     code, _, line = run_command("fla-train", "experiment=state_tracking/s3_cpu", key, "dry_run=true")
