@@ -71,10 +71,17 @@ def test_exports_load_in_a_bare_environment(tokenizer, tmp_path: Path) -> None:
         assert torch.equal(found["tokens"], tokens)
 
 
+# One head in each run of the suite, the others in the long one: a process takes four seconds.
+IN_BRIEF = AutoModelForSequenceClassification
+OTHERS = [
+    pytest.param(c, marks=() if c is IN_BRIEF else pytest.mark.long, id=c.__name__)
+    for c in AUTO_CLASSES
+    if c is not AutoModelForCausalLM
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "auto_class", [c for c in AUTO_CLASSES if c is not AutoModelForCausalLM], ids=lambda c: c.__name__
-)
+@pytest.mark.parametrize("auto_class", OTHERS)
 def test_every_class_loads_in_a_bare_environment(auto_class: type, tokenizer, tmp_path: Path) -> None:
     """In a process of its own, and what it saves there in another one."""
     folders = tmp_path / "exports", tmp_path / "saved"
