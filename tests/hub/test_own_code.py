@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module, get_imports
 
 import fla_train
@@ -72,16 +72,15 @@ def test_exports_load_in_a_bare_environment(tokenizer, tmp_path: Path) -> None:
 
 
 # One head in each run of the suite, the others in the long one: a process takes four seconds.
-IN_BRIEF = AutoModelForSequenceClassification
-OTHERS = [
-    pytest.param(c, marks=() if c is IN_BRIEF else pytest.mark.long, id=c.__name__)
+CLASSES = [
+    pytest.param(c, marks=() if c is AutoModelForSequenceClassification else pytest.mark.long, id=c.__name__)
     for c in AUTO_CLASSES
     if c is not AutoModelForCausalLM
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("auto_class", OTHERS)
+@pytest.mark.parametrize("auto_class", CLASSES)
 def test_every_class_loads_in_a_bare_environment(auto_class: type, tokenizer, tmp_path: Path) -> None:
     """In a process of its own, and what it saves there in another one."""
     folders = tmp_path / "exports", tmp_path / "saved"
