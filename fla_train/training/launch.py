@@ -219,12 +219,12 @@ def _is_left_to_train(config: TrainConfig, folder: RunFolder, data: PreparedData
         choose_checkpoint(config, folder, log)
     changes: list[str] = []
     if (newest := newest_readable(config)) is not None:
-        check_same_run(config, data, newest, changes.append)
+        changes = check_same_run(config, data, newest, log)
     complete = is_complete(folder, config)
     if not complete:
-        check_steps_left(config)
-    for line in changes:
-        log(re.sub("^changed    ", "not applied", line) if complete else line)
+        check_steps_left(config, folder)
+    for change in changes:
+        log(f"{'not applied' if complete else 'changed':<13}{change}")
     if complete:
         for line in completion_lines(folder, config):
             log(line)

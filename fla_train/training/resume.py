@@ -166,7 +166,7 @@ def check_before_preparing(config: TrainConfig) -> None:
         check_same_run(config, None, newest_readable(config) or found[-1], lambda line: None)
 
 
-def check_steps_left(config: TrainConfig) -> None:
+def check_steps_left(config: TrainConfig, folder: RunFolder) -> None:
     """Refuse a checkpoint beyond the last step: no step would be left to evaluate and to lower the rate in.
 
     Raises:
@@ -175,10 +175,10 @@ def check_steps_left(config: TrainConfig) -> None:
     newest = newest_readable(config)
     if newest is None or checkpoint.read_state(newest).step <= config.trainer.max_steps:
         return
-    newest = next((f for f in reversed(_saved(config)) if checkpoint.find_error(f) is None), newest)
-    if (step := checkpoint.read_state(newest).step) > config.trainer.max_steps:
+    start = choose_checkpoint(config, folder, lambda line: None)
+    if start is not None and (step := checkpoint.read_state(start).step) > config.trainer.max_steps:
         raise ValueError(
-            f"trainer.max_steps={config.trainer.max_steps} is below the {step} steps of {newest}: give "
+            f"trainer.max_steps={config.trainer.max_steps} is below the {step} steps of {start}: give "
             f"{step} or more, or another run.dir"
         )
 
@@ -224,12 +224,16 @@ def has_reached(config: TaskConfig | None, folder: RunFolder, step: int) -> bool
     )
 
 
-def check_same_run(config: TrainConfig, data: PreparedData | None, resume: Path, log: Log) -> None:
-    """Refuse to resume from a checkpoint of another model or stream of tokens; log what else changed.
+def check_same_run(config: TrainConfig, data: PreparedData | None, resume: Path, log: Log) -> list[str]:
+    """Refuse to resume from a checkpoint of another model or stream of tokens.
 
     Args:
         data: None: they are not prepared yet. A change of settings that leads to other data is found all the
             same; a change of the text itself is not.
+        log: gets a line if the checkpoint lies in no run folder.
+
+    Returns:
+        What else changed: `KEY=VALUE (was VALUE)`.
 
     Raises:
         ValueError: naming each key that differs and the value to use.
@@ -237,11 +241,11 @@ def check_same_run(config: TrainConfig, data: PreparedData | None, resume: Path,
     earlier = _run_of(resume)
     if not earlier.config.is_file():
         if data is None:
-            return
+            return []
         if _fingerprint(resume) not in (None, data.folder.name):
             raise ValueError(f"{resume} is of other prepared data: restore them or use another checkpoint")
         log(f"resume       {resume} lies in no run folder: its model and seed can't be compared")
-        return
+        return []
     before, now = dict(flat(asdict(load_config(earlier.config)))), dict(flat(asdict(config)))
     # A run of an earlier version has had the defaults of fields that came after it.
     defaults = {f"model.{name}": field.default for name, field in config_fields().items()}
@@ -273,9 +277,7 @@ def check_same_run(config: TrainConfig, data: PreparedData | None, resume: Path,
         raise ValueError(
             f"{resume} belongs to another run: {', '.join(errors)}; restore them or use another run.dir"
         )
-    for key, text in changed.items():
-        if not key.startswith(FREE_KEYS):
-            log(f"changed      {text}")
+    return [text for key, text in changed.items() if not key.startswith(FREE_KEYS)]
 
 
 def _fingerprint(resume: Path) -> str | None:
