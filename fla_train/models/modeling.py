@@ -215,7 +215,7 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
             use_cache = False
         if states is not None and (past_key_values is not None or use_cache or not self.supports_cache):
             raise ValueError("states stand in for a cache: pass no other, and use a mixer that takes one")
-        if unknown := sorted(packing.keys() - PACKING):
+        if unknown := sorted(name for name in packing if name not in PACKING):
             known = ", ".join(PACKING)
             raise TypeError(f"the model takes no {', '.join(unknown)}; for packed documents it takes {known}")
         cu_seqlens = document_bounds(hidden.shape[1], padding, cu_seqlens, position_ids, **packing)
