@@ -12,6 +12,7 @@ import engine_steps
 import numpy as np
 import pytest
 import torch
+import triton
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 from warm_ranks import WarmRanks
@@ -138,6 +139,8 @@ def test_models_of_other_libraries_can_be_recorded(
     """With the loss of training. That nothing in them waits for the device only a GPU can show."""
     if name in FLA:
         pytest.importorskip("fla")
+    if "retnet" in name and bf16 and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+        pytest.skip("without a graph, too: an illegal memory access in its backward pass (Triton 3.6)")
     model = _model(overrides, name, "model.num_hidden_layers=2").to(device)  # RWKV-7 needs two
     cuda_graph = cuda_graph_steps.Rehearsal if device == "cpu" else CudaGraphPass
     _compare(model, cuda_graph(model, bf16=bf16), device, bf16)
