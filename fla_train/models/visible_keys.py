@@ -68,8 +68,9 @@ class VisibleKeys(MovableTensors):
             low = max(low, self.starts[start])
         return low, high
 
-    def mask(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
-        """True where a query sees a key, [B or 1, 1, queries, keys]."""
+    def mask(self, queries: slice | None = None, keys: slice | None = None) -> Tensor:
+        """True where a query sees a key, [B or 1, 1, queries, keys]. None: all of them."""
+        queries, keys = queries or slice(None), keys or slice(None)  # torch 2.11 traces no such defaults
         query, key = self.queries[queries, None], self.keys[keys]
         visible = key <= query
         if self.window is not None:
