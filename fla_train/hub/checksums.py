@@ -14,9 +14,15 @@ EDITED = (CARD,)  # which is for people to edit
 REMEDY = f"export or download it again (after a change of your own, delete {CHECKSUMS})"
 
 
+def visible_files(folder: Path) -> list[str]:
+    """The files of an export, those in folders too, relative to it; hidden ones are not part of it."""
+    paths = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
+    return [path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts)]
+
+
 def write_checksums(folder: Path) -> None:
     """Write size and sha256 of every file in `folder` but the card."""
-    files = {path.name: describe(path) for path in sorted(folder.iterdir()) if path.name not in EDITED}
+    files = {name: describe(folder / name) for name in visible_files(folder) if name not in EDITED}
     (folder / CHECKSUMS).write_text(json.dumps({"files": files}, indent=2) + "\n")
 
 

@@ -27,7 +27,10 @@ from fla_train.hub.remote_code import write_remote_code
 from fla_train.utils.filesystem import replaced_folder
 
 # Files of exports, for those without checksums.json, which docs/reliability.md has one delete.
-WRITTEN = ("*.safetensors", "*.json", "*.py", "*.png", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+WRITTEN = (
+    *("*.safetensors", "*.json", "*.py", "*.png", "*.jinja", "*.model", "merges.txt", "vocab.txt"),
+    "additional_chat_templates/*.jinja",
+)
 
 
 def export_model(
@@ -153,11 +156,16 @@ def require_apart(source: Path, folder: Path) -> None:
 
 def _require_replaceable(folder: Path) -> None:
     """Refuse a place that holds anything but an export of this package, which would be lost."""
-    held = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if folder.is_file() or (held and TRAINING_FILE not in held):
+    empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if not (empty or (folder / TRAINING_FILE).is_file()):
         raise ValueError(f"{folder} exists and is not an exported model: give another folder")
-    listed = exported_files(folder) or {name for name in held if any(map(Path(name).match, WRITTEN))}
-    if others := sorted(held - listed - {CHECKSUMS, CARD}):
+    listed = {folder / name for name in exported_files(folder)}
+    listed = listed or {path for pattern in WRITTEN for path in folder.glob(pattern)}
+    replaceable = listed | {folder / CHECKSUMS, folder / CARD}
+    replaceable |= {parent for path in replaceable for parent in path.parents}
+    unknown = set(folder.rglob("*")) - replaceable
+    beside = (path.relative_to(folder) for path in unknown if path.parent in replaceable)
+    if others := sorted(path.as_posix() for path in beside):
         raise ValueError(
             f"{folder} holds {', '.join(others)} beside an exported model: move it, or give another folder"
         )

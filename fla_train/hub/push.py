@@ -10,7 +10,7 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelet
 from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
-from fla_train.hub.checksums import REMEDY, find_export_damage
+from fla_train.hub.checksums import REMEDY, find_export_damage, visible_files
 from fla_train.hub.paths import own_name
 from fla_train.hub.published_card import CARD, published_card
 from fla_train.utils.filesystem import sha256
@@ -141,8 +141,7 @@ def check_access(repo_id: str, *, private: bool = True) -> None:
 
 def _commit(api: HfApi, name: str, revision: str | None, folder: Path, card: str) -> CommitInfo:
     """Commit all but hidden files of `folder`, with `card` as README.md; delete weights that it lacks."""
-    paths = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
-    names = [path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts)]
+    names = visible_files(folder)
     there = api.list_repo_files(name, revision=revision)
     operations = [CommitOperationAdd(n, card.encode() if n == CARD else folder / n) for n in names]
     operations += [CommitOperationDelete(n) for n in there if n.endswith(WEIGHTS) and n not in names]

@@ -13,7 +13,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from fla_train.hub import CardInfo, copy_export, export_model
+from fla_train.hub import CardInfo, copy_export, export_model, find_export_damage
 from fla_train.hub import export as export_module
 from fla_train.hub.convert import convert_export
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
@@ -185,6 +185,26 @@ def test_a_folder_with_other_things_is_not_replaced(small_model, tmp_path: Path)
     assert (tmp_path / "thesis.tex").read_text() == "dear" and (export / "notes").is_dir()
     (export / "notes").rmdir()
     export_model(small_model, None, export)
+
+
+def test_a_tokenizer_with_several_chat_templates(small_model, tokenizer, tmp_path: Path) -> None:
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    template = "additional_chat_templates/tool_use.jinja"
+    for _ in range(2):  # the second one replaces the first
+        export = export_model(small_model, tokenizer, tmp_path / "export", validate=False)
+    assert template in json.loads((export / "checksums.json").read_text())["files"]
+    for _ in range(2):
+        copy = copy_export(export, tmp_path / "copy")
+    assert AutoTokenizer.from_pretrained(copy).chat_template == tokenizer.chat_template
+    (copy / template).write_text("{{ tolls }}")
+    assert find_export_damage(copy).startswith(template)
+    (copy / template).with_name("notes.txt").write_text("dear")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="notes"):
+            copy_export(export, copy)
+        (copy / "checksums.json").unlink(missing_ok=True)  # as after a change of one's own
+    (copy / template).with_name("notes.txt").unlink()
+    copy_export(export, copy)
 
 
 def test_copy(small_model, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

@@ -76,6 +76,13 @@ def test_every_file_arrives(hub: FakeHub, folder: Path, monkeypatch: pytest.Monk
     assert len(hub.repos["user/tiny"].commits) == commits
 
 
+def test_files_in_folders_arrive(hub: FakeHub, small_model, tokenizer, tmp_path: Path) -> None:
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    push(export_model(small_model, tokenizer, tmp_path / "export", validate=False), "user/tiny", token=TOKEN)
+    there = hub.repos["user/tiny"].files()
+    assert there["additional_chat_templates/tool_use.jinja"] == b"{{ tools }}"
+
+
 def test_without_xet_storage_weights_go_by_lfs(
     hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
