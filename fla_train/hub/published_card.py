@@ -12,6 +12,7 @@ from fla_train.hub.paths import own_name, run_folder
 
 CARD = "README.md"
 PLACEHOLDER = "user/model"  # the repository's name in the card of an export
+CHECKPOINT = 'checkpoint = "{}"'  # the line of the card's code that has it
 USE = "## Use\n"  # the heading that results of evaluations stand before
 
 
@@ -28,7 +29,7 @@ def published_card(
     """
     if not (folder / CARD).is_file():
         return ""
-    text = (folder / CARD).read_text().replace(PLACEHOLDER, name)
+    text = (folder / CARD).read_text().replace(CHECKPOINT.format(PLACEHOLDER), CHECKPOINT.format(name))
     results = list(_results(origin))
     if not (license or language or results):
         return text

@@ -144,6 +144,15 @@ def test_licence_language_and_results_reach_the_card(
     assert (export / "README.md").read_text() != card  # the export is only read
 
 
+def test_other_names_in_the_card_stay(hub: FakeHub, small_model, tokenizer, tmp_path: Path) -> None:
+    info = CardInfo(init_from="superuser/model-340m", datasets=["poweruser/modelset"], data="user/model")
+    export = export_model(small_model, tokenizer, tmp_path / "export", info, validate=False)
+    push(export, "user/tiny", token=TOKEN)
+    card = hub.repos["user/tiny"].files()["README.md"].decode()
+    changed = set(card.splitlines()) - set((export / "README.md").read_text().splitlines())
+    assert len(changed) == 1 and '"user/tiny"' in changed.pop()
+
+
 @pytest.mark.parametrize("name", ["user/tiny/too/long", "../tiny", "user/ti ny"])
 def test_not_a_name(hub: FakeHub, folder: Path, name: str) -> None:
     with pytest.raises(ValueError, match="not a name of the form user/model"):
