@@ -89,9 +89,6 @@ CITATIONS = {
 }
 
 
-TRAINING_FILE = "training.json"  # the CardInfo of an export
-
-
 @dataclass(frozen=True)
 class CardInfo:
     """Facts about the training run, written to README.md and, as JSON, to training.json.

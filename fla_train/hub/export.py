@@ -17,12 +17,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from fla_train.hub.card import TRAINING_FILE, CardInfo, render_card
+from fla_train.hub.card import CardInfo, render_card
 from fla_train.hub.checksums import CHECKSUMS, REMEDY, exported_files, find_export_damage, write_checksums
 from fla_train.hub.formats import FORMATS, OURS
 from fla_train.hub.formats.read import load_translated
 from fla_train.hub.prefix import PREFIX, trained_prefix
-from fla_train.hub.published_card import CARD
+from fla_train.hub.published_card import CARD, TRAINING_FILE
 from fla_train.hub.remote_code import write_remote_code
 from fla_train.utils.filesystem import replaced_folder
 

@@ -24,7 +24,6 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import fla_train.models  # noqa: F401  registers the model with the Auto classes
-from fla_train.hub.card import TRAINING_FILE
 from fla_train.hub.checksums import CHECKSUMS, find_export_damage
 from fla_train.hub.checksums import REMEDY as EXPORT_AGAIN
 from fla_train.hub.export import no_progress_bars
@@ -33,6 +32,7 @@ from fla_train.hub.formats.errors import FormatError
 from fla_train.hub.formats.read import load_translated
 from fla_train.hub.paths import STEP
 from fla_train.hub.prefix import PREFIX, trained_prefix
+from fla_train.hub.published_card import TRAINING_FILE
 from fla_train.models.mixers.registry import MixerError
 from fla_train.models.zoo.fla import import_models
 from fla_train.utils.hub_names import is_hub_name

@@ -133,6 +133,7 @@ def test_licence_language_and_results_reach_the_card(
         metrics = {"eval/hellaswag/acc_norm": value, "eval/web/perplexity_64": float("inf")}
         record = {"checkpoint": f"/home/me/run/hf/step-{step:07d}", "metrics": metrics}
         (tmp_path / "run/eval" / name / "results.json").write_text(json.dumps(record))
+    os.utime(export, (time.time() + 60,) * 2)  # as when an editor replaces the card
     push(export, "user/tiny", license="apache-2.0", language="en", token=TOKEN)
     card = hub.repos["user/tiny"].files()["README.md"].decode()
     header = yaml.safe_load(card.split("---")[1])
