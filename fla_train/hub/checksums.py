@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -21,17 +22,19 @@ def visible_files(folder: Path) -> list[str]:
 
 
 def write_checksums(folder: Path) -> None:
-    """Write size and sha256 of every file in `folder` but the card."""
-    files = {name: describe(folder / name) for name in visible_files(folder) if name not in EDITED}
+    """Write size and sha256 of every file in `folder` but the card; a file that is listed keeps its entry."""
+    known = exported_files(folder)
+    names = [name for name in visible_files(folder) if name not in (CHECKSUMS, *EDITED)]
+    files = {name: known.get(name) or describe(folder / name) for name in names}
     (folder / CHECKSUMS).write_text(json.dumps({"files": files}, indent=2) + "\n")
 
 
-def exported_files(folder: Path) -> set[str]:
-    """The names that checksums.json of an export lists; none where it can't be read."""
+def exported_files(folder: Path) -> dict[str, Any]:
+    """What checksums.json of an export lists: name -> size and sha256; nothing where it can't be read."""
     try:
-        return set(json.loads((folder / CHECKSUMS).read_text())["files"])
+        return dict(json.loads((folder / CHECKSUMS).read_text())["files"])
     except (OSError, ValueError, KeyError, TypeError):
-        return set()
+        return {}
 
 
 def find_export_damage(folder: Path, *, hashed_bytes: float = math.inf) -> str | None:

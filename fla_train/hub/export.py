@@ -123,7 +123,8 @@ def export_model(
 def copy_export(source: Path, folder: str | Path) -> Path:
     """Copy an exported model to `folder`, complete or absent; an earlier export there is replaced.
 
-    The umask decides who may read the copies, whatever the originals allow.
+    Hidden files are left out. Checksums of the copy list all that it holds but the card, so that another
+    export can replace it. The umask decides who may read the copies, whatever the originals allow.
 
     Raises:
         ValueError: `folder` holds something that is not an export, one of the two lies in the other, or
@@ -134,12 +135,14 @@ def copy_export(source: Path, folder: str | Path) -> Path:
     _require_replaceable(folder)
     with replaced_folder(folder) as aside:
         try:
-            shutil.copytree(source, aside, dirs_exist_ok=True, copy_function=shutil.copyfile)
+            hidden = shutil.ignore_patterns(".*")
+            shutil.copytree(source, aside, ignore=hidden, dirs_exist_ok=True, copy_function=shutil.copyfile)
         except shutil.Error as failure:  # holds (source, target, reason) of each file that failed
             _, target, reason = failure.args[0][0]
             raise OSError(f"{target} could not be written: {reason}") from failure
         if damage := find_export_damage(aside):  # damage of the source shows in its copy
             raise ValueError(f"{source}/{damage}: {REMEDY}")
+        write_checksums(aside)
     return folder
 
 
@@ -157,9 +160,10 @@ def require_apart(source: Path, folder: Path) -> None:
 def _require_replaceable(folder: Path) -> None:
     """Refuse a place that holds anything but an export of this package, which would be lost."""
     empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-    if not (empty or (folder / TRAINING_FILE).is_file()):
+    files = exported_files(folder)
+    if not (empty or files or (folder / TRAINING_FILE).is_file()):
         raise ValueError(f"{folder} exists and is not an exported model: give another folder")
-    listed = {folder / name for name in exported_files(folder)}
+    listed = {folder / name for name in files}
     listed = listed or {path for pattern in WRITTEN for path in folder.glob(pattern)}
     replaceable = listed | {folder / CHECKSUMS, folder / CARD}
     replaceable |= {parent for path in replaceable for parent in path.parents}

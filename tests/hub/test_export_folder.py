@@ -221,6 +221,21 @@ def test_copy(small_model, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -
         copy_export(source / "inside", source)
 
 
+def test_a_copy_of_any_checkpoint_can_be_replaced(small_model, tokenizer, tmp_path: Path) -> None:
+    source = export_model(small_model, tokenizer, tmp_path / "export", validate=False)
+    (source / ".cache/huggingface").mkdir(parents=True)  # as `hf download --local-dir` leaves it
+    (source / ".gitattributes").write_text("*.safetensors filter=lfs")
+    (source / "figures").mkdir()  # of the user's own
+    (source / "figures/loss.pdf").write_text("dear")
+    for mark in ("nothing", "checksums.json", "training.json"):  # without both it is another library's
+        (source / mark).unlink(missing_ok=True)
+        for _ in range(2):
+            copy = copy_export(source, tmp_path / mark)
+        names = {path.name for path in source.iterdir() if not path.name.startswith(".")}
+        assert {path.name for path in copy.iterdir()} == names | {"checksums.json"}
+        assert find_export_damage(copy) is None and (copy / "figures/loss.pdf").is_file()
+
+
 def test_a_copy_that_the_disk_refuses_names_the_first_file(
     small_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
