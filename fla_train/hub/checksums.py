@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 from safetensors import SafetensorError, safe_open
 
@@ -55,7 +56,7 @@ def find_export_damage(folder: Path, *, hashed_bytes: float = math.inf) -> str |
 
 
 def _find_cut_weights(folder: Path) -> str | None:
-    """Compare the length of safetensors files with what their headers say."""
+    """Compare the length of safetensors files with what their headers say; find the end of torch's files."""
     weights = sorted(folder.glob("*.safetensors"))
     if not weights and not any(folder.glob("*.bin")):
         return "model.safetensors is missing"
@@ -65,4 +66,9 @@ def _find_cut_weights(folder: Path) -> str | None:
                 pass
         except (SafetensorError, OSError) as failure:
             return f"{file.name} is damaged or cut short ({' '.join(str(failure).split())})"
+    for file in sorted(folder.glob("pytorch_model*.bin")):
+        with file.open("rb") as stream:
+            pickled = stream.read(1) == b"\x80"  # by torch before 1.6; later it wrote zip files
+        if not (pickled or is_zipfile(file)):
+            return f"{file.name} is damaged, cut short or a pointer of Git LFS"
     return None
