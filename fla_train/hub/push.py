@@ -2,15 +2,26 @@
 
 import re
 import time
+from collections.abc import Collection
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from urllib.parse import quote
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
+from huggingface_hub import (
+    CommitInfo,
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    constants,
+    get_session,
+    get_token,
+)
 from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
-from fla_train.hub.checksums import REMEDY, find_export_damage, visible_files
+from fla_train.hub.checksums import CHECKSUMS, REMEDY, find_export_damage, listed_files, visible_files
 from fla_train.hub.paths import own_name
 from fla_train.hub.published_card import CARD, published_card
 from fla_train.utils.filesystem import sha256
@@ -42,9 +53,9 @@ def push(
 ) -> str:
     """Create the model repository if it is new, and upload `folder` as one commit.
 
-    The card goes up as `published_card` makes it. Weights of another upload that `folder` lacks are deleted
-    there. Where the xet storage can't be reached, weights go by LFS. What may pass (lost connections, 429 and
-    the like) is tried again.
+    The card goes up as `published_card` makes it. Weights and files of an earlier export that `folder` lacks
+    are deleted there; others stay. Where the xet storage can't be reached, weights go by LFS. What may pass
+    (lost connections, 429 and the like) is tried again.
 
     Args:
         folder: an exported model; it is only read.
@@ -140,11 +151,11 @@ def check_access(repo_id: str, *, private: bool = True) -> None:
 
 
 def _commit(api: HfApi, name: str, revision: str | None, folder: Path, card: str) -> CommitInfo:
-    """Commit all but hidden files of `folder`, with `card` as README.md; delete weights that it lacks."""
+    """Commit all but hidden files of `folder`, with `card` as README.md; delete earlier exports' others."""
     names = visible_files(folder)
     there = api.list_repo_files(name, revision=revision)
     operations = [CommitOperationAdd(n, card.encode() if n == CARD else folder / n) for n in names]
-    operations += [CommitOperationDelete(n) for n in there if n.endswith(WEIGHTS) and n not in names]
+    operations += [CommitOperationDelete(n) for n in _earlier(api, name, revision, there) if n not in names]
     message = f"Upload {own_name(folder)} with fla-train"
     commit = partial(api.create_commit, name, operations, commit_message=message, revision=revision)
     try:
@@ -157,6 +168,18 @@ def _commit(api: HfApi, name: str, revision: str | None, folder: Path, card: str
         return commit()
     finally:
         constants.HF_HUB_DISABLE_XET = False
+
+
+def _earlier(api: HfApi, name: str, revision: str | None, there: Collection[str]) -> list[str]:
+    """Of the files at `revision`, weights and those that an export there lists; others are the user's."""
+    listed = {CHECKSUMS}
+    if CHECKSUMS in there:
+        branch = quote(revision or constants.DEFAULT_REVISION, safe="")
+        address = f"{api.endpoint}/{name}/resolve/{branch}/{CHECKSUMS}"
+        answer = get_session().get(address, headers=build_hf_headers(token=api.token))
+        hf_raise_for_status(answer)
+        listed |= listed_files(answer.content).keys()
+    return [file for file in there if file in listed or file.endswith(WEIGHTS)]
 
 
 def _tagged_weights(api: HfApi, name: str, tag: str) -> dict[str, str] | None:

@@ -123,6 +123,23 @@ def test_a_tag_is_pushed_once_and_moves_with_other_weights(
     assert repo.tags == {"step-1": 3, "step-2": 2}
 
 
+def test_files_of_an_earlier_export_go(hub: FakeHub, small_model, tokenizer, tmp_path: Path) -> None:
+    """A chat template, and Python files that another format has not; what a user added stays."""
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    push(export_model(small_model, tokenizer, tmp_path / "first", validate=False), "user/tiny", token=TOKEN)
+    repo = hub.repos["user/tiny"]
+    assert "additional_chat_templates/tool_use.jinja" in repo.files()
+    own = {".gitattributes": b"*.png filter=lfs", "notes.json": b"{}", "extra.jinja": b"{{ messages }}"}
+    repo.commits[-1].update(own)
+    tokenizer.chat_template = None
+    second = export_model(small_model, tokenizer, tmp_path / "second", format="fla", validate=False)
+    push(second, "user/tiny", token=TOKEN)
+    assert without_card(repo.files()) == without_card(contents(second)) | own
+    (second / "checksums.json").unlink()  # of no export here, it would call the files damaged
+    push(second, "user/tiny", token=TOKEN)
+    assert without_card(repo.files()) == without_card(contents(second)) | own
+
+
 def test_licence_language_and_results_reach_the_card(
     hub: FakeHub, small_model, tokenizer, tmp_path: Path
 ) -> None:
