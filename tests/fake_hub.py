@@ -25,7 +25,7 @@ class Repo:
     """Commits are {path: content}; branches and tags are numbers of commits.
 
     Attributes:
-        messages: of the commits but the first, which is empty.
+        messages, parents: of the commits but the first, which is empty.
     """
 
     private: bool
@@ -33,6 +33,7 @@ class Repo:
     branches: dict[str, int] = field(default_factory=lambda: {"main": 0})
     tags: dict[str, int] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
 
     def files(self, revision: str = "main") -> dict[str, bytes]:
         return self.commits[self.number(revision)]
@@ -151,6 +152,7 @@ class Handler(BaseHTTPRequestHandler):
             elif entry["key"] == "deletedFile":
                 del files[value["path"]]
         known.commits.append(files)
+        known.parents.append(known.number(revision))
         known.branches[revision] = number = len(known.commits) - 1
         address = f"{self.server.address}/{repo}/commit/{number:040x}"
         self._reply({"commitUrl": address, "commitOid": f"{number:040x}"})
@@ -177,6 +179,16 @@ class Handler(BaseHTTPRequestHandler):
         files = self._files(repo, revision)
         if files is not None:
             self._reply([_describe(files, name) for name in files])
+
+    def _commits(self, body: bytes, repo: str, revision: str) -> None:
+        if self._files(repo, revision) is None:
+            return
+        known = self.server.repos[repo]
+        numbers = [known.number(revision)]
+        while numbers[-1]:
+            numbers.append(known.parents[numbers[-1] - 1])
+        empty = {"authors": [], "date": "2026-01-01T00:00:00.000Z", "title": "", "message": ""}
+        self._reply([{"id": f"{number:040x}", **empty} for number in numbers])
 
     def _info(self, body: bytes, repo: str, revision: str = "main") -> None:
         files = self._files(repo, revision)
@@ -240,6 +252,7 @@ ROUTES = {
     rf"POST /api/models/{REPO}/tag/{REVISION}": Handler._tag,
     rf"DELETE /api/models/{REPO}/tag/(?P<tag>.+)": Handler._delete_tag,
     rf"GET /api/models/{REPO}/tree/{REVISION}": Handler._tree,
+    rf"GET /api/models/{REPO}/commits/{REVISION}": Handler._commits,
     rf"GET /api/models/{REPO}/revision/{REVISION}": Handler._info,
     rf"GET /api/models/{REPO}": Handler._info,
     rf"(GET|HEAD) /{REPO}/resolve/{REVISION}/(?P<name>.+)": Handler._resolve,

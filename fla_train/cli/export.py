@@ -72,10 +72,13 @@ def task(config: DictConfig) -> int:
             print(f"exported to {settings.output}")
         if settings.hub.repo_id:
             try:
-                address = push(folder, **asdict(settings.hub), origin=origin)
+                pushed = push(folder, **asdict(settings.hub), origin=origin)
             except ConnectionError as failure:
                 return fail(failure, code=1)
-            print(f"pushed {origin} to {address}")
+            if pushed.uploaded:
+                print(f"pushed {origin} to {pushed.address}")
+            else:
+                print(f"{origin} is already there, nothing uploaded: {pushed.address}")
     return 0
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from huggingface_hub import EvalResult, ModelCardData
 from transformers import PreTrainedModel
 
-from fla_train.hub.published_card import PLACEHOLDER, USE
+from fla_train.hub.published_card import CHECKPOINT, PLACEHOLDER, USE
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.flops import count_parameters
 
@@ -40,7 +40,7 @@ The model class lives in the package flash-linear-attention (`pip install flash-
 EXAMPLE = f"""\
 from transformers import AutoModelForCausalLM
 
-checkpoint = "{PLACEHOLDER}"  # the name on the Hub, or the folder this card lies in
+{CHECKPOINT.format(PLACEHOLDER)}  # the name on the Hub, or the folder this card lies in
 model = AutoModelForCausalLM.from_pretrained(checkpoint{{options}})
 ```
 """
@@ -87,9 +87,6 @@ CITATIONS = {
   booktitle = {International Conference on Learning Representations},
   year      = {2025},""",
 }
-
-
-TRAINING_FILE = "training.json"  # the CardInfo of an export
 
 
 @dataclass(frozen=True)

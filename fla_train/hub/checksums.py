@@ -3,6 +3,8 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
+from zipfile import is_zipfile
 
 from safetensors import SafetensorError, safe_open
 
@@ -14,18 +16,34 @@ EDITED = (CARD,)  # which is for people to edit
 REMEDY = f"export or download it again (after a change of your own, delete {CHECKSUMS})"
 
 
+def visible_files(folder: Path) -> list[str]:
+    """The files of an export, those in folders too, relative to it; hidden ones are not part of it."""
+    paths = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
+    return [path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts)]
+
+
 def write_checksums(folder: Path) -> None:
-    """Write size and sha256 of every file in `folder` but the card."""
-    files = {path.name: describe(path) for path in sorted(folder.iterdir()) if path.name not in EDITED}
+    """Write size and sha256 of every file in `folder` but the card; a file that is listed keeps its entry."""
+    known = exported_files(folder)
+    names = [name for name in visible_files(folder) if name not in (CHECKSUMS, *EDITED)]
+    files = {name: known.get(name) or describe(folder / name) for name in names}
     (folder / CHECKSUMS).write_text(json.dumps({"files": files}, indent=2) + "\n")
 
 
-def exported_files(folder: Path) -> set[str]:
-    """The names that checksums.json of an export lists; none where it can't be read."""
+def exported_files(folder: Path) -> dict[str, Any]:
+    """What checksums.json of an export lists: name -> size and sha256; nothing where it can't be read."""
     try:
-        return set(json.loads((folder / CHECKSUMS).read_text())["files"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return set()
+        return listed_files((folder / CHECKSUMS).read_bytes())
+    except OSError:
+        return {}
+
+
+def listed_files(content: bytes) -> dict[str, Any]:
+    """`exported_files` by the content of checksums.json."""
+    try:
+        return dict(json.loads(content)["files"])
+    except (ValueError, KeyError, TypeError):
+        return {}
 
 
 def find_export_damage(folder: Path, *, hashed_bytes: float = math.inf) -> str | None:
@@ -46,7 +64,7 @@ def find_export_damage(folder: Path, *, hashed_bytes: float = math.inf) -> str |
 
 
 def _find_cut_weights(folder: Path) -> str | None:
-    """Compare the length of safetensors files with what their headers say."""
+    """Compare the length of safetensors files with what their headers say; find the end of torch's files."""
     weights = sorted(folder.glob("*.safetensors"))
     if not weights and not any(folder.glob("*.bin")):
         return "model.safetensors is missing"
@@ -56,4 +74,9 @@ def _find_cut_weights(folder: Path) -> str | None:
                 pass
         except (SafetensorError, OSError) as failure:
             return f"{file.name} is damaged or cut short ({' '.join(str(failure).split())})"
+    for file in sorted(folder.glob("pytorch_model*.bin")):
+        with file.open("rb") as stream:
+            pickled = stream.read(1) == b"\x80"  # by torch before 1.6; later it wrote zip files
+        if not (pickled or is_zipfile(file)):
+            return f"{file.name} is damaged, cut short or a pointer of Git LFS"
     return None

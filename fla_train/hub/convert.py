@@ -4,12 +4,11 @@ import dataclasses
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig
 
 from fla_train.hub.card import CardInfo
 from fla_train.hub.export import export_model, require_apart
 from fla_train.hub.formats import FORMATS, OURS, format_name
-from fla_train.hub.load import load_tokenizer, load_weights, read_training_record
+from fla_train.hub.load import config_content, load_tokenizer, load_weights, read_training_record
 from fla_train.hub.paths import public_name
 from fla_train.models import DeltaProductConfig
 
@@ -18,10 +17,9 @@ def stored_format(source: Path | str) -> str:
     """The format of a resolved checkpoint; models that no module of `FORMATS` translates have transformers'.
 
     Raises:
-        OSError: its config can't be read.
+        ValueError, OSError: its config can't be read.
     """
-    content, _ = PreTrainedConfig.get_config_dict(source)
-    return format_name(content.get("model_type")) or OURS
+    return format_name(config_content(source).get("model_type")) or OURS
 
 
 def convert_export(

@@ -17,17 +17,20 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from fla_train.hub.card import TRAINING_FILE, CardInfo, render_card
+from fla_train.hub.card import CardInfo, render_card
 from fla_train.hub.checksums import CHECKSUMS, REMEDY, exported_files, find_export_damage, write_checksums
 from fla_train.hub.formats import FORMATS, OURS
 from fla_train.hub.formats.read import load_translated
 from fla_train.hub.prefix import PREFIX, trained_prefix
-from fla_train.hub.published_card import CARD
+from fla_train.hub.published_card import CARD, TRAINING_FILE
 from fla_train.hub.remote_code import write_remote_code
 from fla_train.utils.filesystem import replaced_folder
 
 # Files of exports, for those without checksums.json, which docs/reliability.md has one delete.
-WRITTEN = ("*.safetensors", "*.json", "*.py", "*.png", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+WRITTEN = (
+    *("*.safetensors", "*.json", "*.py", "*.png", "*.jinja", "*.model", "merges.txt", "vocab.txt"),
+    "additional_chat_templates/*.jinja",
+)
 
 
 def export_model(
@@ -120,7 +123,8 @@ def export_model(
 def copy_export(source: Path, folder: str | Path) -> Path:
     """Copy an exported model to `folder`, complete or absent; an earlier export there is replaced.
 
-    The umask decides who may read the copies, whatever the originals allow.
+    Hidden files are left out. Checksums of the copy list all that it holds but the card, so that another
+    export can replace it. The umask decides who may read the copies, whatever the originals allow.
 
     Raises:
         ValueError: `folder` holds something that is not an export, one of the two lies in the other, or
@@ -131,12 +135,14 @@ def copy_export(source: Path, folder: str | Path) -> Path:
     _require_replaceable(folder)
     with replaced_folder(folder) as aside:
         try:
-            shutil.copytree(source, aside, dirs_exist_ok=True, copy_function=shutil.copyfile)
+            hidden = shutil.ignore_patterns(".*")
+            shutil.copytree(source, aside, ignore=hidden, dirs_exist_ok=True, copy_function=shutil.copyfile)
         except shutil.Error as failure:  # holds (source, target, reason) of each file that failed
             _, target, reason = failure.args[0][0]
             raise OSError(f"{target} could not be written: {reason}") from failure
         if damage := find_export_damage(aside):  # damage of the source shows in its copy
             raise ValueError(f"{source}/{damage}: {REMEDY}")
+        write_checksums(aside)
     return folder
 
 
@@ -153,11 +159,17 @@ def require_apart(source: Path, folder: Path) -> None:
 
 def _require_replaceable(folder: Path) -> None:
     """Refuse a place that holds anything but an export of this package, which would be lost."""
-    held = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if folder.is_file() or (held and TRAINING_FILE not in held):
+    empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    files = exported_files(folder)
+    if not (empty or files or (folder / TRAINING_FILE).is_file()):
         raise ValueError(f"{folder} exists and is not an exported model: give another folder")
-    listed = exported_files(folder) or {name for name in held if any(map(Path(name).match, WRITTEN))}
-    if others := sorted(held - listed - {CHECKSUMS, CARD}):
+    listed = {folder / name for name in files}
+    listed = listed or {path for pattern in WRITTEN for path in folder.glob(pattern)}
+    replaceable = listed | {folder / CHECKSUMS, folder / CARD}
+    replaceable |= {parent for path in replaceable for parent in path.parents}
+    unknown = set(folder.rglob("*")) - replaceable
+    beside = (path.relative_to(folder) for path in unknown if path.parent in replaceable)
+    if others := sorted(path.as_posix() for path in beside):
         raise ValueError(
             f"{folder} holds {', '.join(others)} beside an exported model: move it, or give another folder"
         )

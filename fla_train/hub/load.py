@@ -24,7 +24,6 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import fla_train.models  # noqa: F401  registers the model with the Auto classes
-from fla_train.hub.card import TRAINING_FILE
 from fla_train.hub.checksums import CHECKSUMS, find_export_damage
 from fla_train.hub.checksums import REMEDY as EXPORT_AGAIN
 from fla_train.hub.export import no_progress_bars
@@ -33,6 +32,7 @@ from fla_train.hub.formats.errors import FormatError
 from fla_train.hub.formats.read import load_translated
 from fla_train.hub.paths import STEP
 from fla_train.hub.prefix import PREFIX, trained_prefix
+from fla_train.hub.published_card import TRAINING_FILE
 from fla_train.models.mixers.registry import MixerError
 from fla_train.models.zoo.fla import import_models
 from fla_train.utils.hub_names import is_hub_name
@@ -84,17 +84,27 @@ def training_record(model: PreTrainedModel) -> dict:
 
 
 def read_training_record(source: Path | str, commit: str | None = None) -> dict:
-    """`training_record` of an export folder or a Hub name, at `commit` if given."""
-    if Path(source).is_dir():
-        record = Path(source) / TRAINING_FILE
+    """`training_record` of an export folder or a Hub name, at `commit` if given.
+
+    A file of the same name that another program wrote, in another form, is no record.
+    """
+    record = Path(source) / TRAINING_FILE
+    if not Path(source).is_dir():
         try:
-            return json.loads(record.read_text()) if record.is_file() else {}
-        except ValueError as failure:
-            raise ValueError(f"{record} is damaged ({failure}): export the model again") from failure
-    try:
-        return json.loads(Path(hf_hub_download(source, TRAINING_FILE, revision=commit)).read_text())
-    except (HfHubHTTPError, HFValidationError, OSError):  # no such file, or the Hub can't be reached
+            record = Path(hf_hub_download(source, TRAINING_FILE, revision=commit))
+        except (HfHubHTTPError, HFValidationError, OSError):  # no such file, or the Hub can't be reached
+            return {}
+    elif not record.is_file():
         return {}
+    try:
+        content = json.loads(record.read_text())
+    except ValueError as failure:
+        raise ValueError(f"{record} is damaged ({failure}): export the model again") from failure
+    try:
+        ours = isinstance(yaml.safe_load(content.get("config") or "{}"), dict)
+    except (yaml.YAMLError, AttributeError, TypeError):
+        ours = False
+    return content if ours else {}
 
 
 def recorded_length(model: PreTrainedModel) -> int | None:
@@ -197,7 +207,7 @@ def load_weights(
         if damage := find_export_damage(source, hashed_bytes=HASHED_BYTES):
             raise ValueError(f"{source}/{damage}: {EXPORT_AGAIN}")
     try:
-        if mixer is not None and PreTrainedConfig.get_config_dict(source)[0].get("mixer") is None:
+        if mixer is not None and config_content(source).get("mixer") is None:
             raise MixerError(f"it has no mixer of its own: leave out mixer={mixer}")
         translation = find_translation(source, translate)
         with no_progress_bars():
@@ -213,7 +223,7 @@ def load_weights(
                 )
     except (MixerError, FormatError) as failure:
         raise ValueError(f"{source}: {failure}") from failure
-    except (SafetensorError, UnpicklingError, OSError, ValueError, RuntimeError) as failure:
+    except (SafetensorError, UnpicklingError, EOFError, OSError, ValueError, RuntimeError) as failure:
         raise ValueError(_explain(source, failure)) from failure
     if report["missing_keys"]:
         raise ValueError(
@@ -229,9 +239,25 @@ def read_config(source: Path | str, *, translate: bool | None = None) -> PreTrai
         ValueError, OSError: it can't be read.
     """
     if translation := find_translation(source, translate):
-        config, _ = translation.to_ours(PreTrainedConfig.get_config_dict(source)[0], {})
+        config, _ = translation.to_ours(config_content(source), {})
         return config
     return AutoConfig.from_pretrained(source, trust_remote_code=False)
+
+
+def config_content(source: Path | str) -> dict[str, Any]:
+    """config.json of a resolved checkpoint.
+
+    Raises:
+        ValueError: it holds no JSON object.
+        OSError: it can't be read.
+    """
+    try:
+        content, _ = PreTrainedConfig.get_config_dict(source)
+    except TypeError:  # a number, say
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f"{source}/config.json is damaged (no JSON object): export or download it again")
+    return content
 
 
 def find_translation(source: Path | str, translate: bool | None = None) -> ModuleType | None:
@@ -248,7 +274,7 @@ def find_translation(source: Path | str, translate: bool | None = None) -> Modul
         ValueError: the class's package is not installed, or does not work here.
         OSError: the config can't be read.
     """
-    content, _ = PreTrainedConfig.get_config_dict(source)
+    content = config_content(source)
     model_type = content.get("model_type")
     translation = FORMATS.get(format_name(model_type))
     if translation is not None and translate is None:

@@ -11,7 +11,9 @@ from yaml import YAMLError
 from fla_train.hub.paths import own_name, run_folder
 
 CARD = "README.md"
+TRAINING_FILE = "training.json"  # the CardInfo of an export
 PLACEHOLDER = "user/model"  # the repository's name in the card of an export
+CHECKPOINT = 'checkpoint = "{}"'  # the line of the card's code that has it
 USE = "## Use\n"  # the heading that results of evaluations stand before
 
 
@@ -28,7 +30,7 @@ def published_card(
     """
     if not (folder / CARD).is_file():
         return ""
-    text = (folder / CARD).read_text().replace(PLACEHOLDER, name)
+    text = (folder / CARD).read_text().replace(CHECKPOINT.format(PLACEHOLDER), CHECKPOINT.format(name))
     results = list(_results(origin))
     if not (license or language or results):
         return text
@@ -48,10 +50,14 @@ def published_card(
 
 
 def _results(export: Path) -> Iterator[EvalResult]:
-    """Those of the newest evaluation of each data set or task, if it is newer than the export."""
+    """Those of the newest evaluation of each data set or task, if it is newer than the export.
+
+    The export's age is that of its training record; an edit of the card changes that of the folder.
+    """
     run = run_folder(export)
     found: dict[str, float] = {}
-    written = export.stat().st_mtime
+    training = export / TRAINING_FILE
+    written = (training if training.is_file() else export).stat().st_mtime
     for file in sorted(run.glob("eval/*/results.json") if run else (), key=lambda file: file.stat().st_mtime):
         try:
             record = json.loads(file.read_text())

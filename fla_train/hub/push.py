@@ -2,15 +2,28 @@
 
 import re
 import time
+from collections.abc import Collection
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
+from huggingface_hub import (
+    CommitInfo,
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    constants,
+    get_session,
+    get_token,
+)
 from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+from huggingface_hub.utils.sha import git_hash
 
-from fla_train.hub.checksums import REMEDY, find_export_damage
+from fla_train.hub.checksums import CHECKSUMS, REMEDY, find_export_damage, listed_files, visible_files
 from fla_train.hub.paths import own_name
 from fla_train.hub.published_card import CARD, published_card
 from fla_train.utils.filesystem import sha256
@@ -27,6 +40,13 @@ WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 NO_TOKEN = "no Hub token: run `hf auth login` or set HF_TOKEN"
 
 
+class Pushed(NamedTuple):
+    """Where an export is on the Hub; `uploaded` is false if it was there already."""
+
+    address: str
+    uploaded: bool
+
+
 def push(
     folder: str | Path,
     repo_id: str,
@@ -39,20 +59,20 @@ def push(
     origin: str | Path | None = None,
     token: str | None = None,
     endpoint: str | None = None,
-) -> str:
+) -> Pushed:
     """Create the model repository if it is new, and upload `folder` as one commit.
 
-    The card goes up as `published_card` makes it. Weights of another upload that `folder` lacks are deleted
-    there. Where the xet storage can't be reached, weights go by LFS. What may pass (lost connections, 429 and
-    the like) is tried again.
+    The card goes up as `published_card` makes it. Weights and files of an earlier export that `folder` lacks
+    are deleted there; others stay. Where the xet storage can't be reached, weights go by LFS. What may pass
+    (lost connections, 429 and the like) is tried again.
 
     Args:
         folder: an exported model; it is only read.
         repo_id: `user/name`; `name` alone is the token's user's.
         private: whether a new repository is private.
         revision: branch to commit to, created if it is new; None is the default branch.
-        tag: of the commit. Nothing is uploaded if it is there with the same weights; one of other weights is
-            moved.
+        tag: of the commit. Nothing is uploaded if it is there with the same files, whatever its card says, in
+            the branch `revision` if one is given; else a tag that is there is moved.
         license: for the card, the Hub's name of a licence such as `apache-2.0`.
         language: for the card, a code such as `en`.
         origin: the export that `folder` was made from: messages name it, its evaluations are in the card.
@@ -60,7 +80,7 @@ def push(
         endpoint: address of the Hub; None is the client's default.
 
     Returns:
-        The commit's address.
+        The address of the commit or the tag, and whether anything was uploaded.
 
     Raises:
         ValueError: `repo_id` is no valid name, there is no token, a file of `folder` is damaged, or the
@@ -77,20 +97,21 @@ def push(
         raise ValueError(f"{folder}/{damage}: {REMEDY}")
     api = HfApi(endpoint=endpoint, token=token)
 
-    def upload() -> str:
+    def upload() -> Pushed:
         name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # with the user's name
-        tagged = None if tag is None else _tagged_weights(api, name, tag)
-        if tagged and tagged == {file: sha256(folder / file) for file in tagged if (folder / file).is_file()}:
-            return f"{api.endpoint}/{name}/tree/{tag}"
+        tagged = None if tag is None else _files_at(api, name, tag)
+        if tagged and _is_equal(api, name, tag, tagged, folder) and _contains(api, name, revision, tag):
+            return Pushed(f"{api.endpoint}/{name}/tree/{tag}", uploaded=False)
         if revision is not None:
             api.create_branch(name, branch=revision, exist_ok=True)
         card = published_card(folder, name, origin, license=license, language=language)
+        before = api.model_info(name, revision=revision).sha
         commit = _commit(api, name, revision, folder, card)
         if tagged is not None:
             api.delete_tag(name, tag=tag)
         if tag is not None:
             api.create_tag(name, tag=tag, revision=commit.oid)
-        return str(commit.commit_url)
+        return Pushed(str(commit.commit_url), uploaded=commit.oid != before)
 
     for pause in (*PAUSES, None):
         try:
@@ -140,12 +161,11 @@ def check_access(repo_id: str, *, private: bool = True) -> None:
 
 
 def _commit(api: HfApi, name: str, revision: str | None, folder: Path, card: str) -> CommitInfo:
-    """Commit all but hidden files of `folder`, with `card` as README.md; delete weights that it lacks."""
-    paths = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
-    names = [path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts)]
+    """Commit all but hidden files of `folder`, with `card` as README.md; delete earlier exports' others."""
+    names = visible_files(folder)
     there = api.list_repo_files(name, revision=revision)
     operations = [CommitOperationAdd(n, card.encode() if n == CARD else folder / n) for n in names]
-    operations += [CommitOperationDelete(n) for n in there if n.endswith(WEIGHTS) and n not in names]
+    operations += [CommitOperationDelete(n) for n in _earlier(api, name, revision, there) if n not in names]
     message = f"Upload {own_name(folder)} with fla-train"
     commit = partial(api.create_commit, name, operations, commit_message=message, revision=revision)
     try:
@@ -160,13 +180,50 @@ def _commit(api: HfApi, name: str, revision: str | None, folder: Path, card: str
         constants.HF_HUB_DISABLE_XET = False
 
 
-def _tagged_weights(api: HfApi, name: str, tag: str) -> dict[str, str] | None:
-    """The sha256 of each weights file at `tag`; None: there is no such tag."""
+def _earlier(api: HfApi, name: str, revision: str | None, there: Collection[str]) -> list[str]:
+    """Of the files at `revision`, weights and those that an export there lists; others are the user's."""
+    listed = {CHECKSUMS}
+    if CHECKSUMS in there:
+        branch = quote(revision or constants.DEFAULT_REVISION, safe="")
+        address = f"{api.endpoint}/{name}/resolve/{branch}/{CHECKSUMS}"
+        answer = get_session().get(address, headers=build_hf_headers(token=api.token))
+        hf_raise_for_status(answer)
+        listed |= listed_files(answer.content).keys()
+    return [file for file in there if file in listed or file.endswith(WEIGHTS)]
+
+
+def _files_at(api: HfApi, name: str, tag: str) -> dict[str, RepoFile] | None:
+    """The files at `tag`, by name; None: there is no such tag."""
     try:
-        files = [file for file in api.list_repo_tree(name, revision=tag) if isinstance(file, RepoFile)]
+        files = api.list_repo_tree(name, revision=tag, recursive=True)
+        return {file.path: file for file in files if isinstance(file, RepoFile)}
     except RevisionNotFoundError:
         return None
-    return {file.path: file.lfs.sha256 for file in files if file.lfs and file.path.endswith(WEIGHTS)}
+
+
+def _is_equal(api: HfApi, name: str, tag: str, there: dict[str, RepoFile], folder: Path) -> bool:
+    """Whether the export that is at `tag`, among the files `there`, is that of `folder`, but for the card."""
+    names = {n for n in visible_files(folder) if n != CARD}
+    if not names.issuperset(_earlier(api, name, tag, there)) or not names <= there.keys():
+        return False
+    return all(_is_same(folder / n, there[n]) for n in names)
+
+
+def _is_same(path: Path, file: RepoFile) -> bool:
+    if path.stat().st_size != file.size:
+        return False
+    return sha256(path) == file.lfs.sha256 if file.lfs else git_hash(path.read_bytes()) == file.blob_id
+
+
+def _contains(api: HfApi, name: str, branch: str | None, tag: str) -> bool:
+    """Whether `branch` has the commit of `tag`; None is the default branch, which is not asked."""
+    if branch is None:
+        return True
+    try:
+        commits = {commit.commit_id for commit in api.list_repo_commits(name, revision=branch)}
+    except RevisionNotFoundError:
+        return False
+    return api.model_info(name, revision=tag).sha in commits
 
 
 def _wait(failure: Exception, pause: float) -> float | None:

@@ -13,7 +13,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from fla_train.hub import CardInfo, copy_export, export_model
+from fla_train.hub import CardInfo, copy_export, export_model, find_export_damage
 from fla_train.hub import export as export_module
 from fla_train.hub.convert import convert_export
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
@@ -187,6 +187,26 @@ def test_a_folder_with_other_things_is_not_replaced(small_model, tmp_path: Path)
     export_model(small_model, None, export)
 
 
+def test_a_tokenizer_with_several_chat_templates(small_model, tokenizer, tmp_path: Path) -> None:
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    template = "additional_chat_templates/tool_use.jinja"
+    for _ in range(2):  # the second one replaces the first
+        export = export_model(small_model, tokenizer, tmp_path / "export", validate=False)
+    assert template in json.loads((export / "checksums.json").read_text())["files"]
+    for _ in range(2):
+        copy = copy_export(export, tmp_path / "copy")
+    assert AutoTokenizer.from_pretrained(copy).chat_template == tokenizer.chat_template
+    (copy / template).write_text("{{ tolls }}")
+    assert find_export_damage(copy).startswith(template)
+    (copy / template).with_name("notes.txt").write_text("dear")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="notes"):
+            copy_export(export, copy)
+        (copy / "checksums.json").unlink(missing_ok=True)  # as after a change of one's own
+    (copy / template).with_name("notes.txt").unlink()
+    copy_export(export, copy)
+
+
 def test_copy(small_model, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     source = export_model(small_model, tokenizer, tmp_path / "export")
     copy = copy_export(source, tmp_path / "copy")
@@ -199,6 +219,21 @@ def test_copy(small_model, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -
     export_model(small_model, tokenizer, source / "inside", validate=False)
     with pytest.raises(ValueError, match="another output"):
         copy_export(source / "inside", source)
+
+
+def test_a_copy_of_any_checkpoint_can_be_replaced(small_model, tokenizer, tmp_path: Path) -> None:
+    source = export_model(small_model, tokenizer, tmp_path / "export", validate=False)
+    (source / ".cache/huggingface").mkdir(parents=True)  # as `hf download --local-dir` leaves it
+    (source / ".gitattributes").write_text("*.safetensors filter=lfs")
+    (source / "figures").mkdir()  # of the user's own
+    (source / "figures/loss.pdf").write_text("dear")
+    for mark in ("nothing", "checksums.json", "training.json"):  # without both it is another library's
+        (source / mark).unlink(missing_ok=True)
+        for _ in range(2):
+            copy = copy_export(source, tmp_path / mark)
+        names = {path.name for path in source.iterdir() if not path.name.startswith(".")}
+        assert {path.name for path in copy.iterdir()} == names | {"checksums.json"}
+        assert find_export_damage(copy) is None and (copy / "figures/loss.pdf").is_file()
 
 
 def test_a_copy_that_the_disk_refuses_names_the_first_file(

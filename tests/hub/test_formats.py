@@ -11,11 +11,12 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
-from fla_train.hub import CardInfo, export_model, load_model
+from fla_train.hub import CardInfo, export_model, find_export_damage, load_model
 from fla_train.hub.convert import convert_export
 from fla_train.hub.formats import fla, olmo_hybrid
 from fla_train.hub.load import load_weights, trained_length
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+from tests.refusal import refusal
 
 SIZE = {"vocab_size": 320, "hidden_size": 48, "num_hidden_layers": 3, "num_heads": 3}
 HEADS = {"head_dim": 16, "expand_v": 1.5}
@@ -273,6 +274,19 @@ def test_a_foreign_checkpoint_from_the_hub(safe: bool, tokenizer, tmp_path: Path
     assert loaded.dtype == torch.bfloat16 and torch.equal(logits(loaded), logits(model))
     ours = load_model(convert_export("user/tiny", tmp_path / "ours", "hf"))[0]
     assert ours.dtype == torch.bfloat16 and torch.equal(logits(ours), logits(model))
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_damaged_weights_of_torch_are_named(legacy: bool, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONTENTS["gated_deltanet"]))
+    weights, state = tmp_path / "pytorch_model.bin", model_of("gated_deltanet").state_dict()
+    torch.save(state, weights, _use_new_zipfile_serialization=not legacy)
+    assert find_export_damage(tmp_path) is None
+    load_weights(tmp_path)
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
+    for content in (pointer, b"") if legacy else (weights.read_bytes()[:-100],):
+        weights.write_bytes(content)
+        assert f"{weights} is damaged" in refusal(load_weights, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,25 @@ def test_a_training_record_cut_short(run: Path) -> None:
     assert f"{record} is damaged" in refusal(trained_length, load_model(run)[0])
 
 
+@pytest.mark.parametrize("content", ['{"config": {"lr": 0.1}, "name": 3}', '{"config": "a.yaml"}', "[1]"])
+def test_a_training_json_of_another_program_is_no_record(run: Path, content: str, tmp_path: Path) -> None:
+    source = convert_export(run / "hf/step-10000000", tmp_path / "theirs", "fla")
+    (source / "training.json").write_text(content)
+    (source / "checksums.json").unlink()
+    model, _ = load_model(source)
+    assert recorded_length(model) is None
+    load_model(convert_export(source, tmp_path / "ours", "hf"))
+
+
+@pytest.mark.parametrize("content", ["[1]", "[]", "3", "null"])
+def test_a_config_that_is_no_object(run: Path, content: str, tmp_path: Path) -> None:
+    source = run / "hf/step-10000000"
+    (source / "config.json").write_text(content)
+    (source / "checksums.json").unlink()
+    for line in (refusal(load_model, source), refusal(convert_export, source, tmp_path / "copy")):
+        assert f"{source}/config.json is damaged" in line
+
+
 def test_a_weight_missing_is_not_drawn_at_random(run: Path) -> None:
     from safetensors.torch import load_file, save_file
 

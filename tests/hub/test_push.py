@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import huggingface_hub
@@ -61,19 +61,26 @@ def test_every_file_arrives(hub: FakeHub, folder: Path, monkeypatch: pytest.Monk
     for file in hidden:
         file.write_text("secret")
     monkeypatch.chdir(folder)
-    address = push(".", "user/tiny", token=TOKEN)
+    address, uploaded = push(".", "user/tiny", token=TOKEN)
     for file in hidden:
         file.unlink()
     (folder / ".cache").rmdir()
     assert hub.repos["user/tiny"].messages == ["Upload export with fla-train"]
-    assert address.startswith(f"{hub.address}/user/tiny/commit/")
+    assert uploaded and address.startswith(f"{hub.address}/user/tiny/commit/")
     there = hub.repos["user/tiny"].files()
     assert without_card(there) == without_card(contents(folder)) and hub.repos["user/tiny"].private
     assert b"user/model" not in there["README.md"] and b"user/tiny" in there["README.md"]
     assert len(hub.lfs) == 1  # the weights, and only they
     commits = len(hub.repos["user/tiny"].commits)
-    push(folder, "user/tiny", token=TOKEN)  # nothing has changed
+    assert not push(folder, "user/tiny", token=TOKEN).uploaded  # nothing has changed
     assert len(hub.repos["user/tiny"].commits) == commits
+
+
+def test_files_in_folders_arrive(hub: FakeHub, small_model, tokenizer, tmp_path: Path) -> None:
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    push(export_model(small_model, tokenizer, tmp_path / "export", validate=False), "user/tiny", token=TOKEN)
+    there = hub.repos["user/tiny"].files()
+    assert there["additional_chat_templates/tool_use.jinja"] == b"{{ tools }}"
 
 
 def test_without_xet_storage_weights_go_by_lfs(
@@ -116,6 +123,64 @@ def test_a_tag_is_pushed_once_and_moves_with_other_weights(
     assert repo.tags == {"step-1": 3, "step-2": 2}
 
 
+def test_a_tag_moves_with_other_files_beside_equal_weights(
+    hub: FakeHub, folder: Path, small_model, tokenizer, tmp_path: Path
+) -> None:
+    push(folder, "user/tiny", tag="v1", token=TOKEN)
+    repo = hub.repos["user/tiny"]
+    translated = export_model(small_model, tokenizer, tmp_path / "fla", format="fla", validate=False)
+    tokenizer.add_tokens(["state"])
+    other = export_model(small_model, tokenizer, tmp_path / "other", validate=False)
+    for number, export in enumerate((translated, other), start=2):
+        assert push(export, "user/tiny", tag="v1", token=TOKEN).uploaded
+        assert repo.tags == {"v1": number}
+        assert without_card(repo.files("v1")) == without_card(contents(export))
+        (export / "README.md").write_text("a better card")
+        assert not push(export, "user/tiny", tag="v1", token=TOKEN).uploaded
+    (other / "checksums.json").unlink()
+    (other / "tokenizer_config.json").unlink()
+    assert push(other, "user/tiny", tag="v1", token=TOKEN).uploaded
+    assert without_card(repo.files("v1")) == without_card(contents(other))
+
+
+def test_a_tag_elsewhere_does_not_keep_a_branch_from_its_push(hub: FakeHub, folder: Path) -> None:
+    for _ in range(2):
+        push(folder, "user/tiny", revision="dev", tag="v1", token=TOKEN)
+    repo = hub.repos["user/tiny"]
+    assert repo.branches == {"main": 0, "dev": 1} and repo.tags == {"v1": 1}
+    assert push(folder, "user/tiny", revision="stable", tag="v1", token=TOKEN).uploaded
+    assert without_card(repo.files("stable")) == without_card(contents(folder))
+    assert repo.branches == {"main": 0, "dev": 1, "stable": 2} and repo.tags == {"v1": 2}
+
+
+def test_the_command_says_whether_anything_was_uploaded(
+    hub: FakeHub, folder: Path, run_command: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    words = ("fla-export", f"checkpoint={folder}", "hub.repo_id=user/tiny", "hub.tag=v1")
+    code, first, _ = run_command(*words)
+    assert code == 0 and f"pushed {folder} to {hub.address}" in first
+    code, again, _ = run_command(*words)
+    assert code == 0 and "nothing uploaded" in again and "pushed" not in again
+
+
+def test_files_of_an_earlier_export_go(hub: FakeHub, small_model, tokenizer, tmp_path: Path) -> None:
+    """A chat template, and Python files that another format has not; what a user added stays."""
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    push(export_model(small_model, tokenizer, tmp_path / "first", validate=False), "user/tiny", token=TOKEN)
+    repo = hub.repos["user/tiny"]
+    assert "additional_chat_templates/tool_use.jinja" in repo.files()
+    own = {".gitattributes": b"*.png filter=lfs", "notes.json": b"{}", "extra.jinja": b"{{ messages }}"}
+    repo.commits[-1].update(own)
+    tokenizer.chat_template = None
+    second = export_model(small_model, tokenizer, tmp_path / "second", format="fla", validate=False)
+    push(second, "user/tiny", token=TOKEN)
+    assert without_card(repo.files()) == without_card(contents(second)) | own
+    (second / "checksums.json").unlink()  # of no export here, it would call the files damaged
+    push(second, "user/tiny", token=TOKEN)
+    assert without_card(repo.files()) == without_card(contents(second)) | own
+
+
 def test_licence_language_and_results_reach_the_card(
     hub: FakeHub, small_model, tokenizer, tmp_path: Path
 ) -> None:
@@ -126,6 +191,7 @@ def test_licence_language_and_results_reach_the_card(
         metrics = {"eval/hellaswag/acc_norm": value, "eval/web/perplexity_64": float("inf")}
         record = {"checkpoint": f"/home/me/run/hf/step-{step:07d}", "metrics": metrics}
         (tmp_path / "run/eval" / name / "results.json").write_text(json.dumps(record))
+    os.utime(export, (time.time() + 60,) * 2)  # as when an editor replaces the card
     push(export, "user/tiny", license="apache-2.0", language="en", token=TOKEN)
     card = hub.repos["user/tiny"].files()["README.md"].decode()
     header = yaml.safe_load(card.split("---")[1])
@@ -135,6 +201,15 @@ def test_licence_language_and_results_reach_the_card(
     assert found["acc_norm"] == 0.25 and len(found) == 2
     assert "| hellaswag | acc_norm | 0.2500 |" in card and "/home" not in card
     assert (export / "README.md").read_text() != card  # the export is only read
+
+
+def test_other_names_in_the_card_stay(hub: FakeHub, small_model, tokenizer, tmp_path: Path) -> None:
+    info = CardInfo(init_from="superuser/model-340m", datasets=["poweruser/modelset"], data="user/model")
+    export = export_model(small_model, tokenizer, tmp_path / "export", info, validate=False)
+    push(export, "user/tiny", token=TOKEN)
+    card = hub.repos["user/tiny"].files()["README.md"].decode()
+    changed = set(card.splitlines()) - set((export / "README.md").read_text().splitlines())
+    assert len(changed) == 1 and '"user/tiny"' in changed.pop()
 
 
 @pytest.mark.parametrize("name", ["user/tiny/too/long", "../tiny", "user/ti ny"])
