@@ -7,7 +7,6 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import quote
 
 from huggingface_hub import (
     CommitInfo,
@@ -15,15 +14,13 @@ from huggingface_hub import (
     CommitOperationDelete,
     HfApi,
     constants,
-    get_session,
     get_token,
 )
 from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 from huggingface_hub.utils.sha import git_hash
 
-from fla_train.hub.checksums import CHECKSUMS, REMEDY, find_export_damage, listed_files, visible_files
+from fla_train.hub.checksums import CHECKSUMS, REMEDY, exported_files, find_export_damage, visible_files
 from fla_train.hub.paths import own_name
 from fla_train.hub.published_card import CARD, published_card
 from fla_train.utils.filesystem import sha256
@@ -184,11 +181,8 @@ def _earlier(api: HfApi, name: str, revision: str | None, there: Collection[str]
     """Of the files at `revision`, weights and those that an export there lists; others are the user's."""
     listed = {CHECKSUMS}
     if CHECKSUMS in there:
-        branch = quote(revision or constants.DEFAULT_REVISION, safe="")
-        address = f"{api.endpoint}/{name}/resolve/{branch}/{CHECKSUMS}"
-        answer = get_session().get(address, headers=build_hf_headers(token=api.token))
-        hf_raise_for_status(answer)
-        listed |= listed_files(answer.content).keys()
+        file = api.hf_hub_download(name, CHECKSUMS, revision=revision)
+        listed |= exported_files(Path(file).parent).keys()
     return [file for file in there if file in listed or file.endswith(WEIGHTS)]
 
 

@@ -30,6 +30,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
     huggingface_hub.close_session()
     with running_hub() as server:
         monkeypatch.setattr(constants, "ENDPOINT", server.address)
+        files = server.address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
         yield server
     huggingface_hub.close_session()
 

@@ -164,7 +164,7 @@ def chunk_bwd_fused_kernel(
     if BK == BV:
         m_dk = m_dv
     elif BK < BV:
-        m_dk = reinterpret(m_dv, DTYPE, [1, ROWS, BK], TILE)
+        m_dk = reinterpret(m_dv, DTYPE, [BV // BK, ROWS, BK], TILE)
     else:
         m_dk = gl.allocate_shared_memory(DTYPE, [1, ROWS, BK], TILE)
     table = make_table()
