@@ -50,6 +50,11 @@ if TYPE_CHECKING:
 COMMIT_SECONDS = 10.0  # of work that a kill can cost
 NO_COMMITS: Mapping[str, str] = MappingProxyType({})
 _SPLITS = ("train", "validation")
+# Settings of a tokenizer that change no ids and are no part of its fingerprint.
+_NO_IDS = (
+    *("chat_template", "padding_side", "truncation_side", "model_max_length"),
+    *("special_tokens_map", "clean_up_tokenization_spaces"),
+)
 Log = Callable[[str], None]
 
 
@@ -89,6 +94,7 @@ def prepare(
             f"{paths.final} holds commit {prepared.commits()['']} of {config.path}, and this run reads "
             f"{commit}: delete that folder, or set another data.cache_dir, and the same command prepares it"
         )
+    _log_other_copy(prepared, config, log)
     return prepared
 
 
@@ -116,7 +122,9 @@ def _prepare_mixture(
                     first = next(iter(prepared.values()))
                     shutil.copytree(first.folder / "tokenizer", aside / "tokenizer")
                     write_manifest(aside, _mixture_manifest(folder.name, parts, prepared))
-    return open_prepared(folder)
+    joined = open_prepared(folder)
+    _log_other_copy(joined, config, log)
+    return joined
 
 
 @contextmanager
@@ -257,6 +265,20 @@ def _log_changed_tokenizer(cache: Path, config: DataConfig, source: Source, toke
             continue
         if changed and before == (config.tokenizer.name, source.description):
             log(f"data: tokenizer {config.tokenizer.name} has changed since {path.parent} was prepared")
+
+
+def _log_other_copy(prepared: PreparedData, config: DataConfig, log: Log) -> None:
+    """Log if the tokenizer's copy differs in settings that change no ids. Other runs may use it: it stays."""
+    if config.tokenizer.name in ("bytes", "bpe"):
+        return
+    copy, tokenizer = prepared.tokenizer(), load_tokenizer(config.tokenizer)
+    changed = [name for name in _NO_IDS if getattr(copy, name) != getattr(tokenizer, name)]
+    if changed:
+        log(
+            f"data: tokenizer {config.tokenizer.name} has another {', '.join(changed)} than its copy, which "
+            f"exports take: replace {prepared.folder / 'tokenizer'} if no other run needs it as it is, or "
+            "set another data.cache_dir"
+        )
 
 
 def _resume(paths: CachePaths, config: DataConfig, commit: str | None, log: Log) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ from fla_train.data.cache import (
     stream_folder,
 )
 from fla_train.data.config import DataConfig, PartConfig, TokenizerConfig
+from fla_train.data.tokenizers import load_tokenizer
 from tests.data.conftest import quiet, write_jsonl, write_parquet
 
 
@@ -122,6 +123,25 @@ def test_reuse_and_rebuild(local, corpus, documents):
     assert quiet(bpe).folder != first.folder
     write_parquet(corpus / "000_00001.parquet", documents[71:])
     assert quiet(local).folder != first.folder
+
+
+@pytest.mark.parametrize("joined", [False, True], ids=["one corpus", "a mixture"])
+def test_a_tokenizer_with_other_settings_than_its_copy_is_logged(tmp_path, local, joined):
+    """Exports take the copy, which another run may use."""
+    given, lines = load_tokenizer(local.tokenizer), []
+    given.chat_template = "former"
+    given.save_pretrained(tmp_path / "given")
+    config = replace(local, tokenizer=TokenizerConfig(name=str(tmp_path / "given")))
+    if joined:
+        config = replace(config, source="mixture", path=None, mixture={"a": PartConfig(1.0, path=local.path)})
+    former = quiet(config).folder
+    quiet(config, lines.append)
+    assert "chat_template" not in " ".join(lines)
+    given.chat_template = "new"
+    given.save_pretrained(tmp_path / "given")
+    data = quiet(config, lines.append)
+    assert data.folder == former and data.tokenizer().chat_template == "former"
+    assert "chat_template" in lines[-1] and str(former / "tokenizer") in lines[-1]
 
 
 def test_uint32_for_large_vocabularies(tmp_path, local):
