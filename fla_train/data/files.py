@@ -68,7 +68,7 @@ class ParquetChunk:
     """Rows of a parquet file: an Arrow stream of the text column and, if there is one, the id column."""
 
     stream: bytes
-    name: str
+    path: str
     first_row: int  # counted from 1 within the file
     text_column: str
     after: Cursor
@@ -77,10 +77,15 @@ class ParquetChunk:
         import pyarrow
 
         table = pyarrow.ipc.open_stream(self.stream).read_all()
-        texts = table.column(0).to_pylist()
-        ids = table.column(1).to_pylist() if table.num_columns > 1 else [None] * len(texts)
+        texts = table.column(0)
+        ids = table.column(1) if table.num_columns > 1 else pyarrow.nulls(len(texts))
         for row, (text, identity) in enumerate(zip(texts, ids, strict=True), start=self.first_row):
-            yield make_document(text, identity, f"{self.name} row {row}", self.text_column)
+            where = f"{self.path}, row {row}"
+            try:
+                text, identity = text.as_py(), identity.as_py()
+            except ValueError as failure:  # not UTF-8
+                raise ValueError(f"{where}: cannot be read ({failure}); repair or remove it") from failure
+            yield make_document(text, identity, where, self.text_column)
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,6 @@ class JsonChunk:
 
     lines: list[bytes]
     path: str
-    name: str
     first_line: int  # counted from 1
     text_column: str
     id_column: str
@@ -112,8 +116,7 @@ class JsonChunk:
             if not isinstance(record, dict):
                 raise ValueError(f"{where}: not a JSON object; {remedy}")
             require_column(where, self.text_column, record)
-            place = f"{self.name} line {number}"
-            yield make_document(record[self.text_column], record.get(self.id_column), place, self.text_column)
+            yield make_document(record[self.text_column], record.get(self.id_column), where, self.text_column)
 
 
 def make_document(text: object, identity: object, place: str, column: str) -> Document:
@@ -212,13 +215,13 @@ def read_files(
     """
     first = 0 if start is None else start["file"]
     for number in range(first, len(files)):
-        name, path = files[number]
+        _, path = files[number]
         within = start if start is not None and number == first else {}
         columns = text_column, id_column
         if path.name.endswith(".parquet"):
-            yield from _read_parquet(path, name, number, *columns, within)
+            yield from _read_parquet(path, number, *columns, within)
         else:
-            yield from _read_jsonl(path, name, number, *columns, max_line_bytes, within)
+            yield from _read_jsonl(path, number, *columns, max_line_bytes, within)
 
 
 def text_bytes(files: list[Path], column: str) -> int | None:
@@ -287,7 +290,7 @@ def _open_parquet(path: Path, column: str) -> "pyarrow.parquet.ParquetFile":
 
 
 def _read_parquet(
-    path: Path, name: str, number: int, text_column: str, id_column: str, start: Cursor
+    path: Path, number: int, text_column: str, id_column: str, start: Cursor
 ) -> Iterator[ParquetChunk]:
     file = _open_parquet(path, text_column)
     columns = [text_column] + [id_column] * (
@@ -308,7 +311,7 @@ def _read_parquet(
             for piece in _cut(fresh.select(columns), text_column):
                 first, row = row + 1, row + piece.num_rows
                 after = {"file": number, "row": row}
-                yield ParquetChunk(_arrow_stream(piece), name, first, text_column, after)
+                yield ParquetChunk(_arrow_stream(piece), str(path), first, text_column, after)
 
 
 def _cut(batch: "pyarrow.RecordBatch", column: str) -> Iterator["pyarrow.RecordBatch"]:
@@ -342,7 +345,7 @@ def _arrow_stream(batch: "pyarrow.RecordBatch") -> bytes:
 
 
 def _read_jsonl(
-    path: Path, name: str, number: int, text_column: str, id_column: str, max_line_bytes: int, start: Cursor
+    path: Path, number: int, text_column: str, id_column: str, max_line_bytes: int, start: Cursor
 ) -> Iterator[JsonChunk]:
     remedy = "fetch the file again or remove it"
     line = start.get("line", 0)
@@ -359,7 +362,7 @@ def _read_jsonl(
         for lines in guarded(blocks, str(path), remedy):
             first, line = line + 1, line + len(lines)
             after = {"file": number, "offset": file.tell(), "line": line}
-            yield JsonChunk(lines, str(path), name, first, text_column, id_column, max_line_bytes, after)
+            yield JsonChunk(lines, str(path), first, text_column, id_column, max_line_bytes, after)
             if len(lines[-1]) > max_line_bytes and not lines[-1].endswith(b"\n"):
                 return  # only its beginning was read; the chunk refuses it
 

@@ -3,12 +3,14 @@ import os
 from dataclasses import replace
 
 import datasets
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from fla_train.data import files
 from fla_train.data.config import DataConfig
+from fla_train.data.prepare import prepare
 from fla_train.data.sources import open_source
 from fla_train.utils.errors import Interrupted
 from tests.data.conftest import write_jsonl, write_mirror, write_parquet
@@ -182,7 +184,20 @@ def test_every_arrow_type_of_text(tmp_path, local, documents, kind, monkeypatch)
 def test_missing_id_and_null_text(tmp_path, local):
     write_parquet(tmp_path / "a.parquet", [{"text": "a"}, {"text": None}])
     found = list(open_source(replace(local, path=str(tmp_path / "a.parquet"))).documents())
-    assert found == [{"text": "a", "id": "a.parquet row 1"}, {"text": "", "id": "a.parquet row 2"}]
+    where = tmp_path / "a.parquet"
+    assert found == [{"text": "a", "id": f"{where}, row 1"}, {"text": "", "id": f"{where}, row 2"}]
+
+
+def test_text_that_is_not_unicode_is_named_by_path_and_place(tmp_path, local):
+    for folder in ("a", "b"):
+        write_jsonl(tmp_path / folder / "data.jsonl", [{"text": "a"}, {"text": "\ud800" * (folder == "b")}])
+    with pytest.raises(ValueError, match=r"b/data\.jsonl, line 2: not valid Unicode"):
+        prepare(replace(local, path=f"{tmp_path}/*/data.jsonl"))
+    offsets = pyarrow.py_buffer(np.array([0, 5, 7, 12], dtype=np.int32).tobytes())
+    column = pyarrow.StringArray.from_buffers(3, offsets, pyarrow.py_buffer(b"hello\xff\xfeworld"))
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "bad.parquet")
+    with pytest.raises(ValueError, match=rf"{tmp_path}/bad\.parquet, row 2: cannot be read .*utf-8.*repair"):
+        prepare(replace(local, path=f"{tmp_path}/bad.parquet"))
 
 
 @pytest.mark.parametrize(
@@ -196,7 +211,7 @@ def test_missing_id_and_null_text(tmp_path, local):
             b'{"body": "a"}\n',
             r"a\.jsonl, line 1: no column 'text' \(it has body\); set data.text_column",
         ),
-        ("a.jsonl", b'{"text": 3}\n', r"a\.jsonl line 1: 'text' is int, not text"),
+        ("a.jsonl", b'{"text": 3}\n', r"a\.jsonl, line 1: 'text' is int, not text"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl, line 1: not JSON"),
         ("a.jsonl", b'{"text": "a", "x": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", r"line 1: not JSON.*repair"),
         ("a.jsonl.gz", b"", r"a\.jsonl\.gz: cannot be read \(it has no bytes.*fetch the file again"),
