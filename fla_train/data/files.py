@@ -293,9 +293,8 @@ def _read_parquet(
     path: Path, number: int, text_column: str, id_column: str, start: Cursor
 ) -> Iterator[ParquetChunk]:
     file = _open_parquet(path, text_column)
-    columns = [text_column] + [id_column] * (
-        id_column in file.schema_arrow.names and id_column != text_column
-    )
+    named = file.schema_arrow.names.count(id_column) == 1 and id_column != text_column
+    columns = [text_column, id_column] if named else [text_column]
     row, skip = 0, start.get("row", 0)
     for group in range(file.num_row_groups):
         metadata = file.metadata.row_group(group)

@@ -237,6 +237,13 @@ def test_two_columns_of_the_same_name_are_refused(tmp_path, local):
         texts(replace(local, path=str(tmp_path / "twice.parquet")))
 
 
+def test_an_id_column_that_is_there_twice_is_not_read(tmp_path, local):
+    table = pyarrow.Table.from_arrays([pyarrow.array([name]) for name in "abc"], names=["text", "id", "id"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    (found,) = open_source(replace(local, path=str(tmp_path / "a.parquet"))).documents()
+    assert found == {"text": "a", "id": f"{tmp_path / 'a.parquet'}, row 1"}
+
+
 def test_corrupt_row_group_is_named(local, corpus):
     path = corpus / "000_00000.parquet"
     raw = bytearray(path.read_bytes())
