@@ -2,6 +2,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -305,6 +306,25 @@ def test_a_shard_that_is_cut_short_or_lost_is_not_called_ready(local, file):
     shard.unlink()
     with pytest.raises(ValueError, match=rf"{file} is missing"):
         quiet(replace(local, source="mixture", path=None, mixture={"a": PartConfig(1.0, path=local.path)}))
+
+
+@pytest.mark.parametrize("kind", ["one corpus", "mixture", "stream"])
+def test_a_lost_or_damaged_tokenizer_is_named(local, kind):
+    if kind == "mixture":
+        local = replace(local, source="mixture", path=None, mixture={"a": PartConfig(1.0, path=local.path)})
+    data = quiet(replace(local, stream=kind == "stream"))
+    (part,) = data.parts().values()
+    file = part.folder / "tokenizer" / "tokenizer.json"
+    file.write_text(file.read_text()[:500])
+    message = rf"{part.folder}/tokenizer cannot be loaded .*delete {part.folder} and run fla-prepare again"
+    with pytest.raises(ValueError, match=message):
+        data.verify()
+    shutil.rmtree(file.parent)
+    with pytest.raises(ValueError, match=message):
+        part.tokenizer()
+    shutil.rmtree(data.folder / "tokenizer", ignore_errors=True)
+    with pytest.raises(ValueError, match="tokenizer cannot be loaded"):
+        data.tokenizer()
 
 
 def test_folders_are_named_as_by_earlier_versions(tmp_path, monkeypatch):
