@@ -71,6 +71,7 @@ class ParquetChunk:
     path: str
     first_row: int  # counted from 1 within the file
     text_column: str
+    max_line_bytes: int  # of a text
     after: Cursor
 
     def documents(self) -> Iterator[Document]:
@@ -81,6 +82,7 @@ class ParquetChunk:
         ids = table.column(1) if table.num_columns > 1 else pyarrow.nulls(len(texts))
         for row, (text, identity) in enumerate(zip(texts, ids, strict=True), start=self.first_row):
             where = f"{self.path}, row {row}"
+            _check_length(where, text.as_buffer().size if text.is_valid else 0, self.max_line_bytes)
             try:
                 text, identity = text.as_py(), identity.as_py()
             except ValueError as failure:  # not UTF-8
@@ -106,9 +108,7 @@ class JsonChunk:
             if not line.strip():
                 continue
             where = f"{self.path}, line {number}"
-            if len(line.rstrip(b"\n")) > self.max_line_bytes:
-                limit = f"{self.max_line_bytes:,} bytes (data.max_line_bytes)"
-                raise ValueError(f"{where}: longer than {limit}; split or remove it")
+            _check_length(where, len(line.rstrip(b"\n")), self.max_line_bytes)
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as failure:
@@ -117,6 +117,11 @@ class JsonChunk:
                 raise ValueError(f"{where}: not a JSON object; {remedy}")
             require_column(where, self.text_column, record)
             yield make_document(record[self.text_column], record.get(self.id_column), where, self.text_column)
+
+
+def _check_length(where: str, size: int, limit: int) -> None:
+    if size > limit:
+        raise ValueError(f"{where}: longer than {limit:,} bytes (data.max_line_bytes); split or remove it")
 
 
 def make_document(text: object, identity: object, place: str, column: str) -> Document:
@@ -217,11 +222,8 @@ def read_files(
     for number in range(first, len(files)):
         _, path = files[number]
         within = start if start is not None and number == first else {}
-        columns = text_column, id_column
-        if path.name.endswith(".parquet"):
-            yield from _read_parquet(path, number, *columns, within)
-        else:
-            yield from _read_jsonl(path, number, *columns, max_line_bytes, within)
+        read = _read_parquet if path.name.endswith(".parquet") else _read_jsonl
+        yield from read(path, number, text_column, id_column, max_line_bytes, within)
 
 
 def text_bytes(files: list[Path], column: str) -> int | None:
@@ -290,7 +292,7 @@ def _open_parquet(path: Path, column: str) -> "pyarrow.parquet.ParquetFile":
 
 
 def _read_parquet(
-    path: Path, number: int, text_column: str, id_column: str, start: Cursor
+    path: Path, number: int, text_column: str, id_column: str, max_line_bytes: int, start: Cursor
 ) -> Iterator[ParquetChunk]:
     file = _open_parquet(path, text_column)
     named = file.schema_arrow.names.count(id_column) == 1 and id_column != text_column
@@ -310,7 +312,7 @@ def _read_parquet(
             for piece in _cut(fresh.select(columns), text_column):
                 first, row = row + 1, row + piece.num_rows
                 after = {"file": number, "row": row}
-                yield ParquetChunk(_arrow_stream(piece), str(path), first, text_column, after)
+                yield ParquetChunk(_arrow_stream(piece), str(path), first, text_column, max_line_bytes, after)
 
 
 def _cut(batch: "pyarrow.RecordBatch", column: str) -> Iterator["pyarrow.RecordBatch"]:
