@@ -37,7 +37,15 @@ class PreparedData:
     manifest: dict[str, Any]
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":
-        return load_saved(self.folder / "tokenizer")
+        """The tokenizer's copy. Raises `ValueError` if it is lost or damaged."""
+        folder = (self.folder / "tokenizer").resolve()  # that of a stream is a link to its validation shard's
+        try:
+            return load_saved(folder)
+        except Exception as failure:
+            reason = str(failure).strip().partition("\n")[0][:300]
+            raise ValueError(
+                f"{folder} cannot be loaded ({reason}); delete {folder.parent} and run fla-prepare again"
+            ) from failure
 
     def parts(self) -> dict[str, "PreparedData"]:
         """{name: data that holds shards}: the parts of a mixture, else this corpus as "".
@@ -62,9 +70,15 @@ class PreparedData:
         return {name: part.manifest["commit"] for name, part in parts.items() if "commit" in part.manifest}
 
     def verify(self) -> None:
-        """Compare every shard with its checksum. Raises `ValueError` naming the first that differs."""
+        """Compare every shard with its checksum and load the tokenizer.
+
+        Raises:
+            ValueError: naming the first file that differs, or the tokenizer.
+        """
+        self.tokenizer()
         for part in self.parts().values():
             verify(part.folder)
+            part.tokenizer()
 
     def describe(self) -> list[str]:
         """Lines for the plan: documents, tokens, bytes per token, vocabulary."""
@@ -146,11 +160,13 @@ def cache_paths(config: DataConfig, commit: str | None = None, *, offline: bool 
             "set data.tokenizer.eos_token, or data.append_eos=false"
         )
     identity = asdict(config.tokenizer) if tokenizer is None else fingerprint(tokenizer)
+    # Earlier versions recorded no `configs` of a card. Their folders keep their names; `prepare` compares.
+    text = {key: value for key, value in source.description.items() if key != "configs"}
     keys = ("validation_fraction", "max_documents", "max_tokens", "append_eos")
     name = _digest(
         {
             "format": FORMAT,
-            "source": source.description,
+            "source": text,
             "tokenizer": identity,
             "settings": {key: getattr(config, key) for key in keys},
         }

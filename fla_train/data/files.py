@@ -68,19 +68,26 @@ class ParquetChunk:
     """Rows of a parquet file: an Arrow stream of the text column and, if there is one, the id column."""
 
     stream: bytes
-    name: str
+    path: str
     first_row: int  # counted from 1 within the file
     text_column: str
+    max_line_bytes: int  # of a text
     after: Cursor
 
     def documents(self) -> Iterator[Document]:
         import pyarrow
 
         table = pyarrow.ipc.open_stream(self.stream).read_all()
-        texts = table.column(0).to_pylist()
-        ids = table.column(1).to_pylist() if table.num_columns > 1 else [None] * len(texts)
+        texts = table.column(0)
+        ids = table.column(1) if table.num_columns > 1 else pyarrow.nulls(len(texts))
         for row, (text, identity) in enumerate(zip(texts, ids, strict=True), start=self.first_row):
-            yield make_document(text, identity, f"{self.name} row {row}", self.text_column)
+            where = f"{self.path}, row {row}"
+            _check_length(where, text.as_buffer().size if text.is_valid else 0, self.max_line_bytes)
+            try:
+                text, identity = text.as_py(), identity.as_py()
+            except ValueError as failure:  # not UTF-8
+                raise ValueError(f"{where}: cannot be read ({failure}); repair or remove it") from failure
+            yield make_document(text, identity, where, self.text_column)
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,6 @@ class JsonChunk:
 
     lines: list[bytes]
     path: str
-    name: str
     first_line: int  # counted from 1
     text_column: str
     id_column: str
@@ -102,9 +108,7 @@ class JsonChunk:
             if not line.strip():
                 continue
             where = f"{self.path}, line {number}"
-            if len(line.rstrip(b"\n")) > self.max_line_bytes:
-                limit = f"{self.max_line_bytes:,} bytes (data.max_line_bytes)"
-                raise ValueError(f"{where}: longer than {limit}; split or remove it")
+            _check_length(where, len(line.rstrip(b"\n")), self.max_line_bytes)
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as failure:
@@ -112,8 +116,12 @@ class JsonChunk:
             if not isinstance(record, dict):
                 raise ValueError(f"{where}: not a JSON object; {remedy}")
             require_column(where, self.text_column, record)
-            place = f"{self.name} line {number}"
-            yield make_document(record[self.text_column], record.get(self.id_column), place, self.text_column)
+            yield make_document(record[self.text_column], record.get(self.id_column), where, self.text_column)
+
+
+def _check_length(where: str, size: int, limit: int) -> None:
+    if size > limit:
+        raise ValueError(f"{where}: longer than {limit:,} bytes (data.max_line_bytes); split or remove it")
 
 
 def make_document(text: object, identity: object, place: str, column: str) -> Document:
@@ -212,13 +220,10 @@ def read_files(
     """
     first = 0 if start is None else start["file"]
     for number in range(first, len(files)):
-        name, path = files[number]
+        _, path = files[number]
         within = start if start is not None and number == first else {}
-        columns = text_column, id_column
-        if path.name.endswith(".parquet"):
-            yield from _read_parquet(path, name, number, *columns, within)
-        else:
-            yield from _read_jsonl(path, name, number, *columns, max_line_bytes, within)
+        read = _read_parquet if path.name.endswith(".parquet") else _read_jsonl
+        yield from read(path, number, text_column, id_column, max_line_bytes, within)
 
 
 def text_bytes(files: list[Path], column: str) -> int | None:
@@ -287,12 +292,11 @@ def _open_parquet(path: Path, column: str) -> "pyarrow.parquet.ParquetFile":
 
 
 def _read_parquet(
-    path: Path, name: str, number: int, text_column: str, id_column: str, start: Cursor
+    path: Path, number: int, text_column: str, id_column: str, max_line_bytes: int, start: Cursor
 ) -> Iterator[ParquetChunk]:
     file = _open_parquet(path, text_column)
-    columns = [text_column] + [id_column] * (
-        id_column in file.schema_arrow.names and id_column != text_column
-    )
+    named = file.schema_arrow.names.count(id_column) == 1 and id_column != text_column
+    columns = [text_column, id_column] if named else [text_column]
     row, skip = 0, start.get("row", 0)
     for group in range(file.num_row_groups):
         metadata = file.metadata.row_group(group)
@@ -308,7 +312,7 @@ def _read_parquet(
             for piece in _cut(fresh.select(columns), text_column):
                 first, row = row + 1, row + piece.num_rows
                 after = {"file": number, "row": row}
-                yield ParquetChunk(_arrow_stream(piece), name, first, text_column, after)
+                yield ParquetChunk(_arrow_stream(piece), str(path), first, text_column, max_line_bytes, after)
 
 
 def _cut(batch: "pyarrow.RecordBatch", column: str) -> Iterator["pyarrow.RecordBatch"]:
@@ -342,7 +346,7 @@ def _arrow_stream(batch: "pyarrow.RecordBatch") -> bytes:
 
 
 def _read_jsonl(
-    path: Path, name: str, number: int, text_column: str, id_column: str, max_line_bytes: int, start: Cursor
+    path: Path, number: int, text_column: str, id_column: str, max_line_bytes: int, start: Cursor
 ) -> Iterator[JsonChunk]:
     remedy = "fetch the file again or remove it"
     line = start.get("line", 0)
@@ -359,7 +363,7 @@ def _read_jsonl(
         for lines in guarded(blocks, str(path), remedy):
             first, line = line + 1, line + len(lines)
             after = {"file": number, "offset": file.tell(), "line": line}
-            yield JsonChunk(lines, str(path), name, first, text_column, id_column, max_line_bytes, after)
+            yield JsonChunk(lines, str(path), first, text_column, id_column, max_line_bytes, after)
             if len(lines[-1]) > max_line_bytes and not lines[-1].endswith(b"\n"):
                 return  # only its beginning was read; the chunk refuses it
 

@@ -36,7 +36,7 @@ from fla_train.data.cache import (
 from fla_train.data.config import DataConfig, part_config, validation_shard_config
 from fla_train.data.files import Cursor, find_files
 from fla_train.data.shards import FORMAT, MANIFEST, ShardWriter, check_sizes, write_manifest
-from fla_train.data.sources import Source, hub_commit, is_on_hub
+from fla_train.data.sources import Source, hub_commit, is_on_hub, same_text
 from fla_train.data.tokenize import Encoded, Encoder, encode_all, is_held_out, make_encoder, utf8
 from fla_train.data.tokenizers import fingerprint, ids_needed, load_saved, load_tokenizer
 from fla_train.utils.errors import Interrupted
@@ -50,6 +50,11 @@ if TYPE_CHECKING:
 COMMIT_SECONDS = 10.0  # of work that a kill can cost
 NO_COMMITS: Mapping[str, str] = MappingProxyType({})
 _SPLITS = ("train", "validation")
+# Settings of a tokenizer that change no ids and are no part of its fingerprint.
+_NO_IDS = (
+    *("chat_template", "padding_side", "truncation_side", "model_max_length"),
+    *("special_tokens_map", "clean_up_tokenization_spaces"),
+)
 Log = Callable[[str], None]
 
 
@@ -84,11 +89,17 @@ def prepare(
     prepared = open_prepared(paths.final)
     for split in prepared.manifest["splits"]:
         check_sizes(prepared.folder, prepared.manifest, split)
+    if not same_text(prepared.manifest["source"], paths.source.description):
+        raise ValueError(
+            f"{paths.final} was prepared with other `configs` in the header of {config.path}/README.md: "
+            "delete that folder, or set another data.cache_dir, and the same command prepares it"
+        )
     if commit is not None and prepared.commits().get("", commit) != commit:
         raise ValueError(
             f"{paths.final} holds commit {prepared.commits()['']} of {config.path}, and this run reads "
             f"{commit}: delete that folder, or set another data.cache_dir, and the same command prepares it"
         )
+    _log_other_copy(prepared, config, log)
     return prepared
 
 
@@ -116,7 +127,9 @@ def _prepare_mixture(
                     first = next(iter(prepared.values()))
                     shutil.copytree(first.folder / "tokenizer", aside / "tokenizer")
                     write_manifest(aside, _mixture_manifest(folder.name, parts, prepared))
-    return open_prepared(folder)
+    joined = open_prepared(folder)
+    _log_other_copy(joined, config, log)
+    return joined
 
 
 @contextmanager
@@ -251,12 +264,26 @@ def _log_changed_tokenizer(cache: Path, config: DataConfig, source: Source, toke
     for path in cache.glob(f"*/{MANIFEST}"):
         try:
             manifest = json.loads(path.read_text())
-            before = manifest["tokenizer"]["name"], manifest["source"]
-            changed = manifest["tokenizer"]["fingerprint"] != tokenizer
+            name, changed = manifest["tokenizer"]["name"], manifest["tokenizer"]["fingerprint"] != tokenizer
+            same = name == config.tokenizer.name and same_text(manifest["source"], source.description)
         except (OSError, ValueError, KeyError, TypeError):
             continue
-        if changed and before == (config.tokenizer.name, source.description):
+        if changed and same:
             log(f"data: tokenizer {config.tokenizer.name} has changed since {path.parent} was prepared")
+
+
+def _log_other_copy(prepared: PreparedData, config: DataConfig, log: Log) -> None:
+    """Log if the tokenizer's copy differs in settings that change no ids. Other runs may use it: it stays."""
+    if config.tokenizer.name in ("bytes", "bpe"):
+        return
+    copy, tokenizer = prepared.tokenizer(), load_tokenizer(config.tokenizer)
+    changed = [name for name in _NO_IDS if getattr(copy, name) != getattr(tokenizer, name)]
+    if changed:
+        log(
+            f"data: tokenizer {config.tokenizer.name} has another {', '.join(changed)} than its copy, which "
+            f"exports take: replace {prepared.folder / 'tokenizer'} if no other run needs it as it is, or "
+            "set another data.cache_dir"
+        )
 
 
 def _resume(paths: CachePaths, config: DataConfig, commit: str | None, log: Log) -> dict[str, Any] | None:
@@ -268,7 +295,7 @@ def _resume(paths: CachePaths, config: DataConfig, commit: str | None, log: Log)
         log(f"data: {paths.building} was begun with commit {paths.commit()}: starting anew with {commit}")
         return None
     description = paths.source.description
-    if journal["source"] == description:
+    if same_text(journal["source"], description):
         return journal
     # A bpe tokenizer was trained on the former text.
     resumed = None if config.tokenizer.name == "bpe" else _roll_back(journal, description)

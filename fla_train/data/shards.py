@@ -64,7 +64,7 @@ class ShardWriter:
         if state["counts"]:
             self._counts += np.frombuffer(bytes.fromhex(state["counts"]), dtype="<i8")
         self._open_shard()
-        self._resume_shard()
+        self._resume_shard(state.get("open_sha256"))
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray, text_bytes: int) -> None:
         """Append documents.
@@ -103,6 +103,7 @@ class ShardWriter:
             "text_bytes": self.text_bytes,
             "counts": self._counts.astype("<i8").tobytes().hex(),
             "shards": list(self._shards),
+            "open_sha256": [digest.hexdigest() for digest in self._digests],
         }
 
     def close(self) -> dict[str, Any]:
@@ -128,11 +129,16 @@ class ShardWriter:
         self._tokens_file: BinaryIO | None = None
         self._ends_file: BinaryIO | None = None
 
-    def _resume_shard(self) -> None:
-        """Continue the shard that the state leaves unfinished; delete everything written after the state."""
+    def _resume_shard(self, digests: list[str] | None) -> None:
+        """Continue the shard that the state leaves unfinished; delete everything written after the state.
+
+        Args:
+            digests: sha256 of its two files; None: the state of an earlier version, which has none.
+        """
         self._size = self.tokens - sum(shard["tokens"] for shard in self._shards)
         self._count = self.documents - sum(shard["documents"] for shard in self._shards)
         number = len(self._shards)
+        remedy = f"delete {self._folder.parent} and run fla-prepare again"
         kept: dict[str, int] = {}  # name -> bytes
         for n, (tokens, documents) in enumerate(
             [*((s["tokens"], s["documents"]) for s in self._shards), (self._size, self._count)]
@@ -142,7 +148,6 @@ class ShardWriter:
         present = {path.name: path for path in self._folder.iterdir()}
         for name, size in kept.items():
             if name not in present or present[name].stat().st_size < size:
-                remedy = f"delete {self._folder.parent} and run fla-prepare again"
                 raise ValueError(f"{self._folder / name} is cut short; {remedy}")
         finished = [name(n) for n in range(number) for name in (tokens_file, documents_file)]
         wanted = kept.keys() | {checksums_file(Path(name)).name for name in finished}
@@ -150,12 +155,15 @@ class ShardWriter:
             if name not in wanted:
                 path.unlink()
         if self._count:
+            paths = [present[name] for name in (tokens_file(number), documents_file(number))]
             self._tokens_file, self._ends_file = (
-                _reopen(present[name], kept[name], digest)
-                for name, digest in zip(
-                    (tokens_file(number), documents_file(number)), self._digests, strict=True
-                )
+                _reopen(path, kept[path.name], digest)
+                for path, digest in zip(paths, self._digests, strict=True)
             )
+            for path, digest, written in zip(paths, self._digests, digests or [], strict=digests is not None):
+                if digest.hexdigest() != written:
+                    self.abandon()
+                    raise ValueError(f"{path} is not as it was written; {remedy}")
 
     def _append(self, tokens: np.ndarray, ends: np.ndarray) -> None:
         if self._tokens_file is None:

@@ -16,7 +16,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ import torch
 from fla_train.data.cache import open_prepared
 from fla_train.data.config import DataConfig, TokenizerConfig
 from fla_train.data.files import Cursor
-from fla_train.data.sources import open_source
+from fla_train.data.sources import open_source, same_text
 from fla_train.data.tokenize import encode_all, make_encoder
 
 INDEX = "stream-index.jsonl"
@@ -48,7 +48,7 @@ class StreamDataset:
         folder: of a stream (`prepare` with `data.stream=true`).
 
     Raises:
-        ValueError: while reading: as the source, or if the stream has changed since it was recorded.
+        ValueError: while reading: as the source, or if the text is not what was prepared or recorded.
     """
 
     def __init__(self, folder: str | Path, seq_len: int):
@@ -60,6 +60,7 @@ class StreamDataset:
         self._encoder = make_encoder(
             shard.tokenizer(), shard.folder / "tokenizer", self._config, manifest["dtype"]
         )
+        self._source: dict[str, Any] = manifest["source"]
         self._commit: str | None = manifest.get("commit")
         # A cache that was prepared again may hold records of another commit.
         records = [
@@ -113,6 +114,11 @@ class StreamDataset:
         while True:
             began, whole = self._end, cursor is None
             source = open_source(self._config, self._commit)
+            if not same_text(self._source, source.description):
+                raise ValueError(
+                    f"the text of the stream is not that of which {self.folder} was prepared: put "
+                    f"{self._config.path or 'it'} back as it was, or begin another run"
+                )
             for piece in encode_all(self._encoder, source.chunks(cursor), self._config.num_workers or 0):
                 if piece.error is not None:
                     raise ValueError(piece.error)

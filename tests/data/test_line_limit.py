@@ -5,6 +5,8 @@ import json
 import tracemalloc
 from dataclasses import replace
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from fla_train.data.prepare import prepare
@@ -41,6 +43,21 @@ def test_a_line_of_just_the_limit_is_read(tmp_path, local, end):
     assert len(list(open_source(config).documents())) == 2
     with pytest.raises(ValueError, match="line 1: longer than 999 bytes"):
         list(open_source(replace(config, max_line_bytes=LIMIT - 1)).documents())
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
+def test_a_text_of_a_parquet_file_has_the_limit_too(tmp_path, local, kind):
+    """In bytes, not characters."""
+    kinds = {"dictionary": pyarrow.dictionary(pyarrow.int32(), pyarrow.string())}
+    column = pyarrow.array(["é" * (LIMIT // 2), None, "é" * (LIMIT // 2) + "a"])
+    table = pyarrow.table({"text": column.cast(kinds.get(kind) or getattr(pyarrow, kind)())})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    config = replace(local, path=str(tmp_path / "a.parquet"), max_line_bytes=LIMIT)
+    with pytest.raises(
+        ValueError, match=r"a\.parquet, row 3: longer than 1,000 bytes .*data\.max_line_bytes"
+    ):
+        list(open_source(config).documents())
+    assert len(list(open_source(replace(config, max_line_bytes=LIMIT + 1)).documents())) == 3
 
 
 def test_the_limit_is_no_part_of_what_is_prepared(local):

@@ -2,6 +2,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from fla_train.data.cache import (
     stream_folder,
 )
 from fla_train.data.config import DataConfig, PartConfig, TokenizerConfig
+from fla_train.data.tokenizers import load_tokenizer
 from tests.data.conftest import quiet, write_jsonl, write_parquet
 
 
@@ -122,6 +124,25 @@ def test_reuse_and_rebuild(local, corpus, documents):
     assert quiet(bpe).folder != first.folder
     write_parquet(corpus / "000_00001.parquet", documents[71:])
     assert quiet(local).folder != first.folder
+
+
+@pytest.mark.parametrize("joined", [False, True], ids=["one corpus", "a mixture"])
+def test_a_tokenizer_with_other_settings_than_its_copy_is_logged(tmp_path, local, joined):
+    """Exports take the copy, which another run may use."""
+    given, lines = load_tokenizer(local.tokenizer), []
+    given.chat_template = "former"
+    given.save_pretrained(tmp_path / "given")
+    config = replace(local, tokenizer=TokenizerConfig(name=str(tmp_path / "given")))
+    if joined:
+        config = replace(config, source="mixture", path=None, mixture={"a": PartConfig(1.0, path=local.path)})
+    former = quiet(config).folder
+    quiet(config, lines.append)
+    assert "chat_template" not in " ".join(lines)
+    given.chat_template = "new"
+    given.save_pretrained(tmp_path / "given")
+    data = quiet(config, lines.append)
+    assert data.folder == former and data.tokenizer().chat_template == "former"
+    assert "chat_template" in lines[-1] and str(former / "tokenizer") in lines[-1]
 
 
 def test_uint32_for_large_vocabularies(tmp_path, local):
@@ -285,6 +306,25 @@ def test_a_shard_that_is_cut_short_or_lost_is_not_called_ready(local, file):
     shard.unlink()
     with pytest.raises(ValueError, match=rf"{file} is missing"):
         quiet(replace(local, source="mixture", path=None, mixture={"a": PartConfig(1.0, path=local.path)}))
+
+
+@pytest.mark.parametrize("kind", ["one corpus", "mixture", "stream"])
+def test_a_lost_or_damaged_tokenizer_is_named(local, kind):
+    if kind == "mixture":
+        local = replace(local, source="mixture", path=None, mixture={"a": PartConfig(1.0, path=local.path)})
+    data = quiet(replace(local, stream=kind == "stream"))
+    (part,) = data.parts().values()
+    file = part.folder / "tokenizer" / "tokenizer.json"
+    file.write_text(file.read_text()[:500])
+    message = rf"{part.folder}/tokenizer cannot be loaded .*delete {part.folder} and run fla-prepare again"
+    with pytest.raises(ValueError, match=message):
+        data.verify()
+    shutil.rmtree(file.parent)
+    with pytest.raises(ValueError, match=message):
+        part.tokenizer()
+    shutil.rmtree(data.folder / "tokenizer", ignore_errors=True)
+    with pytest.raises(ValueError, match="tokenizer cannot be loaded"):
+        data.tokenizer()
 
 
 def test_folders_are_named_as_by_earlier_versions(tmp_path, monkeypatch):

@@ -1,17 +1,22 @@
 import gzip
+import json
 import os
 from dataclasses import replace
 
 import datasets
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from fla_train.data import files
+from fla_train.data.cache import cache_paths
 from fla_train.data.config import DataConfig
+from fla_train.data.prepare import prepare
 from fla_train.data.sources import open_source
 from fla_train.utils.errors import Interrupted
-from tests.data.conftest import write_jsonl, write_mirror, write_parquet
+from tests.data.conftest import quiet, write_jsonl, write_mirror, write_parquet
+from tests.data.test_prepare import read
 
 
 def texts(config):
@@ -78,13 +83,51 @@ def test_hub_stream_of_copies_that_are_no_parquet(tmp_path, local, documents, la
     mirror = replace(local, source="hub", path="~/copy", name=name)
     assert texts(mirror) == [document["text"] for document in documents]
     before = open_source(mirror).description
-    (tmp_path / "copy" / "README.md").write_text("Another word on the card.")
+    card = tmp_path / "copy" / "README.md"
+    card.write_text((card.read_text() if card.exists() else "") + "Another word on the card.")
     assert open_source(mirror).description == before
     write_mirror(tmp_path / "copy", documents[1:], layout)
     assert open_source(mirror).description != before
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"data\.path=.*empty: no file; give"):
         open_source(replace(mirror, path="~/empty"))
+
+
+def test_other_files_by_the_header_of_a_copy_are_refused(tmp_path, local):
+    """Also by a preparation that was begun. Folders keep the names that earlier versions gave them."""
+    card, bad = tmp_path / "copy" / "README.md", tmp_path / "copy" / "c.jsonl"
+    for name in "abc":
+        write_jsonl(tmp_path / "copy" / f"{name}.jsonl", [{"text": name * 50}] * 20)
+
+    def choose(name, other="other"):
+        entries = f"- config_name: chosen\n  data_files: {name}.jsonl\n- config_name: {other}\n"
+        card.write_text(f"---\nconfigs:\n{entries}---\n")
+
+    hub = replace(local, source="hub", path=str(card.parent), name="chosen", validation_fraction=0.0)
+    choose("a")
+    first = quiet(hub)
+    choose("a", other="another")  # which is not read
+    assert quiet(hub).folder == first.folder
+    choose("b")
+    with pytest.raises(ValueError, match=rf"configs.*{card}.*delete"):
+        quiet(hub)
+    assert cache_paths(hub).final == first.folder
+    manifest = first.folder / "manifest.json"
+    manifest.write_text(json.dumps(first.manifest | {"source": no_configs(first.manifest["source"])}))
+    assert quiet(hub).folder == first.folder  # of an earlier version: what it was prepared with is unknown
+    bad.write_text(bad.read_text() + "{")
+    choose("[a.jsonl, c")
+    card.write_text(card.read_text().replace("c.jsonl", "c.jsonl]"))
+    with pytest.raises(ValueError, match="cannot be read"):
+        quiet(hub)
+    choose("b")
+    lines = []
+    tokens = read(quiet(hub, lines.append), "train")[0]
+    assert "starting anew" in lines[0] and set(tokens) == {ord("b") + 3, 2}
+
+
+def no_configs(description):
+    return {key: value for key, value in description.items() if key != "configs"}
 
 
 def test_an_error_in_a_local_copy_is_final(tmp_path, local, documents):
@@ -182,7 +225,20 @@ def test_every_arrow_type_of_text(tmp_path, local, documents, kind, monkeypatch)
 def test_missing_id_and_null_text(tmp_path, local):
     write_parquet(tmp_path / "a.parquet", [{"text": "a"}, {"text": None}])
     found = list(open_source(replace(local, path=str(tmp_path / "a.parquet"))).documents())
-    assert found == [{"text": "a", "id": "a.parquet row 1"}, {"text": "", "id": "a.parquet row 2"}]
+    where = tmp_path / "a.parquet"
+    assert found == [{"text": "a", "id": f"{where}, row 1"}, {"text": "", "id": f"{where}, row 2"}]
+
+
+def test_text_that_is_not_unicode_is_named_by_path_and_place(tmp_path, local):
+    for folder in ("a", "b"):
+        write_jsonl(tmp_path / folder / "data.jsonl", [{"text": "a"}, {"text": "\ud800" * (folder == "b")}])
+    with pytest.raises(ValueError, match=r"b/data\.jsonl, line 2: not valid Unicode"):
+        prepare(replace(local, path=f"{tmp_path}/*/data.jsonl"))
+    offsets = pyarrow.py_buffer(np.array([0, 5, 7, 12], dtype=np.int32).tobytes())
+    column = pyarrow.StringArray.from_buffers(3, offsets, pyarrow.py_buffer(b"hello\xff\xfeworld"))
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "bad.parquet")
+    with pytest.raises(ValueError, match=rf"{tmp_path}/bad\.parquet, row 2: cannot be read .*utf-8.*repair"):
+        prepare(replace(local, path=f"{tmp_path}/bad.parquet"))
 
 
 @pytest.mark.parametrize(
@@ -196,7 +252,7 @@ def test_missing_id_and_null_text(tmp_path, local):
             b'{"body": "a"}\n',
             r"a\.jsonl, line 1: no column 'text' \(it has body\); set data.text_column",
         ),
-        ("a.jsonl", b'{"text": 3}\n', r"a\.jsonl line 1: 'text' is int, not text"),
+        ("a.jsonl", b'{"text": 3}\n', r"a\.jsonl, line 1: 'text' is int, not text"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl, line 1: not JSON"),
         ("a.jsonl", b'{"text": "a", "x": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", r"line 1: not JSON.*repair"),
         ("a.jsonl.gz", b"", r"a\.jsonl\.gz: cannot be read \(it has no bytes.*fetch the file again"),
@@ -220,6 +276,13 @@ def test_two_columns_of_the_same_name_are_refused(tmp_path, local):
     pyarrow.parquet.write_table(table, tmp_path / "twice.parquet")
     with pytest.raises(ValueError, match=r"twice\.parquet: several columns"):
         texts(replace(local, path=str(tmp_path / "twice.parquet")))
+
+
+def test_an_id_column_that_is_there_twice_is_not_read(tmp_path, local):
+    table = pyarrow.Table.from_arrays([pyarrow.array([name]) for name in "abc"], names=["text", "id", "id"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    (found,) = open_source(replace(local, path=str(tmp_path / "a.parquet"))).documents()
+    assert found == {"text": "a", "id": f"{tmp_path / 'a.parquet'}, row 1"}
 
 
 def test_corrupt_row_group_is_named(local, corpus):

@@ -135,7 +135,28 @@ def test_a_line_of_the_index_that_is_no_note_is_left_out(tmp_path, line):
     assert read_index(index) == notes
 
 
-def test_a_changed_stream_is_refused(streamed, corpus, documents):
+@pytest.fixture
+def unseen_changes(monkeypatch):
+    """As in the middle of a file, or on the Hub: the source's description stays."""
+    monkeypatch.setattr(sources, "describe_files", lambda files: "the same")
+
+
+def test_another_file_is_refused_when_the_stream_is_opened(streamed, corpus, documents):
+    """At the next epoch, and by a run that resumes."""
+    folder = quiet(streamed).folder
+    data = StreamDataset(folder, 48)
+    epoch = len(expected_bytes(documents, 0.2, "train")[0]) // 48
+    data.sequences(np.arange(epoch))
+    write_parquet(corpus / "000.parquet", documents[:9])
+    with pytest.raises(ValueError, match=rf"{corpus} back as it was, or begin another run"):
+        data.sequences(np.arange(epoch, epoch + 1))
+    with pytest.raises(ValueError, match="back as it was"):
+        StreamDataset(folder, 48).sequences(np.arange(1))
+    (corpus / "000.parquet").unlink()
+    StreamDataset(folder, 48).sequences(np.arange(epoch, epoch + 1))
+
+
+def test_a_changed_stream_is_refused(streamed, corpus, documents, unseen_changes):
     folder = quiet(streamed).folder
     data = StreamDataset(folder, 48)
     for step in range(40):
@@ -147,7 +168,7 @@ def test_a_changed_stream_is_refused(streamed, corpus, documents):
         StreamDataset(folder, 48).sequences(np.arange(320, 328))
 
 
-def test_a_stream_without_text_is_an_error_and_no_endless_search(streamed, corpus, documents):
+def test_a_stream_without_text_is_an_error_and_no_endless_search(streamed, corpus, documents, unseen_changes):
     folder = quiet(streamed).folder
     for name in ("000_00000.parquet", "000_00001.parquet"):
         write_parquet(corpus / name, [{**d, "text": ""} for d in documents])
@@ -192,7 +213,8 @@ def test_a_validation_shard_without_a_commit_is_read_on_at_the_one_asked_for(str
     shard = quiet(replace(streamed, stream=False, max_documents=60))
     hub = replace(streamed, source="hub", path="some/dataset")
     monkeypatch.setattr(preparation, "hub_commit", lambda config: "of now")
-    found_paths = SimpleNamespace(final=shard.folder, is_ready=lambda: True)
+    source = SimpleNamespace(description=shard.manifest["source"])
+    found_paths = SimpleNamespace(source=source, final=shard.folder, is_ready=lambda: True)
     monkeypatch.setattr(preparation, "cache_paths", lambda config, commit: found_paths)
     for asked, read in (({"": "begun with"}, "begun with"), ({}, "of now")):
         found = quiet(hub, commits=asked)

@@ -1,6 +1,7 @@
 """A preparation that is killed or meets an error is resumed; its shards are those of an undisturbed one."""
 
 import errno
+import json
 import multiprocessing
 import os
 import random
@@ -333,3 +334,29 @@ def test_a_shard_lost_behind_the_journal_is_named(tmp_path, local, corpus, small
     os.truncate(last, 3)
     with pytest.raises(ValueError, match=r"tokens-\d+\.bin is cut short; delete .*building"):
         quiet(local)
+
+
+@pytest.mark.parametrize("file", ["tokens", "documents"])
+@pytest.mark.parametrize("earlier", [False, True], ids=["", "journal without a digest"])
+def test_a_shard_damaged_before_the_resume_is_named(tmp_path, local, corpus, small_chunks, file, earlier):
+    local = replace(local, shard_tokens=10**6)  # so that none is finished
+    undisturbed = contents(quiet(replace(local, cache_dir=str(tmp_path / "once"))).folder)
+    (corpus / "z.jsonl").write_text("{")
+    with pytest.raises(ValueError, match="not JSON"):
+        quiet(local)
+    (corpus / "z.jsonl").unlink()
+    (building,) = (tmp_path / "cache").glob(".building-*[!k]")
+    if earlier:
+        journal = json.loads((building / JOURNAL).read_text())
+        for state in (journal["now"], journal["file_start"]):
+            for split in state["splits"].values():
+                del split["open_sha256"]
+        (building / JOURNAL).write_text(json.dumps(journal))
+    else:
+        shard = building / "train" / f"{file}-00000.bin"
+        written = shard.read_bytes()
+        shard.write_bytes(bytes([written[0] ^ 1]) + written[1:])
+        with pytest.raises(ValueError, match=rf"{shard.name} is not as it was written; delete {building}"):
+            quiet(local)
+        shard.write_bytes(written)
+    assert contents(quiet(local).folder) == undisturbed
