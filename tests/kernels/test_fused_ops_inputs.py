@@ -11,6 +11,7 @@ from fla_train.kernels.fused_ops import (
     consume_logits,
     recurrence_gates,
     rms_norm,
+    rotary,
     short_convolution,
     swiglu_linear,
 )
@@ -96,6 +97,20 @@ def test_what_goes_with_the_activations_may_be_strided_too() -> None:
         return [convolved, *recurrence_gates(b, a, *parameters.unbind(1), beta_max=2.0, backend=backend)]
 
     torch.testing.assert_close(outputs("triton"), outputs("torch"))
+
+
+def test_tables_of_angles_may_be_strided_and_get_no_gradient() -> None:
+    q, k = random(1, 3, 2, 8).requires_grad_(), random(1, 3, 1, 8).requires_grad_()
+    cos, sin = random(2, 3, 8).requires_grad_()[..., :4]
+
+    def outputs(backend: str) -> list[Tensor]:
+        outputs = rotary(q, k, cos, sin, backend=backend)
+        leaves = (q, k, cos, sin)
+        return [*outputs, *torch.autograd.grad(sum(x.sum() for x in outputs), leaves, allow_unused=True)]
+
+    *found, dcos, dsin = outputs("triton")
+    assert dcos is dsin is None
+    torch.testing.assert_close([*found, None, None], outputs("torch"))
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
