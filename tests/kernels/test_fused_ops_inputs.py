@@ -31,6 +31,15 @@ def test_logits_may_begin_with_many_that_are_excluded() -> None:
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # of the interpreter, by NumPy
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_row_without_a_target_has_no_gradient_whatever_its_logits(backend: str) -> None:
+    logits = torch.tensor([[torch.nan, 1.0], [torch.inf, 0.0], [2.0, 0.0]], device=DEVICE)
+    targets = torch.tensor([-100, -100, 0], device=DEVICE)
+    losses, gradient = consume_logits(logits, targets, with_gradient=True, backend=backend)
+    assert not losses[:2].any() and not gradient[:2].any() and gradient[2].all()
+
+
 def test_a_target_outside_the_vocabulary_gives_nan() -> None:
     losses, _ = consume_logits(
         random(3, 7), torch.tensor([7, -1, 6], device=DEVICE), with_gradient=True, backend="triton"
