@@ -171,3 +171,15 @@ def test_no_rows(backend: str) -> None:
     for name, function in functions.items():
         dx, dweight = torch.autograd.grad(function().sum(), (x, weight))
         assert dx.shape == x.shape and not dweight.any(), name
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("continued", [False, True])
+def test_no_sequences_to_convolve(backend: str, continued: bool) -> None:
+    x, weight = random(0, 5, 8).requires_grad_(), random(8, 1, 4).requires_grad_()
+    state = random(0, 8, 3).requires_grad_() if continued else None
+    y, last = short_convolution(x, weight, state=state, backend=backend)
+    assert y.shape == x.shape and last.shape == (0, 8, 3)
+    leaves = (x, weight, state)[: 2 + continued]
+    dx, dweight, *_ = torch.autograd.grad(y.sum() + last.sum(), leaves)
+    assert dx.shape == x.shape and not dweight.any()
