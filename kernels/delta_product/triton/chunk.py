@@ -118,15 +118,13 @@ class _DeltaProduct(torch.autograd.Function):
         ctx.scale, ctx.qk_l2norm, ctx.num_bounds = scale, qk_l2norm, len(bounds)
         if keep:
             values = v if u is None else u
-            ctx.save_for_backward(
-                *(q, k, beta, g, initial_state, values, states, transitions), *bounds, *prepared
-            )
+            ctx.save_for_backward(q, k, beta, g, values, states, transitions, *bounds, *prepared)
         return o, final_state
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dfinal_state: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, beta, g, initial_state, u, states, transitions, *kept = ctx.saved_tensors
+        q, k, beta, g, u, states, transitions, *kept = ctx.saved_tensors
         bounds, prepared = kept[: ctx.num_bounds], kept[ctx.num_bounds :]
         # Where the graph is not kept nobody needs u again. chunk_bwd_fused reads each element of it before it
         # writes that of dv, which may have its place.
@@ -138,7 +136,10 @@ class _DeltaProduct(torch.autograd.Function):
         dfinal_state = None if dfinal_state is None else dfinal_state.contiguous()
         dq, dk, dbeta = (torch.empty_like(x) for x in (q, k, beta))
         dg = None if g is None else torch.empty_like(g)
-        dinitial_state = torch.empty_like(initial_state) if ctx.needs_input_grad[5] else None
+        dinitial_state = None
+        if ctx.needs_input_grad[5]:
+            sequences, (heads, value_dim) = cu_seqlens.numel() - 1 if bounds else len(q), u.shape[-2:]
+            dinitial_state = beta.new_empty(sequences, heads, q.shape[-1], value_dim)
         delta_product_backward(
             *(q, k, beta, g, do, dfinal_state, bounds, ctx.scale, ctx.qk_l2norm),
             *(prepared, u, states, transitions),
