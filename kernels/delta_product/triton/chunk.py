@@ -14,13 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fla_train.kernels.delta_product.select import CHUNK_STEPS, select_for
-from fla_train.kernels.delta_product.triton.chunk_arguments import OPERAND_DTYPES, in_half, row_length
+from fla_train.kernels.delta_product.select import CHUNK_STEPS, check_limits, select_for
+from fla_train.kernels.delta_product.triton.chunk_arguments import in_half, row_length
 from fla_train.kernels.delta_product.triton.chunk_launch import delta_product_backward, delta_product_forward
 from fla_train.kernels.sizes import ceil_div
-
-# Beyond these key dimensions the tiles of a chunk do not fit in shared memory.
-MAX_KEY_DIM = {torch.float32: 128, torch.bfloat16: 256, torch.float16: 256}
 
 
 def triton_delta_product(
@@ -41,21 +38,9 @@ def triton_delta_product(
     By chunks, gates below 2^-50 per token count as zero.
 
     Raises:
-        ValueError: for float64, for more than 64 Householder steps per token, or for a key dimension over 256
-            (128 in float32).
+        ValueError: see `check_limits`.
     """
-    if q.dtype not in OPERAND_DTYPES:
-        raise ValueError(f"the triton backend takes no {q.dtype}: choose backend=recurrent or chunk")
-    if k.shape[2] > CHUNK_STEPS:
-        raise ValueError(
-            f"the triton backend takes at most {CHUNK_STEPS} Householder steps per token, got {k.shape[2]}"
-        )
-    limit = MAX_KEY_DIM[q.dtype]
-    if q.shape[3] > limit:
-        raise ValueError(
-            f"the triton backend takes a key dimension of at most {limit} in {q.dtype}, got {q.shape[3]}: "
-            f"choose {'bfloat16 or ' if q.shape[3] <= 256 else ''}backend=chunk"
-        )
+    check_limits(q.dtype, q.shape[3], k.shape[2])
     tensors = [x if x is None else x.contiguous() for x in (q, k, v, beta, g, initial_state)]
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
