@@ -1,6 +1,7 @@
 """The options of `fla-bench`."""
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,13 @@ def positive(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return int(text)
+
+
+def seconds(text: str) -> float:
+    """A finite number of at least 0, for argparse."""
+    if not (math.isfinite(float(text)) and float(text) >= 0):
+        raise argparse.ArgumentTypeError("must be a finite number of at least 0")
+    return float(text)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -70,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     kernels("--graphs", action="store_true", help="time CUDA graphs: without the host's launches")
     kernels(
         "--patience",
-        type=float,
+        type=seconds,
         default=0,
         help="seconds a kernel may compile and tune (default: 0, any number)",
     )

@@ -134,6 +134,8 @@ def test_train_on_two_ranks(tmp_path, capfd) -> None:
     [
         (["kernels", "--tokens", "0"], "--tokens: must be at least 1"),
         (["kernels", "--num-householder", "0"], "--num-householder"),
+        (["kernels", "--patience", "-1"], "--patience"),
+        (["kernels", "--patience", "nan"], "--patience"),
         (["kernels", *SMALL, "--bandwidth", "-1"], "must be positive"),
         (["kernels", *SMALL, "--backends", "fast"], "choose auto, recurrent"),
         pytest.param(
