@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fla_train.cli.app import compose
+from fla_train.cli.bench_options import build_parser
 from fla_train.utils.environment import describe_environment
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -72,6 +73,13 @@ def _kernels(request: argparse.Namespace) -> dict:
 def _decode(request: argparse.Namespace) -> dict:
     from fla_train.bench.decode import HEADER, bench_decode
 
+    defaults = build_parser().parse_args(["decode"])
+    of_operator = ("heads", "head_dim", "value_dim", "num_householder", "state_dtype")
+    of_model = ("batch", "contexts", "new_tokens", "peers")
+    for name in of_model if request.model is None else of_operator:
+        if getattr(request, name) != getattr(defaults, name):
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} is for decode {'with' if name in of_model else 'without'} --model")
     device, dtype = _place(request)
     if request.model is not None:
         return _generation(request, device, dtype)

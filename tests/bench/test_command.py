@@ -149,6 +149,8 @@ def test_train_on_two_ranks(tmp_path, capfd) -> None:
         (["train", *CEILINGS, "trainer.global_batch_tokens=7"], "trainer.global_batch_tokens"),
         (["train", *CEILINGS, *MACHINES], "one machine"),
         (["train", "trainer.no_such_key=1"], "no_such_key"),
+        (["decode", "--peers", "llama"], "--peers is for decode with"),
+        (["decode", "--model", "gated_delta_product/tiny", "--heads", "2"], "--heads is for decode without"),
         (["scaling", "--folder", "no/folder", "--only", "("], "no regular expression"),
         (["scaling", "--folder", "no/folder", "--only", "no such run"], "matches none of"),
     ],
