@@ -125,6 +125,10 @@ def _fused_ops(request: argparse.Namespace) -> dict:
     sizes = Sizes(*(getattr(request, name) or defaults[name] for name in names))
     if sizes.hidden % sizes.head_dim:
         raise ValueError(f"--hidden {sizes.hidden} is no multiple of --head-dim {sizes.head_dim}")
+    if "rotary" in functions and sizes.head_dim % 2:
+        raise ValueError(
+            f"--head-dim {sizes.head_dim}: rotary needs an even one, or leave it out by --functions"
+        )
     device, dtype = _place(request)
     peers, missing = liger(device) if request.peers else ({}, [])
     _report_missing(missing)

@@ -149,10 +149,14 @@ def test_train_on_two_ranks(tmp_path, capfd) -> None:
         (["train", *CEILINGS, "trainer.global_batch_tokens=7"], "trainer.global_batch_tokens"),
         (["train", *CEILINGS, *MACHINES], "one machine"),
         (["train", "trainer.no_such_key=1"], "no_such_key"),
+        (["decode", "--json", "."], "is a folder"),
         (["decode", "--peers", "llama"], "--peers is for decode with"),
         (["decode", "--model", "gated_delta_product/tiny", "--heads", "2"], "--heads is for decode without"),
+        (["fused_ops", "--hidden", "6", "--head-dim", "3"], "rotary needs an even one"),
         (["scaling", "--folder", "no/folder", "--only", "("], "no regular expression"),
         (["scaling", "--folder", "no/folder", "--only", "no such run"], "matches none of"),
+        (["evaluation", "no/mirror", "TOKENIZER"], "no/mirror is no folder"),
+        (["evaluation", ".", "TOKENIZER", "--batch-size", "0"], "--batch-size"),
     ],
 )
 def test_a_wrong_request_is_one_line(arguments, message, monkeypatch, capsys) -> None:
