@@ -35,7 +35,7 @@ def triton_delta_product(
 ) -> tuple[Tensor, Tensor | None]:
     """`delta_product` on validated inputs; shapes and results as there, differentiable in every tensor.
 
-    By chunks, gates below 2^-50 per token count as zero.
+    By chunks, gates below 2^-50 per token count as 2^-50.
 
     Raises:
         ValueError: see `check_limits`.
