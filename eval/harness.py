@@ -340,7 +340,7 @@ def run_tasks(
     place = mirror_folder(mirror)
     if apply_chat_template and not getattr(lm.tokenizer, "chat_template", None):
         raise ValueError("suite.apply_chat_template: the checkpoint's tokenizer has no chat template")
-    manager = LoadedTasks(_task_manager(names, include_path))
+    manager = LoadedTasks(task_manager(names, include_path))
     kinds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 
     def evaluate(name: str, notes: list[str]) -> dict:
@@ -383,7 +383,7 @@ def run_tasks(
     return finished
 
 
-def _task_manager(names: list[str], include_path: str | Path | None) -> TaskManager:
+def task_manager(names: list[str], include_path: str | Path | None) -> TaskManager:
     """A manager that knows every name. lm-eval's own tasks are slow to index: only if one is asked for."""
     if include_path is not None:
         if not Path(include_path).is_dir():

@@ -55,8 +55,18 @@ def bench_attention(
         rounds: samples of each time on a CPU.
 
     Raises:
-        ValueError: for heads that do not fit together.
+        ValueError: for heads that do not fit together, or a window of one token.
     """
+    configs = {
+        kind: DeltaProductConfig(
+            hidden_size=heads * head_dim,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            layer_types=[kind],
+            sliding_window=window if kind == "sliding_attention" else None,
+        )
+        for kind in ("full_attention", "sliding_attention")
+    }
     generator = torch.Generator(device).manual_seed(0)
     for tokens in lengths:
         q, k, v, do = (
@@ -72,16 +82,9 @@ def bench_attention(
             ("full_attention", True),
             ("sliding_attention", True),
         ):
-            config = DeltaProductConfig(
-                hidden_size=heads * head_dim,
-                num_attention_heads=heads,
-                num_key_value_heads=kv_heads,
-                layer_types=[kind],
-                sliding_window=window if kind == "sliding_attention" else None,
-            )
             stream = torch.empty(1, tokens, 0, dtype=dtype, device=device)
             options = {"cu_seqlens": bounds, "longest": document} if packed else {}
-            context = SequenceContext.build(config, stream, **options)
+            context = SequenceContext.build(configs[kind], stream, **options)
             run = partial(attention, visible=context.visible[kind])
 
             def forward(run=run, qkv=(q, k, v)) -> None:

@@ -22,8 +22,8 @@ from lm_eval.tasks import TaskManager
 
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
-from fla_train.eval.harness import FlaTrainLM
-from fla_train.eval.mirror import hub_datasets
+from fla_train.eval.harness import FlaTrainLM, task_manager
+from fla_train.eval.mirror import hub_datasets, mirror_folder
 from fla_train.eval.perplexity import loss_table
 from fla_train.models import DeltaProductForCausalLM, build_config
 
@@ -117,7 +117,11 @@ def bench_evaluation(
         limit: documents of each task; None: all.
         batch_size: of `HFLM`; ours is always `auto`.
         rounds: how often all requests of a task are answered.
+
+    Raises:
+        ValueError: for a mirror that is no folder, or an unknown task.
     """
+    mirror, manager = mirror_folder(mirror), task_manager(list(tasks), None)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = load_tokenizer(TokenizerConfig(name=tokenizer_name))
     torch.manual_seed(0)
@@ -131,7 +135,6 @@ def bench_evaluation(
         "ours": FlaTrainLM(model, batch_size="auto", **options),
         "hflm": HFLM(model, backend="causal", **hflm, **options),
     }
-    manager = TaskManager()
     totals = [dict.fromkeys(bridges, 0.0) for _ in range(rounds)]
     for task in tasks:
         with hub_datasets(mirror):

@@ -268,16 +268,21 @@ def bench_scaling(
         limit: seconds for one run.
 
     Raises:
-        ValueError: the folder exists.
+        ValueError: the folder exists, or `only` is no regular expression or matches no run.
     """
     if folder.exists():
         raise ValueError(f"--folder {folder} exists: give a new one")
-    folder.mkdir(parents=True)
     most = max(gpus)
-    runs = list(speed_runs(models, gpus, steps))
+    known = list(speed_runs(models, gpus, steps))
     if most > 1:
-        runs += saving_runs(models[0], most)
-    runs = [run for run in runs if re.search(only, run.name)]
+        known += saving_runs(models[0], most)
+    try:
+        runs = [run for run in known if re.search(only, run.name)]
+    except re.error as error:
+        raise ValueError(f"--only {only} is no regular expression: {error}") from error
+    if not runs:
+        raise ValueError(f"--only {only} matches none of {', '.join(run.name for run in known)}")
+    folder.mkdir(parents=True)
     for run in list(runs):
         carry_out(run, folder, overrides, limit)
         if run.kind == "weak" and run.gpus == most > 1 and re.search(only, f"{run.model}-ddp-{most}"):

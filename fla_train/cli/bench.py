@@ -40,6 +40,8 @@ def run(arguments: Sequence[str]) -> None:
     file = getattr(request, "json", None)
     if file is not None and not file.absolute().parent.is_dir():
         raise ValueError(f"--json {file}: there is no folder {file.parent}: make it first")
+    if file is not None and file.is_dir():
+        raise ValueError(f"--json {file} is a folder: name a file in it")
     content = measure(request)
     if file is not None:
         file.write_text(json.dumps(content, indent=1, default=str) + "\n")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fla_train.cli.app import compose
+from fla_train.cli.bench_options import build_parser
 from fla_train.utils.environment import describe_environment
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -72,6 +73,13 @@ def _kernels(request: argparse.Namespace) -> dict:
 def _decode(request: argparse.Namespace) -> dict:
     from fla_train.bench.decode import HEADER, bench_decode
 
+    defaults = build_parser().parse_args(["decode"])
+    of_operator = ("heads", "head_dim", "value_dim", "num_householder", "state_dtype")
+    of_model = ("batch", "contexts", "new_tokens", "peers")
+    for name in of_model if request.model is None else of_operator:
+        if getattr(request, name) != getattr(defaults, name):
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} is for decode {'with' if name in of_model else 'without'} --model")
     device, dtype = _place(request)
     if request.model is not None:
         return _generation(request, device, dtype)
@@ -117,6 +125,10 @@ def _fused_ops(request: argparse.Namespace) -> dict:
     sizes = Sizes(*(getattr(request, name) or defaults[name] for name in names))
     if sizes.hidden % sizes.head_dim:
         raise ValueError(f"--hidden {sizes.hidden} is no multiple of --head-dim {sizes.head_dim}")
+    if "rotary" in functions and sizes.head_dim % 2:
+        raise ValueError(
+            f"--head-dim {sizes.head_dim}: rotary needs an even one, or leave it out by --functions"
+        )
     device, dtype = _place(request)
     peers, missing = liger(device) if request.peers else ({}, [])
     _report_missing(missing)

@@ -1,6 +1,8 @@
 """The options of `fla-bench`."""
 
 import argparse
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +16,20 @@ def positive(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return int(text)
+
+
+def seconds(text: str) -> float:
+    """A finite number of at least 0, for argparse."""
+    if not (math.isfinite(float(text)) and float(text) >= 0):
+        raise argparse.ArgumentTypeError("must be a finite number of at least 0")
+    return float(text)
+
+
+def batch_size(text: str) -> str:
+    """A batch size of lm-eval, for argparse."""
+    if not re.fullmatch(r"(auto:)?[1-9]\d*|auto", text):
+        raise argparse.ArgumentTypeError("must be auto, auto:N or a number of at least 1")
+    return text
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -70,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     kernels("--graphs", action="store_true", help="time CUDA graphs: without the host's launches")
     kernels(
         "--patience",
-        type=float,
+        type=seconds,
         default=0,
         help="seconds a kernel may compile and tune (default: 0, any number)",
     )
@@ -129,7 +145,7 @@ def build_parser() -> argparse.ArgumentParser:
     evaluation("--model", default="gated_delta_product/340m", help="of fla-train --list model")
     evaluation("--limit", type=positive, help="documents of each task (default: all)")
     evaluation("--tasks", nargs="+", help="default: those of suite=zero_shot")
-    evaluation("--batch-size", default="auto", help="of HFLM; ours is always auto")
+    evaluation("--batch-size", type=batch_size, default="auto", help="of HFLM; ours is always auto")
     evaluation("--rounds", type=positive, default=2, help="how often a task's requests are answered")
     evaluation("--lengths", type=positive, nargs="*", default=lengths[1:], help="of a sweep (tokens)")
     return parser

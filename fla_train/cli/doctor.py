@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fla_train.cli.app import interruptible
+from fla_train.cli.app import fail, interruptible
 from fla_train.cli.version import add_version
 from fla_train.utils.environment import describe_environment
 
@@ -97,7 +97,11 @@ def main() -> None:
     from fla_train.kernels.delta_product import resolve_backend
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for line in [*environment_lines(), "", *kernel_lines(request.shape, device)]:
+    try:
+        kernels = kernel_lines(request.shape, device)
+    except ValueError as error:
+        sys.exit(fail(error))
+    for line in [*environment_lines(), "", *kernels]:
         print(line)
     default = os.environ.get("FLA_TRAIN_BACKEND") or resolve_backend("auto", torch.device(device))
     print(f"\nBackends against the fp64 recurrence (default here: {default})")

@@ -185,7 +185,7 @@ class _ChunkDeltaProduct(torch.autograd.Function):
             o += chunks.qk @ (chunks.beta * u)
             o *= scale
             final_state = states[layout.last].reshape(-1, q.shape[2], *states.shape[2:])
-        ctx.save_for_backward(q, k, v, beta, g, initial_state, T, u, states, w, *vars(chunks).values())
+        ctx.save_for_backward(q, k, v, beta, g, T, u, states, w, *vars(chunks).values())
         ctx.scale, ctx.qk_l2norm, ctx.layout = scale, qk_l2norm, layout
         ctx.set_materialize_grads(False)
         return layout.unpack(o, like=q.unsqueeze(2)).squeeze(2), final_state
@@ -193,7 +193,7 @@ class _ChunkDeltaProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do, dfinal_state):
-        q, k, v, beta, g, initial_state, T, u, states, w, *kept = ctx.saved_tensors
+        q, k, v, beta, g, T, u, states, w, *kept = ctx.saved_tensors
         layout, chunks = ctx.layout, _Chunks(*kept)
         with torch.autocast(q.device.type, enabled=False):
             from_start, to_end = chunks.by_step(chunks.from_start), chunks.by_step(chunks.to_end)
@@ -241,7 +241,7 @@ class _ChunkDeltaProduct(torch.autograd.Function):
                 dk = _normalised_backward(dk, chunks.k, chunks.k_rnorm)
             dinitial_state = None
             if ctx.needs_input_grad[5]:
-                dinitial_state = dstates[layout.first].reshape(initial_state.shape)
+                dinitial_state = dstates[layout.first].reshape(-1, q.shape[2], *states.shape[2:])
         return (
             layout.unpack(dq, like=q.unsqueeze(2)).squeeze(2),
             layout.unpack(dk, like=k),

@@ -76,7 +76,8 @@ def delta_product(
         cu_seqlens: int32 or int64 [S + 1], boundaries 0 = c_0 <= ... <= c_S = T of S documents packed in one
             row (B = 1). Each document has a state of its own; documents may be empty.
         qk_l2norm: divide every query and key vector by sqrt(|x|^2 + 1e-6) first, in float32.
-        recompute: keep only the inputs for the backward pass, which then runs the forward again.
+        recompute: keep only the inputs for the backward pass, which then runs the forward again; nothing may
+            write to them before.
         backend: "recurrent", "chunk", "triton" or "auto" (see `resolve_backend`).
 
     Returns:

@@ -30,6 +30,8 @@ from fla_train.kernels.delta_product.triton.launch_table import (
 from fla_train.kernels.sizes import ceil_div, next_power_of_2, processors
 
 CHUNK_STEPS = 64  # Householder steps of a chunk: the row count of a Hopper matrix instruction
+# Beyond these key dimensions the tiles of a chunk do not fit in shared memory.
+MAX_KEY_DIM = {torch.float32: 128, torch.bfloat16: 256, torch.float16: 256}
 # What `fused_recurrent` takes: elements of a state (K and V rounded up) that a warp holds in 32 registers a
 # thread, and Householder steps of a row; timed were up to 256.
 RECURRENT_STATE, RECURRENT_STEPS = 1024, 4096
@@ -143,9 +145,33 @@ def select_kernel(device: torch.device | str, dtype: torch.dtype, **sizes: int) 
         The decisions; `explain()` gives a sentence for each.
 
     Raises:
-        ValueError: for a user's launches.json that cannot be used.
+        ValueError: for what the backend does not take, and a user's launches.json that cannot be used.
     """
-    return _select(Sizes(torch.device(device), dtype, **sizes), _override)
+    asked = Sizes(torch.device(device), dtype, **sizes)
+    check_limits(dtype, asked.key_dim, asked.num_householder)
+    return _select(asked, _override)
+
+
+def check_limits(dtype: torch.dtype, key_dim: int, num_householder: int) -> None:
+    """Check what the Triton backend takes.
+
+    Raises:
+        ValueError: for float64, for more than 64 Householder steps per token, or for a key dimension over 256
+            (128 in float32).
+    """
+    if dtype not in MAX_KEY_DIM:
+        raise ValueError(f"the triton backend takes no {dtype}: choose backend=recurrent or chunk")
+    if num_householder > CHUNK_STEPS:
+        raise ValueError(
+            f"the triton backend takes at most {CHUNK_STEPS} Householder steps per token, got "
+            f"{num_householder}: choose backend=recurrent or chunk"
+        )
+    limit = MAX_KEY_DIM[dtype]
+    if key_dim > limit:
+        raise ValueError(
+            f"the triton backend takes a key dimension of at most {limit} in {dtype}, got {key_dim}: "
+            f"choose {'bfloat16 or ' if key_dim <= MAX_KEY_DIM[torch.bfloat16] else ''}backend=chunk"
+        )
 
 
 def select_for(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, qk_l2norm: bool) -> Selection:

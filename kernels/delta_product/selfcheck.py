@@ -233,10 +233,10 @@ def evaluate(
     }
 
 
-def relative_rms(x: Tensor, reference: Tensor) -> float:
-    """|x - reference| / |reference| in float64; NaN if `x` holds one."""
+def relative_rms(x: Tensor, reference: Tensor, least: float = 1e-30) -> float:
+    """|x - reference| / max(|reference|, least) in float64; NaN if `x` holds one."""
     x, reference = x.detach().double().cpu(), reference.detach().double().cpu()
-    return ((x - reference).norm() / reference.norm().clamp(min=1e-30)).item()
+    return ((x - reference).norm() / reference.norm().clamp(min=least)).item()
 
 
 def num_copies(case: Case, backend: str, device: torch.device) -> int:

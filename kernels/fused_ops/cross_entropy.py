@@ -57,7 +57,7 @@ def consume_logits(
     losses = -log_probs.gather(1, index)[:, 0].masked_fill(absent, 0.0)
     gradient = log_probs.exp_()
     gradient.scatter_add_(1, index, gradient.new_full(index.shape, -1.0))
-    return losses, gradient.mul_(~absent[:, None]).to(logits.dtype)
+    return losses, gradient.masked_fill_(absent[:, None], 0.0).to(logits.dtype)
 
 
 @custom_op(mutates=("logits", "losses"))

@@ -124,6 +124,7 @@ def cast_swiglu(gate_up: Tensor, *, backend: str = "auto") -> Float8Matrix:
         data.copy_(y.bfloat16() * scale)
         inverse.copy_(found)
     else:
+        gate_up = gate_up.contiguous()
         largest = torch.empty(amax_programs(gate_up.device), dtype=torch.int32, device=gate_up.device)
         swiglu_amax(gate_up, largest)
         swiglu_cast(gate_up, largest, data, inverse)
@@ -159,7 +160,7 @@ def cast_swiglu_backward(
         d.inverse.copy_(found)
         y_transposed.copy_(((silu * up).bfloat16() / inverse).t())
     else:
-        dy = dy.contiguous()
+        gate_up, dy = gate_up.contiguous(), dy.contiguous()
         largest = torch.empty(amax_programs(gate_up.device), dtype=torch.int32, device=gate_up.device)
         swiglu_backward_amax(gate_up, dy, largest)
         swiglu_backward_cast(gate_up, dy, inverse, largest, d.data, d.transposed, d.inverse, y_transposed)
@@ -172,7 +173,7 @@ def transpose_float8(x: Tensor, *, backend: str = "auto") -> Tensor:
     if resolve_backend(backend, y.new_empty(0, dtype=torch.float32)) == "torch":
         y.copy_(x.t())
     else:
-        float8_transpose(x, y)
+        float8_transpose(x.contiguous(), y)
     return y
 
 

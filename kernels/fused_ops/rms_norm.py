@@ -161,7 +161,7 @@ class _RMSNorm(torch.autograd.Function):
 class _CastRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, scaled, eps, dtype, narrow):
-        x, total = x.contiguous(), None
+        x, weight, scaled, total = x.contiguous(), weight.contiguous(), scaled.contiguous(), None
         if residual is not None:
             residual = residual.contiguous()
             total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))

@@ -16,7 +16,7 @@ TILE = 2048  # pairs of channels per program of the Triton kernel
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """Rotate channels (i, i + D/2) of each head by the angles of its position (arXiv 2104.09864).
 
-    Differentiable in q and k.
+    Differentiable in q and k; cos and sin get no gradient.
 
     Args:
         q: [B, T, H, D]; k: [B, T, H_kv, D], of one dtype.
@@ -39,6 +39,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, backend: str = "au
         )
     if resolve_backend(backend, q) == "triton":
         return _Rotary.apply(q, k, cos, sin)
+    cos, sin = cos.detach(), sin.detach()
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
@@ -51,6 +52,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, cos, sin):
+        cos, sin = cos.contiguous(), sin.contiguous()
         ctx.save_for_backward(cos, sin)
         return _launch(q, k, cos, sin, False)
 

@@ -69,10 +69,10 @@ class _LinearScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, a: Tensor, x: Tensor) -> Tensor:
-        h = torch.empty_like(x)
+        h = x.clone()
         state = x.new_zeros(x.shape[0], *x.shape[2:])
         for t in range(x.shape[1]):
-            state = torch.addcmul(x[:, t], a[:, t], state, out=h[:, t])
+            state = h[:, t].addcmul_(a[:, t], state)
         ctx.save_for_backward(a, h)
         return h
 
@@ -80,13 +80,13 @@ class _LinearScan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
         a, h = ctx.saved_tensors
-        dx = torch.empty_like(h)
+        dx = grad.clone()
         slope = grad.new_zeros(grad.shape[0], *grad.shape[2:])
         for t in reversed(range(h.shape[1])):
             following = a[:, t + 1] if t + 1 < h.shape[1] else torch.zeros_like(slope)
-            slope = torch.addcmul(grad[:, t], following, slope, out=dx[:, t])
+            slope = dx[:, t].addcmul_(following, slope)
         da = torch.zeros_like(a)
-        torch.mul(dx[:, 1:], h[:, :-1], out=da[:, 1:])
+        da[:, 1:].addcmul_(dx[:, 1:], h[:, :-1])
         return da, dx
 
 

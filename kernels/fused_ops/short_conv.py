@@ -86,7 +86,7 @@ def short_convolution(
     ):
         return _ShortConvolutionOfParts.apply(x, weight, position_in_document, before)
     apply = _torch_short_convolution if backend == "torch" else _ShortConvolution.apply
-    last = _last_inputs(x.view(rows, -1, channels), width - 1, position_in_document, before)
+    last = _last_inputs(_in_rows(x, rows), width - 1, position_in_document, before)
     return apply(x, weight, position_in_document, before), last
 
 
@@ -101,7 +101,7 @@ def _torch_short_convolution(
     shape, history = x.shape, weight.shape[-1] - 1
     if before is None:
         before = x.new_zeros(len(x), history, shape[-1])
-    x = torch.cat([before, x.view(len(before), -1, shape[-1])], dim=1)
+    x = torch.cat([before, _in_rows(x, len(before))], dim=1)
     length = x.shape[1] - history
     taps = weight[:, 0].to(x.dtype).unbind(-1)
     y = x[:, history:] * taps[-1]
@@ -111,6 +111,11 @@ def _torch_short_convolution(
             past = past * (position_in_document >= shift).to(x.dtype).view(len(x), length, 1)
         y = torch.addcmul(y, past, taps[-1 - shift])
     return F.silu(y).view(shape)
+
+
+def _in_rows(x: Tensor, rows: int) -> Tensor:
+    """x [B, T, D] as [R, T', D]."""
+    return x if len(x) == rows else x.view(rows, -1, x.shape[-1])
 
 
 def _last_inputs(x: Tensor, count: int, position_in_document: Tensor | None, before: Tensor | None) -> Tensor:
@@ -162,8 +167,8 @@ class _ShortConvolutionOfParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, position_in_document, before):
         y = _ShortConvolution.forward(ctx, x, weight, position_in_document, before)
-        rows, history, channels = before.shape
-        last = _last_inputs(x.view(rows, -1, channels), history, position_in_document, before)
+        history = before.shape[1]
+        last = _last_inputs(_in_rows(x, len(before)), history, position_in_document, before)
         return y, last.contiguous()
 
     @staticmethod
@@ -172,8 +177,8 @@ class _ShortConvolutionOfParts(torch.autograd.Function):
         x, weight, positions, before = ctx.saved_tensors
         dy = dy.contiguous()
         dx, dweight = _gradients(x, weight, positions, before, dy)
-        rows, history, channels = before.shape
-        x, dy, dx_rows = (tensor.view(rows, -1, channels) for tensor in (x, dy, dx))
+        rows, history, _ = before.shape
+        x, dy, dx_rows = (_in_rows(tensor, rows) for tensor in (x, dy, dx))
         head, tail = (None, None) if positions is None else _ends(positions.view(rows, -1), history)
         first, end = _ends(x.detach(), history)
         end, start = (tensor.float().detach().requires_grad_() for tensor in (end, before))
@@ -235,7 +240,7 @@ def _launch(
 ) -> tuple[tuple[int], dict[str, Any]]:
     """Grid (channel blocks fastest) and the arguments that both kernels share."""
     (batch, length, channels), (tokens, rows, block, warps) = x.shape, config
-    if before is not None:  # of each of the rows, which may lie in one line
+    if before is not None and len(before) != batch:  # of each of the rows, which may lie in one line
         batch, length = len(before), batch * length // len(before)
     n_blocks = batch * ceil_div(length, tokens)
     sizes = dict(

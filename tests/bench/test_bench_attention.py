@@ -35,6 +35,12 @@ def test_the_command(tmp_path, capsys) -> None:
         assert long["memory_bytes"] < 2.5 * short["memory_bytes"]
 
 
+def test_a_window_that_cannot_be_is_refused_before_measuring(capsys) -> None:
+    with pytest.raises(ValueError, match="window"):
+        bench.run([*SMALL, "--window", "1"])
+    assert " all " not in capsys.readouterr().out
+
+
 def test_sizes_below_one_are_refused(capsys) -> None:
     with pytest.raises(SystemExit):
         bench.run([*SMALL, "--window", "0"])

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,13 +44,14 @@ def test_kernels(tmp_path, capsys) -> None:
     assert sum(row["refused"] is None for row in content["rows"]) == 6  # the peer at n_h = 1 only
 
 
-def test_scaling_keeps_where_it_ran_beside_its_runs(tmp_path) -> None:
+def test_scaling_keeps_where_it_ran_beside_its_runs(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("fla_train.bench.scaling.carry_out", lambda *_: None)
     file, folder = tmp_path / "scaling.json", tmp_path / "runs"
-    bench.run(
-        ["scaling", "--folder", str(folder), "--gpus", "1", "--only", "no such run", "--json", str(file)]
-    )
+    only = ["--gpus", "1", "--only", "340m-weak"]
+    bench.run(["scaling", "--folder", str(folder), *only, "--json", str(file)])
     content = json.loads(file.read_text())
-    assert content["rows"] == [] and content["settings"]["folder"] == str(folder)
+    assert [row["name"] for row in content["rows"]] == ["340m-weak-1"]
+    assert content["settings"]["folder"] == str(folder)
     assert content["environment"]["packages"]["torch"] and folder.is_dir()
 
 
@@ -134,6 +136,8 @@ def test_train_on_two_ranks(tmp_path, capfd) -> None:
     [
         (["kernels", "--tokens", "0"], "--tokens: must be at least 1"),
         (["kernels", "--num-householder", "0"], "--num-householder"),
+        (["kernels", "--patience", "-1"], "--patience"),
+        (["kernels", "--patience", "nan"], "--patience"),
         (["kernels", *SMALL, "--bandwidth", "-1"], "must be positive"),
         (["kernels", *SMALL, "--backends", "fast"], "choose auto, recurrent"),
         pytest.param(
@@ -145,6 +149,14 @@ def test_train_on_two_ranks(tmp_path, capfd) -> None:
         (["train", *CEILINGS, "trainer.global_batch_tokens=7"], "trainer.global_batch_tokens"),
         (["train", *CEILINGS, *MACHINES], "one machine"),
         (["train", "trainer.no_such_key=1"], "no_such_key"),
+        (["decode", "--json", "."], "is a folder"),
+        (["decode", "--peers", "llama"], "--peers is for decode with"),
+        (["decode", "--model", "gated_delta_product/tiny", "--heads", "2"], "--heads is for decode without"),
+        (["fused_ops", "--hidden", "6", "--head-dim", "3"], "rotary needs an even one"),
+        (["scaling", "--folder", "no/folder", "--only", "("], "no regular expression"),
+        (["scaling", "--folder", "no/folder", "--only", "no such run"], "matches none of"),
+        (["evaluation", "no/mirror", "TOKENIZER"], "no/mirror is no folder"),
+        (["evaluation", ".", "TOKENIZER", "--batch-size", "0"], "--batch-size"),
     ],
 )
 def test_a_wrong_request_is_one_line(arguments, message, monkeypatch, capsys) -> None:
@@ -153,3 +165,4 @@ def test_a_wrong_request_is_one_line(arguments, message, monkeypatch, capsys) ->
         bench.main()
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+    assert not Path("no").exists()

@@ -94,6 +94,22 @@ def test_long_sequences_are_checked_at_their_start_and_as_a_whole(monkeypatch) -
     assert validation_error(errors(forgets, problem), torch.float32).startswith("wrong by o")
 
 
+def test_a_gradient_that_vanishes_is_measured_by_the_others() -> None:
+    """Of one token dg is zero; with the L2 norm and K = 1, dq and dk nearly are."""
+    run = ours(["chunk"])[0].run
+    for tokens, key_dim in ((1, 8), (8, 1)):
+        shape = Shape(1, tokens, 2, key_dim, key_dim, 1, gated=True, element_size=4)
+        problem = make_problem(shape, torch.float32, CPU, norm=True)
+        assert validation_error(errors(run, problem), torch.float32) is None
+        for name in ("q", "k", "g"):
+
+            def wrong(p, name=name):
+                x = p.leaves[name]
+                return run(p) + 1e-3 * (x - x.detach()).sum()
+
+            assert f"d{name} " in validation_error(errors(wrong, problem), torch.float32)
+
+
 def test_the_peer_agrees_where_it_applies() -> None:
     (peer,), missing = peers(CPU)
     assert not missing

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fla_train.kernels.delta_product.hopper import bwd_fused, bwd_qkg, bwd_qkg_wide, prepare_wy
-from fla_train.kernels.delta_product.select import Selection, override, select_for
+from fla_train.kernels.delta_product.select import MAX_KEY_DIM, Selection, override, select_for
 from fla_train.kernels.delta_product.triton import chunk, chunk_launch
 from tests.kernels.operator_cases import Case, assert_close, backward, forward, make_inputs, results
 
@@ -81,7 +81,7 @@ def replaced(name: str, launch: Launch, launches: int = 1) -> Iterator[None]:
         for module in (chunk, chunk_launch):
             patch.setattr(module, "select_for", select)
         # A GPU's limit; emulated, numbers of 16 bits have 32
-        patch.setitem(chunk.MAX_KEY_DIM, torch.float32, 256)
+        patch.setitem(MAX_KEY_DIM, torch.float32, 256)
         yield
 
 

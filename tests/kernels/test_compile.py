@@ -134,6 +134,12 @@ FUSED_OPS = {
 }
 
 
+def test_the_definition_of_the_selective_scan():
+    leaves = [torch.rand(size, device=DEVICE, requires_grad=True) for size in ((2, 3, 4), (2, 3, 4), (4, 5))]
+    leaves += [torch.rand(2, 3, 5, device=DEVICE, requires_grad=True) for _ in range(2)]
+    assert_same(lambda: [selective_scan(*leaves, backend="torch")], leaves)
+
+
 @pytest.mark.parametrize("name", FUSED_OPS)
 def test_a_fused_op(name):
     """Of sizes that may vary; those of a whole model are fixed in tests/models/test_model_compile.py."""

@@ -11,6 +11,7 @@ from fla_train.kernels.fused_ops import (
     consume_logits,
     recurrence_gates,
     rms_norm,
+    rotary,
     short_convolution,
     swiglu_linear,
 )
@@ -28,6 +29,15 @@ def test_logits_may_begin_with_many_that_are_excluded() -> None:
         for backend in ("torch", "triton")
     )
     torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # of the interpreter, by NumPy
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_row_without_a_target_has_no_gradient_whatever_its_logits(backend: str) -> None:
+    logits = torch.tensor([[torch.nan, 1.0], [torch.inf, 0.0], [2.0, 0.0]], device=DEVICE)
+    targets = torch.tensor([-100, -100, 0], device=DEVICE)
+    losses, gradient = consume_logits(logits, targets, with_gradient=True, backend=backend)
+    assert not losses[:2].any() and not gradient[:2].any() and gradient[2].all()
 
 
 def test_a_target_outside_the_vocabulary_gives_nan() -> None:
@@ -98,6 +108,20 @@ def test_what_goes_with_the_activations_may_be_strided_too() -> None:
     torch.testing.assert_close(outputs("triton"), outputs("torch"))
 
 
+def test_tables_of_angles_may_be_strided_and_get_no_gradient() -> None:
+    q, k = random(1, 3, 2, 8).requires_grad_(), random(1, 3, 1, 8).requires_grad_()
+    cos, sin = random(2, 3, 8).requires_grad_()[..., :4]
+
+    def outputs(backend: str) -> list[Tensor]:
+        outputs = rotary(q, k, cos, sin, backend=backend)
+        leaves = (q, k, cos, sin)
+        return [*outputs, *torch.autograd.grad(sum(x.sum() for x in outputs), leaves, allow_unused=True)]
+
+    *found, dcos, dsin = outputs("triton")
+    assert dcos is dsin is None
+    torch.testing.assert_close([*found, None, None], outputs("torch"))
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("cut", [3, 6, 7])
 def test_a_packed_row_is_convolved_in_two_parts(backend: str, cut: int) -> None:
@@ -147,3 +171,15 @@ def test_no_rows(backend: str) -> None:
     for name, function in functions.items():
         dx, dweight = torch.autograd.grad(function().sum(), (x, weight))
         assert dx.shape == x.shape and not dweight.any(), name
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("continued", [False, True])
+def test_no_sequences_to_convolve(backend: str, continued: bool) -> None:
+    x, weight = random(0, 5, 8).requires_grad_(), random(8, 1, 4).requires_grad_()
+    state = random(0, 8, 3).requires_grad_() if continued else None
+    y, last = short_convolution(x, weight, state=state, backend=backend)
+    assert y.shape == x.shape and last.shape == (0, 8, 3)
+    leaves = (x, weight, state)[: 2 + continued]
+    dx, dweight, *_ = torch.autograd.grad(y.sum() + last.sum(), leaves)
+    assert dx.shape == x.shape and not dweight.any()

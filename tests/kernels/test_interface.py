@@ -229,6 +229,22 @@ def test_gradients_when_only_one_output_is_used(backend, used):
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
+def test_a_state_may_be_carried_in_place(backend):
+    """The backward pass reads no values of the initial state, so that it may be overwritten before."""
+    inputs = random_inputs(30, 2, alpha=(0.5, 1.0), initial_state=True, dtype=torch.float32)
+    inputs = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    leaves, state = differentiable(inputs)[:-1], inputs["initial_state"].detach()
+    found = []
+    for carried in (False, True):
+        o, final = delta_product(
+            **inputs | {"initial_state": state}, output_final_state=True, backend=backend
+        )
+        if carried:
+            state.copy_(final.detach())
+        found.append(torch.autograd.grad(o.square().sum(), leaves))
+    assert all(map(torch.equal, *found))
+
+
 class Shapes(TorchDispatchMode):
     """Records the shapes of all tensors that operations return."""
 

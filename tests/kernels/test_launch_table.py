@@ -126,6 +126,9 @@ ROW = {"architecture": "cpu", "key_dim": 64, "value_dim": 192, "num_householder"
             "is True, expected a positive",
         ),
         (json.dumps({"rows": [ROW | {"chunk_prepare_wy": {"BV": 64}}]}), "has no option BV"),
+        (json.dumps({"rows": [ROW | {"value_dim": "128"}]}), "value_dim"),
+        (json.dumps({"rows": [ROW | {"num_householder": None}]}), "num_householder"),
+        (json.dumps({"rows": [ROW | {"architecture": 9.0}]}), "architecture"),
         (
             json.dumps({"rows": [ROW | {"chunk_bwd_qkg": {"BV": 64, "BKO": 64, "num_stages": 3}}]}),
             "num_stages of chunk_bwd_qkg is 3, which miscompiles at V = 192",

@@ -14,13 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fla_train.kernels.delta_product.select import CHUNK_STEPS, select_for
-from fla_train.kernels.delta_product.triton.chunk_arguments import OPERAND_DTYPES, in_half, row_length
+from fla_train.kernels.delta_product.select import CHUNK_STEPS, check_limits, select_for
+from fla_train.kernels.delta_product.triton.chunk_arguments import in_half, row_length
 from fla_train.kernels.delta_product.triton.chunk_launch import delta_product_backward, delta_product_forward
 from fla_train.kernels.sizes import ceil_div
-
-# Beyond these key dimensions the tiles of a chunk do not fit in shared memory.
-MAX_KEY_DIM = {torch.float32: 128, torch.bfloat16: 256, torch.float16: 256}
 
 
 def triton_delta_product(
@@ -38,24 +35,12 @@ def triton_delta_product(
 ) -> tuple[Tensor, Tensor | None]:
     """`delta_product` on validated inputs; shapes and results as there, differentiable in every tensor.
 
-    By chunks, gates below 2^-50 per token count as zero.
+    By chunks, gates below 2^-50 per token count as 2^-50.
 
     Raises:
-        ValueError: for float64, for more than 64 Householder steps per token, or for a key dimension over 256
-            (128 in float32).
+        ValueError: see `check_limits`.
     """
-    if q.dtype not in OPERAND_DTYPES:
-        raise ValueError(f"the triton backend takes no {q.dtype}: choose backend=recurrent or chunk")
-    if k.shape[2] > CHUNK_STEPS:
-        raise ValueError(
-            f"the triton backend takes at most {CHUNK_STEPS} Householder steps per token, got {k.shape[2]}"
-        )
-    limit = MAX_KEY_DIM[q.dtype]
-    if q.shape[3] > limit:
-        raise ValueError(
-            f"the triton backend takes a key dimension of at most {limit} in {q.dtype}, got {q.shape[3]}: "
-            f"choose {'bfloat16 or ' if q.shape[3] <= 256 else ''}backend=chunk"
-        )
+    check_limits(q.dtype, q.shape[3], k.shape[2])
     tensors = [x if x is None else x.contiguous() for x in (q, k, v, beta, g, initial_state)]
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -118,15 +103,13 @@ class _DeltaProduct(torch.autograd.Function):
         ctx.scale, ctx.qk_l2norm, ctx.num_bounds = scale, qk_l2norm, len(bounds)
         if keep:
             values = v if u is None else u
-            ctx.save_for_backward(
-                *(q, k, beta, g, initial_state, values, states, transitions), *bounds, *prepared
-            )
+            ctx.save_for_backward(q, k, beta, g, values, states, transitions, *bounds, *prepared)
         return o, final_state
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dfinal_state: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, beta, g, initial_state, u, states, transitions, *kept = ctx.saved_tensors
+        q, k, beta, g, u, states, transitions, *kept = ctx.saved_tensors
         bounds, prepared = kept[: ctx.num_bounds], kept[ctx.num_bounds :]
         # Where the graph is not kept nobody needs u again. chunk_bwd_fused reads each element of it before it
         # writes that of dv, which may have its place.
@@ -138,7 +121,10 @@ class _DeltaProduct(torch.autograd.Function):
         dfinal_state = None if dfinal_state is None else dfinal_state.contiguous()
         dq, dk, dbeta = (torch.empty_like(x) for x in (q, k, beta))
         dg = None if g is None else torch.empty_like(g)
-        dinitial_state = torch.empty_like(initial_state) if ctx.needs_input_grad[5] else None
+        dinitial_state = None
+        if ctx.needs_input_grad[5]:
+            sequences, (heads, value_dim) = cu_seqlens.numel() - 1 if bounds else len(q), u.shape[-2:]
+            dinitial_state = beta.new_empty(sequences, heads, q.shape[-1], value_dim)
         delta_product_backward(
             *(q, k, beta, g, do, dfinal_state, bounds, ctx.scale, ctx.qk_l2norm),
             *(prepared, u, states, transitions),

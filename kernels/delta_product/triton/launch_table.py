@@ -18,7 +18,7 @@ other architectures, for K of 256 with a smaller V, and in float32, whose tiles 
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -207,6 +207,10 @@ def read_table(file: Path) -> Table:
             f"{file} is no table of launch options ({reason}): delete it or run fla-bench tune"
         ) from failure
     for key, launches in table.items():
+        for part in fields(Key):
+            if type(value := getattr(key, part.name)) is not part.type:
+                reason = f"{part.name} is {value!r}, expected {part.type.__name__}"
+                raise ValueError(f"{file}: {reason}; delete the file or run fla-bench tune")
         for kernel, options in asdict(launches).items():
             if reason := option_error(kernel, options, key.value_dim):
                 raise ValueError(f"{file}: {reason}; delete the file or run fla-bench tune")
