@@ -11,8 +11,6 @@ import re
 from collections.abc import Iterable
 from itertools import chain, islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import tokenizers
@@ -24,12 +22,10 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fla_train.data.config import TokenizerConfig
 from fla_train.utils.errors import Interrupted
-from fla_train.utils.filesystem import sha256
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 _SPACE = "\u2581"  # how SentencePiece writes a space
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # SentencePiece's token of a single byte
-_ORIGIN = ("is_local", "local_files_only", "name_or_path")  # keys that loading adds to tokenizer_config.json
 _PROBE = "Hello  world,\n\tdéjà 2025 日本\n    x  =  [1]"
 
 
@@ -73,25 +69,11 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[in
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """sha256 of the saved backend, which determines the ids; without one, of vocabulary and saved files."""
+    """sha256 of the saved backend, which determines the ids, or of the vocabulary if there is none."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    content = backend.to_str() if backend else _saved_content(tokenizer)
+    content = backend.to_str() if backend else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
     return hashlib.sha256(f"{content}{special}".encode()).hexdigest()
-
-
-def _saved_content(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The vocabulary and the files that `save_pretrained` writes, but for where they were loaded from."""
-    content: dict[str, Any] = {"vocabulary": tokenizer.get_vocab()}
-    with TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        for path in Path(folder).iterdir():
-            if path.name == "tokenizer_config.json":
-                settings = json.loads(path.read_text()).items()
-                content[path.name] = {k: v for k, v in settings if k not in _ORIGIN and v is not None}
-            else:
-                content[path.name] = sha256(path)
-    return json.dumps(content, sort_keys=True)
 
 
 def ids_needed(tokenizer: PreTrainedTokenizerBase) -> int:
