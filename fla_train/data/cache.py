@@ -160,13 +160,11 @@ def cache_paths(config: DataConfig, commit: str | None = None, *, offline: bool 
             "set data.tokenizer.eos_token, or data.append_eos=false"
         )
     identity = asdict(config.tokenizer) if tokenizer is None else fingerprint(tokenizer)
-    # Earlier versions recorded no `configs` of a card. Their folders keep their names; `prepare` compares.
-    text = {key: value for key, value in source.description.items() if key != "configs"}
     keys = ("validation_fraction", "max_documents", "max_tokens", "append_eos")
     name = _digest(
         {
             "format": FORMAT,
-            "source": text,
+            "source": source.description,
             "tokenizer": identity,
             "settings": {key: getattr(config, key) for key in keys},
         }

@@ -36,7 +36,7 @@ from fla_train.data.cache import (
 from fla_train.data.config import DataConfig, part_config, validation_shard_config
 from fla_train.data.files import Cursor, find_files
 from fla_train.data.shards import FORMAT, MANIFEST, ShardWriter, check_sizes, write_manifest
-from fla_train.data.sources import Source, hub_commit, is_on_hub, same_text
+from fla_train.data.sources import Source, hub_commit, is_on_hub
 from fla_train.data.tokenize import Encoded, Encoder, encode_all, is_held_out, make_encoder, utf8
 from fla_train.data.tokenizers import fingerprint, ids_needed, load_saved, load_tokenizer
 from fla_train.utils.errors import Interrupted
@@ -89,11 +89,6 @@ def prepare(
     prepared = open_prepared(paths.final)
     for split in prepared.manifest["splits"]:
         check_sizes(prepared.folder, prepared.manifest, split)
-    if not same_text(prepared.manifest["source"], paths.source.description):
-        raise ValueError(
-            f"{paths.final} was prepared with other `configs` in the header of {config.path}/README.md: "
-            "delete that folder, or set another data.cache_dir, and the same command prepares it"
-        )
     if commit is not None and prepared.commits().get("", commit) != commit:
         raise ValueError(
             f"{paths.final} holds commit {prepared.commits()['']} of {config.path}, and this run reads "
@@ -264,11 +259,11 @@ def _log_changed_tokenizer(cache: Path, config: DataConfig, source: Source, toke
     for path in cache.glob(f"*/{MANIFEST}"):
         try:
             manifest = json.loads(path.read_text())
-            name, changed = manifest["tokenizer"]["name"], manifest["tokenizer"]["fingerprint"] != tokenizer
-            same = name == config.tokenizer.name and same_text(manifest["source"], source.description)
+            before = manifest["tokenizer"]["name"], manifest["source"]
+            changed = manifest["tokenizer"]["fingerprint"] != tokenizer
         except (OSError, ValueError, KeyError, TypeError):
             continue
-        if changed and same:
+        if changed and before == (config.tokenizer.name, source.description):
             log(f"data: tokenizer {config.tokenizer.name} has changed since {path.parent} was prepared")
 
 
@@ -295,7 +290,7 @@ def _resume(paths: CachePaths, config: DataConfig, commit: str | None, log: Log)
         log(f"data: {paths.building} was begun with commit {paths.commit()}: starting anew with {commit}")
         return None
     description = paths.source.description
-    if same_text(journal["source"], description):
+    if journal["source"] == description:
         return journal
     # A bpe tokenizer was trained on the former text.
     resumed = None if config.tokenizer.name == "bpe" else _roll_back(journal, description)

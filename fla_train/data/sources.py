@@ -6,7 +6,6 @@ documents in the same order each time.
 
 import hashlib
 import importlib.metadata
-import json
 import os
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -43,7 +42,7 @@ class Source:
     """A corpus to read.
 
     Attributes:
-        description: JSON-able identity; two sources hold the same text if `same_text` of their descriptions.
+        description: JSON-able identity; two sources with equal descriptions hold the same text.
         total: returns the approximate size; None while it is unknown, perhaps until the corpus is opened.
         chunks: opens the corpus and yields it in its fixed order, from a chunk's `after` or the beginning.
         unit: what `total` counts: "B", bytes of text, or "doc", documents.
@@ -58,11 +57,6 @@ class Source:
         """All documents in order."""
         for chunk in self.chunks(None):
             yield from chunk.documents()
-
-
-def same_text(before: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Whether sources with these descriptions hold the same text; earlier versions recorded no `configs`."""
-    return {"configs": now.get("configs")} | before == {"configs": None} | now
 
 
 def open_source(config: DataConfig, commit: str | None = None) -> Source:
@@ -184,7 +178,6 @@ def _hub(config: DataConfig, commit: str | None) -> Source:
         found = find_files(config.path, ("",), follow=False)
         files = [(name, file) for name, file in found if name != "README.md"]
         description |= {"path": None, "files": describe_files(files)}
-        description["configs"] = _card_configs(Path(config.path).expanduser() / "README.md", config.name)
 
     @cache  # so that a tokenizer is trained on the same commit that is then tokenized
     def find_commit() -> str | None:
@@ -200,19 +193,6 @@ def _hub(config: DataConfig, commit: str | None) -> Source:
     return Source(
         description, lambda: counted, lambda start: _stream(config, start, find_commit, opened), "doc"
     )
-
-
-def _card_configs(card: Path, name: str | None) -> str | None:
-    """sha256 of the card's `configs` of that name (None: of all), which name the files to read, if any."""
-    from huggingface_hub import metadata_load
-
-    if not card.is_file():
-        return None
-    with reading(str(card), "repair or remove it"):
-        listed = (metadata_load(card) or {}).get("configs") or []
-        configs = [entry for entry in listed if name in (None, entry.get("config_name"))]
-        content = json.dumps(configs, sort_keys=True, default=str)
-    return hashlib.sha256(content.encode()).hexdigest() if configs else None
 
 
 def _where(config: DataConfig) -> str:

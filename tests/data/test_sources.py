@@ -1,5 +1,4 @@
 import gzip
-import json
 import os
 from dataclasses import replace
 
@@ -10,13 +9,11 @@ import pyarrow.parquet
 import pytest
 
 from fla_train.data import files
-from fla_train.data.cache import cache_paths
 from fla_train.data.config import DataConfig
 from fla_train.data.prepare import prepare
 from fla_train.data.sources import open_source
 from fla_train.utils.errors import Interrupted
-from tests.data.conftest import quiet, write_jsonl, write_mirror, write_parquet
-from tests.data.test_prepare import read
+from tests.data.conftest import write_jsonl, write_mirror, write_parquet
 
 
 def texts(config):
@@ -83,51 +80,13 @@ def test_hub_stream_of_copies_that_are_no_parquet(tmp_path, local, documents, la
     mirror = replace(local, source="hub", path="~/copy", name=name)
     assert texts(mirror) == [document["text"] for document in documents]
     before = open_source(mirror).description
-    card = tmp_path / "copy" / "README.md"
-    card.write_text((card.read_text() if card.exists() else "") + "Another word on the card.")
+    (tmp_path / "copy" / "README.md").write_text("Another word on the card.")
     assert open_source(mirror).description == before
     write_mirror(tmp_path / "copy", documents[1:], layout)
     assert open_source(mirror).description != before
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"data\.path=.*empty: no file; give"):
         open_source(replace(mirror, path="~/empty"))
-
-
-def test_other_files_by_the_header_of_a_copy_are_refused(tmp_path, local):
-    """Also by a preparation that was begun. Folders keep the names that earlier versions gave them."""
-    card, bad = tmp_path / "copy" / "README.md", tmp_path / "copy" / "c.jsonl"
-    for name in "abc":
-        write_jsonl(tmp_path / "copy" / f"{name}.jsonl", [{"text": name * 50}] * 20)
-
-    def choose(name, other="other"):
-        entries = f"- config_name: chosen\n  data_files: {name}.jsonl\n- config_name: {other}\n"
-        card.write_text(f"---\nconfigs:\n{entries}---\n")
-
-    hub = replace(local, source="hub", path=str(card.parent), name="chosen", validation_fraction=0.0)
-    choose("a")
-    first = quiet(hub)
-    choose("a", other="another")  # which is not read
-    assert quiet(hub).folder == first.folder
-    choose("b")
-    with pytest.raises(ValueError, match=rf"configs.*{card}.*delete"):
-        quiet(hub)
-    assert cache_paths(hub).final == first.folder
-    manifest = first.folder / "manifest.json"
-    manifest.write_text(json.dumps(first.manifest | {"source": no_configs(first.manifest["source"])}))
-    assert quiet(hub).folder == first.folder  # of an earlier version: what it was prepared with is unknown
-    bad.write_text(bad.read_text() + "{")
-    choose("[a.jsonl, c")
-    card.write_text(card.read_text().replace("c.jsonl", "c.jsonl]"))
-    with pytest.raises(ValueError, match="cannot be read"):
-        quiet(hub)
-    choose("b")
-    lines = []
-    tokens = read(quiet(hub, lines.append), "train")[0]
-    assert "starting anew" in lines[0] and set(tokens) == {ord("b") + 3, 2}
-
-
-def no_configs(description):
-    return {key: value for key, value in description.items() if key != "configs"}
 
 
 def test_an_error_in_a_local_copy_is_final(tmp_path, local, documents):

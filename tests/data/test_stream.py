@@ -213,8 +213,7 @@ def test_a_validation_shard_without_a_commit_is_read_on_at_the_one_asked_for(str
     shard = quiet(replace(streamed, stream=False, max_documents=60))
     hub = replace(streamed, source="hub", path="some/dataset")
     monkeypatch.setattr(preparation, "hub_commit", lambda config: "of now")
-    source = SimpleNamespace(description=shard.manifest["source"])
-    found_paths = SimpleNamespace(source=source, final=shard.folder, is_ready=lambda: True)
+    found_paths = SimpleNamespace(final=shard.folder, is_ready=lambda: True)
     monkeypatch.setattr(preparation, "cache_paths", lambda config, commit: found_paths)
     for asked, read in (({"": "begun with"}, "begun with"), ({}, "of now")):
         found = quiet(hub, commits=asked)
