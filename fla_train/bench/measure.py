@@ -135,7 +135,7 @@ def errors(run: Callable[[Problem], Tensor], problem: Problem) -> dict[str, floa
     heads of v that share it, in the first and the last sequence: it is causal, so with `do` zeroed after
     these tokens, what belongs to them is that of a sequence that ends there. Longer sequences also against
     the `chunk` backend in fp64, for the whole of the last head of the last sequence. The larger error counts.
-    Gradients that vanish are measured by others (LEAST_SHARE).
+    The error of a gradient that vanishes is relative to the size of the largest gradient (LEAST_SHARE).
     """
     shape = problem.shape
     tokens = min(CHECKED_TOKENS, shape.tokens)

@@ -78,16 +78,24 @@ class ParquetChunk:
         import pyarrow
 
         table = pyarrow.ipc.open_stream(self.stream).read_all()
-        texts = table.column(0)
-        ids = table.column(1) if table.num_columns > 1 else pyarrow.nulls(len(texts))
+        texts, ids = (self._values(column) for column in (*table.columns, pyarrow.nulls(len(table)))[:2])
         for row, (text, identity) in enumerate(zip(texts, ids, strict=True), start=self.first_row):
             where = f"{self.path}, row {row}"
-            _check_length(where, text.as_buffer().size if text.is_valid else 0, self.max_line_bytes)
-            try:
-                text, identity = text.as_py(), identity.as_py()
-            except ValueError as failure:  # not UTF-8
-                raise ValueError(f"{where}: cannot be read ({failure}); repair or remove it") from failure
+            if isinstance(text, str) and 4 * len(text) > self.max_line_bytes:  # a character has up to 4 bytes
+                _check_length(where, len(text.encode()), self.max_line_bytes)
             yield make_document(text, identity, where, self.text_column)
+
+    def _values(self, column: "pyarrow.ChunkedArray | pyarrow.Array") -> list:
+        try:
+            return column.to_pylist()
+        except ValueError:  # not UTF-8
+            for row, value in enumerate(column, start=self.first_row):
+                try:
+                    value.as_py()
+                except ValueError as failure:
+                    where = f"{self.path}, row {row}"
+                    raise ValueError(f"{where}: cannot be read ({failure}); repair or remove it") from failure
+            raise
 
 
 @dataclass(frozen=True)
@@ -121,7 +129,9 @@ class JsonChunk:
 
 def _check_length(where: str, size: int, limit: int) -> None:
     if size > limit:
-        raise ValueError(f"{where}: longer than {limit:,} bytes (data.max_line_bytes); split or remove it")
+        raise ValueError(
+            f"{where}: longer than {limit:,} bytes; split or remove it, or raise data.max_line_bytes"
+        )
 
 
 def make_document(text: object, identity: object, place: str, column: str) -> Document:

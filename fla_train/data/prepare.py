@@ -76,6 +76,12 @@ def prepare(
     """
     if errors := config.validation_errors():
         raise ValueError("; ".join(errors))
+    prepared = _prepare(config, log, progress, commits)
+    _log_other_copy(prepared, config, log)
+    return prepared
+
+
+def _prepare(config: DataConfig, log: Log, progress: bool, commits: Mapping[str, str]) -> PreparedData:
     if config.source == "mixture":
         return _prepare_mixture(config, log, progress, commits)
     if config.stream:
@@ -94,7 +100,6 @@ def prepare(
             f"{paths.final} holds commit {prepared.commits()['']} of {config.path}, and this run reads "
             f"{commit}: delete that folder, or set another data.cache_dir, and the same command prepares it"
         )
-    _log_other_copy(prepared, config, log)
     return prepared
 
 
@@ -111,7 +116,7 @@ def _prepare_mixture(
         log(f"data: part {name} of the mixture")
         commit = {"": commits[name]} if name in commits else NO_COMMITS
         with _of_part(name):
-            prepared[name] = prepare(part_config(config, name), log, progress, commit)
+            prepared[name] = _prepare(part_config(config, name), log, progress, commit)
     names = {name: part.folder.name for name, part in prepared.items()}
     parts, folder = mixture_parts(config, names), mixture_folder(config, names)
     if not (folder / MANIFEST).exists():
@@ -122,9 +127,7 @@ def _prepare_mixture(
                     first = next(iter(prepared.values()))
                     shutil.copytree(first.folder / "tokenizer", aside / "tokenizer")
                     write_manifest(aside, _mixture_manifest(folder.name, parts, prepared))
-    joined = open_prepared(folder)
-    _log_other_copy(joined, config, log)
-    return joined
+    return open_prepared(folder)
 
 
 @contextmanager
@@ -165,7 +168,7 @@ def _prepare_stream(config: DataConfig, log: Log, progress: bool, commits: Mappi
     tokenizer is trained on the others. The stream is read at the shard's commit, in every epoch and by every
     rank, whatever the Hub's branch points to by then.
     """
-    shard = prepare(validation_shard_config(config), log, progress, commits)
+    shard = _prepare(validation_shard_config(config), log, progress, commits)
     commit = shard.manifest.get("commit")
     if commit is None and is_on_hub(config):  # prepared by a version that did not record it
         commit = commits.get("") or hub_commit(config)

@@ -24,7 +24,7 @@ import torch
 from fla_train.data.cache import open_prepared
 from fla_train.data.config import DataConfig, TokenizerConfig
 from fla_train.data.files import Cursor
-from fla_train.data.sources import open_source, same_text
+from fla_train.data.sources import open_source
 from fla_train.data.tokenize import encode_all, make_encoder
 
 INDEX = "stream-index.jsonl"
@@ -114,7 +114,7 @@ class StreamDataset:
         while True:
             began, whole = self._end, cursor is None
             source = open_source(self._config, self._commit)
-            if not same_text(self._source, source.description):
+            if source.description != self._source:
                 raise ValueError(
                     f"the text of the stream is not that of which {self.folder} was prepared: put "
                     f"{self._config.path or 'it'} back as it was, or begin another run"

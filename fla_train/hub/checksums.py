@@ -33,8 +33,16 @@ def write_checksums(folder: Path) -> None:
 def exported_files(folder: Path) -> dict[str, Any]:
     """What checksums.json of an export lists: name -> size and sha256; nothing where it can't be read."""
     try:
-        return dict(json.loads((folder / CHECKSUMS).read_text())["files"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return listed_files((folder / CHECKSUMS).read_bytes())
+    except OSError:
+        return {}
+
+
+def listed_files(content: bytes) -> dict[str, Any]:
+    """`exported_files` by the content of checksums.json."""
+    try:
+        return dict(json.loads(content)["files"])
+    except (ValueError, KeyError, TypeError):
         return {}
 
 

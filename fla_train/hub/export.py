@@ -161,7 +161,7 @@ def _require_replaceable(folder: Path) -> None:
     """Refuse a place that holds anything but an export of this package, which would be lost."""
     empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     files = exported_files(folder)
-    if not (empty or files or (folder / TRAINING_FILE).is_file()):
+    if not (empty or "config.json" in files or (folder / TRAINING_FILE).is_file()):
         raise ValueError(f"{folder} exists and is not an exported model: give another folder")
     listed = {folder / name for name in files}
     listed = listed or {path for pattern in WRITTEN for path in folder.glob(pattern)}

@@ -101,8 +101,8 @@ def read_training_record(source: Path | str, commit: str | None = None) -> dict:
     except ValueError as failure:
         raise ValueError(f"{record} is damaged ({failure}): export the model again") from failure
     try:
-        ours = isinstance(yaml.safe_load(content.get("config") or "{}"), dict)
-    except (yaml.YAMLError, AttributeError, TypeError):
+        ours = isinstance(yaml.safe_load(content["config"] or "{}"), dict)
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError):
         ours = False
     return content if ours else {}
 

@@ -14,13 +14,16 @@ from huggingface_hub import (
     CommitOperationDelete,
     HfApi,
     constants,
+    get_session,
     get_token,
+    hf_hub_url,
 )
 from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 from huggingface_hub.utils.sha import git_hash
 
-from fla_train.hub.checksums import CHECKSUMS, REMEDY, exported_files, find_export_damage, visible_files
+from fla_train.hub.checksums import CHECKSUMS, REMEDY, find_export_damage, listed_files, visible_files
 from fla_train.hub.paths import own_name
 from fla_train.hub.published_card import CARD, published_card
 from fla_train.utils.filesystem import sha256
@@ -94,7 +97,10 @@ def push(
         raise ValueError(f"{folder}/{damage}: {REMEDY}")
     api = HfApi(endpoint=endpoint, token=token)
 
+    uploaded = False  # by this attempt or one before it
+
     def upload() -> Pushed:
+        nonlocal uploaded
         name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # with the user's name
         tagged = None if tag is None else _files_at(api, name, tag)
         if tagged and _is_equal(api, name, tag, tagged, folder) and _contains(api, name, revision, tag):
@@ -104,11 +110,12 @@ def push(
         card = published_card(folder, name, origin, license=license, language=language)
         before = api.model_info(name, revision=revision).sha
         commit = _commit(api, name, revision, folder, card)
+        uploaded = uploaded or commit.oid != before
         if tagged is not None:
             api.delete_tag(name, tag=tag)
         if tag is not None:
             api.create_tag(name, tag=tag, revision=commit.oid)
-        return Pushed(str(commit.commit_url), uploaded=commit.oid != before)
+        return Pushed(str(commit.commit_url), uploaded)
 
     for pause in (*PAUSES, None):
         try:
@@ -181,8 +188,11 @@ def _earlier(api: HfApi, name: str, revision: str | None, there: Collection[str]
     """Of the files at `revision`, weights and those that an export there lists; others are the user's."""
     listed = {CHECKSUMS}
     if CHECKSUMS in there:
-        file = api.hf_hub_download(name, CHECKSUMS, revision=revision)
-        listed |= exported_files(Path(file).parent).keys()
+        # Not by hf_hub_download: it gives an old copy where the Hub does not answer.
+        address = hf_hub_url(name, CHECKSUMS, revision=revision, endpoint=api.endpoint)
+        answer = get_session().get(address, headers=build_hf_headers(token=api.token))
+        hf_raise_for_status(answer)
+        listed |= listed_files(answer.content).keys()
     return [file for file in there if file in listed or file.endswith(WEIGHTS)]
 
 

@@ -28,7 +28,7 @@ def test_a_line_beyond_the_limit_is_refused_unread(tmp_path, local, name):
     config = replace(local, path=str(tmp_path / name), max_line_bytes=LIMIT)
     texts = []
     tracemalloc.start()
-    with pytest.raises(ValueError, match=rf"{name}, line 3: longer than 1,000 bytes \(data.max_line_bytes\)"):
+    with pytest.raises(ValueError, match=rf"{name}, line 3: longer than 1,000 bytes.*data\.max_line_bytes"):
         texts.extend(document["text"] for document in open_source(config).documents())
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -53,9 +53,7 @@ def test_a_text_of_a_parquet_file_has_the_limit_too(tmp_path, local, kind):
     table = pyarrow.table({"text": column.cast(kinds.get(kind) or getattr(pyarrow, kind)())})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     config = replace(local, path=str(tmp_path / "a.parquet"), max_line_bytes=LIMIT)
-    with pytest.raises(
-        ValueError, match=r"a\.parquet, row 3: longer than 1,000 bytes .*data\.max_line_bytes"
-    ):
+    with pytest.raises(ValueError, match=r"a\.parquet, row 3: longer than 1,000 bytes.*data\.max_line_bytes"):
         list(open_source(config).documents())
     assert len(list(open_source(replace(config, max_line_bytes=LIMIT + 1)).documents())) == 3
 

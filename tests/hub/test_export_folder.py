@@ -187,6 +187,15 @@ def test_a_folder_with_other_things_is_not_replaced(small_model, tmp_path: Path)
     export_model(small_model, None, export)
 
 
+def test_a_folder_that_lists_other_files_is_not_replaced(small_model, tmp_path: Path) -> None:
+    data = tmp_path / "data.csv"
+    data.write_text("dear")
+    (tmp_path / "checksums.json").write_text('{"files": {"data.csv": {}}}')
+    with pytest.raises(ValueError, match="not an exported model"):
+        export_model(small_model, None, tmp_path)
+    assert data.is_file()
+
+
 def test_a_tokenizer_with_several_chat_templates(small_model, tokenizer, tmp_path: Path) -> None:
     tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
     template = "additional_chat_templates/tool_use.jinja"
