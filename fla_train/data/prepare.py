@@ -74,14 +74,14 @@ def prepare(
             another commit, or of which shards are lost or cut short. What was tokenized before is kept.
         Interrupted: the disk, the network or a process failed; another attempt resumes.
     """
-    if errors := config.validation_errors():
-        raise ValueError("; ".join(errors))
     prepared = _prepare(config, log, progress, commits)
     _log_other_copy(prepared, config, log)
     return prepared
 
 
 def _prepare(config: DataConfig, log: Log, progress: bool, commits: Mapping[str, str]) -> PreparedData:
+    if errors := config.validation_errors():
+        raise ValueError("; ".join(errors))
     if config.source == "mixture":
         return _prepare_mixture(config, log, progress, commits)
     if config.stream:
