@@ -264,6 +264,7 @@ def test_what_the_hub_does_not_have_is_an_error_of_the_request(
         assert code == 2 and said in errors, errors
 
 
+@pytest.mark.long
 def test_a_branch_that_moves_does_not_move_a_stream(hub: Hub, environment: dict[str, str], tmp_path: Path):
     """Neither between ranks nor between epochs, and a run that lost its cache reads its commit again."""
 

@@ -167,7 +167,7 @@ def test_a_killed_run_resumes_exactly(make_config: Make, warm_ranks: WarmRanks, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["passing", "noise", "documents"])
+@pytest.mark.parametrize("mode", ["passing", pytest.param("noise", marks=pytest.mark.long), "documents"])
 def test_another_number_of_ranks_carries_the_same_states(
     make_config: Make, warm_ranks: WarmRanks, tmp_path: Path, mode: str
 ):

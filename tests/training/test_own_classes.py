@@ -121,7 +121,7 @@ def test_on_a_task(train: Callable[[TrainConfig], None], tmp_path: Path) -> None
     assert evaluate_expressivity(config)[1]["accuracy"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_task(train: Callable[[TrainConfig], None], tmp_path: Path) -> None:
     """Train on the example; the evaluation of the run needs the class by name."""
     run, kind = tmp_path / "run", "brackets:Brackets"

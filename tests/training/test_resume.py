@@ -142,7 +142,7 @@ def test_one_rank_fp32_two_kills(
 
 
 @pytest.mark.usefixtures("unwatched")
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_bf16_one_kill(make_config: Make, warm_ranks: WarmRanks, tmp_path: Path):
     more = ["trainer.precision=bf16", "launch.device=cpu", "launch.num_processes=2"]
     warm_ranks.launch(make_config(f"run.dir={tmp_path / 'whole'}", *more))
