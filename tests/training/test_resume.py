@@ -134,7 +134,7 @@ def test_one_rank_fp32_two_kills(
     launch(make_config(*more, "optimizer.lr=2e-2"))
     said = capfd.readouterr().out
     assert f"{run} is complete: 12 steps" in said
-    (changed,) = (line for line in said.splitlines() if "changed" in line)
+    (changed,) = (line for line in said.splitlines() if "not applied" in line)
     assert "optimizer.lr=0.02" in changed and "0.01" in changed
     assert losses(run) == losses(tmp_path / "whole")
     with pytest.raises(ValueError, match=r"belongs to another run: seed=7 \(was 0\)"):
