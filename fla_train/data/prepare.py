@@ -80,6 +80,7 @@ def prepare(
 
 
 def _prepare(config: DataConfig, log: Log, progress: bool, commits: Mapping[str, str]) -> PreparedData:
+    """`prepare` of a config, of a part of a mixture, or of the validation shard of a stream."""
     if errors := config.validation_errors():
         raise ValueError("; ".join(errors))
     if config.source == "mixture":

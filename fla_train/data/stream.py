@@ -116,7 +116,7 @@ class StreamDataset:
             source = open_source(self._config, self._commit)
             if source.description != self._source:
                 raise ValueError(
-                    f"the text of the stream is not that of which {self.folder} was prepared: put "
+                    f"the stream's text has changed since {self.folder} was prepared: put "
                     f"{self._config.path or 'it'} back as it was, or begin another run"
                 )
             for piece in encode_all(self._encoder, source.chunks(cursor), self._config.num_workers or 0):

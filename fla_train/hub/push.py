@@ -97,7 +97,7 @@ def push(
         raise ValueError(f"{folder}/{damage}: {REMEDY}")
     api = HfApi(endpoint=endpoint, token=token)
 
-    uploaded = False  # by this attempt or one before it
+    uploaded = False  # also by a try that failed afterwards
 
     def upload() -> Pushed:
         nonlocal uploaded

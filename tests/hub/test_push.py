@@ -155,7 +155,7 @@ def test_a_tag_elsewhere_does_not_keep_a_branch_from_its_push(hub: FakeHub, fold
     assert repo.branches == {"main": 0, "dev": 1, "stable": 2} and repo.tags == {"v1": 2}
 
 
-def test_what_an_attempt_before_uploaded_counts(hub: FakeHub, folder: Path, waits: list[float]) -> None:
+def test_an_upload_whose_tag_failed_at_first_counts(hub: FakeHub, folder: Path, waits: list[float]) -> None:
     hub.fail(r"POST .*/tag/", 503)
     assert push(folder, "user/tiny", tag="v1", token=TOKEN).uploaded
     assert waits and hub.repos["user/tiny"].tags == {"v1": 1}
