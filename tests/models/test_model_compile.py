@@ -60,7 +60,7 @@ def test_one_graph_with_the_gradients_of_the_eager_model(
         variant, backend=backend, num_hidden_layers=1 + (variant in ("hybrid", "transformer"))
     )
     error = compare(config, "cpu", inputs, "aot_eager", autocast, checkpointing)
-    assert error <= 1e-6
+    assert error <= (2e-2 if autocast else 1e-6)  # products may round to another bf16, 2^-8 away
 
 
 @pytest.mark.gpu

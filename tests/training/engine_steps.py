@@ -54,7 +54,7 @@ def reference(
     model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], max_grad_norm: float
 ) -> dict:
     """The same steps of plain PyTorch: one loss over the whole batch, clipping, the optimizers."""
-    losses, norms = [], []
+    losses, norms, weights = [], [], []
     for step in range(STEPS):
         ids, labels = make_batch(step)
         logits = model(input_ids=ids).logits[:, :-1]
@@ -65,10 +65,11 @@ def reference(
             optimizer.step()
         model.zero_grad()
         losses.append(loss.item())
+        weights.append(checksum(model))
     ids, labels = make_batch(99)
     logits = model(input_ids=ids).logits[:, :-1]
     held_out = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).item()
-    return {"losses": losses, "grad_norms": norms, "weights": checksum(model), "eval": held_out}
+    return {"losses": losses, "grad_norms": norms, "weights": weights, "eval": held_out}
 
 
 def checksum(model: torch.nn.Module) -> list[float]:
@@ -100,12 +101,14 @@ def precompile_without_kernels(engine: DeepSpeedEngine, batch: Sequence[torch.Te
 
 
 def run(config: TrainConfig) -> dict:
-    """On each rank: losses, norms and the like of steps, of one with a NaN on the last rank, of a spike."""
+    """Return losses, norms and checksums of steps, and what a NaN on the last rank and a spike change."""
     engine = build_engine(make_model(config), config)
     rank, world = dist.get_rank(), dist.get_world_size()
     plan = BatchSampler(GLOBAL_BATCH, config.trainer.micro_batch_size, rank, world)
 
     bad_steps = BadStepFilter(torch.device("cpu"), max_grad_norm=config.optimizer.max_grad_norm)
+
+    weights = [checksum(engine.module)]
 
     def steps(first: int, count: int) -> list[StepResult]:
         outcomes = []
@@ -114,6 +117,7 @@ def run(config: TrainConfig) -> dict:
             pairs = [(ids[rows], labels[rows]) for rows in plan.indices(0)]
             stop = rank == world - 1 and step == first + count - 1
             outcomes.append(train_step(engine, pairs, LEARNING_RATE, bad_steps, stop=stop))
+            weights.append(checksum(engine.module))
         return [outcome.read() for outcome in outcomes]
 
     passes = precompile_without_kernels(engine, [tensor[plan.indices(0)[0]] for tensor in make_batch(0)])
@@ -126,24 +130,22 @@ def run(config: TrainConfig) -> dict:
         "targets": [r.targets for r in results],
         "skipped": [r.skipped for r in results],
         "stop": [r.stop for r in results],
-        "weights": checksum(engine.module),
+        "weights": weights[1:],
     }
     ids, labels = make_batch(99)
     mine = [Batch(ids[rank::world], labels[rank::world])]
     content["eval"] = evaluate(engine, mine, seq_len=ids.shape[1], buckets=4).loss
 
-    before = checksum(engine.module)
     with poisoned(engine):
         content["poisoned_skipped"] = steps(STEPS, 1)[0].skipped
-    content["poisoned_unchanged"] = checksum(engine.module) == before
+    content["poisoned_unchanged"] = weights[-1] == weights[-2]
     (healthy,) = steps(STEPS + 1, 1)
     content["healthy_skipped"] = healthy.skipped
-    content["healthy_changed"] = checksum(engine.module) != before
-    before = checksum(engine.module)
+    content["healthy_changed"] = weights[-1] != weights[-2]
     # As after many steps whose losses were about 1 below today's, 0.01 to either side.
     bad_steps = BadStepFilter(
         torch.device("cpu"), max_grad_norm=0.5, spike_deviations=6.0, statistics=[200, healthy.loss - 1, 1e-4]
     )
     (spike,) = steps(STEPS + 2, 1)
-    content["spike_skipped"], content["spike_unchanged"] = spike.skipped, checksum(engine.module) == before
+    content["spike_skipped"], content["spike_unchanged"] = spike.skipped, weights[-1] == weights[-2]
     return content

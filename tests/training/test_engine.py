@@ -42,8 +42,8 @@ def test_every_layout_takes_the_steps_of_plain_pytorch(runs: dict, reference: di
     result = runs[layout]
     assert result["precompiled_passes"] == 1
     assert result["losses"] == pytest.approx(reference["losses"], rel=1e-5)
-    assert result["grad_norms"] == pytest.approx(reference["grad_norms"], rel=2e-6)
-    assert result["weights"] == pytest.approx(reference["weights"], rel=1e-4, abs=1e-3)
+    assert result["grad_norms"] == pytest.approx(reference["grad_norms"], rel=1e-5)
+    torch.testing.assert_close(result["weights"], reference["weights"], rtol=1e-4, atol=1e-3)
     assert result["eval"] == pytest.approx(reference["eval"], rel=1e-5)
     counts = [int((engine_steps.make_batch(s)[1][:, 1:] != -100).sum()) for s in range(engine_steps.STEPS)]
     assert result["targets"] == counts
@@ -71,12 +71,18 @@ def test_float8_takes_the_same_steps_on_two_ranks_and_nearly_those_of_bf16(
     half, eighth = (make_config(f"trainer.precision={precision}", *more) for precision in ("bf16", "fp8"))
     near = engine_steps.run_layouts(warm_ranks, half, [(1, 2)])["1 rank(s) x 4"]
     one, two = engine_steps.run_layouts(warm_ranks, eighth, [(1, 2), (2, 2)]).values()
+    # In the first step only sums of four micro-batches in fp32 (eps 6e-8) have another order. Adam moves a
+    # weight by at most lr / eps = 10 times the error of its gradient of 1e-3; checksums add up 4e4 weights.
     for key in ("losses", "grad_norms"):
-        assert one[key] == pytest.approx(two[key], rel=1e-4)
-    assert one["losses"] == pytest.approx(near["losses"], rel=1e-2)
+        assert one[key][0] == pytest.approx(two[key][0], rel=1e-6)
+    assert one["weights"][0] == pytest.approx(two["weights"][0], rel=1e-6, abs=1e-4)
     assert one["losses"] != near["losses"]
-    assert one["eval"] == pytest.approx(near["eval"], rel=1e-2)
+    # From then on weights differ by an ulp, which takes some to the next number in float8, 2^-3 away. Initial
+    # weights one ulp apart give losses that differ by up to 0.7 %, and norms by up to 5 %.
     for run in (one, two):
+        assert run["losses"] == pytest.approx(near["losses"], rel=2e-2)
+        assert run["grad_norms"] == pytest.approx(near["grad_norms"], rel=1e-1)
+        assert run["eval"] == pytest.approx(near["eval"], rel=2e-2)
         assert run["poisoned_skipped"] and run["poisoned_unchanged"] and run["healthy_changed"]
 
 

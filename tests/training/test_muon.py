@@ -15,6 +15,9 @@ from fla_train.utils.records import read_metrics
 
 SHAPES = [(3, 5), (4, 4), (2, 9)]
 LR, DECAY, MOMENTUM = 0.1, 0.2, 0.9
+# Muon's products are bf16, so an fp32 rounding of a gradient may show as one of bf16. These are five times
+# what roundings by one ulp, of the initial weights or of the products, change in four steps.
+BF16 = {"losses": 1e-3, "grad_norms": 1e-2, "eval": 1e-3}
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
@@ -102,9 +105,10 @@ def test_two_ranks_and_one_take_the_steps_of_plain_pytorch(config: TrainConfig, 
     assert all(name.endswith("proj.weight") for name, p in model.named_parameters() if id(p) in taken)
     plain = engine_steps.reference(model, optimizers, settings.max_grad_norm)
     for result in engine_steps.run_layouts(warm_ranks, config, [(1, 2), (2, 4)]).values():
-        assert result["losses"] == pytest.approx(plain["losses"], rel=2e-4)
-        assert result["grad_norms"] == pytest.approx(plain["grad_norms"], rel=5e-3)
-        assert result["eval"] == pytest.approx(plain["eval"], rel=2e-4)
+        for key, rounding in BF16.items():
+            assert result[key] == pytest.approx(plain[key], rel=rounding), key
+        for key in ("losses", "grad_norms"):
+            assert result[key][0] == pytest.approx(plain[key][0], rel=1e-5), key
         assert result["poisoned_skipped"] and result["poisoned_unchanged"] and result["healthy_changed"]
 
 
@@ -123,4 +127,4 @@ def test_a_run_resumes_exactly_and_on_another_number_of_ranks(
         shutil.copytree(whole, run, ignore=shutil.ignore_patterns("hf", "plots", "step-0000006"))
         warm_ranks.launch(make_config(*more, f"run.dir={run}", f"launch.num_processes={ranks}"))
         losses = [record["loss"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
-        assert losses == (expected if ranks == 2 else pytest.approx(expected, rel=2e-4))
+        assert losses == (expected if ranks == 2 else pytest.approx(expected, rel=BF16["losses"]))
