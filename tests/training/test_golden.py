@@ -37,6 +37,8 @@ def test_the_loss_curve_is_the_golden_one(
         "VALIDATION": [round(r["validation_loss"], 5) for r in records if "validation_loss" in r],
     }
     told = f"found {found}"
+    # Initial weights one ulp off change losses by less than the 5e-6 of the digits here, and norms by 3e-5 of
+    # them: the bounds leave room for the sums of another processor's instructions.
     assert found["LOSSES"] == pytest.approx(LOSSES, abs=1e-4), told
     assert found["GRAD_NORMS"] == pytest.approx(GRAD_NORMS, rel=2e-3), told
     assert found["VALIDATION"] == pytest.approx(VALIDATION, abs=1e-4), told
