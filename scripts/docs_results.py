@@ -432,7 +432,9 @@ def papers_table(found: Measurement) -> Iterator[str]:
     ]
     if trained:
         yield ""
-        yield from _wrapped(f"Steps (share of the paper's words): {'; '.join(trained)}.", WIDTH)
+        yield from _wrapped(
+            f"Steps (presented sequences, relative to the full recipe): {'; '.join(trained)}.", WIDTH
+        )
 
 
 def _others(cell: Row | None, names: Sequence[str]) -> str:

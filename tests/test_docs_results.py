@@ -147,7 +147,10 @@ def test_a_papers_table_has_its_layout_with_published_figures_beside_ours(tmp_pa
     ):
         assert line in first.splitlines()
     assert "RetNet" not in first
-    assert "Steps (share of the paper's words): parity 2,000 to 3,000 (1 to 1.5%)." in first
+    assert (
+        "Steps (presented sequences, relative to the full recipe): parity 2,000 to 3,000 (1 to 1.5%)."
+        in first
+    )
     sources = [
         "a card, torch 9.8, triton 1.2 (some runs), 2031-01-31 to 2031-02-03, "
         "commit ccccccc (6 runs), commit ddddddd (2 runs)",
@@ -161,8 +164,8 @@ def test_a_papers_table_has_its_layout_with_published_figures_beside_ours(tmp_pa
         in second
     )
     assert (
-        " seed | 0.125 to 0.500; 3 |\n\nSteps (share of the paper's words): S3 2,000 (1%).\n\na card"
-        in second
+        " seed | 0.125 to 0.500; 3 |\n\nSteps (presented sequences, relative to the full recipe): "
+        "S3 2,000 (1%).\n\na card" in second
     )
     assert "commit ccccccc (1 run) (" in second
     assert "| 2 layers | no | | | no | | | no | | |" in third and "not run yet ([JSON]" in third
