@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fla_train.tasks import IGNORE, GroupWords, Task
+from fla_train.tasks.task import Tally
 
 S4 = list(itertools.permutations(range(4)))
 
