@@ -1,4 +1,4 @@
-"""Compare evaluations: rows of numbers, with marks where they differ by more than the standard error.
+"""Compare evaluations: rows of numbers, their differences, and marks beyond two standard errors.
 
 The first evaluation is the reference. The standard error of a difference on the same data is that of the
 paired differences of documents. Where a score is no sum over documents, it is the root of the summed squares.
@@ -7,7 +7,7 @@ paired differences of documents. Where a score is no sum over documents, it is t
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +15,8 @@ import numpy as np
 from fla_train.eval.intervals import Mean
 
 NO_METRICS = ("examples", "num_fewshot", "higher_is_better", "by_document", "fingerprint", "truncated")
+NO_METRICS += ("chance",)
 LENGTH_LABELS = {"perplexity": "perplexity, ", "bits_per_byte": "bits per byte, "}  # before `1,024 tokens`
-ACCURACY_LABEL = "accuracy, "
 _PARTS = {"name", "perplexity", "tasks", "paper_row"}  # of the record of a suite on text
 MARKS = ("▲", "▼")  # better, worse
 
@@ -28,13 +28,16 @@ class Cell:
     Attributes:
         value: None where the evaluation has no such number.
         error: its standard error, if known.
-        mark: empty, or how it stands to the reference: ▲ better, ▼ worse, by more than one standard error of
-            the difference; doubled from two on.
+        difference: the value minus the reference's; None on other data, and for the reference.
+        difference_error: standard error of the difference, if known.
+        mark: ▲ (better) or ▼ (worse than the reference) if the difference is above two standard errors.
         noted: whether a note on the data must be read with it.
     """
 
     value: float | None
     error: float | None = None
+    difference: float | None = None
+    difference_error: float | None = None
     mark: str = ""
     noted: bool = False
 
@@ -48,6 +51,7 @@ class _Number:
         data: fingerprint of what it was measured on.
         by_document: what each document adds to it, or to its logarithm; empty where that is not known.
         weights: of the documents; None: equal ones.
+        chance: the value of a model that guesses, if known.
     """
 
     value: float
@@ -57,15 +61,17 @@ class _Number:
     by_document: Sequence[float]
     weights: Sequence[float] | None
     noted: bool
+    chance: float | None = None
 
 
 @dataclass(frozen=True)
 class Row:
-    """A quantity, and one cell per evaluation."""
+    """A quantity with one cell per evaluation, and the value at chance if known."""
 
     group: str
     label: str
     cells: tuple[Cell, ...]
+    chance: float | None = None
 
 
 def load_record(place: str | Path) -> dict:
@@ -105,18 +111,14 @@ def comparison(records: Sequence[dict]) -> list[Row]:
     """Every number that at least one of the evaluations has, the first one being the reference."""
     tables = [{key: number for _, key, number in _numbers(record)} for record in records]
     places = {key: place for record in records for place, key, _ in _numbers(record)}
-    return [Row(*key, _cells([table.get(key) for table in tables])) for key in sorted(places, key=places.get)]
+    return [_row(key, [table.get(key) for table in tables]) for key in sorted(places, key=places.get)]
 
 
 def mark(difference: float, error: float | None, lower_is_better: bool) -> str:
-    """▲ (better) or ▼ (worse) for a difference of more than one `error`, doubled from two on, else empty."""
-    sign = MARKS[(difference > 0) == lower_is_better]
-    if math.isinf(difference):
-        return sign * 2
-    # Nor if one of them is NaN; one document more or less is an error exactly, but for rounding.
-    if not error or not abs(difference) > error * (1 + 1e-9):
-        return ""
-    return sign * (2 if abs(difference) >= 2 * error else 1)
+    """Return ▲ (better) or ▼ (worse) for a difference of more than two standard errors, else nothing."""
+    if math.isinf(difference) or (error and abs(difference) > 2 * error):
+        return MARKS[(difference > 0) == lower_is_better]
+    return ""
 
 
 def is_metric(name: str) -> bool:
@@ -168,7 +170,7 @@ def _numbers(record: dict) -> Iterator[tuple[tuple, tuple[str, str], _Number]]:
         number = _Number(
             *(row["accuracy"], row["stderr"], True, row["fingerprint"], row["correct"], None, False)
         )
-        label = f"{ACCURACY_LABEL}{row['length']:,} tokens"
+        label = f"accuracy, {row['length']:,} tokens"
         yield (1, task, prompt, row["length"]), (f"{task}, {prompt}", label), number
     for result in record["tasks"].values():
         for task, scores in result.get("scores", {}).items():
@@ -177,31 +179,38 @@ def _numbers(record: dict) -> Iterator[tuple[tuple, tuple[str, str], _Number]]:
                 by_document = scores.get("by_document", {}).get(metric, ())
                 number = _Number(
                     *(scores[metric], scores.get(f"{metric}_stderr"), direction, scores.get("fingerprint")),
-                    *(by_document, None, "note" in result),
+                    *(by_document, None, "note" in result, scores.get("chance", {}).get(metric)),
                 )
                 yield (2,), (task, metric), number
 
 
-def _cells(numbers: Sequence[_Number | None]) -> tuple[Cell, ...]:
+def _row(key: tuple[str, str], numbers: Sequence[_Number | None]) -> Row:
     reference = numbers[0]
-    marks = ["", *(_mark(n, reference) if n and reference else "" for n in numbers[1:])]
-    return tuple(
-        Cell(None) if number is None else Cell(number.value, number.error, sign, number.noted)
-        for number, sign in zip(numbers, marks, strict=True)
-    )
+    cells = (Cell(None) if n is None else _cell(n, None if n is reference else reference) for n in numbers)
+    return Row(*key, tuple(cells), next((n.chance for n in numbers if n and n.chance is not None), None))
 
 
-def _mark(number: _Number, reference: _Number) -> str:
-    """Empty on other data, and where nobody says which direction is better."""
-    if number.data != reference.data or number.higher_is_better is None:
-        return ""
-    lower_is_better = not number.higher_is_better
+def _cell(number: _Number, reference: _Number | None) -> Cell:
+    """A number and its difference to the reference's; no mark where nobody says which way is better."""
+    cell = Cell(number.value, number.error, noted=number.noted)
+    if reference is None or number.data != reference.data:
+        return cell
+    difference, error, sign = number.value - reference.value, None, ""
     if number.by_document and reference.by_document:
-        difference = _paired(number.by_document, reference.by_document, number.weights, reference.weights)
-        return mark(difference.value, difference.stderr, lower_is_better) if difference else ""
-    if number.error is None or reference.error is None:
-        return ""
-    return mark(number.value - reference.value, math.hypot(number.error, reference.error), lower_is_better)
+        paired = _paired(number.by_document, reference.by_document, number.weights, reference.weights)
+        if paired is None:
+            return cell
+        tested, error = paired.value, paired.stderr
+    else:
+        tested = difference
+        if number.error is not None and reference.error is not None:
+            error = math.hypot(number.error, reference.error)
+    if number.higher_is_better is not None:
+        sign = mark(tested, error, not number.higher_is_better)
+    # Documents may add to the logarithm, or in another unit: then the error is that of the same z-score.
+    if error and tested and not math.isclose(tested, difference, abs_tol=1e-9):
+        error *= abs(difference / tested)
+    return replace(cell, difference=difference, difference_error=error, mark=sign)
 
 
 def _paired(

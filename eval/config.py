@@ -22,7 +22,7 @@ class PerplexityConfig:
     lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096])
     training_length: bool = False
     panels: list[int] = field(default_factory=list)
-    bucket: int = 512
+    bucket: int | None = None
     per_octave: int | None = None
     documents: int | None = 64
     scan: int | None = 20_000

@@ -75,6 +75,10 @@ def evaluate_expressivity(config: EvalConfig) -> tuple[Path, dict[str, Any]]:
             "task": asdict(task),
             "model": model.config.to_dict() | {"class": type(model).__name__},
             "accuracy": {name: scores[name].scalars(test) for name, test in tests.items()},
+            "chance": {
+                name: test.against_chance(scores[name].tally.token_accuracy, settings.sequences)
+                for name, test in tests.items()
+            },
             "curves": curves,
             "spread_ratio": spread_ratios,
             "layers": [_summary(layer) for layer in layers],
@@ -157,9 +161,11 @@ def _summary(layer: Transitions) -> dict[str, list]:
 
 
 def _table(record: Mapping[str, Any]) -> str:
-    lines = [f"# {record['checkpoint']}", "", "| test set | metric | value |", "|---|---|---|"]
+    lines = [f"# {record['checkpoint']}", "", "| test set | metric | value | |", "|---|---|---|---|"]
     for name, metrics in record["accuracy"].items():
-        lines += [f"| {name} | {key.replace('_', ' ')} | {value:.4f} |" for key, value in metrics.items()]
+        for key, value in metrics.items():
+            chance = record["chance"][name] if key in ("token_accuracy", "accuracy") else ""
+            lines.append(f"| {name} | {key.replace('_', ' ')} | {value:.4f} | {chance} |")
     if found := record["spread_ratio"]:
         lines += [
             "",

@@ -352,6 +352,7 @@ def _write_counts(panel: Axes, curves: Sequence[Sequence[dict]], color: str) -> 
 def _extrapolation(file: Path, records: Sequence[dict], panels: Sequence[int]) -> None:
     names = list(readable_sets(records))
     titles = [set_title(name, records) for name in names]
+    shortest = min((r["trained_length"] for r in records if r["trained_length"]), default=None)
     with grid(file, len(panels), len(names), (3.3, 2.5)) as axes:
         for row, length in enumerate(panels):
             for column, name in enumerate(names):
@@ -367,8 +368,11 @@ def _extrapolation(file: Path, records: Sequence[dict], panels: Sequence[int]) -
                     panel.text(0.97, 0.95, text, fontsize=7, color="0.4", **place)
                 mark_training(panel, records, label=True)
                 _bound(panel)
-                panel.set_xlim(0, length)
-                panel.set_xticks([0, length // 2, length], ["0", short(length // 2), short(length)])
+                if shortest and 16 * shortest <= length:  # on a linear axis it would be at the very left
+                    _length_axis(panel, [shortest, 8 * shortest, length], "")
+                else:
+                    panel.set_xlim(0, length)
+                    panel.set_xticks([0, length // 2, length], ["0", short(length // 2), short(length)])
                 panel.grid(alpha=0.3)
                 if row == 0:
                     panel.set_title(titles[column], fontsize=10)
@@ -416,6 +420,10 @@ def _tasks(file: Path, records: Sequence[dict], columns: Sequence[Column]) -> No
                 100 * found.get(f"{c.metric}_stderr", 0.0) for found, c in zip(scores, columns, strict=True)
             ]
             panel.bar(x, heights, 0.9 * width, yerr=errors, label=record["name"], capsize=2)
+        for j, c in enumerate(columns):
+            levels = {_scores(r).get(c.task, {}).get("chance", {}).get(c.metric) for r in records}
+            for level in levels - {None, 0.0}:
+                panel.plot([j - 0.4, j + 0.35], [100 * level] * 2, "k:", label="chance")
         noted = {name for record in records for name, result in record["tasks"].items() if "note" in result}
         theirs = [(j, c.head) for j, c in enumerate(columns) if c.task not in noted]
         shown = [(j, float(row[head])) for j, head in theirs for row in rows if head in row]
@@ -442,7 +450,7 @@ def _scores(record: dict) -> dict[str, dict]:
 def draw_states(file: Path, records: Sequence[dict]) -> bool:
     """A row per set: norm, effective rank, and the histograms of beta and of the decay; False without any.
 
-    For one evaluation a line per layer, and per interval of positions in the histograms (dark: first). For
+    For one evaluation a line per layer, and per interval of positions in the histograms (red: first). For
     several the mean over the layers of each, and the histograms of its first and last interval.
     """
     names = [name for name in readable_sets(records) if any(_states(record, name) for record in records)]
@@ -511,16 +519,16 @@ def draw_remembrance(file: Path, records: Sequence[dict]) -> bool:
 def _by_layer_and_interval(line: Sequence[Axes], states: dict) -> None:
     import matplotlib.pyplot as plt
 
-    colors = plt.get_cmap("viridis")
+    by_layer, by_interval = plt.get_cmap("winter"), plt.get_cmap("autumn")
     layers, positions = states["layers"], states["positions"]
     for panel, key in zip(line, ("norm", "effective_rank"), strict=False):
         for i, column in enumerate(np.array(states[key]).T):  # [positions, layers]
             label = f"layer {layers[i]}" if i in (0, len(layers) - 1) else None
-            panel.plot(positions, column, color=colors(i / max(len(layers), 2)), label=label)
+            panel.plot(positions, column, color=by_layer(i / max(len(layers) - 1, 1)), label=label)
     for panel, key in zip(line[2:], ("beta", "decay"), strict=True):
         for i, (x, density) in enumerate(_densities(states, key)):
             label = f"histogram up to {short(positions[i])} tokens" if i in (0, len(positions) - 1) else None
-            panel.plot(x, density, color=colors(i / max(len(positions), 2)), label=label)
+            panel.plot(x, density, color=by_interval(i / max(len(positions), 2)), label=label)
 
 
 def _by_evaluation(line: Sequence[Axes], found: Sequence[tuple[int, str, dict]]) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fla_train.eval.likelihood import Answer, log_likelihoods
-from fla_train.eval.mirror import DatasetUnavailable, hub_datasets, mirror_folder
+from fla_train.eval.mirror import DatasetMissing, hub_datasets, mirror_folder
 from fla_train.eval.parallel import ALONE, Ranks
 from fla_train.eval.report import write_samples
 from fla_train.eval.scores import LoadedTasks, task_scores
@@ -330,7 +330,8 @@ def run_tasks(
 
     Returns:
         By task asked for: `{"scores": {task: {metric: value}}}`, with a `note` where the mirror has one; or
-        `{"error": line}` for a task that could not run (no data, no network); the others go on.
+        `{"error": line}` for a task that could not run, with `missing` (true) where its data are not here;
+        the others go on.
 
     Raises:
         ValueError: a name that lm-eval does not know, `mirror` is no folder, or the tokenizer has no chat
@@ -371,15 +372,13 @@ def run_tasks(
         try:
             with hub_datasets(place) as notes, lm.together():
                 finished[name] = part(f"task-{name}", lambda name=name, notes=notes: evaluate(name, notes))
-        except DatasetUnavailable as failure:
-            finished[name] = {"error": str(failure)}
         except Exception as failure:  # a data set's code may raise anything; the other tasks go on
-            line = " ".join(str(failure).split())[:300]
+            line = " ".join(str(failure).split())
             if not isinstance(failure, ValueError):
-                line = f"{type(failure).__name__}: {line}"
+                line = f"{type(failure).__name__}: {line[:300]}"
             if NO_SHOTS in line:
                 line += " Few-shot prompts need the task's training split."
-            finished[name] = {"error": line}
+            finished[name] = {"error": line, "missing": isinstance(failure, DatasetMissing)}
     return finished
 
 

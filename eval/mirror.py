@@ -12,7 +12,11 @@ from fla_train.utils.hub_names import is_hub_name
 
 
 class DatasetUnavailable(ValueError):
-    """A task's data set is nowhere to be had, or cannot be read; one line that names it and the remedy."""
+    """A task's data set is not here, or cannot be read; one line that names it and the remedy."""
+
+
+class DatasetMissing(DatasetUnavailable):
+    """A data set is neither in the mirror nor in the cache nor on the Hub."""
 
 
 def mirror_folder(mirror: str | Path | None) -> Path | None:
@@ -109,7 +113,8 @@ def hub_datasets(mirror: Path | None, streamed: bool = False) -> Iterator[list[s
                 return _with_train(load_dataset(str(folder), name, *args, **kwargs))
             return load_dataset(path, name, *args, **kwargs)
         except Exception as failure:  # no such name or config, no network, a corrupt file: all end the task
-            raise DatasetUnavailable(_remedy(path, name, folder, streamed, failure)) from failure
+            kind = DatasetUnavailable if folder and folder.is_dir() else DatasetMissing
+            raise kind(_remedy(path, name, folder, streamed, failure)) from failure
 
     datasets.load_dataset, datasets.config.HF_HUB_OFFLINE = load, offline or mirror is not None
     try:

@@ -12,17 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from fla_train.eval.compare import comparison, load_record
+from fla_train.eval.compare import load_record
 from fla_train.eval.figures import draw_figures, set_title
 from fla_train.eval.paper import paper_cells, published
-from fla_train.eval.tables import comparison_cells, data_notes, latex, markdown, notes, paper_heads
+from fla_train.eval.tables import COMPARED, comparison_table, data_notes, latex, markdown, notes, paper_heads
 
-OF_DOCUMENTS = (
-    "losses",
-    "targets",
-    "by_document",
-    "correct",
-)  # values of single documents, which the page leaves out
+# Values of single documents, which the page leaves out.
+OF_DOCUMENTS = ("losses", "targets", "by_document", "correct")
 
 
 def check_output(folder: Path) -> None:
@@ -157,7 +153,8 @@ def page(records: Sequence[dict]) -> str:
         "published": [
             {"source": group.source, "title": group.title, "rows": group.rows} for group in published()
         ],
-        "comparison": [[row.group, row.label, *comparison_cells(row)] for row in comparison(records)],
+        "comparison": dict(zip(("header", "rows"), comparison_table(records), strict=True)),
+        "compared": COMPARED,
     }
     title = html.escape(", ".join(record["name"] for record in records))
     # Six digits are enough, and JavaScript's JSON has neither infinity nor NaN; no text may end the script.

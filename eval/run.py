@@ -179,12 +179,13 @@ def evaluate_model(
 def progress_bars(shown: bool) -> Iterator[None]:
     """Hide all progress bars in the block unless `shown`, also those of lm-eval that have no switch.
 
-    Where there is no terminal a bar is written once a minute, not ten times a second.
+    Where there is no terminal a bar is written once a minute, and not at all if it ends within one.
     """
     plain = tqdm.__init__
     changed: dict[str, Any] = {"disable": True}
     if shown:
-        changed = {} if sys.stderr.isatty() else {"mininterval": LOG_SECONDS, "maxinterval": LOG_SECONDS}
+        names = () if sys.stderr.isatty() else ("mininterval", "maxinterval", "delay")
+        changed = dict.fromkeys(names, LOG_SECONDS)
 
     def init(self: tqdm, *arguments: Any, **options: Any) -> None:
         plain(self, *arguments, **options | changed)

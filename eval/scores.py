@@ -19,6 +19,10 @@ AGGREGATIONS: dict[Callable, str] = {  # that are sums over documents, or a func
 }
 
 
+# Accuracies, of which guesses reach 1 of the choices, or nothing where an answer is free.
+ACCURACIES = ("acc", "acc_norm", "acc_bytes", "exact_match", "contains", "em")
+
+
 class LoadedTasks:
     """A task manager that keeps what it last loaded, `tasks` and `groups` by name."""
 
@@ -81,7 +85,7 @@ def task_scores(
     Besides them `examples`, `num_fewshot`, `truncated` (examples whose prompt lost its beginning),
     `higher_is_better` (by metric, where the task's definition says so or the contrary), `by_document` (by
     metric what each document adds to it, see `per_document_scores`) and `fingerprint`, a sha256 over
-    documents, prompts and targets.
+    documents, prompts and targets; and `chance` (by accuracy what guesses score).
 
     Args:
         results: what `simple_evaluate` returned, with samples.
@@ -112,7 +116,7 @@ def _metrics(results: dict, name: str) -> Iterator[tuple[str, str, str, float, f
 
 
 def _of_task(results: dict, name: str, task: Task) -> dict:
-    scores, directions, shares = {}, {}, {}
+    scores, directions, shares, chance = {}, {}, {}, {}
     better = results["higher_is_better"].get(name) or {}
     # In the order of the data set, since ranks mix it.
     samples = sorted(results["samples"].get(name, ()), key=lambda sample: sample["doc_id"])
@@ -127,14 +131,29 @@ def _of_task(results: dict, name: str, task: Task) -> dict:
             error = own_error if error is None else error
         if error is not None:
             scores[f"{label}_stderr"] = error
+        if (guessed := _chance(metric, task, samples)) is not None:
+            chance[label] = guessed
     hashes = sorted((s["doc_hash"], s["prompt_hash"], s["target_hash"]) for s in samples)
     return scores | {
         "examples": results["n-samples"].get(name, {}).get("effective", 0),
         "num_fewshot": results["n-shot"].get(name, 0),
         "higher_is_better": directions,
         "by_document": shares,
+        "chance": chance,
         "fingerprint": hashlib.sha256(repr(hashes).encode()).hexdigest(),
     }
+
+
+def _chance(metric: str, task: Task, samples: Sequence[dict]) -> float | None:
+    """Return what guesses score; None where that is not known."""
+    if metric not in ACCURACIES or not samples:
+        return None
+    if task.OUTPUT_TYPE != "multiple_choice":
+        return 0.0
+    several = any(isinstance(sample["target"], list) for sample in samples)
+    if several or task.config.process_results or not metric.startswith("acc"):
+        return None
+    return statistics.fmean((1 + ("acc_mutual_info" in s)) / len(s["filtered_resps"]) for s in samples)
 
 
 def _of_group(
@@ -142,13 +161,16 @@ def _of_group(
 ) -> dict:
     parts = [found[member] for member in members]
     by_size = {config.metric: config.weight_by_size for config in group.aggregate_metric_list or ()}
-    scores, directions, shares = {}, {}, {}
+    scores, directions, shares, chance = {}, {}, {}, {}
     for label, metric, _, value, error in _metrics(results, name):
         scores[label] = value
         holders = [member for member in members if label in found[member]]
         ways = {found[member]["higher_is_better"].get(label) for member in holders}
         if len(ways) == 1 and None not in ways:
             directions[label] = ways.pop()
+        levels = {found[member].get("chance", {}).get(label) for member in holders}
+        if len(levels) == 1 and None not in levels:
+            chance[label] = levels.pop()
         means = all(
             AGGREGATIONS.get(task.aggregation().get(metric, mean)) == "mean"
             for member, task in members.items()
@@ -169,6 +191,7 @@ def _of_group(
         "truncated": sum(part["truncated"] for part in parts),
         "higher_is_better": directions,
         "by_document": shares,
+        "chance": chance,
         "fingerprint": hashlib.sha256(repr(prints).encode()).hexdigest(),
     }
 

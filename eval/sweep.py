@@ -23,7 +23,7 @@ from fla_train.eval.documents import (
 )
 from fla_train.eval.halves import in_halves
 from fla_train.eval.likelihood import position_limit
-from fla_train.eval.mirror import dataset_note, mirror_folder
+from fla_train.eval.mirror import DatasetMissing, dataset_note, mirror_folder
 from fla_train.eval.parallel import Ranks
 from fla_train.eval.perplexity import LossTable, bucket_edges, loss_table
 from fla_train.eval.remembrance import effective_remembrance, part_sizes
@@ -33,6 +33,7 @@ from fla_train.eval.states import positions_up_to, state_statistics
 from fla_train.hub.load import document_prefix
 
 VALIDATION = "validation"
+BUCKET = 256  # tokens of a point of the curve over positions, at most, unless the suite says otherwise
 
 
 def run_sweep(
@@ -65,13 +66,15 @@ def run_sweep(
         sequences are not the beginnings of the others'), `not_reached`, `states` and `remembrance` (None
         unless asked for), `data` (sequences, tokens, fingerprint), `own_file` (true) where it is no set of
         the papers but a file of the user's, whatever its name, and, where the mirror has one, `note`; or
-        `{"error": line}` for a set that cannot be had or read, or has no document of the lengths asked
-        for; the others go on.
+        `{"error": line}` for a set that cannot be read or has no document of the lengths asked for, with
+        `missing` (true) where it is not here; the others go on.
 
     Raises:
         ValueError: `config.sets` is empty and there is no run whose validation split could be read, or the
             model can read none of the lengths.
     """
+    if config.bucket is None:
+        config = replace(config, bucket=max(1, min(BUCKET, (trained or 4 * BUCKET) // 4)))
     if config.training_length and trained:
         config = replace(config, lengths=sorted({*config.lengths, trained}))
     limit = position_limit(model)
@@ -92,7 +95,7 @@ def run_sweep(
                     ),
                 )
         except ValueError as failure:
-            found[name] = {"error": str(failure)}
+            found[name] = {"error": str(failure), "missing": isinstance(failure, DatasetMissing)}
             continue
         paper = PAPER_SETS.get(path)
         if path and not paper:

@@ -3,9 +3,14 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from fla_train.eval.compare import ACCURACY_LABEL, LENGTH_LABELS, Row, comparison, is_metric, needle_rows
+from fla_train.eval.compare import comparison, is_metric, needle_rows
 from fla_train.eval.paper import HEADS, NOTED, PublishedGroup, fixed, paper_cells, published
 
+FEW = 30  # documents: below, a note warns
+COMPARED = (
+    "▲ better, ▼ worse than the first by more than two standard errors of the difference, which is paired."
+)
+ROWS = "Rows are of different text: compare models in one row, and lengths by the curves along the positions."
 COUNTS = "Perplexity against context length. n counts documents or sequences: compare points of equal n only."
 LATEX_SPECIAL = {sign: f"\\{sign}" for sign in "_%&#${}"} | {
     "~": r"\textasciitilde{}",
@@ -47,7 +52,7 @@ def markdown(records: Sequence[dict]) -> str:
 
 def notes(records: Sequence[dict]) -> list[str]:
     """What a reader must know: lengths that a model cannot read, sets of which models read other tokens,
-    lengths that fewer documents have.
+    lengths that fewer documents have, numbers of few documents.
     """
     lines = []
     for record in records:
@@ -68,6 +73,12 @@ def notes(records: Sequence[dict]) -> list[str]:
             )
     if any(varied(result.get("lengths", [])) for r in records for result in r["perplexity"].values()):
         lines.append(COUNTS)
+    sets = [item for record in records for item in record["perplexity"].items()]
+    counts = [(name, row["documents"]) for name, result in sets for row in result.get("lengths", [])]
+    tasks = [result.get("scores", {}) for record in records for result in record["tasks"].values()]
+    counts += [(name, scores["examples"]) for found in tasks for name, scores in found.items()]
+    if few := dict.fromkeys(name for name, count in counts if count < FEW):
+        lines.append(f"Fewer than {FEW} documents: {', '.join(few)}. Their standard errors are rough.")
     return lines
 
 
@@ -142,54 +153,42 @@ def paper_markdown(records: Sequence[dict], heads: Sequence[str]) -> str:
 
 
 def comparison_markdown(records: Sequence[dict]) -> str:
-    """One row per number, one column per evaluation, differences to the first one marked."""
-    names = [record["name"] for record in records]
-    lines = [_line(["", "", *names]), _line(["---", "---", *["---:"] * len(names)])]
+    """One row per number; per evaluation its value, and its difference to the first one."""
+    header, rows = comparison_table(records)
+    rule = ["---", "---", *["---:"] * (len(header) - 2)]
+    return "\n".join([*map(_line, (header, rule, *rows)), "", COMPARED, ""])
+
+
+def comparison_table(records: Sequence[dict]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the comparison as text."""
+    first, *others = (record["name"] for record in records)
+    header = ["", "", "chance", first, *(text for name in others for text in (name, "difference"))]
+    lines = []
     for row in comparison(records):
-        lines.append(_line([row.group, row.label, *comparison_cells(row)]))
-    note = (
-        "▲ better, ▼ worse than the first by more than one standard error of the difference (doubled: two). "
-        "Differences are of the same sequences or prompts, paired one by one where the evaluations kept them."
-    )
-    return "\n".join([*lines, "", note, ""])
+        cells = []
+        for cell in row.cells:
+            sign = "+" * ((cell.difference or 0) > 0)
+            cells.append(_number(cell.value, cell.error) + NOTED * cell.noted)
+            cells.append(f"{sign}{_number(cell.difference, cell.difference_error, 4)} {cell.mark}".rstrip())
+        del cells[1]  # the first one's difference to itself
+        lines.append([row.group, row.label, _number(row.chance), *cells])
+    return header, lines
 
 
-def comparison_cells(row: Row) -> list[str]:
-    """Value, standard error and mark of each cell as text."""
-    texts = []
-    for cell in row.cells:
-        if cell.value is None:
-            texts.append("-")
-            continue
-        error = "" if cell.error is None else f" ± {fixed(cell.error, 3)}"
-        texts.append(f"{fixed(cell.value, 3)}{error}{NOTED * cell.noted} {cell.mark}".rstrip())
-    return texts
+def _number(value: float | None, error: float | None = None, digits: int = 3) -> str:
+    if value is None:
+        return "-"
+    return fixed(value, digits) + ("" if error is None else f" ± {fixed(error, digits)}")
 
 
 def latex(records: Sequence[dict]) -> str:
-    """For booktabs: the papers' table if an evaluation has its columns, else the tasks' scores; and
-    perplexity and bits per byte against length.
-    """
+    """For booktabs: the papers' table if an evaluation has its columns, and every number."""
     parts = ["% Needs \\usepackage{booktabs}.\n"]
-    by_length: dict[str, list[list[str]]] = {}
-    scores = []
-    for row in comparison(records):
-        labels = (*LENGTH_LABELS.values(), ACCURACY_LABEL)
-        label = next((label for label in labels if row.label.startswith(label)), None)
-        if label is None:
-            scores.append(row)
-            continue
-        cells = [row.group, row.label.removeprefix(label).removesuffix(" tokens"), *_plain(row)]
-        by_length.setdefault(label.removesuffix(", "), []).append(cells)
     if heads := paper_heads(records):
         parts.append(_paper_latex(records, heads))
-    elif scores:
-        header = ["task", "metric", *(record["name"] for record in records)]
-        body = [[row.group, row.label, *comparison_cells(row)] for row in scores]
-        parts.append(_tabular("ll" + "r" * len(records), header, [(None, body)]))
-    if by_length:
-        header = ["set", "tokens", *(record["name"] for record in records)]
-        parts.append(_tabular("lr" + "r" * len(records), header, by_length.items()))
+    header, rows = comparison_table(records)
+    if rows:
+        parts.append(_tabular("ll" + "r" * (len(header) - 2), header, [(None, rows)]))
     parts += [rf"\par{{\footnotesize {_escape(note)}\par}}" + "\n" for note in data_notes(records)]
     return "\n".join(parts)
 
@@ -201,13 +200,6 @@ def _paper_latex(records: Sequence[dict], heads: Sequence[str]) -> str:
     ]
     ours = [[record["name"], *paper_cells(record, heads)] for record in records]
     return _tabular("l" + "r" * len(heads), ["model", *heads], [*groups, ("measured here", ours)])
-
-
-def _plain(row: Row) -> list[str]:
-    digits = 2 if row.label.startswith(LENGTH_LABELS["perplexity"]) else 4
-    return [
-        "-" if cell.value is None else fixed(cell.value, digits) + NOTED * cell.noted for cell in row.cells
-    ]
 
 
 def _tabular(
@@ -237,8 +229,9 @@ def _line(cells: Iterable[str]) -> str:
 def _perplexity_table(result: dict, record: dict) -> str:
     if "error" in result:
         return f"Could not run: {result['error']}\n"
-    columns = ["context", "perplexity", "95% interval", "bits per byte", "loss", "sequences", "documents"]
-    lines = [_line(columns), "|---:|---:|:---:|---:|---:|---:|---:|"]
+    columns = ["context", "perplexity", "95% interval", "bits per byte", "loss", "text", "documents"]
+    lines = [_line(columns), "|---:|---:|:---:|---:|---:|---|---:|"]
+    longest = max((row["length"] for row in result["lengths"]), default=0)
     for row in result["lengths"]:
         interval = f"none: {row.get('no_interval', 'one document')}"
         if row["low"] is not None:
@@ -247,7 +240,11 @@ def _perplexity_table(result: dict, record: dict) -> str:
         bits = row.get("bits_per_byte")
         cells = (f"{row['length']:,}{mark}", fixed(row["perplexity"], 3), interval)
         cells += ("-" if bits is None else fixed(bits, 4), f"{row['loss']:.4f}")
-        lines.append(_line([*cells, str(sequences(row)), str(row["documents"])]))
+        whole = row["length"] == longest or row.get("own_sequences")
+        text = f"{sequences(row)} sequences" + (f", first {row['length']:,} tokens" * (not whole))
+        lines.append(_line([*cells, text, str(row["documents"])]))
+    if longest and len(result["lengths"]) > 1:
+        lines += ["", ROWS]
     limit = record["model"].get("positions") or math.inf
     if lacking := [n for n in result["not_reached"] if n <= limit]:
         packed = result["data"]["layout"] == "packed"
@@ -293,11 +290,11 @@ def _percent(row: dict) -> str:
 
 
 def _task_table(tasks: dict[str, dict]) -> str:
-    columns = ["task", "metric", "value", "standard error", "examples", "truncated", "shots"]
-    lines = [_line(columns), "|---|---|---:|---:|---:|---:|---:|"]
+    columns = ["task", "metric", "value", "standard error", "chance", "examples", "truncated", "shots"]
+    lines = [_line(columns), "|---|---|---:|---:|---:|---:|---:|---:|"]
     for name, result in tasks.items():
         if "error" in result:
-            lines.append(f"| {name} | could not run: {result['error'].replace('|', '/')} | | | | | |")
+            lines.append(f"| {name} | could not run: {result['error'].replace('|', '/')} | | | | | | |")
             continue
         for task, scores in result["scores"].items():
             for metric, value in scores.items():
@@ -306,6 +303,7 @@ def _task_table(tasks: dict[str, dict]) -> str:
                 error = scores.get(f"{metric}_stderr")
                 shown = fixed(value, 4) + (NOTED if "note" in result else "")
                 cells = (task, metric, shown, "" if error is None else fixed(error, 4))
+                cells += (_number(scores.get("chance", {}).get(metric)),)
                 counts = (scores["examples"], scores.get("truncated", "-"), scores["num_fewshot"])
                 lines.append(_line([*cells, *map(str, counts)]))
     return "\n".join([*lines, ""])

@@ -71,14 +71,21 @@ class Run:
 
     @property
     def model_name(self) -> str:
-        """Architecture and number of parameters, such as `gla/50m` or `delta_net+sliding_attention/342m`."""
+        """Architecture and number of parameters: `gla/50m`, `delta_net/0.3m`."""
         model = {k.removeprefix("model."): v for k, v in self.settings.items() if k.startswith("model.")}
         name = self.settings.get("baseline.kind") or architecture(model)
-        try:
-            count = json.loads(self.files.plan.read_text())["parameters_held"]
-        except (OSError, ValueError, KeyError, TypeError):
+        if (count := self.parameters) is None:
             return name
-        return f"{name}/{count / 1e9:.1f}b" if count >= 1e9 else f"{name}/{count / 1e6:.0f}m"
+        millions = f"{count / 1e6:.0f}" if count >= 1e6 else f"{count / 1e6:.1g}"
+        return f"{name}/{count / 1e9:.1f}b" if count >= 1e9 else f"{name}/{millions}m"
+
+    @property
+    def parameters(self) -> int | None:
+        """Number of parameters, by plan.json; None where that is missing or damaged."""
+        try:
+            return int(json.loads(self.files.plan.read_text())["parameters_held"])
+        except (OSError, ValueError, KeyError, TypeError, OverflowError):
+            return None
 
     @property
     def records(self) -> list[Record]:
@@ -194,11 +201,14 @@ def _is_readable(folder: Path) -> bool:
 
 
 def differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Of each run the settings that not all runs share, by dotted key; places and machines do not count."""
+    """Return the settings of each run that not all runs share, by dotted key.
+
+    Folders and machines do not count, nor do keys that a run does not have.
+    """
     settings = [run.settings for run in runs]
     keys = dict.fromkeys(key for given in settings for key in given if not key.startswith(NOT_COMPARED))
     differ = [key for key in keys if len({json.dumps(given.get(key)) for given in settings}) > 1]
-    return [{key: given.get(key) for key in differ} for given in settings]
+    return [{key: given[key] for key in differ if key in given} for given in settings]
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:

@@ -63,12 +63,22 @@ def task(config: DictConfig) -> int:
     if ranks.rank:
         return 0
     _show(folder)
-    parts = (record[part].items() for part in ("perplexity", "needle", "tasks"))
-    failed = [name for results in parts for name, result in results if "error" in result]
-    if failed:
-        return fail(
-            f"could not run {', '.join(failed)}; run again with output={folder} to try only these", code=1
-        )
+    return exit_status(folder, record)
+
+
+def exit_status(folder: Path, record: dict) -> int:
+    """Print what was not evaluated; 1 if it failed, 0 if its data are not here but others were evaluated."""
+    keys = {"perplexity": "suite.perplexity.sets", "needle": "suite.needle.tasks", "tasks": "suite.tasks"}
+    results = {name: result for part in keys for name, result in record[part].items()}
+    lost = {name: result.get("missing") for name, result in results.items() if "error" in result}
+    if len(lost) == len(results) or not all(lost.values()):
+        failed = ", ".join(name for name, missing in lost.items() if not missing) or ", ".join(lost)
+        return fail(f"could not run {failed}; run again with output={folder} to try only these", code=1)
+    if lost:
+        kept = {key: [name for name in record[part] if name not in lost] for part, key in keys.items()}
+        select = " ".join(f"{key}=[{','.join(names)}]" for key, names in kept.items() if names)
+        count = f"{len(results) - len(lost)} of {len(results)} evaluated"
+        print(f"{count} (missing: {', '.join(lost)}; {select} selects the others)", file=sys.stderr)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -53,6 +54,8 @@ def train(node: DictConfig) -> int:
     except KeyboardInterrupt:
         fail("interrupted; the same command with this run.dir resumes from the last checkpoint")
         leave(INTERRUPTED)
+    if job is not None and job.number + 1 == job.count and config.run.dir and not config.dry_run:
+        print(f"Compare the jobs: fla-runs {shlex.quote(str(Path(config.run.dir).parent))}")
     return 0
 
 

@@ -114,9 +114,9 @@ class FormalLanguage(Task):
         )
 
     def summary(self, tally: Tally) -> dict[str, float | list[float]]:
-        """accuracy, and scaled_accuracy (accuracy - c) / (1 - c) with chance level c: a guess scores 0."""
+        """scaled_accuracy (accuracy - c) / (1 - c) with chance level c, at which it is 0; and accuracy."""
         accuracy = tally.token_accuracy
-        return {"accuracy": accuracy, "scaled_accuracy": (accuracy - self.chance) / (1 - self.chance)}
+        return {"scaled_accuracy": (accuracy - self.chance) / (1 - self.chance), "accuracy": accuracy}
 
     def _generate(self, keys: np.ndarray) -> Batch:
         n, longest = len(keys), int(self.lengths[-1])

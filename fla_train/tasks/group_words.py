@@ -68,6 +68,10 @@ class GroupWords(Task):
         self.length = length
         self.tokens_per_element = tokens_per_element
         self.label_incomplete = label_incomplete
+        # The first product is the first element. A guess of a later one is right once in `order` times.
+        self.chance = (tokens_per_element + (length - tokens_per_element) / order) / length
+        guessed = (max(t // tokens_per_element - 1, 0) for t in range(1, length + 1))
+        self.chance_by_prefix = [float(order) ** -products for products in guessed]
         self.bos = bos
         self.filler_id = order
         self.bos_id = order + 1
@@ -75,10 +79,10 @@ class GroupWords(Task):
         self._flat_table = self.group.table.ravel()
 
     def summary(self, tally: Tally) -> dict[str, float | list[float]]:
-        """token_accuracy, sequence_accuracy and prefix_accuracy [length]: the share of rows right up to t."""
+        """sequence_accuracy, token_accuracy and prefix_accuracy [length]: the share of rows right up to t."""
         return {
-            "token_accuracy": tally.token_accuracy,
             "sequence_accuracy": tally.sequence_accuracy,
+            "token_accuracy": tally.token_accuracy,
             "prefix_accuracy": tally.prefix_accuracy[self.bos :],
         }
 

@@ -9,6 +9,8 @@ import numpy as np
 def plot_accuracy(curves: Mapping[str, Mapping], title: str, out: Path) -> Path:
     """Curves by name (`Score.curve`): accuracy against prefix length, word length or number of pairs.
 
+    The dashed line is what guesses score, for the longest of the curves, where the task knows.
+
     Curves with an accuracy for each of many lengths are drawn as means over 32 groups of them, since a single
     length has few sequences.
     """
@@ -23,6 +25,9 @@ def plot_accuracy(curves: Mapping[str, Mapping], title: str, out: Path) -> Path:
             x, y = _grouped(x, y, n, 32)
         lowest = min(lowest, *y)
         axes.plot(x, y, label=name, lw=1.5, marker="o" if len(x) <= 32 else None, ms=3)
+    longest = max(curves.values(), key=lambda curve: curve["x"][-1])
+    if longest.get("chance"):
+        axes.plot(longest["x"], longest["chance"], label="chance", color="gray", ls="--", lw=1, zorder=3)
     axes.set(
         xlabel={"prefix": "prefix length [tokens]", "length": "word length [tokens]"}.get(
             curve["axis"], curve["axis"].replace("_", " ")

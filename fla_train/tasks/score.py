@@ -55,7 +55,10 @@ class Score:
         return found
 
     def curve(self, task: Task) -> dict[str, str | list[float]]:
-        """The task's accuracy over prefixes or slices: `axis`, `metric`, `x`, `y`, and `n` sequences each."""
+        """Return the task's accuracy over prefixes or slices.
+
+        That is `axis`, `metric`, `x`, `y`, `n` sequences each, and `chance`, what guesses score, or None.
+        """
         if task.slice_key is None:
             y = task.summary(self.tally).get("prefix_accuracy", self.tally.prefix_accuracy)
             x, n = list(range(1, len(y) + 1)), [self.tally.sequences.item()] * len(y)
@@ -63,4 +66,5 @@ class Score:
             x = sorted(self.slices)
             y = [task.summary(self.slices[value])[task.headline] for value in x]
             n = [self.slices[value].sequences.item() for value in x]
-        return {"axis": task.slice_key or "prefix", "metric": task.headline, "x": x, "y": y, "n": n}
+        found = {"axis": task.slice_key or "prefix", "metric": task.headline, "x": x, "y": y, "n": n}
+        return found | {"chance": task.chance_by_prefix}

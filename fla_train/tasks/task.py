@@ -1,5 +1,6 @@
 """`Task`, the base class of synthetic tasks: sequences by index, labels aligned with inputs, a metric."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -130,6 +131,10 @@ class Task(ABC):
         num_sequences: size of a fixed data set, in which index i is sequence i % num_sequences (each epoch in
             the same order); None: every index is a new sequence.
 
+    Attributes:
+        chance: accuracy over labels of a model that guesses; None: not known.
+        chance_by_prefix: its accuracy up to each prefix; None: not known.
+
     Class attributes:
         headline: the key of `summary` that papers report.
         slice_key: the metadata by which accuracy is drawn; None where prefix accuracy is.
@@ -139,6 +144,8 @@ class Task(ABC):
         ValueError: if num_sequences is below 1.
     """
 
+    chance: float | None = None
+    chance_by_prefix: Sequence[float] | None = None
     headline: ClassVar[str] = "accuracy"
     slice_key: ClassVar[str | None] = None
     length_option: ClassVar[str | None] = None
@@ -178,6 +185,17 @@ class Task(ABC):
         Unless a task has others: `accuracy` over labels, and `sequence_accuracy`.
         """
         return {"accuracy": tally.token_accuracy, "sequence_accuracy": tally.sequence_accuracy}
+
+    def against_chance(self, accuracy: float, sequences: float) -> str:
+        """Say how an accuracy over labels compares with guesses: `(chance 0.1927: at chance)`.
+
+        Above chance means by more than two standard errors, one observation per sequence.
+        """
+        if self.chance is None:
+            return ""
+        margin = 2 * math.sqrt(self.chance * (1 - self.chance) / sequences)
+        verdict = "above" if accuracy > self.chance + margin else "at"
+        return f"(chance {self.chance:.4f}: {verdict} chance)"
 
     @abstractmethod
     def _generate(self, keys: np.ndarray) -> Batch:

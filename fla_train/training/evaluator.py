@@ -211,13 +211,21 @@ class TaskEvaluator:
         dist.all_gather_object(everyone, reduce(add, scores))
         return reduce(add, everyone)
 
+    def _of_test(self, name: str, record: Record) -> str:
+        """A test set's line of the summary."""
+        found = {key.partition("/")[2]: v for key, v in record.items() if key.startswith(f"{name}/")}
+        shown = [f"{key.replace('_', ' ')} {v:.4f}" for key, v in found.items() if "prefix" not in key]
+        accuracy = found.get("token_accuracy", found.get("accuracy", 0.0))
+        chance = self._tests[name].against_chance(accuracy, self._config.test_sequences)
+        return f"  {name:<18}{', '.join(shown)} {chance}".rstrip()
+
     def summary(self, state: TrainState, export: Path) -> list[str]:
         folder = self._folder
         records = read_metrics(folder.metrics)
         newest = next((r for r in reversed(records) if "validation_loss" in r), {})
         return [
             *("", f"Trained {state.step:,} steps, {state.sequences:,} sequences."),
-            *(f"  {key:<32}{value:.4f}" for key, value in newest.items() if "/" in key),
+            *(self._of_test(name, newest) for name in self._tests),
             f"  metrics           {folder.metrics}",
             f"  accuracy curves   {folder.accuracy_plot}",
             f"  checkpoint        {folder.checkpoints / folder_name(state.step)}",

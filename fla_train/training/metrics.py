@@ -1,10 +1,6 @@
-"""Metrics of a run: statistics of chosen steps, values of metrics.jsonl, plots of the losses.
-
-`python -m fla_train.training.metrics OUT.png runs/a runs/b` draws the losses of several runs in one figure.
-"""
+"""Metrics of a run: statistics of chosen steps, values of metrics.jsonl, plots of the losses."""
 
 import json
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,7 +97,7 @@ def checkpoint_seconds(path: Path) -> tuple[float, float]:
 
 
 def draw_losses(runs: Sequence[Path], labels: Sequence[str] = (), metric: str = "loss") -> "Figure":
-    """A metric of run folders against training tokens, so that runs with other batches compare.
+    """Draw a metric of run folders against training tokens, so that runs with other batches compare.
 
     With the training loss (line) come validation loss (points) and the data's unigram entropy (dashes). A
     dotted line marks each resume.
@@ -112,7 +108,7 @@ def draw_losses(runs: Sequence[Path], labels: Sequence[str] = (), metric: str = 
         metric: a key of metrics.jsonl.
 
     Raises:
-        ValueError: a folder holds no such metric.
+        ValueError: no folder holds such a metric.
     """
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
     from matplotlib.ticker import EngFormatter
@@ -125,10 +121,10 @@ def draw_losses(runs: Sequence[Path], labels: Sequence[str] = (), metric: str = 
         name = labels[number] if labels else RunFolder(run).name
         tokens, values = curve(records, metric)
         if not values:
-            what = "training losses" if metric == "loss" else metric
-            raise ValueError(f"{run} has no {what} to plot")
-        # Pale, or the noise of single steps hides the validation points.
-        axes.plot(tokens, values, color=color, lw=0.8, alpha=0.5 if metric == "loss" else 1, label=name)
+            continue
+        # Pale, or the noise of single steps hides the validation points. A line of one point is invisible.
+        alpha, marker = 0.5 if metric == "loss" else 1, "." if len(values) <= 32 else None
+        axes.plot(tokens, values, color=color, lw=0.8, alpha=alpha, marker=marker, label=name)
         for i, resumed in enumerate(resumed_at(run)):
             axes.axvline(resumed, color=color, ls=":", lw=1, label=None if i else f"{name}, resumed")
         if metric == "loss":
@@ -138,6 +134,8 @@ def draw_losses(runs: Sequence[Path], labels: Sequence[str] = (), metric: str = 
                 entropy = json.loads(plan.read_text()).get("unigram_entropy")
                 if entropy is not None:
                     entropies[round(entropy, 4)] = entropy
+    if not axes.lines:
+        raise ValueError(f"no run has {metric}: docs/metrics.md lists the keys of metrics.jsonl")
     for entropy in entropies.values():
         axes.axhline(entropy, color="gray", ls="--", lw=1, label=f"unigram entropy {entropy:.2f}")
     axes.set(xlabel="training tokens", ylabel=metric + " [nats per token]" * metric.endswith("loss"))
@@ -164,7 +162,3 @@ def plot_losses(runs: Sequence[Path], out: Path) -> Path:
 def resumed_at(run: Path) -> list[int]:
     """The training tokens at which a run was resumed from a checkpoint, ascending."""
     return sorted({start.get("tokens") or 0 for start in RunFolder(run).start_records()} - {0})
-
-
-if __name__ == "__main__":
-    print(plot_losses([Path(run) for run in sys.argv[2:]], Path(sys.argv[1])))

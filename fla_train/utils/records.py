@@ -6,7 +6,6 @@ and `drop_records_after` keeps it in its place.
 
 import json
 import logging
-import math
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -42,16 +41,17 @@ def _lines(path: Path) -> Iterator[tuple[bytes, Record | None]]:
     for number, line in enumerate(content.removesuffix(b"\n").split(b"\n") if content else (), start=1):
         try:
             record = json.loads(line.decode())
-            if not isinstance(record, dict) or not _is_number(record.get("step")):
-                raise ValueError("not a JSON object with a number as step")
+            if not isinstance(record, dict) or not _is_step(record.get("step")):
+                raise ValueError("not a JSON object whose step is a number from 0 to 2^53")
         except (ValueError, RecursionError) as error:
             _warn(path, number, str(error))
             record = None
         yield line, record
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
+def _is_step(value: object) -> bool:
+    """Whether a value can be a step: a larger one would make names that are too long for a file system."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 2**53
 
 
 @cache

@@ -276,7 +276,7 @@ def test_tasks_and_a_task_that_fails(run: Path, write_task, quiz, tmp_path: Path
     _, record = evaluate(config, progress=False)
     assert record["tasks"]["quiz"]["scores"]["quiz"]["acc"] == 1.0 and "error" in record["tasks"]["lost"]
     text = markdown([record])
-    assert "| quiz | acc | 1.0000 | 0.0000 | 8 | 0 |" in text and "| lost | could not run" in text
+    assert "| quiz | acc | 1.0000 | 0.0000 | 0.250 | 8 | 0 |" in text and "| lost | could not run" in text
     assert "Only the first 8 examples" in text
     assert record["window"] == record["trained_length"]  # what `suite.max_length` means where it is not given
     (folder / "found.jsonl").rename(folder / "lost.jsonl")

@@ -143,6 +143,7 @@ def test_suite_through_a_mirror(mirror: Path, scholar, tokenizer, tmp_path: Path
     assert record["perplexity"]["codeparrot"]["error"].startswith(
         "data set codeparrot/codeparrot-clean-valid is"
     )
+    assert record["perplexity"]["codeparrot"]["missing"]
     result = record["perplexity"]["math_hard"]
     ids = []
     for text in [ROWS["math_hard"][1]] * 40:

@@ -15,7 +15,9 @@ from tests.eval.conftest import CHOICES, RECITE
 
 
 @pytest.mark.parametrize("progress", [True, False])
-def test_bars(progress: bool, scholar, tokenizer, write_task, quiz, tmp_path: Path, capfd) -> None:
+def test_bars(
+    progress: bool, monkeypatch, scholar, tokenizer, write_task, quiz, tmp_path: Path, capfd
+) -> None:
     folder = write_task("quiz", quiz, **CHOICES)
     write_task("recite", quiz[:3], **RECITE)
     file = tmp_path / "texts.jsonl"
@@ -24,6 +26,7 @@ def test_bars(progress: bool, scholar, tokenizer, write_task, quiz, tmp_path: Pa
     perplexity = PerplexityConfig(sets=[str(file)], lengths=[16, 64], bucket=16)
     suite = SuiteConfig("both", perplexity, tasks=["quiz", "recite"], include_path=str(folder))
     capfd.readouterr()
+    monkeypatch.setattr("fla_train.eval.run.LOG_SECONDS", 0)  # show short bars without a terminal, too
     evaluate(EvalConfig(str(checkpoint), str(tmp_path / "out"), suite=suite), progress=progress)
     shown = capfd.readouterr()
     bars = ("reading documents: 1", "loss: 100%", "log-likelihoods: 100%", "generate_until requests: 100%")
@@ -38,5 +41,4 @@ def test_a_log_does_not_fill_with_bars(capfd) -> None:
     with progress_bars(True):
         for _ in tqdm(range(20)):
             time.sleep(0.02)  # 0.4 s: tqdm writes a bar each 0.1 s
-    bars = re.findall(r"\d+%", capfd.readouterr().err)
-    assert bars == ["0%", "100%"]
+    assert not capfd.readouterr().err

@@ -11,6 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from fla_train.cli.eval import exit_status
 from fla_train.eval.compare import comparison, flat_metrics, mark
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
 from fla_train.eval.figures import _panel, legend
@@ -110,7 +111,7 @@ def test_the_curve_of_a_panel() -> None:
 def test_latex_has_the_papers_columns_and_balanced_rows() -> None:
     text = latex([record("ours_1", [2.0, 3.0])])
     tables = re.findall(r"\\begin\{tabular\}\{(\w+)\}(.*?)\\end\{tabular\}", text, re.S)
-    assert [len(columns) for columns, _ in tables] == [1 + 9, 3]
+    assert [len(columns) for columns, _ in tables] == [1 + 9, 4]
     for columns, body in tables:
         rows = [line for line in body.splitlines() if line.endswith(r"\\") and "multicolumn" not in line]
         assert all(line.count("&") == len(columns) - 1 for line in rows) and len(rows) > 1
@@ -124,9 +125,9 @@ def test_latex_of_tasks_that_are_none_of_the_papers() -> None:
     for value, found in ((0.5, one), (0.6, two)):
         scores = {"acc": value, "acc_stderr": 0.04, "higher_is_better": {"acc": True}, "fingerprint": "f"}
         found |= {"tasks": {"my_task": {"scores": {"my_task": scores}}}, "paper_row": {}, "perplexity": {}}
-    (body,) = re.findall(r"\\begin\{tabular\}\{llrr\}(.*?)\\end", latex([one, two]), re.S)
-    row = r"my\_task & acc & 0.500 $\pm$ 0.040 & 0.600 $\pm$ 0.040 $\bigtriangleup$ \\"
-    assert "task & metric & one & two" in body and row in body
+    (body,) = re.findall(r"\\begin\{tabular\}\{llrrrr\}(.*?)\\end", latex([one, two]), re.S)
+    row = r"my\_task & acc & - & 0.500 $\pm$ 0.040 & 0.600 $\pm$ 0.040 & +0.1000 $\pm$ 0.0566 \\"
+    assert " & chance & one & two & difference" in body and row in body
 
 
 def test_the_page_stands_alone() -> None:
@@ -140,7 +141,7 @@ def test_the_page_stands_alone() -> None:
     assert "<!--" not in text
     assert data["records"][0]["perplexity"]["web"]["lengths"][0]["loss"] is None  # JSON has no infinity
     assert data["heads"] == list(HEADS[:9]) and data["cells"]["<ours>"]["Avg. ↑"] == "43.3"
-    assert len(data["published"]) == 7 and all(len(cells) == 3 for cells in data["comparison"])
+    assert len(data["published"]) == 7 and all(len(cells) == 4 for cells in data["comparison"]["rows"])
 
 
 def test_the_page_holds_no_more_than_it_shows() -> None:
@@ -177,16 +178,16 @@ def test_scores_on_data_with_a_note_are_marked() -> None:
             "PIQA acc ↑",
             "Avg. ↑",
         ]
-        marked = {tuple(cells[:2]) for cells in data["comparison"] if "†" in "".join(cells)}
+        marked = {tuple(cells[:2]) for cells in data["comparison"]["rows"] if "†" in "".join(cells)}
         assert marked == {("piqa", "acc"), *(("web", f"perplexity, {n} tokens") for n in (64, 128))}
-    assert "| piqa | acc | 0.500 ± 0.010 † | 0.500 ± 0.010 |" in text
+    assert "| piqa | acc | - | 0.500 ± 0.010 † | 0.500 ± 0.010 |" in text
     assert "†" not in markdown([plain]) + page([plain]).partition("<script")[0] + latex([plain])
 
 
 def test_marks() -> None:
     assert mark(0.5, 1.0, lower_is_better=True) == mark(3.0, None, True) == mark(0.0, 0.0, True) == ""
-    assert mark(1.5, 1.0, lower_is_better=True) == "▼" and mark(1.5, 1.0, lower_is_better=False) == "▲"
-    assert mark(-2.0, 1.0, lower_is_better=True) == "▲▲" and mark(math.inf, None, True) == "▼▼"
+    assert mark(2.5, 1.0, lower_is_better=True) == "▼" and mark(2.5, 1.0, lower_is_better=False) == "▲"
+    assert mark(-2.0, 1.0, lower_is_better=True) == "" and mark(math.inf, None, True) == "▼"
     assert mark(math.nan, 1.0, True) == mark(1.0, math.nan, True) == ""
 
 
@@ -199,22 +200,29 @@ def test_differences_are_paired_on_the_same_sequences_only() -> None:
     other["perplexity"]["web"]["data"]["fingerprint"] = "g"
     rows = {(r.group, r.label): r.cells for r in comparison([base, better, noisy, other])}
     cells = rows["web", "perplexity, 64 tokens"]
-    assert [cell.mark for cell in cells] == ["", "▲▲", "", ""]
+    assert [cell.mark for cell in cells] == ["", "▲", "", ""]
+    better, noisy, other = cells[1:]
+    assert (
+        better.difference == pytest.approx(math.exp(3 - 0.4 / 3) - math.exp(3)) and other.difference is None
+    )
+    # The errors are of perplexities: those of the paired losses, at the same number of standard errors.
+    assert better.difference / better.difference_error == pytest.approx(-0.4 / 3 / 0.0333333, rel=1e-4)
+    assert noisy.difference_error == pytest.approx(noisy.difference / (-0.5 / 3) * 0.4409586, rel=1e-4)
     assert cells[0].value == pytest.approx(math.exp(3)) and cells[0].error == pytest.approx(math.exp(3) / 2)
 
 
 def test_other_tokens_are_said_to_be_others() -> None:
     base, same, other = (record(name, [1.0, 2.0]) for name in ("base", "same", "other"))
     other["perplexity"]["web"]["data"]["fingerprint"] = "of another tokenizer"
-    assert notes([base, same]) == []
-    (line,) = notes([base, same, other])
+    assert "other tokenizers" not in "".join(notes([base, same]))
+    line, _ = notes([base, same, other])
     assert line.startswith("web: not all models read the same tokens") and line in markdown([base, other])
 
 
 def test_lengths_that_fewer_documents_have_are_said_to_be_of_others() -> None:
     one = record("one", [1.0, 2.0])
     one["perplexity"]["web"]["lengths"][1] = row(128, [1.0])
-    assert notes([one]) == [COUNTS] and COUNTS in markdown([one]) and COUNTS in page([one])
+    assert COUNTS in notes([one]) and COUNTS in markdown([one]) and COUNTS in page([one])
 
 
 def test_a_training_length_is_marked_only_where_it_was_recorded(
@@ -266,12 +274,13 @@ def test_differences_of_task_scores() -> None:
     rows = {(r.group, r.label): r.cells for r in comparison(records)}
     assert [cell.mark for cell in rows["lambada_openai", "acc"]] == [
         "",
-        "▲",
-        "▼▼",
+        "",
+        "▼",
         "",
         "",
     ]  # e: other prompts
-    assert [cell.mark for cell in rows["lambada_openai", "perplexity"]] == ["", "", "", "▲▲", ""]
+    assert rows["lambada_openai", "acc"][1].difference_error == pytest.approx(0.02**0.5 / 10)
+    assert [cell.mark for cell in rows["lambada_openai", "perplexity"]] == ["", "", "", "▲", ""]
     assert rows["piqa", "acc"][3].value is None and rows["wikitext", "word_perplexity"][1].mark == ""
     assert ("lambada_openai", "acc_stderr") not in rows and ("lambada_openai", "examples") not in rows
     for key in ("fingerprint", "higher_is_better", "by_document"):
@@ -295,8 +304,8 @@ def test_scores_are_paired_by_document() -> None:
         wiki |= {"word_perplexity": math.exp(sum(losses) / 3), "by_document": {"word_perplexity": losses}}
         records.append(one)
     rows = {(r.group, r.label): r.cells for r in comparison(records)}
-    assert [cell.mark for cell in rows["lambada_openai", "acc"]] == ["", "▲▲", ""]  # 4 of 40: 2.08 errors
-    assert [cell.mark for cell in rows["wikitext", "word_perplexity"]] == ["", "▲▲", ""]
+    assert [cell.mark for cell in rows["lambada_openai", "acc"]] == ["", "▲", ""]  # 4 of 40: 2.08 errors
+    assert [cell.mark for cell in rows["wikitext", "word_perplexity"]] == ["", "▲", ""]
     del records[1]["tasks"]["lambada_openai"]["scores"]["lambada_openai"]["by_document"]
     rows = {(r.group, r.label): r.cells for r in comparison(records)}
     assert rows["lambada_openai", "acc"][1].mark == ""  # 0.1 of 0.113
@@ -314,16 +323,19 @@ def test_the_task_says_which_direction_is_better() -> None:
 
     rows = comparison([scored(1.0, {"loss": True}), scored(2.0, {"loss": True})])
     marks = {row.label: row.cells[1].mark for row in rows if row.group == "odd"}
-    assert marks == {"loss": "▲▲", "acc": ""}
+    assert marks == {"loss": "▲", "acc": ""}
     rows = comparison([scored(1.0, {}), scored(2.0, {"acc": False, "loss": False})])
-    assert {row.label: row.cells[1].mark for row in rows if row.group == "odd"} == {"loss": "▼▼", "acc": "▼▼"}
+    assert {row.label: row.cells[1].mark for row in rows if row.group == "odd"} == {"loss": "▼", "acc": "▼"}
 
 
 def test_side_by_side_in_markdown() -> None:
     one, two = record("a", [1.0, 2.0]), record("b", [1.0, 2.0])
     two["tasks"]["swde"] = {"error": "no data"}
     text = markdown([one, two])
-    assert text.startswith("# a, b\n") and "| lambada_openai | acc | 0.300 ± 0.010 | 0.300 ± 0.010 |" in text
+    assert (
+        text.startswith("# a, b\n")
+        and "| lambada_openai | acc | - | 0.300 ± 0.010 | 0.300 ± 0.010 | 0.0000 ± 0.0141 |" in text
+    )
     assert text.count("\n| **") == 2  # both rows below the published ones
     assert "\na, code: could not run: not to be had <" in text
     assert "\nb, swde: could not run: no data\n" in text
@@ -371,3 +383,19 @@ def test_the_whole_legend_is_on_the_figure(models: int, columns: int) -> None:
     figure.canvas.draw()
     box = figure.legends[0].get_window_extent()
     assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
+
+
+LOST, FAILED = {"error": "no data", "missing": True}, {"error": "broken", "missing": False}
+
+
+@pytest.mark.parametrize(
+    ("sets", "code"),
+    [({"web": {}, "code": {}}, 0), ({"web": {}, "code": LOST}, 0), ({"web": LOST, "code": LOST}, 1),
+     ({"web": {}, "code": FAILED}, 1), ({"web": LOST, "code": FAILED}, 1)],
+)  # fmt: skip
+def test_sets_whose_data_are_not_here_do_not_fail_the_others(
+    sets: dict, code: int, capsys: pytest.CaptureFixture
+) -> None:
+    assert exit_status(Path("out"), {"perplexity": sets, "needle": {}, "tasks": {}}) == code
+    said = capsys.readouterr().err
+    assert ("suite.perplexity.sets=[web]" in said) == (sets == {"web": {}, "code": LOST})

@@ -109,7 +109,9 @@ def test_groups_are_marked_side_by_side(tasks, scholar, tokenizer, build_model) 
         found = run_tasks(lm, ["inner"], include_path=tasks, bootstrap_iters=9)
         records.append({"name": name, "perplexity": {}, "tasks": found})
     rows = {row.group: row for row in comparison(records)}
-    assert rows["inner"].label == "acc" and rows["inner"].cells[1].mark == "▼▼"
+    assert (
+        rows["inner"].label == "acc" and rows["inner"].cells[1].mark == "▼" and rows["inner"].chance == 0.25
+    )
 
 
 def test_options_of_lm_eval(tasks, checkpoint, tmp_path: Path) -> None:

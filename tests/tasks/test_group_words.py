@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fla_train.tasks import IGNORE, GroupWords, Task
+from fla_train.tasks.task import Tally
 
 S4 = list(itertools.permutations(range(4)))
 
@@ -123,3 +124,20 @@ def test_settings_that_give_no_task_are_refused() -> None:
     for indices in ([], [-1], [[1, 2]]):
         with pytest.raises(ValueError, match="indices"):
             GroupWords("S5", 10).batch(indices)
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_guesses_are_at_chance(tokens: int) -> None:
+    """The first product is known; of the others a model that guesses has 1 of 6."""
+    task = GroupWords("S3", 8, tokens_per_element=tokens, seed=3)
+    batch = task.batch(range(4096))
+    guesses = torch.randint(6, batch.labels.shape, generator=torch.Generator().manual_seed(0))
+    known = slice(0, task.bos + tokens)
+    guesses[:, known] = batch.labels[:, known]
+    tally = Tally.of(guesses, batch.labels)
+    assert tally.token_accuracy == pytest.approx(task.chance, abs=0.01)
+    assert task.against_chance(tally.token_accuracy, 4096).endswith(": at chance)")
+    assert task.against_chance(task.chance + 0.05, 4096).endswith(": above chance)")
+    if tokens == 1:
+        found = task.summary(tally)["prefix_accuracy"]
+        assert found == pytest.approx(task.chance_by_prefix, abs=0.02)

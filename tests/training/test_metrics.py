@@ -106,7 +106,7 @@ def test_resumes_are_marked_once_each(tmp_path: Path):
 
 
 def test_a_folder_without_losses_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match="no training losses"):
+    with pytest.raises(ValueError, match="no run has loss"):
         plot_losses([tmp_path], tmp_path / "out.png")
 
 

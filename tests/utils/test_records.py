@@ -17,6 +17,7 @@ DAMAGED = {
     "no step": b'{"stfp": 10, "tokens": 80, "loss": 4.0}',
     "a step that is no number": b'{"step": "10", "tokens": 80, "loss": 4.0}',
     "a step that is not finite": b'{"step": NaN, "tokens": 80, "loss": 4.0}',
+    "a step that no run reaches": b'{"step": 1e308, "tokens": 80, "loss": 4.0}',
     "no object": b"[10, 80]",
     "nothing": b"",
     "a line cut short": b'{"step": 10, "tok',
