@@ -73,7 +73,7 @@ class Run:
     def model_name(self) -> str:
         """Architecture and number of parameters, such as `gla/50m` or `delta_net+sliding_attention/342m`."""
         model = {k.removeprefix("model."): v for k, v in self.settings.items() if k.startswith("model.")}
-        name = self.settings.get("baseline.kind") or architecture(model)
+        name = architecture(model)
         try:
             count = json.loads(self.files.plan.read_text())["parameters_held"]
         except (OSError, ValueError, KeyError, TypeError):

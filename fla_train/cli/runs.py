@@ -82,7 +82,7 @@ def difference(row: Row) -> str:
     texts = {key: f"{key}={plain(value)}" for key, value in row["differs"].items()}
     if len(text := ", ".join(texts.values())) <= LONGEST_LABEL:
         return text
-    others = [text for key, text in texts.items() if not key.startswith(("model.", "baseline."))]
+    others = [text for key, text in texts.items() if not key.startswith("model.")]
     shown = [] if len(others) == len(texts) else [row["model"]]
     left = len(others)
     for text in sorted(others, key=len):

@@ -1,7 +1,7 @@
 """Faults injected into a run on two CPU ranks, which must not change its result.
 
-Each test starts a run, injects one fault while it trains, and lets the same command finish the run. Exported weights
-and metrics must then equal those of an undisturbed run bit for bit.
+Each test starts a run, injects one fault while it trains, and lets the same command finish the run. Exported
+weights and metrics must then equal those of an undisturbed run bit for bit.
 
     python -m pytest tests/drills -m long     # about 10 minutes on two cores
 """
