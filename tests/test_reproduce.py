@@ -32,7 +32,7 @@ def test_published_numbers_are_those_of_the_paper() -> None:
 
 
 def test_runs_compose() -> None:
-    """Composing takes most of a second: one run of each table and model. Of the others the files are there."""
+    """Composing takes most of a second, so one run of each table and model; the others' files exist."""
     register()
     known = set(ConfigFiles("train").options("experiment"))
     seen = set()
