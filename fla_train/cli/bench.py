@@ -11,8 +11,6 @@
     fla-bench tune --head-dim 128 --num-householder 1 2              # launch options for this GPU, to a file
     fla-bench train --peers llama -- model=gated_delta_product/340m trainer.seq_len=2048
     fla-bench precompile --folder /opt/kernels -- model=gated_delta_product/340m data=fineweb
-    fla-bench scaling --folder runs/scaling --gpus 1 2 4 -- data=fineweb
-    fla-bench evaluation MIRROR TOKENIZER                     # lm-eval tasks beside HFLM
 
 Tables go to stdout in Markdown, everything to `--json FILE`. Exit code 2: the request was wrong.
 """
