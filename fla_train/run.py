@@ -73,7 +73,7 @@ class Run:
     def model_name(self) -> str:
         """Architecture and number of parameters: `gla/50m`, `delta_net/0.3m`."""
         model = {k.removeprefix("model."): v for k, v in self.settings.items() if k.startswith("model.")}
-        name = self.settings.get("baseline.kind") or architecture(model)
+        name = architecture(model)
         if (count := self.parameters) is None:
             return name
         millions = f"{count / 1e6:.0f}" if count >= 1e6 else f"{count / 1e6:.1g}"

@@ -8,8 +8,6 @@ from functools import cache
 from test_layout import ROOT, tracked
 
 GLOSSARY = "docs/dev/glossary.md"
-# Names of earlier versions that are still accepted stand here.
-ALIASES = {"docs/architecture.md", "fla_train/utils/aliases.py", "tests/utils/test_aliases.py"}
 FOREIGN = {"LICENSE", "docs/comparison.md"}  # the words of others
 TEXT = {".md", ".py", ".yaml", ".json", ".toml", ".sh", ".slurm", ".txt", ".html", ""}
 
@@ -33,7 +31,7 @@ def retired() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
 def files() -> dict[str, str]:
     """The text of each file in which retired words are looked for."""
     paths = [path for path in tracked() if path.parts[:2] not in {("docs", "dev"), ("docs", "reports")}]
-    kept = [p for p in paths if p.suffix in TEXT and str(p) not in ALIASES | FOREIGN]
+    kept = [p for p in paths if p.suffix in TEXT and str(p) not in FOREIGN]
     return {str(path): (ROOT / path).read_text() for path in kept}
 
 

@@ -1,1 +1,1 @@
-"""Benchmarks behind `fla-bench`: operator, fused ops, decoding, training steps, scaling, data, evaluation."""
+"""Benchmarks behind `fla-bench`: operator, fused ops, decoding, training steps."""

@@ -21,7 +21,7 @@ from fla_train.cli.config_files import ConfigFiles
 from fla_train.hub.saved_config import escaped, kept_tokenizer
 
 MACHINES = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
-STARTS = {"experiment", "debug", "model", "baseline", "task", "data", "init_from"}  # begin a new run
+STARTS = {"experiment", "debug", "model", "task", "data", "init_from"}  # begin a new run
 RECIPES = ("experiment", "debug")  # groups whose files choose options of other groups
 
 

@@ -11,8 +11,6 @@
     fla-bench tune --head-dim 128 --num-householder 1 2              # launch options for this GPU, to a file
     fla-bench train --peers llama -- model=gated_delta_product/340m trainer.seq_len=2048
     fla-bench precompile --folder /opt/kernels -- model=gated_delta_product/340m data=fineweb
-    fla-bench scaling --folder runs/scaling --gpus 1 2 4 -- data=fineweb
-    fla-bench evaluation MIRROR TOKENIZER                     # lm-eval tasks beside HFLM
 
 Tables go to stdout in Markdown, everything to `--json FILE`. Exit code 2: the request was wrong.
 """
@@ -24,7 +22,6 @@ from collections.abc import Sequence
 
 from fla_train.cli.app import fail, interruptible
 from fla_train.cli.bench_options import build_parser
-from fla_train.utils.aliases import current_name
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -34,7 +31,7 @@ def run(arguments: Sequence[str]) -> None:
         ValueError: a request that cannot be measured.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints two lines for each profile
-    request = build_parser().parse_args(_without_aliases(arguments))
+    request = build_parser().parse_args(arguments)
     from fla_train.cli.bench_commands import measure  # imports torch: seconds, which --version does not need
 
     file = getattr(request, "json", None)
@@ -45,16 +42,6 @@ def run(arguments: Sequence[str]) -> None:
     content = measure(request)
     if file is not None:
         file.write_text(json.dumps(content, indent=1, default=str) + "\n")
-
-
-def _without_aliases(arguments: Sequence[str]) -> list[str]:
-    """`arguments` with the present name of the command, the first of them, and of options."""
-    words = []
-    for word in arguments:
-        name, sign, value = word.partition("=")
-        is_name = not words or name.startswith("--")
-        words.append(current_name("fla-bench", name) + sign + value if is_name else word)
-    return words
 
 
 @interruptible()

@@ -1,7 +1,6 @@
 """The commands of `fla-bench`: each measures what a parsed request asks for, and prints it."""
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -238,29 +237,6 @@ def _own_config(overrides: Sequence[str]):
     return config
 
 
-def _scaling(request: argparse.Namespace) -> dict:
-    from fla_train.bench.scaling import bench_scaling
-
-    names = ("gpus", "models", "steps", "only", "limit")
-    options = {name: getattr(request, name) for name in names}
-    runs = bench_scaling(request.folder, request.overrides, **options)
-    return _content(request, _device()) | {"rows": [asdict(run) for run in runs]}
-
-
-def _evaluation(request: argparse.Namespace) -> dict:
-    from fla_train.bench.evaluation import bench_evaluation
-    from fla_train.eval.paper import ZERO_SHOT
-
-    model = _train_config([f"model={request.model}"]).model
-    options = {name: getattr(request, name) for name in ("lengths", "limit", "batch_size", "rounds")}
-    tasks = request.tasks or list(dict.fromkeys(column.task for column in ZERO_SHOT))
-    records = []
-    for record in bench_evaluation(model, request.mirror, request.tokenizer, tasks=tasks, **options):
-        print(json.dumps(record), flush=True)
-        records.append(record)
-    return _content(request, _device()) | {"rows": records}
-
-
 COMMANDS = {
     "kernels": _kernels,
     "decode": _decode,
@@ -269,8 +245,6 @@ COMMANDS = {
     "train": _train,
     "tune": _tune,
     "precompile": _precompile,
-    "scaling": _scaling,
-    "evaluation": _evaluation,
 }
 
 

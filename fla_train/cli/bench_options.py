@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,13 +24,6 @@ def seconds(text: str) -> float:
     return float(text)
 
 
-def batch_size(text: str) -> str:
-    """A batch size of lm-eval, for argparse."""
-    if not re.fullmatch(r"(auto:)?[1-9]\d*|auto", text):
-        raise argparse.ArgumentTypeError("must be auto, auto:N or a number of at least 1")
-    return text
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fla-bench", description="Measure the operator or the training step on this machine."
@@ -49,8 +41,6 @@ def build_parser() -> argparse.ArgumentParser:
     train = command("train", "optimizer steps on random tokens, with their parts")
     tune = command("tune", "find the fastest launch options of the Triton kernels")
     precompile = command("precompile", "compile the kernels of a training run into a folder for containers")
-    scaling = command("scaling", "fla-train on several numbers of GPUs, beside plain DDP")
-    evaluation = command("evaluation", "answers to lm-eval tasks beside HFLM")
 
     for add, rows in ((kernels, 32), (fused_ops, 8), (tune, 32)):
         add("--batch", type=positive, default=rows, help=f"B: rows (default: {rows})")
@@ -65,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
         add("--num-householder", type=positive, nargs="+", default=list(range(1, most + 1)), help="n_h")
     for add in (kernels, decode, fused_ops, attention):
         add("--dtype", choices=DTYPES, help="of activations (default: bf16 on a GPU, fp32 on a CPU)")
-    for add in (kernels, decode, fused_ops, attention, train, scaling, evaluation):
+    for add in (kernels, decode, fused_ops, attention, train):
         add("--json", type=Path, help="also write everything to this file")
     for add in (kernels, fused_ops, attention):
         add("--rounds", type=positive, default=15, help="samples of each time on a CPU")
@@ -76,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     for add in (kernels, fused_ops, train):
         add("--peak-tflops", type=float, help="ceiling of matrix products")
         add("--bandwidth", type=float, help="ceiling of the memory in TB/s")
-    for add in (train, precompile, scaling):
+    for add in (train, precompile):
         add("overrides", nargs="*", help="of configs/train.yaml, as for fla-train")
 
     switch = argparse.BooleanOptionalAction
@@ -130,22 +120,4 @@ def build_parser() -> argparse.ArgumentParser:
 
     precompile("--folder", type=Path, required=True, help="Triton's cache; containers need it at this path")
 
-    scaling("--folder", type=Path, required=True, help="new: for runs and logs")
-    counts = [1, 2, 4, 8]
-    scaling("--gpus", type=positive, nargs="+", default=counts, help="numbers of them (default: 1 2 4 8)")
-    models = ["340m", "1.3b"]
-    sizes = "of Gated DeltaProduct (default: 340m 1.3b)"
-    scaling("--models", nargs="+", choices=("tiny", *models), default=models, help=sizes)
-    scaling("--steps", type=positive, default=16, help="of a run, with 4 to warm up (default: 16)")
-    scaling("--only", default="", help="regular expression: which runs, by name")
-    scaling("--limit", type=float, default=300, help="seconds for one run (default: 300)")
-
-    evaluation("mirror", type=Path, help="what scripts/build_eval_mirror.py wrote")
-    evaluation("tokenizer", help="folder or Hub name")
-    evaluation("--model", default="gated_delta_product/340m", help="of fla-train --list model")
-    evaluation("--limit", type=positive, help="documents of each task (default: all)")
-    evaluation("--tasks", nargs="+", help="default: those of suite=zero_shot")
-    evaluation("--batch-size", type=batch_size, default="auto", help="of HFLM; ours is always auto")
-    evaluation("--rounds", type=positive, default=2, help="how often a task's requests are answered")
-    evaluation("--lengths", type=positive, nargs="*", default=lengths[1:], help="of a sweep (tokens)")
     return parser

@@ -3,7 +3,7 @@
 fla-runs runs/sweep                                            # every run at or below the folder
 fla-runs runs/a runs/b --metric validation_loss --png curves.png
 fla-runs runs --csv > runs.csv
-fla-runs queue --help                                          # train the papers' expressivity tables
+fla-runs train LIST.yaml                                       # train a list of runs
 """
 
 import argparse
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fla_train.cli.app import fail_by, interruptible, leave
+from fla_train.cli.train_list import train_list
 from fla_train.cli.version import add_version
 
 if TYPE_CHECKING:  # it imports torch, and is not needed for --help
@@ -35,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fla-runs",
         description="List the runs at or below folders, the best first: size, status, losses, tokens per "
-        "second and what differs between their configs; and draw their curves. `fla-runs queue --help` is "
+        "second and what differs between their configs; and draw their curves. `fla-runs train --help` is "
         "about training many.",
     )
     add_version(parser)
@@ -186,10 +187,8 @@ def show(request: argparse.Namespace) -> None:
 def main() -> None:
     """Console command."""
     try:
-        if sys.argv[1:2] == ["queue"]:
-            from fla_train.cli.run_queue import run_queue
-
-            leave(run_queue(sys.argv[2:]))
+        if sys.argv[1:2] == ["train"]:
+            leave(train_list(sys.argv[2:]))
         show(build_parser().parse_args())
     except BrokenPipeError:  # `fla-runs runs | head` has read enough
         leave(0)

@@ -30,15 +30,11 @@ LONGEST_TAG = 64  # characters, W&B's limit
 def train(node: DictConfig) -> int:
     """Train one composed config; in a sweep (`-m`) each job has a run folder of its own."""
     from fla_train import api
-    from fla_train.models.zoo.baseline import new_name
     from fla_train.training.config import to_config
     from fla_train.training.launch import TrainingFailed
     from fla_train.training.preemption import EXIT_CODE, Preempted, leaving_at_once
-    from fla_train.utils.aliases import announce
 
     config, job = to_config(node, HydraConfig.get().overrides.task), sweep_job()
-    if node.baseline is not None:
-        announce("fla-train", f"baseline={node.baseline.kind}", f"{new_name(node.baseline)} and its sizes")
     if job is not None:
         place_job(config, job)
     elif config.run.job is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from fla_train.kernels.delta_product.interface import known_backend, known_recompute
+from fla_train.kernels.delta_product.interface import known_backend
 from fla_train.models.auto import LazyModelConfig
 
 MACHINE_KEYS = ("backend", "recompute_operator")
@@ -101,7 +101,7 @@ class DeltaProductConfig(LazyModelConfig):
     eos_token_id: int | None = None
     pad_token_id: int | None = None
     backend: str = "auto"
-    recompute_operator: bool | int = False  # an int, of earlier versions, means True
+    recompute_operator: bool = False
 
     def __post_init__(self, attn: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         errors = self._translation_errors(attn) + self._errors()
@@ -215,11 +215,12 @@ class DeltaProductConfig(LazyModelConfig):
             errors.append(f"mixer_options must be null or a mapping, got {self.mixer_options!r}")
         if self.hidden_act != "silu" and not _is_activation(self.hidden_act):
             errors.append(f"hidden_act {self.hidden_act!r} is unknown, use 'silu'")
-        for name, known in (("backend", known_backend), ("recompute_operator", known_recompute)):
-            try:
-                setattr(self, name, known(getattr(self, name), name))
-            except ValueError as error:
-                errors.append(str(error))
+        try:
+            known_backend(self.backend)
+        except ValueError as error:
+            errors.append(str(error))
+        if not isinstance(self.recompute_operator, bool):
+            errors.append(f"recompute_operator must be true or false, got {self.recompute_operator!r}")
         return errors
 
     def _fit_errors(self) -> list[str]:

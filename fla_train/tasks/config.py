@@ -61,10 +61,6 @@ class TaskConfig:
     curriculum: list[Any] = field(default_factory=list)
     stop_at: list[Any] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        if self.kind == "in_context_recall" and self.options.get("motif") == 1:
-            del self.options["motif"]  # which configs of earlier versions have
-
     def validation_errors(self) -> list[str]:
         """Every setting that cannot work, one line each; empty when all is well."""
         errors = [

@@ -8,7 +8,7 @@ fails before anything starts. `validate` reports all other errors together.
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +27,6 @@ from fla_train.hub.saved_config import escaped, read_saved
 from fla_train.models.activation_checkpointing import SELECTIVE
 from fla_train.models.build import NODE_KEYS, build_model_config, build_on_meta, is_zoo
 from fla_train.models.configuration import DeltaProductConfig, model_schema
-from fla_train.models.zoo.baseline import BaselineConfig, ignored_overrides, without_baseline
 from fla_train.tasks import TaskConfig, training_task
 from fla_train.training.log import log
 from fla_train.utils.ranks import is_rank
@@ -35,6 +34,8 @@ from fla_train.utils.ranks import is_rank
 AUTO = "auto"
 FLOAT8_CAPABILITY = (8, 9)  # of a GPU
 WARMUP_SHARE, WARMUP_CAP = 0.05, 512  # of the run, and never more than the papers' steps
+# Keys of `model` that a recipe for our family may set though the model of another library does not read them
+ZOO_KEYS = tuple(f"model.{name}" for name in (*NODE_KEYS, "hidden_size", "num_hidden_layers", "head_dim"))
 OF_THE_TASK = ("trainer.seq_len=", "trainer.global_batch_tokens=", "model.vocab_size=")  # overrides
 DECAY_SHARE = 0.2  # of the run, for `wsd`
 VOCABULARY_MULTIPLE = 64  # matmuls with the head are slow at odd sizes
@@ -561,8 +562,7 @@ def register(root: type[TrainConfig] = TrainConfig) -> None:
     """Put the schemas that `train.yaml` merges in Hydra's ConfigStore; `root` may add keys."""
     OmegaConf.register_new_resolver("product", lambda *numbers: int(math.prod(numbers)), replace=True)
     store = ConfigStore.instance()
-    with_alias = make_dataclass(root.__name__, [("baseline", BaselineConfig | None, None)], bases=(root,))
-    store.store(name="train_schema", node=with_alias)
+    store.store(name="train_schema", node=root)
     store.store(name="model_schema", node=model_schema())
     zoo = OmegaConf.create({"source": MISSING, "model_type": MISSING, "config": {}, "vocab_size": None})
     OmegaConf.set_struct(zoo.config, False)  # `model.config.FIELD=...` of fields that the YAML does not name
@@ -582,7 +582,7 @@ def to_config(node: DictConfig | dict, overrides: Sequence[str] = ()) -> TrainCo
         if missing := OmegaConf.missing_keys(node):
             raise ValueError(f"these keys need a value: {', '.join(sorted(missing))}")
         node = escaped(OmegaConf.to_container(node, resolve=True))  # what is resolved is plain text now
-    node = without_baseline(node)
+    node = dict(node)
     if node.get("task") and (
         ignored := [text for text in overrides if text.lstrip("+").startswith(OF_THE_TASK)]
     ):
@@ -591,7 +591,8 @@ def to_config(node: DictConfig | dict, overrides: Sequence[str] = ()) -> TrainCo
             "task.train give batch, vocabulary and length"
         )
     if is_zoo(node.get("model", {})):  # a recipe for our family has set fields that other models do not have
-        if ignored := ignored_overrides(overrides):
+        keys = [text.split("=", 1)[0].lstrip("+~") for text in overrides]
+        if ignored := [key for key in keys if key.startswith("model.") and not key.startswith(ZOO_KEYS)]:
             raise ValueError(
                 f"a {node['model']['model_type']} model does not have {', '.join(ignored)}: write "
                 "model.config.FIELD=... for the fields of its class"

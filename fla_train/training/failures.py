@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fla_train.training.config import TrainConfig
 
 # What torch, cuBLAS, NCCL and the system call it; the classes that they raise it with vary.
-OUT_OF_GPU_MEMORY = "out of GPU memory"  # begins what is said of it, by which `fla-runs queue` knows it
+OUT_OF_GPU_MEMORY = "out of GPU memory"
 OUT_OF_MEMORY = re.compile(
     r"out ?of ?memory|not enough memory|can(?:no|')t allocate memory|ALLOC_FAILED|MemoryAllocation", re.I
 )

@@ -100,8 +100,8 @@ class RunFolder:
             write_whole(folder / "start.json", json.dumps(record) + "\n")
 
     def start_records(self) -> list[Record]:
-        """What `record_start` recorded, oldest first; of earlier versions the lines of starts.jsonl."""
-        files = [self.root / "starts.jsonl", *sorted(self.starts.glob("*/start.json"))]
+        """Return what `record_start` recorded, oldest first."""
+        files = sorted(self.starts.glob("*/start.json"))
         return [record for file in files for record in read_metrics(file)]
 
 

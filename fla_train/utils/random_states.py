@@ -21,7 +21,7 @@ def set_random_states(states: dict) -> None:
     """Inverse of `random_states`."""
     random.setstate(states["python"])
     kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, np.asarray(keys), *rest))  # the keys were an array in older checkpoints
+    np.random.set_state((kind, keys.numpy(), *rest))
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])

@@ -5,7 +5,6 @@ from fla_train.kernels.delta_product.interface import (
     delta_product,
     delta_product_step,
     known_backend,
-    known_recompute,
     resolve_backend,
 )
 from fla_train.kernels.delta_product.selfcheck import CheckReport, check_backend
@@ -17,6 +16,5 @@ __all__ = [
     "delta_product",
     "delta_product_step",
     "known_backend",
-    "known_recompute",
     "resolve_backend",
 ]

@@ -39,7 +39,6 @@ from torch.utils.checkpoint import checkpoint
 
 from fla_train.kernels.delta_product.chunk_torch import chunk_delta_product
 from fla_train.kernels.delta_product.recurrent import compute_dtype, recurrent_delta_product, recurrent_step
-from fla_train.utils.aliases import ALIASES, announce, current_name
 
 BACKENDS = ("recurrent", "chunk", "triton")
 BACKEND_VARIABLE = "FLA_TRAIN_BACKEND"
@@ -97,7 +96,7 @@ def delta_product(
         _check_state("initial_state", initial_state, q, v, sequences, beta.dtype)
     name = resolve_backend(backend, q.device)
     run = load_backend(name)
-    if known_recompute(recompute) and torch.is_grad_enabled():
+    if recompute and torch.is_grad_enabled():
         run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
     if name != "triton":
         q, k = _by_value_head(q, k, v)
@@ -160,31 +159,12 @@ def delta_product_step(
     return recurrent_step(*_by_value_head(q, k, v), v, beta, g, **options)
 
 
-def known_recompute(recompute: object, source: str = "recompute") -> bool:
-    """`recompute` as a bool; `source` names the setting. A number of tokens, of earlier versions, means True.
-
-    Raises:
-        ValueError: for anything else.
-    """
-    if isinstance(recompute, bool):
-        return recompute
-    if not isinstance(recompute, int) or recompute < 1:
-        raise ValueError(f"{source} is {recompute!r}, expected false or true")
-    if not torch.compiler.is_compiling():  # a warning would break the graph
-        announce(source, str(recompute), ALIASES["recompute"]["TOKENS"])
-    return True
-
-
 def known_backend(backend: str, source: str = "backend") -> str:
-    """The present name of a backend, which may be given by an alias; `source` is the setting that has it.
+    """Return the name of a backend if it is known; `source` is the setting that has it.
 
     Raises:
         ValueError: for a name that is neither "auto" nor in `BACKENDS`.
     """
-    if torch.compiler.is_compiling():  # a warning would break the graph
-        backend = ALIASES["backend"].get(backend, backend)
-    else:
-        backend = current_name("backend", backend, source)
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"{source}={backend!r} is unknown: choose auto, {', '.join(BACKENDS)}")
     return backend

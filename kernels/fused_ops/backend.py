@@ -6,13 +6,10 @@ import torch
 from torch import Tensor
 
 from fla_train.kernels.optional_triton import INSTALLED
-from fla_train.utils.aliases import rename_environment
 
 BACKENDS = ("torch", "triton")
 BACKEND_VARIABLE = "FLA_TRAIN_FUSED_OPS"
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-rename_environment()  # at import: torch.compile traces `resolve_backend`
 
 
 def resolve_backend(backend: str, x: Tensor, limit: str | None = None) -> str:

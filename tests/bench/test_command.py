@@ -44,17 +44,6 @@ def test_kernels(tmp_path, capsys) -> None:
     assert sum(row["refused"] is None for row in content["rows"]) == 6  # the peer at n_h = 1 only
 
 
-def test_scaling_keeps_where_it_ran_beside_its_runs(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("fla_train.bench.scaling.carry_out", lambda *_: None)
-    file, folder = tmp_path / "scaling.json", tmp_path / "runs"
-    only = ["--gpus", "1", "--only", "340m-weak"]
-    bench.run(["scaling", "--folder", str(folder), *only, "--json", str(file)])
-    content = json.loads(file.read_text())
-    assert [row["name"] for row in content["rows"]] == ["340m-weak-1"]
-    assert content["settings"]["folder"] == str(folder)
-    assert content["environment"]["packages"]["torch"] and folder.is_dir()
-
-
 @pytest.mark.gpu
 def test_gpu_graphs(capsys) -> None:
     bench.run(["kernels", *SMALL, *CEILINGS, "--num-householder", "2", "--graphs", "--recompute"])
@@ -153,10 +142,6 @@ def test_train_on_two_ranks(tmp_path, capfd) -> None:
         (["decode", "--peers", "llama"], "--peers is for decode with"),
         (["decode", "--model", "gated_delta_product/tiny", "--heads", "2"], "--heads is for decode without"),
         (["fused_ops", "--hidden", "6", "--head-dim", "3"], "rotary needs an even one"),
-        (["scaling", "--folder", "no/folder", "--only", "("], "no regular expression"),
-        (["scaling", "--folder", "no/folder", "--only", "no such run"], "matches none of"),
-        (["evaluation", "no/mirror", "TOKENIZER"], "no/mirror is no folder"),
-        (["evaluation", ".", "TOKENIZER", "--batch-size", "0"], "--batch-size"),
     ],
 )
 def test_a_wrong_request_is_one_line(arguments, message, monkeypatch, capsys) -> None:

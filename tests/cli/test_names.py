@@ -80,7 +80,6 @@ UNKNOWN = {
         "model.num_householders=3": "did you mean model.num_householder?",
         "modle=delta_net/tiny": "did you mean model",
         "wandb.project=x": "write logger.wandb.project=x",
-        "baseline.num_heads=3": "no baseline is chosen",
         "data.mixture.a={weight: 1}": "write +data.mixture={a: {weight: 1}}",
         "+data.mixture.c={weight: 1}": "write +data.mixture={c: {weight: 1}}",
         "data.mixture={b: {weight: 1}}": "write '+data.mixture={b: {weight: 1}}'",

@@ -14,7 +14,6 @@ import torch
 from lm_eval.tasks import TaskManager
 from omegaconf import OmegaConf
 
-from fla_train.cli import bench
 from fla_train.eval import harness
 from fla_train.eval.config import EvalConfig, SuiteConfig, validation_errors
 from fla_train.eval.harness import FlaTrainLM, run_tasks
@@ -264,23 +263,6 @@ def test_the_mirror_script_refuses_what_cannot_work(tmp_path: Path) -> None:
 @pytest.mark.parametrize("batch_size", ["auto", "auto:4"])
 def test_automatic_batches_on_a_cpu(scholar, tokenizer, batch_size: str) -> None:
     assert FlaTrainLM(scholar, tokenizer, batch_size=batch_size).batch_size == harness.CPU_BATCH
-
-
-def test_the_evaluation_is_timed(mirror: Path, monkeypatch, capsys) -> None:
-    """A line per task and round as it ends, with answers of both bridges in it, then the sums."""
-    monkeypatch.setattr("fla_train.bench.evaluation.TaskManager", harness.TaskManager)
-    options = "--model gated_delta_product/tiny --batch-size 4 --tasks wikitext arc_easy --lengths 64".split()
-    bench.run(["evaluation", str(mirror), "bytes", *options])
-    sweep, *tasks, first, second = map(json.loads, capsys.readouterr().out.splitlines()[-7:])
-    assert sweep["length"] == 64 and sweep["tokens_per_second"] > 0
-    named = [(line["task"], line["round"]) for line in tasks]
-    assert named == [("wikitext", 1), ("wikitext", 2), ("arc_easy", 1), ("arc_easy", 2)]
-    for number, total in ((1, first), (2, second)):
-        mine = [line for line in tasks if line["round"] == number]
-        for name in ("ours", "hflm"):
-            assert all(line[name] > 0 for line in mine) and total["round"] == number
-            assert total[name] == pytest.approx(sum(line[name] for line in mine), abs=2e-3)
-        assert total["ratio"] == pytest.approx(total["hflm"] / total["ours"], rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["zero_shot", "recall", "paper"])

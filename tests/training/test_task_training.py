@@ -232,8 +232,8 @@ def test_text_that_a_task_does_not_read_is_named(make, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba_signed"])
-def test_a_baseline_takes_the_models_place(make, name: str) -> None:
-    config = with_task_sizes(make(*SMALL, f"baseline={name}"))
+def test_another_model_takes_the_tasks_vocabulary(make, name: str) -> None:
+    config = with_task_sizes(make(*SMALL, f"model={'hf/' if name == 'llama' else ''}{name}/tiny"))
     data = task_data(config.task, config.seed)
     model, plan = build_model(config, data), make_plan(config, data)
     assert model.config.model_type == {"llama": "llama", "mamba_signed": "signed_mamba"}[name]

@@ -75,8 +75,14 @@ def test_an_empty_run_dir(run_command: Command, sweep: list[str]):
 
 
 @pytest.mark.parametrize("sweep", [[], ["-m"]])
-def test_a_key_of_the_model_that_a_baseline_does_not_read(run_command: Command, sweep: list[str]):
-    words = ["task=group_words", "baseline=llama", "model.num_heads=2", "+model.attn=null", "dry_run=true"]
+def test_a_key_of_our_family_that_another_model_does_not_read(run_command: Command, sweep: list[str]):
+    words = [
+        "task=group_words",
+        "model=hf/llama/tiny",
+        "model.num_heads=2",
+        "+model.attn=null",
+        "dry_run=true",
+    ]
     fault = refused(run_command("fla-train", *sweep, *words))
     assert "model.num_heads, model.attn" in fault and "model.config.FIELD" in fault
 

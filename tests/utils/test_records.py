@@ -78,7 +78,14 @@ def test_a_file_without_damage_is_not_rewritten(tmp_path: Path) -> None:
 
 
 def test_a_wrong_byte_among_the_starts_leaves_the_others(tmp_path: Path) -> None:
-    (tmp_path / "starts.jsonl").write_bytes(
-        b'{"step": 0, "tokens": 0}\n{"step": 3, "tokens": 24}\n{"step\xff": 4, "tokens": 32}\n{"step": 5}\n'
+    lines = (
+        b'{"step": 0, "tokens": 0}',
+        b'{"step": 3, "tokens": 24}',
+        b'{"step\xff": 4, "tokens": 32}',
+        b'{"step": 5}',
     )
+    for number, line in enumerate(lines):
+        folder = tmp_path / "starts" / str(number)
+        folder.mkdir(parents=True)
+        (folder / "start.json").write_bytes(line + b"\n")
     assert resumed_at(tmp_path) == [24]

@@ -1,1 +1,1 @@
-"""Other architectures to compare with, at the sizes of a `model` node; see configs/baseline."""
+"""Other architectures to compare with, at the sizes of a `model` node."""

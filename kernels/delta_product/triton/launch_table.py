@@ -27,7 +27,6 @@ import torch
 
 from fla_train.kernels.delta_product.triton.launches import ROWS
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
-from fla_train.utils.aliases import current_name
 
 # Least extent of the tiles of K and V. On Hopper, Triton 3.6 compiled tiles of 32 columns to wrong dk and to
 # illegal accesses (measured 2026-11-21 with its ptxas 12.8); narrower heads are padded with zeros instead.
@@ -197,10 +196,7 @@ def read_table(file: Path) -> Table:
         ValueError: naming the file and what is wrong with it.
     """
     try:
-        table = as_table(
-            {current_name("launch table", name, str(file)): value for name, value in dict(row).items()}
-            for row in json.loads(file.read_text())["rows"]
-        )
+        table = as_table(map(dict, json.loads(file.read_text())["rows"]))
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as failure:
         reason = " ".join(f"{type(failure).__name__} {failure}".split())
         raise ValueError(

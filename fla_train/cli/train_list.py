@@ -1,0 +1,168 @@
+"""`fla-runs train LIST.yaml`: train a list of runs on this machine, several at once.
+
+    shared: [experiment=compare_50m, data=fineweb]   # overrides of every run
+    runs:
+      delta_net: [model=delta_net/340m]              # name: its own overrides
+      llama: [model=hf/llama/340m, seed=1]
+
+Each run has the folder FOLDER/NAME. Finished runs are left alone and all others resume, so the same command
+continues an interrupted list, also on another machine to which the folder was copied.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+
+import yaml
+
+from fla_train.cli.app import INTERRUPTED
+from fla_train.hub.saved_config import assign
+
+GRACE = 45.0  # seconds before the end of --seconds in which runs save a checkpoint
+POLL = 0.2  # seconds
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the command's options."""
+    parser = argparse.ArgumentParser(
+        prog="fla-runs train",
+        description="Train a list of runs, several at once. The same command continues an interrupted list.",
+    )
+    parser.add_argument("list", type=Path, metavar="LIST.yaml", help="shared overrides, and runs by name")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="more overrides for every run")
+    parser.add_argument("--folder", type=Path, help="folder of the runs (default: runs/LIST)")
+    parser.add_argument(
+        "--only", action="append", metavar="GLOB", help="train the runs whose name matches; may be repeated"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once on each GPU, or on the CPU")
+    parser.add_argument("--gpus", metavar="N,N", help="GPUs to use (default: all; none: the CPU)")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="stop all runs with a checkpoint by then"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="list the runs and their state, train nothing")
+    return parser
+
+
+def read_list(file: Path) -> dict[str, list[str]]:
+    """Return the overrides of each run by name, those of `shared` first.
+
+    Raises:
+        ValueError: the file is not such a list.
+    """
+    content = yaml.safe_load(file.read_text())
+    runs = content.get("runs") if isinstance(content, dict) else None
+    lists = [content.get("shared", []), *runs.values()] if isinstance(runs, dict) else [None]
+    if not all(isinstance(entry, list) and all(isinstance(text, str) for text in entry) for entry in lists):
+        raise ValueError(f"{file}: expected `shared: [KEY=VALUE]` and `runs: {{NAME: [KEY=VALUE]}}`")
+    return {str(name): [*content.get("shared", []), *overrides] for name, overrides in runs.items()}
+
+
+def status(folder: Path) -> str:
+    """Return `new`, or the status of the run in a folder: `running`, `finished` or `stopped`."""
+    from fla_train.run import Run
+
+    return Run(folder).status if (folder / "config.yaml").is_file() else "new"
+
+
+def train_runs(
+    runs: Mapping[str, Sequence[str]],
+    folder: Path,
+    slots: Sequence[str],
+    seconds: float = float("inf"),
+) -> tuple[dict[str, str], int | None]:
+    """Train all runs that have not finished, `len(slots)` at once, each as a single process.
+
+    Args:
+        runs: overrides of `fla-train` by name.
+        folder: each run's folder is `folder / name`.
+        slots: for each place of a run the GPU it sees, "" for the CPU.
+        seconds: time for all of it. Runs are asked to save and stop `GRACE` seconds before its end.
+
+    Returns:
+        the reason of each failed run by name, and the signal that stopped the list or None.
+    """
+    from fla_train.utils.processes import start_command
+
+    stopped: list[int] = []
+    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    previous = {number: signal.signal(number, lambda n, _: stopped.append(n)) for number in handled}
+    waiting, free, failed = list(runs), list(slots), {}
+    running: dict[str, tuple[subprocess.Popen, str]] = {}
+    end, asked = time.monotonic() + seconds, False
+    try:
+        while running or (waiting and not asked):
+            if not asked and (stopped or time.monotonic() > end - GRACE):
+                asked, end = True, min(end, time.monotonic() + GRACE)
+                for process, _ in running.values():
+                    process.send_signal(signal.SIGTERM)
+            while waiting and free and not asked:
+                name = waiting.pop(0)
+                if (state := status(folder / name)) in ("finished", "running"):
+                    print(f"{state:10} {name}", flush=True)
+                    continue
+                (folder / name).mkdir(parents=True, exist_ok=True)
+                slot = free.pop(0)
+                # One thread each, so that results do not depend on how many run at once. Kernels of other
+                # libraries that tune themselves keep the outcome in Triton's cache.
+                variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": slot}
+                variables["TRITON_CACHE_AUTOTUNING"] = os.environ.get("TRITON_CACHE_AUTOTUNING", "1")
+                ours = [assign("run.dir", folder / name), "logger=none", "launch.num_processes=1"]
+                ours += ["trainer.keep_checkpoints=1", *runs[name]]
+                running[name] = start_command("train", ours, folder / name / "output.txt", **variables), slot
+                print(f"started    {name}", flush=True)
+            for name, (process, slot) in list(running.items()):
+                if process.poll() is None:
+                    continue
+                del running[name]
+                free.append(slot)
+                if process.returncode and not asked:
+                    lines = (folder / name / "output.txt").read_text(errors="replace").split("\n")
+                    errors = [line for line in lines if line.startswith("error: ")]
+                    failed[name] = errors[0] if errors else f"error: exit status {process.returncode}"
+                print(f"{status(folder / name):10} {name}  {failed.get(name, '')}".rstrip(), flush=True)
+            if asked and time.monotonic() > end:
+                for process, _ in running.values():
+                    process.kill()
+            time.sleep(POLL)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return failed, stopped[0] if stopped else None
+
+
+def train_list(arguments: Sequence[str]) -> int:
+    """Run the command; return its exit status.
+
+    Raises:
+        ValueError: the list cannot be read, or nothing in it matches.
+    """
+    request = build_parser().parse_intermixed_args(arguments)
+    patterns = request.only or ["*"]
+    runs = {
+        name: [*overrides, *request.overrides]
+        for name, overrides in read_list(request.list).items()
+        if any(fnmatch(name, pattern) for pattern in patterns)
+    }
+    if not runs or request.jobs < 1:
+        raise ValueError(f"--only {' '.join(patterns)} --jobs {request.jobs}: no run of {request.list}")
+    folder = request.folder or Path("runs", request.list.stem)
+    if request.dry_run:
+        print(*(f"{status(folder / name):10} {name}  {' '.join(runs[name])}" for name in runs), sep="\n")
+        return 0
+    visible = request.gpus or os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        from torch.cuda import device_count
+
+        visible = ",".join(map(str, range(device_count())))
+    gpus = [gpu for gpu in visible.split(",") if gpu and gpu != "none"] or [""]
+    failed, number = train_runs(runs, folder, gpus * request.jobs, request.seconds)
+    if number is not None:
+        from fla_train.training.preemption import EXIT_CODE
+
+        return INTERRUPTED if number == signal.SIGINT else EXIT_CODE
+    return 1 if failed else 0
