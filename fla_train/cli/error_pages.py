@@ -3,7 +3,7 @@
 import re
 
 PAGES = {
-    "docs/mixers.md": r"mixer(_options)?\b",
+    "docs/mixers.md": r"(model\.)?mixer(_options)?\b",
     "docs/expressivity.md": r"suite[=.]expressivity\b",
     "docs/evaluation.md": r"(trainer\.)?suite|lm-eval\b|mirror=|evaluations?\b",
     "docs/exports.md": r"hub\.|format=|checkpoint=|export(s|ed)?\b",

@@ -326,11 +326,11 @@ def test_overrides_of_our_family_that_no_other_model_reads() -> None:
     read = ["model.hidden_size=64", "model.num_hidden_layers=2", "model.head_dim=32", "+model.vocab_size=9"]
     others = ["experiment=formal/parity_fast", "model=hf/any", "model.config.a.b=2", "seed=0"]
     assert ignored_overrides([*read, *others]) == []
-    ignored = ["model.num_householder=3", "++model.allow_neg_eigval=true", "~model.attn"]
+    ignored = ["model.num_householder=3", "++model.allow_neg_eigval=true", "~model.use_qk_norm"]
     assert ignored_overrides([*read, *ignored]) == [
         "model.num_householder",
         "model.allow_neg_eigval",
-        "model.attn",
+        "model.use_qk_norm",
     ]
 
 

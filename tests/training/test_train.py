@@ -76,9 +76,15 @@ def test_an_empty_run_dir(run_command: Command, sweep: list[str]):
 
 @pytest.mark.parametrize("sweep", [[], ["-m"]])
 def test_a_key_of_the_model_that_a_baseline_does_not_read(run_command: Command, sweep: list[str]):
-    words = ["task=group_words", "baseline=llama", "model.num_heads=2", "+model.attn=null", "dry_run=true"]
+    words = [
+        "task=group_words",
+        "baseline=llama",
+        "model.num_heads=2",
+        "+model.use_qk_norm=true",
+        "dry_run=true",
+    ]
     fault = refused(run_command("fla-train", *sweep, *words))
-    assert "model.num_heads, model.attn" in fault and "model.config.FIELD" in fault
+    assert "model.num_heads, model.use_qk_norm" in fault and "model.config.FIELD" in fault
 
 
 def test_dry_run_prints_the_plan_and_stops(fla_train, tmp_path: Path):
