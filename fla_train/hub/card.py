@@ -155,7 +155,7 @@ def render_card(
     parts = [
         f"---\n{_front_matter(model, info, model_type)}\n---\n",
         f"# {info.name}\n",
-        f"{_kind(model)} (model type `{model_type}`), {made} with `fla_train`.\n",
+        f"{_kind(model)}, {made} with `fla_train`.\n",
         _table(
             {
                 "parameters": f"{count.total:,}",
@@ -199,8 +199,10 @@ def _kind(model: PreTrainedModel) -> str:
     config = model.config
     if mixer := getattr(config, "mixer", None):
         return f"A language model with the mixer `{mixer}`"
-    if not _has_delta_product(model):
-        return "A language model"
+    if not isinstance(config, DeltaProductConfig):
+        return f"A language model of type `{config.model_type}`"
+    if "linear_attention" not in config.layer_types:
+        return "A Transformer language model"
     steps = config.num_householder
     kind = ("Gated " if config.use_forget_gate else "") + ("DeltaProduct" if steps > 1 else "DeltaNet")
     return f"A {kind} language model" + (f" with n_h = {steps}" if steps > 1 else "")

@@ -14,7 +14,7 @@ from small_models import small_config
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
-from fla_train.hub import export_model, load_model
+from fla_train.hub import CardInfo, export_model, load_model
 from fla_train.kernels.delta_product import delta_product
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
 from fla_train.models.carried_states import CONV, RECURRENT, CarriedStates, StateKey
@@ -22,6 +22,7 @@ from fla_train.models.context import SequenceContext
 from fla_train.models.flops import count_parameters, flops_per_token
 from fla_train.models.mixers import DeltaProductMixer, Mixer
 from fla_train.models.mixers.contract import contract_checks, difference
+from fla_train.models.mixers.registry import runs_operator
 from fla_train.training.config import OptimizerConfig
 from fla_train.training.optimizer import build_optimizer
 
@@ -201,6 +202,18 @@ def test_longhorn_solves_its_equation(exact: bool) -> None:
             third = slope(state + h / 2 * second)
             state = state + h / 6 * (first + 2 * second + 2 * third + slope(state + h * third))
     torch.testing.assert_close(found[0], state, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("example", "ours"), [("linear_attention", False), ("longhorn", True)])
+def test_the_card_and_the_backend_check_follow_the_mixer(
+    build: Callable, tmp_path: Path, example: str, ours: bool
+) -> None:
+    """A subclass of our mixer runs the operator and has its settings; another class has neither."""
+    model = build(**OWN[example])
+    export_model(model, None, tmp_path / "export", CardInfo(name="small"), validate=False)
+    card = (tmp_path / "export/README.md").read_text()
+    assert runs_operator(model.config) == ours == ("| num_householder |" in card)
+    assert card.count(model.config.mixer) > 1 and "delta-product" not in card.split("# ")[0]
 
 
 def test_an_example_marks_its_parameters(build: Callable) -> None:
