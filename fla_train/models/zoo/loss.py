@@ -179,7 +179,7 @@ class _Backbone(nn.Module):
 def whole_rows() -> Iterator[None]:
     """Within it transformers takes each row for one document, and does not wait for the GPU.
 
-    Otherwise its attention models read in each pass whether a row's positions start again (5.17 to 5.23).
+    Otherwise its attention models read in each pass whether a row's positions start again (5.17 to 5.24).
     """
     look = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
