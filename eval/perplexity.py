@@ -24,7 +24,8 @@ from fla_train.eval.halves import in_halves
 from fla_train.eval.intervals import Estimate
 from fla_train.models import DeltaProductForCausalLM
 
-CACHES = ("past_key_values", "cache_params", "state")  # names of the cache: most models, Mamba, RWKV
+# Names of the cache in a model's output: transformers from 5.24 on, most models before, Mamba, RWKV
+CACHES = ("cache", "past_key_values", "cache_params", "state")
 TRIED = 32  # tokens of the check that a model's cache reproduces a single forward pass
 ROUNDING, COARSE_ROUNDING = 1e-3, 0.03  # of logits, relative: in fp32 (as TF32 has it), in 16 bits
 
@@ -251,8 +252,8 @@ def forward(
 ) -> tuple[Tensor, dict[str, Any]]:
     """Logits [B, T, vocabulary] of `ids` [B, T], and the cache after them by its name, if it is kept."""
     output = model(ids, use_cache=keep, **cache)
-    kept = {name: getattr(output, name, None) for name in CACHES}
-    return output.logits, {name: value for name, value in kept.items() if value is not None}
+    name = next((name for name in CACHES if getattr(output, name, None) is not None), None)
+    return output.logits, {} if name is None else {name: getattr(output, name)}
 
 
 @dataclass(frozen=True)

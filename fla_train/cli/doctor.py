@@ -3,21 +3,25 @@
     fla-doctor                                # environment, checks of all backends, kernels of a 340M model
     fla-doctor --verbose                      # every comparison
     fla-doctor --shape 4 8192 16 128 128 1    # kernels for another shape: B T H K V N
+    fla-doctor --mixer package.module:Class   # whether a custom mixer keeps its contract, and nothing else
 
-Exit status 0: every backend that can run here is right. 1: one is not; training refuses to start on it.
+Exit status 0: every backend that can run here is right. 1: one is not; training refuses to start on it. With
+--mixer: 1 if a check of the mixer failed.
 """
 
 import argparse
+import json
 import os
 import shutil
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fla_train.cli.app import fail, interruptible
 from fla_train.cli.version import add_version
 from fla_train.utils.environment import describe_environment
+from fla_train.utils.errors import described
 
 if TYPE_CHECKING:  # imports torch: seconds, which --version and --help do not need
     from fla_train.kernels.delta_product.selfcheck import CheckReport
@@ -81,7 +85,27 @@ def build_parser() -> argparse.ArgumentParser:
         help="print which kernels run, and why, for so many sequences, tokens, heads, key and value channels "
         f"and Householder steps (default: {' '.join(map(str, MODEL_340M))}, a 340M model)",
     )
+    parser.add_argument("--mixer", metavar="MODULE:CLASS", help="check a custom mixer only (docs/mixers.md)")
+    options = "keyword arguments of its constructor"
+    parser.add_argument("--mixer-options", type=json.loads, default={}, metavar="JSON", help=options)
     return parser
+
+
+def check_mixer(path: str, options: dict[str, Any]) -> bool:
+    """Print a line for each check of a custom mixer; return whether all of them passed."""
+    from fla_train.models.mixers.contract import TOLERANCE, contract_checks, difference, small_model
+
+    ok = []
+    for check in contract_checks(small_model(path, options)):
+        try:
+            error = difference(check())
+            ok.append(error <= TOLERANCE)
+            result = f"off by {error:.1e} (allowed: {TOLERANCE:.0e})"
+        except Exception as failure:  # anything that the class may raise
+            ok.append(False)
+            result = described(failure)
+        print(f"  {'ok    ' if ok[-1] else 'FAILED'} {check.__doc__}: {result}", flush=True)
+    return all(ok)
 
 
 @interruptible()
@@ -91,6 +115,11 @@ def main() -> None:
     request = parser.parse_args()
     if min(request.shape) < 1:
         parser.error("--shape takes numbers of at least 1")
+    if request.mixer is not None:
+        try:
+            sys.exit(0 if check_mixer(request.mixer, request.mixer_options) else 1)
+        except ValueError as error:
+            sys.exit(fail(error))
     import torch
 
     from fla_train.bench import backend_checks

@@ -3,8 +3,8 @@
 import re
 
 PAGES = {
-    "docs/mixers.md": r"mixer(_options)?\b",
-    "docs/expressivity.md": r"suite[=.]expressivity\b",
+    "docs/mixers.md": r"(model\.)?mixer(_options)?\b",
+    "docs/expressivity.md": r"suite[=.]expressivity\b|task\.kind\b",
     "docs/evaluation.md": r"(trainer\.)?suite|lm-eval\b|mirror=|evaluations?\b",
     "docs/exports.md": r"hub\.|format=|checkpoint=|export(s|ed)?\b",
     "docs/data.md": r"data\.|mixture\b|the corpus\b|shard\b|fla-prepare\b|tokenizer\b",

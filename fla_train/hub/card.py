@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from fla_train.hub.published_card import CHECKPOINT, PLACEHOLDER, USE
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.flops import count_parameters
+from fla_train.models.mixers import DeltaProductMixer
 
 REMOTE_CODE = """\
 The repository holds the Python code of the model, so torch and transformers are all it needs:
@@ -52,11 +53,14 @@ Its linear layers are the class
 LIBRARIES = {"fla_train": (LOADING, "import fla_train.models\n"), "fla": (LOADING_FLA, "import fla.models\n")}
 GENERATION = """\
 ```python
+import torch
 from transformers import AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained(checkpoint{options})
-inputs = tokenizer("The state of a linear RNN", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
+prompt = tokenizer("The state of a linear RNN", add_special_tokens=False).input_ids
+prefix = getattr(model.config, "document_prefix", [])  # in training it stood before each document
+ids = torch.tensor([prefix + prompt])
+print(tokenizer.decode(model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=50)[0]))
 ```
 """
 # By arXiv identifier; the Hub links a model with the papers whose address its card holds.
@@ -151,7 +155,7 @@ def render_card(
     parts = [
         f"---\n{_front_matter(model, info, model_type)}\n---\n",
         f"# {info.name}\n",
-        f"A language model of type `{model_type}`, {made} with `fla_train`.\n",
+        f"{_kind(model)}, {made} with `fla_train`.\n",
         _table(
             {
                 "parameters": f"{count.total:,}",
@@ -190,6 +194,20 @@ def render_card(
     return "\n".join(parts)
 
 
+def _kind(model: PreTrainedModel) -> str:
+    """Return the kind of model in words, for example "A Gated DeltaProduct language model with n_h = 3"."""
+    config = model.config
+    if mixer := getattr(config, "mixer", None):
+        return f"A language model with the mixer `{mixer}`"
+    if not isinstance(config, DeltaProductConfig):
+        return f"A language model of type `{config.model_type}`"
+    if "linear_attention" not in config.layer_types:
+        return "A Transformer language model"
+    steps = config.num_householder
+    kind = ("Gated " if config.use_forget_gate else "") + ("DeltaProduct" if steps > 1 else "DeltaNet")
+    return f"A {kind} language model" + (f" with n_h = {steps}" if steps > 1 else "")
+
+
 def _has_delta_product(model: PreTrainedModel) -> bool:
     config = model.config
     ours = isinstance(config, DeltaProductConfig) and config.mixer is None
@@ -199,6 +217,7 @@ def _has_delta_product(model: PreTrainedModel) -> bool:
 def _front_matter(model: PreTrainedModel, info: CardInfo, model_type: str) -> str:
     """What the Hub's filters read. Losses of synthetic tasks and unnamed data are results all the same."""
     ours = ["linear-rnn"] if _has_delta_product(model) else []
+    kind = [] if getattr(model.config, "mixer", None) else [model_type.replace("_", "-")]
     data = info.datasets[0] if len(info.datasets) == 1 else info.data or "unnamed"
     measured = {
         f"{name} loss": value for name, value in info.losses.items() if name != "train"
@@ -214,7 +233,7 @@ def _front_matter(model: PreTrainedModel, info: CardInfo, model_type: str) -> st
         library_name="transformers",
         model_name=info.name,
         pipeline_tag="text-generation",
-        tags=[*ours, "fla-train", model_type.replace("_", "-")],
+        tags=[*ours, "fla-train", *kind],
     ).to_yaml()
 
 
@@ -233,10 +252,12 @@ def _citations(config: DeltaProductConfig) -> str:
 def _architecture(model: PreTrainedModel) -> dict[str, object]:
     kinds = Counter(getattr(model.config, "layer_types", None))
     others = not isinstance(model.config, DeltaProductConfig)  # which have only some of these
-    names = ("hidden_size", "num_hidden_layers", "intermediate_size", "tie_word_embeddings")
+    names = ("mixer", "mixer_options", "hidden_size", "num_hidden_layers", "intermediate_size")
+    names += ("tie_word_embeddings",)
     if others or "linear_attention" in kinds:
-        names += ("num_heads", "head_dim", "num_householder", "state_size")
-        names += ("use_forget_gate", "allow_neg_eigval", "use_output_gate")
+        names += ("num_heads", "head_dim", "state_size")
+    if others or any(isinstance(module, DeltaProductMixer) for module in model.modules()):
+        names += ("num_householder", "use_forget_gate", "allow_neg_eigval", "use_output_gate")
     if others or kinds.keys() != {"linear_attention"}:
         names += ("num_attention_heads", "num_key_value_heads", "sliding_window")
     layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())

@@ -41,6 +41,7 @@ class LazyModelConfig(PreTrainedConfig):
 def register(config: type[LazyModelConfig], modeling_module: str) -> None:
     """Make `config` known to `AutoConfig`; `modeling_module` is the full name of its models' module."""
     config.modeling_module = modeling_module
+    config.auto_map = {}  # TRL reads it of every model whose class is not one of transformers' own
     AutoConfig.register(config.model_type, config, exist_ok=True)
 
 

@@ -48,9 +48,7 @@ class DeltaProductConfig(LazyModelConfig):
     (None: `num_heads`), `num_key_value_heads` (None: as many), `sliding_window` and `rope_theta` (None: no
     positions) belong to the attention layers. So do `use_qk_norm`, an RMSNorm over all channels of q and one
     over those of k, and `norm_after`, which normalises the outputs of attention and MLP instead of their
-    inputs: both as in OLMo 2 (arXiv 2501.00656). flash-linear-attention's `attn`, `{"layers": [3, 7],
-    "num_heads": 8, "num_kv_heads": 8, "window_size": None, "rope_theta": 10000.0}`, is translated into these
-    fields.
+    inputs: both as in OLMo 2 (arXiv 2501.00656).
 
     `mixer` is the class of the linear layers, `package.module:Class`, built with `mixer_options`; None:
     `DeltaProductMixer`. `fla_train.models.mixers.Mixer` says what it must be. A config that is read from a
@@ -103,9 +101,8 @@ class DeltaProductConfig(LazyModelConfig):
     backend: str = "auto"
     recompute_operator: bool = False
 
-    def __post_init__(self, attn: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        errors = self._translation_errors(attn) + self._errors()
-        if errors := errors or self._fit_errors():
+    def __post_init__(self, **kwargs: Any) -> None:
+        if errors := self._errors() or self._fit_errors():
             raise ValueError(f"model config: {'; '.join(errors)}")
         if self.intermediate_size is None:
             self.intermediate_size = 256 * math.ceil(int(self.hidden_size * self.hidden_ratio * 2 / 3) / 256)
@@ -155,31 +152,6 @@ class DeltaProductConfig(LazyModelConfig):
         elif "sliding_attention" not in self.layer_types:
             unused += ("sliding_window",)
         return {key: value for key, value in super().to_diff_dict().items() if key not in unused}
-
-    def _translation_errors(self, attn: Mapping[str, Any] | None) -> list[str]:
-        """Set the fields that `attn` gives by flash-linear-attention's names, unless it has errors."""
-        if attn is None:
-            return []
-        known = ("layers", *ATTN_KEYS)
-        if not isinstance(attn, Mapping):
-            return [f"attn must be null or a mapping of {', '.join(known)}, got {attn!r}"]
-        errors = [f"attn.{key} is unknown, use {', '.join(known)}" for key in attn if key not in known]
-        errors += [f"attn.{key} is required" for key in ("layers", "num_heads") if attn.get(key) is None]
-        if self.layer_types is not None:
-            errors.append("attn and layer_types say the same: leave out attn")
-        layers, count = attn.get("layers"), self.num_hidden_layers
-        layers = [] if layers is None else layers
-        if not isinstance(layers, list | tuple) or not all(isinstance(layer, int) for layer in layers):
-            errors.append(f"attn.layers must be a list of integers, got {layers!r}")
-        elif isinstance(count, int) and (outside := [i for i in layers if not 0 <= i < count]):
-            errors.append(f"attn.layers {outside} do not exist, layers are 0..{count - 1}")
-        if errors or not isinstance(count, int):
-            return errors
-        kind = "full_attention" if attn.get("window_size") is None else "sliding_attention"
-        self.layer_types = [kind if i in layers else "linear_attention" for i in range(count)]
-        for key in attn.keys() & ATTN_KEYS:
-            setattr(self, ATTN_KEYS[key], attn[key])
-        return []
 
     def _errors(self) -> list[str]:
         """Errors of single fields."""
@@ -276,10 +248,10 @@ def config_fields() -> dict[str, dataclasses.Field]:
 def model_schema() -> type:
     """A dataclass with the fields, types and defaults of `DeltaProductConfig`, for Hydra's `model` node.
 
-    There `vocab_size` may be null: a run takes its tokenizer's. `attn` is the former name of five fields.
+    There `vocab_size` may be null: a run takes its tokenizer's.
     """
     fields = {name: (f.type, f.default) for name, f in config_fields().items()}
-    fields |= {"attn": (Any, None), "mixer_options": (Any, None), "vocab_size": (int | None, None)}
+    fields |= {"mixer_options": (Any, None), "vocab_size": (int | None, None)}
     return dataclasses.make_dataclass(
         "ModelSchema",
         [(name, kind, dataclasses.field(default=default)) for name, (kind, default) in fields.items()],
@@ -294,7 +266,7 @@ def build_config(node: Mapping[str, Any]) -> DeltaProductConfig:
     Raises:
         ValueError: for unknown keys, or for settings that do not fit together.
     """
-    if unknown := sorted(set(node) - {*config_fields(), "attn"}):
+    if unknown := sorted(set(node) - set(config_fields())):
         raise ValueError(
             f"model config: unknown {', '.join(unknown)}; known are {', '.join(config_fields())}"
         )

@@ -66,9 +66,10 @@ def takes_loop(
         type(cache) is DynamicCache
         and not cache.offloading
         and not (wanted.return_dict_in_generate and any(getattr(wanted, f"output_{x}") for x in returned))
-        and not (wanted.is_assistant or torch.is_autocast_enabled(model.device.type))
+        and not wanted.is_assistant
         and stopping_criteria.max_length is not None
-        and _is_plain_model(model)
+        and _is_plain_model(model)  # so its device is not meta, for which torch knows no autocast
+        and not torch.is_autocast_enabled(model.device.type)
         and (mask is None or not model.config.attention_layers or _is_left_padded(mask))
     )
 

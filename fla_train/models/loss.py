@@ -14,6 +14,15 @@ def next_tokens(labels: Tensor) -> Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=IGNORE)
 
 
+def target_count(targets: Tensor, given: int | Tensor | None = None) -> int | Tensor:
+    """Return the divisor of a summed loss: `given` by the caller, or the number of `targets`.
+
+    Without any target it is 1, not 0: the loss and its gradients are then 0, where 0 / 0 would be NaN.
+    """
+    count = (targets != IGNORE).sum() if given is None else given
+    return count + (count == 0)  # not a clamp: ranks that average gradients may give a count below 1
+
+
 def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """-log softmax(hidden @ weight^T)[target] for each row, in fp32 and without gradients; 0 at IGNORE.
 

@@ -37,7 +37,13 @@ from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import PACKING, Masks, SequenceContext, document_bounds, masks
 from fla_train.models.decoding import PREFILL_TOKENS, generate_tokens, takes_loop
 from fla_train.models.layers import GatedMLP, RMSNorm, ShortConvolution, is_plain, matmul_dtype, norm_mlp
-from fla_train.models.loss import IGNORE, linear_cross_entropy, losses_of_logits, next_tokens, token_losses
+from fla_train.models.loss import (
+    linear_cross_entropy,
+    losses_of_logits,
+    next_tokens,
+    target_count,
+    token_losses,
+)
 from fla_train.models.mixers.registry import build_mixer, check_output, linear_mixer, takes_cache
 
 logger = logging.get_logger(__name__)
@@ -317,7 +323,7 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
                 but none with labels in training mode (which never makes the [B, T, vocabulary] logits).
             num_items_in_batch: what the summed loss is divided by: the number of targets of the *global*
                 batch (over the ranks, where gradients are averaged), so that gradients summed over
-                micro-batches are exact. Default: the number of targets in `labels`.
+                micro-batches are exact. Default: the number of targets in `labels`. 0 counts as 1.
             others: `shift_labels` [B, T], the target of each position, in place of `labels` where a caller
                 has shifted them already (Trainer would require of every batch what the signature calls
                 labels); and `context_part` and `packing` of the backbone.
@@ -351,14 +357,12 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
 
         loss = logits = None
         if shift_labels is not None:
-            if num_items_in_batch is None:
-                num_items_in_batch = (shift_labels != IGNORE).sum().clamp(min=1)
             tokens, targets = hidden.flatten(0, 1), shift_labels.flatten()
             if is_plain(self.lm_head):
                 total = linear_cross_entropy(tokens, self.lm_head.weight, targets)
             else:  # it must be called: offloaded, adapted or hooked
                 total = losses_of_logits(self.lm_head(tokens), targets).sum()
-            loss = total / num_items_in_batch
+            loss = total / target_count(shift_labels, num_items_in_batch)
         if shift_labels is None or not self.training or logits_to_keep is not None:
             indices = isinstance(logits_to_keep, Tensor)
             logits = self.lm_head(
@@ -411,7 +415,9 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
             generation_config.use_cache = model_kwargs["use_cache"] = False
             return
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *rest)
-        cache_for(model_kwargs.get(CACHE_NAME), self.config, False, self.device)
+        # Offloaded embeddings are on the meta device; a count on the CPU works with tensors on any device.
+        device = torch.device("cpu") if self.device.type == "meta" else self.device
+        cache_for(model_kwargs.get(CACHE_NAME), self.config, False, device)
 
     def _prefill(
         self,

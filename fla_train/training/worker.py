@@ -143,10 +143,11 @@ def _check_backend(config: "TrainConfig", log: Callable[[str], None]) -> None:
     import torch
 
     from fla_train.kernels.delta_product.selfcheck import check_backend, model_cases
-    from fla_train.models.build import is_zoo
+    from fla_train.models.build import build_model_config, is_zoo
+    from fla_train.models.mixers.registry import runs_operator
 
     model = config.model
-    if is_zoo(model):
+    if is_zoo(model) or not runs_operator(build_model_config(model)):
         return
     report = check_backend(
         model["backend"],

@@ -319,10 +319,12 @@ def test_the_card_cites_what_the_model_uses(settings: dict, papers: set[str], tm
 def test_the_cards_code_runs(kind: str, small_model, tokenizer, tmp_path: Path) -> None:
     baseline = SignedMambaForCausalLM(SignedMambaConfig(vocab_size=5, hidden_size=16, num_hidden_layers=1))
     model, with_tokenizer = (small_model, tokenizer) if kind == "text" else (baseline, None)
-    card = (export_model(model, with_tokenizer, tmp_path / "export") / "README.md").read_text()
+    info = CardInfo(seq_len=64)
+    card = (export_model(model, with_tokenizer, tmp_path / "export", info) / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", card, re.S)
     assert "trust_remote_code=True" in blocks[0]
     assert len(blocks) == (2 if kind == "text" else 1)
     names: dict = {}
     exec("".join(blocks).replace("user/model", str(tmp_path / "export")), names)
     assert type(names["model"]) is type(model)
+    assert kind == "task" or names["ids"][0, 0] == tokenizer.eos_token_id  # as before documents in training

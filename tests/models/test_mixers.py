@@ -14,13 +14,15 @@ from small_models import small_config
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
-from fla_train.hub import export_model, load_model
+from fla_train.hub import CardInfo, export_model, load_model
 from fla_train.kernels.delta_product import delta_product
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
 from fla_train.models.carried_states import CONV, RECURRENT, CarriedStates, StateKey
 from fla_train.models.context import SequenceContext
 from fla_train.models.flops import count_parameters, flops_per_token
 from fla_train.models.mixers import DeltaProductMixer, Mixer
+from fla_train.models.mixers.contract import contract_checks, difference
+from fla_train.models.mixers.registry import runs_operator
 from fla_train.training.config import OptimizerConfig
 from fla_train.training.optimizer import build_optimizer
 
@@ -34,6 +36,8 @@ OWN = {
 }
 every_example = pytest.mark.parametrize("example", OWN)
 PLAIN = """
+from dataclasses import replace
+from linear_attention import LinearAttention
 from torch import nn
 class Mean(nn.Module):  # of all tokens so far; it keeps no states
     def __init__(self, config, layer_index, scale=1.0):
@@ -50,6 +54,21 @@ class NoContext(nn.Module):
 class Pair(Mean):  # as layers that return their cache, too
     def forward(self, x, context=None):
         return super().forward(x), None
+class Acausal(LinearAttention):
+    def forward(self, x, context=None, cache=None):
+        return super().forward(x, context, cache) + x.roll(-1, dims=1)
+class Unmasked(LinearAttention):
+    def forward(self, x, context=None, cache=None):
+        return super().forward(x, replace(context, padding_mask=None), cache)
+class Joined(LinearAttention):
+    def forward(self, x, context=None, cache=None):
+        return super().forward(x, replace(context, position_in_document=None), cache)
+class Forgetful(LinearAttention):
+    def forward(self, x, context=None, cache=None):
+        return super().forward(x, context)
+class Infinite(LinearAttention):
+    def forward(self, x, context=None, cache=None):
+        return super().forward(x, context, cache) + (self.temperature - self.temperature).sqrt().sum()
 class Last(Mean):  # broadcast over the residual stream it would train on
     def forward(self, x, context=None):
         return super().forward(x)[:, -1:]
@@ -77,37 +96,40 @@ def close(found: Tensor, expected: Tensor) -> None:
 @every_example
 @torch.no_grad()
 def test_an_example_meets_the_contract(build: Callable, tokens: Tensor, example: str) -> None:
-    """Padding on either side, packed documents, cuts with a cache, generation: all equal whole passes."""
     model = build(**OWN[example])
-    lengths = [19, 11, 4]
-    alone = [model(row[None, :n]).logits[0] for row, n in zip(tokens, lengths, strict=True)]
-    mask = torch.arange(19) < torch.tensor(lengths)[:, None]
-    left = torch.stack([row.roll(19 - n) for row, n in zip(tokens, lengths, strict=True)])
-    right = model(tokens, attention_mask=mask.long()).logits
-    padded = model(left, attention_mask=mask.flip(1).long(), use_cache=True)
-    for i, n in enumerate(lengths):
-        close(right[i, :n], alone[i])
-        close(padded.logits[i, 19 - n :], alone[i])
+    for check in contract_checks(model):
+        with torch.enable_grad():
+            assert difference(check()) < 1e-6, check.__doc__
 
-    bounds = torch.tensor([0, 8, 8, 9, 22])
-    packed = model(torch.cat([tokens[0, :8], tokens[1, :1], tokens[2, :13]])[None], cu_seqlens=bounds)
-    pieces = (tokens[0, :8], tokens[1, :1], tokens[2, :13])
-    close(packed.logits[0], torch.cat([model(piece[None]).logits[0] for piece in pieces]))
+    cache = StaticCache(config=model.config, max_cache_len=19)
+    parts = [model(part, past_key_values=cache).logits for part in tokens.split([1, 9, 2, 1, 6], dim=1)]
+    close(torch.cat(parts, 1), model(tokens).logits)
 
-    whole = model(tokens).logits
-    for cache in (None, StaticCache(config=model.config, max_cache_len=19)):
-        parts = []
-        for part in tokens.split([1, 9, 2, 1, 6], dim=1):
-            output = model(part, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            parts.append(output.logits)
-        close(torch.cat(parts, 1), whole)
-
+    mask = torch.arange(6) >= torch.tensor([[0], [2], [5]])
     beams = {"num_beams": 2, "max_new_tokens": 5, "pad_token_id": 0, "do_sample": False}
-    beams["attention_mask"] = mask.flip(1)[:, -6:].long()
-    found = model.generate(left[:, -6:], **beams)
-    again = model.generate(left[:, -6:], use_cache=False, **beams)
+    found, again = (
+        model.generate(tokens[:, :6], attention_mask=mask.long(), use_cache=use_cache, **beams)
+        for use_cache in (True, False)
+    )
     assert torch.equal(found, again)
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("Acausal", {"later token", "padding", "documents", "pieces"}),
+        ("Unmasked", {"padding"}),
+        ("Joined", {"documents"}),
+        ("Forgetful", {"pieces"}),
+        ("Infinite", {"gradients"}),
+    ],
+)
+def test_the_doctor_finds_what_a_mixer_breaks(run_command: Callable, name: str, broken: set[str]) -> None:
+    options = ["--mixer-options", '{"chunk": 4}']
+    code, out, _ = run_command("fla-doctor", "--mixer", f"plain:{name}", *options)
+    failed = [line for line in out.splitlines() if "FAILED" in line]
+    assert code == 1 and len(failed) == len(broken), out
+    assert all(any(word in line for line in failed) for word in broken), out
 
 
 @pytest.mark.parametrize("example", ["linear_attention", "longhorn"])
@@ -197,13 +219,19 @@ def test_longhorn_solves_its_equation(exact: bool) -> None:
     torch.testing.assert_close(found[0], state, rtol=1e-4, atol=1e-5)
 
 
-def test_examples_train_in_half_precision_and_mark_their_parameters(build: Callable, tokens: Tensor) -> None:
-    for settings in OWN.values():
-        model = build(**settings).float().train()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(tokens, labels=tokens).loss
-        loss.backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+@pytest.mark.parametrize(("example", "ours"), [("linear_attention", False), ("longhorn", True)])
+def test_the_card_and_the_backend_check_follow_the_mixer(
+    build: Callable, tmp_path: Path, example: str, ours: bool
+) -> None:
+    """A subclass of our mixer runs the operator and has its settings; another class has neither."""
+    model = build(**OWN[example])
+    export_model(model, None, tmp_path / "export", CardInfo(name="small"), validate=False)
+    card = (tmp_path / "export/README.md").read_text()
+    assert runs_operator(model.config) == ours == ("| num_householder |" in card)
+    assert card.count(model.config.mixer) > 1 and "delta-product" not in card.split("# ")[0]
+
+
+def test_an_example_marks_its_parameters(build: Callable) -> None:
     model = build(**OWN["linear_attention"])
     settings = OptimizerConfig("adamw", 1e-3, 0.1, 0.9, 0.95, 1e-8, 1.0)
     plain = {id(p) for p in build_optimizer(model, settings).param_groups[1]["params"]}

@@ -1,7 +1,6 @@
 """The config's checks, its Hydra schema, the YAML files, and counts of parameters, FLOPs and bytes."""
 
 import dataclasses
-import json
 import subprocess
 import sys
 from typing import Any
@@ -86,13 +85,6 @@ def test_all_errors_are_reported_together():
         ({"use_forget_gate": "false"}, "use_forget_gate must be true or false, got 'false'"),
         ({"allow_neg_eigval": None}, "allow_neg_eigval must be true or false, got None"),
         ({"num_householder": True}, "num_householder must be an integer >= 1, got True"),
-        ({"attn": {"layers": [9], "num_heads": 4}}, r"attn.layers \[9\] do not exist, layers are 0..1"),
-        ({"attn": {"layers": [0], "num_heads": 4, "window": 3}}, "attn.window is unknown"),
-        ({"attn": {"layers": [0]}}, "attn.num_heads is required"),
-        ({"attn": {"layers": 0, "num_heads": 4}}, "attn.layers must be a list of integers, got 0"),
-        ({"attn": {"layers": [0], "num_heads": "4"}}, "num_attention_heads must be an integer >= 1, got '4'"),
-        ({"attn": 4}, "attn must be null or a mapping of layers, num_heads"),
-        ({"attn": {"layers": [0], "num_heads": 4}, "layer_types": ["full_attention"]}, "leave out attn"),
     ],
 )
 def test_errors_of_attention_layers(fields, message):
@@ -105,30 +97,6 @@ def test_errors_of_attention_layers(fields, message):
 def test_sizes_and_scales_are_finite(key, value):
     with pytest.raises(ValueError, match=f"{key} must be > 0 and finite"):
         small_config(**{key: value})
-
-
-def test_the_attn_of_flash_linear_attention_is_translated(tmp_path):
-    """From a constructor, an exported config.json of earlier versions and the command line."""
-    attn = {"layers": [1, 0, 1], "num_heads": 4, "num_kv_heads": 2, "window_size": 5, "rope_theta": 100.0}
-    expected = small_config(
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        rope_theta=100.0,
-        layer_types=["sliding_attention"],
-        sliding_window=5,
-    )
-    config = small_config(attn=attn)
-    assert config.to_dict() == expected.to_dict()
-    config.save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    content = json.loads(file.read_text())
-    for name in ("layer_types", "num_attention_heads", "num_key_value_heads", "rope_theta", "sliding_window"):
-        del content[name]
-    file.write_text(json.dumps(content | {"attn": attn}))
-    assert DeltaProductConfig.from_pretrained(tmp_path).layer_types == expected.layer_types
-    full = config_of("model.attn={layers:[1],num_heads:2}")
-    assert full.layer_types == ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
-    assert (full.num_attention_heads, full.num_key_value_heads, full.sliding_window) == (2, 2, None)
 
 
 def test_layer_types_repeat_and_are_saved_for_attention_only(tmp_path):
@@ -158,7 +126,6 @@ def test_schema_has_the_fields_and_defaults_of_the_config():
     fields = {f.name: getattr(schema, f.name) for f in dataclasses.fields(schema)}
     assert fields.pop("intermediate_size") is None
     assert fields.pop("vocab_size") is None  # a run takes its tokenizer's
-    assert fields.pop("attn") is None  # the former name of five fields
     for name in ("layer_types", "num_attention_heads", "num_key_value_heads"):  # the config fills them in
         assert fields.pop(name) is None
     assert fields == {name: getattr(config, name) for name in fields}

@@ -1,6 +1,7 @@
 """Models that a `device_map` spreads: what accelerate keeps elsewhere, copies and moves changes no number."""
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,18 +12,20 @@ from fla_train.models import DeltaProductForCausalLM
 from fla_train.models.context import SequenceContext
 
 ON_DISK = ("model.layers.1", "model.norm", "lm_head")
-PLACES = {"model.embeddings": "cpu", "model.layers.0": "cpu"} | dict.fromkeys(ON_DISK, "disk")
+HALF = {"model.embeddings": "cpu", "model.layers.0": "cpu"} | dict.fromkeys(ON_DISK, "disk")
+ALL = {"": "disk"}
 
 
-@pytest.fixture(params=["gated_delta_product", "hybrid"])
+@pytest.fixture(params=product(["gated_delta_product", "hybrid"], [HALF, ALL]), ids=str)
 def pair(
     request: pytest.FixtureRequest, build: Callable, tmp_path: Path
 ) -> tuple[DeltaProductForCausalLM, DeltaProductForCausalLM]:
-    """The same model twice: as it is, and with half of its weights on disk until a layer is called."""
-    model = build(request.param)
+    """The same model twice: as it is, and with half or all of its weights on disk until a layer is called."""
+    variant, places = request.param
+    model = build(variant)
     model.save_pretrained(tmp_path / "model")
     spread = DeltaProductForCausalLM.from_pretrained(
-        tmp_path / "model", dtype="auto", device_map=PLACES, offload_folder=tmp_path / "offload"
+        tmp_path / "model", dtype="auto", device_map=places, offload_folder=tmp_path / "offload"
     )
     spread.config.backend = model.config.backend
     assert spread.model.layers[1].mlp.down_proj.weight.is_meta and spread.lm_head.weight.is_meta
@@ -42,11 +45,12 @@ def test_losses_and_logits_are_the_same(pair, tokens: torch.Tensor) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)
 
 
-def test_generation_is_the_same(pair, tokens: torch.Tensor) -> None:
+@pytest.mark.parametrize("beams", [1, 2])
+def test_generation_is_the_same(pair, tokens: torch.Tensor, beams: int) -> None:
     mask = torch.ones_like(tokens)
     mask[0, :5] = 0
     settings = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
-    expected, found = (model.generate(tokens, num_beams=2, **settings) for model in pair)
+    expected, found = (model.generate(tokens, num_beams=beams, **settings) for model in pair)
     assert torch.equal(found, expected)
 
 

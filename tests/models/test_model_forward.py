@@ -251,9 +251,10 @@ def test_uneven_micro_batches_sum_to_the_whole_batch(build, tokens):
         torch.testing.assert_close(parameter.grad, expected[name], **EXACT)
 
 
-def test_a_batch_without_targets_has_loss_zero(build, tokens):
+@pytest.mark.parametrize("items", [None, 0, torch.tensor(0)])
+def test_a_batch_without_targets_has_loss_zero(build, tokens, items):
     model = build()
-    loss = model(tokens, labels=torch.full_like(tokens, -100)).loss
+    loss = model(tokens, labels=torch.full_like(tokens, -100), num_items_in_batch=items).loss
     loss.backward()
     assert loss == 0 and all(not p.grad.any() for p in model.parameters())
 

@@ -174,3 +174,14 @@ def test_fine_tuning_by_trl(build: Callable, tokens: torch.Tensor, tmp_path: Pat
     trainer.train()
     assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-5)
     assert trainer.state.log_history[0]["num_tokens"] == 26
+
+
+def test_trl_loads_a_model_by_its_folder(build: Callable, tmp_path: Path) -> None:
+    """As `SFTTrainer("folder")` does, and `DPOTrainer(model)` for its reference."""
+    utils = pytest.importorskip("trl.trainer.utils")
+    model = build()
+    model.save_pretrained(tmp_path)
+    loaded = utils.create_model_from_path(str(tmp_path))
+    assert type(loaded) is type(model)
+    loaded.save_pretrained(tmp_path)
+    assert "auto_map" not in (tmp_path / "config.json").read_text()

@@ -212,6 +212,17 @@ def test_micro_batches_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(2 * half, whole)
 
 
+@pytest.mark.parametrize("name", ["llama", "scale", "unknown", "experts"])  # one of each kind of head
+@pytest.mark.parametrize("items", [None, torch.tensor(0)])
+def test_a_batch_without_targets_has_loss_zero(name: str, items: Tensor | None) -> None:
+    model = build(name)
+    ids = torch.randint(VOCABULARY, (2, 9))
+    labels = torch.full_like(ids, -100)
+    loss = model(input_ids=ids, labels=labels, num_items_in_batch=items, use_cache=False).loss
+    loss.backward()
+    assert loss == 0 and all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
 @pytest.mark.parametrize("name", NODES)
 def test_a_node_follows_from_the_config(name: str) -> None:
     config = build_model_config(NODES[name])

@@ -80,11 +80,11 @@ def test_a_key_of_our_family_that_another_model_does_not_read(run_command: Comma
         "task=group_words",
         "model=hf/llama/tiny",
         "model.num_heads=2",
-        "+model.attn=null",
+        "+model.use_qk_norm=true",
         "dry_run=true",
     ]
     fault = refused(run_command("fla-train", *sweep, *words))
-    assert "model.num_heads, model.attn" in fault and "model.config.FIELD" in fault
+    assert "model.num_heads, model.use_qk_norm" in fault and "model.config.FIELD" in fault
 
 
 def test_dry_run_prints_the_plan_and_stops(fla_train, tmp_path: Path):

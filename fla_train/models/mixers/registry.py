@@ -54,6 +54,11 @@ def linear_mixer(config: DeltaProductConfig) -> type[Mixer]:
     return _imported(config.mixer)
 
 
+def runs_operator(config: DeltaProductConfig) -> bool:
+    """Return whether the linear layers run this package's operator: `DeltaProductMixer`, or a subclass."""
+    return "linear_attention" in config.layer_types and issubclass(linear_mixer(config), DeltaProductMixer)
+
+
 def takes_cache(mixer: type[Mixer]) -> bool:
     """Whether the mixer can continue from states of earlier tokens."""
     return "cache" in inspect.signature(mixer.forward).parameters

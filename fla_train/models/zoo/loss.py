@@ -25,6 +25,7 @@ from fla_train.models.loss import (
     linear_cross_entropy,
     losses_of_logits,
     next_tokens,
+    target_count,
     token_losses,
 )
 
@@ -56,8 +57,7 @@ class FusedLoss:
         if labels is None or not self.training:
             return super().forward(*args, labels=labels, **inputs)
         targets = next_tokens(labels)
-        count = (targets != IGNORE).sum()
-        divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        divisor = target_count(targets, num_items_in_batch)
         outputs = self._run_backbone(*args, cu_seqlens=cu_seqlens, **inputs)
         hidden, targets = outputs[0].flatten(0, 1), targets.flatten()
         match self._kind_of_head(outputs):
@@ -72,7 +72,8 @@ class FusedLoss:
         loss = total / divisor
         if getattr(self.config, "output_router_logits", False):
             balance = self._head_outputs(outputs, hidden[:1]).aux_loss
-            loss = loss + self.router_aux_loss_coef * balance * (count / divisor)
+            share = (targets != IGNORE).sum() / divisor
+            loss = loss + self.router_aux_loss_coef * balance * share
         return CausalLMOutput(loss=loss)
 
     @torch.no_grad()
@@ -178,7 +179,7 @@ class _Backbone(nn.Module):
 def whole_rows() -> Iterator[None]:
     """Within it transformers takes each row for one document, and does not wait for the GPU.
 
-    Otherwise its attention models read in each pass whether a row's positions start again (5.17 to 5.23).
+    Otherwise its attention models read in each pass whether a row's positions start again (5.17 to 5.24).
     """
     look = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None

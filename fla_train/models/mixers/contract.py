@@ -1,0 +1,88 @@
+"""Check that a mixer keeps its contract (docs/mixers.md); `fla-doctor --mixer` prints the results.
+
+Each check computes the same outputs of a small model in two ways. Its result is the largest difference
+between the two, relative to the largest output.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fla_train.models.configuration import DeltaProductConfig
+from fla_train.models.modeling import DeltaProductForCausalLM
+
+TOLERANCE = 1e-3  # of a result in fp32; a mixer that breaks its contract is off by much more
+LENGTHS = (19, 11, 4)  # of three rows, without their padding to the longest
+Pairs = list[tuple[Tensor, Tensor]]  # outputs, and what they must be equal to
+
+
+def small_model(mixer: str, options: dict[str, Any]) -> DeltaProductForCausalLM:
+    """Build a model of a class on the GPU, if there is one, with weights large enough that each matters.
+
+    Raises:
+        ValueError: the class can't be used.
+    """
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16}
+    config = DeltaProductConfig(**sizes, initializer_range=0.3, mixer=mixer, mixer_options=options)
+    return DeltaProductForCausalLM(config).eval().to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def contract_checks(model: DeltaProductForCausalLM) -> list[Callable[[], Pairs]]:
+    """Return the checks of a model; the docstring of each says what it shows."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(1, model.config.vocab_size, (3, LENGTHS[0]), generator=generator).to(model.device)
+
+    @torch.no_grad()
+    def logits(ids: Tensor, **options: Tensor) -> Tensor:
+        return model(ids, **options).logits
+
+    def later_tokens() -> Pairs:
+        """no output depends on a later token"""
+        return [(logits(rows[:, :7]), logits(rows)[:, :7])]
+
+    def padding() -> Pairs:
+        """padding changes no other token"""
+        shifted = torch.stack([row.roll(-n) for row, n in zip(rows, LENGTHS, strict=True)])
+        mask = (torch.arange(LENGTHS[0]) < torch.tensor(LENGTHS)[:, None]).long().to(rows)
+        right, left = logits(rows, attention_mask=mask), logits(shifted, attention_mask=mask.flip(1))
+        alone = [logits(row[None, :n])[0] for row, n in zip(rows, LENGTHS, strict=True)]
+        unpadded = [(right[i, :n], left[i, -n:]) for i, n in enumerate(LENGTHS)]
+        return [(x, row) for pair, row in zip(unpadded, alone, strict=True) for x in pair]
+
+    def documents() -> Pairs:
+        """packed documents equal separate ones"""
+        pieces = [rows[0, :8], rows[1, :1], rows[2, :13]]
+        bounds = torch.tensor([0, 8, 8, 9, 22]).to(rows)  # an empty document, too
+        packed = logits(torch.cat(pieces)[None], cu_seqlens=bounds)[0]
+        return [(packed, torch.cat([logits(piece[None])[0] for piece in pieces]))]
+
+    def gradients() -> Pairs:
+        """gradients are finite in bf16"""
+        trained = copy.deepcopy(model).float().train()
+        with torch.autocast(rows.device.type, dtype=torch.bfloat16):
+            loss = trained(rows, labels=rows).loss
+        found = torch.autograd.grad(loss, list(trained.parameters()))
+        return [(grad, grad) for grad in found]  # the difference of two infinities is NaN
+
+    @torch.no_grad()
+    def cached_steps() -> Pairs:
+        """pieces read with a cache equal one pass"""
+        cache, parts = None, []
+        for part in rows.split([9, 1, 1, 2, 6], dim=1):
+            output = model(part, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            parts.append(output.logits)
+        return [(torch.cat(parts, dim=1), logits(rows))]
+
+    checks = [later_tokens, padding, documents, gradients]
+    return [*checks, cached_steps] if model.model.supports_cache else checks
+
+
+def difference(pairs: Pairs) -> float:
+    """Return the largest difference within pairs of tensors, relative to what is expected; NaN if one is."""
+    errors = [(x - y).abs().max() / y.abs().max().clamp(min=1e-30) for x, y in pairs]
+    return torch.stack(errors).max().item()
