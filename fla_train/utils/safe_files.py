@@ -1,0 +1,102 @@
+"""Read JSON and YAML files that may come from someone else.
+
+- The result is plain data: mappings, lists, text and numbers. The root is a mapping.
+- Size and depth are bounded, and YAML has no anchors, with which a few bytes stand for gigabytes.
+- Whatever is wrong with the content is one `ValueError` that names the file.
+"""
+
+import errno
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+LARGEST_JSON = 1 << 26  # bytes
+LARGEST_YAML = 1 << 20  # bytes
+DEEPEST = 64  # mappings and lists in each other
+_SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_SafeLoader):
+    """YAML as Hydra reads it: no key twice, `1e-3` is a number, a date is text."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        found = super().construct_mapping(node, deep)
+        if len(found) < len(node.value):
+            raise ValueError(f"line {node.start_mark.line + 1} begins a mapping that has a key twice")
+        return found
+
+
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_yaml_str)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file.
+
+    Raises:
+        ValueError: it is not JSON, not a mapping, too large or nested too deeply.
+        OSError: it can't be read, or opening it would wait (a named pipe).
+    """
+    return parse_json(_read(path, LARGEST_JSON), path)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the content of a YAML file; raises what `read_json` raises."""
+    return parse_yaml(_read(path, LARGEST_YAML), path)
+
+
+def parse_json(content: str | bytes, name: object) -> dict[str, Any]:
+    """Return the content of a JSON text, which errors call `name`; raises what `read_json` raises."""
+    return _parse(json.loads, content, LARGEST_JSON, name)
+
+
+def parse_yaml(content: str | bytes, name: object) -> dict[str, Any]:
+    """Return the content of a YAML text, which errors call `name`; raises what `read_json` raises."""
+    return _parse(_load_yaml, content, LARGEST_YAML, name)
+
+
+def _read(path: Path, most: int) -> bytes:
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    with path.open("rb") as file:
+        return file.read(most + 1)
+
+
+def _parse(parse: Callable[[str], Any], content: str | bytes, most: int, name: object) -> dict[str, Any]:
+    try:
+        if len(content) > most:
+            raise ValueError(f"more than {most:,} bytes")
+        found = parse(content if isinstance(content, str) else content.decode())
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds {type(found).__name__} instead of a mapping")
+        _check_depth(found, DEEPEST)
+    except RecursionError:
+        raise ValueError(f"{name} is damaged: it is nested too deeply") from None
+    except (ValueError, TypeError, yaml.YAMLError) as failure:
+        raise ValueError(f"{name} is damaged: {' '.join(str(failure).split())}") from failure
+    return found
+
+
+def _load_yaml(text: str) -> Any:
+    depth = 0
+    for event in yaml.parse(text, Loader=_SafeLoader):
+        if getattr(event, "anchor", None) is not None:  # of an alias, too
+            raise ValueError("it uses a YAML anchor or alias: write the values out")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:  # before the loader, which is recursive
+            raise RecursionError
+    return _Loader(text).get_single_data()
+
+
+def _check_depth(node: Any, left: int) -> None:
+    if isinstance(node, dict | list):
+        if left == 0:
+            raise RecursionError
+        for child in node.values() if isinstance(node, dict) else node:
+            _check_depth(child, left - 1)
