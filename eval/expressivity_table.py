@@ -18,6 +18,7 @@ import yaml
 
 from fla_train.tasks.plots import plot_accuracy
 from fla_train.utils.records import read_metrics
+from fla_train.utils.safe_files import read_json, read_yaml
 
 SCANS = ("hf/mamba2/", "hf/xlstm/")  # models that loop over tokens or chunks
 SCAN_WEIGHT = 8  # such a layer takes as long as about 8 of ours
@@ -159,7 +160,7 @@ def _newest(folder: Path, table: Mapping[str, Any], home: Path) -> dict[str, Any
     if not records:
         return None
     step = records[-1]["step"]
-    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config = read_yaml(folder / "config.yaml")
     wall = folder / WALL
     return {
         "run": folder.relative_to(home).as_posix(),
@@ -175,13 +176,13 @@ def _newest(folder: Path, table: Mapping[str, Any], home: Path) -> dict[str, Any
         "words": step * config["task"]["batch_size"],
         "cut": not (folder / COMPLETE).is_file(),
         "seconds": float(wall.read_text()) if wall.is_file() else None,
-        "environment": json.loads((folder / "environment.json").read_text()),
+        "environment": read_json(folder / "environment.json"),
     }
 
 
 def _half(file: Path, test_set: str) -> tuple[int, int] | None:
     """The length up to which at least half of the sequences are right, and the longest that was tested."""
-    sets = json.loads(file.read_text())["sets"] if file.is_file() else {}
+    sets = read_json(file)["sets"] if file.is_file() else {}
     if (curve := sets.get(test_set)) is None:
         return None
     right = itertools.takewhile(lambda point: point[1] >= 0.5, zip(curve["x"], curve["y"], strict=True))
@@ -279,7 +280,7 @@ def _figures(
         for row, cells in results.items():
             file = home / cells[column]["best_run"] / "accuracy.json" if cells[column] else None
             if file is not None and file.is_file():
-                curves[row] = json.loads(file.read_text())["sets"][test_set]
+                curves[row] = read_json(file)["sets"][test_set]
         if curves:
             out = home / f"{slug(name)}-{slug(column)}.png"
             plot_accuracy(curves, f"{table['title'].split(',')[0]}: {column}", out)

@@ -27,6 +27,7 @@ from fla_train.eval.figures import grid, legend, mark_training, short
 from fla_train.eval.paper import fixed
 from fla_train.eval.run import evaluate
 from fla_train.utils.records import read_metrics
+from fla_train.utils.safe_files import read_json, read_yaml
 
 SKIPPED = "skipped"  # written into a run folder by scripts/reproduce_lm.sh: why it did not end
 UNREAD = "unread"  # written by `evaluate`: why a model is read over one chunk only, or not at all
@@ -120,7 +121,7 @@ def _result(run: Path) -> dict[str, Any] | None:
     tested = [record for record in records if "validation_loss" in record]
     if not tested or not (run / "plan.json").is_file():
         return None
-    run_plan = json.loads((run / "plan.json").read_text())
+    run_plan = read_json(run / "plan.json")
     if tested[-1]["tokens"] < run_plan["tokens"]:
         return None
     training = [record for record in records if "tokens_per_second" in record]
@@ -128,7 +129,7 @@ def _result(run: Path) -> dict[str, Any] | None:
     return {
         "data": Path(run_plan["data_folder"]).name,
         "tokens": run_plan["tokens"],
-        "seed": yaml.safe_load((run / "config.yaml").read_text())["seed"],
+        "seed": read_yaml(run / "config.yaml")["seed"],
         "parameters": run_plan["parameters_held"],
         "loss": tested[-1]["validation_loss"],
         "bits_per_byte": tested[-1].get("validation_bits_per_byte"),
@@ -137,7 +138,7 @@ def _result(run: Path) -> dict[str, Any] | None:
         },
         "tokens_per_second": statistics.median(record["tokens_per_second"] for record in measured),
         "memory_gib": max(record["memory_gib"] for record in measured),
-        "hardware": json.loads((run / "environment.json").read_text())["hardware"],
+        "hardware": read_json(run / "environment.json")["hardware"],
         "curve": [[record["tokens"], record["loss"]] for record in training],
         "length": _length(run),
     }

@@ -22,6 +22,7 @@ from fla_train.training.metrics import draw_losses
 from fla_train.training.run_data import task_data
 from fla_train.training.run_folder import RunFolder, is_locked
 from fla_train.utils.records import Record, read_metrics
+from fla_train.utils.safe_files import read_json
 
 if TYPE_CHECKING:  # each takes a second to import
     import pandas
@@ -75,7 +76,7 @@ class Run:
         model = {k.removeprefix("model."): v for k, v in self.settings.items() if k.startswith("model.")}
         name = self.settings.get("baseline.kind") or architecture(model)
         try:
-            count = json.loads(self.files.plan.read_text())["parameters_held"]
+            count = read_json(self.files.plan)["parameters_held"]
         except (OSError, ValueError, KeyError, TypeError):
             return name
         return f"{name}/{count / 1e9:.1f}b" if count >= 1e9 else f"{name}/{count / 1e6:.0f}m"
@@ -152,7 +153,7 @@ class Run:
         from fla_train.training.model import build_model
 
         task = self.config.task
-        plan = json.loads(self.files.plan.read_text())
+        plan = read_json(self.files.plan)
         data = open_prepared(plan["data_folder"]) if task is None else task_data(task, self.config.seed)
         model = build_model(self.config, data, fresh=True)
         model.load_state_dict(load_file(folder / MODEL_FILE)["module"])

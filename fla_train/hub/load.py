@@ -1,6 +1,5 @@
 """Find a checkpoint by run folder, export folder or Hub name, and load it."""
 
-import json
 import warnings
 from pathlib import Path
 from pickle import UnpicklingError
@@ -8,7 +7,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import yaml
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError
@@ -31,11 +29,12 @@ from fla_train.hub.formats import FORMATS, format_name
 from fla_train.hub.formats.errors import FormatError
 from fla_train.hub.formats.read import load_translated
 from fla_train.hub.paths import STEP
-from fla_train.hub.prefix import PREFIX, trained_prefix
+from fla_train.hub.prefix import PREFIX, recorded_config, trained_prefix
 from fla_train.hub.published_card import TRAINING_FILE
 from fla_train.models.mixers.registry import MixerError
 from fla_train.models.zoo.fla import import_models
 from fla_train.utils.hub_names import is_hub_name
+from fla_train.utils.safe_files import read_json
 
 FALLBACK_LENGTH = 2048
 HASHED_BYTES = 1 << 24  # hashing all weights takes longer than loading them
@@ -96,15 +95,12 @@ def read_training_record(source: Path | str, commit: str | None = None) -> dict:
             return {}
     elif not record.is_file():
         return {}
+    content = read_json(record)
     try:
-        content = json.loads(record.read_text())
-    except ValueError as failure:
-        raise ValueError(f"{record} is damaged ({failure}): export the model again") from failure
-    try:
-        ours = isinstance(yaml.safe_load(content["config"] or "{}"), dict)
-    except (yaml.YAMLError, AttributeError, KeyError, TypeError):
-        ours = False
-    return content if ours else {}
+        recorded_config(content)
+    except (ValueError, TypeError):
+        return {}
+    return content if "config" in content else {}
 
 
 def recorded_length(model: PreTrainedModel) -> int | None:
@@ -288,8 +284,7 @@ def find_translation(source: Path | str, translate: bool | None = None) -> Modul
 
 def _was_chosen(source: Path | str) -> bool:
     """Whether a run here trained the class that config.json names, instead of a model of our family."""
-    record: dict[str, Any] = yaml.safe_load(read_training_record(source).get("config") or "") or {}
-    return "source" in (record.get("model") or {})
+    return "source" in (recorded_config(read_training_record(source)).get("model") or {})
 
 
 def _explain(source: Path | str, failure: Exception) -> str:

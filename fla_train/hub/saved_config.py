@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from fla_train.utils.safe_files import read_json, read_yaml
 
 
 def read_saved(path: Path) -> dict[str, Any]:
     """The content of a `config.yaml` for `OmegaConf.merge`, in which `${oc.env:SECRET}` stays text.
 
     Raises:
-        OSError, yaml.YAMLError, omegaconf.errors.OmegaConfBaseException: it can't be read.
+        OSError, ValueError: it can't be read.
     """
-    return escaped(OmegaConf.to_container(OmegaConf.load(path)))
+    return escaped(read_yaml(path))
 
 
 def kept_tokenizer(name: str, run: Path) -> str:
@@ -24,8 +24,8 @@ def kept_tokenizer(name: str, run: Path) -> str:
     plan = run / "plan.json"
     if os.path.isabs(name) and not os.path.isdir(name) and plan.is_file():
         try:
-            kept = Path(json.loads(plan.read_text())["data_folder"]) / "tokenizer"
-        except (ValueError, KeyError, TypeError):
+            kept = Path(read_json(plan)["data_folder"]) / "tokenizer"
+        except (OSError, ValueError, KeyError, TypeError):
             return name
         return str(kept) if kept.is_dir() else name
     return name

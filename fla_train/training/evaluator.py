@@ -41,6 +41,7 @@ from fla_train.training.run_folder import RunFolder
 from fla_train.utils.filesystem import write_whole
 from fla_train.utils.processes import POLL, start_command
 from fla_train.utils.records import Record, read_metrics
+from fla_train.utils.safe_files import read_json
 
 PART_PERPLEXITY = "validation_perplexity/"  # key of a part's, before its name
 Beat = Callable[..., None]  # `Watchdog.beat`
@@ -465,7 +466,7 @@ def _metrics(file: Path) -> dict[str, float | None] | None:
     if not file.is_file():
         return None
     try:
-        found = json.loads(file.read_text())["metrics"]
+        found = read_json(file)["metrics"]
     except ValueError:  # cut short by a full disk
         return None
     return {key: value if abs(value) < float("inf") else None for key, value in found.items()}

@@ -8,12 +8,14 @@
 import errno
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
+T = TypeVar("T")
 LARGEST_JSON = 1 << 26  # bytes
 LARGEST_YAML = 1 << 20  # bytes
 DEEPEST = 64  # mappings and lists in each other
@@ -59,6 +61,40 @@ def parse_json(content: str | bytes, name: object) -> dict[str, Any]:
 def parse_yaml(content: str | bytes, name: object) -> dict[str, Any]:
     """Return the content of a YAML text, which errors call `name`; raises what `read_json` raises."""
     return _parse(_load_yaml, content, LARGEST_YAML, name)
+
+
+def read_dataclass(kind: type[T], path: Path) -> T:
+    """Return a JSON file as a dataclass; raises what `read_json` raises, and of fields that do not fit."""
+    content = read_json(path)
+    check_fields(content, get_type_hints(kind), path)
+    return kind(**content)
+
+
+def check_fields(content: dict[str, Any], types: Mapping[str, Any], name: object) -> None:
+    """Check that a mapping has no other fields than `types`, and values of these types.
+
+    Args:
+        types: field -> its type, made of dict, list, unions and JSON's types.
+        name: what errors call the mapping.
+
+    Raises:
+        ValueError: it names the first field that does not fit.
+    """
+    for key, value in content.items():
+        if key not in types:
+            raise ValueError(f"{name} is damaged or of another version: it has {key!r:.40}")
+        if not _fits(value, types[key]):
+            raise ValueError(f"{name} is damaged: {key} is {value!r:.40}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    parts = get_args(kind)
+    if isinstance(kind, UnionType):
+        return any(_fits(value, part) for part in parts)
+    if parts:  # list[VALUE] or dict[str, VALUE]
+        children = value.values() if isinstance(value, dict) else value
+        return isinstance(value, get_origin(kind)) and all(_fits(child, parts[-1]) for child in children)
+    return kind is Any or type(value) is kind or (kind is float and type(value) is int)
 
 
 def _read(path: Path, most: int) -> bytes:
