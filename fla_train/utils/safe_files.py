@@ -7,35 +7,15 @@
 
 import errno
 import json
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-import yaml
-
 T = TypeVar("T")
+DEEPEST = 64  # mappings and lists in each other
 LARGEST_JSON = 1 << 26  # bytes
 LARGEST_YAML = 1 << 20  # bytes
-DEEPEST = 64  # mappings and lists in each other
-_SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-class _Loader(_SafeLoader):
-    """YAML as Hydra reads it: no key twice, `1e-3` is a number, a date is text."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        found = super().construct_mapping(node, deep)
-        if len(found) < len(node.value):
-            raise ValueError(f"line {node.start_mark.line + 1} begins a mapping that has a key twice")
-        return found
-
-
-_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_yaml_str)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -114,20 +94,15 @@ def _parse(parse: Callable[[str], Any], content: str | bytes, most: int, name: o
         _check_depth(found, DEEPEST)
     except RecursionError:
         raise ValueError(f"{name} is damaged: it is nested too deeply") from None
-    except (ValueError, TypeError, yaml.YAMLError) as failure:
+    except (ValueError, TypeError) as failure:
         raise ValueError(f"{name} is damaged: {' '.join(str(failure).split())}") from failure
     return found
 
 
 def _load_yaml(text: str) -> Any:
-    depth = 0
-    for event in yaml.parse(text, Loader=_SafeLoader):
-        if getattr(event, "anchor", None) is not None:  # of an alias, too
-            raise ValueError("it uses a YAML anchor or alias: write the values out")
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > DEEPEST:  # before the loader, which is recursive
-            raise RecursionError
-    return _Loader(text).get_single_data()
+    from fla_train.utils.safe_yaml import load_yaml  # processes that read JSON only start sooner
+
+    return load_yaml(text)
 
 
 def _check_depth(node: Any, left: int) -> None:
