@@ -27,7 +27,7 @@ from fla_train.data.dataset import TokenDataset
 from fla_train.data.open_dataset import open_validation
 from fla_train.data.sampler import Batch, PackedDataset, sequential_batches
 from fla_train.data.tokenizers import token_bytes
-from fla_train.hub.saved_config import assign
+from fla_train.hub.saved_config import as_values, assign
 from fla_train.tasks import Score, Task, tasks_for_testing
 from fla_train.tasks.config import is_own
 from fla_train.tasks.plots import plot_accuracy
@@ -413,8 +413,9 @@ class SuiteRuns:
 
     def _launch(self, export: Path) -> None:
         self._output.mkdir(parents=True, exist_ok=True)
-        request = [assign("checkpoint", export), f"suite={self._suite}", assign("output", self._output)]
-        self._process = start_command("eval", [*request, *self._options], self._output / "eval.log")
+        request = {"checkpoint": export, "suite": self._suite, "output": self._output}
+        overrides = [*(assign(*item) for item in request.items()), *as_values(self._options)]
+        self._process = start_command("eval", overrides, self._output / "eval.log")
 
     def collect(self, step: int, tokens: int) -> None:
         """Log the results of an evaluation that has ended by now, if there is one.
