@@ -9,9 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
 from fla_train.data.cache import open_prepared
 from fla_train.hub.saved_config import flat, read_saved
 from fla_train.models.build import architecture
@@ -186,9 +183,7 @@ def _is_readable(folder: Path) -> bool:
         if "trainer.max_steps" in Run(folder).settings:
             return True
         reason = "it has no trainer.max_steps"
-    except (AttributeError, TypeError):
-        reason = "it is no mapping of names"
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as failure:
+    except (OSError, ValueError) as failure:
         reason = " ".join(str(failure).split())
     logger.warning("%s is left out, its config.yaml is no run's: %s", folder, reason)
     return False

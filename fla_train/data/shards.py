@@ -246,6 +246,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             for split in ("train", "validation")
         )
         complete = complete and {"dtype", "tokenizer", "source"} <= manifest.keys()
+        complete = complete and manifest["dtype"] in ("uint16", "uint32")
         version = manifest["format"]
     except FileNotFoundError as failure:
         raise ValueError(
