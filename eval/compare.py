@@ -4,7 +4,6 @@ The first evaluation is the reference. The standard error of a difference on the
 paired differences of documents. Where a score is no sum over documents, it is the root of the summed squares.
 """
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from fla_train.eval.intervals import Mean
+from fla_train.utils.safe_files import read_json
 
 NO_METRICS = ("examples", "num_fewshot", "higher_is_better", "by_document", "fingerprint", "truncated")
 NO_METRICS += ("chance",)
@@ -86,7 +86,7 @@ def load_record(place: str | Path) -> dict:
     files = [folder / "results.json"] if (folder / "results.json").is_file() else []
     files = files or sorted(folder.glob("eval/*/results.json"), key=lambda file: -file.stat().st_mtime)
     record = None
-    for found in map(_read, files):
+    for found in map(read_json, files):
         if _PARTS <= found.keys():
             record = record or found
             if flat_metrics(found):
@@ -97,14 +97,6 @@ def load_record(place: str | Path) -> dict:
             "that has one in eval/"
         )
     return record
-
-
-def _read(file: Path) -> dict:
-    try:
-        record = json.loads(file.read_text())
-    except ValueError as failure:
-        raise ValueError(f"{file} is damaged ({failure}): run the evaluation again") from failure
-    return record if isinstance(record, dict) else {}
 
 
 def comparison(records: Sequence[dict]) -> list[Row]:

@@ -16,6 +16,7 @@ from fla_train.eval.compare import load_record
 from fla_train.eval.figures import draw_figures, set_title
 from fla_train.eval.paper import paper_cells, published
 from fla_train.eval.tables import COMPARED, comparison_table, data_notes, latex, markdown, notes, paper_heads
+from fla_train.utils.safe_files import read_json
 
 # Values of single documents, which the page leaves out.
 OF_DOCUMENTS = ("losses", "targets", "by_document", "correct")
@@ -51,7 +52,7 @@ def check_checkpoint(folder: Path, identity: Mapping[str, Any], run: Path | None
         ValueError: they are.
     """
     try:
-        earlier = json.loads((folder / "results.json").read_text())
+        earlier = read_json(folder / "results.json")
         name, files = earlier["checkpoint"], earlier.get("files")
     except (OSError, ValueError, KeyError, TypeError):  # there are none, or they are cut short
         return

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fla_train.eval.parallel import ALONE, Ranks
 from fla_train.utils.filesystem import write_whole
+from fla_train.utils.safe_files import read_json
 
 
 class ResultCache:
@@ -41,7 +42,7 @@ class ResultCache:
 def _kept(file: Path, request: dict) -> dict | None:
     """The result that the file holds of this request. None if there is none, or the file is damaged."""
     try:
-        content = json.loads(file.read_text())
+        content = read_json(file)
     except (FileNotFoundError, ValueError):
         return None
     return content["result"] if content["request"] == request else None

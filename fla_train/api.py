@@ -17,6 +17,7 @@ from fla_train.cli.eval import register as register_eval
 from fla_train.data.dataset import Dataset
 from fla_train.data.sampler import PackedDataset
 from fla_train.eval.config import validation_errors
+from fla_train.hub.saved_config import as_values, assign
 from fla_train.run import Run
 from fla_train.training.config import TrainConfig, register, to_config
 from fla_train.training.launch import launch, with_data
@@ -94,7 +95,7 @@ def check_suite(suite: str, options: Sequence[str]) -> None:
     """
     register_eval()
     try:
-        config = OmegaConf.to_object(app.compose("eval", [f"suite={suite}", *options]))
+        config = OmegaConf.to_object(app.compose("eval", [assign("suite", suite), *as_values(options)]))
         if errors := validation_errors(config.suite):
             raise ValueError("\n  ".join(errors))
         if config.suite.expressivity is not None:

@@ -9,9 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
 from fla_train.data.cache import open_prepared
 from fla_train.hub.saved_config import flat, read_saved
 from fla_train.models.build import architecture
@@ -22,6 +19,7 @@ from fla_train.training.metrics import draw_losses
 from fla_train.training.run_data import task_data
 from fla_train.training.run_folder import RunFolder, is_locked
 from fla_train.utils.records import Record, read_metrics
+from fla_train.utils.safe_files import read_json
 
 if TYPE_CHECKING:  # each takes a second to import
     import pandas
@@ -83,7 +81,7 @@ class Run:
     def parameters(self) -> int | None:
         """Number of parameters, by plan.json; None where that is missing or damaged."""
         try:
-            return int(json.loads(self.files.plan.read_text())["parameters_held"])
+            return int(read_json(self.files.plan)["parameters_held"])
         except (OSError, ValueError, KeyError, TypeError, OverflowError):
             return None
 
@@ -159,7 +157,7 @@ class Run:
         from fla_train.training.model import build_model
 
         task = self.config.task
-        plan = json.loads(self.files.plan.read_text())
+        plan = read_json(self.files.plan)
         data = open_prepared(plan["data_folder"]) if task is None else task_data(task, self.config.seed)
         model = build_model(self.config, data, fresh=True)
         model.load_state_dict(load_file(folder / MODEL_FILE)["module"])
@@ -192,9 +190,7 @@ def _is_readable(folder: Path) -> bool:
         if "trainer.max_steps" in Run(folder).settings:
             return True
         reason = "it has no trainer.max_steps"
-    except (AttributeError, TypeError):
-        reason = "it is no mapping of names"
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as failure:
+    except (OSError, ValueError) as failure:
         reason = " ".join(str(failure).split())
     logger.warning("%s is left out, its config.yaml is no run's: %s", folder, reason)
     return False

@@ -219,6 +219,7 @@ def run_hydra(
     add overrides to those given.
     In a sweep (`-m`) the other jobs still run, and the exit code is the highest; 2 if all are `LeftOut`.
     """
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # no Python process of ours imports from the current folder
     flags = FlagParser().parse_intermixed_args()
     overrides = [readable(override) for override in flags.overrides]
     words = [word for word in sys.argv[1:] if word not in flags.overrides]

@@ -3,11 +3,14 @@
 It is one more entry of the defaults list in configs/train.yaml. Groups that the command or its experiment
 choose replace the base's sections; single overrides change single keys. The class of a mixer or a task that
 the base names must be named by the command or its configs as well: nobody else's folder chooses what is
-imported.
+imported. Nor does it choose what is published or evaluated: `PUBLISHING` comes from the command alone.
 """
 
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,12 @@ from omegaconf import OmegaConf
 
 from fla_train.cli.app import compose
 from fla_train.cli.config_files import ConfigFiles
-from fla_train.hub.saved_config import escaped, kept_tokenizer
+from fla_train.hub.saved_config import assign, escaped, flat, kept_tokenizer
 
 MACHINES = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
 STARTS = {"experiment", "debug", "model", "task", "data", "init_from"}  # begin a new run
+PUBLISHING = ("hub.", "logger.wandb.", "trainer.suite")  # keys that a folder does not decide
+LOCAL = (("logger.wandb.mode", "offline"), ("logger.wandb.mode", "disabled"))
 RECIPES = ("experiment", "debug")  # groups whose files choose options of other groups
 
 
@@ -40,11 +45,13 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
     except HydraException:  # composing says what is wrong with them
         return list(overrides)
     given = {o.key_or_group: None if o.is_sweep_override() else o.value() for o in parsed}
+    left_out: dict[str, Any] = {}
     run, weights = None if sweep else given.get("run.dir"), given.get("init_from")
     chosen = _chosen_groups(given, ConfigFiles("train", config_dir))
     if run and (file := Path(str(run)).expanduser() / "config.yaml").is_file():
         saved = _of_run(file)
         base = {section: values for section, values in saved.items() if section not in chosen}
+        left_out = _take_publishing(base)
         if "data" in chosen and saved["init_from"]:  # whose tokenizer the run follows, as at its first start
             tokenizer = saved["data"]["tokenizer"]
             base["data"] = {"tokenizer": {name: tokenizer[name] for name in ("name", "eos_token")}}
@@ -63,12 +70,32 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
             if OmegaConf.select(compose("train", single, config_dir=config_dir), key) is None:
                 raise ValueError(
                     f"{run or weights} names the class {path}, and a folder does not choose what is "
-                    f"imported: name it, too: {key}={path}"
+                    f"imported: name it, too: {shlex.quote(assign(key, path))}"
                 )
     ConfigStore.instance().store(group="base", name="found", node=escaped(base), package="_global_")
     # The base's model is merged into the option of `model`, whose keys must be those of its kind.
     kind = ["model=hf/any"] if "source" in base.get("model", {}) else []
-    return [*kind, "base=found", *overrides]
+    overrides = [*kind, "base=found", *overrides]
+    if left_out:
+        config = compose("train", overrides, config_dir=config_dir)
+        changed = {key: value for key, value in left_out.items() if OmegaConf.select(config, key) != value}
+        if options := [shlex.quote(assign(*item)) for item in changed.items() if item[0] not in given]:
+            print(
+                f"{run}: left out, since a folder does not decide what is published and evaluated; add what "
+                f"you want to keep: {' '.join(options)}",
+                file=sys.stderr,
+            )
+    return overrides
+
+
+def _take_publishing(base: dict[str, Any]) -> dict[str, Any]:
+    """Take the keys of `PUBLISHING` out of a base, but for a W&B that publishes nothing, and return them."""
+    found = {}
+    for key, value in list(flat(base)):
+        if key.startswith(PUBLISHING) and (key, value) not in LOCAL:
+            section, _, name = key.rpartition(".")
+            found[key] = reduce(dict.__getitem__, section.split("."), base).pop(name)
+    return found
 
 
 def _named_classes(base: dict[str, Any]) -> dict[str, str]:

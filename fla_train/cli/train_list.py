@@ -18,10 +18,9 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-import yaml
-
 from fla_train.cli.app import INTERRUPTED
 from fla_train.hub.saved_config import assign
+from fla_train.utils.safe_files import read_yaml
 
 GRACE = 45.0  # seconds before the end of --seconds in which runs save a checkpoint
 POLL = 0.2  # seconds
@@ -54,8 +53,8 @@ def read_list(file: Path) -> dict[str, list[str]]:
     Raises:
         ValueError: the file is not such a list.
     """
-    content = yaml.safe_load(file.read_text())
-    runs = content.get("runs") if isinstance(content, dict) else None
+    content = read_yaml(file)
+    runs = content.get("runs")
     lists = [content.get("shared", []), *runs.values()] if isinstance(runs, dict) else [None]
     if not all(isinstance(entry, list) and all(isinstance(text, str) for text in entry) for entry in lists):
         raise ValueError(f"{file}: expected `shared: [KEY=VALUE]` and `runs: {{NAME: [KEY=VALUE]}}`")

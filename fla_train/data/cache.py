@@ -17,6 +17,7 @@ from fla_train.data.mixture import integer_shares
 from fla_train.data.shards import FORMAT, MANIFEST, read_manifest, verify
 from fla_train.data.sources import Source, hub_commit, is_on_hub, open_source
 from fla_train.data.tokenizers import TokenizerNotCached, fingerprint, load_saved, load_tokenizer
+from fla_train.utils.safe_files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -279,7 +280,7 @@ def read_journal(folder: Path) -> dict[str, Any] | None:
         ValueError: it is corrupt.
     """
     try:
-        return json.loads((folder / JOURNAL).read_text())
+        return read_json(folder / JOURNAL)
     except FileNotFoundError:
         return None
     except ValueError as failure:

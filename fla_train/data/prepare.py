@@ -43,6 +43,7 @@ from fla_train.utils.errors import Interrupted
 from fla_train.utils.filesystem import move_folder, replaced_folder, sync, write_whole
 from fla_train.utils.locks import locked
 from fla_train.utils.progress import Progress
+from fla_train.utils.safe_files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -262,7 +263,7 @@ def _log_changed_tokenizer(cache: Path, config: DataConfig, source: Source, toke
     """Log if this text was prepared before with a different tokenizer of the same name."""
     for path in cache.glob(f"*/{MANIFEST}"):
         try:
-            manifest = json.loads(path.read_text())
+            manifest = read_json(path)
             before = manifest["tokenizer"]["name"], manifest["source"]
             changed = manifest["tokenizer"]["fingerprint"] != tokenizer
         except (OSError, ValueError, KeyError, TypeError):

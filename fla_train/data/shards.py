@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from fla_train.utils.filesystem import sha256, sync, write_whole
+from fla_train.utils.safe_files import read_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -238,13 +239,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     remedy = f"delete {folder} and run fla-prepare again"
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = read_json(path)
         complete = all(
             {"documents", "tokens", "text_bytes", "unigram_entropy", "shards"}
             <= manifest["splits"][split].keys()
             for split in ("train", "validation")
         )
         complete = complete and {"dtype", "tokenizer", "source"} <= manifest.keys()
+        complete = complete and manifest["dtype"] in ("uint16", "uint32")
         version = manifest["format"]
     except FileNotFoundError as failure:
         raise ValueError(

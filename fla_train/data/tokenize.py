@@ -28,14 +28,14 @@ import numpy as np
 from fla_train.data.config import DataConfig
 from fla_train.data.files import CHUNK_BYTES, Chunk, Cursor, Document
 from fla_train.utils.errors import Interrupted
-from fla_train.utils.processes import available_cores
+from fla_train.utils.processes import available_cores, python_command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Chunks after which processes are started: a smaller corpus is done sooner without them.
 START_CHUNKS = (16 << 20) // CHUNK_BYTES
-_COMMAND = "import sys; from fla_train.data.tokenize import serve; serve(int(sys.argv[1]))"
+_SERVE = "from fla_train.data.tokenize import serve; serve(int(sys.argv[1]))"
 
 
 @dataclass(frozen=True)
@@ -244,8 +244,8 @@ class Worker:
             # One thread each: the processes are the parallelism.
             threads = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _COMMAND, str(theirs.fileno())],
-                env=os.environ | threads | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                python_command(_SERVE, str(theirs.fileno())),
+                env=os.environ | threads,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )

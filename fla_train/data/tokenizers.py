@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fla_train.data.config import TokenizerConfig
 from fla_train.utils.errors import Interrupted
+from fla_train.utils.safe_files import read_json
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 _SPACE = "\u2581"  # how SentencePiece writes a space
@@ -218,7 +219,7 @@ def load_saved(place: str | Path, *, local_files_only: bool = False) -> PreTrain
     from transformers import AutoTokenizer, PreTrainedConfig
 
     settings = Path(place) / "tokenizer_config.json"
-    known = settings.is_file() and json.loads(settings.read_text()).get("tokenizer_class")
+    known = settings.is_file() and read_json(settings).get("tokenizer_class")
     # Where the class is known, a config of a model type that transformers has not would only draw a warning.
     options = {"config": PreTrainedConfig()} if known else {}
     return AutoTokenizer.from_pretrained(

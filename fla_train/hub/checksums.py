@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
@@ -10,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from fla_train.hub.published_card import CARD
 from fla_train.utils.filesystem import describe, find_damage
+from fla_train.utils.safe_files import parse_json, read_json
 
 CHECKSUMS = "checksums.json"
 EDITED = (CARD,)  # which is for people to edit
@@ -17,9 +19,24 @@ REMEDY = f"export or download it again (after a change of your own, delete {CHEC
 
 
 def visible_files(folder: Path) -> list[str]:
-    """The files of an export, those in folders too, relative to it; hidden ones are not part of it."""
-    paths = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
-    return [path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts)]
+    """Return the files of an export, those in folders too, relative to it; hidden ones are not part of it.
+
+    Raises:
+        ValueError: one is a link that leaves the export, whose content must not be copied or published.
+    """
+    root = folder.resolve()
+    # The Hub's cache keeps the files of snapshots/COMMIT in blobs.
+    allowed = (root, root.parent.parent / "blobs")
+    names = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if any(part.startswith(".") for part in name.parts):
+            continue
+        if path.is_symlink() and (path.is_dir() or not any(map(path.resolve().is_relative_to, allowed))):
+            raise ValueError(f"{path} is a link to {os.readlink(path)}: put there what it leads to")
+        if path.is_file():
+            names.append(name.as_posix())
+    return names
 
 
 def write_checksums(folder: Path) -> None:
@@ -41,7 +58,7 @@ def exported_files(folder: Path) -> dict[str, Any]:
 def listed_files(content: bytes) -> dict[str, Any]:
     """`exported_files` by the content of checksums.json."""
     try:
-        return dict(json.loads(content)["files"])
+        return dict(parse_json(content, CHECKSUMS)["files"])
     except (ValueError, KeyError, TypeError):
         return {}
 
@@ -57,9 +74,9 @@ def find_export_damage(folder: Path, *, hashed_bytes: float = math.inf) -> str |
     if not (folder / CHECKSUMS).is_file():
         return _find_cut_weights(folder)
     try:
-        files = dict(json.loads((folder / CHECKSUMS).read_text())["files"])
+        files = dict(read_json(folder / CHECKSUMS)["files"])
         return find_damage(folder, files, hashed_bytes=hashed_bytes)
-    except (OSError, ValueError, KeyError, TypeError) as failure:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as failure:
         return f"{CHECKSUMS} is damaged ({type(failure).__name__})"
 
 

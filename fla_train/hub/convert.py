@@ -1,11 +1,13 @@
 """Write a checkpoint again with weights of another dtype, or in another format of `fla_train.hub.formats`."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import torch
 
 from fla_train.hub.card import CardInfo
+from fla_train.hub.checksums import visible_files
 from fla_train.hub.export import export_model, require_apart
 from fla_train.hub.formats import FORMATS, OURS, format_name
 from fla_train.hub.load import config_content, load_tokenizer, load_weights, read_training_record
@@ -46,7 +48,8 @@ def convert_export(
             other, or what `load_weights` and `export_model` raise.
     """
     folder = Path(folder).expanduser()
-    if isinstance(source, Path):
+    local = isinstance(source, Path)
+    if local:
         require_apart(source, folder)
     stored = stored_format(source)
     format = format or stored
@@ -60,8 +63,8 @@ def convert_export(
     known = {field.name for field in dataclasses.fields(CardInfo)}
     record = {name: value for name, value in read_training_record(source).items() if name in known}
     card = CardInfo(**{"name": public_name(str(source)), **record})
-    without = isinstance(source, Path) and not any(source.glob("tokenizer*"))  # a model of a synthetic task
+    without = local and not any(source.glob("tokenizer*"))  # a model of a synthetic task
     tokenizer = None if without else load_tokenizer(source, model.config)
-    plots = sorted(source.glob("*.png")) if isinstance(source, Path) else ()
+    plots = [source / n for n in visible_files(source) if re.fullmatch(r"[^/]*\.png", n)] if local else ()
     dtype = dtype or model.dtype
     return export_model(model, tokenizer, folder, card, dtype=dtype, format=format, plots=plots)

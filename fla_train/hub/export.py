@@ -18,7 +18,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from fla_train.hub.card import CardInfo, render_card
-from fla_train.hub.checksums import CHECKSUMS, REMEDY, exported_files, find_export_damage, write_checksums
+from fla_train.hub.checksums import (
+    CHECKSUMS,
+    REMEDY,
+    exported_files,
+    find_export_damage,
+    visible_files,
+    write_checksums,
+)
 from fla_train.hub.formats import FORMATS, OURS
 from fla_train.hub.formats.read import load_translated
 from fla_train.hub.prefix import PREFIX, trained_prefix
@@ -128,18 +135,18 @@ def copy_export(source: Path, folder: str | Path) -> Path:
 
     Raises:
         ValueError: `folder` holds something that is not an export, one of the two lies in the other, or
-            `source` is damaged.
+            `source` is damaged or holds a link that leaves it.
     """
     folder = Path(folder).expanduser()
     require_apart(source, folder)
     _require_replaceable(folder)
     with replaced_folder(folder) as aside:
-        try:
-            hidden = shutil.ignore_patterns(".*")
-            shutil.copytree(source, aside, ignore=hidden, dirs_exist_ok=True, copy_function=shutil.copyfile)
-        except shutil.Error as failure:  # holds (source, target, reason) of each file that failed
-            _, target, reason = failure.args[0][0]
-            raise OSError(f"{target} could not be written: {reason}") from failure
+        for name in visible_files(source):
+            try:
+                (aside / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source / name, aside / name)
+            except OSError as failure:
+                raise OSError(f"{aside / name} could not be written: {failure}") from failure
         if damage := find_export_damage(aside):  # damage of the source shows in its copy
             raise ValueError(f"{source}/{damage}: {REMEDY}")
         write_checksums(aside)

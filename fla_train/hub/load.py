@@ -1,17 +1,15 @@
 """Find a checkpoint by run folder, export folder or Hub name, and load it."""
 
-import json
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
-import yaml
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -24,6 +22,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import fla_train.models  # noqa: F401  registers the model with the Auto classes
+from fla_train.hub.card import CardInfo
 from fla_train.hub.checksums import CHECKSUMS, find_export_damage
 from fla_train.hub.checksums import REMEDY as EXPORT_AGAIN
 from fla_train.hub.export import no_progress_bars
@@ -31,11 +30,12 @@ from fla_train.hub.formats import FORMATS, format_name
 from fla_train.hub.formats.errors import FormatError
 from fla_train.hub.formats.read import load_translated
 from fla_train.hub.paths import STEP
-from fla_train.hub.prefix import PREFIX, trained_prefix
+from fla_train.hub.prefix import PREFIX, recorded_config, trained_prefix
 from fla_train.hub.published_card import TRAINING_FILE
 from fla_train.models.mixers.registry import MixerError
 from fla_train.models.zoo.fla import import_models
 from fla_train.utils.hub_names import is_hub_name
+from fla_train.utils.safe_files import check_fields, read_json
 
 FALLBACK_LENGTH = 2048
 HASHED_BYTES = 1 << 24  # hashing all weights takes longer than loading them
@@ -96,15 +96,13 @@ def read_training_record(source: Path | str, commit: str | None = None) -> dict:
             return {}
     elif not record.is_file():
         return {}
+    content, types = read_json(record), get_type_hints(CardInfo)
     try:
-        content = json.loads(record.read_text())
-    except ValueError as failure:
-        raise ValueError(f"{record} is damaged ({failure}): export the model again") from failure
-    try:
-        ours = isinstance(yaml.safe_load(content["config"] or "{}"), dict)
-    except (yaml.YAMLError, AttributeError, KeyError, TypeError):
-        ours = False
-    return content if ours else {}
+        check_fields({key: content[key] for key in content.keys() & types.keys()}, types, record)
+        recorded_config(content)
+    except ValueError:
+        return {}
+    return content if "config" in content else {}
 
 
 def recorded_length(model: PreTrainedModel) -> int | None:
@@ -179,14 +177,15 @@ def load_tokenizer(
         ValueError: there is none, or it can't be read.
     """
     try:
-        return AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, RuntimeError) as failure:
+        with _one_line(source):
+            return AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=trust_remote_code)
+    except ValueError as failure:
         if isinstance(source, Path) and not any(source.glob("tokenizer*")):
             raise ValueError(
                 f"{source} has no tokenizer: a model of a synthetic task takes suite=expressivity, any other "
                 "needs its tokenizer saved there"
             ) from failure
-        raise ValueError(_explain(source, failure)) from failure
+        raise
 
 
 def load_weights(
@@ -206,7 +205,7 @@ def load_weights(
     if isinstance(source, Path) and (source / CHECKSUMS).is_file():
         if damage := find_export_damage(source, hashed_bytes=HASHED_BYTES):
             raise ValueError(f"{source}/{damage}: {EXPORT_AGAIN}")
-    try:
+    with _one_line(source):
         if mixer is not None and config_content(source).get("mixer") is None:
             raise MixerError(f"it has no mixer of its own: leave out mixer={mixer}")
         translation = find_translation(source, translate)
@@ -221,10 +220,6 @@ def load_weights(
                     trust_remote_code=trust_remote_code,
                     **({} if mixer is None else {"mixer": mixer}),
                 )
-    except (MixerError, FormatError) as failure:
-        raise ValueError(f"{source}: {failure}") from failure
-    except (SafetensorError, UnpicklingError, EOFError, OSError, ValueError, RuntimeError) as failure:
-        raise ValueError(_explain(source, failure)) from failure
     if report["missing_keys"]:
         raise ValueError(
             f"{source} lacks weights: {', '.join(sorted(report['missing_keys'])[:3])}: export it again"
@@ -236,12 +231,13 @@ def read_config(source: Path | str, *, translate: bool | None = None) -> PreTrai
     """The config of the model that `load_weights` makes of a resolved checkpoint.
 
     Raises:
-        ValueError, OSError: it can't be read.
+        ValueError: it can't be read.
     """
-    if translation := find_translation(source, translate):
-        config, _ = translation.to_ours(config_content(source), {})
-        return config
-    return AutoConfig.from_pretrained(source, trust_remote_code=False)
+    with _one_line(source):
+        if translation := find_translation(source, translate):
+            config, _ = translation.to_ours(config_content(source), {})
+            return config
+        return AutoConfig.from_pretrained(source, trust_remote_code=False)
 
 
 def config_content(source: Path | str) -> dict[str, Any]:
@@ -288,22 +284,42 @@ def find_translation(source: Path | str, translate: bool | None = None) -> Modul
 
 def _was_chosen(source: Path | str) -> bool:
     """Whether a run here trained the class that config.json names, instead of a model of our family."""
-    record: dict[str, Any] = yaml.safe_load(read_training_record(source).get("config") or "") or {}
-    return "source" in (record.get("model") or {})
+    return "source" in (recorded_config(read_training_record(source)).get("model") or {})
 
 
-def _explain(source: Path | str, failure: Exception) -> str:
+@contextmanager
+def _one_line(source: Path | str) -> Iterator[None]:
+    """Turn whatever a library raises for a checkpoint's files into one line.
+
+    Raises:
+        ValueError: with the checkpoint and the library's first line.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except (MixerError, FormatError) as failure:
+        raise ValueError(f"{source}: {failure}") from failure
+    except BaseException as failure:  # a panic of a library in Rust is no Exception
+        raise ValueError(_explain(source, failure)) from failure
+
+
+def _explain(source: Path | str, failure: BaseException) -> str:
     """One line for a checkpoint that does not load; names the weights file that is cut short, if one is."""
     if "trust_remote_code" in str(failure):
         return f"{source} needs Python code that it brings along: give trust_remote_code=true if you trust it"
-    if isinstance(source, str):
+    if isinstance(source, str) and isinstance(failure, OSError):
         return (
             f"cannot load {source}: no such folder here, and the Hub did not give it ({_first_line(failure)})"
         )
-    if damage := find_export_damage(source):
+    if isinstance(source, Path) and (damage := find_export_damage(source)):
         return f"{source}/{damage}: {EXPORT_AGAIN}"
+    if "weights_only" in str(failure):  # torch advises to run the code
+        return f"cannot load {source}: its weights are a pickle that calls code; get them as safetensors"
     return f"cannot load {source}: {_first_line(failure)}"
 
 
-def _first_line(failure: Exception) -> str:
-    return next((line.strip() for line in str(failure).splitlines() if line.strip()), type(failure).__name__)
+def _first_line(failure: BaseException) -> str:
+    line = next((line.strip() for line in str(failure).splitlines() if line.strip()), "")
+    known = isinstance(failure, OSError | ValueError | RuntimeError) and line
+    return line if known else f"{type(failure).__name__}: {line}"

@@ -1,14 +1,15 @@
 """The model card of a push: that of the export, with what is known only then."""
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from yaml import YAMLError
 
 from fla_train.hub.paths import own_name, run_folder
+from fla_train.utils.safe_files import parse_yaml, read_json
 
 CARD = "README.md"
 TRAINING_FILE = "training.json"  # the CardInfo of an export
@@ -35,6 +36,8 @@ def published_card(
     if not (license or language or results):
         return text
     try:
+        if header := REGEX_YAML_BLOCK.search(text):
+            parse_yaml(header[2], "it")  # ModelCard would follow aliases without end
         card = ModelCard(text)
     except (YAMLError, ValueError) as error:
         raise ValueError(f"{folder / CARD} has no valid header: {' '.join(str(error).split())}") from error
@@ -60,7 +63,7 @@ def _results(export: Path) -> Iterator[EvalResult]:
     written = (training if training.is_file() else export).stat().st_mtime
     for file in sorted(run.glob("eval/*/results.json") if run else (), key=lambda file: file.stat().st_mtime):
         try:
-            record = json.loads(file.read_text())
+            record = read_json(file)
         except ValueError:  # cut short by a full disk
             continue
         if own_name(record.get("checkpoint", "")) == own_name(export) and file.stat().st_mtime >= written:

@@ -95,6 +95,7 @@ def push(
         raise ValueError(f"{NO_TOKEN}; the model is safe in {origin}")
     if damage := find_export_damage(folder):
         raise ValueError(f"{folder}/{damage}: {REMEDY}")
+    visible_files(folder)  # refuses links before there is a repository
     api = HfApi(endpoint=endpoint, token=token)
 
     uploaded = False  # also by a try that failed afterwards

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from fla_train.hub.saved_config import assign
 from fla_train.utils.hub_names import is_hub_name
 from fla_train.utils.processes import POLL, start_command
 from fla_train.utils.records import drop_records_after, read_metrics
@@ -150,13 +151,13 @@ class HubPushes:
             "mixer": self._mixer,
             "hub.repo_id": config.repo_id,
             "hub.tag": export.name,
-            "hub.private": str(config.private).lower(),
+            "hub.private": config.private,
             "hub.license": config.license,
             "hub.language": config.language,
         }
         try:
             self._output.parent.mkdir(exist_ok=True)
-            overrides = [f"{name}={value}" for name, value in given.items() if value is not None]
+            overrides = [assign(name, value) for name, value in given.items() if value is not None]
             self._process = start_command("export", overrides, self._output, **ENVIRONMENT)
             os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
         except OSError as failure:

@@ -3,20 +3,22 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from fla_train.utils.safe_files import read_json, read_yaml
+
+NOT_TEXT = ("null", "true", "false", "nan", "inf")  # of Hydra's grammar
 
 
 def read_saved(path: Path) -> dict[str, Any]:
     """The content of a `config.yaml` for `OmegaConf.merge`, in which `${oc.env:SECRET}` stays text.
 
     Raises:
-        OSError, yaml.YAMLError, omegaconf.errors.OmegaConfBaseException: it can't be read.
+        OSError, ValueError: it can't be read.
     """
-    return escaped(OmegaConf.to_container(OmegaConf.load(path)))
+    return escaped(read_yaml(path))
 
 
 def kept_tokenizer(name: str, run: Path) -> str:
@@ -24,8 +26,8 @@ def kept_tokenizer(name: str, run: Path) -> str:
     plan = run / "plan.json"
     if os.path.isabs(name) and not os.path.isdir(name) and plan.is_file():
         try:
-            kept = Path(json.loads(plan.read_text())["data_folder"]) / "tokenizer"
-        except (ValueError, KeyError, TypeError):
+            kept = Path(read_json(plan)["data_folder"]) / "tokenizer"
+        except (OSError, ValueError, KeyError, TypeError):
             return name
         return str(kept) if kept.is_dir() else name
     return name
@@ -43,10 +45,43 @@ def quote(text: str) -> str:
     return f"'{text}" + "\\" * trailing + "'"
 
 
-def assign(key: str, path: Path) -> str:
-    """The override that gives a key this path, quoted for our commands where the path needs it."""
-    text = str(path)
-    return f"{key}={text if re.fullmatch(r'[a-zA-Z0-9_./=+-]+', text) else quote(text)}"
+def assign(key: str, value: object) -> str:
+    """Return the override that gives a key this value: plain data, or a path."""
+    return f"{key}={_literal(value)}"
+
+
+def _literal(value: object) -> str:
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{_literal(child)}' for key, child in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_literal, value))}]"
+    if isinstance(value, str | Path):  # without quotes where Hydra reads the same text
+        text = str(value)
+        plain_text = re.fullmatch(r"([a-zA-Z_/]|\.\.?/)[a-zA-Z0-9_./+-]*", text)
+        return text if plain_text and text.lower() not in NOT_TEXT else quote(text)
+    return "null" if value is None else str(value).lower()
+
+
+def as_values(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides of a command with their values as plain data, which is not interpolated.
+
+    Raises:
+        ValueError: one is not KEY=VALUE: a flag, say, a sweep or a key of Hydra's own.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    found = []
+    for text in overrides:
+        key = text.partition("=")[0]
+        try:
+            parsed = OverridesParser.create().parse_override(text)
+        except HydraException as failure:
+            raise ValueError(" ".join(str(failure).split())) from failure
+        if parsed.is_sweep_override() or not re.fullmatch(r"\+{0,2}(?!hydra\b)[\w./-]+", key):
+            raise ValueError(f"{text} is not an option of the form KEY=VALUE")
+        found.append(assign(key, parsed.value()))
+    return found
 
 
 def escaped(node: Any) -> Any:

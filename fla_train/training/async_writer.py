@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fla_train.training import checkpoint
 from fla_train.utils.filesystem import move_folder, reason, sync, write_whole
-from fla_train.utils.processes import die_with_parent
+from fla_train.utils.processes import die_with_parent, module_command
 
 if TYPE_CHECKING:
     from fla_train.utils.staging_buffer import Segment  # imports torch
@@ -79,7 +79,7 @@ class AsyncWriter:
         self._connection, theirs = Pipe()
         arguments = map(str, (theirs.fileno(), staging, os.getpid()))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "fla_train.training.async_writer", *arguments],
+            module_command("fla_train.training.async_writer", *arguments),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), staging),

@@ -19,7 +19,6 @@ one, is damaged.
 This module imports neither torch nor numpy: the async writer's process does without them.
 """
 
-import errno
 import hashlib
 import json
 import logging
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from fla_train.utils.filesystem import DELETING, delete, find_damage, reason, remove_folder, sync
+from fla_train.utils.safe_files import read_dataclass, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -68,17 +68,7 @@ def folder_name(step: int) -> str:
 
 def read_state(folder: Path) -> TrainState:
     """Raises `ValueError`: it is damaged, or another version wrote it, with other fields."""
-    try:
-        return TrainState(**json.loads(_read(folder / STATE)))
-    except (TypeError, ValueError) as failure:
-        raise ValueError(f"{folder / STATE} is damaged or of another version: {failure}") from failure
-
-
-def _read(path: Path) -> str:
-    """The text of a file. Raises `OSError`, too, where opening would wait: at a named pipe."""
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return path.read_text(encoding="utf-8")
+    return read_dataclass(TrainState, folder / STATE)
 
 
 def world_size(checkpoint: Path) -> int:
@@ -106,12 +96,10 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         ValueError: it is missing or damaged; one line says what is wrong.
     """
     try:
-        content = json.loads(_read(checkpoint / MANIFEST))
+        content: Any = read_json(checkpoint / MANIFEST)
     except OSError as failure:
         raise ValueError(f"{MANIFEST} can't be read ({reason(failure)})") from failure
-    except (ValueError, RecursionError) as failure:
-        raise ValueError(f"{MANIFEST} is not JSON") from failure
-    if isinstance(content, dict) and content.keys() == {"version", "sha256", "content"}:
+    if content.keys() == {"version", "sha256", "content"}:
         if content["version"] != MANIFEST_VERSION:
             raise ValueError(f"{MANIFEST} is of version {_brief(content['version'])}, which is unknown here")
         if content["sha256"] != _checksum(content["content"]):

@@ -18,7 +18,6 @@ import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from fla_train.data.config import DataConfig, absolute, with_absolute_paths
 from fla_train.data.tokenizers import TokenizerNotCached, tokenizer_size
@@ -614,7 +613,7 @@ def load_config(path: Path) -> TrainConfig:
     """
     try:
         return to_config(read_saved(path))
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+    except (OSError, AttributeError, KeyError, TypeError, OmegaConfBaseException) as error:
         raise ValueError(f"{path} is no config of this version: {' '.join(str(error).split())}") from error
 
 

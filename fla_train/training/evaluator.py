@@ -27,7 +27,7 @@ from fla_train.data.dataset import TokenDataset
 from fla_train.data.open_dataset import open_validation
 from fla_train.data.sampler import Batch, PackedDataset, sequential_batches
 from fla_train.data.tokenizers import token_bytes
-from fla_train.hub.saved_config import assign
+from fla_train.hub.saved_config import as_values, assign
 from fla_train.tasks import Score, Task, tasks_for_testing
 from fla_train.tasks.config import is_own
 from fla_train.tasks.plots import plot_accuracy
@@ -41,6 +41,7 @@ from fla_train.training.run_folder import RunFolder
 from fla_train.utils.filesystem import write_whole
 from fla_train.utils.processes import POLL, start_command
 from fla_train.utils.records import Record, read_metrics
+from fla_train.utils.safe_files import read_json
 
 PART_PERPLEXITY = "validation_perplexity/"  # key of a part's, before its name
 Beat = Callable[..., None]  # `Watchdog.beat`
@@ -420,8 +421,9 @@ class SuiteRuns:
 
     def _launch(self, export: Path) -> None:
         self._output.mkdir(parents=True, exist_ok=True)
-        request = [assign("checkpoint", export), f"suite={self._suite}", assign("output", self._output)]
-        self._process = start_command("eval", [*request, *self._options], self._output / "eval.log")
+        request = {"checkpoint": export, "suite": self._suite, "output": self._output}
+        overrides = [*(assign(*item) for item in request.items()), *as_values(self._options)]
+        self._process = start_command("eval", overrides, self._output / "eval.log")
 
     def collect(self, step: int, tokens: int) -> None:
         """Log the results of an evaluation that has ended by now, if there is one.
@@ -473,7 +475,7 @@ def _metrics(file: Path) -> dict[str, float | None] | None:
     if not file.is_file():
         return None
     try:
-        found = json.loads(file.read_text())["metrics"]
+        found = read_json(file)["metrics"]
     except ValueError:  # cut short by a full disk
         return None
     return {key: value if abs(value) < float("inf") else None for key, value in found.items()}

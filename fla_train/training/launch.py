@@ -42,6 +42,7 @@ from fla_train.training.resume import (
 )
 from fla_train.training.run_data import task_data
 from fla_train.training.run_folder import RunFolder, RunLock, new_run_dir
+from fla_train.utils.import_ahead import COMMAND
 from fla_train.utils.processes import die_with_parent
 from fla_train.utils.ranks import is_first, is_rank
 from fla_train.utils.scratch import scratch_folder
@@ -99,7 +100,7 @@ def launch(config: TrainConfig) -> RunFolder | None:
         file.write_text(to_yaml(recorded))
         try:
             run_workers(
-                ["-m", worker.__name__, str(file), str(data.folder)],
+                [*COMMAND[1:], str(file), str(data.folder)],
                 config.launch,
                 newest_step=lambda: checkpoint.newest_step(folder.checkpoints),
                 run=str(folder.root),

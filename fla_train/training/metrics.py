@@ -1,6 +1,5 @@
 """Metrics of a run: statistics of chosen steps, values of metrics.jsonl, plots of the losses."""
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from fla_train.kernels.context_parallel import ContextGroup
 from fla_train.training.run_folder import RunFolder
 from fla_train.utils.records import Record, read_metrics
+from fla_train.utils.safe_files import read_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -131,7 +131,7 @@ def draw_losses(runs: Sequence[Path], labels: Sequence[str] = (), metric: str = 
             marks = {"ls": "none", "marker": "o", "ms": 5, "mec": "black", "mew": 0.7, "zorder": 3}
             axes.plot(*curve(records, "validation_loss"), color=color, label=f"{name}, validation", **marks)
             if (plan := RunFolder(run).plan).is_file():
-                entropy = json.loads(plan.read_text()).get("unigram_entropy")
+                entropy = read_json(plan).get("unigram_entropy")
                 if entropy is not None:
                     entropies[round(entropy, 4)] = entropy
     if not axes.lines:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
 from omegaconf import OmegaConf
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -16,6 +15,7 @@ from fla_train.data.tokenizers import same_tokenizer
 from fla_train.hub import CardInfo, export_model, find_export_damage
 from fla_train.hub.load import load_weights, read_config, read_training_record, resolve_checkpoint
 from fla_train.hub.paths import own_name, public_name
+from fla_train.hub.prefix import recorded_config
 from fla_train.hub.saved_config import flat, map_text
 from fla_train.models.activation_checkpointing import checkpoint_activations
 from fla_train.models.build import TOKEN_IDS, build_model_config, is_zoo, model_node
@@ -115,9 +115,9 @@ def tokenizer_source(source: str) -> str | None:
 def batch_sizes(source: str) -> dict[str, Any]:
     """The `trainer` keys of the batch that `source` was trained with, as far as it records them."""
     try:
-        record = yaml.safe_load(read_training_record(resolve_checkpoint(source))["config"] or "")
+        record = recorded_config(read_training_record(resolve_checkpoint(source)))
         trainer = record["trainer"] | {"target_batch_tokens": record["trainer"]["global_batch_tokens"]}
-    except (yaml.YAMLError, KeyError, TypeError):  # another program's export
+    except (KeyError, TypeError):  # another program's export
         return {}
     return {key: trainer[key] for key, kinds in BATCH_KEYS.items() if type(trainer.get(key)) in kinds}
 

@@ -1,6 +1,5 @@
 """Resume: which checkpoint all ranks start from, and whether config and ranks agree with it."""
 
-import json
 import math
 import socket
 import time
@@ -20,6 +19,7 @@ from fla_train.training import checkpoint
 from fla_train.training.config import AUTO, TrainConfig, load_config, with_model
 from fla_train.training.run_folder import RunFolder
 from fla_train.utils.records import read_metrics
+from fla_train.utils.safe_files import read_json
 
 # These fix what a checkpoint holds and, with the prepared data, the stream of tokens: a resume keeps them.
 FIXED_KEYS = (
@@ -285,8 +285,8 @@ def _fingerprint(resume: Path) -> str | None:
     if name := checkpoint.read_state(resume).data:
         return name
     try:  # an older checkpoint: its run's plan names the data it was begun with
-        return Path(json.loads(_run_of(resume).plan.read_text())["data_folder"]).name
-    except (OSError, ValueError, KeyError):
+        return Path(read_json(_run_of(resume).plan)["data_folder"]).name
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

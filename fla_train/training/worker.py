@@ -1,4 +1,4 @@
-"""One rank of a run: `python -m fla_train.training.worker CONFIG DATA`, started by the agent.
+"""One rank of a run: `fla_train.training.worker CONFIG DATA` (`module_command`), started by the agent.
 
 Without arguments it imports and waits for them (`import_ahead`).
 Ranks that torchrun or accelerate start come here through `fla-train`. Stdout and stderr go to train.log of

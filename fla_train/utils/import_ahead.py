@@ -18,9 +18,9 @@ from pathlib import Path
 from subprocess import PIPE, Popen
 from threading import Thread
 
-from fla_train.utils.processes import available_cores
+from fla_train.utils.processes import available_cores, module_command
 
-COMMAND = [sys.executable, "-m", "fla_train.training.worker"]
+COMMAND = module_command("fla_train.training.worker")
 AHEAD = ("fla_train.models.modeling", "fla_train.training.trainer", "accelerate")
 CPU_ONLY = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}  # DeepSpeed reads it when it is imported
 GPU = "FLA_TRAIN_GPU"  # environment variable: the number of the GPU that a waiting worker opens

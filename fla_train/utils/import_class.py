@@ -8,7 +8,7 @@ from fla_train.utils.errors import described
 
 
 def import_class(path: str, base: type, base_name: str) -> type:
-    """The class that `path` names; its module is found as `python -m` finds it.
+    """The class that `path` names; its module may lie in the current folder.
 
     Raises:
         ValueError: there is none, importing its module failed, or it is no subclass of `base`, which the
@@ -16,7 +16,7 @@ def import_class(path: str, base: type, base_name: str) -> type:
     """
     module, _, name = path.partition(":")
     if not {"", os.getcwd()} & set(sys.path):
-        sys.path.insert(0, os.getcwd())  # as `python -m` does, and so the workers of a run
+        sys.path.append(os.getcwd())  # last: a queue.py there must not hide the standard library's
     try:
         found = getattr(import_module(module), name, None)
     except Exception as error:

@@ -18,6 +18,8 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 POLL = 0.5  # seconds between looks at a command
 _BIND = "from fla_train.utils.processes import die_with_parent; die_with_parent({parent})"
 _RUN = "from fla_train.cli.{name} import main; main()"
+_MODULE = "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+_ROOT = str(Path(__file__).parents[2])  # the folder that holds our package
 
 
 def available_cores() -> int:
@@ -60,6 +62,22 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, -1)
 
 
+def python_command(code: str, *arguments: str) -> list[str]:
+    """Return the command of a Python process that runs `code`, with `sys` imported and our package.
+
+    It imports nothing from the current folder (`-P`), whose `queue.py` would hide the standard library's.
+    Folders that only this process has in `sys.path` come last.
+    """
+    ours = f"import pathlib, sys; sys.path.insert(0, {_ROOT!r}); import fla_train; del sys.path[0]"
+    others = f"sys.path += [path for path in {sys.path!r} if path not in sys.path]"
+    return [sys.executable, "-P", "-c", f"{ours}; {others}; {code}", *arguments]
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Return the `python_command` of a module that is run as `__main__`."""
+    return python_command(_MODULE, module, *arguments)
+
+
 def start_command(name: str, overrides: Sequence[str], log: Path, **variables: str) -> subprocess.Popen:
     """Start `fla-NAME` as no rank of a run. It ends with this process, lest a restart finds it on its GPU.
 
@@ -74,7 +92,7 @@ def start_command(name: str, overrides: Sequence[str], log: Path, **variables: s
     code = f"{_BIND.format(parent=os.getpid())}; {_RUN.format(name=name)}"
     with log.open("w") as file:
         return subprocess.Popen(
-            [sys.executable, "-c", code, *overrides],
+            python_command(code, *overrides),
             stdout=file,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

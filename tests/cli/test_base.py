@@ -1,6 +1,7 @@
 """A command on a run's folder starts from the run's own config; one with init_from from a model's."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from fla_train.cli.base import with_base
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
 from fla_train.hub import export_model
+from fla_train.hub.saved_config import as_values
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
 from fla_train.training.config import TrainConfig, register, resolve, to_config, to_yaml
 
@@ -44,6 +46,34 @@ def test_only_the_overrides_change(run: Path):
     assert (config.data.source, config.data.path) == ("local", CORPUS)
     assert (config.schedule.name, config.schedule.decay_steps) == ("wsd", 5)
     assert config.trainer.global_batch_tokens == 16384  # the number that auto was at the start
+
+
+PUBLISHES = (
+    *("hub.repo_id=other/model", "hub.private=false", "hub.license='a b'", "logger.wandb.mode=online"),
+    *("logger.wandb.entity=other", "trainer.suite_every=2", "trainer.suite_options=[device=cpu]"),
+)
+
+
+def test_a_folder_alone_publishes_and_evaluates_nothing(run: Path, capfd: pytest.CaptureFixture[str]):
+    (run / "config.yaml").write_text(to_yaml(resolve(composed(*OTHERS, *PUBLISHES))))
+    plain = composed()
+    config = composed(at(run))
+    assert config.trainer.eval_every == 7 and (config.hub, config.logger) == (plain.hub, plain.logger)
+    assert (config.trainer.suite_every, config.trainer.suite_options) == (0, [])
+    options = shlex.split(capfd.readouterr().err.partition("keep: ")[2])
+    assert sorted(options) == sorted(PUBLISHES)
+    config = composed(at(run), *PUBLISHES)
+    assert (config.hub.repo_id, config.hub.license, config.hub.private) == ("other/model", "a b", False)
+    assert config.trainer.suite_options == ["device=cpu"] and not capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text", ["hydra.x=1", "++hydra.callbacks.x._target_=os.mkdir", "--config-dir=/", "-m", "~a", "a=1,2"]
+)
+def test_options_for_another_process_are_values(text: str):
+    assert as_values(["a=${oc.env:HOME}", "b=[1,x y]"]) == ["a='\\${oc.env:HOME}'", "b=[1,'x y']"]
+    with pytest.raises(ValueError):
+        as_values([text])
 
 
 def test_a_run_that_began_from_the_beginning_is_resumed(run: Path):

@@ -13,7 +13,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from fla_train.hub import CardInfo, copy_export, export_model, find_export_damage
+from fla_train.hub import CardInfo, copy_export, export_model, find_export_damage, load_model, push
 from fla_train.hub import export as export_module
 from fla_train.hub.convert import convert_export
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
@@ -328,3 +328,51 @@ def test_the_cards_code_runs(kind: str, small_model, tokenizer, tmp_path: Path) 
     exec("".join(blocks).replace("user/model", str(tmp_path / "export")), names)
     assert type(names["model"]) is type(model)
     assert kind == "task" or names["ids"][0, 0] == tokenizer.eos_token_id  # as before documents in training
+
+
+def test_links_out_of_an_export_are_not_followed(model: PreTrainedModel, tokenizer, tmp_path: Path) -> None:
+    """A file or a folder; those of the Hub's cache lead to its blobs."""
+    export = export_model(model, tokenizer, tmp_path / "snapshots" / "commit")
+    (tmp_path / "secret").write_text("a key")
+    for name, target in (("notes.txt", "../../secret"), ("plot.png", "../../secret"), ("up", "..")):
+        (export / name).symlink_to(target)
+        for copy in (copy_export, convert_export):
+            with pytest.raises(ValueError, match=name):
+                copy(export, tmp_path / "copy")
+        with pytest.raises(ValueError, match=name):
+            push(export, "user/model", token="hf_x")
+        (export / name).unlink()
+    (tmp_path / "blobs").mkdir()
+    (export / "config.json").rename(tmp_path / "blobs" / "0a")
+    (export / "config.json").symlink_to("../../blobs/0a")
+    assert find_export_damage(copy_export(export, tmp_path / "copy")) is None
+    assert not (tmp_path / "copy" / "config.json").is_symlink()
+
+
+FOREIGN = {  # files of a model's folder, with what is changed in them
+    "attention": ("config.json", {"_attn_implementation": "nonsense"}),
+    "quantization": ("config.json", {"quantization_config": {"quant_method": "gptq", "bits": 4}}),
+    "dtype": ("config.json", {"dtype": "os.system"}),
+    "types": ("config.json", {"hidden_size": "many"}),
+    "generation": ("generation_config.json", {"cache_config": 3, "watermarking_config": 7}),
+    "tokenizer": ("tokenizer.json", {"model": {"type": "BPE", "vocab": {}, "merges": [["a"]]}}),
+    "pickle": ("pytorch_model.bin", None),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_foreign_model_is_one_line(name: str, model: PreTrainedModel, tokenizer, tmp_path: Path) -> None:
+    """The line names the folder, and gives no advice to run code."""
+    folder = export_model(model, tokenizer, tmp_path / "export")
+    (folder / "checksums.json").unlink()
+    file, changes = FOREIGN[name]
+    if changes is None:
+        torch.save({"weight": os.getcwd}, folder / file)
+        (folder / "model.safetensors").unlink()
+    else:
+        (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changes))
+    try:
+        load_model(folder)
+    except ValueError as failure:
+        assert str(folder) in str(failure) and "\n" not in str(failure)
+        assert "weights_only" not in str(failure)

@@ -37,8 +37,8 @@ def pushes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
     real = subprocess.Popen
 
     def stand_in(command: list[str], **options: object) -> subprocess.Popen:
-        assert command[2].endswith("fla_train.cli.export import main; main()")
-        return real([sys.executable, "-c", EXPORTER, *command[3:]], **options)
+        assert command[3].endswith("fla_train.cli.export import main; main()")
+        return real([sys.executable, "-c", EXPORTER, *command[4:]], **options)
 
     monkeypatch.setattr(subprocess, "Popen", stand_in)
 

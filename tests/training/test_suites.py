@@ -34,10 +34,10 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     real = subprocess.Popen
 
     def stand_in(command: list[str], **options: object) -> subprocess.Popen:
-        assert command[:2] == [sys.executable, "-c"] and command[2].endswith(
+        assert command[:3] == [sys.executable, "-P", "-c"] and command[3].endswith(
             "fla_train.cli.eval import main; main()"
         )
-        return real([sys.executable, str(tmp_path / "evaluator.py"), *command[3:]], **options)
+        return real([sys.executable, str(tmp_path / "evaluator.py"), *command[4:]], **options)
 
     monkeypatch.setattr(subprocess, "Popen", stand_in)
     monkeypatch.setenv("RANK", "0")
@@ -203,9 +203,9 @@ from fla_train.training.evaluator import SuiteRuns
 
 def long_evaluation(command, **options):
     rounds = "import time\\nfor _ in range(1200): print('.', flush=True); time.sleep(0.05)"
-    code = command[2].replace("from fla_train.cli.eval import main; main()", rounds)
-    assert code != command[2]
-    return real([*command[:2], code], **options)
+    code = command[3].replace("from fla_train.cli.eval import main; main()", rounds)
+    assert code != command[3]
+    return real([*command[:3], code], **options)
 
 real, subprocess.Popen = subprocess.Popen, long_evaluation
 SuiteRuns("demo", [], Path(sys.argv[1]), record=print, log=print).start(Path("export"), 4)

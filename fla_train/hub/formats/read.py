@@ -1,6 +1,5 @@
 """Read a checkpoint of another library's format as a model of our family."""
 
-import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from fla_train.hub.formats.errors import FormatError
 from fla_train.hub.prefix import PREFIX
 from fla_train.models import DeltaProductForCausalLM
+from fla_train.utils.safe_files import read_json
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there; both may be sharded
 
@@ -59,7 +59,7 @@ def _read_weights(source: Path | str) -> tuple[Path, dict[str, Tensor]]:
         patterns = [f"{Path(name).stem}*", "generation_config.json"]
         folder = Path(source if Path(source).is_dir() else snapshot_download(source, allow_patterns=patterns))
         index = folder / f"{name}.index.json"
-        files = sorted({*json.loads(index.read_text())["weight_map"].values()}) if index.is_file() else [name]
+        files = sorted({*read_json(index)["weight_map"].values()}) if index.is_file() else [name]
         if (folder / files[0]).is_file():
             options = {"map_location": "cpu", "weights_only": True, "safe": False}  # no code of a pickle runs
             parts = [load_state_dict_from_file(folder / file, **options) for file in files]

@@ -1,0 +1,113 @@
+"""Read JSON and YAML files that may come from someone else.
+
+- The result is plain data: mappings, lists, text and numbers. The root is a mapping.
+- Size and depth are bounded, and YAML has no anchors, with which a few bytes stand for gigabytes.
+- Whatever is wrong with the content is one `ValueError` that names the file.
+"""
+
+import errno
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+DEEPEST = 64  # mappings and lists in each other
+LARGEST_JSON = 1 << 26  # bytes
+LARGEST_YAML = 1 << 20  # bytes
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file.
+
+    Raises:
+        ValueError: it is not JSON, not a mapping, too large or nested too deeply.
+        OSError: it can't be read, or opening it would wait (a named pipe).
+    """
+    return parse_json(_read(path, LARGEST_JSON), path)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the content of a YAML file; raises what `read_json` raises."""
+    return parse_yaml(_read(path, LARGEST_YAML), path)
+
+
+def parse_json(content: str | bytes, name: object) -> dict[str, Any]:
+    """Return the content of a JSON text, which errors call `name`; raises what `read_json` raises."""
+    return _parse(json.loads, content, LARGEST_JSON, name)
+
+
+def parse_yaml(content: str | bytes, name: object) -> dict[str, Any]:
+    """Return the content of a YAML text, which errors call `name`; raises what `read_json` raises."""
+    return _parse(_load_yaml, content, LARGEST_YAML, name)
+
+
+def read_dataclass(kind: type[T], path: Path) -> T:
+    """Return a JSON file as a dataclass; raises what `read_json` raises, and of fields that do not fit."""
+    content = read_json(path)
+    check_fields(content, get_type_hints(kind), path)
+    return kind(**content)
+
+
+def check_fields(content: dict[str, Any], types: Mapping[str, Any], name: object) -> None:
+    """Check that a mapping has no other fields than `types`, and values of these types.
+
+    Args:
+        types: field -> its type, made of dict, list, unions and JSON's types.
+        name: what errors call the mapping.
+
+    Raises:
+        ValueError: it names the first field that does not fit.
+    """
+    for key, value in content.items():
+        if key not in types:
+            raise ValueError(f"{name} is damaged or of another version: it has {key!r:.40}")
+        if not _fits(value, types[key]):
+            raise ValueError(f"{name} is damaged: {key} is {value!r:.40}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    parts = get_args(kind)
+    if isinstance(kind, UnionType):
+        return any(_fits(value, part) for part in parts)
+    if parts:  # list[VALUE] or dict[str, VALUE]
+        children = value.values() if isinstance(value, dict) else value
+        return isinstance(value, get_origin(kind)) and all(_fits(child, parts[-1]) for child in children)
+    return kind is Any or type(value) is kind or (kind is float and type(value) is int)
+
+
+def _read(path: Path, most: int) -> bytes:
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    with path.open("rb") as file:
+        return file.read(most + 1)
+
+
+def _parse(parse: Callable[[str], Any], content: str | bytes, most: int, name: object) -> dict[str, Any]:
+    try:
+        if len(content) > most:
+            raise ValueError(f"more than {most:,} bytes")
+        found = parse(content if isinstance(content, str) else content.decode())
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds {type(found).__name__} instead of a mapping")
+        _check_depth(found, DEEPEST)
+    except RecursionError:
+        raise ValueError(f"{name} is damaged: it is nested too deeply") from None
+    except (ValueError, TypeError) as failure:
+        raise ValueError(f"{name} is damaged: {' '.join(str(failure).split())}") from failure
+    return found
+
+
+def _load_yaml(text: str) -> Any:
+    from fla_train.utils.safe_yaml import load_yaml  # processes that read JSON only start sooner
+
+    return load_yaml(text)
+
+
+def _check_depth(node: Any, left: int) -> None:
+    if isinstance(node, dict | list):
+        if left == 0:
+            raise RecursionError
+        for child in node.values() if isinstance(node, dict) else node:
+            _check_depth(child, left - 1)
