@@ -20,9 +20,9 @@ def read_saved(path: Path) -> dict[str, Any]:
 
 
 def kept_tokenizer(name: str, run: Path) -> str:
-    """`name` of a run's tokenizer, or the copy kept with the prepared data if that folder has gone."""
+    """`name` of a run's tokenizer, or the copy kept with the prepared data if that path has gone."""
     plan = run / "plan.json"
-    if os.path.isabs(name) and not os.path.isdir(name) and plan.is_file():
+    if os.path.isabs(name) and not os.path.exists(name) and plan.is_file():
         try:
             kept = Path(json.loads(plan.read_text())["data_folder"]) / "tokenizer"
         except (ValueError, KeyError, TypeError):
