@@ -55,15 +55,11 @@ class TaskConfig:
     train: dict[str, Any] = field(default_factory=dict)
     tests: dict[str, dict[str, Any]] = field(default_factory=dict)
     train_sequences: int | None = None
-    test_sequences: int = MISSING
+    test_sequences: int = 512
     batch_size: int = MISSING
-    test_batch_size: int = MISSING
+    test_batch_size: int = 128
     curriculum: list[Any] = field(default_factory=list)
     stop_at: list[Any] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if self.kind == "in_context_recall" and self.options.get("motif") == 1:
-            del self.options["motif"]  # which configs of earlier versions have
 
     def validation_errors(self) -> list[str]:
         """Every setting that cannot work, one line each; empty when all is well."""
