@@ -149,7 +149,7 @@ def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:
     peak = f"{launch.peak_tflops:g} TFLOP/s" if launch.peak_tflops else f"an {ASSUMED_GPU}'s peak"
     wall = f"{plan.hours:,.1f} hours on {launch.num_processes} GPU(s)"
     hours = f"GPU-hours    about {plan.gpu_hours:,.0f} = {wall} at {ASSUMED_MFU:.0%} of {peak}"
-    disk = "" if plan.data_bytes is None else f"prepared tokens {plan.data_bytes / 1e9:,.1f} GB, "
+    disk = "" if plan.data_bytes is None else f"prepared tokens {plan.data_bytes / 1e9:,.2f} GB, "
     here = "" if launch.device == "cpu" or torch.cuda.is_available() else " (planned for: no GPU is here)"
     rounds = trainer.gradient_reduction == "bf16" and launch.num_processes > 1
     reduction = ", gradients added up over processes in bf16" if rounds else ""
@@ -172,7 +172,7 @@ def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:
         f"FLOPs        {plan.flops_per_token:.3g} per token, {plan.flops_per_token * plan.tokens:.3g} in all",
         *([hours] if plan.gpu_hours >= 1 else []),
         f"memory       about {plan.memory_bytes / 2**30:.2f} GiB per process{besides}",
-        f"disk         {disk}run folder {plan.run_bytes / 1e9:,.1f} GB",
+        f"disk         {disk}run folder {plan.run_bytes / 1e9:,.2f} GB",
         f"schedule     {config.schedule.name}, peak {config.optimizer.lr:g}, "
         f"{config.schedule.warmup(trainer.max_steps)} warm-up steps",
         f"device       {launch.device}, {trainer.precision}{reduction}{here}",
