@@ -378,6 +378,8 @@ def run_tasks(
                 line = f"{type(failure).__name__}: {line[:300]}"
             if NO_SHOTS in line:
                 line += " Few-shot prompts need the task's training split."
+            elif num_fewshot:
+                line += f" (suite.num_fewshot={num_fewshot}: has the split of its examples so many?)"
             finished[name] = {"error": line, "missing": isinstance(failure, DatasetMissing)}
     return finished
 

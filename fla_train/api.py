@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from fla_train.cli import app
 from fla_train.cli.base import with_base
 from fla_train.cli.eval import register as register_eval
+from fla_train.cli.overrides import as_written
 from fla_train.data.dataset import Dataset
 from fla_train.data.sampler import PackedDataset
 from fla_train.eval.config import validation_errors
@@ -40,7 +41,7 @@ def compose(*overrides: str, config_dir: str | None = None) -> TrainConfig:
     if other := [text for text in overrides if not isinstance(text, str)]:
         raise ValueError(f"overrides are strings, compose('a=1', 'b=2'): got {other[0]!r}")
     register()
-    words = with_base([app.readable(text) for text in overrides], config_dir=config_dir)
+    words = with_base(as_written("train", overrides), config_dir=config_dir)
     return to_config(app.compose("train", words, config_dir=config_dir), words)
 
 
@@ -95,7 +96,8 @@ def check_suite(suite: str, options: Sequence[str]) -> None:
     """
     register_eval()
     try:
-        config = OmegaConf.to_object(app.compose("eval", [assign("suite", suite), *as_values(options)]))
+        words = as_written("eval", [assign("suite", suite), *as_values(options)])
+        config = OmegaConf.to_object(app.compose("eval", words))
         if errors := validation_errors(config.suite):
             raise ValueError("\n  ".join(errors))
         if config.suite.expressivity is not None:

@@ -21,6 +21,7 @@ from fla_train.cli import app, doctor, export, generate, prepare, run_queue, run
 from fla_train.cli import eval as eval_command
 from fla_train.cli.base import with_base
 from fla_train.cli.bench_options import build_parser
+from fla_train.cli.overrides import as_written
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
 from fla_train.eval.config import validation_errors
@@ -110,8 +111,10 @@ def check(words: list[str]) -> None:
                 at = overrides.index("--config-dir")
                 options, overrides = overrides[at : at + 2], [*overrides[:at], *overrides[at + 2 :]]
             for job in jobs(overrides):
-                given = {"config_dir": options[1]}
-                config = with_task_sizes(to_config(app.compose("train", with_base(job, **given), **given)))
+                given, written = {"config_dir": options[1]}, as_written("train", job)
+                config = with_task_sizes(
+                    to_config(app.compose("train", with_base(written, **given), **given))
+                )
                 validate(config)
                 if config.trainer.suite_every:
                     check_suite(config.trainer.suite, config.trainer.suite_options)
@@ -126,21 +129,22 @@ def check(words: list[str]) -> None:
             check(["fla-train", *overrides, *SCRIPTS_ADD])
         case ["fla-prepare", *overrides]:
             prepare.register()
-            config = app.compose("prepare", with_base(overrides))
+            config = app.compose("prepare", with_base(as_written("prepare", overrides)))
             assert not OmegaConf.to_object(config.data).validation_errors()
         case ["fla-eval", "compare", *places]:
             assert len([place for place in places if "=" not in place]) > 1
         case ["fla-eval", *overrides]:
             eval_command.register()
-            config = OmegaConf.to_object(app.compose("eval", overrides))
+            config = OmegaConf.to_object(app.compose("eval", as_written("eval", overrides)))
             assert config.checkpoint and not validation_errors(config.suite)
         case ["fla-export", *overrides]:
             export.register()
-            config = OmegaConf.to_object(app.compose("export", overrides))
+            config = OmegaConf.to_object(app.compose("export", as_written("export", overrides)))
             assert config.checkpoint and (config.output or config.hub.repo_id)
         case ["fla-generate", *overrides]:
             generate.register()
-            assert not generate.validation_errors(OmegaConf.to_object(app.compose("generate", overrides)))
+            config = app.compose("generate", as_written("generate", overrides))
+            assert not generate.validation_errors(OmegaConf.to_object(config))
         case ["fla-bench", *arguments]:
             request = build_parser().parse_args(arguments)
             if request.command == "train":
@@ -175,7 +179,7 @@ def test_it_is_accepted_as_written(
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        check([app.readable(word) for word in words])
+        check(words)
 
 
 def test_scripts_that_the_pages_name_are_there():

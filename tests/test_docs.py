@@ -66,17 +66,3 @@ def test_the_readmes_comparison_is_a_part_of_the_whole_table() -> None:
 
     short, whole = (rows((ROOT / page).read_text()) for page in ("README.md", "docs/comparison.md"))
     assert len(short) > 8 and short <= whole, short - whole
-
-
-def test_costs_on_eight_gpus_follow_from_the_measured_speeds() -> None:
-    """docs/fineweb.md: hours and GPU-hours by tokens and tokens/s, which docs/benchmarks.md has."""
-    page, measured = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("fineweb", "benchmarks"))
-    efficiency = int(re.search(r"machine, (\d+)%, were", " ".join(page.split()))[1]) / 100
-    rows = re.findall(r"^\| [^|]+ \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| (\d+) \| (\d+) \|", page, re.M)
-    assert len(rows) == 4
-    for speed, billions, hours, gpu_hours, gigabytes in rows:
-        assert f"| {speed} |" in measured
-        seconds = float(billions) * 1e9 / (8 * efficiency * int(speed.replace(",", "")))
-        assert float(hours) == pytest.approx(seconds / 3600, abs=0.06)
-        assert int(gpu_hours) == pytest.approx(8 * seconds / 3600, abs=0.6)
-        assert int(gigabytes) == pytest.approx(2 * float(billions), rel=0.06)

@@ -28,7 +28,7 @@ from fla_train.cli.config_files import ConfigFiles
 from fla_train.cli.error_pages import with_pages
 from fla_train.cli.help import SCRIPTS, completions, help_text, list_text
 from fla_train.cli.names import flag_error, option_error
-from fla_train.cli.overrides import addition_errors, one_line, override_errors
+from fla_train.cli.overrides import addition_errors, as_written, one_line, override_errors
 from fla_train.cli.version import add_version
 from fla_train.hub.saved_config import quote
 from fla_train.utils.errors import Interrupted
@@ -115,21 +115,6 @@ def _hydra(configs: ConfigFiles) -> Iterator[Callable[[Sequence[str]], DictConfi
             yield lambda overrides: hydra.compose(configs.config_name, overrides=[*folder, *overrides])
     finally:
         GlobalHydra.instance().hydra = before
-
-
-def readable(argument: str) -> str:
-    """An override whose value Hydra's grammar can't read, such as the path `/Größe (1)`, with it as text.
-
-    What begins like a list, a mapping or a quoted text was not meant as plain text, and stays.
-    """
-    key, sign, text = argument.partition("=")
-    if not sign or text.startswith(("[", "{", "'", '"')):
-        return argument
-    try:
-        OverridesParser.create().parse_override(argument)
-    except HydraException:
-        return f"{key}={quote(text)}"
-    return argument
 
 
 def leave(code: int) -> NoReturn:
@@ -221,8 +206,8 @@ def run_hydra(
     """
     os.environ.setdefault("PYTHONSAFEPATH", "1")  # no Python process of ours imports from the current folder
     flags = FlagParser().parse_intermixed_args()
-    overrides = [readable(override) for override in flags.overrides]
-    words = [word for word in sys.argv[1:] if word not in flags.overrides]
+    overrides = flags.overrides
+    words = [word for word in sys.argv[1:] if word not in overrides]
     config_name = flags.config_name or config_name
     try:
         if flags.experimental_rerun:
@@ -233,6 +218,7 @@ def run_hydra(
             return
         if not flags.shell_completion:
             register()
+            overrides = as_written(config_name, overrides, sweep=flags.multirun)
             if extend is not None:
                 overrides = extend(overrides, sweep=flags.multirun, config_dir=flags.config_dir)
             check = check_sweep if flags.multirun else compose

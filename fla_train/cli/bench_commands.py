@@ -11,6 +11,7 @@ import torch
 
 from fla_train.cli.app import compose
 from fla_train.cli.bench_options import build_parser
+from fla_train.cli.overrides import as_written
 from fla_train.utils.environment import describe_environment
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -222,7 +223,7 @@ def _train_config(overrides: Sequence[str]):
     from fla_train.training.config import register, to_config
 
     register()
-    return to_config(compose("train", overrides))
+    return to_config(compose("train", as_written("train", overrides)))
 
 
 def _own_config(overrides: Sequence[str]):

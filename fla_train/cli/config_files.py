@@ -76,7 +76,7 @@ class ConfigFiles:
 
     def is_global(self, group: str, option: str) -> bool:
         """Whether the keys of an option are those of the root and not those below `group`."""
-        return self._read(f"{group}/{option}").startswith(GLOBAL)
+        return self._read(f"{group}/{option}").lstrip().startswith(GLOBAL)
 
     def values(self, overrides: Iterable[str]) -> dict[str, str]:
         """{dotted key: value, as text}: what chosen options set beside their group, and `overrides`."""
@@ -121,7 +121,7 @@ class ConfigFiles:
                 yield part[1].removeprefix("@_global_.") + ".", self._read(_name(*part))
             else:
                 yield from self._elsewhere(_name(*part))
-        if text.startswith(GLOBAL):
+        if text.lstrip().startswith(GLOBAL):
             yield "", text
 
     def _walk(self, group: str) -> Iterator[tuple[str, str]]:

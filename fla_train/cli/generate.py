@@ -4,7 +4,6 @@ fla-generate checkpoint=runs/my-run prompt="def main(" max_new_tokens=200 temper
 """
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from fla_train.cli.app import run_hydra
-from fla_train.hub.saved_config import quote
 
 BATCH = 64  # prompts of a file that are continued together
 
@@ -90,20 +88,13 @@ def task(config: DictConfig) -> int:
 def _lines(file: Path) -> list[str]:
     """The lines of a file; other separators, such as a form feed, belong to a line."""
     try:
-        text = file.read_text("utf-8")
+        text = file.read_text("utf-8-sig")
     except UnicodeDecodeError as failure:
         raise ValueError(f"prompt_file={file} is no UTF-8 text: {failure}") from failure
     return text.removesuffix("\n").split("\n")
 
 
-def quoted(argument: str) -> str:
-    """`prompt=TEXT` so that TEXT arrives unchanged, even if Hydra could read it."""
-    key, _, text = argument.partition("=")
-    return f"prompt={quote(text)}" if key == "prompt" else argument
-
-
 def main() -> None:
-    sys.argv[1:] = map(quoted, sys.argv[1:])
     run_hydra("generate", register, task)
 
 

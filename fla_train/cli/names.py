@@ -9,7 +9,7 @@ from difflib import SequenceMatcher
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from fla_train.cli.config_files import ConfigFiles
+from fla_train.cli.config_files import GLOBAL, ConfigFiles
 from fla_train.hub.saved_config import flat
 
 # What to write here: what transformers' Trainer, torchtitan, litgpt, flame call it; {} is the value.
@@ -71,6 +71,7 @@ ELSEWHERE = {
     "model.hidden_size={}": "d_model n_embd dim embed_dim",
     "model.num_hidden_layers={}": "num_layers n_layer n_layers",
     "model.num_heads={}": "n_head n_heads num_attention_heads",
+    "model.config.num_attention_heads={}": "n_head n_heads num_heads",
     "model.num_householder={}": "n_h nh n_householder householder",
     "model.allow_neg_eigval={}": "negative_eigenvalues neg_eigval allow_negative_eigenvalues",
     "checkpoint={}": "model pretrained model_path model_name_or_path checkpoint_path",
@@ -100,14 +101,21 @@ def key_error(configs: ConfigFiles, config: DictConfig, key: str, value: str) ->
     """
     if _has_key(config, key) or re.match(r"hydra\b", key):
         return None
+    if key in configs.defaults:  # keys of an option whose file sets those of the whole config
+        return f"the first line of its file must be `{GLOBAL}`, without a byte-order mark before it"
     content = OmegaConf.to_container(config, resolve=False)
     parts = [name.split(".") for name, _ in flat(content)]
     values = {".".join(words) for words in parts} - {key}  # +KEY=VALUE may have put it there
     nodes = {".".join(words[:i]) for words in parts for i in range(1, len(words))}
+    parent, _, name = key.rpartition(".")
+    if parent == "model" and "source" in config.model:  # another library's
+        from fla_train.models.build import class_fields  # seconds
+
+        of_class = class_fields(config.model.source, config.model.model_type)
+        values |= {f"model.config.{field}" for field in of_class}
     known = {*values, *nodes, *configs.defaults}
     if error := null_part_error(configs, config, key):
         return error
-    parent, _, name = key.rpartition(".")
     if parent in known and is_open(config, parent):
         # Hydra adds an entry to a mapping of typed values in this way only.
         addition = f"write +{parent}={{{name}: {value}}} to add it"
@@ -122,8 +130,6 @@ def key_error(configs: ConfigFiles, config: DictConfig, key: str, value: str) ->
         return f"there is no key {key}: write {' or '.join(ours[:4])}"
     if close := _closest([key, name], sorted(known), _parts_of_key):
         return f"there is no key {key}{_did_you_mean(close)}"
-    if parent == "model" and "source" in config.model:  # another library's
-        return f"there is no key {key}: write model.config.{name}={value} for a field of the model's class"
     return f"there is no key {key}: fla-{configs.config_name} --help lists them"
 
 

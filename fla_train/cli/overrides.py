@@ -1,10 +1,13 @@
-"""Error messages for Hydra overrides that do not fit a config, one line each."""
+"""Overrides as their author wrote them, and error messages for those that do not fit a config."""
 
 import os
 import re
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
+from typing import Any, get_args, get_origin, get_type_hints
 
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -13,6 +16,78 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fla_train.cli.config_files import ConfigFiles
 from fla_train.cli.names import is_open, key_error, null_part_error, option_error
+from fla_train.hub.saved_config import quote
+
+QUOTED = r"'(?:[^'\\]|\\.)*'"
+SWEPT = re.compile(rf"{QUOTED}|[^,]+", re.DOTALL)  # one value of KEY=1,2
+ITEM = re.compile(rf"{QUOTED}|[^\s,'\"\[\](){{}}]+(?=\s*[,\]])")  # one text of KEY=[a,b]
+
+
+def as_written(config_name: str, overrides: Sequence[str], *, sweep: bool = False) -> list[str]:
+    """Quote the values that Hydra would change: `hub.tag=1.10` is the text 1.10, `data.path=a,b` one path.
+
+    A key whose type is text takes what stands behind `=` literally; a list of texts, each of its items. Hydra
+    reads text in single quotes, with its `${...}`, and `null` where the type allows it. The schemas must be
+    registered.
+
+    Args:
+        sweep: a comma separates values.
+
+    Raises:
+        ValueError: an override is not UTF-8 text.
+    """
+    return [_as_written(config_name, override, sweep) for override in overrides]
+
+
+def _as_written(config_name: str, override: str, sweep: bool) -> str:
+    key, sign, value = override.partition("=")
+    try:
+        override.encode()
+    except UnicodeEncodeError as failure:
+        raise ValueError(f"{key}: not UTF-8 text; check the locale (LANG=C.UTF-8) or the value") from failure
+    annotation = _annotation(config_name, key.lstrip("+"))
+    if annotation in (str, str | None):
+        keep = ("null",) if annotation == str | None else ()
+        if not sweep:
+            value = _literal(value, keep)
+        elif not re.fullmatch(r"\w+\(.*\)", value):  # such as choice(a,b)
+            value = SWEPT.sub(lambda match: _literal(match[0], keep), value)
+    elif annotation == list[str]:
+        value = ITEM.sub(lambda match: _literal(match[0]), value)
+    elif not value.startswith(("[", "{", "'", '"')):  # which Hydra shall explain where it can't read it
+        value = value if _parsed(value) is not None else quote(value)
+    return f"{key}{sign}{value}"
+
+
+def _literal(text: str, keep: Sequence[str] = ()) -> str:
+    """`text` in quotes, unless Hydra reads it as it is, it is one of `keep`, or it has quotes already."""
+    same = _parsed(text) == text and "${" not in text
+    return text if same or text in keep or re.fullmatch(QUOTED, text, re.DOTALL) else quote(text)
+
+
+def _parsed(text: str) -> object:
+    """What Hydra reads; None where it can't."""
+    try:
+        override = OverridesParser.create().parse_override(f"key={text}")
+    except HydraException:
+        return None
+    return override if override.is_sweep_override() or override.value() is None else override.value()
+
+
+def _annotation(config_name: str, key: str) -> Any:
+    """The type that the schemas declare for a dotted key; None if they have no such key."""
+    schemas = ConfigStore.instance().repo
+    stored = schemas.get(f"{config_name}_schema.yaml") or schemas.get("train_schema.yaml")
+    found: Any = stored and OmegaConf.get_type(stored.node)
+    for name in key.split("."):
+        if get_origin(found) is dict:
+            found = get_args(found)[1]
+            continue
+        section = next((part for part in (found, *get_args(found)) if is_dataclass(part)), None)
+        found = get_type_hints(section).get(name) if section else None
+        if found is Any and f"{name}_schema.yaml" in schemas:
+            found = OmegaConf.get_type(schemas[f"{name}_schema.yaml"].node)
+    return found
 
 
 def override_errors(

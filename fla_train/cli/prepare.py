@@ -33,13 +33,15 @@ def task(config: DictConfig) -> int:
     try:
         with leaving_at_once():
             from fla_train.data.config import with_absolute_paths
-            from fla_train.data.prepare import prepare
+            from fla_train.data.prepare import check_first_document, prepare
 
             if config.run.dir and not (Path(config.run.dir).expanduser() / "config.yaml").is_file():
                 raise ValueError(f"run.dir={config.run.dir} holds no run whose data could be prepared")
             if config.task is not None:
                 raise ValueError("a synthetic task draws its sequences while it trains: nothing is prepared")
-            prepared = prepare(with_absolute_paths(OmegaConf.to_object(config.data)))
+            data = with_absolute_paths(OmegaConf.to_object(config.data))
+            check_first_document(data)
+            prepared = prepare(data)
             if config.verify:
                 prepared.verify()
     except Preempted:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 JOURNAL = "progress.json"
 # Settings that no manifest records, since they do not change the prepared bytes.
 _UNRECORDED = (
-    *("cache_dir", "num_workers", "document_boundaries", "contiguous", "mixture"),
+    *("cache_dir", "num_workers", "document_boundaries", "contiguous", "mixture", "subset_tokens"),
     *("stream", "stream_head_documents", "max_line_bytes"),
 )
 

@@ -21,7 +21,7 @@ USERS = {
 
 @dataclass
 class TokenizerConfig:
-    """`name`: "bytes", "bpe" (trained on the corpus), or a folder or Hub name that `AutoTokenizer` loads."""
+    """`name`: "bytes", "bpe" (trained on the corpus), a folder, a tokenizer.json, or a name on the Hub."""
 
     name: str = "bpe"
     eos_token: str | None = None
@@ -82,6 +82,7 @@ class DataConfig:
     contiguous: bool = False
     stream: bool = False
     stream_head_documents: int = 20_000
+    subset_tokens: dict[str, int] = field(default_factory=dict)
     mixture: dict[str, PartConfig] = field(default_factory=dict)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
 
@@ -178,7 +179,7 @@ def with_absolute_paths(config: DataConfig) -> DataConfig:
         return replace(settings, path=absolute(settings.path)) if local and settings.path else settings
 
     tokenizer, cache = config.tokenizer, config.cache_dir
-    if tokenizer.name not in ("bytes", "bpe") and Path(tokenizer.name).expanduser().is_dir():
+    if tokenizer.name not in ("bytes", "bpe") and Path(tokenizer.name).expanduser().exists():
         tokenizer = replace(tokenizer, name=absolute(tokenizer.name))
     mixture = {key: part(settings) for key, settings in config.mixture.items()}
     cache = absolute(cache) if cache else cache

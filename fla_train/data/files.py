@@ -212,7 +212,7 @@ def describe_files(files: list[tuple[str, Path]]) -> list[dict[str, str | int]]:
 
 def _ends(path: Path) -> str:
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with reading(str(path), "give access, or remove it"), path.open("rb") as file:
         digest = hashlib.sha256(file.read(_PROBE))
         if size > _PROBE:
             file.seek(max(_PROBE, size - _PROBE))

@@ -36,14 +36,13 @@ from fla_train.data.cache import (
 from fla_train.data.config import DataConfig, part_config, validation_shard_config
 from fla_train.data.files import Cursor, find_files
 from fla_train.data.shards import FORMAT, MANIFEST, ShardWriter, check_sizes, write_manifest
-from fla_train.data.sources import Source, hub_commit, is_on_hub
+from fla_train.data.sources import Source, is_on_hub, open_source
 from fla_train.data.tokenize import Encoded, Encoder, encode_all, is_held_out, make_encoder, utf8
 from fla_train.data.tokenizers import fingerprint, ids_needed, load_saved, load_tokenizer
 from fla_train.utils.errors import Interrupted
 from fla_train.utils.filesystem import move_folder, replaced_folder, sync, write_whole
 from fla_train.utils.locks import locked
 from fla_train.utils.progress import Progress
-from fla_train.utils.safe_files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -142,6 +141,20 @@ def _of_part(name: str) -> Iterator[None]:
         raise kind(f"data.mixture.{name}: {failure}") from failure
 
 
+def check_first_document(config: DataConfig) -> None:
+    """Read the first document of each source that is on this machine.
+
+    Raises:
+        ValueError: there is none, or it can't be read, or lacks the text column.
+    """
+    for name in config.mixture:
+        with _of_part(name):
+            check_first_document(part_config(config, name))
+    here = config.path and config.source in ("local", "hub") and not is_on_hub(config)
+    if here and next(open_source(config).documents(), None) is None:
+        raise ValueError(f"data.path={config.path} holds no document")
+
+
 def _mixture_manifest(
     name: str, parts: list[dict[str, Any]], prepared: dict[str, PreparedData]
 ) -> dict[str, Any]:
@@ -172,8 +185,6 @@ def _prepare_stream(config: DataConfig, log: Log, progress: bool, commits: Mappi
     """
     shard = _prepare(validation_shard_config(config), log, progress, commits)
     commit = shard.manifest.get("commit")
-    if commit is None and is_on_hub(config):  # prepared by a version that did not record it
-        commit = commits.get("") or hub_commit(config)
     # The shard may have been prepared when the same text lay elsewhere, and with another line limit.
     settings = shard.manifest["settings"] | {"max_documents": None, "path": config.path}
     settings["max_line_bytes"] = config.max_line_bytes
@@ -222,8 +233,6 @@ def _build(paths: CachePaths, config: DataConfig, commit: str | None, log: Log, 
     resumed = _resume(paths, config, commit, log)
     if resumed is None:
         log(f"data: preparing {config.source} in {final}")
-        if tokenizer is not None:
-            _log_changed_tokenizer(final.parent, config, source, fingerprint(tokenizer), log)
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir()
         if tokenizer is None:
@@ -245,6 +254,11 @@ def _build(paths: CachePaths, config: DataConfig, commit: str | None, log: Log, 
         shutil.rmtree(building)
         raise ValueError("the corpus has no training document; see data.path and data.validation_fraction")
     assert job.cursor is not None  # something was read
+    if open_source(config, commit).description != source.description:
+        raise ValueError(
+            f"data.path={config.path} (data.source={config.source}) changed while it was prepared: run the "
+            "same command again once it stays as it is"
+        )
     if commit := job.cursor.get("commit"):
         manifest["commit"] = commit  # of the Hub
     write_manifest(building, manifest | {"empty_documents": job.empty, "splits": splits})
@@ -257,19 +271,6 @@ def _build(paths: CachePaths, config: DataConfig, commit: str | None, log: Log, 
     if show and bar.seconds:
         rate = bar.tokens / bar.seconds / 1e6
         log(f"data: {bar.tokens:,} tokens in {bar.seconds:.1f} s, {rate:.3f}M tokens/s")
-
-
-def _log_changed_tokenizer(cache: Path, config: DataConfig, source: Source, tokenizer: str, log: Log) -> None:
-    """Log if this text was prepared before with a different tokenizer of the same name."""
-    for path in cache.glob(f"*/{MANIFEST}"):
-        try:
-            manifest = read_json(path)
-            before = manifest["tokenizer"]["name"], manifest["source"]
-            changed = manifest["tokenizer"]["fingerprint"] != tokenizer
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        if changed and before == (config.tokenizer.name, source.description):
-            log(f"data: tokenizer {config.tokenizer.name} has changed since {path.parent} was prepared")
 
 
 def _log_other_copy(prepared: PreparedData, config: DataConfig, log: Log) -> None:

@@ -5,12 +5,11 @@ A split is a folder of pairs: `tokens-00000.bin` (uint16 or uint32, little-endia
 
 Block checksums are written once beside each file and compared when a block is first read: `tokens-00000.bin`
 has `tokens-00000.crc32`, little-endian uint32: first the bytes of a block, then the CRC-32 of each block.
-They find flipped bits; the manifest's sha256 verifies a whole file.
+They find flipped bits; the manifest's sha256 verifies a whole file. The manifest has a checksum of itself.
 """
 
 import hashlib
 import json
-import logging
 import os
 import zlib
 from pathlib import Path
@@ -24,8 +23,6 @@ from fla_train.utils.safe_files import read_json
 FORMAT = 1
 MANIFEST = "manifest.json"
 BLOCK = 1 << 16  # bytes; what Linux reads ahead is twice that (docs/data.md has figures)
-
-logger = logging.getLogger(__name__)
 
 
 def tokens_file(number: int) -> str:
@@ -65,7 +62,7 @@ class ShardWriter:
         if state["counts"]:
             self._counts += np.frombuffer(bytes.fromhex(state["counts"]), dtype="<i8")
         self._open_shard()
-        self._resume_shard(state.get("open_sha256"))
+        self._resume_shard(state.get("open_sha256", []))
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray, text_bytes: int) -> None:
         """Append documents.
@@ -130,11 +127,11 @@ class ShardWriter:
         self._tokens_file: BinaryIO | None = None
         self._ends_file: BinaryIO | None = None
 
-    def _resume_shard(self, digests: list[str] | None) -> None:
+    def _resume_shard(self, digests: list[str]) -> None:
         """Continue the shard that the state leaves unfinished; delete everything written after the state.
 
         Args:
-            digests: sha256 of its two files; None: the state of an earlier version, which has none.
+            digests: sha256 of its two files.
         """
         self._size = self.tokens - sum(shard["tokens"] for shard in self._shards)
         self._count = self.documents - sum(shard["documents"] for shard in self._shards)
@@ -161,7 +158,7 @@ class ShardWriter:
                 _reopen(path, kept[path.name], digest)
                 for path, digest in zip(paths, self._digests, strict=True)
             )
-            for path, digest, written in zip(paths, self._digests, digests or [], strict=digests is not None):
+            for path, digest, written in zip(paths, self._digests, digests, strict=True):
                 if digest.hexdigest() != written:
                     self.abandon()
                     raise ValueError(f"{path} is not as it was written; {remedy}")
@@ -224,30 +221,27 @@ def unigram_entropy(counts: np.ndarray) -> float | None:
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest of a folder, and flush the entries of the folder and of its subfolders."""
-    write_whole(folder / MANIFEST, json.dumps(manifest, indent=2))
+    """Write the manifest of a folder, with its checksum, and flush the entries of folder and subfolders."""
+    write_whole(folder / MANIFEST, json.dumps(manifest | {"checksum": _digest(manifest)}, indent=2))
     for part in (*(path for path in folder.iterdir() if path.is_dir()), folder):
         sync(part)
 
 
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a prepared folder, of this format.
+    """Read the manifest of a prepared folder.
 
     Raises:
-        ValueError: if it is missing, not JSON, of another format, or lacks a split.
+        ValueError: it is missing, not JSON, of another format, or not as `write_manifest` wrote it.
     """
     path = folder / MANIFEST
     remedy = f"delete {folder} and run fla-prepare again"
     try:
         manifest = read_json(path)
-        complete = all(
-            {"documents", "tokens", "text_bytes", "unigram_entropy", "shards"}
-            <= manifest["splits"][split].keys()
-            for split in ("train", "validation")
-        )
-        complete = complete and {"dtype", "tokenizer", "source"} <= manifest.keys()
-        complete = complete and manifest["dtype"] in ("uint16", "uint32")
-        version = manifest["format"]
+        version, checksum = manifest["format"], manifest.pop("checksum", None)
     except FileNotFoundError as failure:
         raise ValueError(
             f"{path} does not exist: {folder} holds no prepared data; run fla-prepare"
@@ -256,8 +250,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is corrupt ({type(failure).__name__}: {failure}); {remedy}") from failure
     if version != FORMAT:
         raise ValueError(f"{path} has format {version}, this version reads {FORMAT}; {remedy}")
-    if not complete:
-        raise ValueError(f"{path} is incomplete; {remedy}")
+    if checksum != _digest(manifest):
+        raise ValueError(f"{path} is not as it was written (checksum); {remedy}")
     return manifest
 
 
@@ -282,6 +276,7 @@ def verify(folder: Path) -> None:
 
     Raises:
         ValueError: naming the first file that is missing, cut short or altered.
+        OSError: checksums can't be written.
     """
     manifest = read_manifest(folder)
     for split, entry in manifest["splits"].items():
@@ -296,7 +291,9 @@ def verify(folder: Path) -> None:
                     raise ValueError(
                         f"shard {path} is corrupt (checksum); delete {folder} and run fla-prepare again"
                     )
-                restore_checksums(path)
+                file = checksums_file(path)
+                if not file.is_file() or file.read_bytes() != _checksums(path):
+                    write_checksums(path)
 
 
 def checksums_file(path: Path) -> Path:
@@ -313,20 +310,6 @@ def write_checksums(path: Path) -> None:
     write_whole(checksums_file(path), _checksums(path))
 
 
-def restore_checksums(path: Path) -> None:
-    """Write the block checksums of a file known to be intact, unless they are there and right.
-
-    Warns where the folder can't be written: the file loads without them.
-    """
-    file = checksums_file(path)
-    if file.is_file() and file.read_bytes() == _checksums(path):
-        return
-    try:
-        write_checksums(path)
-    except OSError as failure:
-        logger.warning("%s can't be written (%s): its shard is read unchecked", file, failure.strerror)
-
-
 def _checksums(path: Path) -> bytes:
     with path.open("rb") as file:
         blocks = iter(lambda: file.read(BLOCK), b"")
@@ -336,26 +319,23 @@ def _checksums(path: Path) -> bytes:
 class CheckedFile:
     """A memory-mapped file of a shard. Each block is compared with its checksum when it is first read.
 
-    A file without checksums, as earlier versions prepared it, is read unchecked.
-
     Args:
         dtype: of its items.
         digest: the file's sha256 in the manifest.
 
     Raises:
-        ValueError: the number of checksums is not that of the shard's blocks.
+        ValueError: the checksums are lost, or their number is not that of the shard's blocks.
     """
 
     def __init__(self, path: Path, dtype: np.dtype, digest: str):
         self._path, self._digest = path, digest
         self._items = np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
         self._bytes = self._items.view(np.uint8)
-        self._block, self._checksums = 1, np.empty(0, dtype="<u4")
-        if checksums_file(path).is_file():
-            content = np.fromfile(checksums_file(path), dtype="<u4")
-            self._block, self._checksums = int(content[0]) if len(content) else 0, content[1:]
-            if self._block == 0 or len(self._checksums) != -(-len(self._bytes) // self._block):
-                raise ValueError(self._wrong_checksums())
+        file = checksums_file(path)
+        content = np.fromfile(file, dtype="<u4") if file.is_file() else np.empty(0, dtype="<u4")
+        self._block, self._checksums = int(content[0]) if len(content) else 0, content[1:]
+        if self._block == 0 or len(self._checksums) != -(-len(self._bytes) // self._block):
+            raise ValueError(self._wrong_checksums())
         self._unread = bytearray(b"\1") * len(self._checksums)  # 1: not compared yet
 
     def __len__(self) -> int:
@@ -391,6 +371,6 @@ class CheckedFile:
 
     def _wrong_checksums(self) -> str:
         return (
-            f"{checksums_file(self._path)} is corrupt, not the shard: delete it, or have `fla-prepare ... "
+            f"{checksums_file(self._path)} is missing or corrupt, not the shard: have `fla-prepare ... "
             "verify=true` write it again"
         )

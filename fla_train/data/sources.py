@@ -218,7 +218,7 @@ def _stream(
     error = Interrupted if is_on_hub(config) else ValueError
     stream: datasets.IterableDataset
     first = 0 if start is None else start["row"]
-    commit: str | None = None if start is None else start.get("commit")  # None: a folder, or an older journal
+    commit: str | None = None if start is None else start.get("commit")  # None: a folder
 
     def open_stream() -> datasets.IterableDataset:
         path = config.path if is_on_hub(config) else str(Path(config.path).expanduser())

@@ -25,6 +25,7 @@ from fla_train.utils.errors import Interrupted
 from fla_train.utils.safe_files import read_json
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+FILES = (".json", ".model")  # endings of tokenizers that are a single file
 _SPACE = "\u2581"  # how SentencePiece writes a space
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # SentencePiece's token of a single byte
 _PROBE = "Hello  world,\n\tdéjà 2025 日本\n    x  =  [1]"
@@ -167,16 +168,16 @@ def _byte_symbols() -> list[str]:
 
 
 def _pretrained(name: str, eos_token: str | None, offline: bool) -> PreTrainedTokenizerBase:
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     path = Path(name).expanduser()
-    if looks_local and not path.is_dir():
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(FILES)
+    if looks_local and not path.exists():
         raise ValueError(
-            f"data.tokenizer.name={name}: no such folder; give a folder, a Hub name, bytes or bpe"
+            f"data.tokenizer.name={name}: no such folder or file; give one, a Hub name, bytes or bpe"
         )
     try:
-        tokenizer = _load_folder(path) if path.is_dir() else load_saved(name, local_files_only=offline)
+        tokenizer = _load_local(path) if path.exists() else load_saved(name, local_files_only=offline)
     except Exception as failure:
-        if offline and not path.is_dir():
+        if offline and not path.exists():
             raise TokenizerNotCached(name) from failure
         reason = str(failure).strip().partition("\n")[0][:300]
         unreachable = isinstance(failure.__cause__, LocalEntryNotFoundError)
@@ -201,8 +202,12 @@ def _keep_texts_whole(tokenizer: PreTrainedTokenizerBase) -> None:
         backend.no_padding()
 
 
-def _load_folder(folder: Path) -> PreTrainedTokenizerBase:
-    """By AutoTokenizer, unless the folder holds only bare vocabulary files, which it cannot identify."""
+def _load_local(folder: Path) -> PreTrainedTokenizerBase:
+    """Load a folder by AutoTokenizer, a file or a folder of bare vocabulary files by their format."""
+    if folder.is_file():
+        if folder.name.endswith(".model"):
+            return from_sentencepiece(folder)
+        return PreTrainedTokenizerFast(tokenizer_file=str(folder))
     if not any(folder.glob("*config.json")) and not (folder / "tokenizer.json").exists():
         if (folder / "tokenizer.model").exists():
             return from_sentencepiece(folder / "tokenizer.model")

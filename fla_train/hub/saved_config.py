@@ -22,9 +22,9 @@ def read_saved(path: Path) -> dict[str, Any]:
 
 
 def kept_tokenizer(name: str, run: Path) -> str:
-    """`name` of a run's tokenizer, or the copy kept with the prepared data if that folder has gone."""
+    """`name` of a run's tokenizer, or the copy kept with the prepared data if that path has gone."""
     plan = run / "plan.json"
-    if os.path.isabs(name) and not os.path.isdir(name) and plan.is_file():
+    if os.path.isabs(name) and not os.path.exists(name) and plan.is_file():
         try:
             kept = Path(read_json(plan)["data_folder"]) / "tokenizer"
         except (OSError, ValueError, KeyError, TypeError):
@@ -80,7 +80,8 @@ def as_values(overrides: Sequence[str]) -> list[str]:
             raise ValueError(" ".join(str(failure).split())) from failure
         if parsed.is_sweep_override() or not re.fullmatch(r"\+{0,2}(?!hydra\b)[\w./-]+", key):
             raise ValueError(f"{text} is not an option of the form KEY=VALUE")
-        found.append(assign(key, parsed.value()))
+        value = parsed.value()  # a number stays as it is written: it may be of a key whose type is text
+        found.append(text if isinstance(value, int | float) else assign(key, value))
     return found
 
 

@@ -74,7 +74,7 @@ def build_model_config(node: Mapping[str, Any]) -> PreTrainedConfig:
         raise ValueError(f"model.config of {model_type}: {' '.join(str(failure).split())}") from failure
     # An unknown keyword stays as an attribute; one of an earlier version becomes a field.
     if unknown := sorted((fields.keys() & vars(config).keys()) - known):
-        listed = ", ".join(sorted(known - _settings(PreTrainedConfig) - {*ELSEWHERE}))
+        listed = ", ".join(sorted(class_fields(node["source"], model_type)))
         raise ValueError(
             f"model.config.{', model.config.'.join(unknown)}: no field of {kind.__name__}, which has {listed}"
         )
@@ -90,6 +90,11 @@ def _config_class(source: str, model_type: str) -> type[PreTrainedConfig]:
         case "fla_train" if model_type == SignedMambaConfig.model_type:
             return SignedMambaConfig
     raise ValueError(f"model.source={source} with model.model_type={model_type}: use hf or fla")
+
+
+def class_fields(source: str, model_type: str) -> set[str]:
+    """Names of the fields that `node["config"]` may have, without those that all classes share."""
+    return _settings(_config_class(source, model_type)) - _settings(PreTrainedConfig) - {*ELSEWHERE}
 
 
 def _settings(kind: type[PreTrainedConfig]) -> set[str]:

@@ -55,9 +55,9 @@ class TaskConfig:
     train: dict[str, Any] = field(default_factory=dict)
     tests: dict[str, dict[str, Any]] = field(default_factory=dict)
     train_sequences: int | None = None
-    test_sequences: int = MISSING
+    test_sequences: int = 512
     batch_size: int = MISSING
-    test_batch_size: int = MISSING
+    test_batch_size: int = 128
     curriculum: list[Any] = field(default_factory=list)
     stop_at: list[Any] = field(default_factory=list)
 

@@ -275,7 +275,7 @@ class TrainConfig:
         yield from _package_errors(self)
         if self.run.dir == "":  # `run.dir=$RUN` without RUN: a run that could never be resumed
             yield "run.dir is empty: give a folder, or null for a new one in runs/"
-        if self.launch.num_machines > 1 and self.run.dir is None:
+        if self.launch.num_machines > 1 and self.run.dir is None and not self.dry_run:
             yield "launch.num_machines > 1 needs run.dir: one folder, on a file system all machines share"
         if self.task is not None and self.trainer.suite_every:
             yield "trainer.suite_every is for training on text: a task has its own test sets"
@@ -285,7 +285,8 @@ class TrainConfig:
             sized = with_batch(self)
             yield from self.launch.errors()
             yield from self.schedule.errors(self.trainer.max_steps)
-            yield from _device_errors(self)
+            if not self.dry_run:  # which may plan for machines that are not here
+                yield from _device_errors(self)
             yield from _context_errors(self)
             yield from _float8_errors(self)
             if self.task is None:
@@ -728,7 +729,7 @@ def with_vocabulary(config: TrainConfig, *, offline: bool = False) -> TrainConfi
     except TokenizerNotCached:
         needed = given or DeltaProductConfig.vocab_size
         name = config.data.tokenizer.name
-        log(f"vocabulary   {name} is not on this machine: sizes are for {needed:,} tokens")
+        log(f"vocabulary   tokenizer {name} is not on this machine: sizes are for {needed:,} tokens")
         return with_model(config, vocab_size=needed)
     fitting = -(-needed // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     if given is not None and given < needed:

@@ -8,13 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from fla_train.data.cache import PreparedData, find_prepared
-from fla_train.data.prepare import prepare
+from fla_train.data.prepare import check_first_document, prepare
 from fla_train.hub.push import check_access
 from fla_train.hub.pushes import HubPushes
 from fla_train.models.build import architecture, build_model_config, is_zoo
 from fla_train.training import checkpoint, worker
 from fla_train.training.agent import WorkersFailed, run_workers
 from fla_train.training.config import (
+    AUTO,
     TrainConfig,
     check_attributes,
     resolve,
@@ -123,9 +124,14 @@ def with_data(config: TrainConfig) -> tuple[TrainConfig, PreparedData]:
 
 
 def _checked(config: TrainConfig) -> TrainConfig:
-    """`config` without errors, with sizes of its task or of the run that it resumes, and without "auto"."""
+    """`config` without errors, with sizes of its task or of the run that it resumes, and without "auto".
+
+    A `dry_run` of several processes on a machine without a GPU plans for GPUs.
+    """
     check_attributes(config)
     config = with_saved_sizes(with_task_sizes(with_run_paths(config)))
+    if config.dry_run and config.launch.device == AUTO and config.launch.num_processes not in (AUTO, 1):
+        config = replace(config, launch=replace(config.launch, device="cuda"))
     validate(config)
     return resolve(config)
 
@@ -138,6 +144,8 @@ def _show(config: TrainConfig) -> None:
     if config.run.dir is not None:
         RunFolder(Path(config.run.dir)).check()
     check_before_preparing(config)
+    if config.task is None:
+        check_first_document(config.data)
     config = with_vocabulary(config, offline=True)
     data = find_prepared(config.data) if config.task is None else task_data(config.task, config.seed)
     for line in plan_lines(config, make_plan(config, data)):
@@ -164,6 +172,8 @@ def _prepare(config: TrainConfig) -> tuple[TrainConfig, PreparedData]:
         raise ValueError("give run.dir: ranks that another launcher has started can't agree on a new one")
     config = with_warmup(config)
     check_before_preparing(config)
+    if config.task is None:
+        check_first_document(config.data)
     if _pushes_here(config):
         _check_hub(config)
     if config.init_from is not None:

@@ -1,6 +1,9 @@
-"""The plan of a run, before it starts: parameters, tokens, FLOPs, memory."""
+"""The plan of a run, before it starts: parameters, tokens, FLOPs, time, memory, disk."""
 
+import math
 from dataclasses import dataclass
+
+import torch
 
 from fla_train.data.cache import PreparedData
 from fla_train.data.config import DataConfig
@@ -18,8 +21,11 @@ from fla_train.training.cuda_graph import records_graph
 from fla_train.training.run_data import open_training_data
 from fla_train.utils.throughput import peak_flops
 
-ASSUMED_GPU, ASSUMED_MFU = "H100", 0.4  # for the estimate of GPU-hours
-ENOUGH_SEQUENCES = 32  # of validation; the loss of fewer is rough
+ASSUMED_GPU, ASSUMED_MFU = "H100", 0.4  # for the estimate of hours
+GPU_SIZES, USABLE = (40, 80), 0.95  # GB of memory, and the share of it that the estimate may take
+CHECKPOINT_BYTES, EXPORT_BYTES = 16, 4  # per parameter
+ENOUGH_SEQUENCES, ENOUGH_DOCUMENTS = 32, 20  # of validation; the loss of fewer is rough
+MORE_TOKENS = 1.2  # of a subset than its card says: tokenizers differ
 
 
 @dataclass(frozen=True)
@@ -32,10 +38,14 @@ class Plan:
     epochs: float | None  # tokens / tokens of the training split
     flops_per_token: float  # forward and backward
     memory_bytes: int  # estimate per process
-    gpu_hours: float  # on H100s at the assumed utilisation
+    gpu_hours: float  # flops_per_token * tokens / (assumed utilisation * peak of a GPU)
+    hours: float  # the same on all processes together
+    run_bytes: int  # estimate of the run folder at its largest
+    data_bytes: int | None  # of the tokens to prepare; None: none, or their number is not known
     accumulation: int  # micro-batches per rank and step
     training_tokens: int | None  # of the training split; None where it is streamed or not prepared
     validation_tokens: dict[str, int] | None  # of each part's validation split; "": no mixture
+    validation_documents: int | None
     unigram_entropy: float | None  # of the validation split, nats per token
     data_folder: str | None
 
@@ -52,11 +62,16 @@ def make_plan(config: TrainConfig, data: PreparedData | None) -> Plan:
     if data is not None and config.task is None:
         open_training_data(config, data)  # its errors belong before the start
     parts = data.parts().items() if data else ()
-    held_out = {name: part.manifest["splits"]["validation"]["tokens"] for name, part in parts}
+    held_out = {name: part.manifest["splits"]["validation"] for name, part in parts}
     node = config.model
     count = count_parameters(build_on_meta(node) if is_zoo(node) else build_model_config(node))
     tokens = trainer.max_steps * trainer.global_batch_tokens
     flops = training_flops(config)
+    peak = peak_flops(ASSUMED_GPU, "bf16", config.launch.peak_tflops)
+    most = config.data.max_tokens or config.data.subset_tokens.get(str(config.data.name))
+    to_prepare = None if data is not None or config.data.stream else most
+    width = 2 if (config.model["vocab_size"] or 0) <= 1 << 16 else 4
+    gpu_hours = flops * tokens / (ASSUMED_MFU * peak) / 3600
     return Plan(
         parameters=count.embedding_once,
         parameters_held=count.total,
@@ -64,13 +79,30 @@ def make_plan(config: TrainConfig, data: PreparedData | None) -> Plan:
         epochs=tokens / train["tokens"] if train else None,
         flops_per_token=flops,
         memory_bytes=_memory(config, count),
-        gpu_hours=flops * tokens / (ASSUMED_MFU * peak_flops(ASSUMED_GPU, "bf16")) / 3600,
+        gpu_hours=gpu_hours,
+        hours=gpu_hours / with_processes(config).launch.num_processes,
+        run_bytes=_run_bytes(config, count.total),
+        data_bytes=to_prepare and width * to_prepare,
         accumulation=accumulation_steps(config),
         training_tokens=None if config.data.stream else train.get("tokens"),
-        validation_tokens=held_out if data else None,
+        validation_tokens={name: split["tokens"] for name, split in held_out.items()} if data else None,
+        validation_documents=sum(split["documents"] for split in held_out.values()) if data else None,
         unigram_entropy=validation.get("unigram_entropy"),
         data_folder=str(data.folder) if data else None,
     )
+
+
+def _run_bytes(config: TrainConfig, parameters: int) -> int:
+    """Bytes of checkpoints, with the one that is being written, and of exports."""
+    trainer = config.trainer
+
+    def written(every: int) -> int:
+        return math.ceil(trainer.max_steps / every) if every else 1
+
+    checkpoints = written(trainer.checkpoint_every)
+    if trainer.keep_checkpoints:  # the newest ones, that of each `keep_every` steps, the next one
+        checkpoints = min(checkpoints, trainer.keep_checkpoints + written(trainer.keep_every))
+    return parameters * (CHECKPOINT_BYTES * checkpoints + EXPORT_BYTES * written(trainer.export_every))
 
 
 def training_flops(config: TrainConfig) -> float:
@@ -114,9 +146,11 @@ def _state_bytes(config: TrainConfig) -> int:
 def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:
     """The plan for a reader."""
     trainer, launch = config.trainer, config.launch
-    hours = (
-        f"GPU-hours    about {plan.gpu_hours:,.0f}, if {ASSUMED_GPU}s ran at {ASSUMED_MFU:.0%} of their peak"
-    )
+    peak = f"{launch.peak_tflops:g} TFLOP/s" if launch.peak_tflops else f"an {ASSUMED_GPU}'s peak"
+    wall = f"{plan.hours:,.1f} hours on {launch.num_processes} GPU(s)"
+    hours = f"GPU-hours    about {plan.gpu_hours:,.0f} = {wall} at {ASSUMED_MFU:.0%} of {peak}"
+    disk = "" if plan.data_bytes is None else f"prepared tokens {plan.data_bytes / 1e9:,.2f} GB, "
+    here = "" if launch.device == "cpu" or torch.cuda.is_available() else " (planned for: no GPU is here)"
     rounds = trainer.gradient_reduction == "bf16" and launch.num_processes > 1
     reduction = ", gradients added up over processes in bf16" if rounds else ""
     besides = ""
@@ -124,6 +158,10 @@ def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:
         besides = ", besides what activations take"
     elif launch.device == "cpu" and trainer.precision == "fp32":
         besides = " in fp32; a GPU trains in bf16 and takes less: see it with trainer.precision=bf16"
+    elif launch.device == "cuda":
+        for size in GPU_SIZES:
+            fits = plan.memory_bytes <= USABLE * size * 2**30
+            besides += f"{', ' if besides else '; '}fits {size} GB: {'yes' if fits else 'no'}"
     most = "at most " if config.task is not None and config.task.curriculum else ""
     return [
         f"parameters   {plan.parameters:,} with the embedding counted once, {plan.parameters_held:,} in all",
@@ -134,9 +172,10 @@ def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:
         f"FLOPs        {plan.flops_per_token:.3g} per token, {plan.flops_per_token * plan.tokens:.3g} in all",
         *([hours] if plan.gpu_hours >= 1 else []),
         f"memory       about {plan.memory_bytes / 2**30:.2f} GiB per process{besides}",
+        f"disk         {disk}run folder {plan.run_bytes / 1e9:,.2f} GB",
         f"schedule     {config.schedule.name}, peak {config.optimizer.lr:g}, "
         f"{config.schedule.warmup(trainer.max_steps)} warm-up steps",
-        f"device       {launch.device}, {trainer.precision}{reduction}",
+        f"device       {launch.device}, {trainer.precision}{reduction}{here}",
         *_mixer_lines(config),
         *_data_lines(config, plan),
         *_curriculum_lines(config),
@@ -160,16 +199,18 @@ def _data_lines(config: TrainConfig, plan: Plan) -> list[str]:
     """Tokens of the splits, with warnings of parts that validation leaves out, and of a short split."""
     tokens, seq_len = plan.validation_tokens, config.trainer.seq_len
     if tokens is None:
-        return ["data         not prepared yet: fla-prepare does it, or the start of the run"]
+        unprepared = "data         not prepared yet: fla-prepare does it, or the start of the run"
+        return [unprepared, *_subset_lines(config, plan)]
     held_out = sum(tokens.values())
     lines = []
     if config.task is None:
         training = "streamed" if plan.training_tokens is None else f"{plan.training_tokens:,} tokens"
         lines.append(f"data         {config.data.source}: training {training}, validation {held_out:,}")
-        if seq_len <= held_out < ENOUGH_SEQUENCES * seq_len:
+        documents, sequences = plan.validation_documents, held_out // seq_len
+        if sequences and (sequences < ENOUGH_SEQUENCES or documents < ENOUGH_DOCUMENTS):
             lines.append(
-                f"warning      validation has {held_out // seq_len} sequences of {seq_len:,} tokens: its "
-                "loss is rough (raise data.validation_fraction)"
+                f"warning      validation has {documents:,} documents, {sequences:,} sequences of {seq_len:,}"
+                " tokens: its loss is rough (raise data.validation_fraction)"
             )
     short = {name: count for name, count in tokens.items() if count < seq_len}
     lines += [
@@ -180,6 +221,18 @@ def _data_lines(config: TrainConfig, plan: Plan) -> list[str]:
     if len(short) == len(tokens) > 1:
         lines.append("warning      no validation at all: no part of the mixture is left")
     return lines
+
+
+def _subset_lines(config: TrainConfig, plan: Plan) -> list[str]:
+    """A warning of a subset of a dataset that has fewer tokens than the run would take from it."""
+    data = config.data
+    known, wanted = data.subset_tokens.get(str(data.name), math.inf), data.max_tokens or plan.tokens
+    if wanted <= MORE_TOKENS * known:
+        return []
+    return [
+        f"warning      data.name={data.name} has about {known / 1e9:.0f}B tokens, and {wanted / 1e9:.0f}B "
+        "are wanted (data.max_tokens, or those of the run): choose a larger data.name"
+    ]
 
 
 def _curriculum_lines(config: TrainConfig) -> list[str]:

@@ -35,9 +35,10 @@ def task_data(config: TaskConfig, seed: int) -> TaskData:
     task = training_task(config, seed)
     train_tokens = math.inf if task.num_sequences is None else task.num_sequences * (task.seq_len + 1)
     special_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    count, length = config.test_sequences, task.seq_len + 1
     splits = {
         "train": {"tokens": train_tokens, "unigram_entropy": None},
-        "validation": {"tokens": config.test_sequences * (task.seq_len + 1), "unigram_entropy": None},
+        "validation": {"documents": count, "tokens": count * length, "unigram_entropy": None},
     }
     options = {**config.options, **config.train}
     name = [config.kind, *(f"{key}={value}" for key, value in options.items() if value is not None)]

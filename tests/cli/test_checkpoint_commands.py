@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fla_train.cli import app, eval, export, generate
+from fla_train.cli.overrides import as_written
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
 from fla_train.hub import CardInfo, export_model
@@ -17,6 +18,7 @@ from fla_train.hub.saved_config import assign
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
 
 Command = Callable[..., tuple[int, str, str]]
+ODD = ["/ü/日本", "/runs (old)/x[1]", "/lr=1e-3/x", "a\\b'", "x{y}", "no\\'", "C:\\x", "ï/${x}", "1_0", "'a"]
 TEXT = 'def f(a, b):  # it\'s "q" [x]\n'
 
 
@@ -87,7 +89,7 @@ def test_prompts_of_a_file_get_what_each_gets_alone(
     monkeypatch.setattr(generate, "BATCH", 3)
     prompts = ["def f(", "x", "", "a longer prompt, and é", "two\x0cpages\u2028of one line"]
     file = tmp_path / "prompts.txt"
-    file.write_text("\n".join(prompts) + "\n")
+    file.write_text("\ufeff" + "\n".join(prompts) + "\n")
     options = [f"checkpoint={run}", "temperature=0", "max_new_tokens=8", "device=cpu"]
 
     def printed(override: str) -> str:
@@ -97,7 +99,8 @@ def test_prompts_of_a_file_get_what_each_gets_alone(
     rows = [json.loads(line) for line in printed(f"prompt_file={file}").strip().split("\n")]
     assert [row["prompt"] for row in rows] == prompts
     for prompt, row in zip(prompts, rows, strict=True):
-        assert printed(generate.quoted(f"prompt={prompt}")).strip() == (prompt + row["continuation"]).strip()
+        (alone,) = as_written("generate", [f"prompt={prompt}"])
+        assert printed(alone).strip() == (prompt + row["continuation"]).strip()
     for content in (b"", b"caf\xe9\n"):  # nothing, and Latin-1
         file.write_bytes(content)
         with pytest.raises(ValueError, match=str(file)):
@@ -110,14 +113,16 @@ def test_prompts_of_a_file_get_what_each_gets_alone(
 )
 def test_any_prompt_passes_through_hydra(text: str) -> None:
     generate.register()
-    config = app.compose("generate", [generate.quoted(f"prompt={text}")])
+    config = app.compose("generate", as_written("generate", [f"prompt={text}"]))
     assert OmegaConf.to_object(config).prompt == text
 
 
-@pytest.mark.parametrize("path", ["runs/a-1/x.y", "r,1", "my runs/x y", "it's", "a=b", "[x]", "${x}", "~/x"])
-def test_any_path_of_a_program_passes_through_hydra(path: str) -> None:
+@pytest.mark.parametrize("path", ["runs/a-1/x.y", "r,1", "my runs/x y", "it's", "a=b", "[x]", "~/x", *ODD])
+@pytest.mark.parametrize("program", [True, False])
+def test_any_path_passes_through_hydra(path: str, program: bool) -> None:
     generate.register()
-    config = app.compose("generate", [app.readable(assign("checkpoint", Path(path))), "prompt=x"])
+    given = assign("checkpoint", Path(path)) if program else f"checkpoint={path}"
+    config = app.compose("generate", as_written("generate", [given, "prompt=x"]))
     assert OmegaConf.to_object(config).checkpoint == path
 
 
@@ -186,29 +191,10 @@ def test_an_interrupt_is_a_line(words: list[str], place: str, line: str, run_com
     assert code == 130 and err.startswith(f"error: {line}")
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/a b/c",
-        "/ü/日本",
-        "/runs (old)/x[1]",
-        "/lr=1e-3/x",
-        "it's",
-        "a\\b'",
-        "x{y}",
-        "no\\'",
-        "C:\\x",
-        "ï/${x}",
-    ],
-)
-def test_any_path_passes_through_hydra(path: str) -> None:
+def test_what_was_meant_otherwise_stays_a_fault() -> None:
     eval.register()
-    assert app.compose("eval", [app.readable(f"checkpoint={path}")]).checkpoint == path
-
-
-@pytest.mark.parametrize("argument", ["suite.tasks=[a,", "suite={", "checkpoint='a", "checkpoint", "-m"])
-def test_what_was_meant_otherwise_stays_a_fault(argument: str) -> None:
-    assert app.readable(argument) == argument
+    words = ["suite.tasks=[a,", "suite={", "checkpoint", "-m"]
+    assert as_written("eval", words) == words
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,8 @@ UNKNOWN = {
         "suite.perplexity={sets: [a.parquet]}": "length_extrapolation, perplexity",
     },
     "fla-train model=hf/llama/tiny": {
-        "model.num_heads=3": "write model.config.num_heads=3",
+        "model.num_heads=3": "write model.config.num_attention_heads=3",
+        "model.head_dim=3": "write model.config.head_dim=3",
         "model.vocabsize=3": "did you mean model.vocab_size",
     },
 }

@@ -284,7 +284,7 @@ def test_cache_from_the_environment(tmp_path, local, monkeypatch):
         (lambda m: m.write_text("[]"), r"manifest\.json is corrupt"),
         (
             lambda m: m.write_text(m.read_text().replace('"shards"', '"sards"')),
-            r"manifest\.json is incomplete",
+            r"manifest\.json is not as it was written",
         ),
         (lambda m: m.write_text(m.read_text().replace('"format": 1', '"format": 99')), "has format 99"),
         (lambda m: m.unlink(), r"manifest\.json does not exist.*run fla-prepare"),

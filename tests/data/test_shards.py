@@ -1,13 +1,12 @@
 """A flipped bit of prepared data is found when its block is first read, and named."""
 
-import logging
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
+from fla_train.data import prepare as preparation
 from fla_train.data import shards
 from fla_train.data.cache import PreparedData
 from fla_train.data.dataset import TokenDataset
@@ -71,58 +70,43 @@ def test_blocks_are_compared_once(prepared: PreparedData, monkeypatch: pytest.Mo
     assert sum(sizes) == sum(path.stat().st_size for path in prepared.folder.glob("train/tokens-*.bin"))
 
 
-def test_data_without_block_checksums_load_and_are_given_some(prepared: PreparedData) -> None:
-    expected = TokenDataset(prepared.folder, "train", 16).sequences(np.arange(40))
+@pytest.mark.parametrize("fault", ["cut", "flipped", "lost"])
+def test_damaged_checksums_are_told_from_damaged_data(prepared: PreparedData, fault: str) -> None:
     written = checksums(prepared)
     assert len(written) == len(list(prepared.folder.glob("*/*.bin")))
-    for path in written:
-        path.unlink()
-    assert torch.equal(TokenDataset(prepared.folder, "train", 16).sequences(np.arange(40)), expected)
-    prepared.verify()
-    assert checksums(prepared) == written
-
-
-@pytest.mark.parametrize("cut", [False, True])
-def test_damaged_checksums_are_told_from_damaged_data(prepared: PreparedData, cut: bool) -> None:
-    written = checksums(prepared)
     file = prepared.folder / "train" / "tokens-00000.crc32"
-    if cut:
+    if fault == "lost":
+        file.unlink()
+    elif fault == "cut":
         file.write_bytes(written[file][:-4])
     else:
         flip(file, 4)
-    message = refusal(TokenDataset(prepared.folder, "train", 16).sequences, np.array([0]))
-    assert f"{file} is corrupt" in message and "verify=true" in message
+    message = refusal(lambda: TokenDataset(prepared.folder, "train", 16).sequences(np.array([0])))
+    assert str(file) in message and "not the shard" in message and "verify=true" in message
     prepared.verify()
     assert checksums(prepared) == written
 
 
-def test_data_that_cannot_be_written_are_verified_all_the_same(
-    prepared: PreparedData, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("change", [("uint16", "float16"), ('"vocab_size": ', '"vocab_size": 9')])
+def test_an_edited_manifest_is_refused(prepared: PreparedData, change: tuple[str, str]) -> None:
+    file = prepared.folder / "manifest.json"
+    file.write_text(file.read_text().replace(*change))
+    assert str(file) in refusal(TokenDataset, prepared.folder, "train", 16)
+
+
+def test_text_that_changes_while_it_is_prepared_is_refused(
+    local, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = prepared.folder / "train" / "tokens-00000.crc32"
-    file.unlink()
-    file.mkdir()
-    prepared.verify()
-    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert str(file) in line
+    make_encoder = preparation.make_encoder
+    file = corpus / "more.jsonl"
+    file.write_text('{"text": "first"}\n')
 
+    def grow(*arguments: object) -> object:
+        with file.open("a") as lines:
+            lines.write('{"text": "one more"}\n')
+        return make_encoder(*arguments)
 
-def test_a_build_of_an_earlier_version_goes_on(local, corpus: Path, prepared: PreparedData) -> None:
-    """Its finished shards have no block checksums; `verify` adds them."""
-    expected = checksums(prepared)
-    bad = corpus / "z.jsonl"
-    bad.write_text("{")
-    with pytest.raises(ValueError, match="not JSON"):
-        quiet(local)
-    (building,) = prepared.folder.parent.glob(".building-*[!k]")
-    for path in building.glob("*/*.crc32"):
-        path.unlink()
-    bad.unlink()
-    for path in sorted(prepared.folder.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    again = quiet(local)
-    assert again.folder == prepared.folder
-    TokenDataset(again.folder, "train", 16).sequences(np.arange(40))
-    assert checksums(again).items() < expected.items()
-    again.verify()
-    assert checksums(again) == expected
+    monkeypatch.setattr(preparation, "make_encoder", grow)
+    assert "changed" in refusal(quiet, local)
+    monkeypatch.undo()
+    assert quiet(local).manifest["source"]["files"][-1]["bytes"] == file.stat().st_size

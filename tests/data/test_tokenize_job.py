@@ -276,10 +276,7 @@ def test_another_tokenizer_of_the_same_name(tmp_path, local):
     first = quiet(named)
     content = (folder / "tokenizer.json").read_text().replace('"<pad>"', '"<pad2>"')
     (folder / "tokenizer.json").write_text(content)
-    lines = []
-    second = quiet(named, lines.append)
-    assert second.folder != first.folder
-    assert f"tokenizer {folder} has changed since {first.folder} was prepared" in " ".join(lines)
+    assert quiet(named).folder != first.folder
 
 
 def test_disk_full(tmp_path, local, documents, small_chunks, monkeypatch):

@@ -45,16 +45,18 @@ def make(kind, tmp_path):
     saved = json.loads((tmp_path / "saved" / "tokenizer.json").read_text())
     bare = tmp_path / "bare"
     bare.mkdir()
-    if kind == "bare tokenizer.json":
-        (bare / "tokenizer.json").write_text(json.dumps(saved))
-        return load_tokenizer(TokenizerConfig(name=str(bare), eos_token="<eos>"))
+    if kind.endswith("tokenizer.json"):
+        file = bare / "tokenizer.json"
+        file.write_text(json.dumps(saved))
+        place = bare if kind.startswith("bare") else file
+        return load_tokenizer(TokenizerConfig(name=str(place), eos_token="<eos>"))
     vocab = saved["model"]["vocab"] | {"<|endoftext|>": len(saved["model"]["vocab"])}
     (bare / "vocab.json").write_text(json.dumps(vocab))
     (bare / "merges.txt").write_text("\n".join(" ".join(pair) for pair in saved["model"]["merges"]))
     return load_tokenizer(TokenizerConfig(name=str(bare)))
 
 
-KINDS = ["bytes", "bpe", "folder", "bare tokenizer.json", "bare vocab.json"]
+KINDS = ["bytes", "bpe", "folder", "bare tokenizer.json", "file tokenizer.json", "bare vocab.json"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

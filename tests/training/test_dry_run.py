@@ -1,0 +1,88 @@
+"""`dry_run=true` checks one's own data, and plans for machines that are not here."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import fla_train
+from fla_train.data.config import TokenizerConfig
+from fla_train.data.prepare import prepare
+from fla_train.data.tokenizers import load_tokenizer
+from fla_train.training.plan import make_plan
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FLA_TRAIN_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "corpus.jsonl"
+    file.write_text("".join(json.dumps({"content": f"text {n} " * 40}) + "\n" for n in range(100)))
+    return file
+
+
+def plan(capsys: pytest.CaptureFixture, *overrides: str) -> str:
+    fla_train.train(fla_train.compose(*overrides, "logger=none", "dry_run=true"))
+    return capsys.readouterr().out
+
+
+def test_the_first_document_and_the_tokenizer_are_read(corpus: Path, capsys, monkeypatch):
+    load_tokenizer(TokenizerConfig("bytes")).save_pretrained(corpus.parent / "saved")
+    tokenizer = (corpus.parent / "saved/tokenizer.json").rename(corpus.parent / "own.json")
+    monkeypatch.chdir(corpus.parent)
+    own = ["data=local", "data.path=corpus.jsonl", "data.tokenizer.name=own.json"]
+    with pytest.raises(ValueError, match=r"corpus\.jsonl, line 1: no column 'text'"):
+        plan(capsys, *own)
+    column = "data.text_column=content"
+    with pytest.raises(ValueError, match=r"data\.tokenizer\.eos_token"):
+        plan(capsys, *own, column)
+    given = [*own, column, "data.tokenizer.eos_token=<eos>"]
+    assert "not on this machine" not in plan(capsys, *given)
+    tokenizer.unlink()
+    with pytest.raises(ValueError, match=r"own\.json: no such"):
+        plan(capsys, *given)
+
+
+def test_few_held_out_documents_are_said(corpus: Path, capsys):
+    own = ["data=local", f"data.path={corpus}", "data.text_column=content", "data.tokenizer.name=bytes"]
+    own += ["data.validation_fraction=0.1", "trainer.seq_len=16", "trainer.global_batch_tokens=auto"]
+    prepared = prepare(fla_train.compose(*own).data, log=lambda line: None, progress=False)
+    documents = prepared.manifest["splits"]["validation"]["documents"]
+    assert 0 < documents < 20 and f"validation has {documents} documents" in plan(capsys, *own)
+
+
+def test_machines_that_are_not_here(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    words = ["model=gated_delta_product/1.3b", "data=fineweb", "data.max_tokens=100000000000"]
+    words += ["launch.num_machines=2", "launch.num_processes=16", "trainer.global_batch_tokens=524288"]
+    hours = []
+    for more in ([], ["launch.peak_tflops=1978.8"]):
+        text = plan(capsys, *words, *more, "trainer.max_steps=190735")
+        assert "data.name=sample-10BT" in text and "tokenizer fla-hub" in text
+        assert "cuda, bf16" in text and "prepared tokens 200.00 GB" in text and "fits 80 GB: yes" in text
+        hours.append(float(re.search(r"= ([\d.]+) hours on 16 GPU", text)[1]))
+    assert hours[0] == pytest.approx(2 * hours[1], abs=0.11)
+
+
+def test_the_costs_in_the_docs_are_those_of_the_plan():
+    page = (DOCS / "fineweb.md").read_text().replace("\\\n", "").partition("## Cost")[2]
+    rows = re.findall(r"^\|[^|]+\|[^|]+\| ([\d.]+) \| ([\d.]+) \| (\d+) \| (\d+) \| (\d+) \|$", page, re.M)
+    commands = re.findall(r"^fla-train (.*)", page.partition("```sh")[2].partition("```")[0], re.M)
+    recipes = re.findall(r"^\| `([\w.]+)` .* \| ([\d.]+) B \| (\d+) \|$", page, re.M)
+    assert len(rows) == len(commands) == 4 and len(recipes) == 5
+    for command, row in zip(commands, rows, strict=True):
+        made = make_plan(fla_train.compose(*command.split(), *EIGHT), None)
+        sizes = made.tokens / 1e9, made.hours, made.gpu_hours, made.data_bytes / 1e9, made.run_bytes / 1e9
+        assert [float(text) for text in row] == [round(sizes[0], 2 if sizes[0] < 10 else 1), *rounded(sizes)]
+    for name, *row in recipes:
+        made = make_plan(fla_train.compose(f"experiment=paper/{name}", *EIGHT), None)
+        assert [float(text) for text in row] == [round(made.tokens / 1e9, 1), round(made.gpu_hours)]
+
+
+EIGHT = ("launch.device=cuda", "launch.num_processes=8", "trainer.precision=bf16")
+
+
+def rounded(sizes: tuple[float, ...]) -> list[float]:
+    return [round(sizes[1], 1), *map(round, sizes[2:])]
