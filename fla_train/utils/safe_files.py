@@ -102,7 +102,7 @@ def _parse(parse: Callable[[str], Any], content: str | bytes, most: int, name: o
 def _load_yaml(text: str) -> Any:
     from fla_train.utils.safe_yaml import load_yaml  # processes that read JSON only start sooner
 
-    return load_yaml(text)
+    return load_yaml(text, DEEPEST)
 
 
 def _check_depth(node: Any, left: int) -> None:

@@ -5,8 +5,6 @@ from typing import Any
 
 import yaml
 
-from fla_train.utils.safe_files import DEEPEST
-
 _SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -26,8 +24,8 @@ _Loader.add_implicit_resolver(
 )
 
 
-def load_yaml(text: str) -> Any:
-    """Return the content of a YAML text.
+def load_yaml(text: str, deepest: int) -> Any:
+    """Return the content of a YAML text of at most `deepest` levels.
 
     Raises:
         ValueError: it is no YAML, or uses an anchor or an alias.
@@ -39,7 +37,7 @@ def load_yaml(text: str) -> Any:
             if getattr(event, "anchor", None) is not None:  # of an alias, too
                 raise ValueError("it uses a YAML anchor or alias: write the values out")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > DEEPEST:  # before the loader, which is recursive
+            if depth > deepest:  # before the loader, which is recursive
                 raise RecursionError
         return _Loader(text).get_single_data()
     except yaml.YAMLError as failure:
