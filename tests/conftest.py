@@ -65,19 +65,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # What takes long comes first: `make test` would end with one worker on the last of it, the other idle.
-    slow = {item.path for item in items if "slow" in item.keywords or "long" in item.keywords}
+    slow = {item.path for item in items if any(map(item.get_closest_marker, ("slow", "long")))}
     items.sort(key=lambda item: (not item.nodeid.startswith(SHARING), item.path not in slow))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU")
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):  # keywords would include the name of the checkout's folder
             item.add_marker(skip)
 
 
 @pytest.fixture(autouse=True)
 def _seeded(request: pytest.FixtureRequest) -> Iterator[None]:
-    seed, on_gpu = 0, "gpu" in request.node.keywords
+    seed, on_gpu = 0, request.node.get_closest_marker("gpu") is not None
     if on_gpu:
         seed = int(os.environ.get("FLA_TRAIN_TEST_SEED") or secrets.randbits(32))
         print(f"FLA_TRAIN_TEST_SEED={seed}")

@@ -16,6 +16,7 @@ from fla_train.kernels.delta_product.interface import known_backend
 from fla_train.models.auto import LazyModelConfig
 
 MACHINE_KEYS = ("backend", "recompute_operator")
+INITIALIZATION_KEYS = ("scale_output_init", "embedding_init_std")  # no effect once there are weights
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 LAYER_TYPES = ("linear_attention", "full_attention", "sliding_attention")
 # Fields of attention layers by their names in flash-linear-attention's `attn`
@@ -38,6 +39,12 @@ class DeltaProductConfig(LazyModelConfig):
     Each query and key head serves `num_v_heads / num_heads` value heads (None: one), which have the states; a
     value head has V = head_dim * expand_v channels. `o_norm_eps` is that of the mixer's output norm (None:
     `norm_eps`).
+
+    Weights are drawn with the standard deviation `initializer_range`. `scale_output_init` divides that of the
+    layers that write to the residual stream (`o_proj` of a mixer, `down_proj` of an MLP) by
+    sqrt(2 * num_hidden_layers), as in GPT-2. `embedding_init_std` is that of the embedding (None:
+    `initializer_range`), and of the head if the two are tied. `embedding_multiplier` scales the embedding
+    where it enters the residual stream, and not as a tied head; Gemma has sqrt(hidden_size).
 
     `residual_in_fp32=False` adds up the residual stream in the dtype that autocast gives to matrix products;
     true keeps the dtype of the embedding's weight, fp32 in training. Without autocast it changes nothing.
@@ -81,6 +88,7 @@ class DeltaProductConfig(LazyModelConfig):
     hidden_act: str = "silu"
     norm_eps: float = 1e-6
     o_norm_eps: float | None = None
+    embedding_multiplier: float = 1.0
     residual_in_fp32: bool = True
     layer_types: list[str] | None = None
     num_attention_heads: int | None = None
@@ -93,6 +101,8 @@ class DeltaProductConfig(LazyModelConfig):
     mixer_options: dict[str, Any] | None = None
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02
+    scale_output_init: bool = False
+    embedding_init_std: float | None = None
     tie_word_embeddings: bool = False
     use_cache: bool = True
     bos_token_id: int | None = None
@@ -170,8 +180,9 @@ class DeltaProductConfig(LazyModelConfig):
             for field in dataclasses.fields(self)
             if field.type is bool and not isinstance(value := getattr(self, field.name), bool)
         ]
-        positive = ["expand_v", "hidden_ratio", "norm_eps", "initializer_range"]
-        positive += [name for name in ("o_norm_eps", "rope_theta") if getattr(self, name) is not None]
+        positive = ["expand_v", "hidden_ratio", "norm_eps", "initializer_range", "embedding_multiplier"]
+        optional = ("o_norm_eps", "rope_theta", "embedding_init_std")
+        positive += [name for name in optional if getattr(self, name) is not None]
         errors += [
             f"{name} must be > 0 and finite, got {value!r}"
             for name in positive

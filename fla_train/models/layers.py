@@ -149,6 +149,19 @@ class ShortConvolution(nn.Module):
         return short_convolution(x, self.weight, state=state, position_in_document=position_in_document)
 
 
+class ScaledEmbedding(nn.Embedding):
+    """Embedding whose output is multiplied by a constant."""
+
+    def __init__(self, rows: int, channels: int, multiplier: float) -> None:
+        super().__init__(rows, channels)
+        self.multiplier = multiplier
+
+    def forward(self, token: Tensor) -> Tensor:
+        """Look up token ids [...] and return [..., channels]."""
+        found = super().forward(token)
+        return found if self.multiplier == 1 else found * self.multiplier
+
+
 class GatedMLP(nn.Module):
     """down(act(gate(x)) * up(x)); with SiLU, the usual activation, a SwiGLU."""
 

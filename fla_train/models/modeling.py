@@ -1,5 +1,6 @@
 """The model classes for transformers: a backbone of residual blocks, the language model, task heads."""
 
+import math
 from typing import Any
 
 import torch
@@ -36,7 +37,15 @@ from fla_train.models.carried_states import CarriedStates
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import PACKING, Masks, SequenceContext, document_bounds, masks
 from fla_train.models.decoding import PREFILL_TOKENS, generate_tokens, takes_loop
-from fla_train.models.layers import GatedMLP, RMSNorm, ShortConvolution, is_plain, matmul_dtype, norm_mlp
+from fla_train.models.layers import (
+    GatedMLP,
+    RMSNorm,
+    ScaledEmbedding,
+    ShortConvolution,
+    is_plain,
+    matmul_dtype,
+    norm_mlp,
+)
 from fla_train.models.loss import (
     linear_cross_entropy,
     losses_of_logits,
@@ -65,6 +74,9 @@ class Block(GradientCheckpointingLayer):
         self.norm_after = config.norm_after and not self.linear
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act)
+        for layer in (getattr(self.attn, "o_proj", None), self.mlp.down_proj):
+            if isinstance(layer, nn.Linear):  # a custom mixer may have none
+                layer.writes_residual = True
 
     def forward(
         self, x: Tensor, update: Tensor | None, context: SequenceContext, cache: Cache | None = None
@@ -107,13 +119,23 @@ class DeltaProductPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Draw the parameters a module holds itself. `init.*` skip tensors that a checkpoint has filled."""
         if isinstance(module, nn.Linear | nn.Embedding | ShortConvolution):
-            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+            init.normal_(module.weight, mean=0.0, std=self._initial_std(module))
             if getattr(module, "bias", None) is not None:  # of a task head
                 init.zeros_(module.bias)
         elif isinstance(module, RMSNorm):
             init.ones_(module.weight)
         elif type(module) is linear_mixer(self.config) and hasattr(module, "init_weights"):
             module.init_weights(self.config.initializer_range)
+
+    def _initial_std(self, module: nn.Module) -> float:
+        """Return the standard deviation of a layer's initial weights."""
+        config = self.config
+        tied_head = config.tie_word_embeddings and module is self.get_output_embeddings()
+        if config.embedding_init_std is not None and (tied_head or isinstance(module, nn.Embedding)):
+            return config.embedding_init_std
+        if config.scale_output_init and getattr(module, "writes_residual", False):
+            return config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
+        return config.initializer_range
 
     @classmethod
     def from_pretrained(
@@ -133,7 +155,8 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
 
     def __init__(self, config: DeltaProductConfig) -> None:
         super().__init__(config)
-        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        sizes = config.vocab_size, config.hidden_size
+        self.embeddings = ScaledEmbedding(*sizes, config.embedding_multiplier)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.supports_cache = takes_cache(linear_mixer(config))

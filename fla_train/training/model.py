@@ -20,7 +20,7 @@ from fla_train.hub.saved_config import flat, map_text
 from fla_train.models.activation_checkpointing import checkpoint_activations
 from fla_train.models.build import TOKEN_IDS, build_model_config, is_zoo, model_node
 from fla_train.models.build import build_model as build_fresh_model
-from fla_train.models.configuration import MACHINE_KEYS
+from fla_train.models.configuration import INITIALIZATION_KEYS, MACHINE_KEYS
 from fla_train.training.checkpoint import TrainState
 from fla_train.training.config import TrainConfig
 from fla_train.training.cuda_graph import records_graph
@@ -35,6 +35,7 @@ from fla_train.utils.records import read_metrics
 # A run may differ from `init_from` in these: they change neither the weights nor, up to rounding, results.
 FREE_FIELDS = (
     *MACHINE_KEYS,
+    *INITIALIZATION_KEYS,
     "hidden_ratio",
     "max_position_embeddings",
     "initializer_range",

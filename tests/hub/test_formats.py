@@ -207,8 +207,10 @@ def test_settings_that_we_lack_are_named(name: str, setting: dict[str, Any]) -> 
 @pytest.mark.parametrize("theirs", [fla, olmo_hybrid])
 def test_a_setting_of_training_is_not_written(theirs: ModuleType) -> None:
     settings = {} if theirs is fla else {**olmo_hybrid.IMPLIED, "layer_types": list(olmo_hybrid.MODULES)}
-    narrow, wide = (DeltaProductConfig(**settings, residual_in_fp32=value) for value in (False, True))
-    assert theirs.from_ours(narrow, {})[0] == theirs.from_ours(wide, {})[0]
+    changed = {"residual_in_fp32": False, "scale_output_init": True, "embedding_init_std": 1.0}
+    ours = (DeltaProductConfig(**settings, **options) for options in ({}, changed))
+    default, others = (theirs.from_ours(config, {})[0] for config in ours)
+    assert default == others
 
 
 @pytest.mark.parametrize(
@@ -216,6 +218,7 @@ def test_a_setting_of_training_is_not_written(theirs: ModuleType) -> None:
     [
         {"hidden_act": "gelu"},
         {"mixer": "package.module:Class"},
+        {"embedding_multiplier": 2.0},
         {"num_v_heads": 16, "num_householder": 2},
         {"rope_theta": None, "layer_types": ["linear_attention", "full_attention"]},
         {"norm_after": True, "layer_types": ["linear_attention", "full_attention"]},

@@ -93,7 +93,7 @@ def test_errors_of_attention_layers(fields, message):
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-@pytest.mark.parametrize("key", ["expand_v", "hidden_ratio", "norm_eps", "initializer_range"])
+@pytest.mark.parametrize("key", ["expand_v", "initializer_range", "embedding_multiplier"])
 def test_sizes_and_scales_are_finite(key, value):
     with pytest.raises(ValueError, match=f"{key} must be > 0 and finite"):
         small_config(**{key: value})

@@ -122,6 +122,37 @@ def test_fresh_parameters_follow_the_stated_distributions():
     assert_initialised(DeltaProductForCausalLM(wide_config()))
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_options_of_the_initialisation_change_the_layers_they_name_and_no_others(tied):
+    """Weights are drawn in the same order, so each layer differs from the default by one factor."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "initializer_range": 0.02}
+    kinds = {"tie_word_embeddings": tied, "layer_types": ["linear_attention", "full_attention"]}
+    models = []
+    for options in ({}, {"scale_output_init": True, "embedding_init_std": 0.5}):
+        torch.manual_seed(0)
+        models.append(DeltaProductForCausalLM(small_config(**sizes, **kinds, **options)))
+    plain, changed = (dict(model.named_parameters()) for model in models)
+    for name, weight in plain.items():
+        factor = 1.0
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            factor = 1 / math.sqrt(2 * 2)
+        elif name == "model.embeddings.weight":
+            factor = 0.5 / 0.02
+        torch.testing.assert_close(changed[name], factor * weight, rtol=0 if factor == 1 else 1e-5, atol=0)
+    models[1].init_weights()
+    assert abs(models[1].model.embeddings.weight.std() - 0.5) < 0.05  # not drawn over by the head
+    assert (abs(models[1].lm_head.weight.std() - 0.5) < 0.05) == tied
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_embedding_multiplier_scales_the_input_and_not_the_head(build, tokens, tied):
+    plain, scaled = (build(tie_word_embeddings=tied, embedding_multiplier=factor) for factor in (1.0, 3.0))
+    scaled.load_state_dict(plain.state_dict())
+    with torch.no_grad():
+        expected = plain(inputs_embeds=3.0 * plain.get_input_embeddings()(tokens)).logits
+        torch.testing.assert_close(scaled(tokens).logits, expected)
+
+
 def test_parameters_made_on_meta_are_all_initialised():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(wide_config())

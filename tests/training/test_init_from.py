@@ -128,5 +128,5 @@ def test_a_dry_run_refuses_what_the_run_would(make_config: Make, whole: Path):
 
 
 def test_what_may_differ(make_config: Make, whole: Path):
-    for free in ("model.max_position_embeddings=64", "model.residual_in_fp32=false"):
+    for free in ("model.max_position_embeddings=64", "model.scale_output_init=true"):
         check_initial_weights(make_config(f"init_from={whole}", free))

@@ -12,6 +12,7 @@ from torch import Tensor
 from fla_train.hub.formats.errors import refuse
 from fla_train.models.configuration import (
     ATTN_KEYS,
+    INITIALIZATION_KEYS,
     MACHINE_KEYS,
     DeltaProductConfig,
     config_fields,
@@ -138,7 +139,7 @@ def from_ours(
 
     said = {RENAMED.get(field, field) for field in fields} | model_type.implied.keys()
     said |= {*MACHINE_KEYS, *ATTN_KEYS.values(), "layer_types", "head_dim", "hidden_act", "mixer_options"}
-    said |= {"residual_in_fp32"}  # bears on training under autocast only
+    said |= {"residual_in_fp32", *INITIALIZATION_KEYS}  # no effect on trained weights
     errors = [
         f"{field}={value!r} (it has no such setting)"
         for field, described in config_fields().items()

@@ -39,6 +39,7 @@ IMPLIED = {  # our settings that the class stands for
     "use_output_gate": True,
     "use_short_conv": True,
     "hidden_act": "silu",
+    "embedding_multiplier": 1.0,
     "o_norm_eps": 1e-5,
     "use_qk_norm": True,
     "norm_after": True,
