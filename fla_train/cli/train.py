@@ -32,6 +32,7 @@ def train(node: DictConfig) -> int:
     from fla_train.models.zoo.baseline import new_name
     from fla_train.training.config import to_config
     from fla_train.training.launch import TrainingFailed
+    from fla_train.training.log import log
     from fla_train.training.preemption import EXIT_CODE, Preempted, leaving_at_once
     from fla_train.utils.aliases import announce
 
@@ -48,7 +49,7 @@ def train(node: DictConfig) -> int:
     except TrainingFailed as failure:
         return fail(failure, 2 if failure.final else 1)
     except Preempted as stop:
-        fail(stop)
+        log(str(stop))
         leave(EXIT_CODE)
     except KeyboardInterrupt:
         fail("interrupted; the same command with this run.dir resumes from the last checkpoint")

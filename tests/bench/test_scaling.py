@@ -55,6 +55,7 @@ def test_plain_pytorch_is_timed_by_the_step(synced: bool, monkeypatch: pytest.Mo
         "RANK": "0",
         "WORLD_SIZE": "1",
         "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
     }
