@@ -11,9 +11,11 @@ from lm_eval.__main__ import cli_evaluate
 
 import fla_train.eval.harness  # noqa: F401  registers the model type
 from fla_train.eval.mirror import hub_datasets, mirror_folder
+from fla_train.utils.ranks import leave_other_launchers
 
 
 def main() -> None:
+    leave_other_launchers()  # accelerate would wait for the other machines of a batch job
     try:
         mirror = mirror_folder(os.environ.get("FLA_TRAIN_MIRROR"))
     except ValueError as error:

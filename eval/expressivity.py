@@ -1,7 +1,6 @@
 """`suite=expressivity`: accuracy on the task that a model was trained on, and its state transitions."""
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -26,6 +25,7 @@ from fla_train.tasks.config import TEST_SEED, is_own, task_class
 from fla_train.tasks.plots import plot_accuracy
 from fla_train.utils.device import pick_device, pick_dtype
 from fla_train.utils.environment import describe_environment
+from fla_train.utils.ranks import world_size
 
 REFLECTION = 1.9  # beta from which a step counts as a reflection
 ROTATION = 0.1  # imaginary part from which a transition counts as a rotation
@@ -42,7 +42,7 @@ def evaluate_expressivity(config: EvalConfig) -> tuple[Path, dict[str, Any]]:
             are several processes.
     """
     check_request(config)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if world_size() > 1:
         raise ValueError("suite=expressivity runs in one process: start it without torchrun")
     settings, started = config.suite.expressivity, time.time()
     source = resolve_checkpoint(config.checkpoint)

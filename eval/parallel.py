@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from fla_train.utils.ranks import leave_other_launchers, world_size
+
 T = TypeVar("T")
 
 
@@ -115,12 +117,13 @@ ALONE = Ranks()
 
 @contextmanager
 def launched_ranks() -> Iterator[Ranks]:
-    """The ranks that the launcher's environment describes; `ALONE` without a launcher."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    """Join the ranks that the launcher's environment describes; yield `ALONE` without a launcher."""
+    leave_other_launchers()
+    if world_size() == 1:
         yield ALONE
         return
     dist.init_process_group("gloo")
     try:
-        yield Ranks(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", "0")))
+        yield Ranks(dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_RANK"]))
     finally:
         dist.destroy_process_group()

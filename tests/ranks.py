@@ -21,6 +21,7 @@ def free_port() -> int:
 def start_ranks(arguments: Sequence[str], world: int) -> list[subprocess.Popen]:
     """`python ARGUMENTS` once per rank, with pipes for what it prints."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
+    shared |= {"LOCAL_WORLD_SIZE": str(world)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return [
         subprocess.Popen(

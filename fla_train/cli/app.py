@@ -145,9 +145,11 @@ def fail_by(error: Exception) -> int:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Ctrl-C ends the command with a line and INTERRUPTED, without a traceback, also while modules load."""
+    """End by a line, without a traceback, on Ctrl-C and without memory, also while modules load."""
     try:
         yield
+    except MemoryError:
+        leave(fail("out of host memory: give the job more of it", 1))
     except KeyboardInterrupt:
         fail("interrupted")
         leave(INTERRUPTED)
@@ -223,10 +225,10 @@ def run_hydra(
                 overrides = extend(overrides, sweep=flags.multirun, config_dir=flags.config_dir)
             check = check_sweep if flags.multirun else compose
             check(config_name, overrides, config_dir=flags.config_dir)
-    except ValueError as error:
-        sys.exit(fail(error))
     except BrokenPipeError:  # `fla-train --list | head` has read enough
         leave(0)
+    except (ValueError, OSError) as error:
+        sys.exit(fail_by(error))
     sys.argv[1:] = [*words, *overrides]  # Hydra takes no overrides on both sides of flags
 
     codes: list[int] = []

@@ -44,8 +44,8 @@ def task(config: DictConfig) -> int:
             prepared = prepare(data)
             if config.verify:
                 prepared.verify()
-    except Preempted:
-        fail("stopped on request; the same command resumes from here")
+    except Preempted as stop:
+        print(stop)
         sys.exit(EXIT_CODE)
     except KeyboardInterrupt:
         fail("interrupted; the same command resumes from here")

@@ -32,6 +32,7 @@ def train(node: DictConfig) -> int:
     from fla_train import api
     from fla_train.training.config import to_config
     from fla_train.training.launch import TrainingFailed
+    from fla_train.training.log import log
     from fla_train.training.preemption import EXIT_CODE, Preempted, leaving_at_once
 
     config, job = to_config(node, HydraConfig.get().overrides.task), sweep_job()
@@ -45,7 +46,7 @@ def train(node: DictConfig) -> int:
     except TrainingFailed as failure:
         return fail(failure, 2 if failure.final else 1)
     except Preempted as stop:
-        fail(stop)
+        log(str(stop))
         leave(EXIT_CODE)
     except KeyboardInterrupt:
         fail("interrupted; the same command with this run.dir resumes from the last checkpoint")

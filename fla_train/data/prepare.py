@@ -40,7 +40,7 @@ from fla_train.data.sources import Source, is_on_hub, open_source
 from fla_train.data.tokenize import Encoded, Encoder, encode_all, is_held_out, make_encoder, utf8
 from fla_train.data.tokenizers import fingerprint, ids_needed, load_saved, load_tokenizer
 from fla_train.utils.errors import Interrupted
-from fla_train.utils.filesystem import move_folder, replaced_folder, sync, write_whole
+from fla_train.utils.filesystem import move_folder, replaced_folder, save_tokenizer, sync, write_whole
 from fla_train.utils.locks import locked
 from fla_train.utils.progress import Progress
 
@@ -238,7 +238,7 @@ def _build(paths: CachePaths, config: DataConfig, commit: str | None, log: Log, 
         if tokenizer is None:
             log(f"data: training a bpe tokenizer of {config.tokenizer.vocab_size} tokens")
             tokenizer = load_tokenizer(config.tokenizer, _train_texts(source, config))
-        tokenizer.save_pretrained(building / "tokenizer")
+        save_tokenizer(tokenizer, building / "tokenizer")
         for file in (building / "tokenizer").iterdir():
             sync(file)
     elif tokenizer is None:

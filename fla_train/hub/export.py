@@ -31,7 +31,7 @@ from fla_train.hub.formats.read import load_translated
 from fla_train.hub.prefix import PREFIX, trained_prefix
 from fla_train.hub.published_card import CARD, TRAINING_FILE
 from fla_train.hub.remote_code import write_remote_code
-from fla_train.utils.filesystem import replaced_folder
+from fla_train.utils.filesystem import replaced_folder, save_tokenizer
 
 # Files of exports, for those without checksums.json, which docs/reliability.md has one delete.
 WRITTEN = (
@@ -86,7 +86,7 @@ def export_model(
         config = copy.deepcopy(model.config)
         config.architectures, config.dtype = [type(model).__name__], dtype
         if tokenizer is not None:
-            tokenizer.save_pretrained(aside)
+            save_tokenizer(tokenizer, aside)
             if (prefix := trained_prefix(vars(card), tokenizer)) is not None:
                 setattr(config, PREFIX, prefix)
             generation = copy.deepcopy(getattr(model, "generation_config", None)) or GenerationConfig()

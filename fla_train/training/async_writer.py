@@ -59,6 +59,7 @@ class Result(NamedTuple):
 
     error: str | None  # one line that names the rank; None: it succeeded
     seconds: float
+    warning: str | None = None  # older checkpoints could not be deleted
 
 
 class WriteFailed(RuntimeError):
@@ -131,8 +132,11 @@ class AsyncWriter:
                 self._connection.send_bytes(message)
 
 
-def write(job: Job, staging: int, beside: bytes, trainer: Connection) -> None:
-    """Write this rank's files and, on rank 0, complete the checkpoint.
+def write(job: Job, staging: int, beside: bytes, trainer: Connection) -> str | None:
+    """Write this rank's files and, on rank 0, complete the checkpoint and delete old ones.
+
+    Returns:
+        What `checkpoint.prune` returns.
 
     Raises:
         WriteFailed: no checkpoint; what this rank has written of it is deleted.
@@ -152,7 +156,7 @@ def write(job: Job, staging: int, beside: bytes, trainer: Connection) -> None:
             files = dict(zip(job.files, entries, strict=True))
         if job.rank:
             _leave_part(writing, job.rank, {"files": files})
-            return
+            return None
         files |= _collect_parts(writing, job.content["world_size"], trainer)
         checkpoint.write_manifest(writing, {**job.content, "files": dict(sorted(files.items()))})
         sync(writing / checkpoint.DEEPSPEED_TAG)
@@ -172,8 +176,7 @@ def write(job: Job, staging: int, beside: bytes, trainer: Connection) -> None:
                     (writing / file).unlink(missing_ok=True)
                 _leave_part(writing, job.rank, {"error": error})
         raise WriteFailed(error) from failure
-    with suppress(OSError):  # an old one that can't be deleted is no failure of the new one
-        checkpoint.prune(folder / name, job.keep, job.keep_every)
+    return checkpoint.prune(folder / name, job.keep, job.keep_every)
 
 
 def _write_file(path: Path, segments: "Sequence[Segment]", staging: int, beside: bytes) -> dict[str, Any]:
@@ -254,12 +257,13 @@ def main() -> None:
             message = json.loads(trainer.recv_bytes())
             if "files" not in message:  # `others_are_done` after the end of the job
                 continue
-            beside, error, begin = trainer.recv_bytes(), None, time.perf_counter()
+            beside, begin = trainer.recv_bytes(), time.perf_counter()
+            error, warning = None, None
             try:
-                write(Job(**message), staging, beside, trainer)
+                warning = write(Job(**message), staging, beside, trainer)
             except WriteFailed as failure:
                 error = str(failure)
-            trainer.send_bytes(json.dumps(Result(error, time.perf_counter() - begin)).encode())
+            trainer.send_bytes(json.dumps(Result(error, time.perf_counter() - begin, warning)).encode())
 
 
 if __name__ == "__main__":

@@ -58,6 +58,8 @@ class TrainState:
     skipped_in_row: int = 0
     loss_statistics: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # of `BadStepFilter`
     wandb_id: str | None = None
+    run: str | None = None  # `RunFolder.id`
+    config: dict[str, Any] = field(default_factory=dict)  # of the run: key -> value
     data: str | None = None  # fingerprint of the prepared data
     commits: dict[str, str] = field(default_factory=dict)  # of the Hub's datasets, by part of a mixture
 
@@ -179,8 +181,12 @@ def newest_step(folder: Path) -> int:
     return step_of(present[-1].name) if present else 0
 
 
-def find_error(checkpoint: Path) -> str | None:
-    """Why a checkpoint can't be used, in one line; None: every file is as its manifest says."""
+def find_error(checkpoint: Path, run: str | None = None) -> str | None:
+    """Return why a checkpoint can't be used, in one line; None: every file is as its manifest says.
+
+    Args:
+        run: id of the run that it must belong to; None: any.
+    """
     try:
         manifest = read_manifest(checkpoint)
         if damage := find_damage(checkpoint, manifest["files"]):
@@ -190,14 +196,17 @@ def find_error(checkpoint: Path) -> str | None:
         return str(failure)
     if (state.step, state.tokens) != (manifest["step"], manifest["tokens"]):
         return f"{MANIFEST} is of step {manifest['step']}, {STATE} of step {state.step}"
-    return None
+    return None if run in (None, state.run) else "another run has written it"
 
 
-def choose(resume: str, folder: Path, warn: Callable[[str], None] = logger.warning) -> Path | None:
+def choose(
+    resume: str, folder: Path, warn: Callable[[str], None] = logger.warning, run: str | None = None
+) -> Path | None:
     """The checkpoint to start from, by `trainer.resume` (auto, none or a path); None: the beginning.
 
     Args:
-        warn: gets a line for each damaged one that `auto` passes over.
+        warn: gets a line for each one that `auto` passes over.
+        run: id of the run to resume; None: unknown.
 
     Raises:
         ValueError: `none` where checkpoints exist, a path that does not verify.
@@ -221,24 +230,27 @@ def choose(resume: str, folder: Path, warn: Callable[[str], None] = logger.warni
                 "from it, or another run.dir"
             )
         return Path(resume)
-    return newest_intact(folder, warn)
+    return newest_intact(folder, warn, run)
 
 
-def newest_intact(folder: Path, warn: Callable[[str], None] = logger.warning) -> Path | None:
+def newest_intact(
+    folder: Path, warn: Callable[[str], None] = logger.warning, run: str | None = None
+) -> Path | None:
     """The newest checkpoint that verifies; None if the folder holds no checkpoint at all.
 
     Args:
-        warn: gets a line for each one that is damaged.
+        warn: gets a line for each one that is passed over.
+        run: id of the run that it must belong to; None: any.
 
     Raises:
         ValueError: none of those it holds will do.
     """
     present = checkpoints(folder)
     for checkpoint in reversed(present):
-        error = find_error(checkpoint)
+        error = find_error(checkpoint, run)
         if error is None:
             return checkpoint
-        warn(f"checkpoint   {checkpoint} is damaged ({error}): trying the one before it")
+        warn(f"checkpoint   {checkpoint} is not used ({error}): trying the one before it")
     if not present:
         return None
     raise ValueError(f"no checkpoint in {folder} is intact: delete the folder to start again")
@@ -256,14 +268,25 @@ def clean(folder: Path, keep: str = "") -> None:
                 delete(path)
 
 
-def prune(newest: Path, keep: int, keep_every: int = 0) -> None:
+def prune(newest: Path, keep: int, keep_every: int = 0) -> str | None:
     """Of the checkpoints up to `newest`, keep the last `keep` (0: all) and those of each `keep_every` steps.
 
     Later ones stay: they are the corrupt remains of an earlier attempt, and must not count as the newest.
+
+    Returns:
+        One line that names those that could not be deleted, and why; None: all were.
     """
+    left: dict[str, str] = {}
     if not keep:
-        return
+        return None
     last = step_of(newest.name)
     for old in [path for path in checkpoints(newest.parent) if step_of(path.name) <= last][:-keep]:
         if not keep_every or step_of(old.name) % keep_every:
-            remove_folder(old)
+            try:
+                remove_folder(old)
+            except OSError as failure:
+                left[old.name] = reason(failure)
+            else:
+                if old.exists():
+                    left[old.name] = "files stayed in it"
+    return f"could not delete {', '.join(left)} ({', '.join(set(left.values()))})" if left else None

@@ -148,8 +148,7 @@ class CheckpointManager:
     def poll(self) -> None:
         """Report a save that has ended since the last call. Rank 0 may call it alone, at every step."""
         if not self._reported and self._job is None and self._writer is not None and self._writer.done():
-            result = self._writer.result()
-            self._report(result.error, result.seconds)
+            self._report(*self._writer.result())
 
     def is_saved(self, step: int) -> bool:
         """Whether a checkpoint of `step` is on the disk; waits for the save under way."""
@@ -223,7 +222,7 @@ class CheckpointManager:
             if self._world > 1:
                 self._writer.others_are_done(others)
             result = self._writer.result()
-            self._report(result.error, result.seconds)
+            self._report(*result)
             error = result.error
         self._error = self._gather(error)[0]
         self._agreed = True
@@ -235,12 +234,12 @@ class CheckpointManager:
             dist.all_gather_object(values, value)
         return values
 
-    def _report(self, error: str | None, seconds: float = 0.0) -> None:
+    def _report(self, error: str | None, seconds: float = 0.0, warning: str | None = None) -> None:
         if self._rank or self._reported:
             return
         self._reported = True
         outcome = f"NO CHECKPOINT, {error}; the earlier ones are untouched"
         if error is None:
             path = self._folder / folder_name(self._step)
-            outcome = f"checkpoint {path}, written in {seconds:.1f} s"
+            outcome = f"checkpoint {path}, written in {seconds:.1f} s" + (f"; {warning}" if warning else "")
         self._log(f"step {self._step:,}: {outcome}")

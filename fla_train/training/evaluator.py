@@ -38,7 +38,7 @@ from fla_train.training.process_group import RankMesh
 from fla_train.training.resume import has_reached
 from fla_train.training.run_data import to_batch
 from fla_train.training.run_folder import RunFolder
-from fla_train.utils.filesystem import write_whole
+from fla_train.utils.filesystem import reason, write_whole
 from fla_train.utils.processes import POLL, start_command
 from fla_train.utils.records import Record, read_metrics
 from fla_train.utils.safe_files import read_json
@@ -180,13 +180,17 @@ class TaskEvaluator:
         record: Record = {"validation_loss": next(iter(scores.values())).mean_loss}
         for name, task in self._tests.items():
             record |= {f"{name}/{key}": value for key, value in scores[name].scalars(task).items()}
-        if dist.get_rank() == 0:
-            curves = {name: scores[name].curve(task) for name, task in self._tests.items()}
-            write_whole(self._folder.accuracy, json.dumps({"step": step, "sets": curves}) + "\n")
-            plot_accuracy(curves, f"{self._folder.name}, step {step:,}", self._folder.accuracy_plot)
         metric = next(iter(self._tests.values())).headline.replace("_", " ")
         shown = [f"{name} {record[f'{name}/{task.headline}']:.4f}" for name, task in self._tests.items()]
-        return record, f"{metric}: {', '.join(shown)}"
+        line = f"{metric}: {', '.join(shown)}"
+        if dist.get_rank() == 0:
+            curves = {name: scores[name].curve(task) for name, task in self._tests.items()}
+            try:
+                write_whole(self._folder.accuracy, json.dumps({"step": step, "sets": curves}) + "\n")
+                plot_accuracy(curves, f"{self._folder.name}, step {step:,}", self._folder.accuracy_plot)
+            except OSError as error:
+                line += f"; the curves could not be written ({reason(error)})"
+        return record, line
 
     def has_reached(self, step: int) -> bool:
         """Rank 0's reading of metrics.jsonl, on all ranks."""

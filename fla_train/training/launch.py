@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,9 @@ from fla_train.data.cache import PreparedData, find_prepared
 from fla_train.data.prepare import check_first_document, prepare
 from fla_train.hub.push import check_access
 from fla_train.hub.pushes import HubPushes
+from fla_train.hub.saved_config import assign
 from fla_train.models.build import architecture, build_model_config, is_zoo
+from fla_train.tasks.config import is_own
 from fla_train.training import checkpoint, worker
 from fla_train.training.agent import WorkersFailed, run_workers
 from fla_train.training.config import (
@@ -28,7 +31,7 @@ from fla_train.training.config import (
 )
 from fla_train.training.log import log
 from fla_train.training.plan import make_plan, plan_lines
-from fla_train.training.preemption import StopRequest
+from fla_train.training.preemption import Preempted, StopRequest
 from fla_train.training.resume import (
     check_before_preparing,
     check_same_run,
@@ -109,8 +112,17 @@ def launch(config: TrainConfig) -> RunFolder | None:
                 began=began,
             )
         except WorkersFailed as failure:
-            details = "" if failure.rank is None else f" (details in {folder.log(failure.rank)})"
+            logged = failure.rank is not None and folder.log(failure.rank).is_file()
+            details = f" (details in {folder.log(failure.rank)})" if logged else ""
             raise TrainingFailed(f"{failure}{details}", failure.final) from None
+        except Preempted:
+            own = config.task is not None and is_own(config.task.kind)
+            classes = {"model.mixer": config.model.get("mixer"), "task.kind": own and config.task.kind}
+            words = [
+                shlex.quote(assign("run.dir", folder.root)),
+                *(f"{k}={v}" for k, v in classes.items() if v),
+            ]
+            raise Preempted(f"stopped      to resume: fla-train {' '.join(words)}") from None
     return folder
 
 
@@ -230,7 +242,7 @@ def _is_left_to_train(config: TrainConfig, folder: RunFolder, data: PreparedData
         choose_checkpoint(config, folder, log)
     changes: list[str] = []
     if (newest := newest_readable(config)) is not None:
-        changes = check_same_run(config, data, newest, log)
+        changes = check_same_run(config, data, newest)
     complete = is_complete(folder, config)
     if not complete:
         check_steps_left(config, folder)

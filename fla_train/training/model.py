@@ -170,6 +170,7 @@ class Exporter:
     def __init__(self, config: TrainConfig, data: PreparedData, folder: RunFolder, engine, logger: RunLogger):
         self._config, self._data, self._folder = config, data, folder
         self._engine, self._logger = engine, logger
+        self.error: str | None = None  # why the newest export is missing, on rank 0
 
     def export(self, state: TrainState, *, last: bool = False) -> Path | None:
         """Draw the plots and export this step's model.
@@ -178,20 +179,22 @@ class Exporter:
             last: the run's last: one that is there already and intact stays.
 
         Returns:
-            Its folder; on rank 0 None if it could not be written, which the others do not know.
+            Its folder; on rank 0 None if it could not be written, which the others do not know. Only
+            programming errors are raised: training does not end because of a copy of the model.
         """
-        path = self._folder.export(state.step)
-        written = True
+        path, self.error = self._folder.export(state.step), None
         if dist.get_rank() == 0:  # other machines may see a shared folder late
             try:
                 plots = self._draw()
                 if not (last and self._is_intact(path)):
                     self._write(state, path, plots)
-            except OSError as error:
-                written = False
-                self._logger.log(f"step {state.step:,}: NO EXPORT, {reason(error)}")
+            except (AssertionError, AttributeError, LookupError, NameError, TypeError):
+                raise
+            except Exception as error:
+                self.error = reason(error)
+                self._logger.log(f"step {state.step:,}: NO EXPORT, {self.error}")
         dist.barrier()
-        return path if written else None
+        return path if self.error is None else None
 
     def _draw(self) -> list[Path]:
         """The plots so far."""

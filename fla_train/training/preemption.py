@@ -61,8 +61,8 @@ class Preempted(BaseException):
     Like KeyboardInterrupt it passes by what handles errors.
     """
 
-    def __init__(self) -> None:
-        super().__init__("stopped on request; the same command with this run.dir resumes from where it was")
+    def __init__(self, message: str = "stopped      the same command starts again from here") -> None:
+        super().__init__(message)
 
 
 class StopSignals:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fla_train.kernels.context_parallel import ContextGroup
+from fla_train.utils.ranks import leave_other_launchers
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
@@ -32,6 +33,7 @@ def join(*, on_gpu: bool) -> torch.device:
     Raises:
         ValueError: MASTER_ADDR is no address.
     """
+    leave_other_launchers()  # before DeepSpeed and accelerate look
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -43,8 +45,8 @@ def join(*, on_gpu: bool) -> torch.device:
     alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
     towards = LOOPBACK if alone else os.environ["MASTER_ADDR"]
     if interface := interface_towards(towards):
-        os.environ.setdefault(GLOO_INTERFACE, interface)
-        os.environ.setdefault(NCCL_INTERFACE, interface)
+        for name in (GLOO_INTERFACE, NCCL_INTERFACE):  # a cluster's setting is for several machines
+            os.environ[name] = interface if alone else os.environ.get(name) or interface
     store = _store(world)
     place = (
         {"init_method": "env://"} if store is None else {"store": store, "rank": rank, "world_size": world}

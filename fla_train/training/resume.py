@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -13,13 +14,11 @@ from fla_train.data.cache import PreparedData, prepared_name
 from fla_train.data.config import absolute
 from fla_train.hub import find_export_damage
 from fla_train.hub.saved_config import flat, plain
-from fla_train.models.configuration import config_fields
 from fla_train.tasks import TaskConfig
 from fla_train.training import checkpoint
 from fla_train.training.config import AUTO, TrainConfig, load_config, with_model
 from fla_train.training.run_folder import RunFolder
 from fla_train.utils.records import read_metrics
-from fla_train.utils.safe_files import read_json
 
 # These fix what a checkpoint holds and, with the prepared data, the stream of tokens: a resume keeps them.
 FIXED_KEYS = (
@@ -78,7 +77,7 @@ def choose_checkpoint(config: TrainConfig, folder: RunFolder, log: Log) -> Path 
     Raises:
         ValueError: as `checkpoint.choose`.
     """
-    return checkpoint.choose(_resume_setting(config, folder), folder.checkpoints, log)
+    return checkpoint.choose(_resume_setting(config, folder), folder.checkpoints, log, folder.id())
 
 
 def _resume_setting(config: TrainConfig, folder: RunFolder) -> str:
@@ -92,19 +91,28 @@ def _resume_setting(config: TrainConfig, folder: RunFolder) -> str:
 
 
 def _saved(config: TrainConfig) -> list[Path]:
-    """The checkpoints that the run may resume from, oldest first; not verified."""
+    """Return the checkpoints that the run may resume from, oldest first; not verified.
+
+    Raises:
+        ValueError: trainer.resume names something else.
+    """
     resume, own = config.trainer.resume, []
     if config.run.dir is not None:
         folder = RunFolder(Path(config.run.dir))
         resume, own = _resume_setting(config, folder), checkpoint.checkpoints(folder.checkpoints)
     if resume == "auto":
         return own
+    if resume != "none" and not (Path(resume) / checkpoint.MANIFEST).is_file():
+        raise ValueError(
+            f"trainer.resume={resume} is not a checkpoint: give a folder checkpoints/step-N of a run; to "
+            "begin with the weights of an exported model give init_from"
+        )
     return [] if resume == "none" else [Path(resume)]
 
 
-def _run_of(saved: Path) -> RunFolder:
-    """The run that a checkpoint belongs to, if it lies where that wrote it."""
-    return RunFolder(saved.resolve().parent.parent)
+def recorded(config: TrainConfig) -> dict[str, Any]:
+    """Return the keys and values of a config as its checkpoints record them, in JSON's types."""
+    return json.loads(json.dumps(dict(flat(asdict(config)))))
 
 
 def has_checkpoint(config: TrainConfig) -> bool:
@@ -113,13 +121,16 @@ def has_checkpoint(config: TrainConfig) -> bool:
 
 
 def newest_readable(config: TrainConfig) -> Path | None:
-    """The newest checkpoint whose state can be read, not verified further; None: there is none."""
+    """Return the run's newest checkpoint whose state can be read, not verified further, or None."""
+    auto = config.trainer.resume == "auto" and config.run.dir is not None
+    run = RunFolder(Path(config.run.dir)).id() if auto else None
     for folder in reversed(_saved(config)):
         try:
-            checkpoint.read_state(folder)
+            state = checkpoint.read_state(folder)
         except (OSError, ValueError):  # a damaged one: those of a run are of the same text and settings
             continue
-        return folder
+        if run in (None, state.run):
+            return folder
     return None
 
 
@@ -135,25 +146,23 @@ def with_saved_sizes(config: TrainConfig) -> TrainConfig:
     The batch would change with the number of processes, and the warm-up with trainer.max_steps.
 
     Raises:
-        ValueError: that run's config is unreadable, or its sequences have another length.
+        ValueError: that run's sequences have another length.
     """
-    found = _saved(config)
-    earlier = _run_of(found[-1]).config if found else None
-    if earlier is None or not earlier.is_file():
+    found = newest_readable(config)
+    if found is None or not (saved := checkpoint.read_state(found).config):
         return config
-    saved, trainer, schedule = load_config(earlier), config.trainer, config.schedule
-    if config.task is None and trainer.seq_len != saved.trainer.seq_len:  # before the batch, which follows it
+    trainer, schedule, length = config.trainer, config.schedule, saved["trainer.seq_len"]
+    if config.task is None and trainer.seq_len != length:  # before the batch, which follows it
         raise ValueError(
-            f"{found[-1]} belongs to another run: trainer.seq_len={trainer.seq_len} (was "
-            f"{saved.trainer.seq_len}); for another length begin with the weights: "
-            f"init_from={earlier.parent}, and give a new run.dir"
+            f"{found} belongs to another run: trainer.seq_len={trainer.seq_len} (was {length}); for another "
+            f"length begin with the weights: init_from={found.resolve().parent.parent}, with a new run.dir"
         )
     if trainer.global_batch_tokens == AUTO:
-        trainer = replace(trainer, global_batch_tokens=saved.trainer.global_batch_tokens)
+        trainer = replace(trainer, global_batch_tokens=saved["trainer.global_batch_tokens"])
     if schedule.warmup_steps is None:
-        schedule = replace(schedule, warmup_steps=saved.schedule.warmup_steps)
+        schedule = replace(schedule, warmup_steps=saved["schedule.warmup_steps"])
     config = replace(config, trainer=trainer, schedule=schedule)
-    return with_model(config, vocab_size=config.model["vocab_size"] or saved.model["vocab_size"])
+    return with_model(config, vocab_size=config.model["vocab_size"] or saved["model.vocab_size"])
 
 
 def check_before_preparing(config: TrainConfig) -> None:
@@ -162,8 +171,8 @@ def check_before_preparing(config: TrainConfig) -> None:
     Raises:
         ValueError: as `check_same_run`.
     """
-    if found := _saved(config):
-        check_same_run(config, None, newest_readable(config) or found[-1], lambda line: None)
+    if newest := newest_readable(config):
+        check_same_run(config, None, newest)
 
 
 def check_steps_left(config: TrainConfig, folder: RunFolder) -> None:
@@ -224,13 +233,12 @@ def has_reached(config: TaskConfig | None, folder: RunFolder, step: int) -> bool
     )
 
 
-def check_same_run(config: TrainConfig, data: PreparedData | None, resume: Path, log: Log) -> list[str]:
-    """Refuse to resume from a checkpoint of another model or stream of tokens.
+def check_same_run(config: TrainConfig, data: PreparedData | None, resume: Path) -> list[str]:
+    """Refuse to resume from a checkpoint of another model or stream of tokens, by the config it records.
 
     Args:
         data: None: they are not prepared yet. A change of settings that leads to other data is found all the
             same; a change of the text itself is not.
-        log: gets a line if the checkpoint lies in no run folder.
 
     Returns:
         What else changed: `KEY=VALUE (was VALUE)`.
@@ -238,18 +246,8 @@ def check_same_run(config: TrainConfig, data: PreparedData | None, resume: Path,
     Raises:
         ValueError: naming each key that differs and the value to use.
     """
-    earlier = _run_of(resume)
-    if not earlier.config.is_file():
-        if data is None:
-            return []
-        if _fingerprint(resume) not in (None, data.folder.name):
-            raise ValueError(f"{resume} is of other prepared data: restore them or use another checkpoint")
-        log(f"resume       {resume} lies in no run folder: its model and seed can't be compared")
-        return []
-    before, now = dict(flat(asdict(load_config(earlier.config)))), dict(flat(asdict(config)))
-    # A run of an earlier version has had the defaults of fields that came after it.
-    defaults = {f"model.{name}": field.default for name, field in config_fields().items()}
-    before = {key: default for key, default in defaults.items() if key in now} | before
+    state = checkpoint.read_state(resume)
+    before, now = state.config, recorded(config)
     changed = {
         key: f"{key}={plain(now.get(key))} (was {plain(before.get(key))})"
         for key in sorted(before | now)
@@ -266,10 +264,10 @@ def check_same_run(config: TrainConfig, data: PreparedData | None, resume: Path,
     else:
         # Files may have changed under the same path. The Hub is not asked: a run keeps its commit.
         asked = config.task is None and (of_data or config.data.source == "local")
-        name = prepared_name(config.data) if asked else _fingerprint(resume)
+        name = prepared_name(config.data) if asked else state.data
         if name is None and not of_data:  # the tokenizer has to be fetched first
-            name = _fingerprint(resume)
-    if _fingerprint(resume) not in (None, name):
+            name = state.data
+    if state.data not in (None, name):
         errors += [changed[key] for key in of_data if key not in SEQUENCE_KEYS] or [
             "the text itself or the tokenizer has changed since"
         ]
@@ -278,16 +276,6 @@ def check_same_run(config: TrainConfig, data: PreparedData | None, resume: Path,
             f"{resume} belongs to another run: {', '.join(errors)}; restore them or use another run.dir"
         )
     return [text for key, text in changed.items() if not key.startswith(FREE_KEYS)]
-
-
-def _fingerprint(resume: Path) -> str | None:
-    """Name of the prepared data that a checkpoint is of; None: it is not recorded."""
-    if name := checkpoint.read_state(resume).data:
-        return name
-    try:  # an older checkpoint: its run's plan names the data it was begun with
-        return Path(read_json(_run_of(resume).plan)["data_folder"]).name
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def check_config_consistency(

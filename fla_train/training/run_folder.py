@@ -1,7 +1,5 @@
 """The run folder: its paths, its lock, and what is written once before training starts."""
 
-import errno
-import fcntl
 import json
 import os
 import shutil
@@ -13,7 +11,7 @@ from pathlib import Path
 from fla_train.hub.paths import own_name
 from fla_train.utils.environment import describe_environment
 from fla_train.utils.filesystem import halves_of, write_whole
-from fla_train.utils.locks import open_lock
+from fla_train.utils.locks import open_lock, try_lock
 from fla_train.utils.records import Record, read_metrics
 
 LOCK_WAIT = 10.0  # seconds; the workers of a killed launcher need a moment to die
@@ -35,6 +33,7 @@ class RunFolder:
         self.config = root / "config.yaml"
         self.environment = root / "environment.json"
         self.plan = root / "plan.json"
+        self.run_id = root / "run_id"
         self.metrics = root / "metrics.jsonl"
         self.starts = root / "starts"
         self.checkpoints = root / "checkpoints"
@@ -48,6 +47,17 @@ class RunFolder:
 
     def export(self, step: int) -> Path:
         return self.root / "hf" / f"step-{step:07d}"
+
+    def id(self) -> str | None:
+        """Return the random id that the run's checkpoints record as well; None: there is none yet."""
+        try:
+            return self.run_id.read_text().strip() or None
+        except OSError:
+            return None
+
+    def owns(self, checkpoint: Path) -> bool:
+        """Return whether a checkpoint lies among this run's."""
+        return checkpoint.resolve().parent == self.checkpoints.resolve()
 
     def check(self) -> None:
         """Refuse what can't be a run folder, before there is any work to lose.
@@ -79,7 +89,7 @@ class RunFolder:
 
     def sweep(self) -> None:
         """Delete what a killed process left half-written of our files. Only with the run's lock held."""
-        for file in (self.config, self.environment, self.plan, self.metrics, self.accuracy):
+        for file in (self.config, self.environment, self.plan, self.run_id, self.metrics, self.accuracy):
             for aside in halves_of(file):
                 aside.unlink(missing_ok=True)
 
@@ -123,7 +133,7 @@ class RunLock:
         except OSError as error:
             raise _unwritable(self._root, error) from error
         deadline = time.monotonic() + LOCK_WAIT
-        while not (_try_lock(self._folder) and _try_lock(self._file.fileno())):
+        while not (try_lock(self._folder) and try_lock(self._file.fileno())):
             if time.monotonic() > deadline:
                 self.close()
                 raise ValueError(self._in_use())
@@ -145,7 +155,7 @@ class RunLock:
             again = open_lock(self._path)
         except OSError as error:
             raise _unwritable(self._root, error) from error
-        if not _try_lock(again.fileno()):
+        if not try_lock(again.fileno()):
             raise ValueError(self._in_use())
         self._file.close()
         self._file = again
@@ -163,7 +173,7 @@ def is_locked(folder: RunFolder) -> bool:
     places = [place for place in (folder.root, folder.root / ".lock") if place.exists()]
     descriptors = [os.open(place, os.O_RDONLY) for place in places]
     try:
-        return not all(map(_try_lock, descriptors))
+        return not all(map(try_lock, descriptors))
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
@@ -178,18 +188,6 @@ def _same(path: Path, descriptor: int) -> bool:
 
 def _unwritable(path: Path, error: OSError) -> ValueError:
     return ValueError(f"run.dir={path} can't be written ({error.strerror}): give another run.dir")
-
-
-def _try_lock(descriptor: int) -> bool:
-    """False if another process holds it. A file system without locks for it leaves it unlocked."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-            raise
-    return True
 
 
 def new_run_dir(label: str) -> Path:

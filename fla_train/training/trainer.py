@@ -32,7 +32,7 @@ from fla_train.training.optimizer import learning_rate
 from fla_train.training.plan import training_flops
 from fla_train.training.preemption import StopRequest
 from fla_train.training.process_group import split_ranks
-from fla_train.training.resume import check_config_consistency
+from fla_train.training.resume import check_config_consistency, recorded
 from fla_train.training.run_data import open_training_data, to_batch
 from fla_train.training.run_folder import RunFolder, RunLock
 from fla_train.utils.processes import cores_of_rank
@@ -84,7 +84,9 @@ class Trainer:
         self.state = load_checkpoint(self.engine, resume) if resume else TrainState()
         self.timeline.mark("checkpoint")
         self.state.data, self.state.commits = data.folder.name, data.commits()
-        own = resume is not None and resume.resolve().parent == self.folder.checkpoints.resolve()
+        self.state.config = recorded(config)
+        self.state.run = self.folder.id() if self.rank == 0 else None  # rank 0 saves the state
+        own = resume is not None and self.folder.owns(resume)
         if not own:  # a branch of another run, whose W&B run stays separate
             self.state.wandb_id = None
         self.batches = BatchSampler(
@@ -129,6 +131,7 @@ class Trainer:
                 log=self.logger.log,
             )
         self._first = True  # no step was launched yet
+        self._first_read = True  # none was read
         hub = config.hub if self.rank == 0 else HubConfig()
         self.pushes = HubPushes(hub, self.folder.root, config.model.get("mixer"), self.logger.log)
         # Step, tokens so far, learning rate, outcome on the device.
@@ -264,6 +267,9 @@ class Trainer:
         """
         state, trainer = self.state, self.config.trainer
         speed: Record = {}
+        if self._first_read and results and results[0][-1].loss == 0.0:
+            self.logger.log("warning      the loss is 0: no token of the first step is a target")
+        self._first_read &= not results
         for step, tokens, rate, result in results:
             state.skipped_steps += result.skipped
             state.skipped_in_row = state.skipped_in_row + 1 if result.skipped else 0
@@ -329,7 +335,7 @@ class Trainer:
         """Close what is open, after a request to stop, once the checkpoint is on disk."""
         self.checkpoints.ensure_saved(self.state.step)
         self.checkpoints.close()
-        self.logger.log(f"step {self.state.step:,}: stopped on request; the same command resumes from here")
+        self.logger.log(f"step {self.state.step:,}: stopped on request")
         if self.suites is not None:
             self.suites.stop()
         self.pushes.stop()
@@ -356,8 +362,8 @@ class Trainer:
         self.timeline.mark("rest of the checkpoint")
         if export is None:
             raise TrainingStopped(
-                f"the model of step {state.step} could not be exported (see train.log): free space and give "
-                "the same command again; it resumes from the last checkpoint"
+                f"the model of step {state.step} could not be exported ({self.exporter.error}): remove the "
+                "cause (free space on a full disk) and give the same command again, which only exports"
             )
         self.logger.log(f"end          {self.timeline}")
         if self.suites is not None:

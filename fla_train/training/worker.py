@@ -8,6 +8,7 @@ file that TORCHELASTIC_ERROR_FILE names, which torch's agents read.
 
 import json
 import os
+import secrets
 import sys
 import time
 import traceback
@@ -184,6 +185,9 @@ def _record(
     write_environment(folder, config.launch.device)
     write_whole(folder.plan, json.dumps(asdict(plan), indent=2) + "\n")
     state = checkpoint.TrainState() if resume is None else checkpoint.read_state(resume)
+    if folder.id() is None:
+        own = resume is not None and folder.owns(resume)
+        write_whole(folder.run_id, (state.run if own else None) or secrets.token_hex(8))
     world = config.launch.num_processes
     folder.record_start(state.step, state.tokens, world)
     with suppress(OSError):

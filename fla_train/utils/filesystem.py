@@ -1,5 +1,6 @@
 """Files on disk: flush, atomic replacement of files and folders, size and sha256 of a folder's files."""
 
+import errno
 import hashlib
 import math
 import os
@@ -7,7 +8,12 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from fla_train.utils.locks import try_lock
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 DELETING = ".deleting-"  # prefix of the name of a folder that is being deleted
 
@@ -44,6 +50,20 @@ def write_whole(path: Path, content: str | bytes) -> None:
     sync(path.parent)
 
 
+def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
+    """Write the tokenizer's files to `folder`.
+
+    Raises:
+        OSError: the disk is full, for which tokenizers (Rust) raises a bare `Exception`.
+    """
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as failure:
+        if type(failure) is not Exception:
+            raise
+        raise OSError(f"{folder} could not be written: {failure}") from failure
+
+
 def halves_of(path: Path) -> list[Path]:
     """The files that a `write_whole` of `path` leaves if it is killed."""
     number = slice(len(path.name) + 1, -len(".tmp"))
@@ -65,12 +85,20 @@ def remove_folder(folder: Path) -> None:
     """Delete what is at `folder`, if anything; renamed first, so that a kill leaves none that looks complete.
 
     What can't be deleted (NFS keeps a file that a reader has open) stays in the folder with the prefix
-    `DELETING`.
+    `DELETING`. Overlays do not rename the folders of a lower layer (EXDEV): those are deleted in place, what
+    describes them first.
     """
     if os.path.lexists(folder):  # a link to nothing is in the way, too
         doomed = folder.with_name(DELETING + folder.name)
         delete(doomed)
-        os.rename(folder, doomed)
+        try:
+            os.rename(folder, doomed)
+        except OSError as failure:
+            if failure.errno != errno.EXDEV:
+                raise
+            doomed = folder
+            for file in folder.glob("*.json"):
+                file.unlink()
         delete(doomed)
 
 
@@ -89,29 +117,43 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
 
     Where `folder` is a link, what it leads to is replaced.
 
-    One writer at a time: the hidden folder's name is fixed, so that the next call finds what a killed process
-    left. The former `folder` is kept until the new one is in its place.
+    One writer at a time, by a lock on the hidden folder, whose name is fixed, so that the next call finds
+    what a killed process left. The former `folder` is kept until the new one is in its place.
+
+    Raises:
+        ValueError: another process writes `folder`.
     """
     folder = folder.resolve()
     aside = folder.with_name(f".writing-{folder.name}")
     former = folder.with_name(f".replaced-{folder.name}")
-    _settle(folder, aside, former)
-    aside.mkdir(parents=True)
+    aside.mkdir(parents=True, exist_ok=True)
+    lock = os.open(aside, os.O_RDONLY)
     try:
-        yield aside
-        if folder.exists():
-            os.replace(folder, former)
-        os.replace(aside, folder)
+        mine = try_lock(lock) and aside.exists() and os.path.samestat(os.stat(aside), os.fstat(lock))
+        if not mine:  # another process holds it, or has just put it in place
+            raise ValueError(f"another process writes {folder}: wait for it, or give another folder")
+        _restore(folder, former)
+        for rest in aside.iterdir():
+            delete(rest)
+        try:
+            yield aside
+            if folder.exists():
+                os.replace(folder, former)
+            os.replace(aside, folder)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+        finally:
+            _restore(folder, former)
     finally:
-        _settle(folder, aside, former)
+        os.close(lock)
 
 
-def _settle(folder: Path, aside: Path, former: Path) -> None:
-    """Keep only `folder` of the three; the former one comes back if nothing took its place."""
+def _restore(folder: Path, former: Path) -> None:
+    """Put the former folder back if nothing took its place; else delete it."""
     if former.exists() and not folder.exists():
         os.replace(former, folder)
-    for rest in (aside, former):
-        shutil.rmtree(rest, ignore_errors=True)
+    shutil.rmtree(former, ignore_errors=True)
 
 
 def sha256(path: Path) -> str:

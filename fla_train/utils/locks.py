@@ -38,3 +38,15 @@ def open_lock(path: Path) -> IO[bytes]:
         if failure.errno == errno.ELOOP:
             failure.strerror = f"{path.name} is a symbolic link: delete it"
         raise
+
+
+def try_lock(descriptor: int) -> bool:
+    """Return False if another process holds the lock; True also on file systems without such locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    return True

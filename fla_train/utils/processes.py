@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from fla_train.utils.ranks import RANK_VARIABLES
+from fla_train.utils.ranks import local_world_size, without_ranks
 
 PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
@@ -29,7 +29,7 @@ def available_cores() -> int:
 
 def cores_of_rank() -> int:
     """A rank's share of them, at least one; of a process that is no rank all."""
-    return max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return max(1, available_cores() // local_world_size())
 
 
 def die_with_parent(parent: int) -> None:
@@ -88,7 +88,6 @@ def start_command(name: str, overrides: Sequence[str], log: Path, **variables: s
     Raises:
         OSError: `log` can't be written, or no process started.
     """
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(RANK_VARIABLES)}
     code = f"{_BIND.format(parent=os.getpid())}; {_RUN.format(name=name)}"
     with log.open("w") as file:
         return subprocess.Popen(
@@ -96,5 +95,5 @@ def start_command(name: str, overrides: Sequence[str], log: Path, **variables: s
             stdout=file,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env=inherited | variables,
+            env=without_ranks(os.environ) | variables,
         )

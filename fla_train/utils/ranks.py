@@ -1,30 +1,56 @@
-"""Whether this process is one rank of several, by the environment that launchers set."""
+"""What launchers (ours, torchrun, accelerate) tell a process about its rank: the one place that reads it."""
 
 import os
+from collections.abc import Mapping
 
-# Prefixes of what torch.distributed and the agent put in a rank's environment
+REQUIRED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+# What torch.distributed and our agent put into a rank's environment, besides `TORCHELASTIC_*`
 RANK_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "MASTER_",
-    "LOCAL_",
-    "GROUP_",
-    "ROLE_",
-    "TORCHELASTIC_",
-    "FLA_TRAIN_LAUNCHER",
-    "FLA_TRAIN_STORE_PREFIX",
-    "FLA_TRAIN_STORE_FILE",
+    *REQUIRED,
+    *("MASTER_ADDR", "MASTER_PORT"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+    *("FLA_TRAIN_LAUNCHER", "FLA_TRAIN_STORE_PREFIX", "FLA_TRAIN_STORE_FILE"),
 )
+# MPI's ranks count tasks of the batch system. DeepSpeed and accelerate would take them for ours.
+MPI_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI_LOCAL", "MV2_COMM_WORLD_")
 
 
 def is_rank() -> bool:
-    """Whether a launcher (ours, torchrun, accelerate) has started this process as one rank of several.
+    """Return whether a launcher has started this process as one rank of several.
 
-    Some batch systems set RANK for a whole machine; LOCAL_RANK is what only launchers of ranks set.
+    Some batch systems set RANK and WORLD_SIZE for whole machines; only launchers of ranks set LOCAL_RANK. An
+    empty variable counts as unset.
     """
-    return all(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    return all(os.environ.get(name) for name in REQUIRED)
 
 
 def is_first() -> bool:
-    """Whether this process is rank 0, or no rank at all: it prints what is printed once."""
+    """Return whether this process is rank 0 or no rank at all, and so prints what is printed once."""
     return not is_rank() or os.environ["RANK"] == "0"
+
+
+def world_size() -> int:
+    """Return the number of ranks; 1 in a process that is not a rank."""
+    return int(os.environ["WORLD_SIZE"]) if is_rank() else 1
+
+
+def local_world_size() -> int:
+    """Return the number of ranks on this machine; 1 in a process that is not a rank."""
+    return int(os.environ["LOCAL_WORLD_SIZE"]) if is_rank() else 1
+
+
+def without_ranks(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which a process is not a rank of any launcher."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in RANK_VARIABLES and not name.startswith(("TORCHELASTIC_", *MPI_PREFIXES))
+    }
+
+
+def leave_other_launchers() -> None:
+    """Unset MPI's variables in this process and, unless it is a rank, those of stale ranks."""
+    kept = without_ranks(os.environ)
+    for name in os.environ.keys() - kept.keys():
+        if not is_rank() or name.startswith(MPI_PREFIXES):
+            del os.environ[name]

@@ -143,7 +143,8 @@ def test_a_language_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_one_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
     suite = SuiteConfig(name="expressivity", expressivity=ExpressivityConfig())
     with pytest.raises(ValueError, match="without torchrun"):
         evaluate_expressivity(EvalConfig(checkpoint="anything", suite=suite))

@@ -135,7 +135,7 @@ def test_a_damaged_one_is_named_and_passed_over(tmp_path: Path, caplog: pytest.L
     before = make(tmp_path, 3)
     damage(make(tmp_path, 6))
     assert checkpoint.choose("auto", tmp_path) == before
-    assert "step-0000006 is damaged" in caplog.text
+    assert "step-0000006 is not used" in caplog.text
 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["version 2", "legacy"])
@@ -147,7 +147,7 @@ def test_a_manifest_that_cannot_be_true_is_damaged(
     edit(change)(make(tmp_path, 6, legacy=legacy))
     assert checkpoint.choose("auto", tmp_path) == before
     (line,) = caplog.messages
-    assert "step-0000006 is damaged" in line and "manifest.json" in line and word in line
+    assert "step-0000006 is not used" in line and "manifest.json" in line and word in line
 
 
 def test_a_manifest_that_is_no_object_is_damaged(tmp_path: Path):

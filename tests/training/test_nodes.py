@@ -94,7 +94,7 @@ def test_a_preempted_slurm_job_is_queued_again_and_goes_on_on_hosts_without_slur
     job.send_signal(signal.SIGUSR1)
     out, _ = job.communicate()
     assert Path(cluster["REQUEUED"]).exists() and job.returncode == 0, out
-    assert "checkpoint saved: back to the queue" in out and "stopped on request" in out
+    assert "checkpoint saved: back to the queue" in out and "to resume" in out
     assert "waiting for all 2 at 127.0.0.1:" in out and "set launch.main_process_ip" in out
     assert not (run / "hf" / "step-0000012").exists()
 
@@ -133,7 +133,7 @@ def test_hosts_that_are_asked_to_stop_save_a_checkpoint_and_are_waited_for(
     hosts.terminate()
     out, _ = hosts.communicate(timeout=TIMEOUT)
     assert hosts.returncode == 75, out
-    assert "127.0.0.1: error: stopped on request" in out and "localhost: error: stopped on request" in out
+    assert "127.0.0.1: stopped" in out and "localhost: stopped" in out
     assert list((run / "checkpoints").glob("step-*"))
     assert not any(map(is_training, psutil.Process().children(recursive=True)))
 

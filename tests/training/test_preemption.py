@@ -58,7 +58,7 @@ def test_a_signal_saves_a_checkpoint_and_the_same_command_goes_on(
     (saved, *others) = reversed(sorted(path.name for path in (run / "checkpoints").iterdir()))
     assert re.fullmatch(r"step-\d+", saved) and not any(name.startswith(".") for name in others)
     assert int(saved.removeprefix("step-")) < 12
-    assert "the same command resumes from here" in (run / "train.log").read_text()
+    assert "stopped on request" in (run / "train.log").read_text()
     warm_ranks.launch(config)
     assert without_saves(run) == without_saves(whole) and weights(run) == weights(whole)
 
