@@ -14,8 +14,7 @@ import numpy as np
 from fla_train.eval.intervals import Mean
 from fla_train.utils.safe_files import read_json
 
-NO_METRICS = ("examples", "num_fewshot", "higher_is_better", "by_document", "fingerprint", "truncated")
-NO_METRICS += ("chance",)
+NO_METRICS = "examples num_fewshot higher_is_better by_document fingerprint truncated chance".split()
 LENGTH_LABELS = {"perplexity": "perplexity, ", "bits_per_byte": "bits per byte, "}  # before `1,024 tokens`
 _PARTS = {"name", "perplexity", "tasks", "paper_row"}  # of the record of a suite on text
 MARKS = ("▲", "▼")  # better, worse

@@ -7,9 +7,7 @@ from fla_train.eval.compare import comparison, is_metric, needle_rows
 from fla_train.eval.paper import HEADS, NOTED, PublishedGroup, fixed, paper_cells, published
 
 FEW = 30  # documents: below, a note warns
-COMPARED = (
-    "▲ better, ▼ worse than the first by more than two standard errors of the difference, which is paired."
-)
+COMPARED = "▲ better, ▼ worse than the first by more than two standard errors of the difference."
 ROWS = "Rows are of different text: compare models in one row, and lengths by the curves along the positions."
 COUNTS = "Perplexity against context length. n counts documents or sequences: compare points of equal n only."
 LATEX_SPECIAL = {sign: f"\\{sign}" for sign in "_%&#${}"} | {

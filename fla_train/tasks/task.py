@@ -194,8 +194,7 @@ class Task(ABC):
         if self.chance is None:
             return ""
         margin = 2 * math.sqrt(self.chance * (1 - self.chance) / sequences)
-        verdict = "above" if accuracy > self.chance + margin else "at"
-        return f"(chance {self.chance:.4f}: {verdict} chance)"
+        return f"(chance {self.chance:.4f}: {'above' if accuracy > self.chance + margin else 'at'} chance)"
 
     @abstractmethod
     def _generate(self, keys: np.ndarray) -> Batch:

@@ -20,7 +20,7 @@ def test_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     printed = capsys.readouterr().out
     names = [f"ours ({tmp_path / 'run'})", f"ours ({tmp_path / 'b'})"]  # equal names are told apart
     assert printed.startswith(f"# {', '.join(names)}\n") and f"{out}/index.html" in printed
-    assert "| web | perplexity, 64 tokens | - | 20.086 ± 10.043 | 11.783 ± 5.892 | -8.3027 ± " in printed
+    assert "| web | perplexity, 64 tokens | - | 20.086 ± 10.043 | 11.783 ± 5.892 | -8.3024 ± " in printed
     assert " ▲ |" in printed
     assert {"length_extrapolation.png", "perplexity.pdf", "states.png", "table.tex"} <= {
         f.name for f in out.iterdir()
