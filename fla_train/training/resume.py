@@ -1,5 +1,6 @@
 """Resume: which checkpoint all ranks start from, and whether config and ranks agree with it."""
 
+import json
 import math
 import socket
 import time
