@@ -27,8 +27,8 @@ from omegaconf.errors import OmegaConfBaseException
 from fla_train.cli.config_files import ConfigFiles
 from fla_train.cli.error_pages import with_pages
 from fla_train.cli.help import SCRIPTS, completions, help_text, list_text
-from fla_train.cli.names import flag_error, option_error
-from fla_train.cli.overrides import addition_errors, as_written, one_line, override_errors
+from fla_train.cli.names import flag_error
+from fla_train.cli.overrides import addition_errors, as_written, check_names, one_line, override_errors
 from fla_train.cli.version import add_version
 from fla_train.hub.saved_config import quote
 from fla_train.utils.errors import Interrupted
@@ -177,9 +177,7 @@ def _answer(configs: ConfigFiles, flags: Namespace, overrides: Sequence[str]) ->
         ValueError: a group or an option does not exist.
     """
     if flags.help:
-        for group, option in configs.chosen(overrides).items():
-            if option not in (None, "null") and not configs.has(group, option):
-                raise ValueError(option_error(configs, group, option))
+        check_names(configs, overrides)
         print(help_text(configs, overrides))
     elif flags.list:
         print(list_text(configs, overrides))
@@ -219,6 +217,7 @@ def run_hydra(
         if _answer(ConfigFiles(config_name, flags.config_dir), flags, overrides):
             return
         if not flags.shell_completion:
+            check_names(ConfigFiles(config_name, flags.config_dir), overrides)
             register()
             overrides = as_written(config_name, overrides, sweep=flags.multirun)
             if extend is not None:

@@ -160,7 +160,8 @@ def is_open(config: DictConfig, key: str) -> bool:
 
     Another library's model has a fixed set of keys, but no type: recipes may set those of our family.
     """
-    return key != "model" and OmegaConf.get_type(OmegaConf.select(config, key)) is dict
+    typed = OmegaConf.get_type(config) is not dict  # without schemas each mapping is a dict
+    return typed and key != "model" and OmegaConf.get_type(OmegaConf.select(config, key)) is dict
 
 
 def _sets_part(text: str, path: Sequence[str]) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -18,6 +19,7 @@ from fla_train.cli.config_files import ConfigFiles
 from fla_train.cli.names import is_open, key_error, null_part_error, option_error
 from fla_train.hub.saved_config import quote
 
+COMPLETE = ("trainer", "optimizer", "schedule", "launch", "logger", "hub", "run")  # their files have all keys
 QUOTED = r"'(?:[^'\\]|\\.)*'"
 SWEPT = re.compile(rf"{QUOTED}|[^,]+", re.DOTALL)  # one value of KEY=1,2
 ITEM = re.compile(rf"{QUOTED}|[^\s,'\"\[\](){{}}]+(?=\s*[,\]])")  # one text of KEY=[a,b]
@@ -37,6 +39,32 @@ def as_written(config_name: str, overrides: Sequence[str], *, sweep: bool = Fals
         ValueError: an override is not UTF-8 text.
     """
     return [_as_written(config_name, override, sweep) for override in overrides]
+
+
+def check_names(configs: ConfigFiles, overrides: Sequence[str]) -> None:
+    """Check names by the config files alone, within a second: the schemas import torch and transformers.
+
+    Of keys only those in sections whose files name all of them. Composing checks everything.
+
+    Raises:
+        ValueError: it names each option and each key that does not exist.
+    """
+    chosen = {
+        group: option
+        for group, option in configs.chosen(overrides).items()
+        if option not in (None, "null") and re.fullmatch(r"[\w./-]+", option)  # no values of a sweep
+    }
+    errors = [option_error(configs, *choice) for choice in chosen.items() if not configs.has(*choice)]
+    content = yaml.safe_load(configs.own_keys) or {}
+    content |= {group: yaml.safe_load(configs.keys(group, option)) for group, option in chosen.items()}
+    config = OmegaConf.create({key: content.get(key) for key in (*content, *configs.defaults)})
+    for override in overrides:
+        key, sign, value = override.lstrip("+").partition("=")
+        section = key.split(".")[0]
+        if sign and "." in key and section in COMPLETE and config.get(section) is not None:
+            errors += [f"{override}: {error}" for error in [key_error(configs, config, key, value)] if error]
+    if errors:
+        raise ValueError("\n  ".join(errors))
 
 
 def _as_written(config_name: str, override: str, sweep: bool) -> str:
