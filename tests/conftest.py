@@ -46,10 +46,9 @@ ConfigLoaderImpl.load_configuration = untraced(ConfigLoaderImpl.load_configurati
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 if not (Path(__file__).parent.parent / "docs" / "reports").is_dir():  # in an sdist
-    collect_ignore = ["test_docs.py", "test_docs_results.py", "training/test_plan.py"]
+    collect_ignore = ["test_docs.py", "training/test_plan.py"]
 
 SHARING = "tests/training/"  # its tests share ranks, whose imports cost more than most of them
-
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
@@ -62,7 +61,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
 
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # What takes long comes first: `make test` would end with one worker on the last of it, the other idle.
     slow = {item.path for item in items if "slow" in item.keywords or "long" in item.keywords}
@@ -74,7 +72,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "gpu" in item.keywords:
             item.add_marker(skip)
 
-
 @pytest.fixture(autouse=True)
 def _seeded(request: pytest.FixtureRequest) -> Iterator[None]:
     seed, on_gpu = 0, "gpu" in request.node.keywords
@@ -85,7 +82,6 @@ def _seeded(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if on_gpu:
         torch.cuda.empty_cache()  # the tests of other processes need it
-
 
 @pytest.fixture
 def run_command(
@@ -105,13 +101,11 @@ def run_command(
 
     return run
 
-
 @pytest.fixture
 def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that the test starts run without coverage, which slows them; it sees that code elsewhere."""
     for name in ("COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START"):
         monkeypatch.delenv(name, raising=False)
-
 
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
@@ -119,7 +113,6 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
 
 @pytest.fixture
 def launch_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -130,7 +123,6 @@ def launch_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     clear_caches()
     yield tmp_path
     clear_caches()
-
 
 @pytest.fixture
 def unheard() -> Iterator[None]:
