@@ -50,6 +50,7 @@ if not (Path(__file__).parent.parent / "docs" / "reports").is_dir():  # in an sd
 
 SHARING = "tests/training/"  # its tests share ranks, whose imports cost more than most of them
 
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """As `--dist loadfile`, but the tests that share ranks are done by one worker."""
@@ -60,6 +61,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return SHARING if nodeid.startswith(SHARING) else super()._split_scope(nodeid)
 
     return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # What takes long comes first: `make test` would end with one worker on the last of it, the other idle.
@@ -72,6 +74,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "gpu" in item.keywords:
             item.add_marker(skip)
 
+
 @pytest.fixture(autouse=True)
 def _seeded(request: pytest.FixtureRequest) -> Iterator[None]:
     seed, on_gpu = 0, "gpu" in request.node.keywords
@@ -82,6 +85,7 @@ def _seeded(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if on_gpu:
         torch.cuda.empty_cache()  # the tests of other processes need it
+
 
 @pytest.fixture
 def run_command(
@@ -101,11 +105,13 @@ def run_command(
 
     return run
 
+
 @pytest.fixture
 def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that the test starts run without coverage, which slows them; it sees that code elsewhere."""
     for name in ("COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START"):
         monkeypatch.delenv(name, raising=False)
+
 
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
@@ -113,6 +119,7 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
 
 @pytest.fixture
 def launch_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -123,6 +130,7 @@ def launch_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     clear_caches()
     yield tmp_path
     clear_caches()
+
 
 @pytest.fixture
 def unheard() -> Iterator[None]:

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from test_docs_reference import reference
 
 from fla_train.api import check_suite
-from fla_train.cli import app, doctor, export, generate, prepare, run_queue, runs
+from fla_train.cli import app, doctor, export, generate, prepare, runs, train_list
 from fla_train.cli import eval as eval_command
 from fla_train.cli.base import with_base
 from fla_train.cli.bench_options import build_parser
@@ -148,8 +148,10 @@ def check(words: list[str]) -> None:
                 validate(to_config(app.compose("train", request.overrides)))
         case ["fla-doctor", *arguments]:
             doctor.build_parser().parse_args(arguments)
-        case ["fla-runs", "queue", *arguments]:
-            assert run_queue.list_jobs(run_queue.build_parser().parse_intermixed_args(arguments))
+        case ["fla-runs", "train", *arguments]:
+            request = train_list.build_parser().parse_intermixed_args(arguments)
+            if (ROOT / request.list).exists():
+                assert train_list.read_list(ROOT / request.list)
         case ["fla-runs", *arguments]:
             runs.build_parser().parse_args(arguments)
         case _:
