@@ -1,47 +1,20 @@
-"""Generated parts of the documentation site: a hook of mkdocs.yml, which `make docs` runs.
+"""Insert the table of all keys and the comparison of frameworks into the site: a hook of mkdocs.yml.
 
-A page has the line `<!-- generated: NAME -->` where the text of the function `NAME` goes. So each page is in
-the repository too, and nothing generated is. A link whose text is a file's name, `[data.md](data.md)`, gets
-the title of that page.
+The line `<!-- generated: NAME -->` of a page is replaced by the text that the function `NAME` returns.
 """
 
 import html
-import inspect
-import json
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import reduce
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-import fla_train
 from fla_train.cli.config_files import ConfigFiles
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 COMMANDS = ("train", "prepare", "eval", "export", "generate")
-DOCUMENTED = {  # what python.md shows, by section; `.*` also the public members of a class
-    "Train, and read runs": [*(f"fla_train:{name}" for name in fla_train.API), "fla_train:Run.*"],
-    "The operator": [
-        f"fla_train.kernels.delta_product:{name}"
-        for name in ("delta_product", "delta_product_step", "resolve_backend", "check_backend")
-    ],
-    "Models and mixers": [
-        "fla_train.models:DeltaProductConfig",
-        "fla_train.models:DeltaProductForCausalLM",
-        "fla_train.models:DeltaProductForCausalLM.forward",
-        "fla_train.models:DeltaProductForCausalLM.token_losses",
-        "fla_train.models.mixers:Mixer",
-        "fla_train.models.mixers:Mixer.__call__",
-    ],
-}
-LINK = re.compile(r"\[[\w/.]+\.md\](?=\((?P<page>[\w/.]+\.md)[#)])")
 KEY = re.compile(r"(?P<indent> *)(?P<name>[\w-]+):(?: +(?P<value>[^#\s].*?))?(?: +# (?P<comment>.*))?")
-NAME = re.compile(r"[\w\\]+(\([\w\\]+\))?")  # of an argument, with its underscores escaped
-SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Optional methods):")
-QUALIFIER = re.compile(r"(?<![\w.])(?:[a-z_]\w*\.)+(?=[A-Z])")  # torch.Tensor: Tensor
 
 
 @dataclass
@@ -53,76 +26,32 @@ class Key:
     comment: str
 
 
-def on_page_markdown(markdown: str, page: Any = None, **_: object) -> str:
-    """Called by mkdocs with the text of each page."""
-    markdown = re.sub(r"<!-- generated: (\w+) -->", lambda found: GENERATED[found[1]](), markdown)
-    folder = DOCS if page is None else (DOCS / page.file.src_uri).parent
-    return LINK.sub(lambda found: f"[{title(folder / found['page'])}]", markdown)
-
-
-def title(page: Path) -> str:
-    """The first heading of a page."""
-    return re.search(r"^# (.+)", page.read_text(), re.M)[1]
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Return the text of a page with its generated parts; mkdocs calls this for each page."""
+    return re.sub(r"<!-- generated: (\w+) -->", lambda match: GENERATED[match[1]](), markdown)
 
 
 def configuration() -> str:
-    """Every key of every command with its default and comment, and the options of every group."""
+    """List every key of every command with its default and comment, and the options of every group."""
     return "\n".join(line for command in COMMANDS for line in _command(ConfigFiles(command)))
 
 
-def api() -> str:
-    """The public functions and classes: signatures and docstrings."""
-    lines = []
-    for title, names in DOCUMENTED.items():
-        lines.append(f"## {title}\n")
-        for name in names:
-            module, _, path = name.partition(":")
-            thing = reduce(getattr, path.removesuffix(".*").split("."), import_module(module))
-            if path.endswith(".*"):
-                members = {f"{path[:-1]}{key}": value for key, value in vars(thing).items() if key[0] != "_"}
-                lines += [text for key, value in members.items() for text in _documented(value, key)]
-            else:
-                lines += _documented(thing, path, module)
-    return "\n".join(lines)
-
-
 def comparison() -> str:
-    """The table of docs/comparison.md, whose notes stay there."""
-    page = (Path(__file__).parent.parent / "docs" / "comparison.md").read_text()
+    """Return the table of docs/comparison.md, with links to its notes."""
+    page = (DOCS / "comparison.md").read_text()
     (table,) = re.findall(r"(?:^\|.*\n)+", page, re.M)
     return re.sub(r"\[(\d+)\]", r"[[\1]](comparison.md#notes)", table)
 
 
-def tutorial() -> str:
-    """The notebook docs/tutorial.ipynb below its title, outputs included."""
-    return notebook(DOCS / "tutorial.ipynb").partition("\n")[2]
-
-
-def notebook(file: Path) -> str:
-    """A notebook as Markdown: code, then what it printed, showed as text, or drew."""
-    parts = []
-    for cell in json.loads(file.read_text())["cells"]:
-        text = "".join(cell["source"])
-        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
-        for output in cell.get("outputs", ()):
-            data = output.get("data", {})
-            if picture := data.get("image/png"):
-                parts.append(f"![drawn by the code above](data:image/png;base64,{picture.strip()})")
-            else:
-                shown = "".join(output.get("text") or data["text/plain"])
-                parts.append(f"```text\n{shown.rstrip()}\n```")
-    return "\n\n".join(parts)
-
-
 def parse(text: str, prefix: str = "") -> dict[str, Key]:
-    """The keys of a YAML file by dotted name, in its order; of a key that comes twice, the later default.
+    """Return the keys of a YAML file by dotted name; a key that occurs twice keeps its later default.
 
-    A comment on lines of its own belongs to the key below, unless it continues the one above at its column.
+    A comment on separate lines belongs to the key below, unless it continues the one above at its column.
 
     Raises:
-        ValueError: a line is no key, list item or comment.
+        ValueError: a line is not a key, list item or comment.
     """
-    found: dict[str, Key] = {}
+    keys: dict[str, Key] = {}
     above: list[tuple[int, str]] = [(-1, prefix)] if prefix else []  # mappings around: (indent, name)
     waiting, column, last = "", -1, None
     for line in filter(str.strip, text.splitlines()):
@@ -141,15 +70,15 @@ def parse(text: str, prefix: str = "") -> dict[str, Key]:
             above = [mapping for mapping in above if mapping[0] < len(match["indent"])]
             above.append((len(match["indent"]), match["name"]))
             name = ".".join(part for _, part in above)
-            before = found.pop(name, None)
+            before = keys.pop(name, None)
             said = ". ".join(filter(None, [match["comment"], waiting])) or (before.comment if before else "")
-            last = found[name] = Key(name, match["value"] or "", said)
+            last = keys[name] = Key(name, match["value"] or "", said)
             waiting, column = "", match.start("comment") - 2
         elif last and last.default.startswith(("[", "{")):  # a list or mapping of several lines
             last.default += f" {content}"
         else:
             raise ValueError(f"not a line of a config file: {line}")
-    return found
+    return keys
 
 
 def _command(configs: ConfigFiles) -> Iterator[str]:
@@ -164,7 +93,7 @@ def _command(configs: ConfigFiles) -> Iterator[str]:
 
 
 def _group(configs: ConfigFiles, group: str, default: str | None) -> Iterator[str]:
-    """The options of a group, the keys of the default one, and what differs in each other one."""
+    """List the options of a group, the keys of the default one, and the differences of each other one."""
     options = configs.options(group)
     yield f"### {group}\n"
     if len(options) > 1 or default is None:
@@ -193,67 +122,8 @@ def _table(keys: Iterable[Key]) -> Iterator[str]:
         yield ""
 
 
-def _documented(thing: Any, path: str, module: str = "") -> Iterator[str]:
-    """Heading, signature and docstring of a function, class, method or property."""
-    shown = callable(thing) and not (isinstance(thing, type) and issubclass(thing, BaseException))
-    code = [f"{path.rpartition('.')[2]}{_signature(thing)}"] if shown else []
-    if module != "fla_train" and module and "." not in path:
-        code.insert(0, f"from {module} import {path}\n")
-    yield f"### fla_train.{path}\n" if module == "fla_train" else f"### {path}\n"
-    if code:
-        yield "\n".join(["```python", *code, "```\n"])
-    yield _markdown(inspect.getdoc(thing) or "")
-
-
-class _Shown(str):
-    """Text that a signature shows without quotes."""
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def _signature(function: Callable[..., Any]) -> str:
-    """A parameter a line, types without their modules, long defaults left out."""
-    found, lines, star = inspect.signature(function), [], False
-    for parameter in found.parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY and not star:
-            lines.append("*")
-        star = star or parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
-        kind, default = parameter.annotation, parameter.default
-        shown = parameter.replace(
-            annotation=_Shown(kind) if isinstance(kind, str) else kind,
-            default=_Shown("...") if len(repr(default)) > 60 else default,
-        )
-        lines.append(str(shown))
-    returns = found.return_annotation
-    end = (
-        ""
-        if returns is found.empty
-        else f" -> {returns if isinstance(returns, str) else inspect.formatannotation(returns)}"
-    )
-    return QUALIFIER.sub(
-        "", "".join(["(", *(f"\n    {line}," for line in lines), "\n" * bool(lines), ")", end])
-    )
-
-
-def _markdown(docstring: str) -> str:
-    """A docstring with its sections (`Args:`, `Raises:`, ...) as lists."""
-    lines = []
-    for line in _escape(docstring).splitlines():
-        text, indent = line.strip(), len(line) - len(line.lstrip())
-        if SECTION.fullmatch(line):
-            lines.append(f"**{text.rstrip(':')}**\n")
-        elif indent == 4:
-            name, colon, rest = text.partition(": ")
-            named = colon and NAME.fullmatch(name)
-            lines.append(f"- `{name.replace(chr(92), '')}`: {rest}" if named else f"- {text}")
-        else:
-            lines.append(f"  {text}" if indent else text)
-    return "\n".join(lines) + "\n"
-
-
 def _escape(text: str) -> str:
-    """A comment as Markdown: what looks like markup is text, but for code between backticks."""
+    """Escape a comment for Markdown, except for code between backticks."""
     parts = re.split(r"(`[^`]*`)", text)
     return "".join(
         part if part.startswith("`") else re.sub(r"([*_\[\]|\\])", r"\\\1", html.escape(part, quote=False))
@@ -261,4 +131,4 @@ def _escape(text: str) -> str:
     )
 
 
-GENERATED = {"api": api, "comparison": comparison, "configuration": configuration, "tutorial": tutorial}
+GENERATED = {"comparison": comparison, "configuration": configuration}

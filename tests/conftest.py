@@ -46,7 +46,7 @@ ConfigLoaderImpl.load_configuration = untraced(ConfigLoaderImpl.load_configurati
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 if not (Path(__file__).parent.parent / "docs" / "reports").is_dir():  # in an sdist
-    collect_ignore = ["test_docs.py", "test_docs_results.py", "training/test_plan.py"]
+    collect_ignore = ["test_docs.py", "training/test_plan.py"]
 
 SHARING = "tests/training/"  # its tests share ranks, whose imports cost more than most of them
 

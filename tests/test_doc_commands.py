@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import json
 import re
 import shlex
 import shutil
@@ -14,10 +15,9 @@ import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
-from test_docs_reference import reference
 
 from fla_train.api import check_suite
-from fla_train.cli import app, doctor, export, generate, prepare, run_queue, runs
+from fla_train.cli import app, doctor, export, generate, prepare, runs, train_list
 from fla_train.cli import eval as eval_command
 from fla_train.cli.base import with_base
 from fla_train.cli.bench_options import build_parser
@@ -38,7 +38,10 @@ GLOB = re.compile(r"[][*?{}()<>|^#]")  # zsh expands or refuses these; typed, it
 
 
 def text_of(page: Path) -> str:
-    return reference.notebook(page) if page.suffix == ".ipynb" else page.read_text()
+    if page.suffix == ".md":
+        return page.read_text()
+    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(page.read_text())["cells"]]
+    return "\n\n".join(text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in cells)
 
 
 def lines() -> Iterator[tuple[str, str]]:
@@ -62,7 +65,7 @@ SCRIPTS_ADD = ("launch.num_machines=2", "launch.main_process_ip=10.0.0.1", "laun
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=lambda text: text[:60])
 def test_a_shell_takes_it_as_it_is(page: str, command: str):
-    bare = QUOTED.sub("", command)
+    bare = re.sub(r" > [\w./]+$", "", QUOTED.sub("", command))
     assert not GLOB.search(bare), f"{page}: quote {command}"
 
 
@@ -152,8 +155,10 @@ def check(words: list[str]) -> None:
                 validate(to_config(app.compose("train", request.overrides)))
         case ["fla-doctor", *arguments]:
             doctor.build_parser().parse_args(arguments)
-        case ["fla-runs", "queue", *arguments]:
-            assert run_queue.list_jobs(run_queue.build_parser().parse_intermixed_args(arguments))
+        case ["fla-runs", "train", *arguments]:
+            request = train_list.build_parser().parse_intermixed_args(arguments)
+            if (ROOT / request.list).exists():
+                assert train_list.read_list(ROOT / request.list)
         case ["fla-runs", *arguments]:
             runs.build_parser().parse_args(arguments)
         case _:

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from test_docs_reference import reference
 from test_layout import ROOT
 
 from fla_train.run import Run
@@ -20,13 +19,6 @@ def test_outputs_are_those_of_one_run() -> None:
     assert not [o for o in outputs if o["output_type"] == "error" or o.get("name") == "stderr"]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
     assert NOTEBOOK.stat().st_size < 200_000
-
-
-def test_the_page_shows_code_and_outputs() -> None:
-    page = reference.on_page_markdown((ROOT / "docs" / "tutorial.md").read_text())
-    assert page.count("\n# ") + page.startswith("# ") == 1
-    assert "```python\nimport matplotlib.pyplot as plt\n" in page
-    assert page.count("](data:image/png;base64,") == 2 and "parameters" in page
 
 
 @pytest.mark.long

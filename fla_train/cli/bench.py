@@ -12,9 +12,12 @@
     fla-bench train --peers llama -- model=gated_delta_product/340m trainer.seq_len=2048
     fla-bench precompile --folder /opt/kernels -- model=gated_delta_product/340m data=fineweb
 
-Tables go to stdout in Markdown, everything to `--json FILE`. Exit code 2: the request was wrong.
+Tables go to stdout in Markdown. `--json X.json` writes everything to that file and what was printed to X.md.
+Exit code 2: the request was wrong.
 """
 
+import contextlib
+import io
 import json
 import os
 import sys
@@ -22,6 +25,23 @@ from collections.abc import Sequence
 
 from fla_train.cli.app import fail, interruptible
 from fla_train.cli.bench_options import build_parser
+
+
+class Tee(io.StringIO):
+    """Keep what is printed to stdout, and print it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.screen = sys.stdout
+
+    def write(self, text: str) -> int:
+        """Write `text` to both."""
+        self.screen.write(text)
+        return super().write(text)
+
+    def flush(self) -> None:
+        """Flush the screen."""
+        self.screen.flush()
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -39,9 +59,13 @@ def run(arguments: Sequence[str]) -> None:
         raise ValueError(f"--json {file}: there is no folder {file.parent}: make it first")
     if file is not None and file.is_dir():
         raise ValueError(f"--json {file} is a folder: name a file in it")
-    content = measure(request)
-    if file is not None:
-        file.write_text(json.dumps(content, indent=1, default=str) + "\n")
+    if file is None:
+        measure(request)
+        return
+    with contextlib.redirect_stdout(Tee()) as printed:
+        content = measure(request)
+    file.with_suffix(".md").write_text(printed.getvalue())
+    file.write_text(json.dumps(content, indent=1, default=str) + "\n")
 
 
 @interruptible()

@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     for add in (kernels, decode, fused_ops, attention):
         add("--dtype", choices=DTYPES, help="of activations (default: bf16 on a GPU, fp32 on a CPU)")
     for add in (kernels, decode, fused_ops, attention, train):
-        add("--json", type=Path, help="also write everything to this file")
+        add("--json", type=Path, help="also write everything to this file, and the tables next to it (.md)")
     for add in (kernels, fused_ops, attention):
         add("--rounds", type=positive, default=15, help="samples of each time on a CPU")
     for add in (kernels, fused_ops):

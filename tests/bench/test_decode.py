@@ -36,7 +36,8 @@ def test_the_command(tmp_path, capsys):
     file = tmp_path / "decode.json"
     sizes = ["--heads", "2", "4", "--head-dim", "16", "--num-householder", "1", "3", "--dtype", "fp32"]
     bench.run(["decode", *sizes, "--state-dtype", "bf16", "--json", str(file)])
-    assert len([line for line in capsys.readouterr().out.splitlines() if "| bfloat16 |" in line]) == 4
+    printed = capsys.readouterr().out
+    assert printed.count("| bfloat16 |") == 4 and file.with_suffix(".md").read_text() == printed
     rows = json.loads(file.read_text())["rows"]
     assert [(row["heads"], row["num_householder"]) for row in rows] == [(2, 1), (2, 3), (4, 1), (4, 3)]
     with pytest.raises(SystemExit, match="2"):
