@@ -57,7 +57,7 @@ def _literal(value: object) -> str:
         return f"[{','.join(map(_literal, value))}]"
     if isinstance(value, str | Path):  # without quotes where Hydra reads the same text
         text = str(value)
-        plain_text = re.fullmatch(r"([a-zA-Z_/]|\.\.?/)[a-zA-Z0-9_./+-]*", text)
+        plain_text = re.fullmatch(r"([a-zA-Z_/]|\.\.?/)[a-zA-Z0-9_.:/+-]*", text)
         return text if plain_text and text.lower() not in NOT_TEXT else quote(text)
     return "null" if value is None else str(value).lower()
 

@@ -242,8 +242,8 @@ class TaskEvaluator:
 
 
 def _option(key: str, path: Path) -> str:
-    """The override that gives a key this path, as a shell reads it."""
-    return shlex.quote(assign(key, path))
+    """Return the option that gives a key this path, as a shell reads it; keys of text take it as written."""
+    return shlex.quote(f"{key}={path}")
 
 
 def _naming(engine, key: str = "mixer") -> str:

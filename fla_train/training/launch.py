@@ -12,7 +12,6 @@ from fla_train.data.cache import PreparedData, find_prepared
 from fla_train.data.prepare import check_first_document, prepare
 from fla_train.hub.push import check_access
 from fla_train.hub.pushes import HubPushes
-from fla_train.hub.saved_config import assign
 from fla_train.models.build import architecture, build_model_config, is_zoo
 from fla_train.tasks.config import is_own
 from fla_train.training import checkpoint, worker
@@ -119,7 +118,7 @@ def launch(config: TrainConfig) -> RunFolder | None:
             own = config.task is not None and is_own(config.task.kind)
             classes = {"model.mixer": config.model.get("mixer"), "task.kind": own and config.task.kind}
             words = [
-                shlex.quote(assign("run.dir", folder.root)),
+                shlex.quote(f"run.dir={folder.root}"),
                 *(f"{k}={v}" for k, v in classes.items() if v),
             ]
             raise Preempted(f"stopped      to resume: fla-train {' '.join(words)}") from None

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from fla_train.data import cache, files, sources
-from fla_train.data import prepare as preparation
 from fla_train.data import stream as stream_module
 from fla_train.data.open_dataset import open_train, open_validation
 from fla_train.data.sampler import BatchSampler, PrefetchLoader
@@ -206,18 +205,6 @@ def test_an_index_that_the_disk_refuses_does_not_end_the_reading(tmp_path):
     writer = IndexWriter(tmp_path / "has gone" / INDEX)
     for token in (0, 5):
         writer.append(Record(token, None, ""))
-
-
-def test_a_validation_shard_without_a_commit_is_read_on_at_the_one_asked_for(streamed, monkeypatch):
-    """That of a run's checkpoints; the branch may have moved since."""
-    shard = quiet(replace(streamed, stream=False, max_documents=60))
-    hub = replace(streamed, source="hub", path="some/dataset")
-    monkeypatch.setattr(preparation, "hub_commit", lambda config: "of now")
-    found_paths = SimpleNamespace(final=shard.folder, is_ready=lambda: True)
-    monkeypatch.setattr(preparation, "cache_paths", lambda config, commit: found_paths)
-    for asked, read in (({"": "begun with"}, "begun with"), ({}, "of now")):
-        found = quiet(hub, commits=asked)
-        assert found.commits() == {"": read}
 
 
 def test_machines_agree_on_the_commit_of_such_a_shard(streamed, monkeypatch):

@@ -47,7 +47,7 @@ def test_compare_requests_that_cannot_work(arguments, code, message, capsys, tmp
 
 def test_a_damaged_record(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text("{")
-    with pytest.raises(ValueError, match=r"results\.json is damaged .*: run the evaluation again"):
+    with pytest.raises(ValueError, match=r"results\.json is damaged"):
         load_record(tmp_path)
     for content in ("[1]", '{"paper_row": {}}'):
         (tmp_path / "results.json").write_text(content)

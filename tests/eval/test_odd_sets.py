@@ -49,8 +49,7 @@ def test_a_file_that_may_not_be_read_costs_only_itself(measured, monkeypatch) ->
 
     monkeypatch.setattr(Path, "open", guarded)
     found = measured(["secret.jsonl", "open.jsonl"])
-    assert found["secret"]["error"].startswith("suite.perplexity.sets=")
-    assert found["secret"]["error"].endswith("secret.jsonl: cannot be read (Permission denied)")
+    assert "secret.jsonl: cannot be read" in found["secret"]["error"]
     assert found["open"]["lengths"][0]["documents"] == 5
 
 

@@ -74,10 +74,6 @@ def test_scale_defaults_to_the_inverse_root_of_the_key_dimension():
         ("initial_state", torch.zeros(B, H, K, V, device="meta"), r"initial_state is on meta, expected cpu"),
         ("scale", float("nan"), r"scale is nan, expected a finite number"),
         ("scale", torch.tensor(0.5, requires_grad=True), "gradient"),
-        ("recompute", 0, "recompute is 0, expected"),
-        ("recompute", -64, "recompute is -64, expected"),
-        ("recompute", 64.0, "recompute is 64.0, expected"),
-        ("recompute", None, "recompute is None, expected"),
     ],
 )
 def test_a_wrong_argument_is_named(name, value, message):

@@ -221,7 +221,7 @@ def test_what_the_operator_keeps_belongs_to_the_machine(value, tmp_path):
     assert DeltaProductConfig.from_pretrained(tmp_path, recompute_operator=value).recompute_operator is value
 
 
-@pytest.mark.parametrize("value", ["0", "-64", "1.5", "some", "null"])
+@pytest.mark.parametrize("value", ["1.5", "some", "null"])
 def test_a_wrong_recompute_operator_is_named(value):
     with pytest.raises(ValueError, match="recompute_operator") as error:
         config_of(f"model.recompute_operator={value}")

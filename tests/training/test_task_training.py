@@ -182,7 +182,7 @@ def test_recipes_compose_and_hold_together(make, name: str) -> None:
         (["task.curriculum=[[4,2,3]]"], r"\[4, 2, 3\] is no \[tokens, steps\]"),
         (["task.curriculum=[[4,2,{element:3}]]"], "group_words has no option element;"),
         (["task.curriculum=[[4,2,{group:S4}]]"], "has another vocabulary than the training set"),
-        (["task.stop_at=[[longer/accuracy,1]]"], "is no .metric, value. with a metric of train_length/token"),
+        (["task.stop_at=[[longer/accuracy,1]]"], "is no .metric, value. with a metric of train_length/"),
         (["task.test_sequences=1", "launch.num_processes=2"], "leaves processes without a sequence"),
     ],
 )
