@@ -5,10 +5,13 @@ Tests marked `gpu` draw fresh random numbers each time. A failed one shows its s
 FLA_TRAIN_TEST_SEED=<seed>.
 """
 
+import atexit
 import os
 import secrets
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +20,9 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
+if "FLA_TRAIN_CACHE" not in os.environ:  # the workers of pytest-xdist inherit it, and share what is prepared
+    os.environ["FLA_TRAIN_CACHE"] = tempfile.mkdtemp(prefix="fla-train-tests-")
+    atexit.register(shutil.rmtree, os.environ["FLA_TRAIN_CACHE"], ignore_errors=True)
 
 from tests.startup import sitecustomize
 

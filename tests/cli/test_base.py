@@ -176,7 +176,7 @@ def test_a_tokenizer_folder_that_has_gone_is_found_with_the_prepared_data(run: P
 
 @pytest.mark.parametrize(
     "record",
-    [[], {}, {"config": "text"}, {"config": "a: [b"}, {"config": "trainer: {seq_len: abc}"}],
+    [{}, {"config": "text"}, {"config": "a: [b"}, {"config": "trainer: {seq_len: abc}"}],
     ids=str,
 )
 def test_a_foreign_training_record_gives_no_batch(export: Path, record: object):

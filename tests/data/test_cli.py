@@ -48,7 +48,7 @@ def test_it_prepares_and_says_where(run, local):
         (["data=local"], "needs data.path"),
         (["data=local", "data.path=no/such/place"], "no such file or folder"),
         (["data=web"], "web"),
-        (["data=mixture", "+data.mixture={a: {path: docs}}"], "mixture.a.weight"),
+        (["data=mixture", "+data.mixture={a: {path: docs}}"], "data.mixture.a"),
     ],
 )
 def test_errors_are_exit_code_2(run, overrides, message):

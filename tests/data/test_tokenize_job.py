@@ -1,7 +1,6 @@
 """A preparation that is killed or meets an error is resumed; its shards are those of an undisturbed one."""
 
 import errno
-import json
 import multiprocessing
 import os
 import random
@@ -342,11 +341,10 @@ def test_a_shard_damaged_before_the_resume_is_named(tmp_path, local, corpus, sma
         quiet(local)
     (corpus / "z.jsonl").unlink()
     (building,) = (tmp_path / "cache").glob(".building-*[!k]")
-    else:
-        shard = building / "train" / f"{file}-00000.bin"
-        written = shard.read_bytes()
-        shard.write_bytes(bytes([written[0] ^ 1]) + written[1:])
-        with pytest.raises(ValueError, match=rf"{shard.name} is not as it was written; delete {building}"):
-            quiet(local)
-        shard.write_bytes(written)
+    shard = building / "train" / f"{file}-00000.bin"
+    written = shard.read_bytes()
+    shard.write_bytes(bytes([written[0] ^ 1]) + written[1:])
+    with pytest.raises(ValueError, match=rf"{shard.name} is not as it was written; delete {building}"):
+        quiet(local)
+    shard.write_bytes(written)
     assert contents(quiet(local).folder) == undisturbed
