@@ -54,7 +54,7 @@ from fla_train.training.process_group import (
 )
 from fla_train.training.worker import FINAL
 from fla_train.utils.import_ahead import CPU_ONLY, start_worker
-from fla_train.utils.processes import available_cores
+from fla_train.utils.processes import available_cores, openmp_threads
 from fla_train.utils.timeline import BEGAN
 
 DEFAULT_PORT = 29500
@@ -363,10 +363,7 @@ def _environment(launch: LaunchConfig, began: float | None) -> Iterator[None]:
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # workers use the rendezvous' store, no second one
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",  # the others are ours
     }
-    # OpenMP allows a list, one number for each level of nesting, and ignores anything else.
-    threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    valid = threads.isdecimal() and int(threads) > 0
-    os.environ["OMP_NUM_THREADS"] = threads if valid else str(max(1, available_cores() // local))
+    os.environ["OMP_NUM_THREADS"] = str(openmp_threads(default=max(1, available_cores() // local)))
     # Threads that spin while they wait slow a shared CPU down several times over.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if launch.device == "cpu":

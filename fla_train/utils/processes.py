@@ -32,6 +32,15 @@ def cores_of_rank() -> int:
     return max(1, available_cores() // local_world_size())
 
 
+def openmp_threads(default: int) -> int:
+    """Return the number of threads that OMP_NUM_THREADS asks for, or the default.
+
+    OpenMP allows a list, with a number for each level of nesting, and ignores anything else.
+    """
+    threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(threads) if threads.isdecimal() and int(threads) > 0 else default
+
+
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when the one that started it dies, even by kill -9 (Linux).
 

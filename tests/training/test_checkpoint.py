@@ -320,3 +320,24 @@ def test_what_has_a_checkpoint_s_name_gives_way_to_one(tmp_path: Path, make_it: 
     filesystem.remove_folder(tmp_path / "step-0000003")
     checkpoint.clean(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_of_another_run_is_passed_over(tmp_path: Path) -> None:
+    lines: list[str] = []
+    own, _ = make(tmp_path, 3, run="this"), make(tmp_path, 6, run="another")
+    assert checkpoint.choose("auto", tmp_path, lines.append, run="this") == own
+    assert len(lines) == 1 and "step-0000006" in lines[0]
+
+
+def test_a_checkpoint_that_cannot_be_deleted_does_not_stop_pruning(tmp_path: Path, monkeypatch) -> None:
+    first, second, newest = (make(tmp_path, step) for step in (3, 6, 9))
+    remove = checkpoint.remove_folder
+
+    def refuse(folder: Path) -> None:
+        if folder == first:
+            raise PermissionError(13, "Permission denied")
+        remove(folder)
+
+    monkeypatch.setattr(checkpoint, "remove_folder", refuse)
+    assert first.name in checkpoint.prune(newest, keep=1)
+    assert first.exists() and newest.exists() and not second.exists()

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import huggingface_hub
@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fla_train.cli.app import compose
+from fla_train.training.checkpoint import TrainState
 from fla_train.training.config import (
     TrainConfig,
     accumulation_steps,
@@ -25,7 +26,7 @@ from fla_train.training.config import (
     with_vocabulary,
 )
 from fla_train.training.launch import launch
-from fla_train.training.resume import newest_readable, with_saved_sizes
+from fla_train.training.resume import newest_readable, recorded, with_saved_sizes
 
 Make = Callable[..., TrainConfig]
 SIZES = {"micro_batch_size": st.integers(1, 32), "seq_len": st.integers(2, 4096)}
@@ -243,11 +244,16 @@ def test_a_tokenizer_that_is_not_here_leaves_the_usual_size(
         with_vocabulary(config)
 
 
+def record(config: TrainConfig, checkpoint: Path) -> None:
+    """Write the state of a checkpoint, which records its run's config."""
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text(json.dumps(asdict(TrainState(config=recorded(config)))))
+
+
 def test_a_resumed_run_keeps_what_it_was_begun_with(make_config: Make, tmp_path: Path):
     run = tmp_path / "run"
-    (run / "checkpoints" / "step-0000003").mkdir(parents=True)
     begun = make_config("schedule.warmup_steps=2", "trainer.global_batch_tokens=512", "model.vocab_size=384")
-    (run / "config.yaml").write_text(to_yaml(begun))
+    record(begun, run / "checkpoints" / "step-0000003")
     open_ = ["trainer.global_batch_tokens=auto", "model.vocab_size=null", "launch.num_processes=4"]
     kept = with_saved_sizes(make_config(*open_, f"run.dir={run}"))
     assert (kept.schedule.warmup_steps, kept.trainer.global_batch_tokens) == (2, 512)
@@ -265,8 +271,7 @@ def test_a_tilde_in_run_dir_is_the_home_folder(
 ):
     """Before anything is looked for in it: the command that began the run resumes it."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "run" / "checkpoints" / "step-0000003").mkdir(parents=True)
-    (tmp_path / "run" / "config.yaml").write_text(to_yaml(make_config("model.vocab_size=384")))
+    record(make_config("model.vocab_size=384"), tmp_path / "run" / "checkpoints" / "step-0000003")
     config = with_run_paths(make_config("model.vocab_size=null", "run.dir='~/run'"))
     assert config.run.dir == f"{tmp_path}/run"
     assert with_saved_sizes(config).model["vocab_size"] == 384

@@ -43,8 +43,15 @@ def refused(result: tuple[int, str, str]) -> str:
     return stderr
 
 
-def test_unknown_keys_and_wrong_types_are_all_named(fla_train):
-    faults = ["trainer.max_step=3", "trainer.seq_len=long", "model.heads=3", "optimizer.lr=fast"]
+@pytest.mark.parametrize(
+    "faults",
+    [
+        ["trainer.max_step=3", "optimizer.learn=1", "model=lama"],  # found before the schemas are imported
+        ["trainer.seq_len=long", "model.heads=3", "optimizer.lr=fast"],
+    ],
+    ids=["names", "types"],
+)
+def test_unknown_keys_and_wrong_types_are_all_named(fla_train, faults: list[str]):
     fault = refused(fla_train(*faults))
     for override in faults:
         assert override in fault

@@ -1,10 +1,13 @@
 """Folders are replaced whole: a failure or a kill leaves the former content or the new, never a mix."""
 
+import errno
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from fla_train.utils.filesystem import move_folder, replaced_folder
+from fla_train.utils.filesystem import move_folder, remove_folder, replaced_folder, save_tokenizer
 
 
 def make(folder: Path, content: str) -> Path:
@@ -53,3 +56,35 @@ def test_the_former_folder_comes_back_after_a_kill_between_both_moves(tmp_path: 
     with pytest.raises(RuntimeError), replaced_folder(tmp_path / "folder"):
         raise RuntimeError
     assert contents(tmp_path) == {"folder/file": "former"}
+
+
+def test_a_second_writer_of_a_folder_is_refused(tmp_path: Path) -> None:
+    with replaced_folder(tmp_path / "folder") as aside:
+        with pytest.raises(ValueError, match="another process writes"):
+            replaced_folder(tmp_path / "folder").__enter__()
+        (aside / "file").touch()
+    assert (tmp_path / "folder" / "file").is_file()
+
+
+def test_a_folder_that_an_overlay_does_not_rename_is_deleted_in_place(tmp_path: Path, monkeypatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    (tmp_path / "folder" / "part").mkdir(parents=True)
+    (tmp_path / "folder" / "manifest.json").touch()
+    monkeypatch.setattr(os, "rename", refuse)
+    remove_folder(tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+
+
+def test_a_disk_that_is_full_for_a_tokenizer_is_an_error_of_the_system(tmp_path: Path) -> None:
+    def fail(kind: type[Exception]):
+        def save(folder: Path) -> None:
+            raise kind("No space left on device (os error 28)")
+
+        return SimpleNamespace(save_pretrained=save)
+
+    with pytest.raises(OSError, match="No space left"):
+        save_tokenizer(fail(Exception), tmp_path)  # as tokenizers, which is written in Rust, raises it
+    with pytest.raises(TypeError):
+        save_tokenizer(fail(TypeError), tmp_path)
