@@ -58,7 +58,10 @@ class PreparedData:
         if "parts" not in self.manifest:
             return {"": self}
         listed = self.manifest["parts"]
-        return {part["name"]: open_prepared(self.folder.with_name(part["fingerprint"])) for part in listed}
+        parts = {part["name"]: open_prepared(self.folder.with_name(part["fingerprint"])) for part in listed}
+        if any("parts" in part.manifest for part in parts.values()):
+            raise ValueError(f"{self.folder} names a mixture as one of its parts: prepare it again")
+        return parts
 
     def shares(self) -> dict[str, int]:
         """{part: its share of the sequences}, in the order of `parts`."""

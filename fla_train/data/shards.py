@@ -242,6 +242,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = read_json(path)
         version, checksum = manifest["format"], manifest.pop("checksum", None)
+        if (dtype := manifest.get("dtype", "uint16")) not in ("uint16", "uint32"):
+            raise ValueError(f"dtype {dtype!r:.40}")
     except FileNotFoundError as failure:
         raise ValueError(
             f"{path} does not exist: {folder} holds no prepared data; run fla-prepare"
