@@ -28,7 +28,12 @@ from tests.startup import sitecustomize
 
 # Processes that the tests start import it, too.
 os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(Path(sitecustomize.__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # and the root: commands that ran in this process keep their children from the current folder.
+    [
+        str(Path(sitecustomize.__file__).parent),
+        str(Path(__file__).parents[1]),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
 )
 
 import torch
