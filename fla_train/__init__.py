@@ -5,13 +5,11 @@
 
 The Python API (`API`, docs/python.md) is imported when it is first used, since that takes seconds.
 
-In a checkout the folders `kernels/`, `eval/` and `configs/` lie beside this package; the last lines make
-them importable as `fla_train.kernels`, `fla_train.eval` and `fla_train.configs` without an installation. In
-a wheel they are ordinary subpackages. They are never top-level names: see docs/architecture.md.
+`kernels`, `eval` and `configs` are links to the folders of these names beside this package
+(docs/architecture.md).
 """
 
 from importlib import import_module
-from pathlib import Path
 
 __version__ = "0.1.0"
 
@@ -31,8 +29,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return [*globals(), *API]
-
-
-_root = Path(__file__).resolve().parent.parent
-if (_root / "pyproject.toml").is_file() and (_root / "kernels").is_dir():
-    __path__.append(str(_root))

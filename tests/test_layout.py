@@ -1,6 +1,7 @@
 """The shape of the project: packages, dependency arrows, what the wheel claims (docs/architecture.md)."""
 
 import ast
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -13,12 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TOP_LEVEL = {"configs", "docs", "eval", "fla_train", "kernels", "scripts", "tests"}
-FOLDERS = {
-    "fla_train": "fla_train",
-    "kernels": "fla_train.kernels",
-    "eval": "fla_train.eval",
-    "configs": "fla_train.configs",
-}
+LINKED = ("configs", "eval", "kernels")  # folders beside fla_train/, which links to them
 
 # A package may import itself and the packages named here, directly; nothing else of fla_train.
 ARROWS = {
@@ -58,8 +54,7 @@ def tracked() -> list[Path]:
 
 
 def python_files(folder: str) -> list[Path]:
-    base = ROOT / folder if folder in {"kernels", "eval", "configs"} else ROOT / "fla_train" / folder
-    return sorted(base.rglob("*.py"))
+    return sorted((ROOT / "fla_train" / folder).rglob("*.py"))
 
 
 def imported(path: Path, *, for_types: bool = True) -> set[str]:
@@ -68,8 +63,7 @@ def imported(path: Path, *, for_types: bool = True) -> set[str]:
     Args:
         for_types: with what only type checkers import.
     """
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    package = list(parts[:-1]) if parts[0] == "fla_train" else ["fla_train", *parts[:-1]]
+    package = list(path.relative_to(ROOT).parts[:-1])
     names, tree = set(), ast.parse(path.read_text())
     if not for_types:
         types = [n for n in tree.body if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
@@ -101,15 +95,6 @@ def test_top_level_folders_are_those_of_the_design() -> None:
     )
 
 
-def test_every_package_is_listed_for_the_wheel() -> None:
-    found = set()
-    for folder, name in FOLDERS.items():
-        for path in [ROOT / folder, *(p for p in (ROOT / folder).rglob("*") if p.is_dir())]:
-            if any(path.glob("*.py")) or path == ROOT / folder:
-                found.add(".".join([name, *path.relative_to(ROOT / folder).parts]))
-    assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == found
-
-
 @pytest.mark.parametrize("package", sorted(ARROWS))
 def test_dependencies_point_one_way(package: str) -> None:
     allowed = ARROWS[package] | {package}
@@ -124,10 +109,8 @@ def test_dependencies_point_one_way(package: str) -> None:
 def test_modules_import_each_other_without_circles() -> None:
     """Imports inside functions count too; those for type checkers only do not."""
     modules: dict[str, Path] = {}
-    for folder, name in FOLDERS.items():
-        for path in (ROOT / folder).rglob("*.py"):
-            inner = path.relative_to(ROOT / folder).with_suffix("").parts
-            modules[".".join([name, *inner]).removesuffix(".__init__")] = path
+    for path in [path for folder in (".", *LINKED) for path in python_files(folder)]:
+        modules[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
     imports = {}
     for name, path in modules.items():
         found = {
@@ -164,7 +147,7 @@ def build(kind: str, folder: Path) -> Path:
     source = folder / "source"
     for path in tracked():
         (source / path).parent.mkdir(parents=True, exist_ok=True)
-        (source / path).write_bytes((ROOT / path).read_bytes())
+        shutil.copy(ROOT / path, source / path, follow_symlinks=False)
     code = f"import setuptools.build_meta as b, sys; b.build_{kind}(sys.argv[1])"
     done = subprocess.run(
         [sys.executable, "-c", code, str(folder)], cwd=source, capture_output=True, text=True
@@ -177,14 +160,16 @@ def build(kind: str, folder: Path) -> Path:
 def test_sdist_holds_what_the_tests_and_docs_need(tmp_path: Path) -> None:
     with tarfile.open(build("sdist", tmp_path)) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    needed = {str(path) for path in tracked() if path.parts[0][0] != "."} - names
+    files = [path for path in tracked() if path.parts[0][0] != "." and not (ROOT / path).is_symlink()]
+    needed = {str("fla_train" / path if path.parts[0] in LINKED else path) for path in files} - names
     assert {name for name in needed if not name.startswith("docs/reports/")} == set()
 
 
 def test_wheel_claims_only_fla_train(tmp_path: Path) -> None:
     names = zipfile.ZipFile(build("wheel", tmp_path)).namelist()
     assert {n.split("/")[0] for n in names if ".dist-info" not in n} == {"fla_train"}
-    yaml = {str(p.relative_to(ROOT / "configs")) for p in (ROOT / "configs").rglob("*.yaml")}
+    configs = ROOT / "fla_train/configs"
+    yaml = {str(p.relative_to(configs)) for p in configs.rglob("*.yaml")}
     assert yaml == {
         n.removeprefix("fla_train/configs/") for n in names if n.endswith(".yaml") and "/configs/" in n
     }
